@@ -1,0 +1,253 @@
+"""Every key a user may set, as one frozen pydantic tree; a YAML file mirrors it one to one.
+
+Invariant: unknown keys are forbidden and values are never coerced across types (a string is not a
+number). Names follow Hugging Face's `config.json` where it has one, Megatron-LM's words for
+parallelism. Defaults that depend on other fields of the same group are filled in here, so that
+the printed config shows what will run; rules across groups live in `validate.py`.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Group(BaseModel):
+    """Base of all groups: frozen, strict about keys and types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class RunConfig(Group):
+    """Where a run lives and what makes it repeatable."""
+
+    dir: str = Field("runs/default", description="Run folder: config, logs, checkpoints, data.")
+    seed: int = Field(1234, ge=0, description="Seed of parameters, dropout and data order.")
+
+
+class RopeScaling(Group):
+    """Hugging Face's `rope_scaling` dictionary."""
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: float = Field(1.0, ge=1.0)
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3")
+    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3, yarn")
+    beta_fast: float = Field(32.0, gt=0, description="yarn")
+    beta_slow: float = Field(1.0, gt=0, description="yarn")
+    mscale: float | None = Field(None, description="yarn: attention temperature numerator")
+    mscale_all_dim: float | None = Field(None, description="yarn: its denominator")
+    attention_factor: float | None = Field(None, gt=0, description="yarn: overrides both mscales")
+    truncate: bool = Field(True, description="yarn: round the correction range to whole dims")
+
+
+class ModelConfig(Group):
+    """The architecture of a decoder."""
+
+    vocab_size: int = Field(256, ge=2, description="Ids the tokenizer may produce.")
+    vocab_multiple: int = Field(128, ge=1, description="Pad the vocabulary to a multiple of this.")
+    hidden_size: int = Field(256, ge=1)
+    num_hidden_layers: int = Field(4, ge=1)
+    intermediate_size: int = Field(0, ge=0, description="FFN width; 0: 4 x hidden_size.")
+    num_attention_heads: int = Field(4, ge=1)
+    num_key_value_heads: int = Field(0, ge=0, description="GQA/MQA; 0: num_attention_heads.")
+    head_dim: int = Field(0, ge=0, description="0: hidden_size / num_attention_heads.")
+    max_position_embeddings: int = Field(2048, ge=1)
+
+    layer_pattern: str = Field(
+        "G",
+        description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
+        "window. Groups repeat as in '(LLLLLG)*4,LL'.",
+    )
+    sliding_window: int | None = Field(None, ge=1, description="Keys an L block sees, itself in.")
+    attention_bias: bool = Field(False, description="Bias on the q, k and v projections.")
+    attention_out_bias: bool = Field(False, description="Bias on the attention output projection.")
+    qk_norm: bool = Field(False, description="Norm over head_dim on q and k before RoPE.")
+    attention_sinks: bool = Field(False, description="One learned extra softmax logit per head.")
+    attn_logit_softcapping: float | None = Field(None, gt=0)
+    attention_multiplier: float | None = Field(None, gt=0, description="None: head_dim ** -0.5.")
+
+    position_embedding: Literal["rope", "learned", "none"] = "rope"
+    rope_theta: float = Field(10000.0, gt=0)
+    rope_local_theta: float | None = Field(None, gt=0, description="rope_theta of L blocks.")
+    rope_scaling: RopeScaling | None = Field(None, description="Applies to G blocks.")
+    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    norm_zero_centered: bool = Field(False, description="Gain is stored as offset from one.")
+    norm_placement: Literal["pre", "sandwich"] = "pre"
+
+    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
+    mlp_bias: bool = False
+
+    tie_word_embeddings: bool = False
+    embedding_multiplier: float | None = Field(None, gt=0, description="Scales embeddings.")
+    final_logit_softcapping: float | None = Field(None, gt=0)
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="Embedding and residual branches.")
+    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of weights.")
+    scaled_output_init: bool = Field(
+        True, description="Megatron: output projections use std / sqrt(2 * num_hidden_layers)."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: Any) -> Any:
+        """Replace the zeros that mean 'derive' so that the resolved config is explicit."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        get = lambda key: data.get(key, cls.model_fields[key].default)  # noqa: E731
+        hidden, heads = get("hidden_size"), get("num_attention_heads")
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            if get("intermediate_size") == 0:
+                data["intermediate_size"] = 4 * hidden
+            if get("num_key_value_heads") == 0:
+                data["num_key_value_heads"] = heads
+            if get("head_dim") == 0 and hidden % heads == 0:
+                data["head_dim"] = hidden // heads
+        return data
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: never a function of the mesh."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+class MeshConfig(Group):
+    """Devices per axis; their product is the device count."""
+
+    dp: int | Literal["auto"] = Field("auto", description="Data; auto: what the others leave.")
+    tp: int = Field(1, ge=1, description="Tensor (with sequence parallelism).")
+    pp: int = Field(1, ge=1, description="Pipeline.")
+    cp: int = Field(1, ge=1, description="Context.")
+    ep: int = Field(1, ge=1, description="Expert; also splits the batch.")
+
+
+class DataConfig(Group):
+    """What is trained on. Exactly one of `paths`, `text`, `mock` is used."""
+
+    paths: list[str] = Field([], description="Prefixes of Megatron .bin/.idx pairs.")
+    weights: list[float] | None = Field(None, description="Blend weights; None: by token count.")
+    valid_paths: list[str] = Field([], description="Held-out prefixes; empty: use `split`.")
+    split: list[float] = Field([0.969, 0.03, 0.001], min_length=3, max_length=3)
+    text: str | None = Field(
+        None,
+        description="Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) file, or 'stdlib' "
+        "(Python's own sources). Tokenised once into run.dir/data.",
+    )
+    mock: bool = Field(False, description="Random tokens, for speed tests.")
+    tokenizer: str | None = Field(
+        None, description="'byte', a tokenizer.json, a SentencePiece .model, or 'train:VOCAB'."
+    )
+    seq_length: int = Field(1024, ge=1)
+    document_mask: bool = Field(True, description="Attention stays within documents.")
+    reset_position_ids: bool = Field(False, description="Positions restart at each document.")
+    eod_token_id: int | None = Field(None, ge=0)
+    eod_mask_loss: bool = Field(False, description="No loss on predicting from an EOD token.")
+    cache_dir: str | None = Field(None, description="Index cache; None: beside the data.")
+    prefetch: int = Field(4, ge=1, description="Batches prepared ahead.")
+    workers: int = Field(2, ge=1, description="Loader threads.")
+
+
+class OptimizerConfig(Group):
+    """Optimiser, decay and clipping; groups go by a parameter's role, never by its rank."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    b1: float = Field(0.9, ge=0, lt=1)
+    b2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    weight_decay_end: float | None = Field(None, ge=0, description="Ramp target; None: constant.")
+    weight_decay_style: Literal["linear", "cosine"] = "linear"
+    weight_decay_roles: list[str] = Field(["matrix", "embedding", "head"])
+    lr_multipliers: dict[str, float] = Field({}, description="Per role, e.g. {embedding: 0.5}.")
+    clip_grad_norm: float = Field(1.0, ge=0, description="Global L2 norm; 0: off.")
+    mu_dtype: Dtype = "float32"
+    nu_dtype: Dtype = "float32"
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    muon_nesterov: bool = True
+    muon_steps: int = Field(5, ge=1, description="Newton-Schulz iterations.")
+    muon_roles: list[str] = Field(["matrix"], description="The rest is trained by AdamW.")
+    muon_scale: Literal["match_adamw", "spectral", "original"] = "match_adamw"
+
+
+class ScheduleConfig(Group):
+    """Learning rate over samples (Megatron's clock); lengths are given in steps."""
+
+    lr: float = Field(3e-4, ge=0)
+    min_lr: float = Field(0.0, ge=0)
+    decay: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    warmup_init_lr: float = Field(0.0, ge=0)
+    decay_steps: int | None = Field(None, ge=1, description="None: train.steps.")
+    wsd_decay_steps: int = Field(0, ge=0, description="Length of the final decay of wsd.")
+    wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+
+
+class TrainConfig(Group):
+    """Batch, length of the run, memory policy, evaluation."""
+
+    steps: int = Field(1000, ge=1)
+    max_tokens: int | None = Field(None, ge=1, description="Stop after this many tokens.")
+    max_minutes: float | None = Field(None, gt=0, description="Save and stop after this long.")
+    global_batch_size: int = Field(8, ge=1, description="Sequences per step.")
+    micro_batch_size: int = Field(8, ge=1, description="Sequences per device and micro-batch.")
+    rampup_batch_size: list[int] | None = Field(
+        None, min_length=3, max_length=3, description="[start, increment, samples], as Megatron."
+    )
+    eval_interval: int | None = Field(None, ge=1, description="Steps between evaluations.")
+    eval_steps: int = Field(10, ge=1)
+    remat: Literal["none", "dots", "attention", "full"] = Field(
+        "dots",
+        description="What a block keeps for its backward: all, matmul outputs and attention, "
+        "attention only, nothing.",
+    )
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    loss_chunk: int | None = Field(None, ge=1, description="Tokens per chunk of the loss.")
+    sample_prompt: str | None = Field(None, description="Text continued at the end of the run.")
+    sample_tokens: int = Field(64, ge=1)
+
+
+class CheckpointConfig(Group):
+    """Orbax checkpoints under run.dir/checkpoints."""
+
+    interval: int | None = Field(None, ge=1, description="Steps between saves; None: only at end.")
+    keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    keep_every: int | None = Field(None, ge=1, description="Also keep steps divisible by this.")
+    async_save: bool = True
+    resume: Literal["auto", "never", "require"] = "auto"
+
+
+class PrecisionConfig(Group):
+    """fp32 masters; the forward and backward pass run in `compute`."""
+
+    compute: Dtype = "bfloat16"
+    grad_accum: Dtype = Field("float32", description="Dtype gradients accumulate and reduce in.")
+
+
+class LogConfig(Group):
+    """Sinks; JSON lines and the console are always on."""
+
+    interval: int = Field(10, ge=1)
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    peak_tflops: float | None = Field(None, gt=0, description="For MFU; None: known chips.")
+
+
+class Config(Group):
+    """The whole of a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    log: LogConfig = LogConfig()
