@@ -62,3 +62,49 @@ def constant(value: float) -> Init:
 def declare(rngs: nnx.Rngs, spec: ParamSpec, init: Init) -> nnx.Param:
     """An fp32 parameter that carries its declaration as metadata `spec`."""
     return nnx.Param(init(rngs.params(), spec.shape, jnp.float32), spec=spec)
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], n: int, rngs: nnx.Rngs) -> nnx.Module:
+    """One module whose every parameter holds those of `n` independent layers, stacked."""
+
+    def values(key):
+        return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param))
+
+    definition, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    stacked = jax.vmap(values)(jax.random.split(rngs.params(), n))
+    specs = jax.tree.map(lambda spec: spec.stacked(n), specs_of(state), is_leaf=_is_spec)
+    return nnx.merge(definition, state_from(stacked, specs))
+
+
+def specs_of(state: nnx.State | nnx.Module) -> dict:
+    """Nested dict of `ParamSpec`, one per parameter."""
+    state = nnx.state(state, nnx.Param) if isinstance(state, nnx.Module) else state
+    flat = {path: var.get_metadata("spec") for path, var in nnx.to_flat_state(state)}
+    return nnx.traversals.unflatten_mapping(flat)
+
+
+def state_from(values: dict, specs: dict) -> nnx.State:
+    """Nested dicts of values and declarations -> the NNX state that `nnx.merge` takes."""
+    flat = jax.tree.map(lambda s, v: nnx.Param(v, spec=s), specs, values, is_leaf=_is_spec)
+    return nnx.State(flat)
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, ParamSpec)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A model without its weights. `bind` gives the module back; use it while tracing only."""
+
+    graph: nnx.GraphDef
+    specs: dict
+
+    def bind(self, params: dict) -> nnx.Module:
+        return nnx.merge(self.graph, state_from(params, self.specs))
+
+
+def split(model: nnx.Module) -> tuple[Definition, dict]:
+    """Module -> (definition, nested dict of arrays)."""
+    graph, state = nnx.split(model)
+    return Definition(graph, specs_of(state)), nnx.to_pure_dict(state)

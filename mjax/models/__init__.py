@@ -1,0 +1,18 @@
+"""Flax NNX models. `build` gives a module that works under plain `jax.jit`, with no mesh."""
+
+from flax import nnx
+
+from mjax.config.schema import ModelConfig
+from mjax.models.decoder import Decoder
+from mjax.models.params import Definition, ParamSpec, split
+
+__all__ = ["Definition", "ParamSpec", "build", "split"]
+
+
+def build(cfg: ModelConfig, rngs: nnx.Rngs) -> Decoder:
+    """The model of `cfg`, fp32 parameters drawn from `rngs`.
+
+    `jax.jit(build(cfg.model, nnx.Rngs(0)))(tokens)`: int32 [B, S] -> fp32 logits [B, S, V]. The
+    dtype of the computation is the dtype of the parameters.
+    """
+    return Decoder(cfg, rngs)

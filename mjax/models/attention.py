@@ -1,0 +1,123 @@
+"""Self-attention with grouped heads, tensor-parallel over query heads.
+
+A device holds N/tp query heads. Where tp divides the kv heads it holds its share of them; where it
+does not, k and v weights are replicated over tp and each device projects only the kv heads that
+its query heads use: the gradient rule sums the parts. Caches hold keys after RoPE.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mjax.config.schema import ModelConfig
+from mjax.kernels.attention import attention
+from mjax.models.context import Context, Tokens
+from mjax.models.norm import Norm
+from mjax.models.params import ParamSpec, constant, declare, normal
+from mjax.models.positions import apply_rope
+from mjax.sharding.collectives import Parallel
+
+Cache = tuple[jax.Array, jax.Array]  # keys, values, each [B, T, K, H]
+
+
+class Attention(nnx.Module):
+    """[B, S/tp, D] -> [B, S/tp, D], causal, optionally windowed and within segments."""
+
+    def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
+        self.cfg = cfg
+        d, n, k, h = (
+            cfg.hidden_size,
+            cfg.num_attention_heads,
+            cfg.num_key_value_heads,
+            cfg.head_dim,
+        )
+        init, zero = normal(cfg.initializer_range), constant(0.0)
+        q_axes, kv_axes = ("heads", "head_dim"), ("pair", "kv_heads", "head_dim")
+        self.q = declare(rngs, ParamSpec((d, n, h), ("embed", *q_axes), "matrix"), init)
+        self.kv = declare(rngs, ParamSpec((d, 2, k, h), ("embed", *kv_axes), "matrix"), init)
+        out = ParamSpec((n, h, d), (*q_axes, "embed"), "matrix", inputs=2)
+        self.out = declare(rngs, out, normal(out_std))
+        if cfg.attention_bias:
+            self.q_bias = declare(rngs, ParamSpec((n, h), q_axes, "bias"), zero)
+            self.kv_bias = declare(rngs, ParamSpec((2, k, h), kv_axes, "bias"), zero)
+        if cfg.attention_out_bias:
+            self.out_bias = declare(rngs, ParamSpec((d,), ("embed",), "bias"), zero)
+        if cfg.qk_norm:
+            self.q_norm = Norm(cfg, h, "head_dim", rngs)
+            self.k_norm = Norm(cfg, h, "head_dim", rngs)
+        if cfg.attention_sinks:
+            self.sinks = declare(rngs, ParamSpec((n,), ("heads",), "scalar"), init)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tokens: Tokens,
+        ctx: Context,
+        *,
+        window: int | None,
+        rope: tuple[jax.Array, jax.Array] | None,
+        salt: jax.Array | int = 0,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        cfg, par = self.cfg, ctx.parallel
+        x = par.gather_seq(x)
+        q, k, v = self._project(x, par)
+        if cfg.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        key_columns, key_segments = tokens.columns, tokens.segments
+        if cache is not None:
+            start = (0, tokens.columns[0], 0, 0)
+            cache = tuple(
+                jax.lax.dynamic_update_slice(c, new.astype(c.dtype), start)
+                for c, new in zip(cache, (k, v), strict=True)
+            )
+            (k, v), key_segments = cache, None
+            key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
+        o = attention(
+            q,
+            k,
+            v,
+            scale=cfg.attention_multiplier or cfg.head_dim**-0.5,
+            window=window,
+            softcap=cfg.attn_logit_softcapping,
+            sinks=self.sinks[...] if cfg.attention_sinks else None,
+            columns=(tokens.columns, key_columns),
+            segments=None if key_segments is None else (tokens.segments, key_segments),
+            dropout=self._dropout(tokens, ctx, salt),
+            max_documents=ctx.max_documents,
+            implementation=ctx.attention if cache is None else "xla",
+        )
+        y = par.scatter_seq(jnp.tensordot(o, self.out[...], 2))
+        return (y + self.out_bias[...] if cfg.attention_out_bias else y), cache
+
+    def _project(self, x: jax.Array, par: Parallel) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, S, N/tp, H] and the k, v [B, S, K', H] that these query heads use."""
+        q = jnp.tensordot(x, self.q[...], 1)
+        kv = jnp.tensordot(x, _own_kv(self.kv[...], self.cfg, par), 1)
+        if self.cfg.attention_bias:
+            q = q + self.q_bias[...]
+            kv = kv + _own_kv(self.kv_bias[...], self.cfg, par)
+        return q, kv[..., 0, :, :], kv[..., 1, :, :]
+
+    def _dropout(self, tokens: Tokens, ctx: Context, salt: jax.Array | int) -> tuple | None:
+        """(rate, key, rows, global head numbers) for dropout on attention probabilities."""
+        if self.cfg.attention_dropout == 0 or not ctx.dropout:
+            return None
+        n = self.cfg.num_attention_heads // ctx.parallel.tp
+        heads = ctx.parallel.index("tp") * n + jnp.arange(n)
+        key = jax.random.fold_in(tokens.key, salt)
+        return self.cfg.attention_dropout, key, tokens.rows, heads
+
+
+def _own_kv(w: jax.Array, cfg: ModelConfig, par: Parallel) -> jax.Array:
+    """The kv heads (axis -2) of `w` that this device's query heads use."""
+    k, n = cfg.num_key_value_heads, cfg.num_attention_heads // par.tp
+    if k % par.tp == 0:
+        return w  # already this device's share
+    group = cfg.num_attention_heads // k
+    first = par.index("tp") * n
+    if group % n == 0:  # all query heads here read one kv head
+        return jax.lax.dynamic_slice_in_dim(w, first // group, 1, w.ndim - 2)
+    return jnp.take(w, (first + jnp.arange(n)) // group, axis=w.ndim - 2)

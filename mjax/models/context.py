@@ -1,0 +1,83 @@
+"""What a forward pass needs besides weights and activations.
+
+`Context` is static (it selects code), `Tokens` is data (it travels with the batch and is sharded
+like it). Both default to an ordinary single-device forward pass.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import register_dataclass
+
+from mjax.sharding.collectives import LOCAL, Parallel
+
+
+@dataclass(frozen=True)
+class Context:
+    """Static choices of a forward pass.
+
+    `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
+    document, 0 that it is unknown.
+    """
+
+    parallel: Parallel = LOCAL
+    attention: str = "auto"
+    max_documents: int = 0
+    remat: str = "none"
+    dropout: bool = False
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """Per-token facts, whole along tp. All int32.
+
+    positions [B, S] for position embeddings; segments [B, S] or None: attention stays within equal
+    values; rows [B] and columns [S]: the token's place in the global batch, which keys dropout and
+    orders attention; key: of dropout, or None.
+    """
+
+    positions: jax.Array
+    segments: jax.Array | None
+    rows: jax.Array
+    columns: jax.Array
+    key: jax.Array | None = None
+
+
+def tokens_of(
+    shape: tuple[int, int],
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    columns: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> Tokens:
+    """Fill in what a plain [B, S] batch leaves out: sequences in order, no packing."""
+    batch, seq = shape
+    columns = jnp.arange(seq, dtype=jnp.int32) if columns is None else columns
+    rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
+    positions = jnp.broadcast_to(columns, shape) if positions is None else positions
+    return Tokens(positions, segments, rows, columns, key)
+
+
+def dropout(
+    x: jax.Array, rate: float, tokens: Tokens, ctx: Context, salt: jax.Array | int
+) -> jax.Array:
+    """Inverted dropout on [B, S/tp, D]; the mask is a function of the token's global place alone.
+
+    `salt` tells the call sites of a model apart. One threefry key per token makes the mask equal
+    on every mesh and for every number of micro-batches.
+    """
+    if rate == 0 or not ctx.dropout:
+        return x
+    assert tokens.key is not None, "dropout is on but Tokens.key is None"
+    key = jax.random.fold_in(tokens.key, salt)
+    columns = ctx.parallel.shard(tokens.columns, "tp", 0)
+
+    def keep(row, column):
+        token = jax.random.fold_in(jax.random.fold_in(key, row), column)
+        return jax.random.bernoulli(token, 1 - rate, x.shape[2:])
+
+    mask = jax.vmap(lambda r: jax.vmap(lambda c: keep(r, c))(columns))(tokens.rows)
+    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)

@@ -1,0 +1,209 @@
+"""The decoder: embedding, a pattern of blocks, final norm, head. Follows GPT-2 and Llama.
+
+One code path serves a researcher's `jax.jit(model)(tokens)` outside any mesh and the manual train
+step inside one. Between blocks activations are [B, S/tp, D]. Blocks of equal parameter shapes are
+stacked and scanned; a scan's body spells out one period of the layer pattern.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mjax.config.schema import ModelConfig
+from mjax.kernels.cross_entropy import cross_entropy
+from mjax.models.attention import Attention, Cache
+from mjax.models.context import Context, Tokens, dropout, tokens_of
+from mjax.models.mlp import MLP
+from mjax.models.norm import Norm
+from mjax.models.params import ParamSpec, declare, normal, stack
+from mjax.models.pattern import STACK_OF, Run, expand, runs, stack_index
+from mjax.models.positions import rope_tables
+
+_EMBED_SALT = 0  # dropout call sites; blocks use 1 + 3 * layer + {0, 1, 2}
+
+
+class Block(nnx.Module):
+    """Attention and feed-forward, each normed and residual. One layer of any dense kind."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.cfg = cfg
+        scale = (2 * cfg.num_hidden_layers) ** -0.5 if cfg.scaled_output_init else 1.0
+        out_std = cfg.initializer_range * scale
+        self.attention_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+        self.attention = Attention(cfg, out_std, rngs)
+        self.mlp_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+        self.mlp = MLP(cfg, out_std, rngs)
+        if cfg.norm_placement == "sandwich":
+            self.attention_post_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+            self.mlp_post_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tokens: Tokens,
+        ctx: Context,
+        *,
+        kind: str,
+        rope: dict[str, tuple[jax.Array, jax.Array]],
+        layer: jax.Array | int = 0,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        cfg, sandwich = self.cfg, self.cfg.norm_placement == "sandwich"
+        salt = _EMBED_SALT + 1 + 3 * layer
+        h, cache = self.attention(
+            self.attention_norm(x),
+            tokens,
+            ctx,
+            window=cfg.sliding_window if kind == "L" else None,
+            rope=rope.get(kind),
+            salt=salt,
+            cache=cache,
+        )
+        h = self.attention_post_norm(h) if sandwich else h
+        x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 1)
+        h = self.mlp(self.mlp_norm(x), ctx)
+        h = self.mlp_post_norm(h) if sandwich else h
+        return x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2), cache
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model; `model(tokens)` gives fp32 logits [B, S, vocab_size]."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
+        table = ("vocab", "embed"), normal(cfg.initializer_range)
+        shape = (cfg.padded_vocab_size, cfg.hidden_size)
+        self.embedding = declare(rngs, ParamSpec(shape, table[0], "embedding"), table[1])
+        if cfg.position_embedding == "learned":
+            shape = (cfg.max_position_embeddings, cfg.hidden_size)
+            spec = ParamSpec(shape, ("positions", "embed"), "embedding")
+            self.position_embedding = declare(rngs, spec, table[1])
+        count = sum(STACK_OF[kind] == "dense" for kind in self.kinds)
+        self.dense = stack(functools.partial(Block, cfg), count, rngs)
+        self.final_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+        if not cfg.tie_word_embeddings:
+            shape = (cfg.padded_vocab_size, cfg.hidden_size)
+            self.head = declare(rngs, ParamSpec(shape, table[0], "head"), table[1])
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        ctx: Context = Context(),  # noqa: B008 - frozen
+    ) -> jax.Array:
+        """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh)."""
+        assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and loss()"
+        info = tokens_of(tokens.shape, positions, segments)
+        return self.logits(self.hidden(tokens, info, ctx)[0])
+
+    def hidden(
+        self, tokens: jax.Array, info: Tokens, ctx: Context, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """tokens [B, S] -> final normed activations [B, S, D], whole along tp; updated cache."""
+        x = self.embed(tokens, info, ctx)
+        x, cache = self.blocks(x, info, ctx, runs(self.kinds), cache)
+        return ctx.parallel.gather_seq(self.final_norm(x)), cache
+
+    def loss(self, batch: dict[str, jax.Array], info: Tokens, ctx: Context, chunk: int | None):
+        """Sum of loss_mask * nll over [B, S], fp32; equal on all tp devices."""
+        x, _ = self.hidden(batch["tokens"], info, ctx)
+        return cross_entropy(
+            x.reshape(-1, x.shape[-1]),
+            self.head_table(),
+            batch["labels"].reshape(-1),
+            batch["loss_mask"].reshape(-1),
+            vocab_size=self.cfg.vocab_size,
+            parallel=ctx.parallel,
+            softcap=self.cfg.final_logit_softcapping,
+            chunk=chunk,
+        )
+
+    def embed(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
+        """[B, S] -> [B, S/tp, D]: vocabulary-parallel look-up, reduced into the sequence shards."""
+        cfg, par = self.cfg, ctx.parallel
+        table = self.embedding[...]
+        place = tokens - par.index("tp") * table.shape[0]
+        here = (place >= 0) & (place < table.shape[0])
+        x = jnp.take(table, jnp.where(here, place, 0), axis=0)
+        x = par.scatter_seq(jnp.where(here[..., None], x, 0))
+        if cfg.embedding_multiplier is not None:
+            x = x * jnp.asarray(cfg.embedding_multiplier, x.dtype)
+        if cfg.position_embedding == "learned":
+            positions = par.shard_seq(info.positions)
+            x = x + jnp.take(self.position_embedding[...], positions, axis=0)
+        return dropout(x, cfg.hidden_dropout, info, ctx, _EMBED_SALT)
+
+    def head_table(self) -> jax.Array:
+        """[V/tp, D]."""
+        return (self.embedding if self.cfg.tie_word_embeddings else self.head)[...]
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[..., D] -> fp32 [..., vocab_size], for evaluation and generation outside tp."""
+        w = self.head_table()[: self.cfg.vocab_size]
+        z = jnp.einsum("...d,vd->...v", x, w, preferred_element_type=jnp.float32)
+        cap = self.cfg.final_logit_softcapping
+        return z if cap is None else cap * jnp.tanh(z / cap)
+
+    def blocks(
+        self,
+        x: jax.Array,
+        info: Tokens,
+        ctx: Context,
+        parts: tuple[Run, ...],
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Apply the layers of `parts` to [B, S/tp, D]; cache leaves are [L, B, T, K, H]."""
+        rope = self._rope(info)
+        definition, weights = nnx.split(self.dense)
+        rows = stack_index(self.kinds)
+        caches = []
+        for run in parts:
+            first = rows[run.first]
+            whole = run.layers == len(rows)
+
+            def part(leaf, first=first, run=run, whole=whole):  # [L, ...] -> [repeats, period, ...]
+                leaf = leaf if whole else leaf[first : first + run.layers]
+                return leaf.reshape(run.repeats, len(run.kinds), *leaf.shape[1:])
+
+            layers = run.first + jnp.arange(run.layers, dtype=jnp.int32)
+            xs = jax.tree.map(part, weights), part(layers, 0, run, True), jax.tree.map(part, cache)
+            body = functools.partial(_scan_body, definition, run.kinds, rope, info, ctx)
+            x, new = jax.lax.scan(_remat(body, ctx.remat), x, xs)
+            caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), new))
+        merged = None if cache is None else jax.tree.map(lambda *c: jnp.concatenate(c), *caches)
+        return x, merged
+
+    def _rope(self, info: Tokens) -> dict[str, tuple[jax.Array, jax.Array]]:
+        if self.cfg.position_embedding != "rope":
+            return {}
+        return {k: rope_tables(self.cfg, info.positions, k == "L") for k in sorted(set(self.kinds))}
+
+
+def _scan_body(definition, kinds, rope, info, ctx, x, xs):
+    """One period of blocks; `xs` holds its weights, layer numbers and caches, [period, ...]."""
+    weights, layers, cache = xs
+    new = []
+    for i, kind in enumerate(kinds):
+        block = nnx.merge(definition, jax.tree.map(lambda w: w[i], weights))  # noqa: B023
+        own = None if cache is None else tuple(c[i] for c in cache)
+        x, own = block(x, info, ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
+        new.append(own)
+    return x, None if cache is None else jax.tree.map(lambda *c: jnp.stack(c), *new)
+
+
+def _remat(body, policy: str):
+    """What a period of blocks keeps for its backward (config key train.remat)."""
+    if policy == "none":
+        return body
+    policies = jax.checkpoint_policies
+    named = policies.save_only_these_names("attn_out", "attn_lse")
+    policy = {
+        "full": None,
+        "attention": named,
+        "dots": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named),
+    }[policy]
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)

@@ -1,0 +1,150 @@
+"""The training step: one function of local shards, run inside one `shard_map` over all five axes.
+
+Read it top to bottom: cast the fp32 masters once, accumulate the gradients of this device's share
+of the loss over micro-batches, reduce them by the one rule (`sharding/collectives.py`), clip by
+the global norm, update. Invariant: shares of the loss sum over all devices to (sum of masked nll)
+/ (number of unmasked tokens) of the global batch, so the result does not depend on the mesh, on
+the number of micro-batches, or on where the masked tokens lie. A non-finite loss or norm leaves
+the state as it was.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mjax.config.schema import Config
+from mjax.models.context import Context, Tokens
+from mjax.models.params import Definition
+from mjax.sharding.collectives import AXES, Parallel, global_norm, reduce_gradients
+
+State = dict  # {"params": nested dict, "opt": nested dict, "step": int32 scalar}
+Batch = dict  # tokens, labels, loss_mask, segment_ids, positions [B, S]; rows [B]; columns [S]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that is static in a step."""
+
+    cfg: Config
+    definition: Definition
+    partitions: dict
+    optimizer: optax.GradientTransformationExtraArgs
+    parallel: Parallel
+    max_documents: int = 0
+
+    def context(self, train: bool) -> Context:
+        cfg = self.cfg
+        return Context(
+            parallel=self.parallel,
+            attention=cfg.train.attention,
+            max_documents=self.max_documents,
+            remat=cfg.train.remat if train else "none",
+            dropout=train,
+        )
+
+
+def train_step(
+    program: Program, state: State, batch: Batch, lr: jax.Array, weight_decay: jax.Array
+) -> tuple[State, dict[str, jax.Array]]:
+    """Local shards of state and batch -> new state, {loss, grad_norm, tokens, finite}."""
+    params, opt = state["params"], state["opt"]
+    loss, norm, tokens, grads = gradients(program, params, batch, state["step"])
+    clip = program.cfg.optimizer.clip_grad_norm
+    if clip > 0:
+        scale = jnp.minimum(1.0, clip / (norm + 1e-6))
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    updates, new_opt = program.optimizer.update(
+        grads, opt, params, lr=lr, weight_decay=weight_decay
+    )
+    new_params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    new = {"params": new_params, "opt": new_opt, "step": state["step"] + 1}
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+    return new, {"loss": loss, "grad_norm": norm, "tokens": tokens, "finite": finite}
+
+
+def gradients(
+    program: Program, params: dict, batch: Batch, step: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
+    """(loss, gradient norm, unmasked tokens, local shards of the reduced gradients)."""
+    cfg, par = program.cfg, program.parallel
+    count = token_count(batch, par)
+    micro_batches, n = split_batch(batch, cfg.train.micro_batch_size)
+    key = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
+    accum = jnp.dtype(cfg.precision.grad_accum)
+    weights = cast(params, cfg.precision.compute)
+
+    def share(weights, micro):
+        nll = nll_sum(program, weights, micro, key, train=True)
+        return nll / jnp.maximum(count, 1) / par.tp  # the loss is computed on each tp device
+
+    def body(carry, micro):
+        loss, grads = jax.value_and_grad(share)(weights, micro)
+        return jax.tree.map(lambda c, x: c + x.astype(c.dtype), carry, (loss, grads)), None
+
+    if n == 1:
+        one = jax.tree.map(lambda a: a[0], micro_batches)
+        loss, grads = jax.value_and_grad(share)(weights, one)
+        grads = cast(grads, accum)
+    else:
+        zero = jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
+        (loss, grads), _ = jax.lax.scan(body, zero, micro_batches)
+    grads = reduce_gradients(grads, program.partitions, par)
+    norm = global_norm(grads, program.partitions, par)
+    return par.psum(loss, *AXES), norm, count, grads
+
+
+def evaluate(program: Program, params: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """(sum of masked nll, unmasked tokens) of the global batch, no dropout."""
+    par, cfg = program.parallel, program.cfg
+    weights = cast(params, cfg.precision.compute)
+    micro_batches, _ = split_batch(batch, cfg.train.micro_batch_size)
+
+    def body(total, micro):
+        return total + nll_sum(program, weights, micro, None, train=False), None
+
+    total, _ = jax.lax.scan(body, jnp.float32(0), micro_batches)
+    return par.psum(total / par.tp, *AXES), token_count(batch, par)
+
+
+def nll_sum(
+    program: Program, weights: dict, micro: Batch, key: jax.Array | None, train: bool
+) -> jax.Array:
+    """Sum of masked nll over this device's part of a micro-batch; equal on all tp devices."""
+    cfg = program.cfg
+    packed = cfg.data.document_mask and program.max_documents != 1
+    info = Tokens(
+        positions=micro["positions"],
+        segments=micro["segment_ids"] if packed else None,
+        rows=micro["rows"],
+        columns=micro["columns"],
+        key=key,
+    )
+    model = program.definition.bind(weights)
+    return model.loss(micro, info, program.context(train), cfg.train.loss_chunk)
+
+
+def token_count(batch: Batch, par: Parallel) -> jax.Array:
+    """Unmasked tokens of the global batch, fp32: the one denominator of the loss."""
+    return par.psum(jnp.sum(batch["loss_mask"].astype(jnp.float32)), "dp", "ep", "cp")
+
+
+def split_batch(batch: Batch, micro_batch_size: int) -> tuple[Batch, int]:
+    """Local rows [b, ...] -> [n, micro_batch_size, ...]; columns repeat. Returns (batch, n)."""
+    rows = batch["tokens"].shape[0]
+    size = min(micro_batch_size, rows)
+    assert rows % size == 0, (rows, micro_batch_size)
+    n = rows // size
+
+    def cut(name, a):
+        if name == "columns":
+            return jnp.broadcast_to(a, (n, *a.shape))
+        return a.reshape(n, size, *a.shape[1:])
+
+    return {name: cut(name, a) for name, a in batch.items()}, n
+
+
+def cast(tree: dict, dtype: str | jnp.dtype) -> dict:
+    return jax.tree.map(lambda a: a.astype(dtype), tree)

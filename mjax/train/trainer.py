@@ -1,0 +1,254 @@
+"""`Trainer`: a model, its optimiser and their state on a mesh; what the CLI and notebooks drive.
+
+It owns no loop and no data. State is initialised under jit with output shardings, so no device
+ever holds more than its part. `step` is asynchronous: it returns device scalars.
+"""
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mjax.checkpoint.store import Store
+from mjax.config.schema import Config
+from mjax.config.validate import validate
+from mjax.errors import UserError
+from mjax.models import build, split
+from mjax.models.params import ParamSpec
+from mjax.optim.build import build_optimizer
+from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
+from mjax.sharding.collectives import Parallel, mesh_axes
+from mjax.sharding.mesh import make_mesh, parallel_of
+from mjax.sharding.rules import batch_partition, param_partitions, partition
+from mjax.train import step as steps
+
+FIELDS = {
+    "tokens": np.int32,
+    "labels": np.int32,
+    "loss_mask": np.float32,
+    "segment_ids": np.int32,
+    "positions": np.int32,
+}
+
+
+class Trainer:
+    """Trains the model of `cfg` on `mesh` (default: all devices, sizes from cfg.mesh).
+
+    A batch is a dict of numpy [B, S] arrays: tokens, labels, loss_mask, segment_ids, positions.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh | None = None):
+        validate(cfg, device_count=len(jax.devices()) if mesh is None else mesh.size)
+        self.cfg = cfg
+        self.mesh = make_mesh(cfg.mesh) if mesh is None else mesh
+        self.parallel: Parallel = parallel_of(self.mesh)
+        model = nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0)))
+        self.definition, _ = split(model)
+        self.specs = self.definition.specs
+        self.partitions = param_partitions(self.specs, self.parallel)
+        gather, shard = _whole_leaf(self.parallel)
+        self.optimizer = build_optimizer(cfg.optimizer, self.specs, gather, shard)
+        self.state: steps.State | None = None
+        self.step_number = 0
+        self.max_documents = 1 if not cfg.data.document_mask else 0
+        self._store: Store | None = None
+        self._jits: dict = {}
+
+    # ---- state -------------------------------------------------------------------------------
+
+    def init(self) -> None:
+        """Draw parameters from run.seed and start at step 0. Equal on every mesh."""
+        shardings = self._shardings(self._state_partitions())
+        self.state = jax.jit(self._initial_state, out_shardings=shardings)()
+        self.step_number = 0
+
+    def abstract_state(self) -> steps.State:
+        """The state as `ShapeDtypeStruct`s with shardings."""
+        shapes = jax.eval_shape(self._initial_state)
+        shardings = self._shardings(self._state_partitions())
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
+        )
+
+    def params(self) -> dict:
+        """fp32 parameters, a nested dict of global arrays."""
+        return self._live()["params"]
+
+    def save(self) -> None:
+        """Start an asynchronous checkpoint of the current step under run.dir/checkpoints."""
+        self.store.save(self.step_number, self._live())
+
+    def restore(self, step: int | None = None) -> int:
+        """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
+        self.state = self.store.restore(self.abstract_state(), step)
+        self.step_number = int(self.state["step"])
+        return self.step_number
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            cfg = self.cfg.checkpoint
+            self._store = Store(
+                Path(self.cfg.run.dir) / "checkpoints",
+                self.cfg,
+                keep=cfg.keep,
+                keep_every=cfg.keep_every,
+                async_save=cfg.async_save,
+            )
+        return self._store
+
+    # ---- computation -------------------------------------------------------------------------
+
+    def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """One optimiser step on a global batch; device scalars loss, grad_norm, tokens, finite."""
+        placed = self._place(batch)
+        state, self.state = self._live(), None  # donated: gone if the step fails
+        samples = consumed_samples(self.cfg.train, self.step_number)
+        lr = np.float32(learning_rate(self.cfg.schedule, self.cfg.train, samples))
+        decay = np.float32(weight_decay(self.cfg.optimizer, self.cfg.train, samples))
+        self.state, metrics = self._jit("train")(state, placed, lr, decay)
+        self.step_number += 1
+        return metrics
+
+    def grads(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array, dict]:
+        """(loss, gradient norm, gradients as nested dict of global arrays) of a global batch."""
+        state = self._live()
+        placed = self._place(batch)
+        loss, norm, _, grads = self._jit("grads")(state["params"], placed, state["step"])
+        return loss, norm, grads
+
+    def evaluate(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
+        """(sum of nll, number of unmasked tokens) of a global batch, without dropout."""
+        placed = self._place(batch)
+        return self._jit("eval")(self._live()["params"], placed)
+
+    def lower(self, batch_size: int | None = None) -> jax.stages.Lowered:
+        """The train step lowered for this mesh and an abstract batch, nothing allocated."""
+        shape = (batch_size or self.cfg.train.global_batch_size, self.cfg.data.seq_length)
+        fields = {name: np.broadcast_to(dtype(0), shape) for name, dtype in FIELDS.items()}
+        fields |= _places(*shape)
+        shardings = self._shardings(self._batch_partitions())
+        abstract = {
+            name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=shardings[name])
+            for name, a in fields.items()
+        }
+        scalar = jax.ShapeDtypeStruct((), np.float32)
+        return self._jit("train").lower(self.abstract_state(), abstract, scalar, scalar)
+
+    # ---- placement ---------------------------------------------------------------------------
+
+    def _jit(self, kind: str):
+        """The jitted program `kind` for the present bound on documents."""
+        if (kind, self.max_documents) not in self._jits:
+            program = steps.Program(
+                cfg=self.cfg,
+                definition=self.definition,
+                partitions=self.partitions,
+                optimizer=self.optimizer,
+                parallel=self.parallel,
+                max_documents=self.max_documents,
+            )
+            params, batch = self.partitions, self._batch_partitions()
+            state = self._state_partitions()
+            body, inputs, outputs = {
+                "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
+                "grads": (steps.gradients, (params, batch, P()), (P(), P(), P(), params)),
+                "eval": (steps.evaluate, (params, batch), P()),
+            }[kind]
+            mapped = jax.shard_map(
+                functools.partial(body, program),
+                mesh=self.mesh,
+                in_specs=inputs,
+                out_specs=outputs,
+                check_vma=False,
+            )
+            donate = 0 if kind == "train" else None
+            self._jits[kind, self.max_documents] = jax.jit(mapped, donate_argnums=donate)
+        return self._jits[kind, self.max_documents]
+
+    def _initial_state(self) -> steps.State:
+        params = split(build(self.cfg.model, nnx.Rngs(self.cfg.run.seed)))[1]
+        return {
+            "params": params,
+            "opt": self.optimizer.init(params),
+            "step": jax.numpy.int32(0),
+        }
+
+    def _state_partitions(self) -> steps.State:
+        """Optimiser leaves follow the parameter whose path ends theirs; the rest is replicated."""
+        paths = jax.tree_util.tree_flatten_with_path(self.partitions)[0]
+        by_path = {jax.tree_util.keystr(path): p for path, p in paths}
+
+        def of(path, _leaf):
+            tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path)))
+            return next((by_path[tail] for tail in tails if tail in by_path), P())
+
+        return jax.tree_util.tree_map_with_path(of, jax.eval_shape(self._initial_state))
+
+    def _batch_partitions(self) -> dict[str, P]:
+        whole = {name: batch_partition(self.parallel) for name in FIELDS}
+        rows = partition(("batch",), self.parallel)
+        return whole | {"rows": rows, "columns": partition(("seq",), self.parallel)}
+
+    def _shardings(self, partitions):
+        return jax.tree.map(lambda p: NamedSharding(self.mesh, p), partitions)
+
+    def _place(self, batch: dict[str, np.ndarray]) -> steps.Batch:
+        """Numpy [B, S] fields -> sharded global arrays, with the place of every token added."""
+        for name in FIELDS:
+            if name not in batch:
+                raise UserError(f"batch: field {name!r} is missing; it needs {', '.join(FIELDS)}")
+        rows, width = batch["tokens"].shape
+        devices = self.parallel.size("dp", "ep")
+        size = min(self.cfg.train.micro_batch_size, rows // devices)
+        if rows % devices or rows // devices % max(size, 1) or width % self.parallel.size("tp"):
+            raise UserError(
+                f"batch: {rows} sequences of {width} tokens do not divide over dp*ep={devices}, "
+                f"train.micro_batch_size={size} and tp={self.parallel.tp}; change one of them"
+            )
+        self._bound_documents(batch["segment_ids"])
+        fields = {name: np.asarray(batch[name], dtype) for name, dtype in FIELDS.items()}
+        fields |= _places(rows, width)
+        return jax.device_put(fields, self._shardings(self._batch_partitions()))
+
+    def _bound_documents(self, segment_ids: np.ndarray) -> None:
+        """Raise the static bound on documents per sequence to a power of two that holds here.
+
+        Only cuDNN's packed attention needs one; each new bound compiles once more.
+        """
+        cfg = self.cfg
+        if not cfg.data.document_mask or cfg.train.attention == "xla":
+            return
+        if cfg.train.attention == "auto" and jax.default_backend() == "cpu":
+            return
+        most = int((np.diff(segment_ids, axis=1) != 0).sum(1).max(initial=0)) + 1
+        self.max_documents = max(self.max_documents, 1 << (most - 1).bit_length())
+
+    def _live(self) -> steps.State:
+        if self.state is None:
+            raise RuntimeError("Trainer holds no state: call init() or restore() first")
+        return self.state
+
+
+def _places(rows: int, width: int) -> dict[str, np.ndarray]:
+    """Global row and column numbers of a batch."""
+    return {"rows": np.arange(rows, dtype=np.int32), "columns": np.arange(width, dtype=np.int32)}
+
+
+def _whole_leaf(parallel: Parallel):
+    """(gather, shard): make a parameter's local shard whole, and cut it again."""
+
+    def each_sharded_dim(one, x: jax.Array, spec: ParamSpec) -> jax.Array:
+        for dim, axes in enumerate(partition(spec.axes, parallel, spec.shape)):
+            for axis in () if axes is None else mesh_axes(P(axes)):
+                x = one(x, axis, dim)
+        return x
+
+    return (
+        functools.partial(each_sharded_dim, parallel.gather),
+        functools.partial(each_sharded_dim, parallel.shard),
+    )
