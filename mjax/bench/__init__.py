@@ -1,0 +1,1 @@
+"""Measurements that print JSON lines: `python -m mjax.bench NAME [options]`."""

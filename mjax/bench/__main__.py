@@ -1,0 +1,26 @@
+"""`python -m mjax.bench NAME [options]`: runs one benchmark; each prints JSON lines."""
+
+import importlib
+import sys
+
+from mjax.errors import UserError, run_cli
+
+BENCHMARKS = {
+    "train": "speed of the training step on random tokens",
+    "data": "index build and loader throughput on a synthetic corpus",
+}
+
+
+def main() -> int:
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print("usage: python -m mjax.bench NAME [options]")
+        print("\n".join(f"  {n:12} {about}" for n, about in BENCHMARKS.items()))
+        return 0
+    if name not in BENCHMARKS:
+        raise UserError(f"no benchmark {name!r}: one of {', '.join(BENCHMARKS)}")
+    return importlib.import_module(f"mjax.bench.{name}").main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,415 @@
+"""What is illegal across fields, as one table: predicate, message, remedy.
+
+`schema.py` has checked each field alone. Rules are tried in order and the first that fails is
+raised. They see `mesh.dp` as a number once the device count is known; while it is "auto" the batch
+rules demand what every dp would. The batch and schedule rules are Megatron-LM's
+(`num_microbatches_calculator.py`, `optimizer_param_scheduler.py`).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+
+from mjax.config.schema import Config, MeshConfig
+from mjax.errors import UserError
+
+AXES = ("pp", "dp", "ep", "cp", "tp")  # outer to inner
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`ok(cfg)` is true where the config is fine; otherwise the error is 'message; remedy'.
+
+    A `group.key` in backticks in a message is printed with its value.
+    """
+
+    name: str
+    ok: Callable[[Config], bool]
+    message: str | Callable[[Config], str]
+    remedy: str
+
+    def error(self, cfg: Config) -> str:
+        text = self.message if isinstance(self.message, str) else self.message(cfg)
+        shown = lambda m: f"{m[1]}={reduce(getattr, m[1].split('.'), cfg)!r}"  # noqa: E731
+        return f"{re.sub('`([a-z0-9_.]+)`', shown, text)}; {self.remedy}"
+
+
+def mesh_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
+    """Devices per axis, outer to inner, with dp="auto" resolved. Raises `UserError`."""
+    others = mesh.pp * mesh.ep * mesh.cp * mesh.tp
+    shape = f"pp={mesh.pp} ep={mesh.ep} cp={mesh.cp} tp={mesh.tp}"
+    if mesh.dp == "auto" and device_count % others:
+        raise UserError(
+            f"mesh: {shape} make {others}, which does not divide the {device_count} devices; "
+            "choose sizes whose product divides them"
+        )
+    dp = device_count // others if mesh.dp == "auto" else mesh.dp
+    if dp * others != device_count:
+        raise UserError(
+            f"mesh: dp={dp} {shape} need {dp * others} devices but there are {device_count}; "
+            "set mesh.dp=auto or start that many"
+        )
+    return {axis: dp if axis == "dp" else getattr(mesh, axis) for axis in AXES}
+
+
+def validate(cfg: Config, device_count: int | None = None) -> None:
+    """Raise the first broken rule as `UserError`; None leaves out what needs the device count."""
+    for rule in RULES:
+        if not rule.ok(cfg):
+            raise UserError(rule.error(cfg))
+    if device_count is not None and cfg.mesh.dp == "auto":
+        dp = mesh_sizes(cfg.mesh, device_count)["dp"]
+        validate(cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"dp": dp})}))
+    elif device_count is not None:
+        mesh_sizes(cfg.mesh, device_count)
+
+
+def _sequences_per_micro_batch(c: Config) -> int:
+    """Sequences in one micro-batch of all devices; with dp unknown, what every dp contains."""
+    return c.train.micro_batch_size * (1 if c.mesh.dp == "auto" else c.mesh.dp) * c.mesh.ep
+
+
+def _units(c: Config) -> str:
+    dp = "" if c.mesh.dp == "auto" else " x `mesh.dp`"
+    return f"`train.micro_batch_size`{dp}" + ("" if c.mesh.ep == 1 else " x `mesh.ep`")
+
+
+def _blocks(c: Config) -> tuple[str, ...]:
+    from mjax.models.pattern import expand  # raises UserError for a malformed pattern
+
+    return expand(c.model.layer_pattern, c.model.num_hidden_layers)
+
+
+def _unknown_roles(c: Config) -> list[str]:
+    from mjax.models.params import ROLES  # imports jax, which printing a schema does not need
+
+    o = c.optimizer
+    named = [*o.weight_decay_roles, *o.lr_multipliers, *o.muon_roles]
+    return [role for role in named if role not in ROLES]
+
+
+def _rotary_dims(c: Config) -> int:
+    return int(c.model.head_dim * c.model.partial_rotary_factor)
+
+
+def _sources(c: Config) -> list[str]:
+    given = {"paths": c.data.paths, "text": c.data.text, "mock": c.data.mock}
+    return [f"data.{name}" for name, value in given.items() if value]
+
+
+def _decay_steps(c: Config) -> int:
+    return c.schedule.decay_steps or c.train.steps
+
+
+def _trained_vocab(c: Config) -> str | None:
+    """The VOCAB of tokenizer 'train:VOCAB'."""
+    name = c.data.tokenizer or ""
+    return name.removeprefix("train:") if name.startswith("train:") else None
+
+
+def _not_for_cudnn(c: Config) -> list[str]:
+    m = c.model
+    reasons = {
+        "model.attn_logit_softcapping": m.attn_logit_softcapping is not None,
+        "model.attention_sinks": m.attention_sinks,
+        "model.attention_dropout": m.attention_dropout > 0,
+        "precision.compute=float32": c.precision.compute == "float32",
+    }
+    return [reason for reason, present in reasons.items() if present]
+
+
+def _ramp_ok(c: Config) -> bool:
+    if c.train.rampup_batch_size is None:
+        return True
+    start, increment, samples = c.train.rampup_batch_size
+    rise = c.train.global_batch_size - start
+    return min(start, increment, samples) >= 1 and rise > 0 and rise % increment == 0
+
+
+def _undivided_ramp_sizes(c: Config) -> list[int]:
+    if c.train.rampup_batch_size is None:
+        return []
+    start, increment, _ = c.train.rampup_batch_size
+    sizes = range(start, c.train.global_batch_size, increment)
+    return [size for size in sizes if size % _sequences_per_micro_batch(c)]
+
+
+def _not_built(axis: str, what: str) -> Rule:
+    message = f"`mesh.{axis}`: {what} parallelism is not built yet"
+    ok = lambda c: getattr(c.mesh, axis) == 1  # noqa: E731
+    return Rule(f"{axis}_not_built", ok, message, f"set mesh.{axis}=1")
+
+
+def _tp_divides(key: str, remedy: str) -> Rule:
+    group, name = key.split(".")
+    ok = lambda c: getattr(getattr(c, group), name) % c.mesh.tp == 0  # noqa: E731
+    return Rule(f"tp_divides_{name}", ok, f"`{key}` is not divisible by `mesh.tp`", remedy)
+
+
+RULES: tuple[Rule, ...] = (
+    # mesh
+    _not_built("pp", "pipeline"),
+    _not_built("cp", "context"),
+    _not_built("ep", "expert"),
+    Rule(
+        "dp_positive",
+        lambda c: c.mesh.dp == "auto" or c.mesh.dp >= 1,
+        "`mesh.dp` is not a number of devices",
+        "set mesh.dp=auto or at least 1",
+    ),
+    _tp_divides("model.num_attention_heads", "choose a mesh.tp that divides the heads"),
+    _tp_divides("model.intermediate_size", "choose a mesh.tp that divides the FFN width"),
+    _tp_divides("model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"),
+    _tp_divides("data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"),
+    # model
+    Rule(
+        "kv_heads_divide_heads",
+        lambda c: c.model.num_attention_heads % c.model.num_key_value_heads == 0,
+        "`model.num_attention_heads` is not divisible by `model.num_key_value_heads`",
+        "each kv head must serve equally many heads: change either",
+    ),
+    Rule(
+        "head_dim_known",
+        lambda c: c.model.head_dim > 0,
+        "`model.hidden_size` is not divisible by `model.num_attention_heads`",
+        "set model.head_dim",
+    ),
+    Rule(
+        "rotary_dims_even",
+        lambda c: c.model.position_embedding != "rope" or _rotary_dims(c) in range(2, 1 << 20, 2),
+        lambda c: (
+            f"`model.head_dim` x `model.partial_rotary_factor` rotates {_rotary_dims(c)} dims"
+        ),
+        "RoPE turns pairs: make them even and at least 2",
+    ),
+    Rule(
+        "rope_keys_need_rope",
+        lambda c: (
+            c.model.position_embedding == "rope"
+            or (c.model.rope_scaling is None and c.model.rope_local_theta is None)
+        ),
+        "rope_scaling and rope_local_theta have no effect with `model.position_embedding`",
+        "remove them or set model.position_embedding=rope",
+    ),
+    Rule(
+        "window_given",
+        lambda c: "L" not in _blocks(c) or c.model.sliding_window is not None,
+        "`model.layer_pattern` has sliding-window blocks",
+        "set model.sliding_window",
+    ),
+    Rule(
+        "window_used",
+        lambda c: c.model.sliding_window is None or "L" in _blocks(c),
+        "`model.sliding_window` has no effect: `model.layer_pattern` has no L block",
+        "add L blocks or set model.sliding_window=null",
+    ),
+    Rule(
+        "seq_length_fits_positions",
+        lambda c: (
+            c.model.position_embedding == "none"
+            or c.data.seq_length <= c.model.max_position_embeddings
+        ),
+        "`data.seq_length` exceeds `model.max_position_embeddings`",
+        "lower the one or raise the other",
+    ),
+    # data
+    Rule(
+        "one_data_source",
+        lambda c: len(_sources(c)) == 1,
+        lambda c: (
+            " and ".join(_sources(c)) + " exclude each other"
+            if _sources(c)
+            else "data: nothing to train on"
+        ),
+        "set exactly one of data.paths, data.text, data.mock",
+    ),
+    Rule(
+        "weights_match_paths",
+        lambda c: c.data.weights is None or len(c.data.weights) == len(c.data.paths),
+        "`data.weights` does not have one entry for each of `data.paths`",
+        "give one weight a path, or null to weigh by tokens",
+    ),
+    Rule(
+        "weights_legal",
+        lambda c: c.data.weights is None or min(c.data.weights) >= 0 < sum(c.data.weights),
+        "`data.weights` are not shares",
+        "use numbers of at least 0 that are not all 0",
+    ),
+    Rule(
+        "split_legal",
+        lambda c: min(c.data.split) >= 0 < sum(c.data.split),
+        "`data.split` are not shares of train, valid, test",
+        "use numbers of at least 0 that are not all 0",
+    ),
+    Rule(
+        "held_out_data",
+        lambda c: (
+            c.train.eval_interval is None
+            or c.data.mock
+            or bool(c.data.valid_paths)
+            or c.data.split[1] > 0
+        ),
+        "`train.eval_interval` but no data is held out: `data.split`",
+        "give it a second share, set data.valid_paths, or set train.eval_interval=null",
+    ),
+    Rule(
+        "text_needs_tokenizer",
+        lambda c: c.data.text is None or c.data.tokenizer is not None,
+        "`data.text` has no tokenizer",
+        "set data.tokenizer, for example byte or train:4096",
+    ),
+    Rule(
+        "trained_tokenizer_needs_text",
+        lambda c: _trained_vocab(c) is None or c.data.text is not None,
+        "`data.tokenizer` has no text to train on",
+        "set data.text or name a tokenizer file",
+    ),
+    Rule(
+        "trained_vocab_legal",
+        lambda c: (
+            (n := _trained_vocab(c)) is None
+            or (n.isdecimal() and 257 <= int(n) <= c.model.vocab_size)
+        ),
+        "`data.tokenizer` does not fit `model.vocab_size`",
+        "write train:N with N from 257 (the bytes and an end mark) to model.vocab_size",
+    ),
+    Rule(
+        "eod_known",
+        lambda c: (
+            not c.data.eod_mask_loss
+            or c.data.eod_token_id is not None
+            or c.data.tokenizer is not None
+        ),
+        "`data.eod_mask_loss` but the EOD token is unknown",
+        "set data.eod_token_id or data.tokenizer",
+    ),
+    Rule(
+        "eod_in_vocab",
+        lambda c: c.data.eod_token_id is None or c.data.eod_token_id < c.model.vocab_size,
+        "`data.eod_token_id` is outside `model.vocab_size`",
+        "change either",
+    ),
+    Rule(
+        "sample_prompt_needs_tokenizer",
+        lambda c: c.train.sample_prompt is None or c.data.tokenizer is not None,
+        "`train.sample_prompt` cannot be read without a tokenizer",
+        "set data.tokenizer or train.sample_prompt=null",
+    ),
+    # optimizer and schedule
+    Rule(
+        "roles_known",
+        lambda c: not _unknown_roles(c),
+        lambda c: f"optimizer: unknown parameter role {_unknown_roles(c)[0]!r}",
+        "roles are matrix, embedding, head, norm, bias, scalar",
+    ),
+    Rule(
+        "muon_roles_are_matrices",
+        lambda c: set(c.optimizer.muon_roles) <= {"matrix", "embedding", "head"},
+        "`optimizer.muon_roles` names parameters that are no matrices",
+        "keep to matrix, embedding, head",
+    ),
+    Rule(
+        "lr_multipliers_legal",
+        lambda c: min(c.optimizer.lr_multipliers.values(), default=0) >= 0,
+        "`optimizer.lr_multipliers` has a negative entry",
+        "use numbers of at least 0",
+    ),
+    Rule(
+        "weight_decay_rises",
+        lambda c: (
+            c.optimizer.weight_decay_end is None
+            or c.optimizer.weight_decay_end >= c.optimizer.weight_decay
+        ),
+        "`optimizer.weight_decay_end` is below `optimizer.weight_decay`",
+        "the ramp only rises: swap them or set weight_decay_end=null",
+    ),
+    Rule(  # an average that moves by less than half a bf16 step (2**-8) is rounded back
+        "bf16_mu_moves",
+        lambda c: c.optimizer.mu_dtype == "float32" or c.optimizer.b1 <= 0.996,
+        "`optimizer.mu_dtype` stands still at `optimizer.b1`",
+        "lower b1 to 0.996 or set mu_dtype=float32",
+    ),
+    Rule(
+        "bf16_nu_moves",
+        lambda c: c.optimizer.nu_dtype == "float32" or c.optimizer.b2 <= 0.996,
+        "`optimizer.nu_dtype` stands still at `optimizer.b2`",
+        "lower b2 to 0.996 or set nu_dtype=float32",
+    ),
+    Rule(
+        "min_lr_below_lr",
+        lambda c: c.schedule.min_lr <= c.schedule.lr,
+        "`schedule.min_lr` exceeds `schedule.lr`",
+        "lower min_lr",
+    ),
+    Rule(
+        "warmup_init_below_lr",
+        lambda c: c.schedule.warmup_init_lr <= c.schedule.lr,
+        "`schedule.warmup_init_lr` exceeds `schedule.lr`",
+        "lower warmup_init_lr",
+    ),
+    Rule(
+        "warmup_before_decay_ends",
+        lambda c: c.schedule.warmup_steps < _decay_steps(c),
+        lambda c: f"`schedule.warmup_steps` fills all {_decay_steps(c)} steps",
+        "shorten it, or raise schedule.decay_steps or train.steps",
+    ),
+    Rule(
+        "wsd_has_decay",
+        lambda c: c.schedule.decay != "wsd" or c.schedule.wsd_decay_steps > 0,
+        "`schedule.decay` has no length of the final decay",
+        "set schedule.wsd_decay_steps",
+    ),
+    Rule(
+        "wsd_fits",
+        lambda c: (
+            c.schedule.decay != "wsd"
+            or c.schedule.warmup_steps + c.schedule.wsd_decay_steps <= _decay_steps(c)
+        ),
+        lambda c: (
+            f"`schedule.warmup_steps` and `schedule.wsd_decay_steps` exceed {_decay_steps(c)} steps"
+        ),
+        "shorten one of them",
+    ),
+    # batch
+    Rule(
+        "ramp_legal",
+        _ramp_ok,
+        "`train.rampup_batch_size` does not lead to `train.global_batch_size`",
+        "[start, increment, samples]: positive, start below it, whole increments up to it",
+    ),
+    Rule(
+        "ramp_divisible",
+        lambda c: not _undivided_ramp_sizes(c),
+        lambda c: (
+            f"`train.rampup_batch_size` passes {_undivided_ramp_sizes(c)[0]}, which is not "
+            f"divisible by {_units(c)}"
+        ),
+        "choose start and increment that are",
+    ),
+    Rule(
+        "batch_divisible",
+        lambda c: c.train.global_batch_size % _sequences_per_micro_batch(c) == 0,
+        lambda c: f"`train.global_batch_size` is not divisible by {_units(c)}",
+        "change either: a step is a whole number of micro-batches on every device",
+    ),
+    # the rest
+    Rule(
+        "keep_every_is_saved",
+        lambda c: (
+            c.checkpoint.keep_every is None
+            or (
+                c.checkpoint.interval is not None
+                and c.checkpoint.keep_every % c.checkpoint.interval == 0
+            )
+        ),
+        "`checkpoint.keep_every` is not a multiple of `checkpoint.interval`",
+        "only saved steps can be kept: change either",
+    ),
+    Rule(
+        "cudnn_supports",
+        lambda c: c.train.attention != "cudnn" or not _not_for_cudnn(c),
+        lambda c: f"`train.attention` cannot run with {_not_for_cudnn(c)[0]}",
+        "set train.attention=auto",
+    ),
+)

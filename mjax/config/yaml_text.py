@@ -1,0 +1,127 @@
+"""YAML as mjax reads and writes it: YAML 1.2 scalars, no duplicate keys, `${ENV}` that works.
+
+PyYAML follows YAML 1.1, where 3e-4 is a string, `no` is false and 1:30 is ninety; here the scalar
+types are those of the YAML 1.2 core schema, without octal and infinities. `${NAME}` and
+`${NAME:-default}` are replaced in every value (an empty variable counts as unset for `:-`, as in a
+shell); an unquoted value that is nothing but one interpolation is then read as YAML, so numbers
+and lists work, while quotes keep it a string. `$${` is a literal `${`. Invariant: `write(x)` reads
+back as `x`. Every problem is a `UserError` that names the file, the line and the key.
+"""
+
+import os
+import re
+
+import yaml
+
+from mjax.errors import UserError
+
+_SCALARS = [  # tag, pattern, possible first characters
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("int", r"[-+]?[0-9]+(_[0-9]+)*", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict = {}
+
+
+for _kind in (_Loader, _Dumper):
+    for _tag, _pattern, _first in _SCALARS:
+        _regexp = re.compile(f"(?:{_pattern})$")
+        _chars = ["" if c == "\0" else c for c in _first]
+        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _regexp, _chars)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value))
+_Dumper.add_representer(str, lambda d, s: d.represent_str(s.replace("${", "$${")))
+_Dumper.add_representer(
+    list, lambda d, x: d.represent_sequence("tag:yaml.org,2002:seq", x, flow_style=True)
+)
+
+_ENV = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(:-(?P<default>[^}]*))?\}|\$\{")
+
+
+def read(text: str, source: str, places: dict[str, str], key: str = "") -> object:
+    """The value of a YAML document; `key` is its place in the config ("" for a whole file).
+
+    Adds to `places`, for each dotted key found, where it was set: `source:line` for a file, just
+    `source` for a one-line value. Raises `UserError` for anything malformed.
+    """
+    lines = not key
+
+    def where(node: yaml.Node) -> str:
+        return f"{source}:{node.start_mark.line + 1}" if lines else source
+
+    def value(node: yaml.Node, key: str) -> object:
+        places[key] = where(node)
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            out: dict[str, object] = {}
+            for name_node, child in node.value:
+                name = loader.construct_object(name_node)
+                child_key = f"{key}.{name}" if key else str(name)
+                if not isinstance(name, str):
+                    raise UserError(f"{where(name_node)}: the key {name!r} must be text; quote it")
+                if name in out:
+                    raise UserError(f"{where(name_node)}: {child_key} is set twice; remove one")
+                out[name] = value(child, child_key)
+            return out
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            return [value(child, f"{key}[{i}]") for i, child in enumerate(node.value)]
+        raw = loader.construct_object(node)
+        if not isinstance(raw, str):
+            return raw
+        expanded = _expand(raw, key, where(node))
+        whole = _ENV.fullmatch(raw)
+        if node.style or whole is None or not whole["name"]:
+            return expanded
+        try:
+            return yaml.load(expanded, _Loader)
+        except yaml.YAMLError:
+            raise UserError(
+                f"{where(node)}: {key}: {raw} is {expanded!r}, which is not valid YAML; mend it"
+            ) from None
+
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        return None if root is None else value(root, key)
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        at = f"{source}:{mark.line + 1}" if mark and lines else source
+        hint = "" if lines else "; quote the value if it is text"
+        raise UserError(f"{at}: not valid YAML: {e.problem or e.context}{hint}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        if isinstance(e, UserError):
+            raise
+        raise UserError(f"{source}: not valid YAML: {' '.join(str(e).split())}") from None
+
+
+def write(tree: dict) -> str:
+    """Block-style YAML in the tree's order; lists in one line; reads back equal."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=100_000, allow_unicode=True)
+
+
+def _expand(text: str, key: str, where: str) -> str:
+    def replace(match: re.Match) -> str:
+        if match[0] == "$${":
+            return "${"
+        name, default = match["name"], match["default"]
+        if not name:
+            raise UserError(
+                f"{where}: {key}: malformed interpolation in {text!r}; write ${{NAME}}, "
+                "${NAME:-default}, or $${ for a literal"
+            )
+        found = os.environ.get(name)
+        if found is None and default is None:
+            raise UserError(
+                f"{where}: {key}: environment variable {name} is not set; "
+                f"set it or write ${{{name}:-default}}"
+            )
+        return default if default is not None and not found else found
+
+    return _ENV.sub(replace, text)

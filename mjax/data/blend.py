@@ -1,0 +1,126 @@
+"""Blending corpora by weight, in Megatron-LM's exact order.
+
+At step i the dataset with the largest deficit, weight * max(i, 1) - taken, gives its next sample;
+ties go to the first. Invariant: `blend_indices` equals that loop bit for bit, in double precision.
+Source: Megatron-LM `helpers.cpp` (`build_blending_indices`), `blended_dataset.py`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mjax.errors import UserError
+
+SURPLUS = 0.005  # share of spare samples built per dataset, Megatron's
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights that sum to one, computed as Megatron does."""
+    w = np.asarray(weights, np.float64)
+    if w.ndim != 1 or len(w) == 0 or not np.isfinite(w).all() or (w <= 0).any():
+        raise UserError(f"data.weights {list(weights)}: give numbers > 0, one per dataset")
+    if len(w) > 32767:
+        raise UserError(f"data.paths: {len(w)} datasets; a blend holds at most 32767")
+    return (w / w.sum()).tolist()
+
+
+def sizes_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
+    """Samples to build of each dataset for a blend of `size` (normalised weights)."""
+    return [math.ceil(math.ceil(size * w) * (1 + surplus)) for w in weights]
+
+
+def blend_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which dataset gives sample i (int16 [size]), and its how-manieth (int64 [size]).
+
+    Weights are used as they are if they sum to one, else normalised. The loop is sequential, but
+    it forgets where it started: cut into chunks that run side by side from guessed counts, every
+    chunk soon ends as it should. Chunks are rerun until each starts where its predecessor ended;
+    chunk 0 starts right, so then all are right, whatever the guesses were.
+    """
+    w = np.asarray(normalize(weights))
+    if abs(float(np.sum(weights)) - 1) < 1e-6:
+        w = np.asarray(weights, np.float64)
+    length = min(max(1024, math.isqrt(size)), max(size, 1))
+    chunks = -(-size // length)
+    picks = np.empty((length, chunks), np.int16)
+    start = _guess(w, np.arange(chunks, dtype=np.int64) * length)
+    stale = np.arange(chunks)
+    while len(stale):
+        after = _run(w, start, stale, picks)
+        following = stale + 1 < chunks
+        stale, after = stale[following] + 1, after[following]
+        changed = (start[stale] != after).any(axis=1)
+        start[stale] = after
+        stale = stale[changed]
+    dataset = np.ascontiguousarray(picks.T).reshape(-1)[:size]
+    order = np.argsort(dataset, kind="stable")  # a radix sort: linear
+    counts = np.bincount(dataset, minlength=len(w))
+    sample = np.empty(size, np.int64)
+    sample[order] = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return dataset, sample
+
+
+def _guess(w: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Counts [chunks, D] near weight * step that sum to the step: largest remainders round up."""
+    exact = steps[:, None] * w
+    counts = np.floor(exact).astype(np.int64)
+    missing = steps - counts.sum(axis=1)
+    rank = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1)
+    return counts + (rank < missing[:, None])
+
+
+def _run(w: np.ndarray, start: np.ndarray, chunks: np.ndarray, picks: np.ndarray) -> np.ndarray:
+    """Run `chunks` in lockstep from `start`, filling their columns; the counts they end with."""
+    length, rows = len(picks), np.arange(len(chunks))
+    taken = start[chunks].astype(np.float64)  # exact: counts stay far below 2**53
+    step = (chunks * length).astype(np.float64)[:, None]
+    deficit = np.empty_like(taken)
+    for i in range(length):
+        np.multiply(w, np.maximum(step, 1.0), out=deficit)
+        deficit -= taken
+        best = deficit.argmax(axis=1)
+        taken[rows, best] += 1.0
+        picks[i, chunks] = best
+        step += 1.0
+    return taken.astype(np.int64)
+
+
+class BlendedDataset:
+    """`size` samples drawn from `datasets` by `weights`; fields and shapes are the datasets'."""
+
+    def __init__(self, datasets: Sequence, weights: Sequence[float], size: int):
+        if len(datasets) != len(weights):
+            raise UserError(f"data.weights: {len(weights)} weights for {len(datasets)} data.paths")
+        self.datasets = list(datasets)
+        self.dataset_index, self.dataset_sample_index = blend_indices(normalize(weights), size)
+        for k, need in enumerate(np.bincount(self.dataset_index, minlength=len(datasets))):
+            if need > len(datasets[k]):
+                raise UserError(
+                    f"blend: dataset {k} has {len(datasets[k])} samples, the blend takes {need}: "
+                    f"build it with more than the surplus of {SURPLUS:.1%}, or lower its weight"
+                )
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return self.datasets[self.dataset_index[i]][self.dataset_sample_index[i]]
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Samples `indices`, stacked to [B, S]."""
+        chosen = self.dataset_index[np.asarray(indices, np.int64)]
+        sample = self.dataset_sample_index[np.asarray(indices, np.int64)]
+        out: dict[str, np.ndarray] = {}
+        for k in np.unique(chosen):
+            rows = np.flatnonzero(chosen == k)
+            for name, part in self.datasets[k].batch(sample[rows]).items():
+                if name not in out:
+                    out[name] = np.empty((len(chosen), *part.shape[1:]), part.dtype)
+                out[name][rows] = part
+        return out
+
+    @property
+    def max_documents(self) -> int:
+        """The most segments that any sample of any dataset has."""
+        return max(d.max_documents for d in self.datasets)

@@ -1,0 +1,71 @@
+"""Arrays that are expensive to make, kept on disk under a hash of what they were made from.
+
+Invariant: an entry is a folder that appears by one rename, complete. Processes that start at once
+may each build it; the first rename wins and all of them read the same bytes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mjax.errors import UserError
+
+VERSION = 1  # raise it when the meaning of a cached array changes
+
+
+def cached_arrays(
+    folder: str | os.PathLike,
+    key: dict,
+    names: Sequence[str],
+    build: Callable[[], Sequence[np.ndarray]],
+) -> tuple[np.ndarray, ...]:
+    """The arrays `build()` returns, memory-mapped from `folder`/HASH/NAME.npy.
+
+    `key` is JSON data that determines them; it is kept beside the arrays. Raises `UserError` if
+    the entry is missing and `folder` cannot be written.
+    """
+    description = json.dumps({"version": VERSION, **key}, indent=1, sort_keys=True)
+    digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
+    entry = Path(folder) / digest
+    if not entry.is_dir():
+        arrays = build()
+        try:
+            _publish(entry, description, dict(zip(names, arrays, strict=True)))
+        except OSError as e:
+            raise UserError(
+                f"{folder}: the index cache cannot be written ({e.strerror}): "
+                "set data.cache_dir to a folder you may write"
+            ) from e
+    try:
+        return tuple(np.asarray(np.load(entry / f"{n}.npy", mmap_mode="r")) for n in names)
+    except (OSError, ValueError, EOFError) as e:
+        raise UserError(f"{entry}: damaged index cache ({e}): delete this folder") from e
+
+
+def _publish(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
+    try:
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would shut out other users
+        for name, array in arrays.items():
+            np.save(temporary / f"{name}.npy", array)
+        (temporary / "description.json").write_text(description + "\n")
+        try:
+            os.rename(temporary, entry)
+        except OSError:
+            if not entry.is_dir():  # otherwise another process was faster: same content
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

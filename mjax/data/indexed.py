@@ -1,0 +1,234 @@
+"""Megatron's indexed token files: `PREFIX.bin` holds raw tokens, `PREFIX.idx` the bounds in them.
+
+Layout of `.idx`, little endian: magic, u64 version 1, u8 dtype code, u64 number of sequences, u64
+number of document bounds, i32 lengths (tokens), i64 offsets (bytes), i64 document bounds (sequence
+numbers; first 0, last the number of sequences), optionally an i8 mode per sequence.
+
+Invariant: a reader that opened has seen the two files agree to the byte, and a writer leaves either
+a complete pair or nothing. Source: Megatron-LM `indexed_dataset.py`.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mjax.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
+DTYPES = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+REMEDY = "rebuild the pair with `python -m mjax.data.preprocess` or copy both files again"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Megatron's choice of token width: uint16 below 65500 ids, else int32."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+class IndexedDataset:
+    """Read-only view of `PREFIX.bin` and `PREFIX.idx`; `[i]` is sequence i, a view of the file.
+
+    `lengths` int32 [n] in tokens, `offsets` int64 [n] in tokens, `document_indices` int64,
+    `tokens` the whole of `.bin`, `dtype` its element type. Opening costs one pass over `.idx`.
+    Raises `UserError` where a file is missing, foreign, truncated or at odds with its partner.
+    """
+
+    def __init__(self, prefix: str | os.PathLike):
+        self.prefix = str(prefix)
+        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise UserError(f"{path}: no such file; a data prefix names PREFIX.bin and .idx")
+        try:
+            self._read_index()
+            self.tokens = _memmap(self.bin_path, self.dtype)
+        except OSError as e:
+            raise UserError(f"{e.filename or self.idx_path}: cannot be read: {e.strerror}") from e
+
+    def _read_index(self) -> None:
+        raw = _memmap(self.idx_path, np.dtype("u1"))
+        if len(raw) < HEADER.size or raw[:9].tobytes() != MAGIC:
+            raise UserError(f"{self.idx_path}: not a Megatron index (wrong magic); {REMEDY}")
+        _, version, code, n, bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
+        if version != 1 or code not in DTYPES:
+            what = f"version {version}" if version != 1 else f"dtype code {code}"
+            raise UserError(f"{self.idx_path}: unknown {what}; {REMEDY}")
+        size = HEADER.size + 12 * n + 8 * bounds
+        if len(raw) not in (size, size + n):
+            raise UserError(
+                f"{self.idx_path}: {len(raw)} bytes, but its header ({n} sequences, {bounds} "
+                f"document bounds) needs {size}; {REMEDY}"
+            )
+        self.dtype = DTYPES[code]
+        at = HEADER.size + 4 * n
+        self.lengths = raw[HEADER.size : at].view("<i4").copy()  # aligned, hence faster
+        pointers = raw[at : at + 8 * n].view("<i8")
+        self.document_indices = raw[at + 8 * n : size].view("<i8")
+        self._check(pointers)
+        self.offsets = pointers // self.dtype.itemsize
+
+    def _check(self, pointers: np.ndarray) -> None:
+        """Writers lay sequences end to end; anything else means that the files disagree."""
+        ends = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
+        held = int(ends[-1]) if len(ends) else 0
+        if len(ends) and (
+            self.lengths.min() < 0
+            or pointers[0] != 0
+            or not np.array_equal(pointers[1:], ends[:-1])
+        ):
+            raise UserError(f"{self.idx_path}: lengths and offsets disagree; {REMEDY}")
+        d = self.document_indices
+        if len(d) == 0 or d[0] != 0 or d[-1] != len(self) or (np.diff(d) < 0).any():
+            raise UserError(f"{self.idx_path}: document bounds are not a partition; {REMEDY}")
+        size = self.bin_path.stat().st_size
+        if size != held:
+            what = "truncated" if size < held else "longer than its index"
+            raise UserError(
+                f"{self.bin_path}: {what}: {size} bytes where {self.idx_path.name} says {held}; "
+                f"{REMEDY}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.get(i)
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of sequence i (to its end if `length` is None)."""
+        start, size = int(self.offsets[i]), int(self.lengths[i])
+        stop = size if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise IndexError(f"tokens [{offset}, {stop}) of sequence {i}, which has {size}")
+        return self.tokens[start + offset : start + stop]
+
+
+class IndexedDatasetWriter:
+    """Writes a pair that Megatron reads too. Use as a context manager.
+
+    Both files get temporary names until `close`; an exception inside the `with` removes them, so
+    that a prefix never names half a corpus.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type | str = np.int32):
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        codes = [c for c, d in DTYPES.items() if d == self.dtype]
+        if not codes:
+            raise UserError(f"{prefix}: dtype {self.dtype} is not one of Megatron's token dtypes")
+        self._code = codes[0]
+        self._lengths: list[np.ndarray] = []
+        self._bounds: list[np.ndarray] = [np.zeros(1, np.int64)]
+        self._sequences = 0
+        self._temporary = {s: f"{prefix}{s}.{os.getpid()}.tmp" for s in (".bin", ".idx")}
+        try:
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = open(self._temporary[".bin"], "wb")
+        except OSError as e:
+            raise UserError(f"{prefix}.bin: cannot be written: {e.strerror}") from e
+
+    def add_item(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append one sequence to the document in progress."""
+        data = self._cast(tokens)
+        self._append(data, np.array([len(data)], np.int32))
+
+    def end_document(self) -> None:
+        """Close the document in progress."""
+        self._bounds.append(np.array([self._sequences], np.int64))
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append one document of one sequence."""
+        self.add_item(tokens)
+        self.end_document()
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append many documents of one sequence each: their tokens end to end, and the lengths."""
+        assert len(tokens) == lengths.sum(), (len(tokens), lengths.sum())
+        first = self._sequences + 1
+        self._append(self._cast(tokens), lengths.astype(np.int32))
+        self._bounds.append(np.arange(first, self._sequences + 1, dtype=np.int64))
+
+    def merge(self, prefix: str | os.PathLike) -> None:
+        """Append all of another pair, which must have the same dtype."""
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise UserError(f"{prefix}: holds {other.dtype}, cannot be merged into {self.dtype}")
+        self._bounds.append(self._sequences + other.document_indices[1:])
+        self._append(other.tokens, other.lengths)
+
+    def close(self) -> None:
+        """Write the index and give both files their names."""
+        lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
+        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
+        bounds = np.concatenate(self._bounds)
+        try:
+            self._publish((lengths, pointers, bounds))
+        except OSError as e:
+            self._discard()
+            raise UserError(f"{self.prefix}: cannot be written: {e.strerror or e}") from e
+
+    def _publish(self, arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        self._bin.close()
+        lengths, _, bounds = arrays
+        with open(self._temporary[".idx"], "wb") as f:
+            f.write(HEADER.pack(MAGIC, 1, self._code, len(lengths), len(bounds)))
+            for array in arrays:
+                f.write(array.tobytes())
+        # A crash between the renames must not pair an old index with new tokens.
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".idx"):
+            os.replace(self._temporary[suffix], self.prefix + suffix)
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._discard()
+
+    def _discard(self) -> None:
+        self._bin.close()
+        for path in self._temporary.values():
+            Path(path).unlink(missing_ok=True)
+
+    def _append(self, data: np.ndarray, lengths: np.ndarray) -> None:
+        try:
+            data.tofile(self._bin)
+        except OSError as e:
+            raise UserError(f"{self.prefix}.bin: cannot be written: {e.strerror or e}") from e
+        self._lengths.append(lengths)
+        self._sequences += len(lengths)
+
+    def _cast(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """To the file's dtype; an id that does not fit is an error, never a wrap-around."""
+        data = np.asarray(tokens)
+        if data.dtype == self.dtype or data.size == 0:
+            return data.astype(self.dtype)
+        if self.dtype.kind in "iu":
+            info = np.iinfo(self.dtype)
+            if data.dtype.kind not in "iu" or data.min() < info.min or data.max() > info.max:
+                raise UserError(
+                    f"{self.prefix}: token ids {data.min()}..{data.max()} do not fit {self.dtype}"
+                )
+        return data.astype(self.dtype)
+
+
+def _memmap(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The file as a plain read-only array (numpy cannot map an empty file)."""
+    if path.stat().st_size < dtype.itemsize:
+        return np.zeros(0, dtype)
+    count = path.stat().st_size // dtype.itemsize
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))

@@ -1,0 +1,41 @@
+"""Random tokens for speed tests: one document per sample, uniform over the vocabulary.
+
+Invariant: sample i is a pure function of (seed, i). The mixer is splitmix64's finaliser.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class MockDataset:
+    """`size` samples with the fields of `GPTDataset`, without a file."""
+
+    max_documents = 1
+
+    def __init__(self, vocab_size: int, seq_length: int, size: int, seed: int):
+        self.vocab_size, self.seq_length, self.size, self.seed = vocab_size, seq_length, size, seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return {name: array[0] for name, array in self.batch([i]).items()}
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """Samples `indices`, stacked to [B, S]."""
+        rows = np.asarray(indices, np.uint64)[:, None] * np.uint64(self.seq_length + 1)
+        x = rows + np.arange(self.seq_length + 1, dtype=np.uint64)
+        offset = np.uint64(self.seed * 0xD1B54A32D192ED03 % 2**64)
+        x = x * np.uint64(0x9E3779B97F4A7C15) + offset  # wraps, as intended
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        text = ((x >> np.uint64(33)) % np.uint64(self.vocab_size)).astype(np.int32)
+        ones = np.ones((len(rows), self.seq_length), np.int32)
+        return {
+            "tokens": np.ascontiguousarray(text[:, :-1]),
+            "labels": np.ascontiguousarray(text[:, 1:]),
+            "loss_mask": ones.astype(np.float32),
+            "segment_ids": ones,
+            "positions": ones * np.arange(self.seq_length, dtype=np.int32),
+        }

@@ -1,0 +1,314 @@
+"""`python -m mjax.data.preprocess`: raw text to an indexed corpus, in parallel.
+
+Inputs are files, folders, globs or `-` (stdin), each plain or .gz or .zst. A .jsonl or .json file
+is one document per line under `--json-key`; any other file is one document. Stdin is JSON lines if
+it starts with a brace. Invariant: the output depends on the inputs, their order and the tokenizer,
+never on the number of workers; it appears whole or not at all.
+"""
+
+import argparse
+import glob
+import gzip
+import io
+import json
+import multiprocessing
+import os
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from mjax.data.indexed import IndexedDatasetWriter, token_dtype
+from mjax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer, train_tokenizer
+from mjax.errors import UserError, run_cli
+
+try:
+    import zstandard  # an extra
+except ImportError:
+    zstandard = None
+
+CHUNK_BYTES = 1 << 20  # raw text per task: large enough to hide the cost of sending it
+COMPRESSED = (".gz", ".zst")
+READ_ERRORS = (OSError, EOFError, zlib.error) + ((zstandard.ZstdError,) if zstandard else ())
+
+
+class Document(NamedTuple):
+    """Raw bytes of one document; `where` is FILE or FILE:LINE for messages."""
+
+    where: str
+    raw: bytes
+    is_json: bool
+
+
+class Summary(NamedTuple):
+    documents: int
+    tokens: int
+    seconds: float
+
+
+def expand(inputs: Sequence[str]) -> list[str]:
+    """The files that the inputs name, each folder and glob in sorted order; `-` stays."""
+    files: list[str] = []
+    for name in inputs:
+        if name == "-" or os.path.isfile(name):
+            found = [name]
+        elif os.path.isdir(name):
+            paths = sorted(p for p in Path(name).rglob("*") if p.is_file())
+            hidden = lambda p: any(part.startswith(".") for part in p.relative_to(name).parts)  # noqa: B023,E731
+            found = [str(p) for p in paths if not hidden(p)]
+        else:
+            found = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
+        if not found:
+            raise UserError(f"{name}: no such file, or no file in it; check the input path")
+        files += found
+    return files
+
+
+def read_documents(files: Iterable[str]) -> Iterator[Document]:
+    """Every document of the files, in order. Raises `UserError` on an unreadable file."""
+    for path in files:
+        try:
+            with _open(path) as f:
+                if _is_jsonl(path, f):
+                    for n, line in enumerate(f, 1):
+                        if line.strip():
+                            yield Document(f"{path}:{n}", line, True)
+                else:
+                    yield Document(path, f.read(), False)
+        except READ_ERRORS as e:
+            raise UserError(f"{path}: cannot be read: {e}") from e
+
+
+def _open(path: str) -> BinaryIO:
+    if path == "-":
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    if path.endswith(".gz"):
+        return io.BufferedReader(gzip.open(path, "rb"))
+    if path.endswith(".zst"):
+        if zstandard is None:
+            raise UserError(f"{path}: needs `pip install zstandard`")
+        return io.BufferedReader(_ZstdReader(path))
+    return open(path, "rb")
+
+
+class _ZstdReader(io.RawIOBase):
+    """Frames of a .zst file end to end. The library's own reader takes a cut-off file for a whole
+    one; this one raises EOFError."""
+
+    def __init__(self, path: str):
+        self._file = open(path, "rb")
+        self._frame = None  # the frame being decompressed
+        self._input = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: memoryview) -> int:
+        while not self._ready:
+            self._input = self._input or self._file.read(CHUNK_BYTES)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._ready, self._input = self._frame.decompress(self._input), b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        n = min(len(target), len(self._ready))
+        target[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _is_jsonl(path: str, f: BinaryIO) -> bool:
+    if path == "-":
+        return f.peek(1)[:1] == b"{"
+    stem = path.removesuffix(".gz").removesuffix(".zst")
+    return stem.endswith((".jsonl", ".json"))
+
+
+def document_text(document: Document, json_key: str) -> str:
+    """The text of a document; `UserError` names file and line where there is none."""
+    try:
+        if not document.is_json:
+            return document.raw.decode("utf-8")
+        row = json.loads(document.raw)
+    except UnicodeDecodeError as e:
+        raise UserError(f"{document.where}: not UTF-8 text ({e.reason}): convert or remove") from e
+    except ValueError as e:
+        raise UserError(f"{document.where}: not a JSON line: {e}") from e
+    text = row.get(json_key) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f"{document.where}: no text under {json_key!r}: set --json-key")
+    try:
+        text.encode()  # JSON can escape lone surrogates, which tokenizers choke on
+    except UnicodeEncodeError as e:
+        raise UserError(f"{document.where}: not Unicode text ({e.reason}): mend or remove") from e
+    return text
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    chunk, size = [], 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.raw)
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+_tokenizer: Tokenizer  # of this worker process
+
+
+def _start_worker(spec: str, workers: int) -> None:
+    global _tokenizer
+    if workers > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _tokenizer = load_tokenizer(spec)
+
+
+def _encode(
+    json_key: str, append_eod: bool, chunk: list[Document]
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """One task: (tokens, lengths, raw bytes) of a chunk."""
+    tokenizer = _tokenizer
+    texts = [document_text(d, json_key) for d in chunk]
+    tokens, lengths = encode_documents(tokenizer, texts, tokenizer.eod_id if append_eod else None)
+    raw = sum(len(d.raw) for d in chunk)
+    return tokens.astype(token_dtype(tokenizer.vocab_size)), lengths, raw
+
+
+def _parallel_map(function: partial, items: Iterable, spec: str, workers: int) -> Iterator:
+    """`map` over processes, in order, never more than a few items ahead. Fresh processes, since a
+    fork of one that runs JAX or thread pools may hang."""
+    if workers == 1:
+        _start_worker(spec, workers)
+        yield from map(function, items)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker, (spec, workers)) as pool:
+        try:
+            pending: deque = deque()
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) > 4 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def preprocess(
+    inputs: Sequence[str],
+    output: str | os.PathLike,
+    tokenizer: str,
+    *,
+    append_eod: bool = False,
+    json_key: str = "text",
+    workers: int = 1,
+) -> Summary:
+    """Tokenise `inputs` into `output`.bin and .idx. Shows progress on a terminal's stderr.
+
+    Documents without a token are left out. Raises `UserError` on bad input, leaving no file.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    loaded = load_tokenizer(tokenizer)
+    if append_eod and loaded.eod_id is None:
+        raise UserError(f"{tokenizer}: has no end-of-document token, so --append-eod cannot work")
+    files = expand(inputs)
+    known = not any(f == "-" or f.endswith(COMPRESSED) for f in files)
+    total = sum(os.path.getsize(f) for f in files) if known else None
+    began, documents, tokens = time.perf_counter(), 0, 0
+    show = TextColumn("{task.fields[rate]:.2f}M tok/s")
+    columns = ["tokenise", BarColumn(), TimeElapsedColumn(), show]
+    task = partial(_encode, json_key, append_eod)
+    chunks = _chunks(read_documents(files))
+    console = Console(stderr=True)
+    with (
+        IndexedDatasetWriter(output, token_dtype(loaded.vocab_size)) as writer,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
+        bar = progress.add_task("", total=total, rate=0.0)
+        for ids, lengths, raw in _parallel_map(task, chunks, tokenizer, workers):
+            writer.add_documents(ids, lengths)
+            documents, tokens = documents + len(lengths), tokens + len(ids)
+            seconds = time.perf_counter() - began
+            progress.update(bar, advance=raw, rate=tokens / seconds / 1e6)
+        if documents == 0:
+            raise UserError(f"{' '.join(inputs)}: no text found, nothing written")
+    return Summary(documents, tokens, time.perf_counter() - began)
+
+
+def read_texts(inputs: Sequence[str], json_key: str = "text") -> Iterator[str]:
+    """The text of every document of the inputs."""
+    for document in read_documents(expand(inputs)):
+        yield document_text(document, json_key)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    train = argv[:1] == ["train-tokenizer"]
+    program = "python -m mjax.data.preprocess" + (" train-tokenizer" if train else "")
+    about = (
+        "Train a byte-level BPE tokenizer on text."
+        if train
+        else "Tokenise text into PREFIX.bin and PREFIX.idx; see also `train-tokenizer --help`."
+    )
+    parser = argparse.ArgumentParser(prog=program, description=about)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help="files, folders, globs or - (.gz, .zst too)")
+    add("--json-key", default="text", help="key of the text in JSON lines (default: text)")
+    if train:
+        add("--vocab-size", type=int, required=True)
+        add("--output", required=True, help="the tokenizer.json to write")
+    else:
+        add("--output", required=True, metavar="PREFIX")
+        add("--tokenizer", required=True, help="byte, a tokenizer.json or a SentencePiece .model")
+        add("--append-eod", action="store_true", help="end every document with the EOD token")
+        add("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
+    args = parser.parse_args(argv[1:] if train else argv)
+    args.train = train
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; prints one JSON line on success."""
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    if args.train:
+        texts = read_texts(args.input, args.json_key)
+        made = train_tokenizer(texts, args.vocab_size, args.output)
+        print(json.dumps({"tokenizer": args.output, "vocab_size": made.vocab_size}))
+        return 0
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers}: at least 1")
+    done = preprocess(
+        args.input,
+        args.output,
+        args.tokenizer,
+        append_eod=args.append_eod,
+        json_key=args.json_key,
+        workers=args.workers,
+    )
+    result = {"output": args.output, "documents": done.documents, "tokens": done.tokens}
+    result["seconds"] = round(done.seconds, 3)
+    result["tokens_per_second"] = round(done.tokens / done.seconds)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

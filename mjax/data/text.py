@@ -1,0 +1,116 @@
+"""`data.text`: raw text, tokenised once into the run's own folder.
+
+Invariant: RUN/data is complete or absent, was made with the settings it names, and its documents
+are ordered by a hash of their content: a split by position is then a fair sample, and copies of a
+document are neighbours instead of one in the training and one in the held-out part.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mjax.config.schema import DataConfig
+from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
+from mjax.data.preprocess import expand, preprocess, read_texts
+from mjax.data.tokenizer import load_tokenizer, train_tokenizer
+from mjax.errors import UserError
+
+VERSION = 1  # raise it when the same settings give other files
+
+
+@dataclass(frozen=True)
+class TextCorpus:
+    """A prepared corpus; `tokenizer_path` is what `load_tokenizer` takes."""
+
+    prefix: str
+    tokenizer_path: str
+    vocab_size: int
+    eod_id: int | None
+
+
+def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
+    """Tokenise `data.text` into `run_dir`/data, or find it done with the same settings; other
+    settings rebuild it. Trains the tokenizer for 'train:VOCAB'. Documents end in the EOD token if
+    the tokenizer has one. Processes of one host wait for the first. Raises `UserError`."""
+    if not data.text or not data.tokenizer:
+        raise UserError("data.text needs data.tokenizer: 'byte', a tokenizer file or 'train:VOCAB'")
+    folder = Path(run_dir) / "data"
+    train = data.tokenizer.startswith("train:")
+    if train and not data.tokenizer.removeprefix("train:").isdecimal():
+        raise UserError(f"data.tokenizer {data.tokenizer!r}: write train:VOCAB, as in train:4096")
+    spec = str(folder / "tokenizer.json") if train else data.tokenizer
+    settings = {"version": VERSION, "text": data.text, "tokenizer": data.tokenizer}
+    stamp = folder / "settings.json"
+    try:
+        with _lock(folder.with_name("data.lock")):
+            if not stamp.is_file() or json.loads(stamp.read_text()) != settings:
+                _rebuild(data.text, data.tokenizer, settings, folder)
+    except OSError as e:
+        raise UserError(f"{run_dir}: cannot be written ({e.strerror}): set run.dir") from e
+    tokenizer = load_tokenizer(spec)
+    return TextCorpus(str(folder / "corpus"), spec, tokenizer.vocab_size, tokenizer.eod_id)
+
+
+def _rebuild(text: str, tokenizer: str, settings: dict, folder: Path) -> None:
+    """Make everything in a scratch folder, then give it its name."""
+    inputs = stdlib_files() if text == "stdlib" else expand([text])
+    scratch = folder.with_name("data.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        if tokenizer.startswith("train:"):
+            size = int(tokenizer.removeprefix("train:"))
+            tokenizer = str(scratch / "tokenizer.json")
+            train_tokenizer(read_texts(inputs), size, tokenizer)
+        append_eod = load_tokenizer(tokenizer).eod_id is not None
+        preprocess(inputs, scratch / "unordered", tokenizer, append_eod=append_eod)
+        _order_by_content(scratch / "unordered", scratch / "corpus")
+        for suffix in (".bin", ".idx"):
+            (scratch / f"unordered{suffix}").unlink()
+        (scratch / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _order_by_content(source: Path, target: Path) -> None:
+    data = IndexedDataset(source)
+    key = [hashlib.blake2b(tokens.tobytes(), digest_size=8).digest() for tokens in data]
+    with IndexedDatasetWriter(target, data.dtype) as writer:
+        for i in sorted(range(len(data)), key=key.__getitem__):
+            writer.add_document(data[i])
+
+
+def stdlib_files() -> list[str]:
+    """Every UTF-8 .py file of Python's own standard library, without installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        if skipped.isdisjoint(path.relative_to(root).parts):
+            try:
+                path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):  # test files in other encodings
+                continue
+            files.append(str(path))
+    if not files:
+        raise UserError(f"data.text stdlib: {root} holds no Python sources; give a folder instead")
+    return files
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file; the kernel frees it if the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,149 @@
+"""Text to token ids and back: byte level, Hugging Face `tokenizer.json`, SentencePiece `.model`.
+
+Invariant: ids are in [0, vocab_size) and no special tokens are added; the end-of-document id is
+appended only by who asks for it. The work is done by `tokenizers` and `sentencepiece`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mjax.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+# What an end of document is called, where no tokenizer_config.json beside the file says so.
+EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """`encode_batch(texts)` -> one list of ids per text; `decode(ids)` -> text, special ids
+    dropped; `eod_id` None where the vocabulary has no end-of-document token."""
+
+    vocab_size: int
+    eod_id: int | None
+    encode_batch: Callable[[Sequence[str]], list[list[int]]]
+    decode: Callable[[Sequence[int]], str]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one text."""
+        return self.encode_batch([text])[0]
+
+
+def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
+    """`byte` (256 bytes and an end-of-document id 256), a `tokenizer.json`, a folder that holds
+    one, or a SentencePiece `.model`. Raises `UserError` if it cannot be loaded."""
+    if spec == "byte":
+        return _byte_tokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(
+            f"tokenizer {str(spec)!r}: no such file; give 'byte', a tokenizer.json or a "
+            "SentencePiece .model ('train:VOCAB' is for data.text)"
+        )
+    if path.suffix == ".model":
+        return _sentencepiece_tokenizer(path)
+    return _huggingface_tokenizer(path)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    return Tokenizer(257, 256, lambda texts: [list(t.encode()) for t in texts], decode)
+
+
+def _huggingface_tokenizer(path: Path) -> Tokenizer:
+    import tokenizers
+
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises plain Exception
+        raise UserError(f"{path}: not a Hugging Face tokenizer.json: {e}") from e
+    inner.no_truncation()  # files often carry the limits of some chat model
+    inner.no_padding()
+    vocabulary = inner.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise UserError(f"{path}: the tokenizer has no vocabulary")
+    names = [_declared_eod(path.with_name("tokenizer_config.json")), *EOD_NAMES]
+    eod = next((vocabulary[n] for n in names if n in vocabulary), None)
+
+    def encode_batch(texts: Sequence[str]) -> list[list[int]]:
+        return [e.ids for e in inner.encode_batch(list(texts), add_special_tokens=False)]
+
+    decode = lambda ids: inner.decode([int(i) for i in ids])  # noqa: E731
+    return Tokenizer(max(vocabulary.values()) + 1, eod, encode_batch, decode)
+
+
+def _declared_eod(config: Path) -> str | None:
+    """`eos_token` of a tokenizer_config.json: a string, or a dictionary with its `content`."""
+    if not config.is_file():
+        return None
+    try:
+        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as e:
+        raise UserError(f"{config}: not a JSON object: {e}") from e
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
+    try:
+        import sentencepiece
+    except ImportError as e:
+        raise UserError(f"{path}: needs `pip install sentencepiece`") from e
+    try:
+        inner = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as e:
+        raise UserError(f"{path}: not a SentencePiece model: {e}") from e
+    eod = inner.eos_id() if inner.eos_id() >= 0 else None
+    encode_batch = lambda texts: inner.encode(list(texts))  # noqa: E731
+    decode = lambda ids: inner.decode([int(i) for i in ids])  # noqa: E731
+    return Tokenizer(inner.get_piece_size(), eod, encode_batch, decode)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | os.PathLike) -> Tokenizer:
+    """Train a byte-level BPE on `texts`, write it to `out` (atomically) and load it.
+
+    The vocabulary holds the 256 bytes, `<|endoftext|>` and merges, at most `vocab_size` in all;
+    fewer where the text has no more pairs. The result depends only on the texts.
+    """
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise UserError(f"vocabulary of {vocab_size}: at least 257 (the bytes and {END_OF_TEXT})")
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    temporary = f"{out}.{os.getpid()}.tmp"
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(temporary).write_text(inner.to_str(), encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as e:
+        raise UserError(f"{out}: cannot be written: {e.strerror}") from e
+    return load_tokenizer(out)
+
+
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[str], eod_id: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids end to end (int32) and their lengths, `eod_id` after each; empty documents left out."""
+    lists = [ids for ids in tokenizer.encode_batch(texts) if ids]
+    end = [] if eod_id is None else [eod_id]
+    flat = [np.asarray(ids + end, np.int32) for ids in lists]
+    lengths = np.array([len(x) for x in flat], np.int32)
+    return np.concatenate([np.zeros(0, np.int32), *flat]), lengths

@@ -1,0 +1,41 @@
+"""`python -m mjax.train --config X [a.b=c ...] [--dry-run] [--print-config] [--print-schema]`.
+
+Exit codes: 0 done, or stopped in good order by a signal or the wall time; 1 training diverged;
+2 something to mend, in one line; 130 interrupted before the first step or twice.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mjax.config.load import add_config_arguments, config_from_args
+from mjax.errors import run_cli
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m mjax.train", description="Train a model.")
+    add_config_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
+    args, cfg = config_from_args(parser)
+
+    import jax  # after the config: its mistakes should show at once
+
+    cache = os.environ.get("MJAX_CACHE_DIR", str(Path.home() / ".cache" / "mjax"))
+    jax.config.update("jax_compilation_cache_dir", cache)
+    from mjax.train.estimate import dry_run
+    from mjax.train.loop import train
+    from mjax.train.resilience import NonFiniteLoss
+
+    try:
+        dry_run(cfg) if args.dry_run else train(cfg)
+    except NonFiniteLoss as e:
+        print(f"mjax: stopped: {e}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,26 @@
+"""Eight fake CPU devices for every test, except on a GPU (`pytest tests/gpu`).
+
+JAX reads these variables when it starts, so they are set before anything imports it; pytest-xdist's
+workers inherit them. Compiled programs are kept between runs in MJAX_TEST_CACHE, by default a
+folder in the user's cache.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+on_gpu = os.environ.setdefault(
+    "MJAX_TEST_GPU", str(int(any("tests/gpu" in arg for arg in sys.argv)))
+)
+if on_gpu == "0":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    devices = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
+cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mjax-tests"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.environ.get("MJAX_TEST_CACHE", str(cache)))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+collect_ignore = [] if on_gpu == "1" else ["gpu"]
+if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+    collect_ignore.append("oracle")  # needs the extra `oracle`

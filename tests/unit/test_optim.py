@@ -1,0 +1,188 @@
+"""AdamW against optax, Muon against numpy, and groups by role whatever the stacking."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from mjax.config.schema import OptimizerConfig
+from mjax.models.params import ParamSpec
+from mjax.optim.build import build_optimizer, state_like
+from mjax.optim.muon import newton_schulz, scale
+
+SPECS = {
+    "embedding": ParamSpec((11, 4), ("vocab", "embed"), "embedding"),
+    "dense": {
+        "q": ParamSpec((3, 4, 2, 6), ("layers", "embed", "heads", "head_dim"), "matrix"),
+        "out": ParamSpec((3, 2, 6, 4), ("layers", "heads", "head_dim", "embed"), "matrix", 2),
+        "up": ParamSpec((3, 4, 2, 5), ("layers", "embed", "pair", "mlp"), "matrix"),
+        "norm": ParamSpec((3, 4), ("layers", "embed"), "norm"),
+    },
+    "head": ParamSpec((4, 11), ("embed", "vocab"), "head"),
+}
+is_spec = {"is_leaf": lambda x: isinstance(x, ParamSpec)}
+
+
+def random_tree(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    draw = lambda spec: jnp.asarray(rng.standard_normal(spec.shape), jnp.float32)  # noqa: E731
+    return jax.tree.map(draw, SPECS, **is_spec)
+
+
+def train(cfg: OptimizerConfig, steps: int = 5, lr: float = 1e-2, **kw) -> tuple[dict, dict]:
+    optimizer = build_optimizer(cfg, SPECS, **kw)
+    params = random_tree(0)
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for i in range(steps):
+        grads = random_tree(i + 1)
+        updates, state = update(grads, state, params, lr=lr / (i + 1), weight_decay=0.1)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def max_error(a: dict, b: dict) -> float:
+    return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), a, b)))
+
+
+def test_adamw_equals_optax():
+    cfg = OptimizerConfig()
+    mask = jax.tree.map(lambda s: s.role in cfg.weight_decay_roles, SPECS, **is_spec)
+    reference = optax.inject_hyperparams(optax.adamw, static_args=("mask",))(
+        0.0, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=0.1, mask=mask
+    )
+    params = random_tree(0)
+    state = reference.init(params)
+    for i in range(5):
+        state.hyperparams["learning_rate"] = jnp.float32(1e-2 / (i + 1))
+        updates, state = reference.update(random_tree(i + 1), state, params)
+        params = optax.apply_updates(params, updates)
+    assert max_error(train(cfg)[0], params) < 1e-6
+
+
+def test_bf16_moments_are_stored_in_bf16_and_stay_close():
+    params, state = train(OptimizerConfig(mu_dtype="bfloat16", nu_dtype="bfloat16"))
+    kinds = {x.dtype for x in jax.tree.leaves((state["mu"], state["nu"]))}
+    assert kinds == {jnp.dtype(jnp.bfloat16)}
+    exact, start = train(OptimizerConfig())[0], random_tree(0)
+    assert 0 < max_error(params, exact) < 0.02 * max_error(exact, start)
+
+
+def test_groups_go_by_role_not_rank():
+    """With zero gradients only decay moves a parameter: a stacked norm is a matrix by rank."""
+    optimizer = build_optimizer(OptimizerConfig(lr_multipliers={"head": 0.5}), SPECS)
+    params = random_tree(0)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params, lr=0.1, weight_decay=0.2)
+    moved = jax.tree.map(lambda u, p: float((u / p).mean()), updates, params)
+    assert moved["dense"]["norm"] == 0
+    assert moved["dense"]["q"] == pytest.approx(-0.02) == moved["embedding"]
+    assert moved["head"] == pytest.approx(-0.01)
+
+
+def numpy_newton_schulz(x: np.ndarray, steps: int) -> np.ndarray:
+    """On singular values: the quintic acts on each alone."""
+    u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    s = s / (np.linalg.norm(s) + 1e-7)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ vt
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (3, 9), (9, 3)])
+def test_newton_schulz_acts_on_singular_values(shape):
+    x = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    got = np.asarray(newton_schulz(jnp.asarray(x), 5))
+    for i in range(2):
+        np.testing.assert_allclose(got[i], numpy_newton_schulz(x[i], 5), atol=2e-5)
+        values = np.linalg.svd(got[i], compute_uv=False)
+        assert 0.6 < values.min() and values.max() < 1.3
+    rough = newton_schulz(jnp.asarray(x, jnp.bfloat16), 5)
+    assert rough.dtype == jnp.bfloat16 and np.abs(rough - got).max() < 0.1
+
+
+def test_muon_equals_numpy_on_each_matrix_of_a_stack():
+    cfg = OptimizerConfig(name="muon")
+    optimizer = build_optimizer(cfg, SPECS)
+    params = random_tree(0)
+    state = optimizer.init(params)
+    for i in (1, 2):
+        grads = random_tree(i)
+        updates, state = optimizer.update(grads, state, params, lr=1.0, weight_decay=0.0)
+    m = cfg.muon_momentum
+
+    def expected(g1: np.ndarray, g2: np.ndarray) -> np.ndarray:
+        mu = m * (1 - m) * g1 + (1 - m) * g2
+        factor = 0.2 * max(g1.shape) ** 0.5
+        return -factor * numpy_newton_schulz(m * mu + (1 - m) * g2, cfg.muon_steps)
+
+    first, second = (jax.tree.map(np.asarray, random_tree(i)["dense"]) for i in (1, 2))
+    for layer in range(3):
+        for name, cut in [
+            ("q", lambda x, n=layer: x[n].reshape(4, 12)),
+            ("out", lambda x, n=layer: x[n].reshape(12, 4)),
+            ("up", lambda x, n=layer: x[n][:, 0]),
+            ("up", lambda x, n=layer: x[n][:, 1]),
+        ]:
+            want = expected(cut(first[name]), cut(second[name]))
+            got = cut(np.asarray(updates["dense"][name]))
+            np.testing.assert_allclose(got, want, atol=5e-5)
+    adam, _ = build_optimizer(OptimizerConfig(), SPECS), None
+    adam_state = adam.init(params)
+    for i in (1, 2):
+        want, adam_state = adam.update(random_tree(i), adam_state, params, lr=1.0, weight_decay=0.0)
+    for name in ("embedding", "head"):
+        np.testing.assert_array_equal(updates[name], want[name])
+
+
+def test_muon_scales():
+    assert scale("original", 4, 16) == 2 and scale("original", 16, 4) == 1
+    assert scale("spectral", 4, 16) == 4 == scale("spectral", 16, 4)
+    assert scale("match_adamw", 4, 16) == pytest.approx(0.8)
+
+
+def test_state_follows_the_parameters_leaf_by_leaf():
+    cfg = OptimizerConfig(name="muon", mu_dtype="bfloat16")
+    state = build_optimizer(cfg, SPECS).init(random_tree(0))
+    names = jax.tree.map(lambda s: s.shape, SPECS, **is_spec)
+    like = state_like(cfg, SPECS, (), names, names)
+    assert jax.tree.map(jnp.shape, state) == like
+    assert set(state["nu"]["dense"]) == {"norm"} and "head" in state["nu"]
+    assert state["mu"]["head"].dtype == jnp.bfloat16 and state["nu"]["head"].dtype == jnp.float32
+
+
+def test_muon_on_shards_equals_muon_on_the_whole():
+    """Heads cut over two devices inside shard_map; matrices are made whole and cut again."""
+    cfg = OptimizerConfig(name="muon")
+    cut = lambda s: PartitionSpec(*("tp" if a == "heads" else None for a in s.axes))  # noqa: E731
+
+    def gather(x: jax.Array, spec: ParamSpec) -> jax.Array:
+        if "heads" not in spec.axes:
+            return x
+        return jax.lax.all_gather(x, "tp", axis=spec.axes.index("heads"), tiled=True)
+
+    def shard(x: jax.Array, spec: ParamSpec) -> jax.Array:
+        if "heads" not in spec.axes:
+            return x
+        axis = spec.axes.index("heads")
+        size = x.shape[axis] // 2
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tp") * size, size, axis)
+
+    params, grads = random_tree(0), random_tree(1)
+    optimizer = build_optimizer(cfg, SPECS, gather, shard)
+    trees = jax.tree.map(cut, SPECS, **is_spec)
+    states = state_like(cfg, SPECS, PartitionSpec(), trees, trees)
+
+    def step(params: dict, grads: dict) -> tuple[dict, dict]:
+        return optimizer.update(grads, optimizer.init(params), params, lr=0.1, weight_decay=0.1)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=(trees, trees), out_specs=(trees, states), check_vma=False
+    )
+    updates, state = jax.jit(run)(params, grads)
+    whole = build_optimizer(cfg, SPECS)
+    want = whole.update(grads, whole.init(params), params, lr=0.1, weight_decay=0.1)
+    assert max_error(updates, want[0]) < 1e-6 and max_error(state["mu"], want[1]["mu"]) == 0

@@ -1,0 +1,124 @@
+"""Every cross-field rule, broken once; the mesh arithmetic."""
+
+import pytest
+
+from mjax.config import load, mesh_sizes, validate
+from mjax.config.schema import MeshConfig
+from mjax.config.validate import RULES
+from mjax.errors import UserError
+
+# Rule -> overrides of a legal config that break it, and what the message must show.
+BROKEN = {
+    "pp_not_built": (["mesh.pp=2"], "mesh.pp=2: pipeline parallelism is not built yet"),
+    "cp_not_built": (
+        ["mesh.cp=2"],
+        "mesh.cp=2: context parallelism is not built yet; set mesh.cp=1",
+    ),
+    "ep_not_built": (["mesh.ep=2"], "set mesh.ep=1"),
+    "dp_positive": (["mesh.dp=0"], "mesh.dp=0"),
+    "tp_divides_num_attention_heads": (["mesh.tp=8"], "model.num_attention_heads=4"),
+    "tp_divides_intermediate_size": (["mesh.tp=2", "model.intermediate_size=33"], "33"),
+    "tp_divides_padded_vocab_size": (
+        ["mesh.tp=2", "model.vocab_size=251", "model.vocab_multiple=1"],
+        "model.padded_vocab_size=251 is not divisible by mesh.tp=2",
+    ),
+    "tp_divides_seq_length": (["mesh.tp=2", "data.seq_length=63"], "data.seq_length=63"),
+    "kv_heads_divide_heads": (["model.num_key_value_heads=3"], "num_key_value_heads=3"),
+    "head_dim_known": (["model.hidden_size=255"], "set model.head_dim"),
+    "rotary_dims_even": (["model.partial_rotary_factor=0.05"], "rotates 3 dims"),
+    "rope_keys_need_rope": (
+        ["model.position_embedding=learned", "model.rope_scaling={rope_type: linear}"],
+        "model.position_embedding='learned'",
+    ),
+    "window_given": (["model.layer_pattern=LG"], "set model.sliding_window"),
+    "window_used": (["model.sliding_window=8"], "model.sliding_window=8 has no effect"),
+    "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
+    "one_data_source": (["data.paths=[a]"], "data.paths and data.mock exclude each other"),
+    "weights_match_paths": (
+        ["data.mock=false", "data.paths=[a, b]", "data.weights=[1.0]"],
+        "data.weights=[1.0]",
+    ),
+    "weights_legal": (
+        ["data.mock=false", "data.paths=[a, b]", "data.weights=[1.0, -1.0]"],
+        "data.weights=[1.0, -1.0]",
+    ),
+    "split_legal": (["data.split=[0, 0, 0]"], "data.split=[0.0, 0.0, 0.0]"),
+    "held_out_data": (
+        ["data.mock=false", "data.paths=[a]", "data.split=[1, 0, 0]", "train.eval_interval=5"],
+        "train.eval_interval=5",
+    ),
+    "text_needs_tokenizer": (["data.mock=false", "data.text=stdlib"], "set data.tokenizer"),
+    "trained_tokenizer_needs_text": (["data.tokenizer=train:256"], "no text to train on"),
+    "trained_vocab_legal": (
+        ["data.mock=false", "data.text=stdlib", "data.tokenizer=train:4k"],
+        "data.tokenizer='train:4k' does not fit model.vocab_size=256",
+    ),
+    "eod_known": (["data.eod_mask_loss=true"], "set data.eod_token_id"),
+    "eod_in_vocab": (["data.eod_token_id=256"], "data.eod_token_id=256"),
+    "sample_prompt_needs_tokenizer": (["train.sample_prompt=hello"], "set data.tokenizer"),
+    "roles_known": (["optimizer.lr_multipliers={embeding: 2.0}"], "'embeding'"),
+    "muon_roles_are_matrices": (["optimizer.muon_roles=[norm]"], "['norm']"),
+    "lr_multipliers_legal": (["optimizer.lr_multipliers={head: -1.0}"], "{'head': -1.0}"),
+    "weight_decay_rises": (["optimizer.weight_decay_end=0.01"], "weight_decay_end=0.01 is below"),
+    "bf16_mu_moves": (["optimizer.mu_dtype=bfloat16", "optimizer.b1=0.999"], "b1=0.999"),
+    "bf16_nu_moves": (["optimizer.nu_dtype=bfloat16", "optimizer.b2=0.999"], "b2=0.999"),
+    "min_lr_below_lr": (["schedule.min_lr=1.0"], "schedule.min_lr=1.0 exceeds schedule.lr=0.0003"),
+    "warmup_init_below_lr": (["schedule.warmup_init_lr=1.0"], "lower warmup_init_lr"),
+    "warmup_before_decay_ends": (["schedule.warmup_steps=1000"], "all 1000 steps"),
+    "wsd_has_decay": (["schedule.decay=wsd"], "set schedule.wsd_decay_steps"),
+    "wsd_fits": (
+        ["schedule.decay=wsd", "schedule.wsd_decay_steps=600", "schedule.warmup_steps=600"],
+        "exceed 1000 steps",
+    ),
+    "ramp_legal": (["train.rampup_batch_size=[3, 2, 100]"], "train.rampup_batch_size=[3, 2, 100]"),
+    "ramp_divisible": (
+        ["train.rampup_batch_size=[2, 2, 100]", "train.micro_batch_size=4"],
+        "passes 2, which is not divisible by train.micro_batch_size=4",
+    ),
+    "batch_divisible": (["train.micro_batch_size=3"], "train.global_batch_size=8"),
+    "keep_every_is_saved": (["checkpoint.keep_every=10"], "checkpoint.interval=None"),
+    "cudnn_supports": (
+        ["train.attention=cudnn", "model.attention_sinks=true"],
+        "train.attention='cudnn' cannot run with model.attention_sinks",
+    ),
+}
+
+
+def test_every_rule_is_broken_once():
+    assert list(BROKEN) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_rule(name):
+    overrides, expected = BROKEN[name]
+    with pytest.raises(UserError) as e:
+        load(None, ["data.mock=true", *overrides])
+    remedy = next(rule.remedy for rule in RULES if rule.name == name)
+    assert expected in str(e.value)
+    assert str(e.value).endswith(f"; {remedy}")  # this rule failed, not an earlier one
+
+
+def test_malformed_layer_pattern_is_refused():
+    with pytest.raises(UserError, match="layer_pattern"):
+        load(None, ["data.mock=true", "model.layer_pattern=Q"])
+
+
+def test_mesh_sizes_are_ordered_and_multiply_to_the_devices():
+    mesh = MeshConfig(tp=2, pp=2)
+    assert mesh_sizes(mesh, 8) == {"pp": 2, "dp": 2, "ep": 1, "cp": 1, "tp": 2}
+    assert list(mesh_sizes(mesh, 8)) == ["pp", "dp", "ep", "cp", "tp"]
+    with pytest.raises(UserError, match="does not divide the 6 devices"):
+        mesh_sizes(mesh, 6)
+    with pytest.raises(UserError, match="need 12 devices but there are 8"):
+        mesh_sizes(MeshConfig(dp=3, tp=2, pp=2), 8)
+
+
+def test_device_rules_wait_for_the_device_count():
+    cfg = load(None, ["data.mock=true", "train.micro_batch_size=4", "mesh.tp=2"])
+    validate(cfg, 4)
+    with pytest.raises(UserError, match="micro_batch_size=4 x mesh.dp=4"):
+        validate(cfg, 8)
+    with pytest.raises(UserError, match="does not divide"):
+        validate(cfg, 3)
+    with pytest.raises(UserError, match="need 4 devices"):
+        validate(load(None, ["data.mock=true", "train.micro_batch_size=2", "mesh.dp=4"]), 8)
