@@ -125,6 +125,12 @@ class MeshConfig(Group):
     pp: int = Field(1, ge=1, description="Pipeline.")
     cp: int = Field(1, ge=1, description="Context.")
     ep: int = Field(1, ge=1, description="Expert; also splits the batch.")
+    zero: Literal[0, 1, 2, 3] = Field(
+        1, description="ZeRO stage: what is sharded over dp, ep and cp (sharding/rules.py)."
+    )
+    zero_group: int | None = Field(
+        None, ge=1, description="Shard within groups of this many devices; None: all of them."
+    )
 
 
 class DataConfig(Group):

@@ -4,6 +4,7 @@
 like it). Both default to an ordinary single-device forward pass.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -18,7 +19,8 @@ class Context:
     """Static choices of a forward pass.
 
     `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
-    document, 0 that it is unknown.
+    document, 0 that it is unknown. `gather(stack, weights)` makes the stored weights of a scan's
+    layers whole on entry to its body (ZeRO-3).
     """
 
     parallel: Parallel = LOCAL
@@ -26,6 +28,7 @@ class Context:
     max_documents: int = 0
     remat: str = "none"
     dropout: bool = False
+    gather: Callable[[str, dict], dict] | None = None
 
 
 @register_dataclass

@@ -17,7 +17,7 @@ from mjax.models.attention import Attention, Cache
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.mlp import MLP
 from mjax.models.norm import Norm
-from mjax.models.params import ParamSpec, declare, normal, stack
+from mjax.models.params import ParamSpec, declare, normal, split, stack
 from mjax.models.pattern import STACK_OF, Run, expand, runs, stack_index
 from mjax.models.positions import rope_tables
 
@@ -158,7 +158,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """Apply the layers of `parts` to [B, S/tp, D]; cache leaves are [L, B, T, K, H]."""
         rope = self._rope(info)
-        definition, weights = nnx.split(self.dense)
+        definition, weights = split(self.dense)
         rows = stack_index(self.kinds)
         caches = []
         for run in parts:
@@ -186,9 +186,11 @@ class Decoder(nnx.Module):
 def _scan_body(definition, kinds, rope, info, ctx, x, xs):
     """One period of blocks; `xs` holds its weights, layer numbers and caches, [period, ...]."""
     weights, layers, cache = xs
+    if ctx.gather is not None:
+        weights = ctx.gather("dense", weights)
     new = []
     for i, kind in enumerate(kinds):
-        block = nnx.merge(definition, jax.tree.map(lambda w: w[i], weights))  # noqa: B023
+        block = definition.bind(jax.tree.map(lambda w: w[i], weights))  # noqa: B023
         own = None if cache is None else tuple(c[i] for c in cache)
         x, own = block(x, info, ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
         new.append(own)

@@ -7,6 +7,7 @@ the global loss, and shares sum over all devices to the loss; JAX's own transpos
 collectives are then exact, with no hand-written forward/backward pairs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -48,23 +49,26 @@ class Parallel:
         x = lax.stop_gradient(x)
         return lax.pmax(x, self.live(*axes)) if self.live(*axes) else x
 
-    def gather(self, x: jax.Array, axis: str, dim: int) -> jax.Array:
-        """Concatenate the shards of `dim` (transpose: reduce-scatter)."""
-        return lax.all_gather(x, axis, axis=dim, tiled=True) if getattr(self, axis) > 1 else x
+    def gather(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
+        """Concatenate the shards of `dim` (transpose: reduce-scatter). Axes go outer to inner."""
+        axes = self._live_in_order(axes)
+        return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
-    def scatter(self, x: jax.Array, axis: str, dim: int) -> jax.Array:
-        """Sum over `axis`, each device keeping its shard of `dim` (transpose: all-gather)."""
-        if getattr(self, axis) == 1:
-            return x
-        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    def scatter(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
+        """Sum over `axes`, each device keeping its shard of `dim` (transpose: all-gather)."""
+        axes = self._live_in_order(axes)
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
-    def shard(self, x: jax.Array, axis: str, dim: int) -> jax.Array:
-        """This device's shard of `dim` of a value that is equal on all devices of `axis`."""
-        n = getattr(self, axis)
-        if n == 1:
-            return x
-        size = x.shape[dim] // n
-        return lax.dynamic_slice_in_dim(x, self.index(axis) * size, size, dim)
+    def shard(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
+        """This device's shard of `dim` of a value that is equal on all devices of `axes`."""
+        for axis in self._live_in_order(axes):
+            size = x.shape[dim] // getattr(self, axis)
+            x = lax.dynamic_slice_in_dim(x, self.index(axis) * size, size, dim)
+        return x
+
+    def _live_in_order(self, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+        axes = (axes,) if isinstance(axes, str) else axes
+        return tuple(a for a in axes if getattr(self, a) > 1)
 
     def gather_seq(self, x: jax.Array) -> jax.Array:
         """[B, S/tp, ...] -> [B, S, ...]: sequence parallelism, on entry to a tp region."""
@@ -82,17 +86,52 @@ class Parallel:
 LOCAL = Parallel()
 
 
+def scatter_gradients(grads: dict, have: dict, want: dict, parallel: Parallel) -> dict:
+    """Reduce-scatter gradients from partition `have` to `want`, which cuts some dimensions more."""
+
+    def scatter(g, have, want):
+        for dim, axes in extra_axes(have, want):
+            g = parallel.scatter(g, axes, dim)
+        return g
+
+    return jax.tree.map(scatter, grads, have, want)
+
+
+def gather_weights(weights: dict, have: dict, want: dict, parallel: Parallel) -> dict:
+    """All-gather weights from partition `have` to `want`, which cuts some dimensions less."""
+
+    def gather(w, have, want):
+        for dim, axes in extra_axes(want, have):
+            w = parallel.gather(w, axes, dim)
+        return w
+
+    return jax.tree.map(gather, weights, have, want)
+
+
 def reduce_gradients(grads: dict, partitions: dict, parallel: Parallel) -> dict:
     """THE gradient rule: psum each gradient over the mesh axes its parameter is replicated on.
 
     `grads` are the gradients of this device's share of the loss with respect to its local shards;
-    `partitions` is the same tree of `PartitionSpec`. Exact for every feature, on every mesh.
+    `partitions` is the same tree of `PartitionSpec`. Exact for every feature, on every mesh. Axes
+    that a gather made whole were summed by its transpose or by `scatter_gradients`.
     """
 
     def reduce(g, p):
         return parallel.psum(g, *(a for a in AXES if a not in mesh_axes(p)))
 
     return jax.tree.map(reduce, grads, partitions)
+
+
+def extra_axes(
+    coarse: jax.sharding.PartitionSpec, fine: jax.sharding.PartitionSpec
+) -> list[tuple[int, tuple[str, ...]]]:
+    """(dimension, mesh axes) by which `fine` cuts more than `coarse`; those axes come last."""
+    out = []
+    for dim, (few, many) in enumerate(zip(coarse, fine, strict=True)):
+        few, many = mesh_axes((few,)), mesh_axes((many,))
+        assert many[: len(few)] == few, (coarse, fine)
+        out += [(dim, many[len(few) :])] if len(many) > len(few) else []
+    return out
 
 
 def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
@@ -105,9 +144,9 @@ def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
     return jnp.sqrt(sum(parallel.psum(s, *axes) for axes, s in sums.items()))
 
 
-def mesh_axes(partition: jax.sharding.PartitionSpec) -> tuple[str, ...]:
-    """Mesh axes that a `PartitionSpec` shards over, in order of appearance."""
+def mesh_axes(partition: Iterable) -> tuple[str, ...]:
+    """Mesh axes that a `PartitionSpec`, or some of its entries, shard over, in order."""
     out: list[str] = []
     for entry in partition:
-        out += [] if entry is None else [entry] if isinstance(entry, str) else list(entry)
+        out += () if entry is None else (entry,) if isinstance(entry, str) else entry
     return tuple(out)

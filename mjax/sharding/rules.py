@@ -4,13 +4,14 @@ Modules name the axes of their parameters (`models/params.py`); this table and `
 names into `PartitionSpec`s for the step, for initialisation and for checkpoints alike.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import PartitionSpec
 
 from mjax.models.params import ParamSpec
-from mjax.sharding.collectives import Parallel
+from mjax.sharding.collectives import Parallel, mesh_axes
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations
@@ -54,6 +55,59 @@ def param_partitions(specs: dict, parallel: Parallel) -> dict:
         return partition(spec.axes, parallel, spec.shape)
 
     return jax.tree.map(one, specs, is_leaf=lambda s: isinstance(s, ParamSpec))
+
+
+# ZeRO stage -> (who is stored in shards over ZERO_AXES, when weights are made whole). Gradients
+# are reduced into the stored layout: once a step (1, 3) or after every micro-batch (2).
+ZERO_AXES = ("dp", "ep", "cp")
+ZERO = {
+    0: ("nothing", "never"),
+    1: ("masters and moments", "once a step"),
+    2: ("masters, moments and accumulated gradients", "once a step"),
+    3: ("masters, moments, gradients and weights", "layer by layer"),
+}
+
+
+def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> PartitionSpec:
+    """Partition of masters and moments under ZeRO >= 1: the compute partition, cut further.
+
+    The shards go over as many as possible of the ZERO_AXES that the parameter is replicated on,
+    along its largest dimension that divides; `layers` is never cut, because a scan takes layers one
+    by one. A parameter that no choice divides stays replicated. `group` bounds the shards (hybrid
+    sharding: shard within a group of that many devices, replicate across groups).
+    """
+    base = partition(spec.axes, parallel, spec.shape)
+    free = [a for a in parallel.live(*ZERO_AXES) if a not in mesh_axes(base)]
+    local = [
+        n // parallel.size(*mesh_axes(PartitionSpec(entry)))
+        for n, entry in zip(spec.shape, base, strict=True)
+    ]
+    choices = [c for n in range(len(free), 0, -1) for c in itertools.combinations(free, n)]
+    for axes in sorted(choices, key=lambda c: -parallel.size(*c)):
+        if parallel.size(*axes) > (group or parallel.size(*ZERO_AXES)):
+            continue
+        dims = [
+            i
+            for i, name in enumerate(spec.axes)
+            if name != "layers" and local[i] % parallel.size(*axes) == 0
+        ]
+        if dims:
+            dim = max(dims, key=lambda i: local[i])
+            entries = list(base)
+            entries[dim] = (*mesh_axes(PartitionSpec(base[dim])), *axes)
+            return PartitionSpec(*entries)
+    return base
+
+
+def stored_partitions(specs: dict, parallel: Parallel, zero: int, group: int | None) -> dict:
+    """Tree of `ParamSpec` -> how masters, moments and reduced gradients are stored."""
+    if zero == 0:
+        return param_partitions(specs, parallel)
+    return jax.tree.map(
+        lambda spec: stored_partition(spec, parallel, group),
+        specs,
+        is_leaf=lambda s: isinstance(s, ParamSpec),
+    )
 
 
 def batch_partition(parallel: Parallel) -> PartitionSpec:

@@ -17,10 +17,21 @@ import optax
 from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.params import Definition
-from mjax.sharding.collectives import AXES, Parallel, global_norm, reduce_gradients
+from mjax.models.pattern import STACK_OF
+from mjax.sharding.collectives import (
+    AXES,
+    Parallel,
+    gather_weights,
+    global_norm,
+    reduce_gradients,
+    scatter_gradients,
+)
 
 State = dict  # {"params": nested dict, "opt": nested dict, "step": int32 scalar}
 Batch = dict  # tokens, labels, loss_mask, segment_ids, positions [B, S]; rows [B]; columns [S]
+
+
+STACKS = frozenset(STACK_OF.values())
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,8 @@ class Program:
 
     cfg: Config
     definition: Definition
-    partitions: dict
+    partitions: dict  # of weights in the forward and backward pass
+    stored: dict  # of masters, moments and reduced gradients (ZeRO cuts them further)
     optimizer: optax.GradientTransformationExtraArgs
     parallel: Parallel
     max_documents: int = 0
@@ -42,7 +54,34 @@ class Program:
             max_documents=self.max_documents,
             remat=cfg.train.remat if train else "none",
             dropout=train,
+            gather=self.gather_layer if self.layerwise else None,
         )
+
+    @property
+    def layerwise(self) -> bool:
+        """ZeRO-3: the scanned stacks are made whole layer by layer, inside the scan."""
+        return self.cfg.mesh.zero == 3 and self.stored != self.partitions
+
+    @property
+    def working(self) -> dict:
+        """Partitions of the weights that enter the model, of which gradients are taken."""
+        if not self.layerwise:
+            return self.partitions
+        stacks = {name: self.stored[name] for name in STACKS if name in self.stored}
+        return {**self.partitions, **stacks}
+
+    def gather_layer(self, stack: str, weights: dict) -> dict:
+        """Layers of `stack` as stored [n, ...] -> whole along the ZeRO axes."""
+        return gather_weights(weights, self.stored[stack], self.partitions[stack], self.parallel)
+
+    def scatter(self, grads: dict) -> dict:
+        """Gradients of the working weights -> the stored layout, summed over what that cuts."""
+        return scatter_gradients(grads, self.working, self.stored, self.parallel)
+
+    def weights(self, params: dict) -> dict:
+        """fp32 masters as stored -> the weights that enter the model."""
+        low = cast(params, self.cfg.precision.compute)
+        return gather_weights(low, self.stored, self.working, self.parallel)
 
 
 def train_step(
@@ -74,7 +113,8 @@ def gradients(
     micro_batches, n = split_batch(batch, cfg.train.micro_batch_size)
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
     accum = jnp.dtype(cfg.precision.grad_accum)
-    weights = cast(params, cfg.precision.compute)
+    weights = program.weights(params)
+    early = cfg.mesh.zero == 2  # accumulate in the stored layout
 
     def share(weights, micro):
         nll = nll_sum(program, weights, micro, key, train=True)
@@ -82,6 +122,8 @@ def gradients(
 
     def body(carry, micro):
         loss, grads = jax.value_and_grad(share)(weights, micro)
+        if early:
+            grads = program.scatter(cast(grads, accum))
         return jax.tree.map(lambda c, x: c + x.astype(c.dtype), carry, (loss, grads)), None
 
     if n == 1:
@@ -89,17 +131,20 @@ def gradients(
         loss, grads = jax.value_and_grad(share)(weights, one)
         grads = cast(grads, accum)
     else:
-        zero = jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape, accum), weights)
+        shapes = params if early else weights
+        zero = jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape, accum), shapes)
         (loss, grads), _ = jax.lax.scan(body, zero, micro_batches)
-    grads = reduce_gradients(grads, program.partitions, par)
-    norm = global_norm(grads, program.partitions, par)
+    if n == 1 or not early:
+        grads = program.scatter(grads)
+    grads = reduce_gradients(grads, program.stored, par)
+    norm = global_norm(grads, program.stored, par)
     return par.psum(loss, *AXES), norm, count, grads
 
 
 def evaluate(program: Program, params: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll, unmasked tokens) of the global batch, no dropout."""
     par, cfg = program.parallel, program.cfg
-    weights = cast(params, cfg.precision.compute)
+    weights = program.weights(params)
     micro_batches, _ = split_batch(batch, cfg.train.micro_batch_size)
 
     def body(total, micro):

@@ -18,12 +18,12 @@ from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.errors import UserError
 from mjax.models import build, split
-from mjax.models.params import ParamSpec
+from mjax.models.params import BATCH_AXES, ParamSpec
 from mjax.optim.build import build_optimizer
 from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
 from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.mesh import make_mesh, parallel_of
-from mjax.sharding.rules import batch_partition, param_partitions, partition
+from mjax.sharding.rules import batch_partition, param_partitions, partition, stored_partitions
 from mjax.train import step as steps
 
 FIELDS = {
@@ -49,8 +49,10 @@ class Trainer:
         model = nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0)))
         self.definition, _ = split(model)
         self.specs = self.definition.specs
+        zero = cfg.mesh.zero, cfg.mesh.zero_group
         self.partitions = param_partitions(self.specs, self.parallel)
-        gather, shard = _whole_leaf(self.parallel)
+        self.stored = stored_partitions(self.specs, self.parallel, *zero)
+        gather, shard = self._whole_leaf()
         self.optimizer = build_optimizer(cfg.optimizer, self.specs, gather, shard)
         self.state: steps.State | None = None
         self.step_number = 0
@@ -148,11 +150,12 @@ class Trainer:
                 cfg=self.cfg,
                 definition=self.definition,
                 partitions=self.partitions,
+                stored=self.stored,
                 optimizer=self.optimizer,
                 parallel=self.parallel,
                 max_documents=self.max_documents,
             )
-            params, batch = self.partitions, self._batch_partitions()
+            params, batch = self.stored, self._batch_partitions()
             state = self._state_partitions()
             body, inputs, outputs = {
                 "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
@@ -180,7 +183,7 @@ class Trainer:
 
     def _state_partitions(self) -> steps.State:
         """Optimiser leaves follow the parameter whose path ends theirs; the rest is replicated."""
-        paths = jax.tree_util.tree_flatten_with_path(self.partitions)[0]
+        paths = jax.tree_util.tree_flatten_with_path(self.stored)[0]
         by_path = {jax.tree_util.keystr(path): p for path, p in paths}
 
         def of(path, _leaf):
@@ -228,6 +231,22 @@ class Trainer:
         most = int((np.diff(segment_ids, axis=1) != 0).sum(1).max(initial=0)) + 1
         self.max_documents = max(self.max_documents, 1 << (most - 1).bit_length())
 
+    def _whole_leaf(self):
+        """(gather, shard): make a stored shard of a Muon matrix whole, and cut it again."""
+
+        def each_cut(one, x: jax.Array, spec: ParamSpec) -> jax.Array:
+            zero = self.cfg.mesh.zero, self.cfg.mesh.zero_group
+            entries = stored_partitions(spec, self.parallel, *zero)
+            for dim, entry in enumerate(entries):
+                if spec.axes[dim] not in BATCH_AXES:
+                    x = one(x, mesh_axes((entry,)), dim)
+            return x
+
+        return (
+            functools.partial(each_cut, self.parallel.gather),
+            functools.partial(each_cut, self.parallel.shard),
+        )
+
     def _live(self) -> steps.State:
         if self.state is None:
             raise RuntimeError("Trainer holds no state: call init() or restore() first")
@@ -237,18 +256,3 @@ class Trainer:
 def _places(rows: int, width: int) -> dict[str, np.ndarray]:
     """Global row and column numbers of a batch."""
     return {"rows": np.arange(rows, dtype=np.int32), "columns": np.arange(width, dtype=np.int32)}
-
-
-def _whole_leaf(parallel: Parallel):
-    """(gather, shard): make a parameter's local shard whole, and cut it again."""
-
-    def each_sharded_dim(one, x: jax.Array, spec: ParamSpec) -> jax.Array:
-        for dim, axes in enumerate(partition(spec.axes, parallel, spec.shape)):
-            for axis in () if axes is None else mesh_axes(P(axes)):
-                x = one(x, axis, dim)
-        return x
-
-    return (
-        functools.partial(each_sharded_dim, parallel.gather),
-        functools.partial(each_sharded_dim, parallel.shard),
-    )
