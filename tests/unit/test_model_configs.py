@@ -2,10 +2,15 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from mjax.config import dump, load
 from mjax.config.schema import ModelConfig
+from mjax.models import build, split
+from mjax.models.context import Context, tokens_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = {
@@ -46,3 +51,25 @@ def test_shipped_configs_load_and_reload(path, tmp_path):
     cfg = load(path)
     (tmp_path / "resolved.yaml").write_text(dump(cfg))
     assert load(tmp_path / "resolved.yaml") == cfg
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_traces_abstractly_at_full_size(name):
+    """The whole loss and its gradient trace at full size; nothing is allocated."""
+    cfg = load(CONFIGS / "models" / f"{name}.yaml")
+    definition, params = split(nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0))))
+    padding = (cfg.model.padded_vocab_size - cfg.model.vocab_size) * cfg.model.hidden_size
+    tables = 1 if cfg.model.tie_word_embeddings else 2
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert total == PUBLISHED[name] + tables * padding
+
+    shape = (1, cfg.data.seq_length)
+    fields = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
+    batch = {k: jax.ShapeDtypeStruct(shape, dtype) for k, dtype in fields.items()}
+
+    def loss(params, batch):
+        out = definition.bind(params).loss(batch, tokens_of(shape), Context(remat="dots"), None)
+        return jax.tree.leaves(out)[0]
+
+    grads = jax.eval_shape(jax.grad(loss), params, batch)
+    assert jax.tree.map(lambda g: g.shape, grads) == jax.tree.map(lambda p: p.shape, params)

@@ -1,0 +1,100 @@
+"""Law: a mistake a user can mend is one line on standard error, exit code 2, and no run folder."""
+
+import shutil
+import struct
+import sys
+
+import numpy as np
+import pytest
+
+from mjax.data import IndexedDatasetWriter
+from mjax.errors import run_cli
+from mjax.train.__main__ import main
+
+TINY = [
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "model.num_hidden_layers=1",
+    "model.vocab_size=64",
+    "data.seq_length=16",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=1",
+    "train.steps=1",
+    "precision.compute=float32",
+]
+
+
+def corpus(prefix, high=50, documents=20):
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for i in range(documents):
+            ids = np.random.default_rng(i).integers(0, high, 100)
+            writer.add_document(ids.astype(np.uint16))
+
+
+def damage(folder, name):
+    prefix = folder / name
+    corpus(prefix, high=60000 if name == "big" else 50, documents=0 if name == "empty" else 20)
+    if name == "no_bin":
+        (folder / "no_bin.bin").unlink()
+    if name == "truncated":
+        data = (folder / "truncated.bin").read_bytes()
+        (folder / "truncated.bin").write_bytes(data[:100])
+    if name == "lying":
+        index = bytearray((folder / "lying.idx").read_bytes())
+        index[34:38] = struct.pack("<i", 99999)
+        (folder / "lying.idx").write_bytes(index)
+    return prefix
+
+
+@pytest.fixture
+def start(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mjax.train", *TINY, *arguments])
+        with pytest.raises(SystemExit) as end:
+            run_cli(main)
+        return end.value.code, capsys.readouterr().err
+
+    return run
+
+
+CONFIG = {
+    "misspelt key": (["data.mock=true", "model.hiden_size=3"], "did you mean model.hidden_size"),
+    "wrong type": (["data.mock=true", "train.steps=many"], "train.steps='many'"),
+    "impossible mesh": (["data.mock=true", "mesh.dp=3"], "mesh"),
+    "unwritable folder": (["data.mock=true", "run.dir=/proc/x"], "cannot write in folder"),
+}
+DATA = {
+    "no_bin": "no_bin.bin: no such file",
+    "truncated": "truncated.bin: truncated",
+    "lying": "lying.idx: lengths and offsets disagree",
+    "big": "outside the vocabulary of 64",
+    "empty": "the corpus is empty",
+}
+
+
+@pytest.mark.parametrize("case", CONFIG)
+def test_config_mistakes(case, start, tmp_path):
+    arguments, words = CONFIG[case]
+    folder = [] if "run.dir" in arguments[-1] else [f"run.dir={tmp_path}/run"]
+    code, err = start(*arguments, *folder)
+    assert code == 2 and words in err and len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_mistakes(name, start, tmp_path):
+    code, err = start(f"data.paths=[{damage(tmp_path, name)}]", f"run.dir={tmp_path}/run")
+    assert code == 2 and DATA[name] in err and len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoint_of_another_architecture_names_the_first_differing_field(start, tmp_path):
+    corpus(tmp_path / "good")
+    data = f"data.paths=[{tmp_path}/good]", f"run.dir={tmp_path}/run"
+    assert start(*data)[0] == 0
+    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    code, err = start(*data, "model.intermediate_size=48")
+    assert code == 2 and "model.intermediate_size=128" in err
+    assert len(err.strip().splitlines()) == 1
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == kept
+    shutil.rmtree(tmp_path / "run")
