@@ -75,6 +75,8 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
         train_data, held_out = build_datasets(
             cfg, consumed_samples(cfg.train, last), held_out_samples(cfg)
         )
+        for data in filter(None, (train_data, held_out)):
+            trainer.bound_documents(data.max_documents)
         prompt = read_prompt(cfg)
         if trainer.state is None:
             trainer.init()
@@ -157,6 +159,7 @@ def settle(run: Run, flight: InFlight | None) -> int:
             "tokens": (first + count) * cfg.data.seq_length,
             "ms_per_step": 1000 * seconds / steps if steps else None,
         }
+        record |= {"aux_loss": got["aux_loss"]} if cfg.model.router_aux_loss_coef else {}
         record |= metrics.speed(cfg, tokens, seconds) if steps else {}
         run.log.write(record | {"memory_gb": metrics.peak_memory_gb(), "time": time.time()})
     return int(flight.ask)

@@ -106,7 +106,7 @@ class Trainer:
     # ---- computation -------------------------------------------------------------------------
 
     def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """One optimiser step on a global batch; device scalars loss, grad_norm, tokens, finite."""
+        """One optimiser step on a global batch; device scalars, as `train_step` says."""
         placed = self._place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
         samples = consumed_samples(self.cfg.train, self.step_number)
@@ -120,8 +120,8 @@ class Trainer:
         """(loss, gradient norm, gradients as nested dict of global arrays) of a global batch."""
         state = self._live()
         placed = self._place(batch)
-        loss, norm, _, grads = self._jit("grads")(state["params"], placed, state["step"])
-        return loss, norm, grads
+        losses, norm, _, grads = self._jit("grads")(state["params"], placed, state["step"])
+        return losses["loss"], norm, grads
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
         """(sum of nll, number of unmasked tokens) of a global batch, without dropout."""
@@ -213,23 +213,24 @@ class Trainer:
                 f"batch: {rows} sequences of {width} tokens do not divide over dp*ep={devices}, "
                 f"train.micro_batch_size={size} and tp={self.parallel.tp}; change one of them"
             )
-        self._bound_documents(batch["segment_ids"])
+        changes = np.diff(batch["segment_ids"], axis=1) != 0
+        self.bound_documents(1 + int(changes.sum(1).max(initial=0)))
         fields = {name: np.asarray(batch[name], dtype) for name, dtype in FIELDS.items()}
         fields |= _places(rows, width)
+        if self.parallel.cp > 1:
+            order = zigzag(width, self.parallel.cp)
+            fields |= {name: a[..., order] for name, a in fields.items() if name != "rows"}
         return jax.device_put(fields, self._shardings(self._batch_partitions()))
 
-    def _bound_documents(self, segment_ids: np.ndarray) -> None:
-        """Raise the static bound on documents per sequence to a power of two that holds here.
+    def bound_documents(self, most: int) -> None:
+        """Promise that no sequence holds more than `most` documents; rounded up to a power of two.
 
-        Only cuDNN's packed attention needs one; each new bound compiles once more.
+        Only cuDNN's packed attention needs a static bound. The loop gives the dataset's, so that
+        nothing compiles twice and all processes agree.
         """
-        cfg = self.cfg
-        if not cfg.data.document_mask or cfg.train.attention == "xla":
-            return
-        if cfg.train.attention == "auto" and jax.default_backend() == "cpu":
-            return
-        most = int((np.diff(segment_ids, axis=1) != 0).sum(1).max(initial=0)) + 1
-        self.max_documents = max(self.max_documents, 1 << (most - 1).bit_length())
+        cpu = self.cfg.train.attention == "auto" and jax.default_backend() == "cpu"
+        if self.cfg.data.document_mask and self.cfg.train.attention != "xla" and not cpu:
+            self.max_documents = max(self.max_documents, 1 << (most - 1).bit_length())
 
     def _whole_leaf(self):
         """(gather, shard): make a stored shard of a Muon matrix whole, and cut it again."""

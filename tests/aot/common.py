@@ -1,0 +1,83 @@
+"""Compile training steps for H200s on a machine without a GPU, and read what came out.
+
+Needs the CUDA wheels of jax (extra cuda13), no driver: the plugin's compiler takes a description of
+the target. cuDNN attention asks a live device for its compute capability; here it is told.
+"""
+
+import importlib.metadata
+import math
+import re
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from mjax.config import load
+from mjax.config.validate import mesh_sizes
+from mjax.sharding.collectives import AXES
+from mjax.train import Trainer
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  dnn_version: "9.28.0" runtime_version: "13.0.0" driver_version: "13.0.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 28 patch: 0 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def missing() -> str | None:
+    """Why programs for H200 cannot be compiled here, or None."""
+    try:
+        importlib.metadata.version("jax-cuda13-plugin")
+    except importlib.metadata.PackageNotFoundError:
+        return "needs the extra cuda13 (jax with its CUDA wheels); no GPU is needed"
+    return None if jax.__version_info__ >= (0, 11) else "needs jax >= 0.11"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled train step: HLO text and bytes per device."""
+
+    text: str
+    arguments: int
+    temp: int
+    aliased: int
+
+    def calls(self, target: str) -> int:
+        return len(re.findall(rf'custom_call_target="{re.escape(target)}"', self.text))
+
+
+def compile_step(path: str, *overrides: str, batch_size: int | None = None) -> Compiled:
+    """The train step of a config, compiled for as many H200s as its mesh names (dp: 1)."""
+    import jax._src.cudnn.fused_attention_stablehlo as fused
+
+    fused.check_compute_capability = lambda wanted: wanted <= "9.0"
+    cfg = load(path, ["train.attention=cudnn", *overrides])
+    n = math.prod(n for n in cfg.mesh.model_dump(include=set(AXES)).values() if n != "auto")
+    sizes = mesh_sizes(cfg.mesh, n)
+    described = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET, topology=f"1x1x{max(n, 1)}"
+    )
+    grid = np.array(described.devices[:n]).reshape([sizes[a] for a in AXES])
+    trainer = Trainer(cfg, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+    trainer.bound_documents(1)
+    made = trainer.lower(batch_size).compile()
+    memory = made.memory_analysis()
+    return Compiled(
+        made.as_text(),
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.alias_size_in_bytes,
+    )

@@ -1,0 +1,58 @@
+"""The training step on a GPU: cuDNN in bf16 against XLA in fp32, packed and not."""
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.bench.train import random_batch
+from mjax.config import load
+from mjax.sharding.mesh import make_mesh
+from mjax.train import Trainer
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+SMALL = [
+    "model.vocab_size=1000",
+    "model.hidden_size=256",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "model.num_hidden_layers=3",
+    "data.mock=true",
+    "data.seq_length=512",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "schedule.lr=1e-3",
+]
+
+
+def trainer(*overrides):
+    cfg = load(None, [*SMALL, *overrides])
+    made = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    made.init()
+    return made
+
+
+@pytest.mark.parametrize("documents", [1, 5])
+@pytest.mark.parametrize("remat", ["none", "dots", "attention", "full"])
+def test_bf16_cudnn_is_near_fp32_xla(documents, remat):
+    fast = trainer(f"train.remat={remat}")
+    exact = trainer("precision.compute=float32", "train.attention=xla")
+    batch = random_batch(fast.cfg, documents)
+    with jax.default_matmul_precision("highest"):
+        loss, norm, grads = exact.grads(batch)
+    loss16, norm16, grads16 = fast.grads(batch)
+    assert abs(float(loss16) - float(loss)) < 2e-3 * float(loss)
+    assert abs(float(norm16) - float(norm)) < 2e-2 * float(norm)
+    for a, b in zip(jax.tree.leaves(grads16), jax.tree.leaves(grads), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
+
+
+def test_loss_falls_and_repeats():
+    runs = []
+    for _ in range(2):
+        made = trainer()
+        batch = random_batch(made.cfg)
+        runs.append([float(made.step(batch)["loss"]) for _ in range(10)])
+    assert runs[0][-1] < runs[0][0] - 0.5
+    np.testing.assert_allclose(runs[0], runs[1], rtol=1e-3)
