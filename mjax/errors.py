@@ -5,7 +5,9 @@ A `UserError` message is one line that says what is wrong, where (file, key), an
 defect in mjax and keeps its traceback.
 """
 
+import os
 import sys
+import traceback
 from collections.abc import Callable
 
 
@@ -14,7 +16,11 @@ class UserError(ValueError):
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run `main`, exit with its code (None is 0); a `UserError` prints one line and exits 2."""
+    """Run `main`, exit with its code (None is 0); a `UserError` prints one line and exits 2.
+
+    One process of several that fails exits at once: in good order it would wait minutes for the
+    others, and they for its next step.
+    """
     try:
         code = main()
     except UserError as e:
@@ -23,4 +29,18 @@ def run_cli(main: Callable[[], int | None]) -> None:
         code = 2
     except BrokenPipeError:
         code = 1
+    except Exception:
+        if not _is_one_of_several():
+            raise
+        traceback.print_exc()
+        code = 1
+    if code and _is_one_of_several():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code or 0)
+
+
+def _is_one_of_several() -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()

@@ -28,7 +28,13 @@ log = logging.getLogger(__name__)
 
 # Model fields that leave the trained function as it is: a resumed run may change them.
 NOT_ARCHITECTURE = frozenset(
-    {"attention_dropout", "hidden_dropout", "initializer_range", "scaled_output_init"}
+    {
+        "attention_dropout",
+        "hidden_dropout",
+        "initializer_range",
+        "router_aux_loss_coef",
+        "scaled_output_init",
+    }
 )
 
 
@@ -61,13 +67,13 @@ class Store:
         if step == self._current:
             return
         self.wait()
+        self._prepare()  # first: all processes must find the folder, or none
         latest = self.latest_step()
         if latest is not None and step <= latest:
             raise UserError(
                 f"{self.directory} already holds a checkpoint of step {latest}, so step {step} "
                 "cannot be added; set another run.dir, or checkpoint.resume=never to start over"
             )
-        self._prepare()
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(self._meta(step))
         )

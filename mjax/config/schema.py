@@ -58,7 +58,7 @@ class ModelConfig(Group):
     layer_pattern: str = Field(
         "G",
         description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
-        "window. Groups repeat as in '(LLLLLG)*4,LL'.",
+        "window, E full attention with experts. Groups repeat as in '(LLLLLG)*4,LL'.",
     )
     sliding_window: int | None = Field(None, ge=1, description="Keys an L block sees, itself in.")
     attention_bias: bool = Field(False, description="Bias on the q, k and v projections.")
@@ -83,6 +83,16 @@ class ModelConfig(Group):
     mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
     mlp_bias: bool = False
 
+    num_experts: int = Field(0, ge=0, description="Experts of an E block.")
+    num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token is sent to.")
+    moe_intermediate_size: int = Field(0, ge=0, description="Width of one; 0: intermediate_size.")
+    norm_topk_prob: bool = Field(
+        True, description="Gates: softmax over the chosen logits; false: over all, then chosen."
+    )
+    router_aux_loss_coef: float = Field(
+        0.0, ge=0, description="Weight of the balance loss, per sequence, summed over E blocks."
+    )
+
     tie_word_embeddings: bool = False
     embedding_multiplier: float | None = Field(None, gt=0, description="Scales embeddings.")
     final_logit_softcapping: float | None = Field(None, gt=0)
@@ -105,6 +115,8 @@ class ModelConfig(Group):
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if get("intermediate_size") == 0:
                 data["intermediate_size"] = 4 * hidden
+            if get("moe_intermediate_size") == 0 and get("num_experts"):
+                data["moe_intermediate_size"] = data.get("intermediate_size")
             if get("num_key_value_heads") == 0:
                 data["num_key_value_heads"] = heads
             if get("head_dim") == 0 and hidden % heads == 0:
@@ -118,13 +130,28 @@ class ModelConfig(Group):
 
 
 class MeshConfig(Group):
-    """Devices per axis; their product is the device count."""
+    """Devices per axis; their product is the device count. `mesh: auto` stands for `auto: true`."""
+
+    auto: bool = Field(False, description="Propose sizes from the memory estimate, and say why.")
 
     dp: int | Literal["auto"] = Field("auto", description="Data; auto: what the others leave.")
     tp: int = Field(1, ge=1, description="Tensor (with sequence parallelism).")
     pp: int = Field(1, ge=1, description="Pipeline.")
     cp: int = Field(1, ge=1, description="Context.")
+    cp_type: Literal["auto", "all_gather", "ring", "a2a", "a2a_ring"] = Field(
+        "auto", description="How attention meets keys of other devices (docs/context.md)."
+    )
+    cp_a2a: int = Field(1, ge=1, description="Size of the inner groups of a2a_ring.")
     ep: int = Field(1, ge=1, description="Expert; also splits the batch.")
+    virtual_stages: int = Field(1, ge=1, description="Chunks of layers a pipeline device holds.")
+    pipeline_layout: str | None = Field(
+        None,
+        description="Layers of every stage in Megatron's notation: 'E|(tt|)*2,(t|)*4,L'. It sets "
+        "virtual_stages too; None: as equal as can be.",
+    )
+    pipeline_account_for: list[Literal["embedding", "loss"]] = Field(
+        [], description="Count as one layer when layers are split over stages."
+    )
     zero: Literal[0, 1, 2, 3] = Field(
         1, description="ZeRO stage: what is sharded over dp, ep and cp (sharding/rules.py)."
     )
@@ -169,7 +196,7 @@ class OptimizerConfig(Group):
     weight_decay: float = Field(0.1, ge=0)
     weight_decay_end: float | None = Field(None, ge=0, description="Ramp target; None: constant.")
     weight_decay_style: Literal["linear", "cosine"] = "linear"
-    weight_decay_roles: list[str] = Field(["matrix", "embedding", "head"])
+    weight_decay_roles: list[str] = Field(["matrix", "embedding", "head", "router"])
     lr_multipliers: dict[str, float] = Field({}, description="Per role, e.g. {embedding: 0.5}.")
     clip_grad_norm: float = Field(1.0, ge=0, description="Global L2 norm; 0: off.")
     mu_dtype: Dtype = "float32"
@@ -200,6 +227,9 @@ class TrainConfig(Group):
     steps: int = Field(1000, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="Stop after this many tokens.")
     max_minutes: float | None = Field(None, gt=0, description="Save and stop after this long.")
+    step_timeout_minutes: float | None = Field(
+        30.0, gt=0, description="Exit, not hang, when no step ends in this long (with compiling)."
+    )
     global_batch_size: int = Field(8, ge=1, description="Sequences per step.")
     micro_batch_size: int = Field(8, ge=1, description="Sequences per device and micro-batch.")
     rampup_batch_size: list[int] | None = Field(
@@ -246,6 +276,13 @@ class LogConfig(Group):
 
 class Config(Group):
     """The whole of a run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_mesh(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("mesh") == "auto":
+            return {**data, "mesh": {"auto": True}}
+        return data
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

@@ -119,6 +119,14 @@ def _not_for_cudnn(c: Config) -> list[str]:
     return [reason for reason, present in reasons.items() if present]
 
 
+def _a2a_size(c: Config) -> int:
+    return {"a2a": c.mesh.cp, "a2a_ring": c.mesh.cp_a2a}.get(c.mesh.cp_type, 1)
+
+
+def _not_for_ring(c: Config) -> list[str]:
+    return [reason for reason in _not_for_cudnn(c) if reason.startswith("model.")]
+
+
 def _ramp_ok(c: Config) -> bool:
     if c.train.rampup_batch_size is None:
         return True
@@ -135,10 +143,24 @@ def _undivided_ramp_sizes(c: Config) -> list[int]:
     return [size for size in sizes if size % _sequences_per_micro_batch(c)]
 
 
-def _not_built(axis: str, what: str) -> Rule:
-    message = f"`mesh.{axis}`: {what} parallelism is not built yet"
-    ok = lambda c: getattr(c.mesh, axis) == 1  # noqa: E731
-    return Rule(f"{axis}_not_built", ok, message, f"set mesh.{axis}=1")
+def _pipeline_keys(c: Config) -> list[str]:
+    """The pipeline's keys that are set."""
+    given = {
+        "pipeline_layout": c.mesh.pipeline_layout is not None,
+        "pipeline_account_for": bool(c.mesh.pipeline_account_for),
+        "virtual_stages": c.mesh.virtual_stages > 1,
+    }
+    return [f"`mesh.{name}`" for name, present in given.items() if present]
+
+
+def _pipeline(c: Config):
+    from mjax.pipeline.layout import layout_of  # raises UserError for a malformed layout string
+
+    return layout_of(c)
+
+
+def _has_experts(c: Config) -> bool:
+    return "E" in _blocks(c)
 
 
 def _tp_divides(key: str, remedy: str) -> Rule:
@@ -149,9 +171,43 @@ def _tp_divides(key: str, remedy: str) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     # mesh
-    _not_built("pp", "pipeline"),
-    _not_built("cp", "context"),
-    _not_built("ep", "expert"),
+    Rule(
+        "pipeline_keys_used",
+        lambda c: c.mesh.pp > 1 or not _pipeline_keys(c),
+        lambda c: f"{_pipeline_keys(c)[0]} has no effect with `mesh.pp`",
+        "remove it or set mesh.pp above 1",
+    ),
+    Rule(
+        "pipeline_layout_alone",
+        lambda c: (
+            c.mesh.pipeline_layout is None or _pipeline_keys(c) == ["`mesh.pipeline_layout`"]
+        ),
+        lambda c: f"`mesh.pipeline_layout` decides what {_pipeline_keys(c)[-1]} asks for",
+        "remove one of them",
+    ),
+    Rule(
+        "pipeline_stages_filled",
+        lambda c: (
+            c.mesh.pp == 1
+            or c.mesh.pipeline_layout is not None
+            or c.model.num_hidden_layers + len(c.mesh.pipeline_account_for)
+            >= c.mesh.pp * c.mesh.virtual_stages
+        ),
+        "`model.num_hidden_layers` leaves some of `mesh.pp` x `mesh.virtual_stages` stages empty",
+        "lower either, or name the stages in mesh.pipeline_layout",
+    ),
+    Rule(
+        "pipeline_stacks_agree",
+        lambda c: c.mesh.pp == 1 or _pipeline(c).runs_all_stacks,
+        "`model.layer_pattern` puts dense and expert blocks differently in the stages of `mesh.pp`",
+        "choose stages that hold equal sequences of blocks",
+    ),
+    Rule(  # a chunk's gradients are complete after its last micro-batch only
+        "pipeline_zero",
+        lambda c: c.mesh.pp == 1 or c.mesh.zero != 2,
+        "`mesh.zero` cannot shard gradients while `mesh.pp` accumulates them",
+        "set mesh.zero=1",
+    ),
     Rule(
         "dp_positive",
         lambda c: c.mesh.dp == "auto" or c.mesh.dp >= 1,
@@ -160,8 +216,40 @@ RULES: tuple[Rule, ...] = (
     ),
     _tp_divides("model.num_attention_heads", "choose a mesh.tp that divides the heads"),
     _tp_divides("model.intermediate_size", "choose a mesh.tp that divides the FFN width"),
+    _tp_divides("model.moe_intermediate_size", "choose a mesh.tp that divides an expert's width"),
     _tp_divides("model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"),
     _tp_divides("data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"),
+    Rule(
+        "cp_divides_seq_length",
+        lambda c: c.mesh.cp == 1 or c.data.seq_length % (2 * c.mesh.cp * c.mesh.tp) == 0,
+        "`data.seq_length` is not divisible by 2 x `mesh.cp` x `mesh.tp`",
+        "zigzag cuts it in 2 x cp chunks: change either",
+    ),
+    Rule(
+        "cp_a2a_fits",
+        lambda c: (
+            c.mesh.cp % c.mesh.cp_a2a == 0 and 1 < c.mesh.cp_a2a < c.mesh.cp
+            if c.mesh.cp_type == "a2a_ring"
+            else c.mesh.cp_a2a == 1
+        ),
+        "`mesh.cp_a2a` does not fit `mesh.cp_type` and `mesh.cp`",
+        "a2a_ring needs a proper divisor of mesh.cp, all other types 1",
+    ),
+    Rule(
+        "cp_a2a_divides_heads",
+        lambda c: c.model.num_attention_heads // c.mesh.tp % _a2a_size(c) == 0,
+        lambda c: (
+            f"`model.num_attention_heads` per `mesh.tp` is not divisible by {_a2a_size(c)}, "
+            "over which `mesh.cp_type` deals them out"
+        ),
+        "choose sizes that divide or another cp_type",
+    ),
+    Rule(
+        "ring_supports",
+        lambda c: c.mesh.cp == 1 or "ring" not in c.mesh.cp_type or not _not_for_ring(c),
+        lambda c: f"`mesh.cp_type` cannot run with {_not_for_ring(c)[0]}",
+        "set mesh.cp_type=all_gather or a2a",
+    ),
     # model
     Rule(
         "kv_heads_divide_heads",
@@ -203,6 +291,38 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.model.sliding_window is None or "L" in _blocks(c),
         "`model.sliding_window` has no effect: `model.layer_pattern` has no L block",
         "add L blocks or set model.sliding_window=null",
+    ),
+    Rule(
+        "experts_used",
+        lambda c: c.model.num_experts == 0 or _has_experts(c),
+        "`model.num_experts` has no effect: `model.layer_pattern` has no E block",
+        "add E blocks or set model.num_experts=0",
+    ),
+    Rule(
+        "top_k_fits",
+        lambda c: not _has_experts(c) or c.model.num_experts_per_tok <= c.model.num_experts,
+        "`model.num_experts_per_tok` exceeds `model.num_experts`",
+        "lower the one or raise the other",
+    ),
+    Rule(
+        "top_1_learns",
+        lambda c: (
+            not _has_experts(c) or c.model.num_experts_per_tok > 1 or not c.model.norm_topk_prob
+        ),
+        "`model.num_experts_per_tok` with `model.norm_topk_prob` makes every gate 1",
+        "set model.norm_topk_prob=false, or the router learns nothing from the loss",
+    ),
+    Rule(
+        "ep_divides_experts",
+        lambda c: c.model.num_experts % c.mesh.ep == 0,
+        "`model.num_experts` is not divisible by `mesh.ep`",
+        "choose a mesh.ep that divides the experts",
+    ),
+    Rule(
+        "experts_have_no_bias",
+        lambda c: not (_has_experts(c) and c.model.mlp_bias),
+        "`model.mlp_bias` is not built for the experts of E blocks",
+        "set model.mlp_bias=false",
     ),
     Rule(
         "seq_length_fits_positions",
@@ -301,7 +421,7 @@ RULES: tuple[Rule, ...] = (
         "roles_known",
         lambda c: not _unknown_roles(c),
         lambda c: f"optimizer: unknown parameter role {_unknown_roles(c)[0]!r}",
-        "roles are matrix, embedding, head, norm, bias, scalar",
+        "roles are matrix, embedding, head, router, norm, bias, scalar",
     ),
     Rule(
         "muon_roles_are_matrices",

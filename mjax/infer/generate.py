@@ -50,7 +50,7 @@ def _compiled(definition: Definition, cfg: ModelConfig, new_tokens: int, tempera
     def forward(model, ids_BS, start, cache):
         columns = start + jnp.arange(ids_BS.shape[1], dtype=jnp.int32)
         info = tokens_of(ids_BS.shape, columns=columns)
-        x, cache = model.hidden(ids_BS, info, ctx, cache)
+        x, _, cache = model.hidden(ids_BS, info, ctx, cache)
         return model.logits(x[:, -1]), cache
 
     def pick(logits, key):

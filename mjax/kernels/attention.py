@@ -5,6 +5,10 @@ the output and log-sum-exp carry names (`attn_out`, `attn_lse`) which every rema
 keeps: attention never runs twice. It is the only file that touches that private module. Packed
 documents reach cuDNN as offsets, windows as `sliding_window_length` (FlashAttention-2, arXiv
 2307.08691; cuDNN frontend SDPA).
+
+Context parallelism (`sharding/context.py`) builds softmax over keys that come in blocks:
+`block_forward` also returns the log-sum-exp, by which blocks merge exactly; `block_backward` takes
+the merged output and log-sum-exp, and block gradients then add up.
 """
 
 import functools
@@ -43,10 +47,31 @@ def attention(
     (rate, key, rows [B], heads [N]). Softmax is fp32. Raises `UserError` where the asked-for
     implementation lacks a feature.
     """
-    if implementation == "auto":
-        implementation = "xla" if jax.default_backend() == "cpu" else "cudnn"
-    if implementation == "xla":
+    if resolve(implementation) == "xla":
         return _reference(q, k, v, scale, columns, window, softcap, sinks, segments, dropout)
+    require_cudnn(q, softcap, sinks, dropout)
+    packing = None
+    if segments is not None and max_documents != 1:
+        if jax.__version_info__ < (0, 11) and k.shape[2] != q.shape[2]:
+            raise UserError(
+                f"jax {jax.__version__}: its cuDNN offsets are wrong for packed documents with "
+                "grouped heads; use jax >= 0.11 (Python >= 3.12) or train.attention=xla"
+            )
+        packing = document_offsets(segments[0], max_documents or q.shape[1])
+    return _cudnn(q, k, v, packing, scale, window)
+
+
+def resolve(implementation: str) -> str:
+    """'auto' -> 'cudnn' on an accelerator, 'xla' on a CPU."""
+    if implementation == "auto":
+        return "xla" if jax.default_backend() == "cpu" else "cudnn"
+    return implementation
+
+
+def require_cudnn(
+    q: jax.Array, softcap: float | None, sinks: jax.Array | None, dropout: tuple | None
+) -> None:
+    """Raise `UserError` where cuDNN lacks a feature, dtype or head size."""
     lacking = {
         "attn_logit_softcapping": softcap,
         "attention_sinks": sinks,
@@ -65,15 +90,6 @@ def attention(
             f"model.head_dim={q.shape[-1]}: cuDNN attention needs a multiple of 8 up to 256; "
             "set train.attention=xla"
         )
-    packing = None
-    if segments is not None and max_documents != 1:
-        if jax.__version_info__ < (0, 11) and k.shape[2] != q.shape[2]:
-            raise UserError(
-                f"jax {jax.__version__}: its cuDNN offsets are wrong for packed documents with "
-                "grouped heads; use jax >= 0.11 (Python >= 3.12) or train.attention=xla"
-            )
-        packing = document_offsets(segments[0], max_documents or q.shape[1])
-    return _cudnn(q, k, v, packing, scale, window)
 
 
 def document_offsets(segments: jax.Array, max_documents: int) -> tuple[jax.Array, jax.Array]:
@@ -166,40 +182,44 @@ def _cudnn(q, k, v, packing, scale, window):
 
 
 def _cudnn_fwd(q, k, v, packing, scale, window):
-    import jax._src.cudnn.fused_attention_stablehlo as fused
-
-    options, sides = _cudnn_arguments(q, packing, scale, window)
-    out, lse = fused._dot_product_attention_fwd_p_wrapper.bind(
-        q, k, v, *sides, **options, is_training=True
-    )
+    out, lse = _bind_forward(q, k, v, packing, scale, window, causal=True)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, k, v, packing, out, lse)
 
 
 def _cudnn_bwd(scale, window, saved, d_out):
+    return (*_bind_backward(*saved, d_out, scale, window, causal=True), None)
+
+
+def _bind_forward(q, k, v, packing, scale, window, causal):
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
-    q, k, v, packing, out, lse = saved
-    options, sides = _cudnn_arguments(q, packing, scale, window)
-    d_qkv = fused._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, *sides, lse, out, d_out, **options
-    )
-    return (*d_qkv[:3], None)
+    options, sides = _cudnn_arguments(q, packing, scale, window, causal)
+    bind = fused._dot_product_attention_fwd_p_wrapper.bind
+    return bind(q, k, v, *sides, **options, is_training=True)
 
 
-def _cudnn_arguments(q, packing, scale, window):
+def _bind_backward(q, k, v, packing, out, lse, d_out, scale, window, causal):
+    import jax._src.cudnn.fused_attention_stablehlo as fused
+
+    options, sides = _cudnn_arguments(q, packing, scale, window, causal)
+    bind = fused._dot_product_attention_bwd_p_wrapper.bind
+    return bind(q, k, v, *sides, lse, out, d_out, **options)[:3]
+
+
+def _cudnn_arguments(q, packing, scale, window, causal):
     """(keyword parameters, the seven optional operands) of JAX's private fused-attention ops."""
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     unused = jnp.zeros(0, q.dtype)
     lengths, starts = (unused, unused) if packing is None else packing
-    mask = fused.MaskType.CAUSAL if packing is None else fused.MaskType.PADDING_CAUSAL
+    mask = fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK
     options = dict(
         scale=scale,
         seed=0,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=mask,
+        mask_type=mask if packing is None else fused.MaskType.PADDING_CAUSAL,
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
@@ -207,3 +227,111 @@ def _cudnn_arguments(q, packing, scale, window):
 
 
 _cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
+
+
+# ---- blocks ------------------------------------------------------------------------------------
+
+Places = tuple[jax.Array, jax.Array | None]  # columns [B, S]; segments [B, S] or None
+
+
+def block_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    places: tuple[Places, Places] | None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, S, N, H] to one block of keys -> fp32 (out [B, S, N, H], lse [B, N, S]).
+
+    The `places` of queries and keys make the mask on XLA, as `attention` describes; a query that
+    sees no key of the block gets an lse of about -1e30. cuDNN takes none: all keys are seen, or
+    those up to the query's own index (`causal`).
+    """
+    if implementation == "cudnn":
+        assert places is None and window is None, "a cuDNN block masks by index alone"
+        out, lse = _bind_forward(q, k, v, None, scale, None, causal)
+        return out.astype(jnp.float32), lse
+
+    def part(q, place):
+        scores = _block_scores(q, k, scale, place, places[1], window)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        probs = jnp.exp(scores - lse[..., None]).astype(v.dtype)
+        out = jnp.einsum("bkgst,btkh->bskgh", probs, v, preferred_element_type=jnp.float32)
+        return out.reshape(q.shape), lse.reshape(lse.shape[0], q.shape[2], q.shape[1])
+
+    out, lse = jax.lax.map(lambda xs: part(*xs), _cut((q, places[0]), 1))
+    return _join(out, 1), _join(lse, 2)
+
+
+def block_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    places: tuple[Places, Places] | None,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """This block's part of (d_q, d_k, d_v), fp32; `out` and `lse` are those over all blocks."""
+    if implementation == "cudnn":
+        grads = _bind_backward(q, k, v, None, out, lse, d_out, scale, None, causal)
+        return tuple(g.astype(jnp.float32) for g in grads)
+
+    def part(carry, xs):
+        q, place, out, d_out, lse = xs
+        scores = _block_scores(q, k, scale, place, places[1], window)
+        probs = jnp.exp(scores - lse.reshape(scores.shape[:-1])[..., None])
+        grouped = (*q.shape[:2], k.shape[2], -1, q.shape[3])
+        q_, d_out_ = q.reshape(grouped), d_out.reshape(grouped)
+        delta = jnp.sum((out.astype(jnp.float32) * d_out).reshape(grouped), axis=-1)
+        f32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        d_probs = f32("bskgh,btkh->bkgst", d_out_, v)
+        d_scores = probs * (d_probs - jnp.moveaxis(delta, 1, -1)[..., None]) * scale
+        probs, d_scores = probs.astype(v.dtype), d_scores.astype(v.dtype)
+        d_k = carry[0] + f32("bkgst,bskgh->btkh", d_scores, q_)
+        d_v = carry[1] + f32("bkgst,bskgh->btkh", probs, d_out_)
+        d_q = f32("bkgst,btkh->bskgh", d_scores, k).reshape(q.shape)
+        return (d_k, d_v), d_q
+
+    zero = jnp.zeros(k.shape, jnp.float32)
+    xs = (*_cut((q, places[0], out, d_out), 1), _cut(lse, 2))
+    (d_k, d_v), d_q = jax.lax.scan(part, (zero, zero), xs)
+    return _join(d_q, 1), d_k, d_v
+
+
+def _block_scores(q, k, scale, q_place, k_place, window):
+    """Masked fp32 scores [B, K, N/K, S, T] of queries and keys at the given places."""
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) * scale
+    behind = q_place[0][:, :, None] - k_place[0][:, None, :]
+    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    if q_place[1] is not None:
+        seen = seen & (q_place[1][:, :, None] == k_place[1][:, None, :])
+    return jnp.where(seen[:, None, None], scores, _MASKED)
+
+
+def _cut(tree, axis):
+    """Cut `axis` of each array into chunks of queries, moved to the front."""
+
+    def one(x):
+        size = x.shape[axis]
+        chunk = size if size % _QUERY_CHUNK else _QUERY_CHUNK
+        shape = (*x.shape[:axis], size // chunk, chunk, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+    return jax.tree.map(one, tree)
+
+
+def _join(x, axis):
+    """The inverse of `_cut`."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema import ModelConfig
-from mjax.kernels.attention import attention
 from mjax.models.context import Context, Tokens
 from mjax.models.norm import Norm
 from mjax.models.params import ParamSpec, constant, declare, normal
 from mjax.models.positions import apply_rope
 from mjax.sharding.collectives import Parallel
+from mjax.sharding.context import context_attention
 
 Cache = tuple[jax.Array, jax.Array]  # keys, values, each [B, T, K, H]
 
@@ -75,10 +75,13 @@ class Attention(nnx.Module):
             )
             (k, v), key_segments = cache, None
             key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
-        o = attention(
+        o = context_attention(
             q,
             k,
             v,
+            parallel=par,
+            cp_type=ctx.cp_type,
+            cp_a2a=ctx.cp_a2a,
             scale=cfg.attention_multiplier or cfg.head_dim**-0.5,
             window=window,
             softcap=cfg.attn_logit_softcapping,

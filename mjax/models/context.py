@@ -25,6 +25,8 @@ class Context:
 
     parallel: Parallel = LOCAL
     attention: str = "auto"
+    cp_type: str = "auto"
+    cp_a2a: int = 1
     max_documents: int = 0
     remat: str = "none"
     dropout: bool = False

@@ -16,6 +16,7 @@ from mjax.kernels.cross_entropy import cross_entropy
 from mjax.models.attention import Attention, Cache
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.mlp import MLP
+from mjax.models.moe import MoE
 from mjax.models.norm import Norm
 from mjax.models.params import ParamSpec, declare, normal, split, stack
 from mjax.models.pattern import STACK_OF, Run, expand, runs, stack_index
@@ -25,16 +26,16 @@ _EMBED_SALT = 0  # dropout call sites; blocks use 1 + 3 * layer + {0, 1, 2}
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each normed and residual. One layer of any dense kind."""
+    """Attention and feed-forward, each normed and residual. One layer of any kind in `stack`."""
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, stack: str, rngs: nnx.Rngs):
         self.cfg = cfg
         scale = (2 * cfg.num_hidden_layers) ** -0.5 if cfg.scaled_output_init else 1.0
         out_std = cfg.initializer_range * scale
         self.attention_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
         self.attention = Attention(cfg, out_std, rngs)
         self.mlp_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
-        self.mlp = MLP(cfg, out_std, rngs)
+        self.mlp = (MoE if stack == "moe" else MLP)(cfg, out_std, rngs)
         if cfg.norm_placement == "sandwich":
             self.attention_post_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
             self.mlp_post_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
@@ -49,7 +50,8 @@ class Block(nnx.Module):
         rope: dict[str, tuple[jax.Array, jax.Array]],
         layer: jax.Array | int = 0,
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+        """The new x, this device's share of the block's auxiliary loss, the new cache."""
         cfg, sandwich = self.cfg, self.cfg.norm_placement == "sandwich"
         salt = _EMBED_SALT + 1 + 3 * layer
         h, cache = self.attention(
@@ -63,9 +65,9 @@ class Block(nnx.Module):
         )
         h = self.attention_post_norm(h) if sandwich else h
         x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 1)
-        h = self.mlp(self.mlp_norm(x), ctx)
+        h, aux = self.mlp(self.mlp_norm(x), ctx)
         h = self.mlp_post_norm(h) if sandwich else h
-        return x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2), cache
+        return x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2), aux, cache
 
 
 class Decoder(nnx.Module):
@@ -81,8 +83,10 @@ class Decoder(nnx.Module):
             shape = (cfg.max_position_embeddings, cfg.hidden_size)
             spec = ParamSpec(shape, ("positions", "embed"), "embedding")
             self.position_embedding = declare(rngs, spec, table[1])
-        count = sum(STACK_OF[kind] == "dense" for kind in self.kinds)
-        self.dense = stack(functools.partial(Block, cfg), count, rngs)
+        self.stacks = tuple(sorted({STACK_OF[kind] for kind in self.kinds}))  # .dense, .moe
+        for name in self.stacks:
+            count = sum(STACK_OF[kind] == name for kind in self.kinds)
+            setattr(self, name, stack(functools.partial(Block, cfg, name), count, rngs))
         self.final_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
         if not cfg.tie_word_embeddings:
             shape = (cfg.padded_vocab_size, cfg.hidden_size)
@@ -102,15 +106,27 @@ class Decoder(nnx.Module):
 
     def hidden(
         self, tokens: jax.Array, info: Tokens, ctx: Context, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
-        """tokens [B, S] -> final normed activations [B, S, D], whole along tp; updated cache."""
+    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+        """tokens [B, S] -> final normed activations [B, S, D], whole along tp; this device's share
+        of the auxiliary losses, summed over layers and sequences; updated cache."""
         x = self.embed(tokens, info, ctx)
-        x, cache = self.blocks(x, info, ctx, runs(self.kinds), cache)
-        return ctx.parallel.gather_seq(self.final_norm(x)), cache
+        x, aux, cache = self.blocks(x, info, ctx, runs(self.kinds), cache)
+        return ctx.parallel.gather_seq(self.final_norm(x)), aux, cache
 
-    def loss(self, batch: dict[str, jax.Array], info: Tokens, ctx: Context, chunk: int | None):
-        """Sum of loss_mask * nll over [B, S], fp32; equal on all tp devices."""
-        x, _ = self.hidden(batch["tokens"], info, ctx)
+    def loss(
+        self, batch: dict[str, jax.Array], info: Tokens, ctx: Context, chunk: int | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(sum of loss_mask * nll over [B, S], equal on all tp devices; this device's share of the
+        auxiliary losses, summed over layers and sequences), fp32."""
+        x = self.embed(batch["tokens"], info, ctx)
+        x, aux, _ = self.blocks(x, info, ctx, runs(self.kinds))
+        return self.head_loss(x, batch, ctx, chunk), aux
+
+    def head_loss(
+        self, x: jax.Array, batch: dict[str, jax.Array], ctx: Context, chunk: int | None
+    ) -> jax.Array:
+        """Sum of loss_mask * nll of the last block's output [B, S/tp, D]."""
+        x = ctx.parallel.gather_seq(self.final_norm(x))
         return cross_entropy(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
@@ -155,49 +171,66 @@ class Decoder(nnx.Module):
         ctx: Context,
         parts: tuple[Run, ...],
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, jax.Array, Cache | None]:
         """Apply the layers of `parts` to [B, S/tp, D]; cache leaves are [L, B, T, K, H]."""
-        rope = self._rope(info)
-        definition, weights = split(self.dense)
+        rope = self.rope(info)
+        stacks = {name: split(getattr(self, name)) for name in self.stacks}
+        definitions = {name: definition for name, (definition, _) in stacks.items()}
         rows = stack_index(self.kinds)
-        caches = []
+        aux, caches = jnp.float32(0), []
         for run in parts:
-            first = rows[run.first]
-            whole = run.layers == len(rows)
-
-            def part(leaf, first=first, run=run, whole=whole):  # [L, ...] -> [repeats, period, ...]
-                leaf = leaf if whole else leaf[first : first + run.layers]
-                return leaf.reshape(run.repeats, len(run.kinds), *leaf.shape[1:])
-
-            layers = run.first + jnp.arange(run.layers, dtype=jnp.int32)
-            xs = jax.tree.map(part, weights), part(layers, 0, run, True), jax.tree.map(part, cache)
-            body = functools.partial(_scan_body, definition, run.kinds, rope, info, ctx)
-            x, new = jax.lax.scan(_remat(body, ctx.remat), x, xs)
+            xs = {}
+            for name, (_, weights) in stacks.items():
+                own = [i for i, kind in enumerate(run.kinds) if STACK_OF[kind] == name]
+                if own:
+                    first = rows[run.first + own[0]]
+                    xs[name] = jax.tree.map(rows_of(first, run.repeats, len(own)), weights)
+            period = rows_of(run.first, run.repeats, len(run.kinds))
+            layers = period(jnp.arange(len(rows), dtype=jnp.int32))
+            body = functools.partial(scan_body, definitions, run.kinds, rope, info, ctx)
+            xs = xs, layers, jax.tree.map(period, cache)
+            (x, aux), new = jax.lax.scan(remat(body, ctx.remat), (x, aux), xs)
             caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), new))
         merged = None if cache is None else jax.tree.map(lambda *c: jnp.concatenate(c), *caches)
-        return x, merged
+        return x, aux, merged
 
-    def _rope(self, info: Tokens) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def rope(self, info: Tokens) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Tables of each kind of block that turns its queries and keys."""
         if self.cfg.position_embedding != "rope":
             return {}
         return {k: rope_tables(self.cfg, info.positions, k == "L") for k in sorted(set(self.kinds))}
 
 
-def _scan_body(definition, kinds, rope, info, ctx, x, xs):
-    """One period of blocks; `xs` holds its weights, layer numbers and caches, [period, ...]."""
-    weights, layers, cache = xs
+def rows_of(first: int, repeats: int, period: int):
+    """[L, ...] -> [repeats, period, ...] of the rows from `first` on."""
+
+    def cut(leaf):
+        n = repeats * period
+        leaf = leaf if n == leaf.shape[0] else leaf[first : first + n]
+        return leaf.reshape(repeats, period, *leaf.shape[1:])
+
+    return cut
+
+
+def scan_body(definitions, kinds, rope, info, ctx, carry, xs):
+    """One period of blocks; `xs` holds the rows of each stack, layer numbers and caches, [period,
+    ...] each."""
+    (x, aux), (weights, layers, cache) = carry, xs
     if ctx.gather is not None:
-        weights = ctx.gather("dense", weights)
-    new = []
+        weights = {name: ctx.gather(name, rows) for name, rows in weights.items()}
+    new, rows = [], stack_index(kinds)
     for i, kind in enumerate(kinds):
-        block = definition.bind(jax.tree.map(lambda w: w[i], weights))  # noqa: B023
+        name = STACK_OF[kind]
+        row = jax.tree.map(lambda w: w[rows[i]], weights[name])  # noqa: B023
+        block = definitions[name].bind(row)
         own = None if cache is None else tuple(c[i] for c in cache)
-        x, own = block(x, info, ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
+        x, more, own = block(x, info, ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
+        aux = aux + more
         new.append(own)
-    return x, None if cache is None else jax.tree.map(lambda *c: jnp.stack(c), *new)
+    return (x, aux), None if cache is None else jax.tree.map(lambda *c: jnp.stack(c), *new)
 
 
-def _remat(body, policy: str):
+def remat(body, policy: str):
     """What a period of blocks keeps for its backward (config key train.remat)."""
     if policy == "none":
         return body

@@ -18,7 +18,8 @@ def activate(x: jax.Array, name: str) -> jax.Array:
 
 
 class MLP(nnx.Module):
-    """[B, S/tp, D] -> [B, S/tp, D]. `up` is [D, 2, F] (gate, up) when gated, else [D, F]."""
+    """[B, S/tp, D] -> [B, S/tp, D] and no auxiliary loss (`models/moe.py` has one). `up` is
+    [D, 2, F] (gate, up) when gated, else [D, F]."""
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -31,7 +32,7 @@ class MLP(nnx.Module):
             self.up_bias = declare(rngs, ParamSpec(lead, axes, "bias"), constant(0.0))
             self.down_bias = declare(rngs, ParamSpec((d,), ("embed",), "bias"), constant(0.0))
 
-    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         h = jnp.tensordot(ctx.parallel.gather_seq(x), self.up[...], 1)
         if self.cfg.mlp_bias:
             h = h + self.up_bias[...]
@@ -40,4 +41,4 @@ class MLP(nnx.Module):
         else:
             h = activate(h, self.cfg.hidden_act)
         y = ctx.parallel.scatter_seq(jnp.tensordot(h, self.down[...], 1))
-        return y + self.down_bias[...] if self.cfg.mlp_bias else y
+        return (y + self.down_bias[...] if self.cfg.mlp_bias else y), jnp.float32(0)

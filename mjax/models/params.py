@@ -18,7 +18,7 @@ from flax import nnx
 # fused projection (gate and up, key and value), experts.
 BATCH_AXES = frozenset({"layers", "pair", "experts"})
 
-ROLES = ("matrix", "embedding", "head", "norm", "bias", "scalar")
+ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from mjax.errors import UserError
 
-# Kind of block -> the stack its parameters live in. G: full attention, L: sliding window.
-STACK_OF = {"G": "dense", "L": "dense"}
+# Kind of block -> the stack its parameters live in. G: full attention, L: sliding window, E: full
+# attention and experts.
+STACK_OF = {"G": "dense", "L": "dense", "E": "moe"}
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "mlp": ("tp",),
+    "experts": ("ep",),
+    "router": (),
     "embed": (),
     "head_dim": (),
     "positions": (),
     "pair": (),
-    "layers": (),
+    "layers": ("pp",),  # in the order of pipeline/layout.py
 }
 
 # Axes that fall back to replication where the mesh does not divide them: a device then takes the

@@ -1,7 +1,8 @@
 """`python -m mjax.train --config X [a.b=c ...] [--dry-run] [--print-config] [--print-schema]`.
 
-Exit codes: 0 done, or stopped in good order by a signal or the wall time; 1 training diverged;
-2 something to mend, in one line; 130 interrupted before the first step or twice.
+Several processes: see docs/multi-host.md. Exit codes: 0 done, or stopped in good order by a signal
+or the wall time; 1 training diverged; 2 something to mend, in one line; 3 no step ended within
+train.step_timeout_minutes; 130 interrupted before the first step or twice.
 """
 
 import argparse
@@ -17,12 +18,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.train", description="Train a model.")
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
+    group = parser.add_argument_group("several processes (default: as the launcher says)")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--num-processes", type=int, metavar="N")
+    group.add_argument("--process-id", type=int, metavar="I", help="0 to N-1")
     args, cfg = config_from_args(parser)
 
     import jax  # after the config: its mistakes should show at once
 
     cache = os.environ.get("MJAX_CACHE_DIR", str(Path.home() / ".cache" / "mjax"))
     jax.config.update("jax_compilation_cache_dir", cache)
+    from mjax.sharding.mesh import start_processes
+
+    start_processes(args.coordinator, args.num_processes, args.process_id)
     from mjax.train.estimate import dry_run
     from mjax.train.loop import train
     from mjax.train.resilience import NonFiniteLoss

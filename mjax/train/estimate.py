@@ -17,7 +17,8 @@ from mjax.train.trainer import Trainer
 
 def dry_run(cfg: Config, console: Console | None = None) -> None:
     """Print mesh, sharding table, parameter count, FLOPs and memory per device."""
-    console = console or Console(soft_wrap=True, highlight=False)
+    quiet = jax.process_index() != 0
+    console = console or Console(quiet=quiet, soft_wrap=True, highlight=False)
     trainer = Trainer(cfg)
     sizes = " x ".join(f"{axis}={n}" for axis, n in trainer.mesh.shape.items())
     kind = trainer.mesh.devices.flat[0].device_kind
@@ -47,7 +48,7 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
 def sharding_table(trainer: Trainer) -> list[tuple[str, ...]]:
     """A heading, then per parameter: global shape, logical axes, mesh axes, shape on one device."""
     rows = [("parameter", "shape", "axes", "mesh axes", "per device")]
-    specs = jax.tree_util.tree_flatten_with_path(trainer.specs)[0]
+    specs = jax.tree_util.tree_flatten_with_path(trainer.storage)[0]
     partitions = jax.tree.leaves(trainer.partitions)
     for (path, spec), partition in zip(specs, partitions, strict=True):
         local = NamedSharding(trainer.mesh, partition).shard_shape(spec.shape)

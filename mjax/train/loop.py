@@ -9,7 +9,7 @@ import bisect
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from mjax.errors import UserError
 from mjax.infer.generate import generate
 from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
 from mjax.train import metrics
-from mjax.train.resilience import GO_ON, REASONS, SIGNALLED, NonFiniteLoss, Stopper
+from mjax.train.resilience import GO_ON, REASONS, SIGNALLED, NonFiniteLoss, Stopper, Watchdog
 from mjax.train.trainer import Trainer
 
 BIGRAM_TOKENS = 20_000_000  # at most so many training tokens make the bigram table
@@ -45,6 +45,7 @@ class Run:
     held_out: Dataset | None
     start: int  # steps completed before this process
     last: int  # step to stop after
+    watchdog: Watchdog
     clock: metrics.Clock = field(default_factory=metrics.Clock)
 
     @property
@@ -83,14 +84,15 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
         if jax.process_index() == 0:
             (folder / "config.yaml").write_text(dump(cfg), encoding="utf-8")
         log = metrics.Log(cfg, folder, last, trainer.step_number)
-        run = Run(trainer, log, held_out, trainer.step_number, last)
+        watchdog = Watchdog(cfg.train.step_timeout_minutes)
+        run = Run(trainer, log, held_out, trainer.step_number, last, watchdog)
         with contextlib.closing(log):
             log.say(describe(trainer))
             log.say(note)
             if run.start >= last:
                 log.say(f"nothing left to train: step {run.start} of {last}; raise train.steps")
                 return
-            with stopper:
+            with stopper, watchdog:
                 why = train_steps(run, train_data, stopper)
                 loss = finish(run, why)
             if why != SIGNALLED:
@@ -107,6 +109,7 @@ def train_steps(run: Run, dataset: Dataset, stopper: Stopper) -> int:
         partial(batch_range, cfg.train),
         run.start,
         run.last - run.start,
+        rows=trainer.local_rows,
         prefetch=cfg.data.prefetch,
         workers=cfg.data.workers,
     )
@@ -139,6 +142,7 @@ def settle(run: Run, flight: InFlight | None) -> int:
         return GO_ON
     cfg, step = run.cfg, flight.step
     got = {name: value.item() for name, value in jax.device_get(flight.metrics).items()}
+    run.watchdog.beat()
     first, count = batch_range(cfg.train, step - 1)
     if not got["finite"]:
         raise NonFiniteLoss(
@@ -170,6 +174,7 @@ def finish(run: Run, why: int) -> float | None:
     run.trainer.save()
     loss = evaluate(run) if why != SIGNALLED else None
     run.trainer.store.wait()
+    run.watchdog.beat()
     run.log.say(
         f"{'stopped' if why else 'finished'} at step {run.trainer.step_number} of {run.last}"
         f"{': ' + REASONS[why] if why else ''}; checkpoint: {last_checkpoint(run.trainer)}"
@@ -182,8 +187,9 @@ def evaluate(run: Run) -> float | None:
     if run.held_out is None:
         return None
     sums: list = []
-    for batch in held_out_batches(run):
+    for batch in held_out_batches(run, run.trainer.local_rows):
         sums.append(run.trainer.evaluate(batch))
+        run.watchdog.beat()
         if len(sums) > 1:  # one late, so that no more than two batches wait on the device
             sums[-2] = jax.device_get(sums[-2])
     nll, tokens = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
@@ -199,13 +205,16 @@ def held_out_samples(cfg: Config) -> int:
     return cfg.train.eval_steps * cfg.train.global_batch_size if cfg.train.eval_interval else 0
 
 
-def held_out_batches(run: Run) -> Iterator[dict[str, np.ndarray]]:
+def held_out_batches(
+    run: Run, rows: Callable[[int], slice] | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     size, data = run.cfg.train.global_batch_size, run.cfg.data
     return make_loader(
         run.held_out,
         lambda i: (i * size, size),
         0,
         run.cfg.train.eval_steps,
+        rows=rows,
         prefetch=data.prefetch,
         workers=data.workers,
     )
@@ -220,8 +229,9 @@ def run_folder(cfg: Config) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if new and not {p.name for p in folder.iterdir()} - {"data.lock"}:
-            shutil.rmtree(folder)
+        if jax.process_index() == 0 and new:
+            if not {p.name for p in folder.iterdir()} - {"data.lock"}:
+                shutil.rmtree(folder)
 
 
 def resume(trainer: Trainer) -> str:
@@ -294,7 +304,7 @@ def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
 def compare_with_bigram(run: Run, loss: float | None) -> None:
     """Print the held-out loss on data.text beside what a table of token pairs reaches there."""
     cfg = run.cfg
-    if loss is None or not cfg.data.text:
+    if loss is None or not cfg.data.text or jax.process_index() != 0:
         return
     corpus = prepare_text(cfg.data, cfg.run.dir)
     seen = split_tokens(corpus.prefix, "train", cfg.data.split)[:BIGRAM_TOKENS]

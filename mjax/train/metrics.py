@@ -21,7 +21,7 @@ from rich.console import Console
 
 from mjax.config.schema import Config, LogConfig, ModelConfig
 from mjax.errors import UserError
-from mjax.models.pattern import expand
+from mjax.models.pattern import STACK_OF, expand
 
 # Dense bf16 tensor-core peak in TFLOP/s (NVIDIA data sheets), by the start of jax's device_kind;
 # the first that fits counts.
@@ -56,12 +56,16 @@ def peak_tflops(log: LogConfig, device_kind: str) -> float | None:
 def matmul_weights(model: ModelConfig) -> int:
     """Weights that a token is multiplied with: projections, MLP, LM head; no embedding lookup.
 
-    Per layer D*N*H (q) + 2*D*K*H (k, v) + N*H*D (o) + (3 if gated else 2)*D*F, and D*V once.
+    Per layer D*N*H (q) + 2*D*K*H (k, v) + N*H*D (o) + (3 if gated else 2)*D*F, and D*V once. An E
+    block has its active experts, num_experts_per_tok wide, and the router D*E instead of F.
     """
     d, h = model.hidden_size, model.head_dim
     attention = 2 * d * model.num_attention_heads * h + 2 * d * model.num_key_value_heads * h
-    mlp = (3 if model.mlp_gated else 2) * d * model.intermediate_size
-    return model.num_hidden_layers * (attention + mlp) + d * model.vocab_size
+    mlp = (3 if model.mlp_gated else 2) * d
+    active = mlp * model.num_experts_per_tok * model.moe_intermediate_size + d * model.num_experts
+    ffn = {"dense": mlp * model.intermediate_size, "moe": active}
+    kinds = expand(model.layer_pattern, model.num_hidden_layers)
+    return sum(attention + ffn[STACK_OF[kind]] for kind in kinds) + d * model.vocab_size
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:

@@ -1,12 +1,15 @@
 """Stopping a run in good order: signals, wall time, agreement of all processes, bad numbers.
 
-Invariant: processes act only on what all of them know. Each contributes "I was asked to stop" to a
+Invariant: processes act only on what all of them know, and none waits for ever: a watchdog ends one
+whose step does not, because another died or hangs. Each contributes "I was asked to stop" to a
 small maximum over all devices at every step; like the metrics it is fetched one step late, so
 neither the device nor the host waits for it. After Megatron's exit-signal-handler.
 """
 
+import faulthandler
 import os
 import signal
+import threading
 import time
 from functools import lru_cache
 from types import FrameType
@@ -18,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 # Bits that a process may contribute; the largest of all processes is acted on.
 GO_ON, TIME_IS_UP, SIGNALLED = 0, 1, 2
+STUCK = 3  # exit code of the watchdog
 REASONS = {TIME_IS_UP: "train.max_minutes is over", SIGNALLED: "a stop signal was received"}
 
 
@@ -58,6 +62,44 @@ class Stopper:
         self._signalled = True
         name = signal.Signals(number).name
         _say(f"{name}: finishing this step, then saving; interrupt again to stop at once")
+
+
+class Watchdog:
+    """Context that ends the process, with all stacks, when `beat` stays away for `minutes`.
+
+    What it guards against is a collective that waits for a process that died or hangs: nothing in
+    Python can interrupt that, so the process exits at once with code `STUCK`.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._seconds = None if minutes is None else 60 * minutes
+        self._over = threading.Event()
+        self._last = time.monotonic()
+
+    def __enter__(self) -> "Watchdog":
+        self.beat()
+        if self._seconds is not None:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def beat(self) -> None:
+        """A step, or something else that takes as long, is done."""
+        self._last = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._seconds / 4)):
+            if time.monotonic() - self._last > self._seconds:
+                faulthandler.dump_traceback(all_threads=True)
+                _say(
+                    f"process {jax.process_index()} of {jax.process_count()}: no step has ended "
+                    f"in train.step_timeout_minutes={self._seconds / 60:g}; another process may "
+                    "have died or hang (stacks above); start all again: the run resumes from its "
+                    "newest checkpoint"
+                )
+                os._exit(STUCK)
 
 
 def largest_of_all(value: int) -> jax.Array:

@@ -3,9 +3,9 @@
 Read it top to bottom: cast the fp32 masters once, accumulate the gradients of this device's share
 of the loss over micro-batches, reduce them by the one rule (`sharding/collectives.py`), clip by
 the global norm, update. Invariant: shares of the loss sum over all devices to (sum of masked nll)
-/ (number of unmasked tokens) of the global batch, so the result does not depend on the mesh, on
-the number of micro-batches, or on where the masked tokens lie. A non-finite loss or norm leaves
-the state as it was.
+/ (number of unmasked tokens) + (sum of auxiliary losses) / (number of sequences) of the global
+batch, so the result does not depend on the mesh, on the number of micro-batches, or on where the
+masked tokens lie. A non-finite loss or norm leaves the state as it was.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,11 @@ from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.params import Definition
 from mjax.models.pattern import STACK_OF
+from mjax.pipeline.layout import Layout
+from mjax.pipeline.run import pipeline_gradients, pipeline_nll
 from mjax.sharding.collectives import (
     AXES,
+    BATCH_AXES,
     Parallel,
     gather_weights,
     global_norm,
@@ -45,16 +48,30 @@ class Program:
     optimizer: optax.GradientTransformationExtraArgs
     parallel: Parallel
     max_documents: int = 0
+    layout: Layout | None = None  # of the pipeline
 
     def context(self, train: bool) -> Context:
         cfg = self.cfg
         return Context(
             parallel=self.parallel,
             attention=cfg.train.attention,
+            cp_type=cfg.mesh.cp_type,
+            cp_a2a=cfg.mesh.cp_a2a,
             max_documents=self.max_documents,
             remat=cfg.train.remat if train else "none",
             dropout=train,
             gather=self.gather_layer if self.layerwise else None,
+        )
+
+    def tokens(self, micro: Batch, key: jax.Array | None) -> Tokens:
+        """Facts about the tokens of a micro-batch; `key` is that of dropout."""
+        packed = self.cfg.data.document_mask and self.max_documents != 1
+        return Tokens(
+            positions=micro["positions"],
+            segments=micro["segment_ids"] if packed else None,
+            rows=micro["rows"],
+            columns=micro["columns"],
+            key=key,
         )
 
     @property
@@ -87,9 +104,9 @@ class Program:
 def train_step(
     program: Program, state: State, batch: Batch, lr: jax.Array, weight_decay: jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
-    """Local shards of state and batch -> new state, {loss, grad_norm, tokens, finite}."""
+    """Local shards of state and batch -> new state, {loss, aux_loss, grad_norm, tokens, finite}."""
     params, opt = state["params"], state["opt"]
-    loss, norm, tokens, grads = gradients(program, params, batch, state["step"])
+    losses, norm, tokens, grads = gradients(program, params, batch, state["step"])
     clip = program.cfg.optimizer.clip_grad_norm
     if clip > 0:
         scale = jnp.minimum(1.0, clip / (norm + 1e-6))
@@ -98,18 +115,19 @@ def train_step(
         grads, opt, params, lr=lr, weight_decay=weight_decay
     )
     new_params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
     new = {"params": new_params, "opt": new_opt, "step": state["step"] + 1}
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-    return new, {"loss": loss, "grad_norm": norm, "tokens": tokens, "finite": finite}
+    return new, {**losses, "grad_norm": norm, "tokens": tokens, "finite": finite}
 
 
 def gradients(
     program: Program, params: dict, batch: Batch, step: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, dict]:
-    """(loss, gradient norm, unmasked tokens, local shards of the reduced gradients)."""
+) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, dict]:
+    """({loss: nll per token, aux_loss: added to it in what is differentiated}, gradient norm,
+    unmasked tokens, local shards of the reduced gradients)."""
     cfg, par = program.cfg, program.parallel
-    count = token_count(batch, par)
+    count, sequences = token_count(batch, par), len(batch["tokens"]) * par.size(*BATCH_AXES)
     micro_batches, n = split_batch(batch, cfg.train.micro_batch_size)
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
     accum = jnp.dtype(cfg.precision.grad_accum)
@@ -117,28 +135,35 @@ def gradients(
     early = cfg.mesh.zero == 2  # accumulate in the stored layout
 
     def share(weights, micro):
-        nll = nll_sum(program, weights, micro, key, train=True)
-        return nll / jnp.maximum(count, 1) / par.tp  # the loss is computed on each tp device
+        nll, aux = loss_sums(program, weights, micro, key, train=True)
+        nll = nll / jnp.maximum(count, 1) / par.tp  # it is computed on each tp device
+        aux = aux / sequences
+        return nll + aux, {"loss": nll, "aux_loss": aux}
+
+    value_and_grad = jax.value_and_grad(share, has_aux=True)
 
     def body(carry, micro):
-        loss, grads = jax.value_and_grad(share)(weights, micro)
+        (_, losses), grads = value_and_grad(weights, micro)
         if early:
             grads = program.scatter(cast(grads, accum))
-        return jax.tree.map(lambda c, x: c + x.astype(c.dtype), carry, (loss, grads)), None
+        return jax.tree.map(lambda c, x: c + x.astype(c.dtype), carry, (losses, grads)), None
 
-    if n == 1:
+    if program.layout is not None:
+        losses, grads = pipeline_gradients(program, weights, micro_batches, key, count, sequences)
+    elif n == 1:
         one = jax.tree.map(lambda a: a[0], micro_batches)
-        loss, grads = jax.value_and_grad(share)(weights, one)
+        (_, losses), grads = value_and_grad(weights, one)
         grads = cast(grads, accum)
     else:
         shapes = params if early else weights
-        zero = jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape, accum), shapes)
-        (loss, grads), _ = jax.lax.scan(body, zero, micro_batches)
-    if n == 1 or not early:
+        none = {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)}
+        zero = none, jax.tree.map(lambda w: jnp.zeros(w.shape, accum), shapes)
+        (losses, grads), _ = jax.lax.scan(body, zero, micro_batches)
+    if program.layout is not None or n == 1 or not early:
         grads = program.scatter(grads)
     grads = reduce_gradients(grads, program.stored, par)
     norm = global_norm(grads, program.stored, par)
-    return par.psum(loss, *AXES), norm, count, grads
+    return {name: par.psum(x, *AXES) for name, x in losses.items()}, norm, count, grads
 
 
 def evaluate(program: Program, params: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -148,27 +173,23 @@ def evaluate(program: Program, params: dict, batch: Batch) -> tuple[jax.Array, j
     micro_batches, _ = split_batch(batch, cfg.train.micro_batch_size)
 
     def body(total, micro):
-        return total + nll_sum(program, weights, micro, None, train=False), None
+        return total + loss_sums(program, weights, micro, None, train=False)[0], None
 
-    total, _ = jax.lax.scan(body, jnp.float32(0), micro_batches)
+    if program.layout is not None:
+        total = pipeline_nll(program, weights, micro_batches)
+    else:
+        total, _ = jax.lax.scan(body, jnp.float32(0), micro_batches)
     return par.psum(total / par.tp, *AXES), token_count(batch, par)
 
 
-def nll_sum(
+def loss_sums(
     program: Program, weights: dict, micro: Batch, key: jax.Array | None, train: bool
-) -> jax.Array:
-    """Sum of masked nll over this device's part of a micro-batch; equal on all tp devices."""
-    cfg = program.cfg
-    packed = cfg.data.document_mask and program.max_documents != 1
-    info = Tokens(
-        positions=micro["positions"],
-        segments=micro["segment_ids"] if packed else None,
-        rows=micro["rows"],
-        columns=micro["columns"],
-        key=key,
-    )
+) -> tuple[jax.Array, jax.Array]:
+    """(sum of masked nll over this device's part of a micro-batch, equal on all tp devices; its
+    share of the sum of auxiliary losses)."""
     model = program.definition.bind(weights)
-    return model.loss(micro, info, program.context(train), cfg.train.loss_chunk)
+    info, chunk = program.tokens(micro, key), program.cfg.train.loss_chunk
+    return model.loss(micro, info, program.context(train), chunk)
 
 
 def token_count(batch: Batch, par: Parallel) -> jax.Array:

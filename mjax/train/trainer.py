@@ -21,8 +21,17 @@ from mjax.models import build, split
 from mjax.models.params import BATCH_AXES, ParamSpec
 from mjax.optim.build import build_optimizer
 from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
+from mjax.pipeline.layout import layout_of
+from mjax.pipeline.storage import (
+    canonical,
+    canonical_abstract,
+    from_canonical,
+    storage_specs,
+    to_storage,
+)
 from mjax.sharding.collectives import Parallel, mesh_axes
-from mjax.sharding.mesh import make_mesh, parallel_of
+from mjax.sharding.context import zigzag
+from mjax.sharding.mesh import global_array, local_part, make_mesh, parallel_of
 from mjax.sharding.rules import batch_partition, param_partitions, partition, stored_partitions
 from mjax.train import step as steps
 
@@ -38,7 +47,8 @@ FIELDS = {
 class Trainer:
     """Trains the model of `cfg` on `mesh` (default: all devices, sizes from cfg.mesh).
 
-    A batch is a dict of numpy [B, S] arrays: tokens, labels, loss_mask, segment_ids, positions.
+    A batch is a dict of numpy [B, S] arrays: tokens, labels, loss_mask, segment_ids, positions; of
+    several processes each passes its `local_rows` of the global batch.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh | None = None):
@@ -49,11 +59,13 @@ class Trainer:
         model = nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0)))
         self.definition, _ = split(model)
         self.specs = self.definition.specs
+        self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
         zero = cfg.mesh.zero, cfg.mesh.zero_group
-        self.partitions = param_partitions(self.specs, self.parallel)
-        self.stored = stored_partitions(self.specs, self.parallel, *zero)
+        self.storage = storage_specs(self.layout, self.specs)
+        self.partitions = param_partitions(self.storage, self.parallel)
+        self.stored = stored_partitions(self.storage, self.parallel, *zero)
         gather, shard = self._whole_leaf()
-        self.optimizer = build_optimizer(cfg.optimizer, self.specs, gather, shard)
+        self.optimizer = build_optimizer(cfg.optimizer, self.storage, gather, shard)
         self.state: steps.State | None = None
         self.step_number = 0
         self.max_documents = 1 if not cfg.data.document_mask else 0
@@ -78,15 +90,17 @@ class Trainer:
 
     def params(self) -> dict:
         """fp32 parameters, a nested dict of global arrays."""
-        return self._live()["params"]
+        return canonical(self.layout, self._live()["params"])
 
     def save(self) -> None:
         """Start an asynchronous checkpoint of the current step under run.dir/checkpoints."""
-        self.store.save(self.step_number, self._live())
+        self.store.save(self.step_number, canonical(self.layout, self._live()))
 
     def restore(self, step: int | None = None) -> int:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
-        self.state = self.store.restore(self.abstract_state(), step)
+        abstract = self.abstract_state()
+        state = self.store.restore(canonical_abstract(self.layout, abstract), step)
+        self.state = from_canonical(self.layout, state, abstract)
         self.step_number = int(self.state["step"])
         return self.step_number
 
@@ -121,7 +135,7 @@ class Trainer:
         state = self._live()
         placed = self._place(batch)
         losses, norm, _, grads = self._jit("grads")(state["params"], placed, state["step"])
-        return losses["loss"], norm, grads
+        return losses["loss"], norm, canonical(self.layout, grads)
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
         """(sum of nll, number of unmasked tokens) of a global batch, without dropout."""
@@ -154,6 +168,7 @@ class Trainer:
                 optimizer=self.optimizer,
                 parallel=self.parallel,
                 max_documents=self.max_documents,
+                layout=self.layout,
             )
             params, batch = self.stored, self._batch_partitions()
             state = self._state_partitions()
@@ -175,6 +190,7 @@ class Trainer:
 
     def _initial_state(self) -> steps.State:
         params = split(build(self.cfg.model, nnx.Rngs(self.cfg.run.seed)))[1]
+        params = to_storage(self.layout, params)
         return {
             "params": params,
             "opt": self.optimizer.init(params),
@@ -201,26 +217,39 @@ class Trainer:
         return jax.tree.map(lambda p: NamedSharding(self.mesh, p), partitions)
 
     def _place(self, batch: dict[str, np.ndarray]) -> steps.Batch:
-        """Numpy [B, S] fields -> sharded global arrays, with the place of every token added."""
+        """This process's rows, numpy [B, S] fields -> sharded global arrays, with the place of
+        every token added."""
         for name in FIELDS:
             if name not in batch:
                 raise UserError(f"batch: field {name!r} is missing; it needs {', '.join(FIELDS)}")
-        rows, width = batch["tokens"].shape
+        local, width = batch["tokens"].shape
         devices = self.parallel.size("dp", "ep")
+        here = self.local_rows(devices)  # this process's parts of a batch
+        rows = local * devices // (here.stop - here.start)
         size = min(self.cfg.train.micro_batch_size, rows // devices)
-        if rows % devices or rows // devices % max(size, 1) or width % self.parallel.size("tp"):
+        cuts = self.parallel.tp if self.parallel.cp == 1 else 2 * self.parallel.size("cp", "tp")
+        if rows % devices or rows // devices % max(size, 1) or width % cuts:
             raise UserError(
                 f"batch: {rows} sequences of {width} tokens do not divide over dp*ep={devices}, "
-                f"train.micro_batch_size={size} and tp={self.parallel.tp}; change one of them"
+                f"train.micro_batch_size={size} and tp={self.parallel.tp}, cp={self.parallel.cp} "
+                "(zigzag: 2*cp*tp); change one of them"
             )
         changes = np.diff(batch["segment_ids"], axis=1) != 0
         self.bound_documents(1 + int(changes.sum(1).max(initial=0)))
         fields = {name: np.asarray(batch[name], dtype) for name, dtype in FIELDS.items()}
-        fields |= _places(rows, width)
+        mine = self.local_rows(rows)
+        places = _places(rows, width)
+        fields |= places | {"rows": places["rows"][mine]}
         if self.parallel.cp > 1:
             order = zigzag(width, self.parallel.cp)
             fields |= {name: a[..., order] for name, a in fields.items() if name != "rows"}
-        return jax.device_put(fields, self._shardings(self._batch_partitions()))
+        shardings = self._shardings(self._batch_partitions())
+        whole = {name: (rows, mine.start) for name in fields} | {"columns": (width, 0)}
+        return {name: global_array(a, shardings[name], *whole[name]) for name, a in fields.items()}
+
+    def local_rows(self, count: int) -> slice:
+        """Of `count` rows of a global batch, those that this process's devices work on."""
+        return local_part(NamedSharding(self.mesh, partition(("batch",), self.parallel)), count)
 
     def bound_documents(self, most: int) -> None:
         """Promise that no sequence holds more than `most` documents; rounded up to a power of two.

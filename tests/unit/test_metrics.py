@@ -52,6 +52,13 @@ def test_llama3_8b_flops_by_hand():
     assert metrics.flops_per_token(model(*LLAMA3_8B), 8192) == by_hand == 51_470_401_536
 
 
+def test_experts_count_as_far_as_they_are_active():
+    moe = ["model.layer_pattern=GE", "model.num_experts=8", "model.moe_intermediate_size=1792"]
+    saved = 16 * (3 * 4096 * (14336 - 2 * 1792) - 4096 * 8)  # two of 1792 and a router of 8
+    dense, mixed = model(*LLAMA3_8B), model(*LLAMA3_8B, *moe)
+    assert metrics.matmul_weights(dense) - metrics.matmul_weights(mixed) == saved
+
+
 @pytest.mark.parametrize(
     ("name", "seq", "rate", "mfu"),
     [

@@ -79,7 +79,7 @@ def test_scaled_output_init():
 def test_dtype_of_the_computation_is_that_of_the_parameters():
     definition, params = split(model())
     low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    x, _ = definition.bind(low).hidden(jnp.zeros((1, 4), jnp.int32), tokens_of((1, 4)), Context())
+    x, *_ = definition.bind(low).hidden(jnp.zeros((1, 4), jnp.int32), tokens_of((1, 4)), Context())
     assert x.dtype == jnp.bfloat16
 
 

@@ -7,22 +7,51 @@ from mjax.config.schema import MeshConfig
 from mjax.config.validate import RULES
 from mjax.errors import UserError
 
+EXPERTS = ["model.layer_pattern=E", "model.num_experts=4"]
 # Rule -> overrides of a legal config that break it, and what the message must show.
 BROKEN = {
-    "pp_not_built": (["mesh.pp=2"], "mesh.pp=2: pipeline parallelism is not built yet"),
-    "cp_not_built": (
-        ["mesh.cp=2"],
-        "mesh.cp=2: context parallelism is not built yet; set mesh.cp=1",
+    "pipeline_keys_used": (["mesh.virtual_stages=2"], "mesh.virtual_stages=2 has no effect"),
+    "pipeline_layout_alone": (
+        ["mesh.pp=2", "mesh.virtual_stages=2", "mesh.pipeline_layout='Ettt|tL'"],
+        "decides what mesh.virtual_stages=2 asks for",
     ),
-    "ep_not_built": (["mesh.ep=2"], "set mesh.ep=1"),
+    "pipeline_stages_filled": (
+        ["mesh.pp=2", "mesh.virtual_stages=3"],
+        "model.num_hidden_layers=4 leaves some of mesh.pp=2 x mesh.virtual_stages=3 stages empty",
+    ),
+    "pipeline_stacks_agree": (
+        ["mesh.pp=2", "model.layer_pattern=GEEE", "model.num_experts=4"],
+        "model.layer_pattern='GEEE' puts dense and expert blocks differently",
+    ),
+    "pipeline_zero": (["mesh.pp=2", "mesh.zero=2"], "mesh.zero=2 cannot shard gradients"),
     "dp_positive": (["mesh.dp=0"], "mesh.dp=0"),
     "tp_divides_num_attention_heads": (["mesh.tp=8"], "model.num_attention_heads=4"),
     "tp_divides_intermediate_size": (["mesh.tp=2", "model.intermediate_size=33"], "33"),
+    "tp_divides_moe_intermediate_size": (
+        ["mesh.tp=2", *EXPERTS, "model.moe_intermediate_size=33"],
+        "model.moe_intermediate_size=33",
+    ),
     "tp_divides_padded_vocab_size": (
         ["mesh.tp=2", "model.vocab_size=251", "model.vocab_multiple=1"],
         "model.padded_vocab_size=251 is not divisible by mesh.tp=2",
     ),
     "tp_divides_seq_length": (["mesh.tp=2", "data.seq_length=63"], "data.seq_length=63"),
+    "cp_divides_seq_length": (
+        ["mesh.cp=2", "mesh.tp=2", "data.seq_length=68"],
+        "data.seq_length=68 is not divisible by 2 x mesh.cp=2 x mesh.tp=2",
+    ),
+    "cp_a2a_fits": (
+        ["mesh.cp=4", "mesh.cp_type=a2a_ring", "mesh.cp_a2a=4"],
+        "mesh.cp_a2a=4 does not fit mesh.cp_type='a2a_ring' and mesh.cp=4",
+    ),
+    "cp_a2a_divides_heads": (
+        ["mesh.cp=8", "mesh.cp_type=a2a"],
+        "model.num_attention_heads=4 per mesh.tp=1 is not divisible by 8",
+    ),
+    "ring_supports": (
+        ["mesh.cp=2", "mesh.cp_type=ring", "model.attention_sinks=true"],
+        "mesh.cp_type='ring' cannot run with model.attention_sinks",
+    ),
     "kv_heads_divide_heads": (["model.num_key_value_heads=3"], "num_key_value_heads=3"),
     "head_dim_known": (["model.hidden_size=255"], "set model.head_dim"),
     "rotary_dims_even": (["model.partial_rotary_factor=0.05"], "rotates 3 dims"),
@@ -32,6 +61,11 @@ BROKEN = {
     ),
     "window_given": (["model.layer_pattern=LG"], "set model.sliding_window"),
     "window_used": (["model.sliding_window=8"], "model.sliding_window=8 has no effect"),
+    "experts_used": (["model.num_experts=4"], "'G' has no E block"),
+    "top_k_fits": ([*EXPERTS, "model.num_experts_per_tok=5"], "exceeds model.num_experts=4"),
+    "top_1_learns": ([*EXPERTS, "model.num_experts_per_tok=1"], "makes every gate 1"),
+    "ep_divides_experts": ([*EXPERTS, "mesh.ep=8"], "not divisible by mesh.ep=8"),
+    "experts_have_no_bias": ([*EXPERTS, "model.mlp_bias=true"], "model.mlp_bias=True"),
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
     "one_data_source": (["data.paths=[a]"], "data.paths and data.mock exclude each other"),
     "weights_match_paths": (

@@ -1,0 +1,168 @@
+"""Which layers live on which pipeline device: the single home of the pipeline's layout.
+
+A model is cut into pp * v virtual stages of consecutive layers; virtual stage i is chunk i // pp of
+device i % pp (circular, as Megatron-LM's interleaved schedule). Stages may differ in length: every
+chunk has as many slots as the longest stage, and unused slots are padding. Invariant: every layer
+is in exactly one slot, in order. Layout strings follow Megatron-LM's
+`--pipeline-model-parallel-layout`. Where the parameters of a slot are: `storage.py`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mjax.config.schema import Config
+from mjax.errors import UserError
+from mjax.models.pattern import STACK_OF, expand, stack_index
+
+EMPTY = ""  # the kind of an unused slot
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`stages[i]`: numbers of the layers of virtual stage i; `kinds`: kind of every layer."""
+
+    pp: int
+    v: int
+    stages: tuple[tuple[int, ...], ...]
+    kinds: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        placed = [layer for stage in self.stages for layer in stage]
+        assert len(self.stages) == self.pp * self.v, self
+        assert placed == list(range(len(self.kinds))), f"not every layer exactly once: {self}"
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Stacks of parameters that the layers live in."""
+        return tuple(sorted({STACK_OF[kind] for kind in self.kinds}))
+
+    @property
+    def slots(self) -> int:
+        """Layer slots of a chunk."""
+        return max(map(len, self.stages))
+
+    def table(self) -> np.ndarray:
+        """int32 [pp, v, slots]: the layer in each slot, -1 where it is padding."""
+        return self._by_chunk(self.stages)
+
+    def slot_kinds(self) -> tuple[tuple[str, ...], ...]:
+        """For each slot, the kinds it has on any device in any chunk, `EMPTY` among them."""
+        table = self.table().reshape(-1, self.slots)
+        kind = lambda layer: EMPTY if layer < 0 else self.kinds[layer]  # noqa: E731
+        return tuple(tuple(sorted({kind(layer) for layer in column})) for column in table.T)
+
+    @property
+    def runs_all_stacks(self) -> bool:
+        """A chunk's slots are of one stack, or of the same kind in every chunk."""
+        return len(self.stacks) == 1 or all(len(kinds) == 1 for kinds in self.slot_kinds())
+
+    def storage_rows(self, stack: str) -> np.ndarray:
+        """int32 [pp * v * slots]: the row of the canonical `stack` stored there, -1: padding.
+
+        A model with two stacks has the same kinds in every chunk, so neither is padded.
+        """
+        rows = stack_index(self.kinds)
+        own = [tuple(rows[i] for i in s if STACK_OF[self.kinds[i]] == stack) for s in self.stages]
+        return self._by_chunk(own).reshape(-1)
+
+    def _by_chunk(self, stages: Sequence[Sequence[int]]) -> np.ndarray:
+        out = np.full((self.pp, self.v, max(map(len, stages))), -1, np.int32)
+        for i, stage in enumerate(stages):
+            out[i % self.pp, i // self.pp, : len(stage)] = stage
+        return out
+
+
+def make_layout(
+    kinds: Sequence[str],
+    pp: int,
+    virtual_stages: int = 1,
+    layout: str | None = None,
+    account_for: Sequence[str] = (),
+) -> Layout:
+    """Cut the layers of `kinds` into pp * virtual_stages stages.
+
+    `layout`: Megatron's string, which also decides the number of virtual stages; otherwise stages
+    are as equal as can be, the first ones longer. `account_for` counts "embedding" and "loss" as
+    one layer of the stage that holds them. Raises `UserError` for a malformed `layout`.
+    """
+    if layout is not None:
+        sizes = parse(layout, len(kinds), pp)
+    else:
+        sizes = _even(len(kinds), pp * virtual_stages, account_for)
+    ends = np.cumsum([0, *sizes])
+    stages = tuple(tuple(range(a, b)) for a, b in zip(ends, ends[1:], strict=False))
+    return Layout(pp, len(sizes) // pp, stages, tuple(kinds))
+
+
+def layout_of(cfg: Config) -> Layout:
+    """The layout a config asks for. Raises `UserError`."""
+    mesh = cfg.mesh
+    kinds = expand(cfg.model.layer_pattern, cfg.model.num_hidden_layers)
+    account_for = mesh.pipeline_account_for
+    return make_layout(kinds, mesh.pp, mesh.virtual_stages, mesh.pipeline_layout, account_for)
+
+
+def _even(layers: int, stages: int, account_for: Sequence[str]) -> list[int]:
+    units = layers + len(account_for)
+    assert units >= stages, "an empty stage"  # refused by validate.py
+    sizes = [units // stages + (i < units % stages) for i in range(stages)]
+    sizes[0] -= "embedding" in account_for
+    sizes[-1] -= "loss" in account_for
+    return sizes
+
+
+def parse(text: str, layers: int, pp: int) -> list[int]:
+    """Layers per virtual stage of a layout string such as `E|(tt|)*2,(t|)*4,L`.
+
+    `|` separates stages; E is the embedding, t a layer, L the loss; commas and spaces mean
+    nothing; `(...)*n` and `x*n` repeat. Raises `UserError` where a layer is lost or repeated.
+    """
+
+    def refuse(what: str) -> UserError:
+        return UserError(
+            f"mesh.pipeline_layout={text!r} {what}; write stages of E (embedding), t (layer), "
+            "L (loss) apart by |, with repeats as in 'E|(tt|)*2,(t|)*4,L'"
+        )
+
+    flat = re.sub(r"[\s,]", "", text)
+    repeat = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)")
+    while repeat.search(flat):
+        flat = repeat.sub(lambda m: (m[1] or m[3] or "") * int(m[2] or m[4] or 1), flat)
+    unknown = sorted(set(flat) - set("EtL|"))
+    if unknown:
+        raise refuse(f"has no part called {unknown[0]!r}")
+    stages = flat.split("|")
+    if flat.count("E") != 1 or not flat.startswith("E"):
+        raise refuse("must have E once, at the start")
+    if flat.count("L") != 1 or not flat.endswith("L"):
+        raise refuse("must have L once, at the end")
+    if flat.count("t") != layers:
+        raise refuse(f"places {flat.count('t')} layers of model.num_hidden_layers={layers}")
+    if len(stages) % pp:
+        raise refuse(f"has {len(stages)} stages, which mesh.pp={pp} does not divide")
+    return [stage.count("t") for stage in stages]
+
+
+# ---- for people ------------------------------------------------------------------------------
+
+
+def describe(layout: Layout) -> list[str]:
+    """One line a device: its layers, chunk by chunk."""
+    names = [_span(stage) for stage in layout.stages]
+    names[0] = f"embedding + {names[0]}"
+    names[-1] += " + loss"
+    rows = [names[s :: layout.pp] for s in range(layout.pp)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"stage {s}  " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for s, row in enumerate(rows)
+    ]
+
+
+def _span(stage: Sequence[int]) -> str:
+    if not stage:
+        return "no layer"
+    return f"layer {stage[0]}" if len(stage) == 1 else f"layers {stage[0]}-{stage[-1]}"

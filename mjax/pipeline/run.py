@@ -1,0 +1,384 @@
+"""The pipeline's three scans, inside the train step's one manual region.
+
+Every device runs the same program: in each tick (`schedule.py`) it applies one chunk forward and
+one backward and hands the results to its neighbours. The forward is an explicit `jax.vjp` whose
+residuals wait in a ring buffer until the backward; residuals that are the chunk's weights or facts
+of its micro-batch are not kept but put back. So memory does not grow with the number of
+micro-batches. The first stage embeds, the last makes the loss and its cotangent, both under
+`lax.cond`, so that no other stage waits for them; a predicate depends on the pp index and the tick
+alone, hence collectives over the other axes may stand in its branches. Embedding, final norm and
+head are replicated over pp: the gradient rule sums their parts, tied or not.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mjax.models.decoder import Decoder, remat, rows_of, scan_body
+from mjax.models.params import split
+from mjax.models.pattern import STACK_OF, runs
+from mjax.pipeline.layout import EMPTY, Layout
+from mjax.pipeline.schedule import Schedule, make_schedule
+
+if TYPE_CHECKING:
+    from mjax.train.step import Batch, Program
+
+# Views of an array, which a backward makes again: kept, they would copy weights into the stash.
+_VIEWS = frozenset(
+    "slice dynamic_slice squeeze reshape broadcast_in_dim convert_element_type transpose "
+    "expand_dims copy".split()
+)
+
+
+class Part(NamedTuple):
+    """Slots of a chunk that one scan applies: `repeats` times the blocks `kinds`.
+
+    With `varies` they are of different kinds, or unused, in different chunks: `kinds` then lists
+    the choices, and a slot's code picks one.
+    """
+
+    first: int
+    kinds: tuple[str, ...]
+    repeats: int
+    varies: bool
+
+
+def parts_of(layout: Layout) -> tuple[Part, ...]:
+    """The scans of a chunk. Slots of one kind everywhere are grouped as in an unpiped model."""
+    slots, choices = layout.slot_kinds(), (EMPTY, *sorted(set(layout.kinds)))
+    parts: list[Part] = []
+    at = 0
+    while at < len(slots):
+        varies, end = len(slots[at]) > 1, at
+        while end < len(slots) and (len(slots[end]) > 1) == varies:
+            end += 1
+        if varies:
+            parts.append(Part(at, choices, end - at, True))
+        else:
+            same = runs(tuple(kind for (kind,) in slots[at:end]), at)
+            parts += [Part(run.first, run.kinds, run.repeats, False) for run in same]
+        at = end
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What a device needs to apply any of its chunks to any micro-batch."""
+
+    program: "Program"
+    layout: Layout
+    weights: dict  # local; stacks are [v * slots, ...]
+    micro_batches: "Batch"
+    key: jax.Array | None
+    train: bool
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        return self.layout.stacks
+
+    @property
+    def outer(self) -> dict:
+        """Weights outside the stacks: embedding, final norm, head."""
+        return {k: w for k, w in self.weights.items() if k not in self.stacks}
+
+    def model(self, outer: dict) -> Decoder:
+        return self.program.definition.bind({**self.weights, **outer})
+
+    def by_chunk(self) -> dict:
+        """The stacks as [v, slots, ...]."""
+        v = self.layout.v
+        own = {name: self.weights[name] for name in self.stacks}
+        return jax.tree.map(lambda w: w.reshape(v, -1, *w.shape[1:]), own)
+
+    def micro(self, i: jax.Array) -> "Batch":
+        return {k: _at(a, i) for k, a in self.micro_batches.items()}
+
+    def facts(self, micro: "Batch", chunk: jax.Array) -> dict:
+        """What a chunk's blocks read besides weights and activations; made again for a backward."""
+        layers = self.layout.table()
+        codes = np.asarray([EMPTY, *sorted(set(self.layout.kinds))])
+        kinds = np.asarray([*self.layout.kinds, EMPTY])[layers]  # -1 is the last: EMPTY
+        here = lambda table: jnp.asarray(table, jnp.int32)[lax.axis_index("pp"), chunk]  # noqa: E731
+        info = self.program.tokens(micro, self.key)
+        return {
+            "info": info,
+            "rope": self.model(self.outer).rope(info),
+            "layers": here(np.maximum(layers, 0)),
+            "codes": here(np.searchsorted(codes, kinds)),
+        }
+
+    def cut(self, weights: dict) -> list[dict]:
+        """A chunk's stacks [slots, ...] -> rows for the scan of each part."""
+        out, seen = [], dict.fromkeys(self.stacks, 0)
+        for part in parts_of(self.layout):
+            kinds = part.kinds[1:2] if part.varies else part.kinds  # a choice is of one stack
+            rows = {}
+            for name in sorted({STACK_OF[kind] for kind in kinds}):
+                own = sum(STACK_OF[kind] == name for kind in kinds)
+                take = rows_of(seen[name], part.repeats, own)
+                rows[name] = jax.tree.map(take, weights[name])
+                seen[name] += part.repeats * own
+            out.append(rows)
+        return out
+
+    def apply(self, rows: list[dict], facts: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, S/tp, D] through one chunk; also this device's share of its auxiliary losses."""
+        ctx = self.program.context(self.train)
+        model = self.model(self.outer)
+        definitions = {name: split(getattr(model, name))[0] for name in self.stacks}
+        shared = definitions, facts["rope"], facts["info"], ctx
+        carry = x, jnp.float32(0)
+        for part, own in zip(parts_of(self.layout), rows, strict=True):
+            period = 1 if part.varies else len(part.kinds)
+            cut = rows_of(part.first, part.repeats, period)
+            xs = own, cut(facts["layers"]), cut(facts["codes"])
+            body = functools.partial(_apply_part, part, *shared)
+            carry, _ = lax.scan(self._keep(body, ctx.remat), carry, xs)
+        return carry
+
+    def _keep(self, body: Callable, policy: str) -> Callable:
+        if not self.train or policy != "none":
+            return remat(body, policy)
+        return jax.checkpoint(
+            body, policy=lambda prim, *_, **__: prim.name not in _VIEWS, prevent_cse=False
+        )
+
+    def embed(self, outer: dict, micro: "Batch") -> jax.Array:
+        info, ctx = self.program.tokens(micro, self.key), self.program.context(self.train)
+        return self.model(outer).embed(micro["tokens"], info, ctx)
+
+    def nll(self, outer: dict, x: jax.Array, micro: "Batch") -> jax.Array:
+        """Sum of masked nll, equal on all tp devices."""
+        ctx, chunk = self.program.context(self.train), self.program.cfg.train.loss_chunk
+        return self.model(outer).head_loss(x, micro, ctx, chunk)
+
+
+def _apply_part(part: Part, definitions, rope, info, ctx, carry, xs):
+    """One period of blocks, or one slot whose kind its code chooses."""
+    weights, layers, codes = xs
+    if not part.varies:
+        xs = weights, layers, None
+        return scan_body(definitions, part.kinds, rope, info, ctx, carry, xs)
+
+    def block(kind: str, carry, weights):
+        if kind == EMPTY:
+            return carry
+        xs = weights, layers, None
+        return scan_body(definitions, (kind,), rope, info, ctx, carry, xs)[0]
+
+    choices = [functools.partial(block, kind) for kind in part.kinds]
+    return lax.switch(codes[0], choices, carry, weights), None
+
+
+# ---- the stash -------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """A vjp's tree, and where each of its leaves is found again: (is it known, index)."""
+
+    tree: jax.tree_util.PyTreeDef
+    places: tuple[tuple[bool, int], ...]
+
+
+def take_apart(vjp: Callable, known: list) -> tuple[Plan, list]:
+    """A vjp -> plan and the residuals to keep: those that are none of the tracers `known`, once."""
+    leaves, tree = jax.tree.flatten(vjp)
+    again = {id(leaf): (True, i) for i, leaf in enumerate(known)}
+    kept: list = []
+    for leaf in leaves:
+        if id(leaf) not in again:
+            again[id(leaf)] = (False, len(kept))
+            kept.append(leaf)
+    return Plan(tree, tuple(again[id(leaf)] for leaf in leaves)), kept
+
+
+def put_together(plan: Plan, known: list, kept: list) -> Callable:
+    return jax.tree.unflatten(plan.tree, [(known if k else kept)[i] for k, i in plan.places])
+
+
+# ---- the scans -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device's ticks. A state is {y, d, stash, losses, outer, inner}: the activation and the
+    cotangent that came in, kept residuals, loss shares, gradients outside and of the stacks."""
+
+    chunks: Chunks
+    schedule: Schedule
+    scale: dict[str, jax.Array]  # of the sums {loss, aux_loss} in the loss
+
+    @property
+    def ring(self) -> list[tuple[int, int]]:
+        n = self.chunks.layout.pp
+        return [(i, (i + 1) % n) for i in range(n)]
+
+    def ends(self, row: dict, direction: str) -> tuple[jax.Array, jax.Array]:
+        """(the unit is a micro-batch's first chunk, its last), false for an idle tick."""
+        s, chunk, on = lax.axis_index("pp"), row[direction + "_chunk"], row[direction + "_on"] == 1
+        layout = self.chunks.layout
+        first, last = (s == 0) & (chunk == 0), (s == layout.pp - 1) & (chunk == layout.v - 1)
+        return first & on, last & on
+
+    def inputs(self, row: dict, direction: str) -> tuple["Batch", list[dict], dict]:
+        """Micro-batch, rows of weights and facts of a unit."""
+        chunk = row[direction + "_chunk"]
+        micro = self.chunks.micro(row[direction + "_micro"])
+        weights = jax.tree.map(lambda w: _at(w, chunk), self.chunks.by_chunk())
+        return micro, self.chunks.cut(weights), self.chunks.facts(micro, chunk)
+
+    def enter(self, row: dict, micro: "Batch", y: jax.Array) -> jax.Array:
+        embed = lambda: self.chunks.embed(self.chunks.outer, micro).astype(y.dtype)  # noqa: E731
+        return lax.cond(self.ends(row, "f")[0], embed, lambda: y)
+
+    def linearise(self, rows: list[dict], facts: dict, x: jax.Array):
+        """(y, aux), plan and kept residuals of one chunk."""
+        out, vjp = jax.vjp(lambda rows, x: self.chunks.apply(rows, facts, x), rows, x)
+        return out, *take_apart(vjp, jax.tree.leaves((rows, facts)))
+
+    def probe(self) -> tuple[jax.ShapeDtypeStruct, list[jax.ShapeDtypeStruct], Plan]:
+        """Shapes of an activation and of what is kept of a chunk; how to find it again."""
+        plans = []
+
+        def trace(row):
+            micro, rows, facts = self.inputs(row, "f")
+            x = self.chunks.embed(self.chunks.outer, micro)
+            _, plan, kept = self.linearise(rows, facts, x)
+            plans.append(plan)
+            return x, kept
+
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        return *jax.eval_shape(trace, dict.fromkeys(self.schedule.tables, scalar)), plans[0]
+
+    def forward(self, plan: Plan, row: dict, state: dict) -> dict:
+        micro, rows, facts = self.inputs(row, "f")
+        x = self.enter(row, micro, state["y"])
+        (y, aux), own, kept = self.linearise(rows, facts, x)
+        assert own.places == plan.places, "a chunk was traced differently"
+        slot = row["f_slot"]
+        stash = [
+            lax.dynamic_update_index_in_dim(b, k, slot, 0)
+            for b, k in zip(state["stash"], kept, strict=True)
+        ]
+        _, last = self.ends(row, "f")
+
+        def loss(outer_grads):
+            share = lambda outer, y: self.chunks.nll(outer, y, micro) * self.scale["loss"]  # noqa: E731
+            value, (g, d) = jax.value_and_grad(share, (0, 1))(self.chunks.outer, y)
+            return value, d, _add(outer_grads, g)
+
+        idle = lambda outer_grads: (jnp.float32(0), jnp.zeros_like(y), outer_grads)  # noqa: E731
+        value, d, outer = lax.cond(last, loss, idle, state["outer"])
+        aux = jnp.where(row["f_on"] == 1, aux, 0) * self.scale["aux_loss"]
+        losses = _add(state["losses"], {"loss": value, "aux_loss": aux})
+        d = jnp.where(last, d, state["d"])
+        y = lax.ppermute(y, "pp", self.ring)
+        return {**state, "y": y, "d": d, "stash": stash, "losses": losses, "outer": outer}
+
+    def backward(self, plan: Plan, row: dict, state: dict) -> dict:
+        micro, rows, facts = self.inputs(row, "b")
+        kept = [_at(b, row["b_slot"]) for b in state["stash"]]
+        vjp = put_together(plan, jax.tree.leaves((rows, facts)), kept)
+        d_rows, d_x = vjp((state["d"], self.scale["aux_loss"]))
+        chunk, on = row["b_chunk"], row["b_on"] == 1
+        weights = jax.tree.map(lambda w: w[0], self.chunks.by_chunk())
+        (d_weights,) = jax.vjp(self.chunks.cut, weights)[1](d_rows)
+        d_weights = jax.tree.map(lambda g: jnp.where(on, g, 0), d_weights)
+
+        def accumulate(all_chunks, g):
+            mine = _at(all_chunks, chunk) + g.astype(all_chunks.dtype)
+            return lax.dynamic_update_index_in_dim(all_chunks, mine, chunk, 0)
+
+        def embedding(outer_grads):
+            _, embed_vjp = jax.vjp(lambda o: self.chunks.embed(o, micro), self.chunks.outer)
+            return _add(outer_grads, embed_vjp(d_x)[0])
+
+        first, _ = self.ends(row, "b")
+        outer = lax.cond(first, embedding, lambda g: g, state["outer"])
+        inner = jax.tree.map(accumulate, state["inner"], d_weights)
+        d = lax.ppermute(d_x, "pp", [(b, a) for a, b in self.ring])
+        return {**state, "d": d, "outer": outer, "inner": inner}
+
+    def scan(self, tick: Callable, state: dict, first: int, last: int) -> dict:
+        """`tick(row, state)` over ticks [first, last)."""
+        tables = {k: jnp.asarray(t) for k, t in self.schedule.rows(first, last).items()}
+        mine = lambda row: {k: a[lax.axis_index("pp")] for k, a in row.items()}  # noqa: E731
+        return lax.scan(lambda state, row: (tick(mine(row), state), None), state, tables)[0]
+
+
+def pipeline_gradients(
+    program: "Program",
+    weights: dict,
+    micro_batches: "Batch",
+    key: jax.Array,
+    count: jax.Array,
+    sequences: int,
+) -> tuple[dict[str, jax.Array], dict]:
+    """(this device's shares of {loss, aux_loss}, gradients of its share in grad_accum).
+
+    `weights` are local, their stacks in storage order; `micro_batches` [m, ...] are equal over pp;
+    `count` and `sequences` are the denominators of the global batch.
+    """
+    chunks = _chunks(program, weights, micro_batches, key, True)
+    schedule = _schedule(chunks)
+    nll = 1 / jnp.maximum(count, 1) / program.parallel.tp  # the loss is made on each tp device
+    device = Device(chunks, schedule, {"loss": nll, "aux_loss": jnp.float32(1 / sequences)})
+    x, kept, plan = device.probe()
+    accum = jnp.dtype(program.cfg.precision.grad_accum)
+    zeros = lambda tree: jax.tree.map(lambda w: jnp.zeros(w.shape, accum), tree)  # noqa: E731
+    state = {
+        "y": jnp.zeros(x.shape, x.dtype),
+        "d": jnp.zeros(x.shape, x.dtype),
+        "stash": [jnp.zeros((schedule.slots, *k.shape), k.dtype) for k in kept],
+        "losses": {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)},
+        "outer": zeros(chunks.outer),
+        "inner": zeros(chunks.by_chunk()),
+    }
+    forward, backward = (functools.partial(f, plan) for f in (device.forward, device.backward))
+    both = lambda row, state: forward(row, backward(row, state))  # noqa: E731 - they are independent
+    start, ticks = schedule.start, schedule.ticks
+    state = device.scan(forward, state, 0, start)
+    state = device.scan(both, state, start, ticks)
+    state = device.scan(backward, state, ticks, start + ticks)
+    inner = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), state["inner"])
+    return state["losses"], {**state["outer"], **inner}
+
+
+def pipeline_nll(program: "Program", weights: dict, micro_batches: "Batch") -> jax.Array:
+    """This device's part of the sum of masked nll, without gradients or dropout; equal over tp."""
+    chunks = _chunks(program, weights, micro_batches, None, False)
+    device = Device(chunks, _schedule(chunks), {})
+
+    def tick(row, state):
+        micro, rows, facts = device.inputs(row, "f")
+        y, _ = chunks.apply(rows, facts, device.enter(row, micro, state["y"]))
+        nll = lambda: chunks.nll(chunks.outer, y, micro)  # noqa: E731
+        more = lax.cond(device.ends(row, "f")[1], nll, lambda: jnp.float32(0))
+        return {"y": lax.ppermute(y, "pp", device.ring), "nll": state["nll"] + more}
+
+    x = jax.eval_shape(chunks.embed, chunks.outer, chunks.micro(0))
+    state = {"y": jnp.zeros(x.shape, x.dtype), "nll": jnp.float32(0)}
+    return device.scan(tick, state, 0, device.schedule.ticks)["nll"]
+
+
+def _chunks(program, weights, micro_batches, key, train) -> Chunks:
+    return Chunks(program, program.layout, weights, micro_batches, key, train)
+
+
+def _schedule(chunks: Chunks) -> Schedule:
+    m = len(chunks.micro_batches["tokens"])
+    return make_schedule(chunks.layout.pp, chunks.layout.v, m)
+
+
+def _at(a: jax.Array, i: jax.Array | int) -> jax.Array:
+    return a[0] if a.shape[0] == 1 else lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+
+
+def _add(total: dict, more: dict) -> dict:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)

@@ -1,0 +1,103 @@
+"""cuDNN under context parallelism against the fp32 reference of the whole sequence, bf16."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from mjax.kernels.attention import attention, block_backward, block_forward
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.context import context_attention, zigzag
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+B, S, N, K, H = 2, 1024, 8, 4, 128
+CASES = [(cp_type, "plain") for cp_type in ("all_gather", "ring", "a2a", "a2a_ring", "auto")]
+CASES += [("a2a", "packed"), ("auto", "packed"), ("a2a", "windowed")]
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(B, S, N, H), (B, S, K, H), (B, S, K, H), (B, S, N, H)]
+    return [
+        jax.random.normal(k, s, jnp.float32).astype(jnp.bfloat16)
+        for k, s in zip(keys, shapes, strict=True)
+    ]
+
+
+def close(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.isfinite(a).all() and np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("cp_type,kind", CASES)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_cudnn_equals_reference(cp, cp_type, kind):
+    if jax.device_count() < cp:
+        pytest.skip(f"needs {cp} GPUs")
+    if cp_type == "a2a_ring" and cp == 2:
+        pytest.skip("a2a_ring needs 4 GPUs")
+    window = 100 if kind == "windowed" else None
+    cuts = np.random.default_rng(1).random((B, S)) < (0.005 if kind == "packed" else 0)
+    segments = np.cumsum(cuts, axis=1).astype(np.int32)
+    columns = np.arange(S, dtype=np.int32)
+    options = dict(scale=H**-0.5, window=window, softcap=None, max_documents=32)
+
+    def whole(q, k, v, d_out):
+        places = dict(columns=(columns, columns), segments=(segments, segments))
+        f = functools.partial(attention, implementation="xla", **places, **options)
+        out, transpose = jax.vjp(f, q, k, v)
+        return out, *transpose(d_out)
+
+    def sharded(q, k, v, d_out, columns, segments):
+        f = functools.partial(
+            context_attention,
+            parallel=Parallel(cp=cp),
+            cp_type=cp_type,
+            cp_a2a=2 if cp_type == "a2a_ring" else 1,
+            columns=(columns, columns),
+            segments=(segments, segments) if kind == "packed" else None,
+            implementation="cudnn",
+            **options,
+        )
+        out, transpose = jax.vjp(f, q, k, v)
+        return out, *transpose(d_out)
+
+    order = zigzag(S, cp)
+    mesh = Mesh(np.array(jax.devices()[:cp]), ("cp",), axis_types=(AxisType.Auto,))
+    spec = P(None, "cp")
+    run = jax.jit(
+        jax.shard_map(
+            sharded,
+            mesh=mesh,
+            in_specs=(*[spec] * 4, P("cp"), spec),
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+    mine = run(*(x[:, order] for x in arrays()), columns[order], segments[:, order])
+    with jax.default_matmul_precision("highest"):
+        theirs = jax.jit(whole)(*(x.astype(jnp.float32) for x in arrays()))
+    close(mine, [x[:, order] for x in theirs])
+
+
+def test_cudnn_blocks_equal_xla_blocks():
+    """A block of keys: its log-sum-exp, and its gradients under statistics that are not its own."""
+    q, k, v, d_out = arrays()
+    late = jnp.broadcast_to(jnp.arange(S, 2 * S, dtype=jnp.int32), (B, S))
+    options = dict(scale=H**-0.5, causal=False, window=None)
+    seen = (late, None), (late - S, None)
+    exact = [x.astype(jnp.float32) for x in (q, k, v, d_out)]
+    with jax.default_matmul_precision("highest"):
+        out, lse = block_forward(*exact[:3], seen, implementation="xla", **options)
+        stats = 0.5 * out, lse + 1.0, exact[3]
+        grads = block_backward(*exact[:3], seen, *stats, implementation="xla", **options)
+    mine = block_forward(q, k, v, None, implementation="cudnn", **options)
+    np.testing.assert_allclose(mine[1], lse, atol=1e-2)
+    stats = stats[0].astype(q.dtype), stats[1], d_out
+    found = block_backward(q, k, v, None, *stats, implementation="cudnn", **options)
+    close([mine[0], *found], [out, *grads])

@@ -1,0 +1,234 @@
+"""Law: context parallelism changes nothing, whichever way keys are exchanged.
+
+Loss, norm and every gradient are those of one device for cp 2, 4, 8, alone and with dp and tp (and
+sequence parallelism); packed documents, uneven masks, windows, sinks, soft-cap and dropout
+included. Below that, the block mathematics against attention in float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from mjax.errors import UserError
+from mjax.kernels import attention as kernels
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.context import Group, Ring, _ring, choose, context_attention, zigzag
+from mjax.sharding.mesh import make_mesh
+from mjax.train import Trainer
+from tests.laws.common import (
+    MODELS,
+    ROWS,
+    config,
+    curve,
+    deviation,
+    make_batch,
+    one_device_curve,
+    one_device_gradients,
+)
+
+TYPES = ("all_gather", "ring", "a2a", "a2a_ring")
+MESHES = [(1, 2, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 4, 2)]  # dp, cp, tp
+RING_LACKS = ("sinks_softcap", "dropout")
+
+
+def trainer(name: str, dp: int, cp: int, tp: int, cp_type: str, *overrides: str) -> Trainer:
+    cfg = config(
+        name,
+        f"mesh.dp={dp}",
+        f"mesh.cp={cp}",
+        f"mesh.tp={tp}",
+        f"mesh.cp_type={cp_type}",
+        f"mesh.cp_a2a={2 if cp_type == 'a2a_ring' else 1}",
+        f"train.micro_batch_size={ROWS // dp // 2}",
+        *overrides,
+    )
+    made = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[: dp * cp * tp]))
+    made.init()
+    return made
+
+
+def cases():
+    """Every model with every type on cp x tp; packed, windowed attention on every mesh."""
+    for name in MODELS:
+        for dp, cp, tp in MESHES if name == "windowed" else [(1, 4, 2)]:
+            for cp_type in TYPES:
+                group = {"a2a": cp, "a2a_ring": 2}.get(cp_type, 1)
+                lacks = "ring" in cp_type and name in RING_LACKS
+                if not lacks and (cp, cp_type) != (2, "a2a_ring") and 8 // tp % group == 0:
+                    yield name, dp, cp, tp, cp_type
+
+
+@pytest.mark.parametrize("name,dp,cp,tp,cp_type", list(cases()))
+def test_gradients_equal_one_device(name, dp, cp, tp, cp_type):
+    loss, norm, grads = trainer(name, dp, cp, tp, cp_type).grads(make_batch())
+    loss1, norm1, grads1 = one_device_gradients(name)
+    assert abs(float(loss) - loss1) <= 1e-5 * loss1
+    assert abs(float(norm) - norm1) <= 1e-5 * norm1
+    assert deviation(grads, grads1) <= 1e-5
+
+
+@pytest.mark.parametrize("cp_type", TYPES)
+def test_twenty_steps_agree(cp_type):
+    made = trainer("windowed", 1, 4, 2, cp_type, "train.remat=attention")
+    np.testing.assert_allclose(curve(made, 20), one_device_curve("windowed", 20), rtol=2e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_zero_shards_over_context_devices(zero):
+    made = trainer("gqa_kv1", 2, 2, 2, "ring", f"mesh.zero={zero}")
+    loss, norm, grads = made.grads(make_batch())
+    loss1, norm1, grads1 = one_device_gradients("gqa_kv1")
+    assert abs(float(loss) - loss1) <= 1e-5 * loss1
+    assert abs(float(norm) - norm1) <= 1e-5 * norm1
+    assert deviation(grads, grads1) <= 1e-5
+
+
+def test_evaluation_agrees():
+    batch = make_batch()
+    total, count = trainer("gqa_kv1", 1, 4, 2, "ring").evaluate(batch)
+    one, count1 = trainer("gqa_kv1", 1, 1, 1, "auto").evaluate(batch)
+    assert float(count) == float(count1)
+    assert abs(float(total) - float(one)) <= 1e-5 * float(one)
+
+
+def test_auto_is_the_documented_rule():
+    assert choose(4, grouped=True, lacking=False) == "all_gather"
+    assert choose(8, grouped=True, lacking=False) == "ring"
+    assert choose(2, grouped=False, lacking=False) == "ring"
+    assert choose(8, grouped=False, lacking=True) == "all_gather"
+    loss, _, grads = trainer("sinks_softcap", 1, 8, 1, "auto").grads(make_batch())
+    assert abs(float(loss) - one_device_gradients("sinks_softcap")[0]) <= 1e-5 * float(loss)
+
+
+# ---- the mathematics ---------------------------------------------------------------------------
+
+B, S, N, K, H = 2, 32, 8, 2, 8
+SCALE = H**-0.5
+
+
+def exact(q, k, v, d_out, segments=None, window=None):
+    """(out, lse, d_q, d_k, d_v) of causal attention, float64 numpy."""
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
+    k, v = (np.repeat(x, N // K, 2) for x in (k, v))
+    scores = np.einsum("bsnh,btnh->bnst", q, k) * SCALE
+    behind = np.arange(S)[:, None] - np.arange(S)
+    seen = (behind >= 0) & (behind < (window or S))
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])[:, None]
+    weights = np.where(seen, np.exp(scores), 0)
+    probs = weights / weights.sum(-1, keepdims=True)
+    out = np.einsum("bnst,btnh->bsnh", probs, v)
+    d_probs = np.einsum("bsnh,btnh->bnst", d_out, v)
+    delta = np.moveaxis((out * d_out).sum(-1), 1, 2)[..., None]
+    d_scores = probs * (d_probs - delta) * SCALE
+    d_q = np.einsum("bnst,btnh->bsnh", d_scores, k)
+    d_k = np.einsum("bnst,bsnh->btnh", d_scores, q).reshape(B, S, K, N // K, H).sum(3)
+    d_v = np.einsum("bnst,bsnh->btnh", probs, d_out).reshape(B, S, K, N // K, H).sum(3)
+    return out, np.log(weights.sum(-1)), d_q, d_k, d_v
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = [(B, S, N, H), (B, S, K, H), (B, S, K, H), (B, S, N, H)]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def documents():
+    return np.cumsum(np.random.default_rng(1).random((B, S)) < 0.1, axis=1).astype(np.int32)
+
+
+def close(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6 * np.abs(b).max(), rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1024, 4])
+def test_blocks_merge_to_the_whole(chunk, monkeypatch):
+    """Blocks of keys: forward merges by lse, backward with the global lse adds up."""
+    monkeypatch.setattr(kernels, "_QUERY_CHUNK", chunk)
+    q, k, v, d_out = arrays()
+    segments = documents()
+    out, lse, *grads = exact(q, k, v, d_out, segments, window=9)
+    columns = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
+    options = dict(scale=SCALE, causal=False, window=9, implementation="xla")
+    outs, lses, mine = [], [], []
+    for cut in (slice(0, 12), slice(12, 20), slice(20, S)):
+        seen = (columns, segments), (columns[:, cut], segments[:, cut])
+        block = q, k[:, cut], v[:, cut], seen
+        o, z = kernels.block_forward(*block, **options)
+        stats = out.astype(np.float32), lse.astype(np.float32), d_out
+        outs.append(np.asarray(o))
+        lses.append(np.asarray(z, np.float64))
+        mine.append(kernels.block_backward(*block, *stats, **options))
+    top = np.logaddexp.reduce(lses)
+    weights = [np.moveaxis(np.exp(z - top), 1, 2)[..., None] for z in lses]
+    merged = sum(o * w for o, w in zip(outs, weights, strict=True))
+    d_q, d_k, d_v = zip(*mine, strict=True)
+    close([merged, top, sum(d_q)], [out, lse, grads[0]])
+    close([np.concatenate(d_k, 1), np.concatenate(d_v, 1)], grads[1:])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("packed,window", [(False, None), (True, None), (True, 9)])
+def test_ring_equals_whole_attention(cp, at_once, packed, window):
+    """Both transports of the block kernels, as cuDNN runs them, on the XLA blocks."""
+    q, k, v, d_out = arrays()
+    segments = documents() if packed else None
+    mesh = Mesh(np.array(jax.devices()[:cp]), ("cp",), axis_types=(AxisType.Auto,))
+    ring = Ring(Group(cp, 1), at_once, SCALE, window, "xla")
+    order = zigzag(S, cp)
+    spec = P(None, "cp")
+    columns = np.broadcast_to(order.astype(np.int32), (B, S))
+    places = columns, None if segments is None else segments[:, order]
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    def run(q, k, v, d_out, places):
+        out, transpose = jax.vjp(lambda *x: _ring(*x, places, ring), q, k, v)
+        return out, *transpose(d_out)
+
+    mine = run(*(x[:, order] for x in (q, k, v, d_out)), places)
+    out, _, *grads = exact(q, k, v, d_out, segments, window)
+    close(mine, [x[:, order] for x in (out, *grads)])
+
+
+@pytest.mark.parametrize("size", [16, 48])
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+def test_zigzag_deals_every_column_once_and_balances(cp, size):
+    order = zigzag(size, cp)
+    assert sorted(order) == list(range(size))
+    work = order.reshape(cp, -1).sum(1)  # keys seen by a device's queries
+    assert len(set(work)) == 1
+    assert (np.diff(order.reshape(2 * cp, -1)) == 1).all()
+
+
+REFUSED = {
+    "ring": (dict(sinks=jnp.zeros(4)), "mesh.cp_type=ring lacks model.attention_sinks"),
+    "all_gather": (dict(implementation="cudnn", window=4), "set mesh.cp_type=a2a"),
+    "a2a": ({}, "deals 4 query heads per tp device out to 8 devices"),
+}
+
+
+@pytest.mark.parametrize("cp_type", REFUSED)
+def test_what_is_not_exact_is_refused(cp_type):
+    given, message = REFUSED[cp_type]
+    q = jnp.zeros((1, 4, 4, 8))
+    columns = jnp.arange(4)
+    options = dict(softcap=None, window=None, max_documents=1, implementation="xla", scale=1.0)
+    with pytest.raises(UserError, match=message):
+        context_attention(
+            q,
+            q,
+            q,
+            parallel=Parallel(cp=8),
+            cp_type=cp_type,
+            cp_a2a=1,
+            columns=(columns, columns),
+            **(options | given),
+        )

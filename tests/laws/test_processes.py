@@ -1,0 +1,105 @@
+"""Laws of several processes: the same run as one process; none waits for ever for a dead one."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+BASE = [
+    "model.vocab_size=97",
+    "model.hidden_size=32",
+    "model.num_attention_heads=8",
+    "model.intermediate_size=48",
+    "model.num_hidden_layers=2",
+    "data.mock=true",
+    "data.seq_length=16",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=1",
+    "train.eval_interval=3",
+    "train.eval_steps=2",
+    "schedule.decay_steps=8",
+    "precision.compute=float32",
+    "log.interval=1",
+]
+
+
+def start(folder, processes, *overrides):
+    """`python -m mjax.train` as `processes` processes with 8 CPU devices in all."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    devices = f"--xla_force_host_platform_device_count={8 // processes}"
+    env = os.environ | {"XLA_FLAGS": devices, "JAX_NUM_PROCESSES": str(processes)}
+    env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+    command = [sys.executable, "-u", "-m", "mjax.train", *BASE, f"run.dir={folder}", *overrides]
+    return [
+        subprocess.Popen(
+            command,
+            env=env | {"JAX_PROCESS_ID": str(i)},
+            stdout=open(folder.parent / f"{folder.name}.{i}", "w"),  # noqa: SIM115
+            stderr=subprocess.STDOUT,
+        )
+        for i in range(processes)
+    ]
+
+
+def finish(folder, running):
+    """Wait for the processes to end well; what each has printed."""
+    try:
+        codes = [p.wait(timeout=240) for p in running]
+    finally:
+        for p in running:
+            p.kill()
+    said = [(folder.parent / f"{folder.name}.{i}").read_text() for i in range(len(running))]
+    assert not any(codes), said
+    return said
+
+
+def losses(folder):
+    """Of every training step, and of the last evaluation."""
+    records = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    return [r["loss"] for r in records if "loss" in r] + [records[-1]["eval_loss"]]
+
+
+def test_two_processes_train_save_and_resume_as_one(tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    mesh = ["mesh.dp=2", "mesh.tp=2", "mesh.pp=1", "mesh.cp=1", "mesh.ep=2"]
+    experts = ["model.layer_pattern=GE", "model.num_experts=4", "model.router_aux_loss_coef=0.1"]
+    finish(one, start(one, 1, *mesh, *experts, "train.steps=8"))
+    said = finish(two, start(two, 2, *mesh, *experts, "train.steps=4"))
+    assert "step 4/4" in said[0] and "step" not in said[1]  # one process logs
+    shutil.copytree(two, tmp_path / "again")
+    finish(two, start(two, 1, "mesh.dp=4", "mesh.ep=2", *experts, "train.steps=8"))
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    again = tmp_path / "again"  # and resumed by two processes, tp across both
+    finish(again, start(again, 2, "mesh.tp=8", *experts, "train.steps=8"))
+    assert losses(again) == pytest.approx(losses(one), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_others_exit_when_a_process_dies_or_hangs(tmp_path, how):
+    folder = tmp_path / "run"
+    limit = 0.5  # minutes, in which the first step compiles
+    alive, lost = start(folder, 2, "train.steps=1000000", f"train.step_timeout_minutes={limit}")
+    try:
+        while "step   " not in (said := (tmp_path / "run.0").read_text()):
+            assert alive.poll() is None, said
+            time.sleep(0.2)
+        lost.send_signal(how)
+        began = time.monotonic()
+        code = alive.wait(timeout=60 * limit + 20)
+    finally:
+        alive.kill()
+        lost.kill()
+    said = (tmp_path / "run.0").read_text()
+    assert code != 0 and time.monotonic() - began < 60 * limit + 15
+    if how == signal.SIGSTOP:
+        assert code == 3 and "train.step_timeout_minutes=0.5" in said and "Thread" in said
+    else:
+        assert "Error" in said or "died" in said

@@ -1,0 +1,152 @@
+"""Layouts place every layer once; schedules run every unit after what it needs."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.errors import UserError
+from mjax.models.params import ParamSpec
+from mjax.pipeline.layout import EMPTY, Layout, describe, make_layout, parse
+from mjax.pipeline.schedule import make_schedule, timeline
+from mjax.pipeline.storage import storage_specs, to_canonical, to_storage
+
+LAYOUTS = [
+    (layers, pp, v, account_for)
+    for layers, pp, v in itertools.product((4, 5, 7, 8, 13), (2, 4), (1, 2, 3))
+    for account_for in ([], ["loss"], ["embedding", "loss"])
+    if layers + len(account_for) >= pp * v
+]
+SHAPES = [(2, 1, 2), (2, 2, 4), (4, 1, 4), (4, 2, 8), (2, 1, 3), (4, 1, 6), (2, 3, 5), (4, 3, 2)]
+
+
+@pytest.mark.parametrize("layers,pp,v,account_for", LAYOUTS)
+def test_every_layer_has_one_slot(layers, pp, v, account_for):
+    made = make_layout("G" * layers, pp, v, account_for=account_for)
+    table = made.table()
+    assert sorted(table[table >= 0]) == list(range(layers))
+    for c, s in itertools.product(range(v), range(pp)):
+        assert tuple(x for x in table[s, c] if x >= 0) == made.stages[c * pp + s]
+    loads = [len(stage) for stage in made.stages]
+    loads[0] += "embedding" in account_for
+    loads[-1] += "loss" in account_for
+    assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize("layers,pp,v,account_for", LAYOUTS)
+def test_storage_is_a_round_trip_with_zero_padding(layers, pp, v, account_for):
+    made = make_layout("G" * layers, pp, v, account_for=account_for)
+    tree = {"dense": {"w": 1.0 + jnp.arange(2.0 * layers).reshape(layers, 2)}, "norm": jnp.ones(3)}
+    stored = to_storage(made, tree)
+    assert stored["dense"]["w"].shape == (pp * v * made.slots, 2)
+    assert (stored["dense"]["w"] != 0).sum() == 2 * layers
+    np.testing.assert_array_equal(to_canonical(made, stored)["dense"]["w"], tree["dense"]["w"])
+    np.testing.assert_array_equal(stored["norm"], tree["norm"])
+    specs = {"dense": {"w": ParamSpec((layers, 2), ("layers", "embed"), "bias")}}
+    assert storage_specs(made, specs)["dense"]["w"].shape == stored["dense"]["w"].shape
+
+
+def test_layers_that_are_lost_or_repeated_are_a_defect():
+    for stages in (((0, 1), (3,)), ((0, 1), (1, 2)), ((1, 0), (2,))):
+        with pytest.raises(AssertionError):
+            Layout(2, 1, stages, ("G",) * 3)
+
+
+@pytest.mark.parametrize(
+    "text,pp,sizes",
+    [
+        ("E|(tt|)*2,(t|)*4,L", 4, [0, 2, 2, 1, 1, 1, 1, 0]),
+        ("Ett|tt|tt|ttL", 2, [2, 2, 2, 2]),
+        ("E t*3 | (t)*5 L", 2, [3, 5]),
+        ("E|((t|)*2,t|)*2,ttL", 4, [0, 1, 1, 1, 1, 1, 1, 2]),
+        ("Et*8||L", 3, [8, 0, 0]),
+    ],
+)
+def test_layout_strings(text, pp, sizes):
+    assert parse(text, 8, pp) == sizes
+    assert [len(s) for s in make_layout("G" * 8, pp, layout=text).stages] == sizes
+
+
+@pytest.mark.parametrize(
+    "text,fault",
+    [
+        ("Etttt|ttL", "places 6 layers of model.num_hidden_layers=8"),
+        ("Etttt|tttttL", "places 9 layers"),
+        ("tttt|ttttL", "must have E once, at the start"),
+        ("Etttt|tttt", "must have L once, at the end"),
+        ("Etttt|LttttL", "must have L once"),
+        ("Ett|ttt|tttL", "has 3 stages, which mesh.pp=2 does not divide"),
+        ("Etttt|ttttmL", "no part called 'm'"),
+        ("E(tttt|ttttL", "no part called '('"),
+    ],
+)
+def test_bad_layout_strings_are_one_line(text, fault):
+    with pytest.raises(UserError) as e:
+        parse(text, 8, 2)
+    assert fault in str(e.value) and "\n" not in str(e.value)
+
+
+def test_slot_kinds_and_description():
+    made = make_layout("GLGLG", 2)
+    assert made.slot_kinds() == (("G", "L"), ("G", "L"), (EMPTY, "G"))
+    assert describe(made) == [
+        "stage 0  embedding + layers 0-2",
+        "stage 1  layers 3-4 + loss",
+    ]
+    assert make_layout("GLGL", 2).slot_kinds() == (("G",), ("L",))
+
+
+@pytest.mark.parametrize("pp,v,m", SHAPES)
+def test_units_follow_what_they_need(pp, v, m):
+    """Activations and cotangents arrive exactly one tick before they are used."""
+    made = make_schedule(pp, v, m)
+    when = {"f": {}, "b": {}}
+    for d, t, s in itertools.product("fb", range(made.start + made.ticks), range(pp)):
+        if made.tables[f"{d}_on"][t, s]:
+            unit = (int(made.tables[f"{d}_micro"][t, s]), int(made.tables[f"{d}_chunk"][t, s]), s)
+            assert unit not in when[d], "a unit runs twice"
+            when[d][unit] = t
+    every = {(i, c, s) for i in range(m) for c in range(v) for s in range(pp)}
+    assert set(when["f"]) == set(when["b"]) == every
+    for i in range(m):
+        path = [(i, c, s) for c in range(v) for s in range(pp)]
+        forward, backward = ([when[d][unit] for unit in path] for d in "fb")
+        assert np.diff(forward).tolist() == [1] * (pp * v - 1)
+        assert np.diff(backward).tolist() == [-1] * (pp * v - 1)
+        assert backward[-1] == forward[-1] + 1
+    assert max(when["f"].values()) < made.ticks and min(when["b"].values()) >= made.start
+
+
+@pytest.mark.parametrize("pp,v,m", SHAPES)
+def test_no_live_slot_is_overwritten(pp, v, m):
+    made, t = make_schedule(pp, v, m), None
+    for s in range(pp):
+        live = {}
+        for t in range(made.start + made.ticks):
+            row = {k: int(table[t, s]) for k, table in made.tables.items()}
+            assert t >= made.ticks or row["f_slot"] not in live, "an idle tick writes too"
+            if row["f_on"]:
+                live[row["f_slot"]] = row["f_micro"], row["f_chunk"]
+            if row["b_on"]:
+                assert live.pop(row["b_slot"]) == (row["b_micro"], row["b_chunk"])
+            assert max(row["f_slot"], row["b_slot"]) < made.slots
+        assert not live and t is not None
+
+
+@pytest.mark.parametrize("pp,v", [(2, 1), (4, 1), (4, 2), (8, 3)])
+def test_bubble_is_the_formula_and_slots_do_not_grow(pp, v):
+    for m in (pp, 2 * pp, 5 * pp):
+        assert make_schedule(pp, v, m).bubble == pytest.approx((pp - 1) / (m * v + pp - 1))
+    slots = [make_schedule(pp, v, m).slots for m in (3 * pp, 6 * pp, 12 * pp + 1)]
+    assert len(set(slots)) == 1 and slots[0] <= pp * v + pp
+    assert make_schedule(4, 1, 6).ticks == 6 + 3
+    assert make_schedule(4, 2, 6).ticks == 6 * 2 + 3 + 2
+
+
+def test_timeline_shows_every_unit():
+    made = make_schedule(4, 2, 4)
+    lines = timeline(made)
+    assert all(sum(ch.isdigit() for ch in line) == 8 for line in lines)
+    assert all(sum(ch.isalpha() for ch in line) == 8 for line in lines)
+    assert all(len(line) <= 60 for line in timeline(make_schedule(4, 2, 64), width=60))
