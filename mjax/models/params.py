@@ -89,6 +89,11 @@ def state_from(values: dict, specs: dict) -> nnx.State:
     return nnx.State(flat)
 
 
+def count_parameters(specs: dict) -> int:
+    """Parameters in a tree of `ParamSpec`, vocabulary padding included."""
+    return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
+
+
 def _is_spec(x: object) -> bool:
     return isinstance(x, ParamSpec)
 

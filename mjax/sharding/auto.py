@@ -8,7 +8,10 @@ device). Estimates follow Korthikanti et al. (arXiv 2205.05198) with this code's
 """
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+
+import jax
 
 from mjax.config.schema import Config, MeshConfig
 from mjax.config.validate import mesh_sizes, validate
@@ -16,6 +19,19 @@ from mjax.errors import UserError
 
 FRACTION = 0.85  # of the device's memory; the rest is for NCCL, fragmentation, error
 GB = 1e9
+
+
+def resolve(
+    cfg: Config, devices: Sequence[jax.Device], parameters: int
+) -> tuple[Config, str | None]:
+    """`cfg` with `mesh: auto` replaced by sizes for `devices`, and why; any other as it is."""
+    if not cfg.mesh.auto:
+        return cfg, None
+    stats = devices[0].memory_stats() or {}
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # CPU devices share it
+    memory = stats.get("bytes_limit", host / len(devices))
+    mesh, why = propose(cfg, len(devices), memory, parameters)
+    return cfg.model_copy(update={"mesh": mesh}), why
 
 
 def propose(cfg: Config, devices: int, memory: float, parameters: int) -> tuple[MeshConfig, str]:

@@ -11,6 +11,10 @@ from jax.sharding import NamedSharding
 from rich.console import Console
 
 from mjax.config.schema import Config
+from mjax.models.params import count_parameters
+from mjax.pipeline.layout import describe
+from mjax.pipeline.schedule import make_schedule, timeline
+from mjax.sharding.collectives import mesh_axes
 from mjax.train import metrics
 from mjax.train.trainer import Trainer
 
@@ -20,6 +24,9 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, soft_wrap=True, highlight=False)
     trainer = Trainer(cfg)
+    cfg = trainer.cfg  # mesh: auto is resolved in it
+    if trainer.why_mesh:
+        console.print(trainer.why_mesh, markup=False)
     sizes = " x ".join(f"{axis}={n}" for axis, n in trainer.mesh.shape.items())
     kind = trainer.mesh.devices.flat[0].device_kind
     console.print(f"mesh        {sizes}: {trainer.mesh.size} x {kind}", markup=False)
@@ -29,10 +36,11 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
         cells = (cell.ljust(n) for cell, n in zip(row, widths, strict=True))
         console.print("  " + "  ".join(cells).rstrip(), markup=False)
 
-    specs = jax.tree.leaves(trainer.specs)
+    for line in pipeline_lines(trainer):
+        console.print(line, markup=False)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
     flops = metrics.flops_per_token(cfg.model, cfg.data.seq_length)
-    console.print(f"parameters  {sum(spec.size for spec in specs):,}")
+    console.print(f"parameters  {count_parameters(trainer.specs):,}")
     console.print(f"tokens      {tokens:,} a step")
     console.print(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)
@@ -45,15 +53,34 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
         console.print(f"{name:<11} {size / 1e9:.3f} GB a device")
 
 
+def pipeline_lines(trainer: Trainer) -> list[str]:
+    """Which layers are where, the bubble and a picture of the schedule; nothing without pp."""
+    layout, train = trainer.layout, trainer.cfg.train
+    if layout is None:
+        return []
+    rows = train.global_batch_size // trainer.parallel.size("dp", "ep")
+    schedule = make_schedule(layout.pp, layout.v, rows // min(train.micro_batch_size, rows))
+    return [
+        f"pipeline    {layout.pp} devices x {layout.v} chunks, {schedule.m} micro-batches: bubble "
+        f"{schedule.bubble:.1%}, {len(layout.kinds)} layers each placed once, "
+        f"{schedule.slots} stash slots",
+        *(f"  {line}" for line in describe(layout)),
+        "  0-9: forward of that micro-batch (mod 10), a-j: its backward, '.': idle",
+        *(f"  {line}" for line in timeline(schedule)),
+    ]
+
+
 def sharding_table(trainer: Trainer) -> list[tuple[str, ...]]:
-    """A heading, then per parameter: global shape, logical axes, mesh axes, shape on one device."""
-    rows = [("parameter", "shape", "axes", "mesh axes", "per device")]
+    """A heading, then per parameter: global shape, logical axes, mesh axes of the weight and of
+    its stored master (ZeRO), shape of the latter on one device."""
+    rows = [("parameter", "shape", "axes", "weight over", "stored over", "stored per device")]
     specs = jax.tree_util.tree_flatten_with_path(trainer.storage)[0]
-    partitions = jax.tree.leaves(trainer.partitions)
-    for (path, spec), partition in zip(specs, partitions, strict=True):
-        local = NamedSharding(trainer.mesh, partition).shard_shape(spec.shape)
+    layouts = jax.tree.leaves(trainer.partitions), jax.tree.leaves(trainer.stored)
+    for (path, spec), weight, stored in zip(specs, *layouts, strict=True):
+        local = NamedSharding(trainer.mesh, stored).shard_shape(spec.shape)
         name = ".".join(str(key.key) for key in path)
-        cells = (spec.shape, spec.axes, partition, local)
+        over = [["+".join(mesh_axes((entry,))) for entry in p] for p in (weight, stored)]
+        cells = (spec.shape, spec.axes, *over, local)
         rows.append((name, *(" ".join(str(x or "-") for x in cell) for cell in cells)))
     return rows
 

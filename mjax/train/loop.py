@@ -28,6 +28,7 @@ from mjax.data.text import prepare_text
 from mjax.data.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
 from mjax.infer.generate import generate
+from mjax.models.params import count_parameters
 from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
 from mjax.train import metrics
 from mjax.train.resilience import GO_ON, REASONS, SIGNALLED, NonFiniteLoss, Stopper, Watchdog
@@ -70,6 +71,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
     stopper = Stopper(cfg.train.max_minutes)
     metrics.require_sinks(cfg.log)
     trainer = Trainer(cfg, mesh)
+    cfg = trainer.cfg  # mesh: auto is resolved in it
     with run_folder(cfg) as folder:
         note = resume(trainer)
         last = final_step(cfg)
@@ -271,12 +273,13 @@ def describe(trainer: Trainer) -> str:
     """Two lines on what is about to run."""
     cfg = trainer.cfg
     mesh = " ".join(f"{a}={n}" for a, n in trainer.mesh.shape.items() if n > 1) or "one device"
-    count = sum(spec.size for spec in jax.tree.leaves(trainer.specs))
+    count = count_parameters(trainer.specs)
     return (
         f"{count:,} parameters, {metrics.flops_per_token(cfg.model, cfg.data.seq_length):.4g} "
         f"FLOPs a token, {cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step\n"
         f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind} ({mesh}), "
         f"folder {cfg.run.dir}"
+        + (f"\n{trainer.why_mesh}" if trainer.why_mesh else "")
     )
 
 

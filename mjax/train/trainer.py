@@ -18,7 +18,7 @@ from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.errors import UserError
 from mjax.models import build, split
-from mjax.models.params import BATCH_AXES, ParamSpec
+from mjax.models.params import BATCH_AXES, ParamSpec, count_parameters
 from mjax.optim.build import build_optimizer
 from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
 from mjax.pipeline.layout import layout_of
@@ -29,6 +29,7 @@ from mjax.pipeline.storage import (
     storage_specs,
     to_storage,
 )
+from mjax.sharding.auto import resolve
 from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.context import zigzag
 from mjax.sharding.mesh import global_array, local_part, make_mesh, parallel_of
@@ -52,13 +53,16 @@ class Trainer:
     """
 
     def __init__(self, cfg: Config, mesh: Mesh | None = None):
-        validate(cfg, device_count=len(jax.devices()) if mesh is None else mesh.size)
-        self.cfg = cfg
-        self.mesh = make_mesh(cfg.mesh) if mesh is None else mesh
-        self.parallel: Parallel = parallel_of(self.mesh)
+        validate(cfg)
         model = nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0)))
         self.definition, _ = split(model)
         self.specs = self.definition.specs
+        devices = jax.devices() if mesh is None else mesh.devices.flatten()
+        cfg, self.why_mesh = resolve(cfg, devices, count_parameters(self.specs))
+        validate(cfg, device_count=len(devices))
+        self.cfg = cfg
+        self.mesh = make_mesh(cfg.mesh) if mesh is None else mesh
+        self.parallel: Parallel = parallel_of(self.mesh)
         self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
         zero = cfg.mesh.zero, cfg.mesh.zero_group
         self.storage = storage_specs(self.layout, self.specs)
