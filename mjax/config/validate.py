@@ -6,51 +6,9 @@ rules demand what every dp would. The batch and schedule rules are Megatron-LM's
 (`num_microbatches_calculator.py`, `optimizer_param_scheduler.py`).
 """
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import reduce
-
-from mjax.config.schema import Config, MeshConfig
+from mjax.config.mesh_rules import MESH_RULES, Rule, mesh_sizes, not_for_cudnn
+from mjax.config.schema import Config
 from mjax.errors import UserError
-
-AXES = ("pp", "dp", "ep", "cp", "tp")  # outer to inner
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`ok(cfg)` is true where the config is fine; otherwise the error is 'message; remedy'.
-
-    A `group.key` in backticks in a message is printed with its value.
-    """
-
-    name: str
-    ok: Callable[[Config], bool]
-    message: str | Callable[[Config], str]
-    remedy: str
-
-    def error(self, cfg: Config) -> str:
-        text = self.message if isinstance(self.message, str) else self.message(cfg)
-        shown = lambda m: f"{m[1]}={reduce(getattr, m[1].split('.'), cfg)!r}"  # noqa: E731
-        return f"{re.sub('`([a-z0-9_.]+)`', shown, text)}; {self.remedy}"
-
-
-def mesh_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
-    """Devices per axis, outer to inner, with dp="auto" resolved. Raises `UserError`."""
-    others = mesh.pp * mesh.ep * mesh.cp * mesh.tp
-    shape = f"pp={mesh.pp} ep={mesh.ep} cp={mesh.cp} tp={mesh.tp}"
-    if mesh.dp == "auto" and device_count % others:
-        raise UserError(
-            f"mesh: {shape} make {others}, which does not divide the {device_count} devices; "
-            "choose sizes whose product divides them"
-        )
-    dp = device_count // others if mesh.dp == "auto" else mesh.dp
-    if dp * others != device_count:
-        raise UserError(
-            f"mesh: dp={dp} {shape} need {dp * others} devices but there are {device_count}; "
-            "set mesh.dp=auto or start that many"
-        )
-    return {axis: dp if axis == "dp" else getattr(mesh, axis) for axis in AXES}
 
 
 def validate(cfg: Config, device_count: int | None = None) -> None:
@@ -108,25 +66,6 @@ def _trained_vocab(c: Config) -> str | None:
     return name.removeprefix("train:") if name.startswith("train:") else None
 
 
-def _not_for_cudnn(c: Config) -> list[str]:
-    m = c.model
-    reasons = {
-        "model.attn_logit_softcapping": m.attn_logit_softcapping is not None,
-        "model.attention_sinks": m.attention_sinks,
-        "model.attention_dropout": m.attention_dropout > 0,
-        "precision.compute=float32": c.precision.compute == "float32",
-    }
-    return [reason for reason, present in reasons.items() if present]
-
-
-def _a2a_size(c: Config) -> int:
-    return {"a2a": c.mesh.cp, "a2a_ring": c.mesh.cp_a2a}.get(c.mesh.cp_type, 1)
-
-
-def _not_for_ring(c: Config) -> list[str]:
-    return [reason for reason in _not_for_cudnn(c) if reason.startswith("model.")]
-
-
 def _ramp_ok(c: Config) -> bool:
     if c.train.rampup_batch_size is None:
         return True
@@ -143,113 +82,12 @@ def _undivided_ramp_sizes(c: Config) -> list[int]:
     return [size for size in sizes if size % _sequences_per_micro_batch(c)]
 
 
-def _pipeline_keys(c: Config) -> list[str]:
-    """The pipeline's keys that are set."""
-    given = {
-        "pipeline_layout": c.mesh.pipeline_layout is not None,
-        "pipeline_account_for": bool(c.mesh.pipeline_account_for),
-        "virtual_stages": c.mesh.virtual_stages > 1,
-    }
-    return [f"`mesh.{name}`" for name, present in given.items() if present]
-
-
-def _pipeline(c: Config):
-    from mjax.pipeline.layout import layout_of  # raises UserError for a malformed layout string
-
-    return layout_of(c)
-
-
 def _has_experts(c: Config) -> bool:
     return "E" in _blocks(c)
 
 
-def _tp_divides(key: str, remedy: str) -> Rule:
-    group, name = key.split(".")
-    ok = lambda c: getattr(getattr(c, group), name) % c.mesh.tp == 0  # noqa: E731
-    return Rule(f"tp_divides_{name}", ok, f"`{key}` is not divisible by `mesh.tp`", remedy)
-
-
 RULES: tuple[Rule, ...] = (
-    # mesh
-    Rule(
-        "pipeline_keys_used",
-        lambda c: c.mesh.pp > 1 or not _pipeline_keys(c),
-        lambda c: f"{_pipeline_keys(c)[0]} has no effect with `mesh.pp`",
-        "remove it or set mesh.pp above 1",
-    ),
-    Rule(
-        "pipeline_layout_alone",
-        lambda c: (
-            c.mesh.pipeline_layout is None or _pipeline_keys(c) == ["`mesh.pipeline_layout`"]
-        ),
-        lambda c: f"`mesh.pipeline_layout` decides what {_pipeline_keys(c)[-1]} asks for",
-        "remove one of them",
-    ),
-    Rule(
-        "pipeline_stages_filled",
-        lambda c: (
-            c.mesh.pp == 1
-            or c.mesh.pipeline_layout is not None
-            or c.model.num_hidden_layers + len(c.mesh.pipeline_account_for)
-            >= c.mesh.pp * c.mesh.virtual_stages
-        ),
-        "`model.num_hidden_layers` leaves some of `mesh.pp` x `mesh.virtual_stages` stages empty",
-        "lower either, or name the stages in mesh.pipeline_layout",
-    ),
-    Rule(
-        "pipeline_stacks_agree",
-        lambda c: c.mesh.pp == 1 or _pipeline(c).runs_all_stacks,
-        "`model.layer_pattern` puts dense and expert blocks differently in the stages of `mesh.pp`",
-        "choose stages that hold equal sequences of blocks",
-    ),
-    Rule(  # a chunk's gradients are complete after its last micro-batch only
-        "pipeline_zero",
-        lambda c: c.mesh.pp == 1 or c.mesh.zero != 2,
-        "`mesh.zero` cannot shard gradients while `mesh.pp` accumulates them",
-        "set mesh.zero=1",
-    ),
-    Rule(
-        "dp_positive",
-        lambda c: c.mesh.dp == "auto" or c.mesh.dp >= 1,
-        "`mesh.dp` is not a number of devices",
-        "set mesh.dp=auto or at least 1",
-    ),
-    _tp_divides("model.num_attention_heads", "choose a mesh.tp that divides the heads"),
-    _tp_divides("model.intermediate_size", "choose a mesh.tp that divides the FFN width"),
-    _tp_divides("model.moe_intermediate_size", "choose a mesh.tp that divides an expert's width"),
-    _tp_divides("model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"),
-    _tp_divides("data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"),
-    Rule(
-        "cp_divides_seq_length",
-        lambda c: c.mesh.cp == 1 or c.data.seq_length % (2 * c.mesh.cp * c.mesh.tp) == 0,
-        "`data.seq_length` is not divisible by 2 x `mesh.cp` x `mesh.tp`",
-        "zigzag cuts it in 2 x cp chunks: change either",
-    ),
-    Rule(
-        "cp_a2a_fits",
-        lambda c: (
-            c.mesh.cp % c.mesh.cp_a2a == 0 and 1 < c.mesh.cp_a2a < c.mesh.cp
-            if c.mesh.cp_type == "a2a_ring"
-            else c.mesh.cp_a2a == 1
-        ),
-        "`mesh.cp_a2a` does not fit `mesh.cp_type` and `mesh.cp`",
-        "a2a_ring needs a proper divisor of mesh.cp, all other types 1",
-    ),
-    Rule(
-        "cp_a2a_divides_heads",
-        lambda c: c.model.num_attention_heads // c.mesh.tp % _a2a_size(c) == 0,
-        lambda c: (
-            f"`model.num_attention_heads` per `mesh.tp` is not divisible by {_a2a_size(c)}, "
-            "over which `mesh.cp_type` deals them out"
-        ),
-        "choose sizes that divide or another cp_type",
-    ),
-    Rule(
-        "ring_supports",
-        lambda c: c.mesh.cp == 1 or "ring" not in c.mesh.cp_type or not _not_for_ring(c),
-        lambda c: f"`mesh.cp_type` cannot run with {_not_for_ring(c)[0]}",
-        "set mesh.cp_type=all_gather or a2a",
-    ),
+    *MESH_RULES,
     # model
     Rule(
         "kv_heads_divide_heads",
@@ -528,8 +366,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cudnn_supports",
-        lambda c: c.train.attention != "cudnn" or not _not_for_cudnn(c),
-        lambda c: f"`train.attention` cannot run with {_not_for_cudnn(c)[0]}",
+        lambda c: c.train.attention != "cudnn" or not not_for_cudnn(c),
+        lambda c: f"`train.attention` cannot run with {not_for_cudnn(c)[0]}",
         "set train.attention=auto",
     ),
 )

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
-from mjax.config.validate import mesh_sizes, validate
+from mjax.config.validate import validate
 from mjax.errors import UserError
 
 FRACTION = 0.85  # of the device's memory; the rest is for NCCL, fragmentation, error

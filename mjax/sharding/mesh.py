@@ -56,7 +56,7 @@ class Processes:
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh of `devices` (default: all). Raises `UserError` where the sizes do not multiply."""
-    from mjax.config.validate import mesh_sizes
+    from mjax.config.mesh_rules import mesh_sizes
 
     devices = list(jax.devices() if devices is None else devices)
     sizes = mesh_sizes(cfg, len(devices))

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from mjax.config import load
-from mjax.config.validate import mesh_sizes
+from mjax.config.mesh_rules import mesh_sizes
 from mjax.sharding.collectives import AXES
 from mjax.train import Trainer
 

@@ -22,7 +22,7 @@ MICRO = 2  # sequences a device and micro-batch
 @pytest.fixture(scope="module", autouse=True)
 def no_compilation_cache():
     """XLA's CPU executables lose the order of independent collectives when they are loaded from
-    the persistent cache (jax 0.10.2): wrong losses or "Unexpected number of participants"."""
+    the persistent cache (jax 0.10.2, 0.11.2): wrong losses, or an abort in a rendezvous."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

@@ -52,6 +52,7 @@ BROKEN = {
         ["mesh.cp=2", "mesh.cp_type=ring", "model.attention_sinks=true"],
         "mesh.cp_type='ring' cannot run with model.attention_sinks",
     ),
+    "zero_group_fits": (["mesh.dp=4", "mesh.zero_group=3"], "mesh.zero_group=3 is none of [1, 4]"),
     "kv_heads_divide_heads": (["model.num_key_value_heads=3"], "num_key_value_heads=3"),
     "head_dim_known": (["model.hidden_size=255"], "set model.head_dim"),
     "rotary_dims_even": (["model.partial_rotary_factor=0.05"], "rotates 3 dims"),
