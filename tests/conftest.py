@@ -1,14 +1,13 @@
 """Eight fake CPU devices for every test, except on a GPU (`pytest tests/gpu`).
 
 JAX reads these variables when it starts, so they are set before anything imports it; pytest-xdist's
-workers inherit them. Compiled programs are kept between runs in MJAX_TEST_CACHE, by default a
-folder in the user's cache.
+workers inherit them. There is no compile cache between runs: programs of several CPU devices that
+XLA (jax 0.10 to 0.11) loads from one may run independent collectives out of order.
 """
 
 import importlib.util
 import os
 import sys
-from pathlib import Path
 
 on_gpu = os.environ.setdefault(
     "MJAX_TEST_GPU", str(int(any("tests/gpu" in arg for arg in sys.argv)))
@@ -18,9 +17,6 @@ if on_gpu == "0":
     # Tiny shapes: compiling is most of the time, and unoptimised code compiles twice as fast.
     devices = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
-cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mjax-tests"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.environ.get("MJAX_TEST_CACHE", str(cache)))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 collect_ignore = [] if on_gpu == "1" else ["gpu"]
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:

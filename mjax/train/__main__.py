@@ -26,11 +26,12 @@ def main() -> int:
 
     import jax  # after the config: its mistakes should show at once
 
-    cache = os.environ.get("MJAX_CACHE_DIR", str(Path.home() / ".cache" / "mjax"))
-    jax.config.update("jax_compilation_cache_dir", cache)
     from mjax.sharding.mesh import start_processes
 
     start_processes(args.coordinator, args.num_processes, args.process_id)
+    if jax.default_backend() != "cpu":  # there, collectives of a cached program can go astray
+        cache = os.environ.get("MJAX_CACHE_DIR", str(Path.home() / ".cache" / "mjax"))
+        jax.config.update("jax_compilation_cache_dir", cache)
     from mjax.train.estimate import dry_run
     from mjax.train.loop import train
     from mjax.train.resilience import NonFiniteLoss
