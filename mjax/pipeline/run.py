@@ -278,7 +278,7 @@ class Device:
         aux = jnp.where(row["f_on"] == 1, aux, 0) * self.scale["aux_loss"]
         losses = _add(state["losses"], {"loss": value, "aux_loss": aux})
         d = jnp.where(last, d, state["d"])
-        y = lax.ppermute(y, "pp", self.ring)
+        y = lax.ppermute(self.after(y, value), "pp", self.ring)
         return {**state, "y": y, "d": d, "stash": stash, "losses": losses, "outer": outer}
 
     def backward(self, plan: Plan, row: dict, state: dict) -> dict:
@@ -302,8 +302,24 @@ class Device:
         first, _ = self.ends(row, "b")
         outer = lax.cond(first, embedding, lambda g: g, state["outer"])
         inner = jax.tree.map(accumulate, state["inner"], d_weights)
+        d_x = self.after(d_x, *jax.tree.leaves(outer)[:1])
         d = lax.ppermute(d_x, "pp", [(b, a) for a, b in self.ring])
         return {**state, "d": d, "outer": outer, "inner": inner}
+
+    def after(self, x: jax.Array, *before: jax.Array) -> jax.Array:
+        """`x`; its collectives shall start after those that made `before`.
+
+        GPUs follow the program's one schedule. XLA's CPU runtime may start independent collectives
+        in another order on each device, which never ends, so there `x` is made to depend on them.
+        """
+        if self.chunks.program.one_schedule:
+            return x
+        return x + sum(jnp.ravel(b)[0].astype(x.dtype) * 0 for b in before)
+
+    def both(self, plan: Plan, row: dict, state: dict) -> dict:
+        """One unit backward and one forward, independent of each other."""
+        state = self.backward(plan, row, state)
+        return self.forward(plan, row, {**state, "y": self.after(state["y"], state["d"])})
 
     def scan(self, tick: Callable, state: dict, first: int, last: int) -> dict:
         """`tick(row, state)` over ticks [first, last)."""
@@ -340,8 +356,9 @@ def pipeline_gradients(
         "outer": zeros(chunks.outer),
         "inner": zeros(chunks.by_chunk()),
     }
-    forward, backward = (functools.partial(f, plan) for f in (device.forward, device.backward))
-    both = lambda row, state: forward(row, backward(row, state))  # noqa: E731 - they are independent
+    forward, both, backward = (
+        functools.partial(f, plan) for f in (device.forward, device.both, device.backward)
+    )
     start, ticks = schedule.start, schedule.ticks
     state = device.scan(forward, state, 0, start)
     state = device.scan(both, state, start, ticks)
@@ -360,7 +377,8 @@ def pipeline_nll(program: "Program", weights: dict, micro_batches: "Batch") -> j
         y, _ = chunks.apply(rows, facts, device.enter(row, micro, state["y"]))
         nll = lambda: chunks.nll(chunks.outer, y, micro)  # noqa: E731
         more = lax.cond(device.ends(row, "f")[1], nll, lambda: jnp.float32(0))
-        return {"y": lax.ppermute(y, "pp", device.ring), "nll": state["nll"] + more}
+        y = lax.ppermute(device.after(y, more), "pp", device.ring)
+        return {"y": y, "nll": state["nll"] + more}
 
     x = jax.eval_shape(chunks.embed, chunks.outer, chunks.micro(0))
     state = {"y": jnp.zeros(x.shape, x.dtype), "nll": jnp.float32(0)}

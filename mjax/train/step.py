@@ -49,6 +49,7 @@ class Program:
     parallel: Parallel
     max_documents: int = 0
     layout: Layout | None = None  # of the pipeline
+    one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
 
     def context(self, train: bool) -> Context:
         cfg = self.cfg

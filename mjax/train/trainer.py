@@ -172,6 +172,7 @@ class Trainer:
                 optimizer=self.optimizer,
                 parallel=self.parallel,
                 max_documents=self.max_documents,
+                one_schedule=self.mesh.devices.flat[0].platform != "cpu",
                 layout=self.layout,
             )
             params, batch = self.stored, self._batch_partitions()

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.compilation_cache import compilation_cache
 
 from mjax.pipeline import run
 from mjax.sharding.mesh import make_mesh
@@ -17,18 +16,6 @@ from mjax.train import step as steps
 from tests.laws.common import config, curve, deviation, make_batch
 
 MICRO = 2  # sequences a device and micro-batch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache():
-    """XLA's CPU executables lose the order of independent collectives when they are loaded from
-    the persistent cache (jax 0.10.2, 0.11.2): wrong losses, or an abort in a rendezvous."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
 
 
 def trainer(name: str, layers: int, mesh: dict[str, int], *overrides: str) -> Trainer:
