@@ -283,7 +283,7 @@ class Device:
 
     def backward(self, plan: Plan, row: dict, state: dict) -> dict:
         micro, rows, facts = self.inputs(row, "b")
-        kept = [_at(b, row["b_slot"]) for b in state["stash"]]
+        kept = [self.after(_at(b, row["b_slot"]), state["d"]) for b in state["stash"]]
         vjp = put_together(plan, jax.tree.leaves((rows, facts)), kept)
         d_rows, d_x = vjp((state["d"], self.scale["aux_loss"]))
         chunk, on = row["b_chunk"], row["b_on"] == 1
@@ -312,7 +312,7 @@ class Device:
         GPUs follow the program's one schedule. XLA's CPU runtime may start independent collectives
         in another order on each device, which never ends, so there `x` is made to depend on them.
         """
-        if self.chunks.program.one_schedule:
+        if self.chunks.program.one_schedule or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return x + sum(jnp.ravel(b)[0].astype(x.dtype) * 0 for b in before)
 
