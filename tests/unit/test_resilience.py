@@ -85,3 +85,24 @@ def test_two_processes_agree_when_one_is_signalled():
     ]
     said = [run.communicate(timeout=90)[0].splitlines()[-1] for run in runs]
     assert said == ["0 2", "0 2"]
+
+
+@pytest.mark.parametrize("beats,code", [(0, 3), (20, 0)])
+def test_the_watchdog_ends_a_process_that_beats_no_more(beats, code):
+    """Three seconds without a beat and it exits with code 3 and all stacks; beats keep it alive."""
+    script = textwrap.dedent(
+        f"""
+        import time
+        from mjax.train.resilience import Watchdog
+        with Watchdog(3 / 60) as dog:
+            for _ in range({beats}):
+                time.sleep(0.25)
+                dog.beat()
+            if {beats} == 0:
+                time.sleep(60)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("train.step_timeout_minutes=0.05" in done.stderr) == (code == 3)
+    assert ("most recent call first" in done.stderr) == (code == 3)
