@@ -58,6 +58,44 @@ class Compiled:
     def calls(self, target: str) -> int:
         return len(re.findall(rf'custom_call_target="{re.escape(target)}"', self.text))
 
+    def exposed_in_loops(self) -> list[str]:
+        """Collectives in the bodies of loops during which the schedule runs no matmul: 'op type'.
+
+        Synchronous ones count too. A loop body is a computation named as some while's body.
+        """
+        out = []
+        for name in set(re.findall(r"body=%?([\w.\-]+)", self.text)):
+            found = re.search(rf"^%?{re.escape(name)} .*?^}}", self.text, re.M | re.S)
+            out += _exposed(found[0].splitlines()) if found else []
+        return sorted(out)
+
+
+_COLLECTIVE = re.compile(
+    r"%?([\w.\-]+) = (.*?) (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)"
+    r"(-start|-done)?\((.*)"
+)
+_MATMUL = re.compile(r"cublas|gemm|__cudnn|triton|\bdot\(|calls=%?\w*dot", re.I)
+
+
+def _exposed(lines: list[str]) -> list[str]:
+    started: dict[str, tuple[int, str]] = {}
+    out = []
+    for at, line in enumerate(lines):
+        if not (m := _COLLECTIVE.search(line)):
+            continue
+        name, kind, op, phase, operands = m.groups()
+        shape = re.search(r"\w+\[[\d,]*\]", kind)
+        label = f"{op} {shape[0] if shape else ''}"
+        if phase == "-start":
+            started[name] = at, label
+        elif phase is None:
+            out.append(label)
+        else:
+            begin, label = started[re.search(r"%?([\w.\-]+)\)", operands)[1]]
+            if not any(_MATMUL.search(between) for between in lines[begin + 1 : at]):
+                out.append(label)
+    return out
+
 
 def compile_step(path: str, *overrides: str, batch_size: int | None = None) -> Compiled:
     """The train step of a config, compiled for as many H200s as its mesh names (dp: 1)."""
@@ -65,7 +103,7 @@ def compile_step(path: str, *overrides: str, batch_size: int | None = None) -> C
 
     fused.check_compute_capability = lambda wanted: wanted <= "9.0"
     cfg = load(path, ["train.attention=cudnn", *overrides])
-    n = math.prod(n for n in cfg.mesh.model_dump(include=set(AXES)).values() if n != "auto")
+    n = math.prod(getattr(cfg.mesh, axis) for axis in AXES if axis != "dp" or cfg.mesh.dp != "auto")
     sizes = mesh_sizes(cfg.mesh, n)
     described = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET, topology=f"1x1x{max(n, 1)}"
