@@ -7,7 +7,7 @@ the global loss, and shares sum over all devices to the loss; JAX's own transpos
 collectives are then exact, with no hand-written forward/backward pairs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -88,24 +88,23 @@ LOCAL = Parallel()
 
 def scatter_gradients(grads: dict, have: dict, want: dict, parallel: Parallel) -> dict:
     """Reduce-scatter gradients from partition `have` to `want`, which cuts some dimensions more."""
-
-    def scatter(g, have, want):
-        for dim, axes in extra_axes(have, want):
-            g = parallel.scatter(g, axes, dim)
-        return g
-
-    return jax.tree.map(scatter, grads, have, want)
+    return _recut(parallel.scatter, grads, have, want)
 
 
 def gather_weights(weights: dict, have: dict, want: dict, parallel: Parallel) -> dict:
     """All-gather weights from partition `have` to `want`, which cuts some dimensions less."""
+    return _recut(parallel.gather, weights, want, have)
 
-    def gather(w, have, want):
-        for dim, axes in extra_axes(want, have):
-            w = parallel.gather(w, axes, dim)
-        return w
 
-    return jax.tree.map(gather, weights, have, want)
+def _recut(collective: Callable, tree: dict, coarse: dict, fine: dict) -> dict:
+    """`collective(x, axes, dim)` over every dimension that `fine` cuts more than `coarse`."""
+
+    def leaf(x, few, many):
+        for dim, axes in extra_axes(few, many):
+            x = collective(x, axes, dim)
+        return x
+
+    return jax.tree.map(leaf, tree, coarse, fine)
 
 
 def reduce_gradients(grads: dict, partitions: dict, parallel: Parallel) -> dict:
