@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-AXES = ("pp", "dp", "ep", "cp", "tp")  # outer to inner
+from mjax.config.mesh_rules import AXES
+
 BATCH_AXES = ("dp", "ep")
 
 
