@@ -32,6 +32,7 @@ NOT_ARCHITECTURE = frozenset(
         "attention_dropout",
         "hidden_dropout",
         "initializer_range",
+        "model_type",
         "router_aux_loss_coef",
         "scaled_output_init",
     }

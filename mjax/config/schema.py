@@ -29,22 +29,31 @@ class RunConfig(Group):
 class RopeScaling(Group):
     """Hugging Face's `rope_scaling` dictionary."""
 
-    rope_type: Literal["linear", "llama3", "yarn"]
+    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float = Field(1.0, ge=1.0)
     low_freq_factor: float = Field(1.0, gt=0, description="llama3")
     high_freq_factor: float = Field(4.0, gt=0, description="llama3")
-    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3, yarn")
+    original_max_position_embeddings: int = Field(8192, ge=1, description="all but linear")
     beta_fast: float = Field(32.0, gt=0, description="yarn")
     beta_slow: float = Field(1.0, gt=0, description="yarn")
     mscale: float | None = Field(None, description="yarn: attention temperature numerator")
     mscale_all_dim: float | None = Field(None, description="yarn: its denominator")
-    attention_factor: float | None = Field(None, gt=0, description="yarn: overrides both mscales")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: overrides both mscales; longrope: its own"
+    )
     truncate: bool = Field(True, description="yarn: round the correction range to whole dims")
+    short_factor: list[float] | None = Field(None, description="longrope: one per channel pair")
+    long_factor: list[float] | None = Field(
+        None, description="longrope: beyond the original length"
+    )
 
 
 class ModelConfig(Group):
     """The architecture of a decoder."""
 
+    model_type: str | None = Field(
+        None, description="Hugging Face family to export as; None: the first that can express it."
+    )
     vocab_size: int = Field(256, ge=2, description="Ids the tokenizer may produce.")
     vocab_multiple: int = Field(128, ge=1, description="Pad the vocabulary to a multiple of this.")
     hidden_size: int = Field(256, ge=1)
@@ -58,12 +67,14 @@ class ModelConfig(Group):
     layer_pattern: str = Field(
         "G",
         description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
-        "window, E full attention with experts. Groups repeat as in '(LLLLLG)*4,LL'.",
+        "window, N full attention without RoPE, E full attention with experts. Groups repeat as in "
+        "'(LLLLLG)*4,LL'.",
     )
     sliding_window: int | None = Field(None, ge=1, description="Keys an L block sees, itself in.")
     attention_bias: bool = Field(False, description="Bias on the q, k and v projections.")
     attention_out_bias: bool = Field(False, description="Bias on the attention output projection.")
     qk_norm: bool = Field(False, description="Norm over head_dim on q and k before RoPE.")
+    qk_norm_all_heads: bool = Field(False, description="qk_norm over all heads together (OLMo-2).")
     attention_sinks: bool = Field(False, description="One learned extra softmax logit per head.")
     attn_logit_softcapping: float | None = Field(None, gt=0)
     attention_multiplier: float | None = Field(None, gt=0, description="None: head_dim ** -0.5.")
@@ -77,7 +88,9 @@ class ModelConfig(Group):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
     norm_zero_centered: bool = Field(False, description="Gain is stored as offset from one.")
-    norm_placement: Literal["pre", "sandwich"] = "pre"
+    norm_placement: Literal["pre", "post", "sandwich"] = Field(
+        "pre", description="Norms before attention and MLP, after them, or both."
+    )
 
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
@@ -95,6 +108,8 @@ class ModelConfig(Group):
 
     tie_word_embeddings: bool = False
     embedding_multiplier: float | None = Field(None, gt=0, description="Scales embeddings.")
+    residual_multiplier: float | None = Field(None, gt=0, description="Scales what a block adds.")
+    logits_scaling: float | None = Field(None, gt=0, description="Logits are divided by it.")
     final_logit_softcapping: float | None = Field(None, gt=0)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     hidden_dropout: float = Field(0.0, ge=0, lt=1, description="Embedding and residual branches.")

@@ -51,6 +51,13 @@ def _rotary_dims(c: Config) -> int:
     return int(c.model.head_dim * c.model.partial_rotary_factor)
 
 
+def _longrope_complete(c: Config) -> bool:
+    s = c.model.rope_scaling
+    if s is None or s.rope_type != "longrope":
+        return True
+    return {len(s.short_factor or ()), len(s.long_factor or ())} == {_rotary_dims(c) // 2}
+
+
 def _sources(c: Config) -> list[str]:
     given = {"paths": c.data.paths, "text": c.data.text, "mock": c.data.mock}
     return [f"data.{name}" for name, value in given.items() if value]
@@ -117,6 +124,25 @@ RULES: tuple[Rule, ...] = (
         ),
         "rope_scaling and rope_local_theta have no effect with `model.position_embedding`",
         "remove them or set model.position_embedding=rope",
+    ),
+    Rule(
+        "longrope_complete",
+        _longrope_complete,
+        "longrope needs short_factor and long_factor, each with half as many numbers as rotated "
+        "dims of `model.head_dim`",
+        "give both in model.rope_scaling",
+    ),
+    Rule(
+        "all_heads_norm_used",
+        lambda c: not c.model.qk_norm_all_heads or c.model.qk_norm,
+        "`model.qk_norm_all_heads` has no effect without qk_norm",
+        "set model.qk_norm=true",
+    ),
+    Rule(
+        "all_heads_norm_has_heads",
+        lambda c: not c.model.qk_norm_all_heads or c.model.num_key_value_heads % c.mesh.tp == 0,
+        "`model.qk_norm_all_heads`: `model.num_key_value_heads` is not divisible by `mesh.tp`",
+        "choose a mesh.tp that divides them",
     ),
     Rule(
         "window_given",

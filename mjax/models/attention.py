@@ -33,20 +33,26 @@ class Attention(nnx.Module):
         )
         init, zero = normal(cfg.initializer_range), constant(0.0)
         q_axes, kv_axes = ("heads", "head_dim"), ("pair", "kv_heads", "head_dim")
-        self.q = declare(rngs, ParamSpec((d, n, h), ("embed", *q_axes), "matrix"), init)
-        self.kv = declare(rngs, ParamSpec((d, 2, k, h), ("embed", *kv_axes), "matrix"), init)
-        out = ParamSpec((n, h, d), (*q_axes, "embed"), "matrix", inputs=2)
+        q = ParamSpec((d, n, h), ("embed", *q_axes), "matrix", hf=_names("q", "weight"))
+        kv = ParamSpec((d, 2, k, h), ("embed", *kv_axes), "matrix", hf=_names("kv", "weight"))
+        out = ParamSpec((n, h, d), (*q_axes, "embed"), "matrix", 2, hf=_names("o", "weight"))
+        self.q, self.kv = declare(rngs, q, init), declare(rngs, kv, init)
         self.out = declare(rngs, out, normal(out_std))
         if cfg.attention_bias:
-            self.q_bias = declare(rngs, ParamSpec((n, h), q_axes, "bias"), zero)
-            self.kv_bias = declare(rngs, ParamSpec((2, k, h), kv_axes, "bias"), zero)
+            q = ParamSpec((n, h), q_axes, "bias", hf=_names("q", "bias"))
+            kv = ParamSpec((2, k, h), kv_axes, "bias", hf=_names("kv", "bias"))
+            self.q_bias, self.kv_bias = declare(rngs, q, zero), declare(rngs, kv, zero)
         if cfg.attention_out_bias:
-            self.out_bias = declare(rngs, ParamSpec((d,), ("embed",), "bias"), zero)
+            bias = ParamSpec((d,), ("embed",), "bias", hf=_names("o", "bias"))
+            self.out_bias = declare(rngs, bias, zero)
         if cfg.qk_norm:
-            self.q_norm = Norm(cfg, h, "head_dim", rngs)
-            self.k_norm = Norm(cfg, h, "head_dim", rngs)
+            whole = cfg.qk_norm_all_heads
+            for name, heads, axis in (("q_norm", n, "heads"), ("k_norm", k, "kv_heads")):
+                sizes, axes = ((heads, h), (axis, "head_dim")) if whole else ((h,), ("head_dim",))
+                setattr(self, name, Norm(cfg, sizes, axes, f"self_attn.{name}", rngs))
         if cfg.attention_sinks:
-            self.sinks = declare(rngs, ParamSpec((n,), ("heads",), "scalar"), init)
+            sinks = ParamSpec((n,), ("heads",), "scalar", hf=("self_attn.sinks",))
+            self.sinks = declare(rngs, sinks, init)
 
     def __call__(
         self,
@@ -63,7 +69,7 @@ class Attention(nnx.Module):
         x = par.gather_seq(x)
         q, k, v = self._project(x, par)
         if cfg.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, par), self.k_norm(k, par)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         key_columns, key_segments = tokens.columns, tokens.segments
@@ -73,7 +79,7 @@ class Attention(nnx.Module):
                 jax.lax.dynamic_update_slice(c, new.astype(c.dtype), start)
                 for c, new in zip(cache, (k, v), strict=True)
             )
-            (k, v), key_segments = cache, None
+            (k, v), key_segments = cache, tokens.key_segments
             key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
         o = context_attention(
             q,
@@ -112,6 +118,11 @@ class Attention(nnx.Module):
         heads = ctx.parallel.index("tp") * n + jnp.arange(n)
         key = jax.random.fold_in(tokens.key, salt)
         return self.cfg.attention_dropout, key, tokens.rows, heads
+
+
+def _names(which: str, kind: str) -> tuple[str, ...]:
+    """Hugging Face names of the projections called `which`, one for each letter."""
+    return tuple(f"self_attn.{letter}_proj.{kind}" for letter in which)
 
 
 def _own_kv(w: jax.Array, cfg: ModelConfig, par: Parallel) -> jax.Array:

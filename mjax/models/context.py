@@ -40,7 +40,8 @@ class Tokens:
 
     positions [B, S] for position embeddings; segments [B, S] or None: attention stays within equal
     values; rows [B] and columns [S]: the token's place in the global batch, which keys dropout and
-    orders attention; key: of dropout, or None.
+    orders attention; key: of dropout, or None; key_segments [B, T] or None: `segments` of the keys
+    of a cache.
     """
 
     positions: jax.Array
@@ -48,6 +49,7 @@ class Tokens:
     rows: jax.Array
     columns: jax.Array
     key: jax.Array | None = None
+    key_segments: jax.Array | None = None
 
 
 def tokens_of(
@@ -57,13 +59,14 @@ def tokens_of(
     rows: jax.Array | None = None,
     columns: jax.Array | None = None,
     key: jax.Array | None = None,
+    key_segments: jax.Array | None = None,
 ) -> Tokens:
     """Fill in what a plain [B, S] batch leaves out: sequences in order, no packing."""
     batch, seq = shape
     columns = jnp.arange(seq, dtype=jnp.int32) if columns is None else columns
     rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
     positions = jnp.broadcast_to(columns, shape) if positions is None else positions
-    return Tokens(positions, segments, rows, columns, key)
+    return Tokens(positions, segments, rows, columns, key, key_segments)
 
 
 def dropout(

@@ -32,13 +32,16 @@ class Block(nnx.Module):
         self.cfg = cfg
         scale = (2 * cfg.num_hidden_layers) ** -0.5 if cfg.scaled_output_init else 1.0
         out_std = cfg.initializer_range * scale
-        self.attention_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+        norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
+        before = cfg.norm_placement in ("pre", "sandwich")
+        after = cfg.norm_placement in ("post", "sandwich")
+        self.attention_norm = norm("input_layernorm") if before else None
         self.attention = Attention(cfg, out_std, rngs)
-        self.mlp_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+        self.attention_post_norm = norm("post_attention_layernorm") if after else None
+        name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
+        self.mlp_norm = norm(name) if before else None
         self.mlp = (MoE if stack == "moe" else MLP)(cfg, out_std, rngs)
-        if cfg.norm_placement == "sandwich":
-            self.attention_post_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
-            self.mlp_post_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+        self.mlp_post_norm = norm("post_feedforward_layernorm") if after else None
 
     def __call__(
         self,
@@ -52,10 +55,10 @@ class Block(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
         """The new x, this device's share of the block's auxiliary loss, the new cache."""
-        cfg, sandwich = self.cfg, self.cfg.norm_placement == "sandwich"
+        cfg = self.cfg
         salt = _EMBED_SALT + 1 + 3 * layer
         h, cache = self.attention(
-            self.attention_norm(x),
+            _normed(self.attention_norm, x),
             tokens,
             ctx,
             window=cfg.sliding_window if kind == "L" else None,
@@ -63,11 +66,19 @@ class Block(nnx.Module):
             salt=salt,
             cache=cache,
         )
-        h = self.attention_post_norm(h) if sandwich else h
+        h = _scaled(_normed(self.attention_post_norm, h), cfg.residual_multiplier)
         x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 1)
-        h, aux = self.mlp(self.mlp_norm(x), ctx)
-        h = self.mlp_post_norm(h) if sandwich else h
+        h, aux = self.mlp(_normed(self.mlp_norm, x), ctx)
+        h = _scaled(_normed(self.mlp_post_norm, h), cfg.residual_multiplier)
         return x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2), aux, cache
+
+
+def _normed(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
+
+
+def _scaled(x: jax.Array, factor: float | None) -> jax.Array:
+    return x if factor is None else x * jnp.asarray(factor, x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -76,21 +87,24 @@ class Decoder(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         self.cfg = cfg
         self.kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
-        table = ("vocab", "embed"), normal(cfg.initializer_range)
-        shape = (cfg.padded_vocab_size, cfg.hidden_size)
-        self.embedding = declare(rngs, ParamSpec(shape, table[0], "embedding"), table[1])
+        init = normal(cfg.initializer_range)
+        table = (cfg.padded_vocab_size, cfg.hidden_size), ("vocab", "embed")
+        spec = ParamSpec(*table, "embedding", hf=("model.embed_tokens.weight",))
+        self.embedding = declare(rngs, spec, init)
         if cfg.position_embedding == "learned":
-            shape = (cfg.max_position_embeddings, cfg.hidden_size)
-            spec = ParamSpec(shape, ("positions", "embed"), "embedding")
-            self.position_embedding = declare(rngs, spec, table[1])
+            shape, hf = (
+                (cfg.max_position_embeddings, cfg.hidden_size),
+                ("model.embed_positions.weight",),
+            )
+            spec = ParamSpec(shape, ("positions", "embed"), "embedding", hf=hf)
+            self.position_embedding = declare(rngs, spec, init)
         self.stacks = tuple(sorted({STACK_OF[kind] for kind in self.kinds}))  # .dense, .moe
         for name in self.stacks:
             count = sum(STACK_OF[kind] == name for kind in self.kinds)
             setattr(self, name, stack(functools.partial(Block, cfg, name), count, rngs))
-        self.final_norm = Norm(cfg, cfg.hidden_size, "embed", rngs)
+        self.final_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "model.norm", rngs)
         if not cfg.tie_word_embeddings:
-            shape = (cfg.padded_vocab_size, cfg.hidden_size)
-            self.head = declare(rngs, ParamSpec(shape, table[0], "head"), table[1])
+            self.head = declare(rngs, ParamSpec(*table, "head", hf=("lm_head.weight",)), init)
 
     def __call__(
         self,
@@ -126,7 +140,7 @@ class Decoder(nnx.Module):
         self, x: jax.Array, batch: dict[str, jax.Array], ctx: Context, chunk: int | None
     ) -> jax.Array:
         """Sum of loss_mask * nll of the last block's output [B, S/tp, D]."""
-        x = ctx.parallel.gather_seq(self.final_norm(x))
+        x = self._head_input(ctx.parallel.gather_seq(self.final_norm(x)))
         return cross_entropy(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
@@ -146,8 +160,7 @@ class Decoder(nnx.Module):
         here = (place >= 0) & (place < table.shape[0])
         x = jnp.take(table, jnp.where(here, place, 0), axis=0)
         x = par.scatter_seq(jnp.where(here[..., None], x, 0))
-        if cfg.embedding_multiplier is not None:
-            x = x * jnp.asarray(cfg.embedding_multiplier, x.dtype)
+        x = _scaled(x, cfg.embedding_multiplier)
         if cfg.position_embedding == "learned":
             positions = par.shard_seq(info.positions)
             x = x + jnp.take(self.position_embedding[...], positions, axis=0)
@@ -157,10 +170,14 @@ class Decoder(nnx.Module):
         """[V/tp, D]."""
         return (self.embedding if self.cfg.tie_word_embeddings else self.head)[...]
 
+    def _head_input(self, x: jax.Array) -> jax.Array:
+        return _scaled(x, None if self.cfg.logits_scaling is None else 1 / self.cfg.logits_scaling)
+
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., D] -> fp32 [..., vocab_size], for evaluation and generation outside tp."""
-        w = self.head_table()[: self.cfg.vocab_size]
+        w, x = self.head_table(), self._head_input(x)
         z = jnp.einsum("...d,vd->...v", x, w, preferred_element_type=jnp.float32)
+        z = z[..., : self.cfg.vocab_size]  # not w: cutting a sharded table would move it
         cap = self.cfg.final_logit_softcapping
         return z if cap is None else cap * jnp.tanh(z / cap)
 
@@ -173,7 +190,7 @@ class Decoder(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
         """Apply the layers of `parts` to [B, S/tp, D]; cache leaves are [L, B, T, K, H]."""
-        rope = self.rope(info)
+        rope = self.rope(info, ctx)
         stacks = {name: split(getattr(self, name)) for name in self.stacks}
         definitions = {name: definition for name, (definition, _) in stacks.items()}
         rows = stack_index(self.kinds)
@@ -194,11 +211,12 @@ class Decoder(nnx.Module):
         merged = None if cache is None else jax.tree.map(lambda *c: jnp.concatenate(c), *caches)
         return x, aux, merged
 
-    def rope(self, info: Tokens) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def rope(self, info: Tokens, ctx: Context) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Tables of each kind of block that turns its queries and keys."""
         if self.cfg.position_embedding != "rope":
             return {}
-        return {k: rope_tables(self.cfg, info.positions, k == "L") for k in sorted(set(self.kinds))}
+        kinds = sorted(set(self.kinds) - {"N"})
+        return {k: rope_tables(self.cfg, info.positions, k == "L", ctx.parallel) for k in kinds}
 
 
 def rows_of(first: int, repeats: int, period: int):

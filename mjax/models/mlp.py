@@ -17,6 +17,12 @@ def activate(x: jax.Array, name: str) -> jax.Array:
     return jax.nn.gelu(x, approximate=name == "gelu_tanh")
 
 
+def up_names(cfg: ModelConfig, prefix: str, kind: str) -> tuple[str, ...]:
+    """Hugging Face names of an `up` projection, with its gate first."""
+    names = ("gate_proj", "up_proj") if cfg.mlp_gated else ("up_proj",)
+    return tuple(f"{prefix}.{name}.{kind}" for name in names)
+
+
 class MLP(nnx.Module):
     """[B, S/tp, D] -> [B, S/tp, D] and no auxiliary loss (`models/moe.py` has one). `up` is
     [D, 2, F] (gate, up) when gated, else [D, F]."""
@@ -26,11 +32,16 @@ class MLP(nnx.Module):
         d, f = cfg.hidden_size, cfg.intermediate_size
         lead, axes = ((2, f), ("pair", "mlp")) if cfg.mlp_gated else ((f,), ("mlp",))
         init = normal(cfg.initializer_range)
-        self.up = declare(rngs, ParamSpec((d, *lead), ("embed", *axes), "matrix"), init)
-        self.down = declare(rngs, ParamSpec((f, d), ("mlp", "embed"), "matrix"), normal(out_std))
+        names = up_names(cfg, "mlp", "weight")
+        up = ParamSpec((d, *lead), ("embed", *axes), "matrix", hf=names)
+        down = ParamSpec((f, d), ("mlp", "embed"), "matrix", hf=("mlp.down_proj.weight",))
+        self.up = declare(rngs, up, init)
+        self.down = declare(rngs, down, normal(out_std))
         if cfg.mlp_bias:
-            self.up_bias = declare(rngs, ParamSpec(lead, axes, "bias"), constant(0.0))
-            self.down_bias = declare(rngs, ParamSpec((d,), ("embed",), "bias"), constant(0.0))
+            up = ParamSpec(lead, axes, "bias", hf=up_names(cfg, "mlp", "bias"))
+            down = ParamSpec((d,), ("embed",), "bias", hf=("mlp.down_proj.bias",))
+            self.up_bias = declare(rngs, up, constant(0.0))
+            self.down_bias = declare(rngs, down, constant(0.0))
 
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         h = jnp.tensordot(ctx.parallel.gather_seq(x), self.up[...], 1)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.context import Context
-from mjax.models.mlp import activate
+from mjax.models.mlp import activate, up_names
 from mjax.models.params import ParamSpec, declare, normal
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.expert import from_experts, to_experts
@@ -32,9 +32,13 @@ class MoE(nnx.Module):
         e, d, f = cfg.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
         lead, axes = ((2, f), ("pair", "mlp")) if cfg.mlp_gated else ((f,), ("mlp",))
         init = normal(cfg.initializer_range)
-        self.router = declare(rngs, ParamSpec((d, e), ("embed", "router"), "router"), init)
-        up = ParamSpec((e, d, *lead), ("experts", "embed", *axes), "matrix")
-        down = ParamSpec((e, f, d), ("experts", "mlp", "embed"), "matrix")
+        router = ParamSpec((d, e), ("embed", "router"), "router", hf=("mlp.gate.weight",))
+        self.router = declare(rngs, router, init)
+        expert = "mlp.experts.{expert}"
+        names = up_names(cfg, expert, "weight")
+        up = ParamSpec((e, d, *lead), ("experts", "embed", *axes), "matrix", hf=names)
+        names = (f"{expert}.down_proj.weight",)
+        down = ParamSpec((e, f, d), ("experts", "mlp", "embed"), "matrix", hf=names)
         self.up, self.down = declare(rngs, up, init), declare(rngs, down, normal(out_std))
 
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:

@@ -1,28 +1,50 @@
 """RMSNorm and LayerNorm over the last axis; statistics and gain in fp32, output in x's dtype."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.params import ParamSpec, constant, declare
+from mjax.sharding.collectives import LOCAL, Parallel
 
 
 class Norm(nnx.Module):
-    """`cfg.norm` with gain (and bias for LayerNorm) of `size`; zero-centred gain stores g - 1."""
+    """`cfg.norm` over the trailing axes `sizes` (one, or heads and head_dim), named `axes`.
 
-    def __init__(self, cfg: ModelConfig, size: int, axis: str, rngs: nnx.Rngs):
-        self.cfg = cfg
+    Gain, and bias for LayerNorm, have that shape; a zero-centred gain stores g - 1. Heads may be
+    split over tp: `__call__` then sums the statistics over it. `hf`: as in `ParamSpec`.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        sizes: tuple[int, ...],
+        axes: tuple[str, ...],
+        hf: str,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.sizes = cfg, sizes
         init = constant(0.0 if cfg.norm_zero_centered else 1.0)
-        self.gain = declare(rngs, ParamSpec((size,), (axis,), "norm"), init)
+        gain = ParamSpec(sizes, axes, "norm", hf=(f"{hf}.weight",))
+        self.gain = declare(rngs, gain, init)
         if cfg.norm == "layernorm":
-            self.bias = declare(rngs, ParamSpec((size,), (axis,), "norm"), constant(0.0))
+            bias = ParamSpec(sizes, axes, "norm", hf=(f"{hf}.bias",))
+            self.bias = declare(rngs, bias, constant(0.0))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
+        def mean(y: jax.Array) -> jax.Array:
+            if len(self.sizes) == 1:
+                return jnp.mean(y, -1, keepdims=True)
+            total = parallel.psum(jnp.sum(y, (-2, -1), keepdims=True), "tp")
+            return total / math.prod(self.sizes)
+
         y = x.astype(jnp.float32)
         if self.cfg.norm == "layernorm":
-            y = y - jnp.mean(y, -1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.cfg.norm_eps)
+            y = y - mean(y)
+        y = y * jax.lax.rsqrt(mean(jnp.square(y)) + self.cfg.norm_eps)
         gain = self.gain[...].astype(jnp.float32)
         y = y * (1.0 + gain if self.cfg.norm_zero_centered else gain)
         if self.cfg.norm == "layernorm":

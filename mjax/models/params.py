@@ -23,12 +23,18 @@ ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a parameter is, globally. `inputs`: how many non-batch axes are contracted (fan-in)."""
+    """What a parameter is, globally.
+
+    `inputs`: how many non-batch axes are contracted (fan-in). `hf`: its Hugging Face name, in
+    Llama's words, within the layer where it is of a layer: one for each entry of a `pair` axis,
+    with `{expert}` where experts are apart (checkpoint/families.py turns it into a family's own).
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     role: str
     inputs: int = 1
+    hf: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from mjax.errors import UserError
 
-# Kind of block -> the stack its parameters live in. G: full attention, L: sliding window, E: full
-# attention and experts.
-STACK_OF = {"G": "dense", "L": "dense", "E": "moe"}
+# Kind of block -> the stack its parameters live in. G: full attention, L: sliding window, N: full
+# attention without rotary positions (NoPE), E: full attention and experts.
+STACK_OF = {"G": "dense", "L": "dense", "N": "dense", "E": "moe"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Rotary position embedding: plain, linear, Llama-3 and YaRN, on all or part of a head.
+"""Rotary position embedding: plain, linear, Llama-3, YaRN, LongRoPE, on all or part of a head.
 
 Channel pairs are (i, i + R/2) of the R rotary channels, Hugging Face's layout. Sources: RoFormer
-(arXiv 2104.09864), Llama 3.1's `rope_scaling`, YaRN (arXiv 2309.00071).
+(arXiv 2104.09864), Llama 3.1's `rope_scaling`, YaRN (arXiv 2309.00071), LongRoPE (arXiv
+2402.13753).
 """
 
 import math
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config.schema import ModelConfig, RopeScaling
+from mjax.sharding.collectives import LOCAL, Parallel
 
 
 def rotary_dim(cfg: ModelConfig) -> int:
@@ -30,6 +32,8 @@ def frequencies(cfg: ModelConfig, local: bool) -> tuple[np.ndarray, float]:
         return freq / scaling.factor, 1.0
     if scaling.rope_type == "llama3":
         return _llama3(freq, scaling), 1.0
+    if scaling.rope_type == "longrope":
+        return freq / np.asarray(scaling.short_factor), _longrope_factor(cfg, scaling)
     return _yarn(freq, scaling, theta, dim), _yarn_factor(scaling)
 
 
@@ -64,12 +68,29 @@ def _yarn_factor(s: RopeScaling) -> float:
     return mscale(1.0)
 
 
+def _longrope_factor(cfg: ModelConfig, s: RopeScaling) -> float:
+    if s.attention_factor is not None:
+        return s.attention_factor
+    factor = cfg.max_position_embeddings / s.original_max_position_embeddings
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(s.original_max_position_embeddings))
+
+
 def rope_tables(
-    cfg: ModelConfig, positions_BS: jax.Array, local: bool
+    cfg: ModelConfig, positions_BS: jax.Array, local: bool, parallel: Parallel = LOCAL
 ) -> tuple[jax.Array, jax.Array]:
-    """fp32 (cos, sin), each [B, S, 1, R/2]."""
+    """fp32 (cos, sin), each [B, S, 1, R/2]. Under LongRoPE a sequence (of which `parallel` may hold
+    a part) that goes beyond the original length turns by the long factors throughout."""
     freq, factor = frequencies(cfg, local)
-    angles = positions_BS[..., None, None].astype(jnp.float32) * jnp.asarray(freq, jnp.float32)
+    freq = jnp.asarray(freq, jnp.float32)
+    scaling = cfg.rope_scaling
+    if scaling is not None and scaling.rope_type == "longrope":
+        last = parallel.pmax(positions_BS.max(-1), "cp")[:, None, None, None]
+        ratio = np.asarray(scaling.short_factor) / np.asarray(scaling.long_factor)
+        is_long = last >= scaling.original_max_position_embeddings
+        freq = freq * jnp.where(is_long, jnp.asarray(ratio, jnp.float32), 1.0)
+    angles = positions_BS[..., None, None].astype(jnp.float32) * freq
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

@@ -108,7 +108,7 @@ class Chunks:
         info = self.program.tokens(micro, self.key)
         return {
             "info": info,
-            "rope": self.model(self.outer).rope(info),
+            "rope": self.model(self.outer).rope(info, self.program.context(self.train)),
             "layers": here(np.maximum(layers, 0)),
             "codes": here(np.searchsorted(codes, kinds)),
         }

@@ -60,6 +60,20 @@ BROKEN = {
         ["model.position_embedding=learned", "model.rope_scaling={rope_type: linear}"],
         "model.position_embedding='learned'",
     ),
+    "longrope_complete": (
+        ["model.rope_scaling={rope_type: longrope, short_factor: [1.0]}"],
+        "longrope needs short_factor and long_factor",
+    ),
+    "all_heads_norm_used": (["model.qk_norm_all_heads=true"], "set model.qk_norm=true"),
+    "all_heads_norm_has_heads": (
+        [
+            "model.qk_norm=true",
+            "model.qk_norm_all_heads=true",
+            "model.num_key_value_heads=1",
+            "mesh.tp=2",
+        ],
+        "model.num_key_value_heads=1 is not divisible by mesh.tp=2",
+    ),
     "window_given": (["model.layer_pattern=LG"], "set model.sliding_window"),
     "window_used": (["model.sliding_window=8"], "model.sliding_window=8 has no effect"),
     "experts_used": (["model.num_experts=4"], "'G' has no E block"),

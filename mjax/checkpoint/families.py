@@ -1,0 +1,331 @@
+"""Model families: a Hugging Face config.json and its tensor names <-> ours, in one table.
+
+A family is a list of two-way `Part`s, each reading some keys of a config.json into `ModelConfig`
+fields and writing them back, and a few replacements on the names that the parameters declare
+(`ParamSpec.hf`, Llama's). Invariant: every key of a config.json is read, listed as meaningless
+here, or refused by name; a config is written only if reading it back gives the same model.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from itertools import product
+
+import jax
+import numpy as np
+from pydantic import ValidationError
+
+from mjax.checkpoint.hf_config import (
+    Part,
+    activation,
+    all_but_every_sixth,
+    biases,
+    every_second,
+    experts,
+    gemma_scales,
+    gpt2_shape,
+    layer_types,
+    one_window,
+    only,
+    optional_window,
+    phi3_dropout,
+    rope,
+    same,
+    shape,
+    softcaps,
+    typed_rope,
+)
+from mjax.checkpoint.slots import Slot
+from mjax.config.schema import ModelConfig
+from mjax.errors import UserError
+from mjax.models.params import BATCH_AXES, ParamSpec
+from mjax.models.pattern import STACK_OF, expand
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """`fixed`: fields all its models share. `rename`: replacements on declared names, in order.
+    `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are [in,
+    out], as in GPT-2."""
+
+    architecture: str
+    parts: tuple[Part, ...]
+    fixed: dict[str, object]
+    rename: tuple[tuple[str, str], ...] = ()
+    fused: dict[str, tuple[str, ...]] | None = None
+    conv1d: bool = False
+
+
+_SILU = activation("hidden_act")
+_GELU = activation("hidden_act", default="gelu_pytorch_tanh", first="hidden_activation")
+_GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh", first="hidden_act")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GEMMA_SHAPE = {"tie_word_embeddings": True, "head_dim": 256}
+_GEMMA = {"norm_zero_centered": True}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", (shape(), _SILU, rope(), biases(mlp=True)), {}),
+    "mistral": Family("MistralForCausalLM", (shape(), _SILU, rope(), one_window()), {}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        (layer_types(optional_window), shape(), _SILU, rope(), biases(True, out=False)),
+        {},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        (layer_types(optional_window), shape(head_dim=128), _SILU, rope(), biases()),
+        {"qk_norm": True},
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        (gemma_scales(False), shape(**_GEMMA_SHAPE), _GELU, rope(), biases()),
+        _GEMMA,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        (
+            gemma_scales(True),
+            layer_types(every_second),
+            shape(**_GEMMA_SHAPE),
+            _GELU2,
+            rope(),
+            biases(),
+            softcaps(),
+        ),
+        {**_GEMMA, "norm_placement": "sandwich"},
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        (
+            gemma_scales(True),
+            layer_types(all_but_every_sixth),
+            shape(**_GEMMA_SHAPE, vocab_size=262208, max_position_embeddings=131072),
+            _GELU2,
+            typed_rope(1e6, 1e4),
+            biases(),
+            softcaps(),
+        ),
+        {**_GEMMA, "norm_placement": "sandwich", "qk_norm": True},
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        (
+            shape(rms_norm_eps=1e-5),
+            _SILU,
+            rope(partial=True, original=True),
+            one_window(),
+            biases(False),
+            phi3_dropout(),
+        ),
+        {},
+        fused={
+            "self_attn.qkv_proj": _QKV,
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        (shape(rms_norm_eps=1e-5), _SILU, rope(), biases()),
+        {"norm_placement": "post", "qk_norm": True, "qk_norm_all_heads": True},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        (
+            layer_types(optional_window, nope=True),
+            shape(tie_word_embeddings=True),
+            _SILU,
+            rope(2e6),
+            biases(mlp=True),
+        ),
+        {},
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        (
+            shape(),
+            _SILU,
+            rope(),
+            biases(mlp=True),
+            same(
+                embedding_multiplier="embedding_multiplier",
+                attention_multiplier="attention_multiplier",
+                residual_multiplier="residual_multiplier",
+                logits_scaling="logits_scaling",
+            ),
+        ),
+        {},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        (experts(), shape(rms_norm_eps=1e-5), _SILU, rope(1e6)),
+        {},
+        rename=(
+            ("mlp.gate.", "block_sparse_moe.gate."),
+            ("mlp.experts.", "block_sparse_moe.experts."),
+            (".gate_proj.", ".w1."),
+            (".up_proj.", ".w3."),
+            (".down_proj.", ".w2."),
+        ),
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        (gpt2_shape(), activation("activation_function", {"gelu_tanh": "gelu_new"})),
+        {
+            "position_embedding": "learned",
+            "norm": "layernorm",
+            "mlp_gated": False,
+            "attention_bias": True,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+        },
+        rename=(
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.embed_positions", "transformer.wpe"),
+            ("model.norm", "transformer.ln_f"),
+            ("input_layernorm", "ln_1"),
+            ("post_attention_layernorm", "ln_2"),
+            ("self_attn.c_attn", "attn.c_attn"),
+            ("self_attn.o_proj", "attn.c_proj"),
+            ("mlp.up_proj", "mlp.c_fc"),
+            ("mlp.down_proj", "mlp.c_proj"),
+        ),
+        fused={"self_attn.c_attn": _QKV},
+        conv1d=True,
+    ),
+}
+
+# Keys that say nothing about the function a model computes.
+MEANINGLESS = frozenset(
+    """_name_or_path architectures auto_map bos_token_id cache_implementation
+    chunk_size_feed_forward dtype eos_token_id finetuning_task id2label is_encoder_decoder label2id
+    max_length model_type output_attentions output_hidden_states pad_token_id problem_type
+    return_dict torch_dtype transformers_version unsloth_version use_cache""".split()
+)
+# Fields of ours that a config.json does not carry, or that do not change the trained function.
+UNSAID = frozenset({"model_type", "vocab_multiple", "scaled_output_init"})
+
+
+def config_from_hf(config: dict) -> ModelConfig:
+    """A parsed config.json -> ours. Raises `UserError` naming what is unknown or unsupported."""
+    if config.get("model_type") == "gemma3" and "text_config" in config:
+        config = {"model_type": "gemma3_text", **config["text_config"]}
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise UserError(
+            f"config.json: model_type={name!r} is not supported; known: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    rest = {k: v for k, v in config.items() if k not in MEANINGLESS}
+    only(rest, "pretraining_tp", 1)
+    only(rest, "use_mrope", False)
+    fields: dict = dict(family.fixed)
+    for part in family.parts:
+        fields |= part.read(rest)
+    unread = sorted(k for k, v in rest.items() if v is not None)
+    if unread:
+        raise UserError(
+            f"config.json: {unread[0]}={rest[unread[0]]!r} is not known to mjax for model_type "
+            f"{name!r}; remove it if it does not change the model"
+        )
+    try:
+        return ModelConfig(model_type=name, **fields)
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"config.json: {where}: {first['msg']}") from None
+
+
+def config_to_hf(cfg: ModelConfig) -> dict:
+    """Our model -> a config.json of its family. Raises `UserError` if none can express it."""
+    problems = []
+    for name in [cfg.model_type] if cfg.model_type else FAMILIES:
+        family = FAMILIES[name]
+        config: dict = {"architectures": [family.architecture], "model_type": name}
+        for part in reversed(family.parts):  # what reads first has the last word
+            config |= part.write(cfg)
+        try:
+            back = config_from_hf(dict(config))
+        except UserError as e:
+            problems.append(f"{name}: {e}")
+            continue
+        differing = [f for f in _said(cfg) if getattr(back, f) != getattr(cfg, f)]
+        if not differing:
+            return config
+        problems.append(f"{name}: no model.{differing[0]}={getattr(cfg, differing[0])!r}")
+    raise UserError(f"no Hugging Face family can express this model ({'; '.join(problems)})")
+
+
+def family_of(cfg: ModelConfig) -> Family:
+    """The family that `config_to_hf` writes."""
+    return FAMILIES[config_to_hf(cfg)["model_type"]]
+
+
+def _said(cfg: ModelConfig) -> list[str]:
+    skipped = UNSAID | ({"hidden_dropout", "attention_dropout", "initializer_range"})
+    kinds = set(expand(cfg.layer_pattern, cfg.num_hidden_layers))
+    dense = {"intermediate_size"} if kinds == {"E"} else set()
+    return [f for f in ModelConfig.model_fields if f not in skipped | dense]
+
+
+# ---- names -------------------------------------------------------------------------------------
+
+
+def slots(cfg: ModelConfig, specs: dict) -> dict[Path, tuple[Slot, ...]]:
+    """For each parameter, where its matrices and vectors lie in a checkpoint of the family."""
+    family = family_of(cfg)
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        specs, is_leaf=lambda s: isinstance(s, ParamSpec)
+    )
+    found = {
+        tuple(key.key for key in path): (spec, list(_places(cfg, family, path[0].key, spec)))
+        for path, spec in flat
+    }
+    sizes: dict[str, dict[int, int]] = {}  # of fused tensors: position -> length
+    for spec, places in found.values():
+        for slot, order in places:
+            length = np.prod([spec.shape[a] for a in slot.dims[slot.axis]], dtype=int)
+            sizes.setdefault(slot.tensor, {})[order] = int(length)
+    return {
+        path: tuple(
+            replace(slot, start=sum(n for o, n in sizes[slot.tensor].items() if o < order))
+            for slot, order in places
+        )
+        for path, (_, places) in found.items()
+    }
+
+
+def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
+    """(slot without its start, position in a fused tensor) of each piece of a parameter."""
+    kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
+    layers = [i for i, kind in enumerate(kinds) if STACK_OF[kind] == stack]
+    batch = [i for i, axis in enumerate(spec.axes) if axis in BATCH_AXES]
+    rest = tuple(i for i in range(len(spec.shape)) if i not in batch)
+    if spec.role in ("matrix", "router"):
+        dims = rest[spec.inputs :], rest[: spec.inputs]
+        dims = dims[::-1] if family.conv1d else dims
+    else:
+        dims = tuple((a,) for a in rest) if spec.role in ("embedding", "head") else (rest,)
+    axis = 1 if family.conv1d and len(dims) == 2 else 0
+    for index in product(*(range(spec.shape[a]) for a in batch)):
+        at = dict(zip((spec.axes[a] for a in batch), index, strict=True))
+        name = spec.hf[at.get("pair", 0)].format(expert=at.get("experts"))
+        if "layers" in at:
+            name = f"model.layers.{layers[at['layers']]}.{name}"
+        order = 0
+        for fused, parts in (family.fused or {}).items():
+            for i, part in enumerate(parts):
+                if re.search(rf"\b{re.escape(part)}\b", name):
+                    name, order = name.replace(part, fused), i
+        for old, new in family.rename:
+            name = name.replace(old, new)
+        yield Slot(name, index, dims, axis=axis), order
+
+
+def without_prefix(found: dict[Path, tuple[Slot, ...]], prefix: str) -> dict:
+    """The same slots in a checkpoint of the bare model, whose names lack `prefix` (GPT-2's)."""
+    return {
+        path: tuple(replace(s, tensor=s.tensor.removeprefix(prefix)) for s in places)
+        for path, places in found.items()
+    }

@@ -1,0 +1,386 @@
+"""The vocabulary of families: two-way parts of a Hugging Face config.json.
+
+`Part.read` takes its keys out of the dictionary and returns `ModelConfig` fields; `Part.write` is
+its inverse. Invariant: a part reads what it writes, older spellings too, and raises `UserError` for
+a value that mjax cannot express.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mjax.config.schema import ModelConfig
+from mjax.errors import UserError
+from mjax.models.pattern import expand
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Part:
+    """`read(config)` removes its keys from a config.json and returns our fields; `write(cfg)`."""
+
+    read: Callable[[dict], dict]
+    write: Callable[[ModelConfig], dict]
+
+
+def take(config: dict, key: str, default: Any = REQUIRED) -> Any:
+    """Remove and return a key; a null counts as missing."""
+    value = config.pop(key, None)
+    if value is None and default is REQUIRED:
+        raise UserError(f"config.json lacks {key!r}, which its model_type needs; add it")
+    return default if value is None else value
+
+
+def only(config: dict, key: str, *values: Any) -> None:
+    """Remove a key that must be missing, null or one of `values`."""
+    value = config.pop(key, None)
+    if value is not None and value not in values:
+        wanted = " or ".join(map(repr, values)) or "null"
+        raise UserError(f"config.json: {key}={value!r} is not supported (only {wanted})")
+
+
+def same(defaults: dict[str, Any] | None = None, **fields: str) -> Part:
+    """Keys whose values are ours under another name; those in `defaults` may be missing."""
+    defaults = defaults or {}
+
+    def read(config: dict) -> dict:
+        values = {ours: take(config, hf, defaults.get(hf, REQUIRED)) for hf, ours in fields.items()}
+        return {ours: value for ours, value in values.items() if value is not None}
+
+    return Part(read, lambda cfg: {hf: getattr(cfg, ours) for hf, ours in fields.items()})
+
+
+def shape(**defaults: Any) -> Part:
+    """What all but GPT-2 call by the same names; `defaults` of a family for keys left out."""
+    common = dict(num_key_value_heads=None, head_dim=None, tie_word_embeddings=False)
+    common |= dict(rms_norm_eps=1e-6, initializer_range=0.02, attention_dropout=0.0)
+    defaults = common | defaults
+    names = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+        num_key_value_heads head_dim max_position_embeddings tie_word_embeddings initializer_range
+        attention_dropout""".split()
+    return same(defaults, rms_norm_eps="norm_eps", **{name: name for name in names})
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+
+def activation(
+    key: str, written: dict[str, str] | None = None, default: Any = REQUIRED, first: str = ""
+) -> Part:
+    """The activation under `key`; `written` overrides names on export; a key `first` goes before
+    it (Gemma's config.json may hold two, and hidden_activation is the one that counts)."""
+
+    def read(config: dict) -> dict:
+        other = config.pop(key, None)
+        name = config.pop(first, None) or other or default
+        if name is REQUIRED:
+            raise UserError(f"config.json lacks {key!r}, which its model_type needs; add it")
+        if name not in ACTIVATIONS:
+            raise UserError(
+                f"config.json: {key}={name!r} is not supported (only {', '.join(ACTIVATIONS)})"
+            )
+        return {"hidden_act": ACTIVATIONS[name]}
+
+    names = {ours: hf for hf, ours in reversed(ACTIVATIONS.items())} | (written or {})
+    return Part(read, lambda cfg: {key: names[cfg.hidden_act]})
+
+
+def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool = False) -> Part:
+    """A key for biases on q, k, v (and, with `out`, the output), or their constant value; `mlp`:
+    the family has mlp_bias."""
+
+    def read(config: dict) -> dict:
+        if isinstance(attention, bool):
+            only(config, "attention_bias", attention)
+        qkv = take(config, attention, False) if isinstance(attention, str) else attention
+        fields = {"attention_bias": qkv, "attention_out_bias": qkv and out}
+        return fields | ({"mlp_bias": take(config, "mlp_bias", False)} if mlp else {})
+
+    def write(cfg: ModelConfig) -> dict:
+        values = {attention: cfg.attention_bias} if isinstance(attention, str) else {}
+        return values | ({"mlp_bias": cfg.mlp_bias} if mlp else {})
+
+    return Part(read, write)
+
+
+# ---- positions ---------------------------------------------------------------------------------
+
+_SCALING = """factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
+    beta_slow mscale mscale_all_dim attention_factor truncate short_factor long_factor""".split()
+_TYPES = {"su": "longrope", "longrope": "longrope"}  # Phi-3's first name
+_TYPES |= {name: name for name in ("linear", "llama3", "yarn")}
+
+
+def _scaling_in(scaling: dict | None, original: int | None) -> dict | None:
+    """Hugging Face's rope_scaling -> ours. Raises `UserError` for unknown types and keys."""
+    scaling = {k: v for k, v in (scaling or {}).items() if v is not None}
+    old, new = scaling.pop("type", None), scaling.pop("rope_type", None)
+    kind = new or old
+    if kind in (None, "default"):
+        return None
+    unknown = sorted(set(scaling) - set(_SCALING))
+    if kind not in _TYPES or unknown:
+        what = f"key {unknown[0]!r}" if kind in _TYPES else f"rope_type {kind!r}"
+        raise UserError(f"config.json: rope_scaling has {what}, which is not supported")
+    if original is not None:
+        scaling.setdefault("original_max_position_embeddings", original)
+    lists = {k: [float(x) for x in v] for k, v in scaling.items() if isinstance(v, list)}
+    return {"rope_type": _TYPES[kind], **scaling, **lists}
+
+
+def _scaling_out(cfg: ModelConfig) -> dict | None:
+    if cfg.rope_scaling is None:
+        return None
+    given = cfg.rope_scaling.model_dump(exclude_unset=True, exclude_none=True)
+    return {**given, "type": given["rope_type"]} if given["rope_type"] == "longrope" else given
+
+
+def rope(theta: float = 10000.0, partial: bool = False, original: bool = False) -> Part:
+    """Rotary positions in either spelling: `rope_theta` and `rope_scaling`, or transformers 5's
+    `rope_parameters`. `partial`: the family may rotate part of a head; `original`: it keeps
+    original_max_position_embeddings outside. Written in the older spelling, which all readers take.
+    """
+
+    def read(config: dict) -> dict:
+        both = dict(config.pop("rope_parameters", None) or {})
+        both |= dict(config.pop("rope_scaling", None) or {})
+        fraction = config.pop("partial_rotary_factor", None) or both.pop("partial_rotary_factor", 1)
+        if fraction != 1 and not partial:
+            raise UserError(f"config.json: partial_rotary_factor={fraction} is not supported")
+        length = take(config, "original_max_position_embeddings", None) if original else None
+        base = both.pop("rope_theta", None)
+        fields = {"rope_theta": config.pop("rope_theta", None) or base or theta}
+        fields |= {"rope_scaling": _scaling_in(both, length)}
+        return fields | ({"partial_rotary_factor": float(fraction)} if partial else {})
+
+    def write(cfg: ModelConfig) -> dict:
+        scaling = _scaling_out(cfg)
+        out = {"rope_theta": cfg.rope_theta, "rope_scaling": scaling}
+        if original and scaling:
+            length = "original_max_position_embeddings"
+            scaling = {k: v for k, v in scaling.items() if k not in (length, "rope_type")}
+            out |= {length: cfg.rope_scaling.original_max_position_embeddings}
+            out |= {"rope_scaling": scaling}
+        return out | ({"partial_rotary_factor": cfg.partial_rotary_factor} if partial else {})
+
+    return Part(read, write)
+
+
+def typed_rope(theta: float, local: float) -> Part:
+    """Gemma 3: one base for full and one for windowed layers."""
+
+    def read(config: dict) -> dict:
+        new = config.pop("rope_parameters", None) or {}
+        full, window = new.get("full_attention", {}), new.get("sliding_attention", {})
+        if window.get("rope_type", "default") != "default":
+            raise UserError("config.json: rope_parameters.sliding_attention must not be scaled")
+        scaling = config.pop("rope_scaling", None) or {
+            k: full[k] for k in full if k != "rope_theta"
+        }
+        base = config.pop("rope_theta", None) or full.get("rope_theta") or theta
+        own = config.pop("rope_local_base_freq", None) or window.get("rope_theta") or local
+        return dict(rope_theta=base, rope_local_theta=own, rope_scaling=_scaling_in(scaling, None))
+
+    def write(cfg: ModelConfig) -> dict:
+        bases = {"rope_theta": cfg.rope_theta, "rope_local_base_freq": cfg.rope_local_theta}
+        return bases | {"rope_scaling": _scaling_out(cfg)}
+
+    return Part(read, write)
+
+
+# ---- windows and other layer kinds -------------------------------------------------------------
+
+
+def shortest(kinds: list[str]) -> str:
+    """The shortest pattern that repeats to `kinds`."""
+    n = len(kinds)
+    period = next(p for p in range(1, n + 1) if all(kinds[i] == kinds[i % p] for i in range(n)))
+    return "".join(kinds[:period])
+
+
+def one_window() -> Part:
+    """`sliding_window` of all layers, or null."""
+
+    def read(config: dict) -> dict:
+        window = take(config, "sliding_window", None)
+        return {"sliding_window": window, "layer_pattern": "G" if window is None else "L"}
+
+    return Part(read, lambda cfg: {"sliding_window": cfg.sliding_window})
+
+
+def layer_types(older: Callable[[dict, int], list[bool]], nope: bool = False) -> Part:
+    """Per-layer `layer_types`, read before `shape`; where a config.json lacks them,
+    `older(config, layers)` tells which layers have the window. `nope`: `no_rope_layers` has a 0
+    for layers without rotary positions."""
+
+    def read(config: dict) -> dict:
+        layers = config["num_hidden_layers"]
+        windowed = older(config, layers)  # takes its keys out
+        types = config.pop("layer_types", None)
+        if types is not None:
+            unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+            if unknown or len(types) != layers:
+                what = f"has {unknown[0]!r}" if unknown else f"names {len(types)} layers"
+                raise UserError(f"config.json: layer_types {what}, num_hidden_layers={layers}")
+            windowed = [t == "sliding_attention" for t in types]
+        window = take(config, "sliding_window", None)
+        windowed = [w and window is not None for w in windowed]
+        kinds = ["L" if w else "G" for w in windowed]
+        if nope:
+            every = config.pop("no_rope_layer_interval", None) or 4
+            turned = config.pop("no_rope_layers", None)
+            turned = turned or [int((i + 1) % every != 0) for i in range(layers)]
+            if any(w and not t for w, t in zip(windowed, turned, strict=True)):
+                raise UserError("config.json: a windowed layer without RoPE is not supported")
+            kinds = [k if t else "N" for k, t in zip(kinds, turned, strict=True)]
+        return {
+            "layer_pattern": shortest(kinds),
+            "sliding_window": window if "L" in kinds else None,
+        }
+
+    def write(cfg: ModelConfig) -> dict:
+        kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
+        names = {"L": "sliding_attention"}
+        out = {"layer_types": [names.get(kind, "full_attention") for kind in kinds]}
+        out |= {"sliding_window": cfg.sliding_window}
+        if older is optional_window:
+            out |= {"use_sliding_window": "L" in kinds}
+        return out | ({"no_rope_layers": [int(kind != "N") for kind in kinds]} if nope else {})
+
+    return Part(read, write)
+
+
+def optional_window(config: dict, layers: int) -> list[bool]:
+    """Qwen2, Qwen3, SmolLM3 before layer_types: the window from layer max_window_layers on."""
+    used, first = config.pop("use_sliding_window", None), config.pop("max_window_layers", None)
+    if not used:
+        config["sliding_window"] = None
+    return [bool(used) and i >= (first or 0) for i in range(layers)]
+
+
+def every_second(config: dict, layers: int) -> list[bool]:
+    """Gemma 2."""
+    return [i % 2 == 0 for i in range(layers)]
+
+
+def all_but_every_sixth(config: dict, layers: int) -> list[bool]:
+    """Gemma 3."""
+    period = config.pop("sliding_window_pattern", None) or config.pop("_sliding_window_pattern", 6)
+    config.pop("_sliding_window_pattern", None)
+    return [(i + 1) % period != 0 for i in range(layers)]
+
+
+# ---- one family's own --------------------------------------------------------------------------
+
+
+def gemma_scales(scalar: bool) -> Part:
+    """Embeddings times sqrt(hidden_size); `scalar`: attention by query_pre_attn_scalar. Reads
+    before `shape`."""
+
+    def read(config: dict) -> dict:
+        only(config, "use_bidirectional_attention", False)
+        fields = {"embedding_multiplier": config["hidden_size"] ** 0.5}
+        if scalar:
+            value, own = take(config, "query_pre_attn_scalar"), config.get("head_dim", 256)
+            fields["attention_multiplier"] = None if value == own else value**-0.5
+        return fields
+
+    def write(cfg: ModelConfig) -> dict:
+        if not scalar:
+            return {}
+        given = cfg.attention_multiplier
+        return {"query_pre_attn_scalar": round(given**-2, 6) if given else cfg.head_dim}
+
+    return Part(read, write)
+
+
+def softcaps() -> Part:
+    names = "attn_logit_softcapping", "final_logit_softcapping"
+    return same(dict.fromkeys(names), **{name: name for name in names})
+
+
+def phi3_dropout() -> Part:
+    """Phi-3 drops residual branches and embeddings apart; we at one rate."""
+
+    def read(config: dict) -> dict:
+        rates = take(config, "resid_pdrop", 0.0), take(config, "embd_pdrop", 0.0)
+        if rates[0] != rates[1]:
+            raise UserError(f"config.json: resid_pdrop, embd_pdrop={rates} differ: not supported")
+        return {"hidden_dropout": rates[0]}
+
+    return Part(
+        read, lambda cfg: {"resid_pdrop": cfg.hidden_dropout, "embd_pdrop": cfg.hidden_dropout}
+    )
+
+
+def experts() -> Part:
+    """Mixtral: every layer has experts; their width stands as intermediate_size. Reads before
+    `shape`."""
+
+    def read(config: dict) -> dict:
+        only(config, "sliding_window")
+        only(config, "router_jitter_noise", 0.0)
+        config.pop("output_router_logits", None)
+        width = config["intermediate_size"]
+        fields = {"num_experts": take(config, "num_local_experts", 8), "layer_pattern": "E"}
+        fields |= {"router_aux_loss_coef": take(config, "router_aux_loss_coef", 0.001)}
+        fields |= {"num_experts_per_tok": take(config, "num_experts_per_tok", 2)}
+        return fields | {"moe_intermediate_size": width}
+
+    def write(cfg: ModelConfig) -> dict:
+        return {
+            "num_local_experts": cfg.num_experts,
+            "num_experts_per_tok": cfg.num_experts_per_tok,
+            "router_aux_loss_coef": cfg.router_aux_loss_coef,
+            "intermediate_size": cfg.moe_intermediate_size,
+        }
+
+    return Part(read, write)
+
+
+def gpt2_shape() -> Part:
+    """GPT-2's own names; three dropouts, of which ours covers two."""
+    renamed = same(
+        {"tie_word_embeddings": True, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5},
+        vocab_size="vocab_size",
+        n_embd="hidden_size",
+        n_layer="num_hidden_layers",
+        n_head="num_attention_heads",
+        n_positions="max_position_embeddings",
+        layer_norm_epsilon="norm_eps",
+        initializer_range="initializer_range",
+        tie_word_embeddings="tie_word_embeddings",
+    )
+
+    def read(config: dict) -> dict:
+        for key in [
+            k for k in config if k.startswith("summary_") or k in ("n_ctx", "task_specific_params")
+        ]:
+            del config[key]
+        only(config, "scale_attn_weights", True)
+        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            only(config, key, False)
+        config.pop("reorder_and_upcast_attn", None)  # the same numbers in another order
+        inner = take(config, "n_inner", 4 * config["n_embd"])
+        residual = take(config, "resid_pdrop", 0.1), take(config, "embd_pdrop", 0.1)
+        if residual[0] != residual[1]:
+            raise UserError("config.json: resid_pdrop and embd_pdrop differ: not supported")
+        dropout = {
+            "hidden_dropout": residual[0],
+            "attention_dropout": take(config, "attn_pdrop", 0.1),
+        }
+        return renamed.read(config) | dropout | {"intermediate_size": inner}
+
+    def write(cfg: ModelConfig) -> dict:
+        dropout = {"resid_pdrop": cfg.hidden_dropout, "embd_pdrop": cfg.hidden_dropout}
+        dropout |= {"attn_pdrop": cfg.attention_dropout, "n_inner": cfg.intermediate_size}
+        return renamed.write(cfg) | dropout
+
+    return Part(read, write)

@@ -1,0 +1,21 @@
+"""`Slot`: where a piece of a parameter lies among the tensors of a Hugging Face checkpoint."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one matrix or vector of a parameter lies in a Hugging Face checkpoint.
+
+    `batch`: its index along the parameter's batch axes (`params.BATCH_AXES`), in their order.
+    `dims`: for each dimension of the tensor after `lead`, the parameter's axes flattened into it.
+    It begins at `start` along dimension `axis` of a tensor that fuses several; `lead` is the
+    leading index in a tensor that stacks several.
+    """
+
+    tensor: str
+    batch: tuple[int, ...]
+    dims: tuple[tuple[int, ...], ...]
+    start: int = 0
+    axis: int = 0
+    lead: tuple[int, ...] = ()

@@ -1,0 +1,96 @@
+"""Tiny random Hugging Face models of every family, with odd sizes."""
+
+import torch
+import transformers
+
+# heads * head_dim differs from hidden_size, one kv head where legal, an odd vocabulary.
+_BASE = dict(
+    vocab_size=251,
+    hidden_size=48,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    initializer_range=0.15,
+)
+_NO_HEAD_DIM = {k: v for k, v in _BASE.items() if k != "head_dim"}
+_LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=5000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+_LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    partial_rotary_factor=0.5,
+    short_factor=[1.0, 1.1, 1.2],
+    long_factor=[1.0, 2.0, 4.0],
+    original_max_position_embeddings=32,
+)
+# name -> (transformers class prefix, options)
+MODELS: dict[str, tuple[str, dict]] = {
+    "gpt2": (
+        "GPT2",
+        dict(vocab_size=251, n_positions=128, n_embd=48, n_layer=3, n_head=4, n_inner=56)
+        | dict(initializer_range=0.15, bos_token_id=1, eos_token_id=2)
+        | dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    ),
+    "llama2": ("Llama", _BASE),
+    "llama3": ("Llama", _BASE | dict(num_key_value_heads=1, rope_parameters=_LLAMA3)),
+    "llama_tied_biased": (
+        "Llama",
+        _BASE | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    ),
+    "mistral": ("Mistral", _BASE | dict(sliding_window=9, num_key_value_heads=1)),
+    "qwen2": ("Qwen2", _NO_HEAD_DIM | dict(tie_word_embeddings=True)),
+    "qwen2_window": (
+        "Qwen2",
+        _NO_HEAD_DIM | dict(use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    ),
+    "qwen3": ("Qwen3", _BASE),
+    "gemma": ("Gemma", _BASE | dict(num_key_value_heads=1)),
+    "gemma2": ("Gemma2", _BASE | dict(sliding_window=9, query_pre_attn_scalar=24)),
+    "gemma3": (
+        "Gemma3Text",
+        _BASE
+        | dict(num_hidden_layers=7, sliding_window=9, query_pre_attn_scalar=24)
+        | dict(
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+            }
+        ),
+    ),
+    "phi3": ("Phi3", _NO_HEAD_DIM | dict(sliding_window=9)),
+    "phi3_long": ("Phi3", _NO_HEAD_DIM | dict(rope_parameters=_LONGROPE)),
+    "olmo2": ("Olmo2", _NO_HEAD_DIM),
+    "smollm3": ("SmolLM3", _NO_HEAD_DIM | dict(num_hidden_layers=5)),
+    "granite": (
+        "Granite",
+        _NO_HEAD_DIM
+        | dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.5)
+        | dict(logits_scaling=4.0),
+    ),
+    "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
+}
+
+
+def make(name: str) -> torch.nn.Module:
+    """An fp32 model whose biases and norms are random too."""
+    prefix, options = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{prefix}Config")(**options, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for path, p in model.named_parameters():
+            if path.endswith("bias") or p.ndim == 1:
+                p.add_(0.1 * torch.randn_like(p))
+    return model
