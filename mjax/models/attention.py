@@ -11,6 +11,7 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.context import Context, Tokens
+from mjax.models.linear import column, row
 from mjax.models.norm import Norm
 from mjax.models.params import ParamSpec, constant, declare, normal
 from mjax.models.positions import apply_rope
@@ -66,8 +67,7 @@ class Attention(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         cfg, par = self.cfg, ctx.parallel
-        x = par.gather_seq(x)
-        q, k, v = self._project(x, par)
+        q, k, v = self._project(x, ctx)
         if cfg.qk_norm:
             q, k = self.q_norm(q, par), self.k_norm(k, par)
         if rope is not None:
@@ -75,8 +75,9 @@ class Attention(nnx.Module):
         key_columns, key_segments = tokens.columns, tokens.segments
         if cache is not None:
             start = (0, tokens.columns[0], 0, 0)
+            copies = cache[0].shape[2] // k.shape[2]  # of each kv head (infer/cache.py)
             cache = tuple(
-                jax.lax.dynamic_update_slice(c, new.astype(c.dtype), start)
+                jax.lax.dynamic_update_slice(c, jnp.repeat(new, copies, 2).astype(c.dtype), start)
                 for c, new in zip(cache, (k, v), strict=True)
             )
             (k, v), key_segments = cache, tokens.key_segments
@@ -98,13 +99,14 @@ class Attention(nnx.Module):
             max_documents=ctx.max_documents,
             implementation=ctx.attention if cache is None else "xla",
         )
-        y = par.scatter_seq(jnp.tensordot(o, self.out[...], 2))
+        y = row(o, ("attn_proj", self.out[...]), ctx)
         return (y + self.out_bias[...] if cfg.attention_out_bias else y), cache
 
-    def _project(self, x: jax.Array, par: Parallel) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, N/tp, H] and the k, v [B, S, K', H] that these query heads use."""
-        q = jnp.tensordot(x, self.q[...], 1)
-        kv = jnp.tensordot(x, _own_kv(self.kv[...], self.cfg, par), 1)
+        par = ctx.parallel
+        weights = {"q": self.q[...], "kv": _own_kv(self.kv[...], self.cfg, par)}
+        q, kv = column(x, weights, ctx)
         if self.cfg.attention_bias:
             q = q + self.q_bias[...]
             kv = kv + _own_kv(self.kv_bias[...], self.cfg, par)

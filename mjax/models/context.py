@@ -20,7 +20,8 @@ class Context:
 
     `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
     document, 0 that it is unknown. `gather(stack, weights)` makes the stored weights of a scan's
-    layers whole on entry to its body (ZeRO-3).
+    layers whole on entry to its body (ZeRO-3). `see(name, x)` may keep or replace activations at
+    the named places of a block (`models/trace.py`).
     """
 
     parallel: Parallel = LOCAL
@@ -31,6 +32,11 @@ class Context:
     remat: str = "none"
     dropout: bool = False
     gather: Callable[[str, dict], dict] | None = None
+    see: Callable[[str, jax.Array], jax.Array] | None = None
+
+    def tap(self, name: str, x: jax.Array) -> jax.Array:
+        """`x`, or what `see` makes of it."""
+        return x if self.see is None else self.see(name, x)
 
 
 @register_dataclass

@@ -15,6 +15,7 @@ from mjax.config.schema import ModelConfig
 from mjax.kernels.cross_entropy import cross_entropy
 from mjax.models.attention import Attention, Cache
 from mjax.models.context import Context, Tokens, dropout, tokens_of
+from mjax.models.linear import NAMES
 from mjax.models.mlp import MLP
 from mjax.models.moe import MoE
 from mjax.models.norm import Norm
@@ -67,9 +68,11 @@ class Block(nnx.Module):
             cache=cache,
         )
         h = _scaled(_normed(self.attention_post_norm, h), cfg.residual_multiplier)
+        h = ctx.tap("attention", h)
         x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 1)
         h, aux = self.mlp(_normed(self.mlp_norm, x), ctx)
         h = _scaled(_normed(self.mlp_post_norm, h), cfg.residual_multiplier)
+        h = ctx.tap("mlp", h)
         return x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2), aux, cache
 
 
@@ -252,11 +255,7 @@ def remat(body, policy: str):
     """What a period of blocks keeps for its backward (config key train.remat)."""
     if policy == "none":
         return body
-    policies = jax.checkpoint_policies
-    named = policies.save_only_these_names("attn_out", "attn_lse")
-    policy = {
-        "full": None,
-        "attention": named,
-        "dots": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named),
-    }[policy]
+    attention = "attn_out", "attn_lse"
+    names = {"full": (), "attention": attention, "dots": (*NAMES, *attention)}[policy]
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(body, policy=policy, prevent_cse=False)

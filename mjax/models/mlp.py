@@ -6,6 +6,7 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.context import Context
+from mjax.models.linear import column, row
 from mjax.models.params import ParamSpec, constant, declare, normal
 
 
@@ -44,12 +45,12 @@ class MLP(nnx.Module):
             self.down_bias = declare(rngs, down, constant(0.0))
 
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        h = jnp.tensordot(ctx.parallel.gather_seq(x), self.up[...], 1)
+        (h,) = column(x, {"up": self.up[...]}, ctx)
         if self.cfg.mlp_bias:
             h = h + self.up_bias[...]
         if self.cfg.mlp_gated:
             h = activate(h[..., 0, :], self.cfg.hidden_act) * h[..., 1, :]
         else:
             h = activate(h, self.cfg.hidden_act)
-        y = ctx.parallel.scatter_seq(jnp.tensordot(h, self.down[...], 1))
+        y = row(h, ("down", self.down[...]), ctx)
         return (y + self.down_bias[...] if self.cfg.mlp_bias else y), jnp.float32(0)

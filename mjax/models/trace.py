@@ -1,0 +1,65 @@
+"""Look inside a decoder: activations by name, kept or replaced on the way.
+
+`trace` runs the blocks one by one instead of scanning them, so each layer has its own names. It is
+an ordinary traceable function: jit it, differentiate it, put any JAX code in a hook. Invariant:
+without hooks its logits are those of the model. Names: `embedding`; of layer i `layers.i.attention`
+and `layers.i.mlp` (what the branch adds to the residual stream) and `layers.i` (the stream after
+it); `final_norm`. Patterns with `*` match several.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import jax
+
+from mjax.errors import UserError
+from mjax.models.context import Context, tokens_of
+from mjax.models.decoder import Decoder
+from mjax.models.params import split
+from mjax.models.pattern import STACK_OF, stack_index
+
+Hook = Callable[[jax.Array], jax.Array]
+
+
+def trace(
+    model: Decoder,
+    tokens: jax.Array,
+    *,
+    keep: Iterable[str] = (),
+    hooks: dict[str, Hook] | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """tokens int32 [B, S] -> (fp32 logits [B, S, V], activations [B, S, D] whose name matches
+    `keep`). `hooks` map names to functions whose result takes the activation's place. Raises
+    `UserError` for a name that nothing matches."""
+    keep, hooks = tuple(keep), hooks or {}
+    kept: dict[str, jax.Array] = {}
+    matched: set[str] = set()
+
+    def see(name: str, x: jax.Array) -> jax.Array:
+        hits = [p for p in (*hooks, *keep) if fnmatchcase(name, p)]
+        matched.update(hits)
+        for pattern in hits:
+            x = hooks[pattern](x) if pattern in hooks else x
+        if any(p in keep for p in hits):
+            kept[name] = x
+        return x
+
+    ctx, info = Context(), tokens_of(tokens.shape)
+    x = see("embedding", model.embed(tokens, info, ctx))
+    rope, rows = model.rope(info, ctx), stack_index(model.kinds)
+    stacks = {name: split(getattr(model, name)) for name in model.stacks}
+    for i, kind in enumerate(model.kinds):
+        definition, weights = stacks[STACK_OF[kind]]
+        block = definition.bind(jax.tree.map(lambda w: w[rows[i]], weights))  # noqa: B023
+        here = replace(ctx, see=lambda name, x: see(f"layers.{i}.{name}", x))  # noqa: B023
+        x, _, _ = block(x, info, here, kind=kind, rope=rope, layer=i)
+        x = see(f"layers.{i}", x)
+    x = see("final_norm", model.final_norm(x))
+    unknown = [p for p in (*hooks, *keep) if p not in matched]
+    if unknown:
+        raise UserError(
+            f"trace: nothing is called {unknown[0]!r}; names: embedding, layers.0 to "
+            f"layers.{len(model.kinds) - 1} (.attention, .mlp), final_norm"
+        )
+    return model.logits(x), kept
