@@ -7,3 +7,10 @@ dimensions of an array where that helps the reader.
 """
 
 __version__ = "0.1.0"
+
+
+def from_pretrained(path, mesh=None, dtype="float32"):
+    """`mjax.pretrained.from_pretrained`: a model with the weights in `path`, from any format."""
+    from mjax.pretrained import from_pretrained  # on use: importing mjax must not start jax
+
+    return from_pretrained(path, mesh, dtype)

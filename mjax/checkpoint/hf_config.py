@@ -295,8 +295,9 @@ def gemma_scales(scalar: bool) -> Part:
     def write(cfg: ModelConfig) -> dict:
         if not scalar:
             return {}
-        given = cfg.attention_multiplier
-        return {"query_pre_attn_scalar": round(given**-2, 6) if given else cfg.head_dim}
+        value = cfg.attention_multiplier and round(cfg.attention_multiplier**-2, 6)
+        value = int(value) if value and value == int(value) else value  # readers want an integer
+        return {"query_pre_attn_scalar": value or cfg.head_dim}
 
     return Part(read, write)
 

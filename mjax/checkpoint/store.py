@@ -8,9 +8,12 @@ another architecture, optimiser state or sample position is refused before an ar
 Layout after Megatron's `torch_dist` in its model-space form, on orbax's CheckpointManager.
 """
 
+import contextlib
 import logging
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -22,9 +25,13 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSt
 import mjax
 from mjax.config.schema import Config, Group, ModelConfig, OptimizerConfig
 from mjax.errors import UserError
+from mjax.models.pattern import STACK_OF
 from mjax.optim.schedule import consumed_samples
 
 log = logging.getLogger(__name__)
+
+WEIGHTS = "weights"  # meta["contents"] of a checkpoint without optimiser state (weights.py)
+CHUNK = 64 * 2**20  # bytes; parameters can then be read in parts without reading much more
 
 # Model fields that leave the trained function as it is: a resumed run may change them.
 NOT_ARCHITECTURE = frozenset(
@@ -76,7 +83,8 @@ class Store:
                 "cannot be added; set another run.dir, or checkpoint.resume=never to start over"
             )
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(self._meta(step))
+            state=ocp.args.StandardSave(state, _save_args(state)),
+            meta=ocp.args.JsonSave(self._meta(step)),
         )
         try:
             self._manager.save(step, args=items, force=True)
@@ -190,6 +198,11 @@ class Store:
 
     def _check(self, meta: dict, step: int) -> None:
         """Raise `UserError` unless this run's config continues the one that saved `meta`."""
+        if meta.get("contents") == WEIGHTS:
+            raise UserError(
+                f"checkpoint {self.directory / str(step)} holds weights only; start from them in "
+                f"another run.dir with checkpoint.init_from={self.directory}"
+            )
         model = [f for f in ModelConfig.model_fields if f not in NOT_ARCHITECTURE]
         roles = ["muon_roles"] if self.cfg.optimizer.name == "muon" else []
         optimizer = ["name", "mu_dtype", "nu_dtype", *roles]
@@ -248,6 +261,48 @@ def ensure_writable(directory: str | Path) -> Path:
             f"cannot write in folder {path}: {e.strerror}; set run.dir to a folder you may write"
         ) from None
     return path
+
+
+def require_same_model(cfg: ModelConfig, of_weights: ModelConfig) -> None:
+    """Raise `UserError` unless weights of the model `of_weights` mean the same in `cfg`."""
+    for name in ModelConfig.model_fields:
+        ours, theirs = getattr(cfg, name), getattr(of_weights, name)
+        if ours != theirs and name not in NOT_ARCHITECTURE:
+            raise UserError(
+                f"the weights to start from are of a model with {name}={theirs!r}, but this run "
+                f"has model.{name}={ours!r}; set it to {theirs!r}"
+            )
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` if the block ends well, and else is taken away.
+
+    Raises `UserError` where `folder` already holds something or cannot be written.
+    """
+    folder = Path(folder).absolute()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; give another folder, or remove it")
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(folder)
+    except OSError as e:
+        raise UserError(f"cannot write folder {folder}: {e.strerror}; free or mend it") from e
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _save_args(state: dict) -> dict:
+    """Chunks of at most `CHUNK` bytes; those of a large stack hold one layer."""
+
+    def one(path: tuple, leaf: jax.Array) -> ocp.SaveArgs:
+        stacked = any(getattr(key, "key", None) in STACK_OF.values() for key in path)
+        layers = (0,) if stacked and leaf.nbytes > CHUNK else ()
+        return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=layers)
+
+    return jax.tree_util.tree_map_with_path(one, state)
 
 
 def _default(kind: type[Group], name: str) -> object:

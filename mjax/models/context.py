@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from mjax.kernels.quantize import Fp8
 from mjax.sharding.collectives import LOCAL, Parallel
+from mjax.sharding.overlap import RING_ROWS
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Context:
 
     `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
     document, 0 that it is unknown. `gather(stack, weights)` makes the stored weights of a scan's
-    layers whole on entry to its body (ZeRO-3). `see(name, x)` may keep or replace activations at
+    layers whole on entry to its body (ZeRO-3). `fp8` quantises the blocks' matmuls. `see(name, x)` may keep or replace activations at
     the named places of a block (`models/trace.py`).
     """
 
@@ -29,10 +31,17 @@ class Context:
     cp_type: str = "auto"
     cp_a2a: int = 1
     max_documents: int = 0
+    tp_overlap: str = "auto"
     remat: str = "none"
     dropout: bool = False
+    fp8: Fp8 | None = None
     gather: Callable[[str, dict], dict] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
+
+    def in_rings(self, rows: int) -> bool:
+        """Whether matmuls exchange shards of `rows` tokens over tp in rings (sharding/overlap.py)."""
+        big = self.tp_overlap == "ring" or rows >= RING_ROWS
+        return self.parallel.tp > 1 and self.tp_overlap != "none" and big
 
     def tap(self, name: str, x: jax.Array) -> jax.Array:
         """`x`, or what `see` makes of it."""

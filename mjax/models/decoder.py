@@ -6,6 +6,7 @@ stacked and scanned; a scan's body spells out one period of the layer pattern.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.kernels.cross_entropy import cross_entropy
+from mjax.kernels.quantize import SCALES
 from mjax.models.attention import Attention, Cache
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.linear import NAMES
@@ -127,7 +129,7 @@ class Decoder(nnx.Module):
         """tokens [B, S] -> final normed activations [B, S, D], whole along tp; this device's share
         of the auxiliary losses, summed over layers and sequences; updated cache."""
         x = self.embed(tokens, info, ctx)
-        x, aux, cache = self.blocks(x, info, ctx, runs(self.kinds), cache)
+        x, aux, cache = self.blocks(x, info, ctx, self.runs(ctx), cache)
         return ctx.parallel.gather_seq(self.final_norm(x)), aux, cache
 
     def loss(
@@ -136,7 +138,7 @@ class Decoder(nnx.Module):
         """(sum of loss_mask * nll over [B, S], equal on all tp devices; this device's share of the
         auxiliary losses, summed over layers and sequences), fp32."""
         x = self.embed(batch["tokens"], info, ctx)
-        x, aux, _ = self.blocks(x, info, ctx, runs(self.kinds))
+        x, aux, _ = self.blocks(x, info, ctx, self.runs(ctx))
         return self.head_loss(x, batch, ctx, chunk), aux
 
     def head_loss(
@@ -200,19 +202,33 @@ class Decoder(nnx.Module):
         aux, caches = jnp.float32(0), []
         for run in parts:
             xs = {}
+            own_ctx = ctx if self._quantised(run, ctx) else replace(ctx, fp8=None)
             for name, (_, weights) in stacks.items():
+                scales = {} if own_ctx.fp8 is None else own_ctx.fp8.scales.get(name, {})
                 own = [i for i, kind in enumerate(run.kinds) if STACK_OF[kind] == name]
                 if own:
                     first = rows[run.first + own[0]]
-                    xs[name] = jax.tree.map(rows_of(first, run.repeats, len(own)), weights)
+                    xs[name] = jax.tree.map(
+                        rows_of(first, run.repeats, len(own)), (weights, scales)
+                    )
             period = rows_of(run.first, run.repeats, len(run.kinds))
             layers = period(jnp.arange(len(rows), dtype=jnp.int32))
-            body = functools.partial(scan_body, definitions, run.kinds, rope, info, ctx)
+            body = functools.partial(scan_body, definitions, run.kinds, rope, info, own_ctx)
             xs = xs, layers, jax.tree.map(period, cache)
             (x, aux), new = jax.lax.scan(remat(body, ctx.remat), (x, aux), xs)
             caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), new))
         merged = None if cache is None else jax.tree.map(lambda *c: jnp.concatenate(c), *caches)
         return x, aux, merged
+
+    def runs(self, ctx: Context) -> tuple[Run, ...]:
+        """The scans of all layers; those at both ends that stay out of FP8 are apart."""
+        n = 0 if ctx.fp8 is None else ctx.fp8.skip
+        cuts = (0, n), (n, len(self.kinds) - n), (len(self.kinds) - n, len(self.kinds))
+        return tuple(run for a, b in cuts for run in runs(self.kinds[a:b], a))
+
+    def _quantised(self, run: Run, ctx: Context) -> bool:
+        n = 0 if ctx.fp8 is None else ctx.fp8.skip
+        return n <= run.first < len(self.kinds) - n
 
     def rope(self, info: Tokens, ctx: Context) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Tables of each kind of block that turns its queries and keys."""
@@ -234,18 +250,20 @@ def rows_of(first: int, repeats: int, period: int):
 
 
 def scan_body(definitions, kinds, rope, info, ctx, carry, xs):
-    """One period of blocks; `xs` holds the rows of each stack, layer numbers and caches, [period,
-    ...] each."""
-    (x, aux), (weights, layers, cache) = carry, xs
+    """One period of blocks; `xs` holds the rows of each stack (weights, FP8 scales), layer numbers
+    and caches, [period, ...] each."""
+    (x, aux), (stacks, layers, cache) = carry, xs
+    weights, scales = ({name: pair[i] for name, pair in stacks.items()} for i in (0, 1))
     if ctx.gather is not None:
         weights = {name: ctx.gather(name, rows) for name, rows in weights.items()}
     new, rows = [], stack_index(kinds)
     for i, kind in enumerate(kinds):
         name = STACK_OF[kind]
-        row = jax.tree.map(lambda w: w[rows[i]], weights[name])  # noqa: B023
+        row, at = jax.tree.map(lambda w: w[rows[i]], (weights[name], scales[name]))  # noqa: B023
         block = definitions[name].bind(row)
+        own_ctx = ctx if ctx.fp8 is None else replace(ctx, fp8=ctx.fp8.of(at))
         own = None if cache is None else tuple(c[i] for c in cache)
-        x, more, own = block(x, info, ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
+        x, more, own = block(x, info, own_ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
         aux = aux + more
         new.append(own)
     return (x, aux), None if cache is None else jax.tree.map(lambda *c: jnp.stack(c), *new)
@@ -257,5 +275,5 @@ def remat(body, policy: str):
         return body
     attention = "attn_out", "attn_lse"
     names = {"full": (), "attention": attention, "dots": (*NAMES, *attention)}[policy]
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    policy = jax.checkpoint_policies.save_only_these_names(*names, SCALES)
     return jax.checkpoint(body, policy=policy, prevent_cse=False)

@@ -15,6 +15,7 @@ from mjax.errors import UserError
 # Kind of block -> the stack its parameters live in. G: full attention, L: sliding window, N: full
 # attention without rotary positions (NoPE), E: full attention and experts.
 STACK_OF = {"G": "dense", "L": "dense", "N": "dense", "E": "moe"}
+STACKS = frozenset(STACK_OF.values())
 
 
 @dataclass(frozen=True)

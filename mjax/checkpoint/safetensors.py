@@ -1,0 +1,166 @@
+"""The safetensors format: tensors by byte range, and files written tensor by tensor.
+
+A file is eight bytes of length, a JSON header of that length, then the tensors' bytes in row-major
+order. Invariant: a header is believed only after it agrees with the size of its file, so a
+truncated file is named before any weight is read. Follows the format description of
+github.com/huggingface/safetensors; its numpy interface knows no bfloat16, hence this module.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from mjax.errors import UserError
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of `file`, its bytes from `offset` on. A kind that `DTYPES` lacks cannot be read."""
+
+    name: str
+    file: Path
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        if self.kind not in DTYPES:
+            raise UserError(
+                f"{self.file}: tensor {self.name} is {self.kind}, which is not one of "
+                f"{', '.join(DTYPES)}; save the model in bfloat16 or float32"
+            )
+        return DTYPES[self.kind]
+
+    def read(self, file: int, first: int, width: int, rows: slice, cols: slice) -> np.ndarray:
+        """Rows and columns of the matrix of `width` columns that begins at element `first`.
+
+        `file`: a descriptor of `self.file`, which is read nowhere else than in these ranges.
+        """
+        size = self.dtype.itemsize
+        n, m = rows.stop - rows.start, cols.stop - cols.start
+        raw = np.empty((n, m * size), np.uint8)
+        at = self.offset + size * (first + rows.start * width + cols.start)
+        if m == width:
+            self._fill(file, raw.reshape(-1), at)
+        else:
+            for i in range(n):
+                self._fill(file, raw[i], at + i * width * size)
+        return raw.view(self.dtype)
+
+    def _fill(self, file: int, out: np.ndarray, at: int) -> None:
+        done = 0
+        while done < out.size:
+            got = os.preadv(file, [out[done:]], at + done)  # at most 2 GiB a call
+            if got == 0:
+                raise UserError(f"{self.file}: ends within tensor {self.name}; copy it again")
+            done += got
+
+
+def open_folder(folder: str | Path) -> dict[str, Tensor]:
+    """Name -> tensor, of model.safetensors or of the files that the index beside it names.
+
+    Reads headers only. Raises `UserError` for a missing, damaged or truncated file.
+    """
+    folder = Path(folder)
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if not index.is_file() and not single.is_file():
+        if list(folder.glob("*.bin")):
+            raise UserError(
+                f"{folder} holds pytorch_model.bin, whose pickles mjax does not run; save it as "
+                "safetensors: model.save_pretrained(folder, safe_serialization=True)"
+            )
+        raise UserError(f"{folder}: no model.safetensors and no {INDEX}; give a model's folder")
+    if not index.is_file():
+        return read_header(single)
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(where.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        raise UserError(f"{index}: not an index with a weight_map; copy it again") from None
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        found = read_header(folder / name)
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise UserError(f"{folder / name}: tensor {twice[0]} is also in another file")
+        tensors |= found
+    for name, file in where.items():
+        if name not in tensors:
+            raise UserError(f"{folder / file}: has no tensor {name}, which {index.name} puts there")
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of one file, by name. Raises `UserError` naming the file."""
+    try:
+        with open(file, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            length = int.from_bytes(f.read(8), "little")
+            text = f.read(length) if length <= min(size, _LONGEST_HEADER) else b""
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            (first, last), shape = entry["data_offsets"], tuple(map(int, entry["shape"]))
+            tensor = Tensor(name, file, str(entry["dtype"]), shape, 8 + length + first)
+            if 8 + length + last > size:
+                raise UserError(f"{file}: ends within tensor {name}; copy the file again")
+            wanted = DTYPES[tensor.kind].itemsize if tensor.kind in DTYPES else None
+            if wanted is not None and last - first != wanted * math.prod(shape):
+                raise UserError(f"{file}: tensor {name} has {last - first} bytes for {shape}")
+            tensors[name] = tensor
+    except OSError as e:
+        raise UserError(f"{file}: {e.strerror}; copy the file again") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        if isinstance(e, UserError):
+            raise
+        raise UserError(f"{file}: damaged safetensors header; copy the file again") from None
+    return tensors
+
+
+def write_file(
+    file: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensor: Callable[[str], np.ndarray],
+) -> None:
+    """Write the tensors named in `shapes`, in that order; `tensor(name)` is called as needed."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (at, end)}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb", buffering=0) as f:
+        write_array(f, np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
+        for name, shape in shapes.items():
+            array = tensor(name)
+            assert array.shape == shape and array.dtype == dtype, (name, array.shape, shape)
+            write_array(f, array)
+
+
+def write_array(f: FileIO, array: np.ndarray) -> None:
+    """The bytes of `array` in row-major order, to a file without a buffer."""
+    part, done = np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
+    while done < part.size:
+        done += f.write(part[done:])  # at most 2 GiB a call

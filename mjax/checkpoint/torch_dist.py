@@ -1,0 +1,294 @@
+"""Reads Megatron-LM's `torch_dist` checkpoint folders, with neither Megatron nor torch installed.
+
+`metadata.json` says the format, `common.pt` holds what is not sharded, `.metadata` says of every
+tensor where its chunks lie, and each chunk is a torch zip archive within a `__R_N.distcp` file.
+Invariants: unpickling imports and runs nothing of the checkpoint's (unknown classes become
+`Inert`), and a part of a tensor opens only the files, and touches only the pages, that hold it.
+Sources: torch.distributed.checkpoint (metadata.py, filesystem.py), torch.serialization.
+"""
+
+import argparse
+import collections
+import io
+import json
+import pickle
+import re
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from mjax.errors import UserError
+
+_CONVERT = "convert it with Megatron-LM: --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
+_STORAGES = {
+    "FloatStorage": np.dtype(np.float32),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "HalfStorage": np.dtype(np.float16),
+    "DoubleStorage": np.dtype(np.float64),
+}
+_DAMAGE = (
+    pickle.UnpicklingError, zipfile.BadZipFile, EOFError, KeyError, IndexError, AttributeError,
+    TypeError, ValueError, OSError, struct.error,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and the bytes of the file that hold its archive."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class TorchDist:
+    """An opened folder: names and places of its tensors (objects left out) and its arguments."""
+
+    folder: Path
+    tensors: dict[str, Tensor]
+    common: dict
+
+    def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
+        """Part of a tensor as unsigned integers, which numpy copies much faster than bfloat16; view
+        them as `dtype(name)`. `box` has a slice with start and stop for each axis."""
+        start = tuple(s.start for s in box)
+        out = np.empty([s.stop - s.start for s in box], f"u{self.dtype(name).itemsize}")
+        filled = 0
+        for chunk in self.tensors[name].chunks:
+            ends = [c + n for c, n in zip(chunk.start, chunk.shape, strict=True)]
+            low = [max(s.start, c) for s, c in zip(box, chunk.start, strict=True)]
+            high = [min(s.stop, end) for s, end in zip(box, ends, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                mine = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
+                its = (slice(a - o, b - o) for a, b, o in zip(low, high, chunk.start, strict=True))
+                out[mine] = self._chunk(name, chunk)[tuple(its)].view(out.dtype)
+                filled += out[mine].size
+        if filled != out.size:
+            raise UserError(
+                f"{self.folder}: the chunks of {name!r} do not cover it once; the checkpoint is "
+                "incomplete: take another iteration"
+            )
+        return out
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._chunk(name, self.tensors[name].chunks[0]).dtype
+
+    def check_files(self, names: set[str]) -> None:
+        """Raise `UserError` where a file that holds one of these tensors is absent or too short."""
+        ends: dict[str, int] = {}
+        for chunk in (c for name in sorted(names) for c in self.tensors[name].chunks):
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+        for file, end in ends.items():
+            path = self.folder / file
+            size = path.stat().st_size if path.is_file() else 0
+            if size < end:
+                what = f"has {size:,} of {end:,} bytes" if size else "is missing"
+                raise UserError(f"{path} {what}; copy the checkpoint again, whole")
+
+    def _chunk(self, name: str, chunk: Chunk) -> np.ndarray:
+        """The chunk's array, mapped from its file."""
+        path = self.folder / chunk.file
+        try:
+            with path.open("rb") as file:
+                part = _Part(file, chunk.offset, chunk.length)
+                (storage, key), offset, shape, strides = _load_archive(part)
+                place = _place(part, f"/data/{key}")
+            if storage not in _STORAGES:
+                raise UserError(
+                    f"{path}: {name!r} is a {storage}, which is none of {', '.join(_STORAGES)}; "
+                    "save the model in bf16, fp16 or fp32"
+                )
+            dtype = _STORAGES[storage]
+            extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            at = chunk.offset + place + offset * dtype.itemsize
+            flat = np.memmap(path, dtype, "r", at, (extent,))
+            strides = [s * dtype.itemsize for s in strides]
+            whole = np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)
+            return whole.reshape(chunk.shape)
+        except UserError:
+            raise
+        except _DAMAGE as e:
+            raise UserError(
+                f"{path}: cannot read {name!r} at byte {chunk.offset:,} ({type(e).__name__}: {e}); "
+                "copy the checkpoint again"
+            ) from e
+
+
+def open_torch_dist(path: str | Path) -> TorchDist:
+    """Open a run folder (its latest iteration) or one iteration's folder. Reads no tensor."""
+    folder = _iteration_folder(Path(path))
+    _check_format(folder)
+    try:
+        with (folder / "common.pt").open("rb") as file:
+            common = _load_archive(_Part(file, 0, (folder / "common.pt").stat().st_size))
+        with (folder / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+        return TorchDist(folder, _tensors(metadata), common)
+    except UserError:
+        raise
+    except FileNotFoundError as e:
+        raise UserError(f"{e.filename} is missing; copy the checkpoint again, whole") from e
+    except _DAMAGE as e:
+        raise UserError(
+            f"{folder}: cannot read common.pt or .metadata ({type(e).__name__}: {e}); "
+            "copy the checkpoint again"
+        ) from e
+
+
+def _iteration_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder; give a Megatron-LM run or iter_NNNNNNN folder")
+    tracker = path / "latest_checkpointed_iteration.txt"
+    if (path / "metadata.json").exists() or not tracker.exists():
+        return path
+    word = tracker.read_text().strip()
+    if word != "release" and not word.isdecimal():
+        raise UserError(f"{tracker} says {word!r}, not an iteration; give the iter_ folder itself")
+    folder = path / (word if word == "release" else f"iter_{int(word):07d}")
+    if not folder.is_dir():
+        raise UserError(f"{tracker} names {folder.name}, which is absent; give an iter_ folder")
+    return folder
+
+
+def _check_format(folder: Path) -> None:
+    """`UserError` unless the folder is a committed torch_dist checkpoint."""
+    file = folder / "metadata.json"
+    if not file.exists():
+        if any(folder.glob("mp_rank_*")):
+            what = f"has Megatron's legacy format 'torch'; {_CONVERT}"
+        elif (folder / ".metadata").exists():
+            what = (
+                "has .metadata but no metadata.json: format torch_dcp or fsdp_dtensor, or a save "
+                f"that never finished; {_CONVERT}, or take another iteration"
+            )
+        else:
+            what = "has no metadata.json; give a Megatron-LM run or iter_NNNNNNN folder"
+        raise UserError(f"{folder} {what}")
+    try:
+        found = json.loads(file.read_text())["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{file} names no sharded_backend; copy the checkpoint again") from e
+    if found != "torch_dist":
+        raise UserError(f"{file}: the format is {found!r}, not 'torch_dist'; {_CONVERT}")
+
+
+def _tensors(metadata: "Inert") -> dict[str, Tensor]:
+    """`.metadata` as plain data. Entries without chunks are pickled objects: left out."""
+    starts = ((i, getattr(i, "offset", None) or ()) for i in metadata.storage_data)  # None: absent
+    places = {(i.fqn, tuple(start)): metadata.storage_data[i] for i, start in starts}
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        chunks = []
+        for chunk in getattr(entry, "chunks", ()):
+            place = places[name, tuple(chunk.offsets)]
+            if getattr(place, "transform_descriptors", None):
+                raise UserError(f"{name!r} is stored compressed; save without DCP extensions")
+            where = place.relative_path, place.offset, place.length
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where))
+        if chunks:
+            tensors[name] = Tensor(tuple(entry.size), tuple(chunks))
+    return tensors
+
+
+class Inert:
+    """Stands for an object of a class that is not imported: its arguments and state, no code."""
+
+    def __new__(cls, *args, **kwargs):
+        made = object.__new__(cls)
+        made.args = args
+        return made
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+    def __setitem__(self, key, value):
+        pass
+
+    def append(self, value):
+        pass
+
+    def extend(self, values):
+        pass
+
+    def __repr__(self) -> str:
+        return f"{type(self).__module__}.{type(self).__name__}{self.args}"
+
+
+_KNOWN = {
+    "argparse.Namespace": argparse.Namespace,
+    "collections.OrderedDict": collections.OrderedDict,
+    "torch.Size": tuple,
+    "torch._utils._rebuild_tensor_v2": lambda storage, *where: (storage, *where[:3]),
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        known = _KNOWN.get(f"{module}.{name}")
+        return known or type(name, (Inert,), {"__module__": module})
+
+    def persistent_load(self, pid: tuple) -> tuple[str, str]:
+        """Class and key of a tensor's storage, which stays in the archive."""
+        return pid[1].__name__, pid[2]
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file as a file."""
+
+    def __init__(self, file, start: int, size: int):
+        self.file, self.start, self.size, self.at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = offset + (0, self.at, self.size)[whence]
+        return self.at
+
+    def readinto(self, buffer) -> int:
+        self.file.seek(self.start + self.at)
+        n = self.file.readinto(memoryview(buffer)[: max(self.size - self.at, 0)])
+        self.at += n
+        return n
+
+
+def _load_archive(part: _Part):
+    """The object of a torch archive; tensors come as ((storage, key), offset, shape, strides)."""
+    with zipfile.ZipFile(part) as archive:
+        (name,) = (n for n in archive.namelist() if re.fullmatch(r"[^/]+/data\.pkl", n))
+        order = name.replace("data.pkl", "byteorder")
+        if order in archive.namelist() and archive.read(order) != b"little":
+            raise UserError(
+                f"{part.file.name}: big-endian tensors; save on a little-endian machine"
+            )
+        return _Unpickler(io.BytesIO(archive.read(name))).load()
+
+
+def _place(part: _Part, suffix: str) -> int:
+    """Where the bytes of the archive's one file with this suffix begin; torch never compresses."""
+    with zipfile.ZipFile(part) as archive:
+        (info,) = (i for i in archive.infolist() if i.filename.endswith(suffix))
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise zipfile.BadZipFile("the tensor is compressed")
+    part.seek(info.header_offset + 26)
+    return info.header_offset + 30 + sum(struct.unpack("<HH", part.read(4)))

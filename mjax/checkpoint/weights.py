@@ -1,0 +1,201 @@
+"""Weights-only checkpoints, written and read block by block.
+
+The folder is what `Store` would have saved of {"params": ...} at step 0, so orbax restores it onto
+any mesh; here its arrays are plain zarr, one file a block, uncompressed, and no parameter is ever
+whole in memory. Reading takes the parameters out of any of our checkpoints, weights-only or of a
+whole train state. Format: orbax-checkpoint's (_METADATA and one array a leaf), as of 0.11 and 0.12.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from flax import nnx
+from pydantic import ValidationError
+
+import mjax
+from mjax.checkpoint.huggingface import read_json
+from mjax.checkpoint.safetensors import write_array
+from mjax.checkpoint.source import Index, Source, arrays, block_shape, blocks, flat, run_all
+from mjax.checkpoint.source import Path as Leaf
+from mjax.checkpoint.store import WEIGHTS, new_folder
+from mjax.config.schema import ModelConfig
+from mjax.errors import UserError
+from mjax.models import build
+from mjax.models.params import specs_of
+
+
+def write_weights(
+    folder: str | Path,
+    source: Source,
+    specs: dict,
+    dtype: str = "float32",
+    extras: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write the parameters of `source` as `dtype` to the checkpoint `folder`/0, which is new.
+
+    `extras`: files put beside it, by relative name. Raises `UserError` with nothing written.
+    """
+    source.check()
+    leaves, kind = flat(specs), jnp.dtype(dtype)
+    with new_folder(folder) as temporary:
+        state, meta = temporary / "0" / "state", temporary / "0" / "meta"
+        state.mkdir(parents=True)
+        meta.mkdir()
+        tasks = []
+        for path, spec in leaves.items():
+            block = block_shape(spec.shape, kind.itemsize, spec.matrix_view()[0])
+            array = _create(state, path, spec.shape, block, kind)
+            for index in blocks(spec.shape, block):
+                tasks.append(partial(_copy, source, path, index, array, block, kind))
+        run_all(tasks)
+        (state / "_METADATA").write_text(json.dumps(_tree_metadata(leaves)), encoding="utf-8")
+        record = {
+            "contents": WEIGHTS,
+            "config": {"model": source.cfg.model_dump(mode="json")},
+            "step": 0,
+            "consumed_samples": 0,
+            "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
+        }
+        (meta / "metadata").write_text(json.dumps(record), encoding="utf-8")
+        for name, content in (extras or {}).items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).write_bytes(content)
+
+
+def read_weights(folder: str | Path, step: int | None = None) -> Source:
+    """The parameters in checkpoint `step` (default: the newest) of a checkpoint folder."""
+    where = _step_folder(Path(folder), step)
+    state, cfg = where / "state", read_config(where)
+    specs = flat(specs_of(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0)))))
+    layout = read_json(state / "_METADATA")
+
+    @cache
+    def store(path: Leaf) -> ts.TensorStore:
+        name = _name(path)
+        base = {"driver": "file", "path": f"{state}/"}
+        if layout["use_ocdbt"]:
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        else:
+            kvstore = base | {"path": f"{state}/{name}/"}
+        driver = "zarr3" if layout["use_zarr3"] else "zarr"
+        spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}
+        with _readable(state, path):
+            return ts.open(spec, read=True, context=_context()).result()
+
+    def read(path: Leaf, index: Index) -> np.ndarray:
+        array = store(path)
+        with _readable(state, path):
+            return array[index].read().result()
+
+    def check() -> None:
+        for path, spec in specs.items():
+            if store(path).shape != spec.shape:
+                raise UserError(
+                    f"{state}: parameter {_name(path)} has shape {store(path).shape}, but its "
+                    f"config makes it {spec.shape}; the checkpoint is damaged"
+                )
+
+    return Source(cfg, read, check)
+
+
+def restore_params(folder: str | Path, abstract_params: dict, step: int | None = None) -> dict:
+    """The parameters alone of a checkpoint, laid out as `abstract_params` (in layer order) says."""
+    return arrays(read_weights(folder, step), abstract_params)
+
+
+def read_config(step_folder: Path) -> ModelConfig:
+    """The model of the checkpoint in `step_folder`."""
+    meta = read_json(step_folder / "meta" / "metadata")
+    try:
+        return ModelConfig.model_validate(meta["config"]["model"])
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{step_folder}: its config has model.{where}: {first['msg']}; read it with the mjax "
+            f"that wrote it, {meta['versions']['mjax']}"
+        ) from None
+
+
+def _step_folder(folder: Path, step: int | None) -> Path:
+    names = folder.iterdir() if folder.is_dir() else ()
+    steps = sorted(int(p.name) for p in names if p.name.isdigit())
+    if not steps or (step is not None and step not in steps):
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise UserError(f"no {wanted} in {folder} (steps there: {steps})")
+    return folder / str(steps[-1] if step is None else step)
+
+
+def _name(path: Leaf) -> str:
+    return ".".join(("params", *path))
+
+
+@contextlib.contextmanager
+def _readable(state: Path, path: Leaf) -> Iterator[None]:
+    """What tensorstore raises, as one line that names the parameter."""
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        why = str(e).splitlines()[0][:300]
+        raise UserError(f"{state}: cannot read parameter {_name(path)}: {why}") from None
+
+
+def _context() -> ts.Context:
+    """No cache: what is read is handed on at once."""
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+
+def _create(
+    state: Path, path: Leaf, shape: tuple[int, ...], block: tuple[int, ...], dtype: np.dtype
+) -> Path:
+    """An array without data, in its own folder."""
+    folder = state / _name(path)
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "metadata": {"compressor": None, "chunks": block},
+    }
+    ts.open(spec, create=True, shape=shape, dtype=ts.dtype(dtype)).result()
+    return folder
+
+
+def _copy(
+    source: Source,
+    path: Leaf,
+    index: Index,
+    folder: Path,
+    block: tuple[int, ...],
+    dtype: np.dtype,
+) -> None:
+    """Write a block as zarr wants it without compression: its bytes, filled up at the edges."""
+    part = source.read(path, index).astype(dtype, copy=False)
+    if part.shape != block:
+        part = np.pad(part, [(0, n - m) for n, m in zip(block, part.shape, strict=True)])
+    name = ".".join(str(s.start // n) for s, n in zip(index, block, strict=True))
+    with open(folder / name, "wb", buffering=0) as f:
+        write_array(f, part)
+
+
+def _tree_metadata(leaves: Mapping[Leaf, object]) -> dict:
+    """Orbax's description of the tree {"params": ...}."""
+    entries = {}
+    for path in leaves:
+        keys = ("params", *path)
+        entries[str(keys)] = {
+            "key_metadata": [{"key": key, "key_type": 2} for key in keys],  # 2: of a dict
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+        }
+    return {
+        "tree_metadata": entries,
+        "use_ocdbt": False,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }

@@ -1,0 +1,165 @@
+"""`python -m mjax.convert import|export|config`: weights and configs in and out of mjax.
+
+    python -m mjax.convert import --hf DIR --out CKPT          # or --megatron DIR
+    python -m mjax.convert export --ckpt CKPT --hf DIR
+    python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML
+
+CKPT is a folder that `checkpoint.init_from`, `mjax.generate` and `mjax.from_pretrained` read; an
+export takes any mjax checkpoint or run folder. Everything is written under a temporary name and
+renamed last. `--verify` compares logits with transformers, where that is installed.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from mjax.config.schema import ModelConfig
+from mjax.errors import UserError, run_cli
+
+# What travels with a model besides its weights.
+SIDE = """config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model
+    special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template.jinja
+    chat_template.json""".split()
+BOUND = 2e-4  # of --verify: largest difference of logits over the largest logit
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    return {"import": _import, "export": _export, "config": _config}[args.command](args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mjax.convert", description="Convert weights.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    into = commands.add_parser("import", help="into an mjax checkpoint")
+    source = into.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder")
+    source.add_argument("--megatron", type=Path, metavar="DIR", help="torch_dist checkpoint")
+    into.add_argument("--out", type=Path, required=True, metavar="CKPT", help="folder to make")
+    out = commands.add_parser("export", help="to a Hugging Face folder")
+    out.add_argument("--ckpt", type=Path, required=True, metavar="CKPT")
+    out.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder to make")
+    out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
+    for one, default in ((into, "float32"), (out, "bfloat16")):
+        one.add_argument(
+            "--dtype", choices=["float32", "bfloat16"], default=default, help=f"default: {default}"
+        )
+        one.add_argument("--verify", action="store_true", help="logits against transformers")
+    config = commands.add_parser("config", help="print the model part of a config")
+    config.add_argument("--hf", type=Path, required=True, metavar="DIR_OR_JSON")
+    return parser
+
+
+def _import(args: argparse.Namespace) -> int:
+    from mjax.checkpoint.megatron import megatron_source
+    from mjax.checkpoint.weights import write_weights
+    from mjax.pretrained import SIDE_FILES, definition_of, source_of
+
+    folder = args.hf or args.megatron
+    if args.verify and args.megatron:
+        raise UserError("--verify compares with transformers, which cannot read Megatron's format")
+    source = source_of(args.hf) if args.hf else megatron_source(args.megatron)
+    side = {f"{SIDE_FILES}/{name}": text for name, text in read_side(folder).items()}
+    write_weights(args.out, source, definition_of(source.cfg).specs, args.dtype, side)
+    print(f"{args.out}: {source.cfg.model_type or 'megatron'} weights as {args.dtype}")
+    return verify(args.out, args.hf, args.dtype) if args.verify else 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from mjax.checkpoint.families import slots
+    from mjax.checkpoint.huggingface import export
+    from mjax.pretrained import definition_of, source_of
+
+    source = source_of(args.ckpt)
+    source.check()
+    cfg, specs = source.cfg, definition_of(source.cfg).specs
+    places = slots(cfg, specs)  # names what no family can express, before anything is written
+    extras = side_files(cfg, args.ckpt, args.dtype)
+    size = int(args.max_shard_gb * 1e9)
+    export(source.read, cfg, specs, places, args.hf, args.dtype, size, extras)
+    print(f"{args.hf}: {json.loads(extras['config.json'])['architectures'][0]} as {args.dtype}")
+    return verify(args.ckpt, args.hf, args.dtype) if args.verify else 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    import yaml
+
+    from mjax.checkpoint.families import config_from_hf
+    from mjax.checkpoint.huggingface import read_json
+
+    path = args.hf / "config.json" if args.hf.is_dir() else args.hf
+    cfg = config_from_hf(read_json(path))
+    defaults = ModelConfig().model_dump()
+    said = {k: v for k, v in cfg.model_dump(exclude_none=True).items() if v != defaults[k]}
+    print(yaml.safe_dump({"model": said}, sort_keys=False), end="")
+    return 0
+
+
+def read_side(folder: Path | None) -> dict[str, bytes]:
+    """Name -> content of the side files in a folder."""
+    names = [name for name in SIDE if folder and (folder / name).is_file()]
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
+    """Name -> content of what an exported folder holds besides weights: a config.json that keeps
+    the token ids of the one that was imported, the generation config, the tokenizer."""
+    from mjax.checkpoint.families import MEANINGLESS, config_to_hf
+    from mjax.pretrained import SIDE_FILES, tokenizer_dir
+
+    tokenizer = tokenizer_dir(ckpt)
+    found = read_side(ckpt / SIDE_FILES) | read_side(tokenizer)
+    config = config_to_hf(cfg)
+    old = json.loads(found.pop("config.json", b"{}"))
+    kept = {k: v for k, v in old.items() if k in MEANINGLESS and k not in config}
+    if "eos_token_id" not in kept and tokenizer is not None:
+        from mjax.data.tokenizer import load_tokenizer
+
+        kept["eos_token_id"] = load_tokenizer(tokenizer).eod_id
+    config = {**config, **kept, "dtype": dtype, "torch_dtype": dtype}
+    ids = {k: v for k, v in config.items() if k.endswith("token_id") and v is not None}
+    found.setdefault("generation_config.json", _json({"_from_model_config": True, **ids}))
+    if "tokenizer.json" in found:
+        fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        fast |= {"model_max_length": cfg.max_position_embeddings}
+        found.setdefault("tokenizer_config.json", _json(fast))
+    return found | {"config.json": _json(config)}
+
+
+def verify(ours: Path, hf: Path, dtype: str) -> int:
+    """Compare the logits of the model in `ours`, its weights rounded to `dtype`, with those that
+    transformers computes from `hf`; 0 if they agree to `BOUND` in fp32, else 1."""
+    try:
+        import torch
+        import transformers
+    except ImportError as e:
+        raise UserError(f"--verify needs transformers and torch: {e}; install mjax[oracle]") from e
+    import jax
+    import jax.numpy as jnp
+
+    from mjax.pretrained import from_pretrained
+
+    mine = from_pretrained(ours)
+    params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), mine.params)
+    shape = 2, min(64, mine.cfg.max_position_embeddings)
+    tokens = np.random.default_rng(0).integers(0, mine.cfg.vocab_size, shape)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        hf, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor(tokens)).logits.numpy()
+    got = np.asarray(jax.jit(mine.logits)(params, jnp.asarray(tokens, jnp.int32)))
+    error = float(np.abs(got - theirs).max() / np.abs(theirs).max())
+    verdict = "equal" if error <= BOUND else "DIFFERENT"
+    print(f"verify: logits {verdict}, largest relative difference {error:.1e} (bound {BOUND:.0e})")
+    return 0 if error <= BOUND else 1
+
+
+def _json(value: dict) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,130 @@
+"""Weights from anywhere as a model: a Hugging Face folder, an mjax run or checkpoint, Megatron.
+
+`lm = mjax.from_pretrained(path)`; `lm.model` is a Flax NNX module for `jax.jit`, `lm.params` the
+same weights as a pytree for `jax.grad`. Invariant: weights go from disk to their shards piece by
+piece, never through a whole copy on the host.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from mjax.checkpoint import families
+from mjax.checkpoint.huggingface import hf_source, read_json, tensor_names
+from mjax.checkpoint.source import Source, arrays
+from mjax.checkpoint.weights import read_weights
+from mjax.config.schema import ModelConfig
+from mjax.errors import UserError
+from mjax.models import Definition, build, split
+from mjax.models.decoder import Decoder
+from mjax.sharding.mesh import parallel_of
+from mjax.sharding.rules import param_partitions
+
+SIDE_FILES = "hf"  # folder in a checkpoint: tokenizer, chat template, generation config
+PREFIX = "transformer."  # GPT-2 as published lacks it
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model with weights. `tokenizer_dir`: the folder with its tokenizer files, or None."""
+
+    cfg: ModelConfig
+    definition: Definition
+    params: dict
+    mesh: Mesh | None
+    tokenizer_dir: Path | None
+
+    @property
+    def model(self) -> Decoder:
+        """The NNX module: `jax.jit(lm.model)(tokens)` gives fp32 logits [B, S, V]."""
+        return self.definition.bind(self.params)
+
+    def logits(self, params: dict, tokens: jax.Array) -> jax.Array:
+        """A function of the weights, for `jax.grad`: int32 [B, S] -> fp32 [B, S, V]."""
+        return self.definition.bind(params)(tokens)
+
+
+def from_pretrained(
+    path: str | Path, mesh: Mesh | None = None, dtype: str = "float32"
+) -> Pretrained:
+    """Load the weights in `path`, as `dtype`, on one device or sharded over `mesh`.
+
+    `path`: a Hugging Face folder (config.json and safetensors), an mjax run or checkpoint folder,
+    or a Megatron torch_dist checkpoint. Raises `UserError` where it is none of them or damaged.
+    """
+    source = source_of(path)
+    source.check()
+    definition = definition_of(source.cfg)
+    if mesh is None:
+        one = SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: one, abstract_params(definition, dtype))
+    else:
+        partitions = param_partitions(definition.specs, parallel_of(mesh))
+        shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), partitions)
+    params = arrays(source, abstract_params(definition, dtype, shardings))
+    return Pretrained(source.cfg, definition, params, mesh, tokenizer_dir(path))
+
+
+def definition_of(cfg: ModelConfig) -> Definition:
+    """The model of `cfg` without weights."""
+    return split(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0))))[0]
+
+
+def abstract_params(definition: Definition, dtype: str, shardings: dict | None = None) -> dict:
+    """`ShapeDtypeStruct`s of all parameters."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    is_spec = lambda s: hasattr(s, "role")  # noqa: E731
+    if shardings is None:
+        return jax.tree.map(lambda s: shape(s.shape), definition.specs, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda s, where: shape(s.shape, sharding=where),
+        definition.specs,
+        shardings,
+        is_leaf=is_spec,
+    )
+
+
+def source_of(path: str | Path) -> Source:
+    """The weights in `path`, whatever their format. Raises `UserError` if it is none we know."""
+    path = Path(path)
+    if (path / "config.json").is_file():
+        cfg = families.config_from_hf(read_json(path / "config.json"))
+        specs = definition_of(cfg).specs
+        found = families.slots(cfg, specs)
+        names = tensor_names(path)
+        if cfg.model_type == "gpt2" and not any(n.startswith(PREFIX) for n in names):
+            found = families.without_prefix(found, PREFIX)
+        return hf_source(path, cfg, specs, found)
+    if (path / "metadata.json").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
+        from mjax.checkpoint.megatron import megatron_source
+
+        return megatron_source(path)
+    folder = checkpoint_folder(path)
+    if folder is None:
+        raise UserError(
+            f"{path}: no weights here: neither config.json (Hugging Face), nor a checkpoint of "
+            "mjax, nor metadata.json (Megatron torch_dist); give the folder that holds one"
+        )
+    return read_weights(folder)
+
+
+def checkpoint_folder(path: Path) -> Path | None:
+    """The folder with one subfolder a step, of a run or of itself."""
+    for folder in (path, path / "checkpoints"):
+        if folder.is_dir() and any(p.name.isdigit() and p.is_dir() for p in folder.iterdir()):
+            return folder
+    return None
+
+
+def tokenizer_dir(path: str | Path) -> Path | None:
+    """Where the tokenizer of a model folder lies."""
+    names = "tokenizer.json", "tokenizer.model"
+    for folder in (Path(path), Path(path) / SIDE_FILES):
+        if any((folder / name).is_file() for name in names):
+            return folder
+    return None

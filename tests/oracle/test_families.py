@@ -1,0 +1,112 @@
+"""Every family: in from Hugging Face, equal numbers, out again byte for byte."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from mjax.config.schema import MeshConfig
+from mjax.convert import main as convert
+from mjax.errors import UserError
+from mjax.pretrained import from_pretrained
+from mjax.sharding.mesh import make_mesh
+from tests.oracle.families import MODELS, make
+
+ROWS, SEQ = 2, 40
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def hf(request, tmp_path_factory):
+    """(name, the transformers model, the folder it was saved in)."""
+    model = make(request.param)
+    folder = tmp_path_factory.mktemp(request.param) / "hf"
+    model.save_pretrained(folder)
+    return request.param, model, folder
+
+
+def run(monkeypatch, *argv) -> None:
+    monkeypatch.setattr("sys.argv", ["convert", *map(str, argv)])
+    assert convert() == 0
+
+
+def batch():
+    ids = np.random.default_rng(0).integers(3, 251, (ROWS, SEQ + 1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def test_logits_and_gradients(hf, tmp_path):
+    _, theirs, folder = hf
+    tokens, labels = batch()
+    ours = from_pretrained(folder)
+
+    def loss(params):
+        logits = ours.logits(params, jnp.asarray(tokens, jnp.int32))
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
+        return -chosen.mean(), logits
+
+    (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(ours.params)
+    theirs.zero_grad()
+    expected = theirs(torch.tensor(tokens)).logits
+    flat = expected.reshape(-1, expected.shape[-1]), torch.tensor(labels).reshape(-1)
+    torch.nn.functional.cross_entropy(*flat).backward()
+    expected = expected.detach().numpy()
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
+
+    # The gradients go through the same import, as a checkpoint of their own.
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.copy_(p.grad)
+    theirs.save_pretrained(tmp_path / "grads")
+    restored = make(hf[0])
+    theirs.load_state_dict(restored.state_dict())
+    wanted = from_pretrained(tmp_path / "grads").params
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True
+    ):
+        bound = 1e-4 * max(np.abs(want).max(), 1e-30)
+        np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=str(path))
+
+
+def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
+    _, theirs, folder = hf
+    run(monkeypatch, "import", "--hf", folder, "--out", tmp_path / "ckpt")
+    out = tmp_path / "back"
+    run(monkeypatch, "export", "--ckpt", tmp_path / "ckpt", "--hf", out, "--dtype", "float32")
+    before, after = (load_file(f / "model.safetensors") for f in (folder, out))
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        assert tensor.tobytes() == after[name].tobytes() and tensor.shape == after[name].shape, name
+    again = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+    assert type(again) is type(theirs)
+    tokens = torch.tensor(batch()[0])
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=0)
+
+
+def test_import_onto_a_mesh_equals_import_on_one_device(hf):
+    name, _, folder = hf
+    if name not in ("llama3", "gpt2", "phi3", "mixtral"):
+        pytest.skip("one family of each layout of tensors")
+    sizes = dict(dp=1, ep=2, tp=2) if name == "mixtral" else dict(dp=2, tp=2)
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[:4])
+    whole, split = from_pretrained(folder), from_pretrained(folder, mesh)
+    assert any(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(split.params))
+    jax.tree.map(np.testing.assert_array_equal, split.params, whole.params)
+
+
+def test_damage_is_named(hf, tmp_path):
+    name, _, folder = hf
+    if name != "llama2":
+        pytest.skip("one family")
+    damaged = tmp_path / "hf"
+    shutil.copytree(folder, damaged)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].copy()
+    save_file(tensors, damaged / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.safetensors: tensor model.norm.weight has shape"):
+        from_pretrained(damaged)

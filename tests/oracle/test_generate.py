@@ -1,0 +1,55 @@
+"""Oracle: the sampling rules equal the processors of `transformers`, one by one and chained."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as theirs
+
+from mjax.infer.sample import Sampling, limited, penalised, settings_of
+
+ROWS, VOCAB = 16, 211
+CASES = {
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 9},
+    "top_k_beyond": {"top_k": 1000},
+    "top_p": {"top_p": 0.8},
+    "top_p_tiny": {"top_p": 1e-4},
+    "min_p": {"min_p": 0.07},
+    "penalty": {"repetition_penalty": 1.3},
+    "reward": {"repetition_penalty": 0.8},
+    "chain": {
+        "repetition_penalty": 1.2,
+        "temperature": 1.4,
+        "top_k": 40,
+        "top_p": 0.85,
+        "min_p": 0.02,
+    },
+}
+PROCESSORS = {  # in the order in which `generate` runs them
+    "repetition_penalty": theirs.RepetitionPenaltyLogitsProcessor,
+    "temperature": theirs.TemperatureLogitsWarper,
+    "top_k": theirs.TopKLogitsWarper,
+    "top_p": theirs.TopPLogitsWarper,
+    "min_p": theirs.MinPLogitsWarper,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_limits_equal_transformers(case):
+    rng = np.random.default_rng(len(case))
+    logits = (3 * rng.normal(size=(ROWS, VOCAB))).astype(np.float32)
+    text = rng.integers(0, VOCAB, (ROWS, 30))
+    expected = torch.tensor(logits)
+    for name, make in PROCESSORS.items():
+        if name in CASES[case]:
+            expected = make(CASES[case][name])(torch.tensor(text), expected)
+    settings = settings_of([Sampling(**{"temperature": 1.0, **CASES[case]})] * ROWS)
+    seen = np.zeros((ROWS, VOCAB), bool)
+    seen[np.arange(ROWS)[:, None], text] = True
+    z = penalised(jnp.asarray(logits), seen, settings["repetition_penalty"])
+    ours = limited(z / settings["temperature"][:, None], settings)
+    np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(expected.numpy()))
+    np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-5)
+    left = np.isfinite(ours).sum()
+    assert left < ROWS * VOCAB or not {"top_k", "top_p", "min_p", "chain"} & {case}

@@ -1,0 +1,155 @@
+"""Config.json as published: read exactly, or refused by name."""
+
+import pytest
+
+from mjax.checkpoint.families import FAMILIES, config_from_hf, config_to_hf, slots
+from mjax.config.schema import ModelConfig
+from mjax.errors import UserError
+from mjax.models.params import count_parameters
+from mjax.pretrained import definition_of
+
+LLAMA_31 = dict(
+    architectures=["LlamaForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=128000,
+    eos_token_id=128001,
+    hidden_act="silu",
+    initializer_range=0.02,
+    max_position_embeddings=131072,
+    mlp_bias=False,
+    model_type="llama",
+    pretraining_tp=1,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-05,
+    rope_scaling=dict(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+        rope_type="llama3",
+    ),
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.43.0.dev0",
+    use_cache=True,
+    vocab_size=128256,
+)
+QWEN3_32B = dict(
+    architectures=["Qwen3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    eos_token_id=151645,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=5120,
+    initializer_range=0.02,
+    intermediate_size=25600,
+    max_position_embeddings=40960,
+    max_window_layers=64,
+    model_type="qwen3",
+    num_attention_heads=64,
+    num_hidden_layers=64,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-06,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.51.0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+GEMMA3_27B = dict(
+    architectures=["Gemma3ForConditionalGeneration"],
+    boi_token_index=255999,
+    model_type="gemma3",
+    text_config=dict(
+        head_dim=128,
+        hidden_size=5376,
+        intermediate_size=21504,
+        model_type="gemma3_text",
+        num_attention_heads=32,
+        num_hidden_layers=62,
+        num_key_value_heads=16,
+        query_pre_attn_scalar=168,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"},
+        sliding_window=1024,
+    ),
+    vision_config=dict(hidden_size=1152),
+)
+
+
+def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
+    sizes = dict(hidden_size=hidden, intermediate_size=ffn)
+    return LLAMA_31 | sizes | dict(num_hidden_layers=layers, num_attention_heads=heads)
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (llama(4096, 14336, 32, 32), 8_030_261_248),
+        (llama(8192, 28672, 80, 64), 70_553_706_496),
+        (llama(16384, 53248, 126, 128), 405_853_388_800),
+        (QWEN3_32B, 32_762_123_264),
+        (GEMMA3_27B, 27_432_406_640 - 423_060_336),  # less its vision tower and projector
+    ],
+    ids=["llama-8b", "llama-70b", "llama-405b", "qwen3-32b", "gemma3-27b"],
+)
+def test_published_configs_give_the_published_count(config, published):
+    cfg = config_from_hf(config)
+    padding = (cfg.padded_vocab_size - cfg.vocab_size) * cfg.hidden_size
+    tables = 1 if cfg.tie_word_embeddings else 2
+    assert count_parameters(definition_of(cfg).specs) - tables * padding == published
+
+
+TINY = llama(64, 128, 2, 8)
+REFUSED = {
+    "model_type": (dict(model_type="mamba"), "model_type='mamba' is not supported; known: llama"),
+    "unknown key": (dict(altup_num_inputs=4), "altup_num_inputs=4 is not known to mjax"),
+    "tensor parallel pretraining": (dict(pretraining_tp=2), "pretraining_tp=2 is not supported"),
+    "activation": (dict(hidden_act="mish"), "hidden_act='mish' is not supported"),
+    "rope type": (dict(rope_scaling={"rope_type": "dynamic"}), "rope_type 'dynamic'"),
+    "rope key": (dict(rope_scaling={"rope_type": "linear", "gamma": 2}), "key 'gamma'"),
+    "missing": (dict(hidden_size=None), "lacks 'hidden_size'"),
+    "type": (dict(hidden_size="64"), "hidden_size"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_understood_is_refused_by_name(case):
+    changes, message = REFUSED[case]
+    with pytest.raises(UserError) as e:
+        config_from_hf(TINY | changes)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_both_spellings_of_rope_are_read():
+    new = {k: v for k, v in TINY.items() if k not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {"rope_theta": 500000.0, **TINY["rope_scaling"]}
+    assert config_from_hf(new) == config_from_hf(TINY)
+
+
+def test_a_model_that_no_family_has_is_not_written():
+    with pytest.raises(UserError, match="no Hugging Face family can express this model"):
+        config_to_hf(ModelConfig(attention_sinks=True))
+    with pytest.raises(UserError, match="llama: no model.qk_norm=True"):
+        config_to_hf(ModelConfig(model_type="llama", qk_norm=True))
+
+
+def test_fused_tensors_are_covered_without_gap_or_overlap():
+    cfg = config_from_hf(
+        TINY
+        | dict(model_type="phi3", rope_scaling=None, max_position_embeddings=64)
+        | {k: None for k in ("attention_bias", "mlp_bias")}
+    )
+    places = slots(cfg, definition_of(cfg).specs)
+    fused = [
+        s for p in places.values() for s in p if s.tensor.endswith("0.self_attn.qkv_proj.weight")
+    ]
+    assert sorted(s.start for s in fused) == [0, 64, 128]  # 8 query heads, 8 + 8 kv heads of 8
+    assert set(FAMILIES) >= {"llama", "phi3", "gpt2", "mixtral"}
