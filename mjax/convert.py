@@ -1,7 +1,7 @@
 """`python -m mjax.convert import|export|config`: weights and configs in and out of mjax.
 
     python -m mjax.convert import --hf DIR --out CKPT          # or --megatron DIR
-    python -m mjax.convert export --ckpt CKPT --hf DIR
+    python -m mjax.convert export --ckpt CKPT --hf DIR         # --dtype float8: for vLLM
     python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML
 
 CKPT is a folder that `checkpoint.init_from`, `mjax.generate` and `mjax.from_pretrained` read; an
@@ -43,9 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder to make")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
-        one.add_argument(
-            "--dtype", choices=["float32", "bfloat16"], default=default, help=f"default: {default}"
-        )
+        kinds = ["float32", "bfloat16", *(["float8"] if one is out else [])]
+        one.add_argument("--dtype", choices=kinds, default=default, help=f"default: {default}")
         one.add_argument("--verify", action="store_true", help="logits against transformers")
     config = commands.add_parser("config", help="print the model part of a config")
     config.add_argument("--hf", type=Path, required=True, metavar="DIR_OR_JSON")
@@ -72,6 +71,8 @@ def _export(args: argparse.Namespace) -> int:
     from mjax.checkpoint.huggingface import export
     from mjax.pretrained import definition_of, source_of
 
+    if args.verify and args.dtype == "float8":
+        raise UserError("--verify has a bound for exact weights; leave it out with --dtype float8")
     source = source_of(args.ckpt)
     source.check()
     cfg, specs = source.cfg, definition_of(source.cfg).specs
@@ -107,10 +108,11 @@ def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
     """Name -> content of what an exported folder holds besides weights: a config.json that keeps
     the token ids of the one that was imported, the generation config, the tokenizer."""
     from mjax.checkpoint.families import MEANINGLESS, config_to_hf
+    from mjax.checkpoint.float8 import quantization_config
     from mjax.pretrained import SIDE_FILES, tokenizer_dir
 
     tokenizer = tokenizer_dir(ckpt)
-    found = read_side(ckpt / SIDE_FILES) | read_side(tokenizer)
+    found = read_side(ckpt / SIDE_FILES) | read_side(ckpt)
     config = config_to_hf(cfg)
     old = json.loads(found.pop("config.json", b"{}"))
     kept = {k: v for k, v in old.items() if k in MEANINGLESS and k not in config}
@@ -118,6 +120,8 @@ def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
         from mjax.data.tokenizer import load_tokenizer
 
         kept["eos_token_id"] = load_tokenizer(tokenizer).eod_id
+    if dtype == "float8":
+        config["quantization_config"], dtype = quantization_config(cfg), "bfloat16"
     config = {**config, **kept, "dtype": dtype, "torch_dtype": dtype}
     ids = {k: v for k, v in config.items() if k.endswith("token_id") and v is not None}
     found.setdefault("generation_config.json", _json({"_from_model_config": True, **ids}))

@@ -122,9 +122,9 @@ def checkpoint_folder(path: Path) -> Path | None:
 
 
 def tokenizer_dir(path: str | Path) -> Path | None:
-    """Where the tokenizer of a model folder lies."""
-    names = "tokenizer.json", "tokenizer.model"
-    for folder in (Path(path), Path(path) / SIDE_FILES):
+    """Where the tokenizer of a model folder, a checkpoint or a run (on `data.text`) lies."""
+    names, path = ("tokenizer.json", "tokenizer.model"), Path(path)
+    for folder in (path, path / SIDE_FILES, path / "data", path.parent / "data"):
         if any((folder / name).is_file() for name in names):
             return folder
     return None

@@ -6,7 +6,9 @@ import sys
 from mjax.errors import UserError, run_cli
 
 BENCHMARKS = {
-    "train": "speed of the training step on random tokens",
+    "train": "speed of the training step on random tokens, and where its time goes",
+    "kernel": "our kernels one at a time, against what the device reaches and their references",
+    "collective": "bandwidth of the collectives over all devices",
     "data": "index build and loader throughput on a synthetic corpus",
 }
 

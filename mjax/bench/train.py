@@ -1,19 +1,26 @@
 """`python -m mjax.bench train --config X [a.b=c ...]`: the speed of the training step, as JSON.
 
 Real training steps of the trainer on random tokens (one document per sequence unless `--documents`
-says otherwise), after warm-up; the median step counts. The line holds what a reader needs to
-compare: shape, mesh, tok/s and TFLOP/s per device, MFU, memory, compile seconds, versions.
+says otherwise), after warm-up; the median step counts. As in training, a step is handed to the
+device while the one before still runs. `--breakdown` profiles a few more steps and prints where
+their time goes; `--startup` measures the seconds to the first step, cold and warm.
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 import jax
 import numpy as np
 
+from mjax.bench import breakdown, report
 from mjax.config import Config, load
+from mjax.errors import UserError
 from mjax.train import Trainer
 from mjax.train.metrics import peak_memory_gb, speed
 
@@ -22,53 +29,123 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench train", description=__doc__)
     parser.add_argument("--config", metavar="YAML")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before them")
     parser.add_argument("--documents", type=int, default=1, help="documents per sequence")
+    parser.add_argument("--breakdown", action="store_true", help="profile: where the time goes")
+    parser.add_argument("--top", type=int, default=0, metavar="N", help="and the N longest kernels")
+    parser.add_argument(
+        "--startup", action="store_true", help="seconds to the first step with an empty cache, then"
+    )
+    report.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     args = parser.parse_intermixed_args(argv)
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps}: at least one step must be measured")
     cfg = load(args.config, args.overrides)
-    print(json.dumps(measure(cfg, args.steps, args.warmup, args.documents)), flush=True)
-    return 0
+    before = startup(args) if args.startup else {}  # before this process takes the devices
+    profiled = 3 if args.breakdown or args.top else 0
+    record = measure(cfg, args.steps, args.warmup, args.documents, profiled, args.top)
+    for name in ("breakdown", "top"):
+        if name in record and jax.process_index() == 0:
+            report.show(
+                record[name], f"{name}: ms of a step that takes {record['ms']} ms unprofiled"
+            )
+    return report.report(args, [record | before])
 
 
-def measure(cfg: Config, steps: int, warmup: int, documents: int = 1) -> dict:
-    """Run `warmup` + `steps` training steps; the record of the median one."""
+def measure(
+    cfg: Config, steps: int, warmup: int, documents: int = 1, profiled: int = 0, longest: int = 0
+) -> dict:
+    """Run 1 + `warmup` + `steps` training steps and `profiled` more; the record."""
     trainer = Trainer(cfg)
     trainer.init()
-    batch = random_batch(cfg, documents)
+    batch = random_batch(trainer.cfg, documents)
     start = time.perf_counter()
     jax.block_until_ready(trainer.step(batch))
-    compile_s = time.perf_counter() - start
-    for _ in range(warmup):
-        metrics = trainer.step(batch)
-    jax.block_until_ready(metrics)
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        metrics = jax.block_until_ready(trainer.step(batch))
-        times.append(time.perf_counter() - start)
-    seconds = statistics.median(times)
-    tokens = batch["tokens"].size
-    mesh = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1}
-    return {
+    first, since = time.perf_counter() - start, report.process_seconds()
+    times, metrics = step_seconds(trainer, batch, warmup, steps)
+    loss, memory = float(metrics["loss"]), peak_memory_gb()
+    cfg, seconds = trainer.cfg, statistics.median(times)
+    rates = speed(cfg, batch["tokens"].size, seconds)
+    record = {
         "bench": "train",
+        "case": case(trainer, documents),
+        "ms": round(1e3 * seconds, 3),
+        "ms_range": [round(1e3 * f(times), 3) for f in (min, max)],
+        "steps": steps,
+        **{k: v if v is None else round(v, 4) for k, v in rates.items()},
+        "memory_gb": memory,
+        "first_step_s": round(first, 1),
+        "start_s": since and round(since, 1),
+        "loss": loss,
+    }
+    if profiled:
+        gpu = jax.default_backend() == "gpu"
+        trainer.recompile(breakdown.XLA_OPTIONS if gpu else {})
+        jax.clear_caches()
+        jax.block_until_ready(trainer.step(batch))
+        run = lambda: [trainer.step(batch) for _ in range(profiled)]  # noqa: E731
+        events, text = breakdown.profile(run)
+        record["breakdown"] = breakdown.breakdown(events, text, profiled)
+        record |= {"top": breakdown.top(events, text, profiled, longest)} if longest else {}
+    return record
+
+
+def step_seconds(
+    trainer: Trainer, batch: dict[str, np.ndarray], warmup: int, steps: int
+) -> tuple[list[float], dict[str, jax.Array]]:
+    """Seconds between the ends of `steps` steps, and the last one's metrics.
+
+    On GPUs one step is queued ahead, as in training; CPU devices may not mix two programs.
+    """
+    ahead = trainer.mesh.devices.flat[0].platform != "cpu"
+    queued = trainer.step(batch)
+    ends = []
+    for _ in range(warmup + steps):
+        last, queued = queued, trainer.step(batch) if ahead else None
+        jax.block_until_ready(last)
+        ends.append(time.perf_counter())
+        queued = queued or trainer.step(batch)
+    jax.block_until_ready(queued)
+    ends.append(time.perf_counter())
+    return list(np.diff(ends)[-steps:]), queued
+
+
+def case(trainer: Trainer, documents: int) -> dict:
+    """What two runs must share to be compared."""
+    cfg = trainer.cfg
+    return {
         "layers": cfg.model.num_hidden_layers,
         "hidden": cfg.model.hidden_size,
+        "vocab": cfg.model.vocab_size,
         "seq": cfg.data.seq_length,
         "global_batch": cfg.train.global_batch_size,
         "micro_batch": cfg.train.micro_batch_size,
         "documents": documents,
         "remat": cfg.train.remat,
-        "mesh": mesh,
+        "fp8": cfg.precision.fp8,
+        "zero": cfg.mesh.zero,
+        "mesh": {axis: size for axis, size in trainer.mesh.shape.items() if size > 1},
         "devices": trainer.mesh.size,
-        "ms": round(1e3 * seconds, 2),
-        **{k: v if v is None else round(v, 4) for k, v in speed(cfg, tokens, seconds).items()},
-        "memory_gb": peak_memory_gb(),
-        "first_step_s": round(compile_s, 1),
-        "loss": float(metrics["loss"]),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
     }
+
+
+def startup(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds from process start to the end of the first step, in two processes that share a
+    compilation cache that starts empty."""
+    command = [sys.executable, "-m", "mjax.bench", "train", "--steps=1", "--warmup=0"]
+    command += [f"--config={args.config}"] if args.config else []
+    command += [f"--documents={args.documents}", *args.overrides]
+    found = {}
+    with tempfile.TemporaryDirectory() as cache:
+        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
+        for name in ("start_cold_s", "start_warm_s"):
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+            if done.returncode:
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise UserError(f"--startup: a run of one step failed: {last}")
+            found[name] = json.loads(done.stdout.splitlines()[-1])["start_s"]
+    return found
 
 
 def random_batch(cfg: Config, documents: int = 1, seed: int = 0) -> dict[str, np.ndarray]:

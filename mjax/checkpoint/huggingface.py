@@ -18,6 +18,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from mjax.checkpoint import float8
 from mjax.checkpoint.safetensors import INDEX, Tensor, open_folder, write_file
 from mjax.checkpoint.slots import Slot
 from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
@@ -245,9 +246,9 @@ def export(
 ) -> None:
     """Write a Hugging Face folder: safetensors, their index if they are several, and `extras`.
 
-    `read(path, index)` as in `Source`. Raises `UserError` where `folder` already holds something.
+    `read(path, index)` as in `Source`; `dtype` may be "float8" (checkpoint/float8.py). Raises
+    `UserError` where `folder` already holds something.
     """
-    kind = jnp.dtype(dtype)
     shapes = tensor_shapes(cfg, specs, slots)
     pieces: dict[str, list[tuple[Leaf, Slot]]] = {}
     for path, places in slots.items():
@@ -255,7 +256,7 @@ def export(
             pieces.setdefault(slot.tensor, []).append((path, slot))
     of = _real_specs(cfg, specs)
 
-    def tensor(name: str) -> np.ndarray:
+    def tensor(name: str, kind: np.dtype) -> np.ndarray:
         out = np.empty(shapes[name], kind)
         run_all(
             task
@@ -264,32 +265,42 @@ def export(
         )
         return out
 
-    files = _shards(shapes, kind.itemsize, max_shard_bytes)
+    if dtype == "float8":
+        linear = {name for name, found in pieces.items() if of[found[0][0]].role == "matrix"}
+        tensors, parts = float8.quantised(shapes, linear, tensor)
+    else:
+        tensors = {name: (shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
+        parts = lambda name: [tensor(name, jnp.dtype(dtype))]  # noqa: E731
+    files = _shards(tensors, max_shard_bytes)
     with new_folder(folder) as temporary:
         for name, part in files.items():
-            write_file(temporary / name, part, kind, tensor)
+            write_file(temporary / name, part, parts)
         if len(files) > 1:
-            total = kind.itemsize * sum(map(math.prod, shapes.values()))
             where = {tensor: name for name, part in files.items() for tensor in part}
-            index = {"metadata": {"total_size": total}, "weight_map": where}
+            index = {"metadata": {"total_size": sum(map(_bytes, tensors.values()))}}
+            index["weight_map"] = where
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for name, content in (extras or {}).items():
             (temporary / name).write_bytes(content)
 
 
-def _shards(
-    shapes: dict[str, tuple[int, ...]], itemsize: int, most: int
-) -> dict[str, dict[str, tuple[int, ...]]]:
+Entry = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor
+
+
+def _bytes(tensor: Entry) -> int:
+    return tensor[1].itemsize * math.prod(tensor[0])
+
+
+def _shards(tensors: dict[str, Entry], most: int) -> dict[str, dict[str, Entry]]:
     """File name -> its tensors, in order, filled up to `most` bytes; a tensor is never cut."""
-    parts: list[dict[str, tuple[int, ...]]] = [{}]
+    parts: list[dict[str, Entry]] = [{}]
     room = most
-    for name, shape in shapes.items():
-        size = itemsize * math.prod(shape)
-        if parts[-1] and size > room:
+    for name, tensor in tensors.items():
+        if parts[-1] and _bytes(tensor) > room:
             parts.append({})
             room = most
-        parts[-1][name] = shape
-        room -= size
+        parts[-1][name] = tensor
+        room -= _bytes(tensor)
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
     count = len(parts)

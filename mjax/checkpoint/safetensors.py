@@ -9,7 +9,7 @@ github.com/huggingface/safetensors; its numpy interface knows no bfloat16, hence
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -138,14 +138,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 def write_file(
     file: Path,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: np.dtype,
-    tensor: Callable[[str], np.ndarray],
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    parts: Callable[[str], Iterable[np.ndarray]],
 ) -> None:
-    """Write the tensors named in `shapes`, in that order; `tensor(name)` is called as needed."""
+    """Write tensors, name -> (shape, dtype), in that order; `parts(name)` is called as needed and
+    gives arrays whose bytes, one after the other, are the tensor's in row-major order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in tensors.items():
         end = at + dtype.itemsize * math.prod(shape)
         header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (at, end)}
         at = end
@@ -153,10 +153,14 @@ def write_file(
     text += b" " * (-len(text) % 8)
     with open(file, "wb", buffering=0) as f:
         write_array(f, np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
-        for name, shape in shapes.items():
-            array = tensor(name)
-            assert array.shape == shape and array.dtype == dtype, (name, array.shape, shape)
-            write_array(f, array)
+        for name, (shape, dtype) in tensors.items():
+            size = 0
+            for part in parts(name):
+                assert part.dtype == dtype, (name, part.dtype)
+                write_array(f, part)
+                size += part.size
+                del part  # before the next one is made
+            assert size == math.prod(shape), (name, size, shape)
 
 
 def write_array(f: FileIO, array: np.ndarray) -> None:

@@ -151,6 +151,11 @@ class MeshConfig(Group):
 
     dp: int | Literal["auto"] = Field("auto", description="Data; auto: what the others leave.")
     tp: int = Field(1, ge=1, description="Tensor (with sequence parallelism).")
+    tp_overlap: Literal["auto", "ring", "none"] = Field(
+        "auto",
+        description="Exchange over tp in rings that run under the matmuls; auto: where shards are "
+        "long enough to pay (sharding/overlap.py).",
+    )
     pp: int = Field(1, ge=1, description="Pipeline.")
     cp: int = Field(1, ge=1, description="Context.")
     cp_type: Literal["auto", "all_gather", "ring", "a2a", "a2a_ring"] = Field(
@@ -258,6 +263,10 @@ class TrainConfig(Group):
         "attention only, nothing.",
     )
     attention: Literal["auto", "xla", "cudnn"] = "auto"
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the logged loss.")
+    z_loss: float = Field(
+        0.0, ge=0, description="Weight of log(sum exp logits)^2; part of the logged loss."
+    )
     loss_chunk: int | None = Field(None, ge=1, description="Tokens per chunk of the loss.")
     sample_prompt: str | None = Field(None, description="Text continued at the end of the run.")
     sample_tokens: int = Field(64, ge=1)
@@ -271,6 +280,10 @@ class CheckpointConfig(Group):
     keep_every: int | None = Field(None, ge=1, description="Also keep steps divisible by this.")
     async_save: bool = True
     resume: Literal["auto", "never", "require"] = "auto"
+    init_from: str | None = Field(
+        None,
+        description="Start step 0 from the weights in this Hugging Face, mjax or Megatron folder.",
+    )
 
 
 class PrecisionConfig(Group):
@@ -278,6 +291,13 @@ class PrecisionConfig(Group):
 
     compute: Dtype = "bfloat16"
     grad_accum: Dtype = Field("float32", description="Dtype gradients accumulate and reduce in.")
+    fp8: Literal["none", "current", "delayed", "mxfp8", "nvfp4"] = Field(
+        "none",
+        description="Blocks multiply in 8 bits, scaled by the tensor's maximum or by that of the "
+        "last steps; mxfp8 and nvfp4 (block-scaled) need Blackwell.",
+    )
+    fp8_amax_history: int = Field(1024, ge=1, description="Steps that delayed scaling looks back.")
+    fp8_skip_layers: int = Field(0, ge=0, description="First and last layers left in `compute`.")
 
 
 class LogConfig(Group):

@@ -377,6 +377,32 @@ RULES: tuple[Rule, ...] = (
         lambda c: f"`train.global_batch_size` is not divisible by {_units(c)}",
         "change either: a step is a whole number of micro-batches on every device",
     ),
+    # precision
+    Rule(
+        "fp8_of_blackwell",
+        lambda c: c.precision.fp8 not in ("mxfp8", "nvfp4"),
+        "`precision.fp8`: block-scaled recipes need Blackwell (compute capability 10) and are not "
+        "built",
+        "set precision.fp8=current or delayed, which Hopper and Blackwell both run",
+    ),
+    Rule(
+        "fp8_keys_used",
+        lambda c: c.precision.fp8 != "none" or c.precision.fp8_skip_layers == 0,
+        "`precision.fp8_skip_layers` has no effect with `precision.fp8`",
+        "remove it or set precision.fp8=current",
+    ),
+    Rule(
+        "fp8_layers_left",
+        lambda c: 2 * c.precision.fp8_skip_layers < c.model.num_hidden_layers,
+        "`precision.fp8_skip_layers` at both ends of `model.num_hidden_layers` leaves none",
+        "lower it or set precision.fp8=none",
+    ),
+    Rule(  # slots of a chunk hold layers from all over
+        "fp8_skip_pipeline",
+        lambda c: c.precision.fp8_skip_layers == 0 or c.mesh.pp == 1,
+        "`precision.fp8_skip_layers` is not built for the chunks of `mesh.pp`",
+        "set precision.fp8_skip_layers=0",
+    ),
     # the rest
     Rule(
         "keep_every_is_saved",

@@ -22,12 +22,14 @@ EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 @dataclass(frozen=True)
 class Tokenizer:
     """`encode_batch(texts)` -> one list of ids per text; `decode(ids)` -> text, special ids
-    dropped; `eod_id` None where the vocabulary has no end-of-document token."""
+    dropped; `eod_id` None where the vocabulary has no end-of-document token; `prefix`: ids that
+    the model wants before a text (a BOS), which `encode_batch` does not add."""
 
     vocab_size: int
     eod_id: int | None
     encode_batch: Callable[[Sequence[str]], list[list[int]]]
     decode: Callable[[Sequence[int]], str]
+    prefix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -41,7 +43,8 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
         return _byte_tokenizer()
     path = Path(spec)
     if path.is_dir():
-        path = path / "tokenizer.json"
+        names = "tokenizer.json", "tokenizer.model"
+        path = path / next((n for n in names if (path / n).is_file()), names[0])
     if not path.is_file():
         raise UserError(
             f"tokenizer {str(spec)!r}: no such file; give 'byte', a tokenizer.json or a "
@@ -78,7 +81,10 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
         return [e.ids for e in inner.encode_batch(list(texts), add_special_tokens=False)]
 
     decode = lambda ids: inner.decode([int(i) for i in ids])  # noqa: E731
-    return Tokenizer(max(vocabulary.values()) + 1, eod, encode_batch, decode)
+    whole, bare = inner.encode("a").ids, encode_batch(["a"])[0]
+    starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    prefix = tuple(whole[: next(starts, 0)])
+    return Tokenizer(max(vocabulary.values()) + 1, eod, encode_batch, decode, prefix)
 
 
 def _declared_eod(config: Path) -> str | None:

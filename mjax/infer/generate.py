@@ -1,78 +1,214 @@
-"""Text from a decoder: prefill the cache with the prompt, then one token per step, all jitted.
+"""Text from a decoder: one jitted prefill, then one jitted step per token, for a batch of prompts.
 
-Runs on whatever devices the parameters live on: the model is an ordinary function of global
-arrays here, so XLA partitions it by the parameters' shardings. Sampling is greedy or by
-temperature; the serving engine is a later piece.
+Parameters are global arrays on any mesh and the model an ordinary function of them, so XLA
+partitions it by their shardings (tp over heads, MLP and vocabulary; the cache over kv heads, which
+are copied where tp does not divide them). The device knows nothing of end tokens and stop strings:
+it runs one step ahead while the host reads, decodes and decides. Invariant: what a row gives
+depends on its prompt, its settings, the seed and its number alone, not on other rows or padding.
+Lengths of prompts and caches are rounded up to powers of two, so that few programs are compiled.
 """
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from mjax.config.schema import ModelConfig
+from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.models.context import Context, tokens_of
+from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated
+from mjax.infer.sample import Sampling, Settings, sample, settings_of
+from mjax.infer.text import TextStream
 from mjax.models.params import Definition
 
-
-def generate(
-    definition: Definition,
-    params: dict,
-    cfg: ModelConfig,
-    prompt: list[int],
-    new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    seed: int = 0,
-    dtype: str = "float32",
-) -> list[int]:
-    """The `new_tokens` ids that follow `prompt`; `temperature` 0 is greedy."""
-    total = len(prompt) + new_tokens
-    if not prompt or total > cfg.max_position_embeddings:
-        raise UserError(
-            f"generate: a prompt of {len(prompt)} and {new_tokens} new tokens do not fit "
-            f"1..model.max_position_embeddings={cfg.max_position_embeddings}; shorten either"
-        )
-    run = _compiled(definition, cfg, new_tokens, temperature, jnp.dtype(dtype))
-    ids = run(params, np.asarray([prompt], np.int32), jax.random.key(seed))
-    return np.asarray(ids)[0].tolist()
+_SMALLEST = 16  # tokens of the smallest bucket
 
 
-def empty_cache(cfg: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> tuple:
-    """Zeroed keys and values of all layers, each [L, B, T, K, H]."""
-    shape = (cfg.num_hidden_layers, batch, length, cfg.num_key_value_heads, cfg.head_dim)
-    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+@dataclass(frozen=True)
+class Token:
+    """One token of row `row`, as it is made. `text` is what became certain with it; `finish` is
+    empty, or why the row ends here: 'eos', 'stop' or 'length'."""
+
+    row: int
+    id: int
+    logprob: float
+    text: str
+    finish: str
 
 
-def _compiled(definition: Definition, cfg: ModelConfig, new_tokens: int, temperature, dtype):
-    ctx = Context(attention="xla")
+@dataclass(frozen=True)
+class Completion:
+    """A finished row: all ids that were made (an end token and those of a stop string included),
+    their log-probabilities, and the text before either."""
 
-    def forward(model, ids_BS, start, cache):
-        columns = start + jnp.arange(ids_BS.shape[1], dtype=jnp.int32)
-        info = tokens_of(ids_BS.shape, columns=columns)
-        x, _, cache = model.hidden(ids_BS, info, ctx, cache)
-        return model.logits(x[:, -1]), cache
+    ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish: str
 
-    def pick(logits, key):
-        if temperature == 0:
-            return jnp.argmax(logits, -1).astype(jnp.int32)
-        return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
 
-    @jax.jit
-    def run(params, prompt, key):
-        model = definition.bind(jax.tree.map(lambda p: p.astype(dtype), params))
-        length = prompt.shape[1] + new_tokens
-        cache = empty_cache(cfg, prompt.shape[0], length, dtype)
-        logits, cache = forward(model, prompt, 0, cache)
+class Generator:
+    """A model ready to continue prompts; keeps its compiled programs."""
 
-        def body(carry, key):
-            token, at, cache = carry
-            logits, cache = forward(model, token[:, None], at, cache)
-            return (pick(logits, key), at + 1, cache), token
+    def __init__(
+        self,
+        definition: Definition,
+        params: dict,
+        cfg: ModelConfig,
+        *,
+        dtype: str = "float32",
+        tokenizer: Tokenizer | None = None,
+    ):
+        """`params`: nested dict of global arrays, kept in `dtype`, in which the model runs.
+        Without a tokenizer texts are empty and stop strings refused."""
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self._params = cast(params, jnp.dtype(dtype))
+        programs = _Programs(definition, cfg, mesh_of(params), jnp.dtype(dtype))
+        self._prefill = jax.jit(programs.prefill, static_argnames="length")
+        self._step = jax.jit(programs.step, donate_argnames="state")
 
-        keys = jax.random.split(key, new_tokens)
-        start = pick(logits, keys[0]), jnp.int32(prompt.shape[1]), cache
-        (last, _, _), out = jax.lax.scan(body, start, keys[1:])
-        return jnp.concatenate([out, last[None]]).T
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+        *,
+        seed: int = 0,
+        eos: Sequence[int] = (),
+        stop: Sequence[str] = (),
+    ) -> Iterator[Token]:
+        """Continue each of `prompts`, lists of ids, by up to `max_new_tokens`: tokens as they come.
 
-    return run
+        A row ends with an id of `eos`, or where its text holds one of `stop`. Raises `UserError`
+        for what the model cannot continue.
+        """
+        self._check(prompts, max_new_tokens, stop)
+        decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
+        open_rows = {row: TextStream(decode, ids, stop) for row, ids in enumerate(prompts)}
+        ids, real = left_padded(prompts, bucket(max(map(len, prompts))))
+        settings = settings_of([sampling] * len(prompts))
+        length = ids.shape[1] + bucket(max_new_tokens)
+        seed = np.uint32(seed % 2**32)
+        state, made = self._prefill(self._params, ids, real, settings, seed, length=length)
+        for left in range(max_new_tokens - 1, -1, -1):
+            now = made
+            if left:
+                state, made = self._step(self._params, settings, state=state)
+            tokens, logprobs = (np.asarray(x) for x in now)  # the device is a step ahead
+            for row, text in list(open_rows.items()):
+                token, finish = int(tokens[row]), ""
+                piece = "" if token in eos else text.push(token)
+                if token in eos or text.stopped or not left:
+                    finish = "eos" if token in eos else "stop" if text.stopped else "length"
+                    piece += text.close()
+                    finish = "stop" if text.stopped else finish
+                    del open_rows[row]
+                yield Token(row, token, float(logprobs[row]), piece, finish)
+            if not open_rows:
+                return
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *args, **options
+    ) -> list[Completion]:
+        """The finished rows of `stream`, which takes the same arguments."""
+        rows: list[list[Token]] = [[] for _ in prompts]
+        for token in self.stream(prompts, max_new_tokens, *args, **options):
+            rows[token.row].append(token)
+        return [
+            Completion(
+                [t.id for t in row],
+                [t.logprob for t in row],
+                "".join(t.text for t in row),
+                row[-1].finish,
+            )
+            for row in rows
+        ]
+
+    def _check(self, prompts, max_new_tokens: int, stop: Sequence[str]) -> None:
+        limit = self.cfg.max_position_embeddings
+        if not prompts or max_new_tokens < 1:
+            raise UserError(
+                f"generate: {len(prompts)} prompts, {max_new_tokens} new tokens; give one or more"
+            )
+        for row, ids in enumerate(prompts):
+            if not len(ids) or len(ids) + max_new_tokens > limit:
+                raise UserError(
+                    f"generate: prompt {row} of {len(ids)} tokens and {max_new_tokens} new ones "
+                    f"do not fit 1 to model.max_position_embeddings={limit}; shorten either"
+                )
+            if min(ids) < 0 or max(ids) >= self.cfg.vocab_size:
+                raise UserError(
+                    f"generate: prompt {row} has an id outside model.vocab_size="
+                    f"{self.cfg.vocab_size}; use the tokenizer that the model was trained with"
+                )
+        if stop and self.tokenizer is None:
+            raise UserError("generate: stop strings need a tokenizer; give one")
+        if "" in stop:
+            raise UserError("generate: a stop string is empty; leave it out")
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity
+class _Programs:
+    """The two jitted functions, over what is static. A state is (cache, last tokens [B], keys [B],
+    seen [B, V]); both also return (tokens [B], log-probs [B]) for the host."""
+
+    definition: Definition
+    cfg: ModelConfig
+    mesh: Mesh | None
+    dtype: jnp.dtype
+
+    def prefill(self, params, ids, real, settings: Settings, seed, length: int):
+        rows = jnp.arange(ids.shape[0])
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
+        seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
+        seen = seen.at[rows[:, None], ids].max(real > 0)
+        cache = empty_cache(self.cfg, len(rows), length, self.dtype, self.mesh)
+        return self._next(params, settings, cache, ids, real, keys, seen)
+
+    def step(self, params, settings: Settings, state: tuple):
+        cache, token, keys, seen = state
+        ids = token[:, None]
+        return self._next(params, settings, cache, ids, jnp.ones_like(ids), keys, seen)
+
+    def _next(self, params, settings, cache: KVCache, ids, real, keys, seen):
+        model = self.definition.bind(params)
+        x, cache = extend(model, cache, ids, real, self.mesh)
+        logits = gathered(model.logits(x[:, -1]), self.mesh)
+        own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
+        token, logprob = sample(logits, own, settings, seen)
+        seen = seen.at[jnp.arange(len(token)), token].set(True)
+        state, made = replicated(((token, keys, seen), (token, logprob)), self.mesh)
+        return (cache, *state), made
+
+
+def left_padded(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids -> (ids, 1 where real), int32 [B, length]."""
+    ids, real = np.zeros((2, len(prompts), length), np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = prompt
+        real[row, length - len(prompt) :] = 1
+    return ids, real
+
+
+def bucket(n: int) -> int:
+    """The power of two, at least 16, that holds `n`."""
+    return max(_SMALLEST, 1 << (n - 1).bit_length())
+
+
+def mesh_of(params: dict) -> Mesh | None:
+    """The mesh that parameters are sharded over; None on a single device."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def cast(params: dict, dtype: jnp.dtype) -> dict:
+    """Parameters in `dtype`, where they are; those that have it already are not copied."""
+    old = [p for p in jax.tree.leaves(params) if p.dtype != dtype]
+    if not old:
+        return params
+    places = jax.tree.map(lambda p: p.sharding, old)
+    new = iter(jax.jit(lambda xs: [x.astype(dtype) for x in xs], out_shardings=places)(old))
+    return jax.tree.map(lambda p: p if p.dtype == dtype else next(new), params)

@@ -9,6 +9,7 @@ sums (share convention, DESIGN section 3). Follows Cut Cross-Entropy (arXiv 2411
 """
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,23 @@ from mjax.sharding.collectives import Parallel
 
 _CHUNK_ELEMENTS = 2**28  # default chunk: about 1 GB of fp32 logits on each device
 
+_TILE = 128  # rows of a matmul's tile
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the loss of a token is made of, besides -log p(label).
+
+    `softcap` c maps logits z to c * tanh(z / c). `label_smoothing` e mixes in e times the mean of
+    -log p over the vocabulary (Szegedy et al., arXiv 1512.00567, as torch defines it). `z_loss`
+    adds that times log(sum exp z)^2 (PaLM, arXiv 2204.02311).
+    """
+
+    vocab_size: int
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
 
 def cross_entropy(
     x: jax.Array,
@@ -24,49 +42,79 @@ def cross_entropy(
     labels: jax.Array,
     mask: jax.Array,
     *,
-    vocab_size: int,
+    terms: Terms,
     parallel: Parallel,
-    softcap: float | None = None,
     chunk: int | None = None,
 ) -> jax.Array:
-    """Sum over tokens of mask * -log p(label), fp32 scalar.
+    """Sum over tokens of mask * loss, fp32 scalar.
 
-    x [T, D] whole along tp, w [V/tp, D], labels int32 [T] < vocab_size, mask fp32 [T]; `softcap` c
-    maps logits to c * tanh(logits / c); `chunk` tokens at a time (None: by memory).
+    x [T, D] whole along tp, w [V/tp, D], labels int32 [T] < vocab_size, mask fp32 [T]; `chunk`
+    tokens at a time (None: by memory).
     """
+    return _loss(*_cut(x, w, labels, mask, chunk), terms, parallel)
+
+
+def token_losses(
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    *,
+    terms: Terms,
+    parallel: Parallel,
+    chunk: int | None = None,
+) -> jax.Array:
+    """The loss of each token, fp32 [T], for losses that are no plain sum (DPO, perplexity).
+
+    Arguments as for `cross_entropy`. Its backward makes the logits of a chunk again: four matmuls.
+    """
+    tokens = labels.size
+    x, w, labels, ones = _cut(x, w, labels, jnp.ones(tokens, jnp.float32), chunk)
+
+    @jax.checkpoint
+    def part(xs):
+        return _chunk(xs[0], w, *xs[1:], terms, parallel)[0]
+
+    return jax.lax.map(part, (x, labels, ones)).reshape(-1)[:tokens]
+
+
+def _cut(x, w, labels, mask, chunk):
+    """x, labels and mask padded and cut into chunks of tokens; w as it is."""
     t = x.shape[0]
-    chunk = min(t, chunk or max(256, _CHUNK_ELEMENTS // w.shape[0]))
+    parts = -(-t // (chunk or max(256, _CHUNK_ELEMENTS // w.shape[0])))
+    chunk = -(-t // parts)  # equal parts: none is mostly padding
+    chunk = min(t, -(-chunk // _TILE) * _TILE)  # of whole tiles: a matmul of 2093 rows pays for 2176
     pad = -t % chunk
-    x, labels, mask = (
-        jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1)) for a in (x, labels, mask)
-    )
-    chunks = tuple(a.reshape(-1, chunk, *a.shape[1:]) for a in (x, labels, mask))
-    return _loss(chunks[0], w, *chunks[1:], vocab_size, parallel, softcap)
+
+    def cut(a):
+        a = jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1))
+        return a.reshape(-1, chunk, *a.shape[1:])
+
+    return cut(x), w, cut(labels), cut(mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _loss(x, w, labels, mask, vocab_size, parallel, softcap):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _loss(x, w, labels, mask, terms, parallel):
     def body(total, part):
-        return total + _chunk(part[0], w, *part[1:], vocab_size, parallel, softcap)[0], None
+        return total + _chunk(part[0], w, *part[1:], terms, parallel)[0].sum(), None
 
     return jax.lax.scan(body, jnp.float32(0), (x, labels, mask))[0]
 
 
-def _loss_fwd(x, w, labels, mask, vocab_size, parallel, softcap):
+def _loss_fwd(x, w, labels, mask, terms, parallel):
     def body(carry, part):
         total, d_w = carry
-        nll, d_z = _chunk(part[0], w, *part[1:], vocab_size, parallel, softcap)
+        losses, d_z = _chunk(part[0], w, *part[1:], terms, parallel)
         d_z = d_z.astype(x.dtype)
         d_x = jnp.einsum("tv,vd->td", d_z, w)
         d_w = d_w + jnp.einsum("tv,td->vd", d_z, part[0], preferred_element_type=jnp.float32)
-        return (total + nll, d_w), d_x
+        return (total + losses.sum(), d_w), d_x
 
     start = (jnp.float32(0), jnp.zeros(w.shape, jnp.float32))
     (total, d_w), d_x = jax.lax.scan(body, start, (x, labels, mask))
     return total, (d_x, d_w.astype(w.dtype))
 
 
-def _loss_bwd(vocab_size, parallel, softcap, saved, g):
+def _loss_bwd(terms, parallel, saved, g):
     g = parallel.psum(g, "tp")  # the sum is one value: its cotangents on the tp devices add up
     d_x, d_w = (a * g.astype(a.dtype) for a in saved)
     return d_x, d_w, None, None
@@ -75,15 +123,15 @@ def _loss_bwd(vocab_size, parallel, softcap, saved, g):
 _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
-def _chunk(x, w, labels, mask, vocab_size, parallel, softcap):
-    """(masked loss sum, d loss / d logits) of one chunk, this device's rows of the vocabulary."""
-    rows = w.shape[0]
+def _chunk(x, w, labels, mask, terms, parallel):
+    """(masked losses [T], their d / d logits) of a chunk, this device's rows of the vocabulary."""
+    rows, softcap, smooth = w.shape[0], terms.softcap, terms.label_smoothing
     first = parallel.index("tp") * rows
     z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)
     if softcap is not None:
         z = softcap * jnp.tanh(z / softcap)
     slope = 1.0 if softcap is None else 1.0 - jnp.square(z / softcap)
-    real = first + jnp.arange(rows) < vocab_size
+    real = first + jnp.arange(rows) < terms.vocab_size
     z = jnp.where(real, z, -jnp.inf)
     top = parallel.pmax(jnp.maximum(z.max(-1), -1e30), "tp")  # a shard may be all padding
     weights = jnp.exp(z - top[:, None])
@@ -92,16 +140,27 @@ def _chunk(x, w, labels, mask, vocab_size, parallel, softcap):
     here = (place >= 0) & (place < rows)
     target = jnp.take_along_axis(z, jnp.clip(place, 0, rows - 1)[:, None], 1)[:, 0]
     target = parallel.psum(jnp.where(here, target, 0.0), "tp")
-    nll = (top + jnp.log(total) - target) * mask
+    log_z = top + jnp.log(total)
+    losses, scale = log_z - (1 - smooth) * target, 1 / total
+    if terms.z_loss:
+        losses = losses + terms.z_loss * jnp.square(log_z)
+        scale = scale * (1 + 2 * terms.z_loss * log_z)
     hit = jnp.arange(rows)[None, :] == place[:, None]
-    d_z = (weights / total[:, None] - hit) * slope * mask[:, None]
-    return nll.sum(), d_z
+    d_z = weights * scale[:, None] - (1 - smooth) * hit
+    if smooth:
+        mean = parallel.psum(jnp.where(real, z, 0.0).sum(-1), "tp") / terms.vocab_size
+        losses = losses - smooth * mean
+        d_z = d_z - smooth / terms.vocab_size * real
+    return losses * mask, d_z * slope * mask[:, None]
 
 
-def reference(x, w, labels, mask, vocab_size, softcap=None):
+def reference(x, w, labels, mask, terms):
     """The same loss with whole logits, for tests."""
-    z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)[:, :vocab_size]
-    if softcap is not None:
-        z = softcap * jnp.tanh(z / softcap)
-    nll = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
-    return (nll * mask).sum()
+    z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)[:, : terms.vocab_size]
+    if terms.softcap is not None:
+        z = terms.softcap * jnp.tanh(z / terms.softcap)
+    log_z = jax.nn.logsumexp(z, -1)
+    target = jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
+    e = terms.label_smoothing
+    losses = log_z - (1 - e) * target - e * z.mean(-1) + terms.z_loss * jnp.square(log_z)
+    return (losses * mask).sum()

@@ -55,6 +55,7 @@ class Attention(nnx.Module):
             sinks = ParamSpec((n,), ("heads",), "scalar", hf=("self_attn.sinks",))
             self.sinks = declare(rngs, sinks, init)
 
+    @jax.named_scope("attention")
     def __call__(
         self,
         x: jax.Array,

@@ -22,8 +22,8 @@ class Context:
 
     `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
     document, 0 that it is unknown. `gather(stack, weights)` makes the stored weights of a scan's
-    layers whole on entry to its body (ZeRO-3). `fp8` quantises the blocks' matmuls. `see(name, x)` may keep or replace activations at
-    the named places of a block (`models/trace.py`).
+    layers whole on entry to its body (ZeRO-3). `fp8` quantises the blocks' matmuls. `see(name, x)`
+    may keep or replace activations at the named places of a block (`models/trace.py`).
     """
 
     parallel: Parallel = LOCAL
@@ -34,6 +34,8 @@ class Context:
     tp_overlap: str = "auto"
     remat: str = "none"
     dropout: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     fp8: Fp8 | None = None
     gather: Callable[[str, dict], dict] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema import ModelConfig
-from mjax.kernels.cross_entropy import cross_entropy
+from mjax.kernels.cross_entropy import Terms, cross_entropy
 from mjax.kernels.quantize import SCALES
 from mjax.models.attention import Attention, Cache
 from mjax.models.context import Context, Tokens, dropout, tokens_of
@@ -141,22 +141,28 @@ class Decoder(nnx.Module):
         x, aux, _ = self.blocks(x, info, ctx, self.runs(ctx))
         return self.head_loss(x, batch, ctx, chunk), aux
 
+    @jax.named_scope("head")
     def head_loss(
         self, x: jax.Array, batch: dict[str, jax.Array], ctx: Context, chunk: int | None
     ) -> jax.Array:
-        """Sum of loss_mask * nll of the last block's output [B, S/tp, D]."""
+        """Sum of loss_mask * loss of the last block's output [B, S/tp, D]."""
         x = self._head_input(ctx.parallel.gather_seq(self.final_norm(x)))
         return cross_entropy(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
             batch["labels"].reshape(-1),
             batch["loss_mask"].reshape(-1),
-            vocab_size=self.cfg.vocab_size,
+            terms=Terms(
+                self.cfg.vocab_size,
+                self.cfg.final_logit_softcapping,
+                ctx.label_smoothing,
+                ctx.z_loss,
+            ),
             parallel=ctx.parallel,
-            softcap=self.cfg.final_logit_softcapping,
             chunk=chunk,
         )
 
+    @jax.named_scope("embed")
     def embed(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
         """[B, S] -> [B, S/tp, D]: vocabulary-parallel look-up, reduced into the sequence shards."""
         cfg, par = self.cfg, ctx.parallel

@@ -7,13 +7,15 @@ through them, so overlap and precision have one home. Outputs carry names that r
 `row`'s is named after the exchange, or a backward that recomputes would communicate again.
 """
 
+from collections.abc import Callable
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.quantize import matmul
 from mjax.models.context import Context
-from mjax.sharding.overlap import gather_matmul, matmul_scatter
 from mjax.models.pattern import STACKS
+from mjax.sharding.overlap import gather_matmul, matmul_scatter
 
 # A block's matmuls and where their weights are. The names are what remat policies keep (config key
 # train.remat) and what FP8 scales go by.
@@ -41,26 +43,36 @@ def weights_of(tree: dict, specs: dict) -> dict[str, dict]:
 
 def column(x: jax.Array, weights: dict[str, jax.Array], ctx: Context) -> tuple[jax.Array, ...]:
     """x [B, S/tp, D] and weights name -> [D, ...] -> for each [B, S, ...], x gathered once."""
+    multiply, operands = _local(weights, 1, ctx)
     if ctx.in_rings(x.shape[1]):
-        ys = gather_matmul(_each, x, tuple(weights.values()), ctx.parallel)
+        ys = gather_matmul(multiply, x, operands, ctx.parallel)
     else:
-        ys = _each(ctx.parallel.gather_seq(x), tuple(weights.values()))
-    return tuple(checkpoint_name(y, name) for y, name in zip(ys, weights, strict=True))
+        ys = multiply(ctx.parallel.gather_seq(x), operands)
+    return tuple(checkpoint_name(ys[name], name) for name in weights)
 
 
 def row(h: jax.Array, weight: tuple[str, jax.Array], ctx: Context) -> jax.Array:
     """h [B, S, ...] and (name, weight [..., D]) -> [B, S/tp, D], summed over tp."""
     name, w = weight
+    multiply, operands = _local({name: w}, w.ndim - 1, ctx)
     if ctx.in_rings(h.shape[1] // ctx.parallel.tp):
-        y = matmul_scatter(_summed, h, w, ctx.parallel)
+        y = matmul_scatter(multiply, h, operands, ctx.parallel)[name]
     else:
-        y = ctx.parallel.scatter_seq(_summed(h, w))
+        y = ctx.parallel.scatter_seq(multiply(h, operands)[name])
     return checkpoint_name(y, name)
 
 
-def _each(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(jnp.tensordot(x, w, 1) for w in weights)
+def _local(weights: dict[str, jax.Array], contracted: int, ctx: Context) -> tuple[Callable, tuple]:
+    """(a device's own matmuls as a function of x and operands, giving name -> y; the operands).
+    FP8 scales are operands too: their gradients tell what a matmul saw."""
+    fp8, parallel = ctx.fp8, ctx.parallel
+    static = None if fp8 is None else fp8.of({})
+    scales = {} if fp8 is None else {name: fp8.scales[name] for name in weights}
 
+    def multiply(x: jax.Array, operands: tuple) -> dict[str, jax.Array]:
+        weights, scales = operands
+        own = None if static is None else static.of(scales)
+        product = lambda name, w: matmul(x, w, contracted, own, name, parallel)  # noqa: E731
+        return {name: product(name, w) for name, w in weights.items()}
 
-def _summed(h: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.tensordot(h, w, w.ndim - 1)
+    return multiply, (weights, scales)

@@ -44,6 +44,7 @@ class MLP(nnx.Module):
             self.up_bias = declare(rngs, up, constant(0.0))
             self.down_bias = declare(rngs, down, constant(0.0))
 
+    @jax.named_scope("mlp")
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         (h,) = column(x, {"up": self.up[...]}, ctx)
         if self.cfg.mlp_bias:

@@ -41,6 +41,7 @@ class MoE(nnx.Module):
         down = ParamSpec((e, f, d), ("experts", "mlp", "embed"), "matrix", hf=names)
         self.up, self.down = declare(rngs, up, init), declare(rngs, down, normal(out_std))
 
+    @jax.named_scope("mlp")
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         cfg, par = self.cfg, ctx.parallel
         gates, chosen, probs = route(x, self.router[...], cfg)

@@ -34,6 +34,7 @@ class Norm(nnx.Module):
             bias = ParamSpec(sizes, axes, "norm", hf=(f"{hf}.bias",))
             self.bias = declare(rngs, bias, constant(0.0))
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
         def mean(y: jax.Array) -> jax.Array:
             if len(self.sizes) == 1:

@@ -74,6 +74,7 @@ class Chunks:
     program: "Program"
     layout: Layout
     weights: dict  # local; stacks are [v * slots, ...]
+    scales: dict  # of FP8, {stack: {name: [v * slots, 3]}}
     micro_batches: "Batch"
     key: jax.Array | None
     train: bool
@@ -91,9 +92,9 @@ class Chunks:
         return self.program.definition.bind({**self.weights, **outer})
 
     def by_chunk(self) -> dict:
-        """The stacks as [v, slots, ...]."""
+        """The stacks and their FP8 scales as [v, slots, ...]."""
         v = self.layout.v
-        own = {name: self.weights[name] for name in self.stacks}
+        own = {name: (self.weights[name], self.scales.get(name, {})) for name in self.stacks}
         return jax.tree.map(lambda w: w.reshape(v, -1, *w.shape[1:]), own)
 
     def micro(self, i: jax.Array) -> "Batch":
@@ -291,9 +292,16 @@ class Device:
         (d_weights,) = jax.vjp(self.chunks.cut, weights)[1](d_rows)
         d_weights = jax.tree.map(lambda g: jnp.where(on, g, 0), d_weights)
 
-        def accumulate(all_chunks, g):
-            mine = _at(all_chunks, chunk) + g.astype(all_chunks.dtype)
+        def accumulate(add, all_chunks, g):
+            mine = add(_at(all_chunks, chunk), g.astype(all_chunks.dtype))
             return lax.dynamic_update_index_in_dim(all_chunks, mine, chunk, 0)
+
+        def stack(total, more):  # gradients of weights, maxima in place of those of FP8 scales
+            adds = jnp.add, jnp.maximum
+            return tuple(
+                jax.tree.map(functools.partial(accumulate, add), a, b)
+                for add, a, b in zip(adds, total, more, strict=True)
+            )
 
         def embedding(outer_grads):
             _, embed_vjp = jax.vjp(lambda o: self.chunks.embed(o, micro), self.chunks.outer)
@@ -301,7 +309,7 @@ class Device:
 
         first, _ = self.ends(row, "b")
         outer = lax.cond(first, embedding, lambda g: g, state["outer"])
-        inner = jax.tree.map(accumulate, state["inner"], d_weights)
+        inner = {name: stack(total, d_weights[name]) for name, total in state["inner"].items()}
         d_x = self.after(d_x, *jax.tree.leaves(outer)[:1])
         d = lax.ppermute(d_x, "pp", [(b, a) for a, b in self.ring])
         return {**state, "d": d, "outer": outer, "inner": inner}
@@ -331,17 +339,19 @@ class Device:
 def pipeline_gradients(
     program: "Program",
     weights: dict,
+    scales: dict,
     micro_batches: "Batch",
     key: jax.Array,
     count: jax.Array,
     sequences: int,
-) -> tuple[dict[str, jax.Array], dict]:
-    """(this device's shares of {loss, aux_loss}, gradients of its share in grad_accum).
+) -> tuple[dict[str, jax.Array], dict, dict]:
+    """(this device's shares of {loss, aux_loss}, gradients of its share in grad_accum, maxima that
+    FP8 saw).
 
-    `weights` are local, their stacks in storage order; `micro_batches` [m, ...] are equal over pp;
-    `count` and `sequences` are the denominators of the global batch.
+    `weights` and the `scales` of FP8 are local, their stacks in storage order; `micro_batches`
+    [m, ...] are equal over pp; `count` and `sequences` are the denominators of the global batch.
     """
-    chunks = _chunks(program, weights, micro_batches, key, True)
+    chunks = _chunks(program, weights, scales, micro_batches, key, True)
     schedule = _schedule(chunks)
     nll = 1 / jnp.maximum(count, 1) / program.parallel.tp  # the loss is made on each tp device
     device = Device(chunks, schedule, {"loss": nll, "aux_loss": jnp.float32(1 / sequences)})
@@ -364,12 +374,15 @@ def pipeline_gradients(
     state = device.scan(both, state, start, ticks)
     state = device.scan(backward, state, ticks, start + ticks)
     inner = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), state["inner"])
-    return state["losses"], {**state["outer"], **inner}
+    grads, seen = ({name: pair[i] for name, pair in inner.items()} for i in (0, 1))
+    return state["losses"], {**state["outer"], **grads}, {s: x for s, x in seen.items() if x}
 
 
-def pipeline_nll(program: "Program", weights: dict, micro_batches: "Batch") -> jax.Array:
+def pipeline_nll(
+    program: "Program", weights: dict, scales: dict, micro_batches: "Batch"
+) -> jax.Array:
     """This device's part of the sum of masked nll, without gradients or dropout; equal over tp."""
-    chunks = _chunks(program, weights, micro_batches, None, False)
+    chunks = _chunks(program, weights, scales, micro_batches, None, False)
     device = Device(chunks, _schedule(chunks), {})
 
     def tick(row, state):
@@ -385,8 +398,8 @@ def pipeline_nll(program: "Program", weights: dict, micro_batches: "Batch") -> j
     return device.scan(tick, state, 0, device.schedule.ticks)["nll"]
 
 
-def _chunks(program, weights, micro_batches, key, train) -> Chunks:
-    return Chunks(program, program.layout, weights, micro_batches, key, train)
+def _chunks(program, weights, scales, micro_batches, key, train) -> Chunks:
+    return Chunks(program, program.layout, weights, scales, micro_batches, key, train)
 
 
 def _schedule(chunks: Chunks) -> Schedule:

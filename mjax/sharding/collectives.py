@@ -88,24 +88,44 @@ LOCAL = Parallel()
 
 
 def scatter_gradients(grads: dict, have: dict, want: dict, parallel: Parallel) -> dict:
-    """Reduce-scatter gradients from partition `have` to `want`, which cuts some dimensions more."""
-    return _recut(parallel.scatter, grads, have, want)
+    """Reduce-scatter gradients from partition `have` to `want`, which cuts some dimensions more.
+
+    A dimension that the axes do not divide is padded with zeros at its end.
+    """
+    return _cut(parallel.scatter, grads, have, want, parallel)
 
 
-def gather_weights(weights: dict, have: dict, want: dict, parallel: Parallel) -> dict:
-    """All-gather weights from partition `have` to `want`, which cuts some dimensions less."""
-    return _recut(parallel.gather, weights, want, have)
+def shard_weights(weights: dict, have: dict, want: dict, parallel: Parallel) -> dict:
+    """Take this device's shards of weights in partition `have`; padded as gradients are."""
+    return _cut(parallel.shard, weights, have, want, parallel)
 
 
-def _recut(collective: Callable, tree: dict, coarse: dict, fine: dict) -> dict:
-    """`collective(x, axes, dim)` over every dimension that `fine` cuts more than `coarse`."""
+def gather_weights(weights: dict, have: dict, want: dict, specs: dict, parallel: Parallel) -> dict:
+    """All-gather weights from partition `have` to `want`, which cuts some dimensions less.
 
-    def leaf(x, few, many):
-        for dim, axes in extra_axes(few, many):
+    `specs`: their declarations (global shapes), by which padding is cut off.
+    """
+
+    def leaf(x, fine, coarse, spec):
+        for dim, axes in extra_axes(coarse, fine):
+            length = spec.shape[dim] // parallel.size(*mesh_axes((coarse[dim],)))
+            x = lax.slice_in_dim(parallel.gather(x, axes, dim), 0, length, axis=dim)
+        return x
+
+    return jax.tree.map(leaf, weights, have, want, specs)
+
+
+def _cut(collective: Callable, tree: dict, have: dict, want: dict, parallel: Parallel) -> dict:
+    """`collective(x, axes, dim)` over every dimension that `want` cuts more than `have`."""
+
+    def leaf(x, coarse, fine):
+        for dim, axes in extra_axes(coarse, fine):
+            missing = -x.shape[dim] % parallel.size(*axes)
+            x = jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
             x = collective(x, axes, dim)
         return x
 
-    return jax.tree.map(leaf, tree, coarse, fine)
+    return jax.tree.map(leaf, tree, have, want)
 
 
 def reduce_gradients(grads: dict, partitions: dict, parallel: Parallel) -> dict:

@@ -38,6 +38,7 @@ def zigzag(size: int, cp: int) -> np.ndarray:
     return np.concatenate([chunks[[r, 2 * cp - 1 - r]].ravel() for r in range(cp)])
 
 
+@jax.named_scope("sdpa")
 def context_attention(
     q: jax.Array,
     k: jax.Array,

@@ -5,13 +5,16 @@ names into `PartitionSpec`s for the step, for initialisation and for checkpoints
 """
 
 import itertools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
+from mjax.errors import UserError
 from mjax.models.params import ParamSpec
-from mjax.sharding.collectives import Parallel, mesh_axes
+from mjax.sharding.collectives import Parallel, extra_axes, mesh_axes
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations
@@ -44,7 +47,11 @@ def partition(
     for i, name in enumerate(axes):
         live = parallel.live(*RULES[name]) if name else ()
         if live and shape is not None and shape[i] % parallel.size(*live):
-            assert name in REPLICABLE, f"{name}={shape[i]} is not divisible over {live}"
+            if name not in REPLICABLE:
+                raise UserError(
+                    f"{name}={shape[i]} is not divisible over {parallel.size(*live)} devices of "
+                    f"{'/'.join(live)}; choose a mesh that divides it"
+                )
             live = ()
         out.append(None if not live else live[0] if len(live) == 1 else live)
     return PartitionSpec(*out)
@@ -70,35 +77,58 @@ ZERO = {
 }
 
 
+# A parameter of at least this many elements on a device (4 KB of fp32) is cut although nothing
+# divides it: its last shards are padded. Smaller ones (norm gains, biases) then stay whole.
+PADDED_FROM = 1024
+
+
 def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> PartitionSpec:
     """Partition of masters and moments under ZeRO >= 1: the compute partition, cut further.
 
-    The shards go over as many as possible of the ZERO_AXES that the parameter is replicated on,
-    along its largest dimension that divides; `layers` is never cut, because a scan takes layers one
-    by one. A parameter that no choice divides stays replicated. `group` bounds the shards (hybrid
-    sharding: shard within a group of that many devices, replicate across groups).
+    Of all ways to cut one dimension over some of the ZERO_AXES that the parameter is replicated on,
+    the one that leaves a device the fewest elements: as many axes as possible, a dimension that
+    they divide, else the one that needs least padding; the largest where these agree. `layers` is
+    never cut, because a scan takes layers one by one. `group` bounds the shards (hybrid sharding:
+    shard within a group of that many devices, replicate across groups).
     """
     base = partition(spec.axes, parallel, spec.shape)
     free = [a for a in parallel.live(*ZERO_AXES) if a not in mesh_axes(base)]
-    local = [
-        n // parallel.size(*mesh_axes(PartitionSpec(entry)))
-        for n, entry in zip(spec.shape, base, strict=True)
-    ]
-    choices = [c for n in range(len(free), 0, -1) for c in itertools.combinations(free, n)]
-    for axes in sorted(choices, key=lambda c: -parallel.size(*c)):
-        if parallel.size(*axes) > (group or parallel.size(*ZERO_AXES)):
-            continue
-        dims = [
-            i
-            for i, name in enumerate(spec.axes)
-            if name != "layers" and local[i] % parallel.size(*axes) == 0
-        ]
-        if dims:
-            dim = max(dims, key=lambda i: local[i])
-            entries = list(base)
-            entries[dim] = (*mesh_axes(PartitionSpec(base[dim])), *axes)
-            return PartitionSpec(*entries)
-    return base
+    local = [n // parallel.size(*mesh_axes((e,))) for n, e in zip(spec.shape, base, strict=True)]
+    size = math.prod(local)
+    best, found = (size, False, 0), base
+    for axes in (c for n in range(len(free), 0, -1) for c in itertools.combinations(free, n)):
+        shards = parallel.size(*axes)
+        for dim, (name, length) in enumerate(zip(spec.axes, local, strict=True)):
+            padded = length % shards > 0
+            rank = size // length * -(-length // shards), padded, -length
+            fits = shards <= (group or shards) and (size >= PADDED_FROM or not padded)
+            if name != "layers" and fits and rank < best:
+                entries = list(base)
+                entries[dim] = (*mesh_axes((base[dim],)), *axes)
+                best, found = rank, PartitionSpec(*entries)
+    return found
+
+
+class Padding(NamedTuple):
+    """Dimension `dim` of a parameter, `blocks` (of its weight's partition) of `length` each, is
+    stored with every block zero-padded to `padded`."""
+
+    dim: int
+    blocks: int
+    length: int
+    padded: int
+
+
+def padding(
+    spec: ParamSpec, weight: PartitionSpec, stored: PartitionSpec, parallel: Parallel
+) -> Padding | None:
+    """How a parameter is padded for its stored partition; None: it is not."""
+    for dim, axes in extra_axes(weight, stored):
+        blocks, shards = parallel.size(*mesh_axes((weight[dim],))), parallel.size(*axes)
+        length = spec.shape[dim] // blocks
+        if length % shards:
+            return Padding(dim, blocks, length, -(-length // shards) * shards)
+    return None
 
 
 def stored_partitions(specs: dict, parallel: Parallel, zero: int, group: int | None) -> dict:

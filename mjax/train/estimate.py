@@ -7,11 +7,11 @@ exact there, memory is that of the CPU program.
 """
 
 import jax
-from jax.sharding import NamedSharding
 from rich.console import Console
 
 from mjax.config.schema import Config
 from mjax.models.params import count_parameters
+from mjax.pipeline.balance import advice
 from mjax.pipeline.layout import describe
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.sharding.collectives import mesh_axes
@@ -67,6 +67,7 @@ def pipeline_lines(trainer: Trainer) -> list[str]:
         *(f"  {line}" for line in describe(layout)),
         "  0-9: forward of that micro-batch (mod 10), a-j: its backward, '.': idle",
         *(f"  {line}" for line in timeline(schedule)),
+        *advice(trainer.cfg, schedule.m),
     ]
 
 
@@ -74,10 +75,11 @@ def sharding_table(trainer: Trainer) -> list[tuple[str, ...]]:
     """A heading, then per parameter: global shape, logical axes, mesh axes of the weight and of
     its stored master (ZeRO), shape of the latter on one device."""
     rows = [("parameter", "shape", "axes", "weight over", "stored over", "stored per device")]
-    specs = jax.tree_util.tree_flatten_with_path(trainer.storage)[0]
+    specs = jax.tree_util.tree_flatten_with_path(trainer.specs)[0]
     layouts = jax.tree.leaves(trainer.partitions), jax.tree.leaves(trainer.stored)
-    for (path, spec), weight, stored in zip(specs, *layouts, strict=True):
-        local = NamedSharding(trainer.mesh, stored).shard_shape(spec.shape)
+    masters = jax.tree.leaves(trainer.abstract_state()["params"])
+    for (path, spec), weight, stored, master in zip(specs, *layouts, masters, strict=True):
+        local = master.sharding.shard_shape(master.shape)  # with padding
         name = ".".join(str(key.key) for key in path)
         over = [["+".join(mesh_axes((entry,))) for entry in p] for p in (weight, stored)]
         cells = (spec.shape, spec.axes, *over, local)

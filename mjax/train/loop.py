@@ -27,9 +27,11 @@ from mjax.data.loader import Dataset, build_datasets, make_loader
 from mjax.data.text import prepare_text
 from mjax.data.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.generate import generate
+from mjax.infer.generate import Generator
+from mjax.infer.sample import Sampling
 from mjax.models.params import count_parameters
 from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
+from mjax.pretrained import source_of
 from mjax.train import metrics
 from mjax.train.resilience import GO_ON, REASONS, SIGNALLED, NonFiniteLoss, Stopper, Watchdog
 from mjax.train.trainer import Trainer
@@ -241,7 +243,7 @@ def resume(trainer: Trainer) -> str:
     cfg, store = trainer.cfg, trainer.store
     if cfg.checkpoint.resume == "never":
         old = store.set_aside()
-        return "starting at step 0" + (f"; earlier checkpoints are now in {old}" if old else "")
+        return begin(trainer) + (f"; earlier checkpoints are now in {old}" if old else "")
     if store.latest_step() is not None:
         step = trainer.restore()
         return f"resumed from {store.directory / str(step)}"
@@ -250,7 +252,16 @@ def resume(trainer: Trainer) -> str:
             f"checkpoint.resume=require, but {store.directory} holds no checkpoint; set "
             "checkpoint.resume=auto to start at step 0"
         )
-    return "starting at step 0"
+    return begin(trainer)
+
+
+def begin(trainer: Trainer) -> str:
+    """Load the weights that checkpoint.init_from names, if any; says what was done."""
+    weights = trainer.cfg.checkpoint.init_from
+    if weights is None:
+        return "starting at step 0"
+    trainer.load_params(source_of(weights))
+    return f"starting at step 0 from the weights in {weights}"
 
 
 def final_step(cfg: Config) -> int:
@@ -320,10 +331,9 @@ def compare_with_bigram(run: Run, loss: float | None) -> None:
 def sample_text(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], n: int) -> str:
     """`prompt` and `n` more tokens drawn from the model, as text."""
     model, dtype = trainer.cfg.model, trainer.cfg.precision.compute
-    new = generate(
-        trainer.definition, trainer.params(), model, prompt, n, temperature=0.8, dtype=dtype
-    )
-    return tokenizer.decode([*prompt, *new])
+    generator = Generator(trainer.definition, trainer.params(), model, dtype=dtype)
+    made = generator.complete([prompt], n, Sampling(temperature=0.8))[0]
+    return tokenizer.decode([*prompt, *made.ids])
 
 
 def _due(step: int, interval: int | None) -> bool:

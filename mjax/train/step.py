@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import optax
 
 from mjax.config.schema import Config
+from mjax.kernels.quantize import Fp8, join, remember, scales_of, weight_amax
 from mjax.models.context import Context, Tokens
+from mjax.models.linear import weights_of
 from mjax.models.params import Definition
-from mjax.models.pattern import STACK_OF
+from mjax.models.pattern import STACKS
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.run import pipeline_gradients, pipeline_nll
 from mjax.sharding.collectives import (
@@ -30,11 +32,10 @@ from mjax.sharding.collectives import (
     scatter_gradients,
 )
 
-State = dict  # {"params": nested dict, "opt": nested dict, "step": int32 scalar}
+# {"params": nested dict, "opt": nested dict, "step": int32 scalar} and with delayed scaling "fp8":
+# {stack: {name: maxima [L, 2, H] of the last steps}} (kernels/quantize.py)
+State = dict
 Batch = dict  # tokens, labels, loss_mask, segment_ids, positions [B, S]; rows [B]; columns [S]
-
-
-STACKS = frozenset(STACK_OF.values())
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,22 @@ class Program:
     layout: Layout | None = None  # of the pipeline
     one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
 
-    def context(self, train: bool) -> Context:
-        cfg = self.cfg
+    def context(self, train: bool, scales: dict | None = None) -> Context:
+        """`scales`: of FP8, where blocks do not get theirs from the pipeline."""
+        cfg, precision = self.cfg, self.cfg.precision
+        fp8 = Fp8(precision.fp8 == "delayed", precision.fp8_skip_layers, scales or {})
         return Context(
             parallel=self.parallel,
             attention=cfg.train.attention,
             cp_type=cfg.mesh.cp_type,
             cp_a2a=cfg.mesh.cp_a2a,
             max_documents=self.max_documents,
+            tp_overlap=cfg.mesh.tp_overlap,
             remat=cfg.train.remat if train else "none",
             dropout=train,
+            label_smoothing=cfg.train.label_smoothing if train else 0.0,
+            z_loss=cfg.train.z_loss if train else 0.0,
+            fp8=None if precision.fp8 == "none" else fp8,
             gather=self.gather_layer if self.layerwise else None,
         )
 
@@ -88,18 +95,32 @@ class Program:
         stacks = {name: self.stored[name] for name in STACKS if name in self.stored}
         return {**self.partitions, **stacks}
 
+    @jax.named_scope("gather")
     def gather_layer(self, stack: str, weights: dict) -> dict:
         """Layers of `stack` as stored [n, ...] -> whole along the ZeRO axes."""
-        return gather_weights(weights, self.stored[stack], self.partitions[stack], self.parallel)
+        have, want, specs = self.stored[stack], self.partitions[stack], self.definition.specs[stack]
+        return gather_weights(weights, have, want, specs, self.parallel)
 
+    @jax.named_scope("reduce")
     def scatter(self, grads: dict) -> dict:
         """Gradients of the working weights -> the stored layout, summed over what that cuts."""
         return scatter_gradients(grads, self.working, self.stored, self.parallel)
 
+    def scales(self, state: State, tokens: jax.Array | int = 1) -> dict:
+        """Of this step, {stack: {name: [L, 3]}}; empty without FP8."""
+        precision = self.cfg.precision
+        if precision.fp8 == "none":
+            return {}
+        dense = weights_of(state["params"], self.definition.specs)
+        amax = weight_amax(dense, precision.compute, self.parallel)
+        return scales_of(amax, state.get("fp8", {}), tokens)
+
+    @jax.named_scope("gather")
     def weights(self, params: dict) -> dict:
         """fp32 masters as stored -> the weights that enter the model."""
         low = cast(params, self.cfg.precision.compute)
-        return gather_weights(low, self.stored, self.working, self.parallel)
+        specs = self.definition.specs  # of stacks: in all but the order and number of layers
+        return gather_weights(low, self.stored, self.working, specs, self.parallel)
 
 
 def train_step(
@@ -107,90 +128,102 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """Local shards of state and batch -> new state, {loss, aux_loss, grad_norm, tokens, finite}."""
     params, opt = state["params"], state["opt"]
-    losses, norm, tokens, grads = gradients(program, params, batch, state["step"])
-    clip = program.cfg.optimizer.clip_grad_norm
-    if clip > 0:
-        scale = jnp.minimum(1.0, clip / (norm + 1e-6))
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-    updates, new_opt = program.optimizer.update(
-        grads, opt, params, lr=lr, weight_decay=weight_decay
-    )
-    new_params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-    finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
-    new = {"params": new_params, "opt": new_opt, "step": state["step"] + 1}
-    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+    losses, norm, tokens, grads, seen = gradients(program, state, batch)
+    with jax.named_scope("optimizer"):
+        clip = program.cfg.optimizer.clip_grad_norm
+        if clip > 0:
+            scale = jnp.minimum(1.0, clip / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        updates, new_opt = program.optimizer.update(
+            grads, opt, params, lr=lr, weight_decay=weight_decay
+        )
+        new_params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
+        finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
+        new = {"params": new_params, "opt": new_opt, "step": state["step"] + 1}
+        if "fp8" in state:
+            new["fp8"], all_finite = remember(state["fp8"], seen, program.parallel)
+            finite &= all_finite
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
     return new, {**losses, "grad_norm": norm, "tokens": tokens, "finite": finite}
 
 
 def gradients(
-    program: Program, params: dict, batch: Batch, step: jax.Array
-) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, dict]:
+    program: Program, state: State, batch: Batch
+) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, dict, dict]:
     """({loss: nll per token, aux_loss: added to it in what is differentiated}, gradient norm,
-    unmasked tokens, local shards of the reduced gradients)."""
+    unmasked tokens, local shards of the reduced gradients, maxima for delayed scaling that this
+    device saw). `state` may lack the moments."""
     cfg, par = program.cfg, program.parallel
     count, sequences = token_count(batch, par), len(batch["tokens"]) * par.size(*BATCH_AXES)
     micro_batches, n = split_batch(batch, cfg.train.micro_batch_size)
-    key = jax.random.fold_in(jax.random.key(cfg.run.seed), step)
+    key = jax.random.fold_in(jax.random.key(cfg.run.seed), state["step"])
     accum = jnp.dtype(cfg.precision.grad_accum)
-    weights = program.weights(params)
+    weights, scales = program.weights(state["params"]), program.scales(state, count)
     early = cfg.mesh.zero == 2  # accumulate in the stored layout
 
-    def share(weights, micro):
-        nll, aux = loss_sums(program, weights, micro, key, train=True)
+    def share(weights, scales, micro):
+        nll, aux = loss_sums(program, weights, scales, micro, key, train=True)
         nll = nll / jnp.maximum(count, 1) / par.tp  # it is computed on each tp device
         aux = aux / sequences
         return nll + aux, {"loss": nll, "aux_loss": aux}
 
-    value_and_grad = jax.value_and_grad(share, has_aux=True)
+    value_and_grad = jax.value_and_grad(share, (0, 1), has_aux=True)
 
     def body(carry, micro):
-        (_, losses), grads = value_and_grad(weights, micro)
+        (_, losses), (grads, seen) = value_and_grad(weights, scales, micro)
         if early:
             grads = program.scatter(cast(grads, accum))
-        return jax.tree.map(lambda c, x: c + x.astype(c.dtype), carry, (losses, grads)), None
+        with jax.named_scope("accumulate"):
+            sums = jax.tree.map(lambda c, x: c + x.astype(c.dtype), carry[:2], (losses, grads))
+        return (*sums, join(carry[2], seen)), None
 
     if program.layout is not None:
-        losses, grads = pipeline_gradients(program, weights, micro_batches, key, count, sequences)
+        losses, grads, seen = pipeline_gradients(
+            program, weights, scales, micro_batches, key, count, sequences
+        )
     elif n == 1:
         one = jax.tree.map(lambda a: a[0], micro_batches)
-        (_, losses), grads = value_and_grad(weights, one)
+        (_, losses), (grads, seen) = value_and_grad(weights, scales, one)
         grads = cast(grads, accum)
     else:
-        shapes = params if early else weights
+        shapes = state["params"] if early else weights
         none = {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)}
-        zero = none, jax.tree.map(lambda w: jnp.zeros(w.shape, accum), shapes)
-        (losses, grads), _ = jax.lax.scan(body, zero, micro_batches)
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), shapes)
+        zero = none, zeros, jax.tree.map(jnp.zeros_like, scales)
+        (losses, grads, seen), _ = jax.lax.scan(body, zero, micro_batches)
     if program.layout is not None or n == 1 or not early:
         grads = program.scatter(grads)
-    grads = reduce_gradients(grads, program.stored, par)
-    norm = global_norm(grads, program.stored, par)
-    return {name: par.psum(x, *AXES) for name, x in losses.items()}, norm, count, grads
+    with jax.named_scope("reduce"):
+        grads = reduce_gradients(grads, program.stored, par)
+        norm = global_norm(grads, program.stored, par)
+    losses = {name: par.psum(x, *AXES) for name, x in losses.items()}
+    return losses, norm, count, grads, seen if "fp8" in state else {}
 
 
-def evaluate(program: Program, params: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def evaluate(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll, unmasked tokens) of the global batch, no dropout."""
     par, cfg = program.parallel, program.cfg
-    weights = program.weights(params)
+    weights, scales = program.weights(state["params"]), program.scales(state)
     micro_batches, _ = split_batch(batch, cfg.train.micro_batch_size)
 
     def body(total, micro):
-        return total + loss_sums(program, weights, micro, None, train=False)[0], None
+        return total + loss_sums(program, weights, scales, micro, None, train=False)[0], None
 
     if program.layout is not None:
-        total = pipeline_nll(program, weights, micro_batches)
+        total = pipeline_nll(program, weights, scales, micro_batches)
     else:
         total, _ = jax.lax.scan(body, jnp.float32(0), micro_batches)
     return par.psum(total / par.tp, *AXES), token_count(batch, par)
 
 
 def loss_sums(
-    program: Program, weights: dict, micro: Batch, key: jax.Array | None, train: bool
+    program: Program, weights: dict, scales: dict, micro: Batch, key: jax.Array | None, train: bool
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll over this device's part of a micro-batch, equal on all tp devices; its
     share of the sum of auxiliary losses)."""
     model = program.definition.bind(weights)
     info, chunk = program.tokens(micro, key), program.cfg.train.loss_chunk
-    return model.loss(micro, info, program.context(train), chunk)
+    return model.loss(micro, info, program.context(train, scales), chunk)
 
 
 def token_count(batch: Batch, par: Parallel) -> jax.Array:

@@ -13,27 +13,39 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.checkpoint.store import Store
+from mjax.checkpoint.source import Source, arrays
+from mjax.checkpoint.store import Store, require_same_model
 from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.errors import UserError
+from mjax.kernels.quantize import empty_history, require_fp8
 from mjax.models import build, split
+from mjax.models.linear import weights_of
 from mjax.models.params import BATCH_AXES, ParamSpec, count_parameters
 from mjax.optim.build import build_optimizer
 from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import (
+    Storage,
     canonical,
     canonical_abstract,
     from_canonical,
+    of_parameter,
     storage_specs,
     to_storage,
 )
 from mjax.sharding.auto import resolve
-from mjax.sharding.collectives import Parallel, mesh_axes
+from mjax.sharding.collectives import Parallel, gather_weights, shard_weights
 from mjax.sharding.context import zigzag
 from mjax.sharding.mesh import global_array, local_part, make_mesh, parallel_of
-from mjax.sharding.rules import batch_partition, param_partitions, partition, stored_partitions
+from mjax.sharding.rules import (
+    Padding,
+    batch_partition,
+    padding,
+    param_partitions,
+    partition,
+    stored_partitions,
+)
 from mjax.train import step as steps
 
 FIELDS = {
@@ -60,21 +72,25 @@ class Trainer:
         devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why_mesh = resolve(cfg, devices, count_parameters(self.specs))
         validate(cfg, device_count=len(devices))
+        if cfg.precision.fp8 != "none":
+            require_fp8(devices[0])
         self.cfg = cfg
         self.mesh = make_mesh(cfg.mesh) if mesh is None else mesh
         self.parallel: Parallel = parallel_of(self.mesh)
         self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
         zero = cfg.mesh.zero, cfg.mesh.zero_group
-        self.storage = storage_specs(self.layout, self.specs)
-        self.partitions = param_partitions(self.storage, self.parallel)
-        self.stored = stored_partitions(self.storage, self.parallel, *zero)
-        gather, shard = self._whole_leaf()
-        self.optimizer = build_optimizer(cfg.optimizer, self.storage, gather, shard)
+        placed = storage_specs(self.layout, self.specs)
+        self.partitions = param_partitions(placed, self.parallel)
+        self.stored = stored_partitions(placed, self.parallel, *zero)
+        self.storage = Storage(self.layout, self._paddings(placed))
+        gather, shard = self._whole_leaf(placed)
+        self.optimizer = build_optimizer(cfg.optimizer, placed, gather, shard)
         self.state: steps.State | None = None
         self.step_number = 0
         self.max_documents = 1 if not cfg.data.document_mask else 0
         self._store: Store | None = None
         self._jits: dict = {}
+        self._xla_options: dict = {}
 
     # ---- state -------------------------------------------------------------------------------
 
@@ -82,6 +98,18 @@ class Trainer:
         """Draw parameters from run.seed and start at step 0. Equal on every mesh."""
         shardings = self._shardings(self._state_partitions())
         self.state = jax.jit(self._initial_state, out_shardings=shardings)()
+        self.step_number = 0
+
+    def load_params(self, source: Source) -> None:
+        """Start at step 0 from the weights of `source`; raises `UserError` for another model."""
+        require_same_model(self.cfg.model, source.cfg)
+        source.check()
+        stored = self.abstract_state()["params"]
+        params = arrays(source, canonical_abstract(self.storage, stored))
+        params = from_canonical(self.storage, params, stored)
+        shardings = self._shardings(self._state_partitions())
+        del shardings["params"]
+        self.state = {"params": params} | jax.jit(self._fresh, out_shardings=shardings)(params)
         self.step_number = 0
 
     def abstract_state(self) -> steps.State:
@@ -94,17 +122,17 @@ class Trainer:
 
     def params(self) -> dict:
         """fp32 parameters, a nested dict of global arrays."""
-        return canonical(self.layout, self._live()["params"])
+        return canonical(self.storage, self._live()["params"])
 
     def save(self) -> None:
         """Start an asynchronous checkpoint of the current step under run.dir/checkpoints."""
-        self.store.save(self.step_number, canonical(self.layout, self._live()))
+        self.store.save(self.step_number, canonical(self.storage, self._live()))
 
     def restore(self, step: int | None = None) -> int:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
         abstract = self.abstract_state()
-        state = self.store.restore(canonical_abstract(self.layout, abstract), step)
-        self.state = from_canonical(self.layout, state, abstract)
+        state = self.store.restore(canonical_abstract(self.storage, abstract), step)
+        self.state = from_canonical(self.storage, state, abstract)
         self.step_number = int(self.state["step"])
         return self.step_number
 
@@ -138,13 +166,13 @@ class Trainer:
         """(loss, gradient norm, gradients as nested dict of global arrays) of a global batch."""
         state = self._live()
         placed = self._place(batch)
-        losses, norm, _, grads = self._jit("grads")(state["params"], placed, state["step"])
-        return losses["loss"], norm, canonical(self.layout, grads)
+        losses, norm, _, grads, _ = self._jit("grads")(_without_moments(state), placed)
+        return losses["loss"], norm, canonical(self.storage, grads)
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
         """(sum of nll, number of unmasked tokens) of a global batch, without dropout."""
         placed = self._place(batch)
-        return self._jit("eval")(self._live()["params"], placed)
+        return self._jit("eval")(_without_moments(self._live()), placed)
 
     def lower(self, batch_size: int | None = None) -> jax.stages.Lowered:
         """The train step lowered for this mesh and an abstract batch, nothing allocated."""
@@ -158,6 +186,11 @@ class Trainer:
         }
         scalar = jax.ShapeDtypeStruct((), np.float32)
         return self._jit("train").lower(self.abstract_state(), abstract, scalar, scalar)
+
+    def recompile(self, xla_options: dict) -> None:
+        """Compile programs anew when next needed, with these XLA options besides the usual."""
+        self._xla_options = xla_options
+        self._jits.clear()
 
     # ---- placement ---------------------------------------------------------------------------
 
@@ -175,12 +208,13 @@ class Trainer:
                 one_schedule=self.mesh.devices.flat[0].platform != "cpu",
                 layout=self.layout,
             )
-            params, batch = self.stored, self._batch_partitions()
-            state = self._state_partitions()
+            batch, state = self._batch_partitions(), self._state_partitions()
+            inputs = _without_moments(state), batch
+            gradients = P(), P(), P(), self.stored, state.get("fp8", {})
             body, inputs, outputs = {
                 "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
-                "grads": (steps.gradients, (params, batch, P()), (P(), P(), P(), params)),
-                "eval": (steps.evaluate, (params, batch), P()),
+                "grads": (steps.gradients, inputs, gradients),
+                "eval": (steps.evaluate, inputs, P()),
             }[kind]
             mapped = jax.shard_map(
                 functools.partial(body, program),
@@ -190,28 +224,49 @@ class Trainer:
                 check_vma=False,
             )
             donate = 0 if kind == "train" else None
-            self._jits[kind, self.max_documents] = jax.jit(mapped, donate_argnums=donate)
+            self._jits[kind, self.max_documents] = jax.jit(
+                mapped, donate_argnums=donate, compiler_options=self._compiler_options()
+            )
         return self._jits[kind, self.max_documents]
+
+    def _compiler_options(self) -> dict | None:
+        """XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed."""
+        gpu = self.mesh.devices.flat[0].platform != "cpu"
+        fp8 = gpu and self.cfg.precision.fp8 != "none"
+        own = {"xla_gpu_enable_triton_gemm": False} if fp8 else {}
+        return own | self._xla_options or None
 
     def _initial_state(self) -> steps.State:
         params = split(build(self.cfg.model, nnx.Rngs(self.cfg.run.seed)))[1]
-        params = to_storage(self.layout, params)
-        return {
-            "params": params,
-            "opt": self.optimizer.init(params),
-            "step": jax.numpy.int32(0),
-        }
+        params = to_storage(self.storage, params)
+        return {"params": params} | self._fresh(params)
+
+    def _fresh(self, params: dict) -> dict:
+        """The state of step 0 but for the parameters."""
+        state = {"opt": self.optimizer.init(params), "step": jax.numpy.int32(0)}
+        if self.cfg.precision.fp8 == "delayed":
+            dense = weights_of(params, self.specs)
+            state["fp8"] = empty_history(dense, self.cfg.precision.fp8_amax_history)
+        return state
 
     def _state_partitions(self) -> steps.State:
-        """Optimiser leaves follow the parameter whose path ends theirs; the rest is replicated."""
+        """Optimiser leaves follow the parameter whose path ends theirs; FP8's maxima are cut like
+        layers, the rest is replicated."""
         paths = jax.tree_util.tree_flatten_with_path(self.stored)[0]
         by_path = {jax.tree_util.keystr(path): p for path, p in paths}
+        of = lambda path, _leaf: of_parameter(by_path, path) or P()  # noqa: E731
+        shapes = jax.eval_shape(self._initial_state)
+        layers = partition(("layers",), self.parallel)
+        fp8 = {"fp8": jax.tree.map(lambda _: layers, shapes.pop("fp8"))} if "fp8" in shapes else {}
+        return jax.tree_util.tree_map_with_path(of, shapes) | fp8
 
-        def of(path, _leaf):
-            tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path)))
-            return next((by_path[tail] for tail in tails if tail in by_path), P())
-
-        return jax.tree_util.tree_map_with_path(of, jax.eval_shape(self._initial_state))
+    def _paddings(self, specs: dict) -> dict[str, Padding | None]:
+        partitions = jax.tree.leaves(self.partitions), jax.tree.leaves(self.stored)
+        paths = jax.tree_util.tree_flatten_with_path(specs)[0]
+        return {
+            jax.tree_util.keystr(path): padding(spec, *both, self.parallel)
+            for (path, spec), *both in zip(paths, *partitions, strict=True)
+        }
 
     def _batch_partitions(self) -> dict[str, P]:
         whole = {name: batch_partition(self.parallel) for name in FIELDS}
@@ -266,26 +321,38 @@ class Trainer:
         if self.cfg.data.document_mask and self.cfg.train.attention != "xla" and not cpu:
             self.max_documents = max(self.max_documents, 1 << (most - 1).bit_length())
 
-    def _whole_leaf(self):
+    def _whole_leaf(self, specs: dict):
         """(gather, shard): make a stored shard of a Muon matrix whole, and cut it again."""
+        stored = dict(zip(jax.tree.leaves(specs), jax.tree.leaves(self.stored), strict=True))
 
-        def each_cut(one, x: jax.Array, spec: ParamSpec) -> jax.Array:
-            zero = self.cfg.mesh.zero, self.cfg.mesh.zero_group
-            entries = stored_partitions(spec, self.parallel, *zero)
-            for dim, entry in enumerate(entries):
-                if spec.axes[dim] not in BATCH_AXES:
-                    x = one(x, mesh_axes((entry,)), dim)
-            return x
+        def levels(spec: ParamSpec) -> list[P]:
+            """As stored, as a weight, whole; axes that enumerate matrices stay as stored."""
+            fine = stored[spec]
+            all_three = fine, partition(spec.axes, self.parallel, spec.shape), [None] * len(fine)
+            rows = zip(spec.axes, fine, *all_three, strict=True)
+            cut = [[own] * 3 if axis in BATCH_AXES else of for axis, own, *of in rows]
+            return [P(*entries) for entries in zip(*cut, strict=True)]
 
-        return (
-            functools.partial(each_cut, self.parallel.gather),
-            functools.partial(each_cut, self.parallel.shard),
-        )
+        def gather(x: jax.Array, spec: ParamSpec) -> jax.Array:
+            fine, weight, whole = levels(spec)
+            x = gather_weights(x, fine, weight, spec, self.parallel)
+            return gather_weights(x, weight, whole, spec, self.parallel)
+
+        def shard(x: jax.Array, spec: ParamSpec) -> jax.Array:
+            fine, weight, whole = levels(spec)
+            x = shard_weights(x, whole, weight, self.parallel)
+            return shard_weights(x, weight, fine, self.parallel)
+
+        return gather, shard
 
     def _live(self) -> steps.State:
         if self.state is None:
             raise RuntimeError("Trainer holds no state: call init() or restore() first")
         return self.state
+
+
+def _without_moments(state: steps.State) -> steps.State:
+    return {name: part for name, part in state.items() if name != "opt"}
 
 
 def _places(rows: int, width: int) -> dict[str, np.ndarray]:

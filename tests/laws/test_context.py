@@ -16,82 +16,48 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.errors import UserError
 from mjax.kernels import attention as kernels
+from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.context import Group, Ring, _ring, choose, context_attention, zigzag
-from mjax.sharding.mesh import make_mesh
-from mjax.train import Trainer
-from tests.laws.common import (
-    MODELS,
-    ROWS,
-    config,
-    curve,
-    deviation,
-    make_batch,
-    one_device_curve,
-    one_device_gradients,
-)
 
 TYPES = ("all_gather", "ring", "a2a", "a2a_ring")
-MESHES = [(1, 2, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 4, 2)]  # dp, cp, tp
-RING_LACKS = ("sinks_softcap", "dropout")
-
-
-def trainer(name: str, dp: int, cp: int, tp: int, cp_type: str, *overrides: str) -> Trainer:
-    cfg = config(
-        name,
-        f"mesh.dp={dp}",
-        f"mesh.cp={cp}",
-        f"mesh.tp={tp}",
-        f"mesh.cp_type={cp_type}",
-        f"mesh.cp_a2a={2 if cp_type == 'a2a_ring' else 1}",
-        f"train.micro_batch_size={ROWS // dp // 2}",
-        *overrides,
-    )
-    made = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[: dp * cp * tp]))
-    made.init()
-    return made
+TWO = "model.num_hidden_layers=2"
 
 
 def cases():
-    """Every model with every type on cp x tp; packed, windowed attention on every mesh."""
-    for name in MODELS:
-        for dp, cp, tp in MESHES if name == "windowed" else [(1, 4, 2)]:
-            for cp_type in TYPES:
-                group = {"a2a": cp, "a2a_ring": 2}.get(cp_type, 1)
-                lacks = "ring" in cp_type and name in RING_LACKS
-                if not lacks and (cp, cp_type) != (2, "a2a_ring") and 8 // tp % group == 0:
-                    yield name, dp, cp, tp, cp_type
+    """Windows in packed documents with every type on cp x tp x dp; one kv head; what rings lack."""
+    for cp_type in TYPES:
+        for dp, cp, tp in [(1, 8, 1), (2, 2, 2), (1, 4, 2)]:
+            if (cp, cp_type) != (2, "a2a_ring"):
+                yield "windows", dp, cp, tp, cp_type
+        yield "tied", 1, 4, 2, cp_type
+    for feature in ("sinks", "dropout"):
+        yield feature, 1, 4, 2, "all_gather"
+        yield feature, 1, 4, 2, "a2a"
 
 
-@pytest.mark.parametrize("name,dp,cp,tp,cp_type", list(cases()))
-def test_gradients_equal_one_device(name, dp, cp, tp, cp_type):
-    loss, norm, grads = trainer(name, dp, cp, tp, cp_type).grads(make_batch())
-    loss1, norm1, grads1 = one_device_gradients(name)
-    assert abs(float(loss) - loss1) <= 1e-5 * loss1
-    assert abs(float(norm) - norm1) <= 1e-5 * norm1
-    assert deviation(grads, grads1) <= 1e-5
+def cell(dp: int, cp: int, tp: int, cp_type: str, zero: int = 1) -> tuple[Cell, str]:
+    """Two micro-batches of sequences long enough for a zigzag."""
+    mesh = {"dp": dp, "cp": cp, "tp": tp}
+    group = f"mesh.cp_a2a={2 if cp_type == 'a2a_ring' else 1}"
+    return Cell(mesh, zero, 2, cp_type=cp_type), group
 
 
-@pytest.mark.parametrize("cp_type", TYPES)
-def test_twenty_steps_agree(cp_type):
-    made = trainer("windowed", 1, 4, 2, cp_type, "train.remat=attention")
-    np.testing.assert_allclose(curve(made, 20), one_device_curve("windowed", 20), rtol=2e-5)
+@pytest.mark.parametrize("feature,dp,cp,tp,cp_type", list(cases()))
+def test_gradients_equal_one_device(feature, dp, cp, tp, cp_type):
+    record = compare(feature, *cell(dp, cp, tp, cp_type), TWO, steps=1)
+    assert holds(record), record
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_zero_shards_over_context_devices(zero):
-    made = trainer("gqa_kv1", 2, 2, 2, "ring", f"mesh.zero={zero}")
-    loss, norm, grads = made.grads(make_batch())
-    loss1, norm1, grads1 = one_device_gradients("gqa_kv1")
-    assert abs(float(loss) - loss1) <= 1e-5 * loss1
-    assert abs(float(norm) - norm1) <= 1e-5 * norm1
-    assert deviation(grads, grads1) <= 1e-5
+def test_twenty_steps_agree_with_recomputed_blocks():
+    record = compare("windows", *cell(1, 4, 2, "a2a_ring"), TWO, "train.remat=attention")
+    assert holds(record), record
 
 
 def test_evaluation_agrees():
-    batch = make_batch()
-    total, count = trainer("gqa_kv1", 1, 4, 2, "ring").evaluate(batch)
-    one, count1 = trainer("gqa_kv1", 1, 1, 1, "auto").evaluate(batch)
+    batch = make_batch(ROWS[0])
+    total, count = make_trainer("tied", *cell(1, 4, 2, "ring"), TWO).evaluate(batch)
+    one, count1 = make_trainer("tied", Cell(), TWO).evaluate(batch)
     assert float(count) == float(count1)
     assert abs(float(total) - float(one)) <= 1e-5 * float(one)
 
@@ -101,8 +67,7 @@ def test_auto_is_the_documented_rule():
     assert choose(8, grouped=True, lacking=False) == "ring"
     assert choose(2, grouped=False, lacking=False) == "ring"
     assert choose(8, grouped=False, lacking=True) == "all_gather"
-    loss, _, grads = trainer("sinks_softcap", 1, 8, 1, "auto").grads(make_batch())
-    assert abs(float(loss) - one_device_gradients("sinks_softcap")[0]) <= 1e-5 * float(loss)
+    assert holds(compare("sinks", *cell(1, 8, 1, "auto"), TWO, steps=1))
 
 
 # ---- the mathematics ---------------------------------------------------------------------------

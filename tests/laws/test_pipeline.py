@@ -1,7 +1,6 @@
 """Law: a pipeline gives the loss, norm and gradients of one device, whatever its layout."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,110 +9,100 @@ import pytest
 from jax import lax
 
 from mjax.pipeline import run
-from mjax.sharding.mesh import make_mesh
+from mjax.prove import Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train import step as steps
-from tests.laws.common import config, curve, deviation, make_batch
 
 MICRO = 2  # sequences a device and micro-batch
 
 
-def trainer(name: str, layers: int, mesh: dict[str, int], *overrides: str) -> Trainer:
-    cfg = config(
-        name,
-        f"model.num_hidden_layers={layers}",
-        f"train.micro_batch_size={MICRO}",
-        *(f"mesh.{axis}={n}" for axis, n in mesh.items()),
-        *overrides,
-    )
-    devices = int(np.prod(list(mesh.values())))
-    made = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:devices]))
-    made.init()
-    return made
+def cell(mesh: dict[str, int], m: int, zero: int = 1) -> Cell:
+    return Cell(mesh, zero, m, MICRO * m * mesh.get("dp", 1))
 
 
-@functools.cache
-def one_device(name: str, layers: int, rows: int, *overrides: str) -> tuple:
-    made = trainer(name, layers, {"dp": 1}, *overrides)
-    loss, norm, grads = made.grads(make_batch(rows=rows))
-    nll = made.evaluate(make_batch(rows=rows))[0]
-    return float(loss), float(norm), jax.tree.map(np.asarray, grads), float(nll)
+def trainer(feature: str, layers: int, where: Cell, *overrides: str) -> Trainer:
+    return make_trainer(feature, where, f"model.num_hidden_layers={layers}", *overrides)
 
 
-def agrees(name, layers, mesh, m, *pipeline, model=()):
-    rows = MICRO * m * mesh.get("dp", 1) * mesh.get("ep", 1)
-    made = trainer(name, layers, {"dp": 1, **mesh}, *pipeline, *model)
-    loss, norm, grads = made.grads(make_batch(rows=rows))
-    loss1, norm1, grads1, nll1 = one_device(name, layers, rows, *model)
-    assert abs(float(loss) - loss1) <= 1e-5 * loss1
-    assert abs(float(norm) - norm1) <= 1e-5 * norm1
-    assert jax.tree.map(np.shape, grads) == jax.tree.map(np.shape, grads1)
-    assert deviation(grads, grads1) <= 1e-5
-    return made, rows, nll1
+def agrees(feature: str, layers: int, where: Cell, *overrides: str) -> None:
+    layers = f"model.num_hidden_layers={layers}"
+    record = compare(feature, where, layers, *overrides, steps=1)
+    assert holds(record), record
 
 
 @pytest.mark.parametrize(
     "name,layers,pp,v,m,more",
     [
-        ("gqa_kv1", 4, 2, 1, 2, ["train.remat=none"]),
+        ("dense", 4, 2, 1, 2, ["train.remat=none"]),
         ("tied", 4, 2, 2, 4, ["train.remat=full"]),
-        ("biased", 4, 4, 1, 4, ["train.remat=attention"]),
+        ("biases", 4, 4, 1, 4, ["train.remat=attention"]),
         ("dropout", 8, 4, 2, 8, ["train.remat=none"]),
-        ("sinks_softcap", 4, 2, 1, 3, []),
-        ("learned_positions", 4, 4, 1, 6, []),
-        ("gqa_kv1", 6, 2, 3, 5, []),
-        ("tied", 5, 2, 1, 4, []),
+        ("dense", 6, 2, 3, 5, []),
         ("dropout", 5, 4, 1, 3, ["train.remat=none"]),  # unused slots, dropout by layer number
-        ("windowed", 5, 2, 1, 4, ["train.remat=none"]),  # kinds of blocks differ between stages
-        ("gqa_kv1", 4, 4, 1, 1, []),
+        ("windows", 5, 2, 1, 4, ["train.remat=none"]),  # kinds of blocks differ between stages
+        ("dense", 4, 4, 1, 1, []),
     ],
 )
 def test_gradients_equal_one_device(name, layers, pp, v, m, more):
     chunks = [f"mesh.virtual_stages={v}"] if v > 1 else []
-    agrees(name, layers, {"pp": pp}, m, *chunks, *more)
+    agrees(name, layers, cell({"pp": pp}, m), *chunks, *more)
 
 
 @pytest.mark.parametrize(
     "name,layers,mesh,m,more",
     [
-        ("tied", 2, {"pp": 2, "dp": 2, "tp": 2}, 4, []),
-        ("odd_heads_muon", 5, {"pp": 2, "dp": 2, "tp": 2}, 3, ["mesh.zero=3"]),
-        ("gqa_kv1", 4, {"pp": 2, "tp": 4}, 4, ["mesh.virtual_stages=2"]),
+        ("muon", 5, {"pp": 2, "dp": 2, "tp": 2}, 3, ["mesh.zero=3"]),
+        ("dense", 4, {"pp": 2, "tp": 4}, 4, ["mesh.virtual_stages=2"]),
         ("dropout", 3, {"pp": 2, "dp": 4}, 2, ["mesh.pipeline_account_for=[loss]"]),
         ("tied", 4, {"pp": 4, "tp": 2}, 2, ["mesh.pipeline_layout='E|t*3||tL'"]),
     ],
 )
 def test_with_other_axes_equals_one_device(name, layers, mesh, m, more):
-    made, rows, nll = agrees(name, layers, mesh, m, *more)
-    assert abs(float(made.evaluate(make_batch(rows=rows))[0]) - nll) <= 1e-5 * nll
+    agrees(name, layers, cell(mesh, m), *more)
 
 
-def test_twenty_steps_agree_and_padding_stays_zero():
-    made = trainer("tied", 5, {"dp": 1, "pp": 4, "tp": 2}, "mesh.zero=1")
-    single = trainer("tied", 5, {"dp": 1}, "train.micro_batch_size=32")
-    np.testing.assert_allclose(curve(made, 20), curve(single, 20), rtol=2e-5)
-    assert deviation(made.params(), single.params()) <= 1e-3
-    padding = made.layout.table().reshape(-1) < 0
-    assert padding.sum() == 3
-    for leaf in jax.tree.leaves((made.state["params"]["dense"], made.state["opt"]["mu"]["dense"])):
-        assert not np.asarray(leaf)[padding].any()
+def test_evaluation_agrees_and_padding_stays_zero():
+    """Of slots and of widths that ZeRO does not divide, in masters and moments."""
+    where = cell({"pp": 2, "dp": 4}, 2)
+    made, batch = trainer("odd widths", 5, where), make_batch(where.rows)
+    nll = float(trainer("odd widths", 5, Cell(rows=where.rows)).evaluate(batch)[0])
+    assert abs(float(made.evaluate(batch)[0]) - nll) <= 1e-5 * nll
+    for seed in range(2):
+        made.step(make_batch(where.rows, seed))
+    slots, widths = made.layout.table().reshape(-1) < 0, 0
+    assert slots.sum() == 1
+    state = made.state["params"]["dense"], made.state["opt"]["mu"]["dense"]
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        leaf = np.asarray(leaf)
+        assert not leaf[slots].any()
+        found = made.storage.paddings["['dense']" + jax.tree_util.keystr(path[1:])]
+        if found is not None:
+            widths += 1
+            blocks = np.moveaxis(leaf, found.dim, 0).reshape(found.blocks, found.padded, -1)
+            assert not blocks[:, found.length :].any() and blocks[:, : found.length].any()
+    assert widths > 0
 
 
-def test_checkpoint_is_free_of_the_layout(tmp_path):
+def test_checkpoint_is_free_of_layout_and_padding(tmp_path):
     folder = f"run.dir={tmp_path}"
-    uneven = trainer("gqa_kv1", 6, {"dp": 1, "pp": 4}, folder)
-    uneven.step(make_batch())
+    uneven = trainer("odd widths", 5, cell({"pp": 2, "dp": 4}, 2), folder)
+    batches = [make_batch(16, seed) for seed in (0, 1)]
+    uneven.step(batches[0])
     uneven.save()
     uneven.store.wait()
-    loss = float(uneven.step(make_batch(1))["loss"])
-    for mesh, more in (
-        ({"dp": 1, "tp": 2}, ["train.micro_batch_size=32"]),
-        ({"dp": 1, "pp": 2}, ["mesh.virtual_stages=3"]),
-        ({"dp": 1, "pp": 4}, ["mesh.pipeline_account_for=[embedding, loss]"]),
+    loss = float(uneven.step(batches[1])["loss"])
+    assert any(uneven.storage.paddings.values())
+    assert jax.tree.map(np.shape, uneven.params()) == jax.tree.map(
+        lambda spec: spec.shape, uneven.specs
+    )
+    for where, more in (
+        (Cell({"dp": 8}, 3, 1, 16), []),
+        (cell({"pp": 2, "dp": 2}, 4), ["mesh.virtual_stages=2"]),
+        (cell({"pp": 4, "dp": 2}, 4, 0), ["mesh.pipeline_account_for=[embedding]"]),
     ):
-        other = trainer("gqa_kv1", 6, mesh, folder, *more)
+        other = trainer("odd widths", 5, where, folder, *more)
         other.restore()
-        assert abs(float(other.step(make_batch(1))["loss"]) - loss) <= 1e-5 * loss
+        assert abs(float(other.step(batches[1])["loss"]) - loss) <= 1e-5 * loss
 
 
 @pytest.mark.parametrize("layers,more", [(4, ["mesh.virtual_stages=2"]), (5, [])])
@@ -121,8 +110,8 @@ def test_every_layer_runs_once_in_the_built_program(layers, more):
     """With all blocks but their output biases zero, a bias's gradient is that of the block output
     times how often the layer ran."""
     grads = []
-    for mesh, options in (({"dp": 1, "pp": 2}, more), ({"dp": 1}, [])):
-        made = trainer("biased", layers, mesh, *options)
+    for where, options in ((cell({"pp": 2}, 4), more), (Cell(rows=8), [])):
+        made = trainer("biases", layers, where, *options)
         dense = jax.tree.map(jnp.zeros_like, made.state["params"]["dense"])
         made.state["params"] = {**made.state["params"], "dense": dense}
         grads.append(made.grads(make_batch(rows=8))[2]["dense"]["attention"]["out_bias"])
@@ -134,7 +123,7 @@ def test_every_layer_runs_once_in_the_built_program(layers, more):
 
 @pytest.mark.parametrize("layers,remat", [(4, "none"), (5, "attention")])
 def test_memory_does_not_grow_with_micro_batches(layers, remat):
-    made = trainer("gqa_kv1", layers, {"dp": 1, "pp": 2}, f"train.remat={remat}")
+    made = trainer("dense", layers, cell({"pp": 2}, 4), f"train.remat={remat}")
     few, many = (
         made.lower(MICRO * m).compile().memory_analysis().temp_size_in_bytes for m in (6, 12)
     )
@@ -144,8 +133,8 @@ def test_memory_does_not_grow_with_micro_batches(layers, remat):
 
 def test_autodiff_of_the_circular_scan_agrees(monkeypatch):
     """The oracle: the forward ticks alone, differentiated by JAX."""
-    batch, mesh = make_batch(rows=10), {"dp": 1, "pp": 2, "tp": 2}
-    made = trainer("dropout", 5, mesh, "mesh.virtual_stages=2")
+    where = cell({"pp": 2, "tp": 2}, 5)
+    made, batch = trainer("dropout", 5, where, "mesh.virtual_stages=2"), make_batch(where.rows)
     loss, norm, grads = made.grads(batch)
     monkeypatch.setattr(steps, "pipeline_gradients", circular)
     made._jits.clear()
@@ -191,4 +180,4 @@ def test_a_lost_hand_over_would_be_seen(monkeypatch):
 
     monkeypatch.setattr(run, "make_schedule", short)
     with pytest.raises(AssertionError):
-        agrees("gqa_kv1", 4, {"pp": 2}, 2)
+        agrees("dense", 4, cell({"pp": 2}, 2))

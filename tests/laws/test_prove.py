@@ -1,41 +1,68 @@
-"""Law: all five axes together give the one-device numbers. A sample of `python -m mjax.prove`."""
+"""Law: every mesh gives the one-device numbers. A sample of `python -m mjax.prove`.
 
-import functools
+Gradients of the first step, the losses of twenty, and replicas that stay identical to the bit; each
+feature, axis, ZeRO stage and exchange of keys at least once.
+"""
 
 import pytest
 
-from mjax.prove import AXES, BOUND, FEATURES, cells, deviation, measure, meshes
+from mjax.config.mesh_rules import AXES
+from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes, page
+from mjax.train import step as steps
 
-SAMPLE = [  # feature, mesh, ZeRO stage, micro-batches
-    ("dense, GQA", {"tp": 2, "pp": 2, "cp": 2}, 1, 4),
-    ("dense, GQA", {"dp": 2, "tp": 2, "cp": 2}, 3, 2),
-    ("dense, GQA", {"dp": 3, "pp": 2}, 1, 3),
-    ("MoE, top-2 of 8, balance loss", {"pp": 2, "cp": 2, "ep": 2}, 1, 2),
-    ("MoE, top-2 of 8, balance loss", {"tp": 2, "cp": 2, "ep": 2}, 3, 1),
-    ("MoE, top-2 of 8, balance loss", {"dp": 2, "tp": 2, "ep": 2}, 2, 4),
-    ("tied embeddings", {"dp": 2, "tp": 2, "pp": 2}, 1, 3),
-    ("tied embeddings", {"pp": 4, "cp": 2}, 1, 8),
-    ("biases, LayerNorm, GELU", {"pp": 8}, 1, 2),
-    ("sliding windows, QK norm, sandwich norms", {"pp": 2, "cp": 4}, 1, 2),
-    ("learned positions, soft-caps, sinks", {"dp": 2, "tp": 2, "cp": 2}, 2, 2),
-    ("dropout", {"tp": 2, "pp": 2, "ep": 2}, 1, 4),
+SAMPLE = [
+    ("dense", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")),
+    ("dense", Cell({"dp": 3, "pp": 2}, 0, 4)),
+    ("experts", Cell({"pp": 2, "ep": 2, "cp": 2}, 1, 3, cp_type="a2a")),
+    ("experts", Cell({"ep": 2, "cp": 2, "tp": 2}, 3, 1)),
+    ("tied", Cell({"pp": 2, "dp": 2, "tp": 2}, 3, 3)),
+    ("biases", Cell({"dp": 2, "tp": 4}, 1, 2)),
+    ("windows", Cell({"pp": 2, "cp": 4}, 1, 6, cp_type="ring")),
+    ("learned positions", Cell({"dp": 2, "cp": 2, "tp": 2}, 2, 3, cp_type="all_gather")),
+    ("sinks", Cell({"pp": 2, "tp": 4}, 0, 3)),
+    ("dropout", Cell({"pp": 2, "ep": 2, "tp": 2}, 0, 4)),
+    ("muon", Cell({"dp": 2, "tp": 4}, 3, 2)),
+    ("uneven layers", Cell({"pp": 4, "tp": 2}, 1, 8)),
+    ("odd widths", Cell({"dp": 4, "tp": 2}, 3, 2)),
 ]
 
 
-@functools.cache
-def one_device(feature: str, rows: int) -> tuple:
-    return measure(feature, dict.fromkeys(AXES, 1), 0, 1, rows)
+@pytest.mark.parametrize("feature,cell", SAMPLE, ids=[f"{f}, {c}" for f, c in SAMPLE])
+def test_mesh_equals_one_device(feature, cell):
+    record = compare(feature, cell)
+    assert holds(record), record
 
 
-@pytest.mark.parametrize("feature,sizes,zero,micro_batches", SAMPLE)
-def test_mixed_mesh_equals_one_device(feature, sizes, zero, micro_batches):
-    mesh = dict.fromkeys(AXES, 1) | sizes
-    rows = 8 * micro_batches if 8 % (mesh["dp"] * mesh["ep"]) == 0 else 24
-    mine = measure(feature, mesh, zero, micro_batches, rows)
-    assert deviation(mine, one_device(feature, rows)) <= BOUND
+def test_muon_takes_padded_shards():
+    where = Cell({"dp": 4, "tp": 2}, 1, 2)
+    record = compare("odd widths", where, "optimizer.name=muon", steps=3)
+    assert holds(record), record
 
 
-def test_the_table_covers_every_factorisation_and_every_stage():
-    assert len(meshes(8)) == 35 and len(list(cells(8))) == 35
-    assert {zero for _, zero, _ in cells(8)} == {0, 1, 2, 3}
-    assert {feature for feature, *_ in SAMPLE} == set(FEATURES)
+def test_a_missing_reduction_would_be_seen(monkeypatch):
+    """The law can fail: without the gradient rule each device goes its own way."""
+    monkeypatch.setattr(steps, "reduce_gradients", lambda grads, *_: grads)
+    record = compare("dense", Cell({"dp": 2}), "model.num_hidden_layers=1", steps=2)
+    assert record["gradient"] > 100 * BOUND and not record["replicas"]
+
+
+def test_the_table_covers_every_mesh_stage_and_number_of_micro_batches():
+    assert [len(meshes(n)) for n in (4, 6, 8)] == [15, 25, 35]
+    for devices in (4, 6, 8):
+        row = [cell for feature in FEATURES for cell in cells(devices, feature)]
+        assert {cell.zero for cell in row} == {0, 1, 2, 3}
+        assert {cell.micro_batches for cell in row} == set(range(1, 9))
+        assert {cell.cp_type for cell in row} == {"all_gather", "a2a", "ring"}
+    for feature in set(FEATURES) - {"odd widths"}:
+        assert [cell.mesh for cell in cells(8, feature)] == meshes(8)
+    assert {feature for feature, _ in SAMPLE} == set(FEATURES)
+    assert {axis for _, cell in SAMPLE for axis in cell.mesh} == set(AXES)
+
+
+def test_the_page_tells_what_fails():
+    good = {"feature": "dense", "devices": 8, "cell": "dp8", "gradient": 1e-6, "curve": 1e-7}
+    good |= {"replicas": True}
+    for bad in ({"gradient": 2e-5}, {"curve": float("nan")}, {"replicas": False}):
+        records = [good, good | bad]
+        assert [holds(r) for r in records] == [True, False]
+        assert "1 of 2 runs hold all three" in page(records)

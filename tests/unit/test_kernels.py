@@ -8,13 +8,16 @@ import pytest
 from mjax.errors import UserError
 from mjax.kernels import attention as kernel
 from mjax.kernels.attention import attention, document_offsets
-from mjax.kernels.cross_entropy import cross_entropy, reference
+from mjax.kernels.cross_entropy import Terms, cross_entropy, reference, token_losses
 from mjax.sharding.collectives import LOCAL
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    "terms", [{}, {"softcap": 2.0}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}]
+)
 @pytest.mark.parametrize("tokens,vocab,padded,chunk", [(37, 251, 256, 8), (5, 3, 128, None)])
-def test_cross_entropy_equals_whole_logits(tokens, vocab, padded, chunk, softcap):
+def test_cross_entropy_equals_whole_logits(tokens, vocab, padded, chunk, terms):
+    terms = Terms(vocab, **terms)
     keys = jax.random.split(jax.random.key(0), 4)
     with jax.enable_x64(True):
         x = jax.random.normal(keys[0], (tokens, 24), jnp.float32)
@@ -24,14 +27,18 @@ def test_cross_entropy_equals_whole_logits(tokens, vocab, padded, chunk, softcap
         mask = jax.random.bernoulli(keys[3], 0.7, (tokens,)).astype(jnp.float32)
 
         def ours(x, w):
-            return cross_entropy(
-                x, w, labels, mask, vocab_size=vocab, parallel=LOCAL, softcap=softcap, chunk=chunk
-            )
+            return cross_entropy(x, w, labels, mask, terms=terms, parallel=LOCAL, chunk=chunk)
+
+        def each(x, w):
+            losses = token_losses(x, w, labels, terms=terms, parallel=LOCAL, chunk=chunk)
+            return (losses * mask).sum()
 
         def theirs(x, w):
-            return reference(x, w, labels, mask, vocab, softcap)
+            return reference(x, w, labels, mask, terms)
 
         mine, grads = jax.value_and_grad(ours, (0, 1))(x, w)
+        for a, b in zip(jax.value_and_grad(each, (0, 1))(x, w)[1], grads, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
         wide = [a.astype(jnp.float64) for a in (x, w)]
         expected, expected_grads = jax.value_and_grad(theirs, (0, 1))(*wide)
     np.testing.assert_allclose(mine, expected, rtol=2e-6)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.infer.generate import generate
+from mjax.infer.generate import Generator
 from mjax.models import build, split
 from mjax.models.context import Context, tokens_of
 from mjax.models.pattern import Run, expand, runs
@@ -41,7 +41,7 @@ def test_cached_generation_equals_running_the_whole_prefix(name):
     made = model(**VARIANTS[name])
     definition, params = split(made)
     prompt = [3, 5, 7, 9, 11]
-    new = generate(definition, params, made.cfg, prompt, 10)
+    new = Generator(definition, params, made.cfg).complete([prompt], 10)[0].ids
     logits = jax.jit(lambda m, t: m(t))(made, jnp.asarray([prompt + new]))
     np.testing.assert_array_equal(new, logits[0, 4:-1].argmax(-1))
 

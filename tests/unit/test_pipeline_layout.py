@@ -10,7 +10,7 @@ from mjax.errors import UserError
 from mjax.models.params import ParamSpec
 from mjax.pipeline.layout import EMPTY, Layout, describe, make_layout, parse
 from mjax.pipeline.schedule import make_schedule, timeline
-from mjax.pipeline.storage import storage_specs, to_canonical, to_storage
+from mjax.pipeline.storage import Storage, storage_specs, to_canonical, to_storage
 
 LAYOUTS = [
     (layers, pp, v, account_for)
@@ -38,10 +38,11 @@ def test_every_layer_has_one_slot(layers, pp, v, account_for):
 def test_storage_is_a_round_trip_with_zero_padding(layers, pp, v, account_for):
     made = make_layout("G" * layers, pp, v, account_for=account_for)
     tree = {"dense": {"w": 1.0 + jnp.arange(2.0 * layers).reshape(layers, 2)}, "norm": jnp.ones(3)}
-    stored = to_storage(made, tree)
+    stored = to_storage(Storage(made), tree)
     assert stored["dense"]["w"].shape == (pp * v * made.slots, 2)
     assert (stored["dense"]["w"] != 0).sum() == 2 * layers
-    np.testing.assert_array_equal(to_canonical(made, stored)["dense"]["w"], tree["dense"]["w"])
+    back = to_canonical(Storage(made), stored)
+    np.testing.assert_array_equal(back["dense"]["w"], tree["dense"]["w"])
     np.testing.assert_array_equal(stored["norm"], tree["norm"])
     specs = {"dense": {"w": ParamSpec((layers, 2), ("layers", "embed"), "bias")}}
     assert storage_specs(made, specs)["dense"]["w"].shape == stored["dense"]["w"].shape

@@ -1,5 +1,6 @@
 """Laws of the checkpoint store: complete or absent, any mesh, the right run, nothing lost."""
 
+import json
 import os
 import resource
 import signal
@@ -222,3 +223,22 @@ def test_reading_creates_nothing_and_an_unwritable_folder_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write in folder"):
         store(tmp_path / "file" / "checkpoints").save(1, make_state())
+
+
+def test_a_large_stack_is_stored_in_chunks_of_a_layer(tmp_path, monkeypatch):
+    monkeypatch.setattr("mjax.checkpoint.store.CHUNK", 4 * 64 * 32)
+    params = {
+        "dense": {"w": jnp.ones((4, 64, 32)), "small": jnp.ones((4, 32))},
+        "e": jnp.ones((256, 16)),
+    }
+    store(tmp_path, async_save=False).save(0, {"params": params})
+    record = json.loads((tmp_path / "0" / "state" / "array_metadatas" / "process_0").read_text())
+    chunks = {
+        entry["array_metadata"]["param_name"]: entry["array_metadata"]["chunk_shape"]
+        for entry in record["array_metadatas"]
+    }
+    assert chunks == {
+        "params.dense.w": [1, 64, 32],
+        "params.dense.small": [4, 32],
+        "params.e": [128, 16],
+    }

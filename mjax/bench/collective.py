@@ -1,0 +1,98 @@
+"""`python -m mjax.bench collective`: bandwidth of the collectives over all devices.
+
+GB/s is bus bandwidth as nccl-tests defines it: bytes of the whole array over time, times what a ring
+must send of it, so that it compares with the speed of one device's links for any number of them:
+(n-1)/n for all-gather (of the result), reduce-scatter (of the input) and all-to-all (of each
+device's array), 2(n-1)/n for all-reduce, 1 for permute.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mjax.bench.report import add_arguments, launch_ms, report
+from mjax.errors import UserError
+
+_SHARDED, _WHOLE = P("x"), P()
+
+
+def collectives(n: int) -> dict[str, tuple[Callable, P, P, float]]:
+    """Name -> (operation on one device, input and output partition, share of the bytes sent).
+
+    All take and give the array whose bytes count on one side: sharded or whole on each device.
+    """
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    share = (n - 1) / n
+    return {
+        "all_gather": (lambda x: lax.all_gather(x, "x", tiled=True), _SHARDED, _WHOLE, share),
+        "reduce_scatter": (
+            lambda x: lax.psum_scatter(x, "x", tiled=True),
+            _WHOLE,
+            _SHARDED,
+            share,
+        ),
+        "all_reduce": (lambda x: lax.psum(x, "x"), _WHOLE, _WHOLE, 2 * share),
+        "permute": (lambda x: lax.ppermute(x, "x", ring), _WHOLE, _WHOLE, 1.0),
+        "all_to_all": (
+            lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True),
+            _WHOLE,
+            _WHOLE,
+            share,
+        ),
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mjax.bench collective", description=__doc__)
+    parser.add_argument("--sizes", default="1,16,128,1024", help="MB (1e6 bytes), with commas")
+    parser.add_argument("--only", choices=collectives(2), help="one collective")
+    parser.add_argument(
+        "--samples", type=int, default=20, help="the median of so many (default 20)"
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        sizes = [float(size) for size in args.sizes.split(",")]
+    except ValueError as e:
+        raise UserError(f"--sizes: {e}; it takes numbers with commas, in MB") from e
+    if jax.device_count() < 2:
+        raise UserError("bench collective: there is one device; it needs two or more")
+    return report(args, measure(jax.devices(), sizes, args.samples, args.only))
+
+
+def measure(
+    devices: Sequence[jax.Device], sizes: list[float], samples: int, only: str | None = None
+) -> Iterator[dict]:
+    """A record for each collective and size in MB, bf16."""
+    n = len(devices)
+    mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
+    for name, (operation, before, after, share) in collectives(n).items():
+        if only not in (None, name):
+            continue
+        for size in sizes:
+            count = -(-int(size * 1e6 / 2) // n**2) * n**2  # every shard divides again
+            # out_specs P() of values that differ: each device keeps its own
+            run = jax.jit(
+                jax.shard_map(
+                    operation, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
+                )
+            )
+            draw = jax.jit(
+                lambda count=count: jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16),
+                out_shardings=NamedSharding(mesh, before),
+            )
+            x = draw()
+            ms = launch_ms(lambda run=run, x=x: run(x), samples)
+            case = {"collective": name, "mb": size, "devices": n}
+            rate = 2 * count * share / ms / 1e6
+            yield {
+                "bench": "collective",
+                "case": case,
+                "ms": round(ms, 4),
+                "gb_per_s": round(rate, 2),
+            }

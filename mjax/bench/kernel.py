@@ -1,0 +1,230 @@
+"""`python -m mjax.bench kernel attention|loss|norm|matmul|all`: our kernels, one at a time.
+
+Forward and backward of each on random inputs, in milliseconds and in TFLOP/s or GB/s, as a share of
+what this device reaches in the same run: its fastest large matmul, or a copy that is read and
+written once. FLOPs are those the mathematics needs (half of the square under a causal mask), bytes
+are each input read and each output written once. Where there is a reference path it runs beside.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mjax.bench.report import add_arguments, launch_ms, report
+from mjax.config.schema import ModelConfig
+from mjax.errors import UserError
+from mjax.kernels.attention import attention
+from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
+from mjax.models import positions, split
+from mjax.models.mlp import activate
+from mjax.models.norm import Norm
+from mjax.sharding.collectives import LOCAL
+
+# What --shape gives, and the shapes measured without it.
+SHAPES = {
+    "attention": (
+        "batch,seq,heads,kv_heads,head_dim,documents",
+        ((2, 8192, 32, 8, 128, 1), (2, 8192, 32, 8, 128, 8), (8, 2048, 16, 16, 128, 1))
+        + ((32, 1024, 12, 12, 64, 1),),
+    ),
+    "loss": ("tokens,vocab,width", ((16384, 151936, 4096), (32768, 50257, 768))),
+    "norm": ("tokens,width,heads", ((65536, 4096, 32),)),
+    "matmul": (
+        "tokens,inputs,outputs",
+        ((16384, 4096, 28672), (16384, 14336, 4096), (16384, 4096, 4096), (32768, 768, 3072)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One thing to time: `run(*inputs)` under jit, and what it must compute and move."""
+
+    name: str
+    run: Callable
+    inputs: tuple
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mjax.bench kernel", description=__doc__)
+    parser.add_argument("kernel", choices=[*SHAPES, "all"])
+    shapes = "; ".join(f"{name}: {words}" for name, (words, _) in SHAPES.items())
+    parser.add_argument("--shape", action="append", help=f"numbers with commas ({shapes})")
+    parser.add_argument(
+        "--samples", type=int, default=20, help="the median of so many (default 20)"
+    )
+    parser.add_argument("--no-reference", action="store_true", help="our kernels only")
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.shape and args.kernel == "all":
+        raise UserError("--shape: shapes differ among kernels; name one kernel instead of 'all'")
+    names = list(SHAPES) if args.kernel == "all" else [args.kernel]
+    works = {name: shapes_of(name, args.shape) for name in names}
+    return report(args, measure(works, args.samples, not args.no_reference))
+
+
+def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
+    words, default = SHAPES[kernel]
+    try:
+        out = [tuple(int(n) for n in text.split(",")) for text in given or ()]
+    except ValueError as e:
+        raise UserError(f"--shape: {e}; {kernel} takes {words}") from e
+    if any(len(shape) != words.count(",") + 1 or min(shape) < 1 for shape in out):
+        raise UserError(f"--shape: {kernel} takes {words}, all positive")
+    return out or list(default)
+
+
+def measure(
+    shapes: dict[str, list[tuple[int, ...]]], samples: int, with_reference: bool
+) -> Iterator[dict]:
+    """A record for every piece of work, after those of the two ceilings."""
+    roof = {}
+    for kind, work in ceilings().items():
+        record = timed("ceiling", (), work, samples, roof)
+        roof[kind] = record["tflops" if kind == "flops" else "gb_per_s"]
+        yield record
+    make = {"attention": attentions, "loss": losses, "norm": norms, "matmul": matmuls}
+    for kernel, all_shapes in shapes.items():
+        for shape in all_shapes:
+            done = {}
+            for work in make[kernel](*shape):
+                if not with_reference and "reference" in work.name:
+                    continue
+                done[work.name] = timed(kernel, shape, work, samples, roof)
+                yield done[work.name] | beside(done, work.name)
+
+
+def beside(done: dict[str, dict], name: str) -> dict:
+    """How a time compares with those measured before it."""
+    ms = {key: record["ms"] for key, record in done.items()}
+    if name == "three matmuls alone" and "forward with gradients" in ms:
+        return {"loss_overhead": round(ms["forward with gradients"] / ms[name] - 1, 4)}
+    ours = name.removeprefix("reference ")
+    return {"ours_is_faster": round(ms[name] / ms[ours], 2)} if ours != name else {}
+
+
+def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: dict) -> dict:
+    run = jax.jit(work.run)
+    compiled = run.lower(*work.inputs).compile()
+    ms = launch_ms(lambda: compiled(*work.inputs), samples)
+    record = {"bench": "kernel", "case": {"kernel": kernel, "work": work.name, "shape": shape}}
+    record |= {"ms": round(ms, 4)}
+    floor = {}
+    if work.flops:
+        record["tflops"] = round(work.flops / ms / 1e9, 1)
+        floor["flops"] = record["tflops"]
+    if work.bytes:
+        record["gb_per_s"] = round(work.bytes / ms / 1e6, 1)
+        floor["bytes"] = record["gb_per_s"]
+    if shares := [floor[kind] / roof[kind] for kind in floor if kind in roof]:
+        record["of_ceiling"] = round(max(shares), 3)
+    memory = compiled.memory_analysis()
+    return record | {"temp_gb": memory and round(memory.temp_size_in_bytes / 1e9, 3)}
+
+
+def ceilings() -> dict[str, Work]:
+    big = jax.default_backend() != "cpu"
+    n, m = (8192, 2**29) if big else (256, 2**20)
+    x, w, a = draw((n, n)), draw((n, n), 1), draw((m,), 2)
+    matmul = Work("matmul", jnp.matmul, (x, w), flops=2.0 * n**3)
+    return {"flops": matmul, "bytes": Work("copy", lambda a: -a, (a,), bytes=4.0 * m)}
+
+
+def draw(shape: tuple[int, ...], seed: int = 0, dtype: str = "bfloat16") -> jax.Array:
+    return jax.jit(jax.random.normal, static_argnums=(1, 2))(jax.random.key(seed), shape, dtype)
+
+
+def pulled(fn: Callable, inputs: tuple, name: str, flops: float = 0.0, moved: float = 0.0) -> Work:
+    """The backward of `fn` alone: its residuals are made beforehand."""
+    out, pull = jax.jit(functools.partial(jax.vjp, fn))(*inputs)
+    grads = jax.tree.map(lambda o: draw(o.shape, 9, o.dtype), out)
+    return Work(name, lambda pull, g: pull(g), (pull, grads), flops, moved)
+
+
+def attentions(b: int, s: int, n: int, k: int, h: int, documents: int) -> Iterator[Work]:
+    if s % documents:
+        raise UserError(f"--shape: {documents} documents do not divide {s} tokens")
+    qkv = draw((b, s, n, h)), draw((b, s, k, h), 1), draw((b, s, k, h), 2)
+    columns = jnp.arange(s, dtype=jnp.int32)
+    ids = jnp.broadcast_to(columns * documents // s, (b, s))
+    flops = 2.0 * b * n * s * s // documents * h  # two matmuls over half of each square
+
+    def fn(implementation, q, k, v):
+        return attention(
+            q,
+            k,
+            v,
+            scale=h**-0.5,
+            columns=(columns, columns),
+            segments=(ids, ids) if documents > 1 else None,
+            max_documents=documents,
+            implementation=implementation,
+        )
+
+    for prefix, implementation in (("", "auto"), ("reference ", "xla")):
+        run = functools.partial(fn, implementation)
+        yield Work(f"{prefix}forward", run, qkv, flops)
+        yield pulled(run, qkv, f"{prefix}backward", 2.5 * flops)
+
+
+def losses(t: int, v: int, d: int) -> Iterator[Work]:
+    padded = -(-v // 128) * 128
+    x, w = draw((t, d)), draw((padded, d), 1) * d**-0.5
+    labels = jnp.asarray(np.random.default_rng(0).integers(0, v, t, dtype=np.int32))
+    mask, terms = jnp.ones(t, jnp.float32), Terms(v)
+    ours = functools.partial(cross_entropy, terms=terms, parallel=LOCAL)
+    flops = 6.0 * t * padded * d
+    inputs = x, w, labels, mask
+    yield Work("forward with gradients", jax.value_and_grad(ours, (0, 1)), inputs, flops)
+    whole = jax.value_and_grad(functools.partial(reference, terms=terms), (0, 1))
+    yield Work("reference forward with gradients", whole, inputs, flops)
+
+    def three(x, w, d_z):
+        z = jnp.einsum("td,vd->tv", x, w)
+        d_x, d_w = jnp.einsum("tv,vd->td", d_z, w), jnp.einsum("tv,td->vd", d_z, x)
+        return z, d_x, d_w
+
+    yield Work("three matmuls alone", three, (x, w, draw((t, padded), 2)), flops)
+
+
+def norms(t: int, d: int, heads: int) -> Iterator[Work]:
+    """Norms, RoPE (heads * 128 wide) and SwiGLU; backwards read what they keep."""
+    size, wide = 2.0 * t * d, 2.0 * t * heads * 128
+    x = draw((t, d))
+    for kind in ("rmsnorm", "layernorm"):
+        cfg = ModelConfig(hidden_size=d, norm=kind)
+        definition, weights = split(Norm(cfg, (d,), ("embed",), "norm", nnx.Rngs(0)))
+        run = lambda x, weights, of=definition: of.bind(weights)(x)  # noqa: E731
+        yield Work(f"{kind} forward", run, (x, weights), bytes=2 * size)
+        yield pulled(run, (x, weights), f"{kind} backward", moved=3 * size)
+    seq = min(t, 8192)
+    q = draw((t // seq, seq, heads, 128))
+    cfg = ModelConfig(hidden_size=heads * 128, num_attention_heads=heads)
+    places = jnp.broadcast_to(jnp.arange(seq), (t // seq, seq))
+    tables = positions.rope_tables(cfg, places, False)
+    rope = functools.partial(positions.apply_rope, tables=tables)
+    yield Work("rope forward", rope, (q,), bytes=2 * wide)
+    yield pulled(rope, (q,), "rope backward", moved=2 * wide)
+
+    def swiglu(h):
+        return activate(h[:, 0], "silu") * h[:, 1]
+
+    pair = (draw((t, 2, d)),)
+    yield Work("swiglu forward", swiglu, pair, bytes=3 * size)
+    yield pulled(swiglu, pair, "swiglu backward", moved=5 * size)
+
+
+def matmuls(t: int, d: int, f: int) -> Iterator[Work]:
+    x, w, d_y = draw((t, d)), draw((d, f), 1), draw((t, f), 2)
+    flops = 2.0 * t * d * f
+    yield Work("forward", lambda x, w: jnp.tensordot(x, w, 1), (x, w), flops)
+    yield Work("d_input", lambda d_y, w: jnp.einsum("tf,df->td", d_y, w), (d_y, w), flops)
+    yield Work("d_weight", lambda x, d_y: jnp.einsum("td,tf->df", x, d_y), (x, d_y), flops)

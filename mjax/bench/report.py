@@ -1,0 +1,199 @@
+"""What every benchmark's record carries, how it is printed, and how it is held against a baseline.
+
+A record is one JSON line: `bench` and `case` say what ran, `ms` how long one run of it took, other
+fields what follows from that; the stamp says on what. Invariant: two records compare if and only if
+bench, case and device are equal, and the compared figure is `ms`.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from mjax.errors import UserError
+
+_LIBRARIES = "jaxlib", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-nccl-cu13"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--table", action="store_true", help="a table of the records on stderr")
+    parser.add_argument(
+        "--baseline", metavar="JSONL", help="compare with records of an earlier run"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.03, help="slowdown that is let pass (default 0.03)"
+    )
+
+
+def report(args: argparse.Namespace, records: Iterable[dict]) -> int:
+    """Print records as they come; with --baseline, exit code 1 if one is slower than it may be."""
+    old = None if args.baseline is None else read(args.baseline)
+    done = []
+    for record in records:
+        done.append(record | stamp())
+        if jax.process_index() == 0:
+            print(json.dumps(done[-1]), flush=True)
+    if jax.process_index() != 0:
+        return 0
+    if args.table:
+        show(summary(done))
+    if old is None:
+        return 0
+    rows = compare(done, old, args.tolerance)
+    show(rows)
+    return int(any(row["verdict"] == "SLOWER" for row in rows))
+
+
+def compare(new: Sequence[dict], old: Sequence[dict], tolerance: float) -> list[dict]:
+    """Rows of case, old and new ms, their ratio and a verdict; SLOWER beyond 1 + `tolerance`.
+
+    The last of several equal cases of `old` counts. Raises `UserError` if no case is in both.
+    """
+    before = {_key(record): record["ms"] for record in old}
+    rows = []
+    for record in new:
+        row = {"case": name(record), "new ms": record["ms"]}
+        if (ms := before.get(_key(record))) is None:
+            rows.append(row | {"verdict": "not in the baseline"})
+            continue
+        ratio = record["ms"] / ms
+        verdict = "SLOWER" if ratio > 1 + tolerance else "faster" if ratio < 1 - tolerance else "ok"
+        rows.append(row | {"old ms": ms, "ratio": round(ratio, 4), "verdict": verdict})
+    if not any("ratio" in row for row in rows):
+        raise UserError(
+            "--baseline: it has no record of the same bench, case and device as this run; "
+            "run the same command on the same kind of device, or make a new baseline"
+        )
+    return rows
+
+
+def read(path: str) -> list[dict]:
+    """The records of a JSON-lines file that have a time."""
+    try:
+        lines = Path(path).read_text().splitlines()
+        records = [json.loads(line) for line in lines if line.startswith("{")]
+    except (OSError, ValueError) as e:
+        raise UserError(f"--baseline {path}: {e}; give the JSON lines of an earlier run") from e
+    return [record for record in records if {"bench", "case", "ms"} <= record.keys()]
+
+
+def _key(record: dict) -> str:
+    return json.dumps([record["bench"], record["case"], record["device"]], sort_keys=True)
+
+
+def name(record: dict) -> str:
+    return " ".join([record["bench"], *(f"{k}={_short(v)}" for k, v in record["case"].items())])
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{k}{v}" for k, v in value.items()) or "-"
+    return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def summary(records: Sequence[dict]) -> list[dict]:
+    """Case and plain figures of each record, without the stamp."""
+    hidden = {"bench", "case", *stamp()}
+    plain = [
+        {k: v for k, v in r.items() if k not in hidden and not isinstance(v, dict | list)}
+        for r in records
+    ]
+    return [{"case": name(r), **row} for r, row in zip(records, plain, strict=True)]
+
+
+def show(rows: Sequence[dict], title: str | None = None) -> None:
+    """A table on stderr; columns in order of first appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns, title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        cells = (row.get(c, "") for c in columns)
+        table.add_row(*(f"{x:,.4g}" if isinstance(x, float) else str(x) for x in cells))
+    Console(stderr=True, width=None if sys.stderr.isatty() else 200, highlight=False).print(table)
+
+
+@functools.cache
+def stamp() -> dict:
+    """Date, commit, versions, device and driver; None where unknown."""
+    versions = {package.removeprefix("nvidia-"): _version(package) for package in _LIBRARIES}
+    here = Path(__file__).parent
+    commit = _output("git", "-C", str(here), "rev-parse", "--short", "HEAD")
+    dirty = commit and _output("git", "-C", str(here), "status", "--porcelain", "-uno")
+    query = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
+    gpu = jax.default_backend() == "gpu"
+    return {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.date.today().isoformat(),
+        "commit": f"{commit}+" if dirty else commit,
+        "jax": jax.__version__,
+        **versions,
+        "driver": _output(*query) if gpu else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def process_seconds() -> float | None:
+    """Seconds since this process started; None where /proc does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def rounded(x: float) -> float:
+    """To four significant digits."""
+    return float(f"{x:.4g}")
+
+
+def launch_ms(run: Callable[[], object], samples: int = 20, sample_ms: float = 30.0) -> float:
+    """Median milliseconds of `run()`, which launches work and returns its arrays.
+
+    A sample launches it as often as fills `sample_ms`, back to back, and waits once at the end:
+    what the host does hides behind the device. Inputs that fit in the L2 cache (50 MB) stay in it.
+    On CPUs every launch is waited for: there collectives of two programs can block one another.
+    """
+    queue = jax.default_backend() != "cpu"
+    for _ in range(2):
+        jax.block_until_ready(run())
+    count, times = 1, []
+    while len(times) < samples:
+        began = time.perf_counter()
+        for _ in range(count - 1):
+            out = run()
+            if not queue:
+                jax.block_until_ready(out)
+        jax.block_until_ready(run())
+        ms = 1e3 * (time.perf_counter() - began)
+        if not times and ms < sample_ms and count < 1000:
+            count = min(1000, max(2 * count, int(count * sample_ms / max(ms, 1e-3))))
+            continue
+        times.append(ms / count)
+    times.sort()
+    return (times[(samples - 1) // 2] + times[samples // 2]) / 2

@@ -1,0 +1,148 @@
+"""Chat templates: messages to text, by the jinja program that travels with a model.
+
+Templates are other people's code, so they run in jinja's sandbox on plain data only. Invariant: the
+text is that of `apply_chat_template` of `transformers`, whose places and rules are followed:
+`chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else `chat_template` in
+tokenizer_config.json, a string or a list of named ones; special tokens are variables.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mjax.errors import UserError
+
+TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One template: its source, where it came from, and the special tokens it may name."""
+
+    source: str
+    origin: str
+    tokens: Mapping[str, str]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Text of `messages` ({"role": ..., "content": ...}, JSON values), which holds its special
+        tokens: encode it without adding any. `add_generation_prompt`: open the reply. `tools` are
+        JSON schemas; `variables` are further ones that the template reads. Raises `UserError` for
+        messages that it refuses."""
+        import_jinja()
+        import jinja2
+
+        try:
+            given = json.loads(json.dumps([list(messages), tools, variables]))
+            chat = [{k: v for k, v in message.items() if v is not None} for message in given[0]]
+            return _compiled(self.source).render(
+                **{**self.tokens, **given[2]},
+                messages=chat,
+                tools=given[1],
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as e:
+            raise UserError(
+                f"{self.origin}: the chat template cannot render these messages: {e}; mend the "
+                "messages (roles, their order, content) or the template"
+            ) from e
+
+
+def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> ChatTemplate:
+    """The template of a model folder: `name`, or the default one. Raises `UserError` for none."""
+    folder = Path(folder)
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
+    named = config.get("chat_template") or {}
+    if isinstance(named, str):
+        named = {"default": named}
+    if isinstance(named, list):
+        named = {t["name"]: t["template"] for t in named}
+    files = {p.stem: p for p in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (single := folder / "chat_template.jinja").is_file():
+        files["default"] = single
+    if files:  # they replace what the configuration says
+        named = {key: p.read_text(encoding="utf-8") for key, p in files.items()}
+    source = named.get(name or "default")
+    if source is None:
+        have = f"only {', '.join(sorted(named))}" if named else "none"
+        raise UserError(
+            f"{folder}: no chat template {name or 'default'!r} ({have}); put chat_template.jinja "
+            "there, or prompt with plain text"
+        )
+    tokens = read_json(folder / "special_tokens_map.json") | config
+    tokens = {key: _content(tokens[key]) for key in TOKENS if tokens.get(key) is not None}
+    return ChatTemplate(source, str(files.get(name or "default", path)), tokens)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file is missing. Raises `UserError` for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path}: not JSON: {e}; mend the file") from e
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object; mend the file")
+    return value
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def import_jinja() -> None:
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as e:
+        raise UserError("chat templates need jinja2: `pip install 'mjax[chat]'`") from e
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str):
+    """The template in the environment that Hugging Face gives its templates."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's words for training; the text is its body."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: str):
+        raise TemplateError(message)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)

@@ -1,0 +1,151 @@
+"""`python -m mjax.evaluate perplexity|harness --ckpt X [options]`: how well a model predicts.
+
+    python -m mjax.evaluate perplexity --ckpt X --file F
+    python -m mjax.evaluate harness --ckpt X --tasks hellaswag,gsm8k    # needs mjax[lm-eval]
+
+Perplexity by sliding windows: a window of --seq-length tokens moves on by --stride, and scores
+those that no window before it has. Invariant: every token is scored exactly once, with at least
+seq_length - stride tokens of context where the text has them. A BOS (or else the end-of-document
+token) is put first, so that the first token is scored too; without either it is only context.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mjax.errors import UserError, run_cli
+from mjax.infer.cli import add_model_arguments, load_model
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parse(argv)
+    {"perplexity": _perplexity, "harness": _harness}[args.command](args)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mjax.evaluate", description="Score a model.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    file = commands.add_parser("perplexity", help="of a text file; prints a JSON line")
+    tasks = commands.add_parser("harness", help="lm-evaluation-harness; prints JSON")
+    for command in (file, tasks):
+        add_model_arguments(command)
+        longest = "tokens the model sees at once (default: what it takes, at most 4096)"
+        command.add_argument("--seq-length", type=int, metavar="N", help=longest)
+        command.add_argument("--batch-size", type=int, default=4, help="rows at once")
+    file.add_argument("--file", type=Path, required=True, help="UTF-8 text")
+    file.add_argument("--stride", type=int, metavar="M", help="default: half of --seq-length")
+    tasks.add_argument("--tasks", required=True, help="names, with commas between")
+    tasks.add_argument("--include-path", help="folder with further tasks")
+    tasks.add_argument("--num-fewshot", type=int, help="default: the task's own")
+    tasks.add_argument("--limit", type=int, help="documents of each task, for a trial")
+    tasks.add_argument("--chat", action="store_true", help="use the model's chat template")
+    return parser.parse_args(argv)
+
+
+def _harness(args: argparse.Namespace) -> None:
+    from mjax.eval_harness import HarnessModel  # says so where lm_eval is missing
+
+    from lm_eval import simple_evaluate  # isort: skip
+    from lm_eval.tasks import TaskManager  # isort: skip
+
+    model, dtype, tokenizer = load_model(args)
+    sizes = {"batch_size": args.batch_size, "max_length": args.seq_length}
+    found = simple_evaluate(
+        HarnessModel(model, tokenizer, dtype=dtype, **sizes),
+        tasks=args.tasks.split(","),
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        apply_chat_template=args.chat,
+        task_manager=TaskManager(include_path=args.include_path),
+        log_samples=False,
+    )
+    print(json.dumps(found["results"], indent=1, default=str))
+
+
+def _perplexity(args: argparse.Namespace) -> None:
+    try:
+        text = args.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--file {args.file}: {e}; give a UTF-8 file") from e
+    model, _, tokenizer = load_model(args)
+    length = args.seq_length or min(model.cfg.max_position_embeddings, 4096)
+    stride = args.stride or max(1, length // 2)
+    ids, size = tokenizer.encode(text), len(text.encode())
+    first = tokenizer.prefix or (() if tokenizer.eod_id is None else (tokenizer.eod_id,))
+    if not first:
+        size -= len(tokenizer.decode(ids[:1]).encode())
+    whole = [*first[-1:], *ids]
+    nll, tokens = score(model, whole, length, stride, args.batch_size)
+    print(
+        json.dumps(
+            {
+                "file": str(args.file),
+                "seq_length": length,
+                "stride": stride,
+                "tokens": tokens,
+                "nll_per_token": nll / tokens,
+                "perplexity": math.exp(nll / tokens),
+                "bits_per_byte": nll / math.log(2) / size,
+            }
+        )
+    )
+
+
+def windows(targets: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, first scored, end) of every window over `targets` tokens to predict."""
+    done = 0
+    while done < targets:
+        end = min(targets, done + (stride if done else length))
+        yield max(0, end - length), done, end
+        done = end
+
+
+def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -> tuple[float, int]:
+    """(sum of -log p in nats, number of tokens) of ids[1:], each given what its window holds of the
+    ids before it. `model` is a `Pretrained`. Raises `UserError` for sizes that do not fit."""
+    import jax
+
+    from mjax.models.context import Context, tokens_of
+
+    limit = model.cfg.max_position_embeddings
+    if not 1 <= stride <= length <= limit or batch < 1:
+        raise UserError(
+            f"--seq-length {length} --stride {stride} --batch-size {batch}: need 1 <= stride <= "
+            f"seq-length <= model.max_position_embeddings={limit} and a batch of 1 or more"
+        )
+    stream = np.asarray(ids, np.int32)
+    if len(stream) < 2 or stream.min() < 0 or stream.max() >= model.cfg.vocab_size:
+        raise UserError(
+            f"{len(stream)} tokens, to be 2 or more, with ids in [0, model.vocab_size="
+            f"{model.cfg.vocab_size}); give a longer text, or the model's own tokenizer"
+        )
+
+    @jax.jit
+    def nll(params, part):
+        info = tokens_of(part["tokens"].shape)
+        return model.definition.bind(params).loss(part, info, Context(attention="xla"), None)[0]
+
+    parts = list(windows(len(stream) - 1, min(length, len(stream) - 1), stride))
+    total = 0.0
+    for at in range(0, len(parts), batch):
+        total += float(nll(model.params, _batch(stream, parts[at : at + batch], batch)))
+    return total, len(stream) - 1
+
+
+def _batch(stream: np.ndarray, parts: Sequence[tuple], rows: int) -> dict[str, np.ndarray]:
+    """Windows of one length, as the loss takes them; missing rows score nothing."""
+    size = parts[0][2] - parts[0][0]
+    tokens, labels = np.zeros((2, rows, size), np.int32)
+    mask = np.zeros((rows, size), np.float32)
+    for row, (begin, first, end) in enumerate(parts):
+        tokens[row], labels[row] = stream[begin:end], stream[begin + 1 : end + 1]
+        mask[row, first - begin :] = 1
+    return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+
+
+if __name__ == "__main__":
+    run_cli(main)

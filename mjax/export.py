@@ -1,0 +1,70 @@
+"""`python -m mjax.export --ckpt X --out DIR [options]`: a model as programs that jax alone runs.
+
+    python -m mjax.export --ckpt CKPT --out DIR --batch 1,8 --length 1024,8192
+    python DIR/run.py --ids 1,2,3 --max-new-tokens 32        # needs jax, not mjax
+
+DIR holds StableHLO programs for each bucket of batch and cache length, the weights, manifest.json
+with the calling convention, and the tokenizer (mjax/infer/export.py says how they fit together).
+"""
+
+import argparse
+from pathlib import Path
+
+from mjax.errors import UserError, run_cli
+
+TOKENIZER = """tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json
+    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json
+    generation_config.json""".split()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parse(argv)
+    from mjax.convert import read_side
+    from mjax.data.tokenizer import load_tokenizer
+    from mjax.infer.cli import end_ids
+    from mjax.infer.export import export_model
+    from mjax.pretrained import SIDE_FILES, source_of, tokenizer_dir
+
+    source, tokenizer = source_of(args.ckpt), tokenizer_dir(args.ckpt)
+    folder = next((f for f in (args.ckpt, args.ckpt / SIDE_FILES) if read_side(f)), None)
+    manifest = export_model(
+        source,
+        args.out,
+        batches=_numbers("--batch", args.batch),
+        lengths=_numbers("--length", args.length),
+        platforms=args.platforms.split(","),
+        dtype=args.dtype,
+        block=args.block,
+        eos=end_ids(folder, None if tokenizer is None else load_tokenizer(tokenizer)),
+        extras={k: v for k, v in read_side(folder).items() if k in TOKENIZER},
+    )
+    names = ", ".join(f"{b['batch']}x{b['length']}" for b in manifest["buckets"])
+    print(f"{args.out}: prefill and decode for {names} as {args.dtype}")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mjax.export", description="Export a model.")
+    parser.add_argument("--ckpt", type=Path, required=True, help="any folder that mjax reads")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--batch", default="1", metavar="B,...", help="default: 1")
+    lengths = "slots of a cache: prompt, padding and new tokens (default: 1024)"
+    parser.add_argument("--length", default="1024", metavar="T,...", help=lengths)
+    block = "tokens of a row in one prefill call (default: 128)"
+    parser.add_argument("--block", type=int, default=128, metavar="S", help=block)
+    platforms = "what the programs run on (default: cpu,cuda)"
+    parser.add_argument("--platforms", default="cpu,cuda", help=platforms)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    return parser.parse_args(argv)
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"{flag} {text}: give whole numbers with commas between, as in 1,8"
+        ) from None
+
+
+if __name__ == "__main__":
+    run_cli(main)

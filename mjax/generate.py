@@ -1,0 +1,124 @@
+"""`python -m mjax.generate --ckpt X --prompt "..." [options]`: continue prompts, as a stream.
+
+One prompt streams to standard output as its tokens are made; several run as one batch, printed one
+after the other, each under a line `== prompt I`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+from mjax.data.chat import load_chat_template
+from mjax.data.tokenizer import Tokenizer
+from mjax.errors import UserError, run_cli
+from mjax.infer.cli import add_model_arguments, end_ids, load_model
+from mjax.infer.sample import Sampling
+
+Prompt = str | list[dict]  # text, or the messages of a chat
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parse(argv)
+    settings = {f.name: getattr(args, f.name) for f in fields(Sampling)}
+    sampling = Sampling(**settings)  # its mistakes should show before anything is loaded
+    prompts = read_prompts(args)
+    from mjax.infer.generate import Generator
+
+    model, dtype, tokenizer = load_model(args)
+    folder = model.tokenizer_dir
+    ids = [encode(p, tokenizer, folder, args) for p in prompts]
+    generator = Generator(
+        model.definition, model.params, model.cfg, dtype=dtype, tokenizer=tokenizer
+    )
+    options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop)
+    tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
+    rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}
+    for token in tokens:
+        piece = token.text
+        if args.logprobs:
+            piece = f"{token.id}\t{token.logprob:.6f}\t{json.dumps(piece, ensure_ascii=False)}\n"
+        if len(ids) == 1:
+            print(piece, end="", flush=True)
+        rows[token.row].append(piece)
+    if len(ids) > 1:
+        print("\n".join(f"== prompt {i}\n{''.join(r)}" for i, r in rows.items()), end="")
+    print(end="" if args.logprobs else "\n", flush=True)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mjax.generate", description="Continue text.")
+    add_model_arguments(parser)
+    text = "text to continue, or with --chat a user's message; several make a batch"
+    parser.add_argument("--prompt", action="append", default=[], help=text)
+    file = 'a text file: one prompt; .jsonl: a line each {"prompt": ...} or {"messages": [...]}'
+    parser.add_argument("--prompt-file", type=Path, metavar="F", help=file)
+    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
+    parser.add_argument("--system", help="with --chat: the system message of every --prompt")
+    parser.add_argument(
+        "--no-bos", action="store_true", help="do not put the tokenizer's BOS first"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    about = {
+        "temperature": "0: always the likeliest token",
+        "top_k": "0: off",
+        "top_p": "1: off",
+        "min_p": "0: off",
+        "repetition_penalty": "1: off",
+    }
+    for field in fields(Sampling):
+        flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
+        parser.add_argument(flag, type=kind, default=field.default, help=about[field.name])
+    parser.add_argument("--stop", action="append", default=[], help="text that ends a row; repeat")
+    parser.add_argument("--seed", type=int, default=0)
+    lines = "a line for each token: id, log-probability, text"
+    parser.add_argument("--logprobs", action="store_true", help=lines)
+    return parser.parse_args(argv)
+
+
+def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """What --prompt and --prompt-file give, in that order."""
+    out: list[Prompt] = list(args.prompt)
+    if args.prompt_file is not None:
+        try:
+            text = args.prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"--prompt-file {args.prompt_file}: {e}; give a UTF-8 file") from e
+        lines = args.prompt_file.suffix == ".jsonl"
+        out += list(_json_prompts(args.prompt_file, text)) if lines else [text]
+    if not out:
+        raise UserError("nothing to continue; give --prompt or --prompt-file")
+    return out
+
+
+def _json_prompts(path: Path, text: str) -> Iterable[Prompt]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            prompt = item["messages"] if "messages" in item else item["prompt"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(
+                f'{path}:{number}: not {{"prompt": ...}} or {{"messages": [...]}}: {e}; mend it'
+            ) from e
+        yield prompt
+
+
+def encode(
+    prompt: Prompt, tokenizer: Tokenizer, folder: Path | None, args: argparse.Namespace
+) -> list[int]:
+    """Ids of a prompt: a chat through its template, which writes all special tokens itself."""
+    if isinstance(prompt, str) and not args.chat:
+        return [*(() if args.no_bos else tokenizer.prefix), *tokenizer.encode(prompt)]
+    if folder is None:
+        raise UserError(f"{args.ckpt}: holds no chat template; leave out --chat and messages")
+    if isinstance(prompt, str):
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        prompt = [*system, {"role": "user", "content": prompt}]
+    return tokenizer.encode(load_chat_template(folder).render(prompt))
+
+
+if __name__ == "__main__":
+    run_cli(main)

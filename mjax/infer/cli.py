@@ -1,0 +1,48 @@
+"""What `mjax.generate` and `mjax.evaluate` share on the command line: a model and its tokenizer."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mjax.data.chat import read_json
+from mjax.data.tokenizer import Tokenizer, load_tokenizer
+from mjax.errors import UserError
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ckpt", required=True, help="an mjax checkpoint or Hugging Face folder")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split it over")
+    kinds = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=kinds, help="default: bfloat16, on a CPU float32")
+    parser.add_argument("--tokenizer", help="default: the model's own; see data.tokenizer")
+
+
+def load_model(args: argparse.Namespace):
+    """(the `Pretrained` of --ckpt on --tp devices, its dtype, its tokenizer)."""
+    import jax
+
+    from mjax.config.schema import MeshConfig
+    from mjax.pretrained import from_pretrained
+    from mjax.sharding.mesh import make_mesh
+
+    have = len(jax.devices())
+    if not 1 <= args.tp <= have:
+        raise UserError(f"--tp {args.tp}: there are {have} devices; give 1 to {have}")
+    mesh = None
+    if args.tp > 1:
+        mesh = make_mesh(MeshConfig(dp=1, tp=args.tp), jax.devices()[: args.tp])
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model = from_pretrained(args.ckpt, mesh=mesh, dtype=dtype)
+    spec = args.tokenizer or model.tokenizer_dir
+    if spec is None:
+        raise UserError(f"{args.ckpt}: holds no tokenizer; give --tokenizer")
+    return model, dtype, load_tokenizer(spec)
+
+
+def end_ids(folder: Path | None, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """Ids that end a text, by generation_config.json, config.json, or else the tokenizer."""
+    names = () if folder is None else ("generation_config.json", "config.json")
+    found = (read_json(folder / name).get("eos_token_id") for name in names)
+    own = None if tokenizer is None else tokenizer.eod_id
+    ids = next((i for i in found if i is not None), own)
+    return () if ids is None else ids if isinstance(ids, list) else (ids,)

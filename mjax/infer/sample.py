@@ -1,0 +1,103 @@
+"""From logits to a token: penalty, temperature, top-k, top-p, min-p, one draw per row.
+
+Pure and jittable; every row has settings and a key of its own, so one program serves any mixture
+and a row's token does not depend on its neighbours. Order and rules are Hugging Face's: repetition
+penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv 1904.09751), min-p (arXiv 2407.01082),
+each over what the one before has left. Tokens of equal logits are kept or dropped together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mjax.errors import UserError
+
+Settings = dict[str, jax.Array]  # the fields of `Sampling`, each [B]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one row draws its tokens; the defaults are greedy and switch every limit off.
+
+    temperature 0: the likeliest token, whatever the limits; top_k 0: all tokens; top_p: the fewest
+    tokens that reach this probability; min_p: tokens of at least this fraction of the likeliest
+    one's; repetition_penalty > 1 makes tokens of the prompt and the text so far less likely.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        legal = {
+            "temperature": (0 <= self.temperature < float("inf"), ">= 0"),
+            "top_k": (self.top_k >= 0 and self.top_k == int(self.top_k), "an integer >= 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "> 0"),
+        }
+        for name, (fine, rule) in legal.items():
+            if not fine:
+                raise UserError(f"sampling: {name}={getattr(self, name)}; it must be {rule}")
+
+
+def settings_of(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
+    """Settings of a batch: one array [B] a field."""
+    columns = zip(*map(astuple, rows), strict=True)
+    kinds = {"top_k": np.int32}
+    named = zip(fields(Sampling), columns, strict=True)
+    return {f.name: np.asarray(c, kinds.get(f.name, np.float32)) for f, c in named}
+
+
+def sample(
+    logits: jax.Array, keys: jax.Array, settings: Settings, seen: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """logits fp32 [B, V], keys [B], seen bool [B, V] -> tokens int32 [B], log-probs fp32 [B].
+
+    A log-probability is the model's own, before penalty, temperature and limits: that of scoring
+    the finished text.
+    """
+    z = penalised(logits, seen, settings["repetition_penalty"])
+    best = jnp.argmax(z, -1).astype(jnp.int32)
+    hot = settings["temperature"] > 0
+
+    def draw():
+        scaled = z / jnp.where(hot, settings["temperature"], 1.0)[:, None]
+        limits = (settings["top_k"] > 0) | (settings["top_p"] < 1) | (settings["min_p"] > 0)
+        left = jax.lax.cond(
+            jnp.any(limits & hot), lambda: limited(scaled, settings), lambda: scaled
+        )
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:]))(keys)
+        return jnp.where(hot, jnp.argmax(left + noise, -1).astype(jnp.int32), best)
+
+    token = jax.lax.cond(jnp.any(hot), draw, lambda: best)
+    chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
+    return token, chosen - jax.nn.logsumexp(logits, -1)
+
+
+def penalised(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Logits [B, V] of seen tokens moved towards minus infinity: over penalty [B] where positive,
+    times it where negative."""
+    p = penalty[:, None]
+    return jnp.where(seen, jnp.where(logits < 0, logits * p, logits / p), logits)
+
+
+def limited(z: jax.Array, settings: Settings) -> jax.Array:
+    """Logits [B, V] with all tokens outside top-k, top-p and min-p at minus infinity.
+
+    All three keep a head of the sorted row: one sort finds the least logit that stays.
+    """
+    top_k, top_p, min_p = (settings[name][:, None] for name in ("top_k", "top_p", "min_p"))
+    s = -jnp.sort(-z, axis=-1)
+    size = s.shape[-1]
+    last = jnp.clip(jnp.where(top_k > 0, top_k, size), 1, size) - 1
+    probs = jax.nn.softmax(jnp.where(s >= jnp.take_along_axis(s, last, 1), s, -jnp.inf), -1)
+    above = jnp.pad(jnp.cumsum(probs, -1)[:, :-1], ((0, 0), (1, 0)))  # of likelier tokens
+    keep = ((above < top_p) | (top_p >= 1)) & (probs > 0) & (probs >= min_p * probs[:, :1])
+    keep = keep.at[:, 0].set(True)
+    return jnp.where(z >= jnp.where(keep, s, jnp.inf).min(-1, keepdims=True), z, -jnp.inf)

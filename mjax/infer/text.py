@@ -1,0 +1,62 @@
+"""Text of a row as its tokens come: whole characters only, cut before the first stop string.
+
+Invariant: the pieces that `push` and `close` return add up to the text of all tokens, up to the
+stop string; nothing that may still become part of one is let out. A token's text depends on the one
+before it (SentencePiece drops the first space), so a few earlier tokens are decoded along with it.
+"""
+
+from collections.abc import Callable, Sequence
+
+_BEFORE = 5  # tokens of the prompt that are decoded along
+_UNFINISHED = "\ufffd"  # how decoders show bytes that are no whole character (yet)
+
+
+class TextStream:
+    """Decoder of one row. `stopped` turns true when a stop string is complete."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str]
+    ):
+        self._decode, self._stop = decode, tuple(stop)
+        self._ids = list(prompt[-_BEFORE:])  # decoded up to `_done`; context from `_from` on
+        self._from, self._done = 0, len(self._ids)
+        self._held = ""  # decoded, but perhaps the start of a stop string
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """What `token` adds to the text that is certain."""
+        self._ids.append(token)
+        new = self._pending()
+        if new.endswith(_UNFINISHED):
+            return ""
+        self._from, self._done = self._done, len(self._ids)
+        return self._release(new)
+
+    def close(self) -> str:
+        """The rest, when no token follows."""
+        if self.stopped:
+            return ""
+        text = self._release(self._pending())
+        text, self._held = text + self._held, ""
+        self._from = self._done = len(self._ids)
+        return text
+
+    def _pending(self) -> str:
+        before = self._decode(self._ids[self._from : self._done])
+        return self._decode(self._ids[self._from :])[len(before) :]
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, s) for s in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in sizes if text.endswith(stop[:n])), 0)

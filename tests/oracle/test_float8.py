@@ -1,0 +1,112 @@
+"""FP8 exports are what compressed-tensors and transformers read, as vLLM's checkpoints are."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from mjax import convert, from_pretrained
+from mjax.checkpoint.float8 import quantise
+from mjax.checkpoint.safetensors import open_folder
+from mjax.errors import UserError
+from tests.oracle import families
+
+pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors to check FP8")
+TOKENS = np.random.default_rng(0).integers(0, 251, (2, 24))
+
+
+def export(monkeypatch, ckpt, out, *options):
+    argv = ["convert", "export", "--ckpt", ckpt, "--hf", out, "--dtype", "float8", *options]
+    monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
+    convert.main()
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {k: v for f in files for k, v in safetensors.torch.load_file(f).items()}
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama_tied_biased", "phi3", "gemma3", "qwen3"])
+def test_transformers_reads_what_we_say_the_weights_are(name, tmp_path, monkeypatch):
+    original = families.make(name)
+    original.save_pretrained(tmp_path / "hf")
+    export(monkeypatch, tmp_path / "hf", tmp_path / "f8", "--max-shard-gb", "3e-5")
+    stored = weights_of(tmp_path / "f8")
+    assert len(list((tmp_path / "f8").glob("*.safetensors"))) > 1
+
+    plain, scaled = {}, {k for k in stored if k.endswith("_scale")}
+    for key, value in stored.items():
+        if key + "_scale" in scaled:
+            scale = stored[key + "_scale"]
+            assert value.dtype == torch.float8_e4m3fn and scale.shape == (len(value), 1)
+            assert torch.equal(scale.bfloat16().float(), scale)
+            plain[key] = value.float() * scale
+        elif key not in scaled:
+            assert value.dtype == torch.bfloat16
+            plain[key] = value.float()
+    linear = {
+        f"{path}.weight" for path, m in original.named_modules() if isinstance(m, torch.nn.Linear)
+    }
+    assert scaled == {f"{path}_scale" for path in linear - {"lm_head.weight"}}
+
+    (tmp_path / "plain").mkdir()
+    original.config.save_pretrained(tmp_path / "plain")
+    safetensors.torch.save_file(plain, tmp_path / "plain" / "model.safetensors")
+    ours = jax.jit(from_pretrained(tmp_path / "plain").model)(jnp.asarray(TOKENS))
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    kinds = dict(dtype=torch.float32, attn_implementation="eager")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "f8", quantization_config=config, **kinds
+    )
+    with torch.no_grad():
+        theirs = read.eval()(torch.tensor(TOKENS)).logits.numpy()
+        exact = original(torch.tensor(TOKENS)).logits.numpy()
+    assert np.abs(ours - theirs).max() <= 2e-4 * np.abs(theirs).max()
+    assert 1e-3 < np.abs(theirs - exact).max() / np.abs(exact).max() < 0.25  # it is FP8, no more
+
+
+def test_as_served_with_activations_quantised_per_token(tmp_path, monkeypatch):
+    """The way without `dequantize`: compressed-tensors' own forward pass of an FP8 model."""
+    original = families.make("llama2")
+    original.save_pretrained(tmp_path / "hf")
+    export(monkeypatch, tmp_path / "hf", tmp_path / "f8")
+    said = json.loads((tmp_path / "f8" / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "compressed-tensors" and said["ignore"] == ["lm_head"]
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "f8", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    scheme = model.model.layers[0].mlp.up_proj.quantization_scheme
+    assert scheme.weights.strategy == "channel" and scheme.input_activations.dynamic
+    with torch.no_grad():
+        served, exact = (m.eval()(torch.tensor(TOKENS)).logits for m in (model, original))
+    assert 1e-3 < (served - exact).abs().max() / exact.abs().max() < 0.25
+
+
+def test_every_value_is_as_near_as_eight_bits_allow():
+    rng = np.random.default_rng(0)
+    w = (rng.normal(size=(64, 200)) * np.exp(rng.normal(size=(64, 1)) * 5)).astype(np.float32)
+    w[3] = 0
+    codes, scale = quantise(w.copy(), "w")
+    error = np.abs(codes.astype(np.float32) * scale - w)
+    assert (error <= np.maximum(np.abs(w) / 16, scale * 2.0**-10) * 1.0001).all()
+    largest = np.abs(codes.astype(np.float32)).max(1)
+    assert ((largest >= 416) | (np.arange(64) == 3)).all() and largest[3] == 0  # of 448
+    w[5, 7] = np.inf
+    with pytest.raises(UserError, match="tensor w holds values that are not finite"):
+        quantise(w, "w")
+
+
+@pytest.mark.parametrize("name,message", [("gpt2", "Conv1D"), ("mixtral", "experts")])
+def test_families_without_the_layout_are_refused(name, message, tmp_path, monkeypatch):
+    families.make(name).save_pretrained(tmp_path / "hf")
+    with pytest.raises(UserError, match=message):
+        export(monkeypatch, tmp_path / "hf", tmp_path / "f8")
+    assert not (tmp_path / "f8").exists()
+    assert open_folder(tmp_path / "hf")
