@@ -141,20 +141,20 @@ class HarnessModel(LM):
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def _pair(self, context: str, continuation: str) -> Row:
-        if context == "":
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        if kept:
+            whole = self._encode(kept + continuation)
+            scored = max(0, len(whole) - len(self._encode(kept)))
+        else:
             ids = self._tokenizer.encode(continuation)
             whole = ids if ids[:1] == [self._start] else [self._start, *ids]
             scored = len(whole) - 1
-        else:
-            kept = context.rstrip()
-            continuation = context[len(kept) :] + continuation
-            whole = self._encode(kept + continuation)
-            scored = len(whole) - len(self._encode(kept))
-        if not 0 <= scored <= self.max_length:
+        if scored > self.max_length:
             raise UserError(
                 f"a continuation of {scored} tokens does not fit --seq-length {self.max_length}"
             )
-        return whole[-self.max_length - 1 :], min(scored, len(whole) - 1)
+        return whole[-self.max_length - 1 :], scored
 
     def _score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
         """Of the scored tokens of each row: sum of log-probabilities, whether all are likeliest."""

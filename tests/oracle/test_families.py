@@ -1,5 +1,8 @@
 """Every family: in from Hugging Face, equal numbers, out again byte for byte."""
 
+import json
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +11,14 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from mjax.config import load
 from mjax.config.schema import MeshConfig
 from mjax.convert import main as convert
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
-from mjax.pretrained import from_pretrained
+from mjax.pretrained import from_pretrained, source_of
 from mjax.sharding.mesh import make_mesh
+from mjax.train import Trainer
 from tests.oracle.families import MODELS, make
 
 ROWS, SEQ = 2, 40
@@ -87,15 +92,33 @@ def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
         torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "phi3", "mixtral"])  # layouts of tensors
+MESHES = {
+    "llama3": dict(tp=2, pp=2),
+    "gpt2": dict(tp=2, pp=2),
+    "phi3": dict(tp=2, pp=2, dp=2, zero=3),
+    "mixtral": dict(ep=2, tp=2, pp=2),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)  # every layout of tensors
 def test_import_onto_a_mesh_equals_import_on_one_device(name, tmp_path):
     folder = tmp_path / "hf"
     make(name).save_pretrained(folder)
-    sizes = dict(dp=1, ep=2, tp=2) if name == "mixtral" else dict(dp=2, tp=2)
-    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[:4])
-    whole, split = from_pretrained(folder), from_pretrained(folder, mesh)
-    assert any(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(split.params))
-    jax.tree.map(np.testing.assert_array_equal, split.params, whole.params)
+    whole, sizes = from_pretrained(folder), {"dp": 1, **MESHES[name]}
+    model = {f"model.{k}": v for k, v in whole.cfg.model_dump().items()}
+    run = {f"mesh.{k}": v for k, v in sizes.items()} | {"train.global_batch_size": 4}
+    run |= {"data.mock": True, "data.seq_length": 16, "train.micro_batch_size": 1}
+    cfg = load(None, [f"{k}={json.dumps(v)}" for k, v in (model | run).items()])
+    trainer = Trainer(
+        cfg,
+        make_mesh(cfg.mesh, jax.devices()[: math.prod(v for k, v in sizes.items() if k != "zero")]),
+    )
+    trainer.load_params(source_of(folder))
+    jax.tree.map(np.testing.assert_array_equal, trainer.params(), whole.params)
+    mesh = make_mesh(MeshConfig(dp=2, tp=2), jax.devices()[:4])
+    split = from_pretrained(folder, mesh).params
+    assert any(not x.is_fully_replicated for x in jax.tree.leaves(split))
+    jax.tree.map(np.testing.assert_array_equal, split, whole.params)
 
 
 def test_damage_is_named(tmp_path):
