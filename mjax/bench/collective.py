@@ -1,7 +1,7 @@
 """`python -m mjax.bench collective`: bandwidth of the collectives over all devices.
 
-GB/s is bus bandwidth as nccl-tests defines it: bytes of the whole array over time, times what a ring
-must send of it, so that it compares with the speed of one device's links for any number of them:
+GB/s is bus bandwidth as nccl-tests defines it: bytes of the whole array over time, times the share
+that a ring must send, so that it compares with the speed of one device's links for any n. That is
 (n-1)/n for all-gather (of the result), reduce-scatter (of the input) and all-to-all (of each
 device's array), 2(n-1)/n for all-reduce, 1 for permute.
 """
@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.bench.report import add_arguments, launch_ms, report
+from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.errors import UserError
 
 _SHARDED, _WHOLE = P("x"), P()
@@ -93,6 +93,6 @@ def measure(
             yield {
                 "bench": "collective",
                 "case": case,
-                "ms": round(ms, 4),
-                "gb_per_s": round(rate, 2),
+                "ms": rounded(ms),
+                "gb_per_s": rounded(rate),
             }

@@ -4,14 +4,15 @@ The corpus is synthetic and just written, hence in the page cache. Nothing is le
 """
 
 import argparse
-import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from mjax.bench.report import add_arguments, report
 from mjax.data.gpt import GPTDataset
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.loader import make_loader
@@ -36,17 +37,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--document-length", type=int, default=750, help="mean, in tokens")
     parser.add_argument("--prefetch", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
+    add_arguments(parser)
     args = parser.parse_args(argv)
+    return report(args, measure(args))
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict]:
+    """The record of the index, then that of a pass over the corpus."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"
         documents = write_corpus(prefix, int(args.tokens), args.document_length, 50257)
         began = time.perf_counter()
         data = GPTDataset(prefix, 0, (1, 0, 0), args.seq_length, None, 1, vocab_size=50257)
-        built = time.perf_counter() - began
-        tokens = len(data.dataset.tokens)
-        record = {"tokens": tokens, "documents": documents, "seq_length": args.seq_length}
-        index = {"bench": "data_index", **record, "seconds": round(built, 3)}
-        print(json.dumps(index), flush=True)
+        ms = 1e3 * (time.perf_counter() - began)
+        case = {"tokens": len(data.dataset.tokens), "documents": documents}
+        case |= {"seq_length": args.seq_length, "cores": os.cpu_count()}
+        yield {"bench": "data_index", "case": case, "ms": round(ms, 3)}
 
         steps = len(data) // args.batch
         data.batch(np.arange(min(len(data), args.batch)))  # imports and first touches
@@ -61,8 +67,6 @@ def main(argv: list[str]) -> int:
         began = time.perf_counter()
         read = sum(batch["tokens"].size for batch in loader)
         seconds = time.perf_counter() - began
-        record |= {"batch": args.batch, "workers": args.workers, "cores": os.cpu_count()}
-        result = {"bench": "data_loader", **record, "seconds": round(seconds, 3)}
-        result["tokens_per_second"] = round(read / seconds)
-        print(json.dumps(result), flush=True)
-    return 0
+        case |= {"batch": args.batch, "workers": args.workers, "prefetch": args.prefetch}
+        record = {"bench": "data_loader", "case": case, "ms": round(1e3 * seconds, 3)}
+        yield record | {"tokens_per_second": round(read / seconds)}

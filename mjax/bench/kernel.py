@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mjax.bench.report import add_arguments, launch_ms, report
+from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.kernels.attention import attention
@@ -86,10 +86,10 @@ def measure(
     shapes: dict[str, list[tuple[int, ...]]], samples: int, with_reference: bool
 ) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
-    roof = {}
+    roof: dict[str, float] = {}
     for kind, work in ceilings().items():
-        record = timed("ceiling", (), work, samples, roof)
-        roof[kind] = record["tflops" if kind == "flops" else "gb_per_s"]
+        record = timed("ceiling", (), work, samples, {})
+        roof[kind] = getattr(work, kind) / record["ms"]
         yield record
     make = {"attention": attentions, "loss": losses, "norm": norms, "matmul": matmuls}
     for kernel, all_shapes in shapes.items():
@@ -116,18 +116,16 @@ def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: d
     compiled = run.lower(*work.inputs).compile()
     ms = launch_ms(lambda: compiled(*work.inputs), samples)
     record = {"bench": "kernel", "case": {"kernel": kernel, "work": work.name, "shape": shape}}
-    record |= {"ms": round(ms, 4)}
-    floor = {}
+    record |= {"ms": rounded(ms)}
     if work.flops:
-        record["tflops"] = round(work.flops / ms / 1e9, 1)
-        floor["flops"] = record["tflops"]
+        record["tflops"] = rounded(work.flops / ms / 1e9)
     if work.bytes:
-        record["gb_per_s"] = round(work.bytes / ms / 1e6, 1)
-        floor["bytes"] = record["gb_per_s"]
-    if shares := [floor[kind] / roof[kind] for kind in floor if kind in roof]:
-        record["of_ceiling"] = round(max(shares), 3)
+        record["gb_per_s"] = rounded(work.bytes / ms / 1e6)
+    if roof:
+        shares = (getattr(work, kind) / ms / best for kind, best in roof.items())
+        record["of_ceiling"] = rounded(max(shares))
     memory = compiled.memory_analysis()
-    return record | {"temp_gb": memory and round(memory.temp_size_in_bytes / 1e9, 3)}
+    return record | {"temp_gb": memory and rounded(memory.temp_size_in_bytes / 1e9)}
 
 
 def ceilings() -> dict[str, Work]:
@@ -135,7 +133,7 @@ def ceilings() -> dict[str, Work]:
     n, m = (8192, 2**29) if big else (256, 2**20)
     x, w, a = draw((n, n)), draw((n, n), 1), draw((m,), 2)
     matmul = Work("matmul", jnp.matmul, (x, w), flops=2.0 * n**3)
-    return {"flops": matmul, "bytes": Work("copy", lambda a: -a, (a,), bytes=4.0 * m)}
+    return {"flops": matmul, "bytes": Work("copy", jnp.copy, (a,), bytes=4.0 * m)}
 
 
 def draw(shape: tuple[int, ...], seed: int = 0, dtype: str = "bfloat16") -> jax.Array:

@@ -45,11 +45,8 @@ def main(argv: list[str]) -> int:
     before = startup(args) if args.startup else {}  # before this process takes the devices
     profiled = 3 if args.breakdown or args.top else 0
     record = measure(cfg, args.steps, args.warmup, args.documents, profiled, args.top)
-    for name in ("breakdown", "top"):
-        if name in record and jax.process_index() == 0:
-            report.show(
-                record[name], f"{name}: ms of a step that takes {record['ms']} ms unprofiled"
-            )
+    if jax.process_index() == 0:
+        explain(record)
     return report.report(args, [record | before])
 
 
@@ -86,9 +83,27 @@ def measure(
         jax.block_until_ready(trainer.step(batch))
         run = lambda: [trainer.step(batch) for _ in range(profiled)]  # noqa: E731
         events, text = breakdown.profile(run)
-        record["breakdown"] = breakdown.breakdown(events, text, profiled)
-        record |= {"top": breakdown.top(events, text, profiled, longest)} if longest else {}
+        record["breakdown"] = breakdown.breakdown(events, text, profiled) if events else None
+        record["top"] = breakdown.top(events, text, profiled, longest) if events else None
     return record
+
+
+def explain(record: dict) -> None:
+    """The tables of a record's profile on stderr, or why there is none."""
+    if "breakdown" not in record:
+        return
+    if record["breakdown"] is None:
+        print(
+            "mjax: no breakdown: the profile has no plane of a device; it needs an NVIDIA GPU and "
+            "a CUPTI library that jax can load",
+            file=sys.stderr,
+        )
+        return
+    title = f"of a step, which takes {record['ms']} ms when not profiled"
+    rows = [row | {"share": f"{row['share']:.1%}"} for row in record["breakdown"]]
+    report.show(rows, f"where the time goes: ms {title}")
+    if record["top"]:
+        report.show(record["top"], f"longest instructions: ms {title}")
 
 
 def step_seconds(

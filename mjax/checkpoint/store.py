@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 import mjax
-from mjax.config.schema import Config, Group, ModelConfig, OptimizerConfig
+from mjax.config.schema import Config, Group, ModelConfig, OptimizerConfig, PrecisionConfig
 from mjax.errors import UserError
 from mjax.models.pattern import STACK_OF
 from mjax.optim.schedule import consumed_samples
@@ -206,9 +206,12 @@ class Store:
         model = [f for f in ModelConfig.model_fields if f not in NOT_ARCHITECTURE]
         roles = ["muon_roles"] if self.cfg.optimizer.name == "muon" else []
         optimizer = ["name", "mu_dtype", "nu_dtype", *roles]
+        recipes = self.cfg.precision.fp8, meta["config"]["precision"].get("fp8")
+        precision = ["fp8", "fp8_amax_history"] if "delayed" in recipes else []  # has a state
         for group, kind, names in (
             ("model", ModelConfig, model),
             ("optimizer", OptimizerConfig, optimizer),
+            ("precision", PrecisionConfig, precision),
         ):
             saved, ours = meta["config"][group], getattr(self.cfg, group).model_dump(mode="json")
             for name in names:

@@ -102,6 +102,12 @@ def _zero_groups(c: Config) -> list[int]:
 
 MESH_RULES: tuple[Rule, ...] = (
     Rule(
+        "tp_overlap_doubles",
+        lambda c: c.mesh.tp_overlap != "always" or c.mesh.tp & (c.mesh.tp - 1) == 0,
+        "`mesh.tp_overlap` exchanges with 1, 2, 4, .. devices, but `mesh.tp` is no power of two",
+        "set mesh.tp_overlap=auto or change mesh.tp",
+    ),
+    Rule(
         "pipeline_keys_used",
         lambda c: c.mesh.pp > 1 or not _pipeline_keys(c),
         lambda c: f"{_pipeline_keys(c)[0]} has no effect with `mesh.pp`",

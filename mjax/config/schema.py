@@ -151,10 +151,10 @@ class MeshConfig(Group):
 
     dp: int | Literal["auto"] = Field("auto", description="Data; auto: what the others leave.")
     tp: int = Field(1, ge=1, description="Tensor (with sequence parallelism).")
-    tp_overlap: Literal["auto", "ring", "none"] = Field(
+    tp_overlap: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Exchange over tp in rings that run under the matmuls; auto: where shards are "
-        "long enough to pay (sharding/overlap.py).",
+        description="Exchange over tp in pieces, under the matmuls; auto: where GPUs can copy to "
+        "each other and shards are long enough to pay (sharding/overlap.py).",
     )
     pp: int = Field(1, ge=1, description="Pipeline.")
     cp: int = Field(1, ge=1, description="Context.")
@@ -262,7 +262,10 @@ class TrainConfig(Group):
         description="What a block keeps for its backward: all, matmul outputs and attention, "
         "attention only, nothing.",
     )
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    attention: Literal["auto", "xla", "cudnn", "mosaic"] = "auto"
+    unroll: int = Field(
+        1, ge=0, description="Layer groups in an iteration of the layer loop; 0: all, no loop."
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the logged loss.")
     z_loss: float = Field(
         0.0, ge=0, description="Weight of log(sum exp logits)^2; part of the logged loss."

@@ -65,8 +65,9 @@ def export_model(
     extras: Mapping[str, bytes] | None = None,
 ) -> dict:
     """Write the artefact of `source` to the new `folder`, `extras` (tokenizer files) with it, and
-    give its manifest back. `lengths`: slots of the caches; `block`: tokens a row of a prefill call.
-    One device; raises `UserError` for sizes that the model does not take, with nothing written.
+    give its manifest back. `lengths`: slots of the caches; `block`: tokens a row of a prefill call,
+    at most half a cache. One device. Raises `UserError` for sizes that the model does not take,
+    with nothing written.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         raise UserError("jax.export writes programs with flatbuffers; pip install mjax[export]")
@@ -79,7 +80,7 @@ def export_model(
         entries, version = [], 0
         for batch, length in sorted((b, t) for b in set(batches) for t in set(lengths)):
             entry = {"batch": batch, "length": length}
-            for kind, tokens in (("prefill", min(block, length)), ("decode", 1)):
+            for kind, tokens in (("prefill", min(block, length // 2)), ("decode", 1)):
                 sizes = {"B": batch, "T": length, "S": tokens}
                 made = _program(definition, shapes, cache, sizes, platforms)
                 name, data = f"{kind}_b{batch}_t{length}.stablehlo", bytes(made.serialize())

@@ -1,6 +1,6 @@
-"""Causal attention: one function, a chunked XLA reference, and cuDNN's fused kernels.
+"""Causal attention: one function, a chunked XLA reference, cuDNN's fused kernels and our own.
 
-Both differentiate. The cuDNN path calls JAX's private primitives under our own custom_vjp, so that
+All differentiate. The cuDNN path calls JAX's private primitives under our own custom_vjp, so that
 the output and log-sum-exp carry names (`attn_out`, `attn_lse`) which every remat policy but 'full'
 keeps: attention never runs twice. It is the only file that touches that private module. Packed
 documents reach cuDNN as offsets, windows as `sliding_window_length` (FlashAttention-2, arXiv
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
+from mjax.kernels import mosaic_attention as mosaic
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
 _MASKED = -1e30
@@ -47,8 +48,13 @@ def attention(
     (rate, key, rows [B], heads [N]). Softmax is fp32. Raises `UserError` where the asked-for
     implementation lacks a feature.
     """
-    if resolve(implementation) == "xla":
+    chosen = resolve(implementation, q, softcap, sinks, dropout)
+    if chosen == "xla":
         return _reference(q, k, v, scale, columns, window, softcap, sinks, segments, dropout)
+    if chosen == "mosaic":
+        mosaic.require_mosaic(q, dropout)
+        documents = None if segments is None or max_documents == 1 else segments[0]
+        return mosaic.mosaic_attention(q, k, v, sinks, documents, scale, window, softcap)
     require_cudnn(q, softcap, sinks, dropout)
     packing = None
     if segments is not None and max_documents != 1:
@@ -61,11 +67,23 @@ def attention(
     return _cudnn(q, k, v, packing, scale, window)
 
 
-def resolve(implementation: str) -> str:
-    """'auto' -> 'cudnn' on an accelerator, 'xla' on a CPU."""
-    if implementation == "auto":
-        return "xla" if jax.default_backend() == "cpu" else "cudnn"
-    return implementation
+def resolve(
+    implementation: str,
+    q: jax.Array,
+    softcap: float | None,
+    sinks: jax.Array | None,
+    dropout: tuple | None,
+) -> str:
+    """THE rule of train.attention=auto: 'xla' on a CPU; for what cuDNN lacks 'mosaic'; 'cudnn'.
+
+    That is, for soft-caps and sinks where our kernels can run (Hopper, bf16, their head sizes).
+    """
+    if implementation != "auto":
+        return implementation
+    if jax.default_backend() == "cpu":
+        return "xla"
+    lacking = softcap is not None or sinks is not None
+    return "mosaic" if lacking and mosaic.supports(q, dropout) else "cudnn"
 
 
 def require_cudnn(
@@ -248,11 +266,15 @@ def block_forward(
     """Attention of q [B, S, N, H] to one block of keys -> fp32 (out [B, S, N, H], lse [B, N, S]).
 
     The `places` of queries and keys make the mask on XLA, as `attention` describes; a query that
-    sees no key of the block gets an lse of about -1e30. cuDNN takes none: all keys are seen, or
-    those up to the query's own index (`causal`).
+    sees no key of the block gets an lse of about -1e30. Fused kernels take none: all keys are seen,
+    or those up to the query's own index (`causal`).
     """
+    if implementation != "xla":
+        assert places is None and window is None, "a fused block masks by index alone"
+    if implementation == "mosaic":
+        out, lse = mosaic.mosaic_forward(q, k, v, scale=scale, causal=causal)
+        return out.astype(jnp.float32), lse
     if implementation == "cudnn":
-        assert places is None and window is None, "a cuDNN block masks by index alone"
         out, lse = _bind_forward(q, k, v, None, scale, None, causal)
         return out.astype(jnp.float32), lse
 
@@ -282,6 +304,10 @@ def block_backward(
     implementation: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This block's part of (d_q, d_k, d_v), fp32; `out` and `lse` are those over all blocks."""
+    if implementation == "mosaic":
+        saved = q, k, v, out, lse, d_out
+        grads = mosaic.mosaic_backward(*saved, scale=scale, causal=causal)
+        return tuple(g.astype(jnp.float32) for g in grads)
     if implementation == "cudnn":
         grads = _bind_backward(q, k, v, None, out, lse, d_out, scale, None, causal)
         return tuple(g.astype(jnp.float32) for g in grads)

@@ -1,357 +1,200 @@
-"""Flash attention for Hopper in Pallas Mosaic GPU: bf16, fp32 softmax, forward.
+"""Our own flash attention for Hopper GPUs: what cuDNN has, and soft-caps and sinks, in bf16.
 
-One warpgroup moves keys and values by TMA through a ring of shared-memory slots; the others hold
-64 queries each and take turns on the tensor core, so that one computes its softmax while another
-multiplies (FlashAttention-3, arXiv 2407.08608). What a query sees is one interval of keys,
-[low, its own index]: a window and contiguous documents only raise `low`. So blocks outside the
-interval are never read, and blocks wholly inside need no mask. The backward is in
-`mosaic_backward.py`; `mosaic_attention` joins the two.
+Written in Pallas Mosaic GPU (`mosaic_forward.py`, `mosaic_backward.py`, imported on use: they need
+a jax that has it). Deterministic; shares nothing with JAX's private cuDNN module. Sequences are
+padded to a multiple of the tiles here, and segment ids become the interval of keys that each query
+sees and of queries that see each key: documents must be contiguous, as in training.
 """
 
 import functools
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-LOG2E = math.log2(math.e)
+from mjax.errors import UserError
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Warpgroups that compute (64 rows each), columns of a block, and slots of the ring."""
-
-    groups: int
-    block: int
-    slots: int
-    pingpong: bool = True
-    pipelined: bool = False
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.groups
+HEAD_SIZES = (64, 128, 256)
+_MULTIPLE = 128  # of both sequence lengths
+_LOG2E = math.log2(math.e)
+# (warpgroups, block, slots) by head size, measured on H200; docs/performance.md
+_FORWARD = {64: (2, 128, 2), 128: (2, 128, 2), 256: (2, 64, 2)}
+_D_QUERIES = {64: (2, 128, 2), 128: (2, 128, 2), 256: (1, 64, 2)}
+_D_KEYS = {64: (2, 64, 4), 128: (2, 64, 2), 256: (1, 64, 2)}
 
 
-BLOCKS = 132  # thread blocks launched, one for each multiprocessor
-_FLOOR = -1e30
-FORWARD = {64: Tile(3, 128, 2), 128: Tile(2, 128, 2), 256: Tile(2, 64, 2)}
+def require_mosaic(q: jax.Array, dropout: tuple | None = None) -> None:
+    """Raise `UserError` where the kernels lack a device, dtype, head size or feature."""
+    remedy = "set train.attention=auto"
+    if not on_hopper():
+        raise UserError(
+            f"train.attention=mosaic: needs a Hopper GPU and jax >= 0.11, not "
+            f"{jax.default_backend()} and jax {jax.__version__}; {remedy}"
+        )
+    if dropout is not None:
+        raise UserError(
+            "model.attention_dropout: mosaic attention lacks it; set train.attention=xla"
+        )
+    if q.dtype != jnp.bfloat16:
+        raise UserError(
+            f"precision.compute={q.dtype}: mosaic attention needs bfloat16; "
+            "set precision.compute=bfloat16 or train.attention=xla"
+        )
+    if q.shape[-1] not in HEAD_SIZES:
+        raise UserError(
+            f"model.head_dim={q.shape[-1]}: mosaic attention needs one of {HEAD_SIZES}; {remedy}"
+        )
 
 
-def walk(total, one):
-    """Run `one(item, count)` -> count over this thread block's share of `total` items.
+def supports(q: jax.Array, dropout: tuple | None = None) -> bool:
+    """Whether `require_mosaic` raises nothing."""
+    dtypes = q.dtype == jnp.bfloat16 and q.shape[-1] in HEAD_SIZES
+    return dtypes and dropout is None and on_hopper()
 
-    Items are dealt to and fro, so that blocks share them evenly when they are sorted by size.
+
+def on_hopper() -> bool:
+    """Whether the default device is a Hopper GPU, and jax has what the kernels use."""
+    if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11):
+        return False
+    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def mosaic_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    segments: jax.Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
+    """Causal attention of q [B, S, N, H] to k, v [B, S, K, H], bf16 -> [B, S, N, H].
+
+    `sinks` [N] are extra logits, `segments` int32 [B, S] contiguous documents. The residuals are
+    named `attn_out` and `attn_lse`.
     """
-    block = lax.axis_index("block")
-    width = min(BLOCKS, total)
-    whole, rest = divmod(total, width)
-
-    def place(i):
-        return i * width + jnp.where(lax.rem(i, 2) == 0, block, width - 1 - block)
-
-    rounds = whole + jnp.where(place(jnp.int32(whole)) < total, 1, 0) if rest else whole
-    lax.fori_loop(0, rounds, lambda i, count: one(place(i), count), jnp.int32(0))
+    return _fwd(q, k, v, sinks, segments, scale, window, softcap)[0]
 
 
-def forward(q, k, v, low, sinks, *, scale, window, softcap, causal, keys, tile=None):
-    """q [B, S, N, H], k, v [B, T, K, H], low [B, S] or None -> (out [B, S, N, H], lse [B, N, S]).
+def _fwd(q, k, v, sinks, segments, scale, window, softcap):
+    options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, segments=segments)
+    out, lse = mosaic_forward(q, k, v, **options)
+    out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
+    return out, (q, k, v, sinks, segments, out, lse)
 
-    S and T are multiples of the tile; the first `keys` keys count. `lse` is natural, fp32.
+
+def _bwd(scale, window, softcap, saved, d_out):
+    q, k, v, sinks, segments, out, lse = saved
+    options = dict(scale=scale, window=window, softcap=softcap, segments=segments)
+    grads = mosaic_backward(q, k, v, out, lse, d_out, **options)
+    d_sinks = None
+    if sinks is not None:
+        share = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)  # [B, N, S]
+        d_sinks = -jnp.sum(share * _delta(out, d_out), axis=(0, 2)).astype(sinks.dtype)
+    return *grads, d_sinks, None
+
+
+mosaic_attention.defvjp(_fwd, _bwd)
+
+
+def mosaic_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    causal: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """q [B, S, N, H], k, v [B, T, K, H] -> out [B, S, N, H] bf16, natural log-sum-exp [B, N, S].
+
+    Query i sees keys up to i (`causal`), within `window` and its segment; all keys otherwise.
     """
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from mjax.kernels.mosaic_forward import Tile, forward
 
-    b, s, n, h = q.shape
-    tile = tile or FORWARD[h]
-    blocks, per_kv = k.shape[1] // tile.block, n // k.shape[2]
-    factor = (scale if softcap is None else softcap) * LOG2E
-    total_items = n * b * (s // tile.rows)
-    shared = h == 256  # shared memory holds no output buffer beside the queries
-    masked_end = not causal and keys != k.shape[1]
-    optional = [x for x in (low, sinks) if x is not None]
+    job = _job(q, k, scale, window, softcap, causal, segments)
+    low, _ = _intervals(job, segments)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    tile = Tile(*_FORWARD[job.size])
+    out, lse = forward(job, tile, *_pad((q, k, v), 1), low=low, sinks=sinks)
+    return out[:, : q.shape[1]], lse[..., : q.shape[1]]
 
-    def body(q_gmem, k_gmem, v_gmem, *refs):
-        refs = list(refs)
-        low_gmem = refs.pop(0) if low is not None else None
-        sinks_gmem = refs.pop(0) if sinks is not None else None
-        out_gmem, lse_gmem, q_smem, k_smem, v_smem, lse_smem, out_smem, *barriers = refs
-        q_ready, q_free, k_ready, v_ready, k_free, v_free, turn = barriers
-        out_smem = out_smem[0] if out_smem else q_smem
-        group = lax.axis_index("group")
-        slot_of = lambda i: lax.rem(i, tile.slots)
 
-        def extent(item):
-            """Head, row, first query, and key blocks [first, last), masked outside [inside, own).
+def mosaic_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    segments: jax.Array | None = None,
+    causal: bool = True,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients (d_q, d_k, d_v) from the output and log-sum-exp, which may be over more keys."""
+    from mjax.kernels.mosaic_backward import d_keys, d_queries
+    from mjax.kernels.mosaic_forward import Tile
 
-            Blocks are visited from the last to the first.
-            """
-            head, item = lax.rem(item, n), lax.div(item, n)
-            row, start = lax.rem(item, b), lax.div(item, b)
-            start = (s // tile.rows - 1 - start) * tile.rows
-            last = jnp.int32(blocks)
-            if causal:
-                last = jnp.minimum(last, lax.div(start + tile.rows + tile.block - 1, tile.block))
-            first = inside = jnp.int32(0)
-            if low is not None:
-                bottom, top = low_gmem[row, start], low_gmem[row, start + tile.rows - 1]
-            elif window is not None:
-                bottom = jnp.maximum(start - window + 1, 0)
-                top = jnp.maximum(start + tile.rows - window, 0)
-            if low is not None or window is not None:
-                first = lax.div(bottom, tile.block)
-                inside = jnp.minimum(lax.div(top + tile.block - 1, tile.block), last)
-            own = last
-            if causal:
-                own = jnp.minimum(lax.div(start + 1, tile.block), last)
-            elif masked_end:
-                own = last - 1
-            return head, row, start, first, inside, own, last
+    job = _job(q, k, scale, window, softcap, causal, segments)
+    low, high = _intervals(job, segments)
+    lse, delta = _pad((lse * _LOG2E, _delta(out, d_out)), 2)
+    operands = *_pad((q, k, v, d_out.astype(q.dtype)), 1), lse, delta
+    d_q = d_queries(job, Tile(*_D_QUERIES[job.size]), *operands, low=low)
+    tile = Tile(*_D_KEYS[job.size])
+    # at head size 256 the two sums do not fit in registers together
+    parts = [("k", "v")] if job.size < 256 else [("k",), ("v",)]
+    d_kv = [g for some in parts for g in d_keys(job, tile, *operands, high=high, parts=some)]
+    return d_q[:, : q.shape[1]], *(g[:, : k.shape[1]] for g in d_kv)
 
-        def move(item, count):
-            head, row, start, first, _, _, last = extent(item)
-            kv_head = lax.div(head, per_kv)
-            for i in range(tile.groups):
 
-                @pl.when(count > 0)
-                def _():
-                    plgpu.barrier_wait(q_free.at[i])
+def _job(q, k, scale, window, softcap, causal, segments):
+    from mjax.kernels.mosaic_forward import Job
 
-                at = row, pl.ds(start + i * 64, 64), head
-                plgpu.copy_gmem_to_smem(q_gmem.at[at], q_smem.at[i], q_ready.at[i])
+    assert causal or (window is None and segments is None), "only causal attention is masked"
+    assert not causal or q.shape[1] == k.shape[1], "causal attention is of a sequence to itself"
+    (b, s, n, h), (t, kv_heads) = q.shape, k.shape[1:3]
+    s, real, t = s + -s % _MULTIPLE, t, t + -t % _MULTIPLE
+    if window is not None and window >= t:
+        window = None
+    return Job(b, s, t, n, kv_heads, h, scale, window, softcap, causal, real)
 
-            @pl.loop(0, last - first)
-            def _block(i):
-                slot = slot_of(count + i)
-                at = row, pl.ds((last - 1 - i) * tile.block, tile.block), kv_head
 
-                @pl.when(count + i >= tile.slots)
-                def _():
-                    plgpu.barrier_wait(k_free.at[slot])
+def _intervals(job, segments):
+    """Of segment ids: (first key each query sees, last query that sees each key), int32 [B, S]."""
+    if segments is None:
+        return None, None
+    size = job.queries
+    segments = jnp.pad(segments, ((0, 0), (0, size - segments.shape[1])), mode="edge")
+    at = jnp.arange(size, dtype=jnp.int32)
+    new = jnp.diff(segments, axis=1) != 0
+    low = jax.lax.cummax(jnp.where(jnp.pad(new, ((0, 0), (1, 0))), at, 0), axis=1)
+    ends = jnp.pad(new, ((0, 0), (0, 1)), constant_values=True)
+    high = jax.lax.cummin(jnp.where(ends, at, size), axis=1, reverse=True)
+    if job.window is not None:
+        low = jnp.maximum(low, at - job.window + 1)
+        high = jnp.minimum(high, at + job.window - 1)
+    return low, high
 
-                plgpu.copy_gmem_to_smem(k_gmem.at[at], k_smem.at[slot], k_ready.at[slot])
 
-                @pl.when(count + i >= tile.slots)
-                def _():
-                    plgpu.barrier_wait(v_free.at[slot])
+def _delta(out, d_out):
+    """sum(out * d_out) over head size, fp32 [B, N, S]; an einsum would be a slow matmul."""
+    return jnp.swapaxes(jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1), 1, 2)
 
-                plgpu.copy_gmem_to_smem(v_gmem.at[at], v_smem.at[slot], v_ready.at[slot])
 
-            return count + last - first
+def _pad(arrays, axis):
+    """Zeros at the end of `axis` up to a multiple of the tiles."""
 
-        def await_turn():
-            if tile.pingpong:
-                plgpu.barrier_wait(turn.at[group])
+    def one(x):
+        widths = [(0, -x.shape[axis] % _MULTIPLE if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths) if widths[axis][1] else x
 
-        def pass_turn():
-            if tile.pingpong:
-                plgpu.barrier_arrive(turn.at[lax.rem(group + 1, tile.groups)])
-
-        def compute(item, count):
-            head, row, start, first, inside, own, last = extent(item)
-            steps = last - first
-            q_own, out_own = q_smem.at[group], out_smem.at[group]
-            at = row, pl.ds(start + group * 64, 64), head
-            rows, wide, square = plgpu.Layout.WGMMA.reduce(1), (64, h), (64, tile.block)
-            if low is not None:
-                low_rows = plgpu.load(
-                    low_gmem.at[row, pl.ds(start + group * 64, 64)], layout=rows, optimized=False
-                )
-            floor = _FLOOR if sinks is None else sinks_gmem[head].astype(jnp.float32) * LOG2E
-            peak = plgpu.layout_cast(jnp.full((64,), floor, jnp.float32), rows)
-            total = plgpu.layout_cast(jnp.full((64,), float(sinks is not None)), rows)
-            acc = plgpu.layout_cast(jnp.zeros(wide, jnp.float32), plgpu.Layout.WGMMA)
-            plgpu.barrier_wait(q_ready.at[group])
-
-            def free_query(i):
-                if not shared:
-                    pl.when(i == steps - 1)(lambda: plgpu.barrier_arrive(q_free.at[group]))
-
-            def mask(scores, i):
-                column = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=plgpu.Layout.WGMMA)
-                column += (last - 1 - i) * tile.block
-                line = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=plgpu.Layout.WGMMA)
-                line += start + group * 64
-                seen = column < keys if masked_end else None
-                if causal:
-                    seen = line >= column
-                if low is not None:
-                    seen &= column >= lax.broadcast_in_dim(low_rows, square, [0])
-                elif window is not None:
-                    seen &= line - column < window
-                return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
-
-            def softmax(scores, peak, i, masked):
-                if softcap is not None:
-                    scores = jnp.tanh(scores * (scale / softcap))
-                if masked:
-                    scores = mask(scores, i)
-                new = jnp.maximum(peak, scores.max(axis=1) * factor)
-                decay = jnp.exp2(peak - new)
-                probs = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, square, [0]))
-                return probs, new, decay
-
-            def step(i, carry, masked):
-                acc, peak, total = carry
-                slot = slot_of(count + i)
-                plgpu.barrier_wait(k_ready.at[slot])
-
-                def multiply(scores):
-                    plgpu.wgmma(scores, q_own, k_smem.at[slot].transpose((1, 0)))
-                    pass_turn()
-                    return scores[...]
-
-                scores = pl.run_scoped(multiply, plgpu.ACC(square, jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
-                free_query(i)
-                probs, peak, decay = softmax(scores, peak, i, masked)
-                acc *= lax.broadcast_in_dim(decay, wide, [0])
-                total = total * decay + probs.sum(axis=1)
-                p16 = probs.astype(q.dtype)
-                acc, total, peak, p16 = lax.optimization_barrier((acc, total, peak, p16))
-                plgpu.barrier_wait(v_ready.at[slot])
-                await_turn()
-
-                def add(acc):
-                    plgpu.wgmma(acc, p16, v_smem.at[slot])
-
-                acc = pl.run_state(add)(plgpu.ACC.init(acc))
-                plgpu.barrier_arrive(v_free.at[slot])
-                return acc, peak, total
-
-            def start_pipe():
-                slot = slot_of(count)
-                plgpu.barrier_wait(k_ready.at[slot])
-                await_turn()
-
-                def multiply(scores):
-                    plgpu.wgmma(scores, q_own, k_smem.at[slot].transpose((1, 0)))
-                    pass_turn()
-                    return scores[...]
-
-                scores = pl.run_scoped(multiply, plgpu.ACC(square, jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
-                free_query(0)
-                probs, new, decay = softmax(scores, peak, 0, True)
-                return acc, new, total * decay + probs.sum(axis=1), probs.astype(q.dtype)
-
-            def piped(i, carry, masked):
-                acc, peak, total, p16 = carry
-                slot, before = slot_of(count + i), slot_of(count + i - 1)
-                plgpu.barrier_wait(k_ready.at[slot])
-
-                def both(scores_ref, acc_ref):
-                    acc_ref[...] = acc
-                    await_turn()
-                    plgpu.wgmma(scores_ref, q_own, k_smem.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(v_ready.at[before])
-                    plgpu.wgmma(acc_ref, p16, v_smem.at[before])
-                    pass_turn()
-                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    free_query(i)
-                    probs, new, decay = softmax(scores, peak, i, masked)
-                    summed = total * decay + probs.sum(axis=1)
-                    probs, new, summed, decay = lax.optimization_barrier(
-                        (probs, new, summed, decay)
-                    )
-                    result = acc_ref[...]
-                    plgpu.barrier_arrive(v_free.at[before])
-                    return result * lax.broadcast_in_dim(decay, wide, [0]), new, summed, probs
-
-                acc, peak, total, probs = pl.run_scoped(
-                    both, plgpu.ACC(square, jnp.float32), plgpu.ACC(wide, jnp.float32)
-                )
-                return acc, peak, total, probs.astype(q.dtype)
-
-            def end_pipe(acc, p16):
-                slot = slot_of(count + steps - 1)
-                plgpu.barrier_wait(v_ready.at[slot])
-
-                def add(acc):
-                    plgpu.wgmma(acc, p16, v_smem.at[slot])
-
-                return pl.run_state(add)(plgpu.ACC.init(acc))
-
-            a = last - own
-            c = jnp.maximum(last - inside, a)
-            if tile.pipelined:
-                carry = start_pipe()
-                carry = lax.fori_loop(1, a, functools.partial(piped, masked=True), carry)
-                carry = lax.fori_loop(
-                    jnp.maximum(a, 1), c, functools.partial(piped, masked=False), carry
-                )
-                if low is not None or window is not None:
-                    carry = lax.fori_loop(
-                        jnp.maximum(c, 1), steps, functools.partial(piped, masked=True), carry
-                    )
-                acc, peak, total, p16 = carry
-                acc = end_pipe(acc, p16)
-            else:
-                await_turn()
-                carry = acc, peak, total
-                if causal or masked_end:
-                    carry = lax.fori_loop(0, a, functools.partial(step, masked=True), carry)
-                carry = lax.fori_loop(a, c, functools.partial(step, masked=False), carry)
-                if low is not None or window is not None:
-                    carry = lax.fori_loop(c, steps, functools.partial(step, masked=True), carry)
-                acc, peak, total = carry
-                pass_turn()
-
-            acc *= lax.broadcast_in_dim(1.0 / total, wide, [0])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_own[...] = acc.astype(q.dtype)
-            lse_smem[group] = (peak + jnp.log2(total)) * (1 / LOG2E)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_own, out_gmem.at[at], commit_group=False)
-            plgpu.copy_smem_to_gmem(
-                lse_smem.at[group], lse_gmem.at[row, head, pl.ds(start + group * 64, 64)]
-            )
-            if shared:
-                plgpu.wait_smem_to_gmem(0)
-                plgpu.barrier_arrive(q_free.at[group])
-            return count + steps
-
-        @pl.when(group == tile.groups)
-        def _():
-            plgpu.set_max_registers(24 if tile.groups >= 3 else 40, action="decrease")
-            walk(total_items, move)
-
-        @pl.when(group < tile.groups)
-        def _():
-            registers = {1: 232, 2: 232, 3: 160, 4: 112}[tile.groups]
-            plgpu.set_max_registers(registers, action="increase")
-            pl.when(group == tile.groups - 1)(pass_turn)
-            walk(total_items, compute)
-            plgpu.wait_smem_to_gmem(0)
-
-    layout = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    own = plgpu.SMEM((tile.groups, 64, h), q.dtype, transforms=layout)
-    ring = (tile.slots, tile.block, h)
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((b, n, s), jnp.float32),
-        ),
-        scratch_types=[
-            own,
-            plgpu.SMEM(ring, q.dtype, transforms=layout),
-            plgpu.SMEM(ring, q.dtype, transforms=layout),
-            plgpu.SMEM((tile.groups, 64), jnp.float32),
-            [] if shared else [own],
-            plgpu.Barrier(num_barriers=tile.groups),
-            plgpu.Barrier(num_barriers=tile.groups),
-            plgpu.Barrier(num_barriers=tile.slots),
-            plgpu.Barrier(num_barriers=tile.slots),
-            plgpu.Barrier(num_arrivals=tile.groups, num_barriers=tile.slots),
-            plgpu.Barrier(num_arrivals=tile.groups, num_barriers=tile.slots),
-            plgpu.Barrier(num_barriers=tile.groups),
-        ],
-        grid=(min(BLOCKS, total_items),),
-        grid_names=("block",),
-        num_threads=tile.groups + 1,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, *optional)
+    return tuple(one(x) for x in arrays)

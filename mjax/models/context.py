@@ -13,7 +13,6 @@ from jax.tree_util import register_dataclass
 
 from mjax.kernels.quantize import Fp8
 from mjax.sharding.collectives import LOCAL, Parallel
-from mjax.sharding.overlap import RING_ROWS
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,9 @@ class Context:
     cp_type: str = "auto"
     cp_a2a: int = 1
     max_documents: int = 0
-    tp_overlap: str = "auto"
+    overlap_rows: int | None = None
     remat: str = "none"
+    unroll: int = 1
     dropout: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -40,10 +40,9 @@ class Context:
     gather: Callable[[str, dict], dict] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
 
-    def in_rings(self, rows: int) -> bool:
-        """Whether matmuls exchange shards of `rows` tokens over tp in rings (sharding/overlap.py)."""
-        big = self.tp_overlap == "ring" or rows >= RING_ROWS
-        return self.parallel.tp > 1 and self.tp_overlap != "none" and big
+    def overlaps(self, rows: int) -> bool:
+        """Whether matmuls exchange shards of `rows` tokens over tp piecewise."""
+        return self.parallel.tp > 1 and self.overlap_rows is not None and rows >= self.overlap_rows
 
     def tap(self, name: str, x: jax.Array) -> jax.Array:
         """`x`, or what `see` makes of it."""

@@ -221,7 +221,10 @@ class Decoder(nnx.Module):
             layers = period(jnp.arange(len(rows), dtype=jnp.int32))
             body = functools.partial(scan_body, definitions, run.kinds, rope, info, own_ctx)
             xs = xs, layers, jax.tree.map(period, cache)
-            (x, aux), new = jax.lax.scan(remat(body, ctx.remat), (x, aux), xs)
+            scan = functools.partial(
+                jax.lax.scan, unroll=min(ctx.unroll or run.repeats, run.repeats)
+            )
+            (x, aux), new = scan(remat(body, ctx.remat), (x, aux), xs)
             caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), new))
         merged = None if cache is None else jax.tree.map(lambda *c: jnp.concatenate(c), *caches)
         return x, aux, merged

@@ -44,7 +44,7 @@ def weights_of(tree: dict, specs: dict) -> dict[str, dict]:
 def column(x: jax.Array, weights: dict[str, jax.Array], ctx: Context) -> tuple[jax.Array, ...]:
     """x [B, S/tp, D] and weights name -> [D, ...] -> for each [B, S, ...], x gathered once."""
     multiply, operands = _local(weights, 1, ctx)
-    if ctx.in_rings(x.shape[1]):
+    if ctx.overlaps(x.shape[1]):
         ys = gather_matmul(multiply, x, operands, ctx.parallel)
     else:
         ys = multiply(ctx.parallel.gather_seq(x), operands)
@@ -55,7 +55,7 @@ def row(h: jax.Array, weight: tuple[str, jax.Array], ctx: Context) -> jax.Array:
     """h [B, S, ...] and (name, weight [..., D]) -> [B, S/tp, D], summed over tp."""
     name, w = weight
     multiply, operands = _local({name: w}, w.ndim - 1, ctx)
-    if ctx.in_rings(h.shape[1] // ctx.parallel.tp):
+    if ctx.overlaps(h.shape[1] // ctx.parallel.tp):
         y = matmul_scatter(multiply, h, operands, ctx.parallel)[name]
     else:
         y = ctx.parallel.scatter_seq(multiply(h, operands)[name])

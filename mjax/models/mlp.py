@@ -1,5 +1,7 @@
 """The feed-forward block: gated (SwiGLU, GEGLU) or plain, column- then row-parallel over tp."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +18,28 @@ def activate(x: jax.Array, name: str) -> jax.Array:
     if name == "relu2":
         return jnp.square(jax.nn.relu(x))
     return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gated(h: jax.Array, name: str) -> jax.Array:
+    """[..., 2, F] (gate, up) -> act(gate) * up, [..., F].
+
+    Its own backward stacks the two gradients. Autodiff would pad and add them, which XLA makes one
+    kernel that computes both halves everywhere (1.5 ms against 0.6 for 16k tokens of Llama-3-8B).
+    """
+    return activate(h[..., 0, :], name) * h[..., 1, :]
+
+
+def _gated_forward(h, name):
+    return gated(h, name), h
+
+
+def _gated_backward(name, h, d):
+    _, pull = jax.vjp(lambda gate, up: activate(gate, name) * up, h[..., 0, :], h[..., 1, :])
+    return (jnp.stack(pull(d), -2),)
+
+
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 def up_names(cfg: ModelConfig, prefix: str, kind: str) -> tuple[str, ...]:
@@ -50,7 +74,7 @@ class MLP(nnx.Module):
         if self.cfg.mlp_bias:
             h = h + self.up_bias[...]
         if self.cfg.mlp_gated:
-            h = activate(h[..., 0, :], self.cfg.hidden_act) * h[..., 1, :]
+            h = gated(h, self.cfg.hidden_act)
         else:
             h = activate(h, self.cfg.hidden_act)
         y = row(h, ("down", self.down[...]), ctx)

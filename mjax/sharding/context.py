@@ -26,6 +26,7 @@ from mjax.kernels.attention import (
     require_cudnn,
     resolve,
 )
+from mjax.kernels.mosaic_attention import require_mosaic
 from mjax.sharding.collectives import Parallel
 
 _AXIS = "cp"
@@ -60,12 +61,14 @@ def context_attention(
     if parallel.cp == 1:
         places = dict(columns=columns, segments=segments)
         return attention(q, k, v, sinks=sinks, dropout=dropout, **places, **options)
-    implementation = resolve(options.pop("implementation"))
     softcap, window = options["softcap"], options["window"]
+    implementation = resolve(options.pop("implementation"), q, softcap, sinks, dropout)
     packed = segments is not None and options["max_documents"] != 1
     extra = dict(attn_logit_softcapping=softcap, attention_sinks=sinks, attention_dropout=dropout)
     lacking = [name for name, value in extra.items() if value is not None]
-    masked = implementation == "cudnn" and (packed or window is not None)
+    fused = implementation != "xla"
+    masked = fused and (packed or window is not None)
+    masked |= implementation == "mosaic" and bool(lacking)  # its blocks take no option either
     if cp_type == "auto":
         grouped = k.shape[2] < q.shape[2]
         cp_type = "a2a" if masked else choose(parallel.cp, grouped, bool(lacking))
@@ -90,8 +93,11 @@ def context_attention(
         options |= dict(segments=(segment, segment) if packed else None)
         options |= dict(sinks=group.own(sinks, 0), dropout=group.own_heads(dropout))
         return group.to_sequence(attention(q, k, v, **options))
-    if implementation == "cudnn":
-        require_cudnn(q, softcap, sinks, dropout)
+    if fused:
+        if implementation == "cudnn":
+            require_cudnn(q, softcap, sinks, dropout)
+        else:
+            require_mosaic(q, dropout)
         places = None
     else:
         places = jnp.broadcast_to(column, q.shape[:2]), segment
@@ -111,8 +117,8 @@ def _refuse(cp_type: str, heads: int, cp: int, cp_a2a: int, lacking: list, maske
         )
     if masked and cp_type != "a2a":
         raise UserError(
-            f"mesh.cp_type={cp_type}: its cuDNN blocks know neither packed documents nor sliding "
-            "windows; set mesh.cp_type=a2a or train.attention=xla"
+            f"mesh.cp_type={cp_type}: its fused blocks know neither packed documents nor sliding "
+            "windows, soft-caps or sinks; set mesh.cp_type=a2a or train.attention=xla"
         )
     size = {"a2a": cp, "a2a_ring": cp_a2a}.get(cp_type, 1)
     if heads % size:

@@ -50,6 +50,7 @@ class Program:
     parallel: Parallel
     max_documents: int = 0
     layout: Layout | None = None  # of the pipeline
+    overlap_rows: int | None = None  # tokens in a tp shard that is exchanged piecewise
     one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
 
     def context(self, train: bool, scales: dict | None = None) -> Context:
@@ -62,8 +63,9 @@ class Program:
             cp_type=cfg.mesh.cp_type,
             cp_a2a=cfg.mesh.cp_a2a,
             max_documents=self.max_documents,
-            tp_overlap=cfg.mesh.tp_overlap,
+            overlap_rows=self.overlap_rows,
             remat=cfg.train.remat if train else "none",
+            unroll=cfg.train.unroll if train else 1,
             dropout=train,
             label_smoothing=cfg.train.label_smoothing if train else 0.0,
             z_loss=cfg.train.z_loss if train else 0.0,

@@ -46,6 +46,7 @@ from mjax.sharding.rules import (
     partition,
     stored_partitions,
 )
+from mjax.sharding.xla_options import compiler_options, overlap_rows
 from mjax.train import step as steps
 
 FIELDS = {
@@ -205,6 +206,7 @@ class Trainer:
                 optimizer=self.optimizer,
                 parallel=self.parallel,
                 max_documents=self.max_documents,
+                overlap_rows=overlap_rows(self.cfg.mesh, list(self.mesh.devices.flat)),
                 one_schedule=self.mesh.devices.flat[0].platform != "cpu",
                 layout=self.layout,
             )
@@ -230,10 +232,7 @@ class Trainer:
         return self._jits[kind, self.max_documents]
 
     def _compiler_options(self) -> dict | None:
-        """XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed."""
-        gpu = self.mesh.devices.flat[0].platform != "cpu"
-        fp8 = gpu and self.cfg.precision.fp8 != "none"
-        own = {"xla_gpu_enable_triton_gemm": False} if fp8 else {}
+        own = compiler_options(self.cfg, list(self.mesh.devices.flat))
         return own | self._xla_options or None
 
     def _initial_state(self) -> steps.State:

@@ -165,6 +165,7 @@ def test_settings_are_read_or_refused(harness, adapter):
 
 
 def test_chats_go_through_the_models_template(adapter):
+    pytest.importorskip("jinja2")
     text = adapter.apply_chat_template([{"role": "user", "content": "hi"}])
     assert text == "<u>hi<a>" and "message" in adapter.chat_template(True)
 

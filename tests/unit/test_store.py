@@ -175,6 +175,7 @@ def test_no_readable_checkpoint_is_an_error_not_a_fresh_start(tmp_path):
         (["model.rope_theta=5e5"], "model.rope_theta=10000.0 but"),
         (["optimizer.name=muon"], "optimizer.name='adamw' but this run has optimizer.name='muon'"),
         (["optimizer.nu_dtype=bfloat16"], "optimizer.nu_dtype='float32' but"),
+        (["precision.fp8=delayed"], "precision.fp8='none' but this run has .*'delayed'"),
         (["train.global_batch_size=16"], "consumed 40 samples, but .* step 5 is sample 80"),
     ],
 )
@@ -190,7 +191,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_its_first_differing_field(
 
 def test_what_does_not_shape_the_state_may_change(tmp_path):
     store(tmp_path, async_save=False).save(5, make_state(5))
-    other = load(None, ["data.mock=true", "model.hidden_dropout=0.1", "schedule.lr=1e-5"])
+    may = ["model.hidden_dropout=0.1", "schedule.lr=1e-5", "precision.fp8=current"]
+    other = load(None, ["data.mock=true", *may])
     assert_same(store(tmp_path, other).restore(abstract(make_state())), make_state(5))
 
 

@@ -24,6 +24,10 @@ BROKEN = {
         "model.layer_pattern='GEEE' puts dense and expert blocks differently",
     ),
     "pipeline_zero": (["mesh.pp=2", "mesh.zero=2"], "mesh.zero=2 cannot shard gradients"),
+    "tp_overlap_doubles": (
+        ["mesh.tp=3", "mesh.tp_overlap=always"],
+        "mesh.tp_overlap='always' exchanges with 1, 2, 4, .. devices, but mesh.tp=3 is no power",
+    ),
     "dp_positive": (["mesh.dp=0"], "mesh.dp=0"),
     "tp_divides_num_attention_heads": (["mesh.tp=8"], "model.num_attention_heads=4"),
     "tp_divides_intermediate_size": (["mesh.tp=2", "model.intermediate_size=33"], "33"),
@@ -125,6 +129,16 @@ BROKEN = {
         "passes 2, which is not divisible by train.micro_batch_size=4",
     ),
     "batch_divisible": (["train.micro_batch_size=3"], "train.global_batch_size=8"),
+    "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
+    "fp8_keys_used": (["precision.fp8_skip_layers=1"], "has no effect with precision.fp8='none'"),
+    "fp8_layers_left": (
+        ["precision.fp8=current", "precision.fp8_skip_layers=2"],
+        "precision.fp8_skip_layers=2 at both ends of model.num_hidden_layers=4 leaves none",
+    ),
+    "fp8_skip_pipeline": (
+        ["precision.fp8=current", "precision.fp8_skip_layers=1", "mesh.pp=2"],
+        "precision.fp8_skip_layers=1 is not built for the chunks of mesh.pp=2",
+    ),
     "keep_every_is_saved": (["checkpoint.keep_every=10"], "checkpoint.interval=None"),
     "cudnn_supports": (
         ["train.attention=cudnn", "model.attention_sinks=true"],

@@ -1,0 +1,63 @@
+"""Compiler options that XLA for GPUs does not choose by itself. Their one home.
+
+They are given to each compilation (`jax.jit(compiler_options=)`), never to XLA_FLAGS: there a name
+that a jaxlib does not know ends the process, here it is an error that `accepted` turns into an
+answer. So every option is tried on a trivial program first.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from mjax.config.schema import Config, MeshConfig
+from mjax.sharding.overlap import MIN_ROWS
+
+# ppermute as a copy by the source's copy engine: on four H200s 360 GB/s and no multiprocessor taken
+# from matmuls, where NCCL's kernels make 80. One at a time may run beside another collective.
+COPIES = (
+    ("xla_gpu_collective_permute_mode", "COLLECTIVES_PEER_MEMORY"),
+    ("xla_gpu_experimental_parallel_collective_overlap_limit", 2),
+)
+# XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed.
+CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
+
+
+def compiler_options(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, str | bool]:
+    """What programs of `cfg` are compiled with on `devices`."""
+    if devices[0].platform == "cpu":
+        return {}
+    out = dict(CUBLAS) if cfg.precision.fp8 != "none" and accepted(CUBLAS, devices[0]) else {}
+    copies = overlap_rows(cfg.mesh, devices) is not None and can_copy(devices)
+    return out | dict(COPIES) if copies else out
+
+
+def overlap_rows(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int | None:
+    """Tokens in a tp shard from which on exchanges overlap matmuls; None: never."""
+    if mesh.tp == 1 or mesh.tp_overlap == "never":
+        return None
+    if mesh.tp_overlap == "always":
+        return 0
+    power_of_two = mesh.tp & (mesh.tp - 1) == 0
+    return MIN_ROWS if power_of_two and can_copy(devices) else None
+
+
+def can_copy(devices: Sequence[jax.Device]) -> bool:
+    """Whether GPUs can write into each other's memory: those of one process, by this jaxlib."""
+    local = len({d.process_index for d in devices}) == 1
+    return devices[0].platform != "cpu" and local and accepted(COPIES, devices[0])
+
+
+@functools.cache
+def accepted(options: tuple[tuple[str, str | bool], ...], device: jax.Device) -> bool:
+    """Whether the compiler for `device` knows `options`."""
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(jnp.negative).lower(x).compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" in str(error):
+            return False
+        raise
+    return True

@@ -1,0 +1,267 @@
+"""The benchmarks: what a profile means, what a baseline lets pass, and that each of them runs."""
+
+import json
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+import jax
+import pytest
+
+from mjax.bench import collective, data, kernel, report, train
+from mjax.bench.breakdown import Event, breakdown, classify, parse, profile, top
+from mjax.config import load
+from mjax.errors import UserError
+
+TINY = [
+    "model.vocab_size=64",
+    "model.hidden_size=16",
+    "model.num_attention_heads=2",
+    "model.num_hidden_layers=2",
+    "data.mock=true",
+    "data.seq_length=8",
+    "train.global_batch_size=16",
+    "train.micro_batch_size=1",
+]
+
+# As XLA prints a scheduled program for GPUs, cut to what is read.
+HLO = """HloModule jit_train_step, is_scheduled=true
+
+%fused_slice (p.0: bf16[8,4,4], p.1: s32[]) -> bf16[4,4] {
+  %p.0 = bf16[8,4,4]{2,1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %next = s32[] add(%p.1, %p.1)
+  ROOT %cut = bf16[4,4]{1,0} dynamic-slice(%p.0, %next), metadata={op_name="jit(f)/jvp()/slice"}
+}
+
+%fused_norm (p.2: bf16[4,4]) -> (bf16[4,4], f32[4]) {
+  %p.2 = bf16[4,4]{1,0} parameter(0)
+  %m = bf16[4,4]{1,0} multiply(%p.2, %p.2), metadata={op_name="jit(f)/jvp()/attention/norm/mul"}
+  ROOT %t = (bf16[4,4]{1,0}, f32[4]{0}) tuple(%m, %m)
+}
+
+%triton (p.3: bf16[4,4]) -> bf16[4,4] {
+  ROOT %p.3 = bf16[4,4]{1,0} parameter(0)
+}
+
+ENTRY %main (x: bf16[4,4]) -> bf16[4,4] {
+  %x = bf16[4,4]{1,0} parameter(0)
+  %loop_slice.1 = bf16[4,4]{1,0} fusion(%x), kind=kLoop, calls=%fused_slice
+  %fusion.2 = (bf16[4,4]{1,0}, /*index=1*/f32[4]{0}) fusion(%x), kind=kInput, calls=%fused_norm
+  %gemm.3 = bf16[4,4]{1,0} fusion(%x), kind=kCustom, calls=%triton, metadata={op_name="jit(f)/transpose(jvp())/checkpoint/mlp/dot_general"}, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %call.4 = (bf16[4,4]{1,0}, s8[9]{0}) custom-call(%x), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/jvp(head)/while/body/dot_general"}
+  %sdpa.5 = (bf16[4,4]{1,0}) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward", metadata={op_name="jit(f)/attention/sdpa/bwd"}
+  %gather-start = (bf16[4]{0}, bf16[8]{0}) all-gather-start(%x), metadata={op_name="jit(f)/gather/all_gather"}
+  %gather-done = bf16[8]{0} all-gather-done(%gather-start)
+  %silu.6 = bf16[4,4]{1,0} exponential(%x), metadata={op_name="jit(f)/transpose(jvp())/checkpoint/rematted_computation/mlp/exp"}
+  ROOT %adam.7 = bf16[4,4]{1,0} sqrt(%x), metadata={op_name="jit(f)/optimizer/sqrt"}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "event, expected",
+    [
+        (Event(0, 1, "k", "loop_slice.1"), ("copies and transposes", "forward")),
+        (Event(0, 1, "k", "fusion.2"), ("norm", "forward")),
+        (Event(0, 1, "k", "gemm.3"), ("matmul", "backward")),
+        (Event(0, 1, "k", "call.4"), ("head and loss: matmul", "forward")),
+        (Event(0, 1, "k", "sdpa.5"), ("attention", "backward")),
+        (Event(0, 1, "k", "gather-done"), ("communication, exposed", "forward")),
+        (Event(0, 1, "k", "silu.6"), ("activation", "recompute")),
+        (Event(0, 1, "k", "adam.7"), ("optimizer", "forward")),
+        # no instruction: by the name of the kernel
+        (Event(0, 1, "silu_6", "command_buffer_3"), ("activation", "recompute")),
+        (Event(0, 1, "nvjet_sm90_tst_256x128"), ("matmul", "forward")),
+        (Event(0, 1, "cudnn_generated_fort_native_sdpa"), ("attention", "forward")),
+        (Event(0, 1, "ncclDevKernel_AllGather"), ("communication, exposed", "forward")),
+        (Event(0, 1, "MemcpyH2D"), ("copies and transposes", "forward")),
+        (Event(0, 1, "mystery"), ("other", "forward")),
+    ],
+)
+def test_kernels_are_sorted_by_scope_and_kind(event, expected):
+    assert classify(event, parse(HLO)) == expected
+
+
+def test_breakdown_adds_up_to_the_wall_time():
+    us = 1000.0
+    events = [
+        Event(0, 10 * us, "k", "fusion.2"),
+        Event(10 * us, 20 * us, "k", "gemm.3"),
+        Event(25 * us, 15 * us, "nccl", "gather-start"),  # 5 hidden, 10 exposed, of which
+        Event(38 * us, 4 * us, "k", "loop_slice.1"),  # 2 under a copy
+        Event(41 * us, 3 * us, "k", "adam.7"),  # 1 of them under that copy
+        Event(50 * us, 10 * us, "k", "gemm.3"),
+    ]
+    *rows, hidden = breakdown(events, HLO, steps=2)
+    found = {row["part"]: row["ms"] * 2000 for row in rows}  # microseconds of both steps
+    expected = {
+        "norm": 10,
+        "matmul": 30,
+        "copies and transposes": 4,
+        "optimizer": 2,
+        "communication, exposed": 8,
+        "gaps": 6,
+    }
+    assert found == pytest.approx(expected)
+    assert sum(found.values()) == pytest.approx(60)
+    assert sum(row["share"] for row in rows) == pytest.approx(1, abs=1e-3)
+    assert (hidden["part"], hidden["ms"] * 2000) == ("communication, hidden", pytest.approx(7))
+    matmul = next(row for row in rows if row["part"] == "matmul")
+    assert matmul["backward"] == matmul["ms"] and matmul["forward"] == 0
+
+
+def test_longest_instructions_come_first():
+    events = [Event(0, 5e6, "a", "silu.6"), Event(5e6, 4e6, "b", "adam.7")]
+    events += [Event(9e6, 4e6, "c", "adam.7")]
+    rows = top(events, HLO, steps=1, count=5)
+    assert [(row["op"], row["ms"], row["runs"]) for row in rows] == [
+        ("adam.7", 8.0, 2),
+        ("silu.6", 5.0, 1),
+    ]
+    assert rows[0]["path"].endswith("optimizer/sqrt")
+
+
+def test_the_model_and_step_carry_the_scopes_that_rows_go_by():
+    from mjax.train import Trainer
+
+    text = Trainer(load(None, TINY)).lower().compile().as_text()
+    found = {classify(Event(0, 1, "k", op), parse(text))[0] for op in parse(text)}
+    missing = {"matmul", "norm", "activation", "head and loss: rest", "embedding", "optimizer"}
+    missing |= {"attention", "RoPE, bias, residual", "gradients: add up", "gradients: reduce, norm"}
+    assert not missing - found
+
+
+def test_profile_of_a_cpu_has_no_device_and_says_so(capsys):
+    assert profile(lambda: jax.numpy.ones(3) + 1) == ([], "")
+    train.explain({"ms": 1.0, "breakdown": None})
+    assert "no breakdown" in capsys.readouterr().err
+
+
+def test_train_measures_and_explains(capsys):
+    assert train.main([*TINY, "--steps=2", "--warmup=1", "--breakdown"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert record["breakdown"] is None and "no breakdown" in err
+    assert record["ms_range"][0] <= record["ms"] <= record["ms_range"][1]
+    assert record["tokens_per_second"] == pytest.approx(16 / record["ms"] * 1e3, rel=1e-2)
+    assert record["start_s"] >= record["first_step_s"] > 0
+    assert {"device", "commit", "jaxlib", "driver"} <= record.keys()
+
+
+def test_startup_runs_twice_on_one_cache_that_starts_empty(monkeypatch):
+    seen = []
+
+    def run(command, env, **_):
+        cache = env["JAX_COMPILATION_CACHE_DIR"]
+        seen.append((cache, len(list(Path(cache).iterdir()))))
+        (Path(cache) / "entry").touch()
+        line = json.dumps({"start_s": 20.0 / len(seen)})
+        return subprocess.CompletedProcess(command, 0, f"{line}\n", "")
+
+    monkeypatch.setattr(train.subprocess, "run", run)
+    args = Namespace(config=None, documents=1, overrides=TINY)
+    assert train.startup(args) == {"start_cold_s": 20.0, "start_warm_s": 10.0}
+    assert seen[0][0] == seen[1][0] and [count for _, count in seen] == [0, 1]
+    failed = subprocess.CompletedProcess([], 2, "", "mjax: error: no such file")
+    monkeypatch.setattr(train.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(UserError, match="no such file"):
+        train.startup(args)
+
+
+def made(ms, **case):
+    return {"bench": "kernel", "case": {"kernel": "x", **case}, "ms": ms, "device": "H"}
+
+
+def test_compare_tells_slower_from_faster_and_new():
+    old = [made(9.0), made(10.0), made(10.0, shape=[1]), made(10.0, shape=[2])]
+    new = [made(10.4), made(10.2, shape=[1]), made(9.0, shape=[2]), made(1.0, shape=[3])]
+    rows = report.compare(new, old, 0.03)
+    verdicts = [row["verdict"] for row in rows]
+    assert verdicts == ["SLOWER", "ok", "faster", "not in the baseline"]
+    assert rows[0]["ratio"] == pytest.approx(1.04)  # against the last of two
+    with pytest.raises(UserError, match="no record of the same"):
+        report.compare([made(1.0, shape=[7])], old, 0.03)
+    with pytest.raises(UserError):
+        report.compare([made(10.0) | {"device": "other"}], old, 0.03)
+
+
+@pytest.mark.parametrize("ms, code", [(100.0, 0), (103.1, 1), (97.0, 0)])
+def test_exit_code_follows_the_baseline(ms, code, tmp_path, capsys):
+    record = {"bench": "b", "case": {"n": [1, 2]}}
+    path = tmp_path / "old.jsonl"
+    path.write_text("noise\n" + json.dumps(record | {"ms": 100.0} | report.stamp()) + "\n")
+    args = Namespace(baseline=str(path), tolerance=0.03, table=True)
+    assert report.report(args, [record | {"ms": ms}]) == code
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ms"] == ms and ("SLOWER" in err) == bool(code)
+
+
+def test_baseline_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(UserError, match="--baseline"):
+        report.read(str(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "name, shape, flops, works",
+    [
+        ("attention", (1, 32, 4, 2, 8, 2), 2 * 1 * 4 * 32 * 32 / 2 * 8, 4),
+        ("loss", (40, 200, 8), 6 * 40 * 256 * 8, 3),
+        ("matmul", (32, 8, 16), 2 * 32 * 8 * 16, 3),
+        ("norm", (64, 8, 1), None, 8),
+    ],
+)
+def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):
+    args = [name, "--shape", ",".join(map(str, shape)), "--samples", "1"]
+    assert kernel.main(args) == 0
+    ceilings, records = [], []
+    for line in capsys.readouterr().out.splitlines():
+        record = json.loads(line)
+        (ceilings if record["case"]["kernel"] == "ceiling" else records).append(record)
+    assert len(ceilings) == 2 and len(records) == works
+    assert {tuple(r["case"]["shape"]) for r in records} == {shape}
+    assert all(r["ms"] > 0 and r["of_ceiling"] > 0 for r in records)
+    if flops is None:
+        assert all("gb_per_s" in r for r in records)
+    else:
+        assert records[0]["tflops"] * records[0]["ms"] * 1e9 == pytest.approx(flops, rel=2e-3)
+    if name == "loss":
+        assert "loss_overhead" in records[2] and "ours_is_faster" in records[1]
+
+
+@pytest.mark.parametrize("shape", ["1,2", "a,b,c", "0,1,1"])
+def test_a_wrong_shape_is_refused(shape):
+    with pytest.raises(UserError, match="tokens,vocab,width"):
+        kernel.main(["loss", "--shape", shape])
+
+
+def test_collectives_run_on_all_devices(capsys):
+    assert collective.main(["--sizes", "0.01", "--samples", "1"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    n = jax.device_count()
+    assert [r["case"]["collective"] for r in records] == list(collective.collectives(2))
+    assert {r["case"]["devices"] for r in records} == {n}
+    # bytes: a whole number of shards of shards, in bf16
+    size = -(-5000 // n**2) * n**2 * 2
+    shares = [share for *_, share in collective.collectives(n).values()]
+    for record, share in zip(records, shares, strict=True):
+        moved = record["gb_per_s"] * record["ms"] * 1e6
+        assert moved == pytest.approx(size * share, rel=2e-3)
+
+
+def test_data_path_is_measured(capsys):
+    assert data.main(["--tokens=20000", "--seq-length=32", "--batch=8"]) == 0
+    index, loader = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (index["bench"], loader["bench"]) == ("data_index", "data_loader")
+    assert loader["tokens_per_second"] > 0 and loader["ms"] > 0
+
+
+def test_launches_are_timed_one_by_one(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
+
+    def run():
+        now[0] += 0.004
+        return jax.numpy.zeros(())
+
+    assert report.launch_ms(run, samples=3, sample_ms=10) == pytest.approx(4)

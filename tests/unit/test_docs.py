@@ -1,0 +1,58 @@
+"""The examples of docs/research.md run, in their order, as they stand."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from mjax import convert
+from mjax.checkpoint.source import array_source
+from mjax.checkpoint.weights import write_weights
+from mjax.config.schema import ModelConfig
+from mjax.models import build, split
+
+DOCS = Path(__file__).parents[2] / "docs"
+TINY = ModelConfig(
+    model_type="llama",
+    vocab_size=120,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.2,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a Hugging Face model `Llama-3.2-1B` in it."""
+    definition, params = split(build(TINY, nnx.Rngs(0)))
+    write_weights(tmp_path / "ckpt", array_source(TINY, params), definition.specs)
+    target = str(tmp_path / "Llama-3.2-1B")
+    argv = ["export", "--ckpt", str(tmp_path / "ckpt"), "--hf", target, "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", ["convert", *argv])
+    convert.main()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_research_examples_run(folder, capsys):
+    text = (DOCS / "research.md").read_text(encoding="utf-8")
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S))
+    assert len(blocks) >= 8
+    names: dict = {}
+    for block in blocks:
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block[1], str(DOCS / "research.md"), "exec"), names)
+    assert capsys.readouterr().out.count("logits still differ") == TINY.num_hidden_layers
+
+
+@pytest.mark.parametrize("page", ["models.md", "research.md"])
+def test_links_and_named_files_exist(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert links and all((DOCS / link).exists() for link in links if "://" not in link), links
+    named = re.findall(r"`((?:tests|configs|mjax)/[\w/.]+\.(?:py|yaml))`", text)
+    assert named and all((DOCS.parent / name).is_file() for name in named), named
