@@ -141,7 +141,8 @@ def cells(devices: int, feature: str) -> Iterator[Cell]:
         fits = [(m, r) for m in range(1, 9) for r in ROWS if r % (m * parts) == 0]
         heads = 2 if feature == "odd widths" else 8
         way = ways[i % len(ways)]
-        if way == "a2a" and heads // mesh["tp"] % mesh["cp"]:
+        uneven = feature == "uneven layers" and mesh["pp"] > 1  # where a ring is refused
+        if (way == "a2a" and heads // mesh["tp"] % mesh["cp"]) or (way == "ring" and uneven):
             way = ways[0]
         yield Cell(mesh, stages[i % len(stages)], *fits[5 * i % len(fits)], way)
 

@@ -18,7 +18,7 @@ import jax
 # Scopes (jax.named_scope in models/, sharding/context.py, train/step.py) -> parts; innermost wins.
 _SCOPES = {
     "sdpa": "attention",
-    "attention": "RoPE, bias, residual",
+    "attention": "RoPE, bias",
     "mlp": "activation",
     "norm": "norm",
     "head": "head and loss: rest",
@@ -35,7 +35,7 @@ PARTS = (
     "head and loss: matmul",
     *list(_SCOPES.values())[1:],
     "copies and transposes",
-    "other",
+    "residual, other",
     _EXPOSED,
     _GAPS,
 )
@@ -153,8 +153,7 @@ def _path(line: str) -> str:
 
 def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
     """(part of PARTS, 'forward', 'recompute' or 'backward')."""
-    none = Instruction("", "", "", frozenset())
-    made = program.get(event.op) or program.get(event.kernel, none)  # XLA's own kernels bear names
+    made = _instruction(event, program)
     scopes, _, _ = made.path.rpartition("/")
     known = [word for word in re.findall(r"\w+", scopes) if word in _SCOPES]
     scope = known[-1] if known else ""
@@ -172,7 +171,13 @@ def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
     moves = made.opcode in _MOVES or (made.opcodes and made.opcodes <= _MOVES)
     if moves or _COPY_KERNEL.match(event.kernel):
         return "copies and transposes", phase
-    return _SCOPES.get(scope, "other"), phase
+    return _SCOPES.get(scope, "residual, other"), phase
+
+
+def _instruction(event: Event, program: dict[str, Instruction]) -> Instruction:
+    """That of an event; where a CUDA graph hides it, XLA's own kernels are named after theirs."""
+    none = Instruction("", "", "", frozenset())
+    return program.get(event.op) or program.get(event.kernel, none)
 
 
 def breakdown(events: Sequence[Event], hlo_text: str, steps: int = 1) -> list[dict]:
@@ -210,23 +215,21 @@ _PHASES = "forward", "recompute", "backward"
 
 
 def top(events: Sequence[Event], hlo_text: str, steps: int, count: int) -> list[dict]:
-    """The `count` instructions that take longest: {op, ms, runs, part, phase, path, kernel}."""
+    """Rows of the `count` instructions that take longest, those of equal origin (layers that are
+    spelt out) together: {op, ms, kernels, part, phase, path, kernel}, the last the longest one."""
     program = parse(hlo_text)
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    longest: dict[str, Event] = {}
+    groups: dict[tuple[str, ...], list[Event]] = defaultdict(list)
     for e in events:
-        key = e.op or e.kernel
-        sums[key][0] += e.duration / steps / 1e6
-        sums[key][1] += 1 / steps
-        longest[key] = max(longest.get(key, e), e, key=lambda e: e.duration)
+        made = _instruction(e, program)
+        op = re.sub(r"[._]\d+$", "", e.op if e.op in program else e.kernel)
+        groups[op, "/".join(made.path.split("/")[-3:]), *classify(e, program)].append(e)
     rows = []
-    for key in sorted(sums, key=lambda k: -sums[k][0])[:count]:
-        part, phase = classify(longest[key], program)
-        path = program[key].path if key in program else ""
-        row = {"op": key, "ms": round(sums[key][0], 4), "runs": round(sums[key][1]), "part": part}
-        path = "/".join(path.split("/")[-3:])
-        rows.append(row | {"phase": phase, "path": path, "kernel": longest[key].kernel[:60]})
-    return rows
+    for (op, path, part, phase), own in groups.items():
+        ms = round(sum(e.duration for e in own) / steps / 1e6, 4)
+        row = {"op": op[:40], "ms": ms, "kernels": round(len(own) / steps), "part": part}
+        kernel = max(own, key=lambda e: e.duration).kernel[:40]
+        rows.append(row | {"phase": phase, "path": path, "kernel": kernel})
+    return sorted(rows, key=lambda row: -row["ms"])[:count]
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

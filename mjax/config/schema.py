@@ -6,7 +6,7 @@ parallelism. Defaults that depend on other fields of the same group are filled i
 the printed config shows what will run; rules across groups live in `validate.py`.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -263,8 +263,8 @@ class TrainConfig(Group):
         "attention only, nothing.",
     )
     attention: Literal["auto", "xla", "cudnn", "mosaic"] = "auto"
-    unroll: int = Field(
-        1, ge=0, description="Layer groups in an iteration of the layer loop; 0: all, no loop."
+    unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the logged loss.")
     z_loss: float = Field(

@@ -51,11 +51,10 @@ def attention(
     chosen = resolve(implementation, q, softcap, sinks, dropout)
     if chosen == "xla":
         return _reference(q, k, v, scale, columns, window, softcap, sinks, segments, dropout)
+    require(chosen, q, softcap, sinks, dropout)
     if chosen == "mosaic":
-        mosaic.require_mosaic(q, dropout)
         documents = None if segments is None or max_documents == 1 else segments[0]
         return mosaic.mosaic_attention(q, k, v, sinks, documents, scale, window, softcap)
-    require_cudnn(q, softcap, sinks, dropout)
     packing = None
     if segments is not None and max_documents != 1:
         if jax.__version_info__ < (0, 11) and k.shape[2] != q.shape[2]:
@@ -74,22 +73,26 @@ def resolve(
     sinks: jax.Array | None,
     dropout: tuple | None,
 ) -> str:
-    """THE rule of train.attention=auto: 'xla' on a CPU; for what cuDNN lacks 'mosaic'; 'cudnn'.
-
-    That is, for soft-caps and sinks where our kernels can run (Hopper, bf16, their head sizes).
-    """
+    """THE rule of train.attention=auto: 'xla' on a CPU; 'mosaic' on Hopper in bf16 where cuDNN
+    lacks what is asked for (soft-caps, sinks) or was measured slower; else 'cudnn'."""
     if implementation != "auto":
         return implementation
     if jax.default_backend() == "cpu":
         return "xla"
-    lacking = softcap is not None or sinks is not None
-    return "mosaic" if lacking and mosaic.supports(q, dropout) else "cudnn"
+    wanted = softcap is not None or sinks is not None or mosaic.faster_than_cudnn(q)
+    return "mosaic" if wanted and mosaic.supports(q, dropout) else "cudnn"
 
 
-def require_cudnn(
-    q: jax.Array, softcap: float | None, sinks: jax.Array | None, dropout: tuple | None
+def require(
+    implementation: str,
+    q: jax.Array,
+    softcap: float | None,
+    sinks: jax.Array | None,
+    dropout: tuple | None,
 ) -> None:
-    """Raise `UserError` where cuDNN lacks a feature, dtype or head size."""
+    """Raise `UserError` where 'cudnn' or 'mosaic' lacks a feature, dtype or head size."""
+    if implementation == "mosaic":
+        return mosaic.require_mosaic(q, dropout)
     lacking = {
         "attn_logit_softcapping": softcap,
         "attention_sinks": sinks,

@@ -82,7 +82,9 @@ def _cut(x, w, labels, mask, chunk):
     t = x.shape[0]
     parts = -(-t // (chunk or max(256, _CHUNK_ELEMENTS // w.shape[0])))
     chunk = -(-t // parts)  # equal parts: none is mostly padding
-    chunk = min(t, -(-chunk // _TILE) * _TILE)  # of whole tiles: a matmul of 2093 rows pays for 2176
+    chunk = min(
+        t, -(-chunk // _TILE) * _TILE
+    )  # of whole tiles: a matmul of 2093 rows pays for 2176
     pad = -t % chunk
 
     def cut(a):

@@ -210,9 +210,9 @@ def _d_keys_step(job, tile, parts, refs, group, slot_of, mask, j, sums, masked):
         return lax.broadcast_in_dim(plgpu.load(line.at[slot], layout=COLUMNS), square, [1])
 
     def multiply(raw_ref, dp_ref, *sum_refs):
-        for ref, value in zip(sum_refs, sums, strict=True):
-            ref[...] = value
         ref = dict(zip(parts, sum_refs, strict=True))
+        for part, value in zip(parts, sums, strict=True):
+            ref[part][...] = value
         plgpu.barrier_wait(refs.q_ready.at[slot])
         plgpu.wgmma(raw_ref, refs.k_own.at[group], q.transpose((1, 0)))
         plgpu.barrier_wait(refs.d_out_ready.at[slot])
@@ -226,12 +226,12 @@ def _d_keys_step(job, tile, parts, refs, group, slot_of, mask, j, sums, masked):
             probs = mask(probs, j)
         if "k" in parts:
             d_probs = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-        if "v" in parts:
-            plgpu.wgmma(ref["v"], probs.astype(jnp.bfloat16), d_out)
-        if "k" in parts:
             d_raw = probs * (d_probs - across(refs.delta_ring))
             if job.softcap is not None:
                 d_raw *= 1 - logits * logits
+        if "v" in parts:
+            plgpu.wgmma(ref["v"], probs.astype(jnp.bfloat16), d_out)
+        if "k" in parts:
             plgpu.wgmma(ref["k"], d_raw.astype(jnp.bfloat16), q)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.d_out_free.at[slot])

@@ -299,7 +299,6 @@ def _forward_item(job: Job, tile: Tile, refs, group, item, count):
     step = partial(_forward_step, job, tile, refs, group, slot_of, masked_scores, steps)
     acc, peak, total = sweep(step, (zeros(64, job.size), peak, total), ranges)
     _pass_turn(tile, refs, group)
-    release(job, refs, group)
     acc *= lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
     out = acc, getattr(refs, "stage", refs.q_own), refs.out.at[row, span, head]
     lse = (peak + jnp.log2(total)) * (1 / LOG2E)
@@ -324,6 +323,7 @@ def _forward_step(job, tile, refs, group, slot_of, mask, steps, i, carry, masked
 
     scores = pl.run_scoped(multiply, plgpu.ACC(square, jnp.float32))
     plgpu.barrier_arrive(refs.k_free.at[slot])
+    pl.when(i == steps - 1)(lambda: release(job, refs, group))  # the last use of the queries
     scores, factor = job.logits(scores)
     if masked:
         scores = mask(scores, i)

@@ -90,6 +90,7 @@ class Attention(nnx.Module):
             parallel=par,
             cp_type=ctx.cp_type,
             cp_a2a=ctx.cp_a2a,
+            permute=ctx.permute,
             scale=cfg.attention_multiplier or cfg.head_dim**-0.5,
             window=window,
             softcap=cfg.attn_logit_softcapping,

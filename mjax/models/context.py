@@ -20,7 +20,8 @@ class Context:
     """Static choices of a forward pass.
 
     `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
-    document, 0 that it is unknown. `gather(stack, weights)` makes the stored weights of a scan's
+    document, 0 that it is unknown. `permute` is false where only some devices may run a layer:
+    ppermute waits for all. `gather(stack, weights)` makes the stored weights of a scan's
     layers whole on entry to its body (ZeRO-3). `fp8` quantises the blocks' matmuls. `see(name, x)`
     may keep or replace activations at the named places of a block (`models/trace.py`).
     """
@@ -29,6 +30,7 @@ class Context:
     attention: str = "auto"
     cp_type: str = "auto"
     cp_a2a: int = 1
+    permute: bool = True
     max_documents: int = 0
     overlap_rows: int | None = None
     remat: str = "none"
@@ -42,7 +44,8 @@ class Context:
 
     def overlaps(self, rows: int) -> bool:
         """Whether matmuls exchange shards of `rows` tokens over tp piecewise."""
-        return self.parallel.tp > 1 and self.overlap_rows is not None and rows >= self.overlap_rows
+        big = self.overlap_rows is not None and rows >= self.overlap_rows
+        return self.parallel.tp > 1 and self.permute and big
 
     def tap(self, name: str, x: jax.Array) -> jax.Array:
         """`x`, or what `see` makes of it."""

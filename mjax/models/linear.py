@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.kernels.quantize import matmul
 from mjax.models.context import Context
 from mjax.models.pattern import STACKS
+from mjax.sharding.collectives import LOCAL
 from mjax.sharding.overlap import gather_matmul, matmul_scatter
 
 # A block's matmuls and where their weights are. The names are what remat policies keep (config key
@@ -43,8 +44,9 @@ def weights_of(tree: dict, specs: dict) -> dict[str, dict]:
 
 def column(x: jax.Array, weights: dict[str, jax.Array], ctx: Context) -> tuple[jax.Array, ...]:
     """x [B, S/tp, D] and weights name -> [D, ...] -> for each [B, S, ...], x gathered once."""
-    multiply, operands = _local(weights, 1, ctx)
-    if ctx.overlaps(x.shape[1]):
+    overlaps = ctx.overlaps(x.shape[1])
+    multiply, operands = _local(weights, 1, ctx, overlaps)
+    if overlaps:
         ys = gather_matmul(multiply, x, operands, ctx.parallel)
     else:
         ys = multiply(ctx.parallel.gather_seq(x), operands)
@@ -54,18 +56,22 @@ def column(x: jax.Array, weights: dict[str, jax.Array], ctx: Context) -> tuple[j
 def row(h: jax.Array, weight: tuple[str, jax.Array], ctx: Context) -> jax.Array:
     """h [B, S, ...] and (name, weight [..., D]) -> [B, S/tp, D], summed over tp."""
     name, w = weight
-    multiply, operands = _local({name: w}, w.ndim - 1, ctx)
-    if ctx.overlaps(h.shape[1] // ctx.parallel.tp):
+    overlaps = ctx.overlaps(h.shape[1] // ctx.parallel.tp)
+    multiply, operands = _local({name: w}, w.ndim - 1, ctx, overlaps)
+    if overlaps:
         y = matmul_scatter(multiply, h, operands, ctx.parallel)[name]
     else:
         y = ctx.parallel.scatter_seq(multiply(h, operands)[name])
     return checkpoint_name(y, name)
 
 
-def _local(weights: dict[str, jax.Array], contracted: int, ctx: Context) -> tuple[Callable, tuple]:
+def _local(
+    weights: dict[str, jax.Array], contracted: int, ctx: Context, pieces: bool
+) -> tuple[Callable, tuple]:
     """(a device's own matmuls as a function of x and operands, giving name -> y; the operands).
-    FP8 scales are operands too: their gradients tell what a matmul saw."""
-    fp8, parallel = ctx.fp8, ctx.parallel
+    FP8 scales are operands too: their gradients tell what a matmul saw. Of `pieces` of x each is
+    scaled by itself: to share a maximum would make every one wait for all devices."""
+    fp8, parallel = ctx.fp8, LOCAL if pieces else ctx.parallel
     static = None if fp8 is None else fp8.of({})
     scales = {} if fp8 is None else {name: fp8.scales[name] for name in weights}
 

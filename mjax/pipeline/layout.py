@@ -48,6 +48,11 @@ class Layout:
         """int32 [pp, v, slots]: the layer in each slot, -1 where it is padding."""
         return self._by_chunk(self.stages)
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all devices run layers of the same kinds at the same time."""
+        return all(len(kinds) == 1 for kinds in self.slot_kinds())
+
     def slot_kinds(self) -> tuple[tuple[str, ...], ...]:
         """For each slot, the kinds it has on any device in any chunk, `EMPTY` among them."""
         table = self.table().reshape(-1, self.slots)

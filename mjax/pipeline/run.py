@@ -140,7 +140,8 @@ class Chunks:
             cut = rows_of(part.first, part.repeats, period)
             xs = own, cut(facts["layers"]), cut(facts["codes"])
             body = functools.partial(_apply_part, part, *shared)
-            carry, _ = lax.scan(self._keep(body, ctx.remat), carry, xs)
+            unroll = min(ctx.unroll or part.repeats, part.repeats)
+            carry, _ = lax.scan(self._keep(body, ctx.remat), carry, xs, unroll=unroll)
         return carry
 
     def _keep(self, body: Callable, policy: str) -> Callable:

@@ -15,8 +15,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from mjax.models.params import ParamSpec
 from mjax.models.pattern import STACK_OF
 from mjax.pipeline.layout import Layout
 from mjax.sharding.collectives import mesh_axes
@@ -36,50 +37,70 @@ class Storage:
         in_order = all(_in_order(self.layout.storage_rows(s)) for s in own)
         return in_order and not any(self.paddings.values())
 
+    def moves(self, path: tuple) -> "Moves":
+        """(rows of its stack in the order of slots, padding) of the leaf at a key path; None for
+        what stays as it is."""
+        stack = None if self.layout is None else _stack_of(path)
+        rows = None if stack is None else self.layout.storage_rows(stack)
+        rows = None if rows is None or _in_order(rows) else tuple(map(int, rows))
+        return rows, of_parameter(self.paddings, path)
+
+
+Moves = tuple[tuple[int, ...] | None, Padding | None]
+
 
 def to_storage(storage: Storage, tree: dict) -> dict:
     """Parameters (or a tree like them, at any depth) as canonical -> as stored.
 
     Stacks go from [L, ...] to [pp * v * slots, ...]; padding is zero.
     """
-
-    def store(stack: str, leaf: jax.Array) -> jax.Array:
-        rows = storage.layout.storage_rows(stack)
-        filled = (rows >= 0).reshape(-1, *[1] * (leaf.ndim - 1))
-        return jnp.where(filled, jnp.take(leaf, np.maximum(rows, 0), axis=0), 0)
-
-    return _map_padded(storage, _pad, _map_stacks(storage.layout, store, tree))
+    return jax.tree_util.tree_map_with_path(lambda path, x: _store(x, storage.moves(path)), tree)
 
 
 def to_canonical(storage: Storage, tree: dict) -> dict:
     """The inverse of `to_storage`."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: _restore(x, storage.moves(path)), tree)
 
-    def restore(stack: str, leaf: jax.Array) -> jax.Array:
-        rows = storage.layout.storage_rows(stack)
-        place = np.argsort(np.where(rows < 0, rows.size, rows), kind="stable")
-        return jnp.take(leaf, place[: (rows >= 0).sum()], axis=0)
 
-    return _map_stacks(storage.layout, restore, _map_padded(storage, _unpad, tree))
+def _store(x: jax.Array, moves: Moves) -> jax.Array:
+    rows, padding = moves
+    x = x if rows is None else _rows(x, np.asarray(rows))
+    return x if padding is None else _pad(x, padding)
+
+
+def _restore(x: jax.Array, moves: Moves) -> jax.Array:
+    rows, padding = moves
+    x = x if padding is None else _unpad(x, padding)
+    if rows is None:
+        return x
+    place = np.argsort(np.where(np.asarray(rows) < 0, len(rows), rows), kind="stable")
+    return _rows(x, place[: sum(row >= 0 for row in rows)])
 
 
 def storage_specs(layout: Layout | None, specs: dict) -> dict:
     """Declarations of the parameters in the order they are stored in, without padding."""
-    stored = lambda name, s: replace(s, shape=(layout.storage_rows(name).size, *s.shape[1:]))  # noqa: E731
-    return _map_stacks(layout, stored, specs)
+
+    def one(path: tuple, spec: ParamSpec) -> ParamSpec:
+        stack = None if layout is None else _stack_of(path)
+        rows = spec.shape[:1] if stack is None else (layout.storage_rows(stack).size,)
+        return replace(spec, shape=(*rows, *spec.shape[1:]))
+
+    is_spec = lambda s: isinstance(s, ParamSpec)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec)
 
 
-def _map_stacks(layout: Layout | None, f: Callable, tree: dict) -> dict:
-    """`f(stack, leaf)` of the leaves under a stack's name, the others as they are."""
-    if layout is None:
-        return tree
+def _stack_of(path: tuple) -> str | None:
+    """The stack that a key path lies in."""
+    names = (getattr(key, "key", None) for key in path)
+    return next((name for name in names if name in STACK_OF.values()), None)
 
-    def one(path, leaf):
-        names = [k.key for k in path if getattr(k, "key", None) in STACK_OF.values()]
-        if not names or _in_order(layout.storage_rows(names[0])):
-            return leaf
-        return f(names[0], leaf)
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+def _rows(leaf: jax.Array, rows: np.ndarray) -> jax.Array:
+    """Rows of `leaf` in that order, zeros for -1."""
+    empty = jnp.zeros_like(leaf[:1])
+    starts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (rows < 0) | (rows == 0))
+    runs = np.split(rows, starts[1:])
+    return jnp.concatenate([leaf[r[0] : r[-1] + 1] if r[0] >= 0 else empty for r in runs])
 
 
 def _in_order(rows: np.ndarray) -> bool:
@@ -90,14 +111,6 @@ def of_parameter(table: dict[str, object], path: tuple) -> object | None:
     """The entry of the parameter whose key path ends `path`: an optimiser's leaf follows it."""
     tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path)))
     return next((table[tail] for tail in tails if tail in table), None)
-
-
-def _map_padded(storage: Storage, f: Callable, tree: dict) -> dict:
-    def one(path, leaf):
-        found = of_parameter(storage.paddings, path)
-        return leaf if found is None else f(leaf, found)
-
-    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def _pad(x: jax.Array, p: Padding) -> jax.Array:
@@ -119,16 +132,55 @@ def canonical(storage: Storage, tree: dict) -> dict:
     """Global arrays as stored -> as canonical."""
     if storage.moves_nothing:
         return tree
-    shardings = jax.tree.map(lambda a: a.sharding, canonical_abstract(storage, tree))
-    return jax.jit(partial(to_canonical, storage), out_shardings=shardings)(tree)
+    return _each(storage, _restore, tree, canonical_abstract(storage, tree))
 
 
 def from_canonical(storage: Storage, tree: dict, abstract: dict) -> dict:
     """Global arrays as canonical -> as stored, sharded like `abstract`."""
-    if storage.moves_nothing:
-        return tree
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    return jax.jit(partial(to_storage, storage), out_shardings=shardings)(tree)
+    return tree if storage.moves_nothing else _each(storage, _store, tree, abstract)
+
+
+def _each(storage: Storage, move: Callable, tree: dict, abstract: dict) -> dict:
+    """A program a leaf, which bounds the memory that moving takes."""
+
+    def one(path: tuple, x: jax.Array, want: jax.ShapeDtypeStruct) -> jax.Array:
+        moves = storage.moves(path)
+        if moves == (None, None):
+            return x
+        moved = _moved(move, moves, x.sharding, want.sharding, x)
+        return jax.block_until_ready(moved)  # CPU devices may not mix two programs
+
+    return jax.tree_util.tree_map_with_path(one, tree, abstract)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _moved(
+    move: Callable, moves: Moves, have: NamedSharding, want: NamedSharding, x: jax.Array
+) -> jax.Array:
+    """`move` under other shardings, by hand: made whole where it acts or the cut differs, then cut.
+    The compiler of jax 0.11.2 does not survive doing this by itself."""
+    few, many = ([*s.spec, *[None] * (x.ndim - len(s.spec))] for s in (have, want))
+    rows, padding = moves
+    acts = {0} if rows is not None else set()
+    acts |= set() if padding is None else {padding.dim}
+    acts |= {dim for dim in range(x.ndim) if few[dim] != many[dim]}
+
+    def body(x: jax.Array) -> jax.Array:
+        for dim in acts:
+            axes = mesh_axes((few[dim],))
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        x = move(x, moves)
+        for dim in acts:
+            axes = mesh_axes((many[dim],))
+            size = x.shape[dim] // math.prod(want.mesh.shape[axis] for axis in axes)
+            at = jax.lax.axis_index(axes) * size if axes else 0
+            x = jax.lax.dynamic_slice_in_dim(x, at, size, dim)
+        return x
+
+    specs = PartitionSpec(*few), PartitionSpec(*many)
+    return jax.shard_map(
+        body, mesh=want.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+    )(x)
 
 
 def canonical_abstract(storage: Storage, tree: dict) -> dict:
@@ -145,23 +197,14 @@ def canonical_abstract(storage: Storage, tree: dict) -> dict:
 
 
 def even_sharding(like: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Over the axes of `like` as far as dimensions divide: an axis of 6 devices is one of 2 and one
-    of 3, and each cuts the largest dimension that it divides."""
-    axes, entries, left = [], [[] for _ in shape], list(shape)
-    for axis, size in like.mesh.shape.items():
-        for prime in _primes(size):
-            axes.append((f"{axis}{len(axes)}", prime))
-            fits = [i for i, n in enumerate(left) if n % prime == 0]
-            if axis in mesh_axes(like.spec) and fits:
-                dim = max(fits, key=left.__getitem__)
-                left[dim] //= prime
-                entries[dim].append(axes[-1][0])
-    names, sizes = zip(*axes, strict=True)
-    types = (AxisType.Auto,) * len(names)
-    mesh = Mesh(like.mesh.devices.reshape(sizes), names, axis_types=types)
-    return NamedSharding(mesh, PartitionSpec(*(tuple(e) or None for e in entries)))
-
-
-def _primes(n: int) -> list[int]:
-    least = next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
-    return [] if n == 1 else [least, *_primes(n // least)]
+    """Over the axes of `like`, each on its own dimension if it divides that, else on the largest
+    that it divides, else on none."""
+    entries, left = [[] for _ in shape], list(shape)
+    for home, entry in enumerate(like.spec):
+        for axis in mesh_axes((entry,)):
+            fits = [i for i, n in enumerate(left) if n % like.mesh.shape[axis] == 0]
+            if fits:
+                dim = home if home in fits else max(fits, key=left.__getitem__)
+                left[dim] //= like.mesh.shape[axis]
+                entries[dim].append(axis)
+    return NamedSharding(like.mesh, PartitionSpec(*(tuple(e) or None for e in entries)))

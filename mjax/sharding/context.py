@@ -23,10 +23,9 @@ from mjax.kernels.attention import (
     attention,
     block_backward,
     block_forward,
-    require_cudnn,
+    require,
     resolve,
 )
-from mjax.kernels.mosaic_attention import require_mosaic
 from mjax.sharding.collectives import Parallel
 
 _AXIS = "cp"
@@ -48,6 +47,7 @@ def context_attention(
     parallel: Parallel,
     cp_type: str,
     cp_a2a: int,
+    permute: bool = True,
     columns: tuple[jax.Array, jax.Array],
     segments: tuple[jax.Array, jax.Array] | None = None,
     sinks: jax.Array | None = None,
@@ -56,23 +56,17 @@ def context_attention(
 ) -> jax.Array:
     """`kernels.attention` where q, k, v and the places of tokens are this device's zigzag shard.
 
+    `permute` false: keys may not go round in a ring, because only some devices run this layer.
     Raises `UserError` where `cp_type` lacks a feature: it never changes the computation.
     """
     if parallel.cp == 1:
         places = dict(columns=columns, segments=segments)
         return attention(q, k, v, sinks=sinks, dropout=dropout, **places, **options)
-    softcap, window = options["softcap"], options["window"]
-    implementation = resolve(options.pop("implementation"), q, softcap, sinks, dropout)
     packed = segments is not None and options["max_documents"] != 1
-    extra = dict(attn_logit_softcapping=softcap, attention_sinks=sinks, attention_dropout=dropout)
-    lacking = [name for name, value in extra.items() if value is not None]
-    fused = implementation != "xla"
-    masked = fused and (packed or window is not None)
-    masked |= implementation == "mosaic" and bool(lacking)  # its blocks take no option either
-    if cp_type == "auto":
-        grouped = k.shape[2] < q.shape[2]
-        cp_type = "a2a" if masked else choose(parallel.cp, grouped, bool(lacking))
-    _refuse(cp_type, q.shape[2], parallel.cp, cp_a2a, lacking, masked)
+    implementation = resolve(options.pop("implementation"), q, options["softcap"], sinks, dropout)
+    cp_type = _exchange(
+        q, k, parallel.cp, cp_type, cp_a2a, permute, packed, implementation, sinks, dropout, options
+    )
     if cp_type == "all_gather" and implementation == "xla":
         k, v = (natural(parallel.gather(x, _AXIS, 1), parallel.cp) for x in (k, v))
         whole = jnp.arange(k.shape[1], dtype=jnp.int32)
@@ -93,21 +87,44 @@ def context_attention(
         options |= dict(segments=(segment, segment) if packed else None)
         options |= dict(sinks=group.own(sinks, 0), dropout=group.own_heads(dropout))
         return group.to_sequence(attention(q, k, v, **options))
-    if fused:
-        if implementation == "cudnn":
-            require_cudnn(q, softcap, sinks, dropout)
-        else:
-            require_mosaic(q, dropout)
+    if implementation != "xla":
+        require(implementation, q, options["softcap"], sinks, dropout)
         places = None
     else:
         places = jnp.broadcast_to(column, q.shape[:2]), segment
-    ring = Ring(group, cp_type == "all_gather", options["scale"], window, implementation)
+    window, gathers = options["window"], cp_type == "all_gather"
+    ring = Ring(group, gathers, options["scale"], window, implementation)
     return group.to_sequence(_ring(q, k, v, places, ring))
+
+
+def _exchange(
+    q, k, cp, cp_type, cp_a2a, permute, packed, implementation, sinks, dropout, options
+) -> str:
+    """How keys are exchanged: `cp_type` unless that is auto. Refused where it lacks a feature."""
+    softcap, window = options["softcap"], options["window"]
+    extra = dict(attn_logit_softcapping=softcap, attention_sinks=sinks, attention_dropout=dropout)
+    lacking = [name for name, value in extra.items() if value is not None]
+    masked = _unknown_to_blocks(implementation, packed or window is not None, lacking)
+    if cp_type == "auto":
+        grouped = k.shape[2] < q.shape[2]
+        cp_type = "a2a" if masked else choose(cp, grouped, bool(lacking) or not permute)
+    if cp_type in ("ring", "a2a_ring") and not permute:
+        raise UserError(
+            f"mesh.cp_type={cp_type} needs stages of equal layers, but those of mesh.pp differ in "
+            "number or kind; set mesh.cp_type=all_gather or a2a"
+        )
+    _refuse(cp_type, q.shape[2], cp, cp_a2a, lacking, masked)
+    return cp_type
 
 
 def choose(cp: int, grouped: bool, lacking: bool) -> str:
     """THE rule of mesh.cp_type=auto where masks need no a2a: all_gather while k and v are small."""
     return "all_gather" if lacking or (cp <= 4 and grouped) else "ring"
+
+
+def _unknown_to_blocks(implementation: str, masked: bool, lacking: list) -> bool:
+    """Whether fused blocks cannot be told of the mask; cuDNN refuses what is `lacking` itself."""
+    return (implementation != "xla" and masked) or (implementation == "mosaic" and bool(lacking))
 
 
 def _refuse(cp_type: str, heads: int, cp: int, cp_a2a: int, lacking: list, masked: bool) -> None:

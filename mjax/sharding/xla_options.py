@@ -21,6 +21,15 @@ COPIES = (
     ("xla_gpu_collective_permute_mode", "COLLECTIVES_PEER_MEMORY"),
     ("xla_gpu_experimental_parallel_collective_overlap_limit", 2),
 )
+# ZeRO-3: gathers of weights run beside reductions of gradients ..
+BESIDE = (("xla_gpu_experimental_parallel_collective_overlap_limit", 2),)
+# .. and the body of a loop over layers gathers the next one's weights while it uses the present
+# one's. Where layers are unrolled, starting early only costs memory.
+PREFETCH = (
+    ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
+    ("xla_gpu_experimental_collective_start_as_early_as_possible", True),
+    ("xla_gpu_experimental_parallel_collective_overlap_limit", 8),
+)
 # XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed.
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 
@@ -29,9 +38,14 @@ def compiler_options(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, st
     """What programs of `cfg` are compiled with on `devices`."""
     if devices[0].platform == "cpu":
         return {}
-    out = dict(CUBLAS) if cfg.precision.fp8 != "none" and accepted(CUBLAS, devices[0]) else {}
-    copies = overlap_rows(cfg.mesh, devices) is not None and can_copy(devices)
-    return out | dict(COPIES) if copies else out
+    wanted = {
+        CUBLAS: cfg.precision.fp8 != "none",
+        COPIES: overlap_rows(cfg.mesh, devices) is not None and can_copy(devices),
+        BESIDE: cfg.mesh.zero == 3,
+        PREFETCH: cfg.mesh.zero == 3 and cfg.mesh.pp == 1 and cfg.train.unroll == 1,
+    }
+    good = [options for options, on in wanted.items() if on and accepted(options, devices[0])]
+    return {name: value for options in good for name, value in options}
 
 
 def overlap_rows(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int | None:

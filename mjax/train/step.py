@@ -51,6 +51,7 @@ class Program:
     max_documents: int = 0
     layout: Layout | None = None  # of the pipeline
     overlap_rows: int | None = None  # tokens in a tp shard that is exchanged piecewise
+    unroll: int = 1  # layer groups in an iteration of a layer loop; 0: all
     one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
 
     def context(self, train: bool, scales: dict | None = None) -> Context:
@@ -62,10 +63,11 @@ class Program:
             attention=cfg.train.attention,
             cp_type=cfg.mesh.cp_type,
             cp_a2a=cfg.mesh.cp_a2a,
+            permute=self.layout is None or self.layout.uniform,
             max_documents=self.max_documents,
             overlap_rows=self.overlap_rows,
             remat=cfg.train.remat if train else "none",
-            unroll=cfg.train.unroll if train else 1,
+            unroll=self.unroll if train else 1,
             dropout=train,
             label_smoothing=cfg.train.label_smoothing if train else 0.0,
             z_loss=cfg.train.z_loss if train else 0.0,

@@ -30,18 +30,29 @@ def test_zero_1_stores_an_eighth_and_gathers_once_a_step():
     assert one.temp + one.arguments < 135e9
 
 
-# mesh -> overrides, collectives that hot loops may leave exposed, bytes of temporaries. The tensor
-# parallel ones and part of ZeRO-3's are known debts; nothing may be added to them unseen.
+# mesh -> overrides, collectives that hot loops may leave exposed, bytes of temporaries. Nothing may
+# be added to them unseen. ZeRO-3: the first layer's gathers, once a micro-batch; tensor parallel:
+# embedding and head.
 EIGHT = {
     "zero3": (
         ["mesh.dp=8", "mesh.zero=3"],
-        {"all-gather": 4, "reduce-scatter": 3},
+        {"all-gather": 5},
         45e9,
     ),
     "tp8": (
         ["mesh.dp=1", "mesh.tp=8"],
-        {"all-gather": 5, "reduce-scatter": 3, "all-reduce": 1},
+        {"all-gather": 2, "reduce-scatter": 1, "all-reduce": 1},
         15e9,
+    ),
+    "zero3, layers unrolled": (
+        ["mesh.dp=8", "mesh.zero=3", "train.unroll=auto"],
+        {"all-gather": 2, "reduce-scatter": 6},
+        72e9,
+    ),
+    "tp8, layers unrolled": (
+        ["mesh.dp=1", "mesh.tp=8", "train.unroll=auto"],
+        {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 1},
+        21e9,
     ),
     "cp8": (["mesh.dp=1", "mesh.cp=8"], {}, 70e9),
     "pp4": (
@@ -56,7 +67,7 @@ EIGHT = {
 def test_hot_loops_expose_no_more_than_is_known(name):
     overrides, allowed, temp = EIGHT[name]
     batch = ["train.micro_batch_size=1", "train.global_batch_size=16"]
-    made = compile_step(LLAMA, *overrides, *batch)
+    made = compile_step(LLAMA, "train.unroll=1", *overrides, *batch)
     exposed = Counter(line.split()[0] for line in made.exposed_in_loops())
     assert exposed <= Counter(allowed), made.exposed_in_loops()
     assert made.temp < temp

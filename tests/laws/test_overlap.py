@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.prove import Cell, compare, deviation, holds, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.overlap import gather_matmul, matmul_scatter
+from mjax.sharding.xla_options import accepted
 
 ALWAYS = "mesh.tp_overlap=always"
 
@@ -91,3 +92,9 @@ def test_the_key_decides_and_nothing_is_exchanged_twice():
     assert never[0] == 0 and always[0] == 8 * 2
     assert always[1] == never[1] - 4
     assert count("auto") == never, "CPUs do not copy to each other"
+
+
+def test_options_are_tried_before_use():
+    assert not accepted((("xla_no_such_option", True),), jax.devices()[0])
+    assert not accepted((("xla_gpu_collective_permute_mode", "NO_SUCH_MODE"),), jax.devices()[0])
+    assert accepted((("xla_embed_ir_in_executable", True),), jax.devices()[0])

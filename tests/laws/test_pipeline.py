@@ -181,3 +181,10 @@ def test_a_lost_hand_over_would_be_seen(monkeypatch):
     monkeypatch.setattr(run, "make_schedule", short)
     with pytest.raises(AssertionError):
         agrees("dense", 4, cell({"pp": 2}, 2))
+
+
+def test_a_ring_over_uneven_stages_is_refused():
+    """Its permutes would wait for devices whose stage has no such layer."""
+    with pytest.raises(UserError, match="mesh.cp_type=ring needs stages of equal layers"):
+        cell = Cell({"pp": 2, "cp": 2, "dp": 1, "tp": 1, "ep": 1}, 0, 2, 8, "ring")
+        make_trainer("uneven layers", cell).step(make_batch(8))

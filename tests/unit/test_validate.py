@@ -10,6 +10,10 @@ from mjax.errors import UserError
 EXPERTS = ["model.layer_pattern=E", "model.num_experts=4"]
 # Rule -> overrides of a legal config that break it, and what the message must show.
 BROKEN = {
+    "tp_overlap_doubles": (
+        ["mesh.tp=3", "mesh.tp_overlap=always"],
+        "mesh.tp_overlap='always' exchanges with 1, 2, 4, .. devices, but mesh.tp=3 is no power",
+    ),
     "pipeline_keys_used": (["mesh.virtual_stages=2"], "mesh.virtual_stages=2 has no effect"),
     "pipeline_layout_alone": (
         ["mesh.pp=2", "mesh.virtual_stages=2", "mesh.pipeline_layout='Ettt|tL'"],
@@ -24,10 +28,6 @@ BROKEN = {
         "model.layer_pattern='GEEE' puts dense and expert blocks differently",
     ),
     "pipeline_zero": (["mesh.pp=2", "mesh.zero=2"], "mesh.zero=2 cannot shard gradients"),
-    "tp_overlap_doubles": (
-        ["mesh.tp=3", "mesh.tp_overlap=always"],
-        "mesh.tp_overlap='always' exchanges with 1, 2, 4, .. devices, but mesh.tp=3 is no power",
-    ),
     "dp_positive": (["mesh.dp=0"], "mesh.dp=0"),
     "tp_divides_num_attention_heads": (["mesh.tp=8"], "model.num_attention_heads=4"),
     "tp_divides_intermediate_size": (["mesh.tp=2", "model.intermediate_size=33"], "33"),

@@ -1,0 +1,70 @@
+"""What our Hopper kernels are given and refuse; the kernels themselves run in tests/gpu."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.errors import UserError
+from mjax.kernels import mosaic_attention as mosaic
+from mjax.kernels.attention import resolve
+
+
+def _q(dtype=jnp.bfloat16, size=128, length=256):
+    return jnp.zeros((1, length, 2, size), dtype)
+
+
+@pytest.mark.parametrize(
+    ("q", "dropout", "said"),
+    [
+        (_q(jnp.float32), None, "precision.compute"),
+        (_q(size=96), None, "model.head_dim=96"),
+        (_q(), (0.1,), "model.attention_dropout"),
+    ],
+)
+def test_refusals_name_the_key(monkeypatch, q, dropout, said):
+    monkeypatch.setattr(mosaic, "on_hopper", lambda: True)
+    mosaic.require_mosaic(_q())
+    with pytest.raises(UserError, match=said):
+        mosaic.require_mosaic(q, dropout)
+    assert not mosaic.supports(q, dropout)
+
+
+def test_no_hopper_is_refused():
+    with pytest.raises(UserError, match="Hopper"):
+        mosaic.require_mosaic(_q())
+
+
+def test_auto_takes_ours_where_cudnn_lacks_or_lags(monkeypatch):
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr(mosaic, "on_hopper", lambda: True)
+    slow = _q(size=256)
+    assert resolve("auto", slow, None, None, None) == "cudnn"
+    assert resolve("auto", slow, 30.0, None, None) == "mosaic"
+    assert resolve("auto", slow, None, jnp.zeros(2), None) == "mosaic"
+    assert resolve("auto", _q(), None, None, None) == "mosaic"
+    assert resolve("auto", _q(jnp.float16), None, None, None) == "cudnn"
+    assert resolve("auto", _q(size=64, length=1024), None, None, None) == "mosaic"
+    assert resolve("auto", _q(size=64, length=4096), None, None, None) == "cudnn"
+    assert resolve("xla", _q(), 30.0, None, None) == "xla"
+
+
+@pytest.mark.parametrize("window", [None, 1, 37])
+@pytest.mark.parametrize("length", [128, 200])
+def test_intervals_are_the_mask(window, length):
+    """[low, own] of a query and [own, high] of a key say what the dense mask says, both ways."""
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    rng = np.random.default_rng(0)
+    segments = np.cumsum(rng.random((2, length)) < 0.05, axis=1).astype(np.int32)
+    q = jnp.zeros((2, length, 1, 64), jnp.bfloat16)
+    job = mosaic._job(q, q, 1.0, window, None, True, segments)
+    low, high = (np.asarray(x) for x in mosaic._intervals(job, jnp.asarray(segments)))
+    assert low.shape == high.shape == (2, job.queries) and job.queries % 128 == 0
+    assert (np.diff(low) >= 0).all() and (np.diff(high) >= 0).all()
+    behind = np.arange(length)[:, None] - np.arange(length)
+    seen = (behind >= 0) & (behind < (window or length))
+    seen = seen & (segments[:, :, None] == segments[:, None])
+    at = np.arange(length)
+    by_low = (at >= low[:, :length, None]) & (behind >= 0)
+    by_high = (at[:, None] <= high[:, None, :length]) & (behind >= 0)
+    np.testing.assert_array_equal(by_low, seen)
+    np.testing.assert_array_equal(by_high, seen)
