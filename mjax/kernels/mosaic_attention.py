@@ -53,15 +53,6 @@ def supports(q: jax.Array, dropout: tuple | None = None) -> bool:
     return dtypes and dropout is None and on_hopper()
 
 
-def faster_than_cudnn(q: jax.Array) -> bool:
-    """Whether forward and backward together beat cuDNN 9 by measurement on one H200.
-
-    Milliseconds, ours against cuDNN's: head size 128, S 8192: 3.83 to 3.96; S 2048: 2.26 to 2.58;
-    head size 64, S 1024: 0.70 to 0.80; but S 4096: 2.92 to 2.58; head size 256: 5.26 to 4.67.
-    """
-    return q.shape[-1] == 128 or (q.shape[-1] == 64 and q.shape[1] <= 2048)
-
-
 def on_hopper() -> bool:
     """Whether the default device is a Hopper GPU, and jax has what the kernels use."""
     if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from mjax.errors import UserError
 from mjax.pipeline import run
 from mjax.prove import Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.train import Trainer
