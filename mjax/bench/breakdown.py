@@ -160,7 +160,8 @@ def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
     backward = "transpose(" in scopes or made.target.endswith("Backward")
     recompute = "rematted_computation" in scopes
     phase = "recompute" if recompute else "backward" if backward else "forward"
-    if made.opcode.startswith(_COLLECTIVE) or "nccl" in event.kernel.lower():
+    moves = "nccl" in event.kernel.lower() or "MemcpyP2P" in event.kernel  # copies are tp's
+    if made.opcode.startswith(_COLLECTIVE) or moves:
         return _EXPOSED, phase
     is_sdpa = made.target.startswith("__cudnn$fmha") or _SDPA_KERNEL.search(event.kernel)
     if scope == "sdpa" or is_sdpa:
