@@ -92,8 +92,9 @@ def _config(args: argparse.Namespace) -> int:
 
     path = args.hf / "config.json" if args.hf.is_dir() else args.hf
     cfg = config_from_hf(read_json(path))
-    defaults = ModelConfig().model_dump()
-    said = {k: v for k, v in cfg.model_dump(exclude_none=True).items() if v != defaults[k]}
+    derived = "intermediate_size", "num_key_value_heads", "head_dim", "moe_intermediate_size"
+    defaults = {k: v for k, v in ModelConfig().model_dump().items() if k not in derived}
+    said = {k: v for k, v in cfg.model_dump(exclude_none=True).items() if v != defaults.get(k)}
     print(yaml.safe_dump({"model": said}, sort_keys=False), end="")
     return 0
 

@@ -145,9 +145,9 @@ def test_autodiff_of_the_circular_scan_agrees(monkeypatch):
     assert deviation(grads, grads1) <= 2e-6
 
 
-def circular(program, weights, micro_batches, key, count, sequences):
+def circular(program, weights, scales, micro_batches, key, count, sequences):
     def share(weights):
-        chunks = run.Chunks(program, program.layout, weights, micro_batches, key, True)
+        chunks = run.Chunks(program, program.layout, weights, scales, micro_batches, key, True)
         schedule = run.make_schedule(
             program.layout.pp, program.layout.v, len(micro_batches["rows"])
         )
@@ -166,7 +166,7 @@ def circular(program, weights, micro_batches, key, count, sequences):
         return nll / jnp.maximum(count, 1) / program.parallel.tp
 
     loss, grads = jax.value_and_grad(share)(weights)
-    return {"loss": loss, "aux_loss": jnp.float32(0)}, grads
+    return {"loss": loss, "aux_loss": jnp.float32(0)}, grads, {}
 
 
 def test_a_lost_hand_over_would_be_seen(monkeypatch):
@@ -187,5 +187,5 @@ def test_a_lost_hand_over_would_be_seen(monkeypatch):
 def test_a_ring_over_uneven_stages_is_refused():
     """Its permutes would wait for devices whose stage has no such layer."""
     with pytest.raises(UserError, match="mesh.cp_type=ring needs stages of equal layers"):
-        cell = Cell({"pp": 2, "cp": 2, "dp": 1, "tp": 1, "ep": 1}, 0, 2, 8, "ring")
-        make_trainer("uneven layers", cell).step(make_batch(8))
+        where = Cell({"pp": 2, "cp": 2, "dp": 1, "tp": 1, "ep": 1}, 0, 2, 8, "ring")
+        make_trainer("uneven layers", where).step(make_batch(8))
