@@ -6,6 +6,7 @@ answer. So every option is tried on a trivial program first.
 """
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +15,8 @@ from jax.sharding import SingleDeviceSharding
 
 from mjax.config.schema import Config, MeshConfig
 from mjax.sharding.overlap import MIN_ROWS
+
+log = logging.getLogger(__name__)
 
 # ppermute as a copy by the source's copy engine: on four H200s 360 GB/s and no multiprocessor taken
 # from matmuls, where NCCL's kernels make 80. One at a time may run beside another collective.
@@ -55,7 +58,15 @@ def overlap_rows(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int | None:
     if mesh.tp_overlap == "always":
         return 0
     power_of_two = mesh.tp & (mesh.tp - 1) == 0
-    return MIN_ROWS if power_of_two and can_copy(devices) else None
+    if power_of_two and can_copy(devices):
+        return MIN_ROWS
+    if devices[0].platform != "cpu":
+        log.warning(
+            "mesh.tp=%d: exchanges run between the matmuls, not under them (slower): that needs a "
+            "power of two, one process a node and a jaxlib with peer-memory permutes",
+            mesh.tp,
+        )
+    return None
 
 
 def can_copy(devices: Sequence[jax.Device]) -> bool:
