@@ -54,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 def _import(args: argparse.Namespace) -> int:
     from mjax.checkpoint.megatron import megatron_source
     from mjax.checkpoint.weights import write_weights
-    from mjax.pretrained import SIDE_FILES, definition_of, source_of
+    from mjax.models import definition_of
+    from mjax.pretrained import SIDE_FILES, source_of
 
     folder = args.hf or args.megatron
     if args.verify and args.megatron:
@@ -69,7 +70,8 @@ def _import(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from mjax.checkpoint.families import slots
     from mjax.checkpoint.huggingface import export
-    from mjax.pretrained import definition_of, source_of
+    from mjax.models import definition_of
+    from mjax.pretrained import source_of
 
     if args.verify and args.dtype == "float8":
         raise UserError("--verify has a bound for exact weights; leave it out with --dtype float8")
@@ -88,7 +90,7 @@ def _config(args: argparse.Namespace) -> int:
     import yaml
 
     from mjax.checkpoint.families import config_from_hf
-    from mjax.checkpoint.huggingface import read_json
+    from mjax.json_file import read_json
 
     path = args.hf / "config.json" if args.hf.is_dir() else args.hf
     cfg = config_from_hf(read_json(path))
@@ -113,7 +115,7 @@ def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
     from mjax.pretrained import SIDE_FILES, tokenizer_dir
 
     tokenizer = tokenizer_dir(ckpt)
-    found = read_side(ckpt / SIDE_FILES) | read_side(ckpt)
+    found = read_side(ckpt / SIDE_FILES) | read_side(tokenizer) | read_side(ckpt)
     config = config_to_hf(cfg)
     old = json.loads(found.pop("config.json", b"{}"))
     kept = {k: v for k, v in old.items() if k in MEANINGLESS and k not in config}

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from mjax.checkpoint import families
-from mjax.checkpoint.huggingface import hf_source, read_json, tensor_names
+from mjax.checkpoint.huggingface import hf_source, tensor_names
 from mjax.checkpoint.source import Source, arrays
 from mjax.checkpoint.weights import read_weights
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models import Definition, build, split
+from mjax.json_file import read_json
+from mjax.models import Definition, definition_of
 from mjax.models.decoder import Decoder
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import param_partitions
@@ -68,11 +68,6 @@ def from_pretrained(
         shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), partitions)
     params = arrays(source, abstract_params(definition, dtype, shardings))
     return Pretrained(source.cfg, definition, params, mesh, tokenizer_dir(path))
-
-
-def definition_of(cfg: ModelConfig) -> Definition:
-    """The model of `cfg` without weights."""
-    return split(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0))))[0]
 
 
 def abstract_params(definition: Definition, dtype: str, shardings: dict | None = None) -> dict:

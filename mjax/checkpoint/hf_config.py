@@ -116,6 +116,13 @@ _SCALING = """factor low_freq_factor high_freq_factor original_max_position_embe
     beta_slow mscale mscale_all_dim attention_factor truncate short_factor long_factor""".split()
 _TYPES = {"su": "longrope", "longrope": "longrope"}  # Phi-3's first name
 _TYPES |= {name: name for name in ("linear", "llama3", "yarn")}
+_LENGTH = "original_max_position_embeddings"
+_NEEDED = {  # readers differ in what they assume where these are left out
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+    "yarn": ("factor", _LENGTH),
+    "longrope": ("short_factor", "long_factor", _LENGTH),
+}
 
 
 def _scaling_in(scaling: dict | None, original: int | None) -> dict | None:
@@ -130,7 +137,10 @@ def _scaling_in(scaling: dict | None, original: int | None) -> dict | None:
         what = f"key {unknown[0]!r}" if kind in _TYPES else f"rope_type {kind!r}"
         raise UserError(f"config.json: rope_scaling has {what}, which is not supported")
     if original is not None:
-        scaling.setdefault("original_max_position_embeddings", original)
+        scaling.setdefault(_LENGTH, original)
+    missing = [key for key in _NEEDED[_TYPES[kind]] if key not in scaling]
+    if missing:
+        raise UserError(f"config.json: rope_scaling of type {kind!r} lacks {missing[0]!r}; add it")
     lists = {k: [float(x) for x in v] for k, v in scaling.items() if isinstance(v, list)}
     return {"rope_type": _TYPES[kind], **scaling, **lists}
 
@@ -154,7 +164,7 @@ def rope(theta: float = 10000.0, partial: bool = False, original: bool = False) 
         fraction = config.pop("partial_rotary_factor", None) or both.pop("partial_rotary_factor", 1)
         if fraction != 1 and not partial:
             raise UserError(f"config.json: partial_rotary_factor={fraction} is not supported")
-        length = take(config, "original_max_position_embeddings", None) if original else None
+        length = take(config, _LENGTH, None) if original else None
         base = both.pop("rope_theta", None)
         fields = {"rope_theta": config.pop("rope_theta", None) or base or theta}
         fields |= {"rope_scaling": _scaling_in(both, length)}
@@ -164,9 +174,8 @@ def rope(theta: float = 10000.0, partial: bool = False, original: bool = False) 
         scaling = _scaling_out(cfg)
         out = {"rope_theta": cfg.rope_theta, "rope_scaling": scaling}
         if original and scaling:
-            length = "original_max_position_embeddings"
-            scaling = {k: v for k, v in scaling.items() if k not in (length, "rope_type")}
-            out |= {length: cfg.rope_scaling.original_max_position_embeddings}
+            scaling = {k: v for k, v in scaling.items() if k not in (_LENGTH, "rope_type")}
+            out |= {_LENGTH: cfg.rope_scaling.original_max_position_embeddings}
             out |= {"rope_scaling": scaling}
         return out | ({"partial_rotary_factor": cfg.partial_rotary_factor} if partial else {})
 

@@ -71,19 +71,6 @@ def tensor_names(folder: str | Path) -> list[str]:
     return list(open_folder(folder))
 
 
-def read_json(file: Path) -> dict:
-    """The object in a JSON file. Raises `UserError` naming the file."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(f"{file}: {e.strerror}; give the folder that holds it") from None
-    except ValueError as e:
-        raise UserError(f"{file}: not JSON ({e}); copy it again") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: not a JSON object; copy it again")
-    return found
-
-
 def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that `slots` name, in the order in which they are written."""
     shapes: dict[str, tuple[int, ...]] = {}

@@ -23,7 +23,7 @@ from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.torch_dist import TorchDist, open_torch_dist
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models import ParamSpec, build, split
+from mjax.models import ParamSpec, definition_of
 from mjax.models.pattern import STACK_OF, expand
 
 _SKIPPED = re.compile(r"(chained_\d+\.)?optimizer\.|.*_extra_state|rng_state|rerun_state_machine")
@@ -35,8 +35,7 @@ def megatron_source(folder: str | Path) -> Source:
     """The model in a run folder (latest iteration) or iteration folder; reads no weights yet."""
     store = open_torch_dist(folder)
     cfg = _config(store)
-    specs = split(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0))))[0].specs
-    specs = nnx.traversals.flatten_mapping(specs)
+    specs = nnx.traversals.flatten_mapping(definition_of(cfg).specs)
     places = {path: _find(store, cfg, path, spec) for path, spec in specs.items()}
 
     def read(path: Leaf, index: Index) -> np.ndarray:

@@ -16,19 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
-from flax import nnx
 from pydantic import ValidationError
 
 import mjax
-from mjax.checkpoint.huggingface import read_json
 from mjax.checkpoint.safetensors import write_array
 from mjax.checkpoint.source import Index, Source, arrays, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.store import WEIGHTS, new_folder
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models import build
-from mjax.models.params import specs_of
+from mjax.json_file import read_json
+from mjax.models import definition_of
 
 
 def write_weights(
@@ -73,7 +71,7 @@ def read_weights(folder: str | Path, step: int | None = None) -> Source:
     """The parameters in checkpoint `step` (default: the newest) of a checkpoint folder."""
     where = _step_folder(Path(folder), step)
     state, cfg = where / "state", read_config(where)
-    specs = flat(specs_of(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0)))))
+    specs = flat(definition_of(cfg).specs)
     layout = read_json(state / "_METADATA")
 
     @cache

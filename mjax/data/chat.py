@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.errors import UserError
+from mjax.json_file import read_json
 
 TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -63,7 +64,7 @@ def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> Ch
     """The template of a model folder: `name`, or the default one. Raises `UserError` for none."""
     folder = Path(folder)
     path = folder / "tokenizer_config.json"
-    config = read_json(path)
+    config = read_json(path, missing={})
     named = config.get("chat_template") or {}
     if isinstance(named, str):
         named = {"default": named}
@@ -81,22 +82,9 @@ def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> Ch
             f"{folder}: no chat template {name or 'default'!r} ({have}); put chat_template.jinja "
             "there, or prompt with plain text"
         )
-    tokens = read_json(folder / "special_tokens_map.json") | config
+    tokens = read_json(folder / "special_tokens_map.json", missing={}) | config
     tokens = {key: _content(tokens[key]) for key in TOKENS if tokens.get(key) is not None}
     return ChatTemplate(source, str(files.get(name or "default", path)), tokens)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is missing. Raises `UserError` for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path}: not JSON: {e}; mend the file") from e
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object; mend the file")
-    return value
 
 
 def _content(token: str | dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ Invariant: ids are in [0, vocab_size) and no special tokens are added; the end-o
 appended only by who asks for it. The work is done by `tokenizers` and `sentencepiece`.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mjax.errors import UserError
+from mjax.json_file import read_json
 
 END_OF_TEXT = "<|endoftext|>"
 # What an end of document is called, where no tokenizer_config.json beside the file says so.
@@ -89,12 +89,7 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
 
 def _declared_eod(config: Path) -> str | None:
     """`eos_token` of a tokenizer_config.json: a string, or a dictionary with its `content`."""
-    if not config.is_file():
-        return None
-    try:
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as e:
-        raise UserError(f"{config}: not a JSON object: {e}") from e
+    token = read_json(config, missing={}).get("eos_token")
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mjax.data.chat import read_json
 from mjax.data.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
+from mjax.json_file import read_json
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def load_model(args: argparse.Namespace):
 def end_ids(folder: Path | None, tokenizer: Tokenizer | None) -> Sequence[int]:
     """Ids that end a text, by generation_config.json, config.json, or else the tokenizer."""
     names = () if folder is None else ("generation_config.json", "config.json")
-    found = (read_json(folder / name).get("eos_token_id") for name in names)
+    found = (read_json(folder / n, missing={}).get("eos_token_id") for n in names)
     own = None if tokenizer is None else tokenizer.eod_id
     ids = next((i for i in found if i is not None), own)
     return () if ids is None else ids if isinstance(ids, list) else (ids,)

@@ -29,8 +29,8 @@ from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer import artifact
 from mjax.infer.cache import KVCache, extend
+from mjax.models import definition_of
 from mjax.models.params import Definition
-from mjax.pretrained import definition_of
 
 PLATFORMS = ("cpu", "cuda")
 # Letters in shapes: B rows and T cache slots of a bucket, S tokens of a row in one call.

@@ -6,7 +6,7 @@ from mjax.config.schema import ModelConfig
 from mjax.models.decoder import Decoder
 from mjax.models.params import Definition, ParamSpec, split
 
-__all__ = ["Definition", "ParamSpec", "build", "split"]
+__all__ = ["Definition", "ParamSpec", "build", "definition_of", "split"]
 
 
 def build(cfg: ModelConfig, rngs: nnx.Rngs) -> Decoder:
@@ -16,3 +16,8 @@ def build(cfg: ModelConfig, rngs: nnx.Rngs) -> Decoder:
     dtype of the computation is the dtype of the parameters.
     """
     return Decoder(cfg, rngs)
+
+
+def definition_of(cfg: ModelConfig) -> Definition:
+    """The model of `cfg` without weights; nothing is allocated."""
+    return split(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0))))[0]

@@ -45,7 +45,7 @@ class Context:
     def overlaps(self, rows: int) -> bool:
         """Whether matmuls exchange shards of `rows` tokens over tp piecewise."""
         big = self.overlap_rows is not None and rows >= self.overlap_rows
-        return self.parallel.tp > 1 and self.permute and big
+        return self.parallel.tp > 1 and big
 
     def tap(self, name: str, x: jax.Array) -> jax.Array:
         """`x`, or what `see` makes of it."""

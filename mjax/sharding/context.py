@@ -63,10 +63,15 @@ def context_attention(
         places = dict(columns=columns, segments=segments)
         return attention(q, k, v, sinks=sinks, dropout=dropout, **places, **options)
     packed = segments is not None and options["max_documents"] != 1
-    implementation = resolve(options.pop("implementation"), q, options["softcap"], sinks, dropout)
-    cp_type = _exchange(
-        q, k, parallel.cp, cp_type, cp_a2a, permute, packed, implementation, sinks, dropout, options
-    )
+    softcap, window = options["softcap"], options["window"]
+    implementation = resolve(options.pop("implementation"), q, softcap, sinks, dropout)
+    extra = dict(attn_logit_softcapping=softcap, attention_sinks=sinks, attention_dropout=dropout)
+    lacking = [name for name, value in extra.items() if value is not None]
+    masked = _unknown_to_blocks(implementation, packed or window is not None, lacking)
+    if cp_type == "auto":
+        grouped = k.shape[2] < q.shape[2]
+        cp_type = "a2a" if masked else choose(parallel.cp, grouped, bool(lacking) or not permute)
+    _refuse(cp_type, q.shape[2], parallel.cp, cp_a2a, lacking, masked, permute)
     if cp_type == "all_gather" and implementation == "xla":
         k, v = (natural(parallel.gather(x, _AXIS, 1), parallel.cp) for x in (k, v))
         whole = jnp.arange(k.shape[1], dtype=jnp.int32)
@@ -88,33 +93,12 @@ def context_attention(
         options |= dict(sinks=group.own(sinks, 0), dropout=group.own_heads(dropout))
         return group.to_sequence(attention(q, k, v, **options))
     if implementation != "xla":
-        require(implementation, q, options["softcap"], sinks, dropout)
+        require(implementation, q, softcap, sinks, dropout)
         places = None
     else:
         places = jnp.broadcast_to(column, q.shape[:2]), segment
-    window, gathers = options["window"], cp_type == "all_gather"
-    ring = Ring(group, gathers, options["scale"], window, implementation)
+    ring = Ring(group, cp_type == "all_gather", options["scale"], window, implementation)
     return group.to_sequence(_ring(q, k, v, places, ring))
-
-
-def _exchange(
-    q, k, cp, cp_type, cp_a2a, permute, packed, implementation, sinks, dropout, options
-) -> str:
-    """How keys are exchanged: `cp_type` unless that is auto. Refused where it lacks a feature."""
-    softcap, window = options["softcap"], options["window"]
-    extra = dict(attn_logit_softcapping=softcap, attention_sinks=sinks, attention_dropout=dropout)
-    lacking = [name for name, value in extra.items() if value is not None]
-    masked = _unknown_to_blocks(implementation, packed or window is not None, lacking)
-    if cp_type == "auto":
-        grouped = k.shape[2] < q.shape[2]
-        cp_type = "a2a" if masked else choose(cp, grouped, bool(lacking) or not permute)
-    if cp_type in ("ring", "a2a_ring") and not permute:
-        raise UserError(
-            f"mesh.cp_type={cp_type} needs stages of equal layers, but those of mesh.pp differ in "
-            "number or kind; set mesh.cp_type=all_gather or a2a"
-        )
-    _refuse(cp_type, q.shape[2], cp, cp_a2a, lacking, masked)
-    return cp_type
 
 
 def choose(cp: int, grouped: bool, lacking: bool) -> str:
@@ -127,7 +111,14 @@ def _unknown_to_blocks(implementation: str, masked: bool, lacking: list) -> bool
     return (implementation != "xla" and masked) or (implementation == "mosaic" and bool(lacking))
 
 
-def _refuse(cp_type: str, heads: int, cp: int, cp_a2a: int, lacking: list, masked: bool) -> None:
+def _refuse(
+    cp_type: str, heads: int, cp: int, cp_a2a: int, lacking: list, masked: bool, permute: bool
+) -> None:
+    if cp_type in ("ring", "a2a_ring") and not permute:
+        raise UserError(
+            f"mesh.cp_type={cp_type} needs stages of equal layers, but those of mesh.pp differ in "
+            "number or kind; set mesh.cp_type=all_gather or a2a"
+        )
     if lacking and cp_type in ("ring", "a2a_ring"):
         raise UserError(
             f"mesh.cp_type={cp_type} lacks model.{lacking[0]}; set mesh.cp_type=all_gather or a2a"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from mjax.config.schema import Config, MeshConfig
+from mjax.errors import UserError
 from mjax.sharding.overlap import MIN_ROWS
 
 log = logging.getLogger(__name__)
@@ -37,13 +38,15 @@ PREFETCH = (
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 
 
-def compiler_options(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, str | bool]:
-    """What programs of `cfg` are compiled with on `devices`."""
+def compiler_options(
+    cfg: Config, devices: Sequence[jax.Device], overlaps: bool
+) -> dict[str, str | bool]:
+    """What programs of `cfg` are compiled with on `devices`; `overlaps`: tp's exchanges do."""
     if devices[0].platform == "cpu":
         return {}
     wanted = {
         CUBLAS: cfg.precision.fp8 != "none",
-        COPIES: overlap_rows(cfg.mesh, devices) is not None and can_copy(devices),
+        COPIES: overlaps and can_copy(devices),
         BESIDE: cfg.mesh.zero == 3,
         PREFETCH: cfg.mesh.zero == 3 and cfg.mesh.pp == 1 and cfg.train.unroll == 1,
     }
@@ -51,19 +54,28 @@ def compiler_options(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, st
     return {name: value for options in good for name, value in options}
 
 
-def overlap_rows(mesh: MeshConfig, devices: Sequence[jax.Device]) -> int | None:
-    """Tokens in a tp shard from which on exchanges overlap matmuls; None: never."""
+def overlap_rows(
+    mesh: MeshConfig, devices: Sequence[jax.Device], uniform: bool = True
+) -> int | None:
+    """Tokens in a tp shard from which on exchanges overlap matmuls; None: never. They are permutes,
+    which wait for all devices: not `uniform`, where only some devices run a layer, rules them out.
+    """
     if mesh.tp == 1 or mesh.tp_overlap == "never":
         return None
     if mesh.tp_overlap == "always":
+        if not uniform:
+            raise UserError(
+                "mesh.tp_overlap=always needs stages of equal layers, but those of mesh.pp differ "
+                "in number or kind; set mesh.tp_overlap=auto"
+            )
         return 0
     power_of_two = mesh.tp & (mesh.tp - 1) == 0
-    if power_of_two and can_copy(devices):
+    if power_of_two and uniform and can_copy(devices):
         return MIN_ROWS
     if devices[0].platform != "cpu":
         log.warning(
             "mesh.tp=%d: exchanges run between the matmuls, not under them (slower): that needs a "
-            "power of two, one process a node and a jaxlib with peer-memory permutes",
+            "power of two, equal stages, one process and a jaxlib with peer-memory permutes",
             mesh.tp,
         )
     return None

@@ -19,7 +19,7 @@ from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.errors import UserError
 from mjax.kernels.quantize import empty_history, require_fp8
-from mjax.models import build, split
+from mjax.models import build, definition_of, split
 from mjax.models.linear import weights_of
 from mjax.models.params import BATCH_AXES, ParamSpec, count_parameters
 from mjax.optim.build import build_optimizer
@@ -67,8 +67,7 @@ class Trainer:
 
     def __init__(self, cfg: Config, mesh: Mesh | None = None):
         validate(cfg)
-        model = nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0)))
-        self.definition, _ = split(model)
+        self.definition = definition_of(cfg.model)
         self.specs = self.definition.specs
         devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why_mesh = resolve(cfg, devices, count_parameters(self.specs))
@@ -198,6 +197,10 @@ class Trainer:
     def _jit(self, kind: str):
         """The jitted program `kind` for the present bound on documents."""
         if (kind, self.max_documents) not in self._jits:
+            devices = list(self.mesh.devices.flat)
+            uniform = self.layout is None or self.layout.uniform
+            rows = overlap_rows(self.cfg.mesh, devices, uniform)
+            options = compiler_options(self.cfg, devices, rows is not None) | self._xla_options
             program = steps.Program(
                 cfg=self.cfg,
                 definition=self.definition,
@@ -206,7 +209,7 @@ class Trainer:
                 optimizer=self.optimizer,
                 parallel=self.parallel,
                 max_documents=self.max_documents,
-                overlap_rows=overlap_rows(self.cfg.mesh, list(self.mesh.devices.flat)),
+                overlap_rows=rows,
                 unroll=self._unroll(),
                 one_schedule=self.mesh.devices.flat[0].platform != "cpu",
                 layout=self.layout,
@@ -228,13 +231,9 @@ class Trainer:
             )
             donate = 0 if kind == "train" else None
             self._jits[kind, self.max_documents] = jax.jit(
-                mapped, donate_argnums=donate, compiler_options=self._compiler_options()
+                mapped, donate_argnums=donate, compiler_options=options or None
             )
         return self._jits[kind, self.max_documents]
-
-    def _compiler_options(self) -> dict | None:
-        own = compiler_options(self.cfg, list(self.mesh.devices.flat))
-        return own | self._xla_options or None
 
     def _initial_state(self) -> steps.State:
         params = split(build(self.cfg.model, nnx.Rngs(self.cfg.run.seed)))[1]

@@ -184,8 +184,11 @@ def test_a_lost_hand_over_would_be_seen(monkeypatch):
         agrees("dense", 4, cell({"pp": 2}, 2))
 
 
-def test_a_ring_over_uneven_stages_is_refused():
+def test_permutes_over_uneven_stages_are_refused():
     """Its permutes would wait for devices whose stage has no such layer."""
     with pytest.raises(UserError, match="mesh.cp_type=ring needs stages of equal layers"):
         where = Cell({"pp": 2, "cp": 2, "dp": 1, "tp": 1, "ep": 1}, 0, 2, 8, "ring")
         make_trainer("uneven layers", where).step(make_batch(8))
+    with pytest.raises(UserError, match="mesh.tp_overlap=always needs stages of equal layers"):
+        where = Cell({"pp": 2, "cp": 1, "dp": 1, "tp": 2, "ep": 1}, 0, 2, 8)
+        make_trainer("uneven layers", where, "mesh.tp_overlap=always").step(make_batch(8))

@@ -1,12 +1,16 @@
 """Config.json as published: read exactly, or refused by name."""
 
+import json
+
 import pytest
 
 from mjax.checkpoint.families import FAMILIES, config_from_hf, config_to_hf, slots
 from mjax.config.schema import ModelConfig
+from mjax.convert import side_files
+from mjax.data.tokenizer import train_tokenizer
 from mjax.errors import UserError
+from mjax.models import definition_of
 from mjax.models.params import count_parameters
-from mjax.pretrained import definition_of
 
 LLAMA_31 = dict(
     architectures=["LlamaForCausalLM"],
@@ -115,6 +119,11 @@ REFUSED = {
     "activation": (dict(hidden_act="mish"), "hidden_act='mish' is not supported"),
     "rope type": (dict(rope_scaling={"rope_type": "dynamic"}), "rope_type 'dynamic'"),
     "rope key": (dict(rope_scaling={"rope_type": "linear", "gamma": 2}), "key 'gamma'"),
+    "rope factor": (dict(rope_scaling={"rope_type": "linear"}), "of type 'linear' lacks 'factor'"),
+    "rope length": (
+        dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        "lacks 'original_max_position_embeddings'",
+    ),
     "missing": (dict(hidden_size=None), "lacks 'hidden_size'"),
     "type": (dict(hidden_size="64"), "hidden_size"),
 }
@@ -153,3 +162,13 @@ def test_fused_tensors_are_covered_without_gap_or_overlap():
     ]
     assert sorted(s.start for s in fused) == [0, 64, 128]  # 8 query heads, 8 + 8 kv heads of 8
     assert set(FAMILIES) >= {"llama", "phi3", "gpt2", "mixtral"}
+
+
+def test_the_tokenizer_of_a_run_travels_with_its_export(tmp_path):
+    """A run on `data.text` keeps it in data/, beside its checkpoints."""
+    (tmp_path / "data").mkdir()
+    train_tokenizer(["some text, some more text"] * 9, 260, tmp_path / "data" / "tokenizer.json")
+    found = side_files(ModelConfig(vocab_size=260), tmp_path, "bfloat16")
+    assert found["tokenizer.json"] == (tmp_path / "data" / "tokenizer.json").read_bytes()
+    assert json.loads(found["config.json"])["eos_token_id"] is not None
+    assert "tokenizer_config.json" in found
