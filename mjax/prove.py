@@ -141,7 +141,7 @@ def cells(devices: int, feature: str) -> Iterator[Cell]:
         fits = [(m, r) for m in range(1, 9) for r in ROWS if r % (m * parts) == 0]
         heads = 2 if feature == "odd widths" else 8
         way = ways[i % len(ways)]
-        uneven = feature == "uneven layers" and mesh["pp"] > 1  # where a ring is refused
+        uneven = layers_for(mesh, feature) % mesh["pp"] > 0  # where a ring is refused
         if (way == "a2a" and heads // mesh["tp"] % mesh["cp"]) or (way == "ring" and uneven):
             way = ways[0]
         yield Cell(mesh, stages[i % len(stages)], *fits[5 * i % len(fits)], way)
@@ -227,9 +227,15 @@ def one_device(feature: str, rows: int, steps: int, *overrides: str) -> Numbers:
     return measure(make_trainer(feature, Cell(rows=rows), *overrides), steps)
 
 
+def layers_for(mesh: dict[str, int], feature: str) -> int:
+    """Enough for every stage to have one."""
+    long = mesh.get("pp", 1) > 4
+    return (5, 11)[long] if feature == "uneven layers" else (4, 8)[long]
+
+
 def sizes_for(mesh: dict[str, int], feature: str) -> list[str]:
     """Overrides that make every axis of 6 devices divide what it cuts, and fill long pipelines."""
-    layers = 11 if feature == "uneven layers" else 8
+    layers = layers_for(mesh, feature)
     deep = [f"model.num_hidden_layers={layers}"] if mesh.get("pp", 1) > 4 else []
     if math.prod(mesh.values()) % 3:
         return deep
