@@ -141,7 +141,9 @@ def cells(devices: int, feature: str) -> Iterator[Cell]:
         fits = [(m, r) for m in range(1, 9) for r in ROWS if r % (m * parts) == 0]
         heads = 2 if feature == "odd widths" else 8
         way = ways[i % len(ways)]
-        uneven = layers_for(mesh, feature) % mesh["pp"] > 0  # where a ring is refused
+        layers = layers_for(mesh, feature)
+        odd = feature == "windows" and layers // mesh["pp"] % 2  # L and G layers take turns
+        uneven = layers % mesh["pp"] or odd  # where a ring is refused
         if (way == "a2a" and heads // mesh["tp"] % mesh["cp"]) or (way == "ring" and uneven):
             way = ways[0]
         yield Cell(mesh, stages[i % len(stages)], *fits[5 * i % len(fits)], way)
