@@ -352,7 +352,8 @@ def main() -> int:
         raise UserError(f"--out {args.out}: no such folder; create it or name another file")
     if args.records:
         lines = [line for file in args.records for line in file.read_text().splitlines()]
-        records = [json.loads(line) for line in lines]
+        records = map(json.loads, lines)
+        records = list({(r["feature"], r["devices"], r["cell"]): r for r in records}.values())
     else:
         records = prove(args.devices, args.features, args.jobs)
     args.out.write_text(page(records), encoding="utf-8")
