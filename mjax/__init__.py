@@ -6,7 +6,25 @@ micro-batches, E experts, C capacity, P pipeline stages. A suffix such as ``q_BS
 dimensions of an array where that helps the reader.
 """
 
+import os
+
 __version__ = "0.1.0"
+
+
+def _host_gib() -> int:
+    """Memory of this machine, or of this container."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    try:
+        with open("/sys/fs/cgroup/memory.max") as f:
+            sizes.append(int(f.read()))
+    except (OSError, ValueError):  # no container, or no limit
+        pass
+    return min(sizes) >> 30
+
+
+# XLA pins at most 64 GiB of the host for moments and activations that wait there, unless told
+# otherwise before its devices start. It pins on demand, in steps that double: hence not all.
+os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, _host_gib() * 3 // 4)))
 
 
 def from_pretrained(path, mesh=None, dtype="float32"):

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.kernels.attention import attention
 from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
-from mjax.models import positions, split
+from mjax.kernels.norm import fork, norm
+from mjax.kernels.norm import reference as normed
+from mjax.models import positions
 from mjax.models.mlp import activate
-from mjax.models.norm import Norm
 from mjax.sharding.collectives import LOCAL
 
 # What --shape gives, and the shapes measured without it.
@@ -196,13 +196,14 @@ def losses(t: int, v: int, d: int) -> Iterator[Work]:
 def norms(t: int, d: int, heads: int) -> Iterator[Work]:
     """Norms, RoPE (heads * 128 wide) and SwiGLU; backwards read what they keep."""
     size, wide = 2.0 * t * d, 2.0 * t * heads * 128
-    x = draw((t, d))
-    for kind in ("rmsnorm", "layernorm"):
-        cfg = ModelConfig(hidden_size=d, norm=kind)
-        definition, weights = split(Norm(cfg, (d,), ("embed",), "norm", nnx.Rngs(0)))
-        run = lambda x, weights, of=definition: of.bind(weights)(x)  # noqa: E731
-        yield Work(f"{kind} forward", run, (x, weights), bytes=2 * size)
-        yield pulled(run, (x, weights), f"{kind} backward", moved=3 * size)
+    x, gain, bias = draw((t, d)), draw((d,), 1, "float32"), draw((d,), 2, "float32")
+    for kind, inputs in (("rmsnorm", (x, gain, None)), ("layernorm", (x, gain, bias))):
+        ours, stream = (functools.partial(f, eps=1e-5) for f in (norm, fork))
+        plain = functools.partial(normed, eps=1e-5)
+        yield Work(f"{kind} forward", ours, inputs, bytes=2 * size)
+        yield pulled(ours, inputs, f"{kind} backward", moved=3 * size)
+        yield pulled(plain, inputs, f"reference {kind} backward", moved=3 * size)
+        yield pulled(stream, inputs, f"{kind} backward, with a stream", moved=4 * size)
     seq = min(t, 8192)
     q = draw((t // seq, seq, heads, 128))
     cfg = ModelConfig(hidden_size=heads * 128, num_attention_heads=heads)

@@ -207,7 +207,8 @@ class Store:
         roles = ["muon_roles"] if self.cfg.optimizer.name == "muon" else []
         optimizer = ["name", "mu_dtype", "nu_dtype", *roles]
         recipes = self.cfg.precision.fp8, meta["config"]["precision"].get("fp8")
-        precision = ["fp8", "fp8_amax_history"] if "delayed" in recipes else []  # has a state
+        fp8 = ["fp8", "fp8_amax_history"] if "delayed" in recipes else []  # has a state
+        precision = ["params", *fp8]
         for group, kind, names in (
             ("model", ModelConfig, model),
             ("optimizer", OptimizerConfig, optimizer),

@@ -82,7 +82,7 @@ def _pipeline_keys(c: Config) -> list[str]:
     return [f"`mesh.{name}`" for name, present in given.items() if present]
 
 
-def _pipeline(c: Config):
+def pipeline(c: Config):
     from mjax.pipeline.layout import layout_of  # raises UserError for a malformed layout string
 
     return layout_of(c)
@@ -132,7 +132,7 @@ MESH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pipeline_stacks_agree",
-        lambda c: c.mesh.pp == 1 or _pipeline(c).runs_all_stacks,
+        lambda c: c.mesh.pp == 1 or pipeline(c).runs_all_stacks,
         "`model.layer_pattern` puts dense and expert blocks differently in the stages of `mesh.pp`",
         "choose stages that hold equal sequences of blocks",
     ),

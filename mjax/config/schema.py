@@ -221,6 +221,12 @@ class OptimizerConfig(Group):
     clip_grad_norm: float = Field(1.0, ge=0, description="Global L2 norm; 0: off.")
     mu_dtype: Dtype = "float32"
     nu_dtype: Dtype = "float32"
+    stochastic_rounding: bool = Field(
+        False, description="Round what is stored in bf16 (moments, weights) up or down at random."
+    )
+    offload: bool | Literal["auto"] = Field(
+        "auto", description="Moments wait in pinned host memory; auto: where they do not fit."
+    )
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     muon_nesterov: bool = True
     muon_steps: int = Field(5, ge=1, description="Newton-Schulz iterations.")
@@ -257,10 +263,14 @@ class TrainConfig(Group):
     )
     eval_interval: int | None = Field(None, ge=1, description="Steps between evaluations.")
     eval_steps: int = Field(10, ge=1)
-    remat: Literal["none", "dots", "attention", "full"] = Field(
-        "dots",
-        description="What a block keeps for its backward: all, matmul outputs and attention, "
-        "attention only, nothing.",
+    remat: str = Field(
+        "auto",
+        description="What a layer keeps for its backward: none (all), dots (matmul outputs and "
+        "attention), attention, full (nothing); counts go in layer order: 'full*8,dots'. auto: the "
+        "fastest that fits by the memory estimate (docs/memory.md).",
+    )
+    offload: Literal["all"] | list[str] = Field(
+        [], description="Kept tensors that wait in pinned host memory, e.g. [up, attn_out]; or all."
     )
     attention: Literal["auto", "xla", "cudnn", "mosaic"] = "auto"
     unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
@@ -290,14 +300,20 @@ class CheckpointConfig(Group):
 
 
 class PrecisionConfig(Group):
-    """fp32 masters; the forward and backward pass run in `compute`."""
+    """Masters are kept in `params`; the forward and backward pass run in `compute`."""
 
     compute: Dtype = "bfloat16"
+    params: Dtype = Field(
+        "float32", description="Dtype of the weights between steps; bfloat16: no fp32 master."
+    )
     grad_accum: Dtype = Field("float32", description="Dtype gradients accumulate and reduce in.")
     fp8: Literal["none", "current", "delayed", "mxfp8", "nvfp4"] = Field(
         "none",
         description="Blocks multiply in 8 bits, scaled by the tensor's maximum or by that of the "
         "last steps; mxfp8 and nvfp4 (block-scaled) need Blackwell.",
+    )
+    fp8_backend: Literal["xla", "te"] = Field(
+        "xla", description="Who rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."
     )
     fp8_amax_history: int = Field(1024, ge=1, description="Steps that delayed scaling looks back.")
     fp8_skip_layers: int = Field(0, ge=0, description="First and last layers left in `compute`.")

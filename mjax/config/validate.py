@@ -6,7 +6,7 @@ rules demand what every dp would. The batch and schedule rules are Megatron-LM's
 (`num_microbatches_calculator.py`, `optimizer_param_scheduler.py`).
 """
 
-from mjax.config.mesh_rules import MESH_RULES, Rule, mesh_sizes, not_for_cudnn
+from mjax.config.mesh_rules import MESH_RULES, Rule, mesh_sizes, not_for_cudnn, pipeline
 from mjax.config.schema import Config
 from mjax.errors import UserError
 
@@ -87,6 +87,17 @@ def _undivided_ramp_sizes(c: Config) -> list[int]:
     start, increment, _ = c.train.rampup_batch_size
     sizes = range(start, c.train.global_batch_size, increment)
     return [size for size in sizes if size % _sequences_per_micro_batch(c)]
+
+
+def _not_kept(c: Config) -> list[str]:
+    """What train.offload names in vain. A malformed train.remat raises its own UserError."""
+    from mjax.models.remat import not_kept, policies
+
+    text = "dots" if c.train.remat == "auto" else c.train.remat
+    of = (c.model.num_hidden_layers,)
+    if c.mesh.pp > 1:
+        of = pipeline(c).slots, "layers in a pipeline stage"
+    return not_kept(policies(text, *of), c.train.offload)
 
 
 def _has_experts(c: Config) -> bool:
@@ -310,15 +321,44 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(  # an average that moves by less than half a bf16 step (2**-8) is rounded back
         "bf16_mu_moves",
-        lambda c: c.optimizer.mu_dtype == "float32" or c.optimizer.b1 <= 0.996,
+        lambda c: (
+            c.optimizer.mu_dtype == "float32"
+            or c.optimizer.b1 <= 0.996
+            or c.optimizer.stochastic_rounding
+        ),
         "`optimizer.mu_dtype` stands still at `optimizer.b1`",
-        "lower b1 to 0.996 or set mu_dtype=float32",
+        "lower b1 to 0.996 or set mu_dtype=float32 or stochastic_rounding=true",
     ),
     Rule(
         "bf16_nu_moves",
-        lambda c: c.optimizer.nu_dtype == "float32" or c.optimizer.b2 <= 0.996,
+        lambda c: (
+            c.optimizer.nu_dtype == "float32"
+            or c.optimizer.b2 <= 0.996
+            or c.optimizer.stochastic_rounding
+        ),
         "`optimizer.nu_dtype` stands still at `optimizer.b2`",
-        "lower b2 to 0.996 or set nu_dtype=float32",
+        "lower b2 to 0.996 or set nu_dtype=float32 or stochastic_rounding=true",
+    ),
+    Rule(
+        "bf16_masters_move",
+        lambda c: c.precision.params == "float32" or c.optimizer.stochastic_rounding,
+        "`precision.params`: updates below half a bf16 step would vanish",
+        "set optimizer.stochastic_rounding=true or precision.params=float32",
+    ),
+    Rule(
+        "rounding_used",
+        lambda c: (
+            not c.optimizer.stochastic_rounding
+            or "bfloat16" in (c.precision.params, c.optimizer.mu_dtype, c.optimizer.nu_dtype)
+        ),
+        "`optimizer.stochastic_rounding` has no effect: nothing is stored in bf16",
+        "set precision.params, optimizer.mu_dtype or optimizer.nu_dtype to bfloat16",
+    ),
+    Rule(  # its matrices are made whole to be orthogonalised
+        "offload_of_adam",
+        lambda c: c.optimizer.offload is not True or c.optimizer.name == "adamw",
+        "`optimizer.offload` is built for adamw, not for `optimizer.name`",
+        "set optimizer.offload=false",
     ),
     Rule(
         "min_lr_below_lr",
@@ -392,6 +432,12 @@ RULES: tuple[Rule, ...] = (
         "remove it or set precision.fp8=current",
     ),
     Rule(
+        "fp8_backend_used",
+        lambda c: c.precision.fp8 != "none" or c.precision.fp8_backend == "xla",
+        "`precision.fp8_backend` has no effect with `precision.fp8`",
+        "remove it or set precision.fp8=delayed",
+    ),
+    Rule(
         "fp8_layers_left",
         lambda c: 2 * c.precision.fp8_skip_layers < c.model.num_hidden_layers,
         "`precision.fp8_skip_layers` at both ends of `model.num_hidden_layers` leaves none",
@@ -402,6 +448,25 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.precision.fp8_skip_layers == 0 or c.mesh.pp == 1,
         "`precision.fp8_skip_layers` is not built for the chunks of `mesh.pp`",
         "set precision.fp8_skip_layers=0",
+    ),
+    # memory
+    Rule(
+        "offload_kept",
+        lambda c: not _not_kept(c),
+        lambda c: f"`train.offload`: no layer keeps {_not_kept(c)[0]!r} under `train.remat`",
+        "dots keeps q, kv, attn_proj, up, down, attn_out, attn_lse, attention the last two",
+    ),
+    Rule(
+        "offload_pipeline",
+        lambda c: not c.train.offload or c.mesh.pp == 1,
+        "`train.offload` is not built for what waits in the stages of `mesh.pp`",
+        "set train.offload=[] and, to save memory, train.remat=attention or full",
+    ),
+    Rule(  # the compiler copies as late as it can: outside a loop, right before it copies back
+        "offload_loops",
+        lambda c: not c.train.offload or c.train.unroll in ("auto", 1),
+        "`train.offload` saves nothing where layers are unrolled: `train.unroll`",
+        "set train.unroll=auto, which is then 1",
     ),
     # the rest
     Rule(

@@ -6,7 +6,8 @@ one of cuBLASLt's; its backward is two more. Scales are powers of two: a scaled 
 from a rounded one in range only, never in precision, so that every step but the two roundings is
 exact in bf16, and another mesh or micro-batch, with other maxima, rounds alike (but for values
 some 2**-15 of the largest). Weights are scaled by their maximum over the whole mesh, found once a
-step (`weight_amax`). Recipes for activations and gradients, after Transformer Engine:
+step (`weight_amax`), and rounded once a step, where they are stored, so that ZeRO gathers bytes
+(`round_weights`). Recipes for activations and gradients, after Transformer Engine:
 
 - current: the maximum of the tensor itself, shared over tp;
 - delayed: the largest maximum of the last steps, kept as `history` [L, 2, H] of each matmul. What a
@@ -19,6 +20,7 @@ Finite values beyond the range saturate; what is not finite makes the step not f
 import functools
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
+from mjax.kernels import te
 from mjax.sharding.collectives import AXES, LOCAL, Parallel
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2  # largest: 0.875 * 2**9, 0.875 * 2**16
@@ -42,14 +45,21 @@ FIRST_GUESS = 64.0, 1024.0
 class Fp8:
     """What a forward pass needs to know. `scales`: [..., 3] for x, w and gradient of each matmul,
     {stack: {name: [L, 3]}} for a model and {name: [3]} within a block; zero where it is to be
-    measured. The first and last `skip` layers stay as they are."""
+    measured. `rounded`: likewise bits of weights (`round_weights`), read in place of the weights,
+    which then only take gradients. The first and last `skip` layers stay as they are."""
 
     delayed: bool
     skip: int = 0
     scales: dict = field(default_factory=dict)
+    rounded: dict = field(default_factory=dict)
+    backend: str = "xla"
 
-    def of(self, scales: dict) -> "Fp8":
-        return replace(self, scales=scales)
+    def of(self, scales: dict, rounded: dict) -> "Fp8":
+        return replace(self, scales=scales, rounded=rounded)
+
+    def stack(self, name: str) -> tuple[dict, dict]:
+        """`scales` and `rounded` of a stack of layers."""
+        return self.scales.get(name, {}), self.rounded.get(name, {})
 
 
 def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -81,51 +91,84 @@ def matmul(
 ) -> jax.Array:
     """Contract the last `contracted` axes of x with the first of w, in x's dtype.
 
-    `name` picks the scales. Current scaling measures x and the gradient over tp of `parallel`.
+    `name` picks the scales and the rounded weight. Current scaling measures x and the gradient over
+    tp of `parallel`.
     """
     if fp8 is None:
         return jnp.tensordot(x, w, contracted)
     lead, size = x.shape[: x.ndim - contracted], math.prod(w.shape[:contracted])
-    flat = x.reshape(-1, size), w.reshape(size, -1)
-    y = _matmul(fp8.delayed, parallel, *flat, fp8.scales[name])
+    w8 = fp8.rounded.get(name)
+    if w8 is not None and w8.shape == w.shape:  # kv heads that tp shares are a part of it
+        w8 = w8.reshape(size, -1)
+    else:
+        w8 = None
+    way = Way(fp8.delayed, fp8.backend, parallel)
+    y = _matmul(way, x.reshape(-1, size), w.reshape(size, -1), w8, fp8.scales[name])
     return y.reshape(*lead, *w.shape[contracted:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(delayed: bool, parallel: Parallel, x, w, scales):
-    """x [M, K], w [K, N], scales [3] -> [M, N]; the cotangent of `scales` is what was seen."""
-    return _forward(delayed, parallel, x, w, scales)[0]
+class Way(NamedTuple):
+    """What is static in a product."""
+
+    delayed: bool
+    backend: str
+    parallel: Parallel
 
 
-def _forward(delayed, parallel, x, w, scales):
-    amax = amax_of(x)
-    first = scales[0] if delayed else scale_of(parallel.pmax(amax, "tp"), E4M3)
-    kept = checkpoint_name(jnp.stack([first, scales[1], scales[2], amax]), SCALES)
-    x8 = quantise(x, kept[0], E4M3)
-    y = _dot(x8, quantise(w, kept[1], E4M3), (1, 0), kept[0] * kept[1], x.dtype)
-    return y, (x8, w, kept)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(way: Way, x, w, w8, scales):
+    """x [M, K], w [K, N], its bits or None, scales [3] -> [M, N]; the cotangent of `scales` is what
+    was seen."""
+    return _forward(way, x, w, w8, scales)[0]
 
 
-def _backward(delayed, parallel, saved, g):
-    x8, w, kept = saved
+def _forward(way, x, w, w8, scales):
+    x8, kept = _rounded(way, x, scales[0], E4M3)
+    y = _dot(way, x8, _weight8(w, w8, scales), (1, 0), (kept[0], scales[1]), x.dtype)
+    return y, (x8, w if w8 is None else None, w8, kept, scales)
+
+
+def _backward(way, saved, g):
+    x8, w, w8, kept, scales = saved
     g = lax.optimization_barrier(g)  # or each reader makes it again, as a gate's two halves
-    amax = amax_of(g)
-    scale = kept[2] if delayed else scale_of(parallel.pmax(amax, "tp"), E5M2)
-    g8, w8 = quantise(g, scale, E5M2), quantise(w, kept[1], E4M3)
-    precise = lax.Precision.HIGHEST  # cuBLASLt: without its fast, 14-bit accumulation
-    dx = _dot(g8, w8, (1, 1), scale * kept[1], g.dtype, precise)
-    dw = _dot(x8, g8, (0, 0), scale * kept[0], w.dtype, precise)
-    return dx, dw, jnp.stack([kept[3], jnp.zeros_like(amax), amax])
+    g8, seen = _rounded(way, g, scales[2], E5M2)
+    w8 = _weight8(w, w8, scales)
+    dx = _dot(way, g8, w8, (1, 1), (seen[0], scales[1]), g.dtype, precise=True)
+    dw = _dot(way, x8, g8, (0, 0), (kept[0], seen[0]), g.dtype, precise=True)
+    return dx, dw, None, jnp.stack([kept[1], jnp.zeros_like(kept[1]), seen[1]])
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _dot(a, b, contract: tuple[int, int], scale, dtype, precision=None) -> jax.Array:
-    """a, b of 8 bits -> their product over axes `contract`, divided by `scale`."""
+def _rounded(way: Way, x, scale, dtype) -> tuple[jax.Array, jax.Array]:
+    """x in 8 bits, [its scale, its maximum]; `scale` is what delayed scaling knows of it."""
+    use_te = way.backend == "te"
+    if use_te and way.delayed:  # in one pass
+        x8, amax = te.quantise(x, scale, dtype)
+        return x8, checkpoint_name(jnp.stack([scale, amax]), SCALES)
+    amax = amax_of(x)
+    if not way.delayed:
+        scale = scale_of(way.parallel.pmax(amax, "tp"), dtype)
+    kept = checkpoint_name(jnp.stack([scale, amax]), SCALES)
+    if use_te:
+        return te.quantise(x, kept[0], dtype)[0], kept
+    return quantise(x, kept[0], dtype), kept
+
+
+def _weight8(w, w8, scales):
+    return quantise(w, scales[1], E4M3) if w8 is None else lax.bitcast_convert_type(w8, E4M3)
+
+
+def _dot(way, a, b, contract: tuple[int, int], scales, dtype, precise=False) -> jax.Array:
+    """a, b of 8 bits -> their product over axes `contract`, divided by both `scales`. `precise`:
+    without cuBLASLt's fast, 14-bit accumulation."""
+    if way.backend == "te":
+        return te.dot(a, b, contract, scales, dtype, precise)
     dims = ((contract[0],), (contract[1],)), ((), ())
+    precision = lax.Precision.HIGHEST if precise else None
     y = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
-    return y * (1 / scale).astype(dtype)
+    return y * (1 / (scales[0] * scales[1])).astype(dtype)
 
 
 # ---- what passes from step to step -----------------------------------------------------------
@@ -158,6 +201,17 @@ def scales_of(weights: dict, history: dict, tokens: jax.Array) -> dict:
     return jax.tree.map(one, weights, history) if history else jax.tree.map(one, weights)
 
 
+def round_weights(weights: dict, scales: dict) -> dict:
+    """Stacked weights [L, ...], in any sharding but of L over pp, and scales [L, 3] -> the bits of
+    what `matmul` rounds them to. Integers: they take no gradient, and travel as they are."""
+
+    def one(w, scale):
+        w8 = quantise(w, scale[:, 1].reshape(-1, *[1] * (w.ndim - 1)), E4M3)
+        return lax.bitcast_convert_type(w8, jnp.uint8)
+
+    return jax.tree.map(one, weights, scales)
+
+
 def empty_history(weights: dict, length: int) -> dict:
     """Of stacked weights [L, ...]: no step seen."""
     return jax.tree.map(lambda w: jnp.zeros((w.shape[0], 2, length), jnp.float32), weights)
@@ -178,11 +232,13 @@ def remember(history: dict, seen: dict, parallel: Parallel) -> tuple[dict, jax.A
     return jax.tree.map(push, history, seen), finite
 
 
-def require_fp8(device: jax.Device) -> None:
-    """Raise `UserError` for a GPU without FP8 matmuls; CPUs emulate them."""
+def require_fp8(device: jax.Device, backend: str = "xla") -> None:
+    """Raise `UserError` for a GPU without FP8 matmuls, or without `backend`; CPUs emulate XLA's."""
     capability = getattr(device, "compute_capability", None)
     if device.platform in ("gpu", "cuda") and float(capability) < 8.9:
         raise UserError(
             f"precision.fp8: {device.device_kind} has compute capability {capability}, FP8 needs "
             "8.9 (Ada, Hopper, Blackwell); set precision.fp8=none"
         )
+    if backend == "te":
+        te.require_te(device)

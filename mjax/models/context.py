@@ -21,9 +21,10 @@ class Context:
 
     `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
     document, 0 that it is unknown. `permute` is false where only some devices may run a layer:
-    ppermute waits for all. `gather(stack, weights)` makes the stored weights of a scan's
-    layers whole on entry to its body (ZeRO-3). `fp8` quantises the blocks' matmuls. `see(name, x)`
-    may keep or replace activations at the named places of a block (`models/trace.py`).
+    ppermute waits for all. `gather(stack, weights, rounded)` makes the stored weights of a scan's
+    layers, and what FP8 rounded of them, whole on entry to its body (ZeRO-3). `fp8` quantises the
+    blocks' matmuls. `see(name, x)` may keep or replace activations at the named places of a block
+    (`models/trace.py`).
     """
 
     parallel: Parallel = LOCAL
@@ -34,12 +35,13 @@ class Context:
     max_documents: int = 0
     overlap_rows: int | None = None
     remat: str = "none"
+    offload: tuple[str, ...] = ()
     unroll: int = 1
     dropout: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     fp8: Fp8 | None = None
-    gather: Callable[[str, dict], dict] | None = None
+    gather: Callable[[str, dict, dict], tuple[dict, dict]] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
 
     def overlaps(self, rows: int) -> bool:

@@ -14,16 +14,15 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.kernels.cross_entropy import Terms, cross_entropy
-from mjax.kernels.quantize import SCALES
 from mjax.models.attention import Attention, Cache
 from mjax.models.context import Context, Tokens, dropout, tokens_of
-from mjax.models.linear import NAMES
 from mjax.models.mlp import MLP
 from mjax.models.moe import MoE
 from mjax.models.norm import Norm
 from mjax.models.params import ParamSpec, declare, normal, split, stack
-from mjax.models.pattern import STACK_OF, Run, expand, runs, stack_index
+from mjax.models.pattern import STACK_OF, Run, expand, runs, stack_index, stretches
 from mjax.models.positions import rope_tables
+from mjax.models.remat import in_order, policies, remat
 
 _EMBED_SALT = 0  # dropout call sites; blocks use 1 + 3 * layer + {0, 1, 2}
 
@@ -60,8 +59,9 @@ class Block(nnx.Module):
         """The new x, this device's share of the block's auxiliary loss, the new cache."""
         cfg = self.cfg
         salt = _EMBED_SALT + 1 + 3 * layer
+        h, x = _forked(self.attention_norm, x)
         h, cache = self.attention(
-            _normed(self.attention_norm, x),
+            h,
             tokens,
             ctx,
             window=cfg.sliding_window if kind == "L" else None,
@@ -72,7 +72,8 @@ class Block(nnx.Module):
         h = _scaled(_normed(self.attention_post_norm, h), cfg.residual_multiplier)
         h = ctx.tap("attention", h)
         x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 1)
-        h, aux = self.mlp(_normed(self.mlp_norm, x), ctx)
+        h, x = _forked(self.mlp_norm, x)
+        h, aux = self.mlp(h, ctx)
         h = _scaled(_normed(self.mlp_post_norm, h), cfg.residual_multiplier)
         h = ctx.tap("mlp", h)
         return x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2), aux, cache
@@ -80,6 +81,11 @@ class Block(nnx.Module):
 
 def _normed(norm: Norm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
+
+
+def _forked(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a branch reads, and the stream that passes it by."""
+    return (x, x) if norm is None else norm.fork(x)
 
 
 def _scaled(x: jax.Array, factor: float | None) -> jax.Array:
@@ -208,36 +214,36 @@ class Decoder(nnx.Module):
         aux, caches = jnp.float32(0), []
         for run in parts:
             xs = {}
-            own_ctx = ctx if self._quantised(run, ctx) else replace(ctx, fp8=None)
+            own_ctx = ctx if self._quantised(run.first, ctx) else replace(ctx, fp8=None)
             for name, (_, weights) in stacks.items():
-                scales = {} if own_ctx.fp8 is None else own_ctx.fp8.scales.get(name, {})
+                of_fp8 = () if own_ctx.fp8 is None else own_ctx.fp8.stack(name)
                 own = [i for i, kind in enumerate(run.kinds) if STACK_OF[kind] == name]
                 if own:
                     first = rows[run.first + own[0]]
                     xs[name] = jax.tree.map(
-                        rows_of(first, run.repeats, len(own)), (weights, scales)
+                        rows_of(first, run.repeats, len(own)), (weights, *of_fp8)
                     )
             period = rows_of(run.first, run.repeats, len(run.kinds))
             layers = period(jnp.arange(len(rows), dtype=jnp.int32))
             body = functools.partial(scan_body, definitions, run.kinds, rope, info, own_ctx)
             xs = xs, layers, jax.tree.map(period, cache)
-            scan = functools.partial(
-                jax.lax.scan, unroll=min(ctx.unroll or run.repeats, run.repeats)
-            )
-            (x, aux), new = scan(remat(body, ctx.remat), (x, aux), xs)
+            unroll = min(ctx.unroll or run.repeats, run.repeats)
+            policy = policies(ctx.remat, len(self.kinds))[run.first]
+            body = remat(body, policy, ctx.offload, loop=unroll < run.repeats)
+            (x, aux), new = jax.lax.scan(body, (x, aux), xs, unroll=unroll)
             caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), new))
         merged = None if cache is None else jax.tree.map(lambda *c: jnp.concatenate(c), *caches)
         return x, aux, merged
 
     def runs(self, ctx: Context) -> tuple[Run, ...]:
-        """The scans of all layers; those at both ends that stay out of FP8 are apart."""
-        n = 0 if ctx.fp8 is None else ctx.fp8.skip
-        cuts = (0, n), (n, len(self.kinds) - n), (len(self.kinds) - n, len(self.kinds))
-        return tuple(run for a, b in cuts for run in runs(self.kinds[a:b], a))
+        """The scans of all layers: those of one are alike in policy, and in FP8 or out of it."""
+        kept = policies(ctx.remat, len(self.kinds))
+        ways = tuple((self._quantised(i, ctx), policy) for i, policy in enumerate(kept))
+        return tuple(run for a, b in stretches(ways) for run in runs(self.kinds[a:b], a))
 
-    def _quantised(self, run: Run, ctx: Context) -> bool:
+    def _quantised(self, layer: int, ctx: Context) -> bool:
         n = 0 if ctx.fp8 is None else ctx.fp8.skip
-        return n <= run.first < len(self.kinds) - n
+        return n <= layer < len(self.kinds) - n
 
     def rope(self, info: Tokens, ctx: Context) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Tables of each kind of block that turns its queries and keys."""
@@ -259,30 +265,25 @@ def rows_of(first: int, repeats: int, period: int):
 
 
 def scan_body(definitions, kinds, rope, info, ctx, carry, xs):
-    """One period of blocks; `xs` holds the rows of each stack (weights, FP8 scales), layer numbers
-    and caches, [period, ...] each."""
+    """One period of blocks; `xs` holds the rows of each stack (weights; FP8's scales and rounded
+    weights, or none), layer numbers and caches, [period, ...] each."""
     (x, aux), (stacks, layers, cache) = carry, xs
-    weights, scales = ({name: pair[i] for name, pair in stacks.items()} for i in (0, 1))
+    stacks = {name: (*own, {}, {})[:3] for name, own in stacks.items()}
     if ctx.gather is not None:
-        weights = {name: ctx.gather(name, rows) for name, rows in weights.items()}
+        for name, (weights, scales, rounded) in stacks.items():
+            weights, rounded = ctx.gather(name, weights, rounded)
+            stacks[name] = weights, scales, rounded
+    elif ctx.unroll != 1:  # ZeRO-3 reduces gradients one by one, a loop waits for them anyway
+        x, weights = in_order(x, {name: own[0] for name, own in stacks.items()})
+        stacks = {name: (weights[name], *own[1:]) for name, own in stacks.items()}
     new, rows = [], stack_index(kinds)
     for i, kind in enumerate(kinds):
         name = STACK_OF[kind]
-        row, at = jax.tree.map(lambda w: w[rows[i]], (weights[name], scales[name]))  # noqa: B023
+        row, *of_fp8 = jax.tree.map(lambda w: w[rows[i]], stacks[name])  # noqa: B023
         block = definitions[name].bind(row)
-        own_ctx = ctx if ctx.fp8 is None else replace(ctx, fp8=ctx.fp8.of(at))
+        own_ctx = ctx if ctx.fp8 is None else replace(ctx, fp8=ctx.fp8.of(*of_fp8))
         own = None if cache is None else tuple(c[i] for c in cache)
         x, more, own = block(x, info, own_ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
         aux = aux + more
         new.append(own)
     return (x, aux), None if cache is None else jax.tree.map(lambda *c: jnp.stack(c), *new)
-
-
-def remat(body, policy: str):
-    """What a period of blocks keeps for its backward (config key train.remat)."""
-    if policy == "none":
-        return body
-    attention = "attn_out", "attn_lse"
-    names = {"full": (), "attention": attention, "dots": (*NAMES, *attention)}[policy]
-    policy = jax.checkpoint_policies.save_only_these_names(*names, SCALES)
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)

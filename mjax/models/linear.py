@@ -69,16 +69,18 @@ def _local(
     weights: dict[str, jax.Array], contracted: int, ctx: Context, pieces: bool
 ) -> tuple[Callable, tuple]:
     """(a device's own matmuls as a function of x and operands, giving name -> y; the operands).
-    FP8 scales are operands too: their gradients tell what a matmul saw. Of `pieces` of x each is
-    scaled by itself: to share a maximum would make every one wait for all devices."""
+    FP8 scales are operands too, their gradients tell what a matmul saw, and so are rounded weights.
+    Of `pieces` of x each is scaled by itself: to share a maximum would make every one wait for all
+    devices."""
     fp8, parallel = ctx.fp8, LOCAL if pieces else ctx.parallel
-    static = None if fp8 is None else fp8.of({})
+    static = None if fp8 is None else fp8.of({}, {})
     scales = {} if fp8 is None else {name: fp8.scales[name] for name in weights}
+    rounded = {} if fp8 is None else {n: fp8.rounded[n] for n in weights if n in fp8.rounded}
 
     def multiply(x: jax.Array, operands: tuple) -> dict[str, jax.Array]:
-        weights, scales = operands
-        own = None if static is None else static.of(scales)
+        weights, *of_fp8 = operands
+        own = None if static is None else static.of(*of_fp8)
         product = lambda name, w: matmul(x, w, contracted, own, name, parallel)  # noqa: E731
         return {name: product(name, w) for name, w in weights.items()}
 
-    return multiply, (weights, scales)
+    return multiply, (weights, scales, rounded)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema import ModelConfig
+from mjax.kernels import norm as kernel
 from mjax.models.params import ParamSpec, constant, declare
 from mjax.sharding.collectives import LOCAL, Parallel
 
@@ -36,18 +37,22 @@ class Norm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
+        if len(self.sizes) == 1:
+            return kernel.norm(x, *self._weights(), eps=self.cfg.norm_eps)
+
         def mean(y: jax.Array) -> jax.Array:
-            if len(self.sizes) == 1:
-                return jnp.mean(y, -1, keepdims=True)
             total = parallel.psum(jnp.sum(y, (-2, -1), keepdims=True), "tp")
             return total / math.prod(self.sizes)
 
-        y = x.astype(jnp.float32)
-        if self.cfg.norm == "layernorm":
-            y = y - mean(y)
-        y = y * jax.lax.rsqrt(mean(jnp.square(y)) + self.cfg.norm_eps)
+        return kernel.reference(x, *self._weights(), self.cfg.norm_eps, mean)
+
+    @jax.named_scope("norm")
+    def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(normed x, x): a residual stream goes on with the second (`kernels/norm.py`)."""
+        return kernel.fork(x, *self._weights(), eps=self.cfg.norm_eps)
+
+    def _weights(self) -> tuple[jax.Array, jax.Array | None]:
+        """The fp32 factor, and the bias of LayerNorm."""
         gain = self.gain[...].astype(jnp.float32)
-        y = y * (1.0 + gain if self.cfg.norm_zero_centered else gain)
-        if self.cfg.norm == "layernorm":
-            y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
+        gain = 1.0 + gain if self.cfg.norm_zero_centered else gain
+        return gain, self.bias[...].astype(jnp.float32) if self.cfg.norm == "layernorm" else None

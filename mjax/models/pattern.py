@@ -69,6 +69,12 @@ def runs(kinds: tuple[str, ...], first: int = 0) -> tuple[Run, ...]:
     return tuple(out)
 
 
+def stretches(ways: tuple) -> list[tuple[int, int]]:
+    """[first, last) of each stretch of equal neighbours."""
+    ends = [i for i in range(1, len(ways)) if ways[i] != ways[i - 1]]
+    return list(zip([0, *ends], [*ends, len(ways)], strict=True))
+
+
 def stack_index(kinds: tuple[str, ...]) -> tuple[int, ...]:
     """For each layer, its row in the stack of its kind."""
     seen: dict[str, int] = {}

@@ -19,7 +19,11 @@ def adam_moments(
 def adam_direction(
     mu: jax.Array, nu: jax.Array, count: jax.Array, b1: float, b2: float, eps: float
 ) -> jax.Array:
-    """What AdamW subtracts per unit of learning rate, without decay; `count` is 1 at first."""
+    """What AdamW subtracts per unit of learning rate, without decay; `count` is 1 at first.
+
+    The bias corrections are scalar factors, not divisors: those the compiler would rewrite, in a
+    loop otherwise than outside, and the bits would differ.
+    """
     t = count.astype(jnp.float32)
-    mu_hat, nu_hat = mu / (1 - b1**t), nu / (1 - b2**t)
-    return mu_hat / (jnp.sqrt(nu_hat) + eps)
+    to_mu_hat, to_nu_hat = 1 / (1 - b1**t), 1 / (1 - b2**t)
+    return mu * to_mu_hat / (jnp.sqrt(nu * to_nu_hat) + eps)

@@ -1,21 +1,91 @@
-"""From parameter roles to one optax transform over the nested dict of parameters.
+"""From parameter roles to the update of the nested dict of parameters.
 
 Groups (weight decay, learning-rate multipliers, Muon) go by `ParamSpec.role`, never by rank.
 State: `{"count": int32, "mu": tree like params, "nu": the same without the Muon leaves}`, so that
 checkpoints and shardings follow the parameters leaf by leaf; `state_like` builds such a tree from
 anything, shardings for example. Works on local shards inside jit and shard_map: AdamW is
-elementwise, Muon gets `gather` and `shard`. Clipping is done before, on the whole tree.
+elementwise, Muon gets `gather` and `shard`. Each leaf is read and written once: clipping, update,
+rounding and the choice to keep the old state are one elementwise expression.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema import OptimizerConfig
 from mjax.models.params import ParamSpec
 from mjax.optim.adam import adam_direction, adam_moments
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
+from mjax.optim.offload import update_in_slices
+from mjax.optim.rounding import Name, Places, places, random_bits, round_to_bf16
+
+Coordinates = Callable[[Name], tuple[jax.Array, ...]]
+
+
+class Optimizer(NamedTuple):
+    """`init(params) -> state`; `update` as `build_optimizer` says."""
+
+    init: Callable[[dict], dict]
+    update: Callable[..., tuple[dict, dict]]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the update of one parameter in one step goes by. Scalars but for `scale` are fp32."""
+
+    cfg: OptimizerConfig
+    name: Name
+    spec: ParamSpec
+    seed: int
+    count: jax.Array  # of this step, from 1
+    lr: jax.Array
+    weight_decay: jax.Array
+    scale: jax.Array | float  # of the gradient
+    keep: jax.Array | bool  # false: all stays as it was
+
+    def store(self, new: jax.Array, old: jax.Array, tensor: str, at: Places) -> jax.Array:
+        """`new` in fp32 -> what replaces `old`, in its dtype."""
+        if self.cfg.stochastic_rounding and old.dtype == jnp.bfloat16:
+            bits = random_bits(self.seed, self.count, self.name, tensor, at)
+            new = round_to_bf16(new, bits)
+        return jnp.where(self.keep, new.astype(old.dtype), old)
+
+    def move(self, param: jax.Array, direction: jax.Array, at: Places) -> jax.Array:
+        """The parameter after a step against `direction`, fp32."""
+        old = param.astype(jnp.float32)
+        if self.spec.role in self.cfg.weight_decay_roles:
+            direction += self.weight_decay * old
+        lr = self.lr * self.cfg.lr_multipliers.get(self.spec.role, 1.0)
+        return self.store(old - lr * direction, param, "param", at)
+
+    def scaled(self, grad: jax.Array) -> jax.Array:
+        return grad * jnp.asarray(self.scale, grad.dtype)
+
+    def adam(
+        self, within: Places, inputs: tuple, param: jax.Array, moments: tuple
+    ) -> tuple[jax.Array, tuple]:
+        """(param, moments) of a slice of rows; `inputs`: its gradient and the place of its rows."""
+        cfg, (grad, rows) = self.cfg, inputs
+        at = rows, *within
+        mu, nu = adam_moments(self.scaled(grad), *moments, cfg.b1, cfg.b2)
+        direction = adam_direction(mu, nu, self.count, cfg.b1, cfg.b2, cfg.eps)
+        kept = self.store(mu, moments[0], "mu", at), self.store(nu, moments[1], "nu", at)
+        return self.move(param, direction, at), kept
+
+    def muon(
+        self, grad: jax.Array, param: jax.Array, mu: jax.Array, at: Places, *resharders: Resharder
+    ) -> tuple[jax.Array, jax.Array]:
+        """(param, mu)."""
+        cfg = self.cfg
+        m, new = muon_momentum(self.scaled(grad), mu, cfg.muon_momentum, cfg.muon_nesterov)
+        m = m.astype(cfg.mu_dtype)
+        direction = muon_direction(m, self.spec, cfg.muon_steps, cfg.muon_scale, *resharders)
+        return self.move(param, direction, at), self.store(new, mu, "mu", at)
 
 
 def uses_muon(cfg: OptimizerConfig, spec: ParamSpec) -> bool:
@@ -35,17 +105,24 @@ def build_optimizer(
     specs: dict,
     gather: Resharder | None = None,
     shard: Resharder | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """The optimiser of `params`, a nested dict of fp32 arrays with `ParamSpec` leaves in `specs`.
+    *,
+    seed: int = 0,
+    coordinates: Coordinates | None = None,
+) -> Optimizer:
+    """The optimiser of `params`, a nested dict of fp32 or bf16 arrays with `ParamSpec` leaves in
+    `specs`.
 
-    `update(grads, state, params, *, lr, weight_decay)` takes the step's learning rate and decay
-    as scalars and returns (fp32 updates to add, new state). `gather(x, spec)` makes a shard of a
-    Muon matrix whole, `shard(x, spec)` cuts it again; None: parameters are not sharded. Muon's
-    matrices are orthogonalised in `mu_dtype`.
+    `update(grads, state, params, *, lr, weight_decay, scale=1, keep=True)` takes the step's
+    learning rate and decay, the factor on the gradients and whether anything changes, as scalars,
+    and returns (params, state). `gather(x, spec)` makes a shard of a Muon matrix whole, `shard(x,
+    spec)` cuts it again; None: parameters are not sharded. Muon's matrices are orthogonalised in
+    `mu_dtype`. `coordinates(name)`: the index in the whole parameter of every local entry, a vector
+    for each dimension, and `seed` are for stochastic rounding. With `cfg.offload` true, moments are
+    and stay in host memory.
     """
-    flat_specs: dict[tuple[str, ...], ParamSpec] = flatten_dict(specs)
-    gather = gather or (lambda x, spec: x)
-    shard = shard or (lambda x, spec: x)
+    flat_specs: dict[Name, ParamSpec] = flatten_dict(specs)
+    same: Resharder = lambda x, spec: x  # noqa: E731
+    gather, shard = gather or same, shard or same
 
     def init(params: dict) -> dict:
         zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)  # noqa: E731
@@ -53,27 +130,31 @@ def build_optimizer(
         return state_like(cfg, specs, count, zeros(cfg.mu_dtype), zeros(cfg.nu_dtype))
 
     def update(
-        grads: dict, state: dict, params: dict, *, lr: jax.Array, weight_decay: jax.Array
+        grads: dict,
+        state: dict,
+        params: dict,
+        *,
+        lr: jax.Array,
+        weight_decay: jax.Array,
+        scale: jax.Array | float = 1.0,
+        keep: jax.Array | bool = True,
     ) -> tuple[dict, dict]:
         count = state["count"] + 1
-        flat_grads, flat_params = flatten_dict(grads), flatten_dict(params)
-        old_mu, old_nu = flatten_dict(state["mu"]), flatten_dict(state["nu"])
-        updates, new_mu, new_nu = {}, {}, {}
-        for key, spec in flat_specs.items():
-            grad, mu = flat_grads[key], old_mu[key]
+        grads, params = flatten_dict(grads), flatten_dict(params)
+        mus, nus = flatten_dict(state["mu"]), flatten_dict(state["nu"])
+        for name, spec in flat_specs.items():
+            leaf = Leaf(cfg, name, spec, seed, count, lr, weight_decay, scale, keep)
+            param, grad = params[name], grads[name]
+            index = map(jnp.arange, param.shape) if coordinates is None else coordinates(name)
+            at = places(tuple(index), spec.shape)
             if uses_muon(cfg, spec):
-                m, mu = muon_momentum(grad, mu, cfg.muon_momentum, cfg.muon_nesterov)
-                m = m.astype(cfg.mu_dtype)
-                step = muon_direction(m, spec, cfg.muon_steps, cfg.muon_scale, gather, shard)
-            else:
-                mu, nu = adam_moments(grad, mu, old_nu[key], cfg.b1, cfg.b2)
-                step = adam_direction(mu, nu, count, cfg.b1, cfg.b2, cfg.eps)
-                new_nu[key] = nu.astype(cfg.nu_dtype)
-            if spec.role in cfg.weight_decay_roles:
-                step += weight_decay * flat_params[key].astype(jnp.float32)
-            updates[key] = -lr * cfg.lr_multipliers.get(spec.role, 1.0) * step
-            new_mu[key] = mu.astype(cfg.mu_dtype)
-        new_state = {"count": count, "mu": unflatten_dict(new_mu), "nu": unflatten_dict(new_nu)}
-        return unflatten_dict(updates), new_state
+                params[name], mus[name] = leaf.muon(grad, param, mus[name], at, gather, shard)
+                continue
+            moments, change = (mus[name], nus[name]), partial(leaf.adam, at[1:])
+            run = partial(update_in_slices, change) if cfg.offload is True else change
+            params[name], (mus[name], nus[name]) = run((grad, at[0]), param, moments)
+        mu, nu = unflatten_dict(mus), unflatten_dict(nus)
+        count = jnp.where(keep, count, state["count"])
+        return unflatten_dict(params), {"count": count, "mu": mu, "nu": nu}
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Optimizer(init, update)

@@ -20,24 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mjax.models.decoder import Decoder, remat, rows_of, scan_body
+from mjax.models.decoder import Decoder, rows_of, scan_body
 from mjax.models.params import split
-from mjax.models.pattern import STACK_OF, runs
+from mjax.models.pattern import STACK_OF, runs, stretches
+from mjax.models.remat import all_but_views, policies, remat
 from mjax.pipeline.layout import EMPTY, Layout
 from mjax.pipeline.schedule import Schedule, make_schedule
 
 if TYPE_CHECKING:
     from mjax.train.step import Batch, Program
 
-# Views of an array, which a backward makes again: kept, they would copy weights into the stash.
-_VIEWS = frozenset(
-    "slice dynamic_slice squeeze reshape broadcast_in_dim convert_element_type transpose "
-    "expand_dims copy".split()
-)
-
 
 class Part(NamedTuple):
-    """Slots of a chunk that one scan applies: `repeats` times the blocks `kinds`.
+    """Slots of a chunk that one scan applies: `repeats` times the blocks `kinds`, which keep what
+    `remat` says.
 
     With `varies` they are of different kinds, or unused, in different chunks: `kinds` then lists
     the choices, and a slot's code picks one.
@@ -47,23 +43,23 @@ class Part(NamedTuple):
     kinds: tuple[str, ...]
     repeats: int
     varies: bool
+    remat: str
 
 
-def parts_of(layout: Layout) -> tuple[Part, ...]:
-    """The scans of a chunk. Slots of one kind everywhere are grouped as in an unpiped model."""
+def parts_of(layout: Layout, remat: str) -> tuple[Part, ...]:
+    """The scans of a chunk, whose slots train.remat counts as it does layers elsewhere. Slots of
+    one kind everywhere are grouped as in an unpiped model."""
     slots, choices = layout.slot_kinds(), (EMPTY, *sorted(set(layout.kinds)))
+    kept = policies(remat, len(slots), "layers in a pipeline stage")
+    ways = tuple((len(kinds) > 1, policy) for kinds, policy in zip(slots, kept, strict=True))
     parts: list[Part] = []
-    at = 0
-    while at < len(slots):
-        varies, end = len(slots[at]) > 1, at
-        while end < len(slots) and (len(slots[end]) > 1) == varies:
-            end += 1
+    for at, end in stretches(ways):
+        varies, policy = ways[at]
         if varies:
-            parts.append(Part(at, choices, end - at, True))
+            parts.append(Part(at, choices, end - at, True, policy))
         else:
             same = runs(tuple(kind for (kind,) in slots[at:end]), at)
-            parts += [Part(run.first, run.kinds, run.repeats, False) for run in same]
-        at = end
+            parts += [Part(run.first, run.kinds, run.repeats, False, policy) for run in same]
     return tuple(parts)
 
 
@@ -75,6 +71,7 @@ class Chunks:
     layout: Layout
     weights: dict  # local; stacks are [v * slots, ...]
     scales: dict  # of FP8, {stack: {name: [v * slots, 3]}}
+    rounded: dict  # weights of FP8, likewise
     micro_batches: "Batch"
     key: jax.Array | None
     train: bool
@@ -82,6 +79,10 @@ class Chunks:
     @property
     def stacks(self) -> tuple[str, ...]:
         return self.layout.stacks
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return parts_of(self.layout, self.program.context(self.train).remat)
 
     @property
     def outer(self) -> dict:
@@ -93,9 +94,11 @@ class Chunks:
 
     def by_chunk(self) -> dict:
         """The stacks and their FP8 scales as [v, slots, ...]."""
-        v = self.layout.v
         own = {name: (self.weights[name], self.scales.get(name, {})) for name in self.stacks}
-        return jax.tree.map(lambda w: w.reshape(v, -1, *w.shape[1:]), own)
+        return self._chunked(own)
+
+    def _chunked(self, tree: dict) -> dict:
+        return jax.tree.map(lambda w: w.reshape(self.layout.v, -1, *w.shape[1:]), tree)
 
     def micro(self, i: jax.Array) -> "Batch":
         return {k: _at(a, i) for k, a in self.micro_batches.items()}
@@ -107,7 +110,9 @@ class Chunks:
         kinds = np.asarray([*self.layout.kinds, EMPTY])[layers]  # -1 is the last: EMPTY
         here = lambda table: jnp.asarray(table, jnp.int32)[lax.axis_index("pp"), chunk]  # noqa: E731
         info = self.program.tokens(micro, self.key)
+        rounded = {name: self.rounded.get(name, {}) for name in self.stacks}
         return {
+            "rounded": self.cut(jax.tree.map(lambda w: _at(w, chunk), self._chunked(rounded))),
             "info": info,
             "rope": self.model(self.outer).rope(info, self.program.context(self.train)),
             "layers": here(np.maximum(layers, 0)),
@@ -117,7 +122,7 @@ class Chunks:
     def cut(self, weights: dict) -> list[dict]:
         """A chunk's stacks [slots, ...] -> rows for the scan of each part."""
         out, seen = [], dict.fromkeys(self.stacks, 0)
-        for part in parts_of(self.layout):
+        for part in self.parts:
             kinds = part.kinds[1:2] if part.varies else part.kinds  # a choice is of one stack
             rows = {}
             for name in sorted({STACK_OF[kind] for kind in kinds}):
@@ -135,21 +140,20 @@ class Chunks:
         definitions = {name: split(getattr(model, name))[0] for name in self.stacks}
         shared = definitions, facts["rope"], facts["info"], ctx
         carry = x, jnp.float32(0)
-        for part, own in zip(parts_of(self.layout), rows, strict=True):
+        for part, own, bits in zip(self.parts, rows, facts["rounded"], strict=True):
+            own = {name: (*pair, bits[name]) for name, pair in own.items()}
             period = 1 if part.varies else len(part.kinds)
             cut = rows_of(part.first, part.repeats, period)
             xs = own, cut(facts["layers"]), cut(facts["codes"])
             body = functools.partial(_apply_part, part, *shared)
             unroll = min(ctx.unroll or part.repeats, part.repeats)
-            carry, _ = lax.scan(self._keep(body, ctx.remat), carry, xs, unroll=unroll)
+            carry, _ = lax.scan(self._keep(body, part.remat), carry, xs, unroll=unroll)
         return carry
 
     def _keep(self, body: Callable, policy: str) -> Callable:
         if not self.train or policy != "none":
             return remat(body, policy)
-        return jax.checkpoint(
-            body, policy=lambda prim, *_, **__: prim.name not in _VIEWS, prevent_cse=False
-        )
+        return all_but_views(body)  # others would copy weights into the stash
 
     def embed(self, outer: dict, micro: "Batch") -> jax.Array:
         info, ctx = self.program.tokens(micro, self.key), self.program.context(self.train)
@@ -340,7 +344,7 @@ class Device:
 def pipeline_gradients(
     program: "Program",
     weights: dict,
-    scales: dict,
+    of_fp8: tuple[dict, dict],
     micro_batches: "Batch",
     key: jax.Array,
     count: jax.Array,
@@ -349,10 +353,10 @@ def pipeline_gradients(
     """(this device's shares of {loss, aux_loss}, gradients of its share in grad_accum, maxima that
     FP8 saw).
 
-    `weights` and the `scales` of FP8 are local, their stacks in storage order; `micro_batches`
+    `weights` and (scales, rounded weights) of FP8 are local, in storage order; `micro_batches`
     [m, ...] are equal over pp; `count` and `sequences` are the denominators of the global batch.
     """
-    chunks = _chunks(program, weights, scales, micro_batches, key, True)
+    chunks = _chunks(program, weights, of_fp8, micro_batches, key, True)
     schedule = _schedule(chunks)
     nll = 1 / jnp.maximum(count, 1) / program.parallel.tp  # the loss is made on each tp device
     device = Device(chunks, schedule, {"loss": nll, "aux_loss": jnp.float32(1 / sequences)})
@@ -380,10 +384,10 @@ def pipeline_gradients(
 
 
 def pipeline_nll(
-    program: "Program", weights: dict, scales: dict, micro_batches: "Batch"
+    program: "Program", weights: dict, of_fp8: tuple[dict, dict], micro_batches: "Batch"
 ) -> jax.Array:
     """This device's part of the sum of masked nll, without gradients or dropout; equal over tp."""
-    chunks = _chunks(program, weights, scales, micro_batches, None, False)
+    chunks = _chunks(program, weights, of_fp8, micro_batches, None, False)
     device = Device(chunks, _schedule(chunks), {})
 
     def tick(row, state):
@@ -399,8 +403,8 @@ def pipeline_nll(
     return device.scan(tick, state, 0, device.schedule.ticks)["nll"]
 
 
-def _chunks(program, weights, scales, micro_batches, key, train) -> Chunks:
-    return Chunks(program, program.layout, weights, scales, micro_batches, key, train)
+def _chunks(program, weights, of_fp8, micro_batches, key, train) -> Chunks:
+    return Chunks(program, program.layout, weights, *of_fp8, micro_batches, key, train)
 
 
 def _schedule(chunks: Chunks) -> Schedule:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mjax.models.params import ParamSpec
 from mjax.models.pattern import STACK_OF
 from mjax.pipeline.layout import Layout
-from mjax.sharding.collectives import mesh_axes
+from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.rules import Padding
 
 
@@ -89,6 +89,26 @@ def storage_specs(layout: Layout | None, specs: dict) -> dict:
     return jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec)
 
 
+def coordinates(
+    storage: Storage, path: tuple, spec: ParamSpec, partition: PartitionSpec, parallel: Parallel
+) -> tuple[jax.Array, ...]:
+    """The canonical index of every entry of this device's shard of a parameter along each of its
+    dimensions; inside the mesh. `spec`: as `storage_specs` gives it. Padding gets any index."""
+    rows, pad = storage.moves(path)
+    out = []
+    for dim, entry in enumerate(partition):
+        padded = pad is not None and pad.dim == dim
+        n, place = pad.blocks * pad.padded if padded else spec.shape[dim], 0
+        for axis in mesh_axes((entry,)):
+            place = place * parallel.size(axis) + parallel.index(axis)
+        local = n // parallel.size(*mesh_axes((entry,)))
+        index = place * local + jnp.arange(local)
+        if padded:
+            index = index // pad.padded * pad.length + index % pad.padded
+        out.append(index if dim or rows is None else jnp.asarray(rows)[index])
+    return tuple(out)
+
+
 def _stack_of(path: tuple) -> str | None:
     """The stack that a key path lies in."""
     names = (getattr(key, "key", None) for key in path)
@@ -147,7 +167,9 @@ def _each(storage: Storage, move: Callable, tree: dict, abstract: dict) -> dict:
         moves = storage.moves(path)
         if moves == (None, None):
             return x
-        moved = _moved(move, moves, x.sharding, want.sharding, x)
+        have, to = (s.with_memory_kind("device") for s in (x.sharding, want.sharding))
+        moved = _moved(move, moves, have, to, jax.device_put(x, have))
+        moved = jax.device_put(moved, want.sharding)  # moments may live on the host
         return jax.block_until_ready(moved)  # CPU devices may not mix two programs
 
     return jax.tree_util.tree_map_with_path(one, tree, abstract)
@@ -207,4 +229,5 @@ def even_sharding(like: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
                 dim = home if home in fits else max(fits, key=left.__getitem__)
                 left[dim] //= like.mesh.shape[axis]
                 entries[dim].append(axis)
-    return NamedSharding(like.mesh, PartitionSpec(*(tuple(e) or None for e in entries)))
+    spec = PartitionSpec(*(tuple(e) or None for e in entries))
+    return NamedSharding(like.mesh, spec, memory_kind=like.memory_kind)

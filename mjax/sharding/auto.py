@@ -1,10 +1,11 @@
-"""`mesh: auto`: the simplest mesh whose estimated memory fits, and why.
+"""Every `auto` that is about memory: `mesh`, `train.remat`, `optimizer.offload`; and why.
 
-Candidates go from the cheapest communication to the dearest: data parallelism with ZeRO-1, ZeRO-3,
+Meshes go from the cheapest communication to the dearest: data parallelism with ZeRO-1, ZeRO-3,
 then tensor parallelism, then context parallelism (longer sequences than a device can hold), then
-pipeline stages. Invariant: the proposal is a pure function of (config, device count, bytes per
-device). Estimates follow Korthikanti et al. (arXiv 2205.05198) with this code's remat policies;
-`--dry-run` shows the compiled truth.
+pipeline stages. On the mesh, memory policies go from the fastest to the slowest: keep matmul
+outputs and attention; keep nothing of as few layers as will do; of all; then the same with moments
+in host memory. The first that fits by the estimate (`memory.py`) is taken. Invariant: the choice is
+a pure function of (config, device count, bytes per device). `--dry-run` shows the compiled truth.
 """
 
 import math
@@ -12,27 +13,45 @@ import os
 from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
+from mjax.sharding.memory import bytes_per_device, layers_of
 
-FRACTION = 0.85  # of the device's memory; the rest is for NCCL, fragmentation, error
+FRACTION = 0.95  # of the device's memory: the estimate's error (docs/memory.md) and fragmentation
 GB = 1e9
 
 
 def resolve(
     cfg: Config, devices: Sequence[jax.Device], parameters: int
 ) -> tuple[Config, str | None]:
-    """`cfg` with `mesh: auto` replaced by sizes for `devices`, and why; any other as it is."""
-    if not cfg.mesh.auto:
-        return cfg, None
-    stats = devices[0].memory_stats() or {}
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # CPU devices share it
-    memory = stats.get("bytes_limit", host / len(devices))
-    mesh, why = propose(cfg, len(devices), memory, parameters)
-    return cfg.model_copy(update={"mesh": mesh}), why
+    """`cfg` with each of its "auto" replaced for `devices`, and why, a line for each choice."""
+    limit, why = device_memory(devices), []
+    if cfg.mesh.auto:
+        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # CPU devices share it
+        mesh, line = propose(cfg, len(devices), limit or host / len(devices), parameters)
+        cfg = cfg.model_copy(update={"mesh": mesh})
+        why.append(line)
+    validate(cfg, device_count=len(devices))
+    cfg, line = choose(cfg, len(devices), limit, parameters)
+    return cfg, "\n".join([*why, line] if line else why) or None
+
+
+def device_memory(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that JAX may use of each device, the least over all processes; None: not known, as of
+    CPUs and of devices that are only described."""
+    mine = [d for d in devices if d.process_index == jax.process_index()] or jax.local_devices()
+    if devices[0].platform == "cpu" or mine[0] not in jax.local_devices():
+        return None
+    limit = (mine[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None or jax.process_count() == 1:
+        return limit
+    megabytes = multihost_utils.process_allgather(np.int32(limit >> 20))
+    return int(megabytes.min()) << 20
 
 
 def propose(cfg: Config, devices: int, memory: float, parameters: int) -> tuple[MeshConfig, str]:
@@ -40,26 +59,90 @@ def propose(cfg: Config, devices: int, memory: float, parameters: int) -> tuple[
 
     `parameters` is the model's count. Raises `UserError` where nothing fits.
     """
-    tried = []
-    for mesh in candidates(cfg, devices):
-        try:
-            validate(cfg.model_copy(update={"mesh": mesh}), devices)
-        except UserError:
-            continue  # heads, layers or batch do not divide
-        need = bytes_per_device(cfg, mesh, devices, parameters)
-        tried.append((sum(need.values()), mesh))
-        if sum(need.values()) <= FRACTION * memory:
-            parts = ", ".join(f"{name} {n / GB:.1f}" for name, n in need.items())
-            return mesh, (
-                f"mesh: {_name(mesh)}: the first of {len(tried)} tried that fits "
-                f"{FRACTION * memory / GB:.0f} GB a device (estimate in GB: {parts})"
-            )
+    tried, traced = [], {}
+    for policy in policies(cfg):
+        for mesh in candidates(cfg, devices):
+            try:
+                validate(policy.model_copy(update={"mesh": mesh}), devices)
+            except UserError:
+                continue  # heads, layers or batch do not divide
+            found = traced.setdefault(tuple(mesh_sizes(mesh, devices).values()), {})
+            need = bytes_per_device(policy, mesh, devices, parameters, found)
+            tried.append((sum(need.values()), mesh))
+            if sum(need.values()) <= FRACTION * memory:
+                return mesh, (
+                    f"mesh: {_name(mesh)}: the first of {len(tried)} tried that fits "
+                    f"{FRACTION * memory / GB:.0f} GB a device ({_parts(need)})"
+                )
     least = min(tried, key=lambda t: t[0], default=(math.inf, None))
     raise UserError(
         f"mesh=auto: nothing fits {devices} devices of {memory / GB:.0f} GB; the best needs "
         f"{least[0] / GB:.0f} GB ({_name(least[1])}); use more devices, a smaller "
         "train.micro_batch_size or train.remat=full"
     )
+
+
+def choose(
+    cfg: Config, devices: int, memory: float | None, parameters: int
+) -> tuple[Config, str | None]:
+    """`cfg` with train.remat and optimizer.offload resolved for `memory` bytes a device, and why;
+    None where nothing was to choose. Without a known limit the fastest; if nothing fits, the least.
+    """
+    unrolled = memory is not None and cfg.train.unroll in ("auto", 0) and not cfg.train.offload
+    options = list(policies(cfg, devices, unrolled))
+    name = lambda c: (  # noqa: E731
+        f"memory: train.remat={c.train.remat} optimizer.offload={str(c.optimizer.offload).lower()}"
+    )
+    if options == [cfg]:
+        return cfg, None
+    if memory is None:
+        return options[0], f"{name(options[0])}: the device does not tell its limit"
+    needs, traced = [], {}
+    for option in options:
+        need = bytes_per_device(option, cfg.mesh, devices, parameters, traced)
+        needs.append((sum(need.values()), option, need))
+        if needs[-1][0] <= FRACTION * memory:
+            fits = f"fits {FRACTION * memory / GB:.0f} GB"
+            before = f"the first of {len(needs)} tried that {fits}" if len(needs) > 1 else fits
+            return option, f"{name(option)}: {before} a device ({_parts(need)})"
+    _, option, need = min(needs, key=lambda n: n[0])
+    return option, (
+        f"{name(option)}: needs the least of {len(needs)} tried but does NOT fit "
+        f"{FRACTION * memory / GB:.0f} GB a device ({_parts(need)})"
+    )
+
+
+def policies(cfg: Config, devices: int | None = None, unrolled: bool = False) -> Iterator[Config]:
+    """`cfg` under every memory policy that its "auto" leaves open, the fastest first; counts of
+    layers only where `devices` says what a device holds. Where layers are a loop, `dots` is faster
+    than to stack all that autodiff asks for; `unrolled` it is slower (docs/performance.md)."""
+    remats = [cfg.train.remat]
+    if remats == ["auto"]:
+        each = layers_of(cfg, mesh_sizes(cfg.mesh, devices)).each if devices else ()
+        some = lambda less, more: [f"{less}*{k},{more}" for k in range(1, len(each))]  # noqa: E731
+        remats = ["none", *some("dots", "none")] if unrolled else []
+        remats += ["dots", *some("full", "dots"), "full"]
+    moments = [False, True] if cfg.optimizer.offload == "auto" else [cfg.optimizer.offload]
+    for offload in moments:
+        optimizer = cfg.optimizer.model_copy(update={"offload": offload})
+        for remat in remats:
+            train = cfg.train.model_copy(update={"remat": remat})
+            option = cfg.model_copy(update={"train": train, "optimizer": optimizer})
+            if _legal(option):
+                yield option
+
+
+def _legal(cfg: Config) -> bool:
+    try:
+        validate(cfg)
+    except UserError:  # muon's moments stay, a policy keeps none of train.offload
+        return False
+    return True
+
+
+def _parts(need: dict[str, float]) -> str:
+    parts = ", ".join(f"{name} {n / GB:.1f}" for name, n in need.items() if n >= GB / 20)
+    return f"estimate {sum(need.values()) / GB:.1f} GB: {parts}"
 
 
 def candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
@@ -75,47 +158,6 @@ def candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
         ep = math.gcd(devices // used, experts)
         for zero in (1, 3) if shape.get("pp", 1) == 1 else (1,):
             yield MeshConfig(**base, **shape, ep=ep, zero=zero)
-
-
-def bytes_per_device(
-    cfg: Config, mesh: MeshConfig, devices: int, parameters: int
-) -> dict[str, float]:
-    """Estimated bytes: state (masters and moments), weights, gradients, activations, loss."""
-    size = mesh_sizes(mesh, devices)
-    copies = size["dp"] * size["ep"] * size["cp"]
-    local = parameters / (size["tp"] * size["pp"])
-    width = {"float32": 4, "bfloat16": 2}
-    optimizer, compute = cfg.optimizer, width[cfg.precision.compute]
-    state = 4 + width[optimizer.mu_dtype] + width[optimizer.nu_dtype]
-    accum = width[cfg.precision.grad_accum]
-    whole_layers = 1 if mesh.zero < 3 else min(1.0, 2 / cfg.model.num_hidden_layers + 1 / copies)
-    sharded = copies if mesh.zero >= 2 else 1
-    return {
-        "state": state * local / (copies if mesh.zero >= 1 else 1),
-        "weights": compute * local * whole_layers,
-        "gradients": accum * local / sharded + compute * local * whole_layers,
-        "activations": activation_bytes(cfg, size, compute),
-        "loss": 4.0 * cfg.model.padded_vocab_size / size["tp"] * (cfg.model.hidden_size + 2048),
-    }
-
-
-def activation_bytes(cfg: Config, size: dict[str, int], compute: int) -> float:
-    """Bytes kept for the backward pass, with the micro-batches that a pipeline has in flight."""
-    m, policy = cfg.model, cfg.train.remat
-    tokens = cfg.train.micro_batch_size * cfg.data.seq_length / size["cp"]
-    heads = (2 * m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
-    ffn = (2 if m.mlp_gated else 1) * m.intermediate_size
-    kept = {
-        "full": 0,
-        "attention": m.num_attention_heads * m.head_dim,
-        "dots": heads + ffn + m.hidden_size,
-        "none": heads + 2.5 * ffn + 6 * m.hidden_size,
-    }[policy]
-    per_layer = (m.hidden_size + kept) / size["tp"]  # the block's input is always kept
-    work = 3 * (heads + 2 * ffn + 4 * m.hidden_size) / size["tp"]  # one block's backward
-    in_flight = 1 if size["pp"] == 1 else 2.0
-    layers = m.num_hidden_layers / size["pp"] * (size["pp"] if size["pp"] > 1 else 1) * in_flight
-    return compute * tokens * (layers * per_layer + work)
 
 
 def from_megatron(

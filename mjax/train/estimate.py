@@ -6,35 +6,36 @@ Run it on as many devices as the run will have; on a laptop, fake them with
 exact there, memory is that of the CPU program.
 """
 
+from collections import Counter
+
 import jax
 from rich.console import Console
 
 from mjax.config.schema import Config
 from mjax.models.params import count_parameters
+from mjax.models.remat import offloaded
 from mjax.pipeline.balance import advice
 from mjax.pipeline.layout import describe
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.sharding.collectives import mesh_axes
+from mjax.sharding.memory import kept, layers_of
 from mjax.train import metrics
 from mjax.train.trainer import Trainer
 
 
 def dry_run(cfg: Config, console: Console | None = None) -> None:
-    """Print mesh, sharding table, parameter count, FLOPs and memory per device."""
+    """Print mesh, sharding, what layers keep, parameter count, FLOPs and memory per device."""
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, soft_wrap=True, highlight=False)
     trainer = Trainer(cfg)
     cfg = trainer.cfg  # mesh: auto is resolved in it
-    if trainer.why_mesh:
-        console.print(trainer.why_mesh, markup=False)
+    if trainer.why:
+        console.print(trainer.why, markup=False)
     sizes = " x ".join(f"{axis}={n}" for axis, n in trainer.mesh.shape.items())
     kind = trainer.mesh.devices.flat[0].device_kind
     console.print(f"mesh        {sizes}: {trainer.mesh.size} x {kind}", markup=False)
-    rows = sharding_table(trainer)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(n) for cell, n in zip(row, widths, strict=True))
-        console.print("  " + "  ".join(cells).rstrip(), markup=False)
+    print_table(console, sharding_table(trainer))
+    print_table(console, kept_table(trainer))
 
     for line in pipeline_lines(trainer):
         console.print(line, markup=False)
@@ -51,6 +52,35 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
         )
     for name, size in memory_per_device(trainer).items():
         console.print(f"{name:<11} {size / 1e9:.3f} GB a device")
+
+
+def print_table(console: Console, rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(n) for cell, n in zip(row, widths, strict=True))
+        console.print("  " + "  ".join(cells).rstrip(), markup=False)
+
+
+def kept_table(trainer: Trainer) -> list[tuple[str, ...]]:
+    """A heading, then per policy and kind of layer each tensor that is kept for the backward: shape
+    and MB on one device, where it waits, GB of all those layers (and micro-batches in flight)."""
+    cfg, sizes = trainer.cfg, dict(trainer.mesh.shape)
+    layers, away = layers_of(cfg, sizes), offloaded(cfg.train.offload)
+    rows = [("policy", "layers", "kept for the backward", "shape", "MB", "on", "GB in all")]
+    for (kind, policy), count in Counter(layers.each).items():
+        for tensor in kept(cfg, sizes, kind, policy):
+            rows.append(
+                (
+                    policy,
+                    f"{count} x {kind}",
+                    tensor.name,
+                    f"{tensor.dtype} {' '.join(map(str, tensor.shape))}",
+                    f"{tensor.bytes / 1e6:.3f}",
+                    "host" if tensor.goes(policy, away) else "device",
+                    f"{tensor.bytes * count * layers.waiting / 1e9:.3f}",
+                )
+            )
+    return rows
 
 
 def pipeline_lines(trainer: Trainer) -> list[str]:
@@ -88,7 +118,8 @@ def sharding_table(trainer: Trainer) -> list[tuple[str, ...]]:
 
 
 def memory_per_device(trainer: Trainer) -> dict[str, int]:
-    """Bytes of the compiled train step: arguments, temporaries, outputs, and their total.
+    """Bytes of the compiled train step: arguments, temporaries, outputs, and their total; and of
+    pinned host memory where it uses any.
 
     Donated state is both argument and output; the total counts it once.
     """
@@ -98,4 +129,6 @@ def memory_per_device(trainer: Trainer) -> dict[str, int]:
         "temporary": stats.temp_size_in_bytes,
         "output": stats.output_size_in_bytes,
     }
-    return sizes | {"total": sum(sizes.values()) - stats.alias_size_in_bytes}
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+    total = {"total": sum(sizes.values()) - stats.alias_size_in_bytes}
+    return sizes | total | ({"host": host} if host else {})

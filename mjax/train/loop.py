@@ -289,7 +289,7 @@ def describe(trainer: Trainer) -> str:
         f"{count:,} parameters, {metrics.flops_per_token(cfg.model, cfg.data.seq_length):.4g} "
         f"FLOPs a token, {cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step\n"
         f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind} ({mesh}), "
-        f"folder {cfg.run.dir}" + (f"\n{trainer.why_mesh}" if trainer.why_mesh else "")
+        f"folder {cfg.run.dir}" + (f"\n{trainer.why}" if trainer.why else "")
     )
 
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from mjax.config.schema import Config
-from mjax.kernels.quantize import Fp8, join, remember, scales_of, weight_amax
+from mjax.kernels.quantize import Fp8, join, remember, round_weights, scales_of, weight_amax
 from mjax.models.context import Context, Tokens
 from mjax.models.linear import weights_of
 from mjax.models.params import Definition
 from mjax.models.pattern import STACKS
+from mjax.models.remat import offloaded
+from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.run import pipeline_gradients, pipeline_nll
 from mjax.sharding.collectives import (
@@ -46,7 +47,7 @@ class Program:
     definition: Definition
     partitions: dict  # of weights in the forward and backward pass
     stored: dict  # of masters, moments and reduced gradients (ZeRO cuts them further)
-    optimizer: optax.GradientTransformationExtraArgs
+    optimizer: Optimizer
     parallel: Parallel
     max_documents: int = 0
     layout: Layout | None = None  # of the pipeline
@@ -54,10 +55,11 @@ class Program:
     unroll: int = 1  # layer groups in an iteration of a layer loop; 0: all
     one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
 
-    def context(self, train: bool, scales: dict | None = None) -> Context:
-        """`scales`: of FP8, where blocks do not get theirs from the pipeline."""
+    def context(self, train: bool, of_fp8: tuple[dict, dict] = ({}, {})) -> Context:
+        """`of_fp8`: scales, rounded weights, where blocks do not get theirs from the pipeline."""
         cfg, precision = self.cfg, self.cfg.precision
-        fp8 = Fp8(precision.fp8 == "delayed", precision.fp8_skip_layers, scales or {})
+        delayed, backend = precision.fp8 == "delayed", precision.fp8_backend
+        fp8 = Fp8(delayed, precision.fp8_skip_layers, *of_fp8, backend)
         return Context(
             parallel=self.parallel,
             attention=cfg.train.attention,
@@ -67,6 +69,7 @@ class Program:
             max_documents=self.max_documents,
             overlap_rows=self.overlap_rows,
             remat=cfg.train.remat if train else "none",
+            offload=offloaded(cfg.train.offload) if train else (),
             unroll=self.unroll if train else 1,
             dropout=train,
             label_smoothing=cfg.train.label_smoothing if train else 0.0,
@@ -100,10 +103,15 @@ class Program:
         return {**self.partitions, **stacks}
 
     @jax.named_scope("gather")
-    def gather_layer(self, stack: str, weights: dict) -> dict:
-        """Layers of `stack` as stored [n, ...] -> whole along the ZeRO axes."""
-        have, want, specs = self.stored[stack], self.partitions[stack], self.definition.specs[stack]
-        return gather_weights(weights, have, want, specs, self.parallel)
+    def gather_layer(self, stack: str, weights: dict, rounded: dict) -> tuple[dict, dict]:
+        """Layers of `stack` as stored [n, ...] -> whole along the ZeRO axes. Weights that are read
+        rounded take gradients only: their own gather is dead code."""
+        trees = self.stored, self.partitions, self.definition.specs
+        weights = gather_weights(weights, *(tree[stack] for tree in trees), self.parallel)
+        if rounded:
+            own = (weights_of(tree, self.definition.specs)[stack] for tree in trees)
+            rounded = gather_weights(rounded, *own, self.parallel)
+        return weights, rounded
 
     @jax.named_scope("reduce")
     def scatter(self, grads: dict) -> dict:
@@ -120,8 +128,20 @@ class Program:
         return scales_of(amax, state.get("fp8", {}), tokens)
 
     @jax.named_scope("gather")
+    def rounded(self, params: dict, scales: dict) -> dict:
+        """fp32 masters as stored and scales of this step -> bits of the weights that FP8's matmuls
+        read, placed like `weights`; empty where skipped layers need a gather of their own."""
+        gathers_once = self.stored != self.partitions and not self.layerwise
+        if not scales or (self.cfg.precision.fp8_skip_layers and gathers_once):
+            return {}
+        specs = self.definition.specs
+        low = cast(weights_of(params, specs), self.cfg.precision.compute)
+        trees = (weights_of(tree, specs) for tree in (self.stored, self.working, specs))
+        return gather_weights(round_weights(low, scales), *trees, self.parallel)
+
+    @jax.named_scope("gather")
     def weights(self, params: dict) -> dict:
-        """fp32 masters as stored -> the weights that enter the model."""
+        """Masters as stored -> the weights that enter the model."""
         low = cast(params, self.cfg.precision.compute)
         specs = self.definition.specs  # of stacks: in all but the order and number of layers
         return gather_weights(low, self.stored, self.working, specs, self.parallel)
@@ -135,19 +155,17 @@ def train_step(
     losses, norm, tokens, grads, seen = gradients(program, state, batch)
     with jax.named_scope("optimizer"):
         clip = program.cfg.optimizer.clip_grad_norm
-        if clip > 0:
-            scale = jnp.minimum(1.0, clip / (norm + 1e-6))
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, new_opt = program.optimizer.update(
-            grads, opt, params, lr=lr, weight_decay=weight_decay
-        )
-        new_params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
+        scale = jnp.minimum(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(norm)
-        new = {"params": new_params, "opt": new_opt, "step": state["step"] + 1}
+        rest = {name: x for name, x in state.items() if name not in ("params", "opt")}
+        new = {"step": state["step"] + 1}
         if "fp8" in state:
             new["fp8"], all_finite = remember(state["fp8"], seen, program.parallel)
             finite &= all_finite
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, rest)
+        new["params"], new["opt"] = program.optimizer.update(
+            grads, opt, params, lr=lr, weight_decay=weight_decay, scale=scale, keep=finite
+        )
     return new, {**losses, "grad_norm": norm, "tokens": tokens, "finite": finite}
 
 
@@ -163,10 +181,11 @@ def gradients(
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state["step"])
     accum = jnp.dtype(cfg.precision.grad_accum)
     weights, scales = program.weights(state["params"]), program.scales(state, count)
+    rounded = program.rounded(state["params"], scales)
     early = cfg.mesh.zero == 2  # accumulate in the stored layout
 
     def share(weights, scales, micro):
-        nll, aux = loss_sums(program, weights, scales, micro, key, train=True)
+        nll, aux = loss_sums(program, weights, (scales, rounded), micro, key, train=True)
         nll = nll / jnp.maximum(count, 1) / par.tp  # it is computed on each tp device
         aux = aux / sequences
         return nll + aux, {"loss": nll, "aux_loss": aux}
@@ -183,12 +202,12 @@ def gradients(
 
     if program.layout is not None:
         losses, grads, seen = pipeline_gradients(
-            program, weights, scales, micro_batches, key, count, sequences
+            program, weights, (scales, rounded), micro_batches, key, count, sequences
         )
     elif n == 1:
         one = jax.tree.map(lambda a: a[0], micro_batches)
         (_, losses), (grads, seen) = value_and_grad(weights, scales, one)
-        grads = cast(grads, accum)
+        grads = cast(stacked_once(grads), accum)
     else:
         shapes = state["params"] if early else weights
         none = {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)}
@@ -204,30 +223,43 @@ def gradients(
     return losses, norm, count, grads, seen if "fp8" in state else {}
 
 
+def stacked_once(grads: dict) -> dict:
+    """Unrolled layers leave a gradient each. Stacked wherever they are read, they would split the
+    update of a stack into three kernels, for the masters and each moment, that all read them."""
+    fence = lambda g: jax.lax.optimization_barrier(g)  # noqa: E731
+    return {k: jax.tree.map(fence, g) if k in STACKS else g for k, g in grads.items()}
+
+
 def evaluate(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll, unmasked tokens) of the global batch, no dropout."""
     par, cfg = program.parallel, program.cfg
     weights, scales = program.weights(state["params"]), program.scales(state)
+    of_fp8 = scales, program.rounded(state["params"], scales)
     micro_batches, _ = split_batch(batch, cfg.train.micro_batch_size)
 
     def body(total, micro):
-        return total + loss_sums(program, weights, scales, micro, None, train=False)[0], None
+        return total + loss_sums(program, weights, of_fp8, micro, None, train=False)[0], None
 
     if program.layout is not None:
-        total = pipeline_nll(program, weights, scales, micro_batches)
+        total = pipeline_nll(program, weights, of_fp8, micro_batches)
     else:
         total, _ = jax.lax.scan(body, jnp.float32(0), micro_batches)
     return par.psum(total / par.tp, *AXES), token_count(batch, par)
 
 
 def loss_sums(
-    program: Program, weights: dict, scales: dict, micro: Batch, key: jax.Array | None, train: bool
+    program: Program,
+    weights: dict,
+    of_fp8: tuple[dict, dict],
+    micro: Batch,
+    key: jax.Array | None,
+    train: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll over this device's part of a micro-batch, equal on all tp devices; its
     share of the sum of auxiliary losses)."""
     model = program.definition.bind(weights)
     info, chunk = program.tokens(micro, key), program.cfg.train.loss_chunk
-    return model.loss(micro, info, program.context(train, scales), chunk)
+    return model.loss(micro, info, program.context(train, of_fp8), chunk)
 
 
 def token_count(batch: Batch, par: Parallel) -> jax.Array:

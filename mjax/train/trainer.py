@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +30,7 @@ from mjax.pipeline.storage import (
     Storage,
     canonical,
     canonical_abstract,
+    coordinates,
     from_canonical,
     of_parameter,
     storage_specs,
@@ -70,10 +72,10 @@ class Trainer:
         self.definition = definition_of(cfg.model)
         self.specs = self.definition.specs
         devices = jax.devices() if mesh is None else mesh.devices.flatten()
-        cfg, self.why_mesh = resolve(cfg, devices, count_parameters(self.specs))
+        cfg, self.why = resolve(cfg, devices, count_parameters(self.specs))
         validate(cfg, device_count=len(devices))
         if cfg.precision.fp8 != "none":
-            require_fp8(devices[0])
+            require_fp8(devices[0], cfg.precision.fp8_backend)
         self.cfg = cfg
         self.mesh = make_mesh(cfg.mesh) if mesh is None else mesh
         self.parallel: Parallel = parallel_of(self.mesh)
@@ -84,7 +86,8 @@ class Trainer:
         self.stored = stored_partitions(placed, self.parallel, *zero)
         self.storage = Storage(self.layout, self._paddings(placed))
         gather, shard = self._whole_leaf(placed)
-        self.optimizer = build_optimizer(cfg.optimizer, placed, gather, shard)
+        of_rounding = {"seed": cfg.run.seed, "coordinates": self._places(placed)}
+        self.optimizer = build_optimizer(cfg.optimizer, placed, gather, shard, **of_rounding)
         self.state: steps.State | None = None
         self.step_number = 0
         self.max_documents = 1 if not cfg.data.document_mask else 0
@@ -96,9 +99,8 @@ class Trainer:
 
     def init(self) -> None:
         """Draw parameters from run.seed and start at step 0. Equal on every mesh."""
-        shardings = self._shardings(self._state_partitions())
-        self.state = jax.jit(self._initial_state, out_shardings=shardings)()
-        self.step_number = 0
+        shardings = self._shardings(self.stored)
+        self._start(jax.jit(self._initial_params, out_shardings=shardings)())
 
     def load_params(self, source: Source) -> None:
         """Start at step 0 from the weights of `source`; raises `UserError` for another model."""
@@ -106,22 +108,33 @@ class Trainer:
         source.check()
         stored = self.abstract_state()["params"]
         params = arrays(source, canonical_abstract(self.storage, stored))
-        params = from_canonical(self.storage, params, stored)
-        shardings = self._shardings(self._state_partitions())
-        del shardings["params"]
-        self.state = {"params": params} | jax.jit(self._fresh, out_shardings=shardings)(params)
+        self._start(from_canonical(self.storage, params, stored))
+
+    def _start(self, params: dict) -> None:
+        """Step 0 with these parameters: all else is zero. Moments of the host are made there."""
+        rest = {name: part for name, part in self.abstract_state().items() if name != "params"}
+        leaves, tree = jax.tree.flatten(rest)
+        shapes = [a for a in leaves if not _on_host(a)]
+        make = lambda: [jax.numpy.zeros(a.shape, a.dtype) for a in shapes]  # noqa: E731
+        on_device = iter(jax.jit(make, out_shardings=[a.sharding for a in shapes])())
+        made = [_host_zeros(a) if _on_host(a) else next(on_device) for a in leaves]
+        self.state = {"params": params} | jax.tree.unflatten(tree, made)
         self.step_number = 0
 
     def abstract_state(self) -> steps.State:
         """The state as `ShapeDtypeStruct`s with shardings."""
         shapes = jax.eval_shape(self._initial_state)
         shardings = self._shardings(self._state_partitions())
+        if self.cfg.optimizer.offload is True:
+            to_host = lambda s: s.with_memory_kind("pinned_host")  # noqa: E731
+            moments = {name: shardings["opt"][name] for name in ("mu", "nu")}
+            shardings["opt"] |= jax.tree.map(to_host, moments)
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
         )
 
     def params(self) -> dict:
-        """fp32 parameters, a nested dict of global arrays."""
+        """Parameters in `precision.params`, a nested dict of global arrays."""
         return canonical(self.storage, self._live()["params"])
 
     def save(self) -> None:
@@ -235,14 +248,14 @@ class Trainer:
             )
         return self._jits[kind, self.max_documents]
 
-    def _initial_state(self) -> steps.State:
+    def _initial_params(self) -> dict:
         params = split(build(self.cfg.model, nnx.Rngs(self.cfg.run.seed)))[1]
         params = to_storage(self.storage, params)
-        return {"params": params} | self._fresh(params)
+        return steps.cast(params, self.cfg.precision.params)
 
-    def _fresh(self, params: dict) -> dict:
-        """The state of step 0 but for the parameters."""
-        state = {"opt": self.optimizer.init(params), "step": jax.numpy.int32(0)}
+    def _initial_state(self) -> steps.State:
+        params = self._initial_params()
+        state = {"params": params, "opt": self.optimizer.init(params), "step": jax.numpy.int32(0)}
         if self.cfg.precision.fp8 == "delayed":
             dense = weights_of(params, self.specs)
             state["fp8"] = empty_history(dense, self.cfg.precision.fp8_amax_history)
@@ -344,13 +357,24 @@ class Trainer:
 
         return gather, shard
 
+    def _places(self, specs: dict):
+        """name of a parameter -> canonical indices of its local entries (for `build_optimizer`)."""
+        flat_specs, stored = flatten_dict(specs), flatten_dict(self.stored)
+
+        def of(name: tuple[str, ...]) -> tuple[jax.Array, ...]:
+            path = tuple(map(jax.tree_util.DictKey, name))
+            return coordinates(self.storage, path, flat_specs[name], stored[name], self.parallel)
+
+        return of
+
     def _unroll(self) -> int:
         """A loop over layers copies what each leaves for the backward into stacks and zero-fills
         those first: without it GPUs are 5 to 18 % faster (docs/performance.md). It compiles in
         proportion to the layers, so CPUs, which run small models, keep the loop."""
         if self.cfg.train.unroll != "auto":
             return self.cfg.train.unroll
-        return 1 if self.mesh.devices.flat[0].platform == "cpu" else 0
+        loops = self.mesh.devices.flat[0].platform == "cpu" or bool(self.cfg.train.offload)
+        return 1 if loops else 0
 
     def _live(self) -> steps.State:
         if self.state is None:
@@ -360,6 +384,15 @@ class Trainer:
 
 def _without_moments(state: steps.State) -> steps.State:
     return {name: part for name, part in state.items() if name != "opt"}
+
+
+def _on_host(a: jax.ShapeDtypeStruct) -> bool:
+    return a.sharding.memory_kind == "pinned_host"
+
+
+def _host_zeros(a: jax.ShapeDtypeStruct) -> jax.Array:
+    part = a.sharding.shard_shape(a.shape)
+    return jax.make_array_from_callback(a.shape, a.sharding, lambda _: np.zeros(part, a.dtype))
 
 
 def _places(rows: int, width: int) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from mjax.config import load
 from mjax.config.mesh_rules import mesh_sizes
@@ -48,12 +48,15 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled train step: HLO text and bytes per device."""
+    """A compiled train step: HLO text and bytes per device; `host`: temporaries pinned there."""
 
     text: str
     arguments: int
     temp: int
     aliased: int
+    host: int
+    host_arguments: int
+    host_aliased: int
 
     def calls(self, target: str) -> int:
         return len(re.findall(rf'custom_call_target="{re.escape(target)}"', self.text))
@@ -97,11 +100,40 @@ def _exposed(lines: list[str]) -> list[str]:
     return out
 
 
+class HostSharding(NamedSharding):
+    """In pinned host memory: devices that are only described have no memory kinds to choose from,
+    so the class itself says it."""
+
+    memory_kind = property(lambda self: "pinned_host")
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, HostSharding)
+        return same and (self.mesh, self.spec) == (other.mesh, other.spec)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.spec, self.memory_kind))
+
+
+def _describe_host_memory() -> None:
+    """The compiler understands these shardings; jax's comparison with what it reports back does
+    not, so it is left out."""
+    from jax._src.interpreters import pxla
+
+    pxla._maybe_get_and_check_in_shardings = lambda made, given, *rest: given
+    pxla._maybe_get_and_check_out_shardings = lambda made, given, *rest: given
+    to_device = lambda s: NamedSharding(s.mesh, s.spec)  # noqa: E731
+    to_host = lambda s: HostSharding(s.mesh, s.spec)  # noqa: E731
+    NamedSharding.with_memory_kind = lambda s, kind: (
+        to_host(s) if kind == "pinned_host" else to_device(s)
+    )
+
+
 def compile_step(path: str, *overrides: str, batch_size: int | None = None) -> Compiled:
     """The train step of a config, compiled for as many H200s as its mesh names (dp: 1)."""
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     fused.check_compute_capability = lambda wanted: wanted <= "9.0"
+    _describe_host_memory()
     cfg = load(path, ["train.attention=cudnn", *overrides])
     n = math.prod(getattr(cfg.mesh, axis) for axis in AXES if axis != "dp" or cfg.mesh.dp != "auto")
     sizes = mesh_sizes(cfg.mesh, n)
@@ -118,4 +150,7 @@ def compile_step(path: str, *overrides: str, batch_size: int | None = None) -> C
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
+        memory.host_temp_size_in_bytes,
+        memory.host_argument_size_in_bytes,
+        memory.host_alias_size_in_bytes,
     )

@@ -14,6 +14,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.prove import Cell, make_batch, make_trainer, measure
 from mjax.train import Trainer
+from mjax.train.step import Program
 
 ROWS = 24
 
@@ -53,6 +54,26 @@ def test_meshes_agree(recipe, cell, more):
     assert distance(grads, want) < 1e-5
     assert set(state) == ({"dense"} if recipe == "delayed" else set())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state, want_state)
+
+
+@pytest.mark.parametrize(
+    "cell, more",
+    [
+        (Cell({"dp": 2, "tp": 4}, 1, 2), ()),  # two of which share a kv head
+        (Cell({"dp": 2}, 3, 1), ("precision.fp8_skip_layers=1", "train.remat=none")),
+    ],
+)
+def test_weights_rounded_where_they_are_stored_change_no_bit(monkeypatch, cell, more):
+    def trainer():
+        keys = "precision.fp8=delayed", "precision.compute=bfloat16", "model.num_hidden_layers=3"
+        made = make_trainer("dense", cell, *keys, *more)
+        made.step(make_batch(ROWS))
+        return made
+
+    now = trainer()
+    assert "xui8>" in now.lower().as_text()
+    monkeypatch.setattr(Program, "rounded", lambda *_: {})
+    jax.tree.map(np.testing.assert_array_equal, now.state, trainer().state)
 
 
 def test_it_rounds_and_what_is_skipped_does_not():

@@ -1,5 +1,8 @@
 """FP8: rounding, scales, the matmul and its gradients, and what passes from step to step."""
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.kernels import quantize as q
+from mjax.kernels import te
 from mjax.kernels.quantize import E4M3, E5M2, Fp8
 from mjax.sharding.collectives import LOCAL
 
@@ -163,3 +167,78 @@ def test_a_gpu_without_fp8_is_refused():
     Device.compute_capability = "9.0"
     q.require_fp8(Device())
     q.require_fp8(jax.devices("cpu")[0])
+
+
+# ---- Transformer Engine, which runs on GPUs only (tests/gpu/test_te.py) -------------------------
+
+
+class Gpu:
+    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+
+@pytest.fixture
+def fresh():
+    te._te.cache_clear()
+    yield
+    te._te.cache_clear()
+
+
+def test_transformer_engine_is_refused_on_cpus():
+    with pytest.raises(UserError, match="no kernels for CPUs; set precision.fp8_backend=xla"):
+        q.require_fp8(jax.devices("cpu")[0], "te")
+
+
+def test_transformer_engine_that_is_missing_is_refused(monkeypatch, fresh):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(UserError, match=r"does not load .*install mjax\[te\] or set precision.fp8"):
+        q.require_fp8(Gpu(), "te")
+
+
+def test_transformer_engine_of_another_make_is_refused(monkeypatch, fresh):
+    for name in ("transformer_engine", "transformer_engine.jax"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with pytest.raises(UserError, match="2.20 for JAX does not load .ImportError: cannot import"):
+        q.require_fp8(Gpu(), "te")
+
+
+def plain_te() -> SimpleNamespace:
+    """What `mjax.kernels.te` asks of TE, in plain JAX."""
+
+    def gemm(a, b, contracting_dims, use_split_accumulator):
+        assert contracting_dims == ((1,), (1,))
+        y = jnp.einsum("mk,nk->mn", *(t.data.astype(jnp.float32) * t.scale_inv for t in (a, b)))
+        return y.astype(a.dq_dtype)
+
+    def quantize(x, quantizer, flatten_axis):
+        data = q.quantise(x, quantizer.scale[0], quantizer.q_dtype)
+        return SimpleNamespace(data=data, amax=q.amax_of(x)[None])
+
+    def tensor(data, scale_inv, **more):
+        return SimpleNamespace(data=data, scale_inv=scale_inv, **more)
+
+    make = lambda **values: SimpleNamespace(**values)  # noqa: E731
+    return make(quantize=quantize, gemm=gemm, Quantizer=make, tensor=tensor, mode=0, rows=0)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_both_backends_are_one_function(monkeypatch, delayed):
+    monkeypatch.setattr(te, "_te", plain_te)
+    x, w, g = operands(jnp.float32, ((2, 24, 32), (32, 2, 40)))
+    given = scales(w, *(32.0, 2.0**30) if delayed else ())
+
+    def run(backend):
+        def product(x, w, scales):
+            return q.matmul(x, w, 1, Fp8(delayed, scales={"": scales}, backend=backend))
+
+        y, vjp = jax.vjp(product, x, w, given)
+        return y, *vjp(g)
+
+    for made, want in zip(run("te"), run("xla"), strict=True):
+        np.testing.assert_allclose(made, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_transformer_engine_refuses_sizes_that_cublaslt_does_not_take(monkeypatch):
+    monkeypatch.setattr(te, "_te", plain_te)
+    fp8 = Fp8(False, scales={"": jnp.ones(3)}, backend="te")
+    with pytest.raises(UserError, match="no multiple of 16 .*set precision.fp8_backend=xla"):
+        q.matmul(jnp.ones((16, 32)), jnp.ones((32, 24)), 1, fp8)

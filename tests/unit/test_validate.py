@@ -115,6 +115,9 @@ BROKEN = {
     "weight_decay_rises": (["optimizer.weight_decay_end=0.01"], "weight_decay_end=0.01 is below"),
     "bf16_mu_moves": (["optimizer.mu_dtype=bfloat16", "optimizer.b1=0.999"], "b1=0.999"),
     "bf16_nu_moves": (["optimizer.nu_dtype=bfloat16", "optimizer.b2=0.999"], "b2=0.999"),
+    "bf16_masters_move": (["precision.params=bfloat16"], "or precision.params=float32"),
+    "rounding_used": (["optimizer.stochastic_rounding=true"], "nothing is stored in bf16"),
+    "offload_of_adam": (["optimizer.name=muon", "optimizer.offload=true"], "built for adamw"),
     "min_lr_below_lr": (["schedule.min_lr=1.0"], "schedule.min_lr=1.0 exceeds schedule.lr=0.0003"),
     "warmup_init_below_lr": (["schedule.warmup_init_lr=1.0"], "lower warmup_init_lr"),
     "warmup_before_decay_ends": (["schedule.warmup_steps=1000"], "all 1000 steps"),
@@ -131,6 +134,7 @@ BROKEN = {
     "batch_divisible": (["train.micro_batch_size=3"], "train.global_batch_size=8"),
     "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
     "fp8_keys_used": (["precision.fp8_skip_layers=1"], "has no effect with precision.fp8='none'"),
+    "fp8_backend_used": (["precision.fp8_backend=te"], "has no effect with precision.fp8='none'"),
     "fp8_layers_left": (
         ["precision.fp8=current", "precision.fp8_skip_layers=2"],
         "precision.fp8_skip_layers=2 at both ends of model.num_hidden_layers=4 leaves none",
@@ -139,6 +143,12 @@ BROKEN = {
         ["precision.fp8=current", "precision.fp8_skip_layers=1", "mesh.pp=2"],
         "precision.fp8_skip_layers=1 is not built for the chunks of mesh.pp=2",
     ),
+    "offload_kept": (["train.remat=attention", "train.offload=[up]"], "no layer keeps 'up'"),
+    "offload_pipeline": (
+        ["train.offload=all", "mesh.pp=2"],
+        "train.offload='all' is not built for what waits in the stages of mesh.pp=2",
+    ),
+    "offload_loops": (["train.offload=all", "train.unroll=0"], "unrolled: train.unroll=0"),
     "keep_every_is_saved": (["checkpoint.keep_every=10"], "checkpoint.interval=None"),
     "cudnn_supports": (
         ["train.attention=cudnn", "model.attention_sinks=true"],

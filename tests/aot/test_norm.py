@@ -1,0 +1,21 @@
+"""A step compiled for H200 runs our backward once a norm, and adds the stream's gradient in it."""
+
+import re
+
+import pytest
+
+from mjax.kernels import norm
+from tests.aot.common import compile_step, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+SMALL = ["model.num_hidden_layers=2", "model.vocab_size=512", "mesh.dp=1", "train.unroll=1"]
+CALL = re.compile(r"custom-call\(([^)]*)\).*name = \"norm_backward\"")
+
+
+def test_one_call_a_norm(monkeypatch):
+    """Two in the body of the scan, which also take the stream's gradient, and the final one."""
+    monkeypatch.setattr(norm, "on_gpu", lambda: True)
+    step = compile_step("configs/models/gpt2_124m.yaml", *SMALL, "train.micro_batch_size=8")
+    operands = [len(m[1].split(", ")) for m in CALL.finditer(step.text)]
+    assert sorted(operands) == [3, 4, 4]  # gain, x, its norm's gradient, the stream's

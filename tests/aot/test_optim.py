@@ -1,0 +1,55 @@
+"""Gate: the optimiser in H200 programs: one pass a leaf, moments of the host by slices."""
+
+import math
+import re
+
+import pytest
+
+from tests.aot.common import compile_step, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+LLAMA = "configs/models/llama3_8b.yaml"
+SMALL = ["model.num_hidden_layers=2", "mesh.dp=1", "train.remat=full", "train.micro_batch_size=1"]
+LOW = [
+    "precision.params=bfloat16",
+    "optimizer.mu_dtype=bfloat16",
+    "optimizer.nu_dtype=bfloat16",
+    "optimizer.stochastic_rounding=true",
+]
+
+
+def large(text: str, scope: str = "") -> list[list[str]]:
+    """For each kernel of the main program that writes arrays of a million elements: their types."""
+    entry = text[text.index("ENTRY ") :]
+    found = []
+    for line in re.findall(rf"= (.*?) fusion\(.*?op_name=\"[^\"]*{scope}", entry):
+        arrays = re.findall(r"(\w+)\[([\d,]+)\]", line)
+        big = [k for k, dims in arrays if math.prod(map(int, dims.split(","))) >= 1e6]
+        found += [big] if big else []
+    return found
+
+
+@pytest.mark.parametrize(("overrides", "kind"), [([], "f32"), (LOW, "bf16")])
+@pytest.mark.parametrize("batch", [1, 2])  # micro-batches: gradients a layer each, or summed
+def test_a_leaf_is_updated_in_one_pass(overrides, kind, batch):
+    """Masters and moments come out of one kernel; random bits are in it and nowhere else."""
+    rest = ["optimizer.offload=false", f"train.global_batch_size={batch}"]
+    made = compile_step(LLAMA, *SMALL, *rest, *overrides)
+    leaves = ("q", "kv", "out", "up", "down", "embedding", "head")
+    assert large(made.text, "/optimizer/") == [[kind] * 3] * len(leaves)
+    assert not any("u32" in kinds for kinds in large(made.text))
+
+
+def test_host_moments_pass_through_the_device_slice_by_slice():
+    rest = [*SMALL, "train.global_batch_size=2", "train.unroll=1"]
+    away, here = (compile_step(LLAMA, *rest, f"optimizer.offload={x}") for x in ("true", "false"))
+    masters = here.arguments / 3
+    assert away.arguments == pytest.approx(masters, rel=1e-3)
+    assert away.host_arguments == pytest.approx(2 * masters, rel=1e-3) == away.host_aliased
+    assert away.host == 0, "no copy of the moments on the host"
+    assert away.aliased >= 0.999 * masters
+    layer = 4 * 4096 * 2 * 14336
+    assert away.temp < here.temp + 4 * layer  # less than a moment of the embedding
+    for op in ("dynamic-slice", "dynamic-update-slice"):
+        assert re.search(rf"{op}\S* = \(+[^=]*S\(5\)[^=]*fusion-start", away.text), op

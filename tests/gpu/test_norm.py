@@ -1,0 +1,72 @@
+"""The norm's backward kernel on a GPU against fp64, at sizes of real models; bit-equal twice."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.kernels import norm as kernel
+
+pytestmark = pytest.mark.skipif(not kernel.on_gpu(), reason="needs a GPU")
+
+# rows, width: GPT-2, 1.3B, Llama-3-8B and 70B; q and k; no power of two, nothing that divides
+SHAPES = [
+    *((32768, 768), (16384, 2048), (16384, 4096), (4099, 8192), (131073, 128), (99999, 64)),
+    *((8191, 1600), (5003, 251), (1500, 12288), (1025, 16384), (132 * 16, 4096)),
+]
+
+
+def _backward(x, gain, bias, eps):
+    """y and, by fp64 autodiff of plain JAX, its backward."""
+
+    def plain(x, gain, bias):
+        z = x if bias is None else x - x.mean(-1, keepdims=True)
+        y = z / jnp.sqrt((z * z).mean(-1, keepdims=True) + eps) * gain
+        return y if bias is None else y + bias
+
+    return jax.vjp(plain, *(None if a is None else a.astype(jnp.float64) for a in (x, gain, bias)))
+
+
+# dtype, LayerNorm, with a stream's gradient
+KINDS = [("bfloat16", 0, 1), ("bfloat16", 1, 0), ("float32", 0, 0), ("float32", 1, 1)]
+
+
+@pytest.mark.parametrize("dtype, layernorm, fork", KINDS)
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, monkeypatch):
+    monkeypatch.setattr(kernel, "_WIDEST", dict.fromkeys(kernel._WIDEST, 2**14))  # where XLA wins
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, dy, stream = (jax.random.normal(k, (rows, width)) for k in keys[:3])
+    x = (x + 2) * 10.0 ** jax.random.randint(keys[5], (rows, 1), -2, 3)
+    x, dy, stream = (a.astype(dtype) for a in (x, dy, stream))
+    gain, bias = (jax.random.normal(k, (width,)) for k in keys[3:5])
+    bias = bias if layernorm else None
+    assert kernel.supports(x, bias)
+
+    @jax.jit
+    def mine(x, gain, bias):
+        op = functools.partial(kernel.fork if fork else kernel.norm, eps=1e-5)
+        out, pull = jax.vjp(op, x, gain, bias)
+        return out[0] if fork else out, *pull((dy, stream) if fork else dy)
+
+    _poison()
+    got = mine(x, gain, bias)
+    with jax.enable_x64(True):
+        y, pull = _backward(x, gain, bias, 1e-5)
+        dx, *rest = pull(dy.astype(jnp.float64))
+        expected = jax.tree.map(np.asarray, (y, dx + fork * stream.astype(jnp.float64), *rest))
+    ulp = float(jnp.finfo(dtype).eps)
+    for a, e, bound in zip(got[: 3 + layernorm], expected, (ulp, ulp, 0, 0), strict=False):
+        size = np.abs(e).max(-1, keepdims=True)  # of each row
+        error = np.abs(np.asarray(a, np.float64) - e) / size
+        assert np.isfinite(error).all() and error.max() <= bound + 1e-5, error.max()
+    _poison()
+    for a, again in zip(got, mine(x, gain, bias), strict=True):
+        assert a is None or bool((a == again).all())
+
+
+def _poison():
+    """Leave NaN in the memory that the next outputs get: what is not written is seen."""
+    jax.block_until_ready([jnp.full((1 << 25,), jnp.nan, jnp.float32) for _ in range(4)])
