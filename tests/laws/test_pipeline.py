@@ -145,9 +145,9 @@ def test_autodiff_of_the_circular_scan_agrees(monkeypatch):
     assert deviation(grads, grads1) <= 2e-6
 
 
-def circular(program, weights, scales, micro_batches, key, count, sequences):
+def circular(program, weights, of_fp8, micro_batches, key, count, sequences):
     def share(weights):
-        chunks = run.Chunks(program, program.layout, weights, scales, micro_batches, key, True)
+        chunks = run.Chunks(program, program.layout, weights, *of_fp8, micro_batches, key, True)
         schedule = run.make_schedule(
             program.layout.pp, program.layout.v, len(micro_batches["rows"])
         )
