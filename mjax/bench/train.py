@@ -137,6 +137,8 @@ def case(trainer: Trainer, documents: int) -> dict:
         "micro_batch": cfg.train.micro_batch_size,
         "documents": documents,
         "remat": cfg.train.remat,
+        "offload": cfg.train.offload,
+        "moments": "host" if cfg.optimizer.offload else "device",
         "fp8": cfg.precision.fp8 + ("" if cfg.precision.fp8_backend == "xla" else ", te"),
         "zero": cfg.mesh.zero,
         "mesh": {axis: size for axis, size in trainer.mesh.shape.items() if size > 1},
