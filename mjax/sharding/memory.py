@@ -111,13 +111,12 @@ def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[
     moments = WIDTH[optimizer.mu_dtype] + WIDTH[optimizer.nu_dtype]
     compute, accum = WIDTH[precision.compute], WIDTH[precision.grad_accum]
     in_blocks = compute if precision.fp8 == "none" else 1  # 8-bit matmuls read rounded weights
+    working = compute * outer + in_blocks * (whole - outer)
     once = cfg.train.micro_batch_size * sizes["dp"] * sizes["ep"] >= cfg.train.global_batch_size
     return {
         "masters": WIDTH[precision.params] * shard,
         "moments": (optimizer.offload is not True) * moments * shard,
-        "weights": 0.0
-        if once and copies * pp == 1
-        else compute * outer + in_blocks * (whole - outer),
+        "weights": 0.0 if once and copies * pp == 1 else working,
         "gradients": accum * summed,
         "gradients of a micro-batch": 0.0 if once else compute * whole,
     }
