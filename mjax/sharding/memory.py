@@ -110,7 +110,8 @@ def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[
     optimizer, precision = cfg.optimizer, cfg.precision
     moments = WIDTH[optimizer.mu_dtype] + WIDTH[optimizer.nu_dtype]
     compute, accum = WIDTH[precision.compute], WIDTH[precision.grad_accum]
-    in_blocks = compute if precision.fp8 == "none" else 1  # 8-bit matmuls read rounded weights
+    rounded = precision.fp8 != "none" and not precision.fp8_skip_layers and not experts
+    in_blocks = 1 if rounded else compute  # what 8-bit matmuls read
     working = compute * outer + in_blocks * (whole - outer)
     once = cfg.train.micro_batch_size * sizes["dp"] * sizes["ep"] >= cfg.train.global_batch_size
     return {
