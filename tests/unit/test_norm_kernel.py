@@ -90,6 +90,7 @@ def test_only_what_pays_and_fits_takes_it(on, monkeypatch):
     shaped = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
     assert kernel.supports(shaped(4, 4096)) and kernel.supports(shaped(3, 251, dtype="float32"))
     assert not kernel.supports(shaped(4, 4097)) and kernel.supports(shaped(4, 16384), shaped(16384))
+    assert kernel.supports(shaped(2**19, 4095)) and not kernel.supports(shaped(2**19, 4096))
     monkeypatch.setattr(kernel, "_FEWEST", 1025)
     assert not kernel.supports(shaped(1, 1024)) and kernel.supports(shaped(2, 1024))
     monkeypatch.undo()
