@@ -88,23 +88,41 @@ def matmul(
     fp8: Fp8 | None = None,
     name: str = "",
     parallel: Parallel = LOCAL,
+    total: jax.Array | None = None,
 ) -> jax.Array:
     """Contract the last `contracted` axes of x with the first of w, in x's dtype.
 
     `name` picks the scales and the rounded weight. Current scaling measures x and the gradient over
-    tp of `parallel`.
+    tp of `parallel`. `total`, shaped like w, is a running sum of w's gradients: its gradient is the
+    sum with w's added, by the matmul itself, and w's is nothing.
     """
-    if fp8 is None:
+    if fp8 is None and total is None:
         return jnp.tensordot(x, w, contracted)
     lead, size = x.shape[: x.ndim - contracted], math.prod(w.shape[:contracted])
-    w8 = fp8.rounded.get(name)
-    if w8 is not None and w8.shape == w.shape:  # kv heads that tp shares are a part of it
-        w8 = w8.reshape(size, -1)
+    flat = lambda a: None if a is None else a.reshape(size, -1)  # noqa: E731
+    rows, w2, total = x.reshape(-1, size), flat(w), flat(total)
+    if fp8 is None:
+        y = _summing(rows, w2, total)
     else:
-        w8 = None
-    way = Way(fp8.delayed, fp8.backend, parallel)
-    y = _matmul(way, x.reshape(-1, size), w.reshape(size, -1), w8, fp8.scales[name])
+        way = Way(fp8.delayed, fp8.backend, parallel)
+        bits = flat(fp8.rounded.get(name)), fp8.rounded.get(flipped(name))
+        y = _matmul(way, rows, w2, bits, fp8.scales[name], total)
     return y.reshape(*lead, *w.shape[contracted:])
+
+
+@jax.custom_vjp
+def _summing(x, w, total):
+    """x [M, K], w [K, N], total [K, N] -> [M, N]; the gradient of `total` is the next total."""
+    return x @ w
+
+
+def _summing_backward(saved, g):
+    x, w, total = saved
+    more = lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)
+    return g @ w.T, None, total + more
+
+
+_summing.defvjp(lambda x, w, total: (x @ w, (x, w, total)), _summing_backward)
 
 
 class Way(NamedTuple):
@@ -116,26 +134,33 @@ class Way(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(way: Way, x, w, w8, scales):
-    """x [M, K], w [K, N], its bits or None, scales [3] -> [M, N]; the cotangent of `scales` is what
-    was seen."""
-    return _forward(way, x, w, w8, scales)[0]
+def _matmul(way: Way, x, w, bits, scales, total):
+    """x [M, K], w [K, N], its bits [K, N] and [N, K] or None, scales [3], a sum [K, N] or None ->
+    [M, N]; the cotangent of `scales` is what was seen."""
+    return _forward(way, x, w, bits, scales, total)[0]
 
 
-def _forward(way, x, w, w8, scales):
+def _forward(way, x, w, bits, scales, total):
     x8, kept = _rounded(way, x, scales[0], E4M3)
-    y = _dot(way, x8, _weight8(w, w8, scales), (1, 0), (kept[0], scales[1]), x.dtype)
-    return y, (x8, w if w8 is None else None, w8, kept, scales)
+    w8, w8_flipped = bits
+    own = (kept[0], scales[1]), x.dtype
+    if w8_flipped is None:
+        y = _dot(way, x8, _weight8(w, w8, scales), (1, 0), *own)
+    else:
+        y = _dot(way, x8, _weight8(w, w8_flipped, scales), (1, 1), *own)
+    return y, (x8, w if w8 is None else None, w8, kept, scales, total)
 
 
 def _backward(way, saved, g):
-    x8, w, w8, kept, scales = saved
+    x8, w, w8, kept, scales, total = saved
     g = lax.optimization_barrier(g)  # or each reader makes it again, as a gate's two halves
     g8, seen = _rounded(way, g, scales[2], E5M2)
     w8 = _weight8(w, w8, scales)
     dx = _dot(way, g8, w8, (1, 1), (seen[0], scales[1]), g.dtype, precise=True)
-    dw = _dot(way, x8, g8, (0, 0), (kept[0], seen[0]), g.dtype, precise=True)
-    return dx, dw, None, jnp.stack([kept[1], jnp.zeros_like(kept[1]), seen[1]])
+    dtype = g.dtype if total is None else total.dtype
+    dw = _dot(way, x8, g8, (0, 0), (kept[0], seen[0]), dtype, precise=True)
+    dw = (dw, None) if total is None else (None, total + dw)
+    return dx, dw[0], None, jnp.stack([kept[1], jnp.zeros_like(kept[1]), seen[1]]), dw[1]
 
 
 _matmul.defvjp(_forward, _backward)
@@ -210,6 +235,26 @@ def round_weights(weights: dict, scales: dict) -> dict:
         return lax.bitcast_convert_type(w8, jnp.uint8)
 
     return jax.tree.map(one, weights, scales)
+
+
+def flipped(name: str) -> str:
+    """What the transposed bits of a weight are called beside its bits."""
+    return f"{name}.T"
+
+
+def flip_weights(rounded: dict, specs: dict) -> dict:
+    """Bits of weights, of layers apart, and the weights' declarations -> with them their transposes
+    [N, K]. The forward product reads those: cuBLASLt contracts minor axes of 8-bit operands only,
+    and XLA would transpose in every micro-batch."""
+
+    def flip(spec, layers):
+        return tuple(a.reshape(math.prod(a.shape[: spec.inputs]), -1).T for a in layers)
+
+    def one(stack):
+        more = jax.tree.map(flip, specs[stack], rounded[stack])
+        return rounded[stack] | {flipped(name): bits for name, bits in more.items()}
+
+    return {stack: one(stack) for stack in rounded}
 
 
 def empty_history(weights: dict, length: int) -> dict:

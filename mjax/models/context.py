@@ -5,7 +5,7 @@ like it). Both default to an ordinary single-device forward pass.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,10 @@ class Context:
     document, 0 that it is unknown. `permute` is false where only some devices may run a layer:
     ppermute waits for all. `gather(stack, weights, rounded)` makes the stored weights of a scan's
     layers, and what FP8 rounded of them, whole on entry to its body (ZeRO-3). `fp8` quantises the
-    blocks' matmuls. `see(name, x)` may keep or replace activations at the named places of a block
-    (`models/trace.py`).
+    blocks' matmuls. `sums` are running sums of the gradients of their weights, {stack: {name: [L,
+    ...]}} for a model and {name: [...]} within a block: the gradient of such a sum is the next one,
+    and its weight takes none. `see(name, x)` may keep or replace activations at the named places of
+    a block (`models/trace.py`).
     """
 
     parallel: Parallel = LOCAL
@@ -41,6 +43,7 @@ class Context:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     fp8: Fp8 | None = None
+    sums: dict = field(default_factory=dict)
     gather: Callable[[str, dict, dict], tuple[dict, dict]] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
 

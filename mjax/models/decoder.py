@@ -216,13 +216,12 @@ class Decoder(nnx.Module):
             xs = {}
             own_ctx = ctx if self._quantised(run.first, ctx) else replace(ctx, fp8=None)
             for name, (_, weights) in stacks.items():
-                of_fp8 = () if own_ctx.fp8 is None else own_ctx.fp8.stack(name)
+                of_fp8 = ({}, {}) if own_ctx.fp8 is None else own_ctx.fp8.stack(name)
+                more = *of_fp8, ctx.sums.get(name, {})
                 own = [i for i, kind in enumerate(run.kinds) if STACK_OF[kind] == name]
                 if own:
                     first = rows[run.first + own[0]]
-                    xs[name] = jax.tree.map(
-                        rows_of(first, run.repeats, len(own)), (weights, *of_fp8)
-                    )
+                    xs[name] = jax.tree.map(rows_of(first, run.repeats, len(own)), (weights, *more))
             period = rows_of(run.first, run.repeats, len(run.kinds))
             layers = period(jnp.arange(len(rows), dtype=jnp.int32))
             body = functools.partial(scan_body, definitions, run.kinds, rope, info, own_ctx)
@@ -266,22 +265,22 @@ def rows_of(first: int, repeats: int, period: int):
 
 def scan_body(definitions, kinds, rope, info, ctx, carry, xs):
     """One period of blocks; `xs` holds the rows of each stack (weights; FP8's scales and rounded
-    weights, or none), layer numbers and caches, [period, ...] each."""
+    weights; sums of gradients: or none), layer numbers and caches, [period, ...] each."""
     (x, aux), (stacks, layers, cache) = carry, xs
-    stacks = {name: (*own, {}, {})[:3] for name, own in stacks.items()}
     if ctx.gather is not None:
-        for name, (weights, scales, rounded) in stacks.items():
+        for name, (weights, scales, rounded, sums) in stacks.items():
             weights, rounded = ctx.gather(name, weights, rounded)
-            stacks[name] = weights, scales, rounded
+            stacks[name] = weights, scales, rounded, sums
     elif ctx.unroll != 1:  # ZeRO-3 reduces gradients one by one, a loop waits for them anyway
-        x, weights = in_order(x, {name: own[0] for name, own in stacks.items()})
-        stacks = {name: (weights[name], *own[1:]) for name, own in stacks.items()}
+        x, taken = in_order(x, {name: (own[0], own[3]) for name, own in stacks.items()})
+        stacks = {n: (taken[n][0], *own[1:3], taken[n][1]) for n, own in stacks.items()}
     new, rows = [], stack_index(kinds)
     for i, kind in enumerate(kinds):
         name = STACK_OF[kind]
-        row, *of_fp8 = jax.tree.map(lambda w: w[rows[i]], stacks[name])  # noqa: B023
+        row, *of_fp8, sums = jax.tree.map(lambda w: w[rows[i]], stacks[name])  # noqa: B023
         block = definitions[name].bind(row)
-        own_ctx = ctx if ctx.fp8 is None else replace(ctx, fp8=ctx.fp8.of(*of_fp8))
+        fp8 = None if ctx.fp8 is None else ctx.fp8.of(*of_fp8)
+        own_ctx = replace(ctx, fp8=fp8, sums=sums)
         own = None if cache is None else tuple(c[i] for c in cache)
         x, more, own = block(x, info, own_ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
         aux = aux + more

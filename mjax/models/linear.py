@@ -7,12 +7,14 @@ through them, so overlap and precision have one home. Outputs carry names that r
 `row`'s is named after the exchange, or a backward that recomputes would communicate again.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.kernels.quantize import matmul
+from mjax.kernels.quantize import flipped, matmul
 from mjax.models.context import Context
 from mjax.models.pattern import STACKS
 from mjax.sharding.collectives import LOCAL
@@ -40,6 +42,28 @@ def weights_of(tree: dict, specs: dict) -> dict[str, dict]:
             if spec is not None and "experts" not in spec.axes:
                 out.setdefault(stack, {})[name] = tree[stack][module][weight]
     return out
+
+
+def with_weights(tree: dict, leaves: dict[str, dict]) -> dict:
+    """`tree` with `leaves`, as `weights_of` gives them, in their places."""
+    out = dict(tree)
+    for stack, named in leaves.items():
+        for name, leaf in named.items():
+            module, weight = WEIGHTS[name]
+            out[stack] = out[stack] | {module: out[stack][module] | {weight: leaf}}
+    return out
+
+
+def apart(leaves: dict[str, dict]) -> dict[str, dict]:
+    """Leaves [L, ...] -> tuples of L. Unrolled layers read them as they are, where XLA would copy
+    slices of a stack."""
+    return jax.tree.map(lambda a: tuple(a[i] for i in range(a.shape[0])), leaves)
+
+
+def together(tree: dict) -> dict:
+    """A tree in which tuples stand for stacks, stacked."""
+    is_tuple = lambda a: isinstance(a, tuple)  # noqa: E731
+    return jax.tree.map(lambda a: jnp.stack(a) if is_tuple(a) else a, tree, is_leaf=is_tuple)
 
 
 def column(x: jax.Array, weights: dict[str, jax.Array], ctx: Context) -> tuple[jax.Array, ...]:
@@ -71,16 +95,20 @@ def _local(
     """(a device's own matmuls as a function of x and operands, giving name -> y; the operands).
     FP8 scales are operands too, their gradients tell what a matmul saw, and so are rounded weights.
     Of `pieces` of x each is scaled by itself: to share a maximum would make every one wait for all
-    devices."""
+    devices. Sums of gradients are operands as well."""
     fp8, parallel = ctx.fp8, LOCAL if pieces else ctx.parallel
     static = None if fp8 is None else fp8.of({}, {})
     scales = {} if fp8 is None else {name: fp8.scales[name] for name in weights}
-    rounded = {} if fp8 is None else {n: fp8.rounded[n] for n in weights if n in fp8.rounded}
+    bits = {} if fp8 is None else fp8.rounded
+    wanted = [n for name in weights for n in (name, flipped(name))]
+    rounded = {name: bits[name] for name in wanted if name in bits}
+    sums = {name: ctx.sums[name] for name in weights if name in ctx.sums}
+    weights = {n: jax.lax.stop_gradient(w) if n in sums else w for n, w in weights.items()}
 
     def multiply(x: jax.Array, operands: tuple) -> dict[str, jax.Array]:
-        weights, *of_fp8 = operands
+        weights, *of_fp8, sums = operands
         own = None if static is None else static.of(*of_fp8)
-        product = lambda name, w: matmul(x, w, contracted, own, name, parallel)  # noqa: E731
-        return {name: product(name, w) for name, w in weights.items()}
+        product = functools.partial(matmul, x, contracted=contracted, fp8=own, parallel=parallel)
+        return {name: product(w, name=name, total=sums.get(name)) for name, w in weights.items()}
 
-    return multiply, (weights, scales, rounded)
+    return multiply, (weights, scales, rounded, sums)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 from mjax.errors import UserError
 from mjax.kernels.quantize import SCALES
@@ -109,8 +110,8 @@ def all_but_views(body: Callable) -> Callable:
 
 @jax.custom_vjp
 def in_order(x: jax.Array, weights: dict) -> tuple[jax.Array, dict]:
-    """A layer's input and weights as they are; its backward goes on to the layer before only when
-    the gradients of `weights` are made.
+    """A layer's input and weights (any tree) as they are; its backward goes on to the layer before
+    only when those gradients of `weights` that there are have been made.
 
     Left to itself, XLA puts those of all layers off to the end of a micro-batch and keeps what they
     are made of: 1.3 GB a layer for 8192 tokens of Llama-3-8B.
@@ -118,6 +119,18 @@ def in_order(x: jax.Array, weights: dict) -> tuple[jax.Array, dict]:
     return x, weights
 
 
-in_order.defvjp(
-    lambda x, weights: ((x, weights), None), lambda _, grads: jax.lax.optimization_barrier(grads)
-)
+def _in_order_forward(*primals):
+    return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed")), None
+
+
+def _in_order_backward(_, grads):
+    leaves, tree = jax.tree.flatten(grads, is_leaf=_is_zero)
+    made = iter(jax.lax.optimization_barrier([g for g in leaves if not _is_zero(g)]))
+    return jax.tree.unflatten(tree, [None if _is_zero(g) else next(made) for g in leaves])
+
+
+def _is_zero(g: object) -> bool:
+    return isinstance(g, SymbolicZero)
+
+
+in_order.defvjp(_in_order_forward, _in_order_backward, symbolic_zeros=True)

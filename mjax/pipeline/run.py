@@ -141,7 +141,7 @@ class Chunks:
         shared = definitions, facts["rope"], facts["info"], ctx
         carry = x, jnp.float32(0)
         for part, own, bits in zip(self.parts, rows, facts["rounded"], strict=True):
-            own = {name: (*pair, bits[name]) for name, pair in own.items()}
+            own = {name: (*pair, bits[name], {}) for name, pair in own.items()}
             period = 1 if part.varies else len(part.kinds)
             cut = rows_of(part.first, part.repeats, period)
             xs = own, cut(facts["layers"]), cut(facts["codes"])

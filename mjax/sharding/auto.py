@@ -20,7 +20,7 @@ from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
-from mjax.sharding.memory import bytes_per_device, layers_of
+from mjax.sharding.memory import bytes_per_device, layers_of, unrolls
 
 FRACTION = 0.95  # of the device's memory: the estimate's error (docs/memory.md) and fragmentation
 GB = 1e9
@@ -88,7 +88,7 @@ def choose(
     """`cfg` with train.remat and optimizer.offload resolved for `memory` bytes a device, and why;
     None where nothing was to choose. Without a known limit the fastest; if nothing fits, the least.
     """
-    unrolled = memory is not None and cfg.train.unroll in ("auto", 0) and not cfg.train.offload
+    unrolled = memory is not None and unrolls(cfg)
     options = list(policies(cfg, devices, unrolled))
     name = lambda c: (  # noqa: E731
         f"memory: train.remat={c.train.remat} optimizer.offload={str(c.optimizer.offload).lower()}"

@@ -7,6 +7,7 @@ the global loss, and shares sum over all devices to the loss; JAX's own transpos
 collectives are then exact, with no hand-written forward/backward pairs.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -106,26 +107,37 @@ def gather_weights(weights: dict, have: dict, want: dict, specs: dict, parallel:
     `specs`: their declarations (global shapes), by which padding is cut off.
     """
 
-    def leaf(x, fine, coarse, spec):
+    def leaf(fine, coarse, spec, x):
         for dim, axes in extra_axes(coarse, fine):
             length = spec.shape[dim] // parallel.size(*mesh_axes((coarse[dim],)))
-            x = lax.slice_in_dim(parallel.gather(x, axes, dim), 0, length, axis=dim)
+            whole = lambda a, d: parallel.gather(a, axes, d)  # noqa: B023, E731
+            cut = lambda a, d: lax.slice_in_dim(whole(a, d), 0, length, axis=d)  # noqa: B023, E731
+            x = _each(cut, x, dim, fine)
         return x
 
-    return jax.tree.map(leaf, weights, have, want, specs)
+    return jax.tree.map(leaf, have, want, specs, weights)
 
 
 def _cut(collective: Callable, tree: dict, have: dict, want: dict, parallel: Parallel) -> dict:
     """`collective(x, axes, dim)` over every dimension that `want` cuts more than `have`."""
 
-    def leaf(x, coarse, fine):
+    def one(axes, x, dim):
+        missing = -x.shape[dim] % parallel.size(*axes)
+        x = jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
+        return collective(x, axes, dim)
+
+    def leaf(coarse, fine, x):
         for dim, axes in extra_axes(coarse, fine):
-            missing = -x.shape[dim] % parallel.size(*axes)
-            x = jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
-            x = collective(x, axes, dim)
+            x = _each(functools.partial(one, axes), x, dim, fine)
         return x
 
-    return jax.tree.map(leaf, tree, have, want)
+    return jax.tree.map(leaf, have, want, tree)
+
+
+def _each(change: Callable, x: jax.Array | tuple, dim: int, partition: Iterable) -> jax.Array:
+    """change(x, dim) of an array, or of each of a tuple of layers, which lack its first dimension
+    (models/linear.py, `apart`)."""
+    return jax.tree.map(lambda a: change(a, dim - len(partition) + a.ndim), x)
 
 
 def reduce_gradients(grads: dict, partitions: dict, parallel: Parallel) -> dict:

@@ -89,7 +89,8 @@ def bytes_per_device(
 
 def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[str, float]:
     """State, weights and gradients. Of one micro-batch, gradients are written in the dtype they
-    accumulate in; weights that nothing gathers are then cast where they are used."""
+    accumulate in; weights that nothing gathers are then cast where they are used. Matmuls of layers
+    `apart` (train/step.py) add to the sums by themselves."""
     model, zero, pp = cfg.model, cfg.mesh.zero, sizes["pp"]
     copies = sizes["dp"] * sizes["ep"] * sizes["cp"] if zero else 1
     tables = model.padded_vocab_size * model.hidden_size * (2 - model.tie_word_embeddings)
@@ -114,13 +115,19 @@ def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[
     in_blocks = 1 if rounded else compute  # what 8-bit matmuls read
     working = compute * outer + in_blocks * (whole - outer)
     once = cfg.train.micro_batch_size * sizes["dp"] * sizes["ep"] >= cfg.train.global_batch_size
+    apart = unrolls(cfg) and pp == 1 and (zero < 2 or copies == 1)
     return {
         "masters": WIDTH[precision.params] * shard,
         "moments": (optimizer.offload is not True) * moments * shard,
         "weights": 0.0 if once and copies * pp == 1 else working,
         "gradients": accum * summed,
-        "gradients of a micro-batch": 0.0 if once else compute * whole,
+        "gradients of a micro-batch": 0.0 if once else compute * (outer if apart else whole),
     }
+
+
+def unrolls(cfg: Config) -> bool:
+    """Whether GPUs run the layers one after the other instead of in a loop."""
+    return cfg.train.unroll in ("auto", 0) and not cfg.train.offload
 
 
 def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:

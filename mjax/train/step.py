@@ -8,15 +8,23 @@ batch, so the result does not depend on the mesh, on the number of micro-batches
 masked tokens lie. A non-finite loss or norm leaves the state as it was.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from mjax.config.schema import Config
-from mjax.kernels.quantize import Fp8, join, remember, round_weights, scales_of, weight_amax
+from mjax.kernels.quantize import (
+    Fp8,
+    flip_weights,
+    join,
+    remember,
+    round_weights,
+    scales_of,
+    weight_amax,
+)
 from mjax.models.context import Context, Tokens
-from mjax.models.linear import weights_of
+from mjax.models.linear import apart, together, weights_of, with_weights
 from mjax.models.params import Definition
 from mjax.models.pattern import STACKS
 from mjax.models.remat import offloaded
@@ -55,7 +63,9 @@ class Program:
     unroll: int = 1  # layer groups in an iteration of a layer loop; 0: all
     one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
 
-    def context(self, train: bool, of_fp8: tuple[dict, dict] = ({}, {})) -> Context:
+    def context(
+        self, train: bool, of_fp8: tuple[dict, dict] = ({}, {}), sums: dict | None = None
+    ) -> Context:
         """`of_fp8`: scales, rounded weights, where blocks do not get theirs from the pipeline."""
         cfg, precision = self.cfg, self.cfg.precision
         delayed, backend = precision.fp8 == "delayed", precision.fp8_backend
@@ -70,11 +80,12 @@ class Program:
             overlap_rows=self.overlap_rows,
             remat=cfg.train.remat if train else "none",
             offload=offloaded(cfg.train.offload) if train else (),
-            unroll=self.unroll if train else 1,
+            unroll=self.unroll,
             dropout=train,
             label_smoothing=cfg.train.label_smoothing if train else 0.0,
             z_loss=cfg.train.z_loss if train else 0.0,
             fp8=None if precision.fp8 == "none" else fp8,
+            sums=sums or {},
             gather=self.gather_layer if self.layerwise else None,
         )
 
@@ -95,6 +106,25 @@ class Program:
         return self.cfg.mesh.zero == 3 and self.stored != self.partitions
 
     @property
+    def early(self) -> bool:
+        """ZeRO-2: gradients accumulate in the stored layout."""
+        return self.cfg.mesh.zero == 2 and self.stored != self.partitions
+
+    @property
+    def apart(self) -> bool:
+        """Unrolled layers have matmul weights, and sums of their gradients, of their own: a matmul
+        adds to its sum by itself, and ZeRO's exchanges of a layer run under another's work."""
+        return self.layout is None and not (self.unroll or self.layerwise or self.early)
+
+    def products(self, tree: dict) -> dict:
+        """Leaves of `tree` that matmuls read as they are: {stack: {name: leaf}}. Of kv weights that
+        tp does not divide they read a part."""
+        own = weights_of(tree, self.definition.specs)
+        if self.cfg.model.num_key_value_heads % self.parallel.tp == 0:
+            return own
+        return {s: {n: a for n, a in leaves.items() if n != "kv"} for s, leaves in own.items()}
+
+    @property
     def working(self) -> dict:
         """Partitions of the weights that enter the model, of which gradients are taken."""
         if not self.layerwise:
@@ -109,7 +139,7 @@ class Program:
         trees = self.stored, self.partitions, self.definition.specs
         weights = gather_weights(weights, *(tree[stack] for tree in trees), self.parallel)
         if rounded:
-            own = (weights_of(tree, self.definition.specs)[stack] for tree in trees)
+            own = (self.products(tree)[stack] for tree in trees)
             rounded = gather_weights(rounded, *own, self.parallel)
         return weights, rounded
 
@@ -134,15 +164,17 @@ class Program:
         gathers_once = self.stored != self.partitions and not self.layerwise
         if not scales or (self.cfg.precision.fp8_skip_layers and gathers_once):
             return {}
-        specs = self.definition.specs
-        low = cast(weights_of(params, specs), self.cfg.precision.compute)
-        trees = (weights_of(tree, specs) for tree in (self.stored, self.working, specs))
-        return gather_weights(round_weights(low, scales), *trees, self.parallel)
+        low = cast(self.products(params), self.cfg.precision.compute)
+        scales = {stack: {name: scales[stack][name] for name in low[stack]} for stack in low}
+        low = round_weights(low, scales)
+        trees = map(self.products, (self.stored, self.working, self.definition.specs))
+        return gather_weights(apart(low) if self.apart else low, *trees, self.parallel)
 
     @jax.named_scope("gather")
     def weights(self, params: dict) -> dict:
-        """Masters as stored -> the weights that enter the model."""
+        """Masters as stored -> the weights that enter the model; layers may be `apart`."""
         low = cast(params, self.cfg.precision.compute)
+        low = with_weights(low, apart(self.products(low))) if self.apart else low
         specs = self.definition.specs  # of stacks: in all but the order and number of layers
         return gather_weights(low, self.stored, self.working, specs, self.parallel)
 
@@ -182,23 +214,27 @@ def gradients(
     accum = jnp.dtype(cfg.precision.grad_accum)
     weights, scales = program.weights(state["params"]), program.scales(state, count)
     rounded = program.rounded(state["params"], scales)
-    early = cfg.mesh.zero == 2  # accumulate in the stored layout
+    if program.apart and n > 1:
+        rounded = flip_weights(rounded, program.products(program.definition.specs))
 
-    def share(weights, scales, micro):
-        nll, aux = loss_sums(program, weights, (scales, rounded), micro, key, train=True)
+    def share(weights, scales, sums, micro):
+        of_fp8 = scales, rounded
+        nll, aux = loss_sums(program, weights, of_fp8, micro, key, train=True, sums=sums)
         nll = nll / jnp.maximum(count, 1) / par.tp  # it is computed on each tp device
         aux = aux / sequences
         return nll + aux, {"loss": nll, "aux_loss": aux}
 
-    value_and_grad = jax.value_and_grad(share, (0, 1), has_aux=True)
+    value_and_grad = jax.value_and_grad(share, (0, 1, 2), has_aux=True)
 
     def body(carry, micro):
-        (_, losses), (grads, seen) = value_and_grad(weights, scales, micro)
-        if early:
+        sums = program.products(carry[1]) if program.apart else {}
+        (_, losses), (grads, seen, sums) = value_and_grad(weights, scales, sums, micro)
+        if program.early:
             grads = program.scatter(cast(grads, accum))
         with jax.named_scope("accumulate"):
-            sums = jax.tree.map(lambda c, x: c + x.astype(c.dtype), carry[:2], (losses, grads))
-        return (*sums, join(carry[2], seen)), None
+            add = lambda c, x: c + x.astype(c.dtype)  # noqa: E731
+            losses, grads = jax.tree.map(add, carry[:2], (losses, grads))
+        return (losses, with_weights(grads, sums), join(carry[2], seen)), None
 
     if program.layout is not None:
         losses, grads, seen = pipeline_gradients(
@@ -206,16 +242,16 @@ def gradients(
         )
     elif n == 1:
         one = jax.tree.map(lambda a: a[0], micro_batches)
-        (_, losses), (grads, seen) = value_and_grad(weights, scales, one)
-        grads = cast(stacked_once(grads), accum)
+        (_, losses), (grads, seen, _) = value_and_grad(weights, scales, {}, one)
     else:
-        shapes = state["params"] if early else weights
+        shapes = state["params"] if program.early else weights
         none = {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)}
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, accum), shapes)
         zero = none, zeros, jax.tree.map(jnp.zeros_like, scales)
         (losses, grads, seen), _ = jax.lax.scan(body, zero, micro_batches)
-    if program.layout is not None or n == 1 or not early:
-        grads = program.scatter(grads)
+    if program.stored != program.partitions and not (program.early and n > 1):
+        grads = program.scatter(cast(grads, accum))
+    grads = cast(stacked_once(grads), accum)
     with jax.named_scope("reduce"):
         grads = reduce_gradients(grads, program.stored, par)
         norm = global_norm(grads, program.stored, par)
@@ -227,11 +263,12 @@ def stacked_once(grads: dict) -> dict:
     """Unrolled layers leave a gradient each. Stacked wherever they are read, they would split the
     update of a stack into three kernels, for the masters and each moment, that all read them."""
     fence = lambda g: jax.lax.optimization_barrier(g)  # noqa: E731
-    return {k: jax.tree.map(fence, g) if k in STACKS else g for k, g in grads.items()}
+    return {k: jax.tree.map(fence, together(g)) if k in STACKS else g for k, g in grads.items()}
 
 
 def evaluate(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll, unmasked tokens) of the global batch, no dropout."""
+    program = replace(program, unroll=1)  # a loop over layers wants them stacked
     par, cfg = program.parallel, program.cfg
     weights, scales = program.weights(state["params"]), program.scales(state)
     of_fp8 = scales, program.rounded(state["params"], scales)
@@ -254,12 +291,14 @@ def loss_sums(
     micro: Batch,
     key: jax.Array | None,
     train: bool,
+    sums: dict | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll over this device's part of a micro-batch, equal on all tp devices; its
-    share of the sum of auxiliary losses)."""
+    share of the sum of auxiliary losses). Layers may be `apart`; `sums`: of gradients so far."""
+    weights, rounded, sums = map(together, (weights, of_fp8[1], sums or {}))
     model = program.definition.bind(weights)
     info, chunk = program.tokens(micro, key), program.cfg.train.loss_chunk
-    return model.loss(micro, info, program.context(train, of_fp8), chunk)
+    return model.loss(micro, info, program.context(train, (of_fp8[0], rounded), sums), chunk)
 
 
 def token_count(batch: Batch, par: Parallel) -> jax.Array:

@@ -1,0 +1,65 @@
+"""Laws of unrolled layers, whose weights and sums of gradients are arrays of their own: no number
+depends on it, on any mesh, and what a matmul adds to its sum is not rounded on the way."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.prove import Cell, make_batch, make_trainer, measure
+
+UNROLLED = "train.unroll=0"
+CASES = [
+    ("dense", Cell({}, 0, 3), []),
+    ("dense", Cell({"dp": 2, "tp": 2}, 1, 3), ["train.remat=full*1,dots"]),
+    ("dense", Cell({"dp": 2}, 1, 1), []),
+    ("dense", Cell({"cp": 2, "tp": 2}, 2, 3), []),
+    ("dense", Cell({"dp": 2, "tp": 2}, 1, 3), ["mesh.tp_overlap=always"]),
+    ("experts", Cell({"dp": 2, "ep": 2}, 1, 3), []),
+    ("tied", Cell({"dp": 2, "tp": 2}, 1, 2), []),  # kv weights of which devices read a part
+    ("odd widths", Cell({"dp": 4}, 1, 2), []),  # padded shards
+]
+
+
+@functools.cache
+def looped(feature: str) -> tuple[float, dict]:
+    return first_step(feature, Cell())
+
+
+def first_step(feature: str, cell: Cell, *more: str) -> tuple[float, dict]:
+    first = measure(make_trainer(feature, cell, *more), 1).first
+    return float(first["loss"]), first["gradients"]
+
+
+@pytest.mark.parametrize("feature, cell, more", CASES, ids=str)
+def test_loss_and_gradients_are_those_of_a_loop(feature, cell, more):
+    loss, grads = first_step(feature, cell, UNROLLED, *more)
+    want_loss, want = looped(feature)
+    assert abs(loss - want_loss) < 1e-6 * want_loss
+    largest = max(np.abs(w).max() for w in jax.tree.leaves(want))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * largest), grads, want)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_with_8_bits_too(recipe):
+    """Three micro-batches: bits of weights are turned once, their sums are scaled in the matmul."""
+    keys = f"precision.fp8={recipe}", "train.remat=dots"
+    (loss, grads), (want_loss, want) = (
+        first_step("dense", Cell({"dp": 2}, 1, 3), *keys, *more) for more in ([UNROLLED], [])
+    )
+    assert abs(loss - want_loss) < 1e-6 * want_loss
+    largest = max(np.abs(w).max() for w in jax.tree.leaves(want))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * largest), grads, want)
+
+
+@pytest.mark.parametrize("more, exact", [([UNROLLED], True), ([], False)])
+def test_a_sum_takes_gradients_unrounded(more, exact):
+    """Of three micro-batches one has tokens that count: in a loop its bf16 gradient is the sum."""
+    trainer = make_trainer("dense", Cell({}, 0, 3), "precision.compute=bfloat16", *more)
+    trainer.init()
+    batch = make_batch(24)
+    batch["loss_mask"][8:] = 0
+    up = np.asarray(trainer.grads(batch)[2]["dense"]["mlp"]["up"])
+    short = up.astype(jax.numpy.bfloat16).astype(np.float32) == up
+    assert short.mean() < 0.05 if exact else short.all()
