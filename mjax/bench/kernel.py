@@ -20,10 +20,11 @@ from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.kernels.attention import attention
 from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
+from mjax.kernels.mosaic_attention import supports as supports_mosaic
 from mjax.kernels.norm import fork, norm
 from mjax.kernels.norm import reference as normed
 from mjax.models import positions
-from mjax.models.mlp import activate
+from mjax.models.mlp import activate, gated
 from mjax.sharding.collectives import LOCAL
 
 # What --shape gives, and the shapes measured without it.
@@ -167,7 +168,10 @@ def attentions(b: int, s: int, n: int, k: int, h: int, documents: int) -> Iterat
             implementation=implementation,
         )
 
-    for prefix, implementation in (("", "auto"), ("reference ", "xla")):
+    paths = {"": "auto", "mosaic ": "mosaic", "reference ": "xla"}
+    if not supports_mosaic(qkv[0]):
+        paths.pop("mosaic ")
+    for prefix, implementation in paths.items():
         run = functools.partial(fn, implementation)
         yield Work(f"{prefix}forward", run, qkv, flops)
         yield pulled(run, qkv, f"{prefix}backward", 2.5 * flops)
@@ -213,12 +217,11 @@ def norms(t: int, d: int, heads: int) -> Iterator[Work]:
     yield Work("rope forward", rope, (q,), bytes=2 * wide)
     yield pulled(rope, (q,), "rope backward", moved=2 * wide)
 
-    def swiglu(h):
-        return activate(h[:, 0], "silu") * h[:, 1]
-
-    pair = (draw((t, 2, d)),)
+    pair, swiglu = (draw((t, 2, d)),), functools.partial(gated, name="silu")
+    plain = lambda h: activate(h[:, 0], "silu") * h[:, 1]  # noqa: E731
     yield Work("swiglu forward", swiglu, pair, bytes=3 * size)
     yield pulled(swiglu, pair, "swiglu backward", moved=5 * size)
+    yield pulled(plain, pair, "reference swiglu backward", moved=5 * size)
 
 
 def matmuls(t: int, d: int, f: int) -> Iterator[Work]:

@@ -55,8 +55,8 @@ def with_weights(tree: dict, leaves: dict[str, dict]) -> dict:
 
 
 def apart(leaves: dict[str, dict]) -> dict[str, dict]:
-    """Leaves [L, ...] -> tuples of L. Unrolled layers read them as they are, where XLA would copy
-    slices of a stack."""
+    """Leaves [L, ...] -> tuples of L arrays, which unrolled layers read as they are (of a stack XLA
+    would copy slices) and whose sums of gradients matmuls write in place."""
     return jax.tree.map(lambda a: tuple(a[i] for i in range(a.shape[0])), leaves)
 
 

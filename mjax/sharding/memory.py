@@ -89,8 +89,8 @@ def bytes_per_device(
 
 def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[str, float]:
     """State, weights and gradients. Of one micro-batch, gradients are written in the dtype they
-    accumulate in; weights that nothing gathers are then cast where they are used. Matmuls of layers
-    `apart` (train/step.py) add to the sums by themselves."""
+    accumulate in; weights that nothing gathers are then cast where they are used. The matmuls of
+    unrolled layers add to the sums by themselves."""
     model, zero, pp = cfg.model, cfg.mesh.zero, sizes["pp"]
     copies = sizes["dp"] * sizes["ep"] * sizes["cp"] if zero else 1
     tables = model.padded_vocab_size * model.hidden_size * (2 - model.tie_word_embeddings)

@@ -8,7 +8,7 @@ batch, so the result does not depend on the mesh, on the number of micro-batches
 masked tokens lie. A non-finite loss or norm leaves the state as it was.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ class Program:
             overlap_rows=self.overlap_rows,
             remat=cfg.train.remat if train else "none",
             offload=offloaded(cfg.train.offload) if train else (),
-            unroll=self.unroll,
+            unroll=self.unroll if train else 1,
             dropout=train,
             label_smoothing=cfg.train.label_smoothing if train else 0.0,
             z_loss=cfg.train.z_loss if train else 0.0,
@@ -110,11 +110,11 @@ class Program:
         """ZeRO-2: gradients accumulate in the stored layout."""
         return self.cfg.mesh.zero == 2 and self.stored != self.partitions
 
-    @property
-    def apart(self) -> bool:
-        """Unrolled layers have matmul weights, and sums of their gradients, of their own: a matmul
-        adds to its sum by itself, and ZeRO's exchanges of a layer run under another's work."""
-        return self.layout is None and not (self.unroll or self.layerwise or self.early)
+    def sums_by_layer(self, micro_batches: int) -> bool:
+        """Whether unrolled layers have matmul weights, and sums of their gradients, `apart`: then a
+        matmul adds to its sum by itself."""
+        stacked = self.layout is not None or self.unroll or self.layerwise or self.early
+        return micro_batches > 1 and not stacked
 
     def products(self, tree: dict) -> dict:
         """Leaves of `tree` that matmuls read as they are: {stack: {name: leaf}}. Of kv weights that
@@ -158,7 +158,7 @@ class Program:
         return scales_of(amax, state.get("fp8", {}), tokens)
 
     @jax.named_scope("gather")
-    def rounded(self, params: dict, scales: dict) -> dict:
+    def rounded(self, params: dict, scales: dict, by_layer: bool = False) -> dict:
         """fp32 masters as stored and scales of this step -> bits of the weights that FP8's matmuls
         read, placed like `weights`; empty where skipped layers need a gather of their own."""
         gathers_once = self.stored != self.partitions and not self.layerwise
@@ -168,13 +168,13 @@ class Program:
         scales = {stack: {name: scales[stack][name] for name in low[stack]} for stack in low}
         low = round_weights(low, scales)
         trees = map(self.products, (self.stored, self.working, self.definition.specs))
-        return gather_weights(apart(low) if self.apart else low, *trees, self.parallel)
+        return gather_weights(apart(low) if by_layer else low, *trees, self.parallel)
 
     @jax.named_scope("gather")
-    def weights(self, params: dict) -> dict:
-        """Masters as stored -> the weights that enter the model; layers may be `apart`."""
+    def weights(self, params: dict, by_layer: bool = False) -> dict:
+        """Masters as stored -> the weights that enter the model; `by_layer`: layers `apart`."""
         low = cast(params, self.cfg.precision.compute)
-        low = with_weights(low, apart(self.products(low))) if self.apart else low
+        low = with_weights(low, apart(self.products(low))) if by_layer else low
         specs = self.definition.specs  # of stacks: in all but the order and number of layers
         return gather_weights(low, self.stored, self.working, specs, self.parallel)
 
@@ -212,9 +212,10 @@ def gradients(
     micro_batches, n = split_batch(batch, cfg.train.micro_batch_size)
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state["step"])
     accum = jnp.dtype(cfg.precision.grad_accum)
-    weights, scales = program.weights(state["params"]), program.scales(state, count)
-    rounded = program.rounded(state["params"], scales)
-    if program.apart and n > 1:
+    by_layer = program.sums_by_layer(n)
+    weights, scales = program.weights(state["params"], by_layer), program.scales(state, count)
+    rounded = program.rounded(state["params"], scales, by_layer)
+    if by_layer:
         rounded = flip_weights(rounded, program.products(program.definition.specs))
 
     def share(weights, scales, sums, micro):
@@ -227,7 +228,7 @@ def gradients(
     value_and_grad = jax.value_and_grad(share, (0, 1, 2), has_aux=True)
 
     def body(carry, micro):
-        sums = program.products(carry[1]) if program.apart else {}
+        sums = program.products(carry[1]) if by_layer else {}
         (_, losses), (grads, seen, sums) = value_and_grad(weights, scales, sums, micro)
         if program.early:
             grads = program.scatter(cast(grads, accum))
@@ -243,6 +244,7 @@ def gradients(
     elif n == 1:
         one = jax.tree.map(lambda a: a[0], micro_batches)
         (_, losses), (grads, seen, _) = value_and_grad(weights, scales, {}, one)
+        grads = stacked_once(grads)
     else:
         shapes = state["params"] if program.early else weights
         none = {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)}
@@ -251,7 +253,7 @@ def gradients(
         (losses, grads, seen), _ = jax.lax.scan(body, zero, micro_batches)
     if program.stored != program.partitions and not (program.early and n > 1):
         grads = program.scatter(cast(grads, accum))
-    grads = cast(stacked_once(grads), accum)
+    grads = cast(stacked_once(grads) if by_layer else grads, accum)
     with jax.named_scope("reduce"):
         grads = reduce_gradients(grads, program.stored, par)
         norm = global_norm(grads, program.stored, par)
@@ -268,7 +270,6 @@ def stacked_once(grads: dict) -> dict:
 
 def evaluate(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll, unmasked tokens) of the global batch, no dropout."""
-    program = replace(program, unroll=1)  # a loop over layers wants them stacked
     par, cfg = program.parallel, program.cfg
     weights, scales = program.weights(state["params"]), program.scales(state)
     of_fp8 = scales, program.rounded(state["params"], scales)

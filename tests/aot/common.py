@@ -128,8 +128,11 @@ def _describe_host_memory() -> None:
     )
 
 
-def compile_step(path: str, *overrides: str, batch_size: int | None = None) -> Compiled:
-    """The train step of a config, compiled for as many H200s as its mesh names (dp: 1)."""
+def compile_step(
+    path: str, *overrides: str, batch_size: int | None = None, xla: dict | None = None
+) -> Compiled:
+    """The train step of a config, compiled for as many H200s as its mesh names (dp: 1), with
+    options `xla` besides the usual."""
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     fused.check_compute_capability = lambda wanted: wanted <= "9.0"
@@ -143,6 +146,7 @@ def compile_step(path: str, *overrides: str, batch_size: int | None = None) -> C
     grid = np.array(described.devices[:n]).reshape([sizes[a] for a in AXES])
     trainer = Trainer(cfg, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     trainer.bound_documents(1)
+    trainer.recompile(xla or {})
     made = trainer.lower(batch_size).compile()
     memory = made.memory_analysis()
     return Compiled(

@@ -102,7 +102,8 @@ def of(remat: str, offload: bool = False, *overrides: str):
 def test_auto_takes_the_first_that_fits(unroll):
     """Just below what one needs, the next is chosen; each says its numbers. Only where layers are
     unrolled are all tensors kept."""
-    none, dots, full = (need(of(remat), 1) for remat in ("none", "dots", "full"))
+    keys = False, f"train.unroll={unroll}"
+    none, dots, full = (need(of(remat, *keys), 1) for remat in ("none", "dots", "full"))
     for memory, remat, offload in (
         (none * 1.001, ("none", "dots")[unroll], False),
         (none * 0.999, ("dots*1,none", "dots")[unroll], False),

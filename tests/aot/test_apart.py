@@ -1,0 +1,34 @@
+"""Gate: matmuls of unrolled layers add their weights' gradients to the sums by themselves, in place."""
+
+import math
+import re
+
+import pytest
+
+from tests.aot.common import compile_step, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+LLAMA, LAYERS = "configs/models/llama3_8b.yaml", 2
+KEYS = [f"model.num_hidden_layers={LAYERS}", "train.micro_batch_size=1", "train.remat=none"]
+
+
+# Of q and kv, which read one x, XLA makes one matmul in bf16, and adds what comes out.
+@pytest.mark.parametrize("fp8, target, each", [("none", "matmul", 3), ("delayed", "matmul$f8", 5)])
+def test_sums_are_operands_of_matmuls(fp8, target, each):
+    """They write over an fp32 operand. Without Triton, whose choice needs a GPU."""
+    more = "mesh.dp=1", "train.global_batch_size=2", f"precision.fp8={fp8}"
+    made = compile_step(LLAMA, *KEYS, *more, xla={"xla_gpu_enable_triton_gemm": False})
+    calls = [line for line in made.text.splitlines() if f'__cublas$lt${target}"' in line]
+    in_place = [c for c in calls if "= (f32[" in c and "output_to_operand_aliasing={{0}: (2" in c]
+    assert len(in_place) >= each * LAYERS
+
+
+def test_zero_reduces_each_layer_by_itself():
+    """And no stack of whole weights or gradients is made of them."""
+    made = compile_step(LLAMA, *KEYS, "mesh.dp=4", "mesh.zero=1", "train.global_batch_size=8")
+    scattered = re.findall(r"reduce-scatter(?:-start)?\(([^)]*)\)", made.text)
+    assert sum(len(operands.split(",")) for operands in scattered) >= 5 * LAYERS
+    sizes = re.findall(rf"= f32\[{LAYERS},([\d,]+)\]", made.text)
+    largest = max((math.prod(map(int, dims.split(","))) for dims in sizes), default=0)
+    assert largest <= 4096 * 2 * 14336 // 4
