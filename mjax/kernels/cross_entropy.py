@@ -6,6 +6,10 @@ V/tp rows of `w`; maximum, normaliser and target logit are combined over tp. Row
 `vocab_size` are padding and take part in nothing. The returned sum is equal on all tp devices;
 d_x is this device's vocabulary part of the gradient, which the transpose of the sequence gather
 sums (share convention, DESIGN section 3). Follows Cut Cross-Entropy (arXiv 2411.09009) and Liger.
+
+On a GPU that holds the whole vocabulary a kernel (`loss_rows.py`) reads the logits once and writes
+their gradient. Then the logits are of a part of a chunk only: what is whole is their gradient, in
+x's dtype, and so the fp32 d_w is read and written for twice as many tokens at a time.
 """
 
 import functools
@@ -13,26 +17,28 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from mjax.kernels import loss_rows
+from mjax.kernels.loss_rows import Terms
 from mjax.sharding.collectives import Parallel
 
 _CHUNK_ELEMENTS = 5 * 2**26  # default chunk: about 1.3 GB of fp32 logits on each device
+_FUSED_ELEMENTS = 5 * 2**27  # with our kernel: about 1.3 GB of their bf16 gradient,
+_PART_ELEMENTS = 7 * 2**24  # and at most 0.5 GB of fp32 logits
 _TILE = 256  # rows of a matmul's tile, or of two that share an operand
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the loss of a token is made of, besides -log p(label).
+class Cut:
+    """Tokens of a chunk, and with our kernel of a part, which divides it."""
 
-    `softcap` c maps logits z to c * tanh(z / c). `label_smoothing` e mixes in e times the mean of
-    -log p over the vocabulary (Szegedy et al., arXiv 1512.00567, as torch defines it). `z_loss`
-    adds that times log(sum exp z)^2 (PaLM, arXiv 2204.02311).
-    """
+    chunk: int
+    part: int | None = None
 
-    vocab_size: int
-    softcap: float | None = None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    def bytes(self, rows: int) -> int:
+        """Of fp32 logits and their bf16 gradient, for `rows` of the vocabulary."""
+        return rows * (4 * (self.part or self.chunk) + 2 * self.chunk)
 
 
 def cross_entropy(
@@ -50,7 +56,9 @@ def cross_entropy(
     x [T, D] whole along tp, w [V/tp, D], labels int32 [T] < vocab_size, mask fp32 [T]; `chunk`
     tokens at a time (None: by memory).
     """
-    return _loss(*_cut(x, w, labels, mask, chunk), terms, parallel)
+    size = x.shape[0], w.shape[0]
+    cut = cut_of(*size, chunk, fused=loss_rows.supports(*size, parallel.tp, chunk))
+    return _loss(*_cut(x, w, labels, mask, cut.chunk), terms, parallel, cut.part)
 
 
 def token_losses(
@@ -67,6 +75,7 @@ def token_losses(
     Arguments as for `cross_entropy`. Its backward makes the logits of a chunk again: four matmuls.
     """
     tokens = labels.size
+    chunk = chunk_size(tokens, w.shape[0], chunk)
     x, w, labels, ones = _cut(x, w, labels, jnp.ones(tokens, jnp.float32), chunk)
 
     @jax.checkpoint
@@ -76,10 +85,22 @@ def token_losses(
     return jax.lax.map(part, (x, labels, ones)).reshape(-1)[:tokens]
 
 
-def chunk_size(tokens: int, rows: int, chunk: int | None = None) -> int:
+def cut_of(tokens: int, rows: int, chunk: int | None = None, *, fused: bool) -> Cut:
+    """How tokens are cut for `rows` of the vocabulary, at most `chunk` at a time; `fused`: for our
+    kernel."""
+    if not fused:
+        return Cut(chunk_size(tokens, rows, chunk))
+    whole = chunk_size(tokens, rows, chunk, _FUSED_ELEMENTS)
+    part = chunk_size(whole, rows, None, _PART_ELEMENTS)
+    return Cut(-(-whole // part) * part, part)
+
+
+def chunk_size(
+    tokens: int, rows: int, chunk: int | None = None, elements: int = _CHUNK_ELEMENTS
+) -> int:
     """Tokens of a chunk for `rows` of the vocabulary, at most `chunk` or by memory: whole tiles, as
     little padding as can be (7 chunks of 5376 tokens do the work of 37632 for 32768)."""
-    most = chunk or max(_TILE, _CHUNK_ELEMENTS // rows)
+    most = chunk or max(_TILE, elements // rows)
     fewest, tile = -(-tokens // most), min(_TILE, most)
     size = lambda parts: -(-tokens // (parts * tile)) * tile  # noqa: E731
     parts = min(range(fewest, 2 * fewest), key=lambda n: n * size(n))
@@ -88,9 +109,7 @@ def chunk_size(tokens: int, rows: int, chunk: int | None = None) -> int:
 
 def _cut(x, w, labels, mask, chunk):
     """x, labels and mask padded and cut into chunks of tokens; w as it is."""
-    t = x.shape[0]
-    chunk = chunk_size(t, w.shape[0], chunk)
-    pad = -t % chunk
+    pad = -x.shape[0] % chunk
 
     def cut(a):
         a = jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1))
@@ -99,21 +118,24 @@ def _cut(x, w, labels, mask, chunk):
     return cut(x), w, cut(labels), cut(mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _loss(x, w, labels, mask, terms, parallel):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _loss(x, w, labels, mask, terms, parallel, part):
     def body(total, part):
         return total + _chunk(part[0], w, *part[1:], terms, parallel)[0].sum(), None
 
     return jax.lax.scan(body, jnp.float32(0), (x, labels, mask))[0]
 
 
-def _loss_fwd(x, w, labels, mask, terms, parallel):
-    def body(carry, part):
+def _loss_fwd(x, w, labels, mask, terms, parallel, part):
+    def body(carry, chunk):
         total, d_w = carry
-        losses, d_z = _chunk(part[0], w, *part[1:], terms, parallel)
-        d_z = d_z.astype(x.dtype)
+        if part:
+            losses, d_z = _by_parts(chunk[0], w, *chunk[1:], terms, part)
+        else:
+            losses, d_z = _chunk(chunk[0], w, *chunk[1:], terms, parallel)
+            d_z = d_z.astype(x.dtype)
         d_x = jnp.einsum("tv,vd->td", d_z, w)
-        d_w = d_w + jnp.einsum("tv,td->vd", d_z, part[0], preferred_element_type=jnp.float32)
+        d_w = d_w + jnp.einsum("tv,td->vd", d_z, chunk[0], preferred_element_type=jnp.float32)
         return (total + losses.sum(), d_w), d_x
 
     start = (jnp.float32(0), jnp.zeros(w.shape, jnp.float32))
@@ -121,13 +143,30 @@ def _loss_fwd(x, w, labels, mask, terms, parallel):
     return total, (d_x, d_w.astype(w.dtype))
 
 
-def _loss_bwd(terms, parallel, saved, g):
+def _loss_bwd(terms, parallel, part, saved, g):
     g = parallel.psum(g, "tp")  # the sum is one value: its cotangents on the tp devices add up
     d_x, d_w = (a * g.astype(a.dtype) for a in saved)
     return d_x, d_w, None, None
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+def _by_parts(x, w, labels, mask, terms, part):
+    """What `_chunk` returns, the gradient in x's dtype, with the logits of a part at a time."""
+
+    def body(d_z, cut):
+        x, labels, mask, first = cut
+        z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)
+        losses, d_z = loss_rows.rows(z, labels, mask, d_z, first, terms)
+        return d_z, losses
+
+    tokens = labels.size
+    cut = [a.reshape(-1, part, *a.shape[1:]) for a in (x, labels, mask)]
+    firsts = jnp.arange(0, tokens, part, dtype=jnp.int32)[:, None]
+    d_z = lax.empty((tokens, w.shape[0]), x.dtype)  # each part writes its own rows
+    d_z, losses = lax.scan(body, d_z, (*cut, firsts))
+    return losses, d_z
 
 
 def _chunk(x, w, labels, mask, terms, parallel):

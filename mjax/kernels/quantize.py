@@ -28,12 +28,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
-from mjax.kernels import te
+from mjax.kernels import gate, te
+from mjax.kernels.gate import E4M3, E5M2
 from mjax.sharding.collectives import AXES, LOCAL, Parallel
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2  # largest: 0.875 * 2**9, 0.875 * 2**16
 SCALES = "fp8_scales"  # the name by which every remat policy keeps them
-_EXPONENT = {E4M3: 9, E5M2: 16}
+_EXPONENT = {E4M3: 9, E5M2: 16}  # the largest is 0.875 * 2 to it
 _LIMIT = 63  # of a scale's exponent: a product of two stays a normal number
 
 # Largest values assumed of a tensor that no step has seen: normed or gated activations, and the
@@ -145,20 +145,19 @@ def _forward(way, x, w, bits, scales, total):
     w8, w8_flipped = bits
     own = (kept[0], scales[1]), x.dtype
     if w8_flipped is None:
-        y = _dot(way, x8, _weight8(w, w8, scales), (1, 0), *own)
+        y = _dot(way, x8, weight8(w, w8, scales), (1, 0), *own)
     else:
-        y = _dot(way, x8, _weight8(w, w8_flipped, scales), (1, 1), *own)
+        y = _dot(way, x8, weight8(w, w8_flipped, scales), (1, 1), *own)
     return y, (x8, w if w8 is None else None, w8, kept, scales, total)
 
 
 def _backward(way, saved, g):
     x8, w, w8, kept, scales, total = saved
-    g = lax.optimization_barrier(g)  # or each reader makes it again, as a gate's two halves
-    g8, seen = _rounded(way, g, scales[2], E5M2)
-    w8 = _weight8(w, w8, scales)
+    g8, g8_turned, seen = _both_ways(way, g, scales[2])
+    w8 = weight8(w, w8, scales)
     dx = _dot(way, g8, w8, (1, 1), (seen[0], scales[1]), g.dtype, precise=True)
     dtype = g.dtype if total is None else total.dtype
-    dw = _dot(way, x8, g8, (0, 0), (kept[0], seen[0]), dtype, precise=True)
+    dw = _dot(way, x8, g8_turned, (0, 1), (kept[0], seen[0]), dtype, precise=True)
     dw = (dw, None) if total is None else (None, total + dw)
     return dx, dw[0], None, jnp.stack([kept[1], jnp.zeros_like(kept[1]), seen[1]]), dw[1]
 
@@ -181,15 +180,37 @@ def _rounded(way: Way, x, scale, dtype) -> tuple[jax.Array, jax.Array]:
     return quantise(x, kept[0], dtype), kept
 
 
-def _weight8(w, w8, scales):
-    return quantise(w, scales[1], E4M3) if w8 is None else lax.bitcast_convert_type(w8, E4M3)
+def _both_ways(way: Way, g, scale) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A gradient [M, N] in 8 bits, that turned [N, M], [its scale, its maximum]."""
+    if way.delayed and way.backend == "xla" and gate.supports(g, rows=2):
+        g8, turned, amax = gate.quantise(g, scale, E5M2, turned=True)
+        return g8, turned, jnp.stack([scale, amax])
+    g = lax.optimization_barrier(g)  # or each reader makes it again, as a gate's two halves
+    g8, seen = _rounded(way, g, scale, E5M2)
+    return g8, g8.T, seen
 
 
-def _dot(way, a, b, contract: tuple[int, int], scales, dtype, precise=False) -> jax.Array:
-    """a, b of 8 bits -> their product over axes `contract`, divided by both `scales`. `precise`:
-    without cuBLASLt's fast, 14-bit accumulation."""
+def weight8(w: jax.Array | None, bits: jax.Array | None, scales: jax.Array) -> jax.Array:
+    """A weight in 8 bits, from its bits where there are."""
+    return quantise(w, scales[1], E4M3) if bits is None else lax.bitcast_convert_type(bits, E4M3)
+
+
+def _dot(way, a, b, contract, scales, dtype, precise=False):
     if way.backend == "te":
         return te.dot(a, b, contract, scales, dtype, precise)
+    return dot8(a, b, contract, scales, dtype, precise)
+
+
+def dot8(
+    a: jax.Array,
+    b: jax.Array,
+    contract: tuple[int, int],
+    scales: tuple[jax.Array, jax.Array],
+    dtype: jnp.dtype,
+    precise: bool = False,
+) -> jax.Array:
+    """a, b of 8 bits -> their product over axes `contract`, divided by both `scales`. `precise`:
+    without cuBLASLt's fast, 14-bit accumulation."""
     dims = ((contract[0],), (contract[1],)), ((), ())
     precision = lax.Precision.HIGHEST if precise else None
     y = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)

@@ -18,7 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from mjax.config.mesh_rules import AXES, mesh_sizes
 from mjax.config.schema import Config, MeshConfig
-from mjax.kernels.cross_entropy import chunk_size
+from mjax.kernels.cross_entropy import cut_of
+from mjax.kernels.loss_rows import fits
 from mjax.kernels.quantize import Fp8
 from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Block
@@ -132,10 +133,11 @@ def unrolls(cfg: Config) -> bool:
 
 def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """The loss's fp32 gradient of the head, and of a chunk of tokens logits and their gradient."""
-    rows = cfg.model.padded_vocab_size / sizes["tp"]
+    rows = cfg.model.padded_vocab_size // sizes["tp"]
     tokens = cfg.train.micro_batch_size * cfg.data.seq_length // sizes["cp"]
-    chunk = chunk_size(tokens, int(rows), cfg.train.loss_chunk)
-    return 4 * rows * (cfg.model.hidden_size + 2 * chunk)
+    chunk = cfg.train.loss_chunk
+    cut = cut_of(tokens, rows, chunk, fused=fits(tokens, rows, sizes["tp"], chunk))
+    return 4 * rows * cfg.model.hidden_size + cut.bytes(rows)
 
 
 class Kept(NamedTuple):

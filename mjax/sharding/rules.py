@@ -87,9 +87,10 @@ def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> 
 
     Of all ways to cut one dimension over some of the ZERO_AXES that the parameter is replicated on,
     the one that leaves a device the fewest elements: as many axes as possible, a dimension that
-    they divide, else the one that needs least padding; the largest where these agree. `layers` is
-    never cut, because a scan takes layers one by one. `group` bounds the shards (hybrid sharding:
-    shard within a group of that many devices, replicate across groups).
+    they divide, else the one that needs least padding; the outermost where these agree, whose
+    shards lie in one piece (others an exchange has to turn). `layers` is never cut, because a scan
+    takes layers one by one. `group` bounds the shards (hybrid sharding: shard within a group of
+    that many devices, replicate across groups).
     """
     base = partition(spec.axes, parallel, spec.shape)
     free = [a for a in parallel.live(*ZERO_AXES) if a not in mesh_axes(base)]
@@ -100,7 +101,7 @@ def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> 
         shards = parallel.size(*axes)
         for dim, (name, length) in enumerate(zip(spec.axes, local, strict=True)):
             padded = length % shards > 0
-            rank = size // length * -(-length // shards), padded, -length
+            rank = size // length * -(-length // shards), padded, dim
             fits = shards <= (group or shards) and (size >= PADDED_FROM or not padded)
             if name != "layers" and fits and rank < best:
                 entries = list(base)

@@ -110,7 +110,7 @@ class Program:
         """ZeRO-2: gradients accumulate in the stored layout."""
         return self.cfg.mesh.zero == 2 and self.stored != self.partitions
 
-    def sums_by_layer(self, micro_batches: int) -> bool:
+    def by_layer(self, micro_batches: int) -> bool:
         """Whether unrolled layers have matmul weights, and sums of their gradients, `apart`: then a
         matmul adds to its sum by itself."""
         stacked = self.layout is not None or self.unroll or self.layerwise or self.early
@@ -212,7 +212,7 @@ def gradients(
     micro_batches, n = split_batch(batch, cfg.train.micro_batch_size)
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state["step"])
     accum = jnp.dtype(cfg.precision.grad_accum)
-    by_layer = program.sums_by_layer(n)
+    by_layer = program.by_layer(n)
     weights, scales = program.weights(state["params"], by_layer), program.scales(state, count)
     rounded = program.rounded(state["params"], scales, by_layer)
     if by_layer:

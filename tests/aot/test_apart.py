@@ -1,4 +1,5 @@
-"""Gate: matmuls of unrolled layers add their weights' gradients to the sums by themselves, in place."""
+"""Gate: matmuls of unrolled layers add their weights' gradients to sums, in place, and ZeRO reduces
+each layer's by itself."""
 
 import math
 import re

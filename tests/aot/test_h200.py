@@ -46,7 +46,7 @@ EIGHT = {
     ),
     "zero3, layers unrolled": (
         ["mesh.dp=8", "mesh.zero=3", "train.unroll=auto"],
-        {"all-gather": 2, "reduce-scatter": 6},
+        {"all-gather": 3, "reduce-scatter": 1},
         72e9,
     ),
     "tp8, layers unrolled": (

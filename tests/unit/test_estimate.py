@@ -31,7 +31,7 @@ def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch):
     text = console.export_text()
     lines = [line.split() for line in text.splitlines()]
     assert "pp=1 x dp=2 x ep=1 x cp=1 x tp=4: 8 x cpu" in text
-    assert "dense.mlp.down 2 128 64 layers mlp embed - tp - - tp dp 2 32 32".split() in lines
+    assert "dense.mlp.down 2 128 64 layers mlp embed - tp - - tp+dp - 2 16 64".split() in lines
     assert any(line[:1] == ["total"] for line in lines)
     assert not (tmp_path / "run").exists()
 

@@ -1,0 +1,51 @@
+"""Steps compiled for H200 run our gate kernels, and their 8-bit products read what those write."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from mjax.kernels import gate
+from tests.aot.common import compile_step, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+LLAMA = "configs/models/llama3_8b.yaml"
+SMALL = ["model.num_hidden_layers=2", "model.vocab_size=512", "mesh.dp=1", "train.unroll=1"]
+
+
+def compiled(monkeypatch, *more: str) -> str:
+    monkeypatch.setattr(gate, "on_gpu", lambda: True)
+    keys = "train.micro_batch_size=1", "train.global_batch_size=1"
+    return compile_step(LLAMA, *SMALL, *keys, *more).text
+
+
+def calls(text: str) -> Counter:
+    return Counter(re.findall(r'name = "(gate_\w+|quantise)"', text))
+
+
+def test_bf16_has_one_call_a_gate(monkeypatch):
+    assert calls(compiled(monkeypatch)) == {"gate_backward": 1}
+
+
+def test_fp8_products_of_a_block_read_what_kernels_wrote(monkeypatch):
+    """Nothing turns, copies or rounds in between: but weights, six products of the block have no
+    other operand."""
+    text = compiled(monkeypatch, "precision.fp8=delayed")
+    # q, kv and out: a gradient each. The block: x, x turned, its gradient.
+    assert calls(text) == {"gate_forward8": 1, "gate_backward8": 1, "quantise": 3 + 3}
+    made = dict(re.findall(r"^ +%?([\w.\-]+) = (.*)$", text, re.M))
+    found = Counter()
+    for line in made.values():
+        if 'custom_call_target="__cublas$lt$matmul$f8"' in line and "/mlp/" in line:
+            operands = re.search(r"custom-call\(([^)]*)\)", line)[1].split(", ")[:2]
+            found[tuple(sorted(source(made, name) for name in operands))] += 1
+    assert found == {("kernel", "kernel"): 2, ("kernel", "other"): 4}
+
+
+def source(made: dict, name: str) -> str:
+    """What wrote an operand, behind its views."""
+    line = made[name.strip("%")]
+    if view := re.search(r" (?:bitcast|get-tuple-element)\(%?([\w.\-]+)\)", line):
+        return source(made, view[1])
+    return "kernel" if "__gpu$xla.gpu.triton" in line else "other"

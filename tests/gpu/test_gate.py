@@ -1,0 +1,117 @@
+"""The gate's kernel on a GPU against plain JAX, at sizes of real models; bit-equal twice."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.kernels import gate, mlp8
+from mjax.kernels import quantize as q
+from mjax.kernels.gate import E4M3, E5M2
+from mjax.sharding.xla_options import CUBLAS
+
+pytestmark = pytest.mark.skipif(not gate.on_gpu(), reason="needs a GPU")
+
+# tokens, width: Llama-3-8B, Llama-2-7B; what no tile divides, and words do not
+SHAPES = [
+    *((16384, 14336, "bfloat16"), (4098, 11008, "bfloat16"), (5002, 1001, "bfloat16")),
+    (2050, 4864, "float32"),
+]
+PASSES = {
+    "backward": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "silu")],
+    "backward gelu": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
+    "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
+    "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
+    "backward8 gelu": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "gelu_tanh"),
+    "plain": lambda h, d, s: gate.quantise(h, s, E4M3),
+    "turned": lambda h, d, s: gate.quantise(d, s, E4M3, plain=False, turned=True),
+    "both": lambda h, d, s: gate.quantise(d, s, E5M2, turned=True),
+}
+
+
+# Bytes of an element -> what counts as small, how many may be unlike, by how much of themselves:
+# a bit. Gradients that cancel leave the errors of what they are made of.
+TOLERANCE = {1: (16, 1e-3, 0.26), 2: (0.1, 1e-2, 0.01), 4: (1, 1, 1e-3)}
+
+
+@pytest.mark.parametrize("m, f, dtype", SHAPES)
+def test_equals_plain_jax_and_itself(m, f, dtype, monkeypatch):
+    """Saturating, infinite and with a number that is none; but for a last bit that rounds over."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    h, d = (jax.random.normal(k, (m, n * f), dtype) for k, n in zip(keys, (2, 1), strict=True))
+    h, s = (3 * h).at[3, 5].set(1e9).at[4, 7].set(jnp.inf).at[5, 9].set(jnp.nan), jnp.float32(16)
+    d = d.at[1, 2].set(-1e9)
+    assert gate.supports(d, rows=2)
+
+    def compiled():  # anew: with or without the kernel
+        return jax.jit(lambda *operands: {name: one(*operands) for name, one in PASSES.items()})
+
+    with_kernel = compiled()
+    _poison()
+    got = with_kernel(h, d, s)
+    _poison()
+    assert all(map(_same, jax.tree.leaves(got), jax.tree.leaves(with_kernel(h, d, s))))
+    monkeypatch.setattr(gate, "on_gpu", lambda: False)
+    want = compiled()(h, d, s)
+    for name in PASSES:
+        for a, e in zip(got[name], want[name], strict=True):
+            assert (a.shape, a.dtype) == (e.shape, e.dtype), name
+            floor, most, bound = TOLERANCE[a.dtype.itemsize] if "ward" in name else (1, 0, 0)
+            unlike, worst = _unlike(a, e, floor)
+            assert unlike <= most and worst <= bound, (name, a.shape, unlike, worst)
+
+
+@jax.jit
+def _same(a, b):
+    return jnp.all((a == b) | (jnp.isnan(a) & jnp.isnan(b)))
+
+
+@jax.jit
+def _unlike(a, e, floor):
+    """(Which share of e a does not equal, by how much of an element or of `floor`). What is not
+    finite is alike: a maximum may be either."""
+    a, e = a.astype(jnp.float32), e.astype(jnp.float32)
+    finite, odd = jnp.isfinite(e), jnp.isfinite(e) != jnp.isfinite(a)
+    off = jnp.where(finite & ~odd, jnp.abs(a - e), jnp.where(odd, jnp.inf, 0))
+    size = jnp.where(finite, jnp.maximum(jnp.abs(e), floor), 1)
+    return jnp.mean(off > 0), jnp.max(off / size)
+
+
+def _poison():
+    """Leave NaN in the memory that the next outputs get: what is not written is seen."""
+    jax.block_until_ready([jnp.full((1 << 28,), jnp.nan, jnp.float32) for _ in range(4)])
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_block_is_the_cpus(monkeypatch, summed):
+    """Six of cuBLASLt's 8-bit products, and what the CPU makes of the same operands."""
+    m, d, f = 1024, 1024, 1408
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, g = (jax.random.normal(k, (m, d), jnp.bfloat16) for k in keys[:2])
+    up = 0.02 * jax.random.normal(keys[2], (d, 2, f), jnp.bfloat16)
+    down = 0.02 * jax.random.normal(keys[3], (f, d), jnp.bfloat16)
+    scale = lambda w: jnp.stack([64.0, q.scale_of(q.amax_of(w), E4M3), 2.0**10])  # noqa: E731
+    scales = {"up": scale(up), "down": scale(down)}
+    sums = {"up": jnp.zeros(up.shape), "down": jnp.zeros(down.shape)} if summed else {}
+
+    def everything(x, g, up, down, scales, sums):
+        def block(x, up, down, scales, sums):
+            weights, fp8 = {"up": up, "down": down}, q.Fp8(True, scales=scales)
+            return mlp8.gated_mlp(x, weights, fp8, "silu", sums)
+
+        y, pull = jax.vjp(block, x, up, down, scales, sums)
+        return y, pull(g)
+
+    operands = x, g, up, down, scales, sums
+    made = jax.jit(everything, compiler_options=dict(CUBLAS)).lower(*operands).compile()
+    assert made.as_text().count("matmul$f8") == 6
+    assert len(set(re.findall(r'name = "(gate_\w+|quantise)"', made.as_text()))) == 3
+    monkeypatch.setattr(gate, "on_gpu", lambda: False)
+    plain = jax.jit(lambda *operands: everything(*operands))  # anew: without the kernel
+    want = plain(*jax.device_put(operands, jax.devices("cpu")[0]))
+    for a, b in zip(jax.tree.leaves(made(*operands)), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        # sums in another order fall to other neighbours; rounding to FP8 is 0.07 to 0.1 off
+        assert np.linalg.norm(a - b) <= 0.03 * np.linalg.norm(b)

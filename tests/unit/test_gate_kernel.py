@@ -1,0 +1,194 @@
+"""The gate's kernel and the block around it, in Pallas' interpreter: against fp64, against plain
+JAX bit for bit, with numbers that are none, and within a step on a mesh."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.kernels import gate, mlp8
+from mjax.kernels import quantize as q
+from mjax.kernels.gate import E4M3, E5M2, Tile
+from mjax.models.mlp import activate, gated
+from mjax.prove import Cell, deviation, make_trainer, measure
+
+# Sizes that fill no tile, that fill some, that are odd.
+CASES = [
+    ((6, 40), Tile(4, 16, 4)),
+    ((64, 96), Tile(16, 32, 4)),
+    ((50, 72), Tile(64, 64, 4)),
+    ((34, 17), Tile(8, 8, 1)),
+]
+PASSES = {
+    "backward": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
+    "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
+    "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
+    "plain": lambda h, d, s: gate.quantise(h, s, E4M3),
+    "turned": lambda h, d, s: gate.quantise(d, s, E5M2, plain=False, turned=True),
+    "both": lambda h, d, s: gate.quantise(d, s, E5M2, turned=True),
+}
+
+
+def draw(m, f, dtype="bfloat16"):
+    """h [M, 2 * F], d [M, F]."""
+    keys = jax.random.split(jax.random.key(m), 2)
+    h, d = (jax.random.normal(k, (m, n * f)) for k, n in zip(keys, (2, 1), strict=True))
+    return (3 * h).astype(dtype), d.astype(dtype)
+
+
+def anew(f):
+    """`f` compiled, whatever it was traced to before."""
+    return jax.jit(lambda *operands: f(*operands))
+
+
+def by_kernel(monkeypatch, tile):
+    """The kernel for every pass, in the interpreter, by `tile`. Returns what lists its uses."""
+    kernel, used = gate.in_tiles, []
+
+    def in_tiles(one, own, *operands):
+        used.append(one.name)
+        return kernel(one, tile, *operands, interpret=True)
+
+    monkeypatch.setattr(gate, "on_gpu", lambda: True)
+    monkeypatch.setattr(gate, "_FEWEST", 1)
+    monkeypatch.setattr(gate, "in_tiles", in_tiles)
+    return used
+
+
+def exact(a):
+    return np.asarray(a, np.float64)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("size, tile", CASES)
+def test_kernel_is_plain_jax(monkeypatch, size, tile, name):
+    """To the bit, but for a last bit of fp32 that another order of operations rounds."""
+    operands = *draw(*size), jnp.float32(16)
+    want = anew(PASSES[name])(*operands)
+    used = by_kernel(monkeypatch, tile)
+    got = anew(PASSES[name])(*operands)
+    assert used
+    for a, e in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        a, e = exact(a), exact(e)
+        assert np.mean(a != e) < 1e-3
+        np.testing.assert_allclose(a, e, rtol=0.26 if want[0].dtype.itemsize == 1 else 1e-2)
+
+
+@pytest.mark.parametrize("name", gate.GATES)
+def test_gradients_are_those_of_fp64(name):
+    h, d = draw(32, 48, "float32")
+    got = gate.gate_backward(h.reshape(32, 2, 48), d, name)
+    got8, a8, got8_turned, top = gate.gate_backward8(h, d, jnp.float32(4), jnp.float32(64), name)
+    with jax.enable_x64(True):
+        of = lambda h: activate(h[:, 0], name) * h[:, 1]  # noqa: E731
+        a, pull = jax.vjp(of, h.astype(float).reshape(32, 2, 48))
+        (want,) = pull(d.astype(float))
+        a, want = np.asarray(a), np.asarray(want)
+    np.testing.assert_allclose(exact(got), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(float(top), np.abs(want).max(), rtol=1e-6)
+    np.testing.assert_array_equal(exact(got8).T, exact(got8_turned))
+    # half a step of 2 or of 3 bits, or of the smallest normal number
+    np.testing.assert_allclose(exact(got8) / 64, want.reshape(32, -1), 2**-3 + 1e-5, 2**-17)
+    np.testing.assert_allclose(exact(a8).T / 4, a, 2**-4 + 1e-5, 2**-12)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_too_large_saturates_and_what_is_no_number_is_seen(monkeypatch, kernel):
+    if kernel:
+        by_kernel(monkeypatch, Tile(4, 4, 4))
+    x = jnp.ones((6, 6)).at[0, 1].set(1e9).at[1, 0].set(-1e9)
+    for dtype, top in ((E4M3, 448.0), (E5M2, 57344.0)):
+        x8, turned, amax = gate.quantise(x, jnp.float32(2), dtype, turned=True)
+        assert exact(x8)[[0, 1, 2], [1, 0, 0]].tolist() == [top, -top, 2]
+        assert np.array_equal(exact(x8).T, exact(turned)) and amax == 1e9
+        for odd in (jnp.inf, -jnp.inf, jnp.nan):
+            x8, turned, amax = gate.quantise(
+                x.at[5, 3].set(odd), jnp.float32(2), dtype, turned=True
+            )
+            assert not np.isfinite(amax) and not np.isinf(exact(x8)).any()
+            assert np.isnan(odd) == np.isnan(exact(x8)[5, 3]) == np.isnan(exact(turned)[3, 5])
+
+
+def test_only_what_pays_and_fits_takes_it(monkeypatch):
+    shaped = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
+    assert not gate.supports(shaped(2**14, 2**10)), "there is no GPU here"
+    monkeypatch.setattr(gate, "on_gpu", lambda: True)
+    assert gate.supports(shaped(2**10, 2**10)) and not gate.supports(shaped(2**10, 2**10 - 1))
+    assert gate.supports(shaped(2**19, 4095)) and not gate.supports(shaped(2**19, 4096))
+    assert not gate.supports(shaped(2**14, 2**10), "gelu")
+    assert not gate.supports(shaped(2**14, 2**10, dtype="float16"))
+    assert not gate.supports(shaped(2**14 + 1, 2**10), rows=2)
+
+
+# ---- the block ---------------------------------------------------------------------------------
+
+
+def block(dtype, act):
+    """Two functions of the same operands, and those: by two matmuls and a gate; in one."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (2, 24, 32)).astype(dtype)
+    up = (0.1 * jax.random.normal(keys[1], (32, 2, 48))).astype(dtype)
+    down = (0.1 * jax.random.normal(keys[2], (48, 32))).astype(dtype)
+    scale = lambda w: jnp.stack([jnp.float32(64), q.scale_of(q.amax_of(w), E4M3), 2.0**18])  # noqa: E731
+
+    def apart(x, up, down, scales):
+        fp8 = q.Fp8(True, scales=scales)
+        h = q.matmul(x, up, 1, fp8, "up").astype(jnp.float32)
+        a = jax.lax.reduce_precision(gated(h, act), 8, jnp.finfo(dtype).nmant).astype(dtype)
+        return q.matmul(a, down, 1, fp8, "down")
+
+    def whole(x, up, down, scales, sums=None):
+        fp8, weights = q.Fp8(True, scales=scales), {"up": up, "down": down}
+        return mlp8.gated_mlp(x, weights, fp8, act, sums or {})
+
+    return apart, whole, (x, up, down, {"up": scale(up), "down": scale(down)})
+
+
+def relative(a, b):
+    return float(np.linalg.norm(exact(a) - exact(b)) / np.linalg.norm(exact(b)))
+
+
+@pytest.mark.parametrize(
+    "dtype, act, kernel",
+    [("float32", "silu", False), ("float32", "gelu_tanh", True)]
+    + [("bfloat16", "gelu_tanh", False), ("bfloat16", "silu", True)],
+)
+def test_block_is_two_matmuls_and_a_gate(monkeypatch, dtype, act, kernel):
+    """Which computes in fp32 and is rounded once."""
+    apart, whole, operands = block(dtype, act)
+    g = (1e-3 * jax.random.normal(jax.random.key(3), operands[0].shape)).astype(dtype)
+    y, pull = jax.vjp(apart, *operands)
+    want = jax.tree.leaves((y, pull(g)))
+    if kernel:
+        used = by_kernel(monkeypatch, Tile(8, 16, 4))
+    y, pull = jax.vjp(whole, *operands)
+    for a, e in zip(jax.tree.leaves((y, pull(g))), want, strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype) and relative(a, e) < 1e-5
+    assert not kernel or Counter(used) == {"gate_forward8": 1, "gate_backward8": 1, "quantise": 3}
+
+
+def test_block_adds_to_sums_of_gradients():
+    _, whole, operands = block("bfloat16", "silu")
+    sums = {"down": jnp.ones(operands[2].shape)}
+    y, pull = jax.vjp(whole, *operands, sums)
+    _, up, down, _, total = pull(y)
+    _, want_up, want, _ = jax.vjp(whole, *operands)[1](y)
+    assert not down.any() and total["down"].dtype == jnp.float32
+    assert relative(total["down"] - 1, want) < 5e-3 and np.array_equal(exact(up), exact(want_up))
+
+
+def test_a_step_is_what_it_was(monkeypatch):
+    """In fp32, on a mesh, computing again what is not kept."""
+
+    def step():
+        keys = "precision.fp8=delayed", "model.num_hidden_layers=1", "train.remat=dots"
+        trainer = make_trainer("dense", Cell({"tp": 2}, 1, 2), *keys)
+        return "gated_mlp" in trainer.lower().as_text(debug_info=True), measure(trainer, 1).first
+
+    has, result = step()
+    monkeypatch.setattr(mlp8, "takes", lambda *_: False)
+    had, before = step()
+    assert has and not had and deviation(result, before) < 1e-5
