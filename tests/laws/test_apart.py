@@ -13,8 +13,7 @@ UNROLLED = "train.unroll=0"
 CASES = [
     ("dense", Cell({}, 0, 3), []),
     ("dense", Cell({"dp": 2, "tp": 2}, 1, 3), ["train.remat=full*1,dots"]),
-    ("dense", Cell({"dp": 2}, 1, 1), []),
-    ("dense", Cell({"cp": 2, "tp": 2}, 2, 3), []),
+    ("dense", Cell({"cp": 2, "tp": 2}, 1, 3), []),
     ("dense", Cell({"dp": 2, "tp": 2}, 1, 3), ["mesh.tp_overlap=always"]),
     ("experts", Cell({"dp": 2, "ep": 2}, 1, 3), []),
     ("tied", Cell({"dp": 2, "tp": 2}, 1, 2), []),  # kv weights of which devices read a part
