@@ -81,7 +81,9 @@ def bytes_per_device(
         pair: sum(t.bytes for t in found if not t.goes(pair[1], away))
         for pair, found in traced.items()
     }
-    stays = layers.waiting * sum(n * held[pair] for pair, n in Counter(layers.each).items())
+    layers_of_each = Counter(layers.each)
+    stays = layers.waiting * sum(n * held[pair] for pair, n in layers_of_each.items())
+    stays += sum(n * _moved(cfg, sizes) for pair, n in layers_of_each.items() if pair[1] == "none")
     work = WORK * max(sum(t.bytes for t in traced[kind, "dots"]) for kind in kinds)
     parts = _of_parameters(cfg, sizes, parameters)
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
@@ -89,9 +91,9 @@ def bytes_per_device(
 
 
 def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[str, float]:
-    """State, weights and gradients. Of one micro-batch, gradients are written in the dtype they
-    accumulate in; weights that nothing gathers are then cast where they are used. The matmuls of
-    unrolled layers add to the sums by themselves."""
+    """State, weights and gradients. With one micro-batch, gradients wait in the dtype of weights
+    where nothing but shards is made of them; weights that nothing gathers are cast where they are
+    used. With several the matmuls of unrolled layers add to the sums by themselves."""
     model, zero, pp = cfg.model, cfg.mesh.zero, sizes["pp"]
     copies = sizes["dp"] * sizes["ep"] * sizes["cp"] if zero else 1
     tables = model.padded_vocab_size * model.hidden_size * (2 - model.tie_word_embeddings)
@@ -117,6 +119,9 @@ def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[
     working = compute * outer + in_blocks * (whole - outer)
     once = cfg.train.micro_batch_size * sizes["dp"] * sizes["ep"] >= cfg.train.global_batch_size
     apart = unrolls(cfg) and pp == 1 and (zero < 2 or copies == 1)
+    sharded = zero in (1, 2) or sizes["dp"] * sizes["ep"] * sizes["cp"] == 1
+    if once and pp == 1 and sharded:
+        summed, accum = outer + stacks, compute
     return {
         "masters": WIDTH[precision.params] * shard,
         "moments": (optimizer.offload is not True) * moments * shard,
@@ -124,6 +129,17 @@ def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[
         "gradients": accum * summed,
         "gradients of a micro-batch": 0.0 if once else compute * (outer if apart else whole),
     }
+
+
+def _moved(cfg: Config, sizes: dict[str, int]) -> float:
+    """Under `none` a backward of unrolled layers would gather and reorder anew what a ring over cp
+    did in its forward; XLA finds that out and keeps it: keys, values, and six times the queries."""
+    if sizes["cp"] == 1 or sizes["pp"] > 1 or cfg.mesh.cp_type == "a2a" or not unrolls(cfg):
+        return 0.0
+    model, rows = cfg.model, cfg.train.micro_batch_size
+    heads = 2 * model.num_key_value_heads + 6 * model.num_attention_heads / sizes["cp"]
+    width = heads * model.head_dim / sizes["tp"]
+    return WIDTH[cfg.precision.compute] * rows * cfg.data.seq_length * width
 
 
 def unrolls(cfg: Config) -> bool:
