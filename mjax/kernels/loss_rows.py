@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mjax.kernels.norm import on_gpu
+
 _MOST = 2**31 - 1  # elements that a 32-bit offset reaches
 _FEWEST = 2**24  # logits: with less, nothing is won
 _ALIGNED = 128  # columns: wide loads need it, a padded vocabulary has it
@@ -65,12 +67,8 @@ def supports(tokens: int, rows: int, tp: int, chunk: int | None = None) -> bool:
 
 def fits(tokens: int, rows: int, tp: int, chunk: int | None = None) -> bool:
     """The rule but for the device."""
-    reached = (chunk or 1) * rows <= _MOST
+    reached = 2 * (chunk or 1) * rows <= _MOST  # up to whole parts, a chunk may nearly double
     return tp == 1 and rows % _ALIGNED == 0 and tokens * rows >= _FEWEST and reached
-
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
 
 
 def rows(

@@ -153,6 +153,14 @@ def test_only_what_fits_takes_it(on, monkeypatch):
     assert not kernel.supports(16384, 151936, 1), "there is no GPU here"
 
 
+@pytest.mark.parametrize("tokens, vocab, chunk", [(85179, 222336, 9500), (152345, 28160, 76212)])
+def test_what_is_rounded_up_stays_within_its_offsets(tokens, vocab, chunk):
+    """A chunk of 9500 becomes 9728 tokens, whose last logits 32 bits do not reach."""
+    assert ce.cut_of(tokens, vocab, chunk, fused=True).chunk * vocab > 2**31 - 1 >= chunk * vocab
+    assert not kernel.fits(tokens, vocab, 1, chunk)
+    assert kernel.fits(tokens, vocab, 1, chunk // 3)
+
+
 @pytest.mark.parametrize("tokens", [1, 37, 4096, 4999, 16384, 32768, 40000])
 @pytest.mark.parametrize("vocab", [50304, 128256, 151936, 262144])
 @pytest.mark.parametrize("chunk", [None, 48, 3000])
