@@ -16,7 +16,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels import gate
-from mjax.kernels.quantize import E4M3, E5M2, SCALES, Fp8, dot8, flipped, weight8
+from mjax.kernels.quantize import (
+    E4M3,
+    E5M2,
+    SCALES,
+    Fp8,
+    dot8,
+    flipped,
+    forward_weight8,
+    weight8,
+    weight_gradient,
+)
 
 
 class Weight(NamedTuple):
@@ -87,10 +97,9 @@ _mlp.defvjp(_forward, _backward)
 
 
 def _times(x8, weight: Weight, dtype):
-    w, bits, turned, scales, _ = weight
-    if turned is None:
-        return dot8(x8, weight8(w, bits, scales), (1, 0), (scales[0], scales[1]), dtype)
-    return dot8(x8, weight8(w, turned, scales), (1, 1), (scales[0], scales[1]), dtype)
+    *own, scales, _ = weight
+    b, axis = forward_weight8(*own, scales)
+    return dot8(x8, b, (1, axis), (scales[0], scales[1]), dtype)
 
 
 def _back(g8, weight: Weight, dtype):
@@ -100,8 +109,7 @@ def _back(g8, weight: Weight, dtype):
 
 def _gradients(x8, g8, weight: Weight, dtype, seen) -> Weight:
     """The cotangents of `weight`, of turned x8 [K, M] and g8 [N, M] and the maxima `seen`."""
-    scales, total = weight.scales, weight.total
-    dtype = dtype if total is None else total.dtype
-    dw = dot8(x8, g8, (1, 1), (scales[0], scales[2]), dtype, precise=True)
-    dw, total = (dw, None) if total is None else (None, total + dw)
+    scales = weight.scales[0], weight.scales[2]
+    product = functools.partial(dot8, x8, g8, (1, 1), scales, precise=True)
+    dw, total = weight_gradient(product, weight.total, dtype)
     return Weight(dw, None, None, jnp.stack([seen[0], jnp.zeros_like(seen[0]), seen[1]]), total)

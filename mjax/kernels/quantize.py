@@ -19,6 +19,7 @@ Finite values beyond the range saturate; what is not finite makes the step not f
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -142,13 +143,9 @@ def _matmul(way: Way, x, w, bits, scales, total):
 
 def _forward(way, x, w, bits, scales, total):
     x8, kept = _rounded(way, x, scales[0], E4M3)
-    w8, w8_flipped = bits
-    own = (kept[0], scales[1]), x.dtype
-    if w8_flipped is None:
-        y = _dot(way, x8, weight8(w, w8, scales), (1, 0), *own)
-    else:
-        y = _dot(way, x8, weight8(w, w8_flipped, scales), (1, 1), *own)
-    return y, (x8, w if w8 is None else None, w8, kept, scales, total)
+    b, axis = forward_weight8(w, *bits, scales)
+    y = _dot(way, x8, b, (1, axis), (kept[0], scales[1]), x.dtype)
+    return y, (x8, w if bits[0] is None else None, bits[0], kept, scales, total)
 
 
 def _backward(way, saved, g):
@@ -156,10 +153,13 @@ def _backward(way, saved, g):
     g8, g8_turned, seen = _both_ways(way, g, scales[2])
     w8 = weight8(w, w8, scales)
     dx = _dot(way, g8, w8, (1, 1), (seen[0], scales[1]), g.dtype, precise=True)
-    dtype = g.dtype if total is None else total.dtype
-    dw = _dot(way, x8, g8_turned, (0, 1), (kept[0], seen[0]), dtype, precise=True)
-    dw = (dw, None) if total is None else (None, total + dw)
-    return dx, dw[0], None, jnp.stack([kept[1], jnp.zeros_like(kept[1]), seen[1]]), dw[1]
+
+    def product(dtype):
+        dtype = g.dtype if way.backend == "te" else dtype  # TE's matmul of fp32 is untried
+        return _dot(way, x8, g8_turned, (0, 1), (kept[0], seen[0]), dtype, precise=True)
+
+    dw, total = weight_gradient(product, total, g.dtype)
+    return dx, dw, None, jnp.stack([kept[1], jnp.zeros_like(kept[1]), seen[1]]), total
 
 
 _matmul.defvjp(_forward, _backward)
@@ -193,6 +193,24 @@ def _both_ways(way: Way, g, scale) -> tuple[jax.Array, jax.Array, jax.Array]:
 def weight8(w: jax.Array | None, bits: jax.Array | None, scales: jax.Array) -> jax.Array:
     """A weight in 8 bits, from its bits where there are."""
     return quantise(w, scales[1], E4M3) if bits is None else lax.bitcast_convert_type(bits, E4M3)
+
+
+def forward_weight8(w, bits, turned, scales) -> tuple[jax.Array, int]:
+    """(a weight in 8 bits, its axis that a forward contracts): transposed where there are bits of
+    that."""
+    if turned is None:
+        return weight8(w, bits, scales), 0
+    return weight8(w, turned, scales), 1
+
+
+def weight_gradient(
+    product: Callable[[jnp.dtype], jax.Array], total: jax.Array | None, dtype: jnp.dtype
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The cotangents of a weight and of the sum `total` of its gradients, one of which there is, by
+    the gradient as a `product` in a dtype: `dtype` for a weight's own."""
+    if total is None:
+        return product(dtype), None
+    return None, total + product(total.dtype)
 
 
 def _dot(way, a, b, contract, scales, dtype, precise=False):

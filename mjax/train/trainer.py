@@ -39,6 +39,7 @@ from mjax.pipeline.storage import (
 from mjax.sharding.auto import resolve
 from mjax.sharding.collectives import Parallel, gather_weights, shard_weights
 from mjax.sharding.context import zigzag
+from mjax.sharding.memory import unrolls
 from mjax.sharding.mesh import global_array, local_part, make_mesh, parallel_of
 from mjax.sharding.rules import (
     Padding,
@@ -373,8 +374,8 @@ class Trainer:
         proportion to the layers, so CPUs, which run small models, keep the loop."""
         if self.cfg.train.unroll != "auto":
             return self.cfg.train.unroll
-        loops = self.mesh.devices.flat[0].platform == "cpu" or bool(self.cfg.train.offload)
-        return 1 if loops else 0
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return 1 if on_cpu or not unrolls(self.cfg) else 0
 
     def _live(self) -> steps.State:
         if self.state is None:
