@@ -205,7 +205,8 @@ def _chunk(x, w, labels, mask, terms, parallel):
 
 def reference(x, w, labels, mask, terms):
     """The same loss with whole logits, for tests."""
-    z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)[:, : terms.vocab_size]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=wide)[:, : terms.vocab_size]
     if terms.softcap is not None:
         z = terms.softcap * jnp.tanh(z / terms.softcap)
     log_z = jax.nn.logsumexp(z, -1)

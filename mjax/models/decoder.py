@@ -22,7 +22,7 @@ from mjax.models.norm import Norm
 from mjax.models.params import ParamSpec, declare, normal, split, stack
 from mjax.models.pattern import STACK_OF, Run, expand, runs, stack_index, stretches
 from mjax.models.positions import rope_tables
-from mjax.models.remat import in_order, policies, remat
+from mjax.models.remat import in_order, one_behind, policies, remat
 
 _EMBED_SALT = 0  # dropout call sites; blocks use 1 + 3 * layer + {0, 1, 2}
 
@@ -212,6 +212,7 @@ class Decoder(nnx.Module):
         definitions = {name: definition for name, (definition, _) in stacks.items()}
         rows = stack_index(self.kinds)
         aux, caches = jnp.float32(0), []
+        behind = [jnp.float32(0)] if ctx.hides else []
         for run in parts:
             xs = {}
             own_ctx = ctx if self._quantised(run.first, ctx) else replace(ctx, fp8=None)
@@ -229,7 +230,7 @@ class Decoder(nnx.Module):
             unroll = min(ctx.unroll or run.repeats, run.repeats)
             policy = policies(ctx.remat, len(self.kinds))[run.first]
             body = remat(body, policy, ctx.offload, loop=unroll < run.repeats)
-            (x, aux), new = jax.lax.scan(body, (x, aux), xs, unroll=unroll)
+            (x, aux, *behind), new = jax.lax.scan(body, (x, aux, *behind), xs, unroll=unroll)
             caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), new))
         merged = None if cache is None else jax.tree.map(lambda *c: jnp.concatenate(c), *caches)
         return x, aux, merged
@@ -266,12 +267,16 @@ def rows_of(first: int, repeats: int, period: int):
 def scan_body(definitions, kinds, rope, info, ctx, carry, xs):
     """One period of blocks; `xs` holds the rows of each stack (weights; FP8's scales and rounded
     weights; sums of gradients: or none), layer numbers and caches, [period, ...] each."""
-    (x, aux), (stacks, layers, cache) = carry, xs
+    (x, aux, *behind), (stacks, layers, cache) = carry, xs
+    if behind:
+        x, own, *behind = one_behind(x, {name: own[0] for name, own in stacks.items()}, *behind)
+        stacks = {name: (own[name], *more) for name, (_, *more) in stacks.items()}
     if ctx.gather is not None:
         for name, (weights, scales, rounded, sums) in stacks.items():
             weights, rounded = ctx.gather(name, weights, rounded)
             stacks[name] = weights, scales, rounded, sums
-    elif ctx.unroll != 1:  # ZeRO-3 reduces gradients one by one, a loop waits for them anyway
+    if ctx.unroll != 1 and (behind or ctx.gather is None):
+        # A loop waits for gradients anyway, ZeRO-3 reduces them one by one.
         x, taken = in_order(x, {name: (own[0], own[3]) for name, own in stacks.items()})
         stacks = {n: (taken[n][0], *own[1:3], taken[n][1]) for n, own in stacks.items()}
     new, rows = [], stack_index(kinds)
@@ -285,4 +290,4 @@ def scan_body(definitions, kinds, rope, info, ctx, carry, xs):
         x, more, own = block(x, info, own_ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
         aux = aux + more
         new.append(own)
-    return (x, aux), None if cache is None else jax.tree.map(lambda *c: jnp.stack(c), *new)
+    return (x, aux, *behind), None if cache is None else jax.tree.map(lambda *c: jnp.stack(c), *new)

@@ -18,6 +18,7 @@ from jax import lax
 from mjax.config.mesh_rules import AXES
 
 BATCH_AXES = ("dp", "ep")
+_FEW = 8  # devices: those of a host, as a rule
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,18 @@ class Parallel:
         axes = self._live_in_order(axes)
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
+    def exchange(
+        self, x: jax.Array, axes: str | tuple[str, ...], dim: int, dtype: jnp.dtype
+    ) -> jax.Array:
+        """`scatter` summed in `dtype`, of shards that travel in the dtype that x has."""
+        axes = self._live_in_order(axes)
+        if not axes:
+            return x.astype(dtype)
+        parts = lax.all_to_all(x, axes, dim, dim, tiled=True)
+        n = self.size(*axes)
+        shape = *x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]
+        return jnp.sum(parts.reshape(shape), dim, dtype=dtype)
+
     def shard(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
         """This device's shard of `dim` of a value that is equal on all devices of `axes`."""
         for axis in self._live_in_order(axes):
@@ -88,12 +101,23 @@ class Parallel:
 LOCAL = Parallel()
 
 
-def scatter_gradients(grads: dict, have: dict, want: dict, parallel: Parallel) -> dict:
-    """Reduce-scatter gradients from partition `have` to `want`, which cuts some dimensions more.
+def scatter_gradients(
+    grads: dict, have: dict, want: dict, parallel: Parallel, dtype: jnp.dtype
+) -> dict:
+    """Reduce-scatter gradients from partition `have` to `want`, which cuts some dimensions more,
+    summed in `dtype`. Shards travel in the dtype that gradients have, for as long as a device can
+    send one to each of the others.
 
     A dimension that the axes do not divide is padded with zeros at its end.
     """
-    return _cut(parallel.scatter, grads, have, want, parallel)
+
+    def reduce(x, axes, dim):
+        if x.dtype == dtype or parallel.size(*axes) > _FEW:
+            return parallel.scatter(x.astype(dtype), axes, dim)
+        return parallel.exchange(x, axes, dim, dtype)
+
+    cut = _cut(reduce, grads, have, want, parallel)
+    return jax.tree.map(lambda a: a.astype(dtype), cut)
 
 
 def shard_weights(weights: dict, have: dict, want: dict, parallel: Parallel) -> dict:
@@ -116,6 +140,25 @@ def gather_weights(weights: dict, have: dict, want: dict, specs: dict, parallel:
         return x
 
     return jax.tree.map(leaf, have, want, specs, weights)
+
+
+def whole_layers(
+    weights: dict, have: dict, want: dict, specs: dict, parallel: Parallel, dtype: jnp.dtype
+) -> dict:
+    """`gather_weights` of weights rounded to `dtype`; gradients, by `scatter_gradients`, are summed
+    in fp32 and have the dtypes of `weights`."""
+
+    @jax.custom_vjp
+    def whole(weights):
+        low = jax.tree.map(lambda w: w.astype(dtype), weights)
+        return gather_weights(low, have, want, specs, parallel)
+
+    def backward(_, grads):
+        sums = scatter_gradients(grads, want, have, parallel, jnp.dtype(jnp.float32))
+        return (jax.tree.map(lambda g, w: g.astype(w.dtype), sums, weights),)
+
+    whole.defvjp(lambda weights: (whole(weights), None), backward)
+    return whole(weights)
 
 
 def _cut(collective: Callable, tree: dict, have: dict, want: dict, parallel: Parallel) -> dict:

@@ -120,13 +120,16 @@ def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[
     once = cfg.train.micro_batch_size * sizes["dp"] * sizes["ep"] >= cfg.train.global_batch_size
     apart = unrolls(cfg) and pp == 1 and (zero < 2 or copies == 1)
     sharded = zero in (1, 2) or sizes["dp"] * sizes["ep"] * sizes["cp"] == 1
+    gradients = accum * summed
     if once and pp == 1 and sharded:
-        summed, accum = outer + stacks, compute
+        # Layers' are reduced as they come where all is kept (train/step.py, `hides`).
+        hides = copies > 1 and unrolls(cfg) and cfg.train.remat == "none"
+        gradients = compute * outer + (accum / copies if hides else compute) * stacks
     return {
         "masters": WIDTH[precision.params] * shard,
         "moments": (optimizer.offload is not True) * moments * shard,
         "weights": 0.0 if once and copies * pp == 1 else working,
-        "gradients": accum * summed,
+        "gradients": gradients,
         "gradients of a micro-batch": 0.0 if once else compute * (outer if apart else whole),
     }
 

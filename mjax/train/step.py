@@ -8,7 +8,8 @@ batch, so the result does not depend on the mesh, on the number of micro-batches
 masked tokens lie. A non-finite loss or norm leaves the state as it was.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ from mjax.sharding.collectives import (
     global_norm,
     reduce_gradients,
     scatter_gradients,
+    whole_layers,
 )
 
 # {"params": nested dict, "opt": nested dict, "step": int32 scalar} and with delayed scaling "fp8":
@@ -62,6 +64,7 @@ class Program:
     overlap_rows: int | None = None  # tokens in a tp shard that is exchanged piecewise
     unroll: int = 1  # layer groups in an iteration of a layer loop; 0: all
     one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
+    alone: bool = False  # there is one micro-batch
 
     def context(
         self, train: bool, of_fp8: tuple[dict, dict] = ({}, {}), sums: dict | None = None
@@ -87,6 +90,7 @@ class Program:
             fp8=None if precision.fp8 == "none" else fp8,
             sums=sums or {},
             gather=self.gather_layer if self.layerwise else None,
+            hides=self.hides,
         )
 
     def tokens(self, micro: Batch, key: jax.Array | None) -> Tokens:
@@ -101,9 +105,17 @@ class Program:
         )
 
     @property
+    def hides(self) -> bool:
+        """ZeRO-1 and 2 exchange what matmuls read, and its gradients, layer by layer under the
+        others' matmuls: where unrolled layers keep all of the only micro-batch. Of several most
+        run without any exchange."""
+        kept = self.cfg.train.remat == "none" and self.layout is None and not self.unroll
+        return self.cfg.mesh.zero < 3 and self.stored != self.partitions and self.alone and kept
+
+    @property
     def layerwise(self) -> bool:
-        """ZeRO-3: the scanned stacks are made whole layer by layer, inside the scan."""
-        return self.cfg.mesh.zero == 3 and self.stored != self.partitions
+        """Stacks, or what matmuls read of them, are made whole layer by layer: so in ZeRO-3."""
+        return self.hides or self.cfg.mesh.zero == 3 and self.stored != self.partitions
 
     @property
     def early(self) -> bool:
@@ -127,17 +139,26 @@ class Program:
     @property
     def working(self) -> dict:
         """Partitions of the weights that enter the model, of which gradients are taken."""
+        return self.mixed(self.stored, self.partitions)
+
+    def mixed(self, stored: dict, whole: dict) -> dict:
+        """`whole`, with the leaves of `stored` that are made whole `layerwise`."""
         if not self.layerwise:
-            return self.partitions
-        stacks = {name: self.stored[name] for name in STACKS if name in self.stored}
-        return {**self.partitions, **stacks}
+            return whole
+        if self.hides:
+            return with_weights(whole, self.products(stored))
+        return whole | {name: stored[name] for name in STACKS if name in stored}
 
     @jax.named_scope("gather")
     def gather_layer(self, stack: str, weights: dict, rounded: dict) -> tuple[dict, dict]:
         """Layers of `stack` as stored [n, ...] -> whole along the ZeRO axes. Weights that are read
         rounded take gradients only: their own gather is dead code."""
-        trees = self.stored, self.partitions, self.definition.specs
-        weights = gather_weights(weights, *(tree[stack] for tree in trees), self.parallel)
+        trees = self.working, self.partitions, self.definition.specs
+        gather = gather_weights
+        if self.hides:
+            dtype = jnp.dtype(self.cfg.precision.compute)
+            gather = functools.partial(whole_layers, dtype=dtype)
+        weights = gather(weights, *(tree[stack] for tree in trees), self.parallel)
         if rounded:
             own = (self.products(tree)[stack] for tree in trees)
             rounded = gather_weights(rounded, *own, self.parallel)
@@ -146,7 +167,8 @@ class Program:
     @jax.named_scope("reduce")
     def scatter(self, grads: dict) -> dict:
         """Gradients of the working weights -> the stored layout, summed over what that cuts."""
-        return scatter_gradients(grads, self.working, self.stored, self.parallel)
+        accum = jnp.dtype(self.cfg.precision.grad_accum)
+        return scatter_gradients(grads, self.working, self.stored, self.parallel, accum)
 
     def scales(self, state: State, tokens: jax.Array | int = 1) -> dict:
         """Of this step, {stack: {name: [L, 3]}}; empty without FP8."""
@@ -172,8 +194,11 @@ class Program:
 
     @jax.named_scope("gather")
     def weights(self, params: dict, by_layer: bool = False) -> dict:
-        """Masters as stored -> the weights that enter the model; `by_layer`: layers `apart`."""
+        """Masters as stored -> the weights that enter the model; `by_layer`: layers `apart`. Whose
+        exchange `hides` takes its gradients, and so stays, in the dtype of their sums."""
         low = cast(params, self.cfg.precision.compute)
+        if self.hides:
+            low = self.mixed(cast(params, self.cfg.precision.grad_accum), low)
         low = with_weights(low, apart(self.products(low))) if by_layer else low
         specs = self.definition.specs  # of stacks: in all but the order and number of layers
         return gather_weights(low, self.stored, self.working, specs, self.parallel)
@@ -212,7 +237,7 @@ def gradients(
     micro_batches, n = split_batch(batch, cfg.train.micro_batch_size)
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state["step"])
     accum = jnp.dtype(cfg.precision.grad_accum)
-    by_layer = program.by_layer(n)
+    program, by_layer = replace(program, alone=n == 1), program.by_layer(n)
     weights, scales = program.weights(state["params"], by_layer), program.scales(state, count)
     rounded = program.rounded(state["params"], scales, by_layer)
     if by_layer:
@@ -231,7 +256,7 @@ def gradients(
         sums = program.products(carry[1]) if by_layer else {}
         (_, losses), (grads, seen, sums) = value_and_grad(weights, scales, sums, micro)
         if program.early:
-            grads = program.scatter(cast(grads, accum))
+            grads = program.scatter(grads)
         with jax.named_scope("accumulate"):
             add = lambda c, x: c + x.astype(c.dtype)  # noqa: E731
             losses, grads = jax.tree.map(add, carry[:2], (losses, grads))
@@ -252,7 +277,7 @@ def gradients(
         zero = none, zeros, jax.tree.map(jnp.zeros_like, scales)
         (losses, grads, seen), _ = jax.lax.scan(body, zero, micro_batches)
     if program.stored != program.partitions and not (program.early and n > 1):
-        grads = program.scatter(cast(grads, accum))
+        grads = program.scatter(grads)
     grads = cast(stacked_once(grads) if by_layer else grads, accum)
     with jax.named_scope("reduce"):
         grads = reduce_gradients(grads, program.stored, par)

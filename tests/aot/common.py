@@ -72,6 +72,10 @@ class Compiled:
             out += _exposed(found[0].splitlines()) if found else []
         return sorted(out)
 
+    def exposed_outside_loops(self) -> list[str]:
+        """The same for the program itself."""
+        return sorted(_exposed(self.text[self.text.index("\nENTRY") :].splitlines()))
+
 
 _COLLECTIVE = re.compile(
     r"%?([\w.\-]+) = (.*?) (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)"

@@ -33,3 +33,16 @@ def test_zero_reduces_each_layer_by_itself():
     sizes = re.findall(rf"= f32\[{LAYERS},([\d,]+)\]", made.text)
     largest = max((math.prod(map(int, dims.split(","))) for dims in sizes), default=0)
     assert largest <= 4096 * 2 * 14336 // 4
+
+
+def test_one_micro_batch_hides_what_zero_exchanges():
+    """Gathers run under the forward; gradients, in bf16, under the backward of the layer before. The
+    first two layers and the tables end the step."""
+    layers, path = 6, "configs/models/gpt_1b3.yaml"
+    keys = f"model.num_hidden_layers={layers}", "train.remat=none", "mesh.dp=4", "mesh.zero=1"
+    made = compile_step(path, *keys, "train.global_batch_size=32", "train.micro_batch_size=8")
+    exposed = [line.split() for line in made.exposed_outside_loops()]
+    sizes = [(op, math.prod(map(int, re.findall(r"\d+", kind[4:])))) for op, kind in exposed]
+    assert not [op for op, _ in exposed if op == "reduce-scatter"]
+    assert sum(op == "all-to-all" and n >= 2**22 for op, n in sizes) <= 2 * 5 + 2
+    assert sum(op == "all-gather" and n >= 2**22 for op, n in sizes) <= 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mjax.kernels import te
+from mjax.kernels import mlp8, te
 from mjax.kernels.quantize import (
     E4M3,
     E5M2,
@@ -84,7 +84,11 @@ def test_product_and_gradients_are_those_of_xla(shape, delayed, rounded):
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_a_step_of_a_model_is_that_of_xla(recipe):
+def test_a_step_of_a_model_is_that_of_xla(recipe, monkeypatch):
+    """With the same roundings: where `xla` rounds within the gate's kernels, a bf16 rounding less
+    puts other elements on other FP8 neighbours, and gradients are as far apart as from bf16's."""
+    monkeypatch.setattr(mlp8, "takes", lambda *_: False)
+
     def run(backend: str):
         keys = f"precision.fp8={recipe}", f"precision.fp8_backend={backend}"
         trainer = make_trainer("dense", Cell(), *keys, "precision.compute=bfloat16")

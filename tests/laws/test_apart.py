@@ -10,6 +10,14 @@ import pytest
 from mjax.prove import Cell, make_batch, make_trainer, measure
 
 UNROLLED = "train.unroll=0"
+# Of one micro-batch each layer's weights are gathered, and its gradients reduced, by themselves.
+ONE = [
+    ("dense", Cell({"dp": 2, "tp": 2}, 2, 1)),
+    ("experts", Cell({"dp": 2, "ep": 2}, 1, 1)),
+    ("tied", Cell({"dp": 2, "tp": 2}, 1, 1)),
+    ("odd widths", Cell({"dp": 4}, 1, 1)),
+    ("dense", Cell({"dp": 2, "cp": 2}, 3, 2)),  # ZeRO-3: in any case
+]
 CASES = [
     ("dense", Cell({}, 0, 3), []),
     ("dense", Cell({"dp": 2, "tp": 2}, 1, 3), ["train.remat=full*1,dots"]),
@@ -18,6 +26,7 @@ CASES = [
     ("experts", Cell({"dp": 2, "ep": 2}, 1, 3), []),
     ("tied", Cell({"dp": 2, "tp": 2}, 1, 2), []),  # kv weights of which devices read a part
     ("odd widths", Cell({"dp": 4}, 1, 2), []),  # padded shards
+    *((feature, cell, ["train.remat=none"]) for feature, cell in ONE),
 ]
 
 
@@ -40,16 +49,36 @@ def test_loss_and_gradients_are_those_of_a_loop(feature, cell, more):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * largest), grads, want)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_with_8_bits_too(recipe):
-    """Three micro-batches: bits of weights are turned once, their sums are scaled in the matmul."""
-    keys = f"precision.fp8={recipe}", "train.remat=dots"
+EIGHT_BITS = [
+    ("delayed", Cell({"dp": 2}, 1, 3), "train.remat=dots"),
+    ("current", Cell({"dp": 2}, 1, 3), "train.remat=dots"),
+    ("delayed", Cell({"dp": 4}, 1, 1), "train.remat=none"),
+]
+
+
+@pytest.mark.parametrize("recipe, cell, kept", EIGHT_BITS, ids=str)
+def test_with_8_bits_too(recipe, cell, kept):
+    """Of micro-batches bits of weights are turned once, their sums are scaled in the matmul; of one
+    the bits are gathered layer by layer, while gradients go to the weights."""
     (loss, grads), (want_loss, want) = (
-        first_step("dense", Cell({"dp": 2}, 1, 3), *keys, *more) for more in ([UNROLLED], [])
+        first_step("dense", cell, f"precision.fp8={recipe}", kept, *more)
+        for more in ([UNROLLED], [])
     )
     assert abs(loss - want_loss) < 1e-6 * want_loss
     largest = max(np.abs(w).max() for w in jax.tree.leaves(want))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * largest), grads, want)
+
+
+def test_gradients_of_devices_are_summed_in_fp32():
+    """They travel in bf16; where one device of four has tokens that count, bf16 holds the sum."""
+    trainer = make_trainer("dense", Cell({"dp": 4}, 1, 1), "precision.compute=bfloat16")
+    trainer.init()
+    batch = make_batch(24)
+    up = np.asarray(trainer.grads(batch)[2]["dense"]["mlp"]["up"])
+    assert (up.astype(jax.numpy.bfloat16).astype(np.float32) == up).mean() < 0.5
+    batch["loss_mask"][6:] = 0
+    up = np.asarray(trainer.grads(batch)[2]["dense"]["mlp"]["up"])
+    assert (up.astype(jax.numpy.bfloat16).astype(np.float32) == up).all()
 
 
 @pytest.mark.parametrize("more, exact", [([UNROLLED], True), ([], False)])

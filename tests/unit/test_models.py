@@ -9,7 +9,7 @@ from flax import nnx
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
-from mjax.models import build, split
+from mjax.models import build, positions, split
 from mjax.models.context import Context, tokens_of
 from mjax.models.pattern import Run, expand, runs
 
@@ -74,6 +74,19 @@ def test_scaled_output_init():
     assert np.std(params["attention"]["out"]) == pytest.approx(0.3 / 4, rel=0.05)
     assert np.std(params["mlp"]["down"]) == pytest.approx(0.3 / 4, rel=0.05)
     assert not np.array_equal(params["mlp"]["down"][0], params["mlp"]["down"][1])
+
+
+@pytest.mark.parametrize("rotary", [8, 4])
+def test_the_backward_of_rope_is_its_transpose(rotary):
+    """With a factor on the tables, heads turned whole and in part."""
+    x, y = (jax.random.normal(jax.random.key(i), (2, 5, 3, 8)) for i in (0, 1))
+    angles = jax.random.normal(jax.random.key(2), (2, 5, 1, rotary // 2))
+    tables = 1.3 * jnp.cos(angles), 1.3 * jnp.sin(angles)
+    by_hand, by_jax = (
+        jax.vjp(lambda x: turn(x, tables), x)[1](y)[0]  # noqa: B023
+        for turn in (positions.apply_rope, lambda x, tables: positions._rotate(x, *tables))
+    )
+    np.testing.assert_allclose(by_hand, by_jax, rtol=1e-5, atol=1e-6)
 
 
 def test_dtype_of_the_computation_is_that_of_the_parameters():
