@@ -40,11 +40,12 @@ WORK = 3.0
 
 
 class Layers(NamedTuple):
-    """The layers that one device holds of one chunk: (kind, policy) of each, and how many
-    micro-batches' worth of kept tensors wait at a time."""
+    """The layers that one device holds of one chunk: (kind, policy) of each; how many
+    micro-batches' worth of kept tensors wait at a time; chunks of a device."""
 
     each: tuple[tuple[str, str], ...]
     waiting: int
+    chunks: int
 
 
 def layers_of(cfg: Config, sizes: dict[str, int]) -> Layers:
@@ -52,12 +53,13 @@ def layers_of(cfg: Config, sizes: dict[str, int]) -> Layers:
     text = "dots" if cfg.train.remat == "auto" else cfg.train.remat
     if sizes["pp"] == 1:
         kinds = expand(cfg.model.layer_pattern, cfg.model.num_hidden_layers)
-        return Layers(tuple(zip(kinds, policies(text, len(kinds)), strict=True)), 1)
+        return Layers(tuple(zip(kinds, policies(text, len(kinds)), strict=True)), 1, 1)
     layout = layout_of(cfg)
     kinds = [max(set(kinds) - {EMPTY}) for kinds in layout.slot_kinds()]
     rows = cfg.train.global_batch_size // (sizes["dp"] * sizes["ep"])
     schedule = make_schedule(layout.pp, layout.v, rows // min(cfg.train.micro_batch_size, rows))
-    return Layers(tuple(zip(kinds, policies(text, len(kinds)), strict=True)), schedule.slots)
+    each = tuple(zip(kinds, policies(text, len(kinds)), strict=True))
+    return Layers(each, schedule.slots, layout.v)
 
 
 Traced = dict[tuple[str, str], list["Kept"]]  # by kind of layer and policy
@@ -85,15 +87,19 @@ def bytes_per_device(
     stays = layers.waiting * sum(n * held[pair] for pair, n in layers_of_each.items())
     stays += sum(n * _moved(cfg, sizes) for pair, n in layers_of_each.items() if pair[1] == "none")
     work = WORK * max(sum(t.bytes for t in traced[kind, "dots"]) for kind in kinds)
-    parts = _of_parameters(cfg, sizes, parameters)
+    parts = _of_parameters(cfg, sizes, parameters, layers, stays)
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
     return parts | {"activations": stays, "work": max(work, loss)}
 
 
-def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[str, float]:
-    """State, weights and gradients. With one micro-batch, gradients wait in the dtype of weights
-    where nothing but shards is made of them; weights that nothing gathers are cast where they are
-    used. With several the matmuls of unrolled layers add to the sums by themselves."""
+def _of_parameters(
+    cfg: Config, sizes: dict[str, int], parameters: int, layers: Layers, stays: float
+) -> dict[str, float]:
+    """State, weights and gradients. Of uneven stages a device has slots for more layers than there
+    are, and gradients of a chunk once more, from the choice of what a slot does. The backward frees
+    what `stays`. With one micro-batch, gradients wait in the dtype of weights where nothing but
+    shards is made of them; weights that nothing gathers are cast where they are used. With several
+    the matmuls of unrolled layers add to the sums by themselves."""
     model, zero, pp = cfg.model, cfg.mesh.zero, sizes["pp"]
     copies = sizes["dp"] * sizes["ep"] * sizes["cp"] if zero else 1
     tables = model.padded_vocab_size * model.hidden_size * (2 - model.tie_word_embeddings)
@@ -103,9 +109,10 @@ def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[
     expert = model.hidden_size * model.moe_intermediate_size * (2 + model.mlp_gated)
     kinds = expand(model.layer_pattern, model.num_hidden_layers)
     experts = kinds.count("E") * model.num_experts * expert
-    outer = tables / sizes["tp"]
-    stacks = (parameters - tables - experts + experts / sizes["ep"]) / (sizes["tp"] * pp)
-    shard = (outer + (parameters - tables) / (sizes["tp"] * pp)) / copies
+    slots, outer = len(layers.each) * layers.chunks, tables / sizes["tp"]
+    share = slots / len(kinds) / sizes["tp"]
+    stacks = (parameters - tables - experts + experts / sizes["ep"]) * share
+    shard = (outer + (parameters - tables) * share) / copies
     if not zero:
         shard = outer + stacks
     layerwise = stacks / copies + stacks * pp / len(kinds)  # ZeRO-3: as stored, and one layer whole
@@ -120,11 +127,13 @@ def _of_parameters(cfg: Config, sizes: dict[str, int], parameters: int) -> dict[
     once = cfg.train.micro_batch_size * sizes["dp"] * sizes["ep"] >= cfg.train.global_batch_size
     apart = unrolls(cfg) and pp == 1 and (zero < 2 or copies == 1)
     sharded = zero in (1, 2) or sizes["dp"] * sizes["ep"] * sizes["cp"] == 1
-    gradients = accum * summed
+    chosen = stacks / layers.chunks if slots * pp > len(kinds) else 0.0
+    gradients = accum * summed + compute * chosen
     if once and pp == 1 and sharded:
-        # Layers' are reduced as they come where all is kept (train/step.py, `hides`).
+        # Where all is kept, a layer's are reduced as they come (train/step.py, `hides`).
         hides = copies > 1 and unrolls(cfg) and cfg.train.remat == "none"
-        gradients = compute * outer + (accum / copies if hides else compute) * stacks
+        of_layers = max(0.0, accum / copies * stacks - stays) if hides else compute * stacks
+        gradients = compute * outer + of_layers
     return {
         "masters": WIDTH[precision.params] * shard,
         "moments": (optimizer.offload is not True) * moments * shard,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
 from mjax.sharding.overlap import MIN_ROWS
@@ -34,19 +35,23 @@ PREFETCH = (
     ("xla_gpu_experimental_collective_start_as_early_as_possible", True),
     ("xla_gpu_experimental_parallel_collective_overlap_limit", 8),
 )
+# all_to_all likewise: beside matmuls NCCL's kernels cost more than they hide.
+EXCHANGES = (("xla_gpu_use_memcpy_local_p2p", True),)
 # XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed.
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 
 
 def compiler_options(
-    cfg: Config, devices: Sequence[jax.Device], overlaps: bool
+    cfg: Config, devices: Sequence[jax.Device], overlaps: bool, hides: bool
 ) -> dict[str, str | bool]:
-    """What programs of `cfg` are compiled with on `devices`; `overlaps`: tp's exchanges do."""
+    """What programs of `cfg` are compiled with on `devices`; `overlaps`: tp's exchanges run under
+    matmuls; `hides`: ZeRO's do."""
     if devices[0].platform == "cpu":
         return {}
     wanted = {
         CUBLAS: cfg.precision.fp8 != "none",
         COPIES: overlaps and can_copy(devices),
+        EXCHANGES: hides,
         BESIDE: cfg.mesh.zero == 3,
         PREFETCH: cfg.mesh.zero == 3 and cfg.mesh.pp == 1 and cfg.train.unroll == 1,
     }
@@ -81,10 +86,21 @@ def overlap_rows(
     return None
 
 
-def can_copy(devices: Sequence[jax.Device]) -> bool:
+def hides(cfg: Config, devices: Sequence[jax.Device], unroll: int) -> bool:
+    """Whether ZeRO-1 and 2 exchange what matmuls read, and its gradients, layer by layer under the
+    others' matmuls: where unrolled layers keep all of the only micro-batch (of several most run
+    without any exchange) and GPUs can copy."""
+    mesh, train, sizes = cfg.mesh, cfg.train, mesh_sizes(cfg.mesh, len(devices))
+    alone = train.global_batch_size <= train.micro_batch_size * sizes["dp"] * sizes["ep"]
+    kept = train.remat == "none" and mesh.pp == 1 and unroll == 0
+    possible = devices[0].platform == "cpu" or can_copy(devices, EXCHANGES)
+    return mesh.zero in (1, 2) and alone and kept and possible
+
+
+def can_copy(devices: Sequence[jax.Device], options: tuple = COPIES) -> bool:
     """Whether GPUs can write into each other's memory: those of one process, by this jaxlib."""
     local = len({d.process_index for d in devices}) == 1
-    return devices[0].platform != "cpu" and local and accepted(COPIES, devices[0])
+    return devices[0].platform != "cpu" and local and accepted(options, devices[0])
 
 
 @functools.cache

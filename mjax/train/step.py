@@ -64,7 +64,7 @@ class Program:
     overlap_rows: int | None = None  # tokens in a tp shard that is exchanged piecewise
     unroll: int = 1  # layer groups in an iteration of a layer loop; 0: all
     one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
-    alone: bool = False  # there is one micro-batch
+    hides: bool = False  # exchanges of layers run under others' matmuls (sharding/xla_options.py)
 
     def context(
         self, train: bool, of_fp8: tuple[dict, dict] = ({}, {}), sums: dict | None = None
@@ -103,14 +103,6 @@ class Program:
             columns=micro["columns"],
             key=key,
         )
-
-    @property
-    def hides(self) -> bool:
-        """ZeRO-1 and 2 exchange what matmuls read, and its gradients, layer by layer under the
-        others' matmuls: where unrolled layers keep all of the only micro-batch. Of several most
-        run without any exchange."""
-        kept = self.cfg.train.remat == "none" and self.layout is None and not self.unroll
-        return self.cfg.mesh.zero < 3 and self.stored != self.partitions and self.alone and kept
 
     @property
     def layerwise(self) -> bool:
@@ -237,7 +229,8 @@ def gradients(
     micro_batches, n = split_batch(batch, cfg.train.micro_batch_size)
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state["step"])
     accum = jnp.dtype(cfg.precision.grad_accum)
-    program, by_layer = replace(program, alone=n == 1), program.by_layer(n)
+    hides = program.hides and n == 1 and program.stored != program.partitions
+    program, by_layer = replace(program, hides=hides), program.by_layer(n)
     weights, scales = program.weights(state["params"], by_layer), program.scales(state, count)
     rounded = program.rounded(state["params"], scales, by_layer)
     if by_layer:
@@ -295,7 +288,7 @@ def stacked_once(grads: dict) -> dict:
 
 def evaluate(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll, unmasked tokens) of the global batch, no dropout."""
-    par, cfg = program.parallel, program.cfg
+    par, cfg, program = program.parallel, program.cfg, replace(program, hides=False)
     weights, scales = program.weights(state["params"]), program.scales(state)
     of_fp8 = scales, program.rounded(state["params"], scales)
     micro_batches, _ = split_batch(batch, cfg.train.micro_batch_size)

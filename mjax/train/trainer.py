@@ -49,7 +49,7 @@ from mjax.sharding.rules import (
     partition,
     stored_partitions,
 )
-from mjax.sharding.xla_options import compiler_options, overlap_rows
+from mjax.sharding.xla_options import compiler_options, hides, overlap_rows
 from mjax.train import step as steps
 
 FIELDS = {
@@ -214,7 +214,9 @@ class Trainer:
             devices = list(self.mesh.devices.flat)
             uniform = self.layout is None or self.layout.uniform
             rows = overlap_rows(self.cfg.mesh, devices, uniform)
-            options = compiler_options(self.cfg, devices, rows is not None) | self._xla_options
+            under = hides(self.cfg, devices, self._unroll())
+            options = compiler_options(self.cfg, devices, rows is not None, under)
+            options |= self._xla_options
             program = steps.Program(
                 cfg=self.cfg,
                 definition=self.definition,
@@ -225,6 +227,7 @@ class Trainer:
                 max_documents=self.max_documents,
                 overlap_rows=rows,
                 unroll=self._unroll(),
+                hides=under,
                 one_schedule=self.mesh.devices.flat[0].platform != "cpu",
                 layout=self.layout,
             )

@@ -36,8 +36,8 @@ def test_zero_reduces_each_layer_by_itself():
 
 
 def test_one_micro_batch_hides_what_zero_exchanges():
-    """Gathers run under the forward; gradients, in bf16, under the backward of the layer before. The
-    first two layers and the tables end the step."""
+    """Gathers run under the forward; gradients, in bf16, under the backward of the layer before.
+    The first two layers and the tables end the step."""
     layers, path = 6, "configs/models/gpt_1b3.yaml"
     keys = f"model.num_hidden_layers={layers}", "train.remat=none", "mesh.dp=4", "mesh.zero=1"
     made = compile_step(path, *keys, "train.global_batch_size=32", "train.micro_batch_size=8")
