@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.models.params import ParamSpec
 from mjax.pipeline.storage import Storage, even_sharding, to_canonical, to_storage
-from mjax.sharding.collectives import Parallel, mesh_axes
+from mjax.sharding.collectives import AXES, Parallel, mesh_axes
 from mjax.sharding.rules import PADDED_FROM, padding, partition, stored_partition
 
 SHAPES = [(35, 50), (33, 1001), (7, 4096), (64, 48)]
@@ -54,6 +54,29 @@ def test_what_divides_is_not_padded_and_what_is_small_stays_whole():
         _, stored, found = stored_as(ParamSpec((size,), ("embed",), "norm"), parallel)
         assert (mesh_axes(stored) == ("dp",), found is not None) == (cut, cut)
     assert stored_as(ParamSpec((35, 50), ("embed", "mlp"), "matrix"), parallel, group=2)[2] is None
+
+
+@pytest.mark.parametrize("axes, dim", [(("dp",), 0), (("dp", "cp"), 1), (("ep", "cp"), 0)])
+def test_gradients_that_travel_in_bf16_are_summed_in_fp32(axes, dim):
+    """Equal to a reduce-scatter in fp32, over several axes in its order of shards too."""
+    sizes = dict(dp=2, ep=2, cp=2)
+    parallel = Parallel(**sizes)
+    devices = np.array(jax.devices()[:8]).reshape(1, 2, 2, 2, 1)
+    x = jax.random.normal(jax.random.key(0), (2, 2, 2, 8, 12)).astype(jnp.bfloat16)
+
+    def both(x):
+        x = x[0, 0, 0]
+        exact = parallel.scatter(x.astype(jnp.float32), axes, dim)
+        made = parallel.exchange(x, axes, dim, jnp.dtype(jnp.float32))
+        return [a[None, None, None] for a in (made, exact)]
+
+    spec = P("dp", "ep", "cp")
+    mapped = jax.shard_map(
+        both, mesh=Mesh(devices, AXES), in_specs=spec, out_specs=spec, check_vma=False
+    )
+    made, exact = jax.jit(mapped)(x)
+    assert made.dtype == jnp.float32 and made.shape == exact.shape
+    np.testing.assert_allclose(made, exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [dict(dp=8), dict(dp=4, tp=2)])
