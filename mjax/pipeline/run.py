@@ -92,13 +92,25 @@ class Chunks:
     def model(self, outer: dict) -> Decoder:
         return self.program.definition.bind({**self.weights, **outer})
 
-    def by_chunk(self) -> dict:
-        """The stacks and their FP8 scales as [v, slots, ...]."""
-        own = {name: (self.weights[name], self.scales.get(name, {})) for name in self.stacks}
-        return self._chunked(own)
+    @property
+    def inner(self) -> dict:
+        """The stacks and their FP8 scales, [v * slots, ...]."""
+        return {name: (self.weights[name], self.scales.get(name, {})) for name in self.stacks}
 
-    def _chunked(self, tree: dict) -> dict:
-        return jax.tree.map(lambda w: w.reshape(self.layout.v, -1, *w.shape[1:]), tree)
+    def of_chunk(self, tree: dict, chunk: jax.Array) -> dict:
+        """Stacks -> [slots, ...] of a chunk, slot by slot: each is then read where it is, while of
+        the chunk as a whole XLA makes a copy."""
+
+        def take(w):
+            rows = self.places(w, chunk)
+            return jnp.stack([lax.dynamic_index_in_dim(w, i, 0, keepdims=False) for i in rows])
+
+        return jax.tree.map(take, tree)
+
+    def places(self, stack: jax.Array, chunk: jax.Array) -> list[jax.Array]:
+        """The rows of a stack that are a chunk's."""
+        slots = len(stack) // self.layout.v
+        return [chunk * slots + i for i in range(slots)]
 
     def micro(self, i: jax.Array) -> "Batch":
         return {k: _at(a, i) for k, a in self.micro_batches.items()}
@@ -112,7 +124,7 @@ class Chunks:
         info = self.program.tokens(micro, self.key)
         rounded = {name: self.rounded.get(name, {}) for name in self.stacks}
         return {
-            "rounded": self.cut(jax.tree.map(lambda w: _at(w, chunk), self._chunked(rounded))),
+            "rounded": self.cut(self.of_chunk(rounded, chunk)),
             "info": info,
             "rope": self.model(self.outer).rope(info, self.program.context(self.train)),
             "layers": here(np.maximum(layers, 0)),
@@ -132,6 +144,13 @@ class Chunks:
                 seen[name] += part.repeats * own
             out.append(rows)
         return out
+
+    def joined(self, rows: list[dict]) -> dict:
+        """The inverse of `cut`."""
+        flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+        of = {name: [r[name] for r in rows if name in r] for name in self.stacks}
+        join = lambda *parts: jnp.concatenate([flat(a) for a in parts])  # noqa: E731
+        return {name: jax.tree.map(join, *parts) for name, parts in of.items()}
 
     def apply(self, rows: list[dict], facts: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, S/tp, D] through one chunk; also this device's share of its auxiliary losses."""
@@ -236,8 +255,8 @@ class Device:
         """Micro-batch, rows of weights and facts of a unit."""
         chunk = row[direction + "_chunk"]
         micro = self.chunks.micro(row[direction + "_micro"])
-        weights = jax.tree.map(lambda w: _at(w, chunk), self.chunks.by_chunk())
-        return micro, self.chunks.cut(weights), self.chunks.facts(micro, chunk)
+        rows = self.chunks.cut(self.chunks.of_chunk(self.chunks.inner, chunk))
+        return micro, rows, self.chunks.facts(micro, chunk)
 
     def enter(self, row: dict, micro: "Batch", y: jax.Array) -> jax.Array:
         embed = lambda: self.chunks.embed(self.chunks.outer, micro).astype(y.dtype)  # noqa: E731
@@ -293,13 +312,14 @@ class Device:
         vjp = put_together(plan, jax.tree.leaves((rows, facts)), kept)
         d_rows, d_x = vjp((state["d"], self.scale["aux_loss"]))
         chunk, on = row["b_chunk"], row["b_on"] == 1
-        weights = jax.tree.map(lambda w: w[0], self.chunks.by_chunk())
-        (d_weights,) = jax.vjp(self.chunks.cut, weights)[1](d_rows)
-        d_weights = jax.tree.map(lambda g: jnp.where(on, g, 0), d_weights)
+        d_weights = self.chunks.joined(d_rows)
 
-        def accumulate(add, all_chunks, g):
-            mine = add(_at(all_chunks, chunk), g.astype(all_chunks.dtype))
-            return lax.dynamic_update_index_in_dim(all_chunks, mine, chunk, 0)
+        def accumulate(add, total, more):  # slot by slot, in place
+            for i, g in zip(self.chunks.places(total, chunk), more, strict=True):
+                own = lax.dynamic_index_in_dim(total, i, 0, keepdims=False)
+                own = add(own, jnp.where(on, g, 0).astype(total.dtype))
+                total = lax.dynamic_update_index_in_dim(total, own, i, 0)
+            return total
 
         def stack(total, more):  # gradients of weights, maxima in place of those of FP8 scales
             adds = jnp.add, jnp.maximum
@@ -369,7 +389,7 @@ def pipeline_gradients(
         "stash": [jnp.zeros((schedule.slots, *k.shape), k.dtype) for k in kept],
         "losses": {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)},
         "outer": zeros(chunks.outer),
-        "inner": zeros(chunks.by_chunk()),
+        "inner": zeros(chunks.inner),
     }
     forward, both, backward = (
         functools.partial(f, plan) for f in (device.forward, device.both, device.backward)
@@ -378,8 +398,7 @@ def pipeline_gradients(
     state = device.scan(forward, state, 0, start)
     state = device.scan(both, state, start, ticks)
     state = device.scan(backward, state, ticks, start + ticks)
-    inner = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), state["inner"])
-    grads, seen = ({name: pair[i] for name, pair in inner.items()} for i in (0, 1))
+    grads, seen = ({name: pair[i] for name, pair in state["inner"].items()} for i in (0, 1))
     return state["losses"], {**state["outer"], **grads}, {s: x for s, x in seen.items() if x}
 
 
