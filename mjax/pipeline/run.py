@@ -105,12 +105,13 @@ class Chunks:
             rows = self.places(w, chunk)
             return jnp.stack([lax.dynamic_index_in_dim(w, i, 0, keepdims=False) for i in rows])
 
-        return jax.tree.map(take, tree)
+        return tree if self.layout.v == 1 else jax.tree.map(take, tree)
 
-    def places(self, stack: jax.Array, chunk: jax.Array) -> list[jax.Array]:
+    def places(self, stack: jax.Array, chunk: jax.Array) -> list[jax.Array | int]:
         """The rows of a stack that are a chunk's."""
         slots = len(stack) // self.layout.v
-        return [chunk * slots + i for i in range(slots)]
+        first = 0 if self.layout.v == 1 else chunk * slots
+        return [first + i for i in range(slots)]
 
     def micro(self, i: jax.Array) -> "Batch":
         return {k: _at(a, i) for k, a in self.micro_batches.items()}
