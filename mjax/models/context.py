@@ -22,9 +22,9 @@ class Context:
     `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
     document, 0 that it is unknown. `permute` is false where only some devices may run a layer:
     ppermute waits for all. `gather(stack, weights, rounded)` makes the stored weights of a scan's
-    layers, and what FP8 rounded of them, whole on entry to its body (ZeRO-3); `hides`: what it does
-    of a layer, and of its gradients, runs under other layers. `fp8` quantises the blocks' matmuls.
-    `sums` are running sums of the gradients of their weights, {stack: {name: [L,
+    layers, and what FP8 rounded of them, whole on entry to its body (ZeRO-3); `hides`: a layer's
+    gather, and the reduction of its gradients, run under other layers' work. `fp8` quantises the
+    blocks' matmuls. `sums` are running sums of the gradients of their weights, {stack: {name: [L,
     ...]}} for a model and {name: [...]} within a block: the gradient of such a sum is the next one,
     and its weight takes none. `see(name, x)` may keep or replace activations at the named places of
     a block (`models/trace.py`).
