@@ -1,5 +1,5 @@
-"""Gate: matmuls of unrolled layers add their weights' gradients to sums, in place, and ZeRO reduces
-each layer's by itself."""
+"""Gate: matmuls of unrolled layers add their weights' gradients to sums, in place, ZeRO exchanges
+each layer's by itself, and a pipeline takes its slots one by one."""
 
 import math
 import re
@@ -46,3 +46,13 @@ def test_one_micro_batch_hides_what_zero_exchanges():
     assert not [op for op, _ in exposed if op == "reduce-scatter"]
     assert sum(op == "all-to-all" and n >= 2**22 for op, n in sizes) <= 2 * 5 + 2
     assert sum(op == "all-gather" and n >= 2**22 for op, n in sizes) <= 2
+
+
+def test_a_pipeline_copies_no_chunk():
+    """Of several chunks a device reads weights, and adds to sums, slot by slot: no array of the 2
+    slots of a chunk is made of a stack of 4."""
+    keys = "model.num_hidden_layers=8", "model.vocab_size=8192", "train.micro_batch_size=1"
+    more = "mesh.dp=1", "mesh.pp=2", "mesh.virtual_stages=2", "train.global_batch_size=4"
+    made = compile_step(LLAMA, *keys, *more, "train.remat=dots")
+    of_chunk = re.findall(r"^ .*= \(?\w+\[(?:1,)?2,4096,2,14336\].* fusion\(", made.text, re.M)
+    assert "[4,4096,2,14336]" in made.text and not of_chunk
