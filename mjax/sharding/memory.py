@@ -87,19 +87,19 @@ def bytes_per_device(
     stays = layers.waiting * sum(n * held[pair] for pair, n in layers_of_each.items())
     stays += sum(n * _moved(cfg, sizes) for pair, n in layers_of_each.items() if pair[1] == "none")
     work = WORK * max(sum(t.bytes for t in traced[kind, "dots"]) for kind in kinds)
-    parts = _of_parameters(cfg, sizes, parameters, layers, stays)
+    parts = _of_parameters(cfg, sizes, parameters, layers)
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
     return parts | {"activations": stays, "work": max(work, loss)}
 
 
 def _of_parameters(
-    cfg: Config, sizes: dict[str, int], parameters: int, layers: Layers, stays: float
+    cfg: Config, sizes: dict[str, int], parameters: int, layers: Layers
 ) -> dict[str, float]:
     """State, weights and gradients. Of uneven stages a device has slots for more layers than there
-    are, and gradients of a chunk once more, from the choice of what a slot does. The backward frees
-    what `stays`. With one micro-batch, gradients wait in the dtype of weights where nothing but
-    shards is made of them; weights that nothing gathers are cast where they are used. With several
-    the matmuls of unrolled layers add to the sums by themselves."""
+    are, and gradients of a chunk once more, from the choice of what a slot does. With one
+    micro-batch, gradients wait in the dtype of weights where nothing but shards is made of them;
+    weights that nothing gathers are cast where they are used. With several the matmuls of unrolled
+    layers add to the sums by themselves."""
     model, zero, pp = cfg.model, cfg.mesh.zero, sizes["pp"]
     copies = sizes["dp"] * sizes["ep"] * sizes["cp"] if zero else 1
     tables = model.padded_vocab_size * model.hidden_size * (2 - model.tie_word_embeddings)
@@ -127,18 +127,14 @@ def _of_parameters(
     once = cfg.train.micro_batch_size * sizes["dp"] * sizes["ep"] >= cfg.train.global_batch_size
     apart = unrolls(cfg) and pp == 1 and (zero < 2 or copies == 1)
     sharded = zero in (1, 2) or sizes["dp"] * sizes["ep"] * sizes["cp"] == 1
-    chosen = stacks / layers.chunks if slots * pp > len(kinds) else 0.0
-    gradients = accum * summed + compute * chosen
     if once and pp == 1 and sharded:
-        # Where all is kept, a layer's are reduced as they come (train/step.py, `hides`).
-        hides = copies > 1 and unrolls(cfg) and cfg.train.remat == "none"
-        of_layers = max(0.0, accum / copies * stacks - stays) if hides else compute * stacks
-        gradients = compute * outer + of_layers
+        summed, accum = outer + stacks, compute
+    chosen = stacks / layers.chunks if slots * pp > len(kinds) else 0.0
     return {
         "masters": WIDTH[precision.params] * shard,
         "moments": (optimizer.offload is not True) * moments * shard,
         "weights": 0.0 if once and copies * pp == 1 else working,
-        "gradients": gradients,
+        "gradients": accum * summed + compute * chosen,
         "gradients of a micro-batch": 0.0 if once else compute * (outer if apart else whole),
     }
 

@@ -230,7 +230,8 @@ def gradients(
     key = jax.random.fold_in(jax.random.key(cfg.run.seed), state["step"])
     accum = jnp.dtype(cfg.precision.grad_accum)
     hides = program.hides and n == 1 and program.stored != program.partitions
-    program, by_layer = replace(program, hides=hides), program.by_layer(n)
+    program = replace(program, hides=hides)
+    by_layer = program.by_layer(n)
     weights, scales = program.weights(state["params"], by_layer), program.scales(state, count)
     rounded = program.rounded(state["params"], scales, by_layer)
     if by_layer:

@@ -214,7 +214,8 @@ class Trainer:
             devices = list(self.mesh.devices.flat)
             uniform = self.layout is None or self.layout.uniform
             rows = overlap_rows(self.cfg.mesh, devices, uniform)
-            under = hides(self.cfg, devices, self._unroll())
+            unroll = self._unroll()
+            under = hides(self.cfg, devices, unroll)
             options = compiler_options(self.cfg, devices, rows is not None, under)
             options |= self._xla_options
             program = steps.Program(
@@ -226,7 +227,7 @@ class Trainer:
                 parallel=self.parallel,
                 max_documents=self.max_documents,
                 overlap_rows=rows,
-                unroll=self._unroll(),
+                unroll=unroll,
                 hides=under,
                 one_schedule=self.mesh.devices.flat[0].platform != "cpu",
                 layout=self.layout,

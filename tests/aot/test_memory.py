@@ -14,7 +14,7 @@ LLAMA, LAYERS = "configs/models/llama3_8b.yaml", 4
 SMALL = [f"model.num_hidden_layers={LAYERS}", "model.vocab_size=8192", "train.micro_batch_size=1"]
 ONE = [*SMALL, "mesh.dp=1", "train.global_batch_size=2", "optimizer.offload=false"]
 
-UNEVEN = "mesh.pipeline_layout='Et*3|tL'"
+UNEVEN = ["mesh.pp=2", "mesh.pipeline_layout='Et*3|tL'", "model.vocab_size=128256"]
 
 
 def compiled(*overrides: str) -> Compiled:
@@ -53,16 +53,16 @@ def test_what_is_offloaded_is_in_host_memory(devices):
         ["train.remat=full*2,dots", "train.micro_batch_size=2", "train.global_batch_size=4"],
         ["train.remat=dots", "mesh.dp=4", "train.global_batch_size=8"],
         ["train.remat=full", "mesh.pp=2", "train.global_batch_size=4"],
-        ["train.remat=dots", "mesh.pp=2", UNEVEN, "train.global_batch_size=4"],
+        ["train.remat=dots", *UNEVEN, "train.global_batch_size=4"],
     ],
     ids=str,
 )
 def test_the_estimate_is_near_the_compiler(overrides):
-    """Up to an eighth above, at most 4 % below: `sharding/auto.py` leaves 5 %."""
+    """Up to an eighth above, at most 3 % below: `sharding/auto.py` leaves 5 %."""
     made = compiled(*overrides)
     keys = {key.split("=")[0]: key for key in (*ONE, *overrides, "train.attention=cudnn")}
     cfg = load(LLAMA, list(keys.values()))
     devices = cfg.mesh.dp * cfg.mesh.pp
     count = count_parameters(definition_of(cfg.model).specs)
     estimate = sum(bytes_per_device(cfg, cfg.mesh, devices, count).values())
-    assert -0.04 < estimate / (made.arguments + made.temp) - 1 < 0.125
+    assert -0.03 < estimate / (made.arguments + made.temp) - 1 < 0.125
