@@ -97,15 +97,13 @@ class Chunks:
         """The stacks and their FP8 scales, [v * slots, ...]."""
         return {name: (self.weights[name], self.scales.get(name, {})) for name in self.stacks}
 
-    def of_chunk(self, tree: dict, chunk: jax.Array) -> dict:
-        """Stacks -> [slots, ...] of a chunk, slot by slot: each is then read where it is, while of
-        the chunk as a whole XLA makes a copy."""
-
-        def take(w):
-            rows = self.places(w, chunk)
-            return jnp.stack([lax.dynamic_index_in_dim(w, i, 0, keepdims=False) for i in rows])
-
-        return tree if self.layout.v == 1 else jax.tree.map(take, tree)
+    def of_chunk(self, chunk: jax.Array) -> tuple[dict, dict]:
+        """`inner` and the rounded weights of a chunk, [slots, ...] as a list of its slots: each is
+        then an array of its own, where of a stack XLA would copy the matmuls' operands."""
+        rounded = {name: self.rounded.get(name, {}) for name in self.stacks}
+        at = lambda w, i: lax.dynamic_index_in_dim(w, i, 0, keepdims=False)  # noqa: E731
+        slots = lambda w: [at(w, i) for i in self.places(w, chunk)]  # noqa: E731
+        return jax.tree.map(slots, (self.inner, rounded))
 
     def places(self, stack: jax.Array, chunk: jax.Array) -> list[jax.Array | int]:
         """The rows of a stack that are a chunk's."""
@@ -123,9 +121,7 @@ class Chunks:
         kinds = np.asarray([*self.layout.kinds, EMPTY])[layers]  # -1 is the last: EMPTY
         here = lambda table: jnp.asarray(table, jnp.int32)[lax.axis_index("pp"), chunk]  # noqa: E731
         info = self.program.tokens(micro, self.key)
-        rounded = {name: self.rounded.get(name, {}) for name in self.stacks}
         return {
-            "rounded": self.cut(self.of_chunk(rounded, chunk)),
             "info": info,
             "rope": self.model(self.outer).rope(info, self.program.context(self.train)),
             "layers": here(np.maximum(layers, 0)),
@@ -233,8 +229,9 @@ def put_together(plan: Plan, known: list, kept: list) -> Callable:
 
 @dataclass(frozen=True)
 class Device:
-    """One device's ticks. A state is {y, d, stash, losses, outer, inner}: the activation and the
-    cotangent that came in, kept residuals, loss shares, gradients outside and of the stacks."""
+    """One device's ticks. A state is {y, d, stash, losses, outer, inner, held_f, held_b}: the activation
+    and the cotangent that came in, kept residuals, loss shares, gradients outside and of the stacks,
+    weights of the chunk that runs forward and of that which runs backward (v > 1)."""
 
     chunks: Chunks
     schedule: Schedule
@@ -252,12 +249,25 @@ class Device:
         first, last = (s == 0) & (chunk == 0), (s == layout.pp - 1) & (chunk == layout.v - 1)
         return first & on, last & on
 
-    def inputs(self, row: dict, direction: str) -> tuple["Batch", list[dict], dict]:
+    def held(self, row: dict, direction: str, state: dict) -> tuple[dict, dict]:
+        """What `Chunks.of_chunk` says of a unit's chunk. A device runs a chunk for pp micro-batches
+        before it changes to the next, and copies its weights out of the stacks only then."""
+        new = lambda: self.chunks.of_chunk(row[direction + "_chunk"])  # noqa: E731
+        if self.chunks.layout.v == 1:
+            return new()
+        return lax.cond(row[direction + "_new"] == 1, new, lambda: state["held_" + direction])
+
+    def holding(self, direction: str, held: tuple) -> dict:
+        """Its part of a state."""
+        return {} if self.chunks.layout.v == 1 else {"held_" + direction: held}
+
+    def inputs(self, row: dict, direction: str, held: tuple) -> tuple["Batch", list[dict], dict]:
         """Micro-batch, rows of weights and facts of a unit."""
-        chunk = row[direction + "_chunk"]
         micro = self.chunks.micro(row[direction + "_micro"])
-        rows = self.chunks.cut(self.chunks.of_chunk(self.chunks.inner, chunk))
-        return micro, rows, self.chunks.facts(micro, chunk)
+        stacked = jax.tree.map(jnp.stack, held, is_leaf=lambda x: isinstance(x, list))
+        rows, rounded = map(self.chunks.cut, stacked)
+        facts = self.chunks.facts(micro, row[direction + "_chunk"])
+        return micro, rows, {**facts, "rounded": rounded}
 
     def enter(self, row: dict, micro: "Batch", y: jax.Array) -> jax.Array:
         embed = lambda: self.chunks.embed(self.chunks.outer, micro).astype(y.dtype)  # noqa: E731
@@ -273,7 +283,7 @@ class Device:
         plans = []
 
         def trace(row):
-            micro, rows, facts = self.inputs(row, "f")
+            micro, rows, facts = self.inputs(row, "f", self.chunks.of_chunk(row["f_chunk"]))
             x = self.chunks.embed(self.chunks.outer, micro)
             _, plan, kept = self.linearise(rows, facts, x)
             plans.append(plan)
@@ -283,7 +293,8 @@ class Device:
         return *jax.eval_shape(trace, dict.fromkeys(self.schedule.tables, scalar)), plans[0]
 
     def forward(self, plan: Plan, row: dict, state: dict) -> dict:
-        micro, rows, facts = self.inputs(row, "f")
+        held = self.held(row, "f", state)
+        micro, rows, facts = self.inputs(row, "f", held)
         x = self.enter(row, micro, state["y"])
         (y, aux), own, kept = self.linearise(rows, facts, x)
         assert own.places == plan.places, "a chunk was traced differently"
@@ -305,10 +316,12 @@ class Device:
         losses = _add(state["losses"], {"loss": value, "aux_loss": aux})
         d = jnp.where(last, d, state["d"])
         y = lax.ppermute(self.after(y, value), "pp", self.ring)
-        return {**state, "y": y, "d": d, "stash": stash, "losses": losses, "outer": outer}
+        out = {"y": y, "d": d, "stash": stash, "losses": losses, "outer": outer}
+        return {**state, **out, **self.holding("f", held)}
 
     def backward(self, plan: Plan, row: dict, state: dict) -> dict:
-        micro, rows, facts = self.inputs(row, "b")
+        held = self.held(row, "b", state)
+        micro, rows, facts = self.inputs(row, "b", held)
         kept = [self.after(_at(b, row["b_slot"]), state["d"]) for b in state["stash"]]
         vjp = put_together(plan, jax.tree.leaves((rows, facts)), kept)
         d_rows, d_x = vjp((state["d"], self.scale["aux_loss"]))
@@ -338,7 +351,7 @@ class Device:
         inner = {name: stack(total, d_weights[name]) for name, total in state["inner"].items()}
         d_x = self.after(d_x, *jax.tree.leaves(outer)[:1])
         d = lax.ppermute(d_x, "pp", [(b, a) for a, b in self.ring])
-        return {**state, "d": d, "outer": outer, "inner": inner}
+        return {**state, "d": d, "outer": outer, "inner": inner, **self.holding("b", held)}
 
     def after(self, x: jax.Array, *before: jax.Array) -> jax.Array:
         """`x`; its collectives shall start after those that made `before`.
@@ -382,6 +395,7 @@ def pipeline_gradients(
     nll = 1 / jnp.maximum(count, 1) / program.parallel.tp  # the loss is made on each tp device
     device = Device(chunks, schedule, {"loss": nll, "aux_loss": jnp.float32(1 / sequences)})
     x, kept, plan = device.probe()
+    nothing = jax.tree.map(jnp.zeros_like, chunks.of_chunk(jnp.int32(0)))
     accum = jnp.dtype(program.cfg.precision.grad_accum)
     zeros = lambda tree: jax.tree.map(lambda w: jnp.zeros(w.shape, accum), tree)  # noqa: E731
     state = {
@@ -391,6 +405,8 @@ def pipeline_gradients(
         "losses": {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)},
         "outer": zeros(chunks.outer),
         "inner": zeros(chunks.inner),
+        **device.holding("f", nothing),
+        **device.holding("b", nothing),
     }
     forward, both, backward = (
         functools.partial(f, plan) for f in (device.forward, device.both, device.backward)
@@ -411,15 +427,17 @@ def pipeline_nll(
     device = Device(chunks, _schedule(chunks), {})
 
     def tick(row, state):
-        micro, rows, facts = device.inputs(row, "f")
+        held = device.held(row, "f", state)
+        micro, rows, facts = device.inputs(row, "f", held)
         y, _ = chunks.apply(rows, facts, device.enter(row, micro, state["y"]))
         nll = lambda: chunks.nll(chunks.outer, y, micro)  # noqa: E731
         more = lax.cond(device.ends(row, "f")[1], nll, lambda: jnp.float32(0))
         y = lax.ppermute(device.after(y, more), "pp", device.ring)
-        return {"y": y, "nll": state["nll"] + more}
+        return {"y": y, "nll": state["nll"] + more, **device.holding("f", held)}
 
     x = jax.eval_shape(chunks.embed, chunks.outer, chunks.micro(0))
-    state = {"y": jnp.zeros(x.shape, x.dtype), "nll": jnp.float32(0)}
+    held = device.holding("f", jax.tree.map(jnp.zeros_like, chunks.of_chunk(jnp.int32(0))))
+    state = {"y": jnp.zeros(x.shape, x.dtype), "nll": jnp.float32(0), **held}
     return device.scan(tick, state, 0, device.schedule.ticks)["nll"]
 
 

@@ -25,7 +25,8 @@ FIELDS = ("on", "micro", "chunk", "slot")
 class Schedule:
     """Tables int32 [T, pp]; `f_*` of the forward unit of a tick, `b_*` of the backward one.
 
-    `on`: whether there is a unit; `micro`, `chunk`, `slot`: its micro-batch, chunk and stash slot.
+    `on`: whether there is a unit; `micro`, `chunk`, `slot`: its micro-batch, chunk and stash slot;
+    `new`: whether its device's unit before it was of another chunk, or there was none.
     Ticks [0, start) are F only, [start, ticks) F and B, [ticks, T) B only.
     """
 
@@ -75,12 +76,23 @@ def make_schedule(pp: int, v: int, m: int) -> Schedule:
                 _put(tables, "b", t, s, *backward[t], slot)
                 free.append(slot)
         assert not taken, f"units without a backward: {taken}"
+    for x in "fb":
+        tables[x + "_new"] = _changes(tables[x + "_on"], tables[x + "_chunk"])
     return Schedule(pp, v, m, start, ticks, slots, tables)
 
 
 def _put(tables: dict, direction: str, t: int, s: int, *values: int) -> None:
     for field, value in zip(FIELDS, (1, *values), strict=True):
         tables[f"{direction}_{field}"][t, s] = value
+
+
+def _changes(on: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+    """Where, int32 [T, pp], a device's chunk is not that of its last unit."""
+    out = np.zeros_like(on)
+    for s in range(on.shape[1]):
+        units = np.flatnonzero(on[:, s])
+        out[units, s] = np.diff(chunk[units, s], prepend=-1) != 0
+    return out
 
 
 def _order(pp: int, v: int, m: int) -> dict[int, tuple[int, int]]:

@@ -154,7 +154,8 @@ def circular(program, weights, of_fp8, micro_batches, key, count, sequences):
         device = run.Device(chunks, schedule, {})
 
         def tick(row, state):
-            micro, rows, facts = device.inputs(row, "f")
+            held = chunks.of_chunk(row["f_chunk"])
+            micro, rows, facts = device.inputs(row, "f", held)
             y, _ = chunks.apply(rows, facts, device.enter(row, micro, state["y"]))
             nll = lambda: chunks.nll(chunks.outer, y, micro)  # noqa: E731
             more = lax.cond(device.ends(row, "f")[1], nll, lambda: jnp.float32(0))
