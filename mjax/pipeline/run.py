@@ -26,6 +26,7 @@ from mjax.models.pattern import STACK_OF, runs, stretches
 from mjax.models.remat import all_but_views, policies, remat
 from mjax.pipeline.layout import EMPTY, Layout
 from mjax.pipeline.schedule import Schedule, make_schedule
+from mjax.pipeline.stash import Plan, one_of, put_together, take_apart
 
 if TYPE_CHECKING:
     from mjax.train.step import Batch, Program
@@ -161,9 +162,13 @@ class Chunks:
             period = 1 if part.varies else len(part.kinds)
             cut = rows_of(part.first, part.repeats, period)
             xs = own, cut(facts["layers"]), cut(facts["codes"])
-            body = functools.partial(_apply_part, part, *shared)
+            keep = functools.partial(self._keep, policy=part.remat)
+            if part.varies:
+                body = functools.partial(_one_slot, part, keep, *shared)
+            else:
+                body = keep(functools.partial(_one_period, part, *shared))
             unroll = min(ctx.unroll or part.repeats, part.repeats)
-            carry, _ = lax.scan(self._keep(body, part.remat), carry, xs, unroll=unroll)
+            carry, _ = lax.scan(body, carry, xs, unroll=unroll)
         return carry
 
     def _keep(self, body: Callable, policy: str) -> Callable:
@@ -181,47 +186,28 @@ class Chunks:
         return self.model(outer).head_loss(x, micro, ctx, chunk)
 
 
-def _apply_part(part: Part, definitions, rope, info, ctx, carry, xs):
-    """One period of blocks, or one slot whose kind its code chooses."""
-    weights, layers, codes = xs
-    if not part.varies:
-        xs = weights, layers, None
-        return scan_body(definitions, part.kinds, rope, info, ctx, carry, xs)
-
-    def block(kind: str, carry, weights):
-        if kind == EMPTY:
-            return carry
-        xs = weights, layers, None
-        return scan_body(definitions, (kind,), rope, info, ctx, carry, xs)[0]
-
-    choices = [functools.partial(block, kind) for kind in part.kinds]
-    return lax.switch(codes[0], choices, carry, weights), None
+def _one_period(part: Part, definitions, rope, info, ctx, carry, xs):
+    weights, layers, _ = xs
+    return scan_body(definitions, part.kinds, rope, info, ctx, carry, (weights, layers, None))
 
 
-# ---- the stash -------------------------------------------------------------------------------
+def _one_slot(part: Part, keep: Callable, definitions, rope, info, ctx, carry, xs):
+    """A block of the kind that the slot's code chooses, or none."""
+    stacks, layers, codes = xs
 
+    def block(kind: str) -> Callable:
+        def apply(carry, weights, facts):
+            more, layers, rope, info = facts
+            own = {name: (*pair, *more[name]) for name, pair in weights.items()}
+            xs = own, layers, None
+            return scan_body(definitions, (kind,), rope, info, ctx, carry, xs)[0]
 
-class Plan(NamedTuple):
-    """A vjp's tree, and where each of its leaves is found again: (is it known, index)."""
+        return keep(apply)
 
-    tree: jax.tree_util.PyTreeDef
-    places: tuple[tuple[bool, int], ...]
-
-
-def take_apart(vjp: Callable, known: list) -> tuple[Plan, list]:
-    """A vjp -> plan and the residuals to keep: those that are none of the tracers `known`, once."""
-    leaves, tree = jax.tree.flatten(vjp)
-    again = {id(leaf): (True, i) for i, leaf in enumerate(known)}
-    kept: list = []
-    for leaf in leaves:
-        if id(leaf) not in again:
-            again[id(leaf)] = (False, len(kept))
-            kept.append(leaf)
-    return Plan(tree, tuple(again[id(leaf)] for leaf in leaves)), kept
-
-
-def put_together(plan: Plan, known: list, kept: list) -> Callable:
-    return jax.tree.unflatten(plan.tree, [(known if k else kept)[i] for k, i in plan.places])
+    choices = [(lambda x, *_: x) if kind == EMPTY else block(kind) for kind in part.kinds]
+    weights = {name: own[:2] for name, own in stacks.items()}
+    facts = {name: own[2:] for name, own in stacks.items()}, layers, rope, info
+    return one_of(choices)(codes[0], carry, weights, facts), None
 
 
 # ---- the scans -------------------------------------------------------------------------------
@@ -229,9 +215,9 @@ def put_together(plan: Plan, known: list, kept: list) -> Callable:
 
 @dataclass(frozen=True)
 class Device:
-    """One device's ticks. A state is {y, d, stash, losses, outer, inner, held_f, held_b}: the activation
-    and the cotangent that came in, kept residuals, loss shares, gradients outside and of the stacks,
-    weights of the chunk that runs forward and of that which runs backward (v > 1)."""
+    """One device's ticks. A state is {y, d, stash, losses, outer, inner, held_f, held_b}: the
+    activation and the cotangent that came in, kept residuals, loss shares, gradients outside and of
+    the stacks, weights of the chunk that runs forward and of that which runs backward (v > 1)."""
 
     chunks: Chunks
     schedule: Schedule

@@ -88,7 +88,7 @@ def choose(
     """`cfg` with train.remat and optimizer.offload resolved for `memory` bytes a device, and why;
     None where nothing was to choose. Without a known limit the fastest; if nothing fits, the least.
     """
-    unrolled = memory is not None and unrolls(cfg)
+    unrolled = memory is not None and unrolls(cfg) and cfg.mesh.pp == 1
     options = list(policies(cfg, devices, unrolled))
     name = lambda c: (  # noqa: E731
         f"memory: train.remat={c.train.remat} optimizer.offload={str(c.optimizer.offload).lower()}"
@@ -114,8 +114,9 @@ def choose(
 
 def policies(cfg: Config, devices: int | None = None, unrolled: bool = False) -> Iterator[Config]:
     """`cfg` under every memory policy that its "auto" leaves open, the fastest first; counts of
-    layers only where `devices` says what a device holds. Where layers are a loop, `dots` is faster
-    than to stack all that autodiff asks for; `unrolled` it is slower (docs/performance.md)."""
+    layers only where `devices` says what a device holds. Where layers are a loop, or what they keep
+    goes through a pipeline's stash, `dots` is faster than all that autodiff asks for; `unrolled` it
+    is slower (docs/performance.md)."""
     remats = [cfg.train.remat]
     if remats == ["auto"]:
         each = layers_of(cfg, mesh_sizes(cfg.mesh, devices)).each if devices else ()

@@ -48,11 +48,30 @@ def test_one_micro_batch_hides_what_zero_exchanges():
     assert sum(op == "all-gather" and n >= 2**22 for op, n in sizes) <= 2
 
 
-def test_a_pipeline_copies_no_chunk():
-    """Of several chunks a device reads weights, and adds to sums, slot by slot: no array of the 2
-    slots of a chunk is made of a stack of 4."""
+@pytest.fixture(scope="module")
+def pipeline() -> str:
+    """Of two devices with two chunks each, of 3 and 2 layers, 2 and 1."""
     keys = "model.num_hidden_layers=8", "model.vocab_size=8192", "train.micro_batch_size=1"
-    more = "mesh.dp=1", "mesh.pp=2", "mesh.virtual_stages=2", "train.global_batch_size=4"
-    made = compile_step(LLAMA, *keys, *more, "train.remat=dots")
-    of_chunk = re.findall(r"^ .*= \(?\w+\[(?:1,)?2,4096,2,14336\].* fusion\(", made.text, re.M)
-    assert "[4,4096,2,14336]" in made.text and not of_chunk
+    more = "mesh.dp=1", "mesh.pp=2", "mesh.pipeline_layout='Et*3|t*2|t*2|tL'"
+    return compile_step(LLAMA, *keys, *more, "train.global_batch_size=4", "train.remat=dots").text
+
+
+def test_a_pipeline_copies_no_chunk(pipeline):
+    """A device reads weights, and adds to sums, slot by slot: no array of the slots of a chunk is
+    made of a stack of all. It takes weights out of the stack under a condition, not in every tick.
+    """
+    of_chunk = re.findall(r"^ .*= \(?\w+\[(?:1,)?3,4096,2,14336\].* fusion\(", pipeline, re.M)
+    assert "[6,4096,2,14336]" in pipeline and not of_chunk
+    of_weights = r"= \(?bf16\[(?:1,)?4096,2,14336\].* fusion\(.*dynamic_slice"
+    assert re.search(of_weights, pipeline)
+    assert not [body for body in loops(pipeline) if re.search(of_weights, body)]
+
+
+def test_slots_that_only_some_chunks_have_hand_no_weights_from_forward_to_backward(pipeline):
+    assert not re.findall(r"= bf16\[(?:1,)?4096,2,14336\]\S* copy\(", pipeline)
+
+
+def loops(text: str) -> list[str]:
+    """Bodies of while loops."""
+    names = set(re.findall(r"body=%?([\w.\-]+)", text))
+    return [re.search(rf"^%?{re.escape(n)} .*?^}}", text, re.M | re.S)[0] for n in names]

@@ -145,6 +145,19 @@ def test_bubble_is_the_formula_and_slots_do_not_grow(pp, v):
     assert make_schedule(4, 2, 6).ticks == 6 * 2 + 3 + 2
 
 
+@pytest.mark.parametrize("pp, v, m", [(4, 2, 8), (2, 3, 5), (3, 2, 4), (4, 1, 6)])
+def test_new_says_when_a_device_changes_its_chunk(pp, v, m):
+    """Who takes a chunk where it is new, and holds it, has the chunk of every unit."""
+    t = make_schedule(pp, v, m).tables
+    for x in "fb":
+        held = np.full(pp, -1)
+        for on, chunk, new in zip(t[x + "_on"], t[x + "_chunk"], t[x + "_new"], strict=True):
+            held = np.where(new, chunk, held)
+            assert (held == chunk)[on == 1].all()
+        assert (t[x + "_new"] <= t[x + "_on"]).all()
+        assert t[x + "_new"].sum() <= pp * (1 if v == 1 else v * -(-m // pp))
+
+
 def test_timeline_shows_every_unit():
     made = make_schedule(4, 2, 4)
     lines = timeline(made)

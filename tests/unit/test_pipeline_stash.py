@@ -1,0 +1,81 @@
+"""A vjp taken apart and put together, and a switch whose backward is a switch, against autodiff."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mjax.models.remat import remat
+from mjax.pipeline.stash import one_of, put_together, take_apart
+
+DIM, LAYERS = 6, 4
+
+
+def block(scale):
+    def apply(carry, weights, facts):
+        x, total = carry
+        w, more = weights["w"], facts["shift"] + facts["layer"]
+        h = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ w) * scale, "up")
+        return (x + jnp.sin(h) + more, total + jnp.sum(h**2))
+
+    return apply
+
+
+def nothing(carry, weights, facts):
+    return carry
+
+
+BLOCKS = nothing, remat(block(1.0), "dots"), block(0.5)
+
+
+def run(choose, codes, weights, x, shift):
+    """Blocks by their codes, in a scan, as in a chunk."""
+
+    def body(carry, xs):
+        code, w, layer = xs
+        return choose(code, carry, {"w": w}, {"shift": shift, "layer": layer}), None
+
+    layers = jnp.arange(LAYERS)
+    (x, total), _ = lax.scan(body, (x, x.dtype.type(0)), (codes, weights, layers), unroll=LAYERS)
+    return jnp.sum(jnp.cos(x)) + total
+
+
+@pytest.fixture
+def data():
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(LAYERS, DIM, DIM)) / 3)
+    return weights, jnp.asarray(rng.normal(size=(3, DIM))), jnp.asarray(rng.normal(size=DIM))
+
+
+@pytest.mark.parametrize("codes", [(1, 0, 2, 1), (0, 0, 0, 0), (2, 2, 1, 0)])
+def test_one_of_has_the_gradient_of_a_switch(codes, data):
+    with jax.enable_x64(True):
+        weights, x, shift = (jnp.asarray(np.asarray(a), jnp.float64) for a in data)
+        codes = jnp.asarray(codes)
+        made = []
+        for choose in (one_of(BLOCKS), lambda code, *args: lax.switch(code, BLOCKS, *args)):
+            loss = lambda w, x: run(choose, codes, w, x, shift)  # noqa: B023, E731
+            made.append(jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, x))
+        for a, b in zip(*map(jax.tree.leaves, made), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)
+        assert float(jnp.abs(made[0][1][1]).max()) > 0.01
+
+
+def test_what_waits_holds_no_weights_and_makes_the_same_vjp(data):
+    weights, x, shift = data
+    codes = jnp.asarray((1, 0, 1, 0))
+    shapes = []
+
+    @jax.jit
+    def gradients(weights, x):
+        loss = lambda w, x: run(one_of(BLOCKS[:2]), codes, w, x, shift)  # noqa: E731
+        _, vjp = jax.vjp(loss, weights, x)
+        plan, kept = take_apart(vjp, [weights, x, shift])
+        shapes.extend(k.shape for k in kept)
+        return put_together(plan, [weights, x, shift], kept)(1.0)
+
+    expected = jax.grad(lambda *a: run(one_of(BLOCKS[:2]), codes, *a, shift), (0, 1))(weights, x)
+    for a, b in zip(gradients(weights, x), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert (LAYERS, 3, DIM) in shapes and (LAYERS, DIM, DIM) not in shapes
