@@ -29,7 +29,8 @@ POLICIES: dict[str, tuple[str, ...] | None] = {
 
 # Views of an array, which a backward makes again: kept, they would be copies.
 _VIEWS = frozenset(
-    "slice dynamic_slice squeeze reshape broadcast_in_dim transpose expand_dims copy".split()
+    "slice dynamic_slice squeeze reshape broadcast_in_dim convert_element_type transpose "
+    "expand_dims copy".split()
 )
 
 
@@ -103,13 +104,8 @@ def remat(
 
 def all_but_views(body: Callable) -> Callable:
     """`body` keeping all that autodiff asks for, except what only looks at an array otherwise."""
-    return jax.checkpoint(body, policy=_makes_new, prevent_cse=False)
-
-
-def _makes_new(prim, *inputs, **params) -> bool:
-    if prim.name == "convert_element_type":  # kept is the smaller
-        return params["new_dtype"].itemsize < inputs[0].dtype.itemsize
-    return prim.name not in _VIEWS
+    rule = lambda prim, *_, **__: prim.name not in _VIEWS  # noqa: E731
+    return jax.checkpoint(body, policy=rule, prevent_cse=False)
 
 
 @jax.custom_vjp

@@ -164,6 +164,11 @@ def test_counts_of_a_pipeline_are_of_a_stage():
     assert counts == {"dots", "full", *(f"full*{k},dots" for k in range(1, 8))}
 
 
+def test_auto_sends_no_more_than_matmul_outputs_through_a_pipeline_s_stash():
+    cfg = llama("mesh.pp=4", "mesh.dp=1", "train.global_batch_size=16", "train.unroll=0")
+    assert choose(cfg, 4, 1e15, COUNT)[0].train.remat == "dots"
+
+
 def test_dry_run_says_what_is_kept_and_where(tmp_path):
     console = Console(record=True, quiet=False, width=200)
     overrides = [
