@@ -2,8 +2,8 @@
 
 Needs the CUDA wheels of jax (extra cuda13), no driver: the plugin's compiler takes a description of
 the target. cuDNN attention asks a live device for its compute capability; here it is told. XLA
-computes again, and overlaps less, in programs above a limit: on a device 133.1 GB of an H200's 150 at
-JAX's fraction of 0.92, of a described one three quarters of its memory. Hence 172 GB.
+computes again, and overlaps less, in programs above a limit: on a device 133.1 GB of an H200's 150
+at JAX's fraction of 0.92, of a described one three quarters of its memory. Hence 172 GB.
 """
 
 import importlib.metadata
