@@ -381,7 +381,8 @@ def pipeline_gradients(
     nll = 1 / jnp.maximum(count, 1) / program.parallel.tp  # the loss is made on each tp device
     device = Device(chunks, schedule, {"loss": nll, "aux_loss": jnp.float32(1 / sequences)})
     x, kept, plan = device.probe()
-    nothing = jax.tree.map(jnp.zeros_like, chunks.of_chunk(jnp.int32(0)))
+    # Until its first unit a device holds real weights: zeros as scales of FP8 make NaN.
+    held = lambda chunk: chunks.of_chunk(jnp.int32(chunk))  # noqa: E731
     accum = jnp.dtype(program.cfg.precision.grad_accum)
     zeros = lambda tree: jax.tree.map(lambda w: jnp.zeros(w.shape, accum), tree)  # noqa: E731
     state = {
@@ -391,8 +392,8 @@ def pipeline_gradients(
         "losses": {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)},
         "outer": zeros(chunks.outer),
         "inner": zeros(chunks.inner),
-        **device.holding("f", nothing),
-        **device.holding("b", nothing),
+        **device.holding("f", held(0)),
+        **device.holding("b", held(chunks.layout.v - 1)),
     }
     forward, both, backward = (
         functools.partial(f, plan) for f in (device.forward, device.both, device.backward)
@@ -422,7 +423,7 @@ def pipeline_nll(
         return {"y": y, "nll": state["nll"] + more, **device.holding("f", held)}
 
     x = jax.eval_shape(chunks.embed, chunks.outer, chunks.micro(0))
-    held = device.holding("f", jax.tree.map(jnp.zeros_like, chunks.of_chunk(jnp.int32(0))))
+    held = device.holding("f", chunks.of_chunk(jnp.int32(0)))
     state = {"y": jnp.zeros(x.shape, x.dtype), "nll": jnp.float32(0), **held}
     return device.scan(tick, state, 0, device.schedule.ticks)["nll"]
 

@@ -5,6 +5,7 @@ how they and what is known anyway (weights, facts of a micro-batch) make the sam
 Invariant: `put_together(*take_apart(vjp, known), known)` is `vjp`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,26 +56,26 @@ def one_of(blocks: Sequence[Callable]) -> Callable:
         return lax.switch(code, blocks, carry, weights, facts)
 
     def forward(code, *args):
-        shapes = [jax.eval_shape(lambda *a: linearise(i, *a)[1], *args) for i in range(len(blocks))]  # noqa: B023
+        shapes = [
+            jax.eval_shape(functools.partial(linearise, i), *args)[1] for i in range(len(blocks))
+        ]
+        zeros = lambda shapes: [jnp.zeros(k.shape, k.dtype) for k in shapes]  # noqa: E731
 
-        def branch(i):
-            def run(*args):
-                out, own = linearise(i, *args)
-                zeros = [jax.tree.map(lambda k: jnp.zeros(k.shape, k.dtype), k) for k in shapes]
-                return out, [*zeros[:i], own, *zeros[i + 1 :]]
+        def branch(i, *args):
+            out, own = linearise(i, *args)
+            return out, [own if j == i else zeros(other) for j, other in enumerate(shapes)]
 
-            return run
-
-        out, kept = lax.switch(code, [branch(i) for i in range(len(blocks))], *args)
+        branches = [functools.partial(branch, i) for i in range(len(blocks))]
+        out, kept = lax.switch(code, branches, *args)
         return out, (code, args, kept)
 
     def backward(residuals, d_out):
         code, args, kept = residuals
 
-        def branch(i):
-            return lambda args, kept: put_together(plans[i], jax.tree.leaves(args), kept[i])(d_out)
+        def branch(i, args, kept):
+            return put_together(plans[i], jax.tree.leaves(args), kept[i])(d_out)
 
-        branches = [branch(i) for i in range(len(blocks))]
+        branches = [functools.partial(branch, i) for i in range(len(blocks))]
         return None, *lax.switch(code, branches, args, kept), None
 
     choose.defvjp(forward, backward)

@@ -66,13 +66,15 @@ class Compiled:
     def exposed_in_loops(self) -> list[str]:
         """Collectives in the bodies of loops during which the schedule runs no matmul: 'op type'.
 
-        Synchronous ones count too. A loop body is a computation named as some while's body.
+        Synchronous ones count too.
         """
-        out = []
-        for name in set(re.findall(r"body=%?([\w.\-]+)", self.text)):
-            found = re.search(rf"^%?{re.escape(name)} .*?^}}", self.text, re.M | re.S)
-            out += _exposed(found[0].splitlines()) if found else []
-        return sorted(out)
+        return sorted(line for body in self.loops() for line in _exposed(body.splitlines()))
+
+    def loops(self) -> list[str]:
+        """Bodies of loops: computations named as some while's body."""
+        names = set(re.findall(r"body=%?([\w.\-]+)", self.text))
+        found = (re.search(rf"^%?{re.escape(n)} .*?^}}", self.text, re.M | re.S) for n in names)
+        return [body[0] for body in found if body]
 
     def exposed_outside_loops(self) -> list[str]:
         """The same for the program itself."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.aot.common import compile_step, missing
+from tests.aot.common import Compiled, compile_step, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -49,29 +49,23 @@ def test_one_micro_batch_hides_what_zero_exchanges():
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> str:
+def pipeline() -> Compiled:
     """Of two devices with two chunks each, of 3 and 2 layers, 2 and 1."""
     keys = "model.num_hidden_layers=8", "model.vocab_size=8192", "train.micro_batch_size=1"
     more = "mesh.dp=1", "mesh.pp=2", "mesh.pipeline_layout='Et*3|t*2|t*2|tL'"
-    return compile_step(LLAMA, *keys, *more, "train.global_batch_size=4", "train.remat=dots").text
+    return compile_step(LLAMA, *keys, *more, "train.global_batch_size=4", "train.remat=dots")
 
 
 def test_a_pipeline_copies_no_chunk(pipeline):
     """A device reads weights, and adds to sums, slot by slot: no array of the slots of a chunk is
     made of a stack of all. It takes weights out of the stack under a condition, not in every tick.
     """
-    of_chunk = re.findall(r"^ .*= \(?\w+\[(?:1,)?3,4096,2,14336\].* fusion\(", pipeline, re.M)
-    assert "[6,4096,2,14336]" in pipeline and not of_chunk
+    of_chunk = re.findall(r"^ .*= \(?\w+\[(?:1,)?3,4096,2,14336\].* fusion\(", pipeline.text, re.M)
+    assert "[6,4096,2,14336]" in pipeline.text and not of_chunk
     of_weights = r"= \(?bf16\[(?:1,)?4096,2,14336\].* fusion\(.*dynamic_slice"
-    assert re.search(of_weights, pipeline)
-    assert not [body for body in loops(pipeline) if re.search(of_weights, body)]
+    assert re.search(of_weights, pipeline.text)
+    assert not [body for body in pipeline.loops() if re.search(of_weights, body)]
 
 
 def test_slots_that_only_some_chunks_have_hand_no_weights_from_forward_to_backward(pipeline):
-    assert not re.findall(r"= bf16\[(?:1,)?4096,2,14336\]\S* copy\(%(?!broadcast)", pipeline)
-
-
-def loops(text: str) -> list[str]:
-    """Bodies of while loops."""
-    names = set(re.findall(r"body=%?([\w.\-]+)", text))
-    return [re.search(rf"^%?{re.escape(n)} .*?^}}", text, re.M | re.S)[0] for n in names]
+    assert not re.findall(r"= bf16\[(?:1,)?4096,2,14336\]\S* copy\(%(?!broadcast)", pipeline.text)

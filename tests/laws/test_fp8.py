@@ -42,6 +42,8 @@ def distance(a: dict, b: dict) -> float:
     "recipe, cell, more",
     [
         ("delayed", Cell({"dp": 2, "pp": 2}, 1, 2), ()),
+        # two chunks a device, slots that only some chunks have
+        ("delayed", Cell({"pp": 2}, 1, 2), ("mesh.pipeline_layout='Et*2||t|tL'",)),
         ("delayed", Cell({"tp": 2, "dp": 2}, 3, 3), ()),
         ("delayed", Cell({"tp": 2}, 0, 1), ("mesh.tp_overlap=always",)),
         ("current", Cell({"tp": 2}, 0, 1), ()),
