@@ -24,7 +24,7 @@ from mjax.kernels.mosaic_attention import supports as supports_mosaic
 from mjax.kernels.norm import fork, norm
 from mjax.kernels.norm import reference as normed
 from mjax.models import positions
-from mjax.models.mlp import activate, gated
+from mjax.models.mlp import activate, activated, gated
 from mjax.sharding.collectives import LOCAL
 
 # What --shape gives, and the shapes measured without it.
@@ -198,7 +198,7 @@ def losses(t: int, v: int, d: int) -> Iterator[Work]:
 
 
 def norms(t: int, d: int, heads: int) -> Iterator[Work]:
-    """Norms, RoPE (heads * 128 wide) and SwiGLU; backwards read what they keep."""
+    """Norms, RoPE (heads * 128 wide), SwiGLU, GELU; backwards read what they keep."""
     size, wide = 2.0 * t * d, 2.0 * t * heads * 128
     x, gain, bias = draw((t, d)), draw((d,), 1, "float32"), draw((d,), 2, "float32")
     for kind, inputs in (("rmsnorm", (x, gain, None)), ("layernorm", (x, gain, bias))):
@@ -222,6 +222,14 @@ def norms(t: int, d: int, heads: int) -> Iterator[Work]:
     yield Work("swiglu forward", swiglu, pair, bytes=3 * size)
     yield pulled(swiglu, pair, "swiglu backward", moved=5 * size)
     yield pulled(plain, pair, "reference swiglu backward", moved=5 * size)
+    gelu = functools.partial(activated, name="gelu_tanh")
+    plain = lambda h, bias: activate(h + bias, "gelu_tanh")  # noqa: E731
+    wide = draw((t, d)), draw((d,), 1)
+    ahead = lambda *a: jax.vjp(gelu, *a)[0]  # noqa: E731 - as in training
+    yield Work("bias and gelu forward", ahead, wide, bytes=2 * size)
+    yield Work("reference bias and gelu forward", plain, wide, bytes=2 * size)
+    yield pulled(gelu, wide, "bias and gelu backward", moved=3 * size)
+    yield pulled(plain, wide, "reference bias and gelu backward", moved=3 * size)
 
 
 def matmuls(t: int, d: int, f: int) -> Iterator[Work]:

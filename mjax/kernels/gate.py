@@ -1,9 +1,10 @@
-"""Gate, its backward, and rounding to 8 bits, each in one pass over its tensors on GPUs.
+"""Activation functions, gates and rounding to 8 bits, each in one pass over its tensors on GPUs.
 
 XLA reads a tensor anew for its maximum, for what it rounds it to, and for the transpose that the
-weight's gradient needs. Our kernel, in Pallas' Triton dialect, reads each tensor once: a program
-takes a tile, computes in fp32, writes what leaves, as it lies and turned, and the largest magnitude
-within; the maxima are joined afterwards, without atomics, equal bit for bit each time. Turned tiles
+weight's gradient needs; its GELU takes more time for arithmetic than for memory. Our kernel, in
+Pallas' Triton dialect, reads each tensor once: a program takes a tile, computes in fp32, writes
+what leaves, as it lies and turned, and the largest magnitude within or sums over rows; they are
+joined afterwards, without atomics, equal bit for bit each time. Turned tiles
 of 8 bits move as words of two rows, which the hardware turns. Where the kernel does not pay or fit
 (`supports`) the same functions are plain JAX. Invariant: results are rounded from fp32 to the
 inputs' dtype, and then, where wanted, to 8 bits: saturating, while NaN stays NaN.
@@ -43,7 +44,8 @@ class Tile:
 class Out:
     """A result: `parts` [M, F] side by side. One with a place among the scales is rounded to an
     8-bit dtype, and if it was `computed`, to the inputs' dtype before. `plain` [M, parts * F] and
-    `turned` [parts * F, M]: how it is wanted. `measured`: the maximum is of it."""
+    `turned` [parts * F, M]: how it is wanted. `measured`: the maximum is of it. `summed`: its sums
+    over rows, fp32 [F], leave last, of one part."""
 
     dtype: jnp.dtype
     parts: int = 1
@@ -52,6 +54,7 @@ class Out:
     plain: bool = True
     turned: bool = False
     measured: bool = False
+    summed: bool = False
 
     def of(self, x: jax.Array, scales, saturate: bool = True) -> jax.Array:
         """fp32 x as it leaves. A GPU's conversion to 8 bits saturates by itself."""
@@ -66,8 +69,8 @@ class Out:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over inputs [M, parts * F], one of `parts` for each. `make` takes a sigmoid and the
-    parts of all inputs, fp32, and returns those of each of `outs`."""
+    """One pass over inputs [M, parts * F], `parts` of them in order, or [1, F]. `make` takes a
+    sigmoid and the parts of all inputs, fp32, and returns those of each of `outs`."""
 
     name: str
     make: Callable[..., list[tuple[jax.Array, ...]]]
@@ -82,12 +85,14 @@ class Pass:
     @property
     def tile(self) -> Tile:
         """Fastest on an H200: long rows, if turned long columns too, few values to a thread."""
+        if any(out.summed for out in self.outs):
+            return Tile(32, 256, 8)
         if self.rows == 1:
             return Tile(8, 128, 4)
         return Tile(64, 128, 16 if sum(self.parts) > 1 else 8)
 
     def __call__(self, inputs: list[jax.Array], scales: list[jax.Array]) -> list[jax.Array]:
-        """What is plain, what is turned, and the maximum, fp32, where something is measured."""
+        """What is plain, what is turned, the maximum, fp32, where something is measured, sums."""
         if supports(inputs[0], rows=self.rows):
             return in_tiles(self, self.tile, inputs, scales)
         return at_once(self, inputs, scales)
@@ -101,6 +106,30 @@ def supports(x: jax.Array, name: str = GATES[0], rows: int = 1) -> bool:
 
 
 # ---- what it is for ----------------------------------------------------------------------------
+
+
+def act_forward(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
+    """h [..., F], bias [F] -> act(h + bias)."""
+    make = lambda sigmoid, *parts: [(_product(name, sigmoid, sum(parts), 1.0),)]  # noqa: E731
+    rows = [] if bias is None else [bias[None]]
+    one = Pass("act_forward", make, (1,) * (1 + len(rows)), (Out(h.dtype),))
+    return one([h.reshape(-1, h.shape[-1]), *rows], [])[0].reshape(h.shape)
+
+
+def act_backward(
+    h: jax.Array, bias: jax.Array | None, d: jax.Array, name: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """h, d [..., F], bias [F]; d is the gradient of act(h + bias) -> those of h and of bias."""
+
+    def make(sigmoid, h, d, *bias):
+        return [(_gradients(name, sigmoid, sum(bias, h), 1.0, d)[1],)]
+
+    rows = [] if bias is None else [bias[None]]
+    out = Out(h.dtype, summed=bias is not None)
+    one = Pass("act_backward", make, (1, 1, *(1 for _ in rows)), (out,))
+    flat = [a.reshape(-1, h.shape[-1]) for a in (h, d)]
+    dh, *sums = one([*flat, *rows], [])
+    return dh.reshape(h.shape), sums[0].astype(bias.dtype) if sums else None
 
 
 def gate_backward(h: jax.Array, d: jax.Array, name: str) -> jax.Array:
@@ -175,7 +204,8 @@ def at_once(one: Pass, inputs: list[jax.Array], scales: list[jax.Array]) -> list
     plain = [x for out, x in zip(one.outs, whole, strict=True) if out.plain]
     turned = [x.T for out, x in zip(one.outs, whole, strict=True) if out.turned]
     tops = [jnp.max(jnp.abs(x)) for out, made in pairs for x in made if out.measured]
-    return [*plain, *turned, *([functools.reduce(jnp.maximum, tops)] if tops else [])]
+    sums = [jnp.sum(x, 0) for out, made in pairs for x in made if out.summed]
+    return [*plain, *turned, *([functools.reduce(jnp.maximum, tops)] if tops else []), *sums]
 
 
 def in_tiles(
@@ -197,6 +227,7 @@ def in_tiles(
     shapes += [shape((out.parts * f, m // _ROWS), jnp.int16) for out in turned]
     measured = any(out.measured for out in one.outs)
     shapes += [shape((down * across,), jnp.int32)] * measured
+    shapes += [shape((down, f), jnp.float32) for out in one.outs if out.summed]
     made = pl.pallas_call(
         functools.partial(_kernel, one, tile, m, f, inputs[0].dtype, interpret),
         out_shape=shapes,
@@ -205,12 +236,12 @@ def in_tiles(
         interpret=interpret,
         name=one.name,
     )(jnp.stack([*scales, jnp.float32(1)]), *inputs)
-    first = len(shapes) - len(turned) - measured
-    words = zip(turned, made[first:], strict=False)
+    left = iter(made)
+    plain = [next(left) for out in one.outs if out.plain]
+    words = [(out, next(left)) for out in turned]
     bytes_ = [lax.bitcast_convert_type(x, out.dtype).reshape(-1, m) for out, x in words]
-    tops = made[len(made) - measured :]
-    tops = [lax.bitcast_convert_type(jnp.max(top), jnp.float32) for top in tops]
-    return [*made[:first], *bytes_, *tops]
+    tops = [lax.bitcast_convert_type(jnp.max(next(left)), jnp.float32)] if measured else []
+    return [*plain, *bytes_, *tops, *(jnp.sum(parts, 0) for parts in left)]
 
 
 def _kernel(one: Pass, tile: Tile, m: int, f: int, dtype, interpret: bool, scale_ref, *refs):
@@ -222,6 +253,8 @@ def _kernel(one: Pass, tile: Tile, m: int, f: int, dtype, interpret: bool, scale
     in_refs = [next(left) for _ in one.parts]
     plain_refs = [next(left) if out.plain else None for out in one.outs]
     turned_refs = [next(left) if out.turned else None for out in one.outs]
+    top_ref = next(left) if any(out.measured for out in one.outs) else None
+    sums_ref = next(left, None)
     used = {out.scale for out in one.outs if out.scale is not None}
     scales = {k: scale_ref[k] for k in used}
     across = pl.cdiv(f, tile.columns)
@@ -229,17 +262,20 @@ def _kernel(one: Pass, tile: Tile, m: int, f: int, dtype, interpret: bool, scale
     column = j * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
     row = i * (tile.rows // one.rows) + jnp.arange(tile.rows // one.rows, dtype=jnp.int32)
     ragged = m % tile.rows or f % tile.columns
+    edge, other = (column < f, 0.0) if ragged else (None, None)
     sigmoid, narrow = (lax.logistic, _as) if interpret else (_fast_sigmoid, _fast_as)
-    words, top = {}, 0
+    words, top, total = {}, 0, 0
     for r in range(one.rows):
         own = one.rows * row + r
-        mask = (own < m)[:, None] & (column < f)[None] if ragged else None
+        mask = (own < m)[:, None] & edge[None] if ragged else None
         at = lambda part: (own[:, None], part * f + column[None])  # noqa: E731, B023
-        read = [
-            plt.load(ref.at[at(part)], mask=mask, other=0.0 if ragged else None)
-            for ref, parts in zip(in_refs, one.parts, strict=True)
-            for part in range(parts)
-        ]
+        read = []
+        for ref, parts in zip(in_refs, one.parts, strict=True):
+            vector = ref.shape[0] == 1
+            places = [(0, column)] if vector else [at(part) for part in range(parts)]
+            real = edge if vector else mask
+            values = [plt.load(ref.at[place], mask=real, other=other) for place in places]
+            read += [value[None] for value in values] if vector else values
         made = one.make(sigmoid, *(x.astype(jnp.float32) for x in read))
         for k, (out, values) in enumerate(zip(one.outs, made, strict=True)):
             for part, value in enumerate(values):
@@ -247,18 +283,22 @@ def _kernel(one: Pass, tile: Tile, m: int, f: int, dtype, interpret: bool, scale
                 if out.measured:  # as integers, magnitudes are in order, and NaN is the largest
                     bits = lax.bitcast_convert_type(value, jnp.int32) & 0x7FFFFFFF
                     top = jnp.maximum(top, bits)
+                if out.summed:
+                    total += jnp.sum(jnp.where(mask, value, 0.0) if ragged else value, 0)
                 value = out.of(value, scales, saturate=interpret)
                 if out.plain:
                     plt.store(plain_refs[k].at[at(part)], value, mask=mask)
                 if out.turned:
                     byte = lax.bitcast_convert_type(value, jnp.uint8).astype(jnp.int16)
                     words[k, part] = words.get((k, part), 0) | byte << 8 * r
-    mask = (column < f)[:, None] & (one.rows * row < m)[None] if ragged else None
+    mask = edge[:, None] & (one.rows * row < m)[None] if ragged else None
     for (k, part), word in words.items():
         place = (part * f + column)[:, None], row[None]
         plt.store(turned_refs[k].at[place], word.T, mask=mask)
-    for top_ref in left:
+    if top_ref is not None:
         plt.store(top_ref.at[pl.program_id(0)], jnp.max(top))
+    if sums_ref is not None:
+        plt.store(sums_ref.at[i, column], total, mask=edge)
 
 
 def _as(dtype, x: jax.Array) -> jax.Array:

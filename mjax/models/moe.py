@@ -15,7 +15,7 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.context import Context
-from mjax.models.mlp import activate, gated, up_names
+from mjax.models.mlp import activated, gated, up_names
 from mjax.models.params import ParamSpec, declare, normal
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.expert import from_experts, to_experts
@@ -97,7 +97,7 @@ def _hidden(x: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:
     h = jnp.tensordot(x, up, 1)
     if cfg.mlp_gated:
         return gated(h, cfg.hidden_act)
-    return activate(h, cfg.hidden_act)
+    return activated(h, None, cfg.hidden_act)
 
 
 def reference(

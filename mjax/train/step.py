@@ -25,7 +25,7 @@ from mjax.kernels.quantize import (
     weight_amax,
 )
 from mjax.models.context import Context, Tokens
-from mjax.models.linear import apart, together, weights_of, with_weights
+from mjax.models.linear import apart, filled, together, weights_of, with_weights
 from mjax.models.params import Definition
 from mjax.models.pattern import STACKS
 from mjax.models.remat import offloaded
@@ -114,11 +114,12 @@ class Program:
         """ZeRO-2: gradients accumulate in the stored layout."""
         return self.cfg.mesh.zero == 2 and self.stored != self.partitions
 
-    def by_layer(self, micro_batches: int) -> bool:
+    @property
+    def by_layer(self) -> bool:
         """Whether unrolled layers have matmul weights, and sums of their gradients, `apart`: then a
-        matmul adds to its sum by itself."""
-        stacked = self.layout is not None or self.unroll or self.layerwise or self.early
-        return micro_batches > 1 and not stacked
+        matmul adds to its sum by itself, and gradients are copied into a stack as they come."""
+        cut = self.early or self.layerwise and not self.hides
+        return not (self.layout is not None or self.unroll or cut)
 
     def products(self, tree: dict) -> dict:
         """Leaves of `tree` that matmuls read as they are: {stack: {name: leaf}}. Of kv weights that
@@ -231,10 +232,11 @@ def gradients(
     accum = jnp.dtype(cfg.precision.grad_accum)
     hides = program.hides and n == 1 and program.stored != program.partitions
     program = replace(program, hides=hides)
-    by_layer = program.by_layer(n)
+    by_layer, adds = program.by_layer, program.by_layer and n > 1
     weights, scales = program.weights(state["params"], by_layer), program.scales(state, count)
-    rounded = program.rounded(state["params"], scales, by_layer)
-    if by_layer:
+    turns = by_layer and not program.layerwise  # once a step: bits that no layer gathers
+    rounded = program.rounded(state["params"], scales, turns)
+    if turns:
         rounded = flip_weights(rounded, program.products(program.definition.specs))
 
     def share(weights, scales, sums, micro):
@@ -247,7 +249,7 @@ def gradients(
     value_and_grad = jax.value_and_grad(share, (0, 1, 2), has_aux=True)
 
     def body(carry, micro):
-        sums = program.products(carry[1]) if by_layer else {}
+        sums = program.products(carry[1]) if adds else {}
         (_, losses), (grads, seen, sums) = value_and_grad(weights, scales, sums, micro)
         if program.early:
             grads = program.scatter(grads)
@@ -272,7 +274,7 @@ def gradients(
         (losses, grads, seen), _ = jax.lax.scan(body, zero, micro_batches)
     if program.stored != program.partitions and not (program.early and n > 1):
         grads = program.scatter(grads)
-    grads = cast(stacked_once(grads) if by_layer else grads, accum)
+    grads = cast(stacked_once(grads) if adds else grads, accum)
     with jax.named_scope("reduce"):
         grads = reduce_gradients(grads, program.stored, par)
         norm = global_norm(grads, program.stored, par)
@@ -283,8 +285,11 @@ def gradients(
 def stacked_once(grads: dict) -> dict:
     """Unrolled layers leave a gradient each. Stacked wherever they are read, they would split the
     update of a stack into three kernels, for the masters and each moment, that all read them."""
-    fence = lambda g: jax.lax.optimization_barrier(g)  # noqa: E731
-    return {k: jax.tree.map(fence, together(g)) if k in STACKS else g for k, g in grads.items()}
+    is_tuple = lambda g: isinstance(g, tuple)  # noqa: E731
+    one = lambda g: jax.lax.optimization_barrier(filled(g) if is_tuple(g) else g)  # noqa: E731
+    return {
+        k: jax.tree.map(one, g, is_leaf=is_tuple) if k in STACKS else g for k, g in grads.items()
+    }
 
 
 def evaluate(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:

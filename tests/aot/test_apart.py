@@ -48,6 +48,16 @@ def test_one_micro_batch_hides_what_zero_exchanges():
     assert sum(op == "all-gather" and n >= 2**22 for op, n in sizes) <= 2
 
 
+def test_one_micro_batch_stacks_gradients_beside_other_work():
+    """Each layer's is copied into its place; no kernel puts a stack together in the end."""
+    keys = "model.num_hidden_layers=5", "train.remat=none", "mesh.dp=1"
+    more = "train.global_batch_size=8", "train.micro_batch_size=8"
+    made = compile_step("configs/models/gpt2_124m.yaml", *keys, *more)
+    copied = re.findall(r"fusion-start\(.*dynamic_update_slice", made.text)
+    assert len(copied) >= 5 * 5
+    assert not re.findall(r"= bf16\[5,768,3072\]\S* (?:fusion|concatenate)\(", made.text)
+
+
 @pytest.fixture(scope="module")
 def pipeline() -> Compiled:
     """Of two devices with two chunks each, of 3 and 2 layers, 2 and 1."""

@@ -21,11 +21,21 @@ def compiled(monkeypatch, *more: str) -> str:
 
 
 def calls(text: str) -> Counter:
-    return Counter(re.findall(r'name = "(gate_\w+|quantise)"', text))
+    return Counter(re.findall(r'name = "((?:act|gate)_\w+|quantise)"', text))
 
 
 def test_bf16_has_one_call_a_gate(monkeypatch):
     assert calls(compiled(monkeypatch)) == {"gate_backward": 1}
+
+
+def test_gelu_has_a_call_each_way_and_keeps_its_input_alone(monkeypatch):
+    """And of the bias's gradient sums over tiles leave the kernel, not what they are sums of."""
+    monkeypatch.setattr(gate, "on_gpu", lambda: True)
+    keys = "model.num_hidden_layers=2", "mesh.dp=1", "train.remat=none"
+    more = "train.micro_batch_size=8", "train.global_batch_size=8"
+    text = compile_step("configs/models/gpt2_124m.yaml", *keys, *more).text
+    assert calls(text) == {"act_forward": 2, "act_backward": 2}
+    assert not re.findall(r"= bf16\[8,1024,3072\]\S* fusion\(", text)
 
 
 def test_fp8_products_of_a_block_read_what_kernels_wrote(monkeypatch):

@@ -20,6 +20,7 @@ ONE = [
 ]
 CASES = [
     ("dense", Cell({}, 0, 3), []),
+    ("biases", Cell({"tp": 2}, 0, 1), ["train.remat=none"]),
     ("dense", Cell({"dp": 2, "tp": 2}, 1, 3), ["train.remat=full*1,dots"]),
     ("dense", Cell({"cp": 2, "tp": 2}, 1, 3), []),
     ("dense", Cell({"dp": 2, "tp": 2}, 1, 3), ["mesh.tp_overlap=always"]),

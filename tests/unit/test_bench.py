@@ -210,7 +210,7 @@ def test_baseline_that_cannot_be_read_is_refused(tmp_path):
         ("attention", (1, 32, 4, 2, 8, 2), 2 * 1 * 4 * 32 * 32 / 2 * 8, 4),
         ("loss", (40, 200, 8), 6 * 40 * 256 * 8, 3),
         ("matmul", (32, 8, 16), 2 * 32 * 8 * 16, 3),
-        ("norm", (64, 8, 1), None, 13),
+        ("norm", (64, 8, 1), None, 17),
     ],
 )
 def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):

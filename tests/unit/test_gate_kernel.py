@@ -11,7 +11,7 @@ import pytest
 from mjax.kernels import gate, mlp8
 from mjax.kernels import quantize as q
 from mjax.kernels.gate import E4M3, E5M2, Tile
-from mjax.models.mlp import activate, gated
+from mjax.models.mlp import activate, activated, gated
 from mjax.prove import Cell, deviation, make_trainer, measure
 
 # Sizes that fill no tile, that fill some, that are odd.
@@ -21,7 +21,10 @@ CASES = [
     ((50, 72), Tile(64, 64, 4)),
     ((34, 17), Tile(8, 8, 1)),
 ]
+OTHERS = [("gelu", 0), ("relu2", 0)]  # activations that the kernel does not know
 PASSES = {
+    "act_forward": lambda h, d, s: [gate.act_forward(h, 8 * h[0] / s, "gelu_tanh")],
+    "act_backward": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "silu")),
     "backward": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
     "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
     "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
@@ -93,6 +96,27 @@ def test_gradients_are_those_of_fp64(name):
     # half a step of 2 or of 3 bits, or of the smallest normal number
     np.testing.assert_allclose(exact(got8) / 64, want.reshape(32, -1), 2**-3 + 1e-5, 2**-17)
     np.testing.assert_allclose(exact(a8).T / 4, a, 2**-4 + 1e-5, 2**-12)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name, kernel", [(a, k) for a in gate.GATES for k in (0, 1)] + OTHERS)
+def test_activations_gradients_are_those_of_fp64_and_keep_their_input_alone(
+    monkeypatch, name, kernel, biased
+):
+    h, d = (a.reshape(2, 16, 48) for a in (draw(32, 24, "float32")[0], draw(32, 48, "float32")[1]))
+    bias = jax.random.normal(jax.random.key(5), (48,)) if biased else None
+    operands = (h, bias) if biased else (h,)
+    with jax.enable_x64(True):
+        plain = lambda h, bias=0.0: activate(h + bias, name)  # noqa: E731
+        want, pull = jax.vjp(plain, *(a.astype(float) for a in operands))
+        want = [np.asarray(a) for a in (want, *pull(d.astype(float)))]
+    used = by_kernel(monkeypatch, Tile(8, 16, 4)) if kernel else []
+    got, pull = jax.vjp(lambda h, bias=None: activated(h, bias, name), *operands)
+    kept = [a.size for a in jax.tree.leaves(pull)]
+    for a, e in zip((got, *pull(d)), want, strict=True):
+        np.testing.assert_allclose(exact(a), e, rtol=1e-5, atol=2e-6 * np.abs(e).max())
+    assert used == (["act_forward", "act_backward"] if kernel else [])
+    assert sorted(kept) == sorted(a.size for a in operands)
 
 
 @pytest.mark.parametrize("kernel", [False, True])
