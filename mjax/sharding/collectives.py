@@ -74,6 +74,16 @@ class Parallel:
         shape = *x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]
         return jnp.sum(parts.reshape(shape), dim, dtype=dtype)
 
+    def spread(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
+        """`gather` as an all-to-all of the shard's copies. GPUs can do that without taking
+        multiprocessors from matmuls (`sharding/xla_options.py`), a gather they cannot."""
+        axes = self._live_in_order(axes)
+        if not axes:
+            return x
+        copies = jnp.broadcast_to(x, (self.size(*axes), *x.shape))
+        parts = jnp.moveaxis(lax.all_to_all(copies, axes, 0, 0, tiled=True), 0, dim)
+        return parts.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
     def shard(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
         """This device's shard of `dim` of a value that is equal on all devices of `axes`."""
         for axis in self._live_in_order(axes):
@@ -125,16 +135,25 @@ def shard_weights(weights: dict, have: dict, want: dict, parallel: Parallel) -> 
     return _cut(parallel.shard, weights, have, want, parallel)
 
 
-def gather_weights(weights: dict, have: dict, want: dict, specs: dict, parallel: Parallel) -> dict:
+def gather_weights(
+    weights: dict,
+    have: dict,
+    want: dict,
+    specs: dict,
+    parallel: Parallel,
+    gather: Callable | None = None,
+) -> dict:
     """All-gather weights from partition `have` to `want`, which cuts some dimensions less.
 
-    `specs`: their declarations (global shapes), by which padding is cut off.
+    `specs`: their declarations (global shapes), by which padding is cut off. `gather`: another way
+    than `parallel.gather`.
     """
+    gather = gather or parallel.gather
 
     def leaf(fine, coarse, spec, x):
         for dim, axes in extra_axes(coarse, fine):
             length = spec.shape[dim] // parallel.size(*mesh_axes((coarse[dim],)))
-            whole = lambda a, d: parallel.gather(a, axes, d)  # noqa: B023, E731
+            whole = lambda a, d: gather(a, axes, d)  # noqa: B023, E731
             cut = lambda a, d: lax.slice_in_dim(whole(a, d), 0, length, axis=d)  # noqa: B023, E731
             x = _each(cut, x, dim, fine)
         return x
@@ -145,13 +164,17 @@ def gather_weights(weights: dict, have: dict, want: dict, specs: dict, parallel:
 def whole_layers(
     weights: dict, have: dict, want: dict, specs: dict, parallel: Parallel, dtype: jnp.dtype
 ) -> dict:
-    """`gather_weights` of weights rounded to `dtype`; gradients, by `scatter_gradients`, are summed
-    in fp32 and have the dtypes of `weights`."""
+    """`gather_weights` of weights rounded to `dtype`, by copies among a few devices; gradients, by
+    `scatter_gradients`, are summed in fp32 and have the dtypes of `weights`."""
+
+    def gather(x, axes, dim):
+        few = parallel.size(*axes) <= _FEW
+        return (parallel.spread if few else parallel.gather)(x, axes, dim)
 
     @jax.custom_vjp
     def whole(weights):
         low = jax.tree.map(lambda w: w.astype(dtype), weights)
-        return gather_weights(low, have, want, specs, parallel)
+        return gather_weights(low, have, want, specs, parallel, gather)
 
     def backward(_, grads):
         sums = scatter_gradients(grads, want, have, parallel, jnp.dtype(jnp.float32))
