@@ -232,7 +232,7 @@ def gradients(
     accum = jnp.dtype(cfg.precision.grad_accum)
     hides = program.hides and n == 1 and program.stored != program.partitions
     program = replace(program, hides=hides)
-    by_layer, adds = program.by_layer, program.by_layer and n > 1
+    by_layer = program.by_layer
     weights, scales = program.weights(state["params"], by_layer), program.scales(state, count)
     turns = by_layer and not program.layerwise  # once a step: bits that no layer gathers
     rounded = program.rounded(state["params"], scales, turns)
@@ -249,7 +249,7 @@ def gradients(
     value_and_grad = jax.value_and_grad(share, (0, 1, 2), has_aux=True)
 
     def body(carry, micro):
-        sums = program.products(carry[1]) if adds else {}
+        sums = program.products(carry[1]) if by_layer else {}
         (_, losses), (grads, seen, sums) = value_and_grad(weights, scales, sums, micro)
         if program.early:
             grads = program.scatter(grads)
@@ -265,7 +265,6 @@ def gradients(
     elif n == 1:
         one = jax.tree.map(lambda a: a[0], micro_batches)
         (_, losses), (grads, seen, _) = value_and_grad(weights, scales, {}, one)
-        grads = stacked_once(grads)
     else:
         shapes = state["params"] if program.early else weights
         none = {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)}
@@ -274,7 +273,7 @@ def gradients(
         (losses, grads, seen), _ = jax.lax.scan(body, zero, micro_batches)
     if program.stored != program.partitions and not (program.early and n > 1):
         grads = program.scatter(grads)
-    grads = cast(stacked_once(grads) if adds else grads, accum)
+    grads = cast(stacked_once(grads) if by_layer or n == 1 else grads, accum)
     with jax.named_scope("reduce"):
         grads = reduce_gradients(grads, program.stored, par)
         norm = global_norm(grads, program.stored, par)
