@@ -19,6 +19,7 @@ from mjax.config.mesh_rules import AXES
 
 BATCH_AXES = ("dp", "ep")
 _FEW = 8  # devices: those of a host, as a rule
+_LITTLE = 2**20  # elements: vectors of all layers, whose sums XLA exchanges together
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,13 @@ def scatter_gradients(
 ) -> dict:
     """Reduce-scatter gradients from partition `have` to `want`, which cuts some dimensions more,
     summed in `dtype`. Shards travel in the dtype that gradients have, for as long as a device can
-    send one to each of the others.
+    send one to each of the others; little arrays in `dtype`, which XLA sends in one exchange.
 
     A dimension that the axes do not divide is padded with zeros at its end.
     """
 
     def reduce(x, axes, dim):
-        if x.dtype == dtype or parallel.size(*axes) > _FEW:
+        if x.dtype == dtype or x.size < _LITTLE or parallel.size(*axes) > _FEW:
             return parallel.scatter(x.astype(dtype), axes, dim)
         return parallel.exchange(x, axes, dim, dtype)
 

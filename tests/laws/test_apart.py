@@ -31,6 +31,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_array_is_little(monkeypatch):
+    """Or those of so small a model would go the way of vectors."""
+    monkeypatch.setattr("mjax.sharding.collectives._LITTLE", 0)
+
+
 @functools.cache
 def looped(feature: str) -> tuple[float, dict]:
     return first_step(feature, Cell())

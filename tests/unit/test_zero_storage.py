@@ -57,8 +57,9 @@ def test_what_divides_is_not_padded_and_what_is_small_stays_whole():
 
 
 @pytest.mark.parametrize("axes, dim", [(("dp",), 0), (("dp", "cp"), 1), (("ep", "cp"), 0)])
-def test_gradients_that_travel_in_bf16_are_summed_in_fp32(axes, dim):
-    """Equal to a reduce-scatter in fp32, over several axes in its order of shards too."""
+def test_all_to_alls_gather_and_sum_as_the_others_do(axes, dim):
+    """A gather's shards lie where `gather` has them. Gradients that travel in bf16 are summed in
+    fp32, equal to a reduce-scatter in fp32, over several axes in its order of shards too."""
     sizes = dict(dp=2, ep=2, cp=2)
     parallel = Parallel(**sizes)
     devices = np.array(jax.devices()[:8]).reshape(1, 2, 2, 2, 1)
@@ -68,13 +69,15 @@ def test_gradients_that_travel_in_bf16_are_summed_in_fp32(axes, dim):
         x = x[0, 0, 0]
         exact = parallel.scatter(x.astype(jnp.float32), axes, dim)
         made = parallel.exchange(x, axes, dim, jnp.dtype(jnp.float32))
-        return [a[None, None, None] for a in (made, exact)]
+        whole, spread = parallel.gather(x, axes, dim), parallel.spread(x, axes, dim)
+        return [a[None, None, None] for a in (made, exact, whole, spread)]
 
     spec = P("dp", "ep", "cp")
     mapped = jax.shard_map(
         both, mesh=Mesh(devices, AXES), in_specs=spec, out_specs=spec, check_vma=False
     )
-    made, exact = jax.jit(mapped)(x)
+    made, exact, whole, spread = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(spread, whole)
     assert made.dtype == jnp.float32 and made.shape == exact.shape
     np.testing.assert_allclose(made, exact, rtol=1e-6, atol=1e-6)
 
