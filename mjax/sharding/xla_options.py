@@ -35,7 +35,8 @@ PREFETCH = (
     ("xla_gpu_experimental_collective_start_as_early_as_possible", True),
     ("xla_gpu_experimental_parallel_collective_overlap_limit", 8),
 )
-# all_to_all likewise: beside matmuls NCCL's kernels cost more than they hide.
+# all_to_all likewise: beside matmuls NCCL's kernels cost more than they hide. ZeRO's gathers that
+# hide are all_to_alls too (`Parallel.spread`).
 EXCHANGES = (("xla_gpu_use_memcpy_local_p2p", True),)
 # XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed.
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
