@@ -7,6 +7,7 @@ import pytest
 from mjax.bench.train import random_batch
 from mjax.config import load
 from mjax.sharding.mesh import make_mesh
+from mjax.sharding.xla_options import hides
 from mjax.train import Trainer
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -25,9 +26,9 @@ SMALL = [
 ]
 
 
-def trainer(*overrides):
+def trainer(*overrides, gpus=1):
     cfg = load(None, [*SMALL, *overrides])
-    made = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    made = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:gpus]))
     made.init()
     return made
 
@@ -56,3 +57,26 @@ def test_loss_falls_and_repeats():
         runs.append([float(made.step(batch)["loss"]) for _ in range(10)])
     assert runs[0][-1] < runs[0][0] - 0.5
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-3)
+
+
+PLAIN = "norm=layernorm mlp_gated=false hidden_act=gelu_tanh mlp_bias=true attention_bias=true"
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("kind", ["", PLAIN], ids=["llama", "gpt"])
+def test_exchanges_by_copies_give_one_gpus_numbers(kind):
+    """Of one micro-batch: weights are gathered, gradients summed, layer by layer under matmuls."""
+    wide = "model.hidden_size=1024", "model.num_attention_heads=8", "train.remat=none"
+    keys = *wide, *(f"model.{key}" for key in kind.split())
+    alone = trainer(*keys, "train.micro_batch_size=4")
+    two = trainer(*keys, "mesh.dp=2", "mesh.zero=1", gpus=2)
+    assert hides(two.cfg, jax.devices()[:2], two._unroll())
+    batch = random_batch(alone.cfg)
+    (loss, norm, grads), (loss2, norm2, grads2) = alone.grads(batch), two.grads(batch)
+    assert abs(float(loss2) - float(loss)) < 1e-3 * float(loss)
+    assert abs(float(norm2) - float(norm)) < 1e-2 * float(norm)
+    for a, b in zip(jax.tree.leaves(grads2), jax.tree.leaves(grads), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+    curves = [[float(t.step(batch)["loss"]) for _ in range(3)] for t in (alone, two)]
+    np.testing.assert_allclose(*curves, rtol=1e-2)
