@@ -224,12 +224,12 @@ def norms(t: int, d: int, heads: int) -> Iterator[Work]:
     yield pulled(plain, pair, "reference swiglu backward", moved=5 * size)
     gelu = functools.partial(activated, name="gelu_tanh")
     plain = lambda h, bias: activate(h + bias, "gelu_tanh")  # noqa: E731
-    wide = draw((t, d)), draw((d,), 1)
+    biased = draw((t, d)), draw((d,), 1)
     ahead = lambda *a: jax.vjp(gelu, *a)[0]  # noqa: E731 - as in training
-    yield Work("bias and gelu forward", ahead, wide, bytes=2 * size)
-    yield Work("reference bias and gelu forward", plain, wide, bytes=2 * size)
-    yield pulled(gelu, wide, "bias and gelu backward", moved=3 * size)
-    yield pulled(plain, wide, "reference bias and gelu backward", moved=3 * size)
+    yield Work("bias and gelu forward", ahead, biased, bytes=2 * size)
+    yield Work("reference bias and gelu forward", plain, biased, bytes=2 * size)
+    yield pulled(gelu, biased, "bias and gelu backward", moved=3 * size)
+    yield pulled(plain, biased, "reference bias and gelu backward", moved=3 * size)
 
 
 def matmuls(t: int, d: int, f: int) -> Iterator[Work]:

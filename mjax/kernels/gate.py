@@ -4,10 +4,10 @@ XLA reads a tensor anew for its maximum, for what it rounds it to, and for the t
 weight's gradient needs; its GELU takes more time for arithmetic than for memory. Our kernel, in
 Pallas' Triton dialect, reads each tensor once: a program takes a tile, computes in fp32, writes
 what leaves, as it lies and turned, and the largest magnitude within or sums over rows; they are
-joined afterwards, without atomics, equal bit for bit each time. Turned tiles
-of 8 bits move as words of two rows, which the hardware turns. Where the kernel does not pay or fit
-(`supports`) the same functions are plain JAX. Invariant: results are rounded from fp32 to the
-inputs' dtype, and then, where wanted, to 8 bits: saturating, while NaN stays NaN.
+joined afterwards, without atomics, equal bit for bit each time. Turned tiles of 8 bits move as
+words of two rows, which the hardware turns. Where the kernel does not pay or fit (`supports`) the
+same functions are plain JAX. Invariant: results are rounded from fp32 to the inputs' dtype, and
+then, where wanted, to 8 bits: saturating, while NaN stays NaN.
 
 jax 0.11 calls Pallas' Triton deprecated; 0.12 has it. Mosaic or jax-triton are where to go.
 """
@@ -111,9 +111,9 @@ def supports(x: jax.Array, name: str = GATES[0], rows: int = 1) -> bool:
 def act_forward(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
     """h [..., F], bias [F] -> act(h + bias)."""
     make = lambda sigmoid, *parts: [(_product(name, sigmoid, sum(parts), 1.0),)]  # noqa: E731
-    rows = [] if bias is None else [bias[None]]
-    one = Pass("act_forward", make, (1,) * (1 + len(rows)), (Out(h.dtype),))
-    return one([h.reshape(-1, h.shape[-1]), *rows], [])[0].reshape(h.shape)
+    inputs = _rows(h, bias)
+    one = Pass("act_forward", make, (1,) * len(inputs), (Out(h.dtype),))
+    return one(inputs, [])[0].reshape(h.shape)
 
 
 def act_backward(
@@ -124,11 +124,9 @@ def act_backward(
     def make(sigmoid, h, d, *bias):
         return [(_gradients(name, sigmoid, sum(bias, h), 1.0, d)[1],)]
 
-    rows = [] if bias is None else [bias[None]]
-    out = Out(h.dtype, summed=bias is not None)
-    one = Pass("act_backward", make, (1, 1, *(1 for _ in rows)), (out,))
-    flat = [a.reshape(-1, h.shape[-1]) for a in (h, d)]
-    dh, *sums = one([*flat, *rows], [])
+    inputs, out = _rows(h, d, bias), Out(h.dtype, summed=bias is not None)
+    one = Pass("act_backward", make, (1,) * len(inputs), (out,))
+    dh, *sums = one(inputs, [])
     return dh.reshape(h.shape), sums[0].astype(bias.dtype) if sums else None
 
 
@@ -168,6 +166,11 @@ def quantise(
     """x [M, K] in 8 bits -> [[M, K] if `plain`, [K, M] if `turned`, the maximum]."""
     out = Out(dtype, scale=0, plain=plain, turned=turned, measured=True)
     return Pass("quantise", lambda sigmoid, x: [(x,)], (1,), (out,))([x], [scale])
+
+
+def _rows(*arrays: jax.Array | None) -> list[jax.Array]:
+    """[..., F] each -> [M, F], those that there are."""
+    return [a.reshape(-1, a.shape[-1]) for a in arrays if a is not None]
 
 
 def _inner(name, x):
@@ -271,7 +274,7 @@ def _kernel(one: Pass, tile: Tile, m: int, f: int, dtype, interpret: bool, scale
         at = lambda part: (own[:, None], part * f + column[None])  # noqa: E731, B023
         read = []
         for ref, parts in zip(in_refs, one.parts, strict=True):
-            vector = ref.shape[0] == 1
+            vector = ref.shape[0] < m
             places = [(0, column)] if vector else [at(part) for part in range(parts)]
             real = edge if vector else mask
             values = [plt.load(ref.at[place], mask=real, other=other) for place in places]

@@ -60,10 +60,10 @@ def apart(leaves: dict[str, dict]) -> dict[str, dict]:
     return jax.tree.map(lambda a: tuple(a[i] for i in range(a.shape[0])), leaves)
 
 
-def together(tree: dict) -> dict:
-    """A tree in which tuples stand for stacks, stacked."""
+def together(tree: dict, stack: Callable = jnp.stack) -> dict:
+    """A tree in which tuples stand for stacks, stacked by `stack`."""
     is_tuple = lambda a: isinstance(a, tuple)  # noqa: E731
-    return jax.tree.map(lambda a: jnp.stack(a) if is_tuple(a) else a, tree, is_leaf=is_tuple)
+    return jax.tree.map(lambda a: stack(a) if is_tuple(a) else a, tree, is_leaf=is_tuple)
 
 
 def filled(layers: tuple[jax.Array, ...]) -> jax.Array:

@@ -19,7 +19,7 @@ from mjax.config.mesh_rules import AXES
 
 BATCH_AXES = ("dp", "ep")
 _FEW = 8  # devices: those of a host, as a rule
-_LITTLE = 2**20  # elements: vectors of all layers, whose sums XLA exchanges together
+_LITTLE = 2**20  # elements: of vectors of all layers, whose sums XLA exchanges together
 
 
 @dataclass(frozen=True)

@@ -284,11 +284,9 @@ def gradients(
 def stacked_once(grads: dict) -> dict:
     """Unrolled layers leave a gradient each. Stacked wherever they are read, they would split the
     update of a stack into three kernels, for the masters and each moment, that all read them."""
-    is_tuple = lambda g: isinstance(g, tuple)  # noqa: E731
-    one = lambda g: jax.lax.optimization_barrier(filled(g) if is_tuple(g) else g)  # noqa: E731
-    return {
-        k: jax.tree.map(one, g, is_leaf=is_tuple) if k in STACKS else g for k, g in grads.items()
-    }
+    fence = lambda g: jax.lax.optimization_barrier(g)  # noqa: E731
+    whole = {name: together(g, filled) for name, g in grads.items() if name in STACKS}
+    return grads | jax.tree.map(fence, whole)
 
 
 def evaluate(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:

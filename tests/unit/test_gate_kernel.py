@@ -80,6 +80,19 @@ def test_kernel_is_plain_jax(monkeypatch, size, tile, name):
         np.testing.assert_allclose(a, e, rtol=0.26 if want[0].dtype.itemsize == 1 else 1e-2)
 
 
+def test_one_row_is_no_vector_of_all_rows(monkeypatch):
+    h, d = draw(1, 40)
+    want = (
+        *gate.act_backward(d, d[0], d, "silu"),
+        gate.gate_backward(h.reshape(1, 2, 40), d, "silu"),
+    )
+    used = by_kernel(monkeypatch, Tile(4, 16, 4))
+    got = *gate.act_backward(d, d[0], d, "silu"), gate.gate_backward(h.reshape(1, 2, 40), d, "silu")
+    assert used == ["act_backward", "gate_backward"]
+    for a, e in zip(got, want, strict=True):
+        np.testing.assert_allclose(exact(a), exact(e), rtol=1e-2)
+
+
 @pytest.mark.parametrize("name", gate.GATES)
 def test_gradients_are_those_of_fp64(name):
     h, d = draw(32, 48, "float32")
