@@ -301,14 +301,14 @@ class Device:
         aux = jnp.where(row["f_on"] == 1, aux, 0) * self.scale["aux_loss"]
         losses = _add(state["losses"], {"loss": value, "aux_loss": aux})
         d = jnp.where(last, d, state["d"])
-        y = lax.ppermute(self.after(y, value), "pp", self.ring)
+        y = lax.ppermute(y, "pp", self.ring)
         out = {"y": y, "d": d, "stash": stash, "losses": losses, "outer": outer}
         return {**state, **out, **self.holding("f", held)}
 
     def backward(self, plan: Plan, row: dict, state: dict) -> dict:
         held = self.held(row, "b", state)
         micro, rows, facts = self.inputs(row, "b", held)
-        kept = [self.after(_at(b, row["b_slot"]), state["d"]) for b in state["stash"]]
+        kept = [_at(b, row["b_slot"]) for b in state["stash"]]
         vjp = put_together(plan, jax.tree.leaves((rows, facts)), kept)
         d_rows, d_x = vjp((state["d"], self.scale["aux_loss"]))
         chunk, on = row["b_chunk"], row["b_on"] == 1
@@ -335,24 +335,13 @@ class Device:
         first, _ = self.ends(row, "b")
         outer = lax.cond(first, embedding, lambda g: g, state["outer"])
         inner = {name: stack(total, d_weights[name]) for name, total in state["inner"].items()}
-        d_x = self.after(d_x, *jax.tree.leaves(outer)[:1])
         d = lax.ppermute(d_x, "pp", [(b, a) for a, b in self.ring])
         return {**state, "d": d, "outer": outer, "inner": inner, **self.holding("b", held)}
-
-    def after(self, x: jax.Array, *before: jax.Array) -> jax.Array:
-        """`x`; its collectives shall start after those that made `before`.
-
-        GPUs follow the program's one schedule. XLA's CPU runtime may start independent collectives
-        in another order on each device, which never ends, so there `x` is made to depend on them.
-        """
-        if self.chunks.program.one_schedule or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return x + sum(jnp.ravel(b)[0].astype(x.dtype) * 0 for b in before)
 
     def both(self, plan: Plan, row: dict, state: dict) -> dict:
         """One unit backward and one forward, independent of each other."""
         state = self.backward(plan, row, state)
-        return self.forward(plan, row, {**state, "y": self.after(state["y"], state["d"])})
+        return self.forward(plan, row, state)
 
     def scan(self, tick: Callable, state: dict, first: int, last: int) -> dict:
         """`tick(row, state)` over ticks [first, last)."""
@@ -419,7 +408,7 @@ def pipeline_nll(
         y, _ = chunks.apply(rows, facts, device.enter(row, micro, state["y"]))
         nll = lambda: chunks.nll(chunks.outer, y, micro)  # noqa: E731
         more = lax.cond(device.ends(row, "f")[1], nll, lambda: jnp.float32(0))
-        y = lax.ppermute(device.after(y, more), "pp", device.ring)
+        y = lax.ppermute(y, "pp", device.ring)
         return {"y": y, "nll": state["nll"] + more, **device.holding("f", held)}
 
     x = jax.eval_shape(chunks.embed, chunks.outer, chunks.micro(0))

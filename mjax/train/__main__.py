@@ -24,8 +24,6 @@ def main() -> int:
     group.add_argument("--process-id", type=int, metavar="I", help="0 to N-1")
     args, cfg = config_from_args(parser)
 
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        os.environ.setdefault("NPROC", "1")  # with many CPU threads pipelines abort in a rendezvous
     import jax  # after the config: its mistakes should show at once
 
     from mjax.sharding.mesh import start_processes

@@ -63,7 +63,6 @@ class Program:
     layout: Layout | None = None  # of the pipeline
     overlap_rows: int | None = None  # tokens in a tp shard that is exchanged piecewise
     unroll: int = 1  # layer groups in an iteration of a layer loop; 0: all
-    one_schedule: bool = True  # every device starts collectives in program order (GPUs do)
     hides: bool = False  # exchanges of layers run under others' matmuls (sharding/xla_options.py)
 
     def context(

@@ -41,6 +41,7 @@ from mjax.sharding.collectives import Parallel, gather_weights, shard_weights
 from mjax.sharding.context import zigzag
 from mjax.sharding.memory import unrolls
 from mjax.sharding.mesh import global_array, local_part, make_mesh, parallel_of
+from mjax.sharding.ordered import in_program_order
 from mjax.sharding.rules import (
     Padding,
     batch_partition,
@@ -229,7 +230,6 @@ class Trainer:
                 overlap_rows=rows,
                 unroll=unroll,
                 hides=under,
-                one_schedule=self.mesh.devices.flat[0].platform != "cpu",
                 layout=self.layout,
             )
             batch, state = self._batch_partitions(), self._state_partitions()
@@ -240,8 +240,11 @@ class Trainer:
                 "grads": (steps.gradients, inputs, gradients),
                 "eval": (steps.evaluate, inputs, P()),
             }[kind]
+            body = functools.partial(body, program)
+            if devices[0].platform == "cpu":
+                body = in_program_order(body)
             mapped = jax.shard_map(
-                functools.partial(body, program),
+                body,
                 mesh=self.mesh,
                 in_specs=inputs,
                 out_specs=outputs,
