@@ -18,10 +18,10 @@ import numpy as np
 from mjax.data.chat import load_chat_template
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.evaluate import windows
 from mjax.infer.cli import end_ids
 from mjax.infer.generate import Generator, bucket
 from mjax.infer.sample import Sampling
+from mjax.infer.text import windows
 from mjax.models.context import Context, tokens_of
 from mjax.pretrained import Pretrained
 

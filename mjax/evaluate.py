@@ -12,13 +12,14 @@ token) is put first, so that the first token is scored too; without either it is
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mjax.errors import UserError, run_cli
 from mjax.infer.cli import add_model_arguments, load_model
+from mjax.infer.text import windows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -93,15 +94,6 @@ def _perplexity(args: argparse.Namespace) -> None:
             }
         )
     )
-
-
-def windows(targets: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, first scored, end) of every window over `targets` tokens to predict."""
-    done = 0
-    while done < targets:
-        end = min(targets, done + (stride if done else length))
-        yield max(0, end - length), done, end
-        done = end
 
 
 def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -> tuple[float, int]:

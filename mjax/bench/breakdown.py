@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-# Scopes (jax.named_scope in models/, sharding/context.py, train/step.py) -> parts; innermost wins.
+# Scopes (jax.named_scope in models/ and train/) -> parts; innermost wins.
 _SCOPES = {
     "sdpa": "attention",
     "attention": "RoPE, bias",

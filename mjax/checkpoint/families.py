@@ -35,10 +35,10 @@ from mjax.checkpoint.hf_config import (
     typed_rope,
 )
 from mjax.checkpoint.slots import Slot
+from mjax.config.pattern import STACK_OF, expand
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models.params import BATCH_AXES, ParamSpec
-from mjax.models.pattern import STACK_OF, expand
+from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 Path = tuple[str, ...]
 
@@ -300,7 +300,7 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
     """(slot without its start, position in a fused tensor) of each piece of a parameter."""
     kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
     layers = [i for i, kind in enumerate(kinds) if STACK_OF[kind] == stack]
-    batch = [i for i, axis in enumerate(spec.axes) if axis in BATCH_AXES]
+    batch = [i for i, axis in enumerate(spec.axes) if axis in ENUMERATING_AXES]
     rest = tuple(i for i in range(len(spec.shape)) if i not in batch)
     if spec.role in ("matrix", "router"):
         dims = rest[spec.inputs :], rest[: spec.inputs]

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from mjax.checkpoint.families import family_of
+from mjax.config.pattern import expand
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models.pattern import expand
 
 WEIGHT = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE = np.dtype(np.float32)

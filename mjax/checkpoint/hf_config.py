@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mjax.config.pattern import expand
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models.pattern import expand
 
 REQUIRED = object()
 

@@ -26,7 +26,7 @@ from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.store import new_folder
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models.params import BATCH_AXES, ParamSpec
+from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 Slots = Mapping[Leaf, tuple[Slot, ...]]
 
@@ -135,7 +135,7 @@ def _real_specs(cfg: ModelConfig, specs: dict) -> dict[Leaf, ParamSpec]:
 
 
 def _batch(spec: ParamSpec) -> tuple[int, ...]:
-    return tuple(i for i, axis in enumerate(spec.axes) if axis in BATCH_AXES)
+    return tuple(i for i, axis in enumerate(spec.axes) if axis in ENUMERATING_AXES)
 
 
 def _read_slot(

@@ -21,10 +21,10 @@ from mjax.checkpoint.megatron_args import model_config
 from mjax.checkpoint.source import Index, Source
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.torch_dist import TorchDist, open_torch_dist
+from mjax.config.pattern import STACK_OF, expand
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models import ParamSpec, definition_of
-from mjax.models.pattern import STACK_OF, expand
 
 _SKIPPED = re.compile(r"(chained_\d+\.)?optimizer\.|.*_extra_state|rng_state|rerun_state_machine")
 

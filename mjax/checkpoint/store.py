@@ -23,9 +23,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 import mjax
+from mjax.config.pattern import STACK_OF
 from mjax.config.schema import Config, Group, ModelConfig, OptimizerConfig, PrecisionConfig
 from mjax.errors import UserError
-from mjax.models.pattern import STACK_OF
 from mjax.optim.schedule import consumed_samples
 
 log = logging.getLogger(__name__)

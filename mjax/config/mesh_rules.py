@@ -11,6 +11,8 @@ from functools import reduce
 from itertools import combinations
 from math import prod
 
+from mjax.config.pattern import expand
+from mjax.config.pipeline_layout import stage_sizes, stages_agree
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
 
@@ -82,10 +84,16 @@ def _pipeline_keys(c: Config) -> list[str]:
     return [f"`mesh.{name}`" for name, present in given.items() if present]
 
 
-def pipeline(c: Config):
-    from mjax.pipeline.layout import layout_of  # raises UserError for a malformed layout string
+def stages_of(c: Config) -> list[int]:
+    """Layers of each pipeline stage. Raises `UserError` for a malformed layout string."""
+    mesh, layers = c.mesh, c.model.num_hidden_layers
+    options = mesh.virtual_stages, mesh.pipeline_layout, mesh.pipeline_account_for
+    return stage_sizes(layers, mesh.pp, *options)
 
-    return layout_of(c)
+
+def _stages_agree(c: Config) -> bool:
+    kinds = expand(c.model.layer_pattern, c.model.num_hidden_layers)
+    return stages_agree(kinds, stages_of(c))
 
 
 def _tp_divides(key: str, remedy: str) -> Rule:
@@ -132,7 +140,7 @@ MESH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pipeline_stacks_agree",
-        lambda c: c.mesh.pp == 1 or pipeline(c).runs_all_stacks,
+        lambda c: c.mesh.pp == 1 or _stages_agree(c),
         "`model.layer_pattern` puts dense and expert blocks differently in the stages of `mesh.pp`",
         "choose stages that hold equal sequences of blocks",
     ),

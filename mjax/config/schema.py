@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
 
+# What a parameter is for; weight decay, learning rates and Muon go by it.
+ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar")
+
 
 class Group(BaseModel):
     """Base of all groups: frozen, strict about keys and types."""
@@ -154,7 +157,7 @@ class MeshConfig(Group):
     tp_overlap: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Exchange over tp in pieces, under the matmuls; auto: where GPUs can copy to "
-        "each other and shards are long enough to pay (sharding/overlap.py).",
+        "each other and shards are long enough to pay (models/tp_overlap.py).",
     )
     pp: int = Field(1, ge=1, description="Pipeline.")
     cp: int = Field(1, ge=1, description="Context.")

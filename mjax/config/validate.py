@@ -6,8 +6,10 @@ rules demand what every dp would. The batch and schedule rules are Megatron-LM's
 (`num_microbatches_calculator.py`, `optimizer_param_scheduler.py`).
 """
 
-from mjax.config.mesh_rules import MESH_RULES, Rule, mesh_sizes, not_for_cudnn, pipeline
-from mjax.config.schema import Config
+from mjax.config.mesh_rules import MESH_RULES, Rule, mesh_sizes, not_for_cudnn, stages_of
+from mjax.config.pattern import expand
+from mjax.config.remat import not_kept, remat_policies
+from mjax.config.schema import ROLES, Config
 from mjax.errors import UserError
 
 
@@ -34,14 +36,11 @@ def _units(c: Config) -> str:
 
 
 def _blocks(c: Config) -> tuple[str, ...]:
-    from mjax.models.pattern import expand  # raises UserError for a malformed pattern
-
+    """Raises `UserError` for a malformed pattern."""
     return expand(c.model.layer_pattern, c.model.num_hidden_layers)
 
 
 def _unknown_roles(c: Config) -> list[str]:
-    from mjax.models.params import ROLES  # imports jax, which printing a schema does not need
-
     o = c.optimizer
     named = [*o.weight_decay_roles, *o.lr_multipliers, *o.muon_roles]
     return [role for role in named if role not in ROLES]
@@ -91,13 +90,11 @@ def _undivided_ramp_sizes(c: Config) -> list[int]:
 
 def _not_kept(c: Config) -> list[str]:
     """What train.offload names in vain. A malformed train.remat raises its own UserError."""
-    from mjax.models.remat import not_kept, policies
-
     text = "dots" if c.train.remat == "auto" else c.train.remat
     of = (c.model.num_hidden_layers,)
     if c.mesh.pp > 1:
-        of = pipeline(c).slots, "layers in a pipeline stage"
-    return not_kept(policies(text, *of), c.train.offload)
+        of = max(stages_of(c)), "layers in a pipeline stage"
+    return not_kept(remat_policies(text, *of), c.train.offload)
 
 
 def _has_experts(c: Config) -> bool:

@@ -5,7 +5,7 @@ stop string; nothing that may still become part of one is let out. A token's tex
 before it (SentencePiece drops the first space), so a few earlier tokens are decoded along with it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _BEFORE = 5  # tokens of the prompt that are decoded along
 _UNFINISHED = "\ufffd"  # how decoders show bytes that are no whole character (yet)
@@ -60,3 +60,12 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in sizes if text.endswith(stop[:n])), 0)
+
+
+def windows(targets: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, first scored, end) of every window over `targets` tokens to predict."""
+    done = 0
+    while done < targets:
+        end = min(targets, done + (stride if done else length))
+        yield max(0, end - length), done, end
+        done = end

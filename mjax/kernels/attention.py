@@ -6,7 +6,7 @@ keeps: attention never runs twice. It is the only file that touches that private
 documents reach cuDNN as offsets, windows as `sliding_window_length` (FlashAttention-2, arXiv
 2307.08691; cuDNN frontend SDPA).
 
-Context parallelism (`sharding/context.py`) builds softmax over keys that come in blocks:
+Context parallelism (`models/context_attention.py`) builds softmax over keys that come in blocks:
 `block_forward` also returns the log-sum-exp, by which blocks merge exactly; `block_backward` takes
 the merged output and log-sum-exp, and block gradients then add up.
 """

@@ -4,7 +4,8 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.decoder import Decoder
-from mjax.models.params import Definition, ParamSpec, split
+from mjax.models.params import Definition, split
+from mjax.sharding.spec import ParamSpec
 
 __all__ = ["Definition", "ParamSpec", "build", "definition_of", "split"]
 

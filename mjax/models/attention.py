@@ -11,12 +11,13 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.context import Context, Tokens
+from mjax.models.context_attention import context_attention
 from mjax.models.linear import column, row
 from mjax.models.norm import Norm
-from mjax.models.params import ParamSpec, constant, declare, normal
+from mjax.models.params import constant, declare, normal
 from mjax.models.positions import apply_rope
 from mjax.sharding.collectives import Parallel
-from mjax.sharding.context import context_attention
+from mjax.sharding.spec import ParamSpec
 
 Cache = tuple[jax.Array, jax.Array]  # keys, values, each [B, T, K, H]
 

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mjax.config.pattern import STACK_OF, Run, expand, runs, stack_index, stretches
+from mjax.config.remat import remat_policies
 from mjax.config.schema import ModelConfig
 from mjax.kernels.cross_entropy import Terms, cross_entropy
 from mjax.models.attention import Attention, Cache
@@ -19,10 +21,10 @@ from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.mlp import MLP
 from mjax.models.moe import MoE
 from mjax.models.norm import Norm
-from mjax.models.params import ParamSpec, declare, normal, split, stack
-from mjax.models.pattern import STACK_OF, Run, expand, runs, stack_index, stretches
+from mjax.models.params import declare, normal, split, stack
 from mjax.models.positions import rope_tables
-from mjax.models.remat import in_order, one_behind, policies, remat
+from mjax.models.remat import in_order, one_behind, remat
+from mjax.sharding.spec import ParamSpec
 
 _EMBED_SALT = 0  # dropout call sites; blocks use 1 + 3 * layer + {0, 1, 2}
 
@@ -228,7 +230,7 @@ class Decoder(nnx.Module):
             body = functools.partial(scan_body, definitions, run.kinds, rope, info, own_ctx)
             xs = xs, layers, jax.tree.map(period, cache)
             unroll = min(ctx.unroll or run.repeats, run.repeats)
-            policy = policies(ctx.remat, len(self.kinds))[run.first]
+            policy = remat_policies(ctx.remat, len(self.kinds))[run.first]
             body = remat(body, policy, ctx.offload, loop=unroll < run.repeats)
             (x, aux, *behind), new = jax.lax.scan(body, (x, aux, *behind), xs, unroll=unroll)
             caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), new))
@@ -237,7 +239,7 @@ class Decoder(nnx.Module):
 
     def runs(self, ctx: Context) -> tuple[Run, ...]:
         """The scans of all layers: those of one are alike in policy, and in FP8 or out of it."""
-        kept = policies(ctx.remat, len(self.kinds))
+        kept = remat_policies(ctx.remat, len(self.kinds))
         ways = tuple((self._quantised(i, ctx), policy) for i, policy in enumerate(kept))
         return tuple(run for a, b in stretches(ways) for run in runs(self.kinds[a:b], a))
 

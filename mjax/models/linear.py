@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from mjax.config.pattern import STACKS
 from mjax.kernels.quantize import flipped, matmul
 from mjax.models.context import Context
-from mjax.models.pattern import STACKS
+from mjax.models.tp_overlap import gather_matmul, matmul_scatter
 from mjax.sharding.collectives import LOCAL
-from mjax.sharding.overlap import gather_matmul, matmul_scatter
 
 # A block's matmuls and where their weights are. The names are what remat policies keep (config key
 # train.remat) and what FP8 scales go by.
@@ -29,7 +29,6 @@ WEIGHTS = {
     "up": ("mlp", "up"),
     "down": ("mlp", "down"),
 }
-NAMES = tuple(WEIGHTS)
 
 
 def weights_of(tree: dict, specs: dict) -> dict[str, dict]:

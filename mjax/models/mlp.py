@@ -11,7 +11,8 @@ from mjax.config.schema import ModelConfig
 from mjax.kernels import gate, mlp8
 from mjax.models.context import Context
 from mjax.models.linear import column, row
-from mjax.models.params import ParamSpec, constant, declare, normal
+from mjax.models.params import constant, declare, normal
+from mjax.sharding.spec import ParamSpec
 
 
 def activate(x: jax.Array, name: str) -> jax.Array:

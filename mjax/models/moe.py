@@ -16,9 +16,9 @@ from flax import nnx
 from mjax.config.schema import ModelConfig
 from mjax.models.context import Context
 from mjax.models.mlp import activated, gated, up_names
-from mjax.models.params import ParamSpec, declare, normal
+from mjax.models.params import declare, normal
 from mjax.sharding.collectives import Parallel
-from mjax.sharding.expert import from_experts, to_experts
+from mjax.sharding.spec import ParamSpec
 
 
 class MoE(nnx.Module):
@@ -74,6 +74,18 @@ def route(
     if not cfg.norm_topk_prob:
         return probs * chosen, chosen, probs
     return jax.nn.softmax(logits, -1, where=chosen > 0), chosen, probs
+
+
+def to_experts(x: jax.Array, gates: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
+    """x [B, S/tp, D] and gates [B, S/tp, E] -> [B*ep, S, D] and [B*ep, S, E/ep] of own experts."""
+    x = parallel.gather(parallel.gather_seq(x), "ep", 0)
+    gates = parallel.gather(parallel.gather_seq(gates), "ep", 0)
+    return x, parallel.shard(gates, "ep", 2)
+
+
+def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
+    """Partial sums [B*ep, S, D] over own experts and ffn columns -> whole sums [B, S/tp, D]."""
+    return parallel.scatter_seq(parallel.scatter(y, "ep", 0))
 
 
 def balance_loss(

@@ -8,8 +8,9 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.kernels import norm as kernel
-from mjax.models.params import ParamSpec, constant, declare
+from mjax.models.params import constant, declare
 from mjax.sharding.collectives import LOCAL, Parallel
+from mjax.sharding.spec import ParamSpec
 
 
 class Norm(nnx.Module):

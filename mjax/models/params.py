@@ -6,53 +6,14 @@ view, checkpoints and Hugging Face conversion read the name. Nothing is ever inf
 parameter's rank, because stacking layers changes ranks (DESIGN section 3).
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# Logical axes that enumerate independent matrices: layers of a scanned stack, the two halves of a
-# fused projection (gate and up, key and value), experts.
-BATCH_AXES = frozenset({"layers", "pair", "experts"})
-
-ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar")
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """What a parameter is, globally.
-
-    `inputs`: how many non-batch axes are contracted (fan-in). `hf`: its Hugging Face name, in
-    Llama's words, within the layer where it is of a layer: one for each entry of a `pair` axis,
-    with `{expert}` where experts are apart (checkpoint/families.py turns it into a family's own).
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    role: str
-    inputs: int = 1
-    hf: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        assert len(self.shape) == len(self.axes) and self.role in ROLES, self
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    def stacked(self, n: int) -> "ParamSpec":
-        """The same parameter for `n` layers, stacked on a leading `layers` axis."""
-        return replace(self, shape=(n, *self.shape), axes=("layers", *self.axes))
-
-    def matrix_view(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Positions of (batch, input, output) axes: a matrix per batch entry."""
-        batch = tuple(i for i, a in enumerate(self.axes) if a in BATCH_AXES)
-        rest = tuple(i for i, a in enumerate(self.axes) if a not in BATCH_AXES)
-        return batch, rest[: self.inputs], rest[self.inputs :]
-
+from mjax.sharding.spec import ParamSpec, is_spec
 
 Init = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
@@ -78,7 +39,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], n: int, rngs: nnx.Rngs) -> nnx
 
     definition, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     stacked = jax.vmap(values)(jax.random.split(rngs.params(), n))
-    specs = jax.tree.map(lambda spec: spec.stacked(n), specs_of(state), is_leaf=_is_spec)
+    specs = jax.tree.map(lambda spec: spec.stacked(n), specs_of(state), is_leaf=is_spec)
     return nnx.merge(definition, state_from(stacked, specs))
 
 
@@ -91,17 +52,8 @@ def specs_of(state: nnx.State | nnx.Module) -> dict:
 
 def state_from(values: dict, specs: dict) -> nnx.State:
     """Nested dicts of values and declarations -> the NNX state that `nnx.merge` takes."""
-    flat = jax.tree.map(lambda s, v: nnx.Param(v, spec=s), specs, values, is_leaf=_is_spec)
+    flat = jax.tree.map(lambda s, v: nnx.Param(v, spec=s), specs, values, is_leaf=is_spec)
     return nnx.State(flat)
-
-
-def count_parameters(specs: dict) -> int:
-    """Parameters in a tree of `ParamSpec`, vocabulary padding included."""
-    return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, ParamSpec)
 
 
 @dataclass(frozen=True)

@@ -6,74 +6,19 @@ as in "full*8,dots". `train.offload` names kept tensors that wait in pinned host
 the device's. Invariant: neither changes a single number, only memory and time.
 """
 
-import functools
-import re
 from collections.abc import Callable
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from mjax.errors import UserError
+from mjax.config.remat import POLICIES
 from mjax.kernels.quantize import SCALES
-from mjax.models.linear import NAMES
-
-# Policy -> names of the tensors it keeps besides a layer's input; None: all that autodiff asks for.
-ATTENTION = ("attn_out", "attn_lse")
-POLICIES: dict[str, tuple[str, ...] | None] = {
-    "none": None,
-    "dots": (*NAMES, *ATTENTION),
-    "attention": ATTENTION,
-    "full": (),
-}
-
 
 # Views of an array, which a backward makes again: kept, they would be copies.
 _VIEWS = frozenset(
     "slice dynamic_slice squeeze reshape broadcast_in_dim convert_element_type transpose "
     "expand_dims copy".split()
 )
-
-
-@functools.cache
-def policies(text: str, layers: int, where: str = "model.num_hidden_layers") -> tuple[str, ...]:
-    """The policy of each of `layers` layers; a last one without a count takes the rest.
-
-    Raises `UserError` for an unknown name or counts that do not add up to `where`.
-    """
-    remedy = f"policies are {', '.join(POLICIES)}; counts go as in 'full*8,dots'"
-    out: list[str] = []
-    parts = text.split(",")
-    for i, part in enumerate(parts):
-        found = re.fullmatch(r"\s*(\w+)(?:\*([1-9]\d*))?\s*", part)
-        if found is None or found[1] not in POLICIES:
-            raise UserError(f"train.remat={text!r} has no policy {part.strip()!r}; {remedy}")
-        if found[2] is None and i < len(parts) - 1:
-            raise UserError(f"train.remat={text!r}: only the last may lack a count; {remedy}")
-        rest = layers - len(out)
-        out += [found[1]] * (int(found[2]) if found[2] else max(rest, 0))
-        if len(out) > layers or rest <= 0:
-            raise UserError(
-                f"train.remat={text!r} counts more layers than {where}={layers} and leaves none "
-                f"for {part.strip()!r}; lower a count"
-            )
-    if len(out) < layers:
-        raise UserError(
-            f"train.remat={text!r} counts {len(out)} layers but {where}={layers}; "
-            "leave out the last count and it takes the rest"
-        )
-    return tuple(out)
-
-
-def offloaded(names: str | list[str]) -> tuple[str, ...]:
-    """The tensors that `train.offload` sends to the host."""
-    return POLICIES["dots"] if names == "all" else tuple(names)
-
-
-def not_kept(each: tuple[str, ...], names: str | list[str]) -> list[str]:
-    """Those of `train.offload` that none of the policies `each` keeps by name."""
-    named = {name for policy in each for name in POLICIES[policy] or ()}
-    wanted = ["all"] if names == "all" else names
-    return [name for name in wanted if name not in named and not (name == "all" and named)]
 
 
 def remat(

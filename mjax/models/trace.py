@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 
 import jax
 
+from mjax.config.pattern import STACK_OF, stack_index
 from mjax.errors import UserError
 from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.params import split
-from mjax.models.pattern import STACK_OF, stack_index
 
 Hook = Callable[[jax.Array], jax.Array]
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema import OptimizerConfig
-from mjax.models.params import ParamSpec
 from mjax.optim.adam import adam_direction, adam_moments
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
 from mjax.optim.offload import update_in_slices
 from mjax.optim.rounding import Name, Places, places, random_bits, round_to_bf16
+from mjax.sharding.spec import ParamSpec
 
 Coordinates = Callable[[Name], tuple[jax.Array, ...]]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from mjax.models.params import ParamSpec
+from mjax.sharding.spec import ParamSpec
 
 Resharder = Callable[[jax.Array, ParamSpec], jax.Array]
 QUINTIC = (3.4445, -4.7750, 2.0315)

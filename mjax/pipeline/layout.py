@@ -7,17 +7,14 @@ is in exactly one slot, in order. Layout strings follow Megatron-LM's
 `--pipeline-model-parallel-layout`. Where the parameters of a slot are: `storage.py`.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from mjax.config.pattern import STACK_OF, expand, stack_index
+from mjax.config.pipeline_layout import slot_kinds, stage_sizes, stages_agree
 from mjax.config.schema import Config
-from mjax.errors import UserError
-from mjax.models.pattern import STACK_OF, expand, stack_index
-
-EMPTY = ""  # the kind of an unused slot
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,12 @@ class Layout:
 
     def slot_kinds(self) -> tuple[tuple[str, ...], ...]:
         """For each slot, the kinds it has on any device in any chunk, `EMPTY` among them."""
-        table = self.table().reshape(-1, self.slots)
-        kind = lambda layer: EMPTY if layer < 0 else self.kinds[layer]  # noqa: E731
-        return tuple(tuple(sorted({kind(layer) for layer in column})) for column in table.T)
+        return slot_kinds(self.kinds, [len(stage) for stage in self.stages])
 
     @property
     def runs_all_stacks(self) -> bool:
         """A chunk's slots are of one stack, or of the same kind in every chunk."""
-        return len(self.stacks) == 1 or all(len(kinds) == 1 for kinds in self.slot_kinds())
+        return stages_agree(self.kinds, [len(stage) for stage in self.stages])
 
     def storage_rows(self, stack: str) -> np.ndarray:
         """int32 [pp * v * slots]: the row of the canonical `stack` stored there, -1: padding.
@@ -93,10 +88,7 @@ def make_layout(
     are as equal as can be, the first ones longer. `account_for` counts "embedding" and "loss" as
     one layer of the stage that holds them. Raises `UserError` for a malformed `layout`.
     """
-    if layout is not None:
-        sizes = parse(layout, len(kinds), pp)
-    else:
-        sizes = _even(len(kinds), pp * virtual_stages, account_for)
+    sizes = stage_sizes(len(kinds), pp, virtual_stages, layout, account_for)
     ends = np.cumsum([0, *sizes])
     stages = tuple(tuple(range(a, b)) for a, b in zip(ends, ends[1:], strict=False))
     return Layout(pp, len(sizes) // pp, stages, tuple(kinds))
@@ -108,47 +100,6 @@ def layout_of(cfg: Config) -> Layout:
     kinds = expand(cfg.model.layer_pattern, cfg.model.num_hidden_layers)
     account_for = mesh.pipeline_account_for
     return make_layout(kinds, mesh.pp, mesh.virtual_stages, mesh.pipeline_layout, account_for)
-
-
-def _even(layers: int, stages: int, account_for: Sequence[str]) -> list[int]:
-    units = layers + len(account_for)
-    assert units >= stages, "an empty stage"  # refused by validate.py
-    sizes = [units // stages + (i < units % stages) for i in range(stages)]
-    sizes[0] -= "embedding" in account_for
-    sizes[-1] -= "loss" in account_for
-    return sizes
-
-
-def parse(text: str, layers: int, pp: int) -> list[int]:
-    """Layers per virtual stage of a layout string such as `E|(tt|)*2,(t|)*4,L`.
-
-    `|` separates stages; E is the embedding, t a layer, L the loss; commas and spaces mean
-    nothing; `(...)*n` and `x*n` repeat. Raises `UserError` where a layer is lost or repeated.
-    """
-
-    def refuse(what: str) -> UserError:
-        return UserError(
-            f"mesh.pipeline_layout={text!r} {what}; write stages of E (embedding), t (layer), "
-            "L (loss) apart by |, with repeats as in 'E|(tt|)*2,(t|)*4,L'"
-        )
-
-    flat = re.sub(r"[\s,]", "", text)
-    repeat = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)")
-    while repeat.search(flat):
-        flat = repeat.sub(lambda m: (m[1] or m[3] or "") * int(m[2] or m[4] or 1), flat)
-    unknown = sorted(set(flat) - set("EtL|"))
-    if unknown:
-        raise refuse(f"has no part called {unknown[0]!r}")
-    stages = flat.split("|")
-    if flat.count("E") != 1 or not flat.startswith("E"):
-        raise refuse("must have E once, at the start")
-    if flat.count("L") != 1 or not flat.endswith("L"):
-        raise refuse("must have L once, at the end")
-    if flat.count("t") != layers:
-        raise refuse(f"places {flat.count('t')} layers of model.num_hidden_layers={layers}")
-    if len(stages) % pp:
-        raise refuse(f"has {len(stages)} stages, which mesh.pp={pp} does not divide")
-    return [stage.count("t") for stage in stages]
 
 
 # ---- for people ------------------------------------------------------------------------------

@@ -20,11 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mjax.config.pattern import STACK_OF, runs, stretches
+from mjax.config.pipeline_layout import EMPTY
+from mjax.config.remat import remat_policies
 from mjax.models.decoder import Decoder, rows_of, scan_body
 from mjax.models.params import split
-from mjax.models.pattern import STACK_OF, runs, stretches
-from mjax.models.remat import all_but_views, policies, remat
-from mjax.pipeline.layout import EMPTY, Layout
+from mjax.models.remat import all_but_views
+from mjax.models.remat import remat as rematerialised
+from mjax.pipeline.layout import Layout
 from mjax.pipeline.schedule import Schedule, make_schedule
 from mjax.pipeline.stash import Plan, one_of, put_together, take_apart
 
@@ -51,7 +54,7 @@ def parts_of(layout: Layout, remat: str) -> tuple[Part, ...]:
     """The scans of a chunk, whose slots train.remat counts as it does layers elsewhere. Slots of
     one kind everywhere are grouped as in an unpiped model."""
     slots, choices = layout.slot_kinds(), (EMPTY, *sorted(set(layout.kinds)))
-    kept = policies(remat, len(slots), "layers in a pipeline stage")
+    kept = remat_policies(remat, len(slots), "layers in a pipeline stage")
     ways = tuple((len(kinds) > 1, policy) for kinds, policy in zip(slots, kept, strict=True))
     parts: list[Part] = []
     for at, end in stretches(ways):
@@ -173,7 +176,7 @@ class Chunks:
 
     def _keep(self, body: Callable, policy: str) -> Callable:
         if not self.train or policy != "none":
-            return remat(body, policy)
+            return rematerialised(body, policy)
         return all_but_views(body)  # others would copy weights into the stash
 
     def embed(self, outer: dict, micro: "Batch") -> jax.Array:

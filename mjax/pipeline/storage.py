@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mjax.models.params import ParamSpec
-from mjax.models.pattern import STACK_OF
+from mjax.config.pattern import STACK_OF
 from mjax.pipeline.layout import Layout
 from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.rules import Padding
+from mjax.sharding.spec import ParamSpec
 
 
 @dataclass(frozen=True)

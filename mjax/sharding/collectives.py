@@ -77,7 +77,7 @@ class Parallel:
 
     def spread(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
         """`gather` as an all-to-all of the shard's copies. GPUs can do that without taking
-        multiprocessors from matmuls (`sharding/xla_options.py`), a gather they cannot."""
+        multiprocessors from matmuls (`plan/xla_options.py`), a gather they cannot."""
         axes = self._live_in_order(axes)
         if not axes:
             return x

@@ -4,7 +4,7 @@ GPUs start collectives in the order of the compiled program. The CPU runtime sta
 its operands are there. Two collectives that do not depend on each other may then start in another
 order on each device, and each device waits for the others forever. `in_program_order` rewrites the
 traced program: every collective reads one number that depends on the collective before it.
-Invariant: every two collectives of the program depend on each other, and no result changes by a bit.
+Invariant: every two collectives of the program depend on each other. No bit of a result changes.
 """
 
 from collections.abc import Callable, Sequence

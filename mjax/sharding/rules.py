@@ -13,8 +13,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from mjax.errors import UserError
-from mjax.models.params import ParamSpec
 from mjax.sharding.collectives import Parallel, extra_axes, mesh_axes
+from mjax.sharding.spec import ParamSpec
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations

@@ -11,14 +11,15 @@ from collections import Counter
 import jax
 from rich.console import Console
 
+from mjax.config.remat import offloaded
 from mjax.config.schema import Config
-from mjax.models.params import count_parameters
-from mjax.models.remat import offloaded
-from mjax.pipeline.balance import advice
+from mjax.models.flops import flops_per_token
 from mjax.pipeline.layout import describe
 from mjax.pipeline.schedule import make_schedule, timeline
+from mjax.plan.balance import advice
+from mjax.plan.memory import kept, layers_of
 from mjax.sharding.collectives import mesh_axes
-from mjax.sharding.memory import kept, layers_of
+from mjax.sharding.spec import count_parameters
 from mjax.train import metrics
 from mjax.train.trainer import Trainer
 
@@ -40,7 +41,7 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
     for line in pipeline_lines(trainer):
         console.print(line, markup=False)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
-    flops = metrics.flops_per_token(cfg.model, cfg.data.seq_length)
+    flops = flops_per_token(cfg.model, cfg.data.seq_length)
     console.print(f"parameters  {count_parameters(trainer.specs):,}")
     console.print(f"tokens      {tokens:,} a step")
     console.print(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")

@@ -29,9 +29,10 @@ from mjax.data.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
-from mjax.models.params import count_parameters
+from mjax.models.flops import flops_per_token
 from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
 from mjax.pretrained import source_of
+from mjax.sharding.spec import count_parameters
 from mjax.train import metrics
 from mjax.train.resilience import GO_ON, REASONS, SIGNALLED, NonFiniteLoss, Stopper, Watchdog
 from mjax.train.trainer import Trainer
@@ -286,7 +287,7 @@ def describe(trainer: Trainer) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in trainer.mesh.shape.items() if n > 1) or "one device"
     count = count_parameters(trainer.specs)
     return (
-        f"{count:,} parameters, {metrics.flops_per_token(cfg.model, cfg.data.seq_length):.4g} "
+        f"{count:,} parameters, {flops_per_token(cfg.model, cfg.data.seq_length):.4g} "
         f"FLOPs a token, {cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step\n"
         f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind} ({mesh}), "
         f"folder {cfg.run.dir}" + (f"\n{trainer.why}" if trainer.why else "")

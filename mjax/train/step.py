@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from mjax.config.pattern import STACKS
+from mjax.config.remat import offloaded
 from mjax.config.schema import Config
 from mjax.kernels.quantize import (
     Fp8,
@@ -27,8 +29,6 @@ from mjax.kernels.quantize import (
 from mjax.models.context import Context, Tokens
 from mjax.models.linear import apart, filled, together, weights_of, with_weights
 from mjax.models.params import Definition
-from mjax.models.pattern import STACKS
-from mjax.models.remat import offloaded
 from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.run import pipeline_gradients, pipeline_nll
@@ -63,7 +63,7 @@ class Program:
     layout: Layout | None = None  # of the pipeline
     overlap_rows: int | None = None  # tokens in a tp shard that is exchanged piecewise
     unroll: int = 1  # layer groups in an iteration of a layer loop; 0: all
-    hides: bool = False  # exchanges of layers run under others' matmuls (sharding/xla_options.py)
+    hides: bool = False  # exchanges of layers run under others' matmuls (plan/xla_options.py)
 
     def context(
         self, train: bool, of_fp8: tuple[dict, dict] = ({}, {}), sums: dict | None = None

@@ -21,8 +21,8 @@ from mjax.config.validate import validate
 from mjax.errors import UserError
 from mjax.kernels.quantize import empty_history, require_fp8
 from mjax.models import build, definition_of, split
+from mjax.models.context_attention import zigzag
 from mjax.models.linear import weights_of
-from mjax.models.params import BATCH_AXES, ParamSpec, count_parameters
 from mjax.optim.build import build_optimizer
 from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
 from mjax.pipeline.layout import layout_of
@@ -36,10 +36,10 @@ from mjax.pipeline.storage import (
     storage_specs,
     to_storage,
 )
-from mjax.sharding.auto import resolve
+from mjax.plan.auto import resolve
+from mjax.plan.memory import unrolls
+from mjax.plan.xla_options import compiler_options, hides, overlap_rows
 from mjax.sharding.collectives import Parallel, gather_weights, shard_weights
-from mjax.sharding.context import zigzag
-from mjax.sharding.memory import unrolls
 from mjax.sharding.mesh import global_array, local_part, make_mesh, parallel_of
 from mjax.sharding.ordered import in_program_order
 from mjax.sharding.rules import (
@@ -50,7 +50,7 @@ from mjax.sharding.rules import (
     partition,
     stored_partitions,
 )
-from mjax.sharding.xla_options import compiler_options, hides, overlap_rows
+from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec, count_parameters
 from mjax.train import step as steps
 
 FIELDS = {
@@ -241,7 +241,7 @@ class Trainer:
                 "eval": (steps.evaluate, inputs, P()),
             }[kind]
             body = functools.partial(body, program)
-            if devices[0].platform == "cpu":
+            if devices[0].platform == "cpu" and len(devices) > 1:
                 body = in_program_order(body)
             mapped = jax.shard_map(
                 body,
@@ -350,7 +350,7 @@ class Trainer:
             fine = stored[spec]
             all_three = fine, partition(spec.axes, self.parallel, spec.shape), [None] * len(fine)
             rows = zip(spec.axes, fine, *all_three, strict=True)
-            cut = [[own] * 3 if axis in BATCH_AXES else of for axis, own, *of in rows]
+            cut = [[own] * 3 if axis in ENUMERATING_AXES else of for axis, own, *of in rows]
             return [P(*entries) for entries in zip(*cut, strict=True)]
 
         def gather(x: jax.Array, spec: ParamSpec) -> jax.Array:

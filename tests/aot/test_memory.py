@@ -4,8 +4,8 @@ import pytest
 
 from mjax.config import load
 from mjax.models import definition_of
-from mjax.models.params import count_parameters
-from mjax.sharding.memory import bytes_per_device, kept
+from mjax.plan.memory import bytes_per_device, kept
+from mjax.sharding.spec import count_parameters
 from tests.aot.common import Compiled, compile_step, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -58,7 +58,7 @@ def test_what_is_offloaded_is_in_host_memory(devices):
     ids=str,
 )
 def test_the_estimate_is_near_the_compiler(overrides):
-    """Up to an eighth above, at most 3 % below: `sharding/auto.py` leaves 5 %."""
+    """Up to an eighth above, at most 3 % below: `plan/auto.py` leaves 5 %."""
     made = compiled(*overrides)
     keys = {key.split("=")[0]: key for key in (*ONE, *overrides, "train.attention=cudnn")}
     cfg = load(LLAMA, list(keys.values()))

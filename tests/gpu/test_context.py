@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.kernels.attention import attention, block_backward, block_forward
+from mjax.models.context_attention import context_attention, zigzag
 from mjax.sharding.collectives import Parallel
-from mjax.sharding.context import context_attention, zigzag
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 B, S, N, K, H = 2, 1024, 8, 4, 128

@@ -7,7 +7,7 @@ import pytest
 
 from mjax.kernels import gate
 from mjax.kernels.quantize import E4M3, E5M2, Fp8, amax_of, matmul, scale_of
-from mjax.sharding.xla_options import CUBLAS
+from mjax.plan.xla_options import CUBLAS
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

@@ -10,7 +10,7 @@ import pytest
 from mjax.kernels import gate, mlp8
 from mjax.kernels import quantize as q
 from mjax.kernels.gate import E4M3, E5M2
-from mjax.sharding.xla_options import CUBLAS
+from mjax.plan.xla_options import CUBLAS
 
 pytestmark = pytest.mark.skipif(not gate.on_gpu(), reason="needs a GPU")
 

@@ -19,8 +19,8 @@ from mjax.kernels.quantize import (
     round_weights,
     scale_of,
 )
+from mjax.plan.xla_options import CUBLAS
 from mjax.prove import Cell, make_batch, make_trainer
-from mjax.sharding.xla_options import CUBLAS
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or importlib.util.find_spec("transformer_engine") is None,

@@ -6,8 +6,8 @@ import pytest
 
 from mjax.bench.train import random_batch
 from mjax.config import load
+from mjax.plan.xla_options import hides
 from mjax.sharding.mesh import make_mesh
-from mjax.sharding.xla_options import hides
 from mjax.train import Trainer
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.errors import UserError
 from mjax.kernels import attention as kernels
+from mjax.models.context_attention import Group, Ring, _ring, choose, context_attention, zigzag
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
-from mjax.sharding.context import Group, Ring, _ring, choose, context_attention, zigzag
 
 TYPES = ("all_gather", "ring", "a2a", "a2a_ring")
 TWO = "model.num_hidden_layers=2"

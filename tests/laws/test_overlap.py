@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from mjax.models.tp_overlap import gather_matmul, matmul_scatter
+from mjax.plan.xla_options import accepted
 from mjax.prove import Cell, compare, deviation, holds, make_trainer
 from mjax.sharding.collectives import Parallel
-from mjax.sharding.overlap import gather_matmul, matmul_scatter
-from mjax.sharding.xla_options import accepted
 
 ALWAYS = "mesh.tp_overlap=always"
 

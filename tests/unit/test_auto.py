@@ -4,7 +4,7 @@ import pytest
 
 from mjax.config import load
 from mjax.errors import UserError
-from mjax.sharding.auto import bytes_per_device, from_megatron, propose
+from mjax.plan.auto import bytes_per_device, from_megatron, propose
 
 LLAMA, COUNT = "configs/models/llama3_8b.yaml", 8_030_261_248
 

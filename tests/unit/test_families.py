@@ -10,7 +10,7 @@ from mjax.convert import side_files
 from mjax.data.tokenizer import train_tokenizer
 from mjax.errors import UserError
 from mjax.models import definition_of
-from mjax.models.params import count_parameters
+from mjax.sharding.spec import count_parameters
 
 LLAMA_31 = dict(
     architectures=["LlamaForCausalLM"],

@@ -452,7 +452,7 @@ MEASURED = """
     from mjax.checkpoint.slots import Slot
     from mjax.checkpoint.weights import read_weights, write_weights
     from mjax.config.schema import ModelConfig
-    from mjax.models.params import ParamSpec
+    from mjax.sharding.spec import ParamSpec
     from mjax.checkpoint import source as streaming
 
     folder = Path(sys.argv[1])

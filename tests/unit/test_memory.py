@@ -5,11 +5,11 @@ from rich.console import Console
 
 from mjax.config import load
 from mjax.config.mesh_rules import AXES
+from mjax.config.remat import remat_policies
 from mjax.errors import UserError
-from mjax.models.remat import policies
-from mjax.sharding.auto import FRACTION, choose
-from mjax.sharding.auto import policies as options
-from mjax.sharding.memory import bytes_per_device, kept
+from mjax.plan.auto import FRACTION, choose
+from mjax.plan.auto import policies as options
+from mjax.plan.memory import bytes_per_device, kept
 from mjax.train.estimate import dry_run
 
 LLAMA, COUNT = "configs/models/llama3_8b.yaml", 8_030_261_248
@@ -25,7 +25,7 @@ ONE = dict.fromkeys(AXES, 1)
     ],
 )
 def test_counts_go_in_layer_order(text, each):
-    assert policies(text, 4) == tuple(each)
+    assert remat_policies(text, 4) == tuple(each)
 
 
 @pytest.mark.parametrize(

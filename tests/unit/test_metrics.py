@@ -13,7 +13,7 @@ from flax import nnx
 from mjax.config import load
 from mjax.config.schema import LogConfig
 from mjax.errors import UserError
-from mjax.models import build, split
+from mjax.models import build, flops, split
 from mjax.train import metrics
 
 LLAMA3_8B = [
@@ -47,16 +47,16 @@ def model(*overrides):
 def test_llama3_8b_flops_by_hand():
     per_layer = 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 4096 + 3 * 4096 * 14336
     weights = 32 * per_layer + 4096 * 128256
-    assert metrics.matmul_weights(model(*LLAMA3_8B)) == weights == 7_504_658_432
+    assert flops.matmul_weights(model(*LLAMA3_8B)) == weights == 7_504_658_432
     by_hand = 6 * weights + 6 * 32 * 8192 * 32 * 128
-    assert metrics.flops_per_token(model(*LLAMA3_8B), 8192) == by_hand == 51_470_401_536
+    assert flops.flops_per_token(model(*LLAMA3_8B), 8192) == by_hand == 51_470_401_536
 
 
 def test_experts_count_as_far_as_they_are_active():
     moe = ["model.layer_pattern=GE", "model.num_experts=8", "model.moe_intermediate_size=1792"]
     saved = 16 * (3 * 4096 * (14336 - 2 * 1792) - 4096 * 8)  # two of 1792 and a router of 8
     dense, mixed = model(*LLAMA3_8B), model(*LLAMA3_8B, *moe)
-    assert metrics.matmul_weights(dense) - metrics.matmul_weights(mixed) == saved
+    assert flops.matmul_weights(dense) - flops.matmul_weights(mixed) == saved
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_experts_count_as_far_as_they_are_active():
     ],
 )
 def test_mfu_agrees_with_the_published_pairs_of_rate_and_mfu(name, seq, rate, mfu):
-    got = rate * metrics.flops_per_token(model(*name), seq) / 989e12
+    got = rate * flops.flops_per_token(model(*name), seq) / 989e12
     assert abs(got - mfu) < 0.006
 
 
@@ -82,7 +82,7 @@ def test_windowed_layers_count_the_keys_that_their_queries_see():
     rows = np.arange(s)
     full, local = (rows + 1).mean(), np.minimum(rows + 1, window).mean()
     keys = 4 * local + 2 * full
-    counted = metrics.flops_per_token(cfg, s) - 6 * metrics.matmul_weights(cfg)
+    counted = flops.flops_per_token(cfg, s) - 6 * flops.matmul_weights(cfg)
     exact = 12 * cfg.num_attention_heads * cfg.head_dim * keys
     assert abs(counted / exact - 1) < 1 / window  # the convention takes s/2 for (s+1)/2
 
@@ -95,9 +95,7 @@ def test_matmul_weights_are_the_matrices_and_the_head_of_the_real_model(override
     cfg = model("model.vocab_size=256", *overrides)
     specs = split(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0))))[0].specs
     leaves = jax.tree.leaves(specs)
-    assert metrics.matmul_weights(cfg) == sum(
-        s.size for s in leaves if s.role in ("matrix", "head")
-    )
+    assert flops.matmul_weights(cfg) == sum(s.size for s in leaves if s.role in ("matrix", "head"))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +119,8 @@ def test_speed_is_per_device(monkeypatch):
     cfg = load(None, ["data.mock=true", "log.peak_tflops=100"])
     got = metrics.speed(cfg, tokens=8000, seconds=2.0)
     assert got["tokens_per_second"] == 8000 / 2 / 8 == 500
-    flops = metrics.flops_per_token(cfg.model, cfg.data.seq_length)
-    assert got["mfu"] == pytest.approx(500 * flops / 100e12)
+    per_token = flops.flops_per_token(cfg.model, cfg.data.seq_length)
+    assert got["mfu"] == pytest.approx(500 * per_token / 100e12)
 
 
 def test_the_clock_counts_training_and_nothing_else():

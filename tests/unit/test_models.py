@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mjax.config.pattern import Run, expand, runs
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.models import build, positions, split
 from mjax.models.context import Context, tokens_of
-from mjax.models.pattern import Run, expand, runs
 
 SMALL = {
     "vocab_size": 251,

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from mjax.config.schema import OptimizerConfig
-from mjax.models.params import ParamSpec
 from mjax.optim.build import build_optimizer, state_like
 from mjax.optim.muon import newton_schulz, scale
+from mjax.sharding.spec import ParamSpec
 
 SPECS = {
     "embedding": ParamSpec((11, 4), ("vocab", "embed"), "embedding"),

@@ -3,10 +3,10 @@
 import pytest
 
 from mjax.config import load
-from mjax.models.pattern import expand
-from mjax.pipeline.balance import advice, candidates, head_in_layers, step_time
+from mjax.config.pattern import expand
 from mjax.pipeline.layout import layout_of, make_layout
 from mjax.pipeline.schedule import make_schedule
+from mjax.plan.balance import advice, candidates, head_in_layers, step_time
 
 LLAMA = ["model.num_hidden_layers=16", "mesh.pp=4", "mesh.dp=1", "data.mock=true"]
 

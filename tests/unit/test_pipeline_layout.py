@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.config.pipeline_layout import EMPTY, parse_layout
 from mjax.errors import UserError
-from mjax.models.params import ParamSpec
-from mjax.pipeline.layout import EMPTY, Layout, describe, make_layout, parse
+from mjax.pipeline.layout import Layout, describe, make_layout
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.pipeline.storage import Storage, storage_specs, to_canonical, to_storage
+from mjax.sharding.spec import ParamSpec
 
 LAYOUTS = [
     (layers, pp, v, account_for)
@@ -65,7 +66,7 @@ def test_layers_that_are_lost_or_repeated_are_a_defect():
     ],
 )
 def test_layout_strings(text, pp, sizes):
-    assert parse(text, 8, pp) == sizes
+    assert parse_layout(text, 8, pp) == sizes
     assert [len(s) for s in make_layout("G" * 8, pp, layout=text).stages] == sizes
 
 
@@ -84,7 +85,7 @@ def test_layout_strings(text, pp, sizes):
 )
 def test_bad_layout_strings_are_one_line(text, fault):
     with pytest.raises(UserError) as e:
-        parse(text, 8, 2)
+        parse_layout(text, 8, 2)
     assert fault in str(e.value) and "\n" not in str(e.value)
 
 

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.models.params import ParamSpec
 from mjax.pipeline.storage import Storage, even_sharding, to_canonical, to_storage
 from mjax.sharding.collectives import AXES, Parallel, mesh_axes
 from mjax.sharding.rules import PADDED_FROM, padding, partition, stored_partition
+from mjax.sharding.spec import ParamSpec
 
 SHAPES = [(35, 50), (33, 1001), (7, 4096), (64, 48)]
 GROUPS = [dict(dp=8), dict(dp=3), dict(dp=2, cp=3), dict(dp=5, ep=2), dict(dp=3, tp=2)]

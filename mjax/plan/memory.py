@@ -17,6 +17,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from mjax.config.mesh_rules import AXES, mesh_sizes
+from mjax.config.pattern import STACK_OF, expand
+from mjax.config.pipeline_layout import EMPTY
+from mjax.config.remat import POLICIES, offloaded, remat_policies
 from mjax.config.schema import Config, MeshConfig
 from mjax.kernels.cross_entropy import cut_of
 from mjax.kernels.loss_rows import fits
@@ -25,10 +28,9 @@ from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Block
 from mjax.models.linear import weights_of
 from mjax.models.params import split
-from mjax.models.pattern import STACK_OF, expand
 from mjax.models.positions import rope_tables
-from mjax.models.remat import POLICIES, all_but_views, offloaded, policies, remat
-from mjax.pipeline.layout import EMPTY, layout_of
+from mjax.models.remat import all_but_views, remat
+from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import param_partitions
@@ -53,12 +55,12 @@ def layers_of(cfg: Config, sizes: dict[str, int]) -> Layers:
     text = "dots" if cfg.train.remat == "auto" else cfg.train.remat
     if sizes["pp"] == 1:
         kinds = expand(cfg.model.layer_pattern, cfg.model.num_hidden_layers)
-        return Layers(tuple(zip(kinds, policies(text, len(kinds)), strict=True)), 1, 1)
+        return Layers(tuple(zip(kinds, remat_policies(text, len(kinds)), strict=True)), 1, 1)
     layout = layout_of(cfg)
     kinds = [max(set(kinds) - {EMPTY}) for kinds in layout.slot_kinds()]
     rows = cfg.train.global_batch_size // (sizes["dp"] * sizes["ep"])
     schedule = make_schedule(layout.pp, layout.v, rows // min(cfg.train.micro_batch_size, rows))
-    each = tuple(zip(kinds, policies(text, len(kinds)), strict=True))
+    each = tuple(zip(kinds, remat_policies(text, len(kinds)), strict=True))
     return Layers(each, schedule.slots, layout.v)
 
 

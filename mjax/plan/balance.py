@@ -9,9 +9,9 @@ look-up and counts nothing. FLOPs decide, as in `train/metrics.py`: measure befo
 import numpy as np
 
 from mjax.config.schema import Config, ModelConfig
+from mjax.models.flops import flops_per_token
 from mjax.pipeline.layout import Layout, layout_of, make_layout
 from mjax.pipeline.schedule import Schedule, make_schedule
-from mjax.train.metrics import flops_per_token
 
 WORTH = 0.02  # a gain below this share of the step is not worth a word
 

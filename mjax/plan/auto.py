@@ -20,7 +20,7 @@ from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
-from mjax.sharding.memory import bytes_per_device, layers_of, unrolls
+from mjax.plan.memory import bytes_per_device, layers_of, unrolls
 
 FRACTION = 0.95  # of the device's memory: the estimate's error (docs/memory.md) and fragmentation
 GB = 1e9

@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
-from mjax.sharding.overlap import MIN_ROWS
+from mjax.models.tp_overlap import MIN_ROWS
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
 sends half of what is left while it multiplies the rest. Each is the transpose of the other, so
 backward passes overlap too. Results and gradients are those of all-gather, matmul, reduce-scatter
 and their transposes. An exchange takes log2(tp) transfers, each a copy between two GPUs that costs
-no multiprocessor, but some 0.1 ms of the host (sharding/xla_options.py). Barriers keep matmuls in
+no multiprocessor, but some 0.1 ms of the host (plan/xla_options.py). Barriers keep matmuls in
 order. Collective matmul after Wang et al., ASPLOS 2023 (doi 10.1145/3567955.3567959); halving and
 doubling after Thakur et al., IJHPCA 2005.
 

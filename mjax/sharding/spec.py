@@ -1,0 +1,70 @@
+"""The declaration of a parameter: everything the rest of mjax needs to know about it.
+
+A module declares each weight once: global shape, logical axis names, role, and whether a matmul
+reads it. Sharding (`sharding/rules.py`) reads the axes. The optimizer reads the role and the matrix
+view. Recomputation, FP8 and running sums of gradients read the name of the matmul. Checkpoints and
+Hugging Face conversion read the Hugging Face name. Nothing is ever inferred from a parameter's
+rank, because stacking layers changes ranks (DESIGN section 3).
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+
+from mjax.config.remat import MATMULS
+from mjax.config.schema import ROLES
+
+# Logical axes that enumerate independent matrices: layers of a stack, the two halves of a fused
+# projection (gate and up, key and value), experts.
+ENUMERATING_AXES = frozenset({"layers", "pair", "experts"})
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a parameter is, globally.
+
+    `inputs` is the number of non-enumerating axes that are contracted (fan-in).
+
+    `matmul` is the name of the matmul of a block that reads the parameter (`models/linear.py`), or
+    None. Its output and the scales of its 8-bit recipe go by that name.
+
+    `hf` holds its Hugging Face names in Llama's words, one for each entry of a `pair` axis. They
+    are names within the layer if the parameter is a layer's. `{expert}` stands for the number of an
+    expert where Hugging Face stores experts separately. `checkpoint/families.py` turns them into
+    the names of a family.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    role: str
+    inputs: int = 1
+    matmul: str | None = None
+    hf: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes) and self.role in ROLES, self
+        assert self.matmul is None or self.matmul in MATMULS, self
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def stacked(self, layers: int) -> "ParamSpec":
+        """The same parameter of that many layers, stacked on a leading `layers` axis."""
+        return replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))
+
+    def matrix_view(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Positions of the (enumerating, input, output) axes: one matrix per enumerated entry."""
+        batch = tuple(i for i, axis in enumerate(self.axes) if axis in ENUMERATING_AXES)
+        rest = tuple(i for i, axis in enumerate(self.axes) if axis not in ENUMERATING_AXES)
+        return batch, rest[: self.inputs], rest[self.inputs :]
+
+
+def is_spec(x: object) -> bool:
+    return isinstance(x, ParamSpec)
+
+
+def count_parameters(specs: dict) -> int:
+    """Parameters in a tree of `ParamSpec`, vocabulary padding included."""
+    return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
