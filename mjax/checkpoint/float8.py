@@ -2,7 +2,7 @@
 
 Every linear layer of the blocks is stored as float8_e4m3fn `X.weight` [out, in] beside one scale a
 row, `X.weight_scale` [out, 1]; the weight is their product. Embeddings, norms, biases, router and
-head stay bfloat16; activations are quantised by the server, per token. Invariant: scales are fp32
+head stay bfloat16; activations are quantized by the server, per token. Invariant: scales are fp32
 (readers multiply in their dtype) but bfloat16 numbers, rounded up, so nothing saturates and no
 reader's cast changes them. Layout: github.com/vllm-project/compressed-tensors, version 0.20, which
 tests/oracle reads it with.
@@ -56,13 +56,13 @@ def quantization_config(cfg: ModelConfig) -> dict:
     }
 
 
-def quantised(
+def quantized(
     shapes: Mapping[str, Shape],
     linear: set[str],
     tensor: Callable[[str, np.dtype], np.ndarray],
 ) -> tuple[dict[str, tuple[Shape, np.dtype]], Callable[[str], Iterable[np.ndarray]]]:
     """(tensors, parts) for `safetensors.write_file`, which asks for them in order: those named in
-    `linear` quantised, each followed by its scales. `tensor(name, dtype)` makes one."""
+    `linear` quantized, each followed by its scales. `tensor(name, dtype)` makes one."""
     entries: dict[str, tuple[Shape, np.dtype]] = {}
     for name, shape in shapes.items():
         entries[name] = shape, WEIGHT if name in linear else REST
@@ -75,13 +75,13 @@ def quantised(
             return [scales.pop(name)]
         if name not in linear:
             return [tensor(name, REST)]
-        weight, scales[name + SUFFIX] = quantise(tensor(name, SCALE), name)
+        weight, scales[name + SUFFIX] = quantize(tensor(name, SCALE), name)
         return [weight]
 
     return entries, parts
 
 
-def quantise(w: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+def quantize(w: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     """fp32 [out, in], which is overwritten -> (float8_e4m3fn [out, in], fp32 scales [out, 1]).
 
     Raises `UserError` naming the tensor where it is not finite."""

@@ -254,7 +254,7 @@ def export(
 
     if dtype == "float8":
         linear = {name for name, found in pieces.items() if of[found[0][0]].role == "matrix"}
-        tensors, parts = float8.quantised(shapes, linear, tensor)
+        tensors, parts = float8.quantized(shapes, linear, tensor)
     else:
         tensors = {name: (shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
         parts = lambda name: [tensor(name, jnp.dtype(dtype))]  # noqa: E731

@@ -3,7 +3,7 @@
 XLA reads a tensor anew for its maximum, for what it rounds it to, and for the transpose that the
 weight's gradient needs; its GELU takes more time for arithmetic than for memory. Our kernel, in
 Pallas' Triton dialect, reads each tensor once: a program takes a tile, computes in fp32, writes
-what leaves, as it lies and turned, and the largest magnitude within or sums over rows; they are
+what leaves, as it lies and transposed, and the largest magnitude within or sums over rows; they are
 joined afterwards, without atomics, equal bit for bit each time. Turned tiles of 8 bits move as
 words of two rows, which the hardware turns. Where the kernel does not pay or fit (`supports`) the
 same functions are plain JAX. Invariant: results are rounded from fp32 to the inputs' dtype, and
@@ -28,7 +28,7 @@ GATES = ("silu", "gelu_tanh")  # all that are x * sigmoid(p(x))
 
 _FEWEST = 2**20  # elements of an input: with less, the launch is what it costs
 _MOST = 2**31 - 1  # that a 32-bit offset reaches
-_ROWS = 2  # of a turned tile that make a word
+_ROWS = 2  # of a transposed tile that make a word
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Out:
+class Output:
     """A result: `parts` [M, F] side by side. One with a place among the scales is rounded to an
     8-bit dtype, and if it was `computed`, to the inputs' dtype before. `plain` [M, parts * F] and
-    `turned` [parts * F, M]: how it is wanted. `measured`: the maximum is of it. `summed`: its sums
+    `transposed` [parts * F, M]: how it is wanted. `measured`: the maximum is of it. `summed`: its sums
     over rows, fp32 [F], leave last, of one part."""
 
     dtype: jnp.dtype
@@ -52,7 +52,7 @@ class Out:
     scale: int | None = None
     computed: bool = False
     plain: bool = True
-    turned: bool = False
+    transposed: bool = False
     measured: bool = False
     summed: bool = False
 
@@ -75,16 +75,16 @@ class Pass:
     name: str
     make: Callable[..., list[tuple[jax.Array, ...]]]
     parts: tuple[int, ...]
-    outs: tuple[Out, ...]
+    outs: tuple[Output, ...]
 
     @property
     def rows(self) -> int:
         """That make a word."""
-        return _ROWS if any(out.turned for out in self.outs) else 1
+        return _ROWS if any(out.transposed for out in self.outs) else 1
 
     @property
     def tile(self) -> Tile:
-        """Fastest on an H200: long rows, if turned long columns too, few values to a thread."""
+        """Fastest on an H200: long rows, if transposed long columns too, few values to a thread."""
         if any(out.summed for out in self.outs):
             return Tile(32, 256, 8)
         if self.rows == 1:
@@ -92,7 +92,7 @@ class Pass:
         return Tile(64, 128, 16 if sum(self.parts) > 1 else 8)
 
     def __call__(self, inputs: list[jax.Array], scales: list[jax.Array]) -> list[jax.Array]:
-        """What is plain, what is turned, the maximum, fp32, where something is measured, sums."""
+        """What is plain, what is transposed, the maximum, fp32, where something is measured, sums."""
         if supports(inputs[0], rows=self.rows):
             return in_tiles(self, self.tile, inputs, scales)
         return at_once(self, inputs, scales)
@@ -112,7 +112,7 @@ def act_forward(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
     """h [..., F], bias [F] -> act(h + bias)."""
     make = lambda sigmoid, *parts: [(_product(name, sigmoid, sum(parts), 1.0),)]  # noqa: E731
     inputs = _rows(h, bias)
-    one = Pass("act_forward", make, (1,) * len(inputs), (Out(h.dtype),))
+    one = Pass("act_forward", make, (1,) * len(inputs), (Output(h.dtype),))
     return one(inputs, [])[0].reshape(h.shape)
 
 
@@ -124,7 +124,7 @@ def act_backward(
     def make(sigmoid, h, d, *bias):
         return [(_gradients(name, sigmoid, sum(bias, h), 1.0, d)[1],)]
 
-    inputs, out = _rows(h, d, bias), Out(h.dtype, summed=bias is not None)
+    inputs, out = _rows(h, d, bias), Output(h.dtype, summed=bias is not None)
     one = Pass("act_backward", make, (1,) * len(inputs), (out,))
     dh, *sums = one(inputs, [])
     return dh.reshape(h.shape), sums[0].astype(bias.dtype) if sums else None
@@ -134,38 +134,38 @@ def gate_backward(h: jax.Array, d: jax.Array, name: str) -> jax.Array:
     """h [..., 2, F] (gate, up) and the gradient d [..., F] of act(gate) * up -> that of h."""
     f = d.shape[-1]
     make = lambda sigmoid, *parts: [_gradients(name, sigmoid, *parts)[1:]]  # noqa: E731
-    one = Pass("gate_backward", make, (2, 1), (Out(h.dtype, 2),))
+    one = Pass("gate_backward", make, (2, 1), (Output(h.dtype, 2),))
     return one([h.reshape(-1, 2 * f), d.reshape(-1, f)], [])[0].reshape(h.shape)
 
 
 def gate_forward8(h: jax.Array, scale: jax.Array, name: str) -> list[jax.Array]:
     """h [M, 2 * F] -> [act(gate) * up in e4m3 [M, F], its maximum]."""
     make = lambda sigmoid, *parts: [(_product(name, sigmoid, *parts),)]  # noqa: E731
-    out = Out(E4M3, scale=0, computed=True, measured=True)
+    out = Output(E4M3, scale=0, computed=True, measured=True)
     return Pass("gate_forward8", make, (2,), (out,))([h], [scale])
 
 
 def gate_backward8(
     h: jax.Array, d: jax.Array, scale: jax.Array, scale_dh: jax.Array, name: str
 ) -> list[jax.Array]:
-    """h [M, 2 * F], d [M, F] -> [dh in e5m2 [M, 2 * F], act(gate) * up again, in e4m3, turned
-    [F, M], dh turned [2 * F, M], the maximum of dh]."""
+    """h [M, 2 * F], d [M, F] -> [dh in e5m2 [M, 2 * F], act(gate) * up again, in e4m3, transposed
+    [F, M], dh transposed [2 * F, M], the maximum of dh]."""
 
     def make(sigmoid, *parts):
         a, *dh = _gradients(name, sigmoid, *parts)
         return [(a,), dh]
 
-    a = Out(E4M3, scale=0, computed=True, plain=False, turned=True)
-    dh = Out(E5M2, 2, scale=1, computed=True, turned=True, measured=True)
+    a = Output(E4M3, scale=0, computed=True, plain=False, transposed=True)
+    dh = Output(E5M2, 2, scale=1, computed=True, transposed=True, measured=True)
     return Pass("gate_backward8", make, (2, 1), (a, dh))([h, d], [scale, scale_dh])
 
 
-def quantise(
-    x: jax.Array, scale: jax.Array, dtype: jnp.dtype, plain: bool = True, turned: bool = False
+def quantize_rows(
+    x: jax.Array, scale: jax.Array, dtype: jnp.dtype, plain: bool = True, transposed: bool = False
 ) -> list[jax.Array]:
-    """x [M, K] in 8 bits -> [[M, K] if `plain`, [K, M] if `turned`, the maximum]."""
-    out = Out(dtype, scale=0, plain=plain, turned=turned, measured=True)
-    return Pass("quantise", lambda sigmoid, x: [(x,)], (1,), (out,))([x], [scale])
+    """x [M, K] in 8 bits -> [[M, K] if `plain`, [K, M] if `transposed`, the maximum]."""
+    out = Output(dtype, scale=0, plain=plain, transposed=transposed, measured=True)
+    return Pass("quantize", lambda sigmoid, x: [(x,)], (1,), (out,))([x], [scale])
 
 
 def _rows(*arrays: jax.Array | None) -> list[jax.Array]:
@@ -205,10 +205,10 @@ def at_once(one: Pass, inputs: list[jax.Array], scales: list[jax.Array]) -> list
     pairs = [(out, [narrow(x) if out.computed else x for x in values]) for out, values in made]
     whole = [out.of(jnp.concatenate(made, 1), scales) for out, made in pairs]
     plain = [x for out, x in zip(one.outs, whole, strict=True) if out.plain]
-    turned = [x.T for out, x in zip(one.outs, whole, strict=True) if out.turned]
+    transposed = [x.T for out, x in zip(one.outs, whole, strict=True) if out.transposed]
     tops = [jnp.max(jnp.abs(x)) for out, made in pairs for x in made if out.measured]
     sums = [jnp.sum(x, 0) for out, made in pairs for x in made if out.summed]
-    return [*plain, *turned, *([functools.reduce(jnp.maximum, tops)] if tops else []), *sums]
+    return [*plain, *transposed, *([functools.reduce(jnp.maximum, tops)] if tops else []), *sums]
 
 
 def in_tiles(
@@ -226,8 +226,8 @@ def in_tiles(
     down, across = pl.cdiv(m, tile.rows), pl.cdiv(f, tile.columns)
     shape = jax.ShapeDtypeStruct
     shapes = [shape((m, out.parts * f), out.dtype) for out in one.outs if out.plain]
-    turned = [out for out in one.outs if out.turned]
-    shapes += [shape((out.parts * f, m // _ROWS), jnp.int16) for out in turned]
+    transposed = [out for out in one.outs if out.transposed]
+    shapes += [shape((out.parts * f, m // _ROWS), jnp.int16) for out in transposed]
     measured = any(out.measured for out in one.outs)
     shapes += [shape((down * across,), jnp.int32)] * measured
     shapes += [shape((down, f), jnp.float32) for out in one.outs if out.summed]
@@ -241,7 +241,7 @@ def in_tiles(
     )(jnp.stack([*scales, jnp.float32(1)]), *inputs)
     left = iter(made)
     plain = [next(left) for out in one.outs if out.plain]
-    words = [(out, next(left)) for out in turned]
+    words = [(out, next(left)) for out in transposed]
     bytes_ = [lax.bitcast_convert_type(x, out.dtype).reshape(-1, m) for out, x in words]
     tops = [lax.bitcast_convert_type(jnp.max(next(left)), jnp.float32)] if measured else []
     return [*plain, *bytes_, *tops, *(jnp.sum(parts, 0) for parts in left)]
@@ -255,7 +255,7 @@ def _kernel(one: Pass, tile: Tile, m: int, f: int, dtype, interpret: bool, scale
     left = iter(refs)
     in_refs = [next(left) for _ in one.parts]
     plain_refs = [next(left) if out.plain else None for out in one.outs]
-    turned_refs = [next(left) if out.turned else None for out in one.outs]
+    turned_refs = [next(left) if out.transposed else None for out in one.outs]
     top_ref = next(left) if any(out.measured for out in one.outs) else None
     sums_ref = next(left, None)
     used = {out.scale for out in one.outs if out.scale is not None}
@@ -291,7 +291,7 @@ def _kernel(one: Pass, tile: Tile, m: int, f: int, dtype, interpret: bool, scale
                 value = out.of(value, scales, saturate=interpret)
                 if out.plain:
                     plt.store(plain_refs[k].at[at(part)], value, mask=mask)
-                if out.turned:
+                if out.transposed:
                     byte = lax.bitcast_convert_type(value, jnp.uint8).astype(jnp.int16)
                     words[k, part] = words.get((k, part), 0) | byte << 8 * r
     mask = edge[:, None] & (one.rows * row < m)[None] if ragged else None

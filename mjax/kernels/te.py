@@ -4,7 +4,7 @@ Backend of `kernels/quantize.py`, which keeps the recipes, scales, state and gra
 rounding with the maximum found in the same pass, and TE's call of cuBLASLt. TE's own `dense` would
 bring a state of its own, round bf16 weights in every call, and take the accumulation from an
 environment variable. Invariant: numbers are those of backend `xla`, bit for bit where they are
-rounded and to the order of sums in products. TE's "delayed" quantiser takes any scale, hence ours
+rounded and to the order of sums in products. TE's "delayed" quantizer takes any scale, hence ours
 of both recipes. Source: transformer_engine.jax.cpp_extensions (2.20), which is not a public
 interface; this file is all that knows it.
 """
@@ -56,7 +56,7 @@ def _te() -> SimpleNamespace:
         ) from error
 
 
-def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """x [M, K], fp32 scale -> (x * scale rounded to `dtype`, saturating; largest |x|, fp32)."""
     te = _te()
     quantizer = te.Quantizer(

@@ -4,10 +4,9 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.decoder import Decoder
-from mjax.models.params import Definition, split
-from mjax.sharding.spec import ParamSpec
-
-__all__ = ["Definition", "ParamSpec", "build", "definition_of", "split"]
+from mjax.models.params import Definition as Definition
+from mjax.models.params import ModelDefinition, define
+from mjax.models.params import split as split
 
 
 def build(cfg: ModelConfig, rngs: nnx.Rngs) -> Decoder:
@@ -19,6 +18,7 @@ def build(cfg: ModelConfig, rngs: nnx.Rngs) -> Decoder:
     return Decoder(cfg, rngs)
 
 
-def definition_of(cfg: ModelConfig) -> Definition:
-    """The model of `cfg` without weights; nothing is allocated."""
-    return split(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0))))[0]
+def definition_of(cfg: ModelConfig) -> ModelDefinition:
+    """The model of `cfg` without parameters; nothing is allocated."""
+    model = nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0)))
+    return define(model, model.stacks)

@@ -5,6 +5,8 @@ does not, k and v weights are replicated over tp and each device projects only t
 its query heads use: the gradient rule sums the parts. Caches hold keys after RoPE.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +18,7 @@ from mjax.models.linear import column, row
 from mjax.models.norm import Norm
 from mjax.models.params import constant, declare, normal
 from mjax.models.positions import apply_rope
+from mjax.models.weight import Weight, weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
 
@@ -35,9 +38,13 @@ class Attention(nnx.Module):
         )
         init, zero = normal(cfg.initializer_range), constant(0.0)
         q_axes, kv_axes = ("heads", "head_dim"), ("pair", "kv_heads", "head_dim")
-        q = ParamSpec((d, n, h), ("embed", *q_axes), "matrix", hf=_names("q", "weight"))
-        kv = ParamSpec((d, 2, k, h), ("embed", *kv_axes), "matrix", hf=_names("kv", "weight"))
-        out = ParamSpec((n, h, d), (*q_axes, "embed"), "matrix", 2, hf=_names("o", "weight"))
+        q = ParamSpec((d, n, h), ("embed", *q_axes), "matrix", matmul="q", hf=_names("q", "weight"))
+        kv = ParamSpec(
+            (d, 2, k, h), ("embed", *kv_axes), "matrix", matmul="kv", hf=_names("kv", "weight")
+        )
+        out = ParamSpec(
+            (n, h, d), (*q_axes, "embed"), "matrix", 2, "attn_proj", hf=_names("o", "weight")
+        )
         self.q, self.kv = declare(rngs, q, init), declare(rngs, kv, init)
         self.out = declare(rngs, out, normal(out_std))
         if cfg.attention_bias:
@@ -102,18 +109,26 @@ class Attention(nnx.Module):
             max_documents=ctx.max_documents,
             implementation=ctx.attention if cache is None else "xla",
         )
-        y = row(o, ("attn_proj", self.out[...]), ctx)
+        y = row(o, weight_of(self.out), ctx)
         return (y + self.out_bias[...] if cfg.attention_out_bias else y), cache
 
     def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, N/tp, H] and the k, v [B, S, K', H] that these query heads use."""
         par = ctx.parallel
-        weights = {"q": self.q[...], "kv": _own_kv(self.kv[...], self.cfg, par)}
-        q, kv = column(x, weights, ctx)
+        q, kv = column(x, (weight_of(self.q), self._own_kv_weight(par)), ctx)
         if self.cfg.attention_bias:
             q = q + self.q_bias[...]
             kv = kv + _own_kv(self.kv_bias[...], self.cfg, par)
         return q, kv[..., 0, :, :], kv[..., 1, :, :]
+
+    def _own_kv_weight(self, parallel: Parallel) -> Weight:
+        """The kv weight of this device's query heads.
+
+        Where tp does not divide the kv heads it is a part of the weight that the device holds, and
+        neither 8-bit forms nor running sums are made of it (`models/layers.py`).
+        """
+        weight = weight_of(self.kv)
+        return replace(weight, value=_own_kv(weight.value, self.cfg, parallel))
 
     def _dropout(self, tokens: Tokens, ctx: Context, salt: jax.Array | int) -> tuple | None:
         """(rate, key, rows, global head numbers) for dropout on attention probabilities."""

@@ -1,17 +1,16 @@
 """What a forward pass needs besides weights and activations.
 
-`Context` is static (it selects code), `Tokens` is data (it travels with the batch and is sharded
-like it). Both default to an ordinary single-device forward pass.
+`Context` is static: it selects code. `Tokens` is data: it travels with the batch and is sharded
+like it. Both default to an ordinary single-device forward pass.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
-from mjax.kernels.quantize import Fp8
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
@@ -19,15 +18,15 @@ from mjax.sharding.collectives import LOCAL, Parallel
 class Context:
     """Static choices of a forward pass.
 
-    `max_documents` bounds the documents in a sequence: 1 promises that every sequence is a single
-    document, 0 that it is unknown. `permute` is false where only some devices may run a layer:
-    ppermute waits for all. `gather(stack, weights, rounded)` makes the stored weights of a scan's
-    layers, and what FP8 rounded of them, whole on entry to its body (ZeRO-3); `hides`: a layer's
-    gather, and the reduction of its gradients, run under other layers' work. `fp8` quantises the
-    blocks' matmuls. `sums` are running sums of the gradients of their weights, {stack: {name: [L,
-    ...]}} for a model and {name: [...]} within a block: the gradient of such a sum is the next one,
-    and its weight takes none. `see(name, x)` may keep or replace activations at the named places of
-    a block (`models/trace.py`).
+    attention, cp_type, cp_a2a: config keys `train.attention`, `mesh.cp_type` and `mesh.cp_a2a`.
+    permute: false where only some devices may run a layer, because a ppermute waits for all.
+    max_documents: a bound on the documents in a sequence; 1 promises that every sequence is a
+        single document, 0 that the number is unknown.
+    overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
+    dropout: whether dropout is on.
+    label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
+    see: a function (name, x) that may keep or replace activations at the named places of a block
+        (`models/trace.py`).
     """
 
     parallel: Parallel = LOCAL
@@ -37,22 +36,14 @@ class Context:
     permute: bool = True
     max_documents: int = 0
     overlap_rows: int | None = None
-    remat: str = "none"
-    offload: tuple[str, ...] = ()
-    unroll: int = 1
     dropout: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    fp8: Fp8 | None = None
-    sums: dict = field(default_factory=dict)
-    gather: Callable[[str, dict, dict], tuple[dict, dict]] | None = None
-    hides: bool = False
     see: Callable[[str, jax.Array], jax.Array] | None = None
 
     def overlaps(self, rows: int) -> bool:
         """Whether matmuls exchange shards of `rows` tokens over tp piecewise."""
-        big = self.overlap_rows is not None and rows >= self.overlap_rows
-        return self.parallel.tp > 1 and big
+        return self.parallel.tp > 1 and self.overlap_rows is not None and rows >= self.overlap_rows
 
     def tap(self, name: str, x: jax.Array) -> jax.Array:
         """`x`, or what `see` makes of it."""
@@ -62,12 +53,14 @@ class Context:
 @register_dataclass
 @dataclass(frozen=True)
 class Tokens:
-    """Per-token facts, whole along tp. All int32.
+    """Facts about each token, whole along tp. All int32.
 
-    positions [B, S] for position embeddings; segments [B, S] or None: attention stays within equal
-    values; rows [B] and columns [S]: the token's place in the global batch, which keys dropout and
-    orders attention; key: of dropout, or None; key_segments [B, T] or None: `segments` of the keys
-    of a cache.
+    positions [B, S]: for position embeddings.
+    segments [B, S] or None: attention stays within equal values.
+    rows [B], columns [S]: the token's place in the global batch, which keys dropout and orders
+        attention.
+    key: of dropout, or None.
+    key_segments [B, T] or None: `segments` of the keys of a cache.
     """
 
     positions: jax.Array
@@ -87,7 +80,7 @@ def tokens_of(
     key: jax.Array | None = None,
     key_segments: jax.Array | None = None,
 ) -> Tokens:
-    """Fill in what a plain [B, S] batch leaves out: sequences in order, no packing."""
+    """The tokens of a plain [B, S] batch: what is left out is of sequences in order, unpacked."""
     batch, seq = shape
     columns = jnp.arange(seq, dtype=jnp.int32) if columns is None else columns
     rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
@@ -100,7 +93,7 @@ def dropout(
 ) -> jax.Array:
     """Inverted dropout on [B, S/tp, D]; the mask is a function of the token's global place alone.
 
-    `salt` tells the call sites of a model apart. One threefry key per token makes the mask equal
+    `salt` distinguishes the call sites of a model. One threefry key per token makes the mask equal
     on every mesh and for every number of micro-batches.
     """
     if rate == 0 or not ctx.dropout:
@@ -109,9 +102,9 @@ def dropout(
     key = jax.random.fold_in(tokens.key, salt)
     columns = ctx.parallel.shard(tokens.columns, "tp", 0)
 
-    def keep(row, column):
+    def keep(row: jax.Array, column: jax.Array) -> jax.Array:
         token = jax.random.fold_in(jax.random.fold_in(key, row), column)
         return jax.random.bernoulli(token, 1 - rate, x.shape[2:])
 
-    mask = jax.vmap(lambda r: jax.vmap(lambda c: keep(r, c))(columns))(tokens.rows)
+    mask = jax.vmap(lambda row: jax.vmap(lambda column: keep(row, column))(columns))(tokens.rows)
     return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)

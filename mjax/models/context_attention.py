@@ -26,6 +26,7 @@ from mjax.kernels.attention import (
     require,
     resolve,
 )
+from mjax.models.barriers import wait_for_all
 from mjax.sharding.collectives import Parallel
 
 _AXIS = "cp"
@@ -73,10 +74,10 @@ def context_attention(
         cp_type = "a2a" if masked else choose(parallel.cp, grouped, bool(lacking) or not permute)
     _refuse(cp_type, q.shape[2], parallel.cp, cp_a2a, lacking, masked, permute)
     if cp_type == "all_gather" and implementation == "xla":
-        k, v = (natural(parallel.gather(x, _AXIS, 1), parallel.cp) for x in (k, v))
+        k, v = (natural(parallel.all_gather(x, _AXIS, 1), parallel.cp) for x in (k, v))
         whole = jnp.arange(k.shape[1], dtype=jnp.int32)
         if segments is not None:
-            keys = natural(parallel.gather(segments[1], _AXIS, 1), parallel.cp)
+            keys = natural(parallel.all_gather(segments[1], _AXIS, 1), parallel.cp)
             segments = segments[0], keys
         options |= dict(columns=(columns[0], whole), segments=segments)
         options |= dict(sinks=sinks, dropout=dropout, implementation="xla")
@@ -290,7 +291,7 @@ def _ring_fwd(q, k, v, places, ring):
     out, lse = block_forward(q, k, v, both, **ring.kernel(causal=True))
     low, high = zip(_halves(out, 1), _halves(lse, 2), strict=True)
     for step in range(1, ring.size):
-        keys, low, high = lax.optimization_barrier((keys, low, high))  # one transfer at a time
+        keys, low, high = wait_for_all(keys, low, high)  # one transfer at a time
         (kv, key_places), keys = keys, following(keys, step) if step < ring.size - 1 else None
         earlier = (ring.index() - step) % ring.size < ring.index()
         mine, pair, seen = _blocks(q, kv, places, key_places, earlier)
@@ -318,7 +319,7 @@ def _ring_bwd(ring, saved, d_out):
     d_q, d_kv = _own_backward(q, kv, places, stats, ring, diagonal=False)
     parts = [d_kv]
     for step in range(1, ring.size):
-        keys, d_q, d_kv = lax.optimization_barrier((keys, d_q, d_kv))
+        keys, d_q, d_kv = wait_for_all(keys, d_q, d_kv)
         kv_, key_places = keys
         if ring.at_once:
             keys, moved = following(keys, step), 0
@@ -333,7 +334,7 @@ def _ring_bwd(ring, saved, d_out):
         d_q = d_q + _spread(new[0], earlier, first_to_low=False)
         d_kv = moved + jnp.stack([_spread(d, earlier, first_to_low=True) for d in new[1:]])
         parts.append(d_kv)
-    d_q, d_kv = lax.optimization_barrier((d_q, d_kv))
+    d_q, d_kv = wait_for_all(d_q, d_kv)
     if ring.at_once:
         of = (ring.index() - jnp.arange(ring.size)) % ring.size  # the step that met each owner
         home = lax.psum_scatter(jnp.stack(parts)[of], _AXIS, scatter_dimension=0)

@@ -6,24 +6,23 @@ stacked and scanned; a scan's body spells out one period of the layer pattern.
 """
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.pattern import STACK_OF, Run, expand, runs, stack_index, stretches
-from mjax.config.remat import remat_policies
+from mjax.config.pattern import STACK_OF, expand
 from mjax.config.schema import ModelConfig
 from mjax.kernels.cross_entropy import Terms, cross_entropy
 from mjax.models.attention import Attention, Cache
 from mjax.models.context import Context, Tokens, dropout, tokens_of
+from mjax.models.execution import Execution, plain_layers
+from mjax.models.layers import LayerInputs, Layers
 from mjax.models.mlp import MLP
 from mjax.models.moe import MoE
 from mjax.models.norm import Norm
 from mjax.models.params import declare, normal, split, stack
 from mjax.models.positions import rope_tables
-from mjax.models.remat import in_order, one_behind, remat
 from mjax.sharding.spec import ParamSpec
 
 _EMBED_SALT = 0  # dropout call sites; blocks use 1 + 3 * layer + {0, 1, 2}
@@ -132,21 +131,35 @@ class Decoder(nnx.Module):
         return self.logits(self.hidden(tokens, info, ctx)[0])
 
     def hidden(
-        self, tokens: jax.Array, info: Tokens, ctx: Context, cache: Cache | None = None
+        self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Cache | None = None
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """tokens [B, S] -> final normed activations [B, S, D], whole along tp; this device's share
-        of the auxiliary losses, summed over layers and sequences; updated cache."""
-        x = self.embed(tokens, info, ctx)
-        x, aux, cache = self.blocks(x, info, ctx, self.runs(ctx), cache)
-        return ctx.parallel.gather_seq(self.final_norm(x)), aux, cache
+        """tokens [B, S] -> final normed activations [B, S, D], whole along tp.
+
+        Also returns this device's share of the auxiliary losses, summed over layers and sequences,
+        and the updated caches, whose leaves are [L, B, T, K, H].
+        """
+        x, aux, caches = self.layers(self.embed(tokens, info, ctx), info, ctx, caches)
+        return ctx.parallel.gather_seq(self.final_norm(x)), aux, caches
+
+    def layers(
+        self, x: jax.Array, info: Tokens, ctx: Context, caches: Cache | None = None
+    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+        """[B, S/tp, D] through the layers that this module holds, stacked, in scans."""
+        stacks = {name: split(getattr(self, name)) for name in self.stacks}
+        blocks = {name: definition for name, (definition, _) in stacks.items()}
+        weights = {name: params for name, (_, params) in stacks.items()}
+        layers = Layers(blocks, Execution(plain_layers(self.kinds)), ctx)
+        return layers.run(weights, x, LayerInputs(info, self.rope(info, ctx)), caches=caches)
 
     def loss(
         self, batch: dict[str, jax.Array], info: Tokens, ctx: Context, chunk: int | None
     ) -> tuple[jax.Array, jax.Array]:
-        """(sum of loss_mask * nll over [B, S], equal on all tp devices; this device's share of the
-        auxiliary losses, summed over layers and sequences), fp32."""
-        x = self.embed(batch["tokens"], info, ctx)
-        x, aux, _ = self.blocks(x, info, ctx, self.runs(ctx))
+        """(sum of loss_mask * nll over [B, S], share of the auxiliary losses), fp32.
+
+        The first is equal on all tp devices. The second is this device's share, summed over layers
+        and sequences.
+        """
+        x, aux, _ = self.layers(self.embed(batch["tokens"], info, ctx), info, ctx)
         return self.head_loss(x, batch, ctx, chunk), aux
 
     @jax.named_scope("head")
@@ -200,96 +213,9 @@ class Decoder(nnx.Module):
         cap = self.cfg.final_logit_softcapping
         return z if cap is None else cap * jnp.tanh(z / cap)
 
-    def blocks(
-        self,
-        x: jax.Array,
-        info: Tokens,
-        ctx: Context,
-        parts: tuple[Run, ...],
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """Apply the layers of `parts` to [B, S/tp, D]; cache leaves are [L, B, T, K, H]."""
-        rope = self.rope(info, ctx)
-        stacks = {name: split(getattr(self, name)) for name in self.stacks}
-        definitions = {name: definition for name, (definition, _) in stacks.items()}
-        rows = stack_index(self.kinds)
-        aux, caches = jnp.float32(0), []
-        behind = [jnp.float32(0)] if ctx.hides else []
-        for run in parts:
-            xs = {}
-            own_ctx = ctx if self._quantised(run.first, ctx) else replace(ctx, fp8=None)
-            for name, (_, weights) in stacks.items():
-                of_fp8 = ({}, {}) if own_ctx.fp8 is None else own_ctx.fp8.stack(name)
-                more = *of_fp8, ctx.sums.get(name, {})
-                own = [i for i, kind in enumerate(run.kinds) if STACK_OF[kind] == name]
-                if own:
-                    first = rows[run.first + own[0]]
-                    xs[name] = jax.tree.map(rows_of(first, run.repeats, len(own)), (weights, *more))
-            period = rows_of(run.first, run.repeats, len(run.kinds))
-            layers = period(jnp.arange(len(rows), dtype=jnp.int32))
-            body = functools.partial(scan_body, definitions, run.kinds, rope, info, own_ctx)
-            xs = xs, layers, jax.tree.map(period, cache)
-            unroll = min(ctx.unroll or run.repeats, run.repeats)
-            policy = remat_policies(ctx.remat, len(self.kinds))[run.first]
-            body = remat(body, policy, ctx.offload, loop=unroll < run.repeats)
-            (x, aux, *behind), new = jax.lax.scan(body, (x, aux, *behind), xs, unroll=unroll)
-            caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), new))
-        merged = None if cache is None else jax.tree.map(lambda *c: jnp.concatenate(c), *caches)
-        return x, aux, merged
-
-    def runs(self, ctx: Context) -> tuple[Run, ...]:
-        """The scans of all layers: those of one are alike in policy, and in FP8 or out of it."""
-        kept = remat_policies(ctx.remat, len(self.kinds))
-        ways = tuple((self._quantised(i, ctx), policy) for i, policy in enumerate(kept))
-        return tuple(run for a, b in stretches(ways) for run in runs(self.kinds[a:b], a))
-
-    def _quantised(self, layer: int, ctx: Context) -> bool:
-        n = 0 if ctx.fp8 is None else ctx.fp8.skip
-        return n <= layer < len(self.kinds) - n
-
     def rope(self, info: Tokens, ctx: Context) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Tables of each kind of block that turns its queries and keys."""
         if self.cfg.position_embedding != "rope":
             return {}
         kinds = sorted(set(self.kinds) - {"N"})
         return {k: rope_tables(self.cfg, info.positions, k == "L", ctx.parallel) for k in kinds}
-
-
-def rows_of(first: int, repeats: int, period: int):
-    """[L, ...] -> [repeats, period, ...] of the rows from `first` on."""
-
-    def cut(leaf):
-        n = repeats * period
-        leaf = leaf if n == leaf.shape[0] else leaf[first : first + n]
-        return leaf.reshape(repeats, period, *leaf.shape[1:])
-
-    return cut
-
-
-def scan_body(definitions, kinds, rope, info, ctx, carry, xs):
-    """One period of blocks; `xs` holds the rows of each stack (weights; FP8's scales and rounded
-    weights; sums of gradients: or none), layer numbers and caches, [period, ...] each."""
-    (x, aux, *behind), (stacks, layers, cache) = carry, xs
-    if behind:
-        x, own, *behind = one_behind(x, {name: own[0] for name, own in stacks.items()}, *behind)
-        stacks = {name: (own[name], *more) for name, (_, *more) in stacks.items()}
-    if ctx.gather is not None:
-        for name, (weights, scales, rounded, sums) in stacks.items():
-            weights, rounded = ctx.gather(name, weights, rounded)
-            stacks[name] = weights, scales, rounded, sums
-    if ctx.unroll != 1 and (behind or ctx.gather is None):
-        # A loop waits for gradients anyway, ZeRO-3 reduces them one by one.
-        x, taken = in_order(x, {name: (own[0], own[3]) for name, own in stacks.items()})
-        stacks = {n: (taken[n][0], *own[1:3], taken[n][1]) for n, own in stacks.items()}
-    new, rows = [], stack_index(kinds)
-    for i, kind in enumerate(kinds):
-        name = STACK_OF[kind]
-        row, *of_fp8, sums = jax.tree.map(lambda w: w[rows[i]], stacks[name])  # noqa: B023
-        block = definitions[name].bind(row)
-        fp8 = None if ctx.fp8 is None else ctx.fp8.of(*of_fp8)
-        own_ctx = replace(ctx, fp8=fp8, sums=sums)
-        own = None if cache is None else tuple(c[i] for c in cache)
-        x, more, own = block(x, info, own_ctx, kind=kind, rope=rope, layer=layers[i], cache=own)
-        aux = aux + more
-        new.append(own)
-    return (x, aux, *behind), None if cache is None else jax.tree.map(lambda *c: jnp.stack(c), *new)

@@ -8,10 +8,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.schema import ModelConfig
-from mjax.kernels import gate, mlp8
+from mjax.kernels import gate
+from mjax.models import mlp_fp8
+from mjax.models.barriers import compute_again
 from mjax.models.context import Context
 from mjax.models.linear import column, row
 from mjax.models.params import constant, declare, normal
+from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
 
@@ -42,7 +45,7 @@ def _activated_backward(name, saved, d):
     h, bias = saved
     if gate.supports(h, name):
         return gate.act_backward(h, bias, d, name)
-    h, bias = jax.lax.optimization_barrier((h, bias))  # or XLA keeps what the forward computed
+    h, bias = compute_again(h, bias)
     _, pull = jax.vjp(lambda h, bias: activated.fun(h, bias, name), h, bias)
     return pull(d)
 
@@ -90,8 +93,10 @@ class MLP(nnx.Module):
         lead, axes = ((2, f), ("pair", "mlp")) if cfg.mlp_gated else ((f,), ("mlp",))
         init = normal(cfg.initializer_range)
         names = up_names(cfg, "mlp", "weight")
-        up = ParamSpec((d, *lead), ("embed", *axes), "matrix", hf=names)
-        down = ParamSpec((f, d), ("mlp", "embed"), "matrix", hf=("mlp.down_proj.weight",))
+        up = ParamSpec((d, *lead), ("embed", *axes), "matrix", matmul="up", hf=names)
+        down = ParamSpec(
+            (f, d), ("mlp", "embed"), "matrix", matmul="down", hf=("mlp.down_proj.weight",)
+        )
         self.up = declare(rngs, up, init)
         self.down = declare(rngs, down, normal(out_std))
         if cfg.mlp_bias:
@@ -104,16 +109,16 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         cfg = self.cfg
         plain = cfg.mlp_gated and not cfg.mlp_bias and not ctx.overlaps(x.shape[1])
-        if plain and mlp8.takes(ctx.fp8, cfg.hidden_act):
-            weights = {"up": self.up[...], "down": self.down[...]}
+        up, down = weight_of(self.up), weight_of(self.down)
+        if plain and mlp_fp8.takes(up.recipe, cfg.hidden_act):
             x = ctx.parallel.gather_seq(x)
-            y = mlp8.gated_mlp(x, weights, ctx.fp8, cfg.hidden_act, ctx.sums)
+            y = mlp_fp8.gated_mlp_fp8(x, up, down, cfg.hidden_act)
             return checkpoint_name(ctx.parallel.scatter_seq(y), "down"), jnp.float32(0)
-        (h,) = column(x, {"up": self.up[...]}, ctx)
+        (h,) = column(x, (up,), ctx)
         bias = self.up_bias[...] if cfg.mlp_bias else None
         if cfg.mlp_gated:
             h = gated(h if bias is None else h + bias, cfg.hidden_act)
         else:
             h = activated(h, bias, cfg.hidden_act)
-        y = row(h, ("down", self.down[...]), ctx)
+        y = row(h, down, ctx)
         return (y + self.down_bias[...] if cfg.mlp_bias else y), jnp.float32(0)

@@ -78,14 +78,14 @@ def route(
 
 def to_experts(x: jax.Array, gates: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
     """x [B, S/tp, D] and gates [B, S/tp, E] -> [B*ep, S, D] and [B*ep, S, E/ep] of own experts."""
-    x = parallel.gather(parallel.gather_seq(x), "ep", 0)
-    gates = parallel.gather(parallel.gather_seq(gates), "ep", 0)
+    x = parallel.all_gather(parallel.gather_seq(x), "ep", 0)
+    gates = parallel.all_gather(parallel.gather_seq(gates), "ep", 0)
     return x, parallel.shard(gates, "ep", 2)
 
 
 def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
     """Partial sums [B*ep, S, D] over own experts and ffn columns -> whole sums [B, S/tp, D]."""
-    return parallel.scatter_seq(parallel.scatter(y, "ep", 0))
+    return parallel.scatter_seq(parallel.reduce_scatter(y, "ep", 0))
 
 
 def balance_loss(

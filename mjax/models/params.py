@@ -1,9 +1,7 @@
-"""The declaration of a parameter: everything the rest of mjax needs to know about it.
+"""How a Flax module declares its parameters, and how it is taken apart and put together.
 
-A module declares each weight once, with `declare`: global shape, logical axis names, initialiser,
-role. Sharding (`sharding/rules.py`) reads the axes, the optimiser reads the role and the matrix
-view, checkpoints and Hugging Face conversion read the name. Nothing is ever inferred from a
-parameter's rank, because stacking layers changes ranks (DESIGN section 3).
+NNX modules declare parameters and compose the model. The step works on plain pytrees: a module is
+split once into a `Definition` and a nested dict of arrays, and bound again while tracing.
 """
 
 from collections.abc import Callable
@@ -19,10 +17,12 @@ Init = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 
 def normal(std: float) -> Init:
+    """Draws from a normal distribution with mean 0."""
     return lambda key, shape, dtype: std * jax.random.normal(key, shape, dtype)
 
 
 def constant(value: float) -> Init:
+    """Fills with one value."""
     return lambda key, shape, dtype: jnp.full(shape, value, dtype)
 
 
@@ -31,43 +31,74 @@ def declare(rngs: nnx.Rngs, spec: ParamSpec, init: Init) -> nnx.Param:
     return nnx.Param(init(rngs.params(), spec.shape, jnp.float32), spec=spec)
 
 
-def stack(make: Callable[[nnx.Rngs], nnx.Module], n: int, rngs: nnx.Rngs) -> nnx.Module:
-    """One module whose every parameter holds those of `n` independent layers, stacked."""
+def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
+    """One module whose every parameter holds those of that many independent layers, stacked."""
 
-    def values(key):
+    def values(key: jax.Array) -> dict:
         return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param))
 
     definition, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    stacked = jax.vmap(values)(jax.random.split(rngs.params(), n))
-    specs = jax.tree.map(lambda spec: spec.stacked(n), specs_of(state), is_leaf=is_spec)
+    stacked = jax.vmap(values)(jax.random.split(rngs.params(), layers))
+    specs = jax.tree.map(lambda spec: spec.stacked(layers), specs_of(state), is_leaf=is_spec)
     return nnx.merge(definition, state_from(stacked, specs))
 
 
 def specs_of(state: nnx.State | nnx.Module) -> dict:
-    """Nested dict of `ParamSpec`, one per parameter."""
+    """A nested dict of `ParamSpec`, one per parameter."""
     state = nnx.state(state, nnx.Param) if isinstance(state, nnx.Module) else state
-    flat = {path: var.get_metadata("spec") for path, var in nnx.to_flat_state(state)}
+    flat = {path: param.get_metadata("spec") for path, param in nnx.to_flat_state(state)}
     return nnx.traversals.unflatten_mapping(flat)
 
 
 def state_from(values: dict, specs: dict) -> nnx.State:
-    """Nested dicts of values and declarations -> the NNX state that `nnx.merge` takes."""
-    flat = jax.tree.map(lambda s, v: nnx.Param(v, spec=s), specs, values, is_leaf=is_spec)
-    return nnx.State(flat)
+    """The NNX state that `nnx.merge` takes, from nested dicts of values and declarations.
+
+    A value is an array or a `Weight` (`models/weight.py`).
+    """
+    params = jax.tree.map(
+        lambda spec, value: nnx.Param(value, spec=spec), specs, values, is_leaf=is_spec
+    )
+    return nnx.State(params)
 
 
 @dataclass(frozen=True)
 class Definition:
-    """A model without its weights. `bind` gives the module back; use it while tracing only."""
+    """A module without its parameters."""
 
     graph: nnx.GraphDef
     specs: dict
 
     def bind(self, params: dict) -> nnx.Module:
-        return nnx.merge(self.graph, state_from(params, self.specs))
+        """The module with these parameters. Use it while tracing only.
+
+        Entries of `params` that the module does not declare are left out.
+        """
+        own = {name: params[name] for name in self.specs}
+        return nnx.merge(self.graph, state_from(own, self.specs))
 
 
-def split(model: nnx.Module) -> tuple[Definition, dict]:
-    """Module -> (definition, nested dict of arrays)."""
-    graph, state = nnx.split(model)
+@dataclass(frozen=True)
+class ModelDefinition(Definition):
+    """A model without its parameters, whole and in parts.
+
+    edges: the model without its layers: embedding, final norm, head.
+    blocks: one layer of each stack; their specs are those of the stack.
+    """
+
+    edges: Definition
+    blocks: dict[str, Definition]
+
+
+def split(module: nnx.Module) -> tuple[Definition, dict]:
+    """(definition, nested dict of arrays) of a module."""
+    graph, state = nnx.split(module)
     return Definition(graph, specs_of(state)), nnx.to_pure_dict(state)
+
+
+def define(model: nnx.Module, stacks: tuple[str, ...]) -> ModelDefinition:
+    """The definition of a model whose attributes `stacks` hold its layers; `model` loses them."""
+    whole = split(model)[0]
+    blocks = {name: split(getattr(model, name))[0] for name in stacks}
+    for name in stacks:
+        delattr(model, name)
+    return ModelDefinition(whole.graph, whole.specs, split(model)[0], blocks)

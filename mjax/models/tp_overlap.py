@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mjax.models.barriers import wait_for_all
 from mjax.sharding.collectives import Parallel
 
 # Tokens in a shard from which on this pays: shorter matmuls hide no transfer.
@@ -46,7 +47,7 @@ def _gather_forward(matmul, x, w, parallel):
 def _gather_backward(matmul, parallel, kept, dy):
     x, w = kept
     # Whole before dx begins: this transfer runs under what made dy.
-    whole, dy = lax.optimization_barrier((parallel.gather_seq(x), dy))
+    whole, dy = wait_for_all(parallel.gather_seq(x), dy)
     dx = _scatter(functools.partial(_by_input, matmul, x), dy, w, parallel)
     return dx, jax.vjp(functools.partial(matmul, whole), w)[1](dy)[0]
 
@@ -77,7 +78,7 @@ def _gather(matmul, x, w, parallel):
     for k in _doubling(parallel):
         more = _swap(held, k, parallel)
         y = matmul(arrived, w)
-        arrived, y = lax.optimization_barrier((more, y))
+        arrived, y = wait_for_all(more, y)
         held = _join(held, arrived)
         outs.append(y)
     outs.append(matmul(arrived, w))
@@ -99,7 +100,7 @@ def _scatter(matmul, h, w, parallel):
     for k in reversed(_doubling(parallel)):
         theirs = (r ^ k) // k * k * rows, k * rows
         y = _add(matmul(_rows(h, *theirs), w), _half(arrived, (r ^ k) // k % 2))
-        h, y = lax.optimization_barrier((h, y))
+        h, y = wait_for_all(h, y)
         arrived = _add(_swap(y, k, parallel), _half(arrived, r // k % 2))
     return _add(matmul(_rows(h, r * rows, rows), w), arrived)
 

@@ -1,436 +1,427 @@
 """The pipeline's three scans, inside the train step's one manual region.
 
-Every device runs the same program: in each tick (`schedule.py`) it applies one chunk forward and
-one backward and hands the results to its neighbours. The forward is an explicit `jax.vjp` whose
-residuals wait in a ring buffer until the backward; residuals that are the chunk's weights or facts
-of its micro-batch are not kept but put back. So memory does not grow with the number of
-micro-batches. The first stage embeds, the last makes the loss and its cotangent, both under
-`lax.cond`, so that no other stage waits for them; a predicate depends on the pp index and the tick
-alone, hence collectives over the other axes may stand in its branches. Embedding, final norm and
-head are replicated over pp: the gradient rule sums their parts, tied or not.
+Every device runs the same program. In each tick (`schedule.py`) it applies one chunk forward and
+one backward, and hands the results to its neighbors. The forward is an explicit `jax.vjp` whose
+residuals wait in a stash, a ring buffer, until the backward. Residuals that are the chunk's weights
+or inputs of its micro-batch are not kept but put back, so memory does not grow with the number of
+micro-batches. The first stage embeds. The last stage makes the loss and its cotangent. Both do so
+under `lax.cond`, so that no other stage waits for them. A predicate depends on the pp index and the
+tick alone, hence collectives over the other axes may stand in its branches. Embedding, final norm
+and head are replicated over pp: the gradient rule sums their parts, tied or not.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import register_dataclass
 
-from mjax.config.pattern import STACK_OF, runs, stretches
 from mjax.config.pipeline_layout import EMPTY
-from mjax.config.remat import remat_policies
-from mjax.models.decoder import Decoder, rows_of, scan_body
-from mjax.models.params import split
-from mjax.models.remat import all_but_views
-from mjax.models.remat import remat as rematerialised
+from mjax.models.layers import LayerInputs, zero_sums
+from mjax.models.local import Batch, LocalModel
+from mjax.models.residuals import VjpLayout, join_vjp, split_vjp
+from mjax.models.weight import Weight, add_gradients, is_weight
 from mjax.pipeline.layout import Layout
-from mjax.pipeline.schedule import Schedule, make_schedule
-from mjax.pipeline.stash import Plan, one_of, put_together, take_apart
-
-if TYPE_CHECKING:
-    from mjax.train.step import Batch, Program
+from mjax.pipeline.schedule import Schedule, UnitTable, make_schedule
 
 
-class Part(NamedTuple):
-    """Slots of a chunk that one scan applies: `repeats` times the blocks `kinds`, which keep what
-    `remat` says.
+@register_dataclass
+@dataclass(frozen=True)
+class Unit:
+    """One micro-batch through one chunk, on this device in this tick; int32 scalars (`UnitTable`).
 
-    With `varies` they are of different kinds, or unused, in different chunks: `kinds` then lists
-    the choices, and a slot's code picks one.
+    An idle tick has `on` 0.
     """
 
-    first: int
-    kinds: tuple[str, ...]
-    repeats: int
-    varies: bool
-    remat: str
+    on: jax.Array
+    micro: jax.Array
+    chunk: jax.Array
+    slot: jax.Array
+    new: jax.Array
 
 
-def parts_of(layout: Layout, remat: str) -> tuple[Part, ...]:
-    """The scans of a chunk, whose slots train.remat counts as it does layers elsewhere. Slots of
-    one kind everywhere are grouped as in an unpiped model."""
-    slots, choices = layout.slot_kinds(), (EMPTY, *sorted(set(layout.kinds)))
-    kept = remat_policies(remat, len(slots), "layers in a pipeline stage")
-    ways = tuple((len(kinds) > 1, policy) for kinds, policy in zip(slots, kept, strict=True))
-    parts: list[Part] = []
-    for at, end in stretches(ways):
-        varies, policy = ways[at]
-        if varies:
-            parts.append(Part(at, choices, end - at, True, policy))
-        else:
-            same = runs(tuple(kind for (kind,) in slots[at:end]), at)
-            parts += [Part(run.first, run.kinds, run.repeats, False, policy) for run in same]
-    return tuple(parts)
+class UnitInputs(NamedTuple):
+    """What the layers of a unit read besides weights and activations; made again for a backward.
+
+    numbers, choices: int32 [slots], see `Layers.run`.
+    """
+
+    layer_inputs: LayerInputs
+    numbers: jax.Array
+    choices: jax.Array
 
 
+@register_dataclass
 @dataclass(frozen=True)
-class Chunks:
-    """What a device needs to apply any of its chunks to any micro-batch."""
+class Carry:
+    """What a device holds between ticks.
 
-    program: "Program"
-    layout: Layout
-    weights: dict  # local; stacks are [v * slots, ...]
-    scales: dict  # of FP8, {stack: {name: [v * slots, 3]}}
-    rounded: dict  # weights of FP8, likewise
-    micro_batches: "Batch"
-    key: jax.Array | None
-    train: bool
+    y, dy: the activation and the cotangent that came in, [B, S/tp, D].
+    stash: kept residuals, each [slots of the stash, ...].
+    losses: this device's shares of {loss, aux_loss}.
+    sums: of gradients, a tree like the weights.
+    forward_weights, backward_weights: of the chunk that runs forward, and of that which runs
+        backward; None where a device has one chunk.
+    """
 
-    @property
-    def stacks(self) -> tuple[str, ...]:
-        return self.layout.stacks
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return parts_of(self.layout, self.program.context(self.train).remat)
-
-    @property
-    def outer(self) -> dict:
-        """Weights outside the stacks: embedding, final norm, head."""
-        return {k: w for k, w in self.weights.items() if k not in self.stacks}
-
-    def model(self, outer: dict) -> Decoder:
-        return self.program.definition.bind({**self.weights, **outer})
-
-    @property
-    def inner(self) -> dict:
-        """The stacks and their FP8 scales, [v * slots, ...]."""
-        return {name: (self.weights[name], self.scales.get(name, {})) for name in self.stacks}
-
-    def of_chunk(self, chunk: jax.Array) -> tuple[dict, dict]:
-        """`inner` and the rounded weights of a chunk, [slots, ...] as a list of its slots: each is
-        then an array of its own, where of a stack XLA would copy the matmuls' operands."""
-        rounded = {name: self.rounded.get(name, {}) for name in self.stacks}
-        at = lambda w, i: lax.dynamic_index_in_dim(w, i, 0, keepdims=False)  # noqa: E731
-        slots = lambda w: [at(w, i) for i in self.places(w, chunk)]  # noqa: E731
-        return jax.tree.map(slots, (self.inner, rounded))
-
-    def places(self, stack: jax.Array, chunk: jax.Array) -> list[jax.Array | int]:
-        """The rows of a stack that are a chunk's."""
-        slots = len(stack) // self.layout.v
-        first = 0 if self.layout.v == 1 else chunk * slots
-        return [first + i for i in range(slots)]
-
-    def micro(self, i: jax.Array) -> "Batch":
-        return {k: _at(a, i) for k, a in self.micro_batches.items()}
-
-    def facts(self, micro: "Batch", chunk: jax.Array) -> dict:
-        """What a chunk's blocks read besides weights and activations; made again for a backward."""
-        layers = self.layout.table()
-        codes = np.asarray([EMPTY, *sorted(set(self.layout.kinds))])
-        kinds = np.asarray([*self.layout.kinds, EMPTY])[layers]  # -1 is the last: EMPTY
-        here = lambda table: jnp.asarray(table, jnp.int32)[lax.axis_index("pp"), chunk]  # noqa: E731
-        info = self.program.tokens(micro, self.key)
-        return {
-            "info": info,
-            "rope": self.model(self.outer).rope(info, self.program.context(self.train)),
-            "layers": here(np.maximum(layers, 0)),
-            "codes": here(np.searchsorted(codes, kinds)),
-        }
-
-    def cut(self, weights: dict) -> list[dict]:
-        """A chunk's stacks [slots, ...] -> rows for the scan of each part."""
-        out, seen = [], dict.fromkeys(self.stacks, 0)
-        for part in self.parts:
-            kinds = part.kinds[1:2] if part.varies else part.kinds  # a choice is of one stack
-            rows = {}
-            for name in sorted({STACK_OF[kind] for kind in kinds}):
-                own = sum(STACK_OF[kind] == name for kind in kinds)
-                take = rows_of(seen[name], part.repeats, own)
-                rows[name] = jax.tree.map(take, weights[name])
-                seen[name] += part.repeats * own
-            out.append(rows)
-        return out
-
-    def joined(self, rows: list[dict]) -> dict:
-        """The inverse of `cut`."""
-        flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
-        of = {name: [r[name] for r in rows if name in r] for name in self.stacks}
-        join = lambda *parts: jnp.concatenate([flat(a) for a in parts])  # noqa: E731
-        return {name: jax.tree.map(join, *parts) for name, parts in of.items()}
-
-    def apply(self, rows: list[dict], facts: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, S/tp, D] through one chunk; also this device's share of its auxiliary losses."""
-        ctx = self.program.context(self.train)
-        model = self.model(self.outer)
-        definitions = {name: split(getattr(model, name))[0] for name in self.stacks}
-        shared = definitions, facts["rope"], facts["info"], ctx
-        carry = x, jnp.float32(0)
-        for part, own, bits in zip(self.parts, rows, facts["rounded"], strict=True):
-            own = {name: (*pair, bits[name], {}) for name, pair in own.items()}
-            period = 1 if part.varies else len(part.kinds)
-            cut = rows_of(part.first, part.repeats, period)
-            xs = own, cut(facts["layers"]), cut(facts["codes"])
-            keep = functools.partial(self._keep, policy=part.remat)
-            if part.varies:
-                body = functools.partial(_one_slot, part, keep, *shared)
-            else:
-                body = keep(functools.partial(_one_period, part, *shared))
-            unroll = min(ctx.unroll or part.repeats, part.repeats)
-            carry, _ = lax.scan(body, carry, xs, unroll=unroll)
-        return carry
-
-    def _keep(self, body: Callable, policy: str) -> Callable:
-        if not self.train or policy != "none":
-            return rematerialised(body, policy)
-        return all_but_views(body)  # others would copy weights into the stash
-
-    def embed(self, outer: dict, micro: "Batch") -> jax.Array:
-        info, ctx = self.program.tokens(micro, self.key), self.program.context(self.train)
-        return self.model(outer).embed(micro["tokens"], info, ctx)
-
-    def nll(self, outer: dict, x: jax.Array, micro: "Batch") -> jax.Array:
-        """Sum of masked nll, equal on all tp devices."""
-        ctx, chunk = self.program.context(self.train), self.program.cfg.train.loss_chunk
-        return self.model(outer).head_loss(x, micro, ctx, chunk)
-
-
-def _one_period(part: Part, definitions, rope, info, ctx, carry, xs):
-    weights, layers, _ = xs
-    return scan_body(definitions, part.kinds, rope, info, ctx, carry, (weights, layers, None))
-
-
-def _one_slot(part: Part, keep: Callable, definitions, rope, info, ctx, carry, xs):
-    """A block of the kind that the slot's code chooses, or none."""
-    stacks, layers, codes = xs
-
-    def block(kind: str) -> Callable:
-        def apply(carry, weights, facts):
-            more, layers, rope, info = facts
-            own = {name: (*pair, *more[name]) for name, pair in weights.items()}
-            xs = own, layers, None
-            return scan_body(definitions, (kind,), rope, info, ctx, carry, xs)[0]
-
-        return keep(apply)
-
-    choices = [(lambda x, *_: x) if kind == EMPTY else block(kind) for kind in part.kinds]
-    weights = {name: own[:2] for name, own in stacks.items()}
-    facts = {name: own[2:] for name, own in stacks.items()}, layers, rope, info
-    return one_of(choices)(codes[0], carry, weights, facts), None
-
-
-# ---- the scans -------------------------------------------------------------------------------
+    y: jax.Array
+    dy: jax.Array
+    stash: list[jax.Array]
+    losses: dict[str, jax.Array]
+    sums: dict
+    forward_weights: dict | None
+    backward_weights: dict | None
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device's ticks. A state is {y, d, stash, losses, outer, inner, held_f, held_b}: the
-    activation and the cotangent that came in, kept residuals, loss shares, gradients outside and of
-    the stacks, weights of the chunk that runs forward and of that which runs backward (v > 1)."""
+    """What a device needs to run any unit.
 
-    chunks: Chunks
+    weights: local, as `load` gives them; stacks are [v * slots, ...].
+    micro_batches: fields [m, ...], equal over pp. key: of dropout, or None.
+    loss_scale: factors of the sums {loss, aux_loss} in the loss that is differentiated.
+    """
+
+    model: LocalModel
+    layout: Layout
     schedule: Schedule
-    scale: dict[str, jax.Array]  # of the sums {loss, aux_loss} in the loss
+    weights: dict
+    micro_batches: Batch
+    key: jax.Array | None = None
+    loss_scale: dict[str, jax.Array] = field(default_factory=dict)
 
     @property
-    def ring(self) -> list[tuple[int, int]]:
-        n = self.chunks.layout.pp
-        return [(i, (i + 1) % n) for i in range(n)]
+    def edge_weights(self) -> dict:
+        """Weights outside the layers: embedding, final norm, head."""
+        stacks = self.layout.stacks
+        return {name: w for name, w in self.weights.items() if name not in stacks}
 
-    def ends(self, row: dict, direction: str) -> tuple[jax.Array, jax.Array]:
-        """(the unit is a micro-batch's first chunk, its last), false for an idle tick."""
-        s, chunk, on = lax.axis_index("pp"), row[direction + "_chunk"], row[direction + "_on"] == 1
-        layout = self.chunks.layout
-        first, last = (s == 0) & (chunk == 0), (s == layout.pp - 1) & (chunk == layout.v - 1)
-        return first & on, last & on
+    # ---- a unit's weights and inputs -------------------------------------------------------------
 
-    def held(self, row: dict, direction: str, state: dict) -> tuple[dict, dict]:
-        """What `Chunks.of_chunk` says of a unit's chunk. A device runs a chunk for pp micro-batches
-        before it changes to the next, and copies its weights out of the stacks only then."""
-        new = lambda: self.chunks.of_chunk(row[direction + "_chunk"])  # noqa: E731
-        if self.chunks.layout.v == 1:
-            return new()
-        return lax.cond(row[direction + "_new"] == 1, new, lambda: state["held_" + direction])
+    def chunk_weights(self, chunk: jax.Array) -> dict:
+        """The layers of a chunk, a list for each stack.
 
-    def holding(self, direction: str, held: tuple) -> dict:
-        """Its part of a state."""
-        return {} if self.chunks.layout.v == 1 else {"held_" + direction: held}
+        Each weight is an array of its own: of a stack XLA would copy the matmuls' operands.
+        """
+        weights = {}
+        for stack in self.layout.stacks:
+            rows = self.rows(stack, chunk)
+            weights[stack] = [_row(self.weights[stack], row) for row in rows]
+        return weights
 
-    def inputs(self, row: dict, direction: str, held: tuple) -> tuple["Batch", list[dict], dict]:
-        """Micro-batch, rows of weights and facts of a unit."""
-        micro = self.chunks.micro(row[direction + "_micro"])
-        stacked = jax.tree.map(jnp.stack, held, is_leaf=lambda x: isinstance(x, list))
-        rows, rounded = map(self.chunks.cut, stacked)
-        facts = self.chunks.facts(micro, row[direction + "_chunk"])
-        return micro, rows, {**facts, "rounded": rounded}
+    def rows(self, stack: str, chunk: jax.Array) -> list[jax.Array | int]:
+        """The rows of a stack that are a chunk's."""
+        slots = len(jax.tree.leaves(self.weights[stack])[0]) // self.layout.v
+        first = 0 if self.layout.v == 1 else chunk * slots
+        return [first + slot for slot in range(slots)]
 
-    def enter(self, row: dict, micro: "Batch", y: jax.Array) -> jax.Array:
-        embed = lambda: self.chunks.embed(self.chunks.outer, micro).astype(y.dtype)  # noqa: E731
-        return lax.cond(self.ends(row, "f")[0], embed, lambda: y)
+    def held_weights(self, unit: Unit, held: dict | None) -> dict:
+        """`chunk_weights` of a unit's chunk, of which `held` are those of the unit before.
 
-    def linearise(self, rows: list[dict], facts: dict, x: jax.Array):
-        """(y, aux), plan and kept residuals of one chunk."""
-        out, vjp = jax.vjp(lambda rows, x: self.chunks.apply(rows, facts, x), rows, x)
-        return out, *take_apart(vjp, jax.tree.leaves((rows, facts)))
+        A device runs a chunk for pp micro-batches before it changes to the next, and copies its
+        weights out of the stacks only then.
+        """
+        if held is None:
+            return self.chunk_weights(unit.chunk)
+        return lax.cond(unit.new == 1, lambda: self.chunk_weights(unit.chunk), lambda: held)
 
-    def probe(self) -> tuple[jax.ShapeDtypeStruct, list[jax.ShapeDtypeStruct], Plan]:
-        """Shapes of an activation and of what is kept of a chunk; how to find it again."""
-        plans = []
+    def micro_batch(self, number: jax.Array | int) -> Batch:
+        return {name: _row(field, number) for name, field in self.micro_batches.items()}
 
-        def trace(row):
-            micro, rows, facts = self.inputs(row, "f", self.chunks.of_chunk(row["f_chunk"]))
-            x = self.chunks.embed(self.chunks.outer, micro)
-            _, plan, kept = self.linearise(rows, facts, x)
-            plans.append(plan)
+    def unit_inputs(self, unit: Unit, micro_batch: Batch) -> UnitInputs:
+        layers, execution = self.layout.table(), self.model.execution
+        kinds = np.asarray([*self.layout.kinds, EMPTY])[layers]  # -1 is the last: EMPTY
+        choices = np.empty(layers.shape, np.int32)
+        for slot, plan in enumerate(execution.layers):
+            choices[..., slot] = np.searchsorted(plan.kinds, kinds[..., slot])
+
+        def here(table: np.ndarray) -> jax.Array:
+            return jnp.asarray(table, jnp.int32)[lax.axis_index("pp"), unit.chunk]
+
+        tokens = self.model.tokens(micro_batch, self.key)
+        layer_inputs = self.model.layer_inputs(self.weights, tokens)
+        return UnitInputs(layer_inputs, here(np.maximum(layers, 0)), here(choices))
+
+    def layer_weights(self, chunk_weights: dict) -> dict:
+        """A chunk's weights as its layers take them: lists, or stacked again for a loop."""
+        if self.model.execution.unroll == 0:
+            return chunk_weights
+        return {
+            stack: jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
+            for stack, layers in chunk_weights.items()
+        }
+
+    # ---- the model's parts -----------------------------------------------------------------------
+
+    def is_first(self, unit: Unit) -> jax.Array:
+        """Whether a unit is the first of its micro-batch; false for an idle tick."""
+        return (lax.axis_index("pp") == 0) & (unit.chunk == 0) & (unit.on == 1)
+
+    def is_last(self, unit: Unit) -> jax.Array:
+        """Whether a unit is the last of its micro-batch; false for an idle tick."""
+        layout = self.layout
+        last_device = lax.axis_index("pp") == layout.pp - 1
+        return last_device & (unit.chunk == layout.v - 1) & (unit.on == 1)
+
+    def embed(self, edge_weights: dict, micro_batch: Batch) -> jax.Array:
+        tokens = self.model.tokens(micro_batch, self.key)
+        return self.model.embed(edge_weights, micro_batch, tokens)
+
+    def enter(self, unit: Unit, micro_batch: Batch, y: jax.Array) -> jax.Array:
+        """The input of a unit's layers: what came in, or the embedding."""
+
+        def embed() -> jax.Array:
+            return self.embed(self.edge_weights, micro_batch).astype(y.dtype)
+
+        return lax.cond(self.is_first(unit), embed, lambda: y)
+
+    def apply(
+        self, layer_weights: dict, inputs: UnitInputs, x: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [B, S/tp, D] through a chunk; also this device's share of its auxiliary losses."""
+        rest = {"numbers": inputs.numbers, "choices": inputs.choices}
+        return self.model.layers.run(layer_weights, x, inputs.layer_inputs, **rest)[:2]
+
+    def linearize(
+        self, layer_weights: dict, inputs: UnitInputs, x: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], VjpLayout, list[jax.Array]]:
+        """((y, aux), layout of the vjp, kept residuals) of a chunk."""
+        out, vjp = jax.vjp(lambda w, x: self.apply(w, inputs, x), layer_weights, x)
+        return out, *split_vjp(vjp, jax.tree.leaves((layer_weights, inputs)))
+
+    # ---- hand-overs and ticks --------------------------------------------------------------------
+
+    def hand_over(self, y: jax.Array, backward: bool = False) -> jax.Array:
+        """What the neighbor sends: activations go round the ring, cotangents the other way."""
+        ring = [(i, (i + 1) % self.layout.pp) for i in range(self.layout.pp)]
+        return lax.ppermute(y, "pp", [(b, a) for a, b in ring] if backward else ring)
+
+    def scan(self, tick: Callable, carry, first: int, last: int):
+        """`tick(carry, forward unit, backward unit)` over ticks [first, last)."""
+        tables = self.schedule.forward, self.schedule.backward
+        units = tuple(_units(table, first, last) for table in tables)
+
+        def step(carry, units: tuple[Unit, Unit]):
+            mine = jax.tree.map(lambda column: column[lax.axis_index("pp")], units)
+            return tick(carry, *mine), None
+
+        return lax.scan(step, carry, units)[0]
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def probe(self) -> tuple[jax.ShapeDtypeStruct, list[jax.ShapeDtypeStruct], VjpLayout]:
+        """Shapes of an activation and of what a chunk keeps; how to find it again."""
+        layouts = []
+
+        def trace(unit: Unit) -> tuple[jax.Array, list]:
+            micro_batch = self.micro_batch(unit.micro)
+            inputs = self.unit_inputs(unit, micro_batch)
+            x = self.embed(self.edge_weights, micro_batch)
+            weights = self.layer_weights(self.chunk_weights(unit.chunk))
+            _, layout, kept = self.linearize(weights, inputs, x)
+            layouts.append(layout)
             return x, kept
 
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        return *jax.eval_shape(trace, dict.fromkeys(self.schedule.tables, scalar)), plans[0]
+        return *jax.eval_shape(trace, Unit(*[scalar] * 5)), layouts[0]
 
-    def forward(self, plan: Plan, row: dict, state: dict) -> dict:
-        held = self.held(row, "f", state)
-        micro, rows, facts = self.inputs(row, "f", held)
-        x = self.enter(row, micro, state["y"])
-        (y, aux), own, kept = self.linearise(rows, facts, x)
-        assert own.places == plan.places, "a chunk was traced differently"
-        slot = row["f_slot"]
+    def start(self, x: jax.ShapeDtypeStruct, kept: list[jax.ShapeDtypeStruct]) -> Carry:
+        """The carry before the first tick.
+
+        Until its first unit a device holds real weights: zeros as scales of FP8 would make NaN.
+        """
+        one_chunk, model = self.layout.v == 1, self.model
+        first, last = (jnp.int32(chunk) for chunk in (0, self.layout.v - 1))
+        return Carry(
+            y=jnp.zeros(x.shape, x.dtype),
+            dy=jnp.zeros(x.shape, x.dtype),
+            stash=[jnp.zeros((self.schedule.slots, *k.shape), k.dtype) for k in kept],
+            losses={"loss": jnp.float32(0), "aux_loss": jnp.float32(0)},
+            sums=zero_sums(self.weights, model.placement, model.execution),
+            forward_weights=None if one_chunk else self.chunk_weights(first),
+            backward_weights=None if one_chunk else self.chunk_weights(last),
+        )
+
+    def forward(self, layout: VjpLayout, carry: Carry, unit: Unit) -> Carry:
+        """One unit forward: its residuals go to the stash, and the last one makes the loss."""
+        held = self.held_weights(unit, carry.forward_weights)
+        micro_batch = self.micro_batch(unit.micro)
+        inputs, x = self.unit_inputs(unit, micro_batch), self.enter(unit, micro_batch, carry.y)
+        (y, aux), own_layout, kept = self.linearize(self.layer_weights(held), inputs, x)
+        assert own_layout.places == layout.places, "a chunk was traced differently"
         stash = [
-            lax.dynamic_update_index_in_dim(b, k, slot, 0)
-            for b, k in zip(state["stash"], kept, strict=True)
+            lax.dynamic_update_index_in_dim(buffer, new, unit.slot, 0)
+            for buffer, new in zip(carry.stash, kept, strict=True)
         ]
-        _, last = self.ends(row, "f")
+        loss, dy, edge_sums = self.loss(unit, micro_batch, y, carry)
+        aux = jnp.where(unit.on == 1, aux, 0) * self.loss_scale["aux_loss"]
+        return replace(
+            carry,
+            y=self.hand_over(y),
+            dy=dy,
+            stash=stash,
+            losses=_add(carry.losses, {"loss": loss, "aux_loss": aux}),
+            sums=carry.sums | edge_sums,
+            forward_weights=None if carry.forward_weights is None else held,
+        )
 
-        def loss(outer_grads):
-            share = lambda outer, y: self.chunks.nll(outer, y, micro) * self.scale["loss"]  # noqa: E731
-            value, (g, d) = jax.value_and_grad(share, (0, 1))(self.chunks.outer, y)
-            return value, d, _add(outer_grads, g)
+    def loss(
+        self, unit: Unit, micro_batch: Batch, y: jax.Array, carry: Carry
+    ) -> tuple[jax.Array, jax.Array, dict]:
+        """(share of the loss, cotangent of y, sums of the edges' gradients) of the last unit."""
 
-        idle = lambda outer_grads: (jnp.float32(0), jnp.zeros_like(y), outer_grads)  # noqa: E731
-        value, d, outer = lax.cond(last, loss, idle, state["outer"])
-        aux = jnp.where(row["f_on"] == 1, aux, 0) * self.scale["aux_loss"]
-        losses = _add(state["losses"], {"loss": value, "aux_loss": aux})
-        d = jnp.where(last, d, state["d"])
-        y = lax.ppermute(y, "pp", self.ring)
-        out = {"y": y, "d": d, "stash": stash, "losses": losses, "outer": outer}
-        return {**state, **out, **self.holding("f", held)}
+        def share(edge_weights: dict, y: jax.Array) -> jax.Array:
+            return self.model.head_loss(edge_weights, y, micro_batch) * self.loss_scale["loss"]
 
-    def backward(self, plan: Plan, row: dict, state: dict) -> dict:
-        held = self.held(row, "b", state)
-        micro, rows, facts = self.inputs(row, "b", held)
-        kept = [_at(b, row["b_slot"]) for b in state["stash"]]
-        vjp = put_together(plan, jax.tree.leaves((rows, facts)), kept)
-        d_rows, d_x = vjp((state["d"], self.scale["aux_loss"]))
-        chunk, on = row["b_chunk"], row["b_on"] == 1
-        d_weights = self.chunks.joined(d_rows)
+        def differentiate(sums: dict) -> tuple[jax.Array, jax.Array, dict]:
+            value, (d_edges, dy) = jax.value_and_grad(share, (0, 1))(self.edge_weights, y)
+            return value, dy, _add(sums, d_edges)
 
-        def accumulate(add, total, more):  # slot by slot, in place
-            for i, g in zip(self.chunks.places(total, chunk), more, strict=True):
-                own = lax.dynamic_index_in_dim(total, i, 0, keepdims=False)
-                own = add(own, jnp.where(on, g, 0).astype(total.dtype))
-                total = lax.dynamic_update_index_in_dim(total, own, i, 0)
-            return total
+        def idle(sums: dict) -> tuple[jax.Array, jax.Array, dict]:
+            return jnp.float32(0), jnp.zeros_like(y), sums
 
-        def stack(total, more):  # gradients of weights, maxima in place of those of FP8 scales
-            adds = jnp.add, jnp.maximum
-            return tuple(
-                jax.tree.map(functools.partial(accumulate, add), a, b)
-                for add, a, b in zip(adds, total, more, strict=True)
-            )
+        edge_sums = {name: carry.sums[name] for name in self.edge_weights}
+        is_last = self.is_last(unit)
+        value, dy, edge_sums = lax.cond(is_last, differentiate, idle, edge_sums)
+        return value, jnp.where(is_last, dy, carry.dy), edge_sums
 
-        def embedding(outer_grads):
-            _, embed_vjp = jax.vjp(lambda o: self.chunks.embed(o, micro), self.chunks.outer)
-            return _add(outer_grads, embed_vjp(d_x)[0])
+    def backward(self, layout: VjpLayout, carry: Carry, unit: Unit) -> Carry:
+        """One unit backward: its gradients are added; the first one also has the embedding's."""
+        held = self.held_weights(unit, carry.backward_weights)
+        micro_batch = self.micro_batch(unit.micro)
+        known = jax.tree.leaves((self.layer_weights(held), self.unit_inputs(unit, micro_batch)))
+        kept = [_row(buffer, unit.slot) for buffer in carry.stash]
+        vjp = join_vjp(layout, known, kept)
+        cotangents, dx = vjp((carry.dy, self.loss_scale["aux_loss"]))
 
-        first, _ = self.ends(row, "b")
-        outer = lax.cond(first, embedding, lambda g: g, state["outer"])
-        inner = {name: stack(total, d_weights[name]) for name, total in state["inner"].items()}
-        d = lax.ppermute(d_x, "pp", [(b, a) for a, b in self.ring])
-        return {**state, "d": d, "outer": outer, "inner": inner, **self.holding("b", held)}
+        def embedding(sums: dict) -> dict:
+            _, embed_vjp = jax.vjp(lambda w: self.embed(w, micro_batch), self.edge_weights)
+            return _add(sums, embed_vjp(dx)[0])
 
-    def both(self, plan: Plan, row: dict, state: dict) -> dict:
-        """One unit backward and one forward, independent of each other."""
-        state = self.backward(plan, row, state)
-        return self.forward(plan, row, state)
+        edge_sums = {name: carry.sums[name] for name in self.edge_weights}
+        edge_sums = lax.cond(self.is_first(unit), embedding, lambda sums: sums, edge_sums)
+        return replace(
+            carry,
+            dy=self.hand_over(dx, backward=True),
+            sums=edge_sums | self.add_chunk(carry.sums, cotangents, unit),
+            backward_weights=None if carry.backward_weights is None else held,
+        )
 
-    def scan(self, tick: Callable, state: dict, first: int, last: int) -> dict:
-        """`tick(row, state)` over ticks [first, last)."""
-        tables = {k: jnp.asarray(t) for k, t in self.schedule.rows(first, last).items()}
-        mine = lambda row: {k: a[lax.axis_index("pp")] for k, a in row.items()}  # noqa: E731
-        return lax.scan(lambda state, row: (tick(mine(row), state), None), state, tables)[0]
+    def add_chunk(self, sums: dict, cotangents: dict, unit: Unit) -> dict:
+        """The sums of the stacks with the cotangents of a chunk's layers, row by row, in place."""
+        added = {}
+        for stack in self.layout.stacks:
+            total, more = sums[stack], cotangents[stack]
+            for slot, row in enumerate(self.rows(stack, unit.chunk)):
+                layer = more[slot] if isinstance(more, list) else _row(_gradients(more), slot)
+                layer = jax.tree.map(lambda g: jnp.where(unit.on == 1, g, 0), _gradients(layer))
+                total = _with_row(total, add_gradients(_row(total, row), layer), row)
+            added[stack] = total
+        return added
 
 
 def pipeline_gradients(
-    program: "Program",
+    model: LocalModel,
+    layout: Layout,
     weights: dict,
-    of_fp8: tuple[dict, dict],
-    micro_batches: "Batch",
+    micro_batches: Batch,
     key: jax.Array,
-    count: jax.Array,
+    tokens: jax.Array,
     sequences: int,
-) -> tuple[dict[str, jax.Array], dict, dict]:
-    """(this device's shares of {loss, aux_loss}, gradients of its share in grad_accum, maxima that
-    FP8 saw).
+) -> tuple[dict[str, jax.Array], dict]:
+    """(this device's shares of {loss, aux_loss}, cotangents of its share, summed).
 
-    `weights` and (scales, rounded weights) of FP8 are local, in storage order; `micro_batches`
-    [m, ...] are equal over pp; `count` and `sequences` are the denominators of the global batch.
+    `weights` are local, in storage order. `micro_batches` [m, ...] are equal over pp. `tokens` and
+    `sequences` are the denominators of the global batch. A cotangent is as `add_gradients` sums it.
     """
-    chunks = _chunks(program, weights, of_fp8, micro_batches, key, True)
-    schedule = _schedule(chunks)
-    nll = 1 / jnp.maximum(count, 1) / program.parallel.tp  # the loss is made on each tp device
-    device = Device(chunks, schedule, {"loss": nll, "aux_loss": jnp.float32(1 / sequences)})
-    x, kept, plan = device.probe()
-    # Until its first unit a device holds real weights: zeros as scales of FP8 make NaN.
-    held = lambda chunk: chunks.of_chunk(jnp.int32(chunk))  # noqa: E731
-    accum = jnp.dtype(program.cfg.precision.grad_accum)
-    zeros = lambda tree: jax.tree.map(lambda w: jnp.zeros(w.shape, accum), tree)  # noqa: E731
-    state = {
-        "y": jnp.zeros(x.shape, x.dtype),
-        "d": jnp.zeros(x.shape, x.dtype),
-        "stash": [jnp.zeros((schedule.slots, *k.shape), k.dtype) for k in kept],
-        "losses": {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)},
-        "outer": zeros(chunks.outer),
-        "inner": zeros(chunks.inner),
-        **device.holding("f", held(0)),
-        **device.holding("b", held(chunks.layout.v - 1)),
+    schedule = make_schedule(layout.pp, layout.v, len(micro_batches["tokens"]))
+    tp = model.placement.parallel.tp
+    loss_scale = {
+        "loss": 1 / jnp.maximum(tokens, 1) / tp,  # the loss is computed on each tp device
+        "aux_loss": jnp.float32(1 / sequences),
     }
-    forward, both, backward = (
-        functools.partial(f, plan) for f in (device.forward, device.both, device.backward)
-    )
-    start, ticks = schedule.start, schedule.ticks
-    state = device.scan(forward, state, 0, start)
-    state = device.scan(both, state, start, ticks)
-    state = device.scan(backward, state, ticks, start + ticks)
-    grads, seen = ({name: pair[i] for name, pair in state["inner"].items()} for i in (0, 1))
-    return state["losses"], {**state["outer"], **grads}, {s: x for s, x in seen.items() if x}
+    device = Device(model, layout, schedule, weights, micro_batches, key, loss_scale)
+    x, kept, vjp_layout = device.probe()
+
+    def forward(carry: Carry, unit: Unit, _) -> Carry:
+        return device.forward(vjp_layout, carry, unit)
+
+    def backward(carry: Carry, _, unit: Unit) -> Carry:
+        return device.backward(vjp_layout, carry, unit)
+
+    def both(carry: Carry, forward_unit: Unit, backward_unit: Unit) -> Carry:
+        """One unit backward and one forward, independent of each other."""
+        carry = device.backward(vjp_layout, carry, backward_unit)
+        return device.forward(vjp_layout, carry, forward_unit)
+
+    carry = device.start(x, kept)
+    carry = device.scan(forward, carry, 0, schedule.start)
+    carry = device.scan(both, carry, schedule.start, schedule.ticks)
+    carry = device.scan(backward, carry, schedule.ticks, schedule.start + schedule.ticks)
+    return carry.losses, carry.sums
 
 
 def pipeline_nll(
-    program: "Program", weights: dict, of_fp8: tuple[dict, dict], micro_batches: "Batch"
+    model: LocalModel, layout: Layout, weights: dict, micro_batches: Batch
 ) -> jax.Array:
     """This device's part of the sum of masked nll, without gradients or dropout; equal over tp."""
-    chunks = _chunks(program, weights, of_fp8, micro_batches, None, False)
-    device = Device(chunks, _schedule(chunks), {})
+    schedule = make_schedule(layout.pp, layout.v, len(micro_batches["tokens"]))
+    device = Device(model, layout, schedule, weights, micro_batches)
 
-    def tick(row, state):
-        held = device.held(row, "f", state)
-        micro, rows, facts = device.inputs(row, "f", held)
-        y, _ = chunks.apply(rows, facts, device.enter(row, micro, state["y"]))
-        nll = lambda: chunks.nll(chunks.outer, y, micro)  # noqa: E731
-        more = lax.cond(device.ends(row, "f")[1], nll, lambda: jnp.float32(0))
-        y = lax.ppermute(y, "pp", device.ring)
-        return {"y": y, "nll": state["nll"] + more, **device.holding("f", held)}
+    def tick(carry: tuple, unit: Unit, _) -> tuple:
+        y, nll, held = carry
+        held = device.held_weights(unit, held)
+        micro_batch = device.micro_batch(unit.micro)
+        x = device.enter(unit, micro_batch, y)
+        inputs = device.unit_inputs(unit, micro_batch)
+        y, _ = device.apply(device.layer_weights(held), inputs, x)
 
-    x = jax.eval_shape(chunks.embed, chunks.outer, chunks.micro(0))
-    held = device.holding("f", chunks.of_chunk(jnp.int32(0)))
-    state = {"y": jnp.zeros(x.shape, x.dtype), "nll": jnp.float32(0), **held}
-    return device.scan(tick, state, 0, device.schedule.ticks)["nll"]
+        def head() -> jax.Array:
+            return model.head_loss(weights, y, micro_batch)
 
+        nll += lax.cond(device.is_last(unit), head, lambda: jnp.float32(0))
+        return device.hand_over(y), nll, None if layout.v == 1 else held
 
-def _chunks(program, weights, of_fp8, micro_batches, key, train) -> Chunks:
-    return Chunks(program, program.layout, weights, *of_fp8, micro_batches, key, train)
-
-
-def _schedule(chunks: Chunks) -> Schedule:
-    m = len(chunks.micro_batches["tokens"])
-    return make_schedule(chunks.layout.pp, chunks.layout.v, m)
+    x = jax.eval_shape(lambda: device.embed(device.edge_weights, device.micro_batch(0)))
+    held = None if layout.v == 1 else device.chunk_weights(jnp.int32(0))
+    start = jnp.zeros(x.shape, x.dtype), jnp.float32(0), held
+    return device.scan(tick, start, 0, schedule.ticks)[1]
 
 
-def _at(a: jax.Array, i: jax.Array | int) -> jax.Array:
-    return a[0] if a.shape[0] == 1 else lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+def _units(table: UnitTable, first: int, last: int) -> Unit:
+    """The units of ticks [first, last) on all devices: int32 [ticks, pp] fields."""
+    return Unit(*(jnp.asarray(column[first:last]) for column in vars(table).values()))
+
+
+def _row(tree, row: jax.Array | int):
+    """One row of every stack in a tree."""
+
+    def take(stack: jax.Array) -> jax.Array:
+        if stack.shape[0] == 1:
+            return stack[0]
+        return lax.dynamic_index_in_dim(stack, row, 0, keepdims=False)
+
+    return jax.tree.map(take, tree)
+
+
+def _with_row(tree, new, row: jax.Array | int):
+    """A tree of stacks with another row in each."""
+    return jax.tree.map(
+        lambda stack, own: lax.dynamic_update_index_in_dim(stack, own, row, 0), tree, new
+    )
+
+
+def _gradients(cotangents: dict) -> dict:
+    """Cotangents without those of integers, which JAX gives as arrays of no dtype."""
+
+    def one(cotangent: Weight | jax.Array) -> Weight | jax.Array:
+        return replace(cotangent, bits=None, transposed=None) if is_weight(cotangent) else cotangent
+
+    return jax.tree.map(one, cotangents, is_leaf=is_weight)
 
 
 def _add(total: dict, more: dict) -> dict:

@@ -20,30 +20,33 @@ from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
-from mjax.plan.memory import bytes_per_device, layers_of, unrolls
+from mjax.plan.execution import decide_execution
+from mjax.plan.memory import bytes_per_device, held_layers
 
 FRACTION = 0.95  # of the device's memory: the estimate's error (docs/memory.md) and fragmentation
 GB = 1e9
 
 
-def resolve(
+def resolve_auto(
     cfg: Config, devices: Sequence[jax.Device], parameters: int
 ) -> tuple[Config, str | None]:
-    """`cfg` with each of its "auto" replaced for `devices`, and why, a line for each choice."""
+    """(`cfg` with each of its "auto" replaced for `devices`, why: a line for each choice)."""
     limit, why = device_memory(devices), []
     if cfg.mesh.auto:
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # CPU devices share it
-        mesh, line = propose(cfg, len(devices), limit or host / len(devices), parameters)
+        mesh, line = propose_mesh(cfg, len(devices), limit or host / len(devices), parameters)
         cfg = cfg.model_copy(update={"mesh": mesh})
         why.append(line)
     validate(cfg, device_count=len(devices))
-    cfg, line = choose(cfg, len(devices), limit, parameters)
+    cfg, line = choose_memory_policy(cfg, len(devices), limit, parameters)
     return cfg, "\n".join([*why, line] if line else why) or None
 
 
 def device_memory(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes that JAX may use of each device, the least over all processes; None: not known, as of
-    CPUs and of devices that are only described."""
+    """Bytes that JAX may use of each device, the least over all processes.
+
+    None: not known, as of CPUs and of devices that are only described.
+    """
     mine = [d for d in devices if d.process_index == jax.process_index()] or jax.local_devices()
     if devices[0].platform == "cpu" or mine[0] not in jax.local_devices():
         return None
@@ -54,86 +57,94 @@ def device_memory(devices: Sequence[jax.Device]) -> int | None:
     return int(megabytes.min()) << 20
 
 
-def propose(cfg: Config, devices: int, memory: float, parameters: int) -> tuple[MeshConfig, str]:
+def propose_mesh(
+    cfg: Config, devices: int, memory: float, parameters: int
+) -> tuple[MeshConfig, str]:
     """(mesh sizes for `devices` of `memory` bytes each, one line that says why).
 
     `parameters` is the model's count. Raises `UserError` where nothing fits.
     """
     tried, traced = [], {}
-    for policy in policies(cfg):
-        for mesh in candidates(cfg, devices):
+    for policy in memory_policies(cfg):
+        for mesh in mesh_candidates(cfg, devices):
             try:
                 validate(policy.model_copy(update={"mesh": mesh}), devices)
             except UserError:
                 continue  # heads, layers or batch do not divide
             found = traced.setdefault(tuple(mesh_sizes(mesh, devices).values()), {})
             need = bytes_per_device(policy, mesh, devices, parameters, found)
-            tried.append((sum(need.values()), mesh))
-            if sum(need.values()) <= FRACTION * memory:
+            total = sum(need.values())
+            tried.append((total, mesh))
+            if total <= FRACTION * memory:
                 return mesh, (
-                    f"mesh: {_name(mesh)}: the first of {len(tried)} tried that fits "
-                    f"{FRACTION * memory / GB:.0f} GB a device ({_parts(need)})"
+                    f"mesh: {_mesh_name(mesh)}: the first of {len(tried)} tried that fits "
+                    f"{FRACTION * memory / GB:.0f} GB a device ({_estimate(need)})"
                 )
-    least = min(tried, key=lambda t: t[0], default=(math.inf, None))
+    least = min(tried, key=lambda attempt: attempt[0], default=(math.inf, None))
     raise UserError(
         f"mesh=auto: nothing fits {devices} devices of {memory / GB:.0f} GB; the best needs "
-        f"{least[0] / GB:.0f} GB ({_name(least[1])}); use more devices, a smaller "
+        f"{least[0] / GB:.0f} GB ({_mesh_name(least[1])}); use more devices, a smaller "
         "train.micro_batch_size or train.remat=full"
     )
 
 
-def choose(
+def choose_memory_policy(
     cfg: Config, devices: int, memory: float | None, parameters: int
 ) -> tuple[Config, str | None]:
-    """`cfg` with train.remat and optimizer.offload resolved for `memory` bytes a device, and why;
-    None where nothing was to choose. Without a known limit the fastest; if nothing fits, the least.
+    """(`cfg` with train.remat and optimizer.offload resolved, why).
+
+    `memory` is the bytes of a device. Without a known limit the fastest policy is taken, and if
+    nothing fits, the one that needs the least. The reason is None where nothing was to choose.
     """
-    unrolled = memory is not None and unrolls(cfg) and cfg.mesh.pp == 1
-    options = list(policies(cfg, devices, unrolled))
-    name = lambda c: (  # noqa: E731
-        f"memory: train.remat={c.train.remat} optimizer.offload={str(c.optimizer.offload).lower()}"
-    )
+    execution = decide_execution(cfg, mesh_sizes(cfg.mesh, devices))
+    unrolled = memory is not None and execution.unroll == 0 and not execution.pipelined
+    options = list(memory_policies(cfg, devices, unrolled))
     if options == [cfg]:
         return cfg, None
     if memory is None:
-        return options[0], f"{name(options[0])}: the device does not tell its limit"
+        return options[0], f"{_policy_name(options[0])}: the device does not tell its limit"
+    limit = f"{FRACTION * memory / GB:.0f} GB"
     needs, traced = [], {}
     for option in options:
         need = bytes_per_device(option, cfg.mesh, devices, parameters, traced)
         needs.append((sum(need.values()), option, need))
         if needs[-1][0] <= FRACTION * memory:
-            fits = f"fits {FRACTION * memory / GB:.0f} GB"
-            before = f"the first of {len(needs)} tried that {fits}" if len(needs) > 1 else fits
-            return option, f"{name(option)}: {before} a device ({_parts(need)})"
-    _, option, need = min(needs, key=lambda n: n[0])
+            fits = f"fits {limit}"
+            how = f"the first of {len(needs)} tried that {fits}" if len(needs) > 1 else fits
+            return option, f"{_policy_name(option)}: {how} a device ({_estimate(need)})"
+    _, option, need = min(needs, key=lambda entry: entry[0])
     return option, (
-        f"{name(option)}: needs the least of {len(needs)} tried but does NOT fit "
-        f"{FRACTION * memory / GB:.0f} GB a device ({_parts(need)})"
+        f"{_policy_name(option)}: needs the least of {len(needs)} tried but does NOT fit "
+        f"{limit} a device ({_estimate(need)})"
     )
 
 
-def policies(cfg: Config, devices: int | None = None, unrolled: bool = False) -> Iterator[Config]:
-    """`cfg` under every memory policy that its "auto" leaves open, the fastest first; counts of
-    layers only where `devices` says what a device holds. Where layers are a loop, or what they keep
-    goes through a pipeline's stash, `dots` is faster than all that autodiff asks for; `unrolled` it
-    is slower (docs/performance.md)."""
+def memory_policies(
+    cfg: Config, devices: int | None = None, unrolled: bool = False
+) -> Iterator[Config]:
+    """`cfg` under every memory policy that its "auto" leaves open, the fastest first.
+
+    Counts of layers are tried only where `devices` says what a device holds. Where layers are a
+    loop, or what they keep goes through a pipeline's stash, `dots` is faster than all that autodiff
+    asks for; `unrolled` it is slower (docs/performance.md).
+    """
     remats = [cfg.train.remat]
     if remats == ["auto"]:
-        each = layers_of(cfg, mesh_sizes(cfg.mesh, devices)).each if devices else ()
-        some = lambda less, more: [f"{less}*{k},{more}" for k in range(1, len(each))]  # noqa: E731
-        remats = ["none", *some("dots", "none")] if unrolled else []
-        remats += ["dots", *some("full", "dots"), "full"]
+        layers = held_layers(cfg, mesh_sizes(cfg.mesh, devices)).each if devices else ()
+        counts = range(1, len(layers))
+        remats = ["none", *(f"dots*{n},none" for n in counts)] if unrolled else []
+        remats += ["dots", *(f"full*{n},dots" for n in counts), "full"]
     moments = [False, True] if cfg.optimizer.offload == "auto" else [cfg.optimizer.offload]
     for offload in moments:
         optimizer = cfg.optimizer.model_copy(update={"offload": offload})
         for remat in remats:
             train = cfg.train.model_copy(update={"remat": remat})
             option = cfg.model_copy(update={"train": train, "optimizer": optimizer})
-            if _legal(option):
+            if _is_legal(option):
                 yield option
 
 
-def _legal(cfg: Config) -> bool:
+def _is_legal(cfg: Config) -> bool:
     try:
         validate(cfg)
     except UserError:  # muon's moments stay, a policy keeps none of train.offload
@@ -141,12 +152,7 @@ def _legal(cfg: Config) -> bool:
     return True
 
 
-def _parts(need: dict[str, float]) -> str:
-    parts = ", ".join(f"{name} {n / GB:.1f}" for name, n in need.items() if n >= GB / 20)
-    return f"estimate {sum(need.values()) / GB:.1f} GB: {parts}"
-
-
-def candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
+def mesh_candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
     """Meshes to try, in order of preference."""
     base = {"auto": False, "dp": "auto"}
     powers = [2**i for i in range(1, int(math.log2(devices)) + 1)]
@@ -181,8 +187,22 @@ def from_megatron(
     return {"dp": dp // ep, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
 
 
-def _name(mesh: MeshConfig | None) -> str:
+# ---- for people ----------------------------------------------------------------------------------
+
+
+def _policy_name(cfg: Config) -> str:
+    moments = str(cfg.optimizer.offload).lower()
+    return f"memory: train.remat={cfg.train.remat} optimizer.offload={moments}"
+
+
+def _mesh_name(mesh: MeshConfig | None) -> str:
     if mesh is None:
         return "no mesh divides the model"
-    sizes = {a: getattr(mesh, a) for a in ("tp", "cp", "pp", "ep") if getattr(mesh, a) > 1}
-    return " ".join([f"zero={mesh.zero}", *(f"{a}={n}" for a, n in sizes.items())])
+    sizes = {axis: getattr(mesh, axis) for axis in ("tp", "cp", "pp", "ep")}
+    named = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return " ".join([f"zero={mesh.zero}", *named])
+
+
+def _estimate(need: dict[str, float]) -> str:
+    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in need.items() if size >= GB / 20)
+    return f"estimate {sum(need.values()) / GB:.1f} GB: {parts}"

@@ -6,19 +6,14 @@ answer. So every option is tried on a trivial program first.
 """
 
 import functools
-import logging
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from mjax.config.mesh_rules import mesh_sizes
-from mjax.config.schema import Config, MeshConfig
-from mjax.errors import UserError
-from mjax.models.tp_overlap import MIN_ROWS
-
-log = logging.getLogger(__name__)
+from mjax.models.execution import Execution
+from mjax.plan.execution import DeviceFacts
 
 # ppermute as a copy by the source's copy engine: on four H200s 360 GB/s and no multiprocessor taken
 # from matmuls, where NCCL's kernels make 80. One at a time may run beside another collective.
@@ -43,59 +38,31 @@ CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 
 
 def compiler_options(
-    cfg: Config, devices: Sequence[jax.Device], overlaps: bool, hides: bool
+    execution: Execution, tp_overlaps: bool, devices: Sequence[jax.Device]
 ) -> dict[str, str | bool]:
-    """What programs of `cfg` are compiled with on `devices`; `overlaps`: tp's exchanges run under
-    matmuls; `hides`: ZeRO's do."""
+    """What programs are compiled with; `tp_overlaps`: tp's exchanges run under matmuls."""
     if devices[0].platform == "cpu":
         return {}
+    zero3 = execution.gather == "layer" and not execution.overlap
+    loop = execution.unroll == 1 and not (execution.pipelined or execution.offload)
     wanted = {
-        CUBLAS: cfg.precision.fp8 != "none",
-        COPIES: overlaps and can_copy(devices),
-        EXCHANGES: hides,
-        BESIDE: cfg.mesh.zero == 3,
-        PREFETCH: cfg.mesh.zero == 3 and cfg.mesh.pp == 1 and cfg.train.unroll == 1,
+        CUBLAS: execution.recipe is not None,
+        COPIES: tp_overlaps and can_copy(devices),
+        EXCHANGES: execution.overlap,
+        BESIDE: zero3,
+        PREFETCH: zero3 and loop,
     }
     good = [options for options, on in wanted.items() if on and accepted(options, devices[0])]
     return {name: value for options in good for name, value in options}
 
 
-def overlap_rows(
-    mesh: MeshConfig, devices: Sequence[jax.Device], uniform: bool = True
-) -> int | None:
-    """Tokens in a tp shard from which on exchanges overlap matmuls; None: never. They are permutes,
-    which wait for all devices: not `uniform`, where only some devices run a layer, rules them out.
-    """
-    if mesh.tp == 1 or mesh.tp_overlap == "never":
-        return None
-    if mesh.tp_overlap == "always":
-        if not uniform:
-            raise UserError(
-                "mesh.tp_overlap=always needs stages of equal layers, but those of mesh.pp differ "
-                "in number or kind; set mesh.tp_overlap=auto"
-            )
-        return 0
-    power_of_two = mesh.tp & (mesh.tp - 1) == 0
-    if power_of_two and uniform and can_copy(devices):
-        return MIN_ROWS
-    if devices[0].platform != "cpu":
-        log.warning(
-            "mesh.tp=%d: exchanges run between the matmuls, not under them (slower): that needs a "
-            "power of two, equal stages, one process and a jaxlib with peer-memory permutes",
-            mesh.tp,
-        )
-    return None
-
-
-def hides(cfg: Config, devices: Sequence[jax.Device], unroll: int) -> bool:
-    """Whether ZeRO-1 and 2 exchange what matmuls read, and its gradients, layer by layer under the
-    others' matmuls: where unrolled layers keep all of the only micro-batch (of several most run
-    without any exchange) and GPUs can copy."""
-    mesh, train, sizes = cfg.mesh, cfg.train, mesh_sizes(cfg.mesh, len(devices))
-    alone = train.global_batch_size <= train.micro_batch_size * sizes["dp"] * sizes["ep"]
-    kept = train.remat == "none" and mesh.pp == 1 and unroll == 0
-    possible = devices[0].platform == "cpu" or can_copy(devices, EXCHANGES)
-    return mesh.zero in (1, 2) and alone and kept and possible
+def device_facts(devices: Sequence[jax.Device]) -> DeviceFacts:
+    """What `decide_execution` asks of devices."""
+    return DeviceFacts(
+        on_cpu=devices[0].platform == "cpu",
+        copies_permutes=can_copy(devices, COPIES),
+        copies_exchanges=can_copy(devices, EXCHANGES),
+    )
 
 
 def can_copy(devices: Sequence[jax.Device], options: tuple = COPIES) -> bool:

@@ -1,25 +1,29 @@
-"""The `Parallel` handle: all that a module knows about the mesh it runs on.
+"""The `Parallel` handle: all that a module knows about the mesh it runs on; and THE gradient rule.
 
 The whole train step is one `jax.shard_map`, manual over every axis. Inside it modules see local
-shapes and call these methods; at size 1 every method is the identity, so a model used outside any
-mesh is an ordinary Flax module. Invariant (DESIGN section 3): each device computes its *share* of
-the global loss, and shares sum over all devices to the loss; JAX's own transposes of these
-collectives are then exact, with no hand-written forward/backward pairs.
+shapes and call the methods of `Parallel`. At size 1 every method is the identity, so a model used
+outside any mesh is an ordinary Flax module. Invariant (DESIGN section 3): each device computes its
+*share* of the global loss, and shares sum over all devices to the loss. JAX's own transposes of
+these collectives are then exact, with no hand-written pairs of forward and backward.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from mjax.config.mesh_rules import AXES
 
-BATCH_AXES = ("dp", "ep")
-_FEW = 8  # devices: those of a host, as a rule
-_LITTLE = 2**20  # elements: of vectors of all layers, whose sums XLA exchanges together
+DATA_AXES = ("dp", "ep")  # over which the rows of a batch are split
+_FEW_DEVICES = 8  # those of a host, as a rule
+_LITTLE = 2**20  # elements; XLA exchanges the sums of smaller arrays together
+
+Axes = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -34,50 +38,51 @@ class Parallel:
 
     def live(self, *axes: str) -> tuple[str, ...]:
         """Those of `axes` that have more than one device, in mesh order."""
-        return tuple(a for a in AXES if a in axes and getattr(self, a) > 1)
+        return tuple(axis for axis in AXES if axis in axes and getattr(self, axis) > 1)
 
     def size(self, *axes: str) -> int:
-        n = 1
-        for a in axes:
-            n *= getattr(self, a)
-        return n
+        """The number of devices along `axes` together."""
+        return math.prod(getattr(self, axis) for axis in axes)
 
     def index(self, axis: str) -> jax.Array | int:
+        """This device's number along an axis."""
         return lax.axis_index(axis) if getattr(self, axis) > 1 else 0
 
     def psum(self, x: jax.Array, *axes: str) -> jax.Array:
+        """The sum over `axes`."""
         return lax.psum(x, self.live(*axes)) if self.live(*axes) else x
 
     def pmax(self, x: jax.Array, *axes: str) -> jax.Array:
-        """Maximum over `axes`; no gradient flows through it."""
+        """The maximum over `axes`; no gradient flows through it."""
         x = lax.stop_gradient(x)
         return lax.pmax(x, self.live(*axes)) if self.live(*axes) else x
 
-    def gather(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
-        """Concatenate the shards of `dim` (transpose: reduce-scatter). Axes go outer to inner."""
+    def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        """The shards of `dim` concatenated (transpose: reduce-scatter). Axes go outer to inner."""
         axes = self._live_in_order(axes)
         return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
-    def scatter(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
-        """Sum over `axes`, each device keeping its shard of `dim` (transpose: all-gather)."""
+    def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        """The sum over `axes`, each device keeping its shard of `dim` (transpose: all-gather)."""
         axes = self._live_in_order(axes)
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
-    def exchange(
-        self, x: jax.Array, axes: str | tuple[str, ...], dim: int, dtype: jnp.dtype
-    ) -> jax.Array:
-        """`scatter` summed in `dtype`, of shards that travel in the dtype that x has."""
+    def reduce_scatter_low(self, x: jax.Array, axes: Axes, dim: int, dtype: jnp.dtype) -> jax.Array:
+        """`reduce_scatter` summed in `dtype` of shards that travel in the lower dtype of x."""
         axes = self._live_in_order(axes)
         if not axes:
             return x.astype(dtype)
         parts = lax.all_to_all(x, axes, dim, dim, tiled=True)
-        n = self.size(*axes)
-        shape = *x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]
+        devices = self.size(*axes)
+        shape = *x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :]
         return jnp.sum(parts.reshape(shape), dim, dtype=dtype)
 
-    def spread(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
-        """`gather` as an all-to-all of the shard's copies. GPUs can do that without taking
-        multiprocessors from matmuls (`plan/xla_options.py`), a gather they cannot."""
+    def all_gather_by_copies(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        """`all_gather` as an all-to-all of copies of the shard.
+
+        GPUs can do that without taking multiprocessors from matmuls (`plan/xla_options.py`). An
+        all-gather they cannot.
+        """
         axes = self._live_in_order(axes)
         if not axes:
             return x
@@ -85,167 +90,164 @@ class Parallel:
         parts = jnp.moveaxis(lax.all_to_all(copies, axes, 0, 0, tiled=True), 0, dim)
         return parts.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
-    def shard(self, x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
+    def shard(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """This device's shard of `dim` of a value that is equal on all devices of `axes`."""
         for axis in self._live_in_order(axes):
             size = x.shape[dim] // getattr(self, axis)
             x = lax.dynamic_slice_in_dim(x, self.index(axis) * size, size, dim)
         return x
 
-    def _live_in_order(self, axes: str | tuple[str, ...]) -> tuple[str, ...]:
-        axes = (axes,) if isinstance(axes, str) else axes
-        return tuple(a for a in axes if getattr(self, a) > 1)
-
     def gather_seq(self, x: jax.Array) -> jax.Array:
         """[B, S/tp, ...] -> [B, S, ...]: sequence parallelism, on entry to a tp region."""
-        return self.gather(x, "tp", 1)
+        return self.all_gather(x, "tp", 1)
 
     def scatter_seq(self, x: jax.Array) -> jax.Array:
         """[B, S, ...] partial sums -> [B, S/tp, ...]: on leaving a tp region."""
-        return self.scatter(x, "tp", 1)
+        return self.reduce_scatter(x, "tp", 1)
 
     def shard_seq(self, x: jax.Array) -> jax.Array:
         """[B, S, ...] equal over tp -> this device's [B, S/tp, ...]."""
         return self.shard(x, "tp", 1)
 
+    def _live_in_order(self, axes: Axes) -> tuple[str, ...]:
+        axes = (axes,) if isinstance(axes, str) else axes
+        return tuple(axis for axis in axes if getattr(self, axis) > 1)
+
 
 LOCAL = Parallel()
 
 
-def scatter_gradients(
-    grads: dict, have: dict, want: dict, parallel: Parallel, dtype: jnp.dtype
-) -> dict:
-    """Reduce-scatter gradients from partition `have` to `want`, which cuts some dimensions more,
-    summed in `dtype`. Shards travel in the dtype that gradients have, for as long as a device can
-    send one to each of the others; little arrays in `dtype`, which XLA sends in one exchange.
-
-    A dimension that the axes do not divide is padded with zeros at its end.
-    """
-
-    def reduce(x, axes, dim):
-        if x.dtype == dtype or x.size < _LITTLE or parallel.size(*axes) > _FEW:
-            return parallel.scatter(x.astype(dtype), axes, dim)
-        return parallel.exchange(x, axes, dim, dtype)
-
-    cut = _cut(reduce, grads, have, want, parallel)
-    return jax.tree.map(lambda a: a.astype(dtype), cut)
+# ---- arrays that ZeRO stores in finer shards -----------------------------------------------------
 
 
-def shard_weights(weights: dict, have: dict, want: dict, parallel: Parallel) -> dict:
-    """Take this device's shards of weights in partition `have`; padded as gradients are."""
-    return _cut(parallel.shard, weights, have, want, parallel)
-
-
-def gather_weights(
-    weights: dict,
-    have: dict,
-    want: dict,
-    specs: dict,
+def gather_weight(
+    weight: jax.Array,
+    stored: PartitionSpec,
+    wanted: PartitionSpec,
+    shape: tuple[int, ...],
     parallel: Parallel,
-    gather: Callable | None = None,
-) -> dict:
-    """All-gather weights from partition `have` to `want`, which cuts some dimensions less.
+    *,
+    by_copies: bool = False,
+) -> jax.Array:
+    """All-gather a weight from partition `stored` to `wanted`, which cuts some dimensions less.
 
-    `specs`: their declarations (global shapes), by which padding is cut off. `gather`: another way
-    than `parallel.gather`.
+    `shape` is the global shape; the padding of dimensions that the shards do not divide is cut off.
     """
-    gather = gather or parallel.gather
-
-    def leaf(fine, coarse, spec, x):
-        for dim, axes in extra_axes(coarse, fine):
-            length = spec.shape[dim] // parallel.size(*mesh_axes((coarse[dim],)))
-            whole = lambda a, d: gather(a, axes, d)  # noqa: B023, E731
-            cut = lambda a, d: lax.slice_in_dim(whole(a, d), 0, length, axis=d)  # noqa: B023, E731
-            x = _each(cut, x, dim, fine)
-        return x
-
-    return jax.tree.map(leaf, have, want, specs, weights)
+    for dim, axes in extra_axes(wanted, stored):
+        copies = by_copies and parallel.size(*axes) <= _FEW_DEVICES
+        gather = parallel.all_gather_by_copies if copies else parallel.all_gather
+        length = shape[dim] // parallel.size(*mesh_axes((wanted[dim],)))
+        weight = lax.slice_in_dim(gather(weight, axes, dim), 0, length, axis=dim)
+    return weight
 
 
-def whole_layers(
-    weights: dict, have: dict, want: dict, specs: dict, parallel: Parallel, dtype: jnp.dtype
-) -> dict:
-    """`gather_weights` of weights rounded to `dtype`, by copies among a few devices; gradients, by
-    `scatter_gradients`, are summed in fp32 and have the dtypes of `weights`."""
+def gather_layer_weight(
+    weight: jax.Array,
+    stored: PartitionSpec,
+    wanted: PartitionSpec,
+    shape: tuple[int, ...],
+    parallel: Parallel,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """`gather_weight` of a weight rounded to `dtype`, by copies among a few devices.
 
-    def gather(x, axes, dim):
-        few = parallel.size(*axes) <= _FEW
-        return (parallel.spread if few else parallel.gather)(x, axes, dim)
+    Its gradient is summed in fp32 by `scatter_gradient` and has the dtype of `weight`.
+    """
 
     @jax.custom_vjp
-    def whole(weights):
-        low = jax.tree.map(lambda w: w.astype(dtype), weights)
-        return gather_weights(low, have, want, specs, parallel, gather)
+    def gather(weight: jax.Array) -> jax.Array:
+        low = weight.astype(dtype)
+        return gather_weight(low, stored, wanted, shape, parallel, by_copies=True)
 
-    def backward(_, grads):
-        sums = scatter_gradients(grads, want, have, parallel, jnp.dtype(jnp.float32))
-        return (jax.tree.map(lambda g, w: g.astype(w.dtype), sums, weights),)
+    def backward(_, gradient: jax.Array) -> tuple[jax.Array]:
+        total = scatter_gradient(gradient, wanted, stored, parallel, jnp.dtype(jnp.float32))
+        return (total.astype(weight.dtype),)
 
-    whole.defvjp(lambda weights: (whole(weights), None), backward)
-    return whole(weights)
-
-
-def _cut(collective: Callable, tree: dict, have: dict, want: dict, parallel: Parallel) -> dict:
-    """`collective(x, axes, dim)` over every dimension that `want` cuts more than `have`."""
-
-    def one(axes, x, dim):
-        missing = -x.shape[dim] % parallel.size(*axes)
-        x = jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
-        return collective(x, axes, dim)
-
-    def leaf(coarse, fine, x):
-        for dim, axes in extra_axes(coarse, fine):
-            x = _each(functools.partial(one, axes), x, dim, fine)
-        return x
-
-    return jax.tree.map(leaf, have, want, tree)
+    gather.defvjp(lambda weight: (gather(weight), None), backward)
+    return gather(weight)
 
 
-def _each(change: Callable, x: jax.Array | tuple, dim: int, partition: Iterable) -> jax.Array:
-    """change(x, dim) of an array, or of each of a tuple of layers, which lack its first dimension
-    (models/linear.py, `apart`)."""
-    return jax.tree.map(lambda a: change(a, dim - len(partition) + a.ndim), x)
+def scatter_gradient(
+    gradient: jax.Array,
+    have: PartitionSpec,
+    wanted: PartitionSpec,
+    parallel: Parallel,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Reduce-scatter a gradient from partition `have` to `wanted`, which cuts some dimensions more.
 
-
-def reduce_gradients(grads: dict, partitions: dict, parallel: Parallel) -> dict:
-    """THE gradient rule: psum each gradient over the mesh axes its parameter is replicated on.
-
-    `grads` are the gradients of this device's share of the loss with respect to its local shards;
-    `partitions` is the same tree of `PartitionSpec`. Exact for every feature, on every mesh. Axes
-    that a gather made whole were summed by its transpose or by `scatter_gradients`.
+    It is summed in `dtype`. Shards travel in the dtype of the gradient, as long as a device can
+    send one shard to each of the others. Little arrays travel in `dtype`, because XLA then sends
+    them in one exchange. A dimension that the axes do not divide is padded with zeros at its end.
     """
+    for dim, axes in extra_axes(have, wanted):
+        gradient = _padded(gradient, dim, parallel.size(*axes))
+        many_devices = parallel.size(*axes) > _FEW_DEVICES
+        if gradient.dtype == dtype or gradient.size < _LITTLE or many_devices:
+            gradient = parallel.reduce_scatter(gradient.astype(dtype), axes, dim)
+        else:
+            gradient = parallel.reduce_scatter_low(gradient, axes, dim, dtype)
+    return gradient.astype(dtype)
 
-    def reduce(g, p):
-        return parallel.psum(g, *(a for a in AXES if a not in mesh_axes(p)))
 
-    return jax.tree.map(reduce, grads, partitions)
+def shard_weight(
+    weight: jax.Array, have: PartitionSpec, wanted: PartitionSpec, parallel: Parallel
+) -> jax.Array:
+    """This device's shard of a weight in partition `have`, padded as gradients are."""
+    for dim, axes in extra_axes(have, wanted):
+        weight = parallel.shard(_padded(weight, dim, parallel.size(*axes)), axes, dim)
+    return weight
 
 
-def extra_axes(
-    coarse: jax.sharding.PartitionSpec, fine: jax.sharding.PartitionSpec
-) -> list[tuple[int, tuple[str, ...]]]:
+def _padded(x: jax.Array, dim: int, shards: int) -> jax.Array:
+    """x with zeros at the end of `dim`, which `shards` then divide."""
+    missing = -x.shape[dim] % shards
+    return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
+
+
+def extra_axes(coarse: PartitionSpec, fine: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
     """(dimension, mesh axes) by which `fine` cuts more than `coarse`; those axes come last."""
-    out = []
-    for dim, (few, many) in enumerate(zip(coarse, fine, strict=True)):
-        few, many = mesh_axes((few,)), mesh_axes((many,))
+    found = []
+    for dim, entries in enumerate(zip(coarse, fine, strict=True)):
+        few, many = (mesh_axes((entry,)) for entry in entries)
         assert many[: len(few)] == few, (coarse, fine)
-        out += [(dim, many[len(few) :])] if len(many) > len(few) else []
-    return out
-
-
-def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
-    """fp32 L2 norm of a sharded tree that counts each parameter once on any mesh."""
-    sums: dict[tuple[str, ...], jax.Array] = {}
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(partitions), strict=True)
-    for x, p in leaves:
-        axes = parallel.live(*mesh_axes(p))
-        sums[axes] = sums.get(axes, 0.0) + jnp.sum(jnp.square(x.astype(jnp.float32)))
-    return jnp.sqrt(sum(parallel.psum(s, *axes) for axes, s in sums.items()))
+        if len(many) > len(few):
+            found.append((dim, many[len(few) :]))
+    return found
 
 
 def mesh_axes(partition: Iterable) -> tuple[str, ...]:
     """Mesh axes that a `PartitionSpec`, or some of its entries, shard over, in order."""
-    out: list[str] = []
+    found: list[str] = []
     for entry in partition:
-        out += () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return tuple(out)
+        found += () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return tuple(found)
+
+
+# ---- the gradient rule ---------------------------------------------------------------------------
+
+
+def reduce_gradients(gradients: dict, partitions: dict, parallel: Parallel) -> dict:
+    """THE gradient rule: psum each gradient over the mesh axes its parameter is replicated on.
+
+    `gradients` are those of this device's share of the loss with respect to its local shards.
+    `partitions` is the same tree of `PartitionSpec`. The rule is exact for every feature, on every
+    mesh. Axes that a gather made whole were summed by its transpose or by `scatter_gradient`.
+    """
+
+    def reduce(gradient: jax.Array, partition: PartitionSpec) -> jax.Array:
+        replicated = (axis for axis in AXES if axis not in mesh_axes(partition))
+        return parallel.psum(gradient, *replicated)
+
+    return jax.tree.map(reduce, gradients, partitions)
+
+
+def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
+    """The fp32 L2 norm of a sharded tree, which counts each parameter once on any mesh."""
+    sums: dict[tuple[str, ...], jax.Array] = {}
+    for x, partition in zip(jax.tree.leaves(tree), jax.tree.leaves(partitions), strict=True):
+        axes = parallel.live(*mesh_axes(partition))
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
+        sums[axes] = sums.get(axes, 0.0) + square
+    totals = [parallel.psum(square, *axes) for axes, square in sums.items()]
+    return jnp.sqrt(functools.reduce(jnp.add, totals))

@@ -1,20 +1,29 @@
 """THE table: logical axis of an array -> mesh axes it is split over. The one home of sharding.
 
-Modules name the axes of their parameters (`models/params.py`); this table and `partition` turn
-names into `PartitionSpec`s for the step, for initialisation and for checkpoints alike.
+Modules name the axes of their parameters (`sharding/spec.py`). This table and `partition` turn
+names into `PartitionSpec`s for the step, for initialization and for checkpoints alike.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mjax.errors import UserError
-from mjax.sharding.collectives import Parallel, extra_axes, mesh_axes
-from mjax.sharding.spec import ParamSpec
+from mjax.sharding.collectives import (
+    Parallel,
+    extra_axes,
+    gather_layer_weight,
+    gather_weight,
+    mesh_axes,
+    scatter_gradient,
+)
+from mjax.sharding.spec import ParamSpec, is_spec
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations
@@ -38,81 +47,102 @@ RULES: dict[str, tuple[str, ...]] = {
 # kv heads that its query heads use (`models/attention.py`). All others are refused by validate.py.
 REPLICABLE = frozenset({"kv_heads"})
 
-
-def partition(
-    axes: Sequence[str | None], parallel: Parallel, shape: Sequence[int] | None = None
-) -> PartitionSpec:
-    """PartitionSpec of an array with logical `axes`; `shape` is needed for replicable axes."""
-    out: list[str | tuple[str, ...] | None] = []
-    for i, name in enumerate(axes):
-        live = parallel.live(*RULES[name]) if name else ()
-        if live and shape is not None and shape[i] % parallel.size(*live):
-            if name not in REPLICABLE:
-                raise UserError(
-                    f"{name}={shape[i]} is not divisible over {parallel.size(*live)} devices of "
-                    f"{'/'.join(live)}; choose a mesh that divides it"
-                )
-            live = ()
-        out.append(None if not live else live[0] if len(live) == 1 else live)
-    return PartitionSpec(*out)
-
-
-def param_partitions(specs: dict, parallel: Parallel) -> dict:
-    """Tree of `ParamSpec` -> the same tree of `PartitionSpec`."""
-
-    def one(spec: ParamSpec) -> PartitionSpec:
-        return partition(spec.axes, parallel, spec.shape)
-
-    return jax.tree.map(one, specs, is_leaf=lambda s: isinstance(s, ParamSpec))
-
-
-# ZeRO stage -> (who is stored in shards over ZERO_AXES, when weights are made whole). Gradients
-# are reduced into the stored layout: once a step (1, 3) or after every micro-batch (2).
+# Mesh axes over which ZeRO cuts masters, moments and reduced gradients.
 ZERO_AXES = ("dp", "ep", "cp")
-ZERO = {
-    0: ("nothing", "never"),
-    1: ("masters and moments", "once a step"),
-    2: ("masters, moments and accumulated gradients", "once a step"),
-    3: ("masters, moments, gradients and weights", "layer by layer"),
-}
-
 
 # A parameter of at least this many elements on a device (4 KB of fp32) is cut although nothing
 # divides it: its last shards are padded. Smaller ones (norm gains, biases) then stay whole.
 PADDED_FROM = 1024
 
 
-def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> PartitionSpec:
-    """Partition of masters and moments under ZeRO >= 1: the compute partition, cut further.
+def partition(
+    axes: Sequence[str | None], parallel: Parallel, shape: Sequence[int] | None = None
+) -> PartitionSpec:
+    """The `PartitionSpec` of an array with logical `axes`.
 
-    Of all ways to cut one dimension over some of the ZERO_AXES that the parameter is replicated on,
-    the one that leaves a device the fewest elements: as many axes as possible, a dimension that
-    they divide, else the one that needs least padding; the outermost where these agree, whose
-    shards lie in one piece (others an exchange has to turn). `layers` is never cut, because a scan
-    takes layers one by one. `group` bounds the shards (hybrid sharding: shard within a group of
-    that many devices, replicate across groups).
+    Replicable axes need `shape`. Raises `UserError` where the mesh does not divide another axis.
+    """
+    entries: list[str | tuple[str, ...] | None] = []
+    for dim, name in enumerate(axes):
+        live = parallel.live(*RULES[name]) if name else ()
+        if live and shape is not None and shape[dim] % parallel.size(*live):
+            if name not in REPLICABLE:
+                raise UserError(
+                    f"{name}={shape[dim]} is not divisible over {parallel.size(*live)} devices of "
+                    f"{'/'.join(live)}; choose a mesh that divides it"
+                )
+            live = ()
+        entries.append(None if not live else live[0] if len(live) == 1 else live)
+    return PartitionSpec(*entries)
+
+
+def is_partly_read(spec: ParamSpec, parallel: Parallel) -> bool:
+    """Whether a device holds a parameter whole and reads only a part of it (`REPLICABLE`)."""
+    return any(
+        name in REPLICABLE and size % parallel.size(*RULES[name])
+        for name, size in zip(spec.axes, spec.shape, strict=True)
+    )
+
+
+def param_partitions(specs: dict, parallel: Parallel) -> dict:
+    """Tree of `ParamSpec` -> the same tree of `PartitionSpec`, as matmuls read the parameters."""
+    return jax.tree.map(
+        lambda spec: partition(spec.axes, parallel, spec.shape), specs, is_leaf=is_spec
+    )
+
+
+def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> PartitionSpec:
+    """The partition of masters and moments under ZeRO >= 1: that of the weight, cut further.
+
+    One dimension is cut over some of the ZERO_AXES that the parameter is replicated on. Of all ways
+    to do so, it leaves a device the fewest elements: as many axes as possible, and a
+    dimension that they divide, else the one that needs the least padding. Where these agree it is
+    the outermost dimension, whose shards lie in one piece (others an exchange has to transpose).
+    `layers` is never cut, because layers are read one by one. `group` bounds the shards (hybrid
+    sharding: shard within a group of that many devices, replicate across groups).
     """
     base = partition(spec.axes, parallel, spec.shape)
-    free = [a for a in parallel.live(*ZERO_AXES) if a not in mesh_axes(base)]
-    local = [n // parallel.size(*mesh_axes((e,))) for n, e in zip(spec.shape, base, strict=True)]
+    free = [axis for axis in parallel.live(*ZERO_AXES) if axis not in mesh_axes(base)]
+    local = [
+        length // parallel.size(*mesh_axes((entry,)))
+        for length, entry in zip(spec.shape, base, strict=True)
+    ]
     size = math.prod(local)
-    best, found = (size, False, 0), base
-    for axes in (c for n in range(len(free), 0, -1) for c in itertools.combinations(free, n)):
+    best, chosen = (size, False, 0), base
+    for axes in _subsets(free):
         shards = parallel.size(*axes)
         for dim, (name, length) in enumerate(zip(spec.axes, local, strict=True)):
             padded = length % shards > 0
             rank = size // length * -(-length // shards), padded, dim
-            fits = shards <= (group or shards) and (size >= PADDED_FROM or not padded)
-            if name != "layers" and fits and rank < best:
+            allowed = shards <= (group or shards) and (size >= PADDED_FROM or not padded)
+            if name != "layers" and allowed and rank < best:
                 entries = list(base)
                 entries[dim] = (*mesh_axes((base[dim],)), *axes)
-                best, found = rank, PartitionSpec(*entries)
-    return found
+                best, chosen = rank, PartitionSpec(*entries)
+    return chosen
+
+
+def _subsets(axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """All non-empty subsets of `axes`, the largest first."""
+    sizes = range(len(axes), 0, -1)
+    return [subset for size in sizes for subset in itertools.combinations(axes, size)]
+
+
+def stored_partitions(specs: dict, parallel: Parallel, zero: int, group: int | None) -> dict:
+    """Tree of `ParamSpec` -> the partitions of masters, moments and reduced gradients."""
+    if zero == 0:
+        return param_partitions(specs, parallel)
+    return jax.tree.map(
+        lambda spec: stored_partition(spec, parallel, group), specs, is_leaf=is_spec
+    )
 
 
 class Padding(NamedTuple):
-    """Dimension `dim` of a parameter, `blocks` (of its weight's partition) of `length` each, is
-    stored with every block zero-padded to `padded`."""
+    """How a dimension is stored that its shards do not divide.
+
+    Dimension `dim` consists of `blocks`, one for each cut of the weight's own partition, of
+    `length` each. Every block is zero-padded to the length `padded`.
+    """
 
     dim: int
     blocks: int
@@ -132,17 +162,77 @@ def padding(
     return None
 
 
-def stored_partitions(specs: dict, parallel: Parallel, zero: int, group: int | None) -> dict:
-    """Tree of `ParamSpec` -> how masters, moments and reduced gradients are stored."""
-    if zero == 0:
-        return param_partitions(specs, parallel)
-    return jax.tree.map(
-        lambda spec: stored_partition(spec, parallel, group),
-        specs,
-        is_leaf=lambda s: isinstance(s, ParamSpec),
-    )
-
-
 def batch_partition(parallel: Parallel) -> PartitionSpec:
-    """[B, S] arrays of a global batch."""
+    """The partition of [B, S] arrays of a global batch."""
     return partition(("batch", "seq"), parallel)
+
+
+@dataclass(frozen=True)
+class ParamPlacement:
+    """Where one parameter lies on a mesh.
+
+    stored: the partition of its master, its moments and its reduced gradient.
+    weight: the partition in which matmuls read it; ZeRO cuts the stored one further.
+    """
+
+    spec: ParamSpec
+    stored: PartitionSpec
+    weight: PartitionSpec
+    parallel: Parallel
+
+    @property
+    def layer(self) -> "ParamPlacement":
+        """Of a stack: the placement of one layer."""
+        spec = replace(self.spec, shape=self.spec.shape[1:], axes=self.spec.axes[1:])
+        stored, weight = PartitionSpec(*self.stored[1:]), PartitionSpec(*self.weight[1:])
+        return ParamPlacement(spec, stored, weight, self.parallel)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The weight from its stored shards."""
+        return gather_weight(x, self.stored, self.weight, self.spec.shape, self.parallel)
+
+    def gather_low(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The weight in `dtype` from its stored shards, by copies (`gather_layer_weight`)."""
+        sizes = self.spec.shape, self.parallel
+        return gather_layer_weight(x, self.stored, self.weight, *sizes, dtype)
+
+    def scatter(self, gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The stored shards of a gradient, summed in `dtype` over what ZeRO cuts."""
+        return scatter_gradient(gradient, self.weight, self.stored, self.parallel, dtype)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the parameters of a model lie on a mesh; trees like the parameters.
+
+    specs: declarations, with stacks in the order in which they are stored.
+    stored, weights: partitions, as in `ParamPlacement`.
+    """
+
+    specs: dict
+    stored: dict
+    weights: dict
+    parallel: Parallel
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ZeRO stores anything in finer shards than it is read in."""
+        return self.stored != self.weights
+
+    def part(self, name: str) -> "Placement":
+        """The placement of the parameters under one name."""
+        return Placement(self.specs[name], self.stored[name], self.weights[name], self.parallel)
+
+    def map(self, function: Callable, *trees: dict) -> dict:
+        """function(its ParamPlacement, its entries of `trees`) for every parameter."""
+
+        def one(spec: ParamSpec, stored: PartitionSpec, weight: PartitionSpec, *entries):
+            return function(ParamPlacement(spec, stored, weight, self.parallel), *entries)
+
+        return jax.tree.map(one, self.specs, self.stored, self.weights, *trees, is_leaf=is_spec)
+
+
+def place(specs: dict, parallel: Parallel, zero: int, group: int | None = None) -> Placement:
+    """The placement of parameters `specs` under a ZeRO stage (`stored_partition`)."""
+    weights = param_partitions(specs, parallel)
+    return Placement(specs, stored_partitions(specs, parallel, zero, group), weights, parallel)

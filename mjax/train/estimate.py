@@ -17,7 +17,7 @@ from mjax.models.flops import flops_per_token
 from mjax.pipeline.layout import describe
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.plan.balance import advice
-from mjax.plan.memory import kept, layers_of
+from mjax.plan.memory import held_layers, kept
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_parameters
 from mjax.train import metrics
@@ -66,7 +66,7 @@ def kept_table(trainer: Trainer) -> list[tuple[str, ...]]:
     """A heading, then per policy and kind of layer each tensor that is kept for the backward: shape
     and MB on one device, where it waits, GB of all those layers (and micro-batches in flight)."""
     cfg, sizes = trainer.cfg, dict(trainer.mesh.shape)
-    layers, away = layers_of(cfg, sizes), offloaded(cfg.train.offload)
+    layers, away = held_layers(cfg, sizes), offloaded(cfg.train.offload)
     rows = [("policy", "layers", "kept for the backward", "shape", "MB", "on", "GB in all")]
     for (kind, policy), count in Counter(layers.each).items():
         for tensor in kept(cfg, sizes, kind, policy):
@@ -77,7 +77,7 @@ def kept_table(trainer: Trainer) -> list[tuple[str, ...]]:
                     tensor.name,
                     f"{tensor.dtype} {' '.join(map(str, tensor.shape))}",
                     f"{tensor.bytes / 1e6:.3f}",
-                    "host" if tensor.goes(policy, away) else "device",
+                    "host" if tensor.goes_to_host(policy, away) else "device",
                     f"{tensor.bytes * count * layers.waiting / 1e9:.3f}",
                 )
             )
@@ -107,7 +107,7 @@ def sharding_table(trainer: Trainer) -> list[tuple[str, ...]]:
     its stored master (ZeRO), shape of the latter on one device."""
     rows = [("parameter", "shape", "axes", "weight over", "stored over", "stored per device")]
     specs = jax.tree_util.tree_flatten_with_path(trainer.specs)[0]
-    layouts = jax.tree.leaves(trainer.partitions), jax.tree.leaves(trainer.stored)
+    layouts = jax.tree.leaves(trainer.placement.weights), jax.tree.leaves(trainer.placement.stored)
     masters = jax.tree.leaves(trainer.abstract_state()["params"])
     for (path, spec), weight, stored, master in zip(specs, *layouts, masters, strict=True):
         local = master.sharding.shard_shape(master.shape)  # with padding

@@ -17,8 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from mjax.config import load
-from mjax.config.mesh_rules import mesh_sizes
-from mjax.sharding.collectives import AXES
+from mjax.config.mesh_rules import AXES, mesh_sizes
 from mjax.train import Trainer
 
 TARGET = """

@@ -1,0 +1,453 @@
+"""How the layers of a model are held and run; the only file that knows.
+
+A weight goes this way. Its master lies in a stack of all layers, in shards (ZeRO). `load` casts
+it, rounds it for FP8, gathers it and takes the stack apart. `Layers.run` applies the layers.
+Autodiff gives a cotangent for every weight. `add_gradients` (`models/weight.py`) adds those of
+micro-batches. `store` puts the stack together again, scatters the sum to the shards and reduces it
+over the devices that hold copies. The optimizer then updates the master.
+
+`Execution` says when each of these things happens. Invariant: it changes no number beyond the
+rounding of sums, only memory and time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mjax.config.pattern import STACKS
+from mjax.config.pipeline_layout import EMPTY
+from mjax.kernels.quantize import quantize_stack, transposed_bits
+from mjax.models.barriers import (
+    gradients_before_previous_layer,
+    reduce_under_previous_layer,
+    write_once,
+)
+from mjax.models.context import Context, Tokens
+from mjax.models.execution import (
+    Execution,
+    LayerPlan,
+    ScanGroup,
+    is_matmul_weight,
+    is_stack,
+    scan_groups,
+    stack_rows,
+)
+from mjax.models.params import Definition
+from mjax.models.remat import remat
+from mjax.models.residuals import switch_layers
+from mjax.models.weight import Weight, is_weight, values_of, with_values, without_fp8
+from mjax.sharding.collectives import reduce_gradients
+from mjax.sharding.rules import ParamPlacement, Placement
+from mjax.sharding.spec import ParamSpec
+
+# ---- from masters to weights ---------------------------------------------------------------------
+
+
+@jax.named_scope("gather")
+def load(params: dict, scales: dict, placement: Placement, execution: Execution) -> dict:
+    """Masters as stored -> the weights of a step.
+
+    Matmul weights of layers become `Weight`s: a list of L of them with `execution.apart`, else one
+    whose arrays are stacks [L, ...]. All other parameters become arrays, those of layers stacks.
+    `scales` are those of FP8, fp32 {stack: {matmul: [L, 3]}}, or empty.
+    """
+    weights = {}
+    for name, masters in params.items():
+        own_scales = scales.get(name, {})
+
+        def one(where: ParamPlacement, master: jax.Array) -> Weight | jax.Array | list[Weight]:
+            if where.spec.matmul is None:
+                return _load_array(where, master, execution)
+            return _load_weight(where, master, own_scales.get(where.spec.matmul), execution)  # noqa: B023
+
+        weights[name] = placement.part(name).map(one, masters)
+    return weights
+
+
+def _load_array(where: ParamPlacement, master: jax.Array, execution: Execution) -> jax.Array:
+    """A parameter that no matmul of `models/linear.py` reads: tables, norms, biases, experts."""
+    value = master.astype(execution.compute)
+    return value if execution.exchanged_in_layer(where) else where.gather(value)
+
+
+def _load_weight(
+    where: ParamPlacement, master: jax.Array, scales: jax.Array | None, execution: Execution
+) -> Weight | list[Weight]:
+    """A stack [L, ...] of matmul weights.
+
+    Layers that overlap their exchanges round the value themselves: its gradient then stays in the
+    dtype of sums. Where only a part is read, no 8-bit form is made: the part is rounded.
+    """
+    in_layer = execution.exchanged_in_layer(where)
+    value = master.astype(execution.compute)
+    bits = None
+    if scales is not None and execution.quantize_stored and is_matmul_weight(where):
+        bits = quantize_stack(value, scales)
+    if in_layer and execution.overlap:
+        value = master.astype(execution.accumulate)
+
+    def weight(where: ParamPlacement, value, bits, scales) -> Weight:
+        if not in_layer:
+            value = where.gather(value)
+            bits = None if bits is None else where.gather(bits)
+        of_matmul = {"name": where.spec.matmul, "inputs": where.spec.inputs}
+        return Weight(value, bits, scales=scales, recipe=execution.recipe, **of_matmul)
+
+    if not execution.apart:
+        return weight(where, value, bits, scales)
+    columns = [[None] * len(value) if a is None else unstack(a) for a in (value, bits, scales)]
+    weights = [weight(where.layer, *entries) for entries in zip(*columns, strict=True)]
+    if bits is None or in_layer:
+        return weights
+    return [replace(w, transposed=transposed_bits(w.bits, w.inputs)) for w in weights]
+
+
+def unstack(stack: jax.Array) -> list[jax.Array]:
+    """[L, ...] -> L arrays. Matmuls read them as they are, where of a stack XLA copies slices."""
+    return [stack[i] for i in range(stack.shape[0])]
+
+
+# ---- from cotangents to gradients ----------------------------------------------------------------
+
+
+def zero_sums(weights: dict, placement: Placement, execution: Execution) -> dict:
+    """The running sums of gradients before the first micro-batch, for `add_gradients`."""
+
+    def zero(where: ParamPlacement, w: Weight | jax.Array) -> Weight | jax.Array:
+        value = w.value if is_weight(w) else w
+        if execution.reduce == "micro_batch":
+            value = jax.eval_shape(lambda x: where.scatter(x, execution.accumulate), value)
+        total = jnp.zeros(value.shape, execution.accumulate)
+        if not is_weight(w):
+            return total
+        in_matmul = execution.sums_in_matmuls and is_matmul_weight(where)
+        return replace(
+            w,
+            value=None if in_matmul else total,
+            bits=None,
+            transposed=None,
+            scales=None if w.scales is None else jnp.zeros_like(w.scales),
+            grad_sum=total if in_matmul else None,
+        )
+
+    return _map_parameters(zero, weights, placement)
+
+
+@jax.named_scope("reduce")
+def scatter_micro_batch(cotangents: dict, placement: Placement, execution: Execution) -> dict:
+    """Cotangents of one micro-batch, scattered to ZeRO's shards if `execution` says so."""
+    if execution.reduce != "micro_batch":
+        return cotangents
+
+    def scatter(where: ParamPlacement, cotangent: Weight | jax.Array) -> Weight | jax.Array:
+        if not is_weight(cotangent):
+            return where.scatter(cotangent, execution.accumulate)
+        return replace(cotangent, value=where.scatter(cotangent.value, execution.accumulate))
+
+    return _map_parameters(scatter, cotangents, placement)
+
+
+def _map_parameters(function: Callable, tree: dict, placement: Placement) -> dict:
+    """function(placement, entry) of every parameter; of every layer where it is a list."""
+
+    def one(where: ParamPlacement, entry):
+        if isinstance(entry, list):
+            return [function(where.layer, layer) for layer in entry]
+        return function(where, entry)
+
+    return {name: placement.part(name).map(one, entries) for name, entries in tree.items()}
+
+
+@jax.named_scope("reduce")
+def store(cotangents: dict, placement: Placement, execution: Execution) -> tuple[dict, dict]:
+    """(gradients as stored, maxima that matmuls in FP8 saw on this device).
+
+    Gradients are stacks in the dtype of sums, reduced over all devices. The maxima are fp32
+    {stack: {matmul: [L, 3]}}.
+    """
+    gradients = {
+        name: placement.part(name).map(
+            lambda where, cotangent: _store_gradient(where, cotangent, execution), tree
+        )
+        for name, tree in cotangents.items()
+    }
+    matmuls = matmul_leaves(cotangents, placement.specs)
+    maxima = jax.tree.map(_maxima, matmuls, is_leaf=lambda a: isinstance(a, list) or is_weight(a))
+    return reduce_gradients(gradients, placement.stored, placement.parallel), maxima
+
+
+def _store_gradient(
+    where: ParamPlacement, cotangent: jax.Array | Weight | list[Weight], execution: Execution
+) -> jax.Array:
+    """The gradient of one parameter, stacked and scattered, in the dtype of sums."""
+    dtype = jnp.dtype(execution.accumulate)
+    scattered = where.stored == where.weight or execution.reduce == "micro_batch"
+    scattered |= execution.exchanged_in_layer(where)
+
+    def scatter(where: ParamPlacement, cotangent: jax.Array | Weight) -> jax.Array:
+        gradient = gradient_of(cotangent)
+        return gradient if scattered else where.scatter(gradient, dtype)
+
+    if isinstance(cotangent, list):
+        gradient = stack_in_place([scatter(where.layer, layer) for layer in cotangent])
+    else:
+        gradient = scatter(where, cotangent)
+    if is_stack(where) and (execution.apart or execution.micro_batches == 1):
+        gradient = write_once(gradient)
+    return gradient.astype(dtype)
+
+
+def gradient_of(cotangent: jax.Array | Weight) -> jax.Array:
+    """The gradient, or the sum of gradients, in the cotangent of a parameter."""
+    if not is_weight(cotangent):
+        return cotangent
+    return cotangent.value if cotangent.grad_sum is None else cotangent.grad_sum
+
+
+def _maxima(cotangent: Weight | list[Weight]) -> jax.Array | None:
+    """The maxima [L, 3] in the cotangents of a stack; None without FP8."""
+    if not isinstance(cotangent, list):
+        return cotangent.scales
+    return None if cotangent[0].scales is None else jnp.stack([ct.scales for ct in cotangent])
+
+
+def stack_in_place(layers: Sequence[jax.Array]) -> jax.Array:
+    """Arrays of L layers -> [L, ...], each copied into its place once it is there, the last first.
+
+    GPUs do that beside other work. `jnp.stack` waits for all, and looks up for each element which
+    array holds it (GPT 1.3B: 5.7 ms of a step of 265).
+    """
+    stack = jax.lax.empty((len(layers), *layers[0].shape), layers[0].dtype)
+    for i in reversed(range(len(layers))):
+        stack = jax.lax.dynamic_update_index_in_dim(stack, layers[i], i, 0)
+    return stack
+
+
+def matmul_leaves(tree: dict, specs: dict) -> dict[str, dict]:
+    """The entries of `tree` that matmuls of layers read: {stack: {matmul: entry}}.
+
+    `tree` and `specs` are like the parameters; `specs` declares them.
+    """
+    found: dict[str, dict] = {}
+
+    def one(spec: ParamSpec, entry) -> None:
+        if spec.matmul is not None:
+            own[spec.matmul] = entry
+
+    for stack in sorted(STACKS & set(specs)):
+        own: dict = {}
+        jax.tree.map(one, specs[stack], tree[stack])
+        found |= {stack: own} if own else {}
+    return found
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+class LayerInputs(NamedTuple):
+    """What all layers read besides weights and activations: `Tokens`, and rotary tables by kind."""
+
+    tokens: Tokens
+    rope: dict[str, tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model, ready to run.
+
+    `blocks` are the definitions of one layer of each stack. Only layers that gather read
+    `placement`.
+    """
+
+    blocks: dict[str, Definition]
+    execution: Execution
+    ctx: Context
+    placement: Placement | None = None
+
+    def run(
+        self,
+        weights: dict,
+        x: jax.Array,
+        inputs: LayerInputs,
+        *,
+        numbers: jax.Array | None = None,
+        choices: jax.Array | None = None,
+        caches: tuple | None = None,
+    ) -> tuple[jax.Array, jax.Array, tuple | None]:
+        """x [B, S/tp, D] through all layers; the share of auxiliary losses; the new caches.
+
+        `weights` are as `load` gives them, or in each stack a list of layers if these run one after
+        the other. `numbers` int32 [L] are the numbers of the layers in the model
+        (default: 0, 1, ..), `choices` int32 [L] pick one of the kinds of each. Leaves of `caches`
+        are [L, ...]; only a loop takes them.
+        """
+        if numbers is None:
+            numbers = jnp.arange(len(self.execution.layers), dtype=jnp.int32)
+        if choices is None:
+            choices = jnp.zeros(len(self.execution.layers), jnp.int32)
+        carry = x, jnp.float32(0)
+        if self.execution.overlap:
+            carry = *carry, jnp.float32(0)
+        if self.execution.unroll == 0:
+            assert caches is None, "layers that run one after the other have no cache"
+            carry = self._run_list(weights, carry, inputs, numbers, choices)
+        else:
+            carry, caches = self._run_loop(weights, carry, inputs, numbers, choices, caches)
+        return carry[0], carry[1], caches
+
+    def _run_list(self, weights: dict, carry: tuple, inputs, numbers, choices) -> tuple:
+        """One layer after the other. Equal layers are traced once."""
+        functions: dict[LayerPlan, Callable] = {}
+        layers = {stack: layers_of_stack(weights[stack]) for stack in self.blocks}
+        for i, plan in enumerate(self.execution.layers):
+            like = replace(plan, row=0)
+            if like not in functions:
+                functions[like] = jax.jit(self._layer(plan, in_loop=False))
+            layer = layers[plan.stack][plan.row]
+            carry, _ = functions[like](carry, layer, inputs, numbers[i], choices[i], None)
+        return carry
+
+    def _run_loop(
+        self, weights: dict, carry: tuple, inputs, numbers, choices, caches
+    ) -> tuple[tuple, tuple | None]:
+        """A scan over each group of equal layers."""
+        new_caches = []
+        for group in scan_groups(self.execution.layers):
+            rows = _rows_of(group.first, group.repeats, len(group.period))
+            stacks = {
+                stack: jax.tree.map(_rows_of(first, group.repeats, count), weights[stack])
+                for stack, (first, count) in stack_rows(group.period).items()
+            }
+            xs = stacks, rows(numbers), rows(choices), jax.tree.map(rows, caches)
+            unroll = min(self.execution.unroll, group.repeats)
+            body = self._scan_body(group, inputs, in_loop=unroll < group.repeats)
+            carry, made = jax.lax.scan(body, carry, xs, unroll=unroll)
+            new_caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), made))
+        if caches is not None:
+            caches = jax.tree.map(lambda *parts: jnp.concatenate(parts), *new_caches)
+        return carry, caches
+
+    def _scan_body(self, group: ScanGroup, inputs: LayerInputs, in_loop: bool) -> Callable:
+        """One period of layers, as `jax.lax.scan` calls it."""
+        first_rows = {stack: first for stack, (first, _) in stack_rows(group.period).items()}
+
+        def body(carry: tuple, xs: tuple) -> tuple[tuple, tuple | None]:
+            stacks, numbers, choices, caches = xs
+            new_caches = []
+            for i, plan in enumerate(group.period):
+                row = plan.row - first_rows[plan.stack]
+                weights = jax.tree.map(lambda w: w[row], stacks[plan.stack])  # noqa: B023
+                cache = jax.tree.map(lambda c: c[i], caches)  # noqa: B023
+                layer = self._layer(plan, in_loop)
+                carry, cache = layer(carry, weights, inputs, numbers[i], choices[i], cache)
+                new_caches.append(cache)
+            if caches is not None:
+                caches = jax.tree.map(lambda *parts: jnp.stack(parts), *new_caches)
+            return carry, caches
+
+        return body
+
+    def _layer(self, plan: LayerPlan, in_loop: bool) -> Callable:
+        """f(carry, weights, inputs, number, choice, cache) -> (carry, cache): one layer.
+
+        A carry is (x, share of auxiliary losses), and with `overlap` the token of
+        `reduce_under_previous_layer`.
+        """
+
+        def of_kind(kind: str) -> Callable:
+            def apply(carry, weights, inputs, number, cache):
+                carry, weights = self._enter(plan, carry, weights)
+                x, aux, *ready = carry
+                block = self.blocks[plan.stack].bind(weights)
+                where = {"kind": kind, "rope": inputs.rope, "layer": number, "cache": cache}
+                x, more, cache = block(x, inputs.tokens, self.ctx, **where)
+                return (x, aux + more, *ready), cache
+
+            return remat(apply, plan.remat, self.execution.offload, in_loop)
+
+        if len(plan.kinds) == 1:
+            only = of_kind(plan.kinds[0])
+            return lambda carry, weights, inputs, number, choice, cache: only(
+                carry, weights, inputs, number, cache
+            )
+        switch = switch_layers([_chosen(kind, of_kind) for kind in plan.kinds])
+        return lambda carry, weights, inputs, number, choice, cache: (
+            switch(choice, carry, weights, (inputs, number)),
+            cache,
+        )
+
+    def _enter(self, plan: LayerPlan, carry: tuple, weights: dict) -> tuple[tuple, dict]:
+        """Make a layer's weights whole, and order its exchanges and gradients among others."""
+        execution, (x, aux, *ready) = self.execution, carry
+        if not plan.fp8:
+            weights = without_fp8(weights)
+        if execution.overlap:
+            x, values, *ready = reduce_under_previous_layer(x, values_of(weights), *ready)
+            weights = with_values(weights, values)
+        if execution.gather == "layer":
+            weights = self._gather(plan, weights)
+        # A loop waits for gradients anyway, and ZeRO-3 reduces them one by one.
+        if execution.unroll != 1 and (execution.overlap or execution.gather == "step"):
+            x, values = gradients_before_previous_layer(x, values_of(weights))
+            weights = with_values(weights, values)
+        return (x, aux, *ready), weights
+
+    @jax.named_scope("gather")
+    def _gather(self, plan: LayerPlan, weights: dict) -> dict:
+        """The weights of a layer from their stored shards.
+
+        Where matmuls read the bits, the value only takes the gradient: its gather is dead code.
+        """
+        execution = self.execution
+
+        def gather(where: ParamPlacement, w: Weight | jax.Array) -> Weight | jax.Array:
+            if not execution.exchanged_in_layer(where):
+                return w
+            where = where.layer
+            if not is_weight(w):
+                return where.gather(w)
+            if execution.overlap:
+                value = where.gather_low(w.value, jnp.dtype(execution.compute))
+            else:
+                value = where.gather(w.value)
+            return replace(w, value=value, bits=None if w.bits is None else where.gather(w.bits))
+
+        return self.placement.part(plan.stack).map(gather, weights)
+
+
+def _chosen(kind: str, of_kind: Callable) -> Callable:
+    """A layer as `switch_layers` takes it; an empty slot hands on what it gets."""
+    if kind == EMPTY:
+        return lambda carry, weights, constants: carry
+    layer = of_kind(kind)
+    return lambda carry, weights, constants: layer(carry, weights, *constants, None)[0]
+
+
+def _rows_of(first: int, repeats: int, count: int) -> Callable[[jax.Array], jax.Array]:
+    """[L, ...] -> [repeats, count, ...] of the rows from `first` on."""
+
+    def cut(stack: jax.Array) -> jax.Array:
+        rows = repeats * count
+        own = stack if rows == stack.shape[0] else stack[first : first + rows]
+        return own.reshape(repeats, count, *stack.shape[1:])
+
+    return cut
+
+
+def layers_of_stack(weights: dict | list[dict]) -> list[dict]:
+    """The weights of each layer of a stack, whose matmul weights are lists and the rest stacks."""
+    if isinstance(weights, list):
+        return weights
+    is_list = lambda entry: isinstance(entry, list)  # noqa: E731
+    lists = jax.tree.map(lambda a: a if is_list(a) else split_rows(a), weights, is_leaf=is_list)
+    layers = len(jax.tree.leaves(lists, is_leaf=is_list)[0])
+    layer_of = lambda i: jax.tree.map(lambda rows: rows[i], lists, is_leaf=is_list)  # noqa: E731
+    return [layer_of(i) for i in range(layers)]
+
+
+def split_rows(stack: jax.Array) -> list[jax.Array]:
+    """[L, ...] -> L arrays, whose gradients are put together by one concatenation."""
+    return [row[0] for row in jax.lax.split(stack, [1] * stack.shape[0])]

@@ -1,0 +1,224 @@
+"""How this run holds, gathers, reduces and recomputes: decided once, here.
+
+`decide_execution` is a pure function of the config, the sizes of the mesh, what the devices can do
+and the rows of a batch. Trainer, step, pipeline, memory estimate and compiler options read its
+result (`models/execution.py`) and derive nothing themselves.
+
+|                                  | one micro-batch               | several                    |
+|----------------------------------|-------------------------------|----------------------------|
+| ZeRO-0, or one device            | gradients stacked as they     | sums in the matmuls        |
+|                                  | come                          |                            |
+| ZeRO-1                           | and, if layers keep all,      | sums in the matmuls,       |
+|                                  | exchanges under other layers' | exchanges once a step      |
+|                                  | matmuls                       |                            |
+| ZeRO-2                           | as ZeRO-1                     | reduced after each of them |
+| ZeRO-3                           | gathered and reduced by each layer                         |
+| in a loop (CPUs, `train.unroll`) | stacks; sums are added after a micro-batch                 |
+| pipeline                         | stacks; sums are added slot by slot                        |
+"""
+
+import logging
+from dataclasses import dataclass, replace
+
+from mjax.config.pattern import STACK_OF, expand, stack_index
+from mjax.config.pipeline_layout import EMPTY
+from mjax.config.remat import offloaded, remat_policies
+from mjax.config.schema import Config, MeshConfig
+from mjax.errors import UserError
+from mjax.kernels.quantize import Recipe
+from mjax.models.execution import Execution, LayerPlan
+from mjax.models.remat import STASHED
+from mjax.models.tp_overlap import MIN_ROWS
+from mjax.pipeline.layout import layout_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What matters of the devices. The default is a host of GPUs that copy to each other.
+
+    copies_permutes, copies_exchanges: whether the compiler can make permutes, and all-to-alls,
+    copies from GPU to GPU that take no multiprocessor from matmuls.
+    """
+
+    on_cpu: bool = False
+    copies_permutes: bool = True
+    copies_exchanges: bool = True
+
+
+def decide_execution(
+    cfg: Config,
+    sizes: dict[str, int],
+    devices: DeviceFacts = DeviceFacts(),  # noqa: B008 - frozen
+    rows: int | None = None,
+) -> Execution:
+    """How a training step of `rows` sequences runs (default: train.global_batch_size).
+
+    `sizes` are those of the mesh axes. `train.remat: auto` counts as "dots".
+    """
+    pipelined, zero = sizes["pp"] > 1, cfg.mesh.zero
+    layers = pipeline_slots(cfg) if pipelined else model_layers(cfg)
+    micro_batches = count_micro_batches(cfg, sizes, rows)
+    unroll = _unroll(cfg, devices)
+    is_cut = _is_cut(cfg, sizes)
+    keeps_all = not pipelined and all(plan.remat == "none" for plan in layers)
+    can_overlap = devices.on_cpu or devices.copies_exchanges
+    by_itself = micro_batches == 1 and keeps_all and unroll == 0
+    overlap = zero in (1, 2) and is_cut and by_itself and can_overlap
+    gather = "layer" if overlap or (zero == 3 and is_cut) else "step"
+    reduce = "layer" if gather == "layer" else "step"
+    if zero == 2 and is_cut and micro_batches > 1:
+        reduce = "micro_batch"
+    apart = unroll == 0 and not pipelined
+    recipe = _recipe(cfg)
+    skips_fp8 = recipe is not None and cfg.precision.fp8_skip_layers > 0
+    return Execution(
+        layers=layers,
+        unroll=unroll,
+        pipelined=pipelined,
+        apart=apart,
+        micro_batches=micro_batches,
+        gather=gather,
+        reduce=reduce,
+        sums_in_matmuls=apart and micro_batches > 1 and gather == reduce == "step",
+        overlap=overlap,
+        recipe=recipe,
+        # Layers that FP8 skips would need a gather of their own.
+        quantize_stored=recipe is not None and not (skips_fp8 and is_cut and gather == "step"),
+        compute=cfg.precision.compute,
+        accumulate=cfg.precision.grad_accum,
+        offload=offloaded(cfg.train.offload),
+    )
+
+
+def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> Execution:
+    """How a forward pass without gradients runs: in a loop, which compiles sooner."""
+    training = decide_execution(cfg, sizes, DeviceFacts(on_cpu=True), rows)
+    return replace(
+        training,
+        layers=tuple(replace(plan, remat="none") for plan in training.layers),
+        unroll=1,
+        apart=False,
+        gather="layer" if cfg.mesh.zero == 3 and _is_cut(cfg, sizes) else "step",
+        sums_in_matmuls=False,
+        overlap=False,
+        offload=(),
+    )
+
+
+def count_micro_batches(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> int:
+    """Micro-batches of a step of `rows` sequences on each device."""
+    local = (rows or cfg.train.global_batch_size) // (sizes["dp"] * sizes["ep"])
+    return max(local // max(min(cfg.train.micro_batch_size, local), 1), 1)
+
+
+def model_layers(cfg: Config) -> tuple[LayerPlan, ...]:
+    """The layers of the model, in order."""
+    kinds = expand(cfg.model.layer_pattern, cfg.model.num_hidden_layers)
+    policies = remat_policies(_remat_text(cfg), len(kinds))
+    rows, skipped = stack_index(kinds), cfg.precision.fp8_skip_layers
+    return tuple(
+        LayerPlan((kind,), STACK_OF[kind], row, policy, skipped <= i < len(kinds) - skipped)
+        for i, (kind, row, policy) in enumerate(zip(kinds, rows, policies, strict=True))
+    )
+
+
+def pipeline_slots(cfg: Config) -> tuple[LayerPlan, ...]:
+    """The slots of a pipeline's chunk, whose policies train.remat counts."""
+    slots = layout_of(cfg).slot_kinds()
+    policies = remat_policies(_remat_text(cfg), len(slots), "layers in a pipeline stage")
+    counts: dict[str, int] = {}
+    plans = []
+    for kinds, policy in zip(slots, policies, strict=True):
+        stack = STACK_OF[max(set(kinds) - {EMPTY})]  # a slot's kinds are of one stack
+        row = counts.get(stack, 0)
+        counts[stack] = row + 1
+        # All that autodiff asks for would include copies of weights.
+        plans.append(LayerPlan(kinds, stack, row, STASHED if policy == "none" else policy))
+    return tuple(plans)
+
+
+def _unroll(cfg: Config, devices: DeviceFacts) -> int:
+    """Layer groups in an iteration of the loop over layers; 0: no loop.
+
+    A loop copies what each layer leaves for the backward into stacks, and zero-fills those first:
+    without it GPUs are 5 to 18 % faster (docs/performance.md). It compiles in proportion to the
+    layers, so CPUs, which run small models, keep the loop. What is offloaded needs one, too.
+    """
+    if cfg.train.unroll != "auto":
+        return cfg.train.unroll
+    return 1 if devices.on_cpu or cfg.train.offload else 0
+
+
+def _is_cut(cfg: Config, sizes: dict[str, int]) -> bool:
+    """Whether ZeRO stores parameters in finer shards than matmuls read."""
+    shards = sizes["dp"] * sizes["ep"] * sizes["cp"]
+    return cfg.mesh.zero > 0 and min(shards, cfg.mesh.zero_group or shards) > 1
+
+
+def _recipe(cfg: Config) -> Recipe | None:
+    fp8, backend = cfg.precision.fp8, cfg.precision.fp8_backend
+    return None if fp8 == "none" else Recipe(fp8 == "delayed", backend)
+
+
+def _remat_text(cfg: Config) -> str:
+    return "dots" if cfg.train.remat == "auto" else cfg.train.remat
+
+
+def tp_overlap_rows(mesh: MeshConfig, devices: DeviceFacts, uniform: bool = True) -> int | None:
+    """Tokens in a tp shard from which on exchanges run under matmuls; None: never.
+
+    They are permutes, which wait for all devices. A pipeline that is not `uniform`, where only some
+    devices run a layer, rules them out.
+    """
+    if mesh.tp == 1 or mesh.tp_overlap == "never":
+        return None
+    if mesh.tp_overlap == "always":
+        if not uniform:
+            raise UserError(
+                "mesh.tp_overlap=always needs stages of equal layers, but those of mesh.pp differ "
+                "in number or kind; set mesh.tp_overlap=auto"
+            )
+        return 0
+    power_of_two = mesh.tp & (mesh.tp - 1) == 0
+    if power_of_two and uniform and not devices.on_cpu and devices.copies_permutes:
+        return MIN_ROWS
+    if not devices.on_cpu:
+        log.warning(
+            "mesh.tp=%d: exchanges run between the matmuls, not under them (slower): that needs a "
+            "power of two, equal stages, one process and a jaxlib with peer-memory permutes",
+            mesh.tp,
+        )
+    return None
+
+
+def execution_lines(execution: Execution) -> list[str]:
+    """What was decided, in words."""
+    e = execution
+    layers = {0: "one after the other", 1: "in a loop"}.get(e.unroll, f"in a loop of {e.unroll}")
+    held = "arrays of their own" if e.apart else "rows of stacks"
+    gathered = "by each layer" if e.gather == "layer" else "once a step"
+    reduced = {"step": "once a step", "micro_batch": "after every micro-batch"}.get(
+        e.reduce, "by each layer"
+    )
+    if e.micro_batches == 1:
+        sums = "gradients of the only micro-batch, no sums"
+    else:
+        sums = "added by the matmuls" if e.sums_in_matmuls else "added after each micro-batch"
+    if e.overlap:
+        gathered += ", under other layers' matmuls"
+    lines = [
+        f"layers      run {layers}; weights are {held}",
+        f"exchanges   weights gathered {gathered}; gradients reduced {reduced}",
+        f"gradients   {e.micro_batches} micro-batches a step: {sums}",
+    ]
+    if e.recipe is not None:
+        scaling = "delayed" if e.recipe.delayed else "current"
+        where = "where they are stored" if e.quantize_stored else "in every matmul"
+        skipped = sum(not plan.fp8 for plan in e.layers)
+        lines.append(
+            f"FP8         {scaling} scaling by {e.recipe.backend}; weights rounded {where}; "
+            f"{skipped} layers left out"
+        )
+    return lines

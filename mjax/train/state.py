@@ -1,0 +1,166 @@
+"""The state of a training run on a mesh: parameters, moments, FP8 history, step number.
+
+Invariant: no device ever holds more than its part. State is initialized under jit with output
+shardings, equal on every mesh.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mjax.config.schema import Config
+from mjax.kernels.quantize import empty_history
+from mjax.models import build, definition_of, split
+from mjax.models.layers import matmul_leaves
+from mjax.optim.build import Optimizer, build_optimizer
+from mjax.optim.shards import muon_resharders
+from mjax.pipeline.layout import Layout
+from mjax.pipeline.storage import (
+    Storage,
+    coordinates,
+    of_parameter,
+    storage_specs,
+    to_storage,
+)
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.rules import Padding, Placement, padding, partition, place
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What the state of a run is made of and where it lies.
+
+    placement: of the parameters. storage: how they are moved and padded for the mesh.
+    """
+
+    cfg: Config
+    mesh: Mesh
+    placement: Placement
+    storage: Storage
+    optimizer: Optimizer
+
+    def initial_params(self) -> dict:
+        """Parameters drawn from run.seed, in the order of storage; to be jitted."""
+        params = split(build(self.cfg.model, nnx.Rngs(self.cfg.run.seed)))[1]
+        params = to_storage(self.storage, params)
+        return jax.tree.map(lambda a: a.astype(self.cfg.precision.params), params)
+
+    def initial_state(self) -> dict:
+        """The state at step 0; to be traced only."""
+        params = self.initial_params()
+        state = {"params": params, "opt": self.optimizer.init(params), "step": jnp.int32(0)}
+        if self.cfg.precision.fp8 == "delayed":
+            masters = matmul_leaves(params, self.placement.specs)
+            state["fp8"] = empty_history(masters, self.cfg.precision.fp8_amax_history)
+        return state
+
+    def partitions(self) -> dict:
+        """The partition of every leaf of the state.
+
+        A leaf of the optimizer follows the parameter whose path ends its own. FP8's maxima are cut
+        like layers. The rest is replicated.
+        """
+        paths = jax.tree_util.tree_flatten_with_path(self.placement.stored)[0]
+        by_path = {jax.tree_util.keystr(path): cut for path, cut in paths}
+        shapes = jax.eval_shape(self.initial_state)
+        history = shapes.pop("fp8", None)
+        partitions = jax.tree_util.tree_map_with_path(
+            lambda path, _: of_parameter(by_path, path) or PartitionSpec(), shapes
+        )
+        if history is not None:
+            layers = partition(("layers",), self.placement.parallel)
+            partitions["fp8"] = jax.tree.map(lambda _: layers, history)
+        return partitions
+
+    def shardings(self, partitions: dict) -> dict:
+        return jax.tree.map(lambda cut: NamedSharding(self.mesh, cut), partitions)
+
+    def abstract(self) -> dict:
+        """The state as `ShapeDtypeStruct`s with shardings."""
+        shapes = jax.eval_shape(self.initial_state)
+        shardings = self.shardings(self.partitions())
+        if self.cfg.optimizer.offload is True:
+            moments = {name: shardings["opt"][name] for name in ("mu", "nu")}
+            shardings["opt"] |= jax.tree.map(
+                lambda sharding: sharding.with_memory_kind("pinned_host"), moments
+            )
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
+        )
+
+    def draw(self) -> dict:
+        """Parameters drawn from run.seed, on the mesh."""
+        shardings = self.shardings(self.placement.stored)
+        return jax.jit(self.initial_params, out_shardings=shardings)()
+
+    def start(self, params: dict) -> dict:
+        """The state at step 0 with these parameters; all else is zero.
+
+        Moments that live on the host are made there.
+        """
+        rest = {name: part for name, part in self.abstract().items() if name != "params"}
+        leaves, tree = jax.tree.flatten(rest)
+        on_device = [a for a in leaves if not _is_on_host(a)]
+        shardings = [a.sharding for a in on_device]
+
+        def zeros() -> list[jax.Array]:
+            return [jnp.zeros(a.shape, a.dtype) for a in on_device]
+
+        made = iter(jax.jit(zeros, out_shardings=shardings)())
+        leaves = [_host_zeros(a) if _is_on_host(a) else next(made) for a in leaves]
+        return {"params": params} | jax.tree.unflatten(tree, leaves)
+
+
+def state_layout(cfg: Config, mesh: Mesh, parallel: Parallel, layout: Layout | None) -> StateLayout:
+    """The layout of the state of a run; `layout` is that of the pipeline."""
+    specs = storage_specs(layout, definition_of(cfg.model).specs)
+    placement = place(specs, parallel, cfg.mesh.zero, cfg.mesh.zero_group)
+    storage = Storage(layout, paddings(placement))
+    optimizer = build_optimizer(
+        cfg.optimizer,
+        specs,
+        *muon_resharders(placement),
+        seed=cfg.run.seed,
+        coordinates=_coordinates(placement, storage),
+    )
+    return StateLayout(cfg, mesh, placement, storage, optimizer)
+
+
+def paddings(placement: Placement) -> dict[str, Padding | None]:
+    """Key path of every parameter -> how its stored shards are padded."""
+    paths = jax.tree_util.tree_flatten_with_path(placement.specs)[0]
+    cuts = jax.tree.leaves(placement.weights), jax.tree.leaves(placement.stored)
+    return {
+        jax.tree_util.keystr(path): padding(spec, weight, stored, placement.parallel)
+        for (path, spec), weight, stored in zip(paths, *cuts, strict=True)
+    }
+
+
+def _coordinates(placement: Placement, storage: Storage) -> Callable:
+    """name of a parameter -> canonical indices of its local entries (for `build_optimizer`)."""
+    specs, stored = flatten_dict(placement.specs), flatten_dict(placement.stored)
+
+    def of_name(name: tuple[str, ...]) -> tuple[jax.Array, ...]:
+        path = tuple(map(jax.tree_util.DictKey, name))
+        return coordinates(storage, path, specs[name], stored[name], placement.parallel)
+
+    return of_name
+
+
+def without_moments(state: dict) -> dict:
+    return {name: part for name, part in state.items() if name != "opt"}
+
+
+def _is_on_host(a: jax.ShapeDtypeStruct) -> bool:
+    return a.sharding.memory_kind == "pinned_host"
+
+
+def _host_zeros(a: jax.ShapeDtypeStruct) -> jax.Array:
+    shard = a.sharding.shard_shape(a.shape)
+    return jax.make_array_from_callback(a.shape, a.sharding, lambda _: np.zeros(shard, a.dtype))
