@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from mjax.plan.execution import DeviceFacts
 from mjax.prove import Cell, make_batch, make_trainer, measure
 
 UNROLLED = "train.unroll=0"
@@ -105,6 +106,7 @@ def test_hidden_exchanges_change_no_bit(monkeypatch):
     """In bf16, where another order of roundings would show."""
     keys = UNROLLED, "train.remat=none", "precision.compute=bfloat16"
     hidden = first_step("biases", Cell({"dp": 4}, 1, 1), *keys)
-    monkeypatch.setattr("mjax.train.trainer.hides", lambda *_: False)
+    cannot = DeviceFacts(copies_permutes=False, copies_exchanges=False)
+    monkeypatch.setattr("mjax.train.trainer.device_facts", lambda _: cannot)
     at_the_end = first_step("biases", Cell({"dp": 4}, 1, 1), *keys)
     jax.tree.map(np.testing.assert_array_equal, hidden, at_the_end)

@@ -1,7 +1,5 @@
 """Law: a pipeline gives the loss, norm and gradients of one device, whatever its layout."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,36 +145,35 @@ def test_autodiff_of_the_circular_scan_agrees(monkeypatch):
     made, batch = trainer("dropout", 5, where, "mesh.virtual_stages=2"), make_batch(where.rows)
     loss, norm, grads = made.grads(batch)
     monkeypatch.setattr(steps, "pipeline_gradients", circular)
-    made._jits.clear()
+    made.recompile({})
     loss1, norm1, grads1 = made.grads(batch)
     assert abs(float(loss) - float(loss1)) <= 1e-6 * float(loss1)
     assert abs(float(norm) - float(norm1)) <= 1e-6 * float(norm1)
     assert deviation(grads, grads1) <= 2e-6
 
 
-def circular(program, weights, of_fp8, micro_batches, key, count, sequences):
+def circular(model, layout, weights, micro_batches, key, tokens, sequences):
     def share(weights):
-        chunks = run.Chunks(program, program.layout, weights, *of_fp8, micro_batches, key, True)
-        schedule = run.make_schedule(
-            program.layout.pp, program.layout.v, len(micro_batches["rows"])
-        )
-        device = run.Device(chunks, schedule, {})
+        schedule = run.make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
+        device = run.Device(model, layout, schedule, weights, micro_batches, key)
 
-        def tick(row, state):
-            held = chunks.of_chunk(row["f_chunk"])
-            micro, rows, facts = device.inputs(row, "f", held)
-            y, _ = chunks.apply(rows, facts, device.enter(row, micro, state["y"]))
-            nll = lambda: chunks.nll(chunks.outer, y, micro)  # noqa: E731
-            more = lax.cond(device.ends(row, "f")[1], nll, lambda: jnp.float32(0))
-            return {"y": lax.ppermute(y, "pp", device.ring), "nll": state["nll"] + more}
+        def tick(carry, unit, _):
+            micro = device.micro_batch(unit.micro)
+            layers = device.layer_weights(device.chunk_weights(unit.chunk))
+            inputs, x = device.unit_inputs(unit, micro), device.enter(unit, micro, carry[0])
+            y, _ = device.apply(layers, inputs, x)
+            nll = lambda: model.head_loss(weights, y, micro)  # noqa: E731
+            more = lax.cond(device.is_last(unit), nll, lambda: jnp.float32(0))
+            ring = [(i, (i + 1) % layout.pp) for i in range(layout.pp)]
+            return lax.ppermute(y, "pp", ring), carry[1] + more
 
-        x = jax.eval_shape(chunks.embed, chunks.outer, chunks.micro(0))
-        state = {"y": jnp.zeros(x.shape, x.dtype), "nll": jnp.float32(0)}
-        nll = device.scan(tick, state, 0, schedule.ticks)["nll"]
-        return nll / jnp.maximum(count, 1) / program.parallel.tp
+        x = jax.eval_shape(lambda: device.embed(device.edge_weights, device.micro_batch(0)))
+        start = jnp.zeros(x.shape, x.dtype), jnp.float32(0)
+        nll = device.scan(tick, start, 0, schedule.ticks)[1]
+        return nll / jnp.maximum(tokens, 1) / model.placement.parallel.tp
 
     loss, grads = jax.value_and_grad(share)(weights)
-    return {"loss": loss, "aux_loss": jnp.float32(0)}, grads, {}
+    return {"loss": loss, "aux_loss": jnp.float32(0)}, grads
 
 
 def test_a_lost_hand_over_would_be_seen(monkeypatch):
@@ -185,9 +182,8 @@ def test_a_lost_hand_over_would_be_seen(monkeypatch):
 
     def short(pp, v, m):
         made = original(pp, v, m)
-        tables = {k: t.copy() for k, t in made.tables.items()}
-        tables["b_on"][-1] = 0
-        return dataclasses.replace(made, tables=tables)
+        made.backward.on[-1] = 0
+        return made
 
     monkeypatch.setattr(run, "make_schedule", short)
     with pytest.raises(AssertionError):

@@ -7,8 +7,8 @@ feature, axis, ZeRO stage and exchange of keys at least once.
 import pytest
 
 from mjax.config.mesh_rules import AXES
+from mjax.models import layers
 from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes, page
-from mjax.train import step as steps
 
 SAMPLE = [
     ("dense", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")),
@@ -41,7 +41,7 @@ def test_muon_takes_padded_shards():
 
 def test_a_missing_reduction_would_be_seen(monkeypatch):
     """The law can fail: without the gradient rule each device goes its own way."""
-    monkeypatch.setattr(steps, "reduce_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(layers, "reduce_gradients", lambda grads, *_: grads)
     record = compare("dense", Cell({"dp": 2}), "model.num_hidden_layers=1", steps=2)
     assert record["gradient"] > 100 * BOUND and not record["replicas"]
 
