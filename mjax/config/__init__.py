@@ -1,22 +1,10 @@
 """Typed configuration: what may be set (`schema.py`), how (`load.py`), what is illegal."""
 
-from mjax.config.load import (
-    add_config_arguments,
-    config_from_args,
-    dump,
-    json_schema,
-    load,
-)
-from mjax.config.schema import Config
-from mjax.config.validate import mesh_sizes, validate
-
-__all__ = [
-    "Config",
-    "add_config_arguments",
-    "config_from_args",
-    "dump",
-    "json_schema",
-    "load",
-    "mesh_sizes",
-    "validate",
-]
+from mjax.config.load import add_config_arguments as add_config_arguments
+from mjax.config.load import config_from_args as config_from_args
+from mjax.config.load import dump as dump
+from mjax.config.load import json_schema as json_schema
+from mjax.config.load import load as load
+from mjax.config.schema import Config as Config
+from mjax.config.validate import mesh_sizes as mesh_sizes
+from mjax.config.validate import validate as validate

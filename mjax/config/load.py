@@ -30,7 +30,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     places: dict[str, str] = {}
     tree = {} if path is None else _read_file(Path(path), (), places)
     for override in overrides:
-        _merge(tree, _read_override(override, places))
+        _merge_into(tree, _read_override(override, places))
     try:
         cfg = Config.model_validate(tree)
     except ValidationError as e:
@@ -103,9 +103,9 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
         raise UserError(f"{here['base']}: base={bases!r} must be a path or a list of paths")
     merged: dict = {}
     for base in bases:
-        _merge(merged, _read_file(path.parent / base, (*chain, path), places))
+        _merge_into(merged, _read_file(path.parent / base, (*chain, path), places))
     places.update(here)
-    return _merge(merged, tree)
+    return _merge_into(merged, tree)
 
 
 def _read_override(override: str, places: dict[str, str]) -> dict:
@@ -123,10 +123,10 @@ def _read_override(override: str, places: dict[str, str]) -> dict:
     return value
 
 
-def _merge(into: dict, over: dict) -> dict:
+def _merge_into(into: dict, over: dict) -> dict:
     for name, value in over.items():
         if isinstance(value, dict) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
+            _merge_into(into[name], value)
         else:
             into[name] = value
     return into

@@ -30,12 +30,12 @@ def _sequences_per_micro_batch(c: Config) -> int:
     return c.train.micro_batch_size * (1 if c.mesh.dp == "auto" else c.mesh.dp) * c.mesh.ep
 
 
-def _units(c: Config) -> str:
+def _micro_batch_factors(c: Config) -> str:
     dp = "" if c.mesh.dp == "auto" else " x `mesh.dp`"
     return f"`train.micro_batch_size`{dp}" + ("" if c.mesh.ep == 1 else " x `mesh.ep`")
 
 
-def _blocks(c: Config) -> tuple[str, ...]:
+def _layer_kinds(c: Config) -> tuple[str, ...]:
     """Raises `UserError` for a malformed pattern."""
     return expand(c.model.layer_pattern, c.model.num_hidden_layers)
 
@@ -98,7 +98,7 @@ def _not_kept(c: Config) -> list[str]:
 
 
 def _has_experts(c: Config) -> bool:
-    return "E" in _blocks(c)
+    return "E" in _layer_kinds(c)
 
 
 RULES: tuple[Rule, ...] = (
@@ -154,13 +154,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "window_given",
-        lambda c: "L" not in _blocks(c) or c.model.sliding_window is not None,
+        lambda c: "L" not in _layer_kinds(c) or c.model.sliding_window is not None,
         "`model.layer_pattern` has sliding-window blocks",
         "set model.sliding_window",
     ),
     Rule(
         "window_used",
-        lambda c: c.model.sliding_window is None or "L" in _blocks(c),
+        lambda c: c.model.sliding_window is None or "L" in _layer_kinds(c),
         "`model.sliding_window` has no effect: `model.layer_pattern` has no L block",
         "add L blocks or set model.sliding_window=null",
     ),
@@ -404,14 +404,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: not _undivided_ramp_sizes(c),
         lambda c: (
             f"`train.rampup_batch_size` passes {_undivided_ramp_sizes(c)[0]}, which is not "
-            f"divisible by {_units(c)}"
+            f"divisible by {_micro_batch_factors(c)}"
         ),
         "choose start and increment that are",
     ),
     Rule(
         "batch_divisible",
         lambda c: c.train.global_batch_size % _sequences_per_micro_batch(c) == 0,
-        lambda c: f"`train.global_batch_size` is not divisible by {_units(c)}",
+        lambda c: f"`train.global_batch_size` is not divisible by {_micro_batch_factors(c)}",
         "change either: a step is a whole number of micro-batches on every device",
     ),
     # precision

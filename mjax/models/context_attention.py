@@ -83,7 +83,7 @@ def context_attention(
         options |= dict(sinks=sinks, dropout=dropout, implementation="xla")
         return attention(q, k, v, **options)
 
-    group = Group(parallel.cp, {"a2a": parallel.cp, "a2a_ring": cp_a2a}.get(cp_type, 1))
+    group = AllToAllGroup(parallel.cp, {"a2a": parallel.cp, "a2a_ring": cp_a2a}.get(cp_type, 1))
     k, v = (group.repeat_heads(x, q.shape[2]) for x in (k, v))
     q, k, v = (group.to_heads(x) for x in (q, k, v))
     column = group.gather(columns[0], 0)
@@ -156,7 +156,7 @@ def _zigzag_back(x: jax.Array, n: int) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Group:
+class AllToAllGroup:
     """Groups of `size` neighbours of the cp axis that trade heads for sequence; they form a ring.
 
     The zigzag chunks of a group of neighbours are the zigzag chunks of a `ring` that many devices
@@ -222,7 +222,7 @@ class Group:
 class Ring:
     """Static facts of a ring. `at_once`: gather all keys first instead of passing them on."""
 
-    group: Group
+    group: AllToAllGroup
     at_once: bool
     scale: float
     window: int | None
@@ -294,12 +294,12 @@ def _ring_fwd(q, k, v, places, ring):
         keys, low, high = wait_for_all(keys, low, high)  # one transfer at a time
         (kv, key_places), keys = keys, following(keys, step) if step < ring.size - 1 else None
         earlier = (ring.index() - step) % ring.size < ring.index()
-        mine, pair, seen = _blocks(q, kv, places, key_places, earlier)
+        mine, pair, seen = _off_diagonal(q, kv, places, key_places, earlier)
         out, lse = block_forward(mine(q), *pair, seen, **ring.kernel(causal=False))
         (first, second), (lse1, lse2) = _halves(out, 0), _halves(lse, 0)
-        low = _merge(low, (second, jnp.where(earlier, lse2, _NOTHING)))
-        high = _merge(high, (first, lse1))
-        high = _merge(high, (second, jnp.where(earlier, _NOTHING, lse2)))
+        low = _merge_softmax(low, (second, jnp.where(earlier, lse2, _NOTHING)))
+        high = _merge_softmax(high, (first, lse1))
+        high = _merge_softmax(high, (second, jnp.where(earlier, _NOTHING, lse2)))
     out = jnp.concatenate([low[0], high[0]], 1).astype(q.dtype)
     lse = jnp.concatenate([low[1], high[1]], 2)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
@@ -328,7 +328,7 @@ def _ring_bwd(ring, saved, d_out):
         else:
             moved = ring.shift(d_kv)
         earlier = (ring.index() - step) % ring.size < ring.index()
-        mine, pair, seen = _blocks(q, kv_, places, key_places, earlier)
+        mine, pair, seen = _off_diagonal(q, kv_, places, key_places, earlier)
         saved_ = mine(out), mine(lse, 2), mine(d_out)
         new = block_backward(mine(q), *pair, seen, *saved_, **ring.kernel(causal=False))
         d_q = d_q + _spread(new[0], earlier, first_to_low=False)
@@ -372,7 +372,7 @@ def _own_backward(q, kv, places, stats, ring, diagonal):
     return d_q, jnp.stack([d_k, d_v])
 
 
-def _blocks(q, kv, places, key_places, earlier):
+def _off_diagonal(q, kv, places, key_places, earlier):
     """The two blocks of an off-diagonal step: (selector of queries, (k, v), their places)."""
 
     def half(x, axis, first):
@@ -402,7 +402,7 @@ def _halves(x, axis):
     return jnp.split(x, 2, axis)
 
 
-def _merge(a, b):
+def _merge_softmax(a, b):
     """Softmax over two sets of keys from their (out [B, S, N, H], lse [B, N, S]), fp32."""
     lse = jnp.logaddexp(a[1], b[1])
     weight = [jnp.moveaxis(jnp.exp(x[1] - lse), 1, 2)[..., None] for x in (a, b)]

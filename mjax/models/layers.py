@@ -1,10 +1,10 @@
 """How the layers of a model are held and run; the only file that knows.
 
-A weight goes this way. Its master lies in a stack of all layers, in shards (ZeRO). `load` casts
-it, rounds it for FP8, gathers it and takes the stack apart. `Layers.run` applies the layers.
+A weight goes this way. Its master lies in a stack of all layers, in shards (ZeRO). `load_weights`
+casts it, rounds it for FP8, gathers it and takes the stack apart. `Layers.run` applies the layers.
 Autodiff gives a cotangent for every weight. `add_gradients` (`models/weight.py`) adds those of
-micro-batches. `store` puts the stack together again, scatters the sum to the shards and reduces it
-over the devices that hold copies. The optimizer then updates the master.
+micro-batches. `store_gradients` puts the stack together again, scatters the sum to the shards and
+reduces it over the devices that hold copies. The optimizer then updates the master.
 
 `Execution` says when each of these things happens. Invariant: it changes no number beyond the
 rounding of sums, only memory and time.
@@ -47,7 +47,7 @@ from mjax.sharding.spec import ParamSpec
 
 
 @jax.named_scope("gather")
-def load(params: dict, scales: dict, placement: Placement, execution: Execution) -> dict:
+def load_weights(params: dict, scales: dict, placement: Placement, execution: Execution) -> dict:
     """Masters as stored -> the weights of a step.
 
     Matmul weights of layers become `Weight`s: a list of L of them with `execution.apart`, else one
@@ -162,7 +162,9 @@ def _map_parameters(function: Callable, tree: dict, placement: Placement) -> dic
 
 
 @jax.named_scope("reduce")
-def store(cotangents: dict, placement: Placement, execution: Execution) -> tuple[dict, dict]:
+def store_gradients(
+    cotangents: dict, placement: Placement, execution: Execution
+) -> tuple[dict, dict]:
     """(gradients as stored, maxima that matmuls in FP8 saw on this device).
 
     Gradients are stacks in the dtype of sums, reduced over all devices. The maxima are fp32
@@ -279,8 +281,8 @@ class Layers:
     ) -> tuple[jax.Array, jax.Array, tuple | None]:
         """x [B, S/tp, D] through all layers; the share of auxiliary losses; the new caches.
 
-        `weights` are as `load` gives them, or in each stack a list of layers if these run one after
-        the other. `numbers` int32 [L] are the numbers of the layers in the model
+        `weights` are as `load_weights` gives them, or in each stack a list of layers if these run
+        one after the other. `numbers` int32 [L] are the numbers of the layers in the model
         (default: 0, 1, ..), `choices` int32 [L] pick one of the kinds of each. Leaves of `caches`
         are [L, ...]; only a loop takes them.
         """
@@ -441,11 +443,21 @@ def layers_of_stack(weights: dict | list[dict]) -> list[dict]:
     """The weights of each layer of a stack, whose matmul weights are lists and the rest stacks."""
     if isinstance(weights, list):
         return weights
-    is_list = lambda entry: isinstance(entry, list)  # noqa: E731
-    lists = jax.tree.map(lambda a: a if is_list(a) else split_rows(a), weights, is_leaf=is_list)
-    layers = len(jax.tree.leaves(lists, is_leaf=is_list)[0])
-    layer_of = lambda i: jax.tree.map(lambda rows: rows[i], lists, is_leaf=is_list)  # noqa: E731
-    return [layer_of(i) for i in range(layers)]
+    lists = jax.tree.map(_as_list, weights, is_leaf=_is_list)
+    layers = len(jax.tree.leaves(lists, is_leaf=_is_list)[0])
+
+    def layer(i: int) -> dict:
+        return jax.tree.map(lambda rows: rows[i], lists, is_leaf=_is_list)
+
+    return [layer(i) for i in range(layers)]
+
+
+def _is_list(entry: object) -> bool:
+    return isinstance(entry, list)
+
+
+def _as_list(entry: list | jax.Array) -> list:
+    return entry if _is_list(entry) else split_rows(entry)
 
 
 def split_rows(stack: jax.Array) -> list[jax.Array]:

@@ -7,13 +7,13 @@ Invariant: `join_vjp(*split_vjp(vjp, known), known)` is `vjp`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Tree = Any
+from mjax.models.barriers import Tree
 
 
 class VjpLayout(NamedTuple):

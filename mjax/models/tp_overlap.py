@@ -99,10 +99,10 @@ def _scatter(matmul, h, w, parallel):
     arrived = None  # others' parts of the sums of this device's aligned 2 k shards
     for k in reversed(_doubling(parallel)):
         theirs = (r ^ k) // k * k * rows, k * rows
-        y = _add(matmul(_rows(h, *theirs), w), _half(arrived, (r ^ k) // k % 2))
+        y = _add_trees(matmul(_slice_sequence(h, *theirs), w), _half(arrived, (r ^ k) // k % 2))
         h, y = wait_for_all(h, y)
-        arrived = _add(_swap(y, k, parallel), _half(arrived, r // k % 2))
-    return _add(matmul(_rows(h, r * rows, rows), w), arrived)
+        arrived = _add_trees(_swap(y, k, parallel), _half(arrived, r // k % 2))
+    return _add_trees(matmul(_slice_sequence(h, r * rows, rows), w), arrived)
 
 
 def _doubling(parallel: Parallel) -> list[int]:
@@ -120,15 +120,15 @@ def _join(*trees):
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *trees)
 
 
-def _rows(tree, start, size: int):
+def _slice_sequence(tree, start, size: int):
     return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size, 1), tree)
 
 
 def _half(tree, which):
     """Rows of the first or the second half."""
-    cut = lambda a: _rows(a, which * (a.shape[1] // 2), a.shape[1] // 2)  # noqa: E731
+    cut = lambda a: _slice_sequence(a, which * (a.shape[1] // 2), a.shape[1] // 2)  # noqa: E731
     return None if tree is None else jax.tree.map(cut, tree)
 
 
-def _add(a, b):
+def _add_trees(a, b):
     return a if b is None else jax.tree.map(jnp.add, a, b)

@@ -105,7 +105,7 @@ def layout_of(cfg: Config) -> Layout:
 # ---- for people ------------------------------------------------------------------------------
 
 
-def describe(layout: Layout) -> list[str]:
+def stage_lines(layout: Layout) -> list[str]:
     """One line a device: its layers, chunk by chunk."""
     names = [_span(stage) for stage in layout.stages]
     names[0] = f"embedding + {names[0]}"

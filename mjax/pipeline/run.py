@@ -81,7 +81,7 @@ class Carry:
 class Device:
     """What a device needs to run any unit.
 
-    weights: local, as `load` gives them; stacks are [v * slots, ...].
+    weights: local, as `load_weights` gives them; stacks are [v * slots, ...].
     micro_batches: fields [m, ...], equal over pp. key: of dropout, or None.
     loss_scale: factors of the sums {loss, aux_loss} in the loss that is differentiated.
     """

@@ -64,7 +64,7 @@ def to_canonical(storage: Storage, tree: dict) -> dict:
 
 def _store(x: jax.Array, moves: Moves) -> jax.Array:
     rows, padding = moves
-    x = x if rows is None else _rows(x, np.asarray(rows))
+    x = x if rows is None else _take_rows(x, np.asarray(rows))
     return x if padding is None else _pad(x, padding)
 
 
@@ -74,7 +74,7 @@ def _restore(x: jax.Array, moves: Moves) -> jax.Array:
     if rows is None:
         return x
     place = np.argsort(np.where(np.asarray(rows) < 0, len(rows), rows), kind="stable")
-    return _rows(x, place[: sum(row >= 0 for row in rows)])
+    return _take_rows(x, place[: sum(row >= 0 for row in rows)])
 
 
 def storage_specs(layout: Layout | None, specs: dict) -> dict:
@@ -115,7 +115,7 @@ def _stack_of(path: tuple) -> str | None:
     return next((name for name in names if name in STACK_OF.values()), None)
 
 
-def _rows(leaf: jax.Array, rows: np.ndarray) -> jax.Array:
+def _take_rows(leaf: jax.Array, rows: np.ndarray) -> jax.Array:
     """Rows of `leaf` in that order, zeros for -1."""
     empty = jnp.zeros_like(leaf[:1])
     starts = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (rows < 0) | (rows == 0))

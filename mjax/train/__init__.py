@@ -1,5 +1,3 @@
 """Training: `Trainer` on a mesh, and the loop that `python -m mjax.train` runs."""
 
-from mjax.train.trainer import Trainer
-
-__all__ = ["Trainer"]
+from mjax.train.trainer import Trainer as Trainer

@@ -14,7 +14,7 @@ from rich.console import Console
 from mjax.config.remat import offloaded
 from mjax.config.schema import Config
 from mjax.models.flops import flops_per_token
-from mjax.pipeline.layout import describe
+from mjax.pipeline.layout import stage_lines
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.plan.balance import advice
 from mjax.plan.memory import held_layers, kept
@@ -95,7 +95,7 @@ def pipeline_lines(trainer: Trainer) -> list[str]:
         f"pipeline    {layout.pp} devices x {layout.v} chunks, {schedule.m} micro-batches: bubble "
         f"{schedule.bubble:.1%}, {len(layout.kinds)} layers each placed once, "
         f"{schedule.slots} stash slots",
-        *(f"  {line}" for line in describe(layout)),
+        *(f"  {line}" for line in stage_lines(layout)),
         "  0-9: forward of that micro-batch (mod 10), a-j: its backward, '.': idle",
         *(f"  {line}" for line in timeline(schedule)),
         *advice(trainer.cfg, schedule.m),

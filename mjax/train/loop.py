@@ -41,7 +41,7 @@ BIGRAM_TOKENS = 20_000_000  # at most so many training tokens make the bigram ta
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What the functions below share."""
 
     trainer: Trainer
@@ -90,9 +90,9 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
             (folder / "config.yaml").write_text(dump(cfg), encoding="utf-8")
         log = metrics.Log(cfg, folder, last, trainer.step_number)
         watchdog = Watchdog(cfg.train.step_timeout_minutes)
-        run = Run(trainer, log, held_out, trainer.step_number, last, watchdog)
+        run = TrainingRun(trainer, log, held_out, trainer.step_number, last, watchdog)
         with contextlib.closing(log):
-            log.say(describe(trainer))
+            log.say(run_summary(trainer))
             log.say(note)
             if run.start >= last:
                 log.say(f"nothing left to train: step {run.start} of {last}; raise train.steps")
@@ -106,7 +106,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
                     log.say(f"sample: {sample_text(trainer, *prompt, cfg.train.sample_tokens)}")
 
 
-def train_steps(run: Run, dataset: Dataset, stopper: Stopper) -> int:
+def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
     """Run steps start+1 to last; returns GO_ON, or why it stopped before."""
     cfg, trainer = run.cfg, run.trainer
     batches = make_loader(
@@ -134,14 +134,14 @@ def train_steps(run: Run, dataset: Dataset, stopper: Stopper) -> int:
                     if to_save:
                         trainer.save()
                     if to_evaluate and why == GO_ON:
-                        evaluate(run)
+                        held_out_loss(run)
             if why != GO_ON:
                 return why
         settle(run, before)
     return GO_ON
 
 
-def settle(run: Run, flight: InFlight | None) -> int:
+def settle(run: TrainingRun, flight: InFlight | None) -> int:
     """Wait for a dispatched step, check its numbers and log it; returns whether to stop."""
     if flight is None:
         return GO_ON
@@ -174,10 +174,10 @@ def settle(run: Run, flight: InFlight | None) -> int:
     return int(flight.ask)
 
 
-def finish(run: Run, why: int) -> float | None:
+def finish(run: TrainingRun, why: int) -> float | None:
     """Save, evaluate (a signal leaves no time for it), say how it ended; the held-out loss."""
     run.trainer.save()
-    loss = evaluate(run) if why != SIGNALLED else None
+    loss = held_out_loss(run) if why != SIGNALLED else None
     run.trainer.store.wait()
     run.watchdog.beat()
     run.log.say(
@@ -187,7 +187,7 @@ def finish(run: Run, why: int) -> float | None:
     return loss
 
 
-def evaluate(run: Run) -> float | None:
+def held_out_loss(run: TrainingRun) -> float | None:
     """Held-out loss in nats per token, over the same batches every time; None if not asked for."""
     if run.held_out is None:
         return None
@@ -211,7 +211,7 @@ def held_out_samples(cfg: Config) -> int:
 
 
 def held_out_batches(
-    run: Run, rows: Callable[[int], slice] | None = None
+    run: TrainingRun, rows: Callable[[int], slice] | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
     size, data = run.cfg.train.global_batch_size, run.cfg.data
     return make_loader(
@@ -281,7 +281,7 @@ def last_checkpoint(trainer: Trainer) -> str:
     return "none" if step is None else str(trainer.store.directory / str(step))
 
 
-def describe(trainer: Trainer) -> str:
+def run_summary(trainer: Trainer) -> str:
     """Two lines on what is about to run."""
     cfg = trainer.cfg
     mesh = " ".join(f"{a}={n}" for a, n in trainer.mesh.shape.items() if n > 1) or "one device"
@@ -315,7 +315,7 @@ def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
     return tokenizer, ids
 
 
-def compare_with_bigram(run: Run, loss: float | None) -> None:
+def compare_with_bigram(run: TrainingRun, loss: float | None) -> None:
     """Print the held-out loss on data.text beside what a table of token pairs reaches there."""
     cfg = run.cfg
     if loss is None or not cfg.data.text or jax.process_index() != 0:

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 
 from mjax.kernels.quantize import remember, step_scales, weight_amax
 from mjax.models.execution import Execution
-from mjax.models.layers import load, matmul_leaves, scatter_micro_batch, store, zero_sums
+from mjax.models.layers import (
+    load_weights,
+    matmul_leaves,
+    scatter_micro_batch,
+    store_gradients,
+    zero_sums,
+)
 from mjax.models.local import Batch, LocalModel
 from mjax.models.weight import add_gradients, with_sums
 from mjax.optim.build import Optimizer
@@ -112,7 +118,9 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
     sequences = len(batch["tokens"]) * parallel.size(*DATA_AXES)
     key = jax.random.fold_in(jax.random.key(program.seed), state["step"])
     micro_batches = split_batch(batch, execution.micro_batches)
-    weights = load(state["params"], fp8_scales(program, state, tokens), placement, execution)
+    weights = load_weights(
+        state["params"], fp8_scales(program, state, tokens), placement, execution
+    )
 
     def share(weights: dict, micro_batch: Batch) -> tuple[jax.Array, Losses]:
         nll, aux = model.loss(weights, micro_batch, key)
@@ -141,17 +149,17 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
         start = {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)}
         start = start, zero_sums(weights, placement, execution)
         (losses, cotangents), _ = jax.lax.scan(accumulate, start, micro_batches)
-    reduced, maxima = store(cotangents, placement, execution)
+    reduced, maxima = store_gradients(cotangents, placement, execution)
     norm = global_norm(reduced, placement.stored, parallel)
     losses = {name: parallel.psum(loss, *AXES) for name, loss in losses.items()}
     return Gradients(losses, norm, tokens, reduced, maxima if "fp8" in state else {})
 
 
-def evaluate(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def batch_nll(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(sum of masked nll, unmasked tokens) of the global batch, without dropout."""
     model = program.model.for_evaluation(program.evaluation)
     placement, execution, parallel = program.placement, program.evaluation, program.parallel
-    weights = load(state["params"], fp8_scales(program, state), placement, execution)
+    weights = load_weights(state["params"], fp8_scales(program, state), placement, execution)
     micro_batches = split_batch(batch, execution.micro_batches)
 
     def add(total: jax.Array, micro_batch: Batch) -> tuple[jax.Array, None]:

@@ -198,7 +198,7 @@ class Trainer:
         function, inputs, outputs = {
             "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
             "grads": (steps.gradients, inputs, found),
-            "eval": (steps.evaluate, inputs, P()),
+            "eval": (steps.batch_nll, inputs, P()),
         }[key.kind]
         body = functools.partial(function, program)
         if devices[0].platform == "cpu" and len(devices) > 1:

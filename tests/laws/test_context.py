@@ -16,7 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.errors import UserError
 from mjax.kernels import attention as kernels
-from mjax.models.context_attention import Group, Ring, _ring, choose, context_attention, zigzag
+from mjax.models.context_attention import (
+    AllToAllGroup,
+    Ring,
+    _ring,
+    choose,
+    context_attention,
+    zigzag,
+)
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 
@@ -146,7 +153,7 @@ def test_ring_equals_whole_attention(cp, at_once, packed, window):
     q, k, v, d_out = arrays()
     segments = documents() if packed else None
     mesh = Mesh(np.array(jax.devices()[:cp]), ("cp",), axis_types=(AxisType.Auto,))
-    ring = Ring(Group(cp, 1), at_once, SCALE, window, "xla")
+    ring = Ring(AllToAllGroup(cp, 1), at_once, SCALE, window, "xla")
     order = zigzag(S, cp)
     spec = P(None, "cp")
     columns = np.broadcast_to(order.astype(np.int32), (B, S))

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mjax.config.pattern import Run, expand, runs
+from mjax.config.pattern import expand
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.models import build, positions, split
 from mjax.models.context import Context, tokens_of
+from mjax.models.execution import plain_layers, scan_groups
 
 SMALL = {
     "vocab_size": 251,
@@ -116,12 +117,21 @@ def test_malformed_patterns_are_one_line(pattern):
         expand(pattern, 4)
 
 
-def test_runs_cover_every_layer_once_in_the_fewest_scans():
-    assert runs(expand("G", 32)) == (Run(0, ("G",), 32),)
-    assert runs(expand("LLLLLG", 26))[0] == Run(0, tuple("LLLLLG"), 4)
+def test_scans_cover_every_layer_once_in_the_fewest_scans():
+    def kinds_of(group):
+        return tuple(plan.kinds[0] for plan in group.period) * group.repeats
+
+    def groups(kinds):
+        return list(scan_groups(plain_layers(kinds)))
+
+    (group,) = groups(expand("G", 32))
+    assert (group.first, len(group.period), group.repeats) == (0, 1, 32)
+    group = groups(expand("LLLLLG", 26))[0]
+    assert (group.first, len(group.period), group.repeats) == (0, 6, 4)
     rng = np.random.default_rng(0)
     for _ in range(50):
         kinds = tuple(rng.choice(["G", "L"], rng.integers(1, 20)))
-        parts = runs(kinds)
-        assert sum((r.kinds * r.repeats for r in parts), ()) == kinds
-        assert [r.first for r in parts] == list(np.cumsum([0, *(r.layers for r in parts)])[:-1])
+        parts = [kinds_of(group) for group in groups(kinds)]
+        assert sum(parts, ()) == kinds
+        firsts = np.cumsum([0, *map(len, parts)])[:-1]
+        assert [group.first for group in groups(kinds)] == list(firsts)

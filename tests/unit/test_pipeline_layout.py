@@ -8,7 +8,7 @@ import pytest
 
 from mjax.config.pipeline_layout import EMPTY, parse_layout
 from mjax.errors import UserError
-from mjax.pipeline.layout import Layout, describe, make_layout
+from mjax.pipeline.layout import Layout, stage_lines, make_layout
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.pipeline.storage import Storage, storage_specs, to_canonical, to_storage
 from mjax.sharding.spec import ParamSpec
@@ -92,7 +92,7 @@ def test_bad_layout_strings_are_one_line(text, fault):
 def test_slot_kinds_and_description():
     made = make_layout("GLGLG", 2)
     assert made.slot_kinds() == (("G", "L"), ("G", "L"), (EMPTY, "G"))
-    assert describe(made) == [
+    assert stage_lines(made) == [
         "stage 0  embedding + layers 0-2",
         "stage 1  layers 3-4 + loss",
     ]
