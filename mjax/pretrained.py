@@ -24,6 +24,7 @@ from mjax.models import Definition, definition_of
 from mjax.models.decoder import Decoder
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import param_partitions
+from mjax.sharding.spec import is_spec
 
 SIDE_FILES = "hf"  # folder in a checkpoint: tokenizer, chat template, generation config
 PREFIX = "transformer."  # GPT-2 as published lacks it
@@ -73,7 +74,6 @@ def from_pretrained(
 def abstract_params(definition: Definition, dtype: str, shardings: dict | None = None) -> dict:
     """`ShapeDtypeStruct`s of all parameters."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
-    is_spec = lambda s: hasattr(s, "role")  # noqa: E731
     if shardings is None:
         return jax.tree.map(lambda s: shape(s.shape), definition.specs, is_leaf=is_spec)
     return jax.tree.map(

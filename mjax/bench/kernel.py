@@ -218,15 +218,24 @@ def norms(t: int, d: int, heads: int) -> Iterator[Work]:
     yield pulled(rope, (q,), "rope backward", moved=2 * wide)
 
     pair, swiglu = (draw((t, 2, d)),), functools.partial(gated, name="silu")
-    plain = lambda h: activate(h[:, 0], "silu") * h[:, 1]  # noqa: E731
+
+    def plain(h):
+        return activate(h[:, 0], "silu") * h[:, 1]
+
     yield Work("swiglu forward", swiglu, pair, bytes=3 * size)
     yield pulled(swiglu, pair, "swiglu backward", moved=5 * size)
     yield pulled(plain, pair, "reference swiglu backward", moved=5 * size)
     gelu = functools.partial(activated, name="gelu_tanh")
-    plain = lambda h, bias: activate(h + bias, "gelu_tanh")  # noqa: E731
+
+    def plain(h, bias):
+        return activate(h + bias, "gelu_tanh")
+
     biased = draw((t, d)), draw((d,), 1)
-    ahead = lambda *a: jax.vjp(gelu, *a)[0]  # noqa: E731 - as in training
-    yield Work("bias and gelu forward", ahead, biased, bytes=2 * size)
+
+    def gelu_in_training(*a):
+        return jax.vjp(gelu, *a)[0]
+
+    yield Work("bias and gelu forward", gelu_in_training, biased, bytes=2 * size)
     yield Work("reference bias and gelu forward", plain, biased, bytes=2 * size)
     yield pulled(gelu, biased, "bias and gelu backward", moved=3 * size)
     yield pulled(plain, biased, "reference bias and gelu backward", moved=3 * size)

@@ -81,7 +81,10 @@ def measure(
             trainer.recompile(breakdown.XLA_OPTIONS)
             jax.clear_caches()
             jax.block_until_ready(trainer.step(batch))
-        run = lambda: [trainer.step(batch) for _ in range(profiled)]  # noqa: E731
+
+        def run():
+            return [trainer.step(batch) for _ in range(profiled)]
+
         events, text = breakdown.profile(run)
         record["breakdown"] = breakdown.breakdown(events, text, profiled) if events else None
         record["top"] = breakdown.top(events, text, profiled, longest) if events else None

@@ -257,7 +257,10 @@ def export(
         tensors, parts = float8.quantized(shapes, linear, tensor)
     else:
         tensors = {name: (shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
-        parts = lambda name: [tensor(name, jnp.dtype(dtype))]  # noqa: E731
+
+        def parts(name):
+            return [tensor(name, jnp.dtype(dtype))]
+
     files = _shards(tensors, max_shard_bytes)
     with new_folder(folder) as temporary:
         for name, part in files.items():

@@ -33,7 +33,10 @@ class Rule:
 
     def error(self, cfg: Config) -> str:
         text = self.message if isinstance(self.message, str) else self.message(cfg)
-        shown = lambda m: f"{m[1]}={reduce(getattr, m[1].split('.'), cfg)!r}"  # noqa: E731
+
+        def shown(m):
+            return f"{m[1]}={reduce(getattr, m[1].split('.'), cfg)!r}"
+
         return f"{re.sub('`([a-z0-9_.]+)`', shown, text)}; {self.remedy}"
 
 
@@ -98,7 +101,10 @@ def _stages_agree(c: Config) -> bool:
 
 def _tp_divides(key: str, remedy: str) -> Rule:
     group, name = key.split(".")
-    ok = lambda c: getattr(getattr(c, group), name) % c.mesh.tp == 0  # noqa: E731
+
+    def ok(c):
+        return getattr(getattr(c, group), name) % c.mesh.tp == 0
+
     return Rule(f"tp_divides_{name}", ok, f"`{key}` is not divisible by `mesh.tp`", remedy)
 
 

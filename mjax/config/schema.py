@@ -128,7 +128,10 @@ class ModelConfig(Group):
         if not isinstance(data, dict):
             return data
         data = dict(data)
-        get = lambda key: data.get(key, cls.model_fields[key].default)  # noqa: E731
+
+        def get(key):
+            return data.get(key, cls.model_fields[key].default)
+
         hidden, heads = get("hidden_size"), get("num_attention_heads")
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if get("intermediate_size") == 0:

@@ -90,8 +90,9 @@ def build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset
         what = "none is" if not given else f"{' and '.join(given)} are"
         raise UserError(f"data: set exactly one of data.paths, data.text, data.mock; {what} set")
     if data.mock:
-        make = lambda n, s: MockDataset(cfg.model.vocab_size, data.seq_length, n, s)  # noqa: E731
-        return make(num_train, seed), make(num_valid, seed + 1) if num_valid else None
+        shape = cfg.model.vocab_size, data.seq_length
+        training = MockDataset(*shape, num_train, seed)
+        return training, MockDataset(*shape, num_valid, seed + 1) if num_valid else None
     paths = data.paths
     if data.text:
         corpus = prepare_text(data, Path(cfg.run.dir))

@@ -60,15 +60,23 @@ def expand(inputs: Sequence[str]) -> list[str]:
         if name == "-" or os.path.isfile(name):
             found = [name]
         elif os.path.isdir(name):
-            paths = sorted(p for p in Path(name).rglob("*") if p.is_file())
-            hidden = lambda p: any(part.startswith(".") for part in p.relative_to(name).parts)  # noqa: B023,E731
-            found = [str(p) for p in paths if not hidden(p)]
+            found = _files_in(Path(name))
         else:
             found = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
         if not found:
             raise UserError(f"{name}: no such file, or no file in it; check the input path")
         files += found
     return files
+
+
+def _files_in(folder: Path) -> list[str]:
+    """The files in a folder and those below it, in sorted order, without hidden ones."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden:
+            found.append(str(path))
+    return found
 
 
 def read_documents(files: Iterable[str]) -> Iterator[Document]:

@@ -80,7 +80,9 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in inner.encode_batch(list(texts), add_special_tokens=False)]
 
-    decode = lambda ids: inner.decode([int(i) for i in ids])  # noqa: E731
+    def decode(ids):
+        return inner.decode([int(i) for i in ids])
+
     whole, bare = inner.encode("a").ids, encode_batch(["a"])[0]
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     prefix = tuple(whole[: next(starts, 0)])
@@ -103,8 +105,13 @@ def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
     except (RuntimeError, OSError) as e:
         raise UserError(f"{path}: not a SentencePiece model: {e}") from e
     eod = inner.eos_id() if inner.eos_id() >= 0 else None
-    encode_batch = lambda texts: inner.encode(list(texts))  # noqa: E731
-    decode = lambda ids: inner.decode([int(i) for i in ids])  # noqa: E731
+
+    def encode_batch(texts):
+        return inner.encode(list(texts))
+
+    def decode(ids):
+        return inner.decode([int(i) for i in ids])
+
     return Tokenizer(inner.get_piece_size(), eod, encode_batch, decode)
 
 

@@ -102,7 +102,10 @@ def chunk_size(
     little padding as can be (7 chunks of 5376 tokens do the work of 37632 for 32768)."""
     most = chunk or max(_TILE, elements // rows)
     fewest, tile = -(-tokens // most), min(_TILE, most)
-    size = lambda parts: -(-tokens // (parts * tile)) * tile  # noqa: E731
+
+    def size(parts):
+        return -(-tokens // (parts * tile)) * tile
+
     parts = min(range(fewest, 2 * fewest), key=lambda n: n * size(n))
     return min(tokens, size(parts))
 

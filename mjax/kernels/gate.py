@@ -44,8 +44,8 @@ class Tile:
 class Output:
     """A result: `parts` [M, F] side by side. One with a place among the scales is rounded to an
     8-bit dtype, and if it was `computed`, to the inputs' dtype before. `plain` [M, parts * F] and
-    `transposed` [parts * F, M]: how it is wanted. `measured`: the maximum is of it. `summed`: its sums
-    over rows, fp32 [F], leave last, of one part."""
+    `transposed` [parts * F, M]: how it is wanted. `measured`: the maximum is of it. `summed`: its
+    sums over rows, fp32 [F], leave last, of one part."""
 
     dtype: jnp.dtype
     parts: int = 1
@@ -92,7 +92,7 @@ class Pass:
         return Tile(64, 128, 16 if sum(self.parts) > 1 else 8)
 
     def __call__(self, inputs: list[jax.Array], scales: list[jax.Array]) -> list[jax.Array]:
-        """What is plain, what is transposed, the maximum, fp32, where something is measured, sums."""
+        """What is plain, what is transposed, the maximum, fp32, if something is measured, sums."""
         if supports(inputs[0], rows=self.rows):
             return in_tiles(self, self.tile, inputs, scales)
         return at_once(self, inputs, scales)
@@ -110,7 +110,10 @@ def supports(x: jax.Array, name: str = GATES[0], rows: int = 1) -> bool:
 
 def act_forward(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
     """h [..., F], bias [F] -> act(h + bias)."""
-    make = lambda sigmoid, *parts: [(_product(name, sigmoid, sum(parts), 1.0),)]  # noqa: E731
+
+    def make(sigmoid, *parts):
+        return [(_product(name, sigmoid, sum(parts), 1.0),)]
+
     inputs = _rows(h, bias)
     one = Pass("act_forward", make, (1,) * len(inputs), (Output(h.dtype),))
     return one(inputs, [])[0].reshape(h.shape)
@@ -133,14 +136,20 @@ def act_backward(
 def gate_backward(h: jax.Array, d: jax.Array, name: str) -> jax.Array:
     """h [..., 2, F] (gate, up) and the gradient d [..., F] of act(gate) * up -> that of h."""
     f = d.shape[-1]
-    make = lambda sigmoid, *parts: [_gradients(name, sigmoid, *parts)[1:]]  # noqa: E731
+
+    def make(sigmoid, *parts):
+        return [_gradients(name, sigmoid, *parts)[1:]]
+
     one = Pass("gate_backward", make, (2, 1), (Output(h.dtype, 2),))
     return one([h.reshape(-1, 2 * f), d.reshape(-1, f)], [])[0].reshape(h.shape)
 
 
 def gate_forward8(h: jax.Array, scale: jax.Array, name: str) -> list[jax.Array]:
     """h [M, 2 * F] -> [act(gate) * up in e4m3 [M, F], its maximum]."""
-    make = lambda sigmoid, *parts: [(_product(name, sigmoid, *parts),)]  # noqa: E731
+
+    def make(sigmoid, *parts):
+        return [(_product(name, sigmoid, *parts),)]
+
     out = Output(E4M3, scale=0, computed=True, measured=True)
     return Pass("gate_forward8", make, (2,), (out,))([h], [scale])
 
@@ -198,7 +207,10 @@ def _gradients(name, sigmoid, gate, up, d):
 
 def at_once(one: Pass, inputs: list[jax.Array], scales: list[jax.Array]) -> list[jax.Array]:
     """`one` in plain JAX."""
-    cut = lambda x, n: jnp.split(x.astype(jnp.float32), n, axis=1)  # noqa: E731
+
+    def cut(x, n):
+        return jnp.split(x.astype(jnp.float32), n, axis=1)
+
     parts = [part for x, n in zip(inputs, one.parts, strict=True) for part in cut(x, n)]
     narrow = functools.partial(_as, inputs[0].dtype)
     made = zip(one.outs, one.make(lax.logistic, *parts), strict=True)
@@ -271,7 +283,10 @@ def _kernel(one: Pass, tile: Tile, m: int, f: int, dtype, interpret: bool, scale
     for r in range(one.rows):
         own = one.rows * row + r
         mask = (own < m)[:, None] & edge[None] if ragged else None
-        at = lambda part: (own[:, None], part * f + column[None])  # noqa: E731, B023
+
+        def at(part):
+            return (own[:, None], part * f + column[None])  # noqa: B023
+
         read = []
         for ref, parts in zip(in_refs, one.parts, strict=True):
             vector = ref.shape[0] < m

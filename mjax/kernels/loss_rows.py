@@ -108,7 +108,9 @@ def rows(
         own = (tokens - 1 - program) // programs + 1
         lax.fori_loop(0, own, one, ())
 
-    like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+    def like(a):
+        return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
     return pl.pallas_call(
         kernel,
         out_shape=[like(mask), like(d_z)],

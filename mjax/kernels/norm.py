@@ -177,7 +177,10 @@ def norm_backward(
 def _of_rows(x, dy, gain, eps, width, real):
     """(dx, dgain[, dbias]) of each row, fp32, zero where x and dy are padded with zeros. `real`:
     the columns that are not, given for LayerNorm alone."""
-    over = lambda a: jnp.sum(a, 1, keepdims=True) * (1 / width)  # noqa: E731
+
+    def over(a):
+        return jnp.sum(a, 1, keepdims=True) * (1 / width)
+
     w = dy * gain
     z = x if real is None else jnp.where(real, x - over(x), 0.0)
     r = lax.rsqrt(over(z * z) + eps)

@@ -126,7 +126,10 @@ def _slice_sequence(tree, start, size: int):
 
 def _half(tree, which):
     """Rows of the first or the second half."""
-    cut = lambda a: _slice_sequence(a, which * (a.shape[1] // 2), a.shape[1] // 2)  # noqa: E731
+
+    def cut(a):
+        return _slice_sequence(a, which * (a.shape[1] // 2), a.shape[1] // 2)
+
     return None if tree is None else jax.tree.map(cut, tree)
 
 

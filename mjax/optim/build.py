@@ -121,11 +121,16 @@ def build_optimizer(
     and stay in host memory.
     """
     flat_specs: dict[Name, ParamSpec] = flatten_dict(specs)
-    same: Resharder = lambda x, spec: x  # noqa: E731
+
+    def same(x, spec):
+        return x
+
     gather, shard = gather or same, shard or same
 
     def init(params: dict) -> dict:
-        zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)  # noqa: E731
+        def zeros(dtype):
+            return jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
+
         count = jnp.zeros((), jnp.int32)
         return state_like(cfg, specs, count, zeros(cfg.mu_dtype), zeros(cfg.nu_dtype))
 

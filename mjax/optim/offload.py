@@ -25,8 +25,12 @@ def update_in_slices(
     size = min(rows, max(1, SLICE * rows // max(param.nbytes, 1)))
 
     def step(first: jax.Array | int, size: int, state: tuple) -> tuple:
-        cut = lambda x: lax.dynamic_slice_in_dim(x, first, size)  # noqa: E731
-        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, first, 0)  # noqa: E731
+        def cut(x):
+            return lax.dynamic_slice_in_dim(x, first, size)
+
+        def put(x, new):
+            return lax.dynamic_update_slice_in_dim(x, new, first, 0)
+
         param, moments = state
         here = tuple(jax.device_put(cut(m), jax.memory.Space.Device) for m in moments)
         new, here = update(jax.tree.map(cut, inputs), cut(param), here)

@@ -85,7 +85,9 @@ def storage_specs(layout: Layout | None, specs: dict) -> dict:
         rows = spec.shape[:1] if stack is None else (layout.storage_rows(stack).size,)
         return replace(spec, shape=(*rows, *spec.shape[1:]))
 
-    is_spec = lambda s: isinstance(s, ParamSpec)  # noqa: E731
+    def is_spec(s):
+        return isinstance(s, ParamSpec)
+
     return jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec)
 
 

@@ -26,9 +26,11 @@ def head_in_layers(model: ModelConfig, seq_length: int) -> float:
 def step_time(layout: Layout, schedule: Schedule, head: float) -> float:
     """Sum over ticks of the slowest device's time, in layers; `head`: that of the head."""
     sizes, stage = (layout.table() >= 0).sum(-1), np.arange(layout.pp)
-    t = schedule.tables
-    time = (sizes[stage, t["f_chunk"]] * t["f_on"] + 2 * sizes[stage, t["b_chunk"]] * t["b_on"]) / 3
-    time[:, -1] += head * t["f_on"][:, -1] * (t["f_chunk"][:, -1] == layout.v - 1)
+    forward, backward = schedule.forward, schedule.backward
+    forward_layers = sizes[stage, forward.chunk] * forward.on
+    backward_layers = sizes[stage, backward.chunk] * backward.on
+    time = (forward_layers + 2 * backward_layers) / 3
+    time[:, -1] += head * forward.on[:, -1] * (forward.chunk[:, -1] == layout.v - 1)
     return float(time.max(1).sum())
 
 

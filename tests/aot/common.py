@@ -128,8 +128,13 @@ def _describe_host_memory() -> None:
 
     pxla._maybe_get_and_check_in_shardings = lambda made, given, *rest: given
     pxla._maybe_get_and_check_out_shardings = lambda made, given, *rest: given
-    to_device = lambda s: NamedSharding(s.mesh, s.spec)  # noqa: E731
-    to_host = lambda s: HostSharding(s.mesh, s.spec)  # noqa: E731
+
+    def to_device(s):
+        return NamedSharding(s.mesh, s.spec)
+
+    def to_host(s):
+        return HostSharding(s.mesh, s.spec)
+
     NamedSharding.with_memory_kind = lambda s, kind: (
         to_host(s) if kind == "pinned_host" else to_device(s)
     )

@@ -96,7 +96,10 @@ def test_mosaic_equals_reference(name):
     @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})  # soon compiled
     def theirs(q, k, v, sinks):
         wide = [x.astype(jnp.float32) for x in (q, k, v)]
-        f = lambda q, k, v, sinks: _reference(q, k, v, sinks, segments, *options)[0]  # noqa: E731
+
+        def f(q, k, v, sinks):
+            return _reference(q, k, v, sinks, segments, *options)[0]
+
         out, pull = jax.vjp(f, *wide, sinks)
         return out, *pull(d_out.astype(jnp.float32))
 

@@ -91,7 +91,10 @@ def test_weights_rounded_where_they_are_stored_change_no_bit(monkeypatch, cell, 
 
     now = trainer()
     assert "xui8>" in now.lower().as_text()
-    in_matmuls = lambda *args: replace(decide_execution(*args), quantize_stored=False)  # noqa: E731
+
+    def in_matmuls(*args):
+        return replace(decide_execution(*args), quantize_stored=False)
+
     monkeypatch.setattr(trainers, "decide_execution", in_matmuls)
     jax.tree.map(np.testing.assert_array_equal, now.state, trainer().state)
 

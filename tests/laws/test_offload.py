@@ -63,7 +63,10 @@ def test_host_moments_train_the_same_parameters_bit_for_bit(cell, low):
 @pytest.mark.parametrize(("first", "second"), [(False, True), (True, False)])
 def test_checkpoints_do_not_depend_on_where_moments_live(tmp_path, first, second):
     """Saved on one mesh, where shards are padded, resumed there and on another."""
-    mode = lambda host: [f"run.dir={tmp_path}", f"optimizer.offload={str(host).lower()}"]  # noqa: E731
+
+    def mode(host):
+        return [f"run.dir={tmp_path}", f"optimizer.offload={str(host).lower()}"]
+
     cell = Cell({"dp": 4}, 1)
     whole = run(made(cell, *mode(first)), 2)
     whole.save()

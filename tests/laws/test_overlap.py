@@ -47,7 +47,10 @@ def test_results_and_gradients_are_those_of_plain_exchanges(tp):
 
     def run(overlap):
         fun = jax.value_and_grad(functools.partial(block, overlap=overlap), (0, 1, 2), has_aux=True)
-        inner = lambda *args: jax.tree.map(lambda a: a, (fun(*args)[0][1], fun(*args)[1]))  # noqa: E731
+
+        def inner(*args):
+            return jax.tree.map(lambda a: a, (fun(*args)[0][1], fun(*args)[1]))
+
         seq, cut = P(None, "tp"), P("tp")
         specs = seq, {"gate": seq, "value": seq}, {"down": cut}, seq
         mapped = jax.shard_map(

@@ -162,7 +162,10 @@ def circular(model, layout, weights, micro_batches, key, tokens, sequences):
             layers = device.layer_weights(device.chunk_weights(unit.chunk))
             inputs, x = device.unit_inputs(unit, micro), device.enter(unit, micro, carry[0])
             y, _ = device.apply(layers, inputs, x)
-            nll = lambda: model.head_loss(weights, y, micro)  # noqa: E731
+
+            def nll():
+                return model.head_loss(weights, y, micro)
+
             more = lax.cond(device.is_last(unit), nll, lambda: jnp.float32(0))
             ring = [(i, (i + 1) % layout.pp) for i in range(layout.pp)]
             return lax.ppermute(y, "pp", ring), carry[1] + more

@@ -38,7 +38,10 @@ def test_blend_equals_the_naive_loop(case):
 def test_blend_of_many_chunks_is_exact_from_any_guess(monkeypatch):
     weights = normalize([3, 1, 7, 0.01, 2])
     expected = naive(weights, 9000)
-    absurd = lambda w, steps: np.zeros((len(steps), len(w)), np.int64)  # noqa: E731
+
+    def absurd(w, steps):
+        return np.zeros((len(steps), len(w)), np.int64)
+
     monkeypatch.setattr("mjax.data.blend._guess", absurd)
     assert [a.tolist() for a in blend_indices(weights, 9000)] == list(expected)
 
@@ -51,7 +54,10 @@ def test_surplus_covers_the_blend_and_too_little_is_named():
     weights = normalize([0.2, 0.5, 0.3])
     target, built = sizes_per_dataset(weights, 1000), sizes_per_dataset(weights, 1000, 0.005)
     assert target == [200, 500, 300] and built == [201, 503, 302]
-    make = lambda sizes: [MockDataset(50, 4, n, seed) for seed, n in enumerate(sizes)]  # noqa: E731
+
+    def make(sizes):
+        return [MockDataset(50, 4, n, seed) for seed, n in enumerate(sizes)]
+
     blend = BlendedDataset(make(built), weights, sum(target))
     assert len(blend) == 1000
     with pytest.raises(UserError, match="dataset 1 has 400 samples, the blend takes 500.*surplus"):

@@ -90,7 +90,10 @@ def test_last_epoch_is_kept_apart_below_80_percent(tmp_path):
     with IndexedDatasetWriter(tmp_path / "c", np.uint16) as writer:
         for i in range(101):
             writer.add_document([i])  # 10 samples of 10 in an epoch
-    first = lambda n: GPTDataset(tmp_path / "c", 0, ALL, 10, n, 0)  # noqa: E731
+
+    def first(n):
+        return GPTDataset(tmp_path / "c", 0, ALL, 10, n, 0)
+
     apart, together = first(17), first(18)  # 7 and 8 samples from the second epoch
     assert sorted(apart.document_index[:101]) == list(range(101))
     assert apart.shuffle_index[:10].max() == 9
@@ -195,7 +198,10 @@ def test_processes_that_start_at_once_agree_and_leave_one_entry(tmp_path):
 
 def test_cache_is_read_back_and_follows_the_corpus(tmp_path):
     corpus(tmp_path / "c", seed=1)
-    make = lambda: GPTDataset(tmp_path / "c", "train", ALL, 7, None, 1, cache_dir=tmp_path / "k")  # noqa: E731
+
+    def make():
+        return GPTDataset(tmp_path / "c", "train", ALL, 7, None, 1, cache_dir=tmp_path / "k")
+
     first = make().shuffle_index.tolist()
     assert make().shuffle_index.tolist() == first and len(list((tmp_path / "k").iterdir())) == 1
     corpus(tmp_path / "c", seed=2, n=60)

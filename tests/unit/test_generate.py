@@ -53,7 +53,10 @@ def made(mesh=None, tokenizer=LETTERS, **kw):
     definition, params = split(build(cfg, nnx.Rngs(0)))
     if mesh is not None:
         places = param_partitions(definition.specs, parallel_of(mesh))
-        put = lambda p, place: jax.device_put(p, NamedSharding(mesh, place))  # noqa: E731
+
+        def put(p, place):
+            return jax.device_put(p, NamedSharding(mesh, place))
+
         params = jax.tree.map(put, params, places)
     return Generator(definition, params, cfg, tokenizer=tokenizer), definition, params
 
@@ -181,7 +184,10 @@ def test_streamed_text_has_whole_characters_only():
 
 def test_stop_strings_agree_with_searching_the_whole_text():
     rng = np.random.default_rng(0)
-    decode = lambda ids: "".join(["a", "b", "ab", "aab"][i] for i in ids)  # noqa: E731
+
+    def decode(ids):
+        return "".join(["a", "b", "ab", "aab"][i] for i in ids)
+
     cuts = 0
     for _ in range(300):
         ids = rng.integers(0, 4, 12).tolist()

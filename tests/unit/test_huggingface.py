@@ -304,7 +304,10 @@ def test_training_starts_from_given_weights_and_its_checkpoints_give_them_back(t
     assert_equal(trainer.params(), params)
     assert trainer.step_number == 0 and trainer.state["step"] == 0
     want = trainer.abstract_state()
-    same = lambda a, w: (a.shape, a.dtype) == (w.shape, w.dtype) and a.sharding == w.sharding  # noqa: E731
+
+    def same(a, w):
+        return (a.shape, a.dtype) == (w.shape, w.dtype) and a.sharding == w.sharding
+
     assert all(jax.tree.leaves(jax.tree.map(same, trainer.state, want)))
     trainer.save()
     trainer.store.wait()

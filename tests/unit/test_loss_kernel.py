@@ -131,8 +131,12 @@ def test_the_whole_loss_is_what_xla_makes_it(tokens, vocab, padded, chunk, kind,
         f = jax.value_and_grad(f, (0, 1)) if gradient else f
         return jax.jit(f).trace(x, w, labels, mask)
 
-    calls = lambda made: len(re.findall(r"pallas_call\[", str(made.jaxpr)))  # noqa: E731
-    run = lambda made: made.lower().compile()(x, w, labels, mask)  # noqa: E731
+    def calls(made):
+        return len(re.findall(r"pallas_call\[", str(made.jaxpr)))
+
+    def run(made):
+        return made.lower().compile()(x, w, labels, mask)
+
     plain = traced(True)
     assert calls(plain) == 0, "there is no GPU here"
     expected = run(plain)

@@ -87,7 +87,9 @@ def on(monkeypatch):
 
 
 def test_only_what_pays_and_fits_takes_it(on, monkeypatch):
-    shaped = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
+    def shaped(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
     assert kernel.supports(shaped(4, 4096)) and kernel.supports(shaped(3, 251, dtype="float32"))
     assert not kernel.supports(shaped(4, 4097)) and kernel.supports(shaped(4, 16384), shaped(16384))
     assert kernel.supports(shaped(2**19, 4095)) and not kernel.supports(shaped(2**19, 4096))
@@ -103,8 +105,13 @@ def test_only_a_backward_calls_it(on):
     cfg = ModelConfig(**tiny, intermediate_size=16, qk_norm=True, norm_placement="sandwich")
     definition, params = split(build(cfg, nnx.Rngs(0)))
     ids = jnp.zeros((2, 8), jnp.int32)
-    forward = lambda params: definition.bind(params)(ids).sum()  # noqa: E731
-    count = lambda f: len(re.findall(r"\bpallas_call\[", str(jax.make_jaxpr(f)(params))))  # noqa: E731
+
+    def forward(params):
+        return definition.bind(params)(ids).sum()
+
+    def count(f):
+        return len(re.findall(r"\bpallas_call\[", str(jax.make_jaxpr(f)(params))))
+
     assert count(forward) == 0
     assert count(jax.grad(forward)) == 2 + 2 + 2 + 1  # before and after, q and k, final
 

@@ -27,7 +27,10 @@ is_spec = {"is_leaf": lambda x: isinstance(x, ParamSpec)}
 
 def random_tree(seed: int) -> dict:
     rng = np.random.default_rng(seed)
-    draw = lambda spec: jnp.asarray(rng.standard_normal(spec.shape), jnp.float32)  # noqa: E731
+
+    def draw(spec):
+        return jnp.asarray(rng.standard_normal(spec.shape), jnp.float32)
+
     return jax.tree.map(draw, SPECS, **is_spec)
 
 
@@ -156,7 +159,9 @@ def test_state_follows_the_parameters_leaf_by_leaf():
 def test_muon_on_shards_equals_muon_on_the_whole():
     """Heads cut over two devices inside shard_map; matrices are made whole and cut again."""
     cfg = OptimizerConfig(name="muon")
-    cut = lambda s: PartitionSpec(*("tp" if a == "heads" else None for a in s.axes))  # noqa: E731
+
+    def cut(s):
+        return PartitionSpec(*("tp" if a == "heads" else None for a in s.axes))
 
     def gather(x: jax.Array, spec: ParamSpec) -> jax.Array:
         if "heads" not in spec.axes:

@@ -57,7 +57,9 @@ def test_decay(decay, step, expected):
     ],
 )
 def test_wsd_holds_then_falls(style, quarter, half):
-    at = lambda step: lr_at(step, "wsd", wsd_decay_steps=20, wsd_style=style)  # noqa: E731
+    def at(step):
+        return lr_at(step, "wsd", wsd_decay_steps=20, wsd_style=style)
+
     assert at(11) == at(80) == LR
     for step, share in [(85, quarter), (90, half), (100, 0.0), (200, 0.0)]:
         assert at(step) == pytest.approx(MIN + share * (LR - MIN), rel=1e-12)

@@ -29,7 +29,10 @@ def store(directory, cfg=CFG, keep=2, keep_every=None, async_save=True) -> Store
 def make_state(value: float = 0.0, dp: int = 4, tp: int = 2) -> dict:
     """Leaves of three dtypes, sharded over both axes, over one, and replicated."""
     mesh = Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), ("dp", "tp"))
-    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
     return {
         "params": {"w": put(jnp.arange(128.0).reshape(8, 16) + value, "dp", "tp")},
         "opt": {"mu": put(jnp.full((16, 8), 1.5 + value, jnp.bfloat16), None, "tp")},
