@@ -4,7 +4,7 @@ import pytest
 
 from mjax.config import load
 from mjax.errors import UserError
-from mjax.plan.auto import bytes_per_device, from_megatron, propose
+from mjax.plan.auto import bytes_per_device, from_megatron, propose_mesh
 
 LLAMA, COUNT = "configs/models/llama3_8b.yaml", 8_030_261_248
 
@@ -12,7 +12,7 @@ LLAMA, COUNT = "configs/models/llama3_8b.yaml", 8_030_261_248
 def proposal(memory, *overrides, devices=8, count=COUNT):
     cfg = load(LLAMA, ["mesh=auto", "train.global_batch_size=64", *overrides])
     assert cfg.mesh.auto
-    return propose(cfg, devices, memory * 1e9, count)
+    return propose_mesh(cfg, devices, memory * 1e9, count)
 
 
 def test_the_simplest_mesh_that_fits_is_chosen_and_says_why():

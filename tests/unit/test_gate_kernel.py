@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import gate, mlp8
+from mjax.kernels import gate
 from mjax.kernels import quantize as q
 from mjax.kernels.gate import E4M3, E5M2, Tile
+from mjax.models import mlp_fp8
 from mjax.models.mlp import activate, activated, gated
+from mjax.models.weight import Weight, matmul
 from mjax.prove import Cell, deviation, make_trainer, measure
 
 # Sizes that fill no tile, that fill some, that are odd.
@@ -28,9 +30,9 @@ PASSES = {
     "backward": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
     "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
     "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
-    "plain": lambda h, d, s: gate.quantise(h, s, E4M3),
-    "turned": lambda h, d, s: gate.quantise(d, s, E5M2, plain=False, turned=True),
-    "both": lambda h, d, s: gate.quantise(d, s, E5M2, turned=True),
+    "plain": lambda h, d, s: gate.quantize_rows(h, s, E4M3),
+    "transposed": lambda h, d, s: gate.quantize_rows(d, s, E5M2, plain=False, transposed=True),
+    "both": lambda h, d, s: gate.quantize_rows(d, s, E5M2, transposed=True),
 }
 
 
@@ -97,15 +99,20 @@ def test_one_row_is_no_vector_of_all_rows(monkeypatch):
 def test_gradients_are_those_of_fp64(name):
     h, d = draw(32, 48, "float32")
     got = gate.gate_backward(h.reshape(32, 2, 48), d, name)
-    got8, a8, got8_turned, top = gate.gate_backward8(h, d, jnp.float32(4), jnp.float32(64), name)
+    got8, a8, got8_transposed, top = gate.gate_backward8(
+        h, d, jnp.float32(4), jnp.float32(64), name
+    )
     with jax.enable_x64(True):
-        of = lambda h: activate(h[:, 0], name) * h[:, 1]  # noqa: E731
+
+        def of(h):
+            return activate(h[:, 0], name) * h[:, 1]
+
         a, pull = jax.vjp(of, h.astype(float).reshape(32, 2, 48))
         (want,) = pull(d.astype(float))
         a, want = np.asarray(a), np.asarray(want)
     np.testing.assert_allclose(exact(got), want, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(float(top), np.abs(want).max(), rtol=1e-6)
-    np.testing.assert_array_equal(exact(got8).T, exact(got8_turned))
+    np.testing.assert_array_equal(exact(got8).T, exact(got8_transposed))
     # half a step of 2 or of 3 bits, or of the smallest normal number
     np.testing.assert_allclose(exact(got8) / 64, want.reshape(32, -1), 2**-3 + 1e-5, 2**-17)
     np.testing.assert_allclose(exact(a8).T / 4, a, 2**-4 + 1e-5, 2**-12)
@@ -120,7 +127,10 @@ def test_activations_gradients_are_those_of_fp64_and_keep_their_input_alone(
     bias = jax.random.normal(jax.random.key(5), (48,)) if biased else None
     operands = (h, bias) if biased else (h,)
     with jax.enable_x64(True):
-        plain = lambda h, bias=0.0: activate(h + bias, name)  # noqa: E731
+
+        def plain(h, bias=0.0):
+            return activate(h + bias, name)
+
         want, pull = jax.vjp(plain, *(a.astype(float) for a in operands))
         want = [np.asarray(a) for a in (want, *pull(d.astype(float)))]
     used = by_kernel(monkeypatch, Tile(8, 16, 4)) if kernel else []
@@ -138,19 +148,21 @@ def test_too_large_saturates_and_what_is_no_number_is_seen(monkeypatch, kernel):
         by_kernel(monkeypatch, Tile(4, 4, 4))
     x = jnp.ones((6, 6)).at[0, 1].set(1e9).at[1, 0].set(-1e9)
     for dtype, top in ((E4M3, 448.0), (E5M2, 57344.0)):
-        x8, turned, amax = gate.quantise(x, jnp.float32(2), dtype, turned=True)
+        x8, transposed, amax = gate.quantize_rows(x, jnp.float32(2), dtype, transposed=True)
         assert exact(x8)[[0, 1, 2], [1, 0, 0]].tolist() == [top, -top, 2]
-        assert np.array_equal(exact(x8).T, exact(turned)) and amax == 1e9
+        assert np.array_equal(exact(x8).T, exact(transposed)) and amax == 1e9
         for odd in (jnp.inf, -jnp.inf, jnp.nan):
-            x8, turned, amax = gate.quantise(
-                x.at[5, 3].set(odd), jnp.float32(2), dtype, turned=True
+            x8, transposed, amax = gate.quantize_rows(
+                x.at[5, 3].set(odd), jnp.float32(2), dtype, transposed=True
             )
             assert not np.isfinite(amax) and not np.isinf(exact(x8)).any()
-            assert np.isnan(odd) == np.isnan(exact(x8)[5, 3]) == np.isnan(exact(turned)[3, 5])
+            assert np.isnan(odd) == np.isnan(exact(x8)[5, 3]) == np.isnan(exact(transposed)[3, 5])
 
 
 def test_only_what_pays_and_fits_takes_it(monkeypatch):
-    shaped = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
+    def shaped(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
     assert not gate.supports(shaped(2**14, 2**10)), "there is no GPU here"
     monkeypatch.setattr(gate, "on_gpu", lambda: True)
     assert gate.supports(shaped(2**10, 2**10)) and not gate.supports(shaped(2**10, 2**10 - 1))
@@ -169,17 +181,22 @@ def block(dtype, act):
     x = jax.random.normal(keys[0], (2, 24, 32)).astype(dtype)
     up = (0.1 * jax.random.normal(keys[1], (32, 2, 48))).astype(dtype)
     down = (0.1 * jax.random.normal(keys[2], (48, 32))).astype(dtype)
-    scale = lambda w: jnp.stack([jnp.float32(64), q.scale_of(q.amax_of(w), E4M3), 2.0**18])  # noqa: E731
+
+    def scale(w):
+        return jnp.stack([jnp.float32(64), q.scale_of(q.amax_of(w), E4M3), 2.0**18])
+
+    def weight(name, w, scales, sums):
+        total = (sums or {}).get(name)
+        return Weight(w, scales=scales[name], grad_sum=total, name=name, recipe=q.Recipe(True))
 
     def apart(x, up, down, scales):
-        fp8 = q.Fp8(True, scales=scales)
-        h = q.matmul(x, up, 1, fp8, "up").astype(jnp.float32)
+        h = matmul(x, weight("up", up, scales, None)).astype(jnp.float32)
         a = jax.lax.reduce_precision(gated(h, act), 8, jnp.finfo(dtype).nmant).astype(dtype)
-        return q.matmul(a, down, 1, fp8, "down")
+        return matmul(a, weight("down", down, scales, None))
 
     def whole(x, up, down, scales, sums=None):
-        fp8, weights = q.Fp8(True, scales=scales), {"up": up, "down": down}
-        return mlp8.gated_mlp(x, weights, fp8, act, sums or {})
+        weights = weight("up", up, scales, sums), weight("down", down, scales, sums)
+        return mlp_fp8.gated_mlp_fp8(x, *weights, act)
 
     return apart, whole, (x, up, down, {"up": scale(up), "down": scale(down)})
 
@@ -204,7 +221,7 @@ def test_block_is_two_matmuls_and_a_gate(monkeypatch, dtype, act, kernel):
     y, pull = jax.vjp(whole, *operands)
     for a, e in zip(jax.tree.leaves((y, pull(g))), want, strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype) and relative(a, e) < 1e-5
-    assert not kernel or Counter(used) == {"gate_forward8": 1, "gate_backward8": 1, "quantise": 3}
+    assert not kernel or Counter(used) == {"gate_forward8": 1, "gate_backward8": 1, "quantize": 3}
 
 
 def test_block_adds_to_sums_of_gradients():
@@ -226,6 +243,6 @@ def test_a_step_is_what_it_was(monkeypatch):
         return "gated_mlp" in trainer.lower().as_text(debug_info=True), measure(trainer, 1).first
 
     has, result = step()
-    monkeypatch.setattr(mlp8, "takes", lambda *_: False)
+    monkeypatch.setattr(mlp_fp8, "takes", lambda *_: False)
     had, before = step()
     assert has and not had and deviation(result, before) < 1e-5

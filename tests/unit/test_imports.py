@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "mjax"
 ROOMS = (
     "errors json_file config sharding kernels models pipeline plan optim data checkpoint "
-    "pretrained infer train convert export generate evaluate eval_harness prove bench"
+    "pretrained infer train convert export generate eval_harness evaluate prove bench"
 ).split()
 
 

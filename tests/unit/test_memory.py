@@ -7,8 +7,7 @@ from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.config.remat import remat_policies
 from mjax.errors import UserError
-from mjax.plan.auto import FRACTION, choose
-from mjax.plan.auto import policies as options
+from mjax.plan.auto import FRACTION, choose_memory_policy, memory_policies
 from mjax.plan.memory import bytes_per_device, kept
 from mjax.train.estimate import dry_run
 
@@ -71,8 +70,8 @@ def test_a_layer_keeps_what_its_policy_names_and_its_input():
     want = {"input": 4096, "q": 4096, "kv": 2048, "attn_proj": 4096, "up": 28672}
     found = kept(llama(), ONE, "G", "dots")
     assert {t.name: t.bytes / tokens for t in found} == want
-    away = [t.name for t in found if t.goes("dots", ("up", "down"))]
-    assert away == ["up"] and not any(t.goes("none", ("up",)) for t in found)
+    away = [t.name for t in found if t.goes_to_host("dots", ("up", "down"))]
+    assert away == ["up"] and not any(t.goes_to_host("none", ("up",)) for t in found)
     assert [(t.name, t.shape) for t in kept(llama(), ONE, "G", "full")] == [
         ("input", (1, 8192, 4096))
     ]
@@ -112,14 +111,16 @@ def test_auto_takes_the_first_that_fits(unroll):
         (full * 1.001, "full", False),
         (full * 0.999, ("dots*30,none", "dots")[unroll], True),
     ):
-        cfg, why = choose(llama(f"train.unroll={unroll}"), 1, memory / FRACTION, COUNT)
+        cfg, why = choose_memory_policy(
+            llama(f"train.unroll={unroll}"), 1, memory / FRACTION, COUNT
+        )
         assert (cfg.train.remat, cfg.optimizer.offload) == (remat, offload)
         assert need(cfg, 1) <= memory and f"{need(cfg, 1) / 1e9:.1f} GB" in why and remat in why
 
 
 def test_auto_stops_at_the_least_count_of_layers():
     target = (need(of("dots")) + need(of("full"))) / 2
-    cfg, _ = choose(llama(), 8, target / FRACTION, COUNT)
+    cfg, _ = choose_memory_policy(llama(), 8, target / FRACTION, COUNT)
     full = int(cfg.train.remat.removeprefix("full*").removesuffix(",dots"))
     assert need(cfg) <= target < need(of(f"full*{full - 1},dots"))
 
@@ -134,39 +135,39 @@ def test_8_bit_weights_are_half_of_bf16s():
 
 
 def test_where_nothing_fits_the_least_is_taken_and_said():
-    cfg, why = choose(llama(), 8, 20e9, COUNT)
+    cfg, why = choose_memory_policy(llama(), 8, 20e9, COUNT)
     assert (cfg.train.remat, cfg.optimizer.offload) == ("full", True) and "NOT fit" in why
 
 
 def test_the_whole_llama_on_one_h200_keeps_its_moments_on_the_host_and_on_eight_on_the_device():
     for devices, offload in ((1, True), (8, False)):
-        cfg, _ = choose(llama(), devices, 138e9, COUNT)
+        cfg, _ = choose_memory_policy(llama(), devices, 138e9, COUNT)
         assert cfg.train.remat.startswith("dots") and cfg.optimizer.offload is offload
 
 
 def test_what_is_given_is_never_changed():
     cfg = of("attention", False)
-    assert choose(cfg, 8, 1e9, COUNT) == (cfg, None)
-    cfg, _ = choose(llama("train.remat=none"), 8, 1e9, COUNT)
+    assert choose_memory_policy(cfg, 8, 1e9, COUNT) == (cfg, None)
+    cfg, _ = choose_memory_policy(llama("train.remat=none"), 8, 1e9, COUNT)
     assert cfg.train.remat == "none" and cfg.optimizer.offload is True
     muon = llama("optimizer.name=muon")
-    assert all(option.optimizer.offload is False for option in options(muon, 8))
+    assert all(option.optimizer.offload is False for option in memory_policies(muon, 8))
 
 
 def test_without_a_known_limit_nothing_is_traded_for_memory():
-    cfg, why = choose(llama(), 8, None, COUNT)
+    cfg, why = choose_memory_policy(llama(), 8, None, COUNT)
     assert (cfg.train.remat, cfg.optimizer.offload) == ("dots", False) and "limit" in why
 
 
 def test_counts_of_a_pipeline_are_of_a_stage():
     cfg = llama("mesh.pp=4", "mesh.dp=1", "train.global_batch_size=16")
-    counts = {option.train.remat for option in options(cfg, 4)}
+    counts = {option.train.remat for option in memory_policies(cfg, 4)}
     assert counts == {"dots", "full", *(f"full*{k},dots" for k in range(1, 8))}
 
 
 def test_auto_sends_no_more_than_matmul_outputs_through_a_pipeline_s_stash():
     cfg = llama("mesh.pp=4", "mesh.dp=1", "train.global_batch_size=16", "train.unroll=0")
-    assert choose(cfg, 4, 1e15, COUNT)[0].train.remat == "dots"
+    assert choose_memory_policy(cfg, 4, 1e15, COUNT)[0].train.remat == "dots"
 
 
 def test_dry_run_says_what_is_kept_and_where(tmp_path):

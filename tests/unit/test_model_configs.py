@@ -9,8 +9,11 @@ from flax import nnx
 
 from mjax.checkpoint.families import config_from_hf, config_to_hf
 from mjax.config import dump, load
-from mjax.models import build, split
+from mjax.models import build, definition_of, split
 from mjax.models.context import Context, tokens_of
+from mjax.models.execution import Execution
+from mjax.models.layers import LayerInputs, Layers
+from mjax.plan.execution import model_layers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = {
@@ -60,8 +63,9 @@ def test_shipped_configs_load_and_reload(path, tmp_path):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_traces_abstractly_at_full_size(name):
     """The whole loss and its gradient trace at full size; nothing is allocated."""
-    cfg = load(CONFIGS / "models" / f"{name}.yaml")
-    definition, params = split(nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0))))
+    cfg = load(CONFIGS / "models" / f"{name}.yaml", ["train.remat=dots"])
+    _, params = split(nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0))))
+    definition = definition_of(cfg.model)
     padding = (cfg.model.padded_vocab_size - cfg.model.vocab_size) * cfg.model.hidden_size
     tables = 1 if cfg.model.tie_word_embeddings else 2
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -72,8 +76,11 @@ def test_traces_abstractly_at_full_size(name):
     batch = {k: jax.ShapeDtypeStruct(shape, dtype) for k, dtype in fields.items()}
 
     def loss(params, batch):
-        out = definition.bind(params).loss(batch, tokens_of(shape), Context(remat="dots"), None)
-        return jax.tree.leaves(out)[0]
+        edges, info, ctx = definition.edges.bind(params), tokens_of(shape), Context()
+        layers = Layers(definition.blocks, Execution(model_layers(cfg)), ctx)
+        inputs = LayerInputs(info, edges.rope(info, ctx))
+        x, *_ = layers.run(params, edges.embed(batch["tokens"], info, ctx), inputs)
+        return edges.head_loss(x, batch, ctx, None)
 
     grads = jax.eval_shape(jax.grad(loss), params, batch)
     assert jax.tree.map(lambda g: g.shape, grads) == jax.tree.map(lambda p: p.shape, params)

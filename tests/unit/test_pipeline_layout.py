@@ -8,8 +8,8 @@ import pytest
 
 from mjax.config.pipeline_layout import EMPTY, parse_layout
 from mjax.errors import UserError
-from mjax.pipeline.layout import Layout, stage_lines, make_layout
-from mjax.pipeline.schedule import make_schedule, timeline
+from mjax.pipeline.layout import Layout, make_layout, stage_lines
+from mjax.pipeline.schedule import UnitTable, make_schedule, timeline
 from mjax.pipeline.storage import Storage, storage_specs, to_canonical, to_storage
 from mjax.sharding.spec import ParamSpec
 
@@ -103,10 +103,10 @@ def test_slot_kinds_and_description():
 def test_units_follow_what_they_need(pp, v, m):
     """Activations and cotangents arrive exactly one tick before they are used."""
     made = make_schedule(pp, v, m)
-    when = {"f": {}, "b": {}}
+    tables, when = {"f": made.forward, "b": made.backward}, {"f": {}, "b": {}}
     for d, t, s in itertools.product("fb", range(made.start + made.ticks), range(pp)):
-        if made.tables[f"{d}_on"][t, s]:
-            unit = (int(made.tables[f"{d}_micro"][t, s]), int(made.tables[f"{d}_chunk"][t, s]), s)
+        if tables[d].on[t, s]:
+            unit = (int(tables[d].micro[t, s]), int(tables[d].chunk[t, s]), s)
             assert unit not in when[d], "a unit runs twice"
             when[d][unit] = t
     every = {(i, c, s) for i in range(m) for c in range(v) for s in range(pp)}
@@ -123,16 +123,17 @@ def test_units_follow_what_they_need(pp, v, m):
 @pytest.mark.parametrize("pp,v,m", SHAPES)
 def test_no_live_slot_is_overwritten(pp, v, m):
     made, t = make_schedule(pp, v, m), None
+    tables = made.forward, made.backward
     for s in range(pp):
         live = {}
         for t in range(made.start + made.ticks):
-            row = {k: int(table[t, s]) for k, table in made.tables.items()}
-            assert t >= made.ticks or row["f_slot"] not in live, "an idle tick writes too"
-            if row["f_on"]:
-                live[row["f_slot"]] = row["f_micro"], row["f_chunk"]
-            if row["b_on"]:
-                assert live.pop(row["b_slot"]) == (row["b_micro"], row["b_chunk"])
-            assert max(row["f_slot"], row["b_slot"]) < made.slots
+            f, b = (UnitTable(*(int(a[t, s]) for a in vars(d).values())) for d in tables)
+            assert t >= made.ticks or f.slot not in live, "an idle tick writes too"
+            if f.on:
+                live[f.slot] = f.micro, f.chunk
+            if b.on:
+                assert live.pop(b.slot) == (b.micro, b.chunk)
+            assert max(f.slot, b.slot) < made.slots
         assert not live and t is not None
 
 
@@ -149,14 +150,14 @@ def test_bubble_is_the_formula_and_slots_do_not_grow(pp, v):
 @pytest.mark.parametrize("pp, v, m", [(4, 2, 8), (2, 3, 5), (3, 2, 4), (4, 1, 6)])
 def test_new_says_when_a_device_changes_its_chunk(pp, v, m):
     """Who takes a chunk where it is new, and holds it, has the chunk of every unit."""
-    t = make_schedule(pp, v, m).tables
-    for x in "fb":
+    made = make_schedule(pp, v, m)
+    for t in (made.forward, made.backward):
         held = np.full(pp, -1)
-        for on, chunk, new in zip(t[x + "_on"], t[x + "_chunk"], t[x + "_new"], strict=True):
+        for on, chunk, new in zip(t.on, t.chunk, t.new, strict=True):
             held = np.where(new, chunk, held)
             assert (held == chunk)[on == 1].all()
-        assert (t[x + "_new"] <= t[x + "_on"]).all()
-        assert t[x + "_new"].sum() <= pp * (1 if v == 1 else v * -(-m // pp))
+        assert (t.new <= t.on).all()
+        assert t.new.sum() <= pp * (1 if v == 1 else v * -(-m // pp))
 
 
 def test_timeline_shows_every_unit():

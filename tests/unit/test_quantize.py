@@ -11,7 +11,9 @@ import pytest
 from mjax.errors import UserError
 from mjax.kernels import quantize as q
 from mjax.kernels import te
-from mjax.kernels.quantize import E4M3, E5M2, Fp8
+from mjax.kernels.gate import E4M3, E5M2
+from mjax.kernels.quantize import Recipe
+from mjax.models.weight import Weight, add_gradients, matmul
 from mjax.sharding.collectives import LOCAL
 
 TOP = {E4M3: 448.0, E5M2: 57344.0}
@@ -40,7 +42,7 @@ def test_scale_of_nothing_is_finite_and_of_no_number_is_none():
 def test_rounding_error_is_half_a_step(dtype, source):
     x = jax.random.normal(jax.random.key(0), (64, 64)).astype(source)
     scale = q.scale_of(q.amax_of(x), dtype)
-    back = np.asarray(q.quantise(x, scale, dtype), np.float64) / float(scale)
+    back = np.asarray(q.quantize(x, scale, dtype), np.float64) / float(scale)
     x = np.asarray(x, np.float64)
     least = float(jnp.finfo(dtype).smallest_normal) / float(scale)
     bound = 2.0 ** -(BITS[dtype] + 1) * np.maximum(np.abs(x), least)
@@ -51,18 +53,22 @@ def test_rounding_error_is_half_a_step(dtype, source):
 def test_overflow_saturates_and_nan_stays():
     x = jnp.float32([1e9, -1e9, np.nan])
     for dtype in (E4M3, E5M2):
-        made = np.asarray(q.quantise(x, jnp.float32(1), dtype), np.float64)
+        made = np.asarray(q.quantize(x, jnp.float32(1), dtype), np.float64)
         assert made[:2].tolist() == [TOP[dtype], -TOP[dtype]] and np.isnan(made[2])
 
 
 def test_another_scale_rounds_alike():
     x = jax.random.uniform(jax.random.key(0), (64, 64), minval=0.01)
-    back = [q.quantise(x, jnp.float32(s), E4M3).astype(jnp.float32) / s for s in (256.0, 32.0)]
+    back = [q.quantize(x, jnp.float32(s), E4M3).astype(jnp.float32) / s for s in (256.0, 32.0)]
     np.testing.assert_array_equal(*back)
 
 
 def scales(w, x=0.0, g=0.0):
     return jnp.stack([jnp.float32(x), q.scale_of(q.amax_of(w), E4M3), jnp.float32(g)])
+
+
+def weight(w, scales, delayed=False, inputs=1, backend="xla"):
+    return Weight(w, scales=scales, inputs=inputs, recipe=Recipe(delayed, backend))
 
 
 def operands(dtype, shape=((2, 24, 32), (32, 2, 40))):
@@ -79,11 +85,9 @@ def test_product_and_gradients_are_near_fp64(dtype, delayed):
     x, w, g = operands(dtype)
     given = scales(w, *(32.0, 2.0**30) if delayed else ())
 
-    def product(x, w, scales):
-        return q.matmul(x, w, 1, Fp8(delayed, scales={"up": scales}), "up")
-
-    y, vjp = jax.vjp(product, x, w, given)
-    dx, dw, seen = vjp(g)
+    y, vjp = jax.vjp(matmul, x, weight(w, given, delayed))
+    dx, cotangent = vjp(g)
+    dw, seen = cotangent.value, cotangent.scales
     assert y.dtype == dx.dtype == dw.dtype == dtype
     x, w, g = (np.asarray(a, np.float64) for a in (x, w, g))
     exact = (
@@ -101,12 +105,12 @@ def test_it_is_the_product_of_what_was_rounded():
     """Exactly: with few bits in every factor nothing else may round."""
     x, w, g = operands(jnp.float32)
     given = scales(w)
-    y, vjp = jax.vjp(lambda x, w: q.matmul(x, w, 1, Fp8(False, scales={"": given})), x, w)
+    y, vjp = jax.vjp(lambda x, w: matmul(x, weight(w, given)), x, w)
     dx, dw = vjp(g)
 
     def rounded(a, dtype):
         scale = q.scale_of(q.amax_of(a), dtype)
-        return np.asarray(q.quantise(a, scale, dtype), np.float64) / float(scale)
+        return np.asarray(q.quantize(a, scale, dtype), np.float64) / float(scale)
 
     x, w, g = rounded(x, E4M3), rounded(w, E4M3), rounded(g, E5M2)
     np.testing.assert_allclose(y, np.einsum("bsd,def->bsef", x, w), rtol=1e-5, atol=1e-5)
@@ -117,17 +121,17 @@ def test_it_is_the_product_of_what_was_rounded():
 def test_zeros_give_zeros_and_infinity_is_not_hidden():
     w = jnp.ones((16, 16))
     for delayed in (False, True):
-        fp8 = Fp8(delayed, scales={"": scales(w, 1.0, 1.0)})
-        product = lambda x: q.matmul(x, w, 1, fp8).sum()  # noqa: E731, B023
-        y, dx = jax.value_and_grad(product)(jnp.zeros((4, 16)))
+        rounded = weight(w, scales(w, 1.0, 1.0), delayed)
+        y, dx = jax.value_and_grad(lambda x, w: matmul(x, w).sum())(jnp.zeros((4, 16)), rounded)
         assert y == 0 and np.all(np.isfinite(dx))
-    assert np.isnan(q.matmul(jnp.full((4, 16), np.inf), w, 1, Fp8(False, scales=fp8.scales))).all()
+    rounded = weight(w, scales(w, 1.0, 1.0))
+    assert np.isnan(matmul(jnp.full((4, 16), np.inf), rounded)).all()
 
 
 def test_row_parallel_weights_contract_two_axes():
     x = jax.random.normal(jax.random.key(0), (2, 8, 4, 16))
     w = jax.random.normal(jax.random.key(1), (4, 16, 32))
-    y = q.matmul(x, w, 2, Fp8(False, scales={"": scales(w)}))
+    y = matmul(x, weight(w, scales(w), inputs=2))
     want = jnp.tensordot(x, w, 2)
     assert jnp.linalg.norm(y - want) < 0.05 * jnp.linalg.norm(want)
 
@@ -139,7 +143,7 @@ def test_history_follows_a_plain_model():
     history = q.empty_history({"dense": {"up": jnp.zeros((2, 5, 5))}}, length)
     past = [[], []]
     for _ in range(6):
-        made = q.scales_of(weights, history, tokens)["dense"]["up"]
+        made = q.step_scales(weights, history, tokens)["dense"]["up"]
         for layer in (0, 1):
             top = np.max(past[layer][-length:], axis=0) if past[layer] else None
             x, g = top if top is not None else (64.0, 1024.0 / tokens)
@@ -147,8 +151,9 @@ def test_history_follows_a_plain_model():
             assert [float(made[layer, 0]), float(made[layer, 2])] == want
             assert made[layer, 1] == q.scale_of(weights["dense"]["up"][layer], E4M3)
         first, second = (rng.lognormal(0, 3, (2, 3)).astype(np.float32) for _ in range(2))
-        seen = q.join({"dense": {"up": first}}, {"dense": {"up": jnp.asarray(second)}})
-        history, finite = q.remember(history, seen, LOCAL)
+        saw = [{"dense": {"up": Weight(scales=jnp.asarray(s))}} for s in (first, second)]
+        seen = add_gradients(*saw)["dense"]["up"].scales  # of two micro-batches
+        history, finite = q.remember(history, {"dense": {"up": seen}}, LOCAL)
         assert finite
         for layer in (0, 1):
             past[layer].append(np.maximum(first, second)[layer, ::2])
@@ -210,13 +215,15 @@ def plain_te() -> SimpleNamespace:
         return y.astype(a.dq_dtype)
 
     def quantize(x, quantizer, flatten_axis):
-        data = q.quantise(x, quantizer.scale[0], quantizer.q_dtype)
+        data = q.quantize(x, quantizer.scale[0], quantizer.q_dtype)
         return SimpleNamespace(data=data, amax=q.amax_of(x)[None])
 
     def tensor(data, scale_inv, **more):
         return SimpleNamespace(data=data, scale_inv=scale_inv, **more)
 
-    make = lambda **values: SimpleNamespace(**values)  # noqa: E731
+    def make(**values):
+        return SimpleNamespace(**values)
+
     return make(quantize=quantize, gemm=gemm, Quantizer=make, tensor=tensor, mode=0, rows=0)
 
 
@@ -227,11 +234,9 @@ def test_both_backends_are_one_function(monkeypatch, delayed):
     given = scales(w, *(32.0, 2.0**30) if delayed else ())
 
     def run(backend):
-        def product(x, w, scales):
-            return q.matmul(x, w, 1, Fp8(delayed, scales={"": scales}, backend=backend))
-
-        y, vjp = jax.vjp(product, x, w, given)
-        return y, *vjp(g)
+        y, vjp = jax.vjp(matmul, x, weight(w, given, delayed, backend=backend))
+        dx, cotangent = vjp(g)
+        return y, dx, cotangent.value, cotangent.scales
 
     for made, want in zip(run("te"), run("xla"), strict=True):
         np.testing.assert_allclose(made, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
@@ -239,6 +244,6 @@ def test_both_backends_are_one_function(monkeypatch, delayed):
 
 def test_transformer_engine_refuses_sizes_that_cublaslt_does_not_take(monkeypatch):
     monkeypatch.setattr(te, "_te", plain_te)
-    fp8 = Fp8(False, scales={"": jnp.ones(3)}, backend="te")
+    w = weight(jnp.ones((32, 24)), jnp.ones(3), backend="te")
     with pytest.raises(UserError, match="no multiple of 16 .*set precision.fp8_backend=xla"):
-        q.matmul(jnp.ones((16, 32)), jnp.ones((32, 24)), 1, fp8)
+        matmul(jnp.ones((16, 32)), w)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from mjax.models.remat import remat
-from mjax.pipeline.stash import one_of, put_together, take_apart
+from mjax.models.residuals import join_vjp, split_vjp, switch_layers
 
 DIM, LAYERS = 6, 4
 
@@ -49,13 +49,16 @@ def data():
 
 
 @pytest.mark.parametrize("codes", [(1, 0, 2, 1), (0, 0, 0, 0), (2, 2, 1, 0)])
-def test_one_of_has_the_gradient_of_a_switch(codes, data):
+def test_switch_layers_has_the_gradient_of_a_switch(codes, data):
     with jax.enable_x64(True):
         weights, x, shift = (jnp.asarray(np.asarray(a), jnp.float64) for a in data)
         codes = jnp.asarray(codes)
         made = []
-        for choose in (one_of(BLOCKS), lambda code, *args: lax.switch(code, BLOCKS, *args)):
-            loss = lambda w, x: run(choose, codes, w, x, shift)  # noqa: B023, E731
+        for choose in (switch_layers(BLOCKS), lambda code, *args: lax.switch(code, BLOCKS, *args)):
+
+            def loss(w, x):
+                return run(choose, codes, w, x, shift)  # noqa: B023
+
             made.append(jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, x))
         for a, b in zip(*map(jax.tree.leaves, made), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)
@@ -69,13 +72,17 @@ def test_what_waits_holds_no_weights_and_makes_the_same_vjp(data):
 
     @jax.jit
     def gradients(weights, x):
-        loss = lambda w, x: run(one_of(BLOCKS[:2]), codes, w, x, shift)  # noqa: E731
-        _, vjp = jax.vjp(loss, weights, x)
-        plan, kept = take_apart(vjp, [weights, x, shift])
-        shapes.extend(k.shape for k in kept)
-        return put_together(plan, [weights, x, shift], kept)(1.0)
+        def loss(w, x):
+            return run(switch_layers(BLOCKS[:2]), codes, w, x, shift)
 
-    expected = jax.grad(lambda *a: run(one_of(BLOCKS[:2]), codes, *a, shift), (0, 1))(weights, x)
+        _, vjp = jax.vjp(loss, weights, x)
+        layout, kept = split_vjp(vjp, [weights, x, shift])
+        shapes.extend(k.shape for k in kept)
+        return join_vjp(layout, [weights, x, shift], kept)(1.0)
+
+    expected = jax.grad(lambda *a: run(switch_layers(BLOCKS[:2]), codes, *a, shift), (0, 1))(
+        weights, x
+    )
     for a, b in zip(gradients(weights, x), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert (LAYERS, 3, DIM) in shapes and (LAYERS, DIM, DIM) not in shapes
