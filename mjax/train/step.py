@@ -150,7 +150,8 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
         start = start, zero_sums(weights, placement, execution)
         (losses, cotangents), _ = jax.lax.scan(accumulate, start, micro_batches)
     reduced, maxima = store_gradients(cotangents, placement, execution)
-    norm = global_norm(reduced, placement.stored, parallel)
+    with jax.named_scope("reduce"):
+        norm = global_norm(reduced, placement.stored, parallel)
     losses = {name: parallel.psum(loss, *AXES) for name, loss in losses.items()}
     return Gradients(losses, norm, tokens, reduced, maxima if "fp8" in state else {})
 
