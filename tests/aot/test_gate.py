@@ -21,7 +21,7 @@ def compiled(monkeypatch, *more: str) -> str:
 
 
 def calls(text: str) -> Counter:
-    return Counter(re.findall(r'name = "((?:act|gate)_\w+|quantise)"', text))
+    return Counter(re.findall(r'name = "((?:act|gate)_\w+|quantize)"', text))
 
 
 def test_bf16_has_one_call_a_gate(monkeypatch):
@@ -43,7 +43,7 @@ def test_fp8_products_of_a_block_read_what_kernels_wrote(monkeypatch):
     other operand."""
     text = compiled(monkeypatch, "precision.fp8=delayed")
     # q, kv and out: a gradient each. The block: x, x turned, its gradient.
-    assert calls(text) == {"gate_forward8": 1, "gate_backward8": 1, "quantise": 3 + 3}
+    assert calls(text) == {"gate_forward8": 1, "gate_backward8": 1, "quantize": 3 + 3}
     made = dict(re.findall(r"^ +%?([\w.\-]+) = (.*)$", text, re.M))
     found = Counter()
     for line in made.values():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mjax.kernels import gate
-from mjax.kernels.quantize import E4M3, E5M2, Fp8, amax_of, matmul, scale_of
+from mjax.kernels.quantize import E4M3, E5M2, Recipe, amax_of, scale_of
+from mjax.models.weight import Weight, matmul
 from mjax.plan.xla_options import CUBLAS
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -24,7 +25,10 @@ def test_product_and_gradients_are_the_cpus(shape, delayed, monkeypatch):
     scales = jnp.stack(known)
 
     def all_three(x, w, g, scales):
-        y, vjp = jax.vjp(lambda x, w: matmul(x, w, 1, Fp8(delayed, scales={"": scales})), x, w)
+        def product(x, w):
+            return matmul(x, Weight(w, scales=scales, recipe=Recipe(delayed)))
+
+        y, vjp = jax.vjp(product, x, w)
         return y, *vjp(g)
 
     fast = jax.jit(all_three, compiler_options=dict(CUBLAS))

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import gate, mlp8
+from mjax.kernels import gate
 from mjax.kernels import quantize as q
 from mjax.kernels.gate import E4M3, E5M2
+from mjax.models.mlp_fp8 import gated_mlp_fp8
+from mjax.models.weight import Weight
 from mjax.plan.xla_options import CUBLAS
 
 pytestmark = pytest.mark.skipif(not gate.on_gpu(), reason="needs a GPU")
@@ -27,9 +29,9 @@ PASSES = {
     "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
     "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
     "backward8 gelu": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "gelu_tanh"),
-    "plain": lambda h, d, s: gate.quantise(h, s, E4M3),
-    "turned": lambda h, d, s: gate.quantise(d, s, E4M3, plain=False, turned=True),
-    "both": lambda h, d, s: gate.quantise(d, s, E5M2, turned=True),
+    "plain": lambda h, d, s: gate.quantize_rows(h, s, E4M3),
+    "transposed": lambda h, d, s: gate.quantize_rows(d, s, E4M3, plain=False, transposed=True),
+    "both": lambda h, d, s: gate.quantize_rows(d, s, E5M2, transposed=True),
 }
 
 
@@ -94,22 +96,22 @@ def test_block_is_the_cpus(monkeypatch, summed):
     x, g = (jax.random.normal(k, (m, d), jnp.bfloat16) for k in keys[:2])
     up = 0.02 * jax.random.normal(keys[2], (d, 2, f), jnp.bfloat16)
     down = 0.02 * jax.random.normal(keys[3], (f, d), jnp.bfloat16)
-    scale = lambda w: jnp.stack([64.0, q.scale_of(q.amax_of(w), E4M3), 2.0**10])  # noqa: E731
-    scales = {"up": scale(up), "down": scale(down)}
-    sums = {"up": jnp.zeros(up.shape), "down": jnp.zeros(down.shape)} if summed else {}
 
-    def everything(x, g, up, down, scales, sums):
-        def block(x, up, down, scales, sums):
-            weights, fp8 = {"up": up, "down": down}, q.Fp8(True, scales=scales)
-            return mlp8.gated_mlp(x, weights, fp8, "silu", sums)
+    def scale(w):
+        return jnp.stack([64.0, q.scale_of(q.amax_of(w), E4M3), 2.0**10])
 
-        y, pull = jax.vjp(block, x, up, down, scales, sums)
+    def weight(w):
+        total = jnp.zeros(w.shape) if summed else None
+        return Weight(w, scales=scale(w), grad_sum=total, recipe=q.Recipe(delayed=True))
+
+    def everything(x, g, up, down):
+        y, pull = jax.vjp(lambda x, up, down: gated_mlp_fp8(x, up, down, "silu"), x, up, down)
         return y, pull(g)
 
-    operands = x, g, up, down, scales, sums
+    operands = x, g, weight(up), weight(down)
     made = jax.jit(everything, compiler_options=dict(CUBLAS)).lower(*operands).compile()
     assert made.as_text().count("matmul$f8") == 6
-    assert len(set(re.findall(r'name = "(gate_\w+|quantise)"', made.as_text()))) == 3
+    assert len(set(re.findall(r'name = "(gate_\w+|quantize)"', made.as_text()))) == 3
     monkeypatch.setattr(gate, "on_gpu", lambda: False)
     plain = jax.jit(lambda *operands: everything(*operands))  # anew: without the kernel
     want = plain(*jax.device_put(operands, jax.devices("cpu")[0]))

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mjax.kernels import mlp8, te
+from mjax.kernels import te
 from mjax.kernels.quantize import (
     E4M3,
     E5M2,
-    Fp8,
+    Recipe,
     amax_of,
-    matmul,
-    quantise,
-    round_weights,
+    quantize,
+    quantize_stack,
     scale_of,
 )
+from mjax.models import mlp_fp8
+from mjax.models.weight import Weight, matmul
 from mjax.plan.xla_options import CUBLAS
 from mjax.prove import Cell, make_batch, make_trainer
 
@@ -43,9 +44,12 @@ def operands(m: int, k: int, n: int) -> tuple[jax.Array, ...]:
 def test_it_rounds_to_the_same_bits_and_finds_the_maximum(dtype, factor):
     x = operands(336, 208, 80)[0]
     scale = scale_of(amax_of(x), dtype) * factor
-    made, amax = jax.jit(lambda x, s: te.quantise(x, s, dtype))(x, scale)
-    want = jax.jit(lambda x, s: quantise(x, s, dtype))(x, scale)
-    as_bytes = lambda a: np.asarray(jax.lax.bitcast_convert_type(a, jnp.uint8))  # noqa: E731
+    made, amax = jax.jit(lambda x, s: te.quantize(x, s, dtype))(x, scale)
+    want = jax.jit(lambda x, s: quantize(x, s, dtype))(x, scale)
+
+    def as_bytes(a):
+        return np.asarray(jax.lax.bitcast_convert_type(a, jnp.uint8))
+
     np.testing.assert_array_equal(as_bytes(made), as_bytes(want))
     assert amax == amax_of(x)
 
@@ -55,15 +59,15 @@ def test_it_rounds_to_the_same_bits_and_finds_the_maximum(dtype, factor):
 @pytest.mark.parametrize("shape", [(2048, 1024, 4096), (336, 208, 80)])
 def test_product_and_gradients_are_those_of_xla(shape, delayed, rounded):
     x, w, g, scales = operands(*shape)
-    bits = round_weights({"": w[None]}, {"": scales[None]})[""][0]
+    bits = quantize_stack(w[None], scales[None])[0]
     mesh = jax.make_mesh((1,), ("dp",))
 
     def run(backend: str) -> tuple:
         def all_of_it(x, w, bits, g, scales):
             def product(x, w, scales):
-                w8 = {"": bits} if rounded else {}
-                fp8 = Fp8(delayed, scales={"": scales}, rounded=w8, backend=backend)
-                return matmul(x, w, 1, fp8)
+                w8 = bits if rounded else None
+                recipe = Recipe(delayed, backend)
+                return matmul(x, Weight(w, w8, scales=scales, recipe=recipe))
 
             y, vjp = jax.vjp(product, x, w, scales)
             return y, *vjp(g)
@@ -87,7 +91,7 @@ def test_product_and_gradients_are_those_of_xla(shape, delayed, rounded):
 def test_a_step_of_a_model_is_that_of_xla(recipe, monkeypatch):
     """With the same roundings: where `xla` rounds within the gate's kernels, a bf16 rounding less
     puts other elements on other FP8 neighbours, and gradients are as far apart as from bf16's."""
-    monkeypatch.setattr(mlp8, "takes", lambda *_: False)
+    monkeypatch.setattr(mlp_fp8, "takes", lambda *_: False)
 
     def run(backend: str):
         keys = f"precision.fp8={recipe}", f"precision.fp8_backend={backend}"
