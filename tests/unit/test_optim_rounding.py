@@ -85,12 +85,12 @@ def updated(cell: Cell, steps: int = 2) -> dict:
         count, new = state["opt"]["count"], dict(state)
         leaves = flatten_dict(state["params"])
         grads = {k: jnp.sin(1e4 * p.astype(jnp.float32) + count) for k, p in leaves.items()}
-        new["params"], new["opt"] = trainer.optimizer.update(
+        new["params"], new["opt"] = trainer.state_layout.optimizer.update(
             unflatten_dict(grads), state["opt"], state["params"], lr=1e-3, weight_decay=0.1
         )
         return new
 
-    specs = trainer._state_partitions()
+    specs = trainer.state_layout.partitions()
     mesh = {"mesh": trainer.mesh, "check_vma": False}
     run = jax.jit(jax.shard_map(step, in_specs=(specs,), out_specs=specs, **mesh))
     state = trainer.state
@@ -136,5 +136,5 @@ def test_what_cannot_work_is_refused(overrides, message):
 def test_specs_are_partitions_of_the_stored_state():
     """Guards `updated`: it would prove nothing on a mesh that cuts nothing."""
     trainer = make_trainer("odd widths", Cell({"dp": 8}, 1), *SR, "train.remat=dots")
-    assert trainer._state_partitions()["params"]["head"] != P(None, None)
+    assert trainer.state_layout.partitions()["params"]["head"] != P(None, None)
     assert any(trainer.storage.paddings.values())
