@@ -1,6 +1,7 @@
 """The feed-forward block: gated (SwiGLU, GEGLU) or plain, column- then row-parallel over tp."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from mjax.sharding.spec import ParamSpec
 
 
 def activate(x: jax.Array, name: str) -> jax.Array:
+    """The activation function `name` (model.hidden_act) of x, in x's shape and dtype."""
     if name == "silu":
         return jax.nn.silu(x)
     if name == "relu2":
@@ -28,26 +30,35 @@ def activate(x: jax.Array, name: str) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def activated(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
-    """act(h + bias), [..., F] like h.
+    """act(h + bias), [..., F] in h's dtype.
 
-    Its backward starts from h, as Megatron-LM's fused bias and GELU does: autodiff would keep what
-    it computes on the way, of GELU a tensor as large. Both ways are one pass by our kernel, or XLA.
+    The backward starts from h, as Megatron-LM's fused bias and GELU does. Autodiff would keep what
+    the forward computes on the way, which for GELU is another tensor of that size. Each direction
+    is one pass, by our kernel or by XLA.
     """
-    return activate(h if bias is None else h + bias, name)
+    x = h if bias is None else h + bias
+    return activate(x, name)
 
 
 def _activated_forward(h, bias, name):
-    by_kernel = gate.supports(h, name)
-    return (gate.act_forward if by_kernel else activated)(h, bias, name), (h, bias)
-
-
-def _activated_backward(name, saved, d):
-    h, bias = saved
     if gate.supports(h, name):
-        return gate.act_backward(h, bias, d, name)
+        y = gate.act_forward(h, bias, name)
+    else:
+        y = activated(h, bias, name)
+    return y, (h, bias)
+
+
+def _activated_backward(name, residuals, dy):
+    h, bias = residuals
+    if gate.supports(h, name):
+        return gate.act_backward(h, bias, dy, name)
+
+    def forward(h, bias):
+        return activated.fun(h, bias, name)
+
     h, bias = compute_again(h, bias)
-    _, pull = jax.vjp(lambda h, bias: activated.fun(h, bias, name), h, bias)
-    return pull(d)
+    _, vjp = jax.vjp(forward, h, bias)
+    return vjp(dy)
 
 
 activated.defvjp(_activated_forward, _activated_backward)
@@ -55,26 +66,46 @@ activated.defvjp(_activated_forward, _activated_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gated(h: jax.Array, name: str) -> jax.Array:
-    """[..., 2, F] (gate, up) -> act(gate) * up, [..., F].
+    """act(gate) * up, [..., F], of h [..., 2, F] (gate, up).
 
-    Its own backward stacks the two gradients: one pass by our kernel, or by XLA, which would
-    compute both halves everywhere of what autodiff pads and adds.
+    The backward computes both gradients and stacks them, in one pass by our kernel or by XLA.
+    Autodiff would pad each and add them: XLA would compute both halves everywhere.
     """
-    return activate(h[..., 0, :], name) * h[..., 1, :]
+    return _gate_times_up(h[..., 0, :], h[..., 1, :], name)
+
+
+def _gate_times_up(gate: jax.Array, up: jax.Array, name: str) -> jax.Array:
+    return activate(gate, name) * up
 
 
 def _gated_forward(h, name):
     return gated(h, name), h
 
 
-def _gated_backward(name, h, d):
+def _gated_backward(name, h, dy):
     if gate.supports(h, name):
-        return (gate.gate_backward(h, d, name),)
-    _, pull = jax.vjp(lambda gate, up: activate(gate, name) * up, h[..., 0, :], h[..., 1, :])
-    return (jnp.stack(pull(d), -2),)
+        return (gate.gate_backward(h, dy, name),)
+    product = functools.partial(_gate_times_up, name=name)
+    _, vjp = jax.vjp(product, h[..., 0, :], h[..., 1, :])
+    d_gate, d_up = vjp(dy)
+    return (jnp.stack((d_gate, d_up), -2),)
 
 
 gated.defvjp(_gated_forward, _gated_backward)
+
+
+class UpAxes(NamedTuple):
+    """The axes of an `up` projection behind its input: (gate, up) and F when gated, else F."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+def up_axes(cfg: ModelConfig, ffn: int) -> UpAxes:
+    """The output axes of an `up` projection to `ffn` columns."""
+    if cfg.mlp_gated:
+        return UpAxes((2, ffn), ("pair", "mlp"))
+    return UpAxes((ffn,), ("mlp",))
 
 
 def up_names(cfg: ModelConfig, prefix: str, kind: str) -> tuple[str, ...]:
@@ -84,41 +115,61 @@ def up_names(cfg: ModelConfig, prefix: str, kind: str) -> tuple[str, ...]:
 
 
 class MLP(nnx.Module):
-    """[B, S/tp, D] -> [B, S/tp, D] and no auxiliary loss (`models/moe.py` has one). `up` is
-    [D, 2, F] (gate, up) when gated, else [D, F]."""
+    """[B, S/tp, D] -> [B, S/tp, D] and no auxiliary loss (`models/moe.py` has one).
+
+    `up` is [D, 2, F] (gate, up) when `mlp_gated`, else [D, F]. `down` is [F, D].
+    """
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
-        d, f = cfg.hidden_size, cfg.intermediate_size
-        lead, axes = ((2, f), ("pair", "mlp")) if cfg.mlp_gated else ((f,), ("mlp",))
-        init = normal(cfg.initializer_range)
-        names = up_names(cfg, "mlp", "weight")
-        up = ParamSpec((d, *lead), ("embed", *axes), "matrix", matmul="up", hf=names)
-        down = ParamSpec(
-            (f, d), ("mlp", "embed"), "matrix", matmul="down", hf=("mlp.down_proj.weight",)
+        width, ffn = cfg.hidden_size, cfg.intermediate_size
+        shape, axes = up_axes(cfg, ffn)
+        up = ParamSpec(
+            shape=(width, *shape),
+            axes=("embed", *axes),
+            role="matrix",
+            matmul="up",
+            hf=up_names(cfg, "mlp", "weight"),
         )
-        self.up = declare(rngs, up, init)
+        down = ParamSpec(
+            shape=(ffn, width),
+            axes=("mlp", "embed"),
+            role="matrix",
+            matmul="down",
+            hf=("mlp.down_proj.weight",),
+        )
+        self.up = declare(rngs, up, normal(cfg.initializer_range))
         self.down = declare(rngs, down, normal(out_std))
         if cfg.mlp_bias:
-            up = ParamSpec(lead, axes, "bias", hf=up_names(cfg, "mlp", "bias"))
-            down = ParamSpec((d,), ("embed",), "bias", hf=("mlp.down_proj.bias",))
+            names = up_names(cfg, "mlp", "bias")
+            up = ParamSpec(shape, axes, "bias", hf=names)
+            down = ParamSpec((width,), ("embed",), "bias", hf=("mlp.down_proj.bias",))
             self.up_bias = declare(rngs, up, constant(0.0))
             self.down_bias = declare(rngs, down, constant(0.0))
 
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        cfg = self.cfg
-        plain = cfg.mlp_gated and not cfg.mlp_bias and not ctx.overlaps(x.shape[1])
+        act = self.cfg.hidden_act
+        no_aux = jnp.float32(0)
         up, down = weight_of(self.up), weight_of(self.down)
-        if plain and mlp_fp8.takes(up.recipe, cfg.hidden_act):
+        if self._in_one_function(x, ctx) and mlp_fp8.supports(up.recipe, act):
             x = ctx.parallel.gather_seq(x)
-            y = mlp_fp8.gated_mlp_fp8(x, up, down, cfg.hidden_act)
-            return checkpoint_name(ctx.parallel.scatter_seq(y), "down"), jnp.float32(0)
+            y = mlp_fp8.gated_mlp_fp8(x, up, down, act)
+            y = ctx.parallel.scatter_seq(y)
+            return checkpoint_name(y, "down"), no_aux
         (h,) = column(x, (up,), ctx)
-        bias = self.up_bias[...] if cfg.mlp_bias else None
-        if cfg.mlp_gated:
-            h = gated(h if bias is None else h + bias, cfg.hidden_act)
+        bias = self.up_bias[...] if self.cfg.mlp_bias else None
+        if self.cfg.mlp_gated:
+            h = h if bias is None else h + bias
+            h = gated(h, act)
         else:
-            h = activated(h, bias, cfg.hidden_act)
+            h = activated(h, bias, act)
         y = row(h, down, ctx)
-        return (y + self.down_bias[...] if cfg.mlp_bias else y), jnp.float32(0)
+        if self.cfg.mlp_bias:
+            y = y + self.down_bias[...]
+        return y, no_aux
+
+    def _in_one_function(self, x: jax.Array, ctx: Context) -> bool:
+        """Whether nothing stands between the two matmuls and the gate."""
+        gate_alone = self.cfg.mlp_gated and not self.cfg.mlp_bias
+        return gate_alone and not ctx.overlaps(x.shape[1])

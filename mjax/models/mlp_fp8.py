@@ -26,7 +26,7 @@ from mjax.models.weight import (
 )
 
 
-def takes(recipe: Recipe | None, act: str) -> bool:
+def supports(recipe: Recipe | None, act: str) -> bool:
     """Whether `gated_mlp_fp8` does a block with gate `act`.
 
     Current scaling must know a maximum before it rounds. Transformer Engine has its own passes.

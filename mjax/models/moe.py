@@ -1,12 +1,12 @@
-"""Mixture of experts: a top-k softmax router and dropless gated experts, sharded over ep and tp.
+"""Mixture of experts: a top-k softmax router and dropless experts, sharded over ep and tp.
 
-Each device runs every expert it holds on all tokens of its ep group, weighted by the token's gate,
-which is zero where the expert was not chosen: exact and with static shapes, but E/k times the
-needed work. It proves the axes; a dispatching kernel replaces the loop, not the interface. Router
-after Switch Transformer (arXiv 2101.03961), Mixtral and Qwen3-MoE. The balance loss is per
-sequence (DeepSeek-V3, arXiv 2412.19437; Megatron's seq_aux_loss), so that it is a sum over the
-global batch and depends neither on the mesh nor on micro-batches. All tokens count in it, masked
-ones too: they load the experts alike.
+Each device runs every expert it holds on all tokens of its ep group. It weights the result by the
+token's gate, which is zero where the expert was not chosen. That is exact and has static shapes,
+but does E/k times the work that is needed. It proves the mesh axes; a dispatching kernel replaces
+the loop, not the interface. The router follows Switch Transformer (arXiv 2101.03961), Mixtral and
+Qwen3-MoE. The balance loss is per sequence (DeepSeek-V3, arXiv 2412.19437; Megatron-LM's
+seq_aux_loss). So it is a sum over the global batch and depends neither on the mesh nor on
+micro-batches. Masked tokens count in it too, because they load the experts alike.
 """
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 
 from mjax.config.schema import ModelConfig
 from mjax.models.context import Context
-from mjax.models.mlp import activated, gated, up_names
+from mjax.models.mlp import activated, gated, up_axes, up_names
 from mjax.models.params import declare, normal
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
@@ -24,88 +24,130 @@ from mjax.sharding.spec import ParamSpec
 class MoE(nnx.Module):
     """[B, S/tp, D] -> [B, S/tp, D] and this device's share of the balance loss.
 
-    `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]; `router` is [D, E].
+    `router` is [D, E]. `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]. `down` is
+    [E, F, D].
     """
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
-        e, d, f = cfg.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
-        lead, axes = ((2, f), ("pair", "mlp")) if cfg.mlp_gated else ((f,), ("mlp",))
+        experts, width, ffn = cfg.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
+        shape, axes = up_axes(cfg, ffn)
+        prefix = "mlp.experts.{expert}"
+        router = ParamSpec(
+            shape=(width, experts),
+            axes=("embed", "router"),
+            role="router",
+            hf=("mlp.gate.weight",),
+        )
+        up = ParamSpec(
+            shape=(experts, width, *shape),
+            axes=("experts", "embed", *axes),
+            role="matrix",
+            hf=up_names(cfg, prefix, "weight"),
+        )
+        down = ParamSpec(
+            shape=(experts, ffn, width),
+            axes=("experts", "mlp", "embed"),
+            role="matrix",
+            hf=(f"{prefix}.down_proj.weight",),
+        )
         init = normal(cfg.initializer_range)
-        router = ParamSpec((d, e), ("embed", "router"), "router", hf=("mlp.gate.weight",))
         self.router = declare(rngs, router, init)
-        expert = "mlp.experts.{expert}"
-        names = up_names(cfg, expert, "weight")
-        up = ParamSpec((e, d, *lead), ("experts", "embed", *axes), "matrix", hf=names)
-        names = (f"{expert}.down_proj.weight",)
-        down = ParamSpec((e, f, d), ("experts", "mlp", "embed"), "matrix", hf=names)
-        self.up, self.down = declare(rngs, up, init), declare(rngs, down, normal(out_std))
+        self.up = declare(rngs, up, init)
+        self.down = declare(rngs, down, normal(out_std))
 
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        cfg, par = self.cfg, ctx.parallel
+        cfg, parallel = self.cfg, ctx.parallel
         gates, chosen, probs = route(x, self.router[...], cfg)
-        x, gates = to_experts(x, gates, par)
+        x, gates = to_experts(x, gates, parallel)
 
         @jax.checkpoint  # or every expert's activations of all tokens would be kept
-        def expert(y, own):
-            up, down, gate = own
-            h = _hidden(x, up, cfg) * gate[..., None].astype(x.dtype)
-            return y + jnp.tensordot(h, down, 1, preferred_element_type=jnp.float32), None
+        def add_expert(total: jax.Array, expert: tuple) -> tuple[jax.Array, None]:
+            up, down, gate = expert
+            gate = gate[..., None].astype(x.dtype)
+            h = _hidden(x, up, cfg) * gate
+            y = jnp.tensordot(h, down, 1, preferred_element_type=jnp.float32)
+            return total + y, None
 
-        own = self.up[...], self.down[...], jnp.moveaxis(gates, 2, 0)
-        y, _ = jax.lax.scan(expert, jnp.zeros(x.shape, jnp.float32), own)
-        return from_experts(y.astype(x.dtype), par), balance_loss(chosen, probs, cfg, par)
+        zero = jnp.zeros(x.shape, jnp.float32)
+        experts = self.up[...], self.down[...], jnp.moveaxis(gates, 2, 0)
+        total, _ = jax.lax.scan(add_expert, zero, experts)
+        y = from_experts(total.astype(x.dtype), parallel)
+        return y, balance_loss(chosen, probs, cfg, parallel)
 
 
 def route(
     x: jax.Array, router: jax.Array, cfg: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x [B, S, D] -> fp32 [B, S, E]: gates (zero where not chosen), choices (0 or 1), softmax.
+    """(gates, choices, softmax), fp32 [B, S, E], of x [B, S, D] and a router [D, E].
 
-    Gates are the softmax over the chosen logits with `norm_topk_prob`, else the chosen entries of
-    the softmax over all. Equal logits go to the lower expert.
+    Choices are 0 or 1. Gates are zero where an expert was not chosen. Elsewhere they are the
+    softmax over the chosen logits with `norm_topk_prob`, else that over all logits. Equal logits go
+    to the expert of the lower number.
     """
-    precise = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    logits = jnp.einsum("bsd,de->bse", x.astype(jnp.float32), router.astype(jnp.float32), **precise)
+    logits = jnp.einsum(
+        "bsd,de->bse",
+        x.astype(jnp.float32),
+        router.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
     probs = jax.nn.softmax(logits, -1)
-    _, experts = jax.lax.top_k(jax.lax.stop_gradient(logits), cfg.num_experts_per_tok)
-    chosen = jax.nn.one_hot(experts, cfg.num_experts, dtype=jnp.float32).sum(-2)
-    if not cfg.norm_topk_prob:
-        return probs * chosen, chosen, probs
-    return jax.nn.softmax(logits, -1, where=chosen > 0), chosen, probs
+    constant = jax.lax.stop_gradient(logits)
+    _, experts = jax.lax.top_k(constant, cfg.num_experts_per_tok)
+    one_hot = jax.nn.one_hot(experts, cfg.num_experts, dtype=jnp.float32)
+    chosen = one_hot.sum(-2)
+    if cfg.norm_topk_prob:
+        gates = jax.nn.softmax(logits, -1, where=chosen > 0)
+    else:
+        gates = probs * chosen
+    return gates, chosen, probs
 
 
 def to_experts(x: jax.Array, gates: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
-    """x [B, S/tp, D] and gates [B, S/tp, E] -> [B*ep, S, D] and [B*ep, S, E/ep] of own experts."""
-    x = parallel.all_gather(parallel.gather_seq(x), "ep", 0)
-    gates = parallel.all_gather(parallel.gather_seq(gates), "ep", 0)
+    """(x [B*ep, S, D] of the ep group, gates [B*ep, S, E/ep] of this device's experts).
+
+    They are gathered from x [B, S/tp, D] and gates [B, S/tp, E].
+    """
+    x = parallel.gather_seq(x)
+    x = parallel.all_gather(x, "ep", 0)
+    gates = parallel.gather_seq(gates)
+    gates = parallel.all_gather(gates, "ep", 0)
     return x, parallel.shard(gates, "ep", 2)
 
 
 def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
-    """Partial sums [B*ep, S, D] over own experts and ffn columns -> whole sums [B, S/tp, D]."""
-    return parallel.scatter_seq(parallel.reduce_scatter(y, "ep", 0))
+    """The sums over all experts and ffn columns, [B, S/tp, D].
+
+    `y` [B*ep, S, D] are the sums over this device's experts and ffn columns.
+    """
+    y = parallel.reduce_scatter(y, "ep", 0)
+    return parallel.scatter_seq(y)
 
 
 def balance_loss(
     chosen: jax.Array, probs: jax.Array, cfg: ModelConfig, parallel: Parallel
 ) -> jax.Array:
-    """This device's share of the sum over its sequences of coef * E * sum_e f_e * P_e, fp32.
+    """This device's share of the balance loss, summed over its sequences: fp32 [].
 
-    f_e is the fraction of a sequence's choices that went to expert e, P_e the mean probability:
-    1 * coef for a balanced sequence. [B, S/cp/tp, E] -> scalar; shares add up over cp and tp.
+    The loss of a sequence is coef * E * sum_e f_e * P_e. f_e is the fraction of the sequence's
+    choices that went to expert e, P_e the mean probability of e. A balanced sequence has coef.
+    `chosen` and `probs` are [B, S/cp/tp, E]. Shares add up over cp and tp.
     """
-    if cfg.router_aux_loss_coef == 0:
+    coefficient = cfg.router_aux_loss_coef
+    if coefficient == 0:
         return jnp.float32(0)
-    size = chosen.shape[1] * parallel.size("cp", "tp")
-    counts = parallel.psum(jax.lax.stop_gradient(chosen).sum(1), "cp", "tp")  # of whole sequences
-    f = counts / (size * cfg.num_experts_per_tok)
-    return cfg.router_aux_loss_coef * cfg.num_experts * jnp.sum(f * probs.sum(1) / size)
+    tokens = chosen.shape[1] * parallel.size("cp", "tp")
+    counts = jax.lax.stop_gradient(chosen).sum(1)
+    counts = parallel.psum(counts, "cp", "tp")  # of all tokens of a sequence
+    fractions = counts / (tokens * cfg.num_experts_per_tok)
+    weighted = fractions * probs.sum(1)
+    return coefficient * cfg.num_experts * jnp.sum(weighted / tokens)
 
 
 def _hidden(x: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """[..., D] -> [..., F] of one expert."""
+    """The activations [..., F] of one expert, from x [..., D]."""
     h = jnp.tensordot(x, up, 1)
     if cfg.mlp_gated:
         return gated(h, cfg.hidden_act)
@@ -115,13 +157,19 @@ def _hidden(x: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:
 def reference(
     x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
-    """The same block on one device, token by token and choice by choice, for tests: [T, D]."""
+    """The output [T, D] of the block for x [T, D] on one device, token by token, for tests."""
 
-    def token(x):
+    def token(x: jax.Array) -> jax.Array:
         logits = router.T @ x
         best = jnp.argsort(-logits)[: cfg.num_experts_per_tok]
-        whole = jax.nn.softmax(logits)[best]
-        gates = jax.nn.softmax(logits[best]) if cfg.norm_topk_prob else whole
-        return gates @ jnp.stack([_hidden(x, up[e], cfg) @ down[e] for e in best])
+        if cfg.norm_topk_prob:
+            gates = jax.nn.softmax(logits[best])
+        else:
+            gates = jax.nn.softmax(logits)[best]
+        outputs = []
+        for expert in best:
+            h = _hidden(x, up[expert], cfg)
+            outputs.append(h @ down[expert])
+        return gates @ jnp.stack(outputs)
 
     return jax.lax.map(token, x)

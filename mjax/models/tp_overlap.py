@@ -1,15 +1,16 @@
-"""Tensor parallelism's exchanges in doubling pieces, on their way while others are multiplied.
+"""Tensor parallelism's exchanges in doubling pieces, which run under the matmuls of other pieces.
 
-`gather_matmul` multiplies what has arrived while as much again is on its way; `matmul_scatter`
-sends half of what is left while it multiplies the rest. Each is the transpose of the other, so
-backward passes overlap too. Results and gradients are those of all-gather, matmul, reduce-scatter
-and their transposes. An exchange takes log2(tp) transfers, each a copy between two GPUs that costs
-no multiprocessor, but some 0.1 ms of the host (plan/xla_options.py). Barriers keep matmuls in
-order. Collective matmul after Wang et al., ASPLOS 2023 (doi 10.1145/3567955.3567959); halving and
-doubling after Thakur et al., IJHPCA 2005.
+`gather_matmul` multiplies the shards that have arrived while as many more are on their way.
+`matmul_scatter` sends half of the remaining sums while it multiplies the other half. Each is the
+transpose of the other, so backward passes overlap too. Results and gradients are those of an
+all-gather, a matmul, a reduce-scatter and their transposes. An exchange takes log2(tp) transfers.
+Each is a copy between two GPUs that takes no multiprocessor, but about 0.1 ms of the host
+(`plan/xla_options.py`). Barriers keep matmuls in order. The idea of a collective matmul is that of
+Wang et al., ASPLOS 2023 (doi 10.1145/3567955.3567959); recursive halving and doubling are those of
+Thakur et al., IJHPCA 2005.
 
-The local `matmul(x, w)` is a parameter (precision is its business): any function linear in x and in
-w, [B, s, ...] -> a pytree of [B, s, ...], row by row; w may be a pytree.
+The local `matmul(x, w)` is a parameter, because precision is its business: a function linear in x
+and in w, [B, s, ...] -> a pytree of [B, s, ...], row by row. w may be a pytree.
 """
 
 import functools
@@ -19,119 +20,184 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mjax.models.barriers import wait_for_all
+from mjax.models.barriers import Tree, wait_for_all
 from mjax.sharding.collectives import Parallel
 
 # Tokens in a shard from which on this pays: shorter matmuls hide no transfer.
 MIN_ROWS = 1024
 
-Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+Matmul = Callable[[Tree, Tree], Tree]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def gather_matmul(matmul: Matmul, x: jax.Array, w: jax.Array, parallel: Parallel) -> jax.Array:
-    """matmul(all-gather of x [B, S/tp, ...] over tp, w) -> pytree of [B, S, ...]."""
-    return _gather(matmul, x, w, parallel)[0]
+def gather_matmul(matmul: Matmul, x: jax.Array, w: Tree, parallel: Parallel) -> Tree:
+    """matmul(all-gather of x [B, S/tp, ...] over tp, w) -> a pytree of [B, S, ...] in x's dtype."""
+    y, _ = _gather(matmul, x, w, parallel.tp)
+    return y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def matmul_scatter(matmul: Matmul, h: jax.Array, w: jax.Array, parallel: Parallel) -> jax.Array:
-    """Reduce-scatter over tp of matmul(h [B, S, ...], w) -> pytree of [B, S/tp, ...]."""
-    return _scatter(matmul, h, w, parallel)
+def matmul_scatter(matmul: Matmul, h: jax.Array, w: Tree, parallel: Parallel) -> Tree:
+    """Reduce-scatter over tp of matmul(h [B, S, ...], w) -> a pytree of [B, S/tp, ...]."""
+    return _scatter(matmul, h, w, parallel.tp)
 
 
 def _gather_forward(matmul, x, w, parallel):
-    return _gather(matmul, x, w, parallel)[0], (x, w)
+    y, _ = _gather(matmul, x, w, parallel.tp)
+    return y, (x, w)
 
 
-def _gather_backward(matmul, parallel, kept, dy):
-    x, w = kept
-    # Whole before dx begins: this transfer runs under what made dy.
-    whole, dy = wait_for_all(parallel.gather_seq(x), dy)
-    dx = _scatter(functools.partial(_by_input, matmul, x), dy, w, parallel)
-    return dx, jax.vjp(functools.partial(matmul, whole), w)[1](dy)[0]
+def _gather_backward(matmul, parallel, residuals, dy):
+    x, w = residuals
+    # Gathered before dx begins: this transfer runs under what computes dy.
+    gathered, dy = wait_for_all(parallel.gather_seq(x), dy)
+    transposed = functools.partial(_gradient_of_rows, matmul, x)
+    dx = _scatter(transposed, dy, w, parallel.tp)
+    dw = _gradient_of_weight(matmul, gathered, w, dy)
+    return dx, dw
 
 
 def _scatter_forward(matmul, h, w, parallel):
-    return _scatter(matmul, h, w, parallel), (h, w)
+    y = _scatter(matmul, h, w, parallel.tp)
+    return y, (h, w)
 
 
-def _scatter_backward(matmul, parallel, kept, dy):
-    h, w = kept
-    dh, whole = _gather(functools.partial(_by_input, matmul, h), dy, w, parallel)
-    return dh, jax.vjp(functools.partial(matmul, h), w)[1](whole)[0]
+def _scatter_backward(matmul, parallel, residuals, dy):
+    h, w = residuals
+    transposed = functools.partial(_gradient_of_rows, matmul, h)
+    dh, gathered = _gather(transposed, dy, w, parallel.tp)
+    dw = _gradient_of_weight(matmul, h, w, gathered)
+    return dh, dw
 
 
 gather_matmul.defvjp(_gather_forward, _gather_backward)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _by_input(matmul: Matmul, x: jax.Array, dy: jax.Array, w: jax.Array) -> jax.Array:
-    """The gradient of `matmul` with respect to rows like those of `x`, values aside."""
-    rows = jnp.zeros((*jax.tree.leaves(dy)[0].shape[:2], *x.shape[2:]), x.dtype)
-    return jax.vjp(lambda rows: matmul(rows, w), rows)[1](dy)[0]
+def _gradient_of_rows(matmul: Matmul, like: jax.Array, dy: Tree, w: Tree) -> jax.Array:
+    """The gradient of `matmul` with respect to its rows, which have the width and dtype of `like`.
+
+    A linear function's gradient does not depend on the rows' values.
+    """
+    batch, tokens = jax.tree.leaves(dy)[0].shape[:2]
+    shape = batch, tokens, *like.shape[2:]
+    rows = jnp.zeros(shape, like.dtype)
+
+    def product(rows: jax.Array) -> Tree:
+        return matmul(rows, w)
+
+    _, vjp = jax.vjp(product, rows)
+    (d_rows,) = vjp(dy)
+    return d_rows
 
 
-def _gather(matmul, x, w, parallel):
+def _gradient_of_weight(matmul: Matmul, x: jax.Array, w: Tree, dy: Tree) -> Tree:
+    def product(w: Tree) -> Tree:
+        return matmul(x, w)
+
+    _, vjp = jax.vjp(product, w)
+    (dw,) = vjp(dy)
+    return dw
+
+
+def _gather(matmul: Matmul, x: Tree, w: Tree, tp: int) -> tuple[Tree, Tree]:
     """(matmul of all shards in the order of the sequence, the gathered x)."""
-    held, arrived, outs = x, x, []
-    for k in _doubling(parallel):
-        more = _swap(held, k, parallel)
+    held = x
+    arrived = x
+    products = []
+    for distance in _distances(tp):
+        sent = _swap(held, distance, tp)
         y = matmul(arrived, w)
-        arrived, y = wait_for_all(more, y)
-        held = _join(held, arrived)
-        outs.append(y)
-    outs.append(matmul(arrived, w))
+        arrived, y = wait_for_all(sent, y)
+        held = _concatenate(held, arrived)
+        products.append(y)
+    products.append(matmul(arrived, w))
+    y = _concatenate(*products)
+    return _in_order(y, tp), _in_order(held, tp)
+
+
+def _in_order(tree: Tree, tp: int) -> Tree:
+    """Shards in the order of arrival, [B, S, ...] -> in the order of the sequence."""
     # Device r holds the shards r ^ 0, r ^ 1, ..
-    places = jnp.arange(parallel.tp) ^ lax.axis_index("tp")
+    arrivals = jnp.arange(tp)
+    places = arrivals ^ lax.axis_index("tp")
 
-    def in_order(a):
-        shards = a.reshape(a.shape[0], parallel.tp, -1, *a.shape[2:])
-        return jnp.take(shards, places, 1, mode="clip").reshape(a.shape)
+    def reorder(a: jax.Array) -> jax.Array:
+        batch, _, *width = a.shape
+        shards = a.reshape(batch, tp, -1, *width)
+        shards = jnp.take(shards, places, 1, mode="clip")
+        return shards.reshape(a.shape)
 
-    return jax.tree.map(in_order, _join(*outs)), jax.tree.map(in_order, held)
+    return jax.tree.map(reorder, tree)
 
 
-def _scatter(matmul, h, w, parallel):
-    """Sums travel to the half of the devices that owns them, then on within it."""
-    r, n = lax.axis_index("tp"), parallel.tp
-    rows = jax.tree.leaves(h)[0].shape[1] // n
-    arrived = None  # others' parts of the sums of this device's aligned 2 k shards
-    for k in reversed(_doubling(parallel)):
-        theirs = (r ^ k) // k * k * rows, k * rows
-        y = _add_trees(matmul(_slice_sequence(h, *theirs), w), _half(arrived, (r ^ k) // k % 2))
+def _scatter(matmul: Matmul, h: Tree, w: Tree, tp: int) -> Tree:
+    """The reduce-scatter of matmul(h, w): sums go to the half of the devices that needs them."""
+    device = lax.axis_index("tp")
+    tokens = jax.tree.leaves(h)[0].shape[1]
+    shard = tokens // tp
+    arrived = None  # other devices' parts of the sums of an aligned group of shards
+    for distance in reversed(_distances(tp)):
+        partner = device ^ distance
+        group = partner // distance
+        size = distance * shard
+        piece = _slice_sequence(h, group * distance * shard, size)
+        y = matmul(piece, w)
+        y = _add_trees(y, _half(arrived, group % 2))
         h, y = wait_for_all(h, y)
-        arrived = _add_trees(_swap(y, k, parallel), _half(arrived, r // k % 2))
-    return _add_trees(matmul(_slice_sequence(h, r * rows, rows), w), arrived)
+        received = _swap(y, distance, tp)
+        kept = _half(arrived, device // distance % 2)
+        arrived = _add_trees(received, kept)
+    piece = _slice_sequence(h, device * shard, shard)
+    y = matmul(piece, w)
+    return _add_trees(y, arrived)
 
 
-def _doubling(parallel: Parallel) -> list[int]:
-    """1, 2, .., tp / 2."""
-    return [1 << i for i in range(parallel.tp.bit_length() - 1)]
+def _distances(tp: int) -> list[int]:
+    """1, 2, 4, .., tp / 2."""
+    steps = tp.bit_length() - 1
+    return [1 << step for step in range(steps)]
 
 
-def _swap(tree, k: int, parallel: Parallel):
-    """Of device r ^ k, on device r."""
-    pairs = [(i, i ^ k) for i in range(parallel.tp)]
-    return jax.tree.map(lambda a: lax.ppermute(a, "tp", pairs), tree)
+def _swap(tree: Tree, distance: int, tp: int) -> Tree:
+    """What device r ^ `distance` holds, on device r."""
+    pairs = [(device, device ^ distance) for device in range(tp)]
+
+    def swap(a: jax.Array) -> jax.Array:
+        return lax.ppermute(a, "tp", pairs)
+
+    return jax.tree.map(swap, tree)
 
 
-def _join(*trees):
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *trees)
+def _concatenate(*trees: Tree) -> Tree:
+    def concatenate(*parts: jax.Array) -> jax.Array:
+        return jnp.concatenate(parts, 1)
+
+    return jax.tree.map(concatenate, *trees)
 
 
-def _slice_sequence(tree, start, size: int):
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size, 1), tree)
+def _slice_sequence(tree: Tree, start: jax.Array, size: int) -> Tree:
+    """`size` rows of [B, s, ...] from `start` on."""
+
+    def cut(a: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(a, start, size, 1)
+
+    return jax.tree.map(cut, tree)
 
 
-def _half(tree, which):
-    """Rows of the first or the second half."""
+def _half(tree: Tree | None, which: jax.Array) -> Tree | None:
+    """The first (0) or the second half (1) of the rows of [B, s, ...]; None of None."""
+    if tree is None:
+        return None
 
-    def cut(a):
-        return _slice_sequence(a, which * (a.shape[1] // 2), a.shape[1] // 2)
+    def half(a: jax.Array) -> jax.Array:
+        size = a.shape[1] // 2
+        return lax.dynamic_slice_in_dim(a, which * size, size, 1)
 
-    return None if tree is None else jax.tree.map(cut, tree)
+    return jax.tree.map(half, tree)
 
 
-def _add_trees(a, b):
-    return a if b is None else jax.tree.map(jnp.add, a, b)
+def _add_trees(a: Tree, b: Tree | None) -> Tree:
+    if b is None:
+        return a
+    return jax.tree.map(jnp.add, a, b)
