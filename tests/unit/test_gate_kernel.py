@@ -243,6 +243,6 @@ def test_a_step_is_what_it_was(monkeypatch):
         return "gated_mlp" in trainer.lower().as_text(debug_info=True), measure(trainer, 1).first
 
     has, result = step()
-    monkeypatch.setattr(mlp_fp8, "takes", lambda *_: False)
+    monkeypatch.setattr(mlp_fp8, "supports", lambda *_: False)
     had, before = step()
     assert has and not had and deviation(result, before) < 1e-5
