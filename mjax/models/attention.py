@@ -26,42 +26,65 @@ Cache = tuple[jax.Array, jax.Array]  # keys, values, each [B, T, K, H]
 
 
 class Attention(nnx.Module):
-    """[B, S/tp, D] -> [B, S/tp, D], causal, optionally windowed and within segments."""
+    """[B, S/tp, D] -> [B, S/tp, D]: causal attention, optionally windowed and within segments.
+
+    `q` is [D, N, H], `kv` [D, 2, K, H] (key, value), `out` [N, H, D].
+    """
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
-        d, n, k, h = (
-            cfg.hidden_size,
-            cfg.num_attention_heads,
-            cfg.num_key_value_heads,
-            cfg.head_dim,
+        width, head = cfg.hidden_size, cfg.head_dim
+        heads, kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
+        q_axes = ("heads", "head_dim")
+        kv_axes = ("pair", "kv_heads", "head_dim")
+        q = ParamSpec(
+            shape=(width, heads, head),
+            axes=("embed", *q_axes),
+            role="matrix",
+            matmul="q",
+            hf=_hf_names("q", "weight"),
         )
-        init, zero = normal(cfg.initializer_range), constant(0.0)
-        q_axes, kv_axes = ("heads", "head_dim"), ("pair", "kv_heads", "head_dim")
-        q = ParamSpec((d, n, h), ("embed", *q_axes), "matrix", matmul="q", hf=_names("q", "weight"))
         kv = ParamSpec(
-            (d, 2, k, h), ("embed", *kv_axes), "matrix", matmul="kv", hf=_names("kv", "weight")
+            shape=(width, 2, kv_heads, head),
+            axes=("embed", *kv_axes),
+            role="matrix",
+            matmul="kv",
+            hf=_hf_names("kv", "weight"),
         )
         out = ParamSpec(
-            (n, h, d), (*q_axes, "embed"), "matrix", 2, "attn_proj", hf=_names("o", "weight")
+            shape=(heads, head, width),
+            axes=(*q_axes, "embed"),
+            role="matrix",
+            inputs=2,
+            matmul="attn_proj",
+            hf=_hf_names("o", "weight"),
         )
-        self.q, self.kv = declare(rngs, q, init), declare(rngs, kv, init)
+        init, zero = normal(cfg.initializer_range), constant(0.0)
+        self.q = declare(rngs, q, init)
+        self.kv = declare(rngs, kv, init)
         self.out = declare(rngs, out, normal(out_std))
         if cfg.attention_bias:
-            q = ParamSpec((n, h), q_axes, "bias", hf=_names("q", "bias"))
-            kv = ParamSpec((2, k, h), kv_axes, "bias", hf=_names("kv", "bias"))
-            self.q_bias, self.kv_bias = declare(rngs, q, zero), declare(rngs, kv, zero)
+            q = ParamSpec((heads, head), q_axes, "bias", hf=_hf_names("q", "bias"))
+            kv = ParamSpec((2, kv_heads, head), kv_axes, "bias", hf=_hf_names("kv", "bias"))
+            self.q_bias = declare(rngs, q, zero)
+            self.kv_bias = declare(rngs, kv, zero)
         if cfg.attention_out_bias:
-            bias = ParamSpec((d,), ("embed",), "bias", hf=_names("o", "bias"))
+            bias = ParamSpec((width,), ("embed",), "bias", hf=_hf_names("o", "bias"))
             self.out_bias = declare(rngs, bias, zero)
         if cfg.qk_norm:
-            whole = cfg.qk_norm_all_heads
-            for name, heads, axis in (("q_norm", n, "heads"), ("k_norm", k, "kv_heads")):
-                sizes, axes = ((heads, h), (axis, "head_dim")) if whole else ((h,), ("head_dim",))
-                setattr(self, name, Norm(cfg, sizes, axes, f"self_attn.{name}", rngs))
+            self.q_norm = self._head_norm("q_norm", heads, "heads", rngs)
+            self.k_norm = self._head_norm("k_norm", kv_heads, "kv_heads", rngs)
         if cfg.attention_sinks:
-            sinks = ParamSpec((n,), ("heads",), "scalar", hf=("self_attn.sinks",))
+            sinks = ParamSpec((heads,), ("heads",), "scalar", hf=("self_attn.sinks",))
             self.sinks = declare(rngs, sinks, init)
+
+    def _head_norm(self, name: str, heads: int, axis: str, rngs: nnx.Rngs) -> Norm:
+        """The norm of queries or keys: of each head, or of all heads together."""
+        sizes: tuple[int, ...] = (self.cfg.head_dim,)
+        axes: tuple[str, ...] = ("head_dim",)
+        if self.cfg.qk_norm_all_heads:
+            sizes, axes = (heads, *sizes), (axis, *axes)
+        return Norm(self.cfg, sizes, axes, f"self_attn.{name}", rngs)
 
     @jax.named_scope("attention")
     def __call__(
@@ -75,27 +98,27 @@ class Attention(nnx.Module):
         salt: jax.Array | int = 0,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        cfg, par = self.cfg, ctx.parallel
+        cfg, parallel = self.cfg, ctx.parallel
         q, k, v = self._project(x, ctx)
         if cfg.qk_norm:
-            q, k = self.q_norm(q, par), self.k_norm(k, par)
+            q = self.q_norm(q, parallel)
+            k = self.k_norm(k, parallel)
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q = apply_rope(q, rope)
+            k = apply_rope(k, rope)
         key_columns, key_segments = tokens.columns, tokens.segments
         if cache is not None:
-            start = (0, tokens.columns[0], 0, 0)
-            copies = cache[0].shape[2] // k.shape[2]  # of each kv head (infer/cache.py)
-            cache = tuple(
-                jax.lax.dynamic_update_slice(c, jnp.repeat(new, copies, 2).astype(c.dtype), start)
-                for c, new in zip(cache, (k, v), strict=True)
-            )
-            (k, v), key_segments = cache, tokens.key_segments
+            first = tokens.columns[0]
+            k = _write_to_cache(cache[0], k, first)
+            v = _write_to_cache(cache[1], v, first)
+            cache = k, v
             key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
-        o = context_attention(
+            key_segments = tokens.key_segments
+        out = context_attention(
             q,
             k,
             v,
-            parallel=par,
+            parallel=parallel,
             cp_type=ctx.cp_type,
             cp_a2a=ctx.cp_a2a,
             permute=ctx.permute,
@@ -109,49 +132,62 @@ class Attention(nnx.Module):
             max_documents=ctx.max_documents,
             implementation=ctx.attention if cache is None else "xla",
         )
-        y = row(o, weight_of(self.out), ctx)
-        return (y + self.out_bias[...] if cfg.attention_out_bias else y), cache
+        y = row(out, weight_of(self.out), ctx)
+        if cfg.attention_out_bias:
+            y = y + self.out_bias[...]
+        return y, cache
 
     def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, N/tp, H] and the k, v [B, S, K', H] that these query heads use."""
-        par = ctx.parallel
-        q, kv = column(x, (weight_of(self.q), self._own_kv_weight(par)), ctx)
+        kv_weight = self._local_kv_weight(ctx.parallel)
+        q, kv = column(x, (weight_of(self.q), kv_weight), ctx)
         if self.cfg.attention_bias:
             q = q + self.q_bias[...]
-            kv = kv + _own_kv(self.kv_bias[...], self.cfg, par)
+            kv = kv + _local_kv_heads(self.kv_bias[...], self.cfg, ctx.parallel)
         return q, kv[..., 0, :, :], kv[..., 1, :, :]
 
-    def _own_kv_weight(self, parallel: Parallel) -> Weight:
+    def _local_kv_weight(self, parallel: Parallel) -> Weight:
         """The kv weight of this device's query heads.
 
         Where tp does not divide the kv heads it is a part of the weight that the device holds, and
         neither 8-bit forms nor running sums are made of it (`models/layers.py`).
         """
         weight = weight_of(self.kv)
-        return replace(weight, value=_own_kv(weight.value, self.cfg, parallel))
+        value = _local_kv_heads(weight.value, self.cfg, parallel)
+        return replace(weight, value=value)
 
     def _dropout(self, tokens: Tokens, ctx: Context, salt: jax.Array | int) -> tuple | None:
         """(rate, key, rows, global head numbers) for dropout on attention probabilities."""
         if self.cfg.attention_dropout == 0 or not ctx.dropout:
             return None
-        n = self.cfg.num_attention_heads // ctx.parallel.tp
-        heads = ctx.parallel.index("tp") * n + jnp.arange(n)
+        local = self.cfg.num_attention_heads // ctx.parallel.tp
+        heads = ctx.parallel.index("tp") * local + jnp.arange(local)
         key = jax.random.fold_in(tokens.key, salt)
         return self.cfg.attention_dropout, key, tokens.rows, heads
 
 
-def _names(which: str, kind: str) -> tuple[str, ...]:
-    """Hugging Face names of the projections called `which`, one for each letter."""
-    return tuple(f"self_attn.{letter}_proj.{kind}" for letter in which)
+def _write_to_cache(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
+    """A cache [B, T, K, H] with the keys or values `new` [B, S, K', H] from column `first` on."""
+    copies = cache.shape[2] // new.shape[2]  # of each kv head (infer/cache.py)
+    new = jnp.repeat(new, copies, 2).astype(cache.dtype)
+    return jax.lax.dynamic_update_slice(cache, new, (0, first, 0, 0))
 
 
-def _own_kv(w: jax.Array, cfg: ModelConfig, par: Parallel) -> jax.Array:
+def _hf_names(letters: str, kind: str) -> tuple[str, ...]:
+    """Hugging Face names of the projections, one for each letter."""
+    return tuple(f"self_attn.{letter}_proj.{kind}" for letter in letters)
+
+
+def _local_kv_heads(w: jax.Array, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
     """The kv heads (axis -2) of `w` that this device's query heads use."""
-    k, n = cfg.num_key_value_heads, cfg.num_attention_heads // par.tp
-    if k % par.tp == 0:
+    kv_heads = cfg.num_key_value_heads
+    if kv_heads % parallel.tp == 0:
         return w  # already this device's share
-    group = cfg.num_attention_heads // k
-    first = par.index("tp") * n
-    if group % n == 0:  # all query heads here read one kv head
-        return jax.lax.dynamic_slice_in_dim(w, first // group, 1, w.ndim - 2)
-    return jnp.take(w, (first + jnp.arange(n)) // group, axis=w.ndim - 2)
+    axis = w.ndim - 2
+    heads = cfg.num_attention_heads // parallel.tp
+    group = cfg.num_attention_heads // kv_heads
+    first = parallel.index("tp") * heads
+    if group % heads == 0:  # all query heads of the device read one kv head
+        return jax.lax.dynamic_slice_in_dim(w, first // group, 1, axis)
+    kv_head = (first + jnp.arange(heads)) // group
+    return jnp.take(w, kv_head, axis=axis)

@@ -16,8 +16,9 @@ from mjax.sharding.spec import ParamSpec
 class Norm(nnx.Module):
     """`cfg.norm` over the trailing axes `sizes` (one, or heads and head_dim), named `axes`.
 
-    Gain, and bias for LayerNorm, have that shape; a zero-centred gain stores g - 1. Heads may be
-    split over tp: `__call__` then sums the statistics over it. `hf`: as in `ParamSpec`.
+    The gain has that shape, and so has the bias of LayerNorm. A zero-centered gain g is stored as
+    g - 1. Heads may be split over tp: `__call__` then sums the statistics over it. `hf` is the name
+    of the module in Hugging Face's checkpoints.
     """
 
     def __init__(
@@ -38,22 +39,29 @@ class Norm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
+        gain, bias = self._weights()
         if len(self.sizes) == 1:
-            return kernel.norm(x, *self._weights(), eps=self.cfg.norm_eps)
+            return kernel.norm(x, gain, bias, eps=self.cfg.norm_eps)
 
         def mean(y: jax.Array) -> jax.Array:
-            total = parallel.psum(jnp.sum(y, (-2, -1), keepdims=True), "tp")
+            total = jnp.sum(y, (-2, -1), keepdims=True)
+            total = parallel.psum(total, "tp")
             return total / math.prod(self.sizes)
 
-        return kernel.reference(x, *self._weights(), self.cfg.norm_eps, mean)
+        return kernel.reference(x, gain, bias, self.cfg.norm_eps, mean)
 
     @jax.named_scope("norm")
     def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(normed x, x): a residual stream goes on with the second (`kernels/norm.py`)."""
-        return kernel.fork(x, *self._weights(), eps=self.cfg.norm_eps)
+        gain, bias = self._weights()
+        return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps)
 
     def _weights(self) -> tuple[jax.Array, jax.Array | None]:
-        """The fp32 factor, and the bias of LayerNorm."""
+        """(the factor on x, the bias of LayerNorm), fp32."""
         gain = self.gain[...].astype(jnp.float32)
-        gain = 1.0 + gain if self.cfg.norm_zero_centered else gain
-        return gain, self.bias[...].astype(jnp.float32) if self.cfg.norm == "layernorm" else None
+        if self.cfg.norm_zero_centered:
+            gain = 1.0 + gain
+        if self.cfg.norm != "layernorm":
+            return gain, None
+        bias = self.bias[...].astype(jnp.float32)
+        return gain, bias

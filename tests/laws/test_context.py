@@ -16,14 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.errors import UserError
 from mjax.kernels import attention as kernels
-from mjax.models.context_attention import (
-    AllToAllGroup,
-    Ring,
-    _ring,
-    choose,
-    context_attention,
-    zigzag,
-)
+from mjax.models.context_attention import choose, context_attention, zigzag
+from mjax.models.ring_attention import Ring, ring_attention
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 
@@ -153,7 +147,7 @@ def test_ring_equals_whole_attention(cp, at_once, packed, window):
     q, k, v, d_out = arrays()
     segments = documents() if packed else None
     mesh = Mesh(np.array(jax.devices()[:cp]), ("cp",), axis_types=(AxisType.Auto,))
-    ring = Ring(AllToAllGroup(cp, 1), at_once, SCALE, window, "xla")
+    ring = Ring(cp, 1, at_once, SCALE, window, "xla")
     order = zigzag(S, cp)
     spec = P(None, "cp")
     columns = np.broadcast_to(order.astype(np.int32), (B, S))
@@ -162,7 +156,7 @@ def test_ring_equals_whole_attention(cp, at_once, packed, window):
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     def run(q, k, v, d_out, places):
-        out, transpose = jax.vjp(lambda *x: _ring(*x, places, ring), q, k, v)
+        out, transpose = jax.vjp(lambda *x: ring_attention(*x, places, ring), q, k, v)
         return out, *transpose(d_out)
 
     mine = run(*(x[:, order] for x in (q, k, v, d_out)), places)
