@@ -6,6 +6,7 @@ stacked and scanned; a scan's body spells out one period of the layer pattern.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,9 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, stack: str, rngs: nnx.Rngs):
         self.cfg = cfg
-        scale = (2 * cfg.num_hidden_layers) ** -0.5 if cfg.scaled_output_init else 1.0
-        out_std = cfg.initializer_range * scale
+        out_std = cfg.initializer_range
+        if cfg.scaled_output_init:
+            out_std = out_std * (2 * cfg.num_hidden_layers) ** -0.5
         norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
         before = cfg.norm_placement in ("pre", "sandwich")
         after = cfg.norm_placement in ("post", "sandwich")
@@ -43,7 +45,8 @@ class Block(nnx.Module):
         self.attention_post_norm = norm("post_attention_layernorm") if after else None
         name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
         self.mlp_norm = norm(name) if before else None
-        self.mlp = (MoE if stack == "moe" else MLP)(cfg, out_std, rngs)
+        feed_forward = MoE if stack == "moe" else MLP
+        self.mlp = feed_forward(cfg, out_std, rngs)
         self.mlp_post_norm = norm("post_feedforward_layernorm") if after else None
 
     def __call__(
@@ -57,10 +60,13 @@ class Block(nnx.Module):
         layer: jax.Array | int = 0,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """The new x, this device's share of the block's auxiliary loss, the new cache."""
+        """(the new x [B, S/tp, D], this device's share of the auxiliary loss, the new cache).
+
+        `layer` is the number of the layer in the model, which dropout is keyed by.
+        """
         cfg = self.cfg
         salt = _EMBED_SALT + 1 + 3 * layer
-        h, x = _forked(self.attention_norm, x)
+        h, x = _fork(self.attention_norm, x)
         h, cache = self.attention(
             h,
             tokens,
@@ -70,27 +76,32 @@ class Block(nnx.Module):
             salt=salt,
             cache=cache,
         )
-        h = _scaled(_normed(self.attention_post_norm, h), cfg.residual_multiplier)
+        if self.attention_post_norm is not None:
+            h = self.attention_post_norm(h)
+        h = _scaled(h, cfg.residual_multiplier)
         h = ctx.tap("attention", h)
         x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 1)
-        h, x = _forked(self.mlp_norm, x)
+        h, x = _fork(self.mlp_norm, x)
         h, aux = self.mlp(h, ctx)
-        h = _scaled(_normed(self.mlp_post_norm, h), cfg.residual_multiplier)
+        if self.mlp_post_norm is not None:
+            h = self.mlp_post_norm(h)
+        h = _scaled(h, cfg.residual_multiplier)
         h = ctx.tap("mlp", h)
-        return x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2), aux, cache
+        x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2)
+        return x, aux, cache
 
 
-def _normed(norm: Norm | None, x: jax.Array) -> jax.Array:
-    return x if norm is None else norm(x)
-
-
-def _forked(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a branch reads, and the stream that passes it by."""
-    return (x, x) if norm is None else norm.fork(x)
+def _fork(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(what a branch reads, the residual stream that passes it by)."""
+    if norm is None:
+        return x, x
+    return norm.fork(x)
 
 
 def _scaled(x: jax.Array, factor: float | None) -> jax.Array:
-    return x if factor is None else x * jnp.asarray(factor, x.dtype)
+    if factor is None:
+        return x
+    return x * jnp.asarray(factor, x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -100,23 +111,31 @@ class Decoder(nnx.Module):
         self.cfg = cfg
         self.kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
         init = normal(cfg.initializer_range)
-        table = (cfg.padded_vocab_size, cfg.hidden_size), ("vocab", "embed")
-        spec = ParamSpec(*table, "embedding", hf=("model.embed_tokens.weight",))
-        self.embedding = declare(rngs, spec, init)
+        table = ParamSpec(
+            shape=(cfg.padded_vocab_size, cfg.hidden_size),
+            axes=("vocab", "embed"),
+            role="embedding",
+            hf=("model.embed_tokens.weight",),
+        )
+        self.embedding = declare(rngs, table, init)
         if cfg.position_embedding == "learned":
-            shape, hf = (
-                (cfg.max_position_embeddings, cfg.hidden_size),
-                ("model.embed_positions.weight",),
+            positions = ParamSpec(
+                shape=(cfg.max_position_embeddings, cfg.hidden_size),
+                axes=("positions", "embed"),
+                role="embedding",
+                hf=("model.embed_positions.weight",),
             )
-            spec = ParamSpec(shape, ("positions", "embed"), "embedding", hf=hf)
-            self.position_embedding = declare(rngs, spec, init)
-        self.stacks = tuple(sorted({STACK_OF[kind] for kind in self.kinds}))  # .dense, .moe
+            self.position_embedding = declare(rngs, positions, init)
+        stack_of_layers = [STACK_OF[kind] for kind in self.kinds]
+        self.stacks = tuple(sorted(set(stack_of_layers)))  # attributes .dense, .moe
         for name in self.stacks:
-            count = sum(STACK_OF[kind] == name for kind in self.kinds)
-            setattr(self, name, stack(functools.partial(Block, cfg, name), count, rngs))
+            make_block = functools.partial(Block, cfg, name)
+            layers = stack(make_block, stack_of_layers.count(name), rngs)
+            setattr(self, name, layers)
         self.final_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "model.norm", rngs)
         if not cfg.tie_word_embeddings:
-            self.head = declare(rngs, ParamSpec(*table, "head", hf=("lm_head.weight",)), init)
+            head = replace(table, role="head", hf=("lm_head.weight",))
+            self.head = declare(rngs, head, init)
 
     def __call__(
         self,
@@ -128,28 +147,36 @@ class Decoder(nnx.Module):
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh)."""
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and loss()"
         info = tokens_of(tokens.shape, positions, segments)
-        return self.logits(self.hidden(tokens, info, ctx)[0])
+        x, _, _ = self.hidden(tokens, info, ctx)
+        return self.logits(x)
 
     def hidden(
         self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Cache | None = None
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """tokens [B, S] -> final normed activations [B, S, D], whole along tp.
+        """(final normed activations [B, S, D], share of the auxiliary losses, new caches).
 
-        Also returns this device's share of the auxiliary losses, summed over layers and sequences,
-        and the updated caches, whose leaves are [L, B, T, K, H].
+        `tokens` are int32 [B, S]. The share is this device's, fp32, summed over layers and
+        sequences. Leaves of the caches are [L, B, T, K, H].
         """
-        x, aux, caches = self.layers(self.embed(tokens, info, ctx), info, ctx, caches)
-        return ctx.parallel.gather_seq(self.final_norm(x)), aux, caches
+        x = self.embed(tokens, info, ctx)
+        x, aux, caches = self.layers(x, info, ctx, caches)
+        x = ctx.parallel.gather_seq(self.final_norm(x))
+        return x, aux, caches
 
     def layers(
         self, x: jax.Array, info: Tokens, ctx: Context, caches: Cache | None = None
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """[B, S/tp, D] through the layers that this module holds, stacked, in scans."""
-        stacks = {name: split(getattr(self, name)) for name in self.stacks}
-        blocks = {name: definition for name, (definition, _) in stacks.items()}
-        weights = {name: params for name, (_, params) in stacks.items()}
-        layers = Layers(blocks, Execution(plain_layers(self.kinds)), ctx)
-        return layers.run(weights, x, LayerInputs(info, self.rope(info, ctx)), caches=caches)
+        """`hidden` from the first layer's input x [B, S/tp, D] to the last one's output.
+
+        The layers are those that this module holds, stacked; they run in scans.
+        """
+        blocks, weights = {}, {}
+        for name in self.stacks:
+            blocks[name], weights[name] = split(getattr(self, name))
+        execution = Execution(plain_layers(self.kinds))
+        inputs = LayerInputs(info, self.rope(info, ctx))
+        layers = Layers(blocks, execution, ctx)
+        return layers.run(weights, x, inputs, caches=caches)
 
     def loss(
         self, batch: dict[str, jax.Array], info: Tokens, ctx: Context, chunk: int | None
@@ -159,63 +186,83 @@ class Decoder(nnx.Module):
         The first is equal on all tp devices. The second is this device's share, summed over layers
         and sequences.
         """
-        x, aux, _ = self.layers(self.embed(batch["tokens"], info, ctx), info, ctx)
+        x = self.embed(batch["tokens"], info, ctx)
+        x, aux, _ = self.layers(x, info, ctx)
         return self.head_loss(x, batch, ctx, chunk), aux
 
     @jax.named_scope("head")
     def head_loss(
         self, x: jax.Array, batch: dict[str, jax.Array], ctx: Context, chunk: int | None
     ) -> jax.Array:
-        """Sum of loss_mask * loss of the last block's output [B, S/tp, D]."""
-        x = self._head_input(ctx.parallel.gather_seq(self.final_norm(x)))
+        """The sum of loss_mask * loss, fp32 [], of the last layer's output x [B, S/tp, D].
+
+        `chunk` is the number of tokens whose logits exist at a time; None: by memory.
+        """
+        x = ctx.parallel.gather_seq(self.final_norm(x))
+        x = self._head_input(x)
+        terms = Terms(
+            self.cfg.vocab_size,
+            self.cfg.final_logit_softcapping,
+            ctx.label_smoothing,
+            ctx.z_loss,
+        )
         return cross_entropy(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
             batch["labels"].reshape(-1),
             batch["loss_mask"].reshape(-1),
-            terms=Terms(
-                self.cfg.vocab_size,
-                self.cfg.final_logit_softcapping,
-                ctx.label_smoothing,
-                ctx.z_loss,
-            ),
+            terms=terms,
             parallel=ctx.parallel,
             chunk=chunk,
         )
 
     @jax.named_scope("embed")
     def embed(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
-        """[B, S] -> [B, S/tp, D]: vocabulary-parallel look-up, reduced into the sequence shards."""
-        cfg, par = self.cfg, ctx.parallel
+        """The input of the first layer, [B, S/tp, D], of int32 tokens [B, S].
+
+        Each tp device looks up its part of the vocabulary; the sum is scattered over the sequence.
+        """
+        cfg, parallel = self.cfg, ctx.parallel
         table = self.embedding[...]
-        place = tokens - par.index("tp") * table.shape[0]
-        here = (place >= 0) & (place < table.shape[0])
-        x = jnp.take(table, jnp.where(here, place, 0), axis=0)
-        x = par.scatter_seq(jnp.where(here[..., None], x, 0))
+        rows = table.shape[0]
+        row = tokens - parallel.index("tp") * rows
+        is_local = (row >= 0) & (row < rows)
+        x = jnp.take(table, jnp.where(is_local, row, 0), axis=0)
+        x = jnp.where(is_local[..., None], x, 0)
+        x = parallel.scatter_seq(x)
         x = _scaled(x, cfg.embedding_multiplier)
         if cfg.position_embedding == "learned":
-            positions = par.shard_seq(info.positions)
+            positions = parallel.shard_seq(info.positions)
             x = x + jnp.take(self.position_embedding[...], positions, axis=0)
         return dropout(x, cfg.hidden_dropout, info, ctx, _EMBED_SALT)
 
     def head_table(self) -> jax.Array:
-        """[V/tp, D]."""
-        return (self.embedding if self.cfg.tie_word_embeddings else self.head)[...]
+        """The weight of the head, [V/tp, D]: the embedding's, if they are tied."""
+        table = self.embedding if self.cfg.tie_word_embeddings else self.head
+        return table[...]
 
     def _head_input(self, x: jax.Array) -> jax.Array:
-        return _scaled(x, None if self.cfg.logits_scaling is None else 1 / self.cfg.logits_scaling)
+        if self.cfg.logits_scaling is None:
+            return x
+        return _scaled(x, 1 / self.cfg.logits_scaling)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., D] -> fp32 [..., vocab_size], for evaluation and generation outside tp."""
-        w, x = self.head_table(), self._head_input(x)
+        w = self.head_table()
+        x = self._head_input(x)
         z = jnp.einsum("...d,vd->...v", x, w, preferred_element_type=jnp.float32)
         z = z[..., : self.cfg.vocab_size]  # not w: cutting a sharded table would move it
         cap = self.cfg.final_logit_softcapping
-        return z if cap is None else cap * jnp.tanh(z / cap)
+        if cap is None:
+            return z
+        return cap * jnp.tanh(z / cap)
 
     def rope(self, info: Tokens, ctx: Context) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Tables of each kind of block that turns its queries and keys."""
+        """The tables (cos, sin) of each kind of layer that rotates its queries and keys."""
         if self.cfg.position_embedding != "rope":
             return {}
-        kinds = sorted(set(self.kinds) - {"N"})
-        return {k: rope_tables(self.cfg, info.positions, k == "L", ctx.parallel) for k in kinds}
+        tables = {}
+        for kind in sorted(set(self.kinds) - {"N"}):
+            local = kind == "L"
+            tables[kind] = rope_tables(self.cfg, info.positions, local, ctx.parallel)
+        return tables
