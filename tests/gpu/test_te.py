@@ -91,7 +91,7 @@ def test_product_and_gradients_are_those_of_xla(shape, delayed, rounded):
 def test_a_step_of_a_model_is_that_of_xla(recipe, monkeypatch):
     """With the same roundings: where `xla` rounds within the gate's kernels, a bf16 rounding less
     puts other elements on other FP8 neighbours, and gradients are as far apart as from bf16's."""
-    monkeypatch.setattr(mlp_fp8, "takes", lambda *_: False)
+    monkeypatch.setattr(mlp_fp8, "supports", lambda *_: False)
 
     def run(backend: str):
         keys = f"precision.fp8={recipe}", f"precision.fp8_backend={backend}"
