@@ -1,4 +1,4 @@
-"""How a Flax module declares its parameters, and how it is taken apart and put together.
+"""How a Flax module declares its parameters, and how it is split from them and bound to them again.
 
 NNX modules declare parameters and compose the model. The step works on plain pytrees: a module is
 split once into a `Definition` and a nested dict of arrays, and bound again while tracing.
@@ -13,40 +13,60 @@ from flax import nnx
 
 from mjax.sharding.spec import ParamSpec, is_spec
 
-Init = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+# (key, shape, dtype) -> initial values
+Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 
-def normal(std: float) -> Init:
+def normal(std: float) -> Initializer:
     """Draws from a normal distribution with mean 0."""
-    return lambda key, shape, dtype: std * jax.random.normal(key, shape, dtype)
+
+    def draw(key, shape, dtype):
+        return std * jax.random.normal(key, shape, dtype)
+
+    return draw
 
 
-def constant(value: float) -> Init:
+def constant(value: float) -> Initializer:
     """Fills with one value."""
-    return lambda key, shape, dtype: jnp.full(shape, value, dtype)
+
+    def fill(key, shape, dtype):
+        return jnp.full(shape, value, dtype)
+
+    return fill
 
 
-def declare(rngs: nnx.Rngs, spec: ParamSpec, init: Init) -> nnx.Param:
+def declare(rngs: nnx.Rngs, spec: ParamSpec, init: Initializer) -> nnx.Param:
     """An fp32 parameter that carries its declaration as metadata `spec`."""
-    return nnx.Param(init(rngs.params(), spec.shape, jnp.float32), spec=spec)
+    key = rngs.params()
+    value = init(key, spec.shape, jnp.float32)
+    return nnx.Param(value, spec=spec)
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
     """One module whose every parameter holds those of that many independent layers, stacked."""
 
-    def values(key: jax.Array) -> dict:
-        return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param))
+    def abstract() -> nnx.Module:
+        return make(nnx.Rngs(params=0))
 
-    definition, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    stacked = jax.vmap(values)(jax.random.split(rngs.params(), layers))
-    specs = jax.tree.map(lambda spec: spec.stacked(layers), specs_of(state), is_leaf=is_spec)
-    return nnx.merge(definition, state_from(stacked, specs))
+    def initial_values(key: jax.Array) -> dict:
+        layer = make(nnx.Rngs(params=key))
+        return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+
+    graph, state = nnx.split(nnx.eval_shape(abstract))
+    keys = jax.random.split(rngs.params(), layers)
+    values = jax.vmap(initial_values)(keys)
+    specs = specs_of(state)
+    specs = jax.tree.map(lambda spec: spec.stacked(layers), specs, is_leaf=is_spec)
+    return nnx.merge(graph, state_from(values, specs))
 
 
 def specs_of(state: nnx.State | nnx.Module) -> dict:
-    """A nested dict of `ParamSpec`, one per parameter."""
-    state = nnx.state(state, nnx.Param) if isinstance(state, nnx.Module) else state
-    flat = {path: param.get_metadata("spec") for path, param in nnx.to_flat_state(state)}
+    """A nested dict of `ParamSpec`, one for each parameter."""
+    if isinstance(state, nnx.Module):
+        state = nnx.state(state, nnx.Param)
+    flat = {}
+    for path, param in nnx.to_flat_state(state):
+        flat[path] = param.get_metadata("spec")
     return nnx.traversals.unflatten_mapping(flat)
 
 
@@ -55,9 +75,11 @@ def state_from(values: dict, specs: dict) -> nnx.State:
 
     A value is an array or a `Weight` (`models/weight.py`).
     """
-    params = jax.tree.map(
-        lambda spec, value: nnx.Param(value, spec=spec), specs, values, is_leaf=is_spec
-    )
+
+    def param(spec: ParamSpec, value) -> nnx.Param:
+        return nnx.Param(value, spec=spec)
+
+    params = jax.tree.map(param, specs, values, is_leaf=is_spec)
     return nnx.State(params)
 
 
@@ -73,13 +95,13 @@ class Definition:
 
         Entries of `params` that the module does not declare are left out.
         """
-        own = {name: params[name] for name in self.specs}
-        return nnx.merge(self.graph, state_from(own, self.specs))
+        declared = {name: params[name] for name in self.specs}
+        return nnx.merge(self.graph, state_from(declared, self.specs))
 
 
 @dataclass(frozen=True)
 class ModelDefinition(Definition):
-    """A model without its parameters, whole and in parts.
+    """A model without its parameters, complete and in parts.
 
     edges: the model without its layers: embedding, final norm, head.
     blocks: one layer of each stack; their specs are those of the stack.
@@ -90,15 +112,18 @@ class ModelDefinition(Definition):
 
 
 def split(module: nnx.Module) -> tuple[Definition, dict]:
-    """(definition, nested dict of arrays) of a module."""
+    """(the definition of a module, its parameters as a nested dict of arrays)."""
     graph, state = nnx.split(module)
-    return Definition(graph, specs_of(state)), nnx.to_pure_dict(state)
+    definition = Definition(graph, specs_of(state))
+    return definition, nnx.to_pure_dict(state)
 
 
 def define(model: nnx.Module, stacks: tuple[str, ...]) -> ModelDefinition:
     """The definition of a model whose attributes `stacks` hold its layers; `model` loses them."""
-    whole = split(model)[0]
-    blocks = {name: split(getattr(model, name))[0] for name in stacks}
+    complete, _ = split(model)
+    blocks = {}
     for name in stacks:
+        blocks[name], _ = split(getattr(model, name))
         delattr(model, name)
-    return ModelDefinition(whole.graph, whole.specs, split(model)[0], blocks)
+    edges, _ = split(model)
+    return ModelDefinition(complete.graph, complete.specs, edges, blocks)

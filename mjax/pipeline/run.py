@@ -252,7 +252,7 @@ class Device:
         micro_batch = self.micro_batch(unit.micro)
         inputs, x = self.unit_inputs(unit, micro_batch), self.enter(unit, micro_batch, carry.y)
         (y, aux), own_layout, kept = self.linearize(self.layer_weights(held), inputs, x)
-        assert own_layout.places == layout.places, "a chunk was traced differently"
+        assert own_layout.sources == layout.sources, "a chunk was traced differently"
         stash = [
             lax.dynamic_update_index_in_dim(buffer, new, unit.slot, 0)
             for buffer, new in zip(carry.stash, kept, strict=True)
