@@ -17,6 +17,7 @@ from mjax.models.flops import flops_per_token
 from mjax.pipeline.layout import stage_lines
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.plan.balance import advice
+from mjax.plan.execution import execution_lines
 from mjax.plan.memory import held_layers, kept
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_parameters
@@ -37,8 +38,8 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
     console.print(f"mesh        {sizes}: {trainer.mesh.size} x {kind}", markup=False)
     print_table(console, sharding_table(trainer))
     print_table(console, kept_table(trainer))
-
-    for line in pipeline_lines(trainer):
+    program = trainer.program(cfg.train.global_batch_size, trainer.max_documents)
+    for line in [*execution_lines(program.execution), *pipeline_lines(trainer)]:
         console.print(line, markup=False)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
     flops = flops_per_token(cfg.model, cfg.data.seq_length)

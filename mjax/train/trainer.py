@@ -3,14 +3,12 @@
 It owns no loop and no data. `step` is asynchronous: it returns device scalars.
 """
 
-import functools
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.source import Source, arrays
 from mjax.checkpoint.store import Store, require_same_model
@@ -18,25 +16,20 @@ from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
 from mjax.models import definition_of
-from mjax.models.context import Context
-from mjax.models.local import LocalModel
 from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.plan.auto import resolve_auto
-from mjax.plan.execution import decide_evaluation, decide_execution, tp_overlap_rows
-from mjax.plan.xla_options import compiler_options, device_facts
 from mjax.sharding.mesh import make_mesh, parallel_of
-from mjax.sharding.ordered import in_program_order
 from mjax.sharding.spec import count_parameters
 from mjax.train import step as steps
-from mjax.train.batch import BatchPlacer, batch_partitions, most_documents
+from mjax.train.batch import BatchPlacer, most_documents
+from mjax.train.programs import jit_program, make_program
 from mjax.train.state import state_layout, without_moments
 
 
-@dataclass(frozen=True)
-class ProgramKey:
-    """What another program is compiled for: what it computes, documents and rows of a batch."""
+class ProgramKey(NamedTuple):
+    """What a program is compiled for: what it computes, documents and rows of a batch."""
 
     kind: str
     max_documents: int
@@ -186,60 +179,12 @@ class Trainer:
         """The jitted program `kind` for batches like `batch`."""
         key = ProgramKey(kind, self.max_documents, batch["tokens"].shape[0])
         if key not in self._programs:
-            self._programs[key] = self._jit(key)
+            program = self.program(key.rows, key.max_documents)
+            self._programs[key] = jit_program(kind, program, self.state_layout, self._xla_options)
         return self._programs[key]
 
-    def _jit(self, key: ProgramKey) -> jax.stages.Wrapped:
-        devices = list(self.mesh.devices.flat)
-        program = self.program(key.rows, key.max_documents)
-        state, batch = self.state_layout.partitions(), batch_partitions(self.parallel)
-        inputs = without_moments(state), batch
-        found = steps.Gradients(P(), P(), P(), self.placement.stored, state.get("fp8", {}))
-        function, inputs, outputs = {
-            "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
-            "grads": (steps.gradients, inputs, found),
-            "eval": (steps.batch_nll, inputs, P()),
-        }[key.kind]
-        body = functools.partial(function, program)
-        if devices[0].platform == "cpu" and len(devices) > 1:
-            body = in_program_order(body)
-        mapped = jax.shard_map(
-            body, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
-        )
-        tp_overlaps = program.model.ctx.overlap_rows is not None
-        options = compiler_options(program.execution, tp_overlaps, devices) | self._xla_options
-        donate = 0 if key.kind == "train" else None
-        return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
-
     def program(self, rows: int, max_documents: int) -> steps.Program:
-        """All that is static in a step of `rows` sequences."""
-        cfg, facts = self.cfg, device_facts(list(self.mesh.devices.flat))
-        sizes, uniform = dict(self.mesh.shape), self.layout is None or self.layout.uniform
-        ctx = Context(
-            parallel=self.parallel,
-            attention=cfg.train.attention,
-            cp_type=cfg.mesh.cp_type,
-            cp_a2a=cfg.mesh.cp_a2a,
-            permute=uniform,
-            max_documents=max_documents,
-            overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
-            dropout=True,
-            label_smoothing=cfg.train.label_smoothing,
-            z_loss=cfg.train.z_loss,
-        )
-        model = LocalModel(
-            self.definition,
-            self.placement,
-            decide_execution(cfg, sizes, facts, rows),
-            ctx,
-            packed=cfg.data.document_mask and max_documents != 1,
-            loss_chunk=cfg.train.loss_chunk,
-        )
-        return steps.Program(
-            model,
-            decide_evaluation(cfg, sizes, rows),
-            self.state_layout.optimizer,
-            seed=cfg.run.seed,
-            clip_grad_norm=cfg.optimizer.clip_grad_norm,
-            layout=self.layout,
+        """All that is static in a step of `rows` sequences of at most `max_documents` each."""
+        return make_program(
+            self.cfg, self.definition, self.state_layout, self.layout, rows, max_documents
         )

@@ -107,6 +107,6 @@ def test_hidden_exchanges_change_no_bit(monkeypatch):
     keys = UNROLLED, "train.remat=none", "precision.compute=bfloat16"
     hidden = first_step("biases", Cell({"dp": 4}, 1, 1), *keys)
     cannot = DeviceFacts(copies_permutes=False, copies_exchanges=False)
-    monkeypatch.setattr("mjax.train.trainer.device_facts", lambda _: cannot)
+    monkeypatch.setattr("mjax.train.programs.device_facts", lambda _: cannot)
     at_the_end = first_step("biases", Cell({"dp": 4}, 1, 1), *keys)
     jax.tree.map(np.testing.assert_array_equal, hidden, at_the_end)

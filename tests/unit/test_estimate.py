@@ -33,6 +33,8 @@ def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch):
     assert "pp=1 x dp=2 x ep=1 x cp=1 x tp=4: 8 x cpu" in text
     assert "dense.mlp.down 2 128 64 layers mlp embed - tp - - tp+dp - 2 16 64".split() in lines
     assert any(line[:1] == ["total"] for line in lines)
+    assert "layers      run in a loop; weights are rows of stacks" in text
+    assert "gradients   1 micro-batches a step" in text
     assert not (tmp_path / "run").exists()
 
 
