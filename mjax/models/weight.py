@@ -78,16 +78,19 @@ def weight_of(param: nnx.Param) -> Weight:
 def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     """Contract the last `w.inputs` axes of x with the first of w, in x's dtype.
 
-    Current scaling measures x and the gradient over tp of `parallel`.
+    Current scaling measures x and the gradient over tp of `parallel`. All products are of matrices.
+    XLA would otherwise transpose the gradient of a weight with several inputs before and after its
+    exchange (GPT 1.3B on two H200s: 1.5 % of a step).
     """
-    if w.recipe is None and w.grad_sum is None:
-        return jnp.tensordot(x, w.value, w.inputs)
     lead, outputs = x.shape[: x.ndim - w.inputs], w.value.shape[w.inputs :]
-    rows = x.reshape(-1, math.prod(w.value.shape[: w.inputs]))
-    if w.recipe is None:
-        y = _matmul_adding(rows, as_matrix(w))
+    matrix = as_matrix(w)
+    rows = x.reshape(-1, len(matrix.value))
+    if w.recipe is not None:
+        y = _matmul_fp8(parallel, rows, matrix)
+    elif w.grad_sum is not None:
+        y = _matmul_adding(rows, matrix)
     else:
-        y = _matmul_fp8(parallel, rows, as_matrix(w))
+        y = rows @ matrix.value
     return y.reshape(*lead, *outputs)
 
 

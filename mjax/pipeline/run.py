@@ -312,14 +312,18 @@ class Device:
         )
 
     def add_chunk(self, sums: dict, cotangents: dict, unit: Unit) -> dict:
-        """The sums of the stacks with the cotangents of a chunk's layers, row by row, in place."""
+        """The sums of the stacks with the cotangents of a chunk's layers, row by row, in place.
+
+        Rows keep an axis of length 1. Without it XLA copies a row of sums before it adds to it.
+        """
         added = {}
         for stack in self.layout.stacks:
             total, more = sums[stack], cotangents[stack]
+            is_list = isinstance(more, list)
             for slot, row in enumerate(self.rows(stack, unit.chunk)):
-                layer = more[slot] if isinstance(more, list) else _row(_gradients(more), slot)
-                layer = jax.tree.map(lambda g: jnp.where(unit.on == 1, g, 0), _gradients(layer))
-                total = _with_row(total, add_gradients(_row(total, row), layer), row)
+                layer = _gradients(more[slot]) if is_list else _row(_gradients(more), slot)
+                layer = jax.tree.map(lambda g: jnp.where(unit.on == 1, g, 0)[None], layer)
+                total = _with_row(total, add_gradients(_row_of_stack(total, row), layer), row)
             added[stack] = total
         return added
 
@@ -408,10 +412,15 @@ def _row(tree, row: jax.Array | int):
     return jax.tree.map(take, tree)
 
 
+def _row_of_stack(tree, row: jax.Array | int):
+    """One row of every stack in a tree, as a stack [1, ...]."""
+    return jax.tree.map(lambda stack: lax.dynamic_slice_in_dim(stack, row, 1), tree)
+
+
 def _with_row(tree, new, row: jax.Array | int):
-    """A tree of stacks with another row in each."""
+    """A tree of stacks, in each of which `new` [1, ...] is the row of that number."""
     return jax.tree.map(
-        lambda stack, own: lax.dynamic_update_index_in_dim(stack, own, row, 0), tree, new
+        lambda stack, own: lax.dynamic_update_slice_in_dim(stack, own, row, 0), tree, new
     )
 
 
