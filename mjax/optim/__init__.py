@@ -1,1 +1,1 @@
-"""Optimisers by parameter role, and the schedules that drive them."""
+"""Optimizers by parameter role, and the schedules that drive them."""

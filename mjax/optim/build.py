@@ -1,10 +1,10 @@
 """From parameter roles to the update of the nested dict of parameters.
 
-Groups (weight decay, learning-rate multipliers, Muon) go by `ParamSpec.role`, never by rank.
-State: `{"count": int32, "mu": tree like params, "nu": the same without the Muon leaves}`, so that
-checkpoints and shardings follow the parameters leaf by leaf; `state_like` builds such a tree from
-anything, shardings for example. Works on local shards inside jit and shard_map: AdamW is
-elementwise, Muon gets `gather` and `shard`. Each leaf is read and written once: clipping, update,
+Groups (weight decay, learning-rate multipliers, Muon) go by `ParamSpec.role`, never by rank. The
+state is `{"count": int32, "mu": a tree like the parameters, "nu": the same without Muon's}`, so
+checkpoints and shardings follow the parameters one by one. `state_like` builds such a tree from
+anything, shardings for example. The update works on local shards inside jit and shard_map: AdamW is
+elementwise, Muon gets `gather` and `shard`. Each array is read and written once: clipping, update,
 rounding and the choice to keep the old state are one elementwise expression.
 """
 
@@ -21,10 +21,11 @@ from mjax.config.schema import OptimizerConfig
 from mjax.optim.adam import adam_direction, adam_moments
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
 from mjax.optim.offload import update_in_slices
-from mjax.optim.rounding import Name, Places, places, random_bits, round_to_bf16
+from mjax.optim.rounding import Name, Offsets, element_offsets, random_bits, round_to_bf16
 from mjax.sharding.spec import ParamSpec
 
-Coordinates = Callable[[Name], tuple[jax.Array, ...]]
+# name of a parameter -> for each dimension, the global index of every local entry along it
+GlobalIndices = Callable[[Name], tuple[jax.Array, ...]]
 
 
 class Optimizer(NamedTuple):
@@ -35,57 +36,87 @@ class Optimizer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """What the update of one parameter in one step goes by. Scalars but for `scale` are fp32."""
+class ParameterUpdate:
+    """The update of one parameter in one step.
+
+    count: the number of the step, int32 [], from 1.
+    lr, weight_decay: of the step, fp32 [].
+    scale: a factor on the gradient.
+    keep: whether anything changes; false: parameter and moments stay as they were.
+    """
 
     cfg: OptimizerConfig
     name: Name
     spec: ParamSpec
     seed: int
-    count: jax.Array  # of this step, from 1
+    count: jax.Array
     lr: jax.Array
     weight_decay: jax.Array
-    scale: jax.Array | float  # of the gradient
-    keep: jax.Array | bool  # false: all stays as it was
-
-    def store(self, new: jax.Array, old: jax.Array, tensor: str, at: Places) -> jax.Array:
-        """`new` in fp32 -> what replaces `old`, in its dtype."""
-        if self.cfg.stochastic_rounding and old.dtype == jnp.bfloat16:
-            bits = random_bits(self.seed, self.count, self.name, tensor, at)
-            new = round_to_bf16(new, bits)
-        return jnp.where(self.keep, new.astype(old.dtype), old)
-
-    def move(self, param: jax.Array, direction: jax.Array, at: Places) -> jax.Array:
-        """The parameter after a step against `direction`, fp32."""
-        old = param.astype(jnp.float32)
-        if self.spec.role in self.cfg.weight_decay_roles:
-            direction += self.weight_decay * old
-        lr = self.lr * self.cfg.lr_multipliers.get(self.spec.role, 1.0)
-        return self.store(old - lr * direction, param, "param", at)
-
-    def scaled(self, grad: jax.Array) -> jax.Array:
-        return grad * jnp.asarray(self.scale, grad.dtype)
+    scale: jax.Array | float
+    keep: jax.Array | bool
 
     def adam(
-        self, within: Places, inputs: tuple, param: jax.Array, moments: tuple
-    ) -> tuple[jax.Array, tuple]:
-        """(param, moments) of a slice of rows; `inputs`: its gradient and the place of its rows."""
-        cfg, (grad, rows) = self.cfg, inputs
-        at = rows, *within
-        mu, nu = adam_moments(self.scaled(grad), *moments, cfg.b1, cfg.b2)
+        self, grad: jax.Array, param: jax.Array, moments: tuple, offsets: Offsets
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """(param, (mu, nu)) after AdamW. Moments in host memory are updated slice by slice."""
+        rows, *columns = offsets
+        update = partial(self._adam_rows, tuple(columns))
+        inputs = grad, rows
+        if self.cfg.offload is True:
+            return update_in_slices(update, inputs, param, moments)
+        return update(inputs, param, moments)
+
+    def _adam_rows(
+        self, columns: Offsets, inputs: tuple, param: jax.Array, moments: tuple
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """`adam` of some rows; `inputs` are their gradient and their offsets."""
+        cfg = self.cfg
+        grad, rows = inputs
+        offsets = rows, *columns
+        old_mu, old_nu = moments
+        mu, nu = adam_moments(self._scaled(grad), old_mu, old_nu, cfg.b1, cfg.b2)
         direction = adam_direction(mu, nu, self.count, cfg.b1, cfg.b2, cfg.eps)
-        kept = self.store(mu, moments[0], "mu", at), self.store(nu, moments[1], "nu", at)
-        return self.move(param, direction, at), kept
+        mu = self._stored(mu, old_mu, "mu", offsets)
+        nu = self._stored(nu, old_nu, "nu", offsets)
+        return self._moved(param, direction, offsets), (mu, nu)
 
     def muon(
-        self, grad: jax.Array, param: jax.Array, mu: jax.Array, at: Places, *resharders: Resharder
+        self,
+        grad: jax.Array,
+        param: jax.Array,
+        old_mu: jax.Array,
+        offsets: Offsets,
+        gather: Resharder,
+        shard: Resharder,
     ) -> tuple[jax.Array, jax.Array]:
-        """(param, mu)."""
+        """(param, mu) after Muon."""
         cfg = self.cfg
-        m, new = muon_momentum(self.scaled(grad), mu, cfg.muon_momentum, cfg.muon_nesterov)
-        m = m.astype(cfg.mu_dtype)
-        direction = muon_direction(m, self.spec, cfg.muon_steps, cfg.muon_scale, *resharders)
-        return self.move(param, direction, at), self.store(new, mu, "mu", at)
+        grad = self._scaled(grad)
+        matrix, mu = muon_momentum(grad, old_mu, cfg.muon_momentum, cfg.muon_nesterov)
+        matrix = matrix.astype(cfg.mu_dtype)
+        steps, mode = cfg.muon_steps, cfg.muon_scale
+        direction = muon_direction(matrix, self.spec, steps, mode, gather, shard)
+        param = self._moved(param, direction, offsets)
+        return param, self._stored(mu, old_mu, "mu", offsets)
+
+    def _scaled(self, grad: jax.Array) -> jax.Array:
+        return grad * jnp.asarray(self.scale, grad.dtype)
+
+    def _moved(self, param: jax.Array, direction: jax.Array, offsets: Offsets) -> jax.Array:
+        """The parameter after a step against `direction`, fp32."""
+        role = self.spec.role
+        old = param.astype(jnp.float32)
+        if role in self.cfg.weight_decay_roles:
+            direction += self.weight_decay * old
+        lr = self.lr * self.cfg.lr_multipliers.get(role, 1.0)
+        return self._stored(old - lr * direction, param, "param", offsets)
+
+    def _stored(self, new: jax.Array, old: jax.Array, tensor: str, offsets: Offsets) -> jax.Array:
+        """What replaces `old`: fp32 `new` in the dtype of `old`, or `old` itself."""
+        if self.cfg.stochastic_rounding and old.dtype == jnp.bfloat16:
+            bits = random_bits(self.seed, self.count, self.name, tensor, offsets)
+            new = round_to_bf16(new, bits)
+        return jnp.where(self.keep, new.astype(old.dtype), old)
 
 
 def uses_muon(cfg: OptimizerConfig, spec: ParamSpec) -> bool:
@@ -95,9 +126,11 @@ def uses_muon(cfg: OptimizerConfig, spec: ParamSpec) -> bool:
 
 def state_like(cfg: OptimizerConfig, specs: dict, count: object, mu: dict, nu: dict) -> dict:
     """The state's tree with `count`, `mu` and `nu` (both trees like the parameters) in it."""
-    adam = {key for key, spec in flatten_dict(specs).items() if not uses_muon(cfg, spec)}
-    kept = {key: x for key, x in flatten_dict(nu).items() if key in adam}
-    return {"count": count, "mu": mu, "nu": unflatten_dict(kept)}
+    second_moments = flatten_dict(nu)
+    for name, spec in flatten_dict(specs).items():
+        if uses_muon(cfg, spec):
+            second_moments.pop(name, None)
+    return {"count": count, "mu": mu, "nu": unflatten_dict(second_moments)}
 
 
 def build_optimizer(
@@ -107,32 +140,28 @@ def build_optimizer(
     shard: Resharder | None = None,
     *,
     seed: int = 0,
-    coordinates: Coordinates | None = None,
+    global_indices: GlobalIndices | None = None,
 ) -> Optimizer:
-    """The optimiser of `params`, a nested dict of fp32 or bf16 arrays with `ParamSpec` leaves in
-    `specs`.
+    """The optimizer of a nested dict of fp32 or bf16 parameters; `specs` is their declarations.
 
-    `update(grads, state, params, *, lr, weight_decay, scale=1, keep=True)` takes the step's
-    learning rate and decay, the factor on the gradients and whether anything changes, as scalars,
-    and returns (params, state). `gather(x, spec)` makes a shard of a Muon matrix whole, `shard(x,
-    spec)` cuts it again; None: parameters are not sharded. Muon's matrices are orthogonalised in
-    `mu_dtype`. `coordinates(name)`: the index in the whole parameter of every local entry, a vector
-    for each dimension, and `seed` are for stochastic rounding. With `cfg.offload` true, moments are
-    and stay in host memory.
+    `update(grads, state, params, *, lr, weight_decay, scale=1, keep=True)` returns (params, state).
+    It takes scalars: the step's learning rate and decay, the factor on the gradients and whether
+    anything changes.
+
+    `gather(x, spec)` makes the matrices of a Muon shard complete, `shard(x, spec)` splits them
+    again; None: parameters are not sharded. Muon's matrices are orthogonalized in `mu_dtype`.
+    `seed` and `global_indices` are for stochastic rounding. With `cfg.offload` true, moments are in
+    host memory and stay there.
     """
     flat_specs: dict[Name, ParamSpec] = flatten_dict(specs)
-
-    def same(x, spec):
-        return x
-
-    gather, shard = gather or same, shard or same
+    gather = gather or _unsharded
+    shard = shard or _unsharded
 
     def init(params: dict) -> dict:
-        def zeros(dtype):
-            return jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
-
         count = jnp.zeros((), jnp.int32)
-        return state_like(cfg, specs, count, zeros(cfg.mu_dtype), zeros(cfg.nu_dtype))
+        mu = jax.tree.map(lambda p: jnp.zeros_like(p, cfg.mu_dtype), params)
+        nu = jax.tree.map(lambda p: jnp.zeros_like(p, cfg.nu_dtype), params)
+        return state_like(cfg, specs, count, mu, nu)
 
     def update(
         grads: dict,
@@ -148,18 +177,25 @@ def build_optimizer(
         grads, params = flatten_dict(grads), flatten_dict(params)
         mus, nus = flatten_dict(state["mu"]), flatten_dict(state["nu"])
         for name, spec in flat_specs.items():
-            leaf = Leaf(cfg, name, spec, seed, count, lr, weight_decay, scale, keep)
-            param, grad = params[name], grads[name]
-            index = map(jnp.arange, param.shape) if coordinates is None else coordinates(name)
-            at = places(tuple(index), spec.shape)
+            one = ParameterUpdate(cfg, name, spec, seed, count, lr, weight_decay, scale, keep)
+            grad, param, mu = grads[name], params[name], mus[name]
+            indices = global_indices(name) if global_indices else map(jnp.arange, param.shape)
+            offsets = element_offsets(tuple(indices), spec.shape)
             if uses_muon(cfg, spec):
-                params[name], mus[name] = leaf.muon(grad, param, mus[name], at, gather, shard)
-                continue
-            moments, change = (mus[name], nus[name]), partial(leaf.adam, at[1:])
-            run = partial(update_in_slices, change) if cfg.offload is True else change
-            params[name], (mus[name], nus[name]) = run((grad, at[0]), param, moments)
-        mu, nu = unflatten_dict(mus), unflatten_dict(nus)
-        count = jnp.where(keep, count, state["count"])
-        return unflatten_dict(params), {"count": count, "mu": mu, "nu": nu}
+                params[name], mus[name] = one.muon(grad, param, mu, offsets, gather, shard)
+            else:
+                moments = mu, nus[name]
+                params[name], moments = one.adam(grad, param, moments, offsets)
+                mus[name], nus[name] = moments
+        state = {
+            "count": jnp.where(keep, count, state["count"]),
+            "mu": unflatten_dict(mus),
+            "nu": unflatten_dict(nus),
+        }
+        return unflatten_dict(params), state
 
     return Optimizer(init, update)
+
+
+def _unsharded(x: jax.Array, spec: ParamSpec) -> jax.Array:
+    return x

@@ -1,9 +1,9 @@
 """Muon for one parameter: momentum whose singular values are all pushed to about one.
 
-The orthogonalisation is the quintic Newton-Schulz iteration of Jordan et al.
+The orthogonalization is the quintic Newton-Schulz iteration of Jordan et al.
 (https://kellerjordan.github.io/posts/muon/), batched over the axes that enumerate matrices
-(`ParamSpec.matrix_view`): a stack of layers, the halves of a fused projection and experts are each
-their own matrices, and the axes of one side of a matrix are flattened. Invariant: the update of a
+(`ParamSpec.matrix_view`). The layers of a stack, the halves of a fused projection and experts are
+each their own matrices; the axes of one side of a matrix are flattened. Invariant: the update of a
 matrix does not depend on how it is stacked or, given `gather` and `shard`, on how it is sharded.
 """
 
@@ -15,12 +15,13 @@ import jax.numpy as jnp
 
 from mjax.sharding.spec import ParamSpec
 
+# (shard or matrix, its declaration) -> matrix or shard
 Resharder = Callable[[jax.Array, ParamSpec], jax.Array]
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(x_BIO: jax.Array, steps: int) -> jax.Array:
-    """Push the singular values of each [I, O] matrix into about 0.7..1.2, in the dtype of `x`."""
+    """[B, I, O] in x's dtype: the singular values of each matrix pushed into about 0.7..1.2."""
     a, b, c = QUINTIC
     wide = x_BIO.shape[-2] <= x_BIO.shape[-1]
     x = x_BIO if wide else x_BIO.mT  # the Gram matrix is the smaller of the two
@@ -32,39 +33,46 @@ def newton_schulz(x_BIO: jax.Array, steps: int) -> jax.Array:
     return x if wide else x.mT
 
 
-def scale(mode: str, fan_in: int, fan_out: int) -> float:
-    """Factor on the orthogonal update.
+def update_scale(mode: str, fan_in: int, fan_out: int) -> float:
+    """The factor on an orthogonal update.
 
     "original": sqrt(max(1, out / in)) (Jordan); "spectral": sqrt(max(in, out)) (Megatron-LM);
     "match_adamw": 0.2 times that, the RMS of a usual AdamW update (Moonlight, arXiv:2502.16982).
     """
     if mode == "original":
         return math.sqrt(max(1.0, fan_out / fan_in))
-    return math.sqrt(max(fan_in, fan_out)) * (0.2 if mode == "match_adamw" else 1.0)
+    spectral = math.sqrt(max(fan_in, fan_out))
+    return spectral * (0.2 if mode == "match_adamw" else 1.0)
 
 
 def muon_momentum(
     grad: jax.Array, mu: jax.Array, momentum: float, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(matrix to orthogonalise, new average of the gradient), in fp32."""
-    grad, mu = grad.astype(jnp.float32), mu.astype(jnp.float32)
+    """(the matrix to orthogonalize, the new average of the gradient), fp32."""
+    grad = grad.astype(jnp.float32)
+    mu = mu.astype(jnp.float32)
     mu = momentum * mu + (1 - momentum) * grad
-    return (momentum * mu + (1 - momentum) * grad if nesterov else mu), mu
+    if not nesterov:
+        return mu, mu
+    return momentum * mu + (1 - momentum) * grad, mu
 
 
 def muon_direction(
     m: jax.Array, spec: ParamSpec, steps: int, mode: str, gather: Resharder, shard: Resharder
 ) -> jax.Array:
-    """What Muon subtracts per unit of learning rate, fp32 and shaped like `m`, a local shard.
+    """The step of Muon per unit of learning rate, fp32, shaped like `m`, a local shard.
 
-    `gather` makes the shard whole along the input and output axes (batch axes may stay cut),
-    `shard` cuts it again. Newton-Schulz runs in the dtype of `m`.
+    `gather` makes matrices complete (the axes that enumerate them may stay split), `shard` splits
+    them again. Newton-Schulz runs in the dtype of `m`.
     """
-    whole = gather(m, spec)
+    matrices = gather(m, spec)
     batch, inputs, outputs = spec.matrix_view()
     order = (*batch, *inputs, *outputs)
-    moved = whole.transpose(order)
-    fan_in, fan_out = (math.prod(whole.shape[i] for i in side) for side in (inputs, outputs))
-    x = newton_schulz(moved.reshape(-1, fan_in, fan_out), steps).reshape(moved.shape)
-    back = tuple(order.index(i) for i in range(len(order)))
-    return shard(x.transpose(back).astype(jnp.float32) * scale(mode, fan_in, fan_out), spec)
+    moved = matrices.transpose(order)
+    fan_in = math.prod(matrices.shape[axis] for axis in inputs)
+    fan_out = math.prod(matrices.shape[axis] for axis in outputs)
+    x = newton_schulz(moved.reshape(-1, fan_in, fan_out), steps)
+    x = x.reshape(moved.shape)
+    inverse_order = tuple(order.index(axis) for axis in range(len(order)))
+    x = x.transpose(inverse_order).astype(jnp.float32)
+    return shard(x * update_scale(mode, fan_in, fan_out), spec)

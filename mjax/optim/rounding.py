@@ -2,9 +2,10 @@
 
 The mean of many roundings is the value itself, so steps below half a bf16 step add up instead of
 vanishing (Gupta et al., arXiv:1502.02551). Invariant: the random bits are a pure function of (seed,
-step, parameter, which of its tensors, element of the whole parameter), so every mesh and ZeRO stage
-rounds alike. They are a few integer operations an element that fuse into the update's kernel; no
-random array exists. The mixer is C. Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/).
+step, parameter, which of its tensors, element of the global parameter), so every mesh and ZeRO
+stage rounds alike. They take a few integer operations an element, which fuse into the update's
+kernel; no random array exists. The mixer is C. Wellons' lowbias32
+(https://nullprogram.com/blog/2018/07/31/).
 """
 
 import math
@@ -15,19 +16,23 @@ import jax
 import jax.numpy as jnp
 
 Name = tuple[str, ...]  # of a parameter in the nested dict
-Places = tuple[jax.Array, ...]  # where a shard lies in the whole, see `places`
+Offsets = tuple[jax.Array, ...]  # see `element_offsets`
 
 
-def places(coordinates: Sequence[jax.Array], shape: Sequence[int]) -> Places:
-    """A uint32 vector for each dimension, from the index of every local entry along it in the whole
-    parameter, of that `shape`: entry (i, j, k) is element `at[1][j] + at[2][k]` of row `at[0][i]`.
+def element_offsets(indices: Sequence[jax.Array], shape: Sequence[int]) -> Offsets:
+    """A uint32 vector for each dimension, from which the number of an element follows.
+
+    `indices` are, for each dimension, the global index of every local entry along it; `shape` is
+    that of the global parameter. Entry (i, j, k) is element `offsets[1][j] + offsets[2][k]` of row
+    `offsets[0][i]`.
     """
-    steps = [1, *(math.prod(shape[dim + 1 :]) for dim in range(1, len(shape)))]
-    # wraps in rows of 2**32 elements, which then share bits with others far away: harmless
-    return tuple(
-        c.astype(jnp.uint32) * jnp.uint32(step & 0xFFFFFFFF)
-        for c, step in zip(coordinates, steps, strict=True)
-    )
+    offsets = []
+    for dim, index in enumerate(indices):
+        stride = math.prod(shape[dim + 1 :]) if dim > 0 else 1
+        # It wraps in rows of 2**32 elements, which then share bits with others far away: harmless.
+        stride = jnp.uint32(stride & 0xFFFFFFFF)
+        offsets.append(index.astype(jnp.uint32) * stride)
+    return tuple(offsets)
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -37,21 +42,30 @@ def mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def random_bits(seed: int, step: jax.Array, name: Name, tensor: str, at: Places) -> jax.Array:
+def random_bits(seed: int, step: jax.Array, name: Name, tensor: str, offsets: Offsets) -> jax.Array:
     """Uniform uint32 bits for every entry of a shard of the `tensor` of a parameter."""
     key = step.astype(jnp.uint32)
-    for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, zlib.crc32("/".join(name).encode())):
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    for word in (low, high, zlib.crc32("/".join(name).encode())):
         key = mix(key) + jnp.uint32(word)
-    first, second = mix(key), mix(key ^ jnp.uint32(0x9E3779B9))
-    rows, *within = (x.reshape(-1, *[1] * (len(at) - dim - 1)) for dim, x in enumerate(at))
-    element = mix(sum(within, first)) + mix(rows + second)  # shared by a parameter's tensors
+    column_key = mix(key)
+    row_key = mix(key ^ jnp.uint32(0x9E3779B9))
+    along_dims = []
+    for dim, offset in enumerate(offsets):
+        dims_behind = len(offsets) - dim - 1
+        along_dims.append(offset.reshape(-1, *[1] * dims_behind))
+    rows, *columns = along_dims
+    element = mix(sum(columns, column_key)) + mix(rows + row_key)  # same for all its tensors
     return mix(element ^ jnp.uint32(zlib.crc32(tensor.encode())))
 
 
 def round_to_bf16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """fp32 -> bf16: up in magnitude with the probability of the cut-off part; what bf16 can
-    express, infinities and NaN stay as they are."""
+    """bf16 of fp32 x, rounded up in magnitude with the probability of the part that is cut off.
+
+    Values that bf16 can express, infinities and NaN stay as they are. `bits` are uint32 like x.
+    """
     raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    rounded = ((raw + (bits >> 16)) >> 16).astype(jnp.uint16)
+    raised = raw + (bits >> 16)
+    rounded = (raised >> 16).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(rounded, jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

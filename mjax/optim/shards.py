@@ -1,7 +1,9 @@
-"""How Muon makes the stored shards of a matrix whole, and cuts them again.
+"""How Muon gathers the matrices of stored shards, and splits them again.
 
-Newton-Schulz needs whole matrices. Axes that enumerate matrices (layers, experts) stay cut.
+Newton-Schulz needs complete matrices. Axes that enumerate matrices (layers, experts) stay split.
 """
+
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,29 +14,42 @@ from mjax.sharding.rules import Placement, partition
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 
-def muon_resharders(placement: Placement) -> tuple[Resharder, Resharder]:
-    """(gather, shard): make a stored shard of a Muon matrix whole, and cut it again."""
-    parallel = placement.parallel
-    leaves = jax.tree.leaves(placement.specs), jax.tree.leaves(placement.stored)
-    stored = dict(zip(*leaves, strict=True))
+class Partitions(NamedTuple):
+    """Three ways to split a parameter, each finer than the next.
 
-    def cuts(spec: ParamSpec) -> list[PartitionSpec]:
-        """As stored, as a weight, whole."""
-        fine, weight = stored[spec], partition(spec.axes, parallel, spec.shape)
-        rows = [
-            (own,) * 3 if axis in ENUMERATING_AXES else (own, coarse, None)
-            for axis, own, coarse in zip(spec.axes, fine, weight, strict=True)
-        ]
-        return [PartitionSpec(*entries) for entries in zip(*rows, strict=True)]
+    stored: as ZeRO stores it. weight: as matmuls read it. matrix: only along enumerating axes.
+    """
+
+    stored: PartitionSpec
+    weight: PartitionSpec
+    matrix: PartitionSpec
+
+
+def muon_resharders(placement: Placement) -> tuple[Resharder, Resharder]:
+    """(gather, shard): from the stored shard of a parameter to complete matrices, and back."""
+    parallel = placement.parallel
+    specs = jax.tree.leaves(placement.specs)
+    stored = jax.tree.leaves(placement.stored)
+    stored_partition_of = dict(zip(specs, stored, strict=True))
+
+    def partitions(spec: ParamSpec) -> Partitions:
+        stored = stored_partition_of[spec]
+        read = partition(spec.axes, parallel, spec.shape)
+        weight, matrix = [], []
+        for axis, stored_entry, read_entry in zip(spec.axes, stored, read, strict=True):
+            enumerates = axis in ENUMERATING_AXES
+            weight.append(stored_entry if enumerates else read_entry)
+            matrix.append(stored_entry if enumerates else None)
+        return Partitions(stored, PartitionSpec(*weight), PartitionSpec(*matrix))
 
     def gather(x: jax.Array, spec: ParamSpec) -> jax.Array:
-        fine, weight, whole = cuts(spec)
-        x = gather_weight(x, fine, weight, spec.shape, parallel)
-        return gather_weight(x, weight, whole, spec.shape, parallel)
+        stored, weight, matrix = partitions(spec)
+        x = gather_weight(x, stored, weight, spec.shape, parallel)
+        return gather_weight(x, weight, matrix, spec.shape, parallel)
 
     def shard(x: jax.Array, spec: ParamSpec) -> jax.Array:
-        fine, weight, whole = cuts(spec)
-        x = shard_weight(x, whole, weight, parallel)
-        return shard_weight(x, weight, fine, parallel)
+        stored, weight, matrix = partitions(spec)
+        x = shard_weight(x, matrix, weight, parallel)
+        return shard_weight(x, weight, stored, parallel)
 
     return gather, shard

@@ -1,10 +1,10 @@
 """Which layers live on which pipeline device: the single home of the pipeline's layout.
 
-A model is cut into pp * v virtual stages of consecutive layers; virtual stage i is chunk i // pp of
-device i % pp (circular, as Megatron-LM's interleaved schedule). Stages may differ in length: every
-chunk has as many slots as the longest stage, and unused slots are padding. Invariant: every layer
-is in exactly one slot, in order. Layout strings follow Megatron-LM's
-`--pipeline-model-parallel-layout`. Where the parameters of a slot are: `storage.py`.
+A model is split into pp * v virtual stages of consecutive layers. Virtual stage i is chunk i // pp
+of device i % pp (circular, as in Megatron-LM's interleaved schedule). Stages may differ in length:
+every chunk has as many slots as the longest stage, and unused slots are padding. Invariant: every
+layer is in exactly one slot, in order. Layout strings follow Megatron-LM's
+`--pipeline-model-parallel-layout`. `storage.py` says where the parameters of a slot are.
 """
 
 from collections.abc import Sequence
@@ -64,15 +64,20 @@ class Layout:
 
         A model with two stacks has the same kinds in every chunk, so neither is padded.
         """
-        rows = stack_index(self.kinds)
-        own = [tuple(rows[i] for i in s if STACK_OF[self.kinds[i]] == stack) for s in self.stages]
-        return self._by_chunk(own).reshape(-1)
+        row_of_layer = stack_index(self.kinds)
+        rows_of_stages = []
+        for stage in self.stages:
+            layers = [layer for layer in stage if STACK_OF[self.kinds[layer]] == stack]
+            rows_of_stages.append([row_of_layer[layer] for layer in layers])
+        return self._by_chunk(rows_of_stages).reshape(-1)
 
     def _by_chunk(self, stages: Sequence[Sequence[int]]) -> np.ndarray:
-        out = np.full((self.pp, self.v, max(map(len, stages))), -1, np.int32)
+        """int32 [pp, v, slots] of numbers for each stage, -1 where a stage has fewer."""
+        slots = max(map(len, stages))
+        table = np.full((self.pp, self.v, slots), -1, np.int32)
         for i, stage in enumerate(stages):
-            out[i % self.pp, i // self.pp, : len(stage)] = stage
-        return out
+            table[i % self.pp, i // self.pp, : len(stage)] = stage
+        return table
 
 
 def make_layout(
@@ -82,16 +87,18 @@ def make_layout(
     layout: str | None = None,
     account_for: Sequence[str] = (),
 ) -> Layout:
-    """Cut the layers of `kinds` into pp * virtual_stages stages.
+    """The layout of the layers of `kinds` in pp * virtual_stages stages.
 
-    `layout`: Megatron's string, which also decides the number of virtual stages; otherwise stages
-    are as equal as can be, the first ones longer. `account_for` counts "embedding" and "loss" as
-    one layer of the stage that holds them. Raises `UserError` for a malformed `layout`.
+    `layout` is Megatron's string, which also decides the number of virtual stages. Without it
+    stages are as equal as can be, the first ones longer. `account_for` counts "embedding" and
+    "loss" as one layer of the stage that holds them. Raises `UserError` for a malformed `layout`.
     """
-    sizes = stage_sizes(len(kinds), pp, virtual_stages, layout, account_for)
-    ends = np.cumsum([0, *sizes])
-    stages = tuple(tuple(range(a, b)) for a, b in zip(ends, ends[1:], strict=False))
-    return Layout(pp, len(sizes) // pp, stages, tuple(kinds))
+    stages = []
+    first = 0
+    for size in stage_sizes(len(kinds), pp, virtual_stages, layout, account_for):
+        stages.append(tuple(range(first, first + size)))
+        first += size
+    return Layout(pp, len(stages) // pp, tuple(stages), tuple(kinds))
 
 
 def layout_of(cfg: Config) -> Layout:
@@ -106,19 +113,26 @@ def layout_of(cfg: Config) -> Layout:
 
 
 def stage_lines(layout: Layout) -> list[str]:
-    """One line a device: its layers, chunk by chunk."""
+    """A line for each device: its layers, chunk by chunk."""
     names = [_span(stage) for stage in layout.stages]
     names[0] = f"embedding + {names[0]}"
     names[-1] += " + loss"
-    rows = [names[s :: layout.pp] for s in range(layout.pp)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        f"stage {s}  " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for s, row in enumerate(rows)
-    ]
+    widths = []
+    for chunk in range(layout.v):
+        names_of_chunk = names[chunk * layout.pp : (chunk + 1) * layout.pp]
+        widths.append(max(map(len, names_of_chunk)))
+    lines = []
+    for device in range(layout.pp):
+        names_of_device = names[device :: layout.pp]
+        cells = map(str.ljust, names_of_device, widths)
+        line = f"stage {device}  " + " | ".join(cells)
+        lines.append(line.rstrip())
+    return lines
 
 
 def _span(stage: Sequence[int]) -> str:
     if not stage:
         return "no layer"
-    return f"layer {stage[0]}" if len(stage) == 1 else f"layers {stage[0]}-{stage[-1]}"
+    if len(stage) == 1:
+        return f"layer {stage[0]}"
+    return f"layers {stage[0]}-{stage[-1]}"

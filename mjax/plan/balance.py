@@ -1,9 +1,10 @@
-"""What the head costs a pipeline, and which stages would make up for it: an estimate.
+"""The cost of the head in a pipeline, and which stages would make up for it: an estimate.
 
 Devices run in lock step, so a tick lasts as long as its slowest device, and the last stage has the
-head beside its layers. Times are in layers, forward (1/3) and backward (2/3) together; the head's
-forward and backward both stand in the forward tick of the last stage (`run.py`). The embedding is a
-look-up and counts nothing. FLOPs decide, as in `train/metrics.py`: measure before you believe it.
+head beside its layers. The unit of time is a layer: its forward takes 1/3 and its backward 2/3. The
+head's forward and backward both run in the forward tick of the last stage (`pipeline/run.py`). The
+embedding is a look-up and counts nothing. Times are in proportion to FLOPs (`models/flops.py`), so
+measure before you believe them.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from mjax.models.flops import flops_per_token
 from mjax.pipeline.layout import Layout, layout_of, make_layout
 from mjax.pipeline.schedule import Schedule, make_schedule
 
-WORTH = 0.02  # a gain below this share of the step is not worth a word
+SMALLEST_GAIN = 0.02  # share of the step's time; less is not mentioned
 
 
 def head_in_layers(model: ModelConfig, seq_length: int) -> float:
@@ -24,44 +25,64 @@ def head_in_layers(model: ModelConfig, seq_length: int) -> float:
 
 
 def step_time(layout: Layout, schedule: Schedule, head: float) -> float:
-    """Sum over ticks of the slowest device's time, in layers; `head`: that of the head."""
-    sizes, stage = (layout.table() >= 0).sum(-1), np.arange(layout.pp)
+    """The sum over ticks of the slowest device's time; it and that of the `head` are in layers."""
+    layers = (layout.table() >= 0).sum(-1)  # [pp, v]
+    devices = np.arange(layout.pp)
     forward, backward = schedule.forward, schedule.backward
-    forward_layers = sizes[stage, forward.chunk] * forward.on
-    backward_layers = sizes[stage, backward.chunk] * backward.on
+    forward_layers = layers[devices, forward.chunk] * forward.on
+    backward_layers = layers[devices, backward.chunk] * backward.on
     time = (forward_layers + 2 * backward_layers) / 3
-    time[:, -1] += head * forward.on[:, -1] * (forward.chunk[:, -1] == layout.v - 1)
+    is_last_chunk = forward.chunk[:, -1] == layout.v - 1
+    time[:, -1] += head * forward.on[:, -1] * is_last_chunk
     return float(time.max(1).sum())
 
 
 def candidates(cfg: Config) -> dict[str, Layout]:
-    """Config key -> layout of as many stages: the loss counted as a layer, or any number of layers
-    in the last stage and the others equal."""
+    """Other layouts of as many stages, by the config key that asks for them.
+
+    One counts the loss as a layer. The others have any number of layers in the last stage and the
+    rest in equal stages.
+    """
     now = layout_of(cfg)
     layers, stages = len(now.kinds), now.pp * now.v
     found = {}
     if layers + 1 >= stages:
         key = "mesh.pipeline_account_for=[loss]"
         found[key] = make_layout(now.kinds, now.pp, now.v, account_for=["loss"])
-    for last in range(layers - stages + 2) if stages > 1 else ():
-        rest, longer = divmod(layers - last, stages - 1)
-        sizes = [rest + (i < longer) for i in range(stages - 1)] + [last]
-        text = f"E{'|'.join(f't*{n}' if n > 1 else 't' * n for n in sizes)}L"
-        found[f"mesh.pipeline_layout='{text}'"] = make_layout(now.kinds, now.pp, layout=text)
-    return {key: made for key, made in found.items() if made.runs_all_stacks}
+    if stages > 1:
+        for last in range(layers - stages + 2):
+            text = _layout_text(layers, stages, last)
+            key = f"mesh.pipeline_layout='{text}'"
+            found[key] = make_layout(now.kinds, now.pp, layout=text)
+    return {key: layout for key, layout in found.items() if layout.runs_all_stacks}
+
+
+def _layout_text(layers: int, stages: int, last: int) -> str:
+    """Megatron's string for `last` layers in the last stage and the rest in equal stages."""
+    each, longer = divmod(layers - last, stages - 1)
+    equal = [each + 1] * longer + [each] * (stages - 1 - longer)
+    texts = []
+    for size in (*equal, last):
+        texts.append(f"t*{size}" if size > 1 else "t" * size)
+    return f"E{'|'.join(texts)}L"
 
 
 def advice(cfg: Config, micro_batches: int) -> list[str]:
-    """What the head costs, and the key that would make the step shorter, if any does."""
+    """Lines on the cost of the head, and on the key that would make the step shorter, if any."""
     head = head_in_layers(cfg.model, cfg.data.seq_length)
     now = layout_of(cfg)
     schedule = make_schedule(now.pp, now.v, micro_batches)
     time = step_time(now, schedule, head)
     share = 1 - step_time(now, schedule, 0) / time
     lines = [f"head        {head:.2f} layers of FLOPs on the last stage: {share:.1%} of the step"]
-    others = {key: step_time(made, schedule, head) for key, made in candidates(cfg).items()}
-    best = min(others.values(), default=time)
-    if best < (1 - WORTH) * time:
-        key = next(k for k, t in others.items() if t <= best + WORTH * time)  # the simplest first
-        lines.append(f"            {key} would take {others[key] / time:.1%} of that (estimate)")
+    times = {}
+    for key, layout in candidates(cfg).items():
+        times[key] = step_time(layout, schedule, head)
+    best = min(times.values(), default=time)
+    if best < (1 - SMALLEST_GAIN) * time:
+        good_enough = best + SMALLEST_GAIN * time
+        # The simplest key comes first.
+        key = next(key for key in times if times[key] <= good_enough)
+        ratio = times[key] / time
+        lines.append(f"            {key} would take {ratio:.1%} of that (estimate)")
     return lines

@@ -23,8 +23,8 @@ from mjax.optim.shards import muon_resharders
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.storage import (
     Storage,
-    coordinates,
-    of_parameter,
+    entry_of_parameter,
+    global_indices,
     storage_specs,
     to_storage,
 )
@@ -71,7 +71,7 @@ class StateLayout:
         shapes = jax.eval_shape(self.initial_state)
         history = shapes.pop("fp8", None)
         partitions = jax.tree_util.tree_map_with_path(
-            lambda path, _: of_parameter(by_path, path) or PartitionSpec(), shapes
+            lambda path, _: entry_of_parameter(by_path, path) or PartitionSpec(), shapes
         )
         if history is not None:
             layers = partition(("layers",), self.placement.parallel)
@@ -127,7 +127,7 @@ def state_layout(cfg: Config, mesh: Mesh, parallel: Parallel, layout: Layout | N
         specs,
         *muon_resharders(placement),
         seed=cfg.run.seed,
-        coordinates=_coordinates(placement, storage),
+        global_indices=_global_indices(placement, storage),
     )
     return StateLayout(cfg, mesh, placement, storage, optimizer)
 
@@ -142,13 +142,13 @@ def paddings(placement: Placement) -> dict[str, Padding | None]:
     }
 
 
-def _coordinates(placement: Placement, storage: Storage) -> Callable:
+def _global_indices(placement: Placement, storage: Storage) -> Callable:
     """name of a parameter -> canonical indices of its local entries (for `build_optimizer`)."""
     specs, stored = flatten_dict(placement.specs), flatten_dict(placement.stored)
 
     def of_name(name: tuple[str, ...]) -> tuple[jax.Array, ...]:
         path = tuple(map(jax.tree_util.DictKey, name))
-        return coordinates(storage, path, specs[name], stored[name], placement.parallel)
+        return global_indices(storage, path, specs[name], stored[name], placement.parallel)
 
     return of_name
 

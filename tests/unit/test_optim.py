@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mjax.config.schema import OptimizerConfig
 from mjax.optim.build import build_optimizer, state_like
-from mjax.optim.muon import newton_schulz, scale
+from mjax.optim.muon import newton_schulz, update_scale
 from mjax.sharding.spec import ParamSpec
 
 SPECS = {
@@ -141,9 +141,9 @@ def test_muon_equals_numpy_on_each_matrix_of_a_stack():
 
 
 def test_muon_scales():
-    assert scale("original", 4, 16) == 2 and scale("original", 16, 4) == 1
-    assert scale("spectral", 4, 16) == 4 == scale("spectral", 16, 4)
-    assert scale("match_adamw", 4, 16) == pytest.approx(0.8)
+    assert update_scale("original", 4, 16) == 2 and update_scale("original", 16, 4) == 1
+    assert update_scale("spectral", 4, 16) == 4 == update_scale("spectral", 16, 4)
+    assert update_scale("match_adamw", 4, 16) == pytest.approx(0.8)
 
 
 def test_state_follows_the_parameters_leaf_by_leaf():

@@ -11,7 +11,7 @@ from mjax.config import load
 from mjax.config.schema import OptimizerConfig
 from mjax.errors import UserError
 from mjax.optim.build import build_optimizer
-from mjax.optim.rounding import mix, places, random_bits, round_to_bf16
+from mjax.optim.rounding import element_offsets, mix, random_bits, round_to_bf16
 from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, make_trainer
 
@@ -20,7 +20,7 @@ SR = [*LOW, "optimizer.stochastic_rounding=true"]
 
 
 def bits(shape: tuple[int, ...], step: int, seed: int = 1, name: str = "w", tensor: str = "mu"):
-    at = places(tuple(map(jnp.arange, shape)), shape)
+    at = element_offsets(tuple(map(jnp.arange, shape)), shape)
     return random_bits(seed, jnp.int32(step), (name,), tensor, at)
 
 
