@@ -1,6 +1,6 @@
 """The `Parallel` handle: all that a module knows about the mesh it runs on; and THE gradient rule.
 
-The whole train step is one `jax.shard_map`, manual over every axis. Inside it modules see local
+The train step is one `jax.shard_map`, manual over every axis. Inside it modules see local
 shapes and call the methods of `Parallel`. At size 1 every method is the identity, so a model used
 outside any mesh is an ordinary Flax module. Invariant (DESIGN section 3): each device computes its
 *share* of the global loss, and shares sum over all devices to the loss. JAX's own transposes of
@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec
 from mjax.config.mesh_rules import AXES
 
 DATA_AXES = ("dp", "ep")  # over which the rows of a batch are split
-_FEW_DEVICES = 8  # those of a host, as a rule
+_FEW_DEVICES = 8  # as many as a host has, as a rule
 _LITTLE = 2**20  # elements; XLA exchanges the sums of smaller arrays together
 
 Axes = str | tuple[str, ...]
@@ -50,32 +51,39 @@ class Parallel:
 
     def psum(self, x: jax.Array, *axes: str) -> jax.Array:
         """The sum over `axes`."""
-        return lax.psum(x, self.live(*axes)) if self.live(*axes) else x
+        live = self.live(*axes)
+        return lax.psum(x, live) if live else x
 
     def pmax(self, x: jax.Array, *axes: str) -> jax.Array:
         """The maximum over `axes`; no gradient flows through it."""
         x = lax.stop_gradient(x)
-        return lax.pmax(x, self.live(*axes)) if self.live(*axes) else x
+        live = self.live(*axes)
+        return lax.pmax(x, live) if live else x
 
     def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """The shards of `dim` concatenated (transpose: reduce-scatter). Axes go outer to inner."""
         axes = self._live_in_order(axes)
-        return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        if not axes:
+            return x
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
 
     def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """The sum over `axes`, each device keeping its shard of `dim` (transpose: all-gather)."""
         axes = self._live_in_order(axes)
-        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+        if not axes:
+            return x
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
     def reduce_scatter_low(self, x: jax.Array, axes: Axes, dim: int, dtype: jnp.dtype) -> jax.Array:
         """`reduce_scatter` summed in `dtype` of shards that travel in the lower dtype of x."""
         axes = self._live_in_order(axes)
         if not axes:
             return x.astype(dtype)
-        parts = lax.all_to_all(x, axes, dim, dim, tiled=True)
+        shards = lax.all_to_all(x, axes, dim, dim, tiled=True)
+        before, behind = x.shape[:dim], x.shape[dim + 1 :]
         devices = self.size(*axes)
-        shape = *x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :]
-        return jnp.sum(parts.reshape(shape), dim, dtype=dtype)
+        shards = shards.reshape(*before, devices, x.shape[dim] // devices, *behind)
+        return jnp.sum(shards, dim, dtype=dtype)
 
     def all_gather_by_copies(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """`all_gather` as an all-to-all of copies of the shard.
@@ -86,15 +94,19 @@ class Parallel:
         axes = self._live_in_order(axes)
         if not axes:
             return x
-        copies = jnp.broadcast_to(x, (self.size(*axes), *x.shape))
-        parts = jnp.moveaxis(lax.all_to_all(copies, axes, 0, 0, tiled=True), 0, dim)
-        return parts.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        devices = self.size(*axes)
+        copies = jnp.broadcast_to(x, (devices, *x.shape))
+        shards = lax.all_to_all(copies, axes, 0, 0, tiled=True)
+        shards = jnp.moveaxis(shards, 0, dim)
+        before, behind = x.shape[:dim], x.shape[dim + 1 :]
+        return shards.reshape(*before, -1, *behind)
 
     def shard(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """This device's shard of `dim` of a value that is equal on all devices of `axes`."""
         for axis in self._live_in_order(axes):
             size = x.shape[dim] // getattr(self, axis)
-            x = lax.dynamic_slice_in_dim(x, self.index(axis) * size, size, dim)
+            first = self.index(axis) * size
+            x = lax.dynamic_slice_in_dim(x, first, size, dim)
         return x
 
     def gather_seq(self, x: jax.Array) -> jax.Array:
@@ -110,6 +122,7 @@ class Parallel:
         return self.shard(x, "tp", 1)
 
     def _live_in_order(self, axes: Axes) -> tuple[str, ...]:
+        """Those of `axes` that have more than one device, in the given order."""
         axes = (axes,) if isinstance(axes, str) else axes
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
@@ -129,15 +142,17 @@ def gather_weight(
     *,
     by_copies: bool = False,
 ) -> jax.Array:
-    """All-gather a weight from partition `stored` to `wanted`, which cuts some dimensions less.
+    """A weight in partition `wanted`, all-gathered from the finer partition `stored`.
 
-    `shape` is the global shape; the padding of dimensions that the shards do not divide is cut off.
+    `shape` is the global shape. Padding of dimensions that the shards do not divide is removed.
     """
     for dim, axes in extra_axes(wanted, stored):
-        copies = by_copies and parallel.size(*axes) <= _FEW_DEVICES
-        gather = parallel.all_gather_by_copies if copies else parallel.all_gather
-        length = shape[dim] // parallel.size(*mesh_axes((wanted[dim],)))
-        weight = lax.slice_in_dim(gather(weight, axes, dim), 0, length, axis=dim)
+        if by_copies and parallel.size(*axes) <= _FEW_DEVICES:
+            weight = parallel.all_gather_by_copies(weight, axes, dim)
+        else:
+            weight = parallel.all_gather(weight, axes, dim)
+        shards = parallel.size(*mesh_axes((wanted[dim],)))
+        weight = lax.slice_in_dim(weight, 0, shape[dim] // shards, axis=dim)
     return weight
 
 
@@ -163,7 +178,10 @@ def gather_layer_weight(
         total = scatter_gradient(gradient, wanted, stored, parallel, jnp.dtype(jnp.float32))
         return (total.astype(weight.dtype),)
 
-    gather.defvjp(lambda weight: (gather(weight), None), backward)
+    def forward(weight: jax.Array) -> tuple[jax.Array, None]:
+        return gather(weight), None
+
+    gather.defvjp(forward, backward)
     return gather(weight)
 
 
@@ -174,15 +192,17 @@ def scatter_gradient(
     parallel: Parallel,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Reduce-scatter a gradient from partition `have` to `wanted`, which cuts some dimensions more.
+    """A gradient in partition `wanted`, reduce-scattered from the coarser partition `have`.
 
-    It is summed in `dtype`. Shards travel in the dtype of the gradient, as long as a device can
-    send one shard to each of the others. Little arrays travel in `dtype`, because XLA then sends
-    them in one exchange. A dimension that the axes do not divide is padded with zeros at its end.
+    It is summed in `dtype` and has that dtype. Shards travel in the dtype of the gradient, as long
+    as a device can send one shard to each of the others. Little arrays travel in `dtype`, because
+    XLA then sends them in one exchange. A dimension that the axes do not divide is padded with
+    zeros at its end.
     """
     for dim, axes in extra_axes(have, wanted):
-        gradient = _padded(gradient, dim, parallel.size(*axes))
-        many_devices = parallel.size(*axes) > _FEW_DEVICES
+        devices = parallel.size(*axes)
+        gradient = _padded(gradient, dim, devices)
+        many_devices = devices > _FEW_DEVICES
         if gradient.dtype == dtype or gradient.size < _LITTLE or many_devices:
             gradient = parallel.reduce_scatter(gradient.astype(dtype), axes, dim)
         else:
@@ -195,33 +215,49 @@ def shard_weight(
 ) -> jax.Array:
     """This device's shard of a weight in partition `have`, padded as gradients are."""
     for dim, axes in extra_axes(have, wanted):
-        weight = parallel.shard(_padded(weight, dim, parallel.size(*axes)), axes, dim)
+        weight = _padded(weight, dim, parallel.size(*axes))
+        weight = parallel.shard(weight, axes, dim)
     return weight
 
 
 def _padded(x: jax.Array, dim: int, shards: int) -> jax.Array:
     """x with zeros at the end of `dim`, which `shards` then divide."""
     missing = -x.shape[dim] % shards
-    return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)]) if missing else x
+    if missing == 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = 0, missing
+    return jnp.pad(x, widths)
 
 
-def extra_axes(coarse: PartitionSpec, fine: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
-    """(dimension, mesh axes) by which `fine` cuts more than `coarse`; those axes come last."""
+class ExtraAxes(NamedTuple):
+    """The mesh axes that one partition of an array has in a dimension and another has not."""
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+def extra_axes(coarse: PartitionSpec, fine: PartitionSpec) -> list[ExtraAxes]:
+    """The mesh axes of `fine` that `coarse` lacks, in each dimension; they come last there."""
     found = []
-    for dim, entries in enumerate(zip(coarse, fine, strict=True)):
-        few, many = (mesh_axes((entry,)) for entry in entries)
+    for dim, (coarse_entry, fine_entry) in enumerate(zip(coarse, fine, strict=True)):
+        few = mesh_axes((coarse_entry,))
+        many = mesh_axes((fine_entry,))
         assert many[: len(few)] == few, (coarse, fine)
         if len(many) > len(few):
-            found.append((dim, many[len(few) :]))
+            found.append(ExtraAxes(dim, many[len(few) :]))
     return found
 
 
 def mesh_axes(partition: Iterable) -> tuple[str, ...]:
-    """Mesh axes that a `PartitionSpec`, or some of its entries, shard over, in order."""
-    found: list[str] = []
+    """The mesh axes that a `PartitionSpec`, or some of its entries, shard over, in order."""
+    axes: list[str] = []
     for entry in partition:
-        found += () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return tuple(found)
+        if isinstance(entry, str):
+            axes.append(entry)
+        elif entry is not None:
+            axes += entry
+    return tuple(axes)
 
 
 # ---- the gradient rule ---------------------------------------------------------------------------
@@ -232,11 +268,12 @@ def reduce_gradients(gradients: dict, partitions: dict, parallel: Parallel) -> d
 
     `gradients` are those of this device's share of the loss with respect to its local shards.
     `partitions` is the same tree of `PartitionSpec`. The rule is exact for every feature, on every
-    mesh. Axes that a gather made whole were summed by its transpose or by `scatter_gradient`.
+    mesh. The transpose of a gather, or `scatter_gradient`, has summed over the gathered axes.
     """
 
     def reduce(gradient: jax.Array, partition: PartitionSpec) -> jax.Array:
-        replicated = (axis for axis in AXES if axis not in mesh_axes(partition))
+        sharded = mesh_axes(partition)
+        replicated = [axis for axis in AXES if axis not in sharded]
         return parallel.psum(gradient, *replicated)
 
     return jax.tree.map(reduce, gradients, partitions)
@@ -245,9 +282,12 @@ def reduce_gradients(gradients: dict, partitions: dict, parallel: Parallel) -> d
 def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
     """The fp32 L2 norm of a sharded tree, which counts each parameter once on any mesh."""
     sums: dict[tuple[str, ...], jax.Array] = {}
-    for x, partition in zip(jax.tree.leaves(tree), jax.tree.leaves(partitions), strict=True):
+    leaves = jax.tree.leaves(tree)
+    for x, partition in zip(leaves, jax.tree.leaves(partitions), strict=True):
         axes = parallel.live(*mesh_axes(partition))
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
-        sums[axes] = sums.get(axes, 0.0) + square
-    totals = [parallel.psum(square, *axes) for axes, square in sums.items()]
+        squares = jnp.square(x.astype(jnp.float32))
+        sums[axes] = sums.get(axes, 0.0) + jnp.sum(squares)
+    totals = []
+    for axes, local_sum in sums.items():
+        totals.append(parallel.psum(local_sum, *axes))
     return jnp.sqrt(functools.reduce(jnp.add, totals))

@@ -1,9 +1,9 @@
 """The five-axis device mesh (pp, dp, ep, cp, tp), outer to inner, always all five; its processes.
 
-Inner axes are nearest neighbours, so tensor parallelism stays on the fastest links. Megatron's
-data-parallel size equals our dp * ep. A run is one process, or one per node or GPU: each launcher
-says in its own variables how many there are, which is this one, and where the first one listens.
-Nothing is left to JAX's own detection, which takes one GPU of a process that may have several.
+Inner axes are nearest neighbors, so tensor parallelism stays on the fastest links. Megatron's
+data-parallel size equals our dp * ep. A run is one process, or one for each node or GPU. Launchers
+say in environment variables how many processes there are, which one this is, and where the first
+one listens. JAX's own detection is not used: it takes one GPU of a process that may have several.
 """
 
 import glob
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import MeshConfig
 from mjax.errors import UserError
 from mjax.sharding.collectives import AXES, Parallel
@@ -55,30 +56,30 @@ class Processes:
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh of `devices` (default: all). Raises `UserError` where the sizes do not multiply."""
-    from mjax.config.mesh_rules import mesh_sizes
-
+    """The mesh of `devices` (default: all). Raises `UserError` where sizes do not multiply."""
     devices = list(jax.devices() if devices is None else devices)
     sizes = mesh_sizes(cfg, len(devices))
-    grid = np.array(devices).reshape([sizes[a] for a in AXES])
+    grid = np.array(devices).reshape([sizes[axis] for axis in AXES])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def parallel_of(mesh: Mesh) -> Parallel:
     """The static handle of a mesh; axes it lacks have size 1."""
-    return Parallel(**{a: mesh.shape.get(a, 1) for a in AXES})
+    return Parallel(**{axis: mesh.shape.get(axis, 1) for axis in AXES})
 
 
 def local_part(sharding: NamedSharding, length: int) -> slice:
-    """The part of a sharded dimension of `length` from the first to the last that is held here."""
+    """The indices of a sharded dimension of `length`, from the first to the last held here."""
     indices = sharding.addressable_devices_indices_map((length,)).values()
-    cuts = [index[0].indices(length) for index in indices]
-    return slice(min(start for start, _, _ in cuts), max(stop for _, stop, _ in cuts))
+    shards = [index[0].indices(length) for index in indices]
+    return slice(min(start for start, _, _ in shards), max(stop for _, stop, _ in shards))
 
 
 def global_array(part: np.ndarray, sharding: NamedSharding, length: int, first: int) -> jax.Array:
-    """The array of leading dimension `length` whose rows from `first` on, as far as this process's
-    devices need them, are `part`."""
+    """A global array with `length` rows, sharded; `part` are its rows from `first` on.
+
+    `part` needs to hold the rows of this process's devices only.
+    """
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         start, stop, _ = index[0].indices(length)
@@ -119,7 +120,7 @@ def start_processes(
             run.coordinator,
             run.count,
             run.index,
-            own_gpus(run, env),
+            gpus_of_process(run, env),
             cluster_detection_method="deactivate",
         )
     except RuntimeError as e:
@@ -129,7 +130,10 @@ def start_processes(
 
 
 def find_processes(env: Mapping[str, str]) -> Processes | None:
-    """What the launcher says in `env`; None for a lone process. Raises `UserError`."""
+    """The processes of the run by the launcher's variables in `env`; None for a lone process.
+
+    Raises `UserError` where variables are missing or contradict each other.
+    """
     partial = [n for n in LAUNCHERS["JAX_*"][:2] if n in env]
     if len(partial) == 1:
         raise UserError(
@@ -160,10 +164,10 @@ def find_processes(env: Mapping[str, str]) -> Processes | None:
     return Processes(coordinator, count, index, local_count, local_index)
 
 
-def own_gpus(run: Processes, env: Mapping[str, str]) -> list[int] | None:
-    """Of the GPUs that are visible, those of this process; None: all of them.
+def gpus_of_process(run: Processes, env: Mapping[str, str]) -> list[int] | None:
+    """The numbers of this process's GPUs among those that are visible; None: all of them.
 
-    Processes of one node share its GPUs evenly, unless the launcher has shown each its own.
+    Processes of one node share its GPUs evenly, unless the launcher shows each process only some.
     """
     visible = [g for g in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
     gpus = len(visible or glob.glob("/dev/nvidia[0-9]*"))
@@ -180,7 +184,7 @@ def own_gpus(run: Processes, env: Mapping[str, str]) -> list[int] | None:
 
 
 def _coordinator(env: Mapping[str, str], launcher: str, local_count: int) -> str | None:
-    """HOST:PORT that all processes of the run work out alike."""
+    """HOST:PORT of the first process, which all processes of the run work out alike."""
     if launcher == "torchrun" and "MASTER_ADDR" in env:
         taken = "TORCHELASTIC_RUN_ID" in env  # torchrun itself listens on MASTER_PORT
         return f"{env['MASTER_ADDR']}:{_number(env, 'MASTER_PORT') + taken}"

@@ -8,6 +8,7 @@ Invariant: every two collectives of the program depend on each other. No bit of 
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +27,27 @@ def in_program_order(function: Callable) -> Callable:
     """
 
     def ordered(*args):
-        traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
+        trace = jax.make_jaxpr(function, return_shape=True)
+        program, shapes = trace(*args)
         start = jnp.float32(-0.0)
-        results, _ = _evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(args), start)
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        results = _evaluate(program, jax.tree.leaves(args), start)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results.values)
 
     return ordered
 
 
-def _evaluate(jaxpr, consts: Sequence, args: Sequence, token: jax.Array) -> tuple[list, jax.Array]:
-    """The results of `jaxpr`, and the token of its last collective. A token is fp32 -0.0."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+class Results(NamedTuple):
+    """The results of a program, and the token of its last collective: fp32 [], always -0.0."""
+
+    values: list
+    token: jax.Array
+
+
+def _evaluate(program: ClosedJaxpr, args: Sequence, token: jax.Array) -> Results:
+    """The results of a traced program whose first collective waits for `token`."""
+    jaxpr = program.jaxpr
+    values = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]
@@ -51,22 +62,26 @@ def _evaluate(jaxpr, consts: Sequence, args: Sequence, token: jax.Array) -> tupl
         else:
             results = _bind(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars], token
+    return Results([read(atom) for atom in jaxpr.outvars], token)
 
 
 def _bind(equation, operands: Sequence) -> list:
+    """The results of one equation."""
     params = equation.primitive.get_bind_params(equation.params)
     result = equation.primitive.bind(*operands, **params)
-    return list(result) if equation.primitive.multiple_results else [result]
+    if equation.primitive.multiple_results:
+        return list(result)
+    return [result]
 
 
-def _collective(equation, operands: Sequence, token: jax.Array) -> tuple[list, jax.Array]:
-    """The results of a collective of each operand, one after the other, and the next token."""
+def _collective(equation, operands: Sequence, token: jax.Array) -> Results:
+    """The results of a collective of each operand, one after the other."""
     results = []
     for operand in operands:
-        results += _bind(equation, [_after(operand, token)])
-        token = _token_of(results[-1])
-    return results, token
+        (result,) = _bind(equation, [_after(operand, token)])
+        token = _token_of(result)
+        results.append(result)
+    return Results(results, token)
 
 
 def _after(operand: jax.Array, token: jax.Array) -> jax.Array:
@@ -83,76 +98,95 @@ def _token_of(result: jax.Array) -> jax.Array:
 
 def _jaxprs(params: dict) -> list:
     """The jaxprs among the parameters of an equation."""
-    found = jax.tree.leaves(list(params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
-    return [getattr(p, "jaxpr", p) for p in found if hasattr(p, "eqns")]
+    params = jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr)
+    return [getattr(param, "jaxpr", param) for param in params if _is_jaxpr(param)]
+
+
+def _is_jaxpr(param: object) -> bool:
+    return hasattr(param, "eqns")
 
 
 def _has_collectives(equation) -> bool:
-    return any(
-        inner.primitive.name in _COLLECTIVES or _has_collectives(inner)
-        for jaxpr in _jaxprs(equation.params)
-        for inner in jaxpr.eqns
-    )
+    for jaxpr in _jaxprs(equation.params):
+        for inner in jaxpr.eqns:
+            if inner.primitive.name in _COLLECTIVES or _has_collectives(inner):
+                return True
+    return False
 
 
-def _call(params: dict, operands: Sequence, token: jax.Array) -> tuple[list, jax.Array]:
+# ---- equations that run other programs -----------------------------------------------------------
+
+
+def _call(params: dict, operands: Sequence, token: jax.Array) -> Results:
     """A function that the program calls: its equations take the place of the call."""
     called = params.get("jaxpr", params.get("call_jaxpr"))
     if not isinstance(called, ClosedJaxpr):
         called = ClosedJaxpr(called, ())
-    return _evaluate(called.jaxpr, called.consts, operands, token)
+    return _evaluate(called, operands, token)
 
 
-def _checkpoint(params: dict, operands: Sequence, token: jax.Array) -> tuple[list, jax.Array]:
+def _checkpoint(params: dict, operands: Sequence, token: jax.Array) -> Results:
     """A function that is recomputed: a barrier hides that, as JAX's own rule does."""
     if params["prevent_cse"] and params["differentiated"]:
         operands = lax.optimization_barrier(tuple(operands))
     return _call(params, operands, token)
 
 
-def _cond(params: dict, operands: Sequence, token: jax.Array) -> tuple[list, jax.Array]:
-    def branch(traced):
-        return lambda token, *args: _evaluate(traced.jaxpr, traced.consts, args, token)
+def _cond(params: dict, operands: Sequence, token: jax.Array) -> Results:
+    def branch(program: ClosedJaxpr) -> Callable:
+        def evaluate(token, *args):
+            return _evaluate(program, args, token)
 
-    return lax.switch(operands[0], [*map(branch, params["branches"])], token, *operands[1:])
+        return evaluate
+
+    choice, *args = operands
+    branches = [branch(program) for program in params["branches"]]
+    return lax.switch(choice, branches, token, *args)
 
 
-def _scan(params: dict, operands: Sequence, token: jax.Array) -> tuple[list, jax.Array]:
-    body, (consts, carry, xs) = params["jaxpr"], _scan_operands(params, operands)
+def _scan(params: dict, operands: Sequence, token: jax.Array) -> Results:
+    body = params["jaxpr"]
+    consts, carry, xs = _scan_operands(params, operands)
 
-    def step(carried, x):
-        token, carry = carried
-        results, token = _evaluate(body.jaxpr, body.consts, (*consts, *carry, *x), token)
-        return (token, results[: len(carry)]), results[len(carry) :]
+    def step(state, x):
+        carry, token = state
+        results, token = _evaluate(body, (*consts, *carry, *x), token)
+        carry, y = results[: len(carry)], results[len(carry) :]
+        return (carry, token), y
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    (token, carry), ys = lax.scan(step, (token, list(carry)), list(xs), **options)
-    return [*carry, *ys], token
+    (carry, token), ys = lax.scan(step, (list(carry), token), list(xs), **options)
+    return Results([*carry, *ys], token)
 
 
 def _scan_operands(params: dict, operands: Sequence) -> tuple[Sequence, Sequence, Sequence]:
-    """Constants, carry and slices: jax 0.10 counts them, jax 0.11 keeps their tree."""
+    """(constants, carry, slices): jax 0.10 counts them, jax 0.11 keeps their tree."""
     if "ft_in" in params:
-        return tuple(list(part) for part in params["ft_in"].update(operands).unpack())
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        parts = params["ft_in"].update(operands).unpack()
+        return tuple(map(list, parts))
+    first = params["num_consts"]
+    last = first + params["num_carry"]
     return operands[:first], operands[first:last], operands[last:]
 
 
-def _while(params: dict, operands: Sequence, token: jax.Array) -> tuple[list, jax.Array]:
+def _while(params: dict, operands: Sequence, token: jax.Array) -> Results:
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
+    condition_consts, body_consts = operands[:first], operands[first:last]
 
-    def go_on(carried):
-        return jax.core.eval_jaxpr(
-            condition.jaxpr, condition.consts, *operands[:first], *carried[0]
-        )[0]
+    def holds(state):
+        carry, _ = state
+        args = *condition_consts, *carry
+        (result,) = jax.core.eval_jaxpr(condition.jaxpr, condition.consts, *args)
+        return result
 
-    def step(carried):
-        carry, token = carried
-        return _evaluate(body.jaxpr, body.consts, (*operands[first:last], *carry), token)
+    def step(state):
+        carry, token = state
+        return tuple(_evaluate(body, (*body_consts, *carry), token))
 
-    return lax.while_loop(go_on, step, (list(operands[last:]), token))
+    carry, token = lax.while_loop(holds, step, (list(operands[last:]), token))
+    return Results(carry, token)
 
 
 _CONTROL_FLOW = {

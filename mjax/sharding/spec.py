@@ -1,4 +1,4 @@
-"""The declaration of a parameter: everything the rest of mjax needs to know about it.
+"""The declaration of a parameter: all that the rest of mjax needs to know about it.
 
 A module declares each weight once: global shape, logical axis names, role, and whether a matmul
 reads it. Sharding (`sharding/rules.py`) reads the axes. The optimizer reads the role and the matrix
@@ -22,9 +22,9 @@ ENUMERATING_AXES = frozenset({"layers", "pair", "experts"})
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a parameter is, globally.
+    """The declaration of a global parameter.
 
-    `inputs` is the number of non-enumerating axes that are contracted (fan-in).
+    `inputs` is the number of input axes (fan-in) among those that do not enumerate matrices.
 
     `matmul` is the name of the matmul of a block that reads the parameter (`models/linear.py`), or
     None. Its output and the scales of its 8-bit recipe go by that name.
@@ -55,10 +55,15 @@ class ParamSpec:
         return replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))
 
     def matrix_view(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Positions of the (enumerating, input, output) axes: one matrix per enumerated entry."""
-        batch = tuple(i for i, axis in enumerate(self.axes) if axis in ENUMERATING_AXES)
-        rest = tuple(i for i, axis in enumerate(self.axes) if axis not in ENUMERATING_AXES)
-        return batch, rest[: self.inputs], rest[self.inputs :]
+        """Positions of the (enumerating, input, output) axes: a matrix for each enumerated one."""
+        batch, rest = [], []
+        for i, axis in enumerate(self.axes):
+            if axis in ENUMERATING_AXES:
+                batch.append(i)
+            else:
+                rest.append(i)
+        inputs, outputs = rest[: self.inputs], rest[self.inputs :]
+        return tuple(batch), tuple(inputs), tuple(outputs)
 
 
 def is_spec(x: object) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from mjax.errors import UserError
-from mjax.sharding.mesh import Processes, find_processes, own_gpus
+from mjax.sharding.mesh import Processes, find_processes, gpus_of_process
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -75,7 +75,7 @@ def test_what_is_missing_is_named(env, message):
 def test_processes_of_a_node_share_its_gpus():
     def own(local_count, local_index, visible, **env):
         run = Processes("a:1", 16, 0, local_count, local_index)
-        return own_gpus(run, {"CUDA_VISIBLE_DEVICES": visible, **env})
+        return gpus_of_process(run, {"CUDA_VISIBLE_DEVICES": visible, **env})
 
     assert own(1, 0, "0,1,2,3,4,5,6,7") is None
     assert own(8, 3, "0,1,2,3,4,5,6,7") == [3]
