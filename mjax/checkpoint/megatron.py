@@ -24,7 +24,8 @@ from mjax.checkpoint.torch_dist import TorchDist, open_torch_dist
 from mjax.config.pattern import STACK_OF, expand
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models import ParamSpec, definition_of
+from mjax.models import definition_of
+from mjax.sharding.spec import ParamSpec
 
 _SKIPPED = re.compile(r"(chained_\d+\.)?optimizer\.|.*_extra_state|rng_state|rerun_state_machine")
 

@@ -15,8 +15,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.plan.execution import decide_execution
 from mjax.prove import Cell, make_batch, make_trainer, measure
-from mjax.train import Trainer
-from mjax.train import trainer as trainers
+from mjax.train import Trainer, programs
 
 ROWS = 24
 
@@ -95,7 +94,7 @@ def test_weights_rounded_where_they_are_stored_change_no_bit(monkeypatch, cell, 
     def in_matmuls(*args):
         return replace(decide_execution(*args), quantize_stored=False)
 
-    monkeypatch.setattr(trainers, "decide_execution", in_matmuls)
+    monkeypatch.setattr(programs, "decide_execution", in_matmuls)
     jax.tree.map(np.testing.assert_array_equal, now.state, trainer().state)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mjax.prove import Cell, make_batch, make_trainer
-from mjax.train import trainer as trainers
+from mjax.train import programs
 
 COLLECTIVE = re.compile(
     r" (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\("
@@ -36,7 +36,7 @@ def test_every_two_collectives_depend_on_each_other(feature, cell, keys):
 
 
 def test_the_law_can_fail(monkeypatch):
-    monkeypatch.setattr(trainers, "in_program_order", lambda program: program)
+    monkeypatch.setattr(programs, "in_program_order", lambda program: program)
     assert independent(make_trainer("dense", Cell(PIPELINE, 1, 1, 24)).lower().compile().as_text())
 
 
@@ -44,7 +44,7 @@ def test_the_order_changes_no_bit(monkeypatch):
     """Of a mesh whose collectives are of one kind, so that it ends without the order too."""
     ordered, free = (make_trainer("biases", Cell({"dp": 2}, 1, 2, 24)) for _ in range(2))
     ordered.step(make_batch(24))
-    monkeypatch.setattr(trainers, "in_program_order", lambda program: program)
+    monkeypatch.setattr(programs, "in_program_order", lambda program: program)
     free.step(make_batch(24))
     first, second = (made.lower().compile().as_text() for made in (ordered, free))
     assert first != second
