@@ -123,7 +123,7 @@ class Cell(NamedTuple):
 
 
 def meshes(devices: int) -> list[dict[str, int]]:
-    """Every factorisation of `devices` into the five axes."""
+    """Every factorization of `devices` into the five axes."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     shapes = itertools.product(divisors, repeat=len(AXES))
     return [dict(zip(AXES, s, strict=True)) for s in shapes if math.prod(s) == devices]

@@ -15,7 +15,7 @@ on_gpu = os.environ.setdefault(
 if on_gpu == "0":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-    # Tiny shapes: compiling is most of the time, and unoptimised code compiles twice as fast.
+    # Tiny shapes: compiling is most of the time, and unoptimized code compiles twice as fast.
     devices = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
 

@@ -109,7 +109,7 @@ def _is_gpu(plane: str) -> bool:
 
 
 def program_text(module: str) -> str:
-    """Optimised HLO of the loaded program of that name; '' if there is none."""
+    """Optimized HLO of the loaded program of that name; '' if there is none."""
     for executable in jax.local_devices()[0].client.live_executables():
         for m in executable.hlo_modules():
             if module and m.name.split(",")[0] == module:
@@ -216,8 +216,8 @@ _PHASES = "forward", "recompute", "backward"
 
 
 def top(events: Sequence[Event], hlo_text: str, steps: int, count: int) -> list[dict]:
-    """Rows of the `count` instructions that take longest, those of equal origin (layers that are
-    spelt out) together: {op, ms, kernels, part, phase, path, kernel}, the last the longest one."""
+    """Rows of the `count` instructions that take longest, those of equal origin (unrolled
+    layers) together: {op, ms, kernels, part, phase, path, kernel}, the last the longest one."""
     program = parse(hlo_text)
     groups: dict[tuple[str, ...], list[Event]] = defaultdict(list)
     for e in events:

@@ -3,7 +3,7 @@
 Layers are stacked on a leading axis or named by number, experts likewise; names are those of
 Transformer Engine's modules or of Megatron's own. A converter takes `fetch`, which reads a box of
 one layer's (or expert's) Megatron tensor, and gives a box of ours; it asks for no more than the
-rows it needs. Optimiser state, random state and `_extra_state` are left out; any other tensor
+rows it needs. Optimizer state, random state and `_extra_state` are left out; any other tensor
 without a place is refused. Source: megatron/core (transformer/attention.py, mlp.py, moe/experts.py,
 transformer_block.py, dist_checkpointing).
 """

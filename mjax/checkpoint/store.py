@@ -4,7 +4,7 @@ A checkpoint holds the sharded state and a JSON record of what made it: resolved
 consumed samples, versions. Invariants: a folder named by a step is complete, because orbax writes
 to a temporary name and renames last, so `kill -9` at any moment leaves the previous checkpoint the
 newest; arrays are stored whole, in parameter space, so any mesh can restore them; a checkpoint of
-another architecture, optimiser state or sample position is refused before an array is read.
+another architecture, optimizer state or sample position is refused before an array is read.
 Layout after Megatron's `torch_dist` in its model-space form, on orbax's CheckpointManager.
 """
 
@@ -30,7 +30,7 @@ from mjax.optim.schedule import consumed_samples
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = "weights"  # meta["contents"] of a checkpoint without optimiser state (weights.py)
+WEIGHTS = "weights"  # meta["contents"] of a checkpoint without optimizer state (weights.py)
 CHUNK = 64 * 2**20  # bytes; parameters can then be read in parts without reading much more
 
 # Model fields that leave the trained function as it is: a resumed run may change them.
@@ -112,7 +112,7 @@ class Store:
 
         Without `step`: the newest readable checkpoint; unreadable newer ones are renamed to
         `damaged-STEP`, with a warning. Raises `UserError` where there is none, or where it belongs
-        to another architecture, optimiser or sample position.
+        to another architecture, optimizer or sample position.
         """
         self.wait()
         steps = sorted(self._manager.all_steps(), reverse=True) if self.directory.is_dir() else []

@@ -135,7 +135,7 @@ def _merge_into(into: dict, over: dict) -> dict:
 def _explain(error: ValidationError, places: dict[str, str]) -> str:
     """One line for the first wrong key, with all that would have been accepted there."""
     problems: dict[str, list[dict]] = {}
-    # A misspelt required key is both unknown and missing: the first is what the user wrote.
+    # A misspelled required key is both unknown and missing: the first is what the user wrote.
     for e in sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden"):
         problems.setdefault(_dotted(e["loc"]), []).append(e)
     key, errors = next(iter(problems.items()))

@@ -196,7 +196,7 @@ class DataConfig(Group):
     text: str | None = Field(
         None,
         description="Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) file, or 'stdlib' "
-        "(Python's own sources). Tokenised once into run.dir/data.",
+        "(Python's own sources). Tokenized once into run.dir/data.",
     )
     mock: bool = Field(False, description="Random tokens, for speed tests.")
     tokenizer: str | None = Field(
@@ -213,7 +213,7 @@ class DataConfig(Group):
 
 
 class OptimizerConfig(Group):
-    """Optimiser, decay and clipping; groups go by a parameter's role, never by its rank."""
+    """Optimizer, decay and clipping; groups go by a parameter's role, never by its rank."""
 
     name: Literal["adamw", "muon"] = "adamw"
     b1: float = Field(0.9, ge=0, lt=1)

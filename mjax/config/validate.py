@@ -351,7 +351,7 @@ RULES: tuple[Rule, ...] = (
         "`optimizer.stochastic_rounding` has no effect: nothing is stored in bf16",
         "set precision.params, optimizer.mu_dtype or optimizer.nu_dtype to bfloat16",
     ),
-    Rule(  # its matrices are made whole to be orthogonalised
+    Rule(  # its matrices are made whole to be orthogonalized
         "offload_of_adam",
         lambda c: c.optimizer.offload is not True or c.optimizer.name == "adamw",
         "`optimizer.offload` is built for adamw, not for `optimizer.name`",

@@ -1,7 +1,7 @@
 """What a table of pairs can do: the baseline that a trained model must beat.
 
 Interpolated bigram model with Witten-Bell smoothing: P(w|h) = (c(hw) + T(h) P(w)) / (c(h) + T(h)),
-T(h) the number of different followers of h, and P(w) smoothed towards uniform in the same way.
+T(h) the number of different followers of h, and P(w) smoothed toward uniform in the same way.
 Invariant: P(.|h) sums to one over the vocabulary. Source: Witten and Bell 1991.
 """
 

@@ -26,14 +26,14 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def sizes_per_dataset(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
-    """Samples to build of each dataset for a blend of `size` (normalised weights)."""
+    """Samples to build of each dataset for a blend of `size` (normalized weights)."""
     return [math.ceil(math.ceil(size * w) * (1 + surplus)) for w in weights]
 
 
 def blend_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Which dataset gives sample i (int16 [size]), and its how-manieth (int64 [size]).
 
-    Weights are used as they are if they sum to one, else normalised. The loop is sequential, but
+    Weights are used as they are if they sum to one, else normalized. The loop is sequential, but
     it forgets where it started: cut into chunks that run side by side from guessed counts, every
     chunk soon ends as it should. Chunks are rerun until each starts where its predecessor ended;
     chunk 0 starts right, so then all are right, whatever the guesses were.

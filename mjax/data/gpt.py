@@ -36,7 +36,7 @@ class Indices(NamedTuple):
 
 
 def split_range(fractions: Sequence[float], split: str | int, n: int) -> tuple[int, int]:
-    """Sequences [begin, end) of a split out of n: Megatron normalises, accumulates and rounds."""
+    """Sequences [begin, end) of a split out of n: Megatron normalizes, accumulates and rounds."""
     shares = np.asarray(fractions, np.float64)
     if len(shares) != 3 or not (shares >= 0).all() or not 0 < shares.sum() < np.inf:
         raise UserError(f"data.split {list(fractions)}: give three shares >= 0, not all zero")

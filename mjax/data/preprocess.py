@@ -228,7 +228,7 @@ def preprocess(
     json_key: str = "text",
     workers: int = 1,
 ) -> Summary:
-    """Tokenise `inputs` into `output`.bin and .idx. Shows progress on a terminal's stderr.
+    """Tokenize `inputs` into `output`.bin and .idx. Shows progress on a terminal's stderr.
 
     Documents without a token are left out. Raises `UserError` on bad input, leaving no file.
     """
@@ -243,7 +243,7 @@ def preprocess(
     total = sum(os.path.getsize(f) for f in files) if known else None
     began, documents, tokens = time.perf_counter(), 0, 0
     show = TextColumn("{task.fields[rate]:.2f}M tok/s")
-    columns = ["tokenise", BarColumn(), TimeElapsedColumn(), show]
+    columns = ["tokenize", BarColumn(), TimeElapsedColumn(), show]
     task = partial(_encode, json_key, append_eod)
     chunks = _chunks(read_documents(files))
     console = Console(stderr=True)
@@ -274,7 +274,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     about = (
         "Train a byte-level BPE tokenizer on text."
         if train
-        else "Tokenise text into PREFIX.bin and PREFIX.idx; see also `train-tokenizer --help`."
+        else "Tokenize text into PREFIX.bin and PREFIX.idx; see also `train-tokenizer --help`."
     )
     parser = argparse.ArgumentParser(prog=program, description=about)
     add = parser.add_argument

@@ -1,8 +1,8 @@
-"""`data.text`: raw text, tokenised once into the run's own folder.
+"""`data.text`: raw text, tokenized once into the run's own folder.
 
 Invariant: RUN/data is complete or absent, was made with the settings it names, and its documents
 are ordered by a hash of their content: a split by position is then a fair sample, and copies of a
-document are neighbours instead of one in the training and one in the held-out part.
+document are neighbors instead of one in the training and one in the held-out part.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ class TextCorpus:
 
 
 def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
-    """Tokenise `data.text` into `run_dir`/data, or find it done with the same settings; other
+    """Tokenize `data.text` into `run_dir`/data, or find it done with the same settings; other
     settings rebuild it. Trains the tokenizer for 'train:VOCAB'. Documents end in the EOD token if
     the tokenizer has one. Processes of one host wait for the first. Raises `UserError`."""
     if not data.text or not data.tokenizer:

@@ -2,7 +2,7 @@
 
     python run.py --ids 1,2,3 --ids 4,5 --max-new-tokens 32      # a JSON list of ids a row
 
-`mjax.export` copies this file into every artefact as run.py, so it imports nothing of mjax. It is
+`mjax.export` copies this file into every artifact as run.py, so it imports nothing of mjax. It is
 also the example of the calling convention for readers in other languages: a program takes
 (weights, cache, ids [B, S], real [B, S]) and returns (logits [B, V] of the last column, cache).
 Prompts are padded on the left to whole blocks of the prefill program; `real` is 0 for padding.
@@ -28,11 +28,11 @@ PLATFORMS = {"gpu": "cuda"}  # jax's name of a device -> that of what is compile
 
 
 class ArtifactError(ValueError):
-    """What is wrong with an artefact or a request, in one line."""
+    """What is wrong with an artifact or a request, in one line."""
 
 
 class Artifact:
-    """An artefact whose weights are on the default device; programs are compiled when used.
+    """An artifact whose weights are on the default device; programs are compiled when used.
 
     Raises `ArtifactError` for an unknown format, a platform it was not made for, damaged files.
     """
@@ -116,7 +116,7 @@ class Artifact:
         if name not in self._programs:
             data = (self._folder / name).read_bytes()
             if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-                raise ArtifactError(f"{self._folder / name}: damaged; copy the artefact again")
+                raise ArtifactError(f"{self._folder / name}: damaged; copy the artifact again")
             try:
                 exported = jax.export.deserialize(bytearray(data))
             except ImportError:
@@ -131,7 +131,7 @@ def read_manifest(folder: Path) -> dict:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ArtifactError(f"{path}: cannot be read ({e}); give an artefact's folder") from None
+        raise ArtifactError(f"{path}: cannot be read ({e}); give an artifact's folder") from None
     found = manifest.get("format"), manifest.get("format_version")
     if found != (FORMAT, FORMAT_VERSION):
         raise ArtifactError(
@@ -170,7 +170,7 @@ def read_weights(folder: Path, wanted: dict[str, dict]) -> dict[str, jax.Array]:
             out[name] = jax.device_put(array.reshape(entry["shape"]).astype(entry["dtype"]))
         return out
     except (OSError, ValueError, KeyError) as e:
-        raise ArtifactError(f"{path}: damaged ({e!r}); copy the artefact again") from None
+        raise ArtifactError(f"{path}: damaged ({e!r}); copy the artifact again") from None
 
 
 def main() -> int:
@@ -178,7 +178,7 @@ def main() -> int:
     ids = "comma-separated ids of a prompt; repeat for several"
     parser.add_argument("--ids", action="append", required=True, help=ids)
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--dir", type=Path, default=Path(__file__).parent, help="the artefact")
+    parser.add_argument("--dir", type=Path, default=Path(__file__).parent, help="the artifact")
     args = parser.parse_args()
     try:
         prompts = [[int(i) for i in row.split(",")] for row in args.ids]

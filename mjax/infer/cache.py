@@ -2,7 +2,7 @@
 
 Rows are padded on the left, so that all share the columns (slots of the cache) while each counts
 its own positions from its first real token. Invariant: a query sees a key only where `real` of
-both is 1 and the key's column is not later, so a row's result does not depend on its neighbours,
+both is 1 and the key's column is not later, so a row's result does not depend on its neighbors,
 its padding or the size of the cache.
 """
 

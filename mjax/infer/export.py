@@ -1,4 +1,4 @@
-"""A model as a StableHLO artefact: programs, weights and a manifest that says how to call them.
+"""A model as a StableHLO artifact: programs, weights and a manifest that says how to call them.
 
 One pair of programs for each bucket of batch size and cache length; `prefill` takes a block of
 tokens a row and `decode` one, by the same convention, so a prompt of any length is a few calls.
@@ -64,7 +64,7 @@ def export_model(
     eos: Sequence[int] = (),
     extras: Mapping[str, bytes] | None = None,
 ) -> dict:
-    """Write the artefact of `source` to the new `folder`, `extras` (tokenizer files) with it, and
+    """Write the artifact of `source` to the new `folder`, `extras` (tokenizer files) with it, and
     give its manifest back. `lengths`: slots of the caches; `block`: tokens a row of a prefill call,
     at most half a cache. One device. Raises `UserError` for sizes that the model does not take,
     with nothing written.

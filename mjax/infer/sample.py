@@ -1,7 +1,7 @@
 """From logits to a token: penalty, temperature, top-k, top-p, min-p, one draw per row.
 
 Pure and jittable; every row has settings and a key of its own, so one program serves any mixture
-and a row's token does not depend on its neighbours. Order and rules are Hugging Face's: repetition
+and a row's token does not depend on its neighbors. Order and rules are Hugging Face's: repetition
 penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv 1904.09751), min-p (arXiv 2407.01082),
 each over what the one before has left. Tokens of equal logits are kept or dropped together.
 """
@@ -81,7 +81,7 @@ def sample(
 
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
-    """Logits [B, V] of seen tokens moved towards minus infinity: over penalty [B] where positive,
+    """Logits [B, V] of seen tokens moved toward minus infinity: over penalty [B] where positive,
     times it where negative."""
     p = penalty[:, None]
     return jnp.where(seen, jnp.where(logits < 0, logits * p, logits / p), logits)

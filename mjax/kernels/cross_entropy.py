@@ -2,7 +2,7 @@
 
 A scan over chunks of tokens makes each chunk's fp32 logits, its loss, and both gradients at once:
 three matmuls in all, nothing recomputed, nothing kept but d_x and the fp32 d_w. Each device holds
-V/tp rows of `w`; maximum, normaliser and target logit are combined over tp. Rows beyond
+V/tp rows of `w`; maximum, normalizer and target logit are combined over tp. Rows beyond
 `vocab_size` are padding and take part in nothing. The returned sum is equal on all tp devices;
 d_x is this device's vocabulary part of the gradient, which the transpose of the sequence gather
 sums (share convention, DESIGN section 3). Follows Cut Cross-Entropy (arXiv 2411.09009) and Liger.

@@ -113,10 +113,10 @@ def _gather(matmul: Matmul, x: Tree, w: Tree, tp: int) -> tuple[Tree, Tree]:
         products.append(y)
     products.append(matmul(arrived, w))
     y = _concatenate(*products)
-    return _in_order(y, tp), _in_order(held, tp)
+    return _in_sequence_order(y, tp), _in_sequence_order(held, tp)
 
 
-def _in_order(tree: Tree, tp: int) -> Tree:
+def _in_sequence_order(tree: Tree, tp: int) -> Tree:
     """Shards in the order of arrival, [B, S, ...] -> in the order of the sequence."""
     # Device r holds the shards r ^ 0, r ^ 1, ..
     arrivals = jnp.arange(tp)

@@ -25,8 +25,10 @@ def newton_schulz(x_BIO: jax.Array, steps: int) -> jax.Array:
     a, b, c = QUINTIC
     wide = x_BIO.shape[-2] <= x_BIO.shape[-1]
     x = x_BIO if wide else x_BIO.mT  # the Gram matrix is the smaller of the two
-    norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
-    x = (x / (norm + 1e-7)).astype(x_BIO.dtype)
+    precise = x.astype(jnp.float32)
+    norm = jnp.linalg.norm(precise, axis=(-2, -1), keepdims=True)
+    x = x / (norm + 1e-7)
+    x = x.astype(x_BIO.dtype)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
@@ -71,8 +73,10 @@ def muon_direction(
     moved = matrices.transpose(order)
     fan_in = math.prod(matrices.shape[axis] for axis in inputs)
     fan_out = math.prod(matrices.shape[axis] for axis in outputs)
-    x = newton_schulz(moved.reshape(-1, fan_in, fan_out), steps)
+    x = moved.reshape(-1, fan_in, fan_out)
+    x = newton_schulz(x, steps)
     x = x.reshape(moved.shape)
     inverse_order = tuple(order.index(axis) for axis in range(len(order)))
     x = x.transpose(inverse_order).astype(jnp.float32)
-    return shard(x * update_scale(mode, fan_in, fan_out), spec)
+    x = x * update_scale(mode, fan_in, fan_out)
+    return shard(x, spec)

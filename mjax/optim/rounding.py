@@ -46,17 +46,19 @@ def random_bits(seed: int, step: jax.Array, name: Name, tensor: str, offsets: Of
     """Uniform uint32 bits for every entry of a shard of the `tensor` of a parameter."""
     key = step.astype(jnp.uint32)
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-    for word in (low, high, zlib.crc32("/".join(name).encode())):
+    name_hash = zlib.crc32("/".join(name).encode())
+    for word in (low, high, name_hash):
         key = mix(key) + jnp.uint32(word)
     column_key = mix(key)
     row_key = mix(key ^ jnp.uint32(0x9E3779B9))
     along_dims = []
     for dim, offset in enumerate(offsets):
-        dims_behind = len(offsets) - dim - 1
-        along_dims.append(offset.reshape(-1, *[1] * dims_behind))
+        ones = [1] * (len(offsets) - dim - 1)
+        along_dims.append(offset.reshape(-1, *ones))
     rows, *columns = along_dims
     element = mix(sum(columns, column_key)) + mix(rows + row_key)  # same for all its tensors
-    return mix(element ^ jnp.uint32(zlib.crc32(tensor.encode())))
+    tensor_hash = zlib.crc32(tensor.encode())
+    return mix(element ^ jnp.uint32(tensor_hash))
 
 
 def round_to_bf16(x: jax.Array, bits: jax.Array) -> jax.Array:

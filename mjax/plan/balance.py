@@ -44,7 +44,8 @@ def candidates(cfg: Config) -> dict[str, Layout]:
     rest in equal stages.
     """
     now = layout_of(cfg)
-    layers, stages = len(now.kinds), now.pp * now.v
+    layers = len(now.kinds)
+    stages = now.pp * now.v
     found = {}
     if layers + 1 >= stages:
         key = "mesh.pipeline_account_for=[loss]"
@@ -74,7 +75,8 @@ def advice(cfg: Config, micro_batches: int) -> list[str]:
     schedule = make_schedule(now.pp, now.v, micro_batches)
     time = step_time(now, schedule, head)
     share = 1 - step_time(now, schedule, 0) / time
-    lines = [f"head        {head:.2f} layers of FLOPs on the last stage: {share:.1%} of the step"]
+    cost = f"{head:.2f} layers of FLOPs on the last stage: {share:.1%} of the step"
+    lines = [f"head        {cost}"]
     times = {}
     for key, layout in candidates(cfg).items():
         times[key] = step_time(layout, schedule, head)

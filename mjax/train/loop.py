@@ -34,7 +34,7 @@ from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
 from mjax.pretrained import source_of
 from mjax.sharding.spec import count_parameters
 from mjax.train import metrics
-from mjax.train.resilience import GO_ON, REASONS, SIGNALLED, NonFiniteLoss, Stopper, Watchdog
+from mjax.train.resilience import GO_ON, REASONS, SIGNALED, NonFiniteLoss, Stopper, Watchdog
 from mjax.train.trainer import Trainer
 
 BIGRAM_TOKENS = 20_000_000  # at most so many training tokens make the bigram table
@@ -100,7 +100,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
             with stopper, watchdog:
                 why = train_steps(run, train_data, stopper)
                 loss = finish(run, why)
-            if why != SIGNALLED:
+            if why != SIGNALED:
                 compare_with_bigram(run, loss)
                 if prompt is not None:
                     log.say(f"sample: {sample_text(trainer, *prompt, cfg.train.sample_tokens)}")
@@ -177,7 +177,7 @@ def settle(run: TrainingRun, flight: InFlight | None) -> int:
 def finish(run: TrainingRun, why: int) -> float | None:
     """Save, evaluate (a signal leaves no time for it), say how it ended; the held-out loss."""
     run.trainer.save()
-    loss = held_out_loss(run) if why != SIGNALLED else None
+    loss = held_out_loss(run) if why != SIGNALED else None
     run.trainer.store.wait()
     run.watchdog.beat()
     run.log.say(

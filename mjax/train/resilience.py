@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # Bits that a process may contribute; the largest of all processes is acted on.
-GO_ON, TIME_IS_UP, SIGNALLED = 0, 1, 2
+GO_ON, TIME_IS_UP, SIGNALED = 0, 1, 2
 STUCK = 3  # exit code of the watchdog
-REASONS = {TIME_IS_UP: "train.max_minutes is over", SIGNALLED: "a stop signal was received"}
+REASONS = {TIME_IS_UP: "train.max_minutes is over", SIGNALED: "a stop signal was received"}
 
 
 class NonFiniteLoss(RuntimeError):
@@ -37,7 +37,7 @@ class Stopper:
 
     def __init__(self, max_minutes: float | None) -> None:
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-        self._signalled = False
+        self._signaled = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Stopper":
@@ -52,14 +52,14 @@ class Stopper:
     def ask(self) -> jax.Array | int:
         """GO_ON or why to stop, agreed by all processes; asynchronous, fetch with `int`."""
         late = self._deadline is not None and time.monotonic() > self._deadline
-        mine = SIGNALLED if self._signalled else TIME_IS_UP if late else GO_ON
+        mine = SIGNALED if self._signaled else TIME_IS_UP if late else GO_ON
         return mine if jax.process_count() == 1 else largest_of_all(mine)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self._signalled and number == signal.SIGINT:
+        if self._signaled and number == signal.SIGINT:
             _say("stopping at once")
             os._exit(128 + signal.SIGINT)
-        self._signalled = True
+        self._signaled = True
         name = signal.Signals(number).name
         _say(f"{name}: finishing this step, then saving; interrupt again to stop at once")
 

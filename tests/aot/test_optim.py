@@ -1,4 +1,4 @@
-"""Gate: the optimiser in H200 programs: one pass a leaf, moments of the host by slices."""
+"""Gate: the optimizer in H200 programs: one pass a leaf, moments of the host by slices."""
 
 import math
 import re

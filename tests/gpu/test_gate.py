@@ -117,5 +117,5 @@ def test_block_is_the_cpus(monkeypatch, summed):
     want = plain(*jax.device_put(operands, jax.devices("cpu")[0]))
     for a, b in zip(jax.tree.leaves(made(*operands)), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(v, np.float64) for v in (a, b))
-        # sums in another order fall to other neighbours; rounding to FP8 is 0.07 to 0.1 off
+        # sums in another order fall to other neighbors; rounding to FP8 is 0.07 to 0.1 off
         assert np.linalg.norm(a - b) <= 0.03 * np.linalg.norm(b)

@@ -90,7 +90,7 @@ def test_product_and_gradients_are_those_of_xla(shape, delayed, rounded):
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_step_of_a_model_is_that_of_xla(recipe, monkeypatch):
     """With the same roundings: where `xla` rounds within the gate's kernels, a bf16 rounding less
-    puts other elements on other FP8 neighbours, and gradients are as far apart as from bf16's."""
+    puts other elements on other FP8 neighbors, and gradients are as far apart as from bf16's."""
     monkeypatch.setattr(mlp_fp8, "supports", lambda *_: False)
 
     def run(backend: str):
@@ -105,5 +105,5 @@ def test_a_step_of_a_model_is_that_of_xla(recipe, monkeypatch):
     assert metrics["finite"] and abs(metrics["loss"] / want_metrics["loss"] - 1) < 1e-3
     pairs = zip(jax.tree.leaves(moments), jax.tree.leaves(want), strict=True)
     off, size = np.sum([[np.sum((a - b) ** 2), np.sum(b**2)] for a, b in pairs], axis=0)
-    assert off < 0.03**2 * size  # other sums fall to other bf16 and FP8 neighbours
+    assert off < 0.03**2 * size  # other sums fall to other bf16 and FP8 neighbors
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05), state, want_state)

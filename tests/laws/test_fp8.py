@@ -106,7 +106,7 @@ def test_it_rounds_and_what_is_skipped_does_not():
     assert 1e-3 < distance(some, exact) < distance(all_, exact) < 0.2
 
 
-def test_history_holds_what_the_quantised_layers_saw():
+def test_history_holds_what_the_quantized_layers_saw():
     more = "precision.fp8_skip_layers=1", "precision.fp8_amax_history=3"
     history = one_device("delayed", *more)[2]["dense"]
     assert set(history) == {"q", "kv", "attn_proj", "up", "down"}
@@ -173,7 +173,7 @@ def text(seed: int) -> dict[str, np.ndarray]:
 
 def test_it_learns_like_fp32():
     exact = learn("none")
-    assert exact < 0.9 * np.log(31)  # it learnt something
+    assert exact < 0.9 * np.log(31)  # it learned something
     for recipe in ("current", "delayed"):
         assert abs(learn(recipe) - exact) < 0.01 * exact, recipe
 

@@ -71,7 +71,7 @@ def test_transformers_reads_what_we_say_the_weights_are(name, tmp_path, monkeypa
     assert 1e-3 < np.abs(theirs - exact).max() / np.abs(exact).max() < 0.25  # it is FP8, no more
 
 
-def test_as_served_with_activations_quantised_per_token(tmp_path, monkeypatch):
+def test_as_served_with_activations_quantized_per_token(tmp_path, monkeypatch):
     """The way without `dequantize`: compressed-tensors' own forward pass of an FP8 model."""
     original = families.make("llama2")
     original.save_pretrained(tmp_path / "hf")

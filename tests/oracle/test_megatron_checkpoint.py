@@ -497,7 +497,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arg", REFUSED)
-def test_an_argument_that_we_cannot_honour_is_named(tmp_path, arg):
+def test_an_argument_that_we_cannot_honor_is_named(tmp_path, arg):
     values = {**arguments("llama"), arg: REFUSED[arg]}
     (tmp_path / ".metadata").write_bytes(
         pickle.dumps(types.SimpleNamespace(state_dict_metadata={}, storage_data={}))

@@ -58,7 +58,7 @@ def start(monkeypatch, capsys):
 
 
 CONFIG = {
-    "misspelt key": (["data.mock=true", "model.hiden_size=3"], "did you mean model.hidden_size"),
+    "misspelled key": (["data.mock=true", "model.hiden_size=3"], "did you mean model.hidden_size"),
     "wrong type": (["data.mock=true", "train.steps=many"], "train.steps='many'"),
     "impossible mesh": (["data.mock=true", "mesh.dp=3"], "mesh"),
     "unwritable folder": (["data.mock=true", "run.dir=/proc/x"], "cannot write in folder"),

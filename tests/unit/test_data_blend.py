@@ -46,7 +46,7 @@ def test_blend_of_many_chunks_is_exact_from_any_guess(monkeypatch):
     assert [a.tolist() for a in blend_indices(weights, 9000)] == list(expected)
 
 
-def test_unnormalised_weights_are_normalised():
+def test_unnormalized_weights_are_normalized():
     assert blend_indices([3, 1], 100)[0].tolist() == naive([0.75, 0.25], 100)[0]
 
 

@@ -1,4 +1,4 @@
-"""An exported artefact runs without mjax and gives what mjax gives; what does not fit is named."""
+"""An exported artifact runs without mjax and gives what mjax gives; what does not fit is named."""
 
 import json
 import os
@@ -53,7 +53,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(folder of an artefact, its model's definition and parameters)."""
+    """(folder of an artifact, its model's definition and parameters)."""
     base = tmp_path_factory.mktemp("export")
     definition, params = split(build(CFG, nnx.Rngs(0)))
     train_tokenizer(["some text"], 257, base / "tokenizer.json")

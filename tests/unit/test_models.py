@@ -1,4 +1,4 @@
-"""Models outside any mesh: plain jit, layer patterns, caches, initialisation."""
+"""Models outside any mesh: plain jit, layer patterns, caches, initialization."""
 
 import jax
 import jax.numpy as jnp

@@ -118,7 +118,7 @@ def test_only_a_backward_calls_it(on):
 
 def test_a_step_on_a_mesh_is_what_it_was(request):
     """In the manual region, scanned and recomputed, rows split over tp and dp: norms before and
-    after, of q and of k, zero-centred, against XLA's backward on one device."""
+    after, of q and of k, zero-centered, against XLA's backward on one device."""
     extra = ["train.remat=dots", "model.norm=layernorm", "model.num_hidden_layers=2"]
     before = measure(make_trainer("windows", Cell(), *extra), 1).first
     request.getfixturevalue("on")

@@ -10,7 +10,7 @@ import textwrap
 import jax
 import pytest
 
-from mjax.train.resilience import GO_ON, SIGNALLED, TIME_IS_UP, Stopper, largest_of_all
+from mjax.train.resilience import GO_ON, SIGNALED, TIME_IS_UP, Stopper, largest_of_all
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -19,7 +19,7 @@ def test_a_signal_is_noted_and_the_old_handler_comes_back(number, capfd):
     with Stopper(None) as stopper:
         assert stopper.ask() == GO_ON
         os.kill(os.getpid(), number)
-        assert stopper.ask() == SIGNALLED
+        assert stopper.ask() == SIGNALED
     assert signal.getsignal(number) is before
     assert f"{number.name}: finishing this step, then saving" in capfd.readouterr().err
 
@@ -28,7 +28,7 @@ def test_the_wall_time_runs_from_the_making_and_a_signal_outranks_it():
     with Stopper(1e-9) as stopper:
         assert stopper.ask() == TIME_IS_UP
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stopper.ask() == SIGNALLED
+        assert stopper.ask() == SIGNALED
     assert Stopper(60).ask() == GO_ON
 
 
@@ -56,7 +56,7 @@ def test_the_largest_value_of_all_devices_is_replicated():
     assert int(largest_of_all(GO_ON)) == GO_ON
 
 
-def test_two_processes_agree_when_one_is_signalled():
+def test_two_processes_agree_when_one_is_signaled():
     script = """
         import os, signal, sys
         import jax

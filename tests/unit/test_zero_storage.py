@@ -69,7 +69,10 @@ def test_all_to_alls_gather_and_sum_as_the_others_do(axes, dim):
         x = x[0, 0, 0]
         exact = parallel.reduce_scatter(x.astype(jnp.float32), axes, dim)
         made = parallel.reduce_scatter_low(x, axes, dim, jnp.dtype(jnp.float32))
-        whole, spread = parallel.all_gather(x, axes, dim), parallel.all_gather_by_copies(x, axes, dim)
+        whole, spread = (
+            parallel.all_gather(x, axes, dim),
+            parallel.all_gather_by_copies(x, axes, dim),
+        )
         return [a[None, None, None] for a in (made, exact, whole, spread)]
 
     spec = P("dp", "ep", "cp")
