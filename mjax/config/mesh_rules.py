@@ -1,7 +1,7 @@
-"""What a mesh may not be: the part of the rule table (`validate.py`) that is about `mesh`.
+"""The rules about `mesh`: a part of the table of rules across config keys (`validate.py`).
 
 A rule is a predicate, a message and a remedy. Rules see `mesh.dp` as a number once the device count
-is known; while it is "auto", those that need it pass.
+is known. While it is "auto", rules that need it pass.
 """
 
 import re
@@ -32,16 +32,23 @@ class Rule:
     remedy: str
 
     def error(self, cfg: Config) -> str:
-        text = self.message if isinstance(self.message, str) else self.message(cfg)
+        """The line that a user sees."""
+        message = self.message if isinstance(self.message, str) else self.message(cfg)
 
-        def shown(m):
-            return f"{m[1]}={reduce(getattr, m[1].split('.'), cfg)!r}"
+        def with_value(match: re.Match) -> str:
+            key = match[1]
+            value = reduce(getattr, key.split("."), cfg)
+            return f"{key}={value!r}"
 
-        return f"{re.sub('`([a-z0-9_.]+)`', shown, text)}; {self.remedy}"
+        message = re.sub("`([a-z0-9_.]+)`", with_value, message)
+        return f"{message}; {self.remedy}"
 
 
 def mesh_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
-    """Devices per axis, outer to inner, with dp="auto" resolved. Raises `UserError`."""
+    """The number of devices along each axis, outer to inner, with dp="auto" resolved.
+
+    Raises `UserError` where the sizes do not multiply to `device_count`.
+    """
     others = mesh.pp * mesh.ep * mesh.cp * mesh.tp
     shape = f"pp={mesh.pp} ep={mesh.ep} cp={mesh.cp} tp={mesh.tp}"
     if mesh.dp == "auto" and device_count % others:
@@ -59,32 +66,34 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
 
 
 def not_for_cudnn(c: Config) -> list[str]:
-    m = c.model
+    """The keys of a config that cuDNN's attention does not support."""
     reasons = {
-        "model.attn_logit_softcapping": m.attn_logit_softcapping is not None,
-        "model.attention_sinks": m.attention_sinks,
-        "model.attention_dropout": m.attention_dropout > 0,
+        "model.attn_logit_softcapping": c.model.attn_logit_softcapping is not None,
+        "model.attention_sinks": c.model.attention_sinks,
+        "model.attention_dropout": c.model.attention_dropout > 0,
         "precision.compute=float32": c.precision.compute == "float32",
     }
     return [reason for reason, present in reasons.items() if present]
 
 
 def _a2a_size(c: Config) -> int:
+    """The number of devices that trade heads for sequence."""
     return {"a2a": c.mesh.cp, "a2a_ring": c.mesh.cp_a2a}.get(c.mesh.cp_type, 1)
 
 
 def _not_for_ring(c: Config) -> list[str]:
+    """The keys of a config that ring attention does not support."""
     return [reason for reason in not_for_cudnn(c) if reason.startswith("model.")]
 
 
 def _pipeline_keys(c: Config) -> list[str]:
     """The pipeline's keys that are set."""
-    given = {
+    is_set = {
         "pipeline_layout": c.mesh.pipeline_layout is not None,
         "pipeline_account_for": bool(c.mesh.pipeline_account_for),
         "virtual_stages": c.mesh.virtual_stages > 1,
     }
-    return [f"`mesh.{name}`" for name, present in given.items() if present]
+    return [f"`mesh.{name}`" for name in is_set if is_set[name]]
 
 
 def stages_of(c: Config) -> list[int]:
@@ -102,16 +111,20 @@ def _stages_agree(c: Config) -> bool:
 def _tp_divides(key: str, remedy: str) -> Rule:
     group, name = key.split(".")
 
-    def ok(c):
-        return getattr(getattr(c, group), name) % c.mesh.tp == 0
+    def ok(c: Config) -> bool:
+        value = getattr(getattr(c, group), name)
+        return value % c.mesh.tp == 0
 
     return Rule(f"tp_divides_{name}", ok, f"`{key}` is not divisible by `mesh.tp`", remedy)
 
 
 def _zero_groups(c: Config) -> list[int]:
     """Sizes that a group of ZeRO shards may have: products of some of dp, ep and cp."""
-    sizes = [n for n in (c.mesh.dp, c.mesh.ep, c.mesh.cp) if n != "auto"]
-    return sorted({prod(some) for n in range(4) for some in combinations(sizes, n)})
+    sizes = [size for size in (c.mesh.dp, c.mesh.ep, c.mesh.cp) if size != "auto"]
+    products = set()
+    for count in range(len(sizes) + 1):
+        products |= {prod(some) for some in combinations(sizes, count)}
+    return sorted(products)
 
 
 MESH_RULES: tuple[Rule, ...] = (

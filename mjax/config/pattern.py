@@ -1,23 +1,23 @@
-"""The layer-pattern string: which kind each layer is, and where its parameters are stacked.
+"""The language of `model.layer_pattern`: the kind of each layer, and the stack of its parameters.
 
-``"(LLLLLG)*4,LL"`` is read as letters (one block each), commas ignored, groups repeated; a pattern
-shorter than the depth repeats from its start. Blocks whose parameters have equal shapes share one
-stack in global layer order, whatever their window or position encoding: a parameter's place in a
-checkpoint depends on neither the period of the pattern nor a pipeline.
+``"(LLLLLG)*4,LL"`` is read as letters, one for each layer. Commas are ignored and groups repeated.
+A pattern shorter than the model repeats from its start. Layers whose parameters have equal shapes
+share one stack, in the order of the model, whatever their window or position encoding. So the place
+of a parameter in a checkpoint depends on neither the period of the pattern nor a pipeline.
 """
 
 import re
 
 from mjax.errors import UserError
 
-# Kind of block -> the stack its parameters live in. G: full attention, L: sliding window, N: full
+# Kind of layer -> the stack of its parameters. G: full attention, L: sliding window, N: full
 # attention without rotary positions (NoPE), E: full attention and experts.
 STACK_OF = {"G": "dense", "L": "dense", "N": "dense", "E": "moe"}
 STACKS = frozenset(STACK_OF.values())
 
 
 def expand(pattern: str, num_layers: int) -> tuple[str, ...]:
-    """Kinds of all `num_layers` blocks. Raises `UserError` for a malformed pattern."""
+    """The kinds of all `num_layers` layers. Raises `UserError` for a malformed pattern."""
     flat = re.sub(r"[\s,]", "", pattern)
     group = re.compile(r"\(([A-Z]+)\)\*(\d+)|([A-Z])\*(\d+)|\(([A-Z]+)\)(?!\*)")
     while group.search(flat):
@@ -34,14 +34,16 @@ def expand(pattern: str, num_layers: int) -> tuple[str, ...]:
             f"model.layer_pattern={pattern!r} names {len(flat)} blocks but "
             f"model.num_hidden_layers={num_layers}; make them agree"
         )
-    return tuple((flat * -(-num_layers // len(flat)))[:num_layers])
+    repeats = -(-num_layers // len(flat))
+    return tuple((flat * repeats)[:num_layers])
 
 
 def stack_index(kinds: tuple[str, ...]) -> tuple[int, ...]:
-    """For each layer, its row in the stack of its kind."""
-    seen: dict[str, int] = {}
+    """The row of each layer in the stack of its kind."""
+    next_row = dict.fromkeys(STACKS, 0)
     rows = []
     for kind in kinds:
-        rows.append(seen.get(STACK_OF[kind], 0))
-        seen[STACK_OF[kind]] = rows[-1] + 1
+        stack = STACK_OF[kind]
+        rows.append(next_row[stack])
+        next_row[stack] += 1
     return tuple(rows)

@@ -1,7 +1,7 @@
 """The language of `mesh.pipeline_layout`: how many layers each pipeline stage has.
 
-Layout strings follow Megatron-LM's `--pipeline-model-parallel-layout`. Which device runs a stage:
-`pipeline/layout.py`.
+Layout strings follow Megatron-LM's `--pipeline-model-parallel-layout`. `pipeline/layout.py` says
+which device runs a stage.
 """
 
 import re
@@ -20,7 +20,7 @@ def stage_sizes(
     layout: str | None = None,
     account_for: Sequence[str] = (),
 ) -> list[int]:
-    """Layers of each of the pp * virtual_stages stages.
+    """The number of layers of each of the pp * virtual_stages stages.
 
     `layout`, if given, also decides the number of virtual stages. Otherwise stages are as equal as
     can be, the first ones longer, and `account_for` counts "embedding" and "loss" as one layer of
@@ -28,19 +28,20 @@ def stage_sizes(
     """
     if layout is not None:
         return parse_layout(layout, layers, pp)
-    units, stages = layers + len(account_for), pp * virtual_stages
-    assert units >= stages, "an empty stage"  # refused by validate.py
-    sizes = [units // stages + (stage < units % stages) for stage in range(stages)]
+    stages = pp * virtual_stages
+    each, longer = divmod(layers + len(account_for), stages)
+    assert each > 0, "an empty stage"  # refused by validate.py
+    sizes = [each + 1] * longer + [each] * (stages - longer)
     sizes[0] -= "embedding" in account_for
     sizes[-1] -= "loss" in account_for
     return sizes
 
 
 def parse_layout(text: str, layers: int, pp: int) -> list[int]:
-    """Layers per virtual stage of a layout string such as `E|(tt|)*2,(t|)*4,L`.
+    """The number of layers of each virtual stage of a string such as `E|(tt|)*2,(t|)*4,L`.
 
-    `|` separates stages; E is the embedding, t a layer, L the loss; commas and spaces mean
-    nothing; `(...)*n` and `x*n` repeat. Raises `UserError` where a layer is lost or repeated.
+    `|` separates stages. E is the embedding, t a layer, L the loss. Commas and spaces mean nothing;
+    `(...)*n` and `x*n` repeat. Raises `UserError` where a layer is missing or repeated.
     """
 
     def refuse(what: str) -> UserError:
@@ -69,20 +70,21 @@ def parse_layout(text: str, layers: int, pp: int) -> list[int]:
 
 
 def slot_kinds(kinds: Sequence[str], sizes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """For each slot of a stage, the kinds of layers that it has in any stage, `EMPTY` among them.
+    """The kinds of layers that each slot of a stage has in any stage, `EMPTY` among them.
 
     Every stage has as many slots as the longest one has layers; the rest of its slots are unused.
     """
-    slots: list[set[str]] = [set() for _ in range(max(sizes))]
+    kinds_of_slots: list[set[str]] = [set() for _ in range(max(sizes))]
     first = 0
     for size in sizes:
-        for slot, found in enumerate(slots):
-            found.add(kinds[first + slot] if slot < size else EMPTY)
+        for slot, kinds_of_slot in enumerate(kinds_of_slots):
+            kinds_of_slot.add(kinds[first + slot] if slot < size else EMPTY)
         first += size
-    return tuple(tuple(sorted(found)) for found in slots)
+    return tuple(tuple(sorted(kinds_of_slot)) for kinds_of_slot in kinds_of_slots)
 
 
 def stages_agree(kinds: Sequence[str], sizes: Sequence[int]) -> bool:
     """Whether slots are of one stack of parameters, or each of one kind in every stage."""
-    one_kind = all(len(found) == 1 for found in slot_kinds(kinds, sizes))
-    return one_kind or len({STACK_OF[kind] for kind in kinds}) == 1
+    one_kind = all(len(kinds_of_slot) == 1 for kinds_of_slot in slot_kinds(kinds, sizes))
+    stacks = {STACK_OF[kind] for kind in kinds}
+    return one_kind or len(stacks) == 1

@@ -2,8 +2,8 @@
 
 A policy names tensors. What a policy does not name is computed again in the backward (Chen et al.,
 arXiv 1604.06174). `train.remat` gives every layer one policy, in layer order, with counts as in
-"full*8,dots". `train.offload` names kept tensors that wait in pinned host memory. How a layer
-follows its policy: `models/remat.py`.
+"full*8,dots". `train.offload` names kept tensors that wait in pinned host memory.
+`models/remat.py` makes a layer follow its policy.
 """
 
 import functools

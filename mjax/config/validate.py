@@ -1,8 +1,8 @@
-"""What is illegal across fields, as one table: predicate, message, remedy.
+"""The rules across config keys, as one table: predicate, message, remedy.
 
-`schema.py` has checked each field alone. Rules are tried in order and the first that fails is
-raised. They see `mesh.dp` as a number once the device count is known; while it is "auto" the batch
-rules demand what every dp would. The batch and schedule rules are Megatron-LM's
+`schema.py` has checked each key alone. Rules are tried in order and the first that fails is raised.
+They see `mesh.dp` as a number once the device count is known. While it is "auto", the batch rules
+demand what every dp would. The batch and schedule rules are Megatron-LM's
 (`num_microbatches_calculator.py`, `optimizer_param_scheduler.py`).
 """
 
@@ -14,29 +14,39 @@ from mjax.errors import UserError
 
 
 def validate(cfg: Config, device_count: int | None = None) -> None:
-    """Raise the first broken rule as `UserError`; None leaves out what needs the device count."""
+    """Raise the first broken rule as `UserError`.
+
+    Without a `device_count`, rules that need it are left out.
+    """
     for rule in RULES:
         if not rule.ok(cfg):
             raise UserError(rule.error(cfg))
-    if device_count is not None and cfg.mesh.dp == "auto":
-        dp = mesh_sizes(cfg.mesh, device_count)["dp"]
-        validate(cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"dp": dp})}))
-    elif device_count is not None:
-        mesh_sizes(cfg.mesh, device_count)
+    if device_count is None:
+        return
+    sizes = mesh_sizes(cfg.mesh, device_count)
+    if cfg.mesh.dp == "auto":
+        mesh = cfg.mesh.model_copy(update={"dp": sizes["dp"]})
+        validate(cfg.model_copy(update={"mesh": mesh}))
 
 
 def _sequences_per_micro_batch(c: Config) -> int:
-    """Sequences in one micro-batch of all devices; with dp unknown, what every dp contains."""
-    return c.train.micro_batch_size * (1 if c.mesh.dp == "auto" else c.mesh.dp) * c.mesh.ep
+    """Sequences in one micro-batch of all devices; while dp is "auto", as if it were 1."""
+    dp = 1 if c.mesh.dp == "auto" else c.mesh.dp
+    return c.train.micro_batch_size * dp * c.mesh.ep
 
 
 def _micro_batch_factors(c: Config) -> str:
-    dp = "" if c.mesh.dp == "auto" else " x `mesh.dp`"
-    return f"`train.micro_batch_size`{dp}" + ("" if c.mesh.ep == 1 else " x `mesh.ep`")
+    """The keys whose product is `_sequences_per_micro_batch`, for a message."""
+    factors = "`train.micro_batch_size`"
+    if c.mesh.dp != "auto":
+        factors += " x `mesh.dp`"
+    if c.mesh.ep != 1:
+        factors += " x `mesh.ep`"
+    return factors
 
 
 def _layer_kinds(c: Config) -> tuple[str, ...]:
-    """Raises `UserError` for a malformed pattern."""
+    """The kind of each layer. Raises `UserError` for a malformed pattern."""
     return expand(c.model.layer_pattern, c.model.num_hidden_layers)
 
 
@@ -58,6 +68,7 @@ def _longrope_complete(c: Config) -> bool:
 
 
 def _sources(c: Config) -> list[str]:
+    """The data sources that are set."""
     given = {"paths": c.data.paths, "text": c.data.text, "mock": c.data.mock}
     return [f"data.{name}" for name, value in given.items() if value]
 
@@ -89,12 +100,14 @@ def _undivided_ramp_sizes(c: Config) -> list[int]:
 
 
 def _not_kept(c: Config) -> list[str]:
-    """What train.offload names in vain. A malformed train.remat raises its own UserError."""
+    """The tensors in train.offload that no layer keeps. Raises `UserError` for train.remat."""
     text = "dots" if c.train.remat == "auto" else c.train.remat
-    of = (c.model.num_hidden_layers,)
     if c.mesh.pp > 1:
-        of = max(stages_of(c)), "layers in a pipeline stage"
-    return not_kept(remat_policies(text, *of), c.train.offload)
+        slots = max(stages_of(c))
+        policies = remat_policies(text, slots, "layers in a pipeline stage")
+    else:
+        policies = remat_policies(text, c.model.num_hidden_layers)
+    return not_kept(policies, c.train.offload)
 
 
 def _has_experts(c: Config) -> bool:
@@ -351,7 +364,7 @@ RULES: tuple[Rule, ...] = (
         "`optimizer.stochastic_rounding` has no effect: nothing is stored in bf16",
         "set precision.params, optimizer.mu_dtype or optimizer.nu_dtype to bfloat16",
     ),
-    Rule(  # its matrices are made whole to be orthogonalized
+    Rule(  # Muon gathers its matrices to orthogonalize them
         "offload_of_adam",
         lambda c: c.optimizer.offload is not True or c.optimizer.name == "adamw",
         "`optimizer.offload` is built for adamw, not for `optimizer.name`",
