@@ -38,7 +38,14 @@ from mjax.models.execution import (
 from mjax.models.params import Definition
 from mjax.models.remat import remat
 from mjax.models.residuals import switch_layers
-from mjax.models.weight import Weight, is_weight, values_of, with_values, without_fp8
+from mjax.models.weight import (
+    Weight,
+    WeightOrArray,
+    is_weight,
+    values_of,
+    with_values,
+    without_fp8,
+)
 from mjax.sharding.collectives import reduce_gradients
 from mjax.sharding.rules import ParamPlacement, Placement
 from mjax.sharding.spec import ParamSpec
@@ -54,17 +61,20 @@ def load_weights(params: dict, scales: dict, placement: Placement, execution: Ex
     whose arrays are stacks [L, ...]. All other parameters become arrays, those of layers stacks.
     `scales` are those of FP8, fp32 {stack: {matmul: [L, 3]}}, or empty.
     """
-    weights = {}
-    for name, masters in params.items():
-        own_scales = scales.get(name, {})
 
-        def one(where: ParamPlacement, master: jax.Array) -> Weight | jax.Array | list[Weight]:
-            if where.spec.matmul is None:
+    def load_part(masters: dict, placement: Placement, scales: dict) -> dict:
+        def load(where: ParamPlacement, master: jax.Array) -> WeightOrArray | list[Weight]:
+            matmul = where.spec.matmul
+            if matmul is None:
                 return _load_array(where, master, execution)
-            return _load_weight(where, master, own_scales.get(where.spec.matmul), execution)  # noqa: B023
+            return _load_weight(where, master, scales.get(matmul), execution)
 
-        weights[name] = placement.part(name).map(one, masters)
-    return weights
+        return placement.map(load, masters)
+
+    return {
+        name: load_part(masters, placement.part(name), scales.get(name, {}))
+        for name, masters in params.items()
+    }
 
 
 def _load_array(where: ParamPlacement, master: jax.Array, execution: Execution) -> jax.Array:
@@ -78,8 +88,10 @@ def _load_weight(
 ) -> Weight | list[Weight]:
     """A stack [L, ...] of matmul weights.
 
-    Layers that overlap their exchanges round the value themselves: its gradient then stays in the
-    dtype of sums. Where only a part is read, no 8-bit form is made: the part is rounded.
+    With `execution.apart` each layer gets arrays of its own. Matmuls read those as they are, where
+    XLA would copy slices of a stack. Layers that overlap their exchanges round the value
+    themselves: its gradient then stays in the dtype of sums. Where only a part is read, no 8-bit
+    form is made: the part is rounded.
     """
     in_layer = execution.exchanged_in_layer(where)
     value = master.astype(execution.compute)
@@ -98,16 +110,17 @@ def _load_weight(
 
     if not execution.apart:
         return weight(where, value, bits, scales)
-    columns = [[None] * len(value) if a is None else unstack(a) for a in (value, bits, scales)]
-    weights = [weight(where.layer, *entries) for entries in zip(*columns, strict=True)]
-    if bits is None or in_layer:
-        return weights
-    return [replace(w, transposed=transposed_bits(w.bits, w.inputs)) for w in weights]
+    weights = []
+    for i in range(len(value)):
+        w = weight(where.layer, value[i], _row(bits, i), _row(scales, i))
+        if w.bits is not None and not in_layer:
+            w = replace(w, transposed=transposed_bits(w.bits, w.inputs))
+        weights.append(w)
+    return weights
 
 
-def unstack(stack: jax.Array) -> list[jax.Array]:
-    """[L, ...] -> L arrays. Matmuls read them as they are, where of a stack XLA copies slices."""
-    return [stack[i] for i in range(stack.shape[0])]
+def _row(stack: jax.Array | None, i: int) -> jax.Array | None:
+    return None if stack is None else stack[i]
 
 
 # ---- from cotangents to gradients ----------------------------------------------------------------
@@ -116,7 +129,7 @@ def unstack(stack: jax.Array) -> list[jax.Array]:
 def zero_sums(weights: dict, placement: Placement, execution: Execution) -> dict:
     """The running sums of gradients before the first micro-batch, for `add_gradients`."""
 
-    def zero(where: ParamPlacement, w: Weight | jax.Array) -> Weight | jax.Array:
+    def zero(where: ParamPlacement, w: WeightOrArray) -> WeightOrArray:
         value = w.value if is_weight(w) else w
         if execution.reduce == "micro_batch":
             value = jax.eval_shape(lambda x: where.scatter(x, execution.accumulate), value)
@@ -142,7 +155,7 @@ def scatter_micro_batch(cotangents: dict, placement: Placement, execution: Execu
     if execution.reduce != "micro_batch":
         return cotangents
 
-    def scatter(where: ParamPlacement, cotangent: Weight | jax.Array) -> Weight | jax.Array:
+    def scatter(where: ParamPlacement, cotangent: WeightOrArray) -> WeightOrArray:
         if not is_weight(cotangent):
             return where.scatter(cotangent, execution.accumulate)
         return replace(cotangent, value=where.scatter(cotangent.value, execution.accumulate))
@@ -170,26 +183,31 @@ def store_gradients(
     Gradients are stacks in the dtype of sums, reduced over all devices. The maxima are fp32
     {stack: {matmul: [L, 3]}}.
     """
-    gradients = {
-        name: placement.part(name).map(
-            lambda where, cotangent: _store_gradient(where, cotangent, execution), tree
-        )
-        for name, tree in cotangents.items()
-    }
+
+    def store(where: ParamPlacement, cotangent: WeightOrArray | list[Weight]) -> jax.Array:
+        return _store_gradient(where, cotangent, execution)
+
+    gradients = {}
+    for name, part in cotangents.items():
+        gradients[name] = placement.part(name).map(store, part)
+    gradients = reduce_gradients(gradients, placement.stored, placement.parallel)
     matmuls = matmul_leaves(cotangents, placement.specs)
-    maxima = jax.tree.map(_maxima, matmuls, is_leaf=lambda a: isinstance(a, list) or is_weight(a))
-    return reduce_gradients(gradients, placement.stored, placement.parallel), maxima
+    maxima = {
+        stack: {matmul: _maxima(cotangent) for matmul, cotangent in of_stack.items()}
+        for stack, of_stack in matmuls.items()
+    }
+    return gradients, maxima
 
 
 def _store_gradient(
-    where: ParamPlacement, cotangent: jax.Array | Weight | list[Weight], execution: Execution
+    where: ParamPlacement, cotangent: WeightOrArray | list[Weight], execution: Execution
 ) -> jax.Array:
     """The gradient of one parameter, stacked and scattered, in the dtype of sums."""
     dtype = jnp.dtype(execution.accumulate)
     scattered = where.stored == where.weight or execution.reduce == "micro_batch"
     scattered |= execution.exchanged_in_layer(where)
 
-    def scatter(where: ParamPlacement, cotangent: jax.Array | Weight) -> jax.Array:
+    def scatter(where: ParamPlacement, cotangent: WeightOrArray) -> jax.Array:
         gradient = gradient_of(cotangent)
         return gradient if scattered else where.scatter(gradient, dtype)
 
@@ -202,7 +220,7 @@ def _store_gradient(
     return gradient.astype(dtype)
 
 
-def gradient_of(cotangent: jax.Array | Weight) -> jax.Array:
+def gradient_of(cotangent: WeightOrArray) -> jax.Array:
     """The gradient, or the sum of gradients, in the cotangent of a parameter."""
     if not is_weight(cotangent):
         return cotangent
@@ -213,7 +231,9 @@ def _maxima(cotangent: Weight | list[Weight]) -> jax.Array | None:
     """The maxima [L, 3] in the cotangents of a stack; None without FP8."""
     if not isinstance(cotangent, list):
         return cotangent.scales
-    return None if cotangent[0].scales is None else jnp.stack([ct.scales for ct in cotangent])
+    if cotangent[0].scales is None:
+        return None
+    return jnp.stack([layer.scales for layer in cotangent])
 
 
 def stack_in_place(layers: Sequence[jax.Array]) -> jax.Array:
@@ -405,7 +425,7 @@ class Layers:
         """
         execution = self.execution
 
-        def gather(where: ParamPlacement, w: Weight | jax.Array) -> Weight | jax.Array:
+        def gather(where: ParamPlacement, w: WeightOrArray) -> WeightOrArray:
             if not execution.exchanged_in_layer(where):
                 return w
             where = where.layer

@@ -63,6 +63,10 @@ class Weight:
     recipe: Recipe | None = _static(None)
 
 
+# A parameter as the model reads it: a matmul's weight, or a table, norm or bias.
+WeightOrArray = Weight | jax.Array
+
+
 def is_weight(x: object) -> bool:
     return isinstance(x, Weight)
 
@@ -82,7 +86,6 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     XLA would otherwise transpose the gradient of a weight with several inputs before and after its
     exchange (GPT 1.3B on two H200s: 1.5 % of a step).
     """
-    lead, outputs = x.shape[: x.ndim - w.inputs], w.value.shape[w.inputs :]
     matrix = as_matrix(w)
     rows = x.reshape(-1, len(matrix.value))
     if w.recipe is not None:
@@ -91,7 +94,8 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
         y = _matmul_adding(rows, matrix)
     else:
         y = rows @ matrix.value
-    return y.reshape(*lead, *outputs)
+    outputs = w.value.shape[w.inputs :]
+    return y.reshape(*x.shape[: x.ndim - w.inputs], *outputs)
 
 
 def as_matrix(w: Weight) -> Weight:
@@ -101,7 +105,13 @@ def as_matrix(w: Weight) -> Weight:
     def flat(a: jax.Array | None) -> jax.Array | None:
         return None if a is None else a.reshape(size, -1)
 
-    return replace(w, value=flat(w.value), bits=flat(w.bits), grad_sum=flat(w.grad_sum), inputs=1)
+    return replace(
+        w,
+        value=flat(w.value),
+        bits=flat(w.bits),
+        grad_sum=flat(w.grad_sum),
+        inputs=1,
+    )
 
 
 @jax.custom_vjp
@@ -112,12 +122,17 @@ def _matmul_adding(x: jax.Array, w: Weight) -> jax.Array:
 
 def _matmul_adding_backward(saved: tuple, g: jax.Array) -> tuple[jax.Array, Weight]:
     x, w = saved
-    rows = (((0,), (0,)), ((), ()))
-    product = lax.dot_general(x, g, rows, preferred_element_type=w.grad_sum.dtype)
-    return g @ w.value.T, replace(w, value=None, grad_sum=w.grad_sum + product)
+    contract_rows = (((0,), (0,)), ((), ()))
+    product = lax.dot_general(x, g, contract_rows, preferred_element_type=w.grad_sum.dtype)
+    total = w.grad_sum + product
+    return g @ w.value.T, replace(w, value=None, grad_sum=total)
 
 
-_matmul_adding.defvjp(lambda x, w: (x @ w.value, (x, w)), _matmul_adding_backward)
+def _matmul_adding_forward(x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
+    return x @ w.value, (x, w)
+
+
+_matmul_adding.defvjp(_matmul_adding_forward, _matmul_adding_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -135,18 +150,19 @@ def _matmul_fp8_forward(parallel: Parallel, x: jax.Array, w: Weight) -> tuple[ja
 
 
 def _matmul_fp8_backward(parallel: Parallel, saved: tuple, g: jax.Array) -> tuple:
-    x8, used, w = saved
+    x8, used_x, w = saved
     backend = w.recipe.backend
     g8, g8_transposed, used_g = quantize_gradient(w.recipe, g, w.scales[2], parallel)
-    scales = used_g[0], w.scales[1]
-    dx = dot8(g8, backward_operand(w), (1, 1), scales, g.dtype, precise=True, backend=backend)
+    dot = functools.partial(dot8, precise=True, backend=backend)
+    w8 = backward_operand(w)
+    dx = dot(g8, w8, (1, 1), (used_g[0], w.scales[1]), g.dtype)
 
     def product(dtype: jnp.dtype) -> jax.Array:
-        dtype = g.dtype if backend == "te" else dtype  # TE's matmul of fp32 is untried
-        scales = used[0], used_g[0]
-        return dot8(x8, g8_transposed, (0, 1), scales, dtype, precise=True, backend=backend)
+        if backend == "te":  # its matmul of fp32 is untried
+            dtype = g.dtype
+        return dot(x8, g8_transposed, (0, 1), (used_x[0], used_g[0]), dtype)
 
-    return dx, cotangent_fp8(w, product, g.dtype, (used[1], used_g[1]))
+    return dx, cotangent_fp8(w, product, g.dtype, (used_x[1], used_g[1]))
 
 
 _matmul_fp8.defvjp(_matmul_fp8_forward, _matmul_fp8_backward)
@@ -164,12 +180,15 @@ def forward_operand(w: Weight) -> tuple[jax.Array, int]:
 
 def backward_operand(w: Weight) -> jax.Array:
     """A weight [K, N] in e4m3, from its bits where they are there."""
-    return quantize(w.value, w.scales[1], E4M3) if w.bits is None else bits_as_e4m3(w.bits)
+    if w.bits is not None:
+        return bits_as_e4m3(w.bits)
+    return quantize(w.value, w.scales[1], E4M3)
 
 
 def kept_for_backward(w: Weight) -> Weight:
     """The fields of a weight that a backward in FP8 reads."""
-    return replace(w, value=w.value if w.bits is None else None, transposed=None)
+    value = w.value if w.bits is None else None
+    return replace(w, value=value, transposed=None)
 
 
 def cotangent_fp8(
@@ -183,23 +202,29 @@ def cotangent_fp8(
     `dtype` is that of a gradient which no sum takes. `seen` holds the maxima of x and of the
     gradient of y.
     """
-    maxima = jnp.stack([seen[0], jnp.zeros_like(seen[0]), seen[1]])
+    seen_x, seen_g = seen
+    maxima = jnp.stack([seen_x, jnp.zeros_like(seen_x), seen_g])
+    cotangent = replace(w, value=None, bits=None, transposed=None, scales=maxima)
     if w.grad_sum is None:
-        return replace(w, value=product(dtype), bits=None, transposed=None, scales=maxima)
-    total = w.grad_sum + product(w.grad_sum.dtype)
-    return replace(w, value=None, bits=None, transposed=None, scales=maxima, grad_sum=total)
+        return replace(cotangent, value=product(dtype))
+    return replace(cotangent, grad_sum=w.grad_sum + product(w.grad_sum.dtype))
 
 
 # ---- trees of weights and arrays ---------------------------------------------------------------
 
 
+def map_weights(function: Callable, tree: dict, *trees: dict) -> dict:
+    """A tree with function(entry, ..) for every weight or array of trees of one structure."""
+    return jax.tree.map(function, tree, *trees, is_leaf=is_weight)
+
+
 def with_sums(weights: dict, sums: dict) -> dict:
     """`weights` whose matmuls add to the running sums in `sums` (`add_gradients`)."""
 
-    def one(w: Weight | jax.Array, total: Weight | jax.Array) -> Weight | jax.Array:
+    def add_to(w: WeightOrArray, total: WeightOrArray) -> WeightOrArray:
         return replace(w, grad_sum=total.grad_sum) if is_weight(w) else w
 
-    return jax.tree.map(one, weights, sums, is_leaf=is_weight)
+    return map_weights(add_to, weights, sums)
 
 
 def add_gradients(sums: dict, cotangents: dict) -> dict:
@@ -208,40 +233,46 @@ def add_gradients(sums: dict, cotangents: dict) -> dict:
     A sum that the matmul itself has added to is taken from the cotangent as it is.
     """
 
-    def one(total: Weight | jax.Array, more: Weight | jax.Array) -> Weight | jax.Array:
-        if not is_weight(total):
-            return total + more.astype(total.dtype)
-        value = None if total.value is None else total.value + more.value.astype(total.value.dtype)
-        scales = None if total.scales is None else jnp.maximum(total.scales, more.scales)
-        return replace(total, value=value, scales=scales, grad_sum=more.grad_sum)
+    def add(total: jax.Array | None, gradient: jax.Array | None) -> jax.Array | None:
+        return None if total is None else total + gradient.astype(total.dtype)
 
-    return jax.tree.map(one, sums, cotangents, is_leaf=is_weight)
+    def add_one(total: WeightOrArray, cotangent: WeightOrArray) -> WeightOrArray:
+        if not is_weight(total):
+            return add(total, cotangent)
+        value, scales = add(total.value, cotangent.value), total.scales
+        if scales is not None:
+            scales = jnp.maximum(scales, cotangent.scales)
+        return replace(total, value=value, scales=scales, grad_sum=cotangent.grad_sum)
+
+    return map_weights(add_one, sums, cotangents)
 
 
 def values_of(weights: dict) -> dict:
     """The leaves of `weights` that take gradients: without 8-bit forms and scales."""
 
-    def one(w: Weight | jax.Array) -> Weight | jax.Array:
-        return replace(w, bits=None, transposed=None, scales=None) if is_weight(w) else w
+    def values(w: WeightOrArray) -> WeightOrArray:
+        if not is_weight(w):
+            return w
+        return replace(w, bits=None, transposed=None, scales=None)
 
-    return jax.tree.map(one, weights, is_leaf=is_weight)
+    return map_weights(values, weights)
 
 
 def with_values(weights: dict, values: dict) -> dict:
     """`weights` with other leaves that take gradients: the inverse of `values_of`."""
 
-    def one(w: Weight | jax.Array, value: Weight | jax.Array) -> Weight | jax.Array:
-        return replace(w, value=value.value, grad_sum=value.grad_sum) if is_weight(w) else value
+    def put(w: WeightOrArray, new: WeightOrArray) -> WeightOrArray:
+        if not is_weight(w):
+            return new
+        return replace(w, value=new.value, grad_sum=new.grad_sum)
 
-    return jax.tree.map(one, weights, values, is_leaf=is_weight)
+    return map_weights(put, weights, values)
 
 
 def without_fp8(weights: dict) -> dict:
     """`weights` as matmuls in the dtype of the computation read them."""
 
-    def one(w: Weight | jax.Array) -> Weight | jax.Array:
-        if not is_weight(w):
-            return w
-        return replace(w, bits=None, transposed=None, scales=None, recipe=None)
+    def plain(w: WeightOrArray) -> WeightOrArray:
+        return replace(w, recipe=None) if is_weight(w) else w
 
-    return jax.tree.map(one, weights, is_leaf=is_weight)
+    return map_weights(plain, values_of(weights))

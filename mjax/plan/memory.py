@@ -6,36 +6,22 @@ compiler adds, factors measured on programs compiled for H200 (docs/memory.md). 
 function of (config, sizes of the mesh, number of parameters).
 """
 
-import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-
-from mjax.config.mesh_rules import AXES, mesh_sizes
-from mjax.config.pattern import STACK_OF, expand
+from mjax.config.mesh_rules import mesh_sizes
+from mjax.config.pattern import expand
 from mjax.config.pipeline_layout import EMPTY
-from mjax.config.remat import POLICIES, offloaded
+from mjax.config.remat import offloaded
 from mjax.config.schema import Config, MeshConfig
 from mjax.kernels.cross_entropy import cut_of
 from mjax.kernels.loss_rows import fits
-from mjax.models.context import Context, tokens_of
-from mjax.models.decoder import Block
 from mjax.models.execution import Execution
-from mjax.models.params import Definition, split
-from mjax.models.positions import rope_tables
-from mjax.models.remat import STASHED, all_but_views, remat
-from mjax.models.weight import Weight
+from mjax.models.remat import STASHED
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.plan.execution import decide_execution
-from mjax.sharding.collectives import Parallel
-from mjax.sharding.rules import param_partitions
-from mjax.sharding.spec import ParamSpec
+from mjax.plan.kept import Kept, kept
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 
@@ -58,19 +44,18 @@ class HeldLayers(NamedTuple):
 def held_layers(cfg: Config, sizes: dict[str, int]) -> HeldLayers:
     """The layers of a device under train.remat, where "auto" stands for dots."""
     execution = decide_execution(cfg, sizes)
-    each = tuple(
-        (max(set(plan.kinds) - {EMPTY}), "none" if plan.remat == STASHED else plan.remat)
-        for plan in execution.layers
-    )
+    each = []
+    for plan in execution.layers:
+        kind = max(set(plan.kinds) - {EMPTY})
+        each.append((kind, "none" if plan.remat == STASHED else plan.remat))
     if not execution.pipelined:
-        return HeldLayers(each, 1, 1)
+        return HeldLayers(tuple(each), 1, 1)
     layout = layout_of(cfg)
-    return HeldLayers(
-        each, make_schedule(layout.pp, layout.v, execution.micro_batches).slots, layout.v
-    )
+    schedule = make_schedule(layout.pp, layout.v, execution.micro_batches)
+    return HeldLayers(tuple(each), schedule.slots, layout.v)
 
 
-Traced = dict[tuple[str, str], list["Kept"]]  # by kind of layer and policy
+Traced = dict[tuple[str, str], list[Kept]]  # by kind of layer and policy
 
 
 def bytes_per_device(
@@ -81,25 +66,37 @@ def bytes_per_device(
     `parameters` is the model's count. `traced` is what layers keep, as far as it is known; what is
     found is added to it.
     """
-    sizes, traced = mesh_sizes(mesh, devices), {} if traced is None else traced
+    traced = {} if traced is None else traced
+    sizes = mesh_sizes(mesh, devices)
     cfg = cfg.model_copy(update={"mesh": mesh})
     execution, layers = decide_execution(cfg, sizes), held_layers(cfg, sizes)
-    kinds = sorted({kind for kind, _ in layers.each})
-    for pair in {*layers.each, *((kind, "dots") for kind in kinds)} - set(traced):
+    with_dots = {(kind, "dots") for kind, _ in layers.each}
+    for pair in {*layers.each, *with_dots} - set(traced):
         traced[pair] = kept(cfg, sizes, *pair)
-    to_host = offloaded(cfg.train.offload)
-    held = {
-        pair: sum(t.bytes for t in found if not t.goes_to_host(pair[1], to_host))
-        for pair, found in traced.items()
-    }
-    counts = Counter(layers.each)
-    stays = layers.waiting * sum(count * held[pair] for pair, count in counts.items())
-    reordered = _reordered_bytes(cfg, sizes, execution)
-    stays += sum(count * reordered for pair, count in counts.items() if pair[1] == "none")
-    work = WORK * max(sum(t.bytes for t in traced[kind, "dots"]) for kind in kinds)
+    work = WORK * max(sum(t.bytes for t in traced[pair]) for pair in with_dots)
     parts = _parameter_bytes(cfg, sizes, execution, parameters, layers)
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
-    return parts | {"activations": stays, "work": max(work, loss)}
+    parts["activations"] = _activation_bytes(cfg, sizes, execution, layers, traced)
+    return parts | {"work": max(work, loss)}
+
+
+def _activation_bytes(
+    cfg: Config,
+    sizes: dict[str, int],
+    execution: Execution,
+    layers: HeldLayers,
+    traced: Traced,
+) -> float:
+    """What all layers keep on the device for their backward."""
+    to_host = offloaded(cfg.train.offload)
+    reordered = _reordered_bytes(cfg, sizes, execution)
+    total = 0.0
+    for (kind, policy), count in Counter(layers.each).items():
+        found = traced[kind, policy]
+        on_device = sum(t.bytes for t in found if not t.goes_to_host(policy, to_host))
+        total += layers.waiting * count * on_device
+        total += count * reordered * (policy == "none")
+    return total
 
 
 class Counts(NamedTuple):
@@ -117,8 +114,8 @@ class Counts(NamedTuple):
 
 
 def _count(cfg: Config, sizes: dict[str, int], parameters: int, layers: HeldLayers) -> Counts:
-    """Of uneven stages a device has slots for more layers than there are."""
-    model = cfg.model
+    """Parameters on a device. Uneven stages have slots for more layers than there are."""
+    model, tp = cfg.model, sizes["tp"]
     copies = sizes["dp"] * sizes["ep"] * sizes["cp"] if cfg.mesh.zero else 1
     learned = model.position_embedding == "learned"
     rows = model.padded_vocab_size * (2 - model.tie_word_embeddings)
@@ -126,13 +123,13 @@ def _count(cfg: Config, sizes: dict[str, int], parameters: int, layers: HeldLaye
     expert = model.hidden_size * model.moe_intermediate_size * (2 + model.mlp_gated)
     kinds = expand(model.layer_pattern, model.num_hidden_layers)
     experts = kinds.count("E") * model.num_experts * expert
-    share = len(layers.each) * layers.chunks / len(kinds) / sizes["tp"]
+    share = len(layers.each) * layers.chunks / len(kinds) / tp
     stacks = (parameters - tables - experts + experts / sizes["ep"]) * share
-    shard = (tables / sizes["tp"] + (parameters - tables) * share) / copies
+    shard = (tables / tp + (parameters - tables) * share) / copies
     if not cfg.mesh.zero:
-        shard = tables / sizes["tp"] + stacks
+        shard = tables / tp + stacks
     whole_layer = stacks * sizes["pp"] / len(kinds)
-    return Counts(tables / sizes["tp"], stacks, shard, whole_layer, stacks / copies)
+    return Counts(tables / tp, stacks, shard, whole_layer, stacks / copies)
 
 
 def _parameter_bytes(
@@ -149,11 +146,12 @@ def _parameter_bytes(
     and weights that nothing gathers are cast where they are used. With several, the matmuls of
     unrolled layers add to the sums by themselves.
     """
-    count, zero = _count(cfg, sizes, parameters, layers), cfg.mesh.zero
-    optimizer, precision = cfg.optimizer, cfg.precision
+    count = _count(cfg, sizes, parameters, layers)
+    zero, optimizer, precision = cfg.mesh.zero, cfg.optimizer, cfg.precision
     compute, accumulate = WIDTH[precision.compute], WIDTH[precision.grad_accum]
     is_cut = sizes["dp"] * sizes["ep"] * sizes["cp"] > 1
-    once, in_layer = execution.micro_batches == 1, execution.gather == "layer" and zero == 3
+    once = execution.micro_batches == 1
+    in_layer = execution.gather == "layer" and zero == 3
     read = count.stacks
     if in_layer:
         read = min(count.stacks, count.stored_stacks + count.whole_layer)
@@ -168,9 +166,9 @@ def _parameter_bytes(
     in_bytes = execution.recipe is not None and not precision.fp8_skip_layers and not experts
     weights = compute * count.tables + (1 if in_bytes else compute) * read
     alone = once and not (is_cut and zero) and not execution.pipelined
-    slots, chosen = len(layers.each) * layers.chunks * sizes["pp"], 0.0
-    if slots > cfg.model.num_hidden_layers:
-        chosen = count.stacks / layers.chunks
+    slots = len(layers.each) * layers.chunks * sizes["pp"]
+    has_choice = slots > cfg.model.num_hidden_layers
+    chosen = count.stacks / layers.chunks if has_choice else 0.0
     moments = WIDTH[optimizer.mu_dtype] + WIDTH[optimizer.nu_dtype]
     of_micro_batch = count.tables if execution.sums_in_matmuls else count.tables + read
     return {
@@ -188,7 +186,8 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
     A backward of unrolled layers would gather and reorder anew what the ring did in its forward.
     XLA finds that out and keeps it: keys, values, and six times the queries.
     """
-    if sizes["cp"] == 1 or execution.pipelined or cfg.mesh.cp_type == "a2a" or execution.unroll:
+    has_ring = sizes["cp"] > 1 and cfg.mesh.cp_type != "a2a"
+    if not has_ring or execution.pipelined or execution.unroll:
         return 0.0
     model, rows = cfg.model, cfg.train.micro_batch_size
     heads = 2 * model.num_key_value_heads + 6 * model.num_attention_heads / sizes["cp"]
@@ -201,133 +200,6 @@ def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     rows = cfg.model.padded_vocab_size // sizes["tp"]
     tokens = cfg.train.micro_batch_size * cfg.data.seq_length // sizes["cp"]
     chunk = cfg.train.loss_chunk
-    cut = cut_of(tokens, rows, chunk, fused=fits(tokens, rows, sizes["tp"], chunk))
+    fused = fits(tokens, rows, sizes["tp"], chunk)
+    cut = cut_of(tokens, rows, chunk, fused=fused)
     return 4 * rows * cfg.model.hidden_size + cut.bytes(rows)
-
-
-# ---- what a layer keeps --------------------------------------------------------------------------
-
-
-class Kept(NamedTuple):
-    """A tensor that a layer keeps for its backward, as one device holds it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-    def goes_to_host(self, policy: str, offload: tuple[str, ...]) -> bool:
-        """Whether it waits in host memory."""
-        return self.name in offload and self.name in (POLICIES[policy] or ())
-
-
-def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kept]:
-    """What a layer of `kind` keeps of one micro-batch under `policy`, on a mesh of `sizes`.
-
-    Weights and what all layers share (rotary tables, segments) are not counted. A tensor without a
-    name is 'input' where it has the shape of the layer's, else 'other'.
-    """
-    parallel = Parallel(**sizes)
-    block = split(nnx.eval_shape(lambda: Block(cfg.model, STACK_OF[kind], nnx.Rngs(0))))[0]
-    rows = min(
-        cfg.train.micro_batch_size, cfg.train.global_batch_size // parallel.size("dp", "ep") or 1
-    )
-    width = cfg.data.seq_length // parallel.cp
-    shape = rows, width // parallel.tp, cfg.model.hidden_size
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute))
-    leaves: list = []
-    names: list = []
-
-    def trace(weights: dict, x: jax.Array) -> jax.Array:
-        found, named = _residuals(cfg, parallel, (block, kind, policy), weights, x, (rows, width))
-        leaves.extend(found)
-        names.extend(named)
-        return x
-
-    mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * 5)
-    everywhere = PartitionSpec()
-    mapped = jax.shard_map(
-        trace, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
-    )
-    jax.eval_shape(mapped, _local_weights(cfg, parallel, block), x)
-    labels = [("input", x), *names]
-    found = [(_take_label(labels, aval, POLICIES[policy]), aval) for aval in leaves]
-    return [Kept(name, aval.shape, str(aval.dtype)) for name, aval in found]
-
-
-def _residuals(
-    cfg: Config,
-    parallel: Parallel,
-    layer: tuple[Definition, str, str],
-    weights: dict,
-    x: jax.Array,
-    shape: tuple[int, int],
-) -> tuple[list, list]:
-    """(shapes that a layer's vjp holds, (name, shape) of all that its forward names)."""
-    block, kind, policy = layer
-    ctx = Context(
-        parallel=parallel,
-        attention=cfg.train.attention,
-        cp_type=cfg.mesh.cp_type,
-        cp_a2a=cfg.mesh.cp_a2a,
-        max_documents=1,
-        dropout=True,
-    )
-    positions = jnp.zeros(shape, jnp.int32)
-    tokens = tokens_of(shape, positions, key=jax.random.key(0))
-    rope = {}
-    if cfg.model.position_embedding == "rope" and kind != "N":
-        rope[kind] = rope_tables(cfg.model, positions, kind == "L", parallel)
-
-    def apply(weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)[:2]
-
-    body = all_but_views(apply) if policy == "none" else remat(apply, policy)
-    _, vjp = jax.vjp(body, weights, x)
-    shared = {id(a) for a in jax.tree.leaves((weights, tokens, rope))}
-    held = {id(a): a.aval for a in jax.tree.leaves(vjp) if id(a) not in shared}
-    forward = jax.make_jaxpr(lambda w, x: jax.vjp(apply, w, x)[0])(weights, x)
-    return list(held.values()), list(_named(forward.jaxpr))
-
-
-def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
-    """The weights of a layer as one device's matmuls read them, without their values."""
-    recipe = decide_execution(cfg, {axis: parallel.size(axis) for axis in AXES}).recipe
-    mesh = AbstractMesh(tuple(parallel.size(axis) for axis in AXES), AXES)
-
-    def weight(spec: ParamSpec, cut: PartitionSpec) -> Weight | jax.ShapeDtypeStruct:
-        shape = NamedSharding(mesh, cut).shard_shape(spec.shape)
-        value = jax.ShapeDtypeStruct(shape, cfg.precision.compute)
-        if spec.matmul is None:
-            return value
-        scales = None if recipe is None else jax.ShapeDtypeStruct((3,), jnp.float32)
-        of_matmul = {"name": spec.matmul, "inputs": spec.inputs, "recipe": recipe}
-        return Weight(value, scales=scales, **of_matmul)
-
-    return jax.tree.map(weight, block.specs, param_partitions(block.specs, parallel))
-
-
-def _named(jaxpr) -> Iterator[tuple[str, jax.core.ShapedArray]]:
-    """(name, shape) of every `checkpoint_name` in a jaxpr and those within."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "name":
-            yield equation.params["name"], equation.outvars[0].aval
-        for inner in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from _named(inner)
-
-
-def _take_label(labels: list, aval, names: tuple[str, ...] | None) -> str:
-    """The first name that fits `aval`, among those that a policy keeps; it is used up."""
-    for i, (name, like) in enumerate(labels):
-        same = (like.shape, like.dtype) == (aval.shape, aval.dtype)
-        if same and (name == "input" or names is None or name in names):
-            return labels.pop(i)[0]
-    return "other"

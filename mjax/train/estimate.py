@@ -18,7 +18,8 @@ from mjax.pipeline.layout import stage_lines
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.plan.balance import advice
 from mjax.plan.execution import execution_lines
-from mjax.plan.memory import held_layers, kept
+from mjax.plan.kept import kept
+from mjax.plan.memory import held_layers
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_parameters
 from mjax.train import metrics

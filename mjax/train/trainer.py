@@ -57,7 +57,8 @@ class Trainer:
         self.parallel = parallel_of(self.mesh)
         self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
         self.state_layout = state_layout(cfg, self.mesh, self.parallel, self.layout)
-        self.placement, self.storage = self.state_layout.placement, self.state_layout.storage
+        self.placement = self.state_layout.placement
+        self.storage = self.state_layout.storage
         self.placer = BatchPlacer(self.mesh, self.parallel, cfg.train.micro_batch_size)
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None
@@ -82,7 +83,8 @@ class Trainer:
         self._start(from_canonical(self.storage, params, stored))
 
     def _start(self, params: dict) -> None:
-        self.state, self.step_number = self.state_layout.start(params), 0
+        self.state = self.state_layout.start(params)
+        self.step_number = 0
 
     def abstract_state(self) -> steps.State:
         """The state as `ShapeDtypeStruct`s with shardings."""
@@ -99,7 +101,8 @@ class Trainer:
     def restore(self, step: int | None = None) -> int:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
         abstract = self.abstract_state()
-        state = self.store.restore(canonical_abstract(self.storage, abstract), step)
+        saved = canonical_abstract(self.storage, abstract)
+        state = self.store.restore(saved, step)
         self.state = from_canonical(self.storage, state, abstract)
         self.step_number = int(self.state["step"])
         return self.step_number
@@ -128,18 +131,22 @@ class Trainer:
         """One optimizer step on a global batch; device scalars, as `train_step` says."""
         placed = self._place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
-        samples = consumed_samples(self.cfg.train, self.step_number)
-        lr = np.float32(learning_rate(self.cfg.schedule, self.cfg.train, samples))
-        decay = np.float32(weight_decay(self.cfg.optimizer, self.cfg.train, samples))
-        self.state, metrics = self._program("train", placed)(state, placed, lr, decay)
+        cfg = self.cfg
+        samples = consumed_samples(cfg.train, self.step_number)
+        lr = np.float32(learning_rate(cfg.schedule, cfg.train, samples))
+        decay = np.float32(weight_decay(cfg.optimizer, cfg.train, samples))
+        step = self._program("train", placed)
+        self.state, metrics = step(state, placed, lr, decay)
         self.step_number += 1
         return metrics
 
     def grads(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array, dict]:
         """(loss, gradient norm, gradients as nested dict of global arrays) of a global batch."""
         placed = self._place(batch)
-        found = self._program("grads", placed)(without_moments(self._live()), placed)
-        return found.losses["loss"], found.norm, canonical(self.storage, found.gradients)
+        state = without_moments(self._live())
+        found = self._program("grads", placed)(state, placed)
+        gradients = canonical(self.storage, found.gradients)
+        return found.losses["loss"], found.norm, gradients
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
         """(sum of nll, number of unmasked tokens) of a global batch, without dropout."""
@@ -164,9 +171,12 @@ class Trainer:
         Only cuDNN's packed attention needs a static bound. The loop gives the dataset's, so that
         nothing compiles twice and all processes agree.
         """
-        cpu = self.cfg.train.attention == "auto" and jax.default_backend() == "cpu"
-        if self.cfg.data.document_mask and self.cfg.train.attention != "xla" and not cpu:
-            self.max_documents = max(self.max_documents, 1 << (most - 1).bit_length())
+        attention = self.cfg.train.attention
+        if attention == "auto" and jax.default_backend() == "cpu":
+            attention = "xla"
+        if self.cfg.data.document_mask and attention != "xla":
+            power_of_two = 1 << (most - 1).bit_length()
+            self.max_documents = max(self.max_documents, power_of_two)
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         placed = self.placer.place(batch)

@@ -4,7 +4,8 @@ import pytest
 
 from mjax.config import load
 from mjax.models import definition_of
-from mjax.plan.memory import bytes_per_device, kept
+from mjax.plan.kept import kept
+from mjax.plan.memory import bytes_per_device
 from mjax.sharding.spec import count_parameters
 from tests.aot.common import Compiled, compile_step, missing
 

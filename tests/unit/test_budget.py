@@ -1,8 +1,9 @@
-"""mjax stays small: DESIGN section 1's budgets, counted."""
+"""mjax stays small and readable: DESIGN section 1's budgets, counted."""
 
 import ast
 import io
 import tokenize
+from collections import defaultdict
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -21,22 +22,60 @@ NO_CODE = {
 SOURCES = {p: p.read_text() for p in PACKAGE.rglob("*.py")}
 
 
-def code_lines(text: str) -> int:
-    """Lines with code: neither blank, nor comments, nor docstrings."""
-    nodes = [
-        n for n in ast.walk(ast.parse(text)) if hasattr(n, "body") and isinstance(n.body, list)
-    ]
-    first = [n.body[0] for n in nodes if n.body and isinstance(n.body[0], ast.Expr)]
+CORE = ("config", "sharding", "models", "pipeline", "plan", "optim", "train")
+SMALL = 40  # lines of code; an average over fewer says little
+
+
+def count(text: str) -> tuple[int, int]:
+    """(lines with code, tokens in them): without blank lines, comments and docstrings."""
+    bodies = [n.body for n in ast.walk(ast.parse(text)) if isinstance(getattr(n, "body", 0), list)]
+    first = [body[0] for body in bodies if body and isinstance(body[0], ast.Expr)]
     docs = [e for e in first if isinstance(getattr(e.value, "value", None), str)]
     said = {line for e in docs for line in range(e.lineno, e.end_lineno + 1)}
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    spans = [range(t.start[0], t.end[0] + 1) for t in tokens if t.type not in NO_CODE]
-    return len({line for span in spans for line in span} - said)
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in NO_CODE and token.start[0] not in said
+    ]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines), len(tokens)
 
 
-def test_package_is_at_most_15k_lines_of_code():
-    assert code_lines('"""Doc."""\n\nx = 1  # one\n# two\n') == 1
-    assert 0 < sum(code_lines(text) for text in SOURCES.values()) <= 15_000
+def core_files() -> dict[Path, str]:
+    """Texts of the core's files, by path within the package."""
+    within = {path.relative_to(PACKAGE): text for path, text in SOURCES.items()}
+    return {path: text for path, text in within.items() if path.parts[0] in CORE}
+
+
+def test_package_is_at_most_28k_lines_of_code():
+    assert count('"""Doc."""\n\nx = 1  # one\n# two\n') == (1, 3)
+    assert 0 < sum(count(text)[0] for text in SOURCES.values()) <= 28_000
+
+
+def test_a_line_of_the_core_has_at_most_11_tokens_on_average():
+    dense = {}
+    for path, text in core_files().items():
+        lines, tokens = count(text)
+        if lines > SMALL and tokens / lines > 11:
+            dense[str(path)] = round(tokens / lines, 2)
+    assert not dense
+
+
+def test_no_name_is_defined_in_two_modules_of_the_core():
+    homes = defaultdict(set)
+    for path, text in core_files().items():
+        for node in ast.parse(text).body:
+            names = [node.name] if hasattr(node, "name") else []
+            names += [n.id for n in getattr(node, "targets", []) if isinstance(n, ast.Name)]
+            for name in names:
+                homes[name].add(str(path))
+    homes.pop("log")  # each module's logger
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_no_lambda_is_given_a_name():
+    here = {path.relative_to(PACKAGE.parent): text for path, text in SOURCES.items()}
+    assert not [str(path) for path, text in here.items() if "noqa: E731" in text]
 
 
 def test_files_are_at_most_500_lines():
@@ -55,13 +94,13 @@ def test_functions_are_at_most_60_lines():
     assert not long
 
 
-def test_config_has_at_most_200_keys():
+def test_config_has_at_most_320_keys():
     def leaves(group: type[BaseModel]) -> int:
         kinds = [f.annotation for f in group.model_fields.values()]
         nested = [[k for k in (t, *getattr(t, "__args__", ())) if _is_group(k)] for t in kinds]
         return sum(leaves(groups[0]) if groups else 1 for groups in nested)
 
-    assert 100 < leaves(Config) <= 200
+    assert 100 < leaves(Config) <= 320
 
 
 def _is_group(kind: object) -> bool:

@@ -8,7 +8,8 @@ from mjax.config.mesh_rules import AXES
 from mjax.config.remat import remat_policies
 from mjax.errors import UserError
 from mjax.plan.auto import FRACTION, choose_memory_policy, memory_policies
-from mjax.plan.memory import bytes_per_device, kept
+from mjax.plan.kept import kept
+from mjax.plan.memory import bytes_per_device
 from mjax.train.estimate import dry_run
 
 LLAMA, COUNT = "configs/models/llama3_8b.yaml", 8_030_261_248

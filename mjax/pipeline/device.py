@@ -1,0 +1,219 @@
+"""One device of a pipeline: its weights, its inputs, and how it applies a chunk of layers.
+
+A unit is one micro-batch through one chunk. All devices run the same program; which unit it is
+about depends on the pp index and the tick (`schedule.py`). Both training and evaluation
+(`run.py`) are made of these parts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import register_dataclass
+
+from mjax.config.pipeline_layout import EMPTY
+from mjax.models.layers import LayerInputs
+from mjax.models.local import Batch, LocalModel
+from mjax.models.residuals import VjpLayout, split_vjp
+from mjax.pipeline.layout import Layout
+from mjax.pipeline.schedule import Schedule, UnitTable
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Unit:
+    """One micro-batch through one chunk, on this device in this tick; int32 scalars (`UnitTable`).
+
+    An idle tick has `on` 0.
+    """
+
+    on: jax.Array
+    micro: jax.Array
+    chunk: jax.Array
+    slot: jax.Array
+    new: jax.Array
+
+
+class UnitInputs(NamedTuple):
+    """What the layers of a unit read besides weights and activations; made again for a backward.
+
+    numbers, choices: int32 [slots], see `Layers.run`.
+    """
+
+    layer_inputs: LayerInputs
+    numbers: jax.Array
+    choices: jax.Array
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device needs to run any unit.
+
+    weights: local, as `load_weights` gives them; stacks are [v * slots, ...].
+    micro_batches: fields [m, ...], equal over pp. key: of dropout, or None.
+    """
+
+    model: LocalModel
+    layout: Layout
+    schedule: Schedule
+    weights: dict
+    micro_batches: Batch
+    key: jax.Array | None = None
+
+    @property
+    def edge_weights(self) -> dict:
+        """Weights outside the layers: embedding, final norm, head."""
+        stacks = self.layout.stacks
+        return {name: w for name, w in self.weights.items() if name not in stacks}
+
+    # ---- a unit's weights and inputs -------------------------------------------------------------
+
+    def chunk_weights(self, chunk: jax.Array) -> dict:
+        """The layers of a chunk, a list for each stack.
+
+        Each weight is an array of its own: of a stack XLA would copy the matmuls' operands.
+        """
+        weights = {}
+        for stack in self.layout.stacks:
+            rows = self.rows(stack, chunk)
+            weights[stack] = [row_of(self.weights[stack], row) for row in rows]
+        return weights
+
+    def rows(self, stack: str, chunk: jax.Array) -> list[jax.Array | int]:
+        """The rows of a stack that are a chunk's."""
+        any_leaf = jax.tree.leaves(self.weights[stack])[0]
+        slots = len(any_leaf) // self.layout.v
+        first = 0 if self.layout.v == 1 else chunk * slots
+        return [first + slot for slot in range(slots)]
+
+    def held_weights(self, unit: Unit, held: dict | None) -> dict:
+        """`chunk_weights` of a unit's chunk, of which `held` are those of the unit before.
+
+        A device runs a chunk for pp micro-batches before it changes to the next, and copies its
+        weights out of the stacks only then.
+        """
+
+        def change() -> dict:
+            return self.chunk_weights(unit.chunk)
+
+        return change() if held is None else lax.cond(unit.new == 1, change, lambda: held)
+
+    def micro_batch(self, number: jax.Array | int) -> Batch:
+        return {name: row_of(field, number) for name, field in self.micro_batches.items()}
+
+    def unit_inputs(self, unit: Unit, micro_batch: Batch) -> UnitInputs:
+        layers = self.layout.table()  # [pp, v, slots], -1 where a slot is empty
+        kinds = np.asarray([*self.layout.kinds, EMPTY])[layers]
+        choices = np.empty(layers.shape, np.int32)
+        for slot, plan in enumerate(self.model.execution.layers):
+            choices[..., slot] = np.searchsorted(plan.kinds, kinds[..., slot])
+
+        def here(table: np.ndarray) -> jax.Array:
+            table = jnp.asarray(table, jnp.int32)
+            return table[lax.axis_index("pp"), unit.chunk]
+
+        tokens = self.model.tokens(micro_batch, self.key)
+        layer_inputs = self.model.layer_inputs(self.weights, tokens)
+        return UnitInputs(layer_inputs, here(np.maximum(layers, 0)), here(choices))
+
+    def layer_weights(self, chunk_weights: dict) -> dict:
+        """A chunk's weights as its layers take them: lists, or stacked again for a loop."""
+        if self.model.execution.unroll == 0:
+            return chunk_weights
+        stacked = {}
+        for stack, layers in chunk_weights.items():
+            stacked[stack] = jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
+        return stacked
+
+    # ---- the model's parts -----------------------------------------------------------------------
+
+    def is_first(self, unit: Unit) -> jax.Array:
+        """Whether a unit is the first of its micro-batch; false for an idle tick."""
+        on_first_device = lax.axis_index("pp") == 0
+        return on_first_device & (unit.chunk == 0) & (unit.on == 1)
+
+    def is_last(self, unit: Unit) -> jax.Array:
+        """Whether a unit is the last of its micro-batch; false for an idle tick."""
+        on_last_device = lax.axis_index("pp") == self.layout.pp - 1
+        last_chunk = self.layout.v - 1
+        return on_last_device & (unit.chunk == last_chunk) & (unit.on == 1)
+
+    def embed(self, edge_weights: dict, micro_batch: Batch) -> jax.Array:
+        tokens = self.model.tokens(micro_batch, self.key)
+        return self.model.embed(edge_weights, micro_batch, tokens)
+
+    def enter(self, unit: Unit, micro_batch: Batch, y: jax.Array) -> jax.Array:
+        """The input of a unit's layers: what came in, or the embedding."""
+
+        def embed() -> jax.Array:
+            return self.embed(self.edge_weights, micro_batch).astype(y.dtype)
+
+        return lax.cond(self.is_first(unit), embed, lambda: y)
+
+    def apply(
+        self, layer_weights: dict, inputs: UnitInputs, x: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [B, S/tp, D] through a chunk; also this device's share of its auxiliary losses."""
+        y, aux, _ = self.model.layers.run(
+            layer_weights,
+            x,
+            inputs.layer_inputs,
+            numbers=inputs.numbers,
+            choices=inputs.choices,
+        )
+        return y, aux
+
+    def linearize(
+        self, layer_weights: dict, inputs: UnitInputs, x: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], VjpLayout, list[jax.Array]]:
+        """((y, aux), layout of the vjp, kept residuals) of a chunk."""
+
+        def chunk(layer_weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.apply(layer_weights, inputs, x)
+
+        outputs, vjp = jax.vjp(chunk, layer_weights, x)
+        known = jax.tree.leaves((layer_weights, inputs))
+        return outputs, *split_vjp(vjp, known)
+
+    # ---- hand-overs and ticks --------------------------------------------------------------------
+
+    def hand_over(self, y: jax.Array, backward: bool = False) -> jax.Array:
+        """What the neighbor sends: activations go round the ring, cotangents the other way."""
+        devices = self.layout.pp
+        ring = [(i, (i + 1) % devices) for i in range(devices)]
+        if backward:
+            ring = [(receiver, sender) for sender, receiver in ring]
+        return lax.ppermute(y, "pp", ring)
+
+    def scan(self, tick: Callable, carry, first: int, last: int):
+        """`tick(carry, forward unit, backward unit)` over ticks [first, last)."""
+        tables = self.schedule.forward, self.schedule.backward
+        units = tuple(units_of(table, first, last) for table in tables)
+
+        def step(carry, units: tuple[Unit, Unit]):
+            device = lax.axis_index("pp")
+            mine = jax.tree.map(lambda column: column[device], units)
+            return tick(carry, *mine), None
+
+        return lax.scan(step, carry, units)[0]
+
+
+def units_of(table: UnitTable, first: int, last: int) -> Unit:
+    """The units of ticks [first, last) on all devices: int32 [ticks, pp] fields."""
+    columns = vars(table).values()
+    return Unit(*(jnp.asarray(column[first:last]) for column in columns))
+
+
+def row_of(tree, row: jax.Array | int):
+    """One row of every stack in a tree."""
+
+    def take(stack: jax.Array) -> jax.Array:
+        if stack.shape[0] == 1:
+            return stack[0]
+        return lax.dynamic_index_in_dim(stack, row, 0, keepdims=False)
+
+    return jax.tree.map(take, tree)

@@ -1,0 +1,170 @@
+"""What a layer keeps for its backward: the tensors, on one device, under a remat policy.
+
+The block itself is traced on an abstract mesh, so the answer is that of the program. Weights and
+what all layers share are left out.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from mjax.config.mesh_rules import AXES
+from mjax.config.pattern import STACK_OF
+from mjax.config.remat import POLICIES
+from mjax.config.schema import Config
+from mjax.models.context import Context, tokens_of
+from mjax.models.decoder import Block
+from mjax.models.params import Definition, split
+from mjax.models.positions import rope_tables
+from mjax.models.remat import all_but_views, remat
+from mjax.models.weight import Weight
+from mjax.plan.execution import decide_execution
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.rules import param_partitions
+from mjax.sharding.spec import ParamSpec
+
+
+class Kept(NamedTuple):
+    """A tensor that a layer keeps for its backward, as one device holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def goes_to_host(self, policy: str, offload: tuple[str, ...]) -> bool:
+        """Whether it waits in host memory."""
+        return self.name in offload and self.name in (POLICIES[policy] or ())
+
+
+def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kept]:
+    """What a layer of `kind` keeps of one micro-batch under `policy`, on a mesh of `sizes`.
+
+    Weights and what all layers share (rotary tables, segments) are not counted. A tensor without a
+    name is 'input' where it has the shape of the layer's, else 'other'.
+    """
+    parallel = Parallel(**sizes)
+
+    def make_block() -> Block:
+        return Block(cfg.model, STACK_OF[kind], nnx.Rngs(0))
+
+    block = split(nnx.eval_shape(make_block))[0]
+    local_rows = cfg.train.global_batch_size // parallel.size("dp", "ep")
+    rows = min(cfg.train.micro_batch_size, local_rows or 1)
+    width = cfg.data.seq_length // parallel.cp
+    shape = rows, width // parallel.tp, cfg.model.hidden_size
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute))
+    leaves: list = []
+    names: list = []
+
+    def trace(weights: dict, x: jax.Array) -> jax.Array:
+        layer = block, kind, policy
+        found, named = _residuals(cfg, parallel, layer, weights, x, (rows, width))
+        leaves.extend(found)
+        names.extend(named)
+        return x
+
+    along = tuple(sizes[axis] for axis in AXES)
+    mesh = AbstractMesh(along, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mapped = jax.shard_map(
+        trace,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    jax.eval_shape(mapped, _local_weights(cfg, parallel, block), x)
+    labels = [("input", x), *names]
+    found = []
+    for aval in leaves:
+        name = _take_label(labels, aval, POLICIES[policy])
+        found.append(Kept(name, aval.shape, str(aval.dtype)))
+    return found
+
+
+def _residuals(
+    cfg: Config,
+    parallel: Parallel,
+    layer: tuple[Definition, str, str],
+    weights: dict,
+    x: jax.Array,
+    shape: tuple[int, int],
+) -> tuple[list, list]:
+    """(shapes that a layer's vjp holds, (name, shape) of all that its forward names)."""
+    block, kind, policy = layer
+    ctx = Context(
+        parallel=parallel,
+        attention=cfg.train.attention,
+        cp_type=cfg.mesh.cp_type,
+        cp_a2a=cfg.mesh.cp_a2a,
+        max_documents=1,
+        dropout=True,
+    )
+    positions = jnp.zeros(shape, jnp.int32)
+    tokens = tokens_of(shape, positions, key=jax.random.key(0))
+    rope = {}
+    if cfg.model.position_embedding == "rope" and kind != "N":
+        rope[kind] = rope_tables(cfg.model, positions, kind == "L", parallel)
+
+    def apply(weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, aux, _ = block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)
+        return y, aux
+
+    def forward(weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.vjp(apply, weights, x)[0]
+
+    body = all_but_views(apply) if policy == "none" else remat(apply, policy)
+    _, vjp = jax.vjp(body, weights, x)
+    shared = {id(a) for a in jax.tree.leaves((weights, tokens, rope))}
+    held = {id(a): a.aval for a in jax.tree.leaves(vjp) if id(a) not in shared}
+    named = _named(jax.make_jaxpr(forward)(weights, x).jaxpr)
+    return list(held.values()), list(named)
+
+
+def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
+    """The weights of a layer as one device's matmuls read them, without their values."""
+    sizes = {axis: parallel.size(axis) for axis in AXES}
+    recipe = decide_execution(cfg, sizes).recipe
+    mesh = AbstractMesh(tuple(sizes.values()), AXES)
+
+    def weight(spec: ParamSpec, cut: PartitionSpec) -> Weight | jax.ShapeDtypeStruct:
+        shape = NamedSharding(mesh, cut).shard_shape(spec.shape)
+        value = jax.ShapeDtypeStruct(shape, cfg.precision.compute)
+        if spec.matmul is None:
+            return value
+        scales = None if recipe is None else jax.ShapeDtypeStruct((3,), jnp.float32)
+        of_matmul = {"name": spec.matmul, "inputs": spec.inputs, "recipe": recipe}
+        return Weight(value, scales=scales, **of_matmul)
+
+    return jax.tree.map(weight, block.specs, param_partitions(block.specs, parallel))
+
+
+def _named(jaxpr) -> Iterator[tuple[str, jax.core.ShapedArray]]:
+    """(name, shape) of every `checkpoint_name` in a jaxpr and those within."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"], equation.outvars[0].aval
+        for inner in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _named(inner)
+
+
+def _take_label(labels: list, aval, names: tuple[str, ...] | None) -> str:
+    """The first name that fits `aval`, among those that a policy keeps; it is used up."""
+    for i, (name, like) in enumerate(labels):
+        same = (like.shape, like.dtype) == (aval.shape, aval.dtype)
+        if same and (name == "input" or names is None or name in names):
+            return labels.pop(i)[0]
+    return "other"
