@@ -1,8 +1,8 @@
 """From YAML files and `a.b=c` overrides to one frozen `Config`.
 
-A file may name others in `base:` (a path or a list, relative to the file); mappings merge deeply,
-later wins, lists and scalars replace. Overrides come last. Invariants: `load` of `dump(cfg)` gives
-`cfg` again, and every mistake is one `UserError` line that names the key, the value, what is
+A file may name others in `base:` (a path or a list, relative to the file). Mappings merge deeply:
+later ones win, lists and scalars replace. Overrides come last. Invariants: `load` of `dump(cfg)`
+gives `cfg` again, and every mistake is one `UserError` line that names the key, the value, what is
 expected and the file or override it came from.
 """
 
@@ -23,11 +23,11 @@ from mjax.errors import UserError
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file (None: defaults only), apply `a.b=c` overrides, check all but the devices.
+    """The config of a YAML file (None: defaults only) with `a.b=c` overrides, checked.
 
     Rules that need a device count run later, in `validate(cfg, device_count)`. Raises `UserError`.
     """
-    places: dict[str, str] = {}
+    places: dict[str, str] = {}  # of each key, where it was set
     tree = {} if path is None else _read_file(Path(path), (), places)
     for override in overrides:
         _merge_into(tree, _read_override(override, places))
@@ -66,9 +66,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def config_from_args(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, Config]:
-    """Parse a command line made by `add_config_arguments`; overrides may stand anywhere in it.
+    """(the arguments, the config) of a command line with the options of `add_config_arguments`.
 
-    `--print-config` and `--print-schema` print and exit with code 0. Raises `UserError`.
+    Overrides may stand anywhere in it. `--print-config` and `--print-schema` print and exit with
+    code 0. Raises `UserError`.
     """
     args = parser.parse_intermixed_args(argv)
     if args.print_schema:
@@ -82,7 +83,7 @@ def config_from_args(
 
 
 def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> dict:
-    """The file merged over its bases; `chain` is the files that lead here."""
+    """The keys of a file, merged over those of its bases; `chain` is the files that lead here."""
     trail = " -> ".join(str(p) for p in (*chain, path))
     if path.resolve() in {p.resolve() for p in chain}:
         raise UserError(f"{trail}: the base files form a cycle; remove one `base:`")
@@ -92,23 +93,26 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
         raise UserError(f"{trail}: cannot read the config file: {e.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{trail}: the config file is not UTF-8 text") from None
-    here: dict[str, str] = {}
-    tree = yaml_text.read(text, str(path), here)
-    tree = {} if tree is None else tree
+    places_here: dict[str, str] = {}
+    tree = yaml_text.read(text, str(path), places_here)
+    if tree is None:
+        tree = {}
     if not isinstance(tree, dict):
         raise UserError(f"{trail}: must hold a mapping of keys, not {type(tree).__name__}")
     bases = tree.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(b, str) for b in bases):
-        raise UserError(f"{here['base']}: base={bases!r} must be a path or a list of paths")
+        place = places_here["base"]
+        raise UserError(f"{place}: base={bases!r} must be a path or a list of paths")
     merged: dict = {}
     for base in bases:
         _merge_into(merged, _read_file(path.parent / base, (*chain, path), places))
-    places.update(here)
+    places.update(places_here)
     return _merge_into(merged, tree)
 
 
 def _read_override(override: str, places: dict[str, str]) -> dict:
+    """`a.b=c` as {a: {b: c}}."""
     key, equals, text = override.partition("=")
     names = key.split(".")
     if not equals or not all(names) or not text.strip():
@@ -124,6 +128,7 @@ def _read_override(override: str, places: dict[str, str]) -> dict:
 
 
 def _merge_into(into: dict, over: dict) -> dict:
+    """`into`, changed: with the entries of `over`, which win."""
     for name, value in over.items():
         if isinstance(value, dict) and isinstance(into.get(name), dict):
             _merge_into(into[name], value)
@@ -141,23 +146,25 @@ def _explain(error: ValidationError, places: dict[str, str]) -> str:
     key, errors = next(iter(problems.items()))
     first = errors[0]
     if first["type"] == "extra_forbidden":
-        what = f"{key}: unknown key{_suggestion(first['loc'])}"
+        line = f"{key}: unknown key{_suggestion(first['loc'])}"
     elif first["type"] == "missing":
-        what = f"{key}: missing; set it"
+        line = f"{key}: missing; set it"
     elif first["type"] in ("model_type", "dict_type", "model_attributes_type"):
-        what = f"{key}={first['input']!r}: must be a group of keys"
+        line = f"{key}={first['input']!r}: must be a group of keys"
     else:
         expected = " or ".join(e["msg"].removeprefix("Input should be ") for e in errors)
-        what = f"{key}={first['input']!r}: must be {expected}"
+        line = f"{key}={first['input']!r}: must be {expected}"
     while key and key not in places:  # an element or a missing key is where its parent is
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
-    at = f" ({places[key]})" if key in places else ""
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return what + at + more
+    if key in places:
+        line += f" ({places[key]})"
+    if len(problems) > 1:
+        line += f" (and {len(problems) - 1} more)"
+    return line
 
 
 def _groups() -> dict[str, type[BaseModel]]:
-    """Dotted name -> group, the root as ""."""
+    """The groups of keys by their dotted names; that of the root is ""."""
     found: dict[str, type[BaseModel]] = {"": Config}
     pending = [("", Config)]
     while pending:
@@ -171,7 +178,7 @@ def _groups() -> dict[str, type[BaseModel]]:
 
 
 def _dotted(loc: tuple[str | int, ...]) -> str:
-    """A pydantic location as a config key; the tags of union members are dropped."""
+    """The config key of a pydantic location, without the tags of union members."""
     groups = _groups()
     key = ""
     for part in loc:
@@ -193,17 +200,21 @@ def _is_dict(key: str) -> bool:
 
 
 def _suggestion(loc: tuple[str | int, ...]) -> str:
-    """The nearest key of the same group; failing that, the nearest anywhere."""
+    """The hint for an unknown key: the nearest key of its group; failing that, of any group."""
     groups = _groups()
     *parents, name = (str(part) for part in loc)
     home = ".".join(parents)
-    everywhere = {
-        n: f"{g}.{n}" if g else n for g, kind in groups.items() for n in kind.model_fields
-    }
+    dotted: dict[str, str] = {}
+    for group, kind in groups.items():
+        for key in kind.model_fields:
+            dotted[key] = f"{group}.{key}" if group else key
+    if name in dotted:  # right key, wrong group
+        return f"; did you mean {dotted[name]}?"
     near = difflib.get_close_matches(name, groups[home].model_fields, n=1)
-    if name in everywhere:  # right key, wrong group
-        return f"; did you mean {everywhere[name]}?"
     if near:
-        return f"; did you mean {home}.{near[0]}?" if home else f"; did you mean {near[0]}?"
-    far = difflib.get_close_matches(name, everywhere, n=1)
-    return f"; did you mean {everywhere[far[0]]}?" if far else "; --print-schema lists all keys"
+        key = f"{home}.{near[0]}" if home else near[0]
+        return f"; did you mean {key}?"
+    near = difflib.get_close_matches(name, dotted, n=1)
+    if near:
+        return f"; did you mean {dotted[near[0]]}?"
+    return "; --print-schema lists all keys"

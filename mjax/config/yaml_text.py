@@ -1,11 +1,11 @@
 """YAML as mjax reads and writes it: YAML 1.2 scalars, no duplicate keys, `${ENV}` that works.
 
-PyYAML follows YAML 1.1, where 3e-4 is a string, `no` is false and 1:30 is ninety; here the scalar
+PyYAML follows YAML 1.1, where 3e-4 is a string, `no` is false and 1:30 is ninety. Here the scalar
 types are those of the YAML 1.2 core schema, without octal and infinities. `${NAME}` and
-`${NAME:-default}` are replaced in every value (an empty variable counts as unset for `:-`, as in a
-shell); an unquoted value that is nothing but one interpolation is then read as YAML, so numbers
-and lists work, while quotes keep it a string. `$${` is a literal `${`. Invariant: `write(x)` reads
-back as `x`. Every problem is a `UserError` that names the file, the line and the key.
+`${NAME:-default}` are replaced in every value. An empty variable counts as unset for `:-`, as in a
+shell. An unquoted value that is nothing but one interpolation is then read as YAML, so numbers and
+lists work; quotes keep it a string. `$${` is a literal `${`. Invariant: `write(x)` reads back as
+`x`. Every problem is a `UserError` that names the file, the line and the key.
 """
 
 import os
@@ -60,24 +60,24 @@ def read(text: str, source: str, places: dict[str, str], key: str = "") -> objec
     def value(node: yaml.Node, key: str) -> object:
         places[key] = where(node)
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
-            out: dict[str, object] = {}
+            mapping: dict[str, object] = {}
             for name_node, child in node.value:
                 name = loader.construct_object(name_node)
                 child_key = f"{key}.{name}" if key else str(name)
                 if not isinstance(name, str):
                     raise UserError(f"{where(name_node)}: the key {name!r} must be text; quote it")
-                if name in out:
+                if name in mapping:
                     raise UserError(f"{where(name_node)}: {child_key} is set twice; remove one")
-                out[name] = value(child, child_key)
-            return out
+                mapping[name] = value(child, child_key)
+            return mapping
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
             return [value(child, f"{key}[{i}]") for i, child in enumerate(node.value)]
         raw = loader.construct_object(node)
         if not isinstance(raw, str):
             return raw
         expanded = _expand(raw, key, where(node))
-        whole = _ENV.fullmatch(raw)
-        if node.style or whole is None or not whole["name"]:
+        interpolation = _ENV.fullmatch(raw)
+        if node.style or interpolation is None or not interpolation["name"]:
             return expanded
         try:
             return yaml.load(expanded, _Loader)
@@ -102,11 +102,13 @@ def read(text: str, source: str, places: dict[str, str], key: str = "") -> objec
 
 
 def write(tree: dict) -> str:
-    """Block-style YAML in the tree's order; lists in one line; reads back equal."""
+    """A tree as YAML text: blocks in the tree's order, lists in one line; it reads back equal."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=100_000, allow_unicode=True)
 
 
 def _expand(text: str, key: str, where: str) -> str:
+    """`text` with its environment variables replaced."""
+
     def replace(match: re.Match) -> str:
         if match[0] == "$${":
             return "${"

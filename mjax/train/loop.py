@@ -1,8 +1,8 @@
 """The training run, top to bottom: folder, state, data, steps, held-out loss, checkpoints, end.
 
-Invariants: the batch of a step is a pure function of (config, seed, step), so a resumed run needs
-the step number alone; metrics are fetched one step late, so the device always has the next step
-queued; what a checkpoint or a log line shows has passed the check for finite numbers.
+Invariants: The batch of a step is a pure function of (config, seed, step), so a resumed run needs
+the step number alone. Metrics are fetched one step late, so the device always has the next step
+queued. Checkpoints and log lines come from steps that have passed the check for finite numbers.
 """
 
 import bisect
@@ -37,18 +37,22 @@ from mjax.train import metrics
 from mjax.train.resilience import GO_ON, REASONS, SIGNALED, NonFiniteLoss, Stopper, Watchdog
 from mjax.train.trainer import Trainer
 
-BIGRAM_TOKENS = 20_000_000  # at most so many training tokens make the bigram table
+MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made from
 
 
 @dataclass
 class TrainingRun:
-    """What the functions below share."""
+    """A training run in this process.
+
+    held_out: data for the held-out loss, or None.
+    start: steps completed before this process. last: the step to stop after.
+    """
 
     trainer: Trainer
     log: metrics.Log
     held_out: Dataset | None
-    start: int  # steps completed before this process
-    last: int  # step to stop after
+    start: int
+    last: int
     watchdog: Watchdog
     clock: metrics.Clock = field(default_factory=metrics.Clock)
 
@@ -58,18 +62,21 @@ class TrainingRun:
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """A dispatched step: its metrics and the answer of all processes to "stop?", on the device."""
+class DispatchedStep:
+    """A step that the device may still be computing.
+
+    metrics: scalars on the device. stop_reason: GO_ON or why all processes stop, on the device.
+    """
 
     step: int
     metrics: dict[str, jax.Array]
-    ask: jax.Array | int
+    stop_reason: jax.Array | int
 
 
 def train(cfg: Config, mesh: Mesh | None = None) -> None:
     """Train as `cfg` says until steps, tokens, time or a signal end it, resuming if run.dir can.
 
-    Raises `UserError` for what a user can mend and `NonFiniteLoss` when training diverges.
+    Raises `UserError` for mistakes of the user and `NonFiniteLoss` when training diverges.
     """
     stopper = Stopper(cfg.train.max_minutes)
     metrics.require_sinks(cfg.log)
@@ -98,16 +105,16 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
                 log.say(f"nothing left to train: step {run.start} of {last}; raise train.steps")
                 return
             with stopper, watchdog:
-                why = train_steps(run, train_data, stopper)
-                loss = finish(run, why)
-            if why != SIGNALED:
+                stop_reason = train_steps(run, train_data, stopper)
+                loss = finish(run, stop_reason)
+            if stop_reason != SIGNALED:
                 compare_with_bigram(run, loss)
                 if prompt is not None:
                     log.say(f"sample: {sample_text(trainer, *prompt, cfg.train.sample_tokens)}")
 
 
 def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
-    """Run steps start+1 to last; returns GO_ON, or why it stopped before."""
+    """Run steps start + 1 to last; returns GO_ON, or the reason for stopping before."""
     cfg, trainer = run.cfg, run.trainer
     batches = make_loader(
         dataset,
@@ -118,77 +125,93 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
         prefetch=cfg.data.prefetch,
         workers=cfg.data.workers,
     )
-    before: InFlight | None = None
+    previous: DispatchedStep | None = None
     with contextlib.closing(batches):
         for step, batch in enumerate(batches, start=run.start + 1):
-            now = InFlight(step, trainer.step(batch), stopper.ask())
-            why = settle(run, before)  # the device is busy with this step meanwhile
-            before = now
-            to_save = _due(step, cfg.checkpoint.interval)
-            to_evaluate = _due(step, cfg.train.eval_interval) and step != run.last
+            current = DispatchedStep(step, trainer.step(batch), stopper.ask())
+            stop_reason = complete(run, previous)  # the device computes the current step meanwhile
+            previous = current
+            to_save = _is_due(step, cfg.checkpoint.interval)
+            to_evaluate = _is_due(step, cfg.train.eval_interval) and step != run.last
             # The first step compiles, so the clock starts after it.
-            if why != GO_ON or to_save or to_evaluate or step == run.start + 1:
-                why = max(why, settle(run, now))
-                before = None
+            if stop_reason != GO_ON or to_save or to_evaluate or step == run.start + 1:
+                stop_reason = max(stop_reason, complete(run, current))
+                previous = None
                 with run.clock.paused():
                     if to_save:
                         trainer.save()
-                    if to_evaluate and why == GO_ON:
+                    if to_evaluate and stop_reason == GO_ON:
                         held_out_loss(run)
-            if why != GO_ON:
-                return why
-        settle(run, before)
+            if stop_reason != GO_ON:
+                return stop_reason
+        complete(run, previous)
     return GO_ON
 
 
-def settle(run: TrainingRun, flight: InFlight | None) -> int:
-    """Wait for a dispatched step, check its numbers and log it; returns whether to stop."""
-    if flight is None:
+def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
+    """Wait for a dispatched step, check and log its metrics; returns GO_ON or why to stop."""
+    if dispatched is None:
         return GO_ON
-    cfg, step = run.cfg, flight.step
-    got = {name: value.item() for name, value in jax.device_get(flight.metrics).items()}
+    cfg, step = run.cfg, dispatched.step
+    on_host = jax.device_get(dispatched.metrics)
+    values = {name: value.item() for name, value in on_host.items()}
     run.watchdog.beat()
     first, count = batch_range(cfg.train, step - 1)
-    if not got["finite"]:
+    if not values["finite"]:
         raise NonFiniteLoss(
-            f"step {step}: loss {got['loss']}, norm {got['grad_norm']}, on samples {first} "
+            f"step {step}: loss {values['loss']}, norm {values['grad_norm']}, on samples {first} "
             f"to {first + count - 1} of the data order; last good checkpoint: "
             f"{last_checkpoint(run.trainer)}; start again to resume there, with a lower "
             "schedule.lr if it recurs"
         )
     run.clock.count(count * cfg.data.seq_length)
-    if _due(step, cfg.log.interval) or step in (run.start + 1, run.last):
-        steps, tokens, seconds = run.clock.lap()
-        record = {
-            "step": step,
-            "loss": got["loss"],
-            "grad_norm": got["grad_norm"],
-            "lr": learning_rate(cfg.schedule, cfg.train, first),
-            "samples": first + count,
-            "tokens": (first + count) * cfg.data.seq_length,
-            "ms_per_step": 1000 * seconds / steps if steps else None,
-        }
-        record |= {"aux_loss": got["aux_loss"]} if cfg.model.router_aux_loss_coef else {}
-        record |= metrics.speed(cfg, tokens, seconds) if steps else {}
-        run.log.write(record | {"memory_gb": metrics.peak_memory_gb(), "time": time.time()})
-    return int(flight.ask)
+    if _is_due(step, cfg.log.interval) or step in (run.start + 1, run.last):
+        run.log.write(training_record(run, step, values))
+    return int(dispatched.stop_reason)
 
 
-def finish(run: TrainingRun, why: int) -> float | None:
+def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> metrics.Record:
+    """The log record of a step; its speed is that since the record before."""
+    cfg = run.cfg
+    first, count = batch_range(cfg.train, step - 1)
+    steps, tokens, seconds = run.clock.lap()
+    record = {
+        "step": step,
+        "loss": values["loss"],
+        "grad_norm": values["grad_norm"],
+        "lr": learning_rate(cfg.schedule, cfg.train, first),
+        "samples": first + count,
+        "tokens": (first + count) * cfg.data.seq_length,
+        "ms_per_step": 1000 * seconds / steps if steps else None,
+    }
+    if cfg.model.router_aux_loss_coef:
+        record["aux_loss"] = values["aux_loss"]
+    if steps:
+        record |= metrics.speed(cfg, tokens, seconds)
+    record["memory_gb"] = metrics.peak_memory_gb()
+    record["time"] = time.time()
+    return record
+
+
+def finish(run: TrainingRun, stop_reason: int) -> float | None:
     """Save, evaluate (a signal leaves no time for it), say how it ended; the held-out loss."""
     run.trainer.save()
-    loss = held_out_loss(run) if why != SIGNALED else None
+    loss = held_out_loss(run) if stop_reason != SIGNALED else None
     run.trainer.store.wait()
     run.watchdog.beat()
-    run.log.say(
-        f"{'stopped' if why else 'finished'} at step {run.trainer.step_number} of {run.last}"
-        f"{': ' + REASONS[why] if why else ''}; checkpoint: {last_checkpoint(run.trainer)}"
-    )
+    end = "finished" if stop_reason == GO_ON else "stopped"
+    line = f"{end} at step {run.trainer.step_number} of {run.last}"
+    if stop_reason != GO_ON:
+        line += f": {REASONS[stop_reason]}"
+    run.log.say(f"{line}; checkpoint: {last_checkpoint(run.trainer)}")
     return loss
 
 
 def held_out_loss(run: TrainingRun) -> float | None:
-    """Held-out loss in nats per token, over the same batches every time; None if not asked for."""
+    """The loss on held-out data in nats per token; None without such data. It is also logged.
+
+    The batches are the same every time.
+    """
     if run.held_out is None:
         return None
     sums: list = []
@@ -197,7 +220,8 @@ def held_out_loss(run: TrainingRun) -> float | None:
         run.watchdog.beat()
         if len(sums) > 1:  # one late, so that no more than two batches wait on the device
             sums[-2] = jax.device_get(sums[-2])
-    nll, tokens = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+    sums = jax.device_get(sums)
+    nll, tokens = np.sum(sums, axis=0, dtype=np.float64)
     loss = float(nll / max(tokens, 1))
     step = run.trainer.step_number
     run.log.write(
@@ -207,16 +231,24 @@ def held_out_loss(run: TrainingRun) -> float | None:
 
 
 def held_out_samples(cfg: Config) -> int:
-    return cfg.train.eval_steps * cfg.train.global_batch_size if cfg.train.eval_interval else 0
+    """The number of sequences that one evaluation reads."""
+    if cfg.train.eval_interval is None:
+        return 0
+    return cfg.train.eval_steps * cfg.train.global_batch_size
 
 
 def held_out_batches(
     run: TrainingRun, rows: Callable[[int], slice] | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
+    """The batches of one evaluation, numpy [B, S] fields; `rows`: the part of this process."""
     size, data = run.cfg.train.global_batch_size, run.cfg.data
+
+    def samples(batch: int) -> tuple[int, int]:
+        return batch * size, size
+
     return make_loader(
         run.held_out,
-        lambda i: (i * size, size),
+        samples,
         0,
         run.cfg.train.eval_steps,
         rows=rows,
@@ -227,24 +259,26 @@ def held_out_batches(
 
 @contextlib.contextmanager
 def run_folder(cfg: Config) -> Iterator[Path]:
-    """run.dir, proven writable; a new one is taken away again if nothing was put in it."""
+    """run.dir, proven writable; a new one is removed again if it stays empty."""
     folder = Path(cfg.run.dir)
-    new = not folder.exists()
+    is_new = not folder.exists()
     ensure_writable(folder)
     try:
         yield folder
     finally:
-        if jax.process_index() == 0 and new:
-            if not {p.name for p in folder.iterdir()} - {"data.lock"}:
+        if jax.process_index() == 0 and is_new:
+            names = {path.name for path in folder.iterdir()}
+            if not names - {"data.lock"}:
                 shutil.rmtree(folder)
 
 
 def resume(trainer: Trainer) -> str:
-    """Restore the newest checkpoint if checkpoint.resume allows it; says what was done."""
+    """Restore the newest checkpoint if checkpoint.resume allows it; returns a line that says so."""
     cfg, store = trainer.cfg, trainer.store
     if cfg.checkpoint.resume == "never":
-        old = store.set_aside()
-        return begin(trainer) + (f"; earlier checkpoints are now in {old}" if old else "")
+        old_folder = store.set_aside()
+        line = begin(trainer)
+        return f"{line}; earlier checkpoints are now in {old_folder}" if old_folder else line
     if store.latest_step() is not None:
         step = trainer.restore()
         return f"resumed from {store.directory / str(step)}"
@@ -257,7 +291,7 @@ def resume(trainer: Trainer) -> str:
 
 
 def begin(trainer: Trainer) -> str:
-    """Load the weights that checkpoint.init_from names, if any; says what was done."""
+    """Load the weights that checkpoint.init_from names, if any; returns a line that says so."""
     weights = trainer.cfg.checkpoint.init_from
     if weights is None:
         return "starting at step 0"
@@ -270,47 +304,55 @@ def final_step(cfg: Config) -> int:
     if cfg.train.max_tokens is None:
         return cfg.train.steps
     samples = -(-cfg.train.max_tokens // cfg.data.seq_length)
-    steps = range(cfg.train.steps)
-    return bisect.bisect_left(steps, samples, key=lambda n: consumed_samples(cfg.train, n))
+
+    def consumed(step: int) -> int:
+        return consumed_samples(cfg.train, step)
+
+    return bisect.bisect_left(range(cfg.train.steps), samples, key=consumed)
 
 
 def last_checkpoint(trainer: Trainer) -> str:
-    """Path of the newest checkpoint, once it is written, or 'none'."""
+    """The path of the newest checkpoint, once it is written, or 'none'."""
     trainer.store.wait()
     step = trainer.store.latest_step()
     return "none" if step is None else str(trainer.store.directory / str(step))
 
 
 def run_summary(trainer: Trainer) -> str:
-    """Two lines on what is about to run."""
-    cfg = trainer.cfg
-    mesh = " ".join(f"{a}={n}" for a, n in trainer.mesh.shape.items() if n > 1) or "one device"
-    count = count_parameters(trainer.specs)
-    return (
-        f"{count:,} parameters, {flops_per_token(cfg.model, cfg.data.seq_length):.4g} "
-        f"FLOPs a token, {cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step\n"
-        f"{trainer.mesh.size} x {trainer.mesh.devices.flat[0].device_kind} ({mesh}), "
-        f"folder {cfg.run.dir}" + (f"\n{trainer.why}" if trainer.why else "")
-    )
+    """Lines on the model and the mesh of a run, and on what was chosen for "auto"."""
+    cfg, mesh = trainer.cfg, trainer.mesh
+    flops = flops_per_token(cfg.model, cfg.data.seq_length)
+    axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    shape = " ".join(axes) or "one device"
+    lines = [
+        f"{count_parameters(trainer.specs):,} parameters, {flops:.4g} FLOPs a token, "
+        f"{cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step",
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({shape}), folder {cfg.run.dir}",
+    ]
+    if trainer.why:
+        lines.append(trainer.why)
+    return "\n".join(lines)
 
 
 def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
-    """The tokenizer and the ids of train.sample_prompt; `UserError` now if it cannot be continued
-    at the end of the run."""
-    text, new = cfg.train.sample_prompt, cfg.train.sample_tokens
+    """(the tokenizer, the ids of train.sample_prompt); None without a prompt.
+
+    Raises `UserError` if the prompt cannot be continued at the end of the run.
+    """
+    text, count = cfg.train.sample_prompt, cfg.train.sample_tokens
     if text is None:
         return None
-    spec = cfg.data.tokenizer
+    name = cfg.data.tokenizer
     if cfg.data.text:
-        spec = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
-    if spec is None:
+        name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
+    if name is None:
         raise UserError("train.sample_prompt needs a tokenizer; set data.tokenizer")
-    tokenizer = load_tokenizer(spec)
+    tokenizer = load_tokenizer(name)
     ids = tokenizer.encode(text)
-    if not ids or len(ids) + new > cfg.model.max_position_embeddings:
+    if not ids or len(ids) + count > cfg.model.max_position_embeddings:
         raise UserError(
-            f"train.sample_prompt of {len(ids)} tokens and train.sample_tokens={new} do not fit 1 "
-            f"to model.max_position_embeddings={cfg.model.max_position_embeddings}; change one"
+            f"train.sample_prompt of {len(ids)} tokens and train.sample_tokens={count} do not fit "
+            f"1 to model.max_position_embeddings={cfg.model.max_position_embeddings}; change one"
         )
     return tokenizer, ids
 
@@ -321,21 +363,26 @@ def compare_with_bigram(run: TrainingRun, loss: float | None) -> None:
     if loss is None or not cfg.data.text or jax.process_index() != 0:
         return
     corpus = prepare_text(cfg.data, cfg.run.dir)
-    seen = split_tokens(corpus.prefix, "train", cfg.data.split)[:BIGRAM_TOKENS]
-    rows = [np.column_stack([b["tokens"], b["labels"][:, -1]]) for b in held_out_batches(run)]
-    bigram = bigram_cross_entropy(seen, np.concatenate(rows), cfg.model.vocab_size)
+    training_tokens = split_tokens(corpus.prefix, "train", cfg.data.split)
+    rows = []
+    for batch in held_out_batches(run):
+        last_label = batch["labels"][:, -1]
+        rows.append(np.column_stack([batch["tokens"], last_label]))
+    bigram = bigram_cross_entropy(
+        training_tokens[:MAX_BIGRAM_TOKENS], np.concatenate(rows), cfg.model.vocab_size
+    )
     run.log.say(
         f"held-out loss {loss:.4f}, bigram cross-entropy of the same tokens {bigram:.4f} nats"
     )
 
 
-def sample_text(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], n: int) -> str:
-    """`prompt` and `n` more tokens drawn from the model, as text."""
+def sample_text(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], count: int) -> str:
+    """`prompt` and `count` tokens drawn from the model after it, as text."""
     model, dtype = trainer.cfg.model, trainer.cfg.precision.compute
     generator = Generator(trainer.definition, trainer.params(), model, dtype=dtype)
-    made = generator.complete([prompt], n, Sampling(temperature=0.8))[0]
-    return tokenizer.decode([*prompt, *made.ids])
+    (completion,) = generator.complete([prompt], count, Sampling(temperature=0.8))
+    return tokenizer.decode([*prompt, *completion.ids])
 
 
-def _due(step: int, interval: int | None) -> bool:
+def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0

@@ -1,12 +1,13 @@
-"""What a run reports: FLOPs of a token, peak of the chip, log records and where they go.
+"""The metrics of a run: speed, peak FLOP/s of the chip, log records and where they go.
 
-A record is one flat dict of a step (training or held-out); every sink gets the same one, on
+A record is one flat dict of a step (training or held-out). Every sink gets the same record, on
 process 0 only. Invariant: `metrics.jsonl` holds each step once and in order: on resume, records
 after the restored step are dropped before new ones are appended. Speed counts training steps only:
 the clock stands still while a run compiles, evaluates or saves.
 """
 
 import json
+import math
 import os
 import re
 import time
@@ -46,11 +47,16 @@ Sink = Callable[[Record], None]
 
 
 def peak_tflops(log: LogConfig, device_kind: str) -> float | None:
-    """bf16 peak that MFU is measured against: `log.peak_tflops`, else the chip's; None: unknown."""
+    """The bf16 peak in TFLOP/s that MFU is measured against; None: unknown.
+
+    It is `log.peak_tflops` if that is set, else the chip's.
+    """
     if log.peak_tflops is not None:
         return log.peak_tflops
-    fits = (peak for name, peak in PEAK_TFLOPS if re.match(rf"{name}\b", device_kind))
-    return next(fits, None)
+    for name, peak in PEAK_TFLOPS:
+        if re.match(rf"{name}\b", device_kind):
+            return peak
+    return None
 
 
 def speed(cfg: Config, tokens: int, seconds: float) -> Record:
@@ -63,9 +69,12 @@ def speed(cfg: Config, tokens: int, seconds: float) -> Record:
 
 
 def peak_memory_gb() -> float | None:
-    """Most device memory in use so far, the largest of this process's devices, in 1e9 bytes."""
-    stats = [d.memory_stats() or {} for d in jax.local_devices()]
-    peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+    """The most memory that any of this process's devices has used so far, in 1e9 bytes."""
+    peaks = []
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        if "peak_bytes_in_use" in stats:
+            peaks.append(stats["peak_bytes_in_use"])
     return max(peaks) / 1e9 if peaks else None
 
 
@@ -103,12 +112,12 @@ class Clock:
         """(steps, tokens, seconds) since the last lap."""
         running = self._since is not None
         self.stop()
-        out = self._steps, self._tokens, self._seconds
+        since_last = self._steps, self._tokens, self._seconds
         self._tokens = self._steps = 0
         self._seconds = 0.0
         if running:
             self.start()
-        return out
+        return since_last
 
 
 class Log:
@@ -128,7 +137,7 @@ class Log:
             self._add(*wandb_sink(cfg, run_dir, start_step))
 
     def say(self, text: str) -> None:
-        """A line for the reader only."""
+        """Print a line on the console only."""
         self._console.print(text, markup=False)
 
     def write(self, record: Record) -> None:
@@ -153,7 +162,7 @@ def require_sinks(log: LogConfig) -> None:
 
 
 def console_line(record: Record, last_step: int) -> str:
-    """One readable line; what is unknown reads 'n/a'."""
+    """A record as one readable line; unknown values read 'n/a'."""
 
     def show(key: str, form: str, scale: float = 1.0) -> str:
         value = record.get(key)
@@ -178,38 +187,46 @@ def console_line(record: Record, last_step: int) -> str:
 
 
 def jsonl_sink(path: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
-    """Append a line a record, flushed; lines after `start_step` and torn lines are dropped first.
+    """(a function that appends a record as a line of JSON, a function that closes the file).
 
-    Not-finite numbers are written as null, so that every line is standard JSON.
+    Lines after `start_step` and broken lines are dropped first. Numbers that are not finite are
+    written as null, so that every line is standard JSON.
     """
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= start_step]
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(line + "\n" for line in kept))
-        os.replace(fresh, path)
+        lines = path.read_text().splitlines()
+        kept = [line for line in lines if _step_of(line) <= start_step]
+        new_file = path.with_suffix(".tmp")
+        new_file.write_text("".join(line + "\n" for line in kept))
+        os.replace(new_file, path)
     file = path.open("a")
 
     def write(record: Record) -> None:
-        finite = {k: None if v != v or v in (_INF, -_INF) else v for k, v in record.items()}
-        file.write(json.dumps(finite) + "\n")
+        values = {name: _finite_or_none(value) for name, value in record.items()}
+        file.write(json.dumps(values) + "\n")
         file.flush()
 
     return write, file.close
 
 
-_INF = float("inf")
+def _finite_or_none(value: float | int | str | None) -> float | int | str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _step_of(line: str) -> float:
-    """Step of a record; infinity for a line that a kill has torn."""
+    """The step of a record; infinity for a line that was cut off when a process was killed."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
-        return _INF
+        return math.inf
 
 
 def tensorboard_sink(folder: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
-    """Scalars for TensorBoard; curves after `start_step` of a killed run are hidden."""
+    """(a function that writes a record for TensorBoard, a function that closes the file).
+
+    Curves of a killed run after `start_step` are hidden.
+    """
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(str(folder), purge_step=start_step + 1)
@@ -223,7 +240,10 @@ def tensorboard_sink(folder: Path, start_step: int) -> tuple[Sink, Callable[[], 
 
 
 def wandb_sink(cfg: Config, run_dir: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
-    """Weights & Biases; a resumed run goes on under the id kept in the run folder."""
+    """(a function that sends a record to Weights & Biases, a function that ends the run there).
+
+    A resumed run continues under the id that is kept in the run folder.
+    """
     import wandb
 
     id_file = run_dir / "wandb_id"
@@ -237,8 +257,13 @@ def wandb_sink(cfg: Config, run_dir: Path, start_step: int) -> tuple[Sink, Calla
         dir=str(run_dir),
         config=cfg.model_dump(mode="json"),
     )
-    return lambda record: run.log(dict(_scalars(record)), step=record["step"]), run.finish
+
+    def write(record: Record) -> None:
+        run.log(dict(_scalars(record)), step=record["step"])
+
+    return write, run.finish
 
 
 def _scalars(record: Record) -> list[tuple[str, float]]:
-    return [(k, v) for k, v in record.items() if k != "step" and v is not None]
+    """(name, value) of all known values but the step."""
+    return [(name, v) for name, v in record.items() if name != "step" and v is not None]

@@ -1,9 +1,10 @@
 """Stopping a run in good order: signals, wall time, agreement of all processes, bad numbers.
 
-Invariant: processes act only on what all of them know, and none waits for ever: a watchdog ends one
-whose step does not, because another died or hangs. Each contributes "I was asked to stop" to a
-small maximum over all devices at every step; like the metrics it is fetched one step late, so
-neither the device nor the host waits for it. After Megatron's exit-signal-handler.
+Invariants: Processes act only on what all of them know. None waits forever: a watchdog ends a
+process whose step does not end because another process died or hangs. At every step each process
+contributes its reason to stop to a maximum over all devices. Like the metrics it is fetched one
+step late, so neither the device nor the host waits for it. This follows Megatron-LM's
+exit-signal-handler.
 """
 
 import faulthandler
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# Bits that a process may contribute; the largest of all processes is acted on.
+# Reasons to stop that a process may have; all act on the largest.
 GO_ON, TIME_IS_UP, SIGNALED = 0, 1, 2
 STUCK = 3  # exit code of the watchdog
 REASONS = {TIME_IS_UP: "train.max_minutes is over", SIGNALED: "a stop signal was received"}
@@ -30,7 +31,7 @@ class NonFiniteLoss(RuntimeError):
 
 
 class Stopper:
-    """Context that notes SIGTERM, SIGINT and the wall time instead of dying of them.
+    """A context that notes SIGTERM, SIGINT and the end of the wall time.
 
     A second SIGINT ends the process at once with code 130.
     """
@@ -50,10 +51,14 @@ class Stopper:
             signal.signal(number, handler)
 
     def ask(self) -> jax.Array | int:
-        """GO_ON or why to stop, agreed by all processes; asynchronous, fetch with `int`."""
+        """GO_ON or the reason to stop, agreed by all processes; asynchronous, fetch with `int`."""
         late = self._deadline is not None and time.monotonic() > self._deadline
-        mine = SIGNALED if self._signaled else TIME_IS_UP if late else GO_ON
-        return mine if jax.process_count() == 1 else largest_of_all(mine)
+        reason = TIME_IS_UP if late else GO_ON
+        if self._signaled:
+            reason = SIGNALED
+        if jax.process_count() == 1:
+            return reason
+        return largest_of_all(reason)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self._signaled and number == signal.SIGINT:
@@ -65,10 +70,10 @@ class Stopper:
 
 
 class Watchdog:
-    """Context that ends the process, with all stacks, when `beat` stays away for `minutes`.
+    """A context that ends the process if `beat` is not called for `minutes`; it prints all stacks.
 
-    What it guards against is a collective that waits for a process that died or hangs: nothing in
-    Python can interrupt that, so the process exits at once with code `STUCK`.
+    It guards against a collective that waits for a process that died or hangs. Nothing in Python
+    can interrupt that, so the process exits at once with code `STUCK`.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -86,7 +91,7 @@ class Watchdog:
         self._over.set()
 
     def beat(self) -> None:
-        """A step, or something else that takes as long, is done."""
+        """To be called when a step, or something else that takes as long, is done."""
         self._last = time.monotonic()
 
     def _watch(self) -> None:
@@ -103,12 +108,12 @@ class Watchdog:
 
 
 def largest_of_all(value: int) -> jax.Array:
-    """Largest `value` that any process passes in this call; every process must call."""
+    """The largest `value` of all processes, int32 []; every process must call."""
     mesh = _all_devices()
-    shards = [jax.device_put(np.full(1, value, np.int32), d) for d in mesh.local_devices]
-    values = jax.make_array_from_single_device_arrays(
-        (mesh.size,), NamedSharding(mesh, P("all")), shards
-    )
+    one = np.full(1, value, np.int32)
+    shards = [jax.device_put(one, device) for device in mesh.local_devices]
+    sharding = NamedSharding(mesh, P("all"))
+    values = jax.make_array_from_single_device_arrays((mesh.size,), sharding, shards)
     return _largest(mesh)(values)
 
 
@@ -123,5 +128,5 @@ def _largest(mesh: Mesh):
 
 
 def _say(text: str) -> None:
-    """Straight to the file descriptor: a handler may interrupt a half-done print."""
+    """Write to the file descriptor: a signal handler may interrupt a print."""
     os.write(2, f"\nmjax: {text}\n".encode())
