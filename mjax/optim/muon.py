@@ -31,7 +31,8 @@ def newton_schulz(x_BIO: jax.Array, steps: int) -> jax.Array:
     x = x.astype(x_BIO.dtype)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        polynomial = b * gram + c * (gram @ gram)
+        x = a * x + polynomial @ x
     return x if wide else x.mT
 
 
@@ -44,7 +45,9 @@ def update_scale(mode: str, fan_in: int, fan_out: int) -> float:
     if mode == "original":
         return math.sqrt(max(1.0, fan_out / fan_in))
     spectral = math.sqrt(max(fan_in, fan_out))
-    return spectral * (0.2 if mode == "match_adamw" else 1.0)
+    if mode == "spectral":
+        return spectral
+    return 0.2 * spectral
 
 
 def muon_momentum(
