@@ -1,7 +1,7 @@
 """The language of `train.remat` and `train.offload`: what each layer keeps for its backward.
 
-A policy names tensors. What a policy does not name is computed again in the backward (Chen et al.,
-arXiv 1604.06174). `train.remat` gives every layer one policy, in layer order, with counts as in
+A policy names tensors that are kept. The backward computes the others again (Chen et al., arXiv
+1604.06174). `train.remat` gives every layer one policy, in layer order, with counts as in
 "full*8,dots". `train.offload` names kept tensors that wait in pinned host memory.
 `models/remat.py` makes a layer follow its policy.
 """

@@ -187,7 +187,7 @@ class MeshConfig(Group):
 
 
 class DataConfig(Group):
-    """What is trained on. Exactly one of `paths`, `text`, `mock` is used."""
+    """The training data. Exactly one of `paths`, `text`, `mock` is used."""
 
     paths: list[str] = Field([], description="Prefixes of Megatron .bin/.idx pairs.")
     weights: list[float] | None = Field(None, description="Blend weights; None: by token count.")

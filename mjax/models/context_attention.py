@@ -72,10 +72,7 @@ def context_attention(
         return _attention_to_all(q, k, v, columns, segments, parallel, **options)
 
     group = AllToAllGroup(parallel.cp, _group_size(cp_type, parallel.cp, cp_a2a))
-    heads = q.shape[2]
-    q = group.to_heads(q)
-    k = group.to_heads(group.repeat_heads(k, heads))
-    v = group.to_heads(group.repeat_heads(v, heads))
+    q, k, v = group.split_heads(q, k, v)
     column = group.gather(columns[0], 0)
     segment = group.gather(segments[0], 1) if packed else None
     if group.ring == 1:
@@ -85,19 +82,13 @@ def context_attention(
         options["dropout"] = group.own_dropout(dropout)
         out = attention(q, k, v, implementation=implementation, **options)
         return group.to_sequence(out)
-    places = None
     if implementation == "xla":
         places = jnp.broadcast_to(column, q.shape[:2]), segment
     else:
+        places = None
         require(implementation, q, softcap, sinks, dropout)
-    ring = Ring(
-        cp=parallel.cp,
-        group_size=group.size,
-        at_once=cp_type == "all_gather",
-        scale=options["scale"],
-        window=window,
-        implementation=implementation,
-    )
+    at_once = cp_type == "all_gather"
+    ring = Ring(parallel.cp, group.size, at_once, options["scale"], window, implementation)
     return group.to_sequence(ring_attention(q, k, v, places, ring))
 
 
@@ -218,6 +209,15 @@ class AllToAllGroup:
             return x
         wanted = self.size if self.size % kv_heads == 0 else heads
         return jnp.repeat(x, wanted // kv_heads, axis=2)
+
+    def split_heads(
+        self, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(q, k, v) of all tokens of the group and of this member's share of the heads."""
+        heads = q.shape[2]
+        k = self.repeat_heads(k, heads)
+        v = self.repeat_heads(v, heads)
+        return self.to_heads(q), self.to_heads(k), self.to_heads(v)
 
     def to_heads(self, x: jax.Array) -> jax.Array:
         """[B, S/cp, N, H] zigzag -> [B, S/cp*size, N/size, H], in order."""

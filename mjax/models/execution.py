@@ -11,7 +11,7 @@ from mjax.sharding.rules import ParamPlacement, is_partly_read
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What is static about a layer.
+    """The static facts of a layer.
 
     kinds: its kind; in a pipeline all kinds that its slot has in some chunk, `EMPTY` among them.
     stack, row: where its parameters lie.

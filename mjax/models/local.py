@@ -53,7 +53,7 @@ class LocalModel:
         return self.edges(weights).embed(micro_batch["tokens"], tokens, self.ctx)
 
     def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
-        """What all layers read besides weights and activations."""
+        """The inputs of all layers besides weights and activations."""
         return LayerInputs(tokens, self.edges(weights).rope(tokens, self.ctx))
 
     @property

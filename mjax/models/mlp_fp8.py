@@ -45,7 +45,7 @@ def gated_mlp_fp8(x: jax.Array, up: Weight, down: Weight, act: str) -> jax.Array
 
 
 class Residuals(NamedTuple):
-    """What the backward reads.
+    """Arrays that the backward reads.
 
     x8: e4m3 [D, M], transposed. h: [M, 2 F], the gate's input. maxima: fp32 [2], the largest
     magnitudes of x and of the gate's output.

@@ -160,7 +160,7 @@ def _distances(tp: int) -> list[int]:
 
 
 def _swap(tree: Tree, distance: int, tp: int) -> Tree:
-    """What device r ^ `distance` holds, on device r."""
+    """The arrays that device r ^ `distance` holds, on device r."""
     pairs = [(device, device ^ distance) for device in range(tp)]
 
     def swap(a: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ rounding and the choice to keep the old state are one elementwise expression.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,6 @@ from mjax.sharding.spec import ParamSpec
 
 # name of a parameter -> for each dimension, the global index of every local entry along it
 GlobalIndices = Callable[[Name], tuple[jax.Array, ...]]
-
-
-class Optimizer(NamedTuple):
-    """`init(params) -> state`; `update` as `build_optimizer` says."""
-
-    init: Callable[[dict], dict]
-    update: Callable[..., tuple[dict, dict]]
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,7 @@ class ParameterUpdate:
         return self._stored(old - lr * direction, param, "param", offsets)
 
     def _stored(self, new: jax.Array, old: jax.Array, tensor: str, offsets: Offsets) -> jax.Array:
-        """What replaces `old`: fp32 `new` in the dtype of `old`, or `old` itself."""
+        """The replacement of `old`: fp32 `new` in the dtype of `old`, or `old` itself."""
         if self.cfg.stochastic_rounding and old.dtype == jnp.bfloat16:
             bits = random_bits(self.seed, self.count, self.name, tensor, offsets)
             new = round_to_bf16(new, bits)
@@ -133,37 +125,39 @@ def state_like(cfg: OptimizerConfig, specs: dict, count: object, mu: dict, nu: d
     return {"count": count, "mu": mu, "nu": unflatten_dict(second_moments)}
 
 
-def build_optimizer(
-    cfg: OptimizerConfig,
-    specs: dict,
-    gather: Resharder | None = None,
-    shard: Resharder | None = None,
-    *,
-    seed: int = 0,
-    global_indices: GlobalIndices | None = None,
-) -> Optimizer:
-    """The optimizer of a nested dict of fp32 or bf16 parameters; `specs` is their declarations.
+def _unsharded(x: jax.Array, spec: ParamSpec) -> jax.Array:
+    return x
 
-    `update(grads, state, params, *, lr, weight_decay, scale=1, keep=True)` returns (params, state).
-    It takes scalars: the step's learning rate and decay, the factor on the gradients and whether
-    anything changes.
 
-    `gather(x, spec)` makes the matrices of a Muon shard complete, `shard(x, spec)` splits them
-    again; None: parameters are not sharded. Muon's matrices are orthogonalized in `mu_dtype`.
-    `seed` and `global_indices` are for stochastic rounding. With `cfg.offload` true, moments are in
-    host memory and stay there.
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer of a nested dict of fp32 or bf16 parameters.
+
+    specs: their declarations.
+    gather, shard: make the matrices of a Muon shard complete, and split them again. The default is
+        for parameters that are not sharded. Muon's matrices are orthogonalized in `mu_dtype`.
+    seed, global_indices: for stochastic rounding; None: parameters are not sharded.
+
+    With `cfg.offload` true, moments are in host memory and stay there.
     """
-    flat_specs: dict[Name, ParamSpec] = flatten_dict(specs)
-    gather = gather or _unsharded
-    shard = shard or _unsharded
 
-    def init(params: dict) -> dict:
+    cfg: OptimizerConfig
+    specs: dict
+    gather: Resharder = _unsharded
+    shard: Resharder = _unsharded
+    seed: int = 0
+    global_indices: GlobalIndices | None = None
+
+    def init(self, params: dict) -> dict:
+        """The state before the first step."""
+        mu_dtype, nu_dtype = self.cfg.mu_dtype, self.cfg.nu_dtype
         count = jnp.zeros((), jnp.int32)
-        mu = jax.tree.map(lambda p: jnp.zeros_like(p, cfg.mu_dtype), params)
-        nu = jax.tree.map(lambda p: jnp.zeros_like(p, cfg.nu_dtype), params)
-        return state_like(cfg, specs, count, mu, nu)
+        mu = jax.tree.map(lambda p: jnp.zeros_like(p, mu_dtype), params)
+        nu = jax.tree.map(lambda p: jnp.zeros_like(p, nu_dtype), params)
+        return state_like(self.cfg, self.specs, count, mu, nu)
 
     def update(
+        self,
         grads: dict,
         state: dict,
         params: dict,
@@ -173,16 +167,19 @@ def build_optimizer(
         scale: jax.Array | float = 1.0,
         keep: jax.Array | bool = True,
     ) -> tuple[dict, dict]:
+        """(params, state) after a step; the arguments that are scalars are as `ParameterUpdate`."""
         count = state["count"] + 1
         grads, params = flatten_dict(grads), flatten_dict(params)
         mus, nus = flatten_dict(state["mu"]), flatten_dict(state["nu"])
-        for name, spec in flat_specs.items():
-            one = ParameterUpdate(cfg, name, spec, seed, count, lr, weight_decay, scale, keep)
+        for name, spec in flatten_dict(self.specs).items():
+            one = ParameterUpdate(
+                self.cfg, name, spec, self.seed, count, lr, weight_decay, scale, keep
+            )
             grad, param, mu = grads[name], params[name], mus[name]
-            indices = global_indices(name) if global_indices else map(jnp.arange, param.shape)
-            offsets = element_offsets(tuple(indices), spec.shape)
-            if uses_muon(cfg, spec):
-                params[name], mus[name] = one.muon(grad, param, mu, offsets, gather, shard)
+            offsets = self._offsets(name, spec, param.shape)
+            if uses_muon(self.cfg, spec):
+                resharders = self.gather, self.shard
+                params[name], mus[name] = one.muon(grad, param, mu, offsets, *resharders)
             else:
                 moments = mu, nus[name]
                 params[name], moments = one.adam(grad, param, moments, offsets)
@@ -194,8 +191,10 @@ def build_optimizer(
         }
         return unflatten_dict(params), state
 
-    return Optimizer(init, update)
-
-
-def _unsharded(x: jax.Array, spec: ParamSpec) -> jax.Array:
-    return x
+    def _offsets(self, name: Name, spec: ParamSpec, shape: tuple[int, ...]) -> Offsets:
+        """The numbers of a parameter's local entries; `shape` is that of its shard."""
+        if self.global_indices is None:
+            indices = [jnp.arange(length) for length in shape]
+        else:
+            indices = self.global_indices(name)
+        return element_offsets(indices, spec.shape)

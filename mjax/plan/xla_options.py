@@ -40,7 +40,7 @@ CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 def compiler_options(
     execution: Execution, tp_overlaps: bool, devices: Sequence[jax.Device]
 ) -> dict[str, str | bool]:
-    """What programs are compiled with; `tp_overlaps`: tp's exchanges run under matmuls."""
+    """The XLA options of a program. `tp_overlaps`: whether tp's exchanges run under matmuls."""
     if devices[0].platform == "cpu":
         return {}
     zero3 = execution.gather == "layer" and not execution.overlap
@@ -57,7 +57,7 @@ def compiler_options(
 
 
 def device_facts(devices: Sequence[jax.Device]) -> DeviceFacts:
-    """What `decide_execution` asks of devices."""
+    """The facts of devices that `decide_execution` reads."""
     return DeviceFacts(
         on_cpu=devices[0].platform == "cpu",
         copies_permutes=can_copy(devices, COPIES),

@@ -94,10 +94,10 @@ def param_partitions(specs: dict, parallel: Parallel) -> dict:
 def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> PartitionSpec:
     """The partition of masters and moments under ZeRO >= 1: that of the weight, cut further.
 
-    One dimension is cut over some of the ZERO_AXES that the parameter is replicated on. Of all ways
-    to do so, it leaves a device the fewest elements: as many axes as possible, and a
-    dimension that they divide, else the one that needs the least padding. Where these agree it is
-    the outermost dimension, whose shards lie in one piece (others an exchange has to transpose).
+    One dimension is cut over some of the ZERO_AXES that the parameter is replicated on, such that a
+    device holds the fewest elements. So it takes as many axes as possible, and a dimension that
+    they divide, else the one that needs the least padding. Among equal ones it takes the outermost
+    dimension: its shards lie in one piece, and others an exchange has to transpose.
     `layers` is never cut, because layers are read one by one. `group` bounds the shards (hybrid
     sharding: shard within a group of that many devices, replicate across groups).
     """
@@ -182,7 +182,7 @@ class ParamPlacement:
 
     @property
     def layer(self) -> "ParamPlacement":
-        """Of a stack: the placement of one layer."""
+        """The placement of one layer, if this is that of a stack."""
         spec = replace(self.spec, shape=self.spec.shape[1:], axes=self.spec.axes[1:])
         stored, weight = PartitionSpec(*self.stored[1:]), PartitionSpec(*self.weight[1:])
         return ParamPlacement(spec, stored, weight, self.parallel)

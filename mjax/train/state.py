@@ -18,7 +18,7 @@ from mjax.config.schema import Config
 from mjax.kernels.quantize import empty_history
 from mjax.models import build, definition_of, split
 from mjax.models.layers import matmul_leaves
-from mjax.optim.build import Optimizer, build_optimizer
+from mjax.optim.build import Optimizer
 from mjax.optim.shards import muon_resharders
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.storage import (
@@ -34,7 +34,7 @@ from mjax.sharding.rules import Padding, Placement, padding, partition, place
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What the state of a run is made of and where it lies.
+    """The parts of the state of a run, and where they lie on the mesh.
 
     placement: of the parameters. storage: how they are moved and padded for the mesh.
     """
@@ -122,7 +122,7 @@ def state_layout(cfg: Config, mesh: Mesh, parallel: Parallel, layout: Layout | N
     specs = storage_specs(layout, definition_of(cfg.model).specs)
     placement = place(specs, parallel, cfg.mesh.zero, cfg.mesh.zero_group)
     storage = Storage(layout, paddings(placement))
-    optimizer = build_optimizer(
+    optimizer = Optimizer(
         cfg.optimizer,
         specs,
         *muon_resharders(placement),
@@ -143,7 +143,7 @@ def paddings(placement: Placement) -> dict[str, Padding | None]:
 
 
 def _global_indices(placement: Placement, storage: Storage) -> Callable:
-    """name of a parameter -> canonical indices of its local entries (for `build_optimizer`)."""
+    """name of a parameter -> canonical indices of its local entries (for `Optimizer`)."""
     specs, stored = flatten_dict(placement.specs), flatten_dict(placement.stored)
 
     def of_name(name: tuple[str, ...]) -> tuple[jax.Array, ...]:

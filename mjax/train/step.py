@@ -67,12 +67,12 @@ class Program:
 
 
 class Gradients(NamedTuple):
-    """What `gradients` returns.
+    """The loss of a batch and its gradients.
 
-    losses: {loss: nll per token, aux_loss: what is added to it in what is differentiated}.
+    losses: {loss: nll per token, aux_loss: the term that is added to it before differentiation}.
     norm: the global L2 norm of the gradients. tokens: unmasked tokens of the global batch.
     gradients: local shards of the reduced gradients, a tree like the parameters.
-    maxima: what FP8's matmuls on this device saw, for delayed scaling.
+    maxima: the largest magnitudes in FP8's matmuls on this device, for delayed scaling.
     """
 
     losses: Losses

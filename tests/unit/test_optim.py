@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from mjax.config.schema import OptimizerConfig
-from mjax.optim.build import build_optimizer, state_like
+from mjax.optim.build import Optimizer, state_like
 from mjax.optim.muon import newton_schulz, update_scale
 from mjax.sharding.spec import ParamSpec
 
@@ -35,7 +35,7 @@ def random_tree(seed: int) -> dict:
 
 
 def train(cfg: OptimizerConfig, steps: int = 5, lr: float = 1e-2, **kw) -> tuple[dict, dict]:
-    optimizer = build_optimizer(cfg, SPECS, **kw)
+    optimizer = Optimizer(cfg, SPECS, **kw)
     params = random_tree(0)
     state = optimizer.init(params)
     update = jax.jit(optimizer.update)
@@ -74,7 +74,7 @@ def test_bf16_moments_are_stored_in_bf16_and_stay_close():
 
 def test_groups_go_by_role_not_rank():
     """With zero gradients only decay moves a parameter: a stacked norm is a matrix by rank."""
-    optimizer = build_optimizer(OptimizerConfig(lr_multipliers={"head": 0.5}), SPECS)
+    optimizer = Optimizer(OptimizerConfig(lr_multipliers={"head": 0.5}), SPECS)
     params = random_tree(0)
     zeros = jax.tree.map(jnp.zeros_like, params)
     new, _ = optimizer.update(zeros, optimizer.init(params), params, lr=0.1, weight_decay=0.2)
@@ -107,7 +107,7 @@ def test_newton_schulz_acts_on_singular_values(shape):
 
 def test_muon_equals_numpy_on_each_matrix_of_a_stack():
     cfg = OptimizerConfig(name="muon")
-    optimizer = build_optimizer(cfg, SPECS)
+    optimizer = Optimizer(cfg, SPECS)
     params = random_tree(0)
     state = optimizer.init(params)
     for i in (1, 2):
@@ -132,7 +132,7 @@ def test_muon_equals_numpy_on_each_matrix_of_a_stack():
             want = expected(cut(first[name]), cut(second[name]))
             got = cut(np.asarray(updates["dense"][name]))
             np.testing.assert_allclose(got, want, atol=5e-5)
-    adam, _ = build_optimizer(OptimizerConfig(), SPECS), None
+    adam, _ = Optimizer(OptimizerConfig(), SPECS), None
     adam_state = adam.init(params)
     for i in (1, 2):
         want, adam_state = adam.update(random_tree(i), adam_state, params, lr=1.0, weight_decay=0.0)
@@ -148,7 +148,7 @@ def test_muon_scales():
 
 def test_state_follows_the_parameters_leaf_by_leaf():
     cfg = OptimizerConfig(name="muon", mu_dtype="bfloat16")
-    state = build_optimizer(cfg, SPECS).init(random_tree(0))
+    state = Optimizer(cfg, SPECS).init(random_tree(0))
     names = jax.tree.map(lambda s: s.shape, SPECS, **is_spec)
     like = state_like(cfg, SPECS, (), names, names)
     assert jax.tree.map(jnp.shape, state) == like
@@ -176,7 +176,7 @@ def test_muon_on_shards_equals_muon_on_the_whole():
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tp") * size, size, axis)
 
     params, grads = random_tree(0), random_tree(1)
-    optimizer = build_optimizer(cfg, SPECS, gather, shard)
+    optimizer = Optimizer(cfg, SPECS, gather, shard)
     trees = jax.tree.map(cut, SPECS, **is_spec)
     states = state_like(cfg, SPECS, PartitionSpec(), trees, trees)
 
@@ -188,6 +188,6 @@ def test_muon_on_shards_equals_muon_on_the_whole():
         step, mesh=mesh, in_specs=(trees, trees), out_specs=(trees, states), check_vma=False
     )
     new, state = jax.jit(run)(params, grads)
-    whole = build_optimizer(cfg, SPECS)
+    whole = Optimizer(cfg, SPECS)
     want = whole.update(grads, whole.init(params), params, lr=0.1, weight_decay=0.1)
     assert max_error(new, want[0]) < 1e-6 and max_error(state["mu"], want[1]["mu"]) == 0

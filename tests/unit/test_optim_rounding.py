@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import load
 from mjax.config.schema import OptimizerConfig
 from mjax.errors import UserError
-from mjax.optim.build import build_optimizer
+from mjax.optim.build import Optimizer
 from mjax.optim.rounding import element_offsets, mix, random_bits, round_to_bf16
 from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, make_trainer
@@ -66,7 +66,7 @@ def test_small_updates_add_up_only_with_stochastic_rounding():
     moved = {}
     for on in (False, True):
         cfg = OptimizerConfig(weight_decay=0.0, stochastic_rounding=on)
-        optimizer = build_optimizer(cfg, {"head": spec}, seed=7)
+        optimizer = Optimizer(cfg, {"head": spec}, seed=7)
         params = {"head": jnp.ones(spec.shape, jnp.bfloat16)}
         grads, state = {"head": jnp.ones(spec.shape)}, optimizer.init(params)
         for _ in range(100):
