@@ -154,10 +154,10 @@ class Store:
         n = 1
         while (target := self.directory.with_name(f"{self.directory.name}.old-{n}")).exists():
             n += 1
-        _synchronise("mjax_set_aside_name")  # all have chosen the name before it is taken
+        _synchronize("mjax_set_aside_name")  # all have chosen the name before it is taken
         if jax.process_index() == 0:
             self.directory.rename(target)
-        _synchronise("mjax_set_aside")
+        _synchronize("mjax_set_aside")
         del self._manager
         return target
 
@@ -177,7 +177,7 @@ class Store:
             ensure_writable(self.directory)
             for torso in self.directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(torso, ignore_errors=True)
-        _synchronise("mjax_prepare_checkpoints")
+        _synchronize("mjax_prepare_checkpoints")
         self._writing = True
 
     def _meta(self, step: int) -> dict:
@@ -242,7 +242,7 @@ class Store:
                 target = self.directory / f"damaged-{step}"
                 shutil.rmtree(target, ignore_errors=True)
                 (self.directory / str(step)).rename(target)
-        _synchronise("mjax_rename_damaged")
+        _synchronize("mjax_rename_damaged")
         self._manager.reload()
 
     def _failed(self, error: Exception) -> UserError:
@@ -314,6 +314,6 @@ def _default(kind: type[Group], name: str) -> object:
     return kind.model_fields[name].get_default()
 
 
-def _synchronise(name: str) -> None:
+def _synchronize(name: str) -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -44,8 +44,8 @@ class Execution:
     apart: whether each layer's weights are arrays of their own instead of rows of a stack.
     micro_batches: of a step.
     gather: when weights that ZeRO stores in shards are made whole: once a step, or by each layer.
-    reduce: when gradients are scattered to those shards: once a step, after every micro-batch, or
-        by each layer's backward.
+    reduce: when gradients are reduce-scattered to those shards: once a step, after every
+        micro-batch, or by each layer's backward.
     sums_in_matmuls: whether matmuls add their weights' gradients to the running sums.
     overlap: whether a layer's exchanges run under other layers' matmuls. Only matmul weights are
         then gathered and reduced by each layer, all others once a step.
@@ -70,6 +70,18 @@ class Execution:
     compute: str = "bfloat16"
     accumulate: str = "float32"
     offload: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        several, in_step = self.micro_batches > 1, self.gather == self.reduce == "step"
+        assert not self.apart or not (self.loops or self.pipelined)
+        assert not self.sums_in_matmuls or (self.apart and several and in_step)
+        assert not self.overlap or (self.gather == self.reduce == "layer" and not several)
+        assert self.reduce != "micro_batch" or (several and not self.pipelined)
+
+    @property
+    def loops(self) -> bool:
+        """Whether layers run in a loop."""
+        return self.unroll > 0
 
     def exchanged_in_layer(self, where: ParamPlacement) -> bool:
         """Whether a layer gathers this parameter, and its backward reduces the gradient.

@@ -1,13 +1,19 @@
 """How the layers of a model are held and run; the only file that knows.
 
-A weight goes this way. Its master lies in a stack of all layers, in shards (ZeRO). `load_weights`
-casts it, rounds it for FP8, gathers it and takes the stack apart. `Layers.run` applies the layers.
-Autodiff gives a cotangent for every weight. `add_gradients` (`models/weight.py`) adds those of
-micro-batches. `store_gradients` puts the stack together again, scatters the sum to the shards and
-reduces it over the devices that hold copies. The optimizer then updates the master.
+A master lies in a stack [L, ...] of all layers of its shape, in fp32. With ZeRO, in every stage, a
+device has a shard of it. The weight of a layer goes this way in a step:
 
-`Execution` says when each of these things happens. Invariant: it changes no number beyond the
-rounding of sums, only memory and time.
+1. `load_weights` casts the shard of the stack, and rounds it to 8 bits for FP8. It takes the stack
+   apart into layers (`Execution.apart`) and gathers each (`gather="step"`).
+2. `Layers.run` applies the layers. Where `gather="layer"`, a layer gathers its weights first.
+3. Autodiff gives a cotangent (`models/weight.py`). A layer that gathered has reduce-scattered it.
+4. `add_gradients` adds those of micro-batches, or the matmul has done so. In between
+   `scatter_micro_batch` reduce-scatters each where `reduce="micro_batch"`.
+5. `store_gradients` reduce-scatters what is not yet in shards, stacks the layers, and sums over the
+   devices that hold copies. The optimizer then updates the shard of the master.
+
+`plan/execution.py` decides which run does what. Invariant: how layers are held changes no number
+beyond the rounding of gradients and of their sums, only memory and time.
 """
 
 from collections.abc import Callable, Sequence
@@ -204,12 +210,12 @@ def _store_gradient(
 ) -> jax.Array:
     """The gradient of one parameter, stacked and scattered, in the dtype of sums."""
     dtype = jnp.dtype(execution.accumulate)
-    scattered = where.stored == where.weight or execution.reduce == "micro_batch"
-    scattered |= execution.exchanged_in_layer(where)
+    is_shard = where.stored == where.weight or execution.reduce == "micro_batch"
+    is_shard |= execution.exchanged_in_layer(where)
 
     def scatter(where: ParamPlacement, cotangent: WeightOrArray) -> jax.Array:
         gradient = gradient_of(cotangent)
-        return gradient if scattered else where.scatter(gradient, dtype)
+        return gradient if is_shard else where.scatter(gradient, dtype)
 
     if isinstance(cotangent, list):
         gradient = stack_in_place([scatter(where.layer, layer) for layer in cotangent])
@@ -313,7 +319,7 @@ class Layers:
         carry = x, jnp.float32(0)
         if self.execution.overlap:
             carry = *carry, jnp.float32(0)
-        if self.execution.unroll == 0:
+        if not self.execution.loops:
             assert caches is None, "layers that run one after the other have no cache"
             carry = self._run_list(weights, carry, inputs, numbers, choices)
         else:
@@ -384,8 +390,8 @@ class Layers:
                 carry, weights = self._enter(plan, carry, weights)
                 x, aux, *ready = carry
                 block = self.blocks[plan.stack].bind(weights)
-                where = {"kind": kind, "rope": inputs.rope, "layer": number, "cache": cache}
-                x, more, cache = block(x, inputs.tokens, self.ctx, **where)
+                options = {"kind": kind, "rope": inputs.rope, "layer": number, "cache": cache}
+                x, more, cache = block(x, inputs.tokens, self.ctx, **options)
                 return (x, aux + more, *ready), cache
 
             return remat(apply, plan.remat, self.execution.offload, in_loop)

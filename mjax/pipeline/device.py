@@ -122,7 +122,7 @@ class Device:
 
     def layer_weights(self, chunk_weights: dict) -> dict:
         """A chunk's weights as its layers take them: lists, or stacked again for a loop."""
-        if self.model.execution.unroll == 0:
+        if not self.model.execution.loops:
             return chunk_weights
         stacked = {}
         for stack, layers in chunk_weights.items():

@@ -97,7 +97,7 @@ def choose_memory_policy(
     nothing fits, the one that needs the least. The reason is None where nothing was to choose.
     """
     execution = decide_execution(cfg, mesh_sizes(cfg.mesh, devices))
-    unrolled = memory is not None and execution.unroll == 0 and not execution.pipelined
+    unrolled = memory is not None and not execution.loops and not execution.pipelined
     options = list(memory_policies(cfg, devices, unrolled))
     if options == [cfg]:
         return cfg, None

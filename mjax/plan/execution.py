@@ -101,6 +101,7 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
         unroll=1,
         apart=False,
         gather="layer" if cfg.mesh.zero == 3 and _is_cut(cfg, sizes) else "step",
+        reduce="step",
         sums_in_matmuls=False,
         overlap=False,
         offload=(),

@@ -187,7 +187,7 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
     XLA finds that out and keeps it: keys, values, and six times the queries.
     """
     has_ring = sizes["cp"] > 1 and cfg.mesh.cp_type != "a2a"
-    if not has_ring or execution.pipelined or execution.unroll:
+    if not has_ring or execution.pipelined or execution.loops:
         return 0.0
     model, rows = cfg.model, cfg.train.micro_batch_size
     heads = 2 * model.num_key_value_heads + 6 * model.num_attention_heads / sizes["cp"]

@@ -5,7 +5,7 @@ loss over the micro-batches, store the gradients reduced (`models/layers.py`), c
 norm, update. Invariant: shares of the loss sum over all devices to (sum of masked nll) / (number of
 unmasked tokens) + (sum of auxiliary losses) / (number of sequences) of the global batch. So the
 result does not depend on the mesh, on the number of micro-batches, or on where the masked tokens
-lie. A loss or norm that is not finite leaves the state as it was.
+lie. A loss, norm or maximum of FP8 that is not finite leaves the state as it was.
 """
 
 from dataclasses import dataclass
@@ -116,6 +116,7 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
     parallel = program.parallel
     tokens = token_count(batch, parallel)
     sequences = len(batch["tokens"]) * parallel.size(*DATA_AXES)
+    # One key for all micro-batches and devices: dropout adds the token's place in the global batch.
     key = jax.random.fold_in(jax.random.key(program.seed), state["step"])
     micro_batches = split_batch(batch, execution.micro_batches)
     weights = load_weights(
@@ -123,14 +124,16 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
     )
 
     def share(weights: dict, micro_batch: Batch) -> tuple[jax.Array, Losses]:
-        nll, aux = model.loss(weights, micro_batch, key)
+        nll, aux = model.loss(weights, micro_batch, key)  # the latter is a share already
         nll = nll / jnp.maximum(tokens, 1) / parallel.tp  # it is computed on each tp device
         aux = aux / sequences
         return nll + aux, {"loss": nll, "aux_loss": aux}
 
+    # The bits of 8-bit weights are integers; their cotangents are not read.
     differentiate = jax.value_and_grad(share, has_aux=True, allow_int=True)
 
     def accumulate(carry: tuple[Losses, dict], micro_batch: Batch) -> tuple[tuple, None]:
+        """One micro-batch. A matmul that is given its running sum returns the next one."""
         losses, sums = carry
         (_, more), cotangents = differentiate(with_sums(weights, sums), micro_batch)
         cotangents = scatter_micro_batch(cotangents, placement, execution)
