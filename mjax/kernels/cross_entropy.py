@@ -37,7 +37,7 @@ class Cut:
     part: int | None = None
 
     def bytes(self, rows: int) -> int:
-        """Of fp32 logits and their bf16 gradient, for `rows` of the vocabulary."""
+        """The bytes of fp32 logits and their bf16 gradient, for `rows` of the vocabulary."""
         return rows * (4 * (self.part or self.chunk) + 2 * self.chunk)
 
 
@@ -156,7 +156,7 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def _by_parts(x, w, labels, mask, terms, part):
-    """What `_chunk` returns, the gradient in x's dtype, with the logits of a part at a time."""
+    """The result of `_chunk`, with the gradient in x's dtype, from the logits of a part at a time."""
 
     def body(d_z, cut):
         x, labels, mask, first = cut

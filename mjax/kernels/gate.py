@@ -92,7 +92,7 @@ class Pass:
         return Tile(64, 128, 16 if sum(self.parts) > 1 else 8)
 
     def __call__(self, inputs: list[jax.Array], scales: list[jax.Array]) -> list[jax.Array]:
-        """What is plain, what is transposed, the maximum, fp32, if something is measured, sums."""
+        """Plain outputs, transposed outputs, the fp32 maximum if one is measured, and sums."""
         if supports(inputs[0], rows=self.rows):
             return in_tiles(self, self.tile, inputs, scales)
         return at_once(self, inputs, scales)

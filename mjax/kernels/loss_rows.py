@@ -29,7 +29,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Terms:
-    """What the loss of a token is made of, besides -log p(label).
+    """The terms of a token's loss besides -log p(label).
 
     `softcap` c maps logits z to c * tanh(z / c). `label_smoothing` e mixes in e times the mean of
     -log p over the vocabulary (Szegedy et al., arXiv 1512.00567, as torch defines it). `z_loss`
@@ -84,7 +84,7 @@ def rows(
     """(mask * losses, fp32 [t]; `d_z` with their gradient by `z` in t rows from `first`, in place).
 
     z fp32 [t, V], V >= vocab_size, labels int32 [t], mask fp32 [t], d_z [T, V] of any float type,
-    first int32 [1]. What z holds beyond vocab_size takes part in nothing; there d_z is 0.
+    first int32 [1]. Columns of z beyond vocab_size take part in nothing; there d_z is 0.
     `interpret` runs the kernel on a CPU, for tests.
     """
     import jax.experimental.pallas as pl

@@ -49,7 +49,7 @@ def reference(
     eps: float,
     mean: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """What `norm` computes, in plain JAX; `mean`, if not over the last axis, says over what."""
+    """`norm` in plain JAX. `mean` takes the mean where it is not that of the last axis."""
     mean = mean or functools.partial(jnp.mean, axis=-1, keepdims=True)
     y = x.astype(jnp.float32)
     if bias is not None:

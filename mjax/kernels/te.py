@@ -32,7 +32,7 @@ def require_te(device: jax.Device) -> None:
 
 @functools.cache
 def _te() -> SimpleNamespace:
-    """What is used of it. Imported when asked for: it loads CUDA's libraries."""
+    """The parts of TE that are used, imported when asked for: it loads CUDA's libraries."""
     try:
         import transformer_engine.jax  # noqa: F401 - loads the extension
         from transformer_engine.jax import quantize

@@ -128,7 +128,8 @@ def global_indices(
 ) -> tuple[jax.Array, ...]:
     """For each dimension of a parameter, the canonical index of every entry of the local shard.
 
-    To be called inside the mesh. `spec` is as `storage_specs` gives it. Padding gets any index.
+    It reads the device's place in the mesh. `spec` is as `storage_specs` gives it. Padding gets
+    any index.
     """
     rows, padding = storage.form(path)
     indices = []
