@@ -1,4 +1,4 @@
-"""What is static about the layers of a program; `plan/execution.py` decides it once."""
+"""The static description of a program's layers; `plan/execution.py` decides it once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -118,11 +118,11 @@ def scan_groups(layers: Sequence[LayerPlan]) -> Iterator[ScanGroup]:
 
 
 def stack_rows(period: Sequence[LayerPlan]) -> dict[str, tuple[int, int]]:
-    """Stack -> (its first row in a period of layers, how many rows the period has of it)."""
-    rows: dict[str, list[int]] = {}
+    """{stack: (its first row in a period of layers, the number of its rows in the period)}."""
+    rows_of_stack: dict[str, list[int]] = {}
     for plan in period:
-        rows.setdefault(plan.stack, []).append(plan.row)
-    return {stack: (own[0], len(own)) for stack, own in rows.items()}
+        rows_of_stack.setdefault(plan.stack, []).append(plan.row)
+    return {stack: (rows[0], len(rows)) for stack, rows in rows_of_stack.items()}
 
 
 def is_matmul_weight(where: ParamPlacement) -> bool:

@@ -259,24 +259,25 @@ def matmul_leaves(tree: dict, specs: dict) -> dict[str, dict]:
 
     `tree` and `specs` are like the parameters; `specs` declares them.
     """
-    found: dict[str, dict] = {}
+    matmuls: dict[str, dict] = {}
 
-    def one(spec: ParamSpec, entry) -> None:
+    def add(spec: ParamSpec, entry) -> None:
         if spec.matmul is not None:
-            own[spec.matmul] = entry
+            entries[spec.matmul] = entry
 
     for stack in sorted(STACKS & set(specs)):
-        own: dict = {}
-        jax.tree.map(one, specs[stack], tree[stack])
-        found |= {stack: own} if own else {}
-    return found
+        entries: dict = {}
+        jax.tree.map(add, specs[stack], tree[stack])
+        if entries:
+            matmuls[stack] = entries
+    return matmuls
 
 
 # ---- running -------------------------------------------------------------------------------------
 
 
 class LayerInputs(NamedTuple):
-    """What all layers read besides weights and activations: `Tokens`, and rotary tables by kind."""
+    """The inputs of all layers besides weights and activations; `rope`: rotary tables by kind."""
 
     tokens: Tokens
     rope: dict[str, tuple[jax.Array, jax.Array]]
@@ -458,9 +459,9 @@ def _rows_of(first: int, repeats: int, count: int) -> Callable[[jax.Array], jax.
     """[L, ...] -> [repeats, count, ...] of the rows from `first` on."""
 
     def cut(stack: jax.Array) -> jax.Array:
-        rows = repeats * count
-        own = stack if rows == stack.shape[0] else stack[first : first + rows]
-        return own.reshape(repeats, count, *stack.shape[1:])
+        size = repeats * count
+        rows = stack if size == stack.shape[0] else stack[first : first + size]
+        return rows.reshape(repeats, count, *stack.shape[1:])
 
     return cut
 

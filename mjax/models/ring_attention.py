@@ -100,11 +100,11 @@ class Ring:
             implementation=self.implementation,
         )
 
-    def exchange(self, own: Keys) -> tuple[Keys, Callable[[Keys, int], Keys]]:
+    def exchange(self, local: Keys) -> tuple[Keys, Callable[[Keys, int], Keys]]:
         """(the keys of step 1, the function (keys of step s, s) -> keys of step s + 1)."""
         if not self.at_once:
-            return self.shift(own), lambda keys, _: self.shift(keys)
-        everyone = jax.tree.map(lambda x: lax.all_gather(x, CP_AXIS), own)
+            return self.shift(local), lambda keys, _: self.shift(keys)
+        everyone = jax.tree.map(lambda x: lax.all_gather(x, CP_AXIS), local)
 
         def of_step(step: int) -> Keys:
             owner = (self.index() - step) % self.size
@@ -136,8 +136,8 @@ def ring_attention(q, k, v, places, ring):
 
 
 def _ring_forward(q, k, v, places, ring):
-    own = Keys(jnp.stack([k, v]), places)
-    keys, next_keys = ring.exchange(own)  # under way during the diagonal
+    local = Keys(jnp.stack([k, v]), places)
+    keys, next_keys = ring.exchange(local)  # under way during the diagonal
     both_places = None if places is None else (places, places)
     out, lse = block_forward(q, k, v, both_places, **ring.block_options(causal=True))
     low_out, high_out = _halves(out, 1)
@@ -169,13 +169,13 @@ def _ring_forward(q, k, v, places, ring):
 def _ring_backward(ring, residuals, d_out):
     """Keys go round again; the gradients of keys follow them one step behind, in fp32.
 
-    The blocks among the device's own tokens are split: the one off the diagonal hides the first
+    The blocks among the device's local tokens are split: the one off the diagonal hides the first
     transfer, the two on it hide the last.
     """
     q, k, v, places, out, lse = residuals
-    own = Keys(jnp.stack([k, v]), places)
-    keys, next_keys = ring.exchange(own)
-    d_q, d_kv = _high_to_low_backward(ring, q, own, out, lse, d_out)
+    local = Keys(jnp.stack([k, v]), places)
+    keys, next_keys = ring.exchange(local)
+    d_q, d_kv = _high_to_low_backward(ring, q, local, out, lse, d_out)
     d_kv_of_steps = [d_kv]
     for step in range(1, ring.size):
         keys, d_q, d_kv = wait_for_all(keys, d_q, d_kv)
@@ -188,9 +188,9 @@ def _ring_backward(ring, residuals, d_out):
         else:
             d_kv = ring.shift(d_kv)
         earlier = ring.is_earlier(step)
-        more_d_q, more_d_kv = _pair_backward(ring, q, places, arrived, out, lse, d_out, earlier)
-        d_q = d_q + more_d_q
-        d_kv = d_kv + more_d_kv
+        pair_d_q, pair_d_kv = _pair_backward(ring, q, places, arrived, out, lse, d_out, earlier)
+        d_q = d_q + pair_d_q
+        d_kv = d_kv + pair_d_kv
         d_kv_of_steps.append(d_kv)
     d_q, d_kv = wait_for_all(d_q, d_kv)
     if ring.at_once:
@@ -199,7 +199,7 @@ def _ring_backward(ring, residuals, d_out):
         d_kv = lax.psum_scatter(d_kv_of_owners, CP_AXIS, scatter_dimension=0)
     else:
         d_kv = ring.shift(d_kv)
-    diagonal_d_q, diagonal_d_kv = _diagonal_backward(ring, q, own, out, lse, d_out)
+    diagonal_d_q, diagonal_d_kv = _diagonal_backward(ring, q, local, out, lse, d_out)
     d_k, d_v = (d_kv + diagonal_d_kv).astype(k.dtype)
     d_q = (d_q + diagonal_d_q).astype(q.dtype)
     return d_q, d_k, d_v, None
@@ -211,7 +211,7 @@ ring_attention.defvjp(_ring_forward, _ring_backward)
 # ---- blocks of a ring ----------------------------------------------------------------------------
 
 
-def _diagonal_backward(ring, q, own: Keys, out, lse, d_out):
+def _diagonal_backward(ring, q, local: Keys, out, lse, d_out):
     """(d_q, d_kv), fp32, of low queries with low keys and high with high, causal, as one call."""
 
     def rows(x, axis=1):
@@ -220,8 +220,8 @@ def _diagonal_backward(ring, q, own: Keys, out, lse, d_out):
     def columns(d):
         return jnp.concatenate(_halves(d, 0), 1)
 
-    k, v = own.kv[0], own.kv[1]
-    places = jax.tree.map(rows, own.places)
+    k, v = local.kv[0], local.kv[1]
+    places = jax.tree.map(rows, local.places)
     d_q, d_k, d_v = block_backward(
         rows(q),
         rows(k),
@@ -235,7 +235,7 @@ def _diagonal_backward(ring, q, own: Keys, out, lse, d_out):
     return columns(d_q), jnp.stack([columns(d_k), columns(d_v)])
 
 
-def _high_to_low_backward(ring, q, own: Keys, out, lse, d_out):
+def _high_to_low_backward(ring, q, local: Keys, out, lse, d_out):
     """(d_q, d_kv), fp32, of a device's high queries with its low keys, all of which they see."""
 
     def low(x, axis=1):
@@ -250,10 +250,10 @@ def _high_to_low_backward(ring, q, own: Keys, out, lse, d_out):
     def of_high(d):
         return jnp.concatenate([jnp.zeros_like(d), d], 1)
 
-    k, v = own.kv[0], own.kv[1]
+    k, v = local.kv[0], local.kv[1]
     places = None
-    if own.places is not None:
-        places = jax.tree.map(high, own.places), jax.tree.map(low, own.places)
+    if local.places is not None:
+        places = jax.tree.map(high, local.places), jax.tree.map(low, local.places)
     d_q, d_k, d_v = block_backward(
         high(q),
         low(k),

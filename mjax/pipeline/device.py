@@ -39,7 +39,7 @@ class Unit:
 
 
 class UnitInputs(NamedTuple):
-    """What the layers of a unit read besides weights and activations; made again for a backward.
+    """Inputs of a unit's layers besides weights and activations; computed again for a backward.
 
     numbers, choices: int32 [slots], see `Layers.run`.
     """
@@ -51,7 +51,7 @@ class UnitInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What a device needs to run any unit.
+    """All that a device needs to run any unit.
 
     weights: local, as `load_weights` gives them; stacks are [v * slots, ...].
     micro_batches: fields [m, ...], equal over pp. key: of dropout, or None.
@@ -182,7 +182,7 @@ class Device:
     # ---- hand-overs and ticks --------------------------------------------------------------------
 
     def hand_over(self, y: jax.Array, backward: bool = False) -> jax.Array:
-        """What the neighbor sends: activations go round the ring, cotangents the other way."""
+        """The array that a neighbor sends: activations go round the ring, cotangents back."""
         devices = self.layout.pp
         ring = [(i, (i + 1) % devices) for i in range(devices)]
         if backward:

@@ -29,7 +29,7 @@ from mjax.pipeline.schedule import make_schedule
 @register_dataclass
 @dataclass(frozen=True)
 class Carry:
-    """What a device holds between ticks.
+    """The state of a device between ticks.
 
     y, dy: the activation and the cotangent that came in, [B, S/tp, D].
     stash: kept residuals, each [slots of the stash, ...].
@@ -50,7 +50,7 @@ class Carry:
 
 @dataclass(frozen=True)
 class TrainingTicks:
-    """What a device does in a tick of training.
+    """The work of a device in a tick of training.
 
     loss_scale: factors of the sums {loss, aux_loss} in the loss that is differentiated.
     """
@@ -302,8 +302,8 @@ def _gradients(cotangents: dict) -> dict:
     return map_weights(gradient, cotangents)
 
 
-def _add(total: dict, more: dict) -> dict:
+def _add(total: dict, addend: dict) -> dict:
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
         return a + b.astype(a.dtype)
 
-    return jax.tree.map(add, total, more)
+    return jax.tree.map(add, total, addend)

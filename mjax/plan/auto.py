@@ -71,8 +71,9 @@ def propose_mesh(
                 validate(policy.model_copy(update={"mesh": mesh}), devices)
             except UserError:
                 continue  # heads, layers or batch do not divide
-            found = traced.setdefault(tuple(mesh_sizes(mesh, devices).values()), {})
-            need = bytes_per_device(policy, mesh, devices, parameters, found)
+            sizes = tuple(mesh_sizes(mesh, devices).values())
+            traced_on_mesh = traced.setdefault(sizes, {})
+            need = bytes_per_device(policy, mesh, devices, parameters, traced_on_mesh)
             total = sum(need.values())
             tried.append((total, mesh))
             if total <= FRACTION * memory:

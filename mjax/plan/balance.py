@@ -46,16 +46,16 @@ def candidates(cfg: Config) -> dict[str, Layout]:
     now = layout_of(cfg)
     layers = len(now.kinds)
     stages = now.pp * now.v
-    found = {}
+    layouts = {}
     if layers + 1 >= stages:
         key = "mesh.pipeline_account_for=[loss]"
-        found[key] = make_layout(now.kinds, now.pp, now.v, account_for=["loss"])
+        layouts[key] = make_layout(now.kinds, now.pp, now.v, account_for=["loss"])
     if stages > 1:
         for last in range(layers - stages + 2):
             text = _layout_text(layers, stages, last)
             key = f"mesh.pipeline_layout='{text}'"
-            found[key] = make_layout(now.kinds, now.pp, layout=text)
-    return {key: layout for key, layout in found.items() if layout.runs_all_stacks}
+            layouts[key] = make_layout(now.kinds, now.pp, layout=text)
+    return {key: layout for key, layout in layouts.items() if layout.runs_all_stacks}
 
 
 def _layout_text(layers: int, stages: int, last: int) -> str:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What matters of the devices. The default is a host of GPUs that copy to each other.
+    """The facts of devices that matter. The default is a host of GPUs that copy to each other.
 
     copies_permutes, copies_exchanges: whether the compiler can make permutes, and all-to-alls,
     copies from GPU to GPU that take no multiprocessor from matmuls.
@@ -145,7 +145,7 @@ def _unroll(cfg: Config, devices: DeviceFacts) -> int:
 
     A loop copies what each layer leaves for the backward into stacks, and zero-fills those first:
     without it GPUs are 5 to 18 % faster (docs/performance.md). It compiles in proportion to the
-    layers, so CPUs, which run small models, keep the loop. What is offloaded needs one, too.
+    layers, so CPUs, which run small models, keep the loop. Offloading needs one, too.
     """
     if cfg.train.unroll != "auto":
         return cfg.train.unroll
@@ -195,7 +195,7 @@ def tp_overlap_rows(mesh: MeshConfig, devices: DeviceFacts, uniform: bool = True
 
 
 def execution_lines(execution: Execution) -> list[str]:
-    """What was decided, in words."""
+    """Lines that say what was decided, in words."""
     e = execution
     layers = {0: "one after the other", 1: "in a loop"}.get(e.unroll, f"in a loop of {e.unroll}")
     held = "arrays of their own" if e.apart else "rows of stacks"

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward: the tensors, on one device, under a remat policy.
+"""The tensors that a layer keeps for its backward, on one device, under a remat policy.
 
 The block itself is traced on an abstract mesh, so the answer is that of the program. Weights and
 what all layers share are left out.
@@ -46,7 +46,9 @@ class Kept(NamedTuple):
 
 
 def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kept]:
-    """What a layer of `kind` keeps of one micro-batch under `policy`, on a mesh of `sizes`.
+    """The tensors that a layer of `kind` keeps of one micro-batch under `policy`.
+
+    `sizes` are those of the mesh axes.
 
     Weights and what all layers share (rotary tables, segments) are not counted. A tensor without a
     name is 'input' where it has the shape of the layer's, else 'other'.
@@ -67,8 +69,8 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
 
     def trace(weights: dict, x: jax.Array) -> jax.Array:
         layer = block, kind, policy
-        found, named = _residuals(cfg, parallel, layer, weights, x, (rows, width))
-        leaves.extend(found)
+        residuals, named = _residuals(cfg, parallel, layer, weights, x, (rows, width))
+        leaves.extend(residuals)
         names.extend(named)
         return x
 
@@ -83,11 +85,11 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     )
     jax.eval_shape(mapped, _local_weights(cfg, parallel, block), x)
     labels = [("input", x), *names]
-    found = []
+    tensors = []
     for aval in leaves:
         name = _take_label(labels, aval, POLICIES[policy])
-        found.append(Kept(name, aval.shape, str(aval.dtype)))
-    return found
+        tensors.append(Kept(name, aval.shape, str(aval.dtype)))
+    return tensors
 
 
 def _residuals(

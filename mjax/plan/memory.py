@@ -1,6 +1,6 @@
-"""What a training step needs of a device's memory: the one estimate, used by every `auto`.
+"""The one estimate of the memory that a training step needs, used by every `auto`.
 
-What a layer keeps for its backward is not estimated but read from its own trace (`kept`), on the
+Tensors kept for the backward are not estimated but read from the layer's own trace (`kept`), on the
 local shapes of a mesh that need not exist. The rest are counts of parameters and, for what the
 compiler adds, factors measured on programs compiled for H200 (docs/memory.md). Invariant: a pure
 function of (config, sizes of the mesh, number of parameters).
@@ -87,7 +87,7 @@ def _activation_bytes(
     layers: HeldLayers,
     traced: Traced,
 ) -> float:
-    """What all layers keep on the device for their backward."""
+    """The bytes that all layers keep on the device for their backward."""
     to_host = offloaded(cfg.train.offload)
     reordered = _reordered_bytes(cfg, sizes, execution)
     total = 0.0
@@ -181,7 +181,7 @@ def _parameter_bytes(
 
 
 def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -> float:
-    """What a layer that keeps all also keeps of a ring over cp.
+    """The bytes of a ring over cp that a layer also keeps, if it keeps all.
 
     A backward of unrolled layers would gather and reorder anew what the ring did in its forward.
     XLA finds that out and keeps it: keys, values, and six times the queries.

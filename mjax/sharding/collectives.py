@@ -239,14 +239,14 @@ class ExtraAxes(NamedTuple):
 
 def extra_axes(coarse: PartitionSpec, fine: PartitionSpec) -> list[ExtraAxes]:
     """The mesh axes of `fine` that `coarse` lacks, in each dimension; they come last there."""
-    found = []
+    extra = []
     for dim, (coarse_entry, fine_entry) in enumerate(zip(coarse, fine, strict=True)):
         few = mesh_axes((coarse_entry,))
         many = mesh_axes((fine_entry,))
         assert many[: len(few)] == few, (coarse, fine)
         if len(many) > len(few):
-            found.append(ExtraAxes(dim, many[len(few) :]))
-    return found
+            extra.append(ExtraAxes(dim, many[len(few) :]))
+    return extra
 
 
 def mesh_axes(partition: Iterable) -> tuple[str, ...]:

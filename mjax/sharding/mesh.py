@@ -140,8 +140,7 @@ def find_processes(env: Mapping[str, str]) -> Processes | None:
             f"{partial[0]}={env[partial[0]]} alone does not say which process this is; set "
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         )
-    found = (n for n, names in LAUNCHERS.items() if all(name in env for name in names[:2]))
-    launcher = next(found, None)
+    launcher = _launcher(env)
     if launcher is None:
         return None
     names = LAUNCHERS[launcher]
@@ -181,6 +180,14 @@ def gpus_of_process(run: Processes, env: Mapping[str, str]) -> list[int] | None:
         )
     each = gpus // run.local_count
     return list(range(run.local_index * each, (run.local_index + 1) * each))
+
+
+def _launcher(env: Mapping[str, str]) -> str | None:
+    """The launcher whose variables are set."""
+    for launcher, names in LAUNCHERS.items():
+        if all(name in env for name in names[:2]):
+            return launcher
+    return None
 
 
 def _coordinator(env: Mapping[str, str], launcher: str, local_count: int) -> str | None:

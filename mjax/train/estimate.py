@@ -68,7 +68,7 @@ def kept_table(trainer: Trainer) -> list[tuple[str, ...]]:
     """A heading, then per policy and kind of layer each tensor that is kept for the backward: shape
     and MB on one device, where it waits, GB of all those layers (and micro-batches in flight)."""
     cfg, sizes = trainer.cfg, dict(trainer.mesh.shape)
-    layers, away = held_layers(cfg, sizes), offloaded(cfg.train.offload)
+    layers, on_host = held_layers(cfg, sizes), offloaded(cfg.train.offload)
     rows = [("policy", "layers", "kept for the backward", "shape", "MB", "on", "GB in all")]
     for (kind, policy), count in Counter(layers.each).items():
         for tensor in kept(cfg, sizes, kind, policy):
@@ -79,7 +79,7 @@ def kept_table(trainer: Trainer) -> list[tuple[str, ...]]:
                     tensor.name,
                     f"{tensor.dtype} {' '.join(map(str, tensor.shape))}",
                     f"{tensor.bytes / 1e6:.3f}",
-                    "host" if tensor.goes_to_host(policy, away) else "device",
+                    "host" if tensor.goes_to_host(policy, on_host) else "device",
                     f"{tensor.bytes * count * layers.waiting / 1e9:.3f}",
                 )
             )

@@ -79,10 +79,10 @@ def jit_program(
     devices = list(mesh.devices.flat)
     state, batch = state_layout.partitions(), batch_partitions(program.parallel)
     inputs = without_moments(state), batch
-    found = steps.Gradients(P(), P(), P(), program.placement.stored, state.get("fp8", {}))
+    gradients = steps.Gradients(P(), P(), P(), program.placement.stored, state.get("fp8", {}))
     function, inputs, outputs = {
         "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
-        "grads": (steps.gradients, inputs, found),
+        "grads": (steps.gradients, inputs, gradients),
         "eval": (steps.batch_nll, inputs, P()),
     }[kind]
     body = functools.partial(function, program)

@@ -112,8 +112,8 @@ class StateLayout:
         def zeros() -> list[jax.Array]:
             return [jnp.zeros(a.shape, a.dtype) for a in on_device]
 
-        made = iter(jax.jit(zeros, out_shardings=shardings)())
-        leaves = [_host_zeros(a) if _is_on_host(a) else next(made) for a in leaves]
+        next_zeros = iter(jax.jit(zeros, out_shardings=shardings)())
+        leaves = [_host_zeros(a) if _is_on_host(a) else next(next_zeros) for a in leaves]
         return {"params": params} | jax.tree.unflatten(tree, leaves)
 
 

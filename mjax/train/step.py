@@ -86,19 +86,19 @@ def train_step(
     program: Program, state: State, batch: Batch, lr: jax.Array, weight_decay: jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
     """(new state, {loss, aux_loss, grad_norm, tokens, finite}) of local shards."""
-    found = gradients(program, state, batch)
+    computed = gradients(program, state, batch)
     with jax.named_scope("optimizer"):
         clip = program.clip_grad_norm
-        scale = jnp.minimum(1.0, clip / (found.norm + 1e-6)) if clip > 0 else 1.0
-        finite = jnp.isfinite(found.losses["loss"]) & jnp.isfinite(found.norm)
+        scale = jnp.minimum(1.0, clip / (computed.norm + 1e-6)) if clip > 0 else 1.0
+        finite = jnp.isfinite(computed.losses["loss"]) & jnp.isfinite(computed.norm)
         rest = {name: part for name, part in state.items() if name not in ("params", "opt")}
         new = {"step": state["step"] + 1}
         if "fp8" in state:
-            new["fp8"], all_finite = remember(state["fp8"], found.maxima, program.parallel)
+            new["fp8"], all_finite = remember(state["fp8"], computed.maxima, program.parallel)
             finite &= all_finite
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, rest)
         new["params"], new["opt"] = program.optimizer.update(
-            found.gradients,
+            computed.gradients,
             state["opt"],
             state["params"],
             lr=lr,
@@ -106,8 +106,8 @@ def train_step(
             scale=scale,
             keep=finite,
         )
-    metrics = {"grad_norm": found.norm, "tokens": found.tokens, "finite": finite}
-    return new, found.losses | metrics
+    metrics = {"grad_norm": computed.norm, "tokens": computed.tokens, "finite": finite}
+    return new, computed.losses | metrics
 
 
 def gradients(program: Program, state: State, batch: Batch) -> Gradients:
@@ -135,10 +135,10 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
     def accumulate(carry: tuple[Losses, dict], micro_batch: Batch) -> tuple[tuple, None]:
         """One micro-batch. A matmul that is given its running sum returns the next one."""
         losses, sums = carry
-        (_, more), cotangents = differentiate(with_sums(weights, sums), micro_batch)
+        (_, added), cotangents = differentiate(with_sums(weights, sums), micro_batch)
         cotangents = scatter_micro_batch(cotangents, placement, execution)
         with jax.named_scope("accumulate"):
-            losses = jax.tree.map(jnp.add, losses, more)
+            losses = jax.tree.map(jnp.add, losses, added)
             return (losses, add_gradients(sums, cotangents)), None
 
     if program.layout is not None:

@@ -29,7 +29,7 @@ from mjax.train.state import state_layout, without_moments
 
 
 class ProgramKey(NamedTuple):
-    """What a program is compiled for: what it computes, documents and rows of a batch."""
+    """The purpose of a program, and the documents and rows of the batches it is compiled for."""
 
     kind: str
     max_documents: int
