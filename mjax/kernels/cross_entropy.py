@@ -156,7 +156,7 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def _by_parts(x, w, labels, mask, terms, part):
-    """The result of `_chunk`, with the gradient in x's dtype, from the logits of a part at a time."""
+    """The result of `_chunk`, its gradient in the dtype of x, from logits of a part at a time."""
 
     def body(d_z, cut):
         x, labels, mask, first = cut
