@@ -1,4 +1,4 @@
-"""What a forward pass needs besides weights and activations.
+"""The inputs of a forward pass besides weights and activations.
 
 `Context` is static: it selects code. `Tokens` is data: it travels with the batch and is sharded
 like it. Both default to an ordinary single-device forward pass.

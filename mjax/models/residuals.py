@@ -1,6 +1,6 @@
 """A forward's residuals as arrays that can wait, and a choice of layers that keeps only those.
 
-What `jax.vjp` returns is a pytree. `split_vjp` splits it into arrays to keep and a description of
+The result of `jax.vjp` is a pytree. `split_vjp` splits it into arrays to keep and a description of
 how these and what is known anyway (weights, inputs of a micro-batch) make the same function again.
 Invariant: `join_vjp(*split_vjp(vjp, known), known)` is `vjp`.
 """

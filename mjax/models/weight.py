@@ -96,7 +96,8 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
         y = _matmul_adding(rows, matrix)
     else:
         y = jnp.tensordot(rows, w.value.reshape(-1, *outputs), 1)
-    return y.reshape(*x.shape[: x.ndim - w.inputs], *outputs)
+    lead = x.shape[: x.ndim - w.inputs]
+    return y.reshape(*lead, *outputs)
 
 
 def as_matrix(w: Weight) -> Weight:

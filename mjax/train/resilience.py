@@ -91,7 +91,7 @@ class Watchdog:
         self._over.set()
 
     def beat(self) -> None:
-        """To be called when a step, or something else that takes as long, is done."""
+        """The loop calls it after a step, or after something else that takes as long."""
         self._last = time.monotonic()
 
     def _watch(self) -> None:
