@@ -347,7 +347,7 @@ class Layers:
         for group in scan_groups(self.execution.layers):
             rows = _rows_of(group.first, group.repeats, len(group.period))
             stacks = {
-                stack: jax.tree.map(_rows_of(first, group.repeats, count), weights[stack])
+                stack: jax.tree.map(_weights_of(first, group.repeats, count), weights[stack])
                 for stack, (first, count) in stack_rows(group.period).items()
             }
             xs = stacks, rows(numbers), rows(choices), jax.tree.map(rows, caches)
@@ -361,16 +361,16 @@ class Layers:
 
     def _scan_body(self, group: ScanGroup, inputs: LayerInputs, in_loop: bool) -> Callable:
         """One period of layers, as `jax.lax.scan` calls it."""
-        first_rows = {stack: first for stack, (first, _) in stack_rows(group.period).items()}
+        own_rows = stack_rows(group.period)
 
         def body(carry: tuple, xs: tuple) -> tuple[tuple, tuple | None]:
             stacks, numbers, choices, caches = xs
             new_caches = []
             for i, plan in enumerate(group.period):
-                row = plan.row - first_rows[plan.stack]
-                weights = jax.tree.map(lambda w: w[row], stacks[plan.stack])  # noqa: B023
+                first, count = own_rows[plan.stack]
+                row = plan.row - first if count > 1 else None
+                layer, weights = self._layer(plan, in_loop, row), stacks[plan.stack]
                 cache = jax.tree.map(lambda c: c[i], caches)  # noqa: B023
-                layer = self._layer(plan, in_loop)
                 carry, cache = layer(carry, weights, inputs, numbers[i], choices[i], cache)
                 new_caches.append(cache)
             if caches is not None:
@@ -379,15 +379,18 @@ class Layers:
 
         return body
 
-    def _layer(self, plan: LayerPlan, in_loop: bool) -> Callable:
+    def _layer(self, plan: LayerPlan, in_loop: bool, row: int | None = None) -> Callable:
         """f(carry, weights, inputs, number, choice, cache) -> (carry, cache): one layer.
 
-        A carry is (x, share of auxiliary losses), and with `overlap` the token of
-        `reduce_under_previous_layer`.
+        `row` is the layer's where `weights` are stacks. A layer takes it by itself: of a row that
+        a loop takes the backward would keep a copy. A carry is (x, share of auxiliary losses), and
+        with `overlap` the token of `reduce_under_previous_layer`.
         """
 
         def of_kind(kind: str) -> Callable:
             def apply(carry, weights, inputs, number, cache):
+                if row is not None:
+                    weights = jax.tree.map(lambda w: w[row], weights)
                 carry, weights = self._enter(plan, carry, weights)
                 x, aux, *ready = carry
                 block = self.blocks[plan.stack].bind(weights)
@@ -462,6 +465,22 @@ def _rows_of(first: int, repeats: int, count: int) -> Callable[[jax.Array], jax.
         size = repeats * count
         rows = stack if size == stack.shape[0] else stack[first : first + size]
         return rows.reshape(repeats, count, *stack.shape[1:])
+
+    return cut
+
+
+def _weights_of(first: int, repeats: int, count: int) -> Callable[[jax.Array], jax.Array]:
+    """`_rows_of` for weights; [repeats, ...] where `count` is 1.
+
+    A whole stack stays the array that it is. A pipeline then finds it among the chunk's weights
+    and does not keep it.
+    """
+    rows_of = _rows_of(first, repeats, count)
+
+    def cut(stack: jax.Array) -> jax.Array:
+        if count > 1:
+            return rows_of(stack)
+        return stack if repeats == stack.shape[0] else stack[first : first + repeats]
 
     return cut
 
