@@ -16,7 +16,7 @@ device has a shard of it. The weight of a layer goes this way in a step:
 beyond the rounding of gradients and of their sums, only memory and time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ from mjax.models.execution import (
 from mjax.models.params import Definition
 from mjax.models.remat import remat
 from mjax.models.residuals import switch_layers
+from mjax.models.stacks import cut_group, layers_of_stack, rows_of_group, stack_in_place
 from mjax.models.weight import (
     Weight,
     WeightOrArray,
@@ -242,18 +243,6 @@ def _maxima(cotangent: Weight | list[Weight]) -> jax.Array | None:
     return jnp.stack([layer.scales for layer in cotangent])
 
 
-def stack_in_place(layers: Sequence[jax.Array]) -> jax.Array:
-    """Arrays of L layers -> [L, ...], each copied into its place once it is there, the last first.
-
-    GPUs do that beside other work. `jnp.stack` waits for all, and looks up for each element which
-    array holds it (GPT 1.3B: 5.7 ms of a step of 265).
-    """
-    stack = jax.lax.empty((len(layers), *layers[0].shape), layers[0].dtype)
-    for i in reversed(range(len(layers))):
-        stack = jax.lax.dynamic_update_index_in_dim(stack, layers[i], i, 0)
-    return stack
-
-
 def matmul_leaves(tree: dict, specs: dict) -> dict[str, dict]:
     """The entries of `tree` that matmuls of layers read: {stack: {matmul: entry}}.
 
@@ -308,10 +297,10 @@ class Layers:
     ) -> tuple[jax.Array, jax.Array, tuple | None]:
         """x [B, S/tp, D] through all layers; the share of auxiliary losses; the new caches.
 
-        `weights` are as `load_weights` gives them, or in each stack a list of layers if these run
-        one after the other. `numbers` int32 [L] are the numbers of the layers in the model
-        (default: 0, 1, ..), `choices` int32 [L] pick one of the kinds of each. Leaves of `caches`
-        are [L, ...]; only a loop takes them.
+        `weights` are as `load_weights` gives them. Lists of layers may take the place of stacks if
+        they run one after the other, and `stack_groups` of such lists in a loop. `numbers`
+        int32 [L] are the numbers of the layers in the model (default: 0, 1, ..), `choices` int32
+        [L] pick one of the kinds of each. Leaves of `caches` are [L, ...]; only a loop takes them.
         """
         if numbers is None:
             numbers = jnp.arange(len(self.execution.layers), dtype=jnp.int32)
@@ -344,12 +333,11 @@ class Layers:
     ) -> tuple[tuple, tuple | None]:
         """A scan over each group of equal layers."""
         new_caches = []
-        for group in scan_groups(self.execution.layers):
-            rows = _rows_of(group.first, group.repeats, len(group.period))
-            stacks = {
-                stack: jax.tree.map(_weights_of(first, group.repeats, count), weights[stack])
-                for stack, (first, count) in stack_rows(group.period).items()
-            }
+        groups = list(scan_groups(self.execution.layers))
+        if isinstance(weights, dict):
+            weights = [cut_group(weights, group) for group in groups]
+        for group, stacks in zip(groups, weights, strict=True):
+            rows = rows_of_group(group.first, group.repeats, len(group.period))
             xs = stacks, rows(numbers), rows(choices), jax.tree.map(rows, caches)
             unroll = min(self.execution.unroll, group.repeats)
             body = self._scan_body(group, inputs, in_loop=unroll < group.repeats)
@@ -456,56 +444,3 @@ def _chosen(kind: str, of_kind: Callable) -> Callable:
         return lambda carry, weights, constants: carry
     layer = of_kind(kind)
     return lambda carry, weights, constants: layer(carry, weights, *constants, None)[0]
-
-
-def _rows_of(first: int, repeats: int, count: int) -> Callable[[jax.Array], jax.Array]:
-    """[L, ...] -> [repeats, count, ...] of the rows from `first` on."""
-
-    def cut(stack: jax.Array) -> jax.Array:
-        size = repeats * count
-        rows = stack if size == stack.shape[0] else stack[first : first + size]
-        return rows.reshape(repeats, count, *stack.shape[1:])
-
-    return cut
-
-
-def _weights_of(first: int, repeats: int, count: int) -> Callable[[jax.Array], jax.Array]:
-    """`_rows_of` for weights; [repeats, ...] where `count` is 1.
-
-    A whole stack stays the array that it is. A pipeline then finds it among the chunk's weights
-    and does not keep it.
-    """
-    rows_of = _rows_of(first, repeats, count)
-
-    def cut(stack: jax.Array) -> jax.Array:
-        if count > 1:
-            return rows_of(stack)
-        return stack if repeats == stack.shape[0] else stack[first : first + repeats]
-
-    return cut
-
-
-def layers_of_stack(weights: dict | list[dict]) -> list[dict]:
-    """The weights of each layer of a stack, whose matmul weights are lists and the rest stacks."""
-    if isinstance(weights, list):
-        return weights
-    lists = jax.tree.map(_as_list, weights, is_leaf=_is_list)
-    layers = len(jax.tree.leaves(lists, is_leaf=_is_list)[0])
-
-    def layer(i: int) -> dict:
-        return jax.tree.map(lambda rows: rows[i], lists, is_leaf=_is_list)
-
-    return [layer(i) for i in range(layers)]
-
-
-def _is_list(entry: object) -> bool:
-    return isinstance(entry, list)
-
-
-def _as_list(entry: list | jax.Array) -> list:
-    return entry if _is_list(entry) else split_rows(entry)
-
-
-def split_rows(stack: jax.Array) -> list[jax.Array]:
-    """[L, ...] -> L arrays, whose gradients are put together by one concatenation."""
-    return [row[0] for row in jax.lax.split(stack, [1] * stack.shape[0])]

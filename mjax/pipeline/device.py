@@ -19,6 +19,7 @@ from mjax.config.pipeline_layout import EMPTY
 from mjax.models.layers import LayerInputs
 from mjax.models.local import Batch, LocalModel
 from mjax.models.residuals import VjpLayout, split_vjp
+from mjax.models.stacks import stack_groups
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.schedule import Schedule, UnitTable
 
@@ -100,7 +101,9 @@ class Device:
         def change() -> dict:
             return self.chunk_weights(unit.chunk)
 
-        return change() if held is None else lax.cond(unit.new == 1, change, lambda: held)
+        if held is None:
+            return change()
+        return lax.cond(unit.new == 1, change, lambda: held)
 
     def micro_batch(self, number: jax.Array | int) -> Batch:
         return {name: row_of(field, number) for name, field in self.micro_batches.items()}
@@ -120,14 +123,12 @@ class Device:
         layer_inputs = self.model.layer_inputs(self.weights, tokens)
         return UnitInputs(layer_inputs, here(np.maximum(layers, 0)), here(choices))
 
-    def layer_weights(self, chunk_weights: dict) -> dict:
+    def layer_weights(self, chunk_weights: dict) -> dict | list[dict]:
         """A chunk's weights as its layers take them: lists, or stacked again for a loop."""
-        if not self.model.execution.loops:
-            return chunk_weights
-        stacked = {}
-        for stack, layers in chunk_weights.items():
-            stacked[stack] = jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
-        return stacked
+        execution = self.model.execution
+        if execution.loops:
+            return stack_groups(chunk_weights, execution.layers)
+        return chunk_weights
 
     # ---- the model's parts -----------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class Device:
         return lax.cond(self.is_first(unit), embed, lambda: y)
 
     def apply(
-        self, layer_weights: dict, inputs: UnitInputs, x: jax.Array
+        self, layer_weights: dict | list[dict], inputs: UnitInputs, x: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """x [B, S/tp, D] through a chunk; also this device's share of its auxiliary losses."""
         y, aux, _ = self.model.layers.run(
@@ -168,11 +169,11 @@ class Device:
         return y, aux
 
     def linearize(
-        self, layer_weights: dict, inputs: UnitInputs, x: jax.Array
+        self, layer_weights: dict | list[dict], inputs: UnitInputs, x: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], VjpLayout, list[jax.Array]]:
         """((y, aux), layout of the vjp, kept residuals) of a chunk."""
 
-        def chunk(layer_weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def chunk(layer_weights: dict | list[dict], x: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.apply(layer_weights, inputs, x)
 
         outputs, vjp = jax.vjp(chunk, layer_weights, x)

@@ -20,6 +20,7 @@ from jax.tree_util import register_dataclass
 from mjax.models.layers import zero_sums
 from mjax.models.local import Batch, LocalModel
 from mjax.models.residuals import VjpLayout, join_vjp
+from mjax.models.stacks import unstack_groups
 from mjax.models.weight import WeightOrArray, add_gradients, is_weight, map_weights
 from mjax.pipeline.device import Device, Unit, row_of
 from mjax.pipeline.layout import Layout
@@ -185,15 +186,15 @@ class TrainingTicks:
         def row_of_gradients(g: jax.Array) -> jax.Array:
             return jnp.where(unit.on == 1, g, 0)[None]
 
+        execution = device.model.execution
+        cotangents = _gradients(cotangents)
+        if execution.loops:
+            cotangents = unstack_groups(cotangents, execution.layers)
         added = {}
         for stack in device.layout.stacks:
             total, chunk = sums[stack], cotangents[stack]
             for slot, row in enumerate(device.rows(stack, unit.chunk)):
-                if isinstance(chunk, list):
-                    layer = _gradients(chunk[slot])
-                else:
-                    layer = row_of(_gradients(chunk), slot)
-                layer = jax.tree.map(row_of_gradients, layer)
+                layer = jax.tree.map(row_of_gradients, chunk[slot])
                 layer = add_gradients(_row_of_stack(total, row), layer)
                 total = _with_row(total, layer, row)
             added[stack] = total
