@@ -31,7 +31,7 @@ PREFETCH = (
     ("xla_gpu_experimental_parallel_collective_overlap_limit", 8),
 )
 # all_to_all likewise: beside matmuls NCCL's kernels cost more than they hide. ZeRO's gathers that
-# hide are all_to_alls too (`Parallel.spread`).
+# hide are all_to_alls too (`Parallel.all_gather_by_copies`).
 EXCHANGES = (("xla_gpu_use_memcpy_local_p2p", True),)
 # XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed.
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
