@@ -4,6 +4,7 @@ import ast
 import io
 import tokenize
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -32,13 +33,21 @@ def count(text: str) -> tuple[int, int]:
     first = [body[0] for body in bodies if body and isinstance(body[0], ast.Expr)]
     docs = [e for e in first if isinstance(getattr(e.value, "value", None), str)]
     said = {line for e in docs for line in range(e.lineno, e.end_lineno + 1)}
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in NO_CODE and token.start[0] not in said
-    ]
+    tokens = [t for t in tokens_of(text) if t.type not in NO_CODE and t.start[0] not in said]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     return len(lines), len(tokens)
+
+
+def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
+    """Yield tokens; an f-string is one, as before Python 3.12, which yields its parts."""
+    opened = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            opened.append(token.start)
+        start = opened.pop() if kind == "FSTRING_END" else token.start
+        if not opened:
+            yield token._replace(start=start)
 
 
 def core_files() -> dict[Path, str]:
@@ -49,6 +58,7 @@ def core_files() -> dict[Path, str]:
 
 def test_package_is_at_most_28k_lines_of_code():
     assert count('"""Doc."""\n\nx = 1  # one\n# two\n') == (1, 3)
+    assert count('x = f\'a{y:{z}} {f(y)}\' + f"""{\n1}"""\n') == (2, 5)
     assert 0 < sum(count(text)[0] for text in SOURCES.values()) <= 28_000
 
 
