@@ -7,6 +7,7 @@ demand what every dp would. The batch and schedule rules are Megatron-LM's
 """
 
 from mjax.config.mesh_rules import MESH_RULES, Rule, count_slots, mesh_sizes, not_for_cudnn
+from mjax.config.model_rules import MODEL_RULES
 from mjax.config.remat import not_kept, remat_policies
 from mjax.config.schema import ROLES, Config
 from mjax.errors import UserError
