@@ -10,6 +10,7 @@ BENCHMARKS = {
     "kernel": "our kernels one at a time, against what the device reaches and their references",
     "collective": "bandwidth of the collectives over all devices",
     "data": "index build and loader throughput on a synthetic corpus",
+    "table": "writes the table of docs/performance.md from docs/measurements.jsonl",
 }
 
 

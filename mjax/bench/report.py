@@ -128,19 +128,32 @@ def show(rows: Sequence[dict], title: str | None = None) -> None:
 def stamp() -> dict:
     """Date, commit, versions, device and driver; None where unknown."""
     versions = {package.removeprefix("nvidia-"): _version(package) for package in _LIBRARIES}
-    here = Path(__file__).parent
-    commit = _output("git", "-C", str(here), "rev-parse", "--short", "HEAD")
-    dirty = commit and _output("git", "-C", str(here), "status", "--porcelain", "-uno")
     query = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
     gpu = jax.default_backend() == "gpu"
     return {
         "device": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),
-        "commit": f"{commit}+" if dirty else commit,
+        "commit": own_commit(),
         "jax": jax.__version__,
         **versions,
         "driver": _output(*query) if gpu else None,
     }
+
+
+@functools.cache
+def own_commit() -> str | None:
+    """The commit of mjax that runs, with "+" where files differ from it.
+
+    None where no repository tracks this file: an installed copy may lie within the repository of
+    something else.
+    """
+    folder, file = str(Path(__file__).parent), Path(__file__).name
+    if _output("git", "-C", folder, "ls-files", "--", file) != file:
+        return None
+    commit = _output("git", "-C", folder, "rev-parse", "--short", "HEAD")
+    package = str(Path(__file__).parents[1])
+    changes = _output("git", "-C", folder, "status", "--porcelain", "-uno", "--", package)
+    return f"{commit}+" if changes else commit
 
 
 def _version(package: str) -> str | None:

@@ -205,7 +205,7 @@ class Store:
             )
         model = [f for f in ModelConfig.model_fields if f not in NOT_ARCHITECTURE]
         roles = ["muon_roles"] if self.cfg.optimizer.name == "muon" else []
-        optimizer = ["name", "mu_dtype", "nu_dtype", *roles]
+        optimizer = ["name", "args", "mu_dtype", "nu_dtype", *roles]
         recipes = self.cfg.precision.fp8, meta["config"]["precision"].get("fp8")
         fp8 = ["fp8", "fp8_amax_history"] if "delayed" in recipes else []  # has a state
         precision = ["params", *fp8]

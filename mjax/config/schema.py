@@ -250,7 +250,14 @@ class DataConfig(Group):
 class OptimizerConfig(Group):
     """Optimizer, decay and clipping; groups go by a parameter's role, never by its rank."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: str = Field(
+        "adamw",
+        description="adamw, muon, or an elementwise transformation of optax: optax.lion, optax.sgd "
+        "(docs/optimizers.md).",
+    )
+    args: dict[str, bool | int | float | str | None] = Field(
+        {}, description="Arguments of that function of optax, e.g. {momentum: 0.9}."
+    )
     b1: float = Field(0.9, ge=0, lt=1)
     b2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)

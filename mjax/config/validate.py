@@ -8,8 +8,9 @@ demand what every dp would. The batch and schedule rules are Megatron-LM's
 
 from mjax.config.mesh_rules import MESH_RULES, Rule, count_slots, mesh_sizes, not_for_cudnn
 from mjax.config.model_rules import MODEL_RULES
+from mjax.config.optimizer_rules import OPTIMIZER_RULES
 from mjax.config.remat import not_kept, remat_policies
-from mjax.config.schema import ROLES, Config
+from mjax.config.schema import Config
 from mjax.errors import UserError
 
 
@@ -43,12 +44,6 @@ def _micro_batch_factors(c: Config) -> str:
     if c.mesh.ep != 1:
         factors += " x `mesh.ep`"
     return factors
-
-
-def _unknown_roles(c: Config) -> list[str]:
-    o = c.optimizer
-    named = [*o.weight_decay_roles, *o.lr_multipliers, *o.muon_roles]
-    return [role for role in named if role not in ROLES]
 
 
 def _sources(c: Config) -> list[str]:
@@ -179,75 +174,8 @@ RULES: tuple[Rule, ...] = (
         "`train.sample_prompt` cannot be read without a tokenizer",
         "set data.tokenizer or train.sample_prompt=null",
     ),
-    # optimizer and schedule
-    Rule(
-        "roles_known",
-        lambda c: not _unknown_roles(c),
-        lambda c: f"optimizer: unknown parameter role {_unknown_roles(c)[0]!r}",
-        "roles are matrix, embedding, head, router, norm, bias, scalar",
-    ),
-    Rule(
-        "muon_roles_are_matrices",
-        lambda c: set(c.optimizer.muon_roles) <= {"matrix", "embedding", "head"},
-        "`optimizer.muon_roles` names parameters that are no matrices",
-        "keep to matrix, embedding, head",
-    ),
-    Rule(
-        "lr_multipliers_legal",
-        lambda c: min(c.optimizer.lr_multipliers.values(), default=0) >= 0,
-        "`optimizer.lr_multipliers` has a negative entry",
-        "use numbers of at least 0",
-    ),
-    Rule(
-        "weight_decay_rises",
-        lambda c: (
-            c.optimizer.weight_decay_end is None
-            or c.optimizer.weight_decay_end >= c.optimizer.weight_decay
-        ),
-        "`optimizer.weight_decay_end` is below `optimizer.weight_decay`",
-        "the ramp only rises: swap them or set weight_decay_end=null",
-    ),
-    Rule(  # an average that moves by less than half a bf16 step (2**-8) is rounded back
-        "bf16_mu_moves",
-        lambda c: (
-            c.optimizer.mu_dtype == "float32"
-            or c.optimizer.b1 <= 0.996
-            or c.optimizer.stochastic_rounding
-        ),
-        "`optimizer.mu_dtype` stands still at `optimizer.b1`",
-        "lower b1 to 0.996 or set mu_dtype=float32 or stochastic_rounding=true",
-    ),
-    Rule(
-        "bf16_nu_moves",
-        lambda c: (
-            c.optimizer.nu_dtype == "float32"
-            or c.optimizer.b2 <= 0.996
-            or c.optimizer.stochastic_rounding
-        ),
-        "`optimizer.nu_dtype` stands still at `optimizer.b2`",
-        "lower b2 to 0.996 or set nu_dtype=float32 or stochastic_rounding=true",
-    ),
-    Rule(
-        "bf16_masters_move",
-        lambda c: c.precision.params == "float32" or c.optimizer.stochastic_rounding,
-        "`precision.params`: updates below half a bf16 step would vanish",
-        "set optimizer.stochastic_rounding=true or precision.params=float32",
-    ),
-    Rule(
-        "rounding_used",
-        lambda c: (
-            not c.optimizer.stochastic_rounding
-            or "bfloat16" in (c.precision.params, c.optimizer.mu_dtype, c.optimizer.nu_dtype)
-        ),
-        "`optimizer.stochastic_rounding` has no effect: nothing is stored in bf16",
-        "set precision.params, optimizer.mu_dtype or optimizer.nu_dtype to bfloat16",
-    ),
-    Rule(  # Muon gathers its matrices to orthogonalize them
-        "offload_of_adam",
-        lambda c: c.optimizer.offload is not True or c.optimizer.name == "adamw",
-        "`optimizer.offload` is built for adamw, not for `optimizer.name`",
-        "set optimizer.offload=false",
-    ),
+    *OPTIMIZER_RULES,
+    # schedule
     Rule(
         "min_lr_below_lr",
         lambda c: c.schedule.min_lr <= c.schedule.lr,

@@ -18,7 +18,7 @@ from mjax.errors import UserError
 HEAD_SIZES = (64, 128, 256)
 _MULTIPLE = 128  # of both sequence lengths
 _LOG2E = math.log2(math.e)
-# (warpgroups, block, slots) by head size, measured on H200; docs/performance.md
+# (warpgroups, block, slots) by head size, measured on H200; docs/lab/2026-11-22-kernels.md
 _FORWARD = {64: (2, 128, 2), 128: (2, 128, 2), 256: (2, 64, 2)}
 _D_QUERIES = {64: (2, 128, 2), 128: (2, 128, 2), 256: (1, 64, 2)}
 _D_KEYS = {64: (2, 64, 4), 128: (2, 64, 2), 256: (1, 64, 2)}

@@ -1,19 +1,23 @@
 """From parameter roles to the update of the nested dict of parameters.
 
 Groups (weight decay, learning-rate multipliers, Muon) go by `ParamSpec.role`, never by rank. The
-state is `{"count": int32, "mu": a tree like the parameters, "nu": the same without Muon's}`, so
-checkpoints and shardings follow the parameters one by one. `state_like` builds such a tree from
-anything, shardings for example. The update works on local shards inside jit and shard_map: AdamW is
-elementwise, Muon gets `gather` and `shard`. Each array is read and written once: clipping, update,
-rounding and the choice to keep the old state are one elementwise expression.
+state is `{"count": int32, ...}` and a tree for each moment that holds it for the parameters that
+have it: `mu` for AdamW and Muon, `nu` for AdamW, for a transformation of optax those of its own,
+and its `numbers`. So checkpoints and shardings follow the parameters one by one. `state_like`
+builds such a tree from anything. The update works on local shards inside jit and shard_map: AdamW
+and transformations are elementwise, Muon gets `gather` and `shard`. Each array is read and written
+once: clipping, update, rounding and the choice to keep the old state are one elementwise
+expression.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema import OptimizerConfig
@@ -21,10 +25,81 @@ from mjax.optim.adam import adam_direction, adam_moments
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
 from mjax.optim.offload import update_in_slices
 from mjax.optim.rounding import Name, Offsets, element_offsets, random_bits, round_to_bf16
+from mjax.optim.transformation import (
+    FIRST_MOMENTS,
+    SECOND_MOMENTS,
+    Transformation,
+    transformation_of,
+)
 from mjax.sharding.spec import ParamSpec
 
 # name of a parameter -> for each dimension, the global index of every local entry along it
 GlobalIndices = Callable[[Name], tuple[jax.Array, ...]]
+Moments = tuple[jax.Array, ...]  # of one parameter, in the order of `moments_of`
+
+# Parts of the state that are not moments: the number of steps, the numbers of a transformation.
+NOT_MOMENTS = frozenset({"count", "numbers"})
+
+
+class Moment(NamedTuple):
+    """What is kept for each entry of a parameter. first: the value before the first step."""
+
+    name: str
+    dtype: np.dtype
+    first: float = 0.0
+
+
+def moments_of(cfg: OptimizerConfig, role: str) -> tuple[Moment, ...]:
+    """The moments of a parameter of this role."""
+    mu_dtype, nu_dtype = np.dtype(cfg.mu_dtype), np.dtype(cfg.nu_dtype)
+    transformation = transformation_of(cfg)
+    if transformation is None:
+        mu, nu = Moment("mu", mu_dtype), Moment("nu", nu_dtype)
+        return (mu,) if uses_muon(cfg, role) else (mu, nu)
+    found = []
+    for leaf in transformation.moments:
+        dtype = leaf.dtype
+        if leaf.name in FIRST_MOMENTS:
+            dtype = mu_dtype
+        elif leaf.name in SECOND_MOMENTS:
+            dtype = nu_dtype
+        found.append(Moment(leaf.name, dtype, leaf.first))
+    return tuple(found)
+
+
+def moment_bytes(cfg: OptimizerConfig, role: str) -> int:
+    """Bytes that are kept for each entry of a parameter of this role."""
+    return sum(moment.dtype.itemsize for moment in moments_of(cfg, role))
+
+
+def moment_trees(state: dict) -> dict:
+    """The parts of a state that are moments: trees like the parameters."""
+    return {part: tree for part, tree in state.items() if part not in NOT_MOMENTS}
+
+
+def uses_muon(cfg: OptimizerConfig, role: str) -> bool:
+    """Whether parameters of this role are trained by Muon rather than AdamW."""
+    return cfg.name == "muon" and role in cfg.muon_roles
+
+
+def state_like(
+    cfg: OptimizerConfig,
+    specs: dict,
+    number: Callable[[float, np.dtype], object],
+    moment: Callable[[Name, Moment], object],
+) -> dict:
+    """The state's tree: `number(first value, dtype)` where it holds a number, `moment(name of the
+    parameter, moment)` where it holds a moment."""
+    state: dict = {"count": number(0, np.dtype(np.int32))}
+    transformation = transformation_of(cfg)
+    if transformation is not None and transformation.numbers:
+        numbers = transformation.numbers
+        state["numbers"] = {leaf.name: number(leaf.first, leaf.dtype) for leaf in numbers}
+    trees: dict = {}
+    for name, spec in flatten_dict(specs).items():
+        for kept in moments_of(cfg, spec.role):
+            trees.setdefault(kept.name, {})[name] = moment(name, kept)
+    return state | {kept: unflatten_dict(tree) for kept, tree in trees.items()}
 
 
 @dataclass(frozen=True)
@@ -48,19 +123,43 @@ class ParameterUpdate:
     keep: jax.Array | bool
 
     def adam(
-        self, grad: jax.Array, param: jax.Array, moments: tuple, offsets: Offsets
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """(param, (mu, nu)) after AdamW. Moments in host memory are updated slice by slice."""
+        self, grad: jax.Array, param: jax.Array, moments: Moments, offsets: Offsets
+    ) -> tuple[jax.Array, Moments]:
+        """(param, (mu, nu)) after AdamW."""
+        return self._elementwise(self._adam_rows, grad, param, moments, offsets)
+
+    def transformed(
+        self,
+        transformation: Transformation,
+        numbers: dict[str, jax.Array],
+        grad: jax.Array,
+        param: jax.Array,
+        moments: Moments,
+        offsets: Offsets,
+    ) -> tuple[jax.Array, Moments]:
+        """(param, moments) after a transformation whose state holds `numbers` so far."""
+        rows = partial(self._transformed_rows, transformation, numbers)
+        return self._elementwise(rows, grad, param, moments, offsets)
+
+    def _elementwise(
+        self,
+        update_rows: Callable,
+        grad: jax.Array,
+        param: jax.Array,
+        moments: Moments,
+        offsets: Offsets,
+    ) -> tuple[jax.Array, Moments]:
+        """An update of all rows. Moments in host memory are updated slice by slice."""
         rows, *columns = offsets
-        update = partial(self._adam_rows, tuple(columns))
+        update = partial(update_rows, tuple(columns))
         inputs = grad, rows
         if self.cfg.offload is True:
             return update_in_slices(update, inputs, param, moments)
         return update(inputs, param, moments)
 
     def _adam_rows(
-        self, columns: Offsets, inputs: tuple, param: jax.Array, moments: tuple
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        self, columns: Offsets, inputs: tuple, param: jax.Array, moments: Moments
+    ) -> tuple[jax.Array, Moments]:
         """`adam` of some rows; `inputs` are their gradient and their offsets."""
         cfg = self.cfg
         grad, rows = inputs
@@ -72,24 +171,46 @@ class ParameterUpdate:
         nu = self._stored(nu, old_nu, "nu", offsets)
         return self._moved(param, direction, offsets), (mu, nu)
 
+    def _transformed_rows(
+        self,
+        transformation: Transformation,
+        numbers: dict[str, jax.Array],
+        columns: Offsets,
+        inputs: tuple,
+        param: jax.Array,
+        moments: Moments,
+    ) -> tuple[jax.Array, Moments]:
+        """`transformed` of some rows; `inputs` are their gradient and their offsets."""
+        grad, rows = inputs
+        offsets = rows, *columns
+        grad = self._scaled(grad).astype(jnp.float32)
+        leaves = transformation.moments
+        old = tuple(m.astype(leaf.dtype) for m, leaf in zip(moments, leaves, strict=True))
+        direction, new = transformation.step(grad, param.astype(jnp.float32), old, numbers)
+        stored = []
+        for leaf, value, before in zip(leaves, new, moments, strict=True):
+            stored.append(self._stored(value, before, leaf.name, offsets))
+        return self._moved(param, direction, offsets), tuple(stored)
+
     def muon(
         self,
         grad: jax.Array,
         param: jax.Array,
-        old_mu: jax.Array,
+        moments: Moments,
         offsets: Offsets,
         gather: Resharder,
         shard: Resharder,
-    ) -> tuple[jax.Array, jax.Array]:
-        """(param, mu) after Muon."""
+    ) -> tuple[jax.Array, Moments]:
+        """(param, (mu,)) after Muon."""
         cfg = self.cfg
+        (old_mu,) = moments
         grad = self._scaled(grad)
         matrix, mu = muon_momentum(grad, old_mu, cfg.muon_momentum, cfg.muon_nesterov)
         matrix = matrix.astype(cfg.mu_dtype)
         steps, mode = cfg.muon_steps, cfg.muon_scale
         direction = muon_direction(matrix, self.spec, steps, mode, gather, shard)
         param = self._moved(param, direction, offsets)
-        return param, self._stored(mu, old_mu, "mu", offsets)
+        return param, (self._stored(mu, old_mu, "mu", offsets),)
 
     def _scaled(self, grad: jax.Array) -> jax.Array:
         return grad * jnp.asarray(self.scale, grad.dtype)
@@ -111,20 +232,6 @@ class ParameterUpdate:
         return jnp.where(self.keep, new.astype(old.dtype), old)
 
 
-def uses_muon(cfg: OptimizerConfig, spec: ParamSpec) -> bool:
-    """Whether this parameter is trained by Muon rather than AdamW."""
-    return cfg.name == "muon" and spec.role in cfg.muon_roles
-
-
-def state_like(cfg: OptimizerConfig, specs: dict, count: object, mu: dict, nu: dict) -> dict:
-    """The state's tree with `count`, `mu` and `nu` (both trees like the parameters) in it."""
-    second_moments = flatten_dict(nu)
-    for name, spec in flatten_dict(specs).items():
-        if uses_muon(cfg, spec):
-            second_moments.pop(name, None)
-    return {"count": count, "mu": mu, "nu": unflatten_dict(second_moments)}
-
-
 def _unsharded(x: jax.Array, spec: ParamSpec) -> jax.Array:
     return x
 
@@ -138,7 +245,8 @@ class Optimizer:
         for parameters that are not sharded. Muon's matrices are orthogonalized in `mu_dtype`.
     seed, global_indices: for stochastic rounding; None: parameters are not sharded.
 
-    With `cfg.offload` true, moments are in host memory and stay there.
+    With `cfg.offload` true, moments are in host memory and stay there. Raises `UserError` for a
+    transformation of optax that is not elementwise.
     """
 
     cfg: OptimizerConfig
@@ -148,13 +256,35 @@ class Optimizer:
     seed: int = 0
     global_indices: GlobalIndices | None = None
 
+    def __post_init__(self) -> None:
+        if self.transformation is None:
+            return
+        for shape in {spec.shape for spec in flatten_dict(self.specs).values()}:
+            self.transformation.require_shape(shape)
+
+    @cached_property
+    def transformation(self) -> Transformation | None:
+        return transformation_of(self.cfg)
+
     def init(self, params: dict) -> dict:
         """The state before the first step."""
-        mu_dtype, nu_dtype = self.cfg.mu_dtype, self.cfg.nu_dtype
-        count = jnp.zeros((), jnp.int32)
-        mu = jax.tree.map(lambda p: jnp.zeros_like(p, mu_dtype), params)
-        nu = jax.tree.map(lambda p: jnp.zeros_like(p, nu_dtype), params)
-        return state_like(self.cfg, self.specs, count, mu, nu)
+        leaves = flatten_dict(params)
+
+        def full(name: Name, moment: Moment) -> jax.Array:
+            return jnp.full_like(leaves[name], moment.first, moment.dtype)
+
+        return state_like(self.cfg, self.specs, jnp.asarray, full)
+
+    def first_values(self) -> dict:
+        """For each leaf of the state the value of all its entries before the first step."""
+
+        def number(first: float, dtype: np.dtype) -> float:
+            return first
+
+        def moment(name: Name, kept: Moment) -> float:
+            return kept.first
+
+        return state_like(self.cfg, self.specs, number, moment)
 
     def update(
         self,
@@ -170,26 +300,36 @@ class Optimizer:
         """(params, state) after a step; the arguments that are scalars are as `ParameterUpdate`."""
         count = state["count"] + 1
         grads, params = flatten_dict(grads), flatten_dict(params)
-        mus, nus = flatten_dict(state["mu"]), flatten_dict(state["nu"])
+        kept = {part: flatten_dict(tree) for part, tree in moment_trees(state).items()}
         for name, spec in flatten_dict(self.specs).items():
             one = ParameterUpdate(
                 self.cfg, name, spec, self.seed, count, lr, weight_decay, scale, keep
             )
-            grad, param, mu = grads[name], params[name], mus[name]
-            offsets = self._offsets(name, spec, param.shape)
-            if uses_muon(self.cfg, spec):
-                resharders = self.gather, self.shard
-                params[name], mus[name] = one.muon(grad, param, mu, offsets, *resharders)
+            names = [moment.name for moment in moments_of(self.cfg, spec.role)]
+            moments = tuple(kept[moment][name] for moment in names)
+            arrays = grads[name], params[name], moments
+            offsets = self._offsets(name, spec, params[name].shape)
+            if self.transformation is not None:
+                numbers = state.get("numbers", {})
+                params[name], moments = one.transformed(
+                    self.transformation, numbers, *arrays, offsets
+                )
+            elif uses_muon(self.cfg, spec.role):
+                params[name], moments = one.muon(*arrays, offsets, self.gather, self.shard)
             else:
-                moments = mu, nus[name]
-                params[name], moments = one.adam(grad, param, moments, offsets)
-                mus[name], nus[name] = moments
-        state = {
-            "count": jnp.where(keep, count, state["count"]),
-            "mu": unflatten_dict(mus),
-            "nu": unflatten_dict(nus),
-        }
-        return unflatten_dict(params), state
+                params[name], moments = one.adam(*arrays, offsets)
+            for moment, value in zip(names, moments, strict=True):
+                kept[moment][name] = value
+        new = {"count": count} | self._next_numbers(state)
+        new = jax.tree.map(partial(jnp.where, keep), new, {part: state[part] for part in new})
+        return unflatten_dict(params), new | {part: unflatten_dict(of) for part, of in kept.items()}
+
+    def _next_numbers(self, state: dict) -> dict:
+        """The part "numbers" of the state after a step, if it has one."""
+        if "numbers" not in state:
+            return {}
+        assert self.transformation is not None
+        return {"numbers": self.transformation.next_numbers(state["numbers"])}
 
     def _offsets(self, name: Name, spec: ParamSpec, shape: tuple[int, ...]) -> Offsets:
         """The numbers of a parameter's local entries; `shape` is that of its shard."""

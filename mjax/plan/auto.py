@@ -125,7 +125,7 @@ def memory_policies(
 
     Counts of layers are tried only where `devices` says what a device holds. Where layers are a
     loop, or what they keep goes through a pipeline's stash, `dots` is faster than all that autodiff
-    asks for; `unrolled` it is slower (docs/performance.md).
+    asks for; `unrolled` it is slower (docs/tuning.md).
     """
     remats = [cfg.train.remat]
     if remats == ["auto"]:

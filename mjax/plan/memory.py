@@ -12,11 +12,12 @@ from typing import NamedTuple
 from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.pipeline_layout import EMPTY
 from mjax.config.remat import offloaded
-from mjax.config.schema import Config, MeshConfig
+from mjax.config.schema import Config, MeshConfig, OptimizerConfig
 from mjax.kernels.cross_entropy import cut_of
 from mjax.kernels.loss_rows import fits
 from mjax.models.execution import Execution, is_matmul_weight, is_stack
 from mjax.models.remat import STASHED
+from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.pipeline.storage import storage_specs
@@ -181,15 +182,23 @@ def _parameter_bytes(
     slots = len(layers.each) * layers.chunks * sizes["pp"]
     has_choice = slots > cfg.model.num_hidden_layers
     chosen = count.stacks / layers.chunks if has_choice else 0.0
-    moments = WIDTH[optimizer.mu_dtype] + WIDTH[optimizer.nu_dtype]
     of_micro_batch = count.tables if execution.sums_in_matmuls else count.tables + read
     return {
         "masters": WIDTH[precision.params] * count.shard,
-        "moments": (optimizer.offload is not True) * moments * count.shard,
+        "moments": (optimizer.offload is not True) * _moment_bytes(optimizer, count),
         "weights": 0.0 if alone else weights,
         "gradients": accumulate * summed + compute * chosen,
         "gradients of a micro-batch": 0.0 if once else compute * of_micro_batch,
     }
+
+
+def _moment_bytes(optimizer: OptimizerConfig, count: Counts) -> float:
+    """The bytes of the moments of the stored parameters; matrices may have fewer than tables."""
+    of_matrices = moment_bytes(optimizer, "matrix")
+    of_tables = moment_bytes(optimizer, "embedding")
+    stored_tables = count.tables * count.stored_stacks / count.stacks
+    stored_matrices = count.shard - stored_tables
+    return of_matrices * stored_matrices + of_tables * stored_tables
 
 
 def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -> float:

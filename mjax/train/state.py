@@ -18,7 +18,7 @@ from mjax.config.schema import Config
 from mjax.kernels.quantize import empty_history
 from mjax.models import build, definition_of, split
 from mjax.models.layers import matmul_leaves
-from mjax.optim.build import Optimizer
+from mjax.optim.build import Optimizer, moment_trees
 from mjax.optim.shards import muon_resharders
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.storage import (
@@ -86,7 +86,7 @@ class StateLayout:
         shapes = jax.eval_shape(self.initial_state)
         shardings = self.shardings(self.partitions())
         if self.cfg.optimizer.offload is True:
-            moments = {name: shardings["opt"][name] for name in ("mu", "nu")}
+            moments = moment_trees(shardings["opt"])
             shardings["opt"] |= jax.tree.map(
                 lambda sharding: sharding.with_memory_kind("pinned_host"), moments
             )
@@ -100,21 +100,30 @@ class StateLayout:
         return jax.jit(self.initial_params, out_shardings=shardings)()
 
     def start(self, params: dict) -> dict:
-        """The state at step 0 with these parameters; all else is zero.
+        """The state at step 0 with these parameters; all else is zero, or as the optimizer starts.
 
         Moments that live on the host are made there.
         """
         rest = {name: part for name, part in self.abstract().items() if name != "params"}
+        values = jax.tree.map(lambda _: 0, rest)
+        values["opt"] = self.optimizer.first_values()
         leaves, tree = jax.tree.flatten(rest)
+        values = jax.tree.leaves(values)
         on_device = [a for a in leaves if not _is_on_host(a)]
         shardings = [a.sharding for a in on_device]
 
-        def zeros() -> list[jax.Array]:
-            return [jnp.zeros(a.shape, a.dtype) for a in on_device]
+        def make() -> list[jax.Array]:
+            made = []
+            for a, value in zip(leaves, values, strict=True):
+                if not _is_on_host(a):
+                    made.append(jnp.full(a.shape, value, a.dtype))
+            return made
 
-        next_zeros = iter(jax.jit(zeros, out_shardings=shardings)())
-        leaves = [_host_zeros(a) if _is_on_host(a) else next(next_zeros) for a in leaves]
-        return {"params": params} | jax.tree.unflatten(tree, leaves)
+        next_made = iter(jax.jit(make, out_shardings=shardings)())
+        state = []
+        for a, value in zip(leaves, values, strict=True):
+            state.append(_host_full(a, value) if _is_on_host(a) else next(next_made))
+        return {"params": params} | jax.tree.unflatten(tree, state)
 
 
 def state_layout(cfg: Config, mesh: Mesh, parallel: Parallel, layout: Layout | None) -> StateLayout:
@@ -161,6 +170,8 @@ def _is_on_host(a: jax.ShapeDtypeStruct) -> bool:
     return a.sharding.memory_kind == "pinned_host"
 
 
-def _host_zeros(a: jax.ShapeDtypeStruct) -> jax.Array:
+def _host_full(a: jax.ShapeDtypeStruct, value: float) -> jax.Array:
     shard = a.sharding.shard_shape(a.shape)
-    return jax.make_array_from_callback(a.shape, a.sharding, lambda _: np.zeros(shard, a.dtype))
+    return jax.make_array_from_callback(
+        a.shape, a.sharding, lambda _: np.full(shard, value, a.dtype)
+    )

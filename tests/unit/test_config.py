@@ -121,7 +121,7 @@ def test_environment_is_interpolated(write, monkeypatch):
         ("train.steps=1e6", ["train.steps=1000000.0", "valid integer"]),
         ("train.steps=0", ["train.steps=0", "greater than or equal to 1"]),
         ("mesh.dp=some", ["mesh.dp='some': must be a valid integer or 'auto'"]),
-        ("optimizer.name=sgd", ["'adamw' or 'muon'"]),
+        ("optimizer.name=sgd", ["optimizer.name='sgd' is no optimizer (did you mean optax.sgd?)"]),
         ("data.split=[1]", ["data.split=[1]", "at least 3 items"]),
         ("data.paths=[a, 1]", ["data.paths[1]=1", "valid string", "(override"]),
         ("optimizer.lr_multipliers.head=x", ["optimizer.lr_multipliers.head='x'", "valid number"]),

@@ -58,3 +58,36 @@ def test_links_and_named_files_exist(page):
     assert links and all((DOCS / link).exists() for link in links if "://" not in link), links
     named = re.findall(r"`((?:tests|configs|mjax)/[\w/.]+\.(?:py|yaml))`", text)
     assert named and all((DOCS.parent / name).is_file() for name in named), named
+
+
+PAGES = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings of a page have in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS.parent)))
+def test_links_between_pages_work(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = page if not path else page.parent / path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, pending = set(), [DOCS.parent / "README.md"]
+    while pending:
+        page = pending.pop().resolve()
+        if page in reached or page.suffix != ".md":
+            continue
+        reached.add(page)
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+            if "://" not in link:
+                pending.append(page.parent / link)
+    assert {page.resolve() for page in DOCS.rglob("*.md")} <= reached

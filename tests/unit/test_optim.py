@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, PartitionSpec
 
 from mjax.config.schema import OptimizerConfig
@@ -150,7 +151,8 @@ def test_state_follows_the_parameters_leaf_by_leaf():
     cfg = OptimizerConfig(name="muon", mu_dtype="bfloat16")
     state = Optimizer(cfg, SPECS).init(random_tree(0))
     names = jax.tree.map(lambda s: s.shape, SPECS, **is_spec)
-    like = state_like(cfg, SPECS, (), names, names)
+    shapes = flatten_dict(names)
+    like = state_like(cfg, SPECS, lambda *_: (), lambda name, _: shapes[name])
     assert jax.tree.map(jnp.shape, state) == like
     assert set(state["nu"]["dense"]) == {"norm"} and "head" in state["nu"]
     assert state["mu"]["head"].dtype == jnp.bfloat16 and state["nu"]["head"].dtype == jnp.float32
@@ -178,7 +180,8 @@ def test_muon_on_shards_equals_muon_on_the_whole():
     params, grads = random_tree(0), random_tree(1)
     optimizer = Optimizer(cfg, SPECS, gather, shard)
     trees = jax.tree.map(cut, SPECS, **is_spec)
-    states = state_like(cfg, SPECS, PartitionSpec(), trees, trees)
+    cuts = flatten_dict(trees)
+    states = state_like(cfg, SPECS, lambda *_: PartitionSpec(), lambda name, _: cuts[name])
 
     def step(params: dict, grads: dict) -> tuple[dict, dict]:
         return optimizer.update(grads, optimizer.init(params), params, lr=0.1, weight_decay=0.1)

@@ -123,7 +123,7 @@ def test_every_mesh_and_zero_stage_rounds_alike(alone, mesh, zero):
         (["precision.params=bfloat16"], "updates below half a bf16 step would vanish"),
         (["optimizer.stochastic_rounding=true"], "no effect: nothing is stored in bf16"),
         (["optimizer.mu_dtype=bfloat16", "optimizer.b1=0.999"], "stands still"),
-        (["optimizer.name=muon", "optimizer.offload=true"], "built for adamw"),
+        (["optimizer.name=muon", "optimizer.offload=true"], "built for elementwise updates"),
     ],
 )
 def test_what_cannot_work_is_refused(overrides, message):

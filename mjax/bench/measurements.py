@@ -1,0 +1,172 @@
+"""Measurements kept in a file of JSON lines, and the table of them in docs/performance.md.
+
+A line holds what is known of one measurement and leaves out the rest: `workload`, `bench`, `gpus`,
+`machine`, `command`, `tokens_per_second_per_gpu`, `tflops_per_gpu`, `mfu`, `gb` (the peak of a
+device), `ms` (of a step or of one run), `other`, `best_public` and its link, `date`, `commit`, and
+`page`, the page of docs that tells it if that is not performance.md. Lines are only ever added.
+Invariant: the table is a function of the file and of the code's history. It shows the newest line
+of each workload and number of GPUs, and marks it where the code that it ran has changed since.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mjax.bench.report import own_commit
+from mjax.errors import UserError
+
+PACKAGE = Path(__file__).parents[1]
+BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
+STALE = " †"
+
+# What the workload of each benchmark runs, as folders of the package.
+CODE = {
+    "train": ("models", "kernels", "pipeline", "train", "plan", "optim", "sharding"),
+    "kernel": ("kernels",),
+    "collective": ("sharding",),
+    "data": ("data",),
+}
+
+HEADINGS = [
+    "workload",
+    "GPUs",
+    "tok/s a GPU",
+    "TFLOP/s a GPU",
+    "MFU",
+    "GB",
+    "ms",
+    "besides",
+    "best public",
+    "measured",
+]
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--record", metavar="JSONL", help="add a line to this file, docs/measurements.jsonl say"
+    )
+    parser.add_argument("--workload", help="its name there; without it, the config and overrides")
+
+
+def line_of(record: dict, workload: str, argv: Sequence[str]) -> dict:
+    """The line of a record of `mjax.bench train`, run with these arguments."""
+    figures = {
+        "tokens_per_second_per_gpu": round(record["tokens_per_second"]),
+        "tflops_per_gpu": round(record["tflops"], 1),
+        "mfu": record["mfu"] and round(record["mfu"], 3),
+        "gb": record["memory_gb"] and round(record["memory_gb"], 1),
+        "ms": record["ms"],
+    }
+    line = {
+        "workload": workload,
+        "bench": record["bench"],
+        "gpus": record["case"]["devices"],
+        "machine": record["device"],
+        "command": f"python -m mjax.bench {record['bench']} {shlex.join(argv)}".strip(),
+        **figures,
+        "date": record["date"],
+        "commit": record["commit"],
+    }
+    return {name: value for name, value in line.items() if value is not None}
+
+
+def without_record_arguments(argv: Sequence[str]) -> list[str]:
+    """The arguments that make the measurement, without those that say where to write it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_record_arguments(parser)
+    return parser.parse_known_args(list(argv))[1]
+
+
+def append(path: Path, line: dict) -> None:
+    """Add a line. It takes over the best public figure of the workload's earlier lines."""
+    earlier = read_measurements(path) if path.exists() else []
+    for old in earlier:
+        if old["workload"] == line["workload"] and "best_public" in old:
+            public = {name: old[name] for name in ("best_public", "best_public_link")}
+            line = line | public
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read_measurements(path: Path) -> list[dict]:
+    """The lines of a file. Raises `UserError` where it is not what it should be."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as e:
+        raise UserError(
+            f"{path}: {e}; give a file of JSON lines, such as docs/measurements.jsonl"
+        ) from e
+    for number, line in enumerate(lines, 1):
+        missing = {"workload", "bench", "gpus", "date"} - set(line)
+        if missing:
+            raise UserError(f"{path}:{number}: lacks {', '.join(sorted(missing))}; add it")
+    return lines
+
+
+def newest(lines: Sequence[dict]) -> list[dict]:
+    """The lines for performance.md: of each workload and number of GPUs the newest."""
+    found: dict[tuple, dict] = {}
+    for line in lines:
+        if "page" in line:
+            continue
+        key = line["workload"], line["gpus"]
+        if key not in found or line["date"] >= found[key]["date"]:
+            found[key] = line
+    return list(found.values())
+
+
+def table(lines: Sequence[dict], is_stale: Callable[[dict], bool]) -> list[str]:
+    """The rows of the table in Markdown."""
+    rows = [HEADINGS, ["---"] * len(HEADINGS)]
+    for line in newest(lines):
+        rows.append(_cells(line, STALE if is_stale(line) else ""))
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _cells(line: dict, mark: str) -> list[str]:
+    def number(name: str, form: str) -> str:
+        return format(line[name], form) if name in line else ""
+
+    public = line.get("best_public", "")
+    if "best_public_link" in line:
+        public = f"[{public}]({line['best_public_link']})"
+    commit = f", {line['commit']}" if "commit" in line else ""
+    return [
+        line["workload"],
+        str(line["gpus"]),
+        number("tokens_per_second_per_gpu", ",.0f"),
+        number("tflops_per_gpu", ",.0f"),
+        number("mfu", ".1%"),
+        number("gb", ".4g"),
+        number("ms", ",.5g"),
+        line.get("other", ""),
+        public,
+        f"{line['date']}{commit}{mark}",
+    ]
+
+
+def changed_since(line: dict) -> bool:
+    """Whether the code that a line ran has changed since its commit, or that is not known.
+
+    Raises `UserError` outside of a git checkout of mjax.
+    """
+    if own_commit() is None:
+        raise UserError(f"{PACKAGE} is not in a git checkout of mjax; run this in one")
+    commit = line.get("commit", "")
+    if not commit or commit.endswith("+"):  # changes that no commit holds
+        return True
+    code = [str(PACKAGE / folder) for folder in CODE[line["bench"]]]
+    command = ["git", "-C", str(PACKAGE), "diff", "--quiet", commit, "--", *code]
+    return subprocess.run(command, capture_output=True, timeout=60).returncode != 0
+
+
+def with_table(page: str, rows: Sequence[str]) -> str:
+    """The text of a page with these rows between its two marks."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise UserError(f"--page: it must hold one line {BEGIN!r} and one line {END!r}; add them")
+    head, rest = page.split(BEGIN)
+    _, tail = rest.split(END)
+    return "\n".join([head + BEGIN, *rows, END + tail])

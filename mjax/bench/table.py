@@ -1,0 +1,30 @@
+"""`python -m mjax.bench table`: writes the table of docs/performance.md from measurements.jsonl.
+
+Run it in a git checkout of mjax: a row is marked where the code that it ran has changed since its
+commit. `--check` writes nothing and exits with code 1 if the page is not as it would be.
+"""
+
+import argparse
+from pathlib import Path
+
+from mjax.bench import measurements
+from mjax.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mjax.bench table", description=__doc__)
+    parser.add_argument("--measurements", type=Path, default=Path("docs/measurements.jsonl"))
+    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"))
+    parser.add_argument("--check", action="store_true", help="only say whether the page is right")
+    args = parser.parse_args(argv)
+    lines = measurements.read_measurements(args.measurements)
+    rows = measurements.table(lines, measurements.changed_since)
+    try:
+        page = args.page.read_text(encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"--page {args.page}: {e.strerror}; give the page to write to") from e
+    new = measurements.with_table(page, rows)
+    if args.check:
+        return int(new != page)
+    args.page.write_text(new, encoding="utf-8")
+    return 0
