@@ -256,6 +256,11 @@ class ScheduleConfig(Group):
 class TrainConfig(Group):
     """Batch, length of the run, memory policy, evaluation."""
 
+    objective: str = Field(
+        "next_token",
+        description="What is trained for: next_token, or module.path:Name of a class like those of "
+        "models/objective.py.",
+    )
     steps: int = Field(1000, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="Stop after this many tokens.")
     max_minutes: float | None = Field(None, gt=0, description="Save and stop after this long.")

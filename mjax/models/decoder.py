@@ -22,7 +22,7 @@ from mjax.models.layers import LayerInputs, Layers
 from mjax.models.mlp import MLP
 from mjax.models.moe import MoE
 from mjax.models.norm import Norm
-from mjax.models.params import declare, normal, split, stack
+from mjax.models.params import StatisticCount, declare, normal, split, stack
 from mjax.models.positions import rope_tables
 from mjax.sharding.spec import ParamSpec
 
@@ -59,8 +59,8 @@ class Block(nnx.Module):
         rope: dict[str, tuple[jax.Array, jax.Array]],
         layer: jax.Array | int = 0,
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """(the new x [B, S/tp, D], this device's share of the auxiliary loss, the new cache).
+    ) -> tuple[jax.Array, dict[str, jax.Array], Cache | None]:
+        """(the new x [B, S/tp, D], this device's shares of statistics, the new cache).
 
         `layer` is the number of the layer in the model, which dropout is keyed by.
         """
@@ -82,13 +82,13 @@ class Block(nnx.Module):
         h = ctx.tap("attention", h)
         x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 1)
         h, x = _fork(self.mlp_norm, x)
-        h, aux = self.mlp(h, ctx)
+        h, statistics = self.mlp(h, ctx)
         if self.mlp_post_norm is not None:
             h = self.mlp_post_norm(h)
         h = _scaled(h, cfg.residual_multiplier)
         h = ctx.tap("mlp", h)
         x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2)
-        return x, aux, cache
+        return x, statistics, cache
 
 
 def _fork(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -145,27 +145,27 @@ class Decoder(nnx.Module):
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh)."""
-        assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and loss()"
+        assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
         info = tokens_of(tokens.shape, positions, segments)
         x, _, _ = self.hidden(tokens, info, ctx)
         return self.logits(x)
 
     def hidden(
         self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Cache | None = None
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """(final normed activations [B, S, D], share of the auxiliary losses, new caches).
+    ) -> tuple[jax.Array, dict[str, jax.Array], Cache | None]:
+        """(final normed activations [B, S, D], shares of statistics, new caches).
 
-        `tokens` are int32 [B, S]. The share is this device's, fp32, summed over layers and
+        `tokens` are int32 [B, S]. The shares are this device's, fp32, summed over layers and
         sequences. Leaves of the caches are [L, B, T, K, H].
         """
         x = self.embed(tokens, info, ctx)
-        x, aux, caches = self.layers(x, info, ctx, caches)
+        x, statistics, caches = self.layers(x, info, ctx, caches)
         x = ctx.parallel.gather_seq(self.final_norm(x))
-        return x, aux, caches
+        return x, statistics, caches
 
     def layers(
         self, x: jax.Array, info: Tokens, ctx: Context, caches: Cache | None = None
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, dict[str, jax.Array], Cache | None]:
         """`hidden` from the first layer's input x [B, S/tp, D] to the last one's output.
 
         The layers are those that this module holds, stacked; they run in scans.
@@ -175,27 +175,26 @@ class Decoder(nnx.Module):
             blocks[name], weights[name] = split(getattr(self, name))
         execution = Execution(plain_layers(self.kinds))
         inputs = LayerInputs(info, self.rope(info, ctx))
-        layers = Layers(blocks, execution, ctx)
+        layers = Layers(blocks, execution, ctx, statistics=tuple(self.statistics))
         return layers.run(weights, x, inputs, caches=caches)
 
-    def loss(
-        self, batch: dict[str, jax.Array], info: Tokens, ctx: Context, chunk: int | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """(sum of loss_mask * nll over [B, S], share of the auxiliary losses), fp32.
-
-        The first is equal on all tp devices. The second is this device's share, summed over layers
-        and sequences.
-        """
-        x = self.embed(batch["tokens"], info, ctx)
-        x, aux, _ = self.layers(x, info, ctx)
-        return self.head_loss(x, batch, ctx, chunk), aux
+    @property
+    def statistics(self) -> dict[str, StatisticCount]:
+        """The names of the statistics of the layers, and what each is divided by."""
+        return MoE.statistics(self.cfg) if "moe" in self.stacks else {}
 
     @jax.named_scope("head")
     def head_loss(
-        self, x: jax.Array, batch: dict[str, jax.Array], ctx: Context, chunk: int | None
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array,
+        ctx: Context,
+        chunk: int | None,
     ) -> jax.Array:
-        """The sum of loss_mask * loss, fp32 [], of the last layer's output x [B, S/tp, D].
+        """The sum of mask * cross-entropy, fp32 [], equal on all tp devices.
 
+        x [B, S/tp, D] is the last layer's output, `labels` int32 and `mask` fp32 are [B, S].
         `chunk` is the number of tokens whose logits exist at a time; None: by memory.
         """
         x = ctx.parallel.gather_seq(self.final_norm(x))
@@ -209,8 +208,8 @@ class Decoder(nnx.Module):
         return cross_entropy(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
-            batch["labels"].reshape(-1),
-            batch["loss_mask"].reshape(-1),
+            labels.reshape(-1),
+            mask.reshape(-1),
             terms=terms,
             parallel=ctx.parallel,
             chunk=chunk,

@@ -277,13 +277,14 @@ class Layers:
     """The layers of a model, ready to run.
 
     `blocks` are the definitions of one layer of each stack. Only layers that gather read
-    `placement`.
+    `placement`. `statistics` names those that are summed over the layers; others are left out.
     """
 
     blocks: dict[str, Definition]
     execution: Execution
     ctx: Context
     placement: Placement | None = None
+    statistics: tuple[str, ...] = ()
 
     def run(
         self,
@@ -294,8 +295,8 @@ class Layers:
         numbers: jax.Array | None = None,
         choices: jax.Array | None = None,
         caches: tuple | None = None,
-    ) -> tuple[jax.Array, jax.Array, tuple | None]:
-        """x [B, S/tp, D] through all layers; the share of auxiliary losses; the new caches.
+    ) -> tuple[jax.Array, dict[str, jax.Array], tuple | None]:
+        """x [B, S/tp, D] through all layers; the shares of statistics, fp32; the new caches.
 
         `weights` are as `load_weights` gives them. Lists of layers may take the place of stacks if
         they run one after the other, and `stack_groups` of such lists in a loop. `numbers`
@@ -306,7 +307,7 @@ class Layers:
             numbers = jnp.arange(len(self.execution.layers), dtype=jnp.int32)
         if choices is None:
             choices = jnp.zeros(len(self.execution.layers), jnp.int32)
-        carry = x, jnp.float32(0)
+        carry = x, {name: jnp.float32(0) for name in self.statistics}
         if self.execution.overlap:
             carry = *carry, jnp.float32(0)
         if not self.execution.loops:
@@ -371,8 +372,8 @@ class Layers:
         """f(carry, weights, inputs, number, choice, cache) -> (carry, cache): one layer.
 
         `row` is the layer's where `weights` are stacks. A layer takes it by itself: of a row that
-        a loop takes the backward would keep a copy. A carry is (x, share of auxiliary losses), and
-        with `overlap` the token of `reduce_under_previous_layer`.
+        a loop takes the backward would keep a copy. A carry is (x, shares of statistics), and with
+        `overlap` the token of `reduce_under_previous_layer`.
         """
 
         def of_kind(kind: str) -> Callable:
@@ -380,11 +381,11 @@ class Layers:
                 if row is not None:
                     weights = jax.tree.map(lambda w: w[row], weights)
                 carry, weights = self._enter(plan, carry, weights)
-                x, aux, *ready = carry
+                x, statistics, *ready = carry
                 block = self.blocks[plan.stack].bind(weights)
                 options = {"kind": kind, "rope": inputs.rope, "layer": number, "cache": cache}
-                x, more, cache = block(x, inputs.tokens, self.ctx, **options)
-                return (x, aux + more, *ready), cache
+                x, found, cache = block(x, inputs.tokens, self.ctx, **options)
+                return (x, _add_found(statistics, found), *ready), cache
 
             return remat(apply, plan.remat, self.execution.offload, in_loop)
 
@@ -401,7 +402,7 @@ class Layers:
 
     def _enter(self, plan: LayerPlan, carry: tuple, weights: dict) -> tuple[tuple, dict]:
         """Make a layer's weights whole, and order its exchanges and gradients among others."""
-        execution, (x, aux, *ready) = self.execution, carry
+        execution, (x, statistics, *ready) = self.execution, carry
         if not plan.fp8:
             weights = without_fp8(weights)
         if execution.overlap:
@@ -413,7 +414,7 @@ class Layers:
         if execution.unroll != 1 and (execution.overlap or execution.gather == "step"):
             x, values = gradients_before_previous_layer(x, values_of(weights))
             weights = with_values(weights, values)
-        return (x, aux, *ready), weights
+        return (x, statistics, *ready), weights
 
     @jax.named_scope("gather")
     def _gather(self, plan: LayerPlan, weights: dict) -> dict:
@@ -436,6 +437,15 @@ class Layers:
             return replace(w, value=value, bits=None if w.bits is None else where.gather(w.bits))
 
         return self.placement.part(plan.stack).map(gather, weights)
+
+
+def _add_found(
+    statistics: dict[str, jax.Array], found: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The sums of statistics with those that one layer found; others are left out."""
+    return {
+        name: total + found[name] if name in found else total for name, total in statistics.items()
+    }
 
 
 def _chosen(kind: str, of_kind: Callable) -> Callable:

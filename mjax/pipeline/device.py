@@ -17,7 +17,8 @@ from jax.tree_util import register_dataclass
 
 from mjax.config.pipeline_layout import EMPTY
 from mjax.models.layers import LayerInputs
-from mjax.models.local import Batch, LocalModel
+from mjax.models.local import LocalModel
+from mjax.models.objective import Batch, Scalars
 from mjax.models.residuals import VjpLayout, split_vjp
 from mjax.models.stacks import stack_groups
 from mjax.pipeline.layout import Layout
@@ -157,23 +158,23 @@ class Device:
 
     def apply(
         self, layer_weights: dict | list[dict], inputs: UnitInputs, x: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """x [B, S/tp, D] through a chunk; also this device's share of its auxiliary losses."""
-        y, aux, _ = self.model.layers.run(
+    ) -> tuple[jax.Array, Scalars]:
+        """x [B, S/tp, D] through a chunk; also this device's shares of its statistics."""
+        y, statistics, _ = self.model.layers.run(
             layer_weights,
             x,
             inputs.layer_inputs,
             numbers=inputs.numbers,
             choices=inputs.choices,
         )
-        return y, aux
+        return y, statistics
 
     def linearize(
         self, layer_weights: dict | list[dict], inputs: UnitInputs, x: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], VjpLayout, list[jax.Array]]:
-        """((y, aux), layout of the vjp, kept residuals) of a chunk."""
+    ) -> tuple[tuple[jax.Array, Scalars], VjpLayout, list[jax.Array]]:
+        """((y, statistics), layout of the vjp, kept residuals) of a chunk."""
 
-        def chunk(layer_weights: dict | list[dict], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def chunk(layer_weights: dict | list[dict], x: jax.Array) -> tuple[jax.Array, Scalars]:
             return self.apply(layer_weights, inputs, x)
 
         outputs, vjp = jax.vjp(chunk, layer_weights, x)

@@ -162,11 +162,6 @@ def padding(
     return None
 
 
-def batch_partition(parallel: Parallel) -> PartitionSpec:
-    """The partition of [B, S] arrays of a global batch."""
-    return partition(("batch", "seq"), parallel)
-
-
 @dataclass(frozen=True)
 class ParamPlacement:
     """Where one parameter lies on a mesh.
