@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from mjax.config.pattern import STACKS
 from mjax.config.pipeline_layout import EMPTY
-from mjax.kernels.quantize import quantize_stack, transposed_bits
+from mjax.kernels.quantize import quantize_stack, step_scales, transposed_bits, weight_amax
 from mjax.models.barriers import (
     gradients_before_previous_layer,
     reduce_under_previous_layer,
@@ -58,6 +58,24 @@ from mjax.sharding.rules import ParamPlacement, Placement
 from mjax.sharding.spec import ParamSpec
 
 # ---- from masters to weights ---------------------------------------------------------------------
+
+
+def fp8_scales(
+    params: dict,
+    history: dict,
+    tokens: jax.Array | int,
+    placement: Placement,
+    execution: Execution,
+) -> dict:
+    """The scales of a step, {stack: {matmul: [L, 3]}}; empty without FP8.
+
+    `history` holds the maxima of the last steps for delayed scaling.
+    """
+    if execution.recipe is None:
+        return {}
+    masters = matmul_leaves(params, placement.specs)
+    amax = weight_amax(masters, execution.compute, placement.parallel)
+    return step_scales(amax, history, tokens)
 
 
 @jax.named_scope("gather")

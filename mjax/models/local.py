@@ -11,7 +11,7 @@ import jax
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
-from mjax.models.layers import LayerInputs, Layers
+from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
 from mjax.models.objective import Batch, Objective, Scalars
 from mjax.models.params import ModelDefinition
 from mjax.sharding.rules import Placement
@@ -47,6 +47,14 @@ class LocalModel:
     def edges(self, weights: dict) -> Decoder:
         """The model without its layers: embedding, final norm and head."""
         return self.definition.edges.bind(weights)
+
+    def load(self, params: dict, buffers: dict, tokens: jax.Array | int = 1) -> dict:
+        """The weights of a step from masters as stored (`load_weights`).
+
+        `tokens` is the count of the loss, from which FP8 guesses its first scales.
+        """
+        scales = fp8_scales(params, buffers.get("fp8", {}), tokens, self.placement, self.execution)
+        return load_weights(params, scales, self.placement, self.execution)
 
     def embed(self, weights: dict, micro_batch: Batch, tokens: Tokens) -> jax.Array:
         """The input of the first layer, [B, S/tp, D]."""

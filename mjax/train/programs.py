@@ -64,6 +64,7 @@ def make_program(
         model,
         decide_evaluation(cfg, sizes, rows),
         state_layout.optimizer,
+        state_layout.buffers,
         seed=cfg.run.seed,
         clip_grad_norm=cfg.optimizer.clip_grad_norm,
         layout=layout,
@@ -83,7 +84,7 @@ def jit_program(
     state = state_layout.partitions()
     batch = batch_partitions(program.model.objective, program.parallel)
     inputs = without_moments(state), batch
-    gradients = steps.Gradients(P(), P(), P(), program.placement.stored, state.get("fp8", {}))
+    gradients = steps.Gradients(P(), P(), P(), program.placement.stored)
     function, inputs, outputs = {
         "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
         "grads": (steps.gradients, inputs, gradients),

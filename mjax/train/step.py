@@ -5,8 +5,8 @@ losses over the micro-batches, store the gradients reduced (`models/layers.py`),
 norm, update. The losses are those of the objective (`models/objective.py`) and the statistics of
 the layers; the step knows none by name but "loss". Invariant: shares of a loss sum over all devices
 to (its sum) / (its count) of the global batch. So the result does not depend on the mesh, on the
-number of micro-batches, or on where the tokens that count lie. A loss, norm or maximum of FP8 that
-is not finite leaves the state as it was.
+number of micro-batches, or on where the tokens that count lie. A loss or norm that is not finite,
+or a buffer that says so, leaves the state as it was.
 """
 
 import functools
@@ -16,15 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mjax.kernels.quantize import remember, step_scales, weight_amax
+from mjax.models.buffers import Buffer, Seen, update_buffers
 from mjax.models.execution import Execution
-from mjax.models.layers import (
-    load_weights,
-    matmul_leaves,
-    scatter_micro_batch,
-    store_gradients,
-    zero_sums,
-)
+from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
 from mjax.models.local import LocalModel
 from mjax.models.objective import Batch, Denominators, Scalars, total_of
 from mjax.models.weight import add_gradients, with_sums
@@ -34,8 +28,8 @@ from mjax.pipeline.run import pipeline_gradients, pipeline_losses
 from mjax.sharding.collectives import AXES, DATA_AXES, Parallel, global_norm
 from mjax.sharding.rules import Placement
 
-# {"params": nested dict, "opt": nested dict, "step": int32 scalar} and with delayed scaling "fp8":
-# {stack: {matmul: maxima [L, 2, H] of the last steps}} (kernels/quantize.py)
+# {"params": nested dict, "opt": nested dict, "step": int32 []}, and where a run has buffers
+# "buffers": {name: tree} (models/buffers.py)
 State = dict
 
 
@@ -44,12 +38,14 @@ class Program:
     """All that is static in a step.
 
     evaluation: how a forward pass without gradients runs.
+    buffers: of the state, by name.
     layout: of the pipeline, or None.
     """
 
     model: LocalModel
     evaluation: Execution
     optimizer: Optimizer
+    buffers: dict[str, Buffer]
     seed: int
     clip_grad_norm: float
     layout: Layout | None = None
@@ -73,30 +69,30 @@ class Gradients(NamedTuple):
     losses: of the global batch, by name; their sum is differentiated.
     norm: the global L2 norm of the gradients. tokens: the count of the loss.
     gradients: local shards of the reduced gradients, a tree like the parameters.
-    maxima: the largest magnitudes in FP8's matmuls on this device, for delayed scaling.
     """
 
     losses: Scalars
     norm: jax.Array
     tokens: jax.Array
     gradients: dict
-    maxima: dict
 
 
 def train_step(
     program: Program, state: State, batch: Batch, lr: jax.Array, weight_decay: jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
     """(new state, the losses by name and {grad_norm, tokens, finite}) of local shards."""
-    computed = gradients(program, state, batch)
+    computed, seen = compute_gradients(program, state, batch)
     with jax.named_scope("optimizer"):
         clip = program.clip_grad_norm
         scale = jnp.minimum(1.0, clip / (computed.norm + 1e-6)) if clip > 0 else 1.0
         finite = all_finite(computed)
         rest = {name: part for name, part in state.items() if name not in ("params", "opt")}
         new = {"step": state["step"] + 1}
-        if "fp8" in state:
-            new["fp8"], finite_maxima = remember(state["fp8"], computed.maxima, program.parallel)
-            finite &= finite_maxima
+        if "buffers" in state:
+            new["buffers"], counts = update_buffers(
+                program.buffers, state["buffers"], seen, program.parallel
+            )
+            finite &= counts
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, rest)
         new["params"], new["opt"] = program.optimizer.update(
             computed.gradients,
@@ -119,6 +115,11 @@ def all_finite(computed: Gradients) -> jax.Array:
 
 def gradients(program: Program, state: State, batch: Batch) -> Gradients:
     """Losses, gradients and their norm for a batch. `state` may lack the moments."""
+    return compute_gradients(program, state, batch)[0]
+
+
+def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gradients, Seen]:
+    """(`gradients`, what buffers are updated from)."""
     model, placement, execution = program.model, program.placement, program.execution
     parallel = program.parallel
     denominators = global_denominators(model, batch)
@@ -126,9 +127,7 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
     # One key for all micro-batches and devices: dropout adds the token's place in the global batch.
     key = jax.random.fold_in(jax.random.key(program.seed), state["step"])
     micro_batches = split_batch(batch, execution.micro_batches)
-    weights = load_weights(
-        state["params"], fp8_scales(program, state, tokens), placement, execution
-    )
+    weights = model.load(state["params"], state.get("buffers", {}), tokens)
 
     def share(weights: dict, micro_batch: Batch) -> tuple[jax.Array, Scalars]:
         losses, statistics = model.losses(weights, micro_batch, key)
@@ -161,15 +160,15 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
     with jax.named_scope("reduce"):
         norm = global_norm(reduced, placement.stored, parallel)
     losses = {name: parallel.psum(loss, *AXES) for name, loss in losses.items()}
-    return Gradients(losses, norm, tokens, reduced, maxima if "fp8" in state else {})
+    return Gradients(losses, norm, tokens, reduced), Seen(maxima, losses)
 
 
 def batch_losses(program: Program, state: State, batch: Batch) -> tuple[Scalars, Scalars]:
     """(sums, counts) of the objective's losses in the global batch, without dropout."""
     model = program.model.for_evaluation(program.evaluation)
-    placement, execution, parallel = program.placement, program.evaluation, program.parallel
-    weights = load_weights(state["params"], fp8_scales(program, state), placement, execution)
-    micro_batches = split_batch(batch, execution.micro_batches)
+    parallel = program.parallel
+    weights = model.load(state["params"], state.get("buffers", {}))
+    micro_batches = split_batch(batch, program.evaluation.micro_batches)
     denominators = global_denominators(model, batch)
 
     def add(totals: Scalars, micro_batch: Batch) -> tuple[Scalars, None]:
@@ -198,16 +197,6 @@ def global_denominators(model: LocalModel, batch: Batch) -> Denominators:
         assert name not in counts, f"a loss and a statistic are both called {name}"
         of_statistics[name] = sequences if kind == "sequences" else jnp.maximum(counts["loss"], 1)
     return Denominators(counts, of_statistics, parallel.tp)
-
-
-def fp8_scales(program: Program, state: State, tokens: jax.Array | int = 1) -> dict:
-    """The scales of a step, {stack: {matmul: [L, 3]}}; empty without FP8."""
-    execution = program.execution
-    if execution.recipe is None:
-        return {}
-    masters = matmul_leaves(state["params"], program.placement.specs)
-    amax = weight_amax(masters, execution.compute, program.parallel)
-    return step_scales(amax, state.get("fp8", {}), tokens)
 
 
 def split_batch(batch: Batch, micro_batches: int) -> Batch:
