@@ -46,7 +46,9 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
     flops = flops_per_token(cfg.model, cfg.data.seq_length)
     console.print(f"parameters  {count_parameters(trainer.specs):,}")
     if cfg.train.freeze:
-        console.print(f"frozen      {count_frozen(trainer.specs):,} of them", markup=False)
+        console.print(
+            f"frozen      {count_frozen(trainer.specs):,} of them, by train.freeze", markup=False
+        )
     console.print(f"tokens      {tokens:,} a step")
     console.print(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)
