@@ -18,6 +18,9 @@ if on_gpu == "0":
     # Tiny shapes: compiling is most of the time, and unoptimized code compiles twice as fast.
     devices = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
+else:
+    # The processes that tests/gpu/test_processes.py starts find memory beside this one's.
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.6"
 
 collect_ignore = [] if on_gpu == "1" else ["gpu"]
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:

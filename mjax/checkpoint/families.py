@@ -35,7 +35,7 @@ from mjax.checkpoint.hf_config import (
     typed_rope,
 )
 from mjax.checkpoint.slots import Slot
-from mjax.config.pattern import STACK_OF, expand
+from mjax.config.pattern import stack_of
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
@@ -264,8 +264,7 @@ def family_of(cfg: ModelConfig) -> Family:
 
 def _said(cfg: ModelConfig) -> list[str]:
     skipped = UNSAID | ({"hidden_dropout", "attention_dropout", "initializer_range"})
-    kinds = set(expand(cfg.layer_pattern, cfg.num_hidden_layers))
-    dense = {"intermediate_size"} if kinds == {"E"} else set()
+    dense = set() if "D" in cfg.branches else {"intermediate_size"}
     return [f for f in ModelConfig.model_fields if f not in skipped | dense]
 
 
@@ -298,8 +297,7 @@ def slots(cfg: ModelConfig, specs: dict) -> dict[Path, tuple[Slot, ...]]:
 
 def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
     """(slot without its start, position in a fused tensor) of each piece of a parameter."""
-    kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
-    layers = [i for i, kind in enumerate(kinds) if STACK_OF[kind] == stack]
+    layers = [i for i, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
     batch = [i for i, axis in enumerate(spec.axes) if axis in ENUMERATING_AXES]
     rest = tuple(i for i in range(len(spec.shape)) if i not in batch)
     if spec.role in ("matrix", "router"):

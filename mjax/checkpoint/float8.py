@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 
 from mjax.checkpoint.families import family_of
-from mjax.config.pattern import expand
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 
@@ -34,7 +33,7 @@ def quantization_config(cfg: ModelConfig) -> dict:
             "--dtype float8: GPT-2 stores transposed Conv1D matrices, which the compressed-tensors "
             "layout does not cover; export it as bfloat16"
         )
-    if "E" in expand(cfg.layer_pattern, cfg.num_hidden_layers):
+    if "E" in cfg.branches:
         raise UserError(
             "--dtype float8: experts in the compressed-tensors layout are not checked against any "
             "reader yet; export the model as bfloat16"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mjax.config.pattern import expand
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 
@@ -255,7 +254,7 @@ def layer_types(older: Callable[[dict, int], list[bool]], nope: bool = False) ->
         }
 
     def write(cfg: ModelConfig) -> dict:
-        kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
+        kinds = cfg.layer_kinds
         names = {"L": "sliding_attention"}
         out = {"layer_types": [names.get(kind, "full_attention") for kind in kinds]}
         out |= {"sliding_window": cfg.sliding_window}

@@ -21,7 +21,7 @@ from mjax.checkpoint.megatron_args import model_config
 from mjax.checkpoint.source import Index, Source
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.torch_dist import TorchDist, open_torch_dist
-from mjax.config.pattern import STACK_OF, expand
+from mjax.config.pattern import stack_of
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models import definition_of
@@ -223,8 +223,8 @@ def _lead(spec: ParamSpec) -> int:
 
 def _find(store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec) -> Places:
     names, layout = _layout(path, cfg)
-    kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
-    layers = [layer for layer, kind in enumerate(kinds) if STACK_OF[kind] == path[0]]
+    kinds = cfg.layer_kinds
+    layers = [layer for layer, kind in enumerate(kinds) if stack_of(kind) == path[0]]
     shape = layout.shape(cfg, spec.shape[_lead(spec) :])
     found = {}
     for at in np.ndindex(spec.shape[: _lead(spec)]):

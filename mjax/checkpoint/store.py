@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 import mjax
-from mjax.config.pattern import STACK_OF
+from mjax.config.pattern import stacks_of
 from mjax.config.schema import Config, Group, ModelConfig, OptimizerConfig, PrecisionConfig
 from mjax.errors import UserError
 from mjax.optim.schedule import consumed_samples
@@ -83,7 +83,7 @@ class Store:
                 "cannot be added; set another run.dir, or checkpoint.resume=never to start over"
             )
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state, _save_args(state)),
+            state=ocp.args.StandardSave(state, _save_args(state, self.cfg.model.layer_kinds)),
             meta=ocp.args.JsonSave(self._meta(step)),
         )
         try:
@@ -298,11 +298,15 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _save_args(state: dict) -> dict:
-    """Chunks of at most `CHUNK` bytes; those of a large stack hold one layer."""
+def _save_args(state: dict, kinds: Sequence[str]) -> dict:
+    """Chunks of at most `CHUNK` bytes; those of a large stack hold one layer.
+
+    `kinds` are those of the model's layers.
+    """
+    stacks = stacks_of(kinds)
 
     def one(path: tuple, leaf: jax.Array) -> ocp.SaveArgs:
-        stacked = any(getattr(key, "key", None) in STACK_OF.values() for key in path)
+        stacked = any(getattr(key, "key", None) in stacks for key in path)
         layers = (0,) if stacked and leaf.nbytes > CHUNK else ()
         return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=layers)
 

@@ -11,8 +11,7 @@ from functools import reduce
 from itertools import combinations
 from math import prod
 
-from mjax.config.pattern import expand
-from mjax.config.pipeline_layout import stage_sizes, stages_agree
+from mjax.config.pipeline_layout import assign_slots, stage_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
 
@@ -103,17 +102,17 @@ def stages_of(c: Config) -> list[int]:
     return stage_sizes(layers, mesh.pp, *options)
 
 
-def _stages_agree(c: Config) -> bool:
-    kinds = expand(c.model.layer_pattern, c.model.num_hidden_layers)
-    return stages_agree(kinds, stages_of(c))
+def count_slots(c: Config) -> int:
+    """Layers that a pipeline stage has room for. Raises `UserError` for a malformed layout."""
+    return len(assign_slots(c.model.layer_kinds, stages_of(c)).stacks)
 
 
 def _tp_divides(key: str, remedy: str) -> Rule:
     group, name = key.split(".")
 
     def ok(c: Config) -> bool:
-        value = getattr(getattr(c, group), name)
-        return value % c.mesh.tp == 0
+        groups = c.model.sizes if group == "model" else [getattr(c, group)]
+        return all(getattr(values, name) % c.mesh.tp == 0 for values in groups)
 
     return Rule(f"tp_divides_{name}", ok, f"`{key}` is not divisible by `mesh.tp`", remedy)
 
@@ -156,12 +155,6 @@ MESH_RULES: tuple[Rule, ...] = (
         ),
         "`model.num_hidden_layers` leaves some of `mesh.pp` x `mesh.virtual_stages` stages empty",
         "lower either, or name the stages in mesh.pipeline_layout",
-    ),
-    Rule(
-        "pipeline_stacks_agree",
-        lambda c: c.mesh.pp == 1 or _stages_agree(c),
-        "`model.layer_pattern` puts dense and expert blocks differently in the stages of `mesh.pp`",
-        "choose stages that hold equal sequences of blocks",
     ),
     Rule(  # a chunk's gradients are complete after its last micro-batch only
         "pipeline_zero",

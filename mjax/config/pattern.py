@@ -1,49 +1,211 @@
-"""The language of `model.layer_pattern`: the kind of each layer, and the stack of its parameters.
+"""What a layer is: its residual branches, THE table of them, and `model.layer_pattern`.
 
-``"(LLLLLG)*4,LL"`` is read as letters, one for each layer. Commas are ignored and groups repeated.
-A pattern shorter than the model repeats from its start. Layers whose parameters have equal shapes
-share one stack, in the order of the model, whatever their window or position encoding. So the place
-of a parameter in a checkpoint depends on neither the period of the pattern nor a pipeline.
+A layer is a sequence of branches. Each reads the residual stream through a norm and adds to it. The
+pattern names the layers of a model in order, and repeats from its start:
+
+- A letter names a common layer (`LAYERS`): "(LLLLLG)*4,LL".
+- Brackets hold the branches of a layer (`BRANCHES`), in order: "[LE][GE]" alternates windowed and
+  full attention, each before experts. `|` stands between branches that read the same norm and are
+  added at once: "[G|D]".
+- The same in words, with commas between layers: "window+experts, full+experts".
+- Behind "megatron:" stand the letters of Megatron-LM's `--hybrid-override-pattern`, a branch a
+  layer: "megatron:*-*E".
+- `@1` takes the sizes of a layer from the first entry of `model.layer_sizes`: "G@1*2,G".
+
+Layers whose parameters have equal shapes share one stack, in the order of the model, whatever their
+window or position encoding. So the place of a parameter in a checkpoint depends on neither the
+period of the pattern nor a pipeline.
 """
 
+import functools
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mjax.errors import UserError
 
-# Kind of layer -> the stack of its parameters. G: full attention, L: sliding window, N: full
-# attention without rotary positions (NoPE), E: full attention and experts.
-STACK_OF = {"G": "dense", "L": "dense", "N": "dense", "E": "moe"}
-STACKS = frozenset(STACK_OF.values())
+
+@dataclass(frozen=True)
+class Branch:
+    """A residual branch of a layer.
+
+    word: its name in patterns. module: the class that computes it (`models/branch.py`).
+    name: of its parameters within a layer. shape: a word for the shapes of its parameters; layers
+        whose branches have equal words share a stack.
+    matmuls: the names of its matmuls (`ParamSpec.matmul`).
+    kept: the names of other tensors that are dear to compute again (`config/remat.py`).
+    windowed, rotary: facts about attention.
+    """
+
+    word: str
+    module: str
+    name: str
+    shape: str
+    matmuls: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    windowed: bool = False
+    rotary: bool = False
 
 
+_ATTENTION = {
+    "module": "mjax.models.attention:Attention",
+    "name": "attention",
+    "shape": "attention",
+    "matmuls": ("q", "kv", "attn_proj"),
+    "kept": ("attn_out", "attn_lse"),
+}
+
+# THE table of branches. A new mixer is a module and a row here.
+BRANCHES: dict[str, Branch] = {
+    "G": Branch("full", **_ATTENTION, rotary=True),
+    "L": Branch("window", **_ATTENTION, rotary=True, windowed=True),
+    "N": Branch("nope", **_ATTENTION),
+    "D": Branch("mlp", "mjax.models.mlp:MLP", "mlp", "mlp", matmuls=("up", "down")),
+    "E": Branch("experts", "mjax.models.moe:MoE", "mlp", "moe"),
+}
+
+# Common layers, by letter.
+LAYERS = {"G": "GD", "L": "LD", "N": "ND", "E": "GE"}
+
+# Stacks whose names are older than the words for shapes.
+_STACK_NAMES = {"attention_mlp": "dense", "attention_moe": "moe"}
+
+_MEGATRON = "megatron:"
+_LAYER = r"(?:[A-Z]|\[[A-Z|]+\])(?:@\d+)?"
+_GROUP = re.compile(rf"\(((?:{_LAYER})+)\)\*(\d+)|({_LAYER})\*(\d+)|\(((?:{_LAYER})+)\)(?!\*)")
+_WORDS = re.compile(r"[a-z][a-z0-9_]*(?:[+|][a-z][a-z0-9_]*)*")
+
+
+@functools.cache
 def expand(pattern: str, num_layers: int) -> tuple[str, ...]:
-    """The kinds of all `num_layers` layers. Raises `UserError` for a malformed pattern."""
-    flat = re.sub(r"[\s,]", "", pattern)
-    group = re.compile(r"\(([A-Z]+)\)\*(\d+)|([A-Z])\*(\d+)|\(([A-Z]+)\)(?!\*)")
-    while group.search(flat):
-        flat = group.sub(lambda m: (m[1] or m[3] or m[5]) * int(m[2] or m[4] or 1), flat)
-    unknown = sorted(set(flat) - set(STACK_OF))
-    if not flat or unknown:
-        what = f"has no block called {unknown[0]!r}" if unknown else "is empty"
+    """The kinds of all `num_layers` layers. Raises `UserError` for a malformed pattern.
+
+    A kind is a letter of `LAYERS` or the branches of a layer in brackets, with its `@` if it has
+    one.
+    """
+    if pattern.startswith(_MEGATRON):
+        flat = _from_megatron(pattern)
+    else:
+        flat = _WORDS.sub(lambda match: _letters_of_words(pattern, match[0]), pattern)
+    flat = re.sub(r"[\s,]", "", flat)
+    while _GROUP.search(flat):
+        flat = _GROUP.sub(lambda m: (m[1] or m[3] or m[5]) * int(m[2] or m[4] or 1), flat)
+    kinds = [_canonical(kind) for kind in re.findall(_LAYER, flat)]
+    rest = re.sub(_LAYER, "", flat)
+    unknown = [kind for kind in kinds if not _is_known(kind)]
+    if rest or unknown or not kinds:
+        found = rest[:1] or "".join(unknown[:1])
+        raise _malformed(pattern, f"has no block called {found!r}" if found else "is empty")
+    for kind in kinds:
+        names = [BRANCHES[letter].name for letter in branches_of(kind)]
+        if len(set(names)) < len(names):  # names of parameters and of matmuls would meet
+            raise _malformed(pattern, f"has two branches of the same sort in {kind!r}")
+    if len(kinds) > num_layers:
         raise UserError(
-            f"model.layer_pattern={pattern!r} {what}; use letters of {'/'.join(STACK_OF)}, "
-            "groups and repeats as in '(LLLLLG)*4,LL'"
-        )
-    if len(flat) > num_layers:
-        raise UserError(
-            f"model.layer_pattern={pattern!r} names {len(flat)} blocks but "
+            f"model.layer_pattern={pattern!r} names {len(kinds)} blocks but "
             f"model.num_hidden_layers={num_layers}; make them agree"
         )
-    repeats = -(-num_layers // len(flat))
-    return tuple((flat * repeats)[:num_layers])
+    repeats = -(-num_layers // len(kinds))
+    return tuple((kinds * repeats)[:num_layers])
 
 
-def stack_index(kinds: tuple[str, ...]) -> tuple[int, ...]:
+def _malformed(pattern: str, what: str) -> UserError:
+    letters = "/".join(LAYERS)
+    words = ", ".join(branch.word for branch in BRANCHES.values())
+    return UserError(
+        f"model.layer_pattern={pattern!r} {what}; use letters of {letters}, branches in brackets "
+        f"({'/'.join(BRANCHES)}) or in words ({words}), groups and repeats as in '(LLLLLG)*4,LL' "
+        "or 'window+experts, full+experts'"
+    )
+
+
+def _letters_of_words(pattern: str, words: str) -> str:
+    """A layer in words -> in brackets."""
+    letter_of = {branch.word: letter for letter, branch in BRANCHES.items()}
+    letters = []
+    for word in re.split(r"([+|])", words):
+        if word not in letter_of and word not in "+|":
+            raise _malformed(pattern, f"has no block called {word!r}")
+        letters.append(letter_of.get(word, word))
+    return f"[{''.join(letters).replace('+', '')}]"
+
+
+def _from_megatron(pattern: str) -> str:
+    """Megatron-LM's hybrid pattern, a branch a layer -> the same in brackets."""
+    letters = {"*": "G", "-": "D", "E": "E"}
+    found = pattern.removeprefix(_MEGATRON)
+    unknown = [letter for letter in found if letter not in letters]
+    if unknown:
+        raise UserError(
+            f"model.layer_pattern={pattern!r} has {unknown[0]!r}, which mjax does not build; of "
+            f"Megatron-LM's letters it knows {' '.join(letters)}"
+        )
+    return "".join(f"[{letters[letter]}]" for letter in found)
+
+
+def _canonical(kind: str) -> str:
+    """A kind by its letter, where `LAYERS` has one for its branches."""
+    layer, at, sizes = kind.partition("@")
+    for letter, branches in LAYERS.items():
+        if layer == f"[{branches}]":
+            layer = letter
+    return layer + at + sizes
+
+
+def _is_known(kind: str) -> bool:
+    layer = kind.partition("@")[0]
+    if not layer.startswith("["):
+        return layer in LAYERS
+    groups = layer[1:-1].split("|")
+    return all(groups) and all(letter in BRANCHES for letter in "".join(groups))
+
+
+def branch_groups(kind: str) -> tuple[str, ...]:
+    """The branches of a layer: groups of letters, one letter each but where some stand side by
+    side."""
+    layer = kind.partition("@")[0]
+    letters = layer[1:-1] if layer.startswith("[") else LAYERS[layer]
+    return tuple(group.replace("|", "") for group in re.findall(r"[A-Z](?:\|[A-Z])*", letters))
+
+
+def branches_of(kind: str) -> str:
+    """The letters of all branches of a layer, in order."""
+    return "".join(branch_groups(kind))
+
+
+def branches_of_model(kinds: Sequence[str]) -> set[str]:
+    """The letters of the branches that layers of these kinds have."""
+    return {letter for kind in kinds for letter in branches_of(kind)}
+
+
+def sizes_of(kind: str) -> int:
+    """The entry of `model.layer_sizes` that a layer takes its sizes from, from 1; 0: none."""
+    return int(kind.partition("@")[2] or 0)
+
+
+def stack_of(kind: str) -> str:
+    """The stack that a layer's parameters lie in."""
+    shapes = []
+    for group in branch_groups(kind):
+        words = [BRANCHES[letter].shape for letter in group]
+        shapes.append("_beside_".join(words))
+    name = "_".join(shapes)
+    name = _STACK_NAMES.get(name, name)
+    sizes = sizes_of(kind)
+    return f"{name}_{sizes}" if sizes else name
+
+
+def stacks_of(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The stacks that layers of these kinds lie in, sorted."""
+    return tuple(sorted({stack_of(kind) for kind in kinds}))
+
+
+def stack_index(kinds: Sequence[str]) -> tuple[int, ...]:
     """The row of each layer in the stack of its kind."""
-    next_row = dict.fromkeys(STACKS, 0)
+    next_row = dict.fromkeys(stacks_of(kinds), 0)
     rows = []
     for kind in kinds:
-        stack = STACK_OF[kind]
+        stack = stack_of(kind)
         rows.append(next_row[stack])
         next_row[stack] += 1
     return tuple(rows)

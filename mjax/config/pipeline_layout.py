@@ -6,8 +6,12 @@ which device runs a stage.
 
 import re
 from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
 
-from mjax.config.pattern import STACK_OF
+import numpy as np
+
+from mjax.config.pattern import stack_of
 from mjax.errors import UserError
 
 EMPTY = ""  # the kind of an unused slot
@@ -69,22 +73,65 @@ def parse_layout(text: str, layers: int, pp: int) -> list[int]:
     return [stage.count("t") for stage in stages]
 
 
-def slot_kinds(kinds: Sequence[str], sizes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """The kinds of layers that each slot of a stage has in any stage, `EMPTY` among them.
+class Slots(NamedTuple):
+    """The slots of a stage, equal for all stages.
 
-    Every stage has as many slots as the longest one has layers; the rest of its slots are unused.
+    stacks: the stack of each slot, whose layers alone it can hold.
+    layers: for each stage and slot the number of the layer in it, -1 where the stage leaves it
+        empty.
     """
-    kinds_of_slots: list[set[str]] = [set() for _ in range(max(sizes))]
-    first = 0
-    for size in sizes:
-        for slot, kinds_of_slot in enumerate(kinds_of_slots):
-            kinds_of_slot.add(kinds[first + slot] if slot < size else EMPTY)
-        first += size
-    return tuple(tuple(sorted(kinds_of_slot)) for kinds_of_slot in kinds_of_slots)
+
+    stacks: tuple[str, ...]
+    layers: tuple[tuple[int, ...], ...]
+
+    def kinds(self, kinds: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """The kinds of layers that each slot has in any stage, `EMPTY` among them."""
+        named = (*kinds, EMPTY)  # -1 is the last
+        columns = zip(*self.layers, strict=True)
+        return tuple(tuple(sorted({named[layer] for layer in column})) for column in columns)
 
 
-def stages_agree(kinds: Sequence[str], sizes: Sequence[int]) -> bool:
-    """Whether slots are of one stack of parameters, or each of one kind in every stage."""
-    one_kind = all(len(kinds_of_slot) == 1 for kinds_of_slot in slot_kinds(kinds, sizes))
-    stacks = {STACK_OF[kind] for kind in kinds}
-    return one_kind or len(stacks) == 1
+def assign_slots(kinds: Sequence[str], sizes: Sequence[int]) -> Slots:
+    """The slots of stages of these `sizes`, in order of the layers of `kinds`.
+
+    The slots' stacks are a short sequence that has those of every stage's layers in order. So
+    stages of equal layers, or of one stack, have as many slots as the longest has layers.
+    """
+    stacks = [stack_of(kind) for kind in kinds]
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    stages = [stacks[first : first + size] for first, size in zip(firsts, sizes, strict=True)]
+    slots: list[str] = []
+    for stage in sorted(stages, key=len, reverse=True):
+        slots = _merge(slots, stage)
+    rows = []
+    for first, stage in zip(firsts, stages, strict=True):
+        row, layer = [], first
+        for stack in slots:
+            holds = layer < first + len(stage) and stacks[layer] == stack
+            row.append(layer if holds else -1)
+            layer += holds
+        rows.append(tuple(row))
+    return Slots(tuple(slots), tuple(rows))
+
+
+def _merge(a: Sequence[str], b: Sequence[str]) -> list[str]:
+    """A shortest sequence that has both `a` and `b` in order."""
+    common = np.zeros((len(a) + 1, len(b) + 1), int)  # lengths in common from i and j on
+    for i, j in product(reversed(range(len(a))), reversed(range(len(b)))):
+        if a[i] == b[j]:
+            common[i, j] = common[i + 1, j + 1] + 1
+        else:
+            common[i, j] = max(common[i + 1, j], common[i, j + 1])
+    merged: list[str] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i] == b[j]:
+            merged.append(a[i])
+            i, j = i + 1, j + 1
+        elif common[i + 1, j] >= common[i, j + 1]:
+            merged.append(a[i])
+            i += 1
+        else:
+            merged.append(b[j])
+            j += 1
+    return [*merged, *a[i:], *b[j:]]

@@ -9,19 +9,29 @@ A policy names tensors that are kept. The backward computes the others again (Ch
 import functools
 import re
 
+from mjax.config.pattern import BRANCHES
 from mjax.errors import UserError
 
-# Matmuls of a block, by the names that parameters declare (`sharding/spec.py`).
-MATMULS = ("q", "kv", "attn_proj", "up", "down")
-ATTENTION = ("attn_out", "attn_lse")
+POLICIES = ("none", "dots", "attention", "full")
 
-# Policy -> names of the tensors it keeps besides a layer's input; None: all that autodiff asks for.
-POLICIES: dict[str, tuple[str, ...] | None] = {
-    "none": None,
-    "dots": (*MATMULS, *ATTENTION),
-    "attention": ATTENTION,
-    "full": (),
-}
+
+def kept_names(policy: str) -> tuple[str, ...] | None:
+    """The names of the tensors that a policy keeps besides a layer's input.
+
+    "dots" keeps the outputs of matmuls and of attention, "attention" the latter, "full" nothing.
+    None: all that autodiff asks for.
+    """
+    if policy == "none":
+        return None
+    others = [name for branch in BRANCHES.values() for name in branch.kept]
+    names = {"dots": [*matmul_names(), *others], "attention": others, "full": []}[policy]
+    return tuple(dict.fromkeys(names))
+
+
+def matmul_names() -> tuple[str, ...]:
+    """The names of all branches' matmuls, which parameters declare (`sharding/spec.py`)."""
+    names = [name for branch in BRANCHES.values() for name in branch.matmuls]
+    return tuple(dict.fromkeys(names))
 
 
 @functools.cache
@@ -58,11 +68,11 @@ def remat_policies(
 
 def offloaded(names: str | list[str]) -> tuple[str, ...]:
     """The tensors that `train.offload` sends to the host."""
-    return POLICIES["dots"] if names == "all" else tuple(names)
+    return kept_names("dots") if names == "all" else tuple(names)
 
 
 def not_kept(policies: tuple[str, ...], names: str | list[str]) -> list[str]:
     """The names in `train.offload` that none of the layers' `policies` keeps."""
-    kept = {name for policy in policies for name in POLICIES[policy] or ()}
+    kept = {name for policy in policies for name in kept_names(policy) or ()}
     wanted = ["all"] if names == "all" else names
     return [name for name in wanted if name not in kept and not (name == "all" and kept)]

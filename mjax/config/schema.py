@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mjax.config.pattern import branches_of_model, expand, sizes_of
+
 Dtype = Literal["float32", "bfloat16"]
 
 # What a parameter is for; weight decay, learning rates and Muon go by it.
@@ -51,6 +53,16 @@ class RopeScaling(Group):
     )
 
 
+class LayerSizes(Group):
+    """Sizes of some layers, where they differ from the model's; `layer_pattern` says which."""
+
+    num_attention_heads: int | None = Field(None, ge=1)
+    num_key_value_heads: int | None = Field(None, ge=1)
+    intermediate_size: int | None = Field(None, ge=1)
+    moe_intermediate_size: int | None = Field(None, ge=1)
+    sliding_window: int | None = Field(None, ge=1)
+
+
 class ModelConfig(Group):
     """The architecture of a decoder."""
 
@@ -70,9 +82,10 @@ class ModelConfig(Group):
     layer_pattern: str = Field(
         "G",
         description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
-        "window, N full attention without RoPE, E full attention with experts. Groups repeat as in "
-        "'(LLLLLG)*4,LL'.",
+        "window, N full attention without RoPE, E full attention with experts; or branches, as in "
+        "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
     )
+    layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
     sliding_window: int | None = Field(None, ge=1, description="Keys an L block sees, itself in.")
     attention_bias: bool = Field(False, description="Bias on the q, k and v projections.")
     attention_out_bias: bool = Field(False, description="Bias on the attention output projection.")
@@ -143,6 +156,28 @@ class ModelConfig(Group):
             if get("head_dim") == 0 and hidden % heads == 0:
                 data["head_dim"] = hidden // heads
         return data
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer. Raises `UserError` for a malformed layer_pattern."""
+        return expand(self.layer_pattern, self.num_hidden_layers)
+
+    @property
+    def branches(self) -> set[str]:
+        """The letters of all branches that some layer has (`config/pattern.py`)."""
+        return branches_of_model(self.layer_kinds)
+
+    @property
+    def sizes(self) -> list["ModelConfig"]:
+        """This config, and with each of layer_sizes."""
+        return [self, *map(self._with, self.layer_sizes)]
+
+    def of_layer(self, kind: str) -> "ModelConfig":
+        """The config with the sizes of layers of this kind."""
+        return self.sizes[sizes_of(kind)]
+
+    def _with(self, sizes: LayerSizes) -> "ModelConfig":
+        return self.model_copy(update=sizes.model_dump(exclude_none=True))
 
     @property
     def padded_vocab_size(self) -> int:

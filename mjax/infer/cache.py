@@ -6,7 +6,6 @@ both is 1 and the key's column is not later, so a row's result does not depend o
 its padding or the size of the cache.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -15,8 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass
 
 from mjax.config.schema import ModelConfig
+from mjax.models.branch import CacheSpec, cache_specs
 from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Decoder
+from mjax.models.layers import Caches
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import partition
 
@@ -24,11 +25,14 @@ from mjax.sharding.rules import partition
 @register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """layers: keys (after RoPE) and values, each [L, B, T, K, H]; real int32 [B, T]: 1 where a
-    slot holds a token, 0 for padding and empty slots; lengths int32 [B]: tokens of each row, which
-    is its next position; column int32 []: the next slot, equal for all rows."""
+    """layers: the cache of each layer, by the names of its branches (`models/branch.py`).
 
-    layers: tuple[jax.Array, jax.Array]
+    real int32 [B, T]: 1 where a slot holds a token, 0 for padding and empty slots. lengths int32
+    [B]: tokens of each row, which is its next position. column int32 []: the next slot, equal for
+    all rows.
+    """
+
+    layers: Caches
     real: jax.Array
     lengths: jax.Array
     column: jax.Array
@@ -37,16 +41,12 @@ class KVCache:
 def empty_cache(
     cfg: ModelConfig, batch: int, length: int, dtype: jnp.dtype, mesh: Mesh | None = None
 ) -> KVCache:
-    """Room for `length` tokens in each of `batch` rows, kv heads sharded over tp of `mesh`.
-
-    Where tp does not divide them, the cache holds copies of each, so that every device has those
-    that its query heads use and no more.
-    """
-    heads = math.lcm(cfg.num_key_value_heads, 1 if mesh is None else parallel_of(mesh).tp)
-    shape = (cfg.num_hidden_layers, batch, length, heads, cfg.head_dim)
-    layers = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    """Room for `length` tokens in each of `batch` rows, heads sharded over tp of `mesh`."""
+    tp = 1 if mesh is None else parallel_of(mesh).tp
+    specs = cache_specs(cfg, batch, length, tp)
+    layers = jax.tree.map(lambda spec: jnp.zeros(spec.shape, dtype), specs)
     zeros = jnp.zeros((batch, length), jnp.int32)
-    return placed(KVCache(layers, zeros, zeros[:, 0], jnp.int32(0)), mesh)
+    return placed(cfg, KVCache(layers, zeros, zeros[:, 0], jnp.int32(0)), mesh)
 
 
 def extend(
@@ -63,15 +63,22 @@ def extend(
     info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
     x, _, layers = model.hidden(ids, info, Context(attention="xla"), cache.layers)
     lengths = cache.lengths + real.sum(1)
-    return x, placed(KVCache(layers, keys, lengths, cache.column + ids.shape[1]), mesh)
+    new = KVCache(layers, keys, lengths, cache.column + ids.shape[1])
+    return x, placed(model.cfg, new, mesh)
 
 
-def placed(cache: KVCache, mesh: Mesh | None) -> KVCache:
+def placed(cfg: ModelConfig, cache: KVCache, mesh: Mesh | None) -> KVCache:
     """The cache pinned to its sharding, so that every step returns what the next one takes."""
     if mesh is None:
         return cache
-    heads = NamedSharding(mesh, partition((None, None, None, "kv_heads"), parallel_of(mesh)))
-    layers = jax.lax.with_sharding_constraint(cache.layers, (heads, heads))
+    parallel = parallel_of(mesh)
+
+    def pin(spec: CacheSpec, x: jax.Array) -> jax.Array:
+        cut = NamedSharding(mesh, partition(spec.axes, parallel))
+        return jax.lax.with_sharding_constraint(x, cut)
+
+    specs = cache_specs(cfg, *cache.real.shape, parallel.tp)
+    layers = jax.tree.map(pin, specs, cache.layers)
     return KVCache(layers, *replicated((cache.real, cache.lengths, cache.column), mesh))
 
 

@@ -30,13 +30,14 @@ from mjax.errors import UserError
 from mjax.infer import artifact
 from mjax.infer.cache import KVCache, extend
 from mjax.models import definition_of
+from mjax.models.branch import cache_specs
 from mjax.models.params import Definition
 
 PLATFORMS = ("cpu", "cuda")
 # Letters in shapes: B rows and T cache slots of a bucket, S tokens of a row in one call.
 CACHE_ABOUT = {
-    "keys": "[layers, B, T, kv heads, head size], after rotary embedding",
-    "values": "as keys",
+    "layers": "of each layer and branch; of attention [B, T, kv heads, head size], keys after "
+    "rotary embedding",
     "real": "1 where a slot holds a token, 0 for padding and empty slots",
     "lengths": "tokens of each row, which is its next position",
     "column": "the next slot, equal for all rows; the caller keeps column + S <= T",
@@ -100,7 +101,7 @@ def export_model(
             "eos_token_ids": [int(i) for i in eos],
             "max_position_embeddings": cfg.max_position_embeddings,
             "convention": CONVENTION,
-            "cache": {k: {**v, "about": CACHE_ABOUT[k]} for k, v in cache.items()},
+            "cache": {k: {**v, "about": CACHE_ABOUT[k.split(".")[0]]} for k, v in cache.items()},
             "buckets": entries,
             "weights": {n: {"shape": s, "dtype": str(d)} for n, (s, d) in shapes.items()},
         }
@@ -133,20 +134,32 @@ def _check(cfg: ModelConfig, batches, lengths, platforms, block: int) -> None:
 
 def _cache(cfg: ModelConfig, dtype: str) -> dict[str, dict]:
     """Name -> shape, with letters, and dtype of the leaves of a `KVCache`."""
-    kv = [cfg.num_hidden_layers, "B", "T", cfg.num_key_value_heads, cfg.head_dim]
-    return {
-        "keys": {"shape": kv, "dtype": dtype},
-        "values": {"shape": kv, "dtype": dtype},
+    paths = jax.tree_util.tree_flatten_with_path(cache_specs(cfg, "B", "T"))[0]
+    layers = {
+        ".".join(["layers", *map(_key_name, path)]): {"shape": list(spec.shape), "dtype": dtype}
+        for path, spec in paths
+    }
+    return layers | {
         "real": {"shape": ["B", "T"], "dtype": "int32"},
         "lengths": {"shape": ["B"], "dtype": "int32"},
         "column": {"shape": [], "dtype": "int32"},
     }
 
 
+def _key_name(key: object) -> str:
+    """A key of a key path, as users read it."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise TypeError(key)
+
+
 def _program(
     definition: Definition, shapes: Mapping, cache: dict, sizes: dict, platforms: Sequence[str]
 ) -> jax.export.Exported:
     """The program of one bucket; `jax.export` refuses calls that it does not hold stable."""
+
+    names = [name for name in cache if name.startswith("layers.")]
 
     def run(weights, cache, ids, real):
         params: dict = {}
@@ -157,11 +170,13 @@ def _program(
                 inner = inner.setdefault(key, {})
             inner[last] = array
         model = definition.bind(params)
-        layers = cache["keys"], cache["values"]
+        tree = jax.tree.structure(cache_specs(model.cfg, "B", "T"))
+        layers = jax.tree.unflatten(tree, [cache[name] for name in names])
         old = KVCache(layers, cache["real"], cache["lengths"], cache["column"])
         x, new = extend(model, old, ids, real)
         rest = {"real": new.real, "lengths": new.lengths, "column": new.column}
-        return model.logits(x[:, -1]), {"keys": new.layers[0], "values": new.layers[1], **rest}
+        layers = dict(zip(names, jax.tree.leaves(new.layers), strict=True))
+        return model.logits(x[:, -1]), layers | rest
 
     def abstract(shape, dtype="int32"):
         return jax.ShapeDtypeStruct([sizes.get(n, n) for n in shape], jnp.dtype(dtype))

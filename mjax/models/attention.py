@@ -5,13 +5,17 @@ does not, k and v weights are replicated over tp and each device projects only t
 its query heads use: the gradient rule sums the parts. Caches hold keys after RoPE.
 """
 
+import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mjax.config.pattern import BRANCHES
 from mjax.config.schema import ModelConfig
+from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
 from mjax.models.context import Context, Tokens
 from mjax.models.context_attention import context_attention
 from mjax.models.linear import column, row
@@ -22,10 +26,15 @@ from mjax.models.weight import Weight, weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
 
-Cache = tuple[jax.Array, jax.Array]  # keys, values, each [B, T, K, H]
+
+class KeysValues(NamedTuple):
+    """The cache: keys after RoPE, and values, each [B, T, K, H]."""
+
+    keys: jax.Array
+    values: jax.Array
 
 
-class Attention(nnx.Module):
+class Attention(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D]: causal attention, optionally windowed and within segments.
 
     `q` is [D, N, H], `kv` [D, 2, K, H] (key, value), `out` [N, H, D].
@@ -88,30 +97,24 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self,
-        x: jax.Array,
-        tokens: Tokens,
-        ctx: Context,
-        *,
-        window: int | None,
-        rope: tuple[jax.Array, jax.Array] | None,
-        salt: jax.Array | int = 0,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        cfg, parallel = self.cfg, ctx.parallel
+        self, x: jax.Array, inputs: BranchInputs, cache: KeysValues | None = None
+    ) -> BranchOutput:
+        cfg, ctx, tokens = self.cfg, inputs.ctx, inputs.tokens
+        parallel, branch = ctx.parallel, BRANCHES[inputs.letter]
         q, k, v = self._project(x, ctx)
         if cfg.qk_norm:
             q = self.q_norm(q, parallel)
             k = self.k_norm(k, parallel)
-        if rope is not None:
-            q = apply_rope(q, rope)
-            k = apply_rope(k, rope)
+        if inputs.letter in inputs.rope:
+            tables = inputs.rope[inputs.letter]
+            q = apply_rope(q, tables)
+            k = apply_rope(k, tables)
         key_columns, key_segments = tokens.columns, tokens.segments
         if cache is not None:
             first = tokens.columns[0]
-            k = _write_to_cache(cache[0], k, first)
-            v = _write_to_cache(cache[1], v, first)
-            cache = k, v
+            k = _write_to_cache(cache.keys, k, first)
+            v = _write_to_cache(cache.values, v, first)
+            cache = KeysValues(k, v)
             key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
             key_segments = tokens.key_segments
         out = context_attention(
@@ -123,19 +126,43 @@ class Attention(nnx.Module):
             cp_a2a=ctx.cp_a2a,
             permute=ctx.permute,
             scale=cfg.attention_multiplier or cfg.head_dim**-0.5,
-            window=window,
+            window=cfg.sliding_window if branch.windowed else None,
             softcap=cfg.attn_logit_softcapping,
             sinks=self.sinks[...] if cfg.attention_sinks else None,
             columns=(tokens.columns, key_columns),
             segments=None if key_segments is None else (tokens.segments, key_segments),
-            dropout=self._dropout(tokens, ctx, salt),
+            dropout=self._dropout(tokens, ctx, inputs.salt),
             max_documents=ctx.max_documents,
             implementation=ctx.attention if cache is None else "xla",
         )
         y = row(out, weight_of(self.out), ctx)
         if cfg.attention_out_bias:
             y = y + self.out_bias[...]
-        return y, cache
+        return BranchOutput(y, jnp.float32(0), cache)
+
+    @staticmethod
+    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+        """12 * N * H * (the mean number of keys that a query sees).
+
+        That is s/2 under a causal mask, and w - w^2/(2s) in a sliding window of w < s keys.
+        Document masks are not discounted.
+        """
+        window = seq_length
+        if BRANCHES[letter].windowed and cfg.sliding_window:
+            window = min(cfg.sliding_window, seq_length)
+        keys = window - window * window / (2 * seq_length)
+        return 12.0 * cfg.num_attention_heads * cfg.head_dim * keys
+
+    @staticmethod
+    def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> KeysValues:
+        """Where tp does not divide the kv heads, the cache holds copies of each.
+
+        So every device has those that its query heads use and no more.
+        """
+        heads = math.lcm(cfg.num_key_value_heads, tp)
+        shape = (batch, length, heads, cfg.head_dim)
+        spec = CacheSpec(shape, (None, None, "kv_heads", None))
+        return KeysValues(spec, spec)
 
     def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, N/tp, H] and the k, v [B, S, K', H] that these query heads use."""

@@ -7,32 +7,48 @@ stacked and scanned; a scan's body spells out one period of the layer pattern.
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.pattern import STACK_OF, expand
+from mjax.config.pattern import (
+    BRANCHES,
+    branch_groups,
+    branches_of_model,
+    expand,
+    stack_of,
+    stacks_of,
+)
 from mjax.config.schema import ModelConfig
 from mjax.kernels.cross_entropy import Terms, cross_entropy
-from mjax.models.attention import Attention, Cache
+from mjax.models.branch import (
+    BranchInputs,
+    BranchOutput,
+    LayerCache,
+    Rope,
+    branch_class,
+)
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
-from mjax.models.layers import LayerInputs, Layers
-from mjax.models.mlp import MLP
-from mjax.models.moe import MoE
+from mjax.models.layers import Caches, LayerInputs, Layers
 from mjax.models.norm import Norm
 from mjax.models.params import declare, normal, split, stack
 from mjax.models.positions import rope_tables
 from mjax.sharding.spec import ParamSpec
 
-_EMBED_SALT = 0  # dropout call sites; blocks use 1 + 3 * layer + {0, 1, 2}
+_EMBED_SALT = 0  # dropout call sites; those of blocks are in `_salts`
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each normed and residual. One layer of any kind in `stack`."""
+    """One layer: residual branches, each normed. It serves all kinds of layers in one stack.
 
-    def __init__(self, cfg: ModelConfig, stack: str, rngs: nnx.Rngs):
+    Norms and branches are attributes, named by the table of branches (`config/pattern.py`).
+    """
+
+    def __init__(self, cfg: ModelConfig, kind: str, rngs: nnx.Rngs):
+        cfg = cfg.of_layer(kind)
         self.cfg = cfg
         out_std = cfg.initializer_range
         if cfg.scaled_output_init:
@@ -40,14 +56,14 @@ class Block(nnx.Module):
         norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
         before = cfg.norm_placement in ("pre", "sandwich")
         after = cfg.norm_placement in ("post", "sandwich")
-        self.attention_norm = norm("input_layernorm") if before else None
-        self.attention = Attention(cfg, out_std, rngs)
-        self.attention_post_norm = norm("post_attention_layernorm") if after else None
-        name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
-        self.mlp_norm = norm(name) if before else None
-        feed_forward = MoE if stack == "moe" else MLP
-        self.mlp = feed_forward(cfg, out_std, rngs)
-        self.mlp_post_norm = norm("post_feedforward_layernorm") if after else None
+        for i, group in enumerate(branch_groups(kind)):
+            name = BRANCHES[group[0]].name
+            names = _norm_names(i, after)
+            setattr(self, f"{name}_norm", norm(names.before) if before else None)
+            for letter in group:
+                module = branch_class(letter)(cfg, out_std, rngs)
+                setattr(self, BRANCHES[letter].name, module)
+            setattr(self, f"{name}_post_norm", norm(names.after) if after else None)
 
     def __call__(
         self,
@@ -56,39 +72,67 @@ class Block(nnx.Module):
         ctx: Context,
         *,
         kind: str,
-        rope: dict[str, tuple[jax.Array, jax.Array]],
+        rope: Rope,
         layer: jax.Array | int = 0,
-        cache: Cache | None = None,
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """(the new x [B, S/tp, D], this device's share of the auxiliary loss, the new cache).
+        cache: LayerCache | None = None,
+    ) -> BranchOutput:
+        """The new x [B, S/tp, D], this device's share of the auxiliary loss, the new cache.
 
-        `layer` is the number of the layer in the model, which dropout is keyed by.
+        `layer` is the number of the layer in the model, which dropout is keyed by. A cache has an
+        entry for each branch, by its name.
         """
-        cfg = self.cfg
-        salt = _EMBED_SALT + 1 + 3 * layer
-        h, x = _fork(self.attention_norm, x)
-        h, cache = self.attention(
-            h,
-            tokens,
-            ctx,
-            window=cfg.sliding_window if kind == "L" else None,
-            rope=rope.get(kind),
-            salt=salt,
-            cache=cache,
-        )
-        if self.attention_post_norm is not None:
-            h = self.attention_post_norm(h)
-        h = _scaled(h, cfg.residual_multiplier)
-        h = ctx.tap("attention", h)
-        x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 1)
-        h, x = _fork(self.mlp_norm, x)
-        h, aux = self.mlp(h, ctx)
-        if self.mlp_post_norm is not None:
-            h = self.mlp_post_norm(h)
-        h = _scaled(h, cfg.residual_multiplier)
-        h = ctx.tap("mlp", h)
-        x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salt + 2)
-        return x, aux, cache
+        cfg, aux = self.cfg, jnp.float32(0)
+        new_cache = {}
+        for i, group in enumerate(branch_groups(kind)):
+            name, salts = BRANCHES[group[0]].name, _salts(layer, i)
+            h, x = _fork(getattr(self, f"{name}_norm"), x)
+            outputs = []
+            for letter in group:
+                branch = BRANCHES[letter].name
+                inputs = BranchInputs(tokens, ctx, letter, rope, salts.inside)
+                held = None if cache is None else cache[branch]
+                output = getattr(self, branch)(h, inputs, held)
+                outputs.append(output.y)
+                aux = aux + output.aux
+                new_cache[branch] = output.cache
+            h = functools.reduce(jnp.add, outputs)
+            post_norm = getattr(self, f"{name}_post_norm")
+            if post_norm is not None:
+                h = post_norm(h)
+            h = _scaled(h, cfg.residual_multiplier)
+            h = ctx.tap(name, h)
+            x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salts.output)
+        return BranchOutput(x, aux, None if cache is None else new_cache)
+
+
+class NormNames(NamedTuple):
+    """Hugging Face's names of the norms before and after a branch, in Llama's and Gemma's words."""
+
+    before: str
+    after: str
+
+
+def _norm_names(i: int, both: bool) -> NormNames:
+    """The names of branch i; `both`: of a model that also has norms after its branches."""
+    if i == 0:
+        return NormNames("input_layernorm", "post_attention_layernorm")
+    suffix = "" if i == 1 else f"_{i}"
+    before = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
+    return NormNames(before + suffix, "post_feedforward_layernorm" + suffix)
+
+
+class Salts(NamedTuple):
+    """What keys the draws of dropout within a branch, and of its output."""
+
+    inside: jax.Array | int
+    output: jax.Array | int
+
+
+def _salts(layer: jax.Array | int, branch: int) -> Salts:
+    """Different for every layer and branch; three numbers a layer serve the first two branches."""
+    first = _EMBED_SALT + 1 + 3 * layer
+    further, second = divmod(branch, 2)
+    return Salts(first + (branch << 26), first + 1 + second + (further << 24))
 
 
 def _fork(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -126,11 +170,11 @@ class Decoder(nnx.Module):
                 hf=("model.embed_positions.weight",),
             )
             self.position_embedding = declare(rngs, positions, init)
-        stack_of_layers = [STACK_OF[kind] for kind in self.kinds]
-        self.stacks = tuple(sorted(set(stack_of_layers)))  # attributes .dense, .moe
+        self.stacks = stacks_of(self.kinds)  # names of attributes
         for name in self.stacks:
-            make_block = functools.partial(Block, cfg, name)
-            layers = stack(make_block, stack_of_layers.count(name), rngs)
+            kinds = [kind for kind in self.kinds if stack_of(kind) == name]
+            make_block = functools.partial(Block, cfg, kinds[0])
+            layers = stack(make_block, len(kinds), rngs)
             setattr(self, name, layers)
         self.final_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "model.norm", rngs)
         if not cfg.tie_word_embeddings:
@@ -151,12 +195,12 @@ class Decoder(nnx.Module):
         return self.logits(x)
 
     def hidden(
-        self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Cache | None = None
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+        self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
+    ) -> tuple[jax.Array, jax.Array, Caches | None]:
         """(final normed activations [B, S, D], share of the auxiliary losses, new caches).
 
         `tokens` are int32 [B, S]. The share is this device's, fp32, summed over layers and
-        sequences. Leaves of the caches are [L, B, T, K, H].
+        sequences. There is a cache for each layer.
         """
         x = self.embed(tokens, info, ctx)
         x, aux, caches = self.layers(x, info, ctx, caches)
@@ -164,16 +208,17 @@ class Decoder(nnx.Module):
         return x, aux, caches
 
     def layers(
-        self, x: jax.Array, info: Tokens, ctx: Context, caches: Cache | None = None
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+        self, x: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
+    ) -> tuple[jax.Array, jax.Array, Caches | None]:
         """`hidden` from the first layer's input x [B, S/tp, D] to the last one's output.
 
-        The layers are those that this module holds, stacked; they run in scans.
+        The layers are those that this module holds, stacked. They run in scans, and with caches one
+        after the other.
         """
         blocks, weights = {}, {}
         for name in self.stacks:
             blocks[name], weights[name] = split(getattr(self, name))
-        execution = Execution(plain_layers(self.kinds))
+        execution = Execution(plain_layers(self.kinds), unroll=1 if caches is None else 0)
         inputs = LayerInputs(info, self.rope(info, ctx))
         layers = Layers(blocks, execution, ctx)
         return layers.run(weights, x, inputs, caches=caches)
@@ -257,12 +302,14 @@ class Decoder(nnx.Module):
             return z
         return cap * jnp.tanh(z / cap)
 
-    def rope(self, info: Tokens, ctx: Context) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """The tables (cos, sin) of each kind of layer that rotates its queries and keys."""
+    def rope(self, info: Tokens, ctx: Context) -> Rope:
+        """The tables (cos, sin) of each kind of branch that rotates its queries and keys."""
         if self.cfg.position_embedding != "rope":
             return {}
         tables = {}
-        for kind in sorted(set(self.kinds) - {"N"}):
-            local = kind == "L"
-            tables[kind] = rope_tables(self.cfg, info.positions, local, ctx.parallel)
+        for letter in sorted(branches_of_model(self.kinds)):
+            branch = BRANCHES[letter]
+            if branch.rotary:
+                windowed = branch.windowed
+                tables[letter] = rope_tables(self.cfg, info.positions, windowed, ctx.parallel)
         return tables

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from mjax.config.pattern import STACK_OF, stack_index
+from mjax.config.pattern import stack_index, stack_of
 from mjax.kernels.quantize import Recipe
 from mjax.sharding.rules import ParamPlacement, is_partly_read
 
@@ -29,7 +29,7 @@ def plain_layers(kinds: Sequence[str]) -> tuple[LayerPlan, ...]:
     """Layers of these kinds, which keep all that autodiff asks for."""
     rows = stack_index(tuple(kinds))
     return tuple(
-        LayerPlan((kind,), STACK_OF[kind], row) for kind, row in zip(kinds, rows, strict=True)
+        LayerPlan((kind,), stack_of(kind), row) for kind, row in zip(kinds, rows, strict=True)
     )
 
 

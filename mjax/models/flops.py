@@ -1,39 +1,52 @@
 """Model FLOPs of a token: what the speed of a run is measured by.
 
-The convention is that of PaLM (Chowdhery et al. 2022, appendix B) with the causal half counted.
-Recomputation is not counted.
+They are counted from the declarations: products with weights from the parameters' specs, and the
+rest from each branch (`BranchModule.flops`). The convention is that of PaLM (Chowdhery et al. 2022,
+appendix B) with the causal half counted. Recomputation is not counted.
 """
 
-from mjax.config.pattern import STACK_OF, expand
+import functools
+
+import jax
+
+from mjax.config.pattern import branches_of
 from mjax.config.schema import ModelConfig
+from mjax.models import definition_of
+from mjax.models.branch import branch_class
+from mjax.sharding.spec import ParamSpec, is_spec
+
+# Roles of the parameters that every token is multiplied with, besides the head.
+_MULTIPLIED = ("matrix", "router")
 
 
-def matmul_weights(model: ModelConfig) -> int:
-    """Weights that a token is multiplied with: projections, MLP, LM head; no embedding lookup.
+def matmul_weights(model: ModelConfig) -> float:
+    """Weights that a token is multiplied with, of which experts count as far as they are active.
 
-    Per layer D*N*H (q) + 2*D*K*H (k, v) + N*H*D (o) + (3 if gated else 2)*D*F, and D*V once. An E
-    block has its active experts, num_experts_per_tok wide, and the router D*E instead of F.
+    The head counts vocab_size rows, without padding, tied or not; looking up embeddings is free.
     """
-    d, h = model.hidden_size, model.head_dim
-    attention = 2 * d * model.num_attention_heads * h + 2 * d * model.num_key_value_heads * h
-    mlp = (3 if model.mlp_gated else 2) * d
-    active = mlp * model.num_experts_per_tok * model.moe_intermediate_size + d * model.num_experts
-    ffn = {"dense": mlp * model.intermediate_size, "moe": active}
-    kinds = expand(model.layer_pattern, model.num_hidden_layers)
-    return sum(attention + ffn[STACK_OF[kind]] for kind in kinds) + d * model.vocab_size
+    return _layer_weights(model.model_dump_json()) + model.hidden_size * model.vocab_size
+
+
+@functools.cache
+def _layer_weights(model: str) -> float:
+    """The part of the layers, of a config in JSON."""
+    specs = definition_of(ModelConfig.model_validate_json(model)).specs
+
+    def count(spec: ParamSpec) -> float:
+        return spec.size * spec.active if spec.role in _MULTIPLIED else 0
+
+    return sum(map(count, jax.tree.leaves(specs, is_leaf=is_spec)))
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """Model FLOPs of one token, forward and backward, nothing recomputed.
 
-    6 * matmul_weights + 12 * N*H * sum over layers of the mean number of keys a query sees:
-    s/2 under a causal mask, w - w^2/(2s) in a sliding window of w < s keys. Without windows the
-    second term is 6*L*s*N*H. Document masks are not discounted. The convention of PaLM
-    (Chowdhery et al. 2022, appendix B) with the causal half counted.
+    They are 6 * matmul_weights and those of the branches of each layer, as the mean over a sequence
+    of `seq_length` tokens.
     """
-    s, keys = seq_length, 0.0
-    for kind in expand(model.layer_pattern, model.num_hidden_layers):
-        w = min(model.sliding_window or s, s) if kind == "L" else s
-        keys += w - w * w / (2 * s)
-    width = model.num_attention_heads * model.head_dim
-    return 6.0 * matmul_weights(model) + 12.0 * width * keys
+    total = 6.0 * matmul_weights(model)
+    for kind in model.layer_kinds:
+        sizes = model.of_layer(kind)
+        for letter in branches_of(kind):
+            total += branch_class(letter).flops(sizes, letter, seq_length)
+    return total

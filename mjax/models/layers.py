@@ -23,7 +23,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mjax.config.pattern import STACKS
 from mjax.config.pipeline_layout import EMPTY
 from mjax.kernels.quantize import quantize_stack, transposed_bits
 from mjax.models.barriers import (
@@ -31,6 +30,7 @@ from mjax.models.barriers import (
     reduce_under_previous_layer,
     write_once,
 )
+from mjax.models.branch import LayerCache, Rope
 from mjax.models.context import Context, Tokens
 from mjax.models.execution import (
     Execution,
@@ -55,7 +55,7 @@ from mjax.models.weight import (
 )
 from mjax.sharding.collectives import reduce_gradients
 from mjax.sharding.rules import ParamPlacement, Placement
-from mjax.sharding.spec import ParamSpec
+from mjax.sharding.spec import ParamSpec, is_spec
 
 # ---- from masters to weights ---------------------------------------------------------------------
 
@@ -254,9 +254,9 @@ def matmul_leaves(tree: dict, specs: dict) -> dict[str, dict]:
         if spec.matmul is not None:
             entries[spec.matmul] = entry
 
-    for stack in sorted(STACKS & set(specs)):
+    for stack in sorted(specs):
         entries: dict = {}
-        jax.tree.map(add, specs[stack], tree[stack])
+        jax.tree.map(add, specs[stack], tree[stack], is_leaf=is_spec)
         if entries:
             matmuls[stack] = entries
     return matmuls
@@ -265,11 +265,15 @@ def matmul_leaves(tree: dict, specs: dict) -> dict[str, dict]:
 # ---- running -------------------------------------------------------------------------------------
 
 
+# The caches of a model, one for each layer.
+Caches = list[LayerCache]
+
+
 class LayerInputs(NamedTuple):
-    """The inputs of all layers besides weights and activations; `rope`: rotary tables by kind."""
+    """The inputs of all layers besides weights and activations."""
 
     tokens: Tokens
-    rope: dict[str, tuple[jax.Array, jax.Array]]
+    rope: Rope
 
 
 @dataclass(frozen=True)
@@ -293,14 +297,14 @@ class Layers:
         *,
         numbers: jax.Array | None = None,
         choices: jax.Array | None = None,
-        caches: tuple | None = None,
-    ) -> tuple[jax.Array, jax.Array, tuple | None]:
+        caches: Caches | None = None,
+    ) -> tuple[jax.Array, jax.Array, Caches | None]:
         """x [B, S/tp, D] through all layers; the share of auxiliary losses; the new caches.
 
         `weights` are as `load_weights` gives them. Lists of layers may take the place of stacks if
         they run one after the other, and `stack_groups` of such lists in a loop. `numbers`
         int32 [L] are the numbers of the layers in the model (default: 0, 1, ..), `choices` int32
-        [L] pick one of the kinds of each. Leaves of `caches` are [L, ...]; only a loop takes them.
+        [L] pick one of the kinds of each. Layers take `caches` if they run one after the other.
         """
         if numbers is None:
             numbers = jnp.arange(len(self.execution.layers), dtype=jnp.int32)
@@ -310,60 +314,56 @@ class Layers:
         if self.execution.overlap:
             carry = *carry, jnp.float32(0)
         if not self.execution.loops:
-            assert caches is None, "layers that run one after the other have no cache"
-            carry = self._run_list(weights, carry, inputs, numbers, choices)
+            carry, caches = self._run_list(weights, carry, inputs, numbers, choices, caches)
         else:
-            carry, caches = self._run_loop(weights, carry, inputs, numbers, choices, caches)
+            assert caches is None, "layers in a loop have no caches"
+            carry = self._run_loop(weights, carry, inputs, numbers, choices)
         return carry[0], carry[1], caches
 
-    def _run_list(self, weights: dict, carry: tuple, inputs, numbers, choices) -> tuple:
+    def _run_list(
+        self, weights: dict, carry: tuple, inputs, numbers, choices, caches
+    ) -> tuple[tuple, Caches | None]:
         """One layer after the other. Equal layers are traced once."""
         functions: dict[LayerPlan, Callable] = {}
         layers = {stack: layers_of_stack(weights[stack]) for stack in self.blocks}
+        new_caches = []
         for i, plan in enumerate(self.execution.layers):
             like = replace(plan, row=0)
             if like not in functions:
                 functions[like] = jax.jit(self._layer(plan, in_loop=False))
             layer = layers[plan.stack][plan.row]
-            carry, _ = functions[like](carry, layer, inputs, numbers[i], choices[i], None)
-        return carry
+            cache = None if caches is None else caches[i]
+            facts = inputs, numbers[i], choices[i]
+            carry, cache = functions[like](carry, layer, *facts, cache)
+            new_caches.append(cache)
+        return carry, None if caches is None else new_caches
 
-    def _run_loop(
-        self, weights: dict, carry: tuple, inputs, numbers, choices, caches
-    ) -> tuple[tuple, tuple | None]:
+    def _run_loop(self, weights: dict, carry: tuple, inputs, numbers, choices) -> tuple:
         """A scan over each group of equal layers."""
-        new_caches = []
         groups = list(scan_groups(self.execution.layers))
         if isinstance(weights, dict):
             weights = [cut_group(weights, group) for group in groups]
         for group, stacks in zip(groups, weights, strict=True):
             rows = rows_of_group(group.first, group.repeats, len(group.period))
-            xs = stacks, rows(numbers), rows(choices), jax.tree.map(rows, caches)
+            xs = stacks, rows(numbers), rows(choices)
             unroll = min(self.execution.unroll, group.repeats)
             body = self._scan_body(group, inputs, in_loop=unroll < group.repeats)
-            carry, made = jax.lax.scan(body, carry, xs, unroll=unroll)
-            new_caches.append(jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), made))
-        if caches is not None:
-            caches = jax.tree.map(lambda *parts: jnp.concatenate(parts), *new_caches)
-        return carry, caches
+            carry, _ = jax.lax.scan(body, carry, xs, unroll=unroll)
+        return carry
 
     def _scan_body(self, group: ScanGroup, inputs: LayerInputs, in_loop: bool) -> Callable:
         """One period of layers, as `jax.lax.scan` calls it."""
         own_rows = stack_rows(group.period)
 
-        def body(carry: tuple, xs: tuple) -> tuple[tuple, tuple | None]:
-            stacks, numbers, choices, caches = xs
-            new_caches = []
+        def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
+            stacks, numbers, choices = xs
             for i, plan in enumerate(group.period):
                 first, count = own_rows[plan.stack]
                 row = plan.row - first if count > 1 else None
-                layer, weights = self._layer(plan, in_loop, row), stacks[plan.stack]
-                cache = jax.tree.map(lambda c: c[i], caches)  # noqa: B023
-                carry, cache = layer(carry, weights, inputs, numbers[i], choices[i], cache)
-                new_caches.append(cache)
-            if caches is not None:
-                caches = jax.tree.map(lambda *parts: jnp.stack(parts), *new_caches)
-            return carry, caches
+                layer = self._layer(plan, in_loop, row)
+                facts = inputs, numbers[i], choices[i]
+                carry, _ = layer(carry, stacks[plan.stack], *facts, None)
+            return carry, None
 
         return body
 
@@ -383,8 +383,8 @@ class Layers:
                 x, aux, *ready = carry
                 block = self.blocks[plan.stack].bind(weights)
                 options = {"kind": kind, "rope": inputs.rope, "layer": number, "cache": cache}
-                x, more, cache = block(x, inputs.tokens, self.ctx, **options)
-                return (x, aux + more, *ready), cache
+                output = block(x, inputs.tokens, self.ctx, **options)
+                return (output.y, aux + output.aux, *ready), output.cache
 
             return remat(apply, plan.remat, self.execution.offload, in_loop)
 

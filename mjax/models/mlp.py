@@ -12,6 +12,7 @@ from mjax.config.schema import ModelConfig
 from mjax.kernels import gate
 from mjax.models import mlp_fp8
 from mjax.models.barriers import compute_again
+from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.context import Context
 from mjax.models.linear import column, row
 from mjax.models.params import constant, declare, normal
@@ -114,8 +115,8 @@ def up_names(cfg: ModelConfig, prefix: str, kind: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}.{kind}" for name in names)
 
 
-class MLP(nnx.Module):
-    """[B, S/tp, D] -> [B, S/tp, D] and no auxiliary loss (`models/moe.py` has one).
+class MLP(BranchModule):
+    """[B, S/tp, D] -> [B, S/tp, D].
 
     `up` is [D, 2, F] (gate, up) when `mlp_gated`, else [D, F]. `down` is [F, D].
     """
@@ -148,15 +149,19 @@ class MLP(nnx.Module):
             self.down_bias = declare(rngs, down, constant(0.0))
 
     @jax.named_scope("mlp")
-    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
+    ) -> BranchOutput:
+        return BranchOutput(self._output(x, inputs.ctx), jnp.float32(0))
+
+    def _output(self, x: jax.Array, ctx: Context) -> jax.Array:
         act = self.cfg.hidden_act
-        no_aux = jnp.float32(0)
         up, down = weight_of(self.up), weight_of(self.down)
         if self._in_one_function(x, ctx) and mlp_fp8.supports(up.recipe, act):
             x = ctx.parallel.gather_seq(x)
             y = mlp_fp8.gated_mlp_fp8(x, up, down, act)
             y = ctx.parallel.scatter_seq(y)
-            return checkpoint_name(y, "down"), no_aux
+            return checkpoint_name(y, "down")
         (h,) = column(x, (up,), ctx)
         bias = self.up_bias[...] if self.cfg.mlp_bias else None
         if self.cfg.mlp_gated:
@@ -167,7 +172,7 @@ class MLP(nnx.Module):
         y = row(h, down, ctx)
         if self.cfg.mlp_bias:
             y = y + self.down_bias[...]
-        return y, no_aux
+        return y
 
     def _in_one_function(self, x: jax.Array, ctx: Context) -> bool:
         """Whether nothing stands between the two matmuls and the gate."""

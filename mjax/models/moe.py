@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema import ModelConfig
-from mjax.models.context import Context
+from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.mlp import activated, gated, up_axes, up_names
 from mjax.models.params import declare, normal
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
 
 
-class MoE(nnx.Module):
+class MoE(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D] and this device's share of the balance loss.
 
     `router` is [D, E]. `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]. `down` is
@@ -33,6 +33,7 @@ class MoE(nnx.Module):
         experts, width, ffn = cfg.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
         shape, axes = up_axes(cfg, ffn)
         prefix = "mlp.experts.{expert}"
+        active = cfg.num_experts_per_tok / experts
         router = ParamSpec(
             shape=(width, experts),
             axes=("embed", "router"),
@@ -43,12 +44,14 @@ class MoE(nnx.Module):
             shape=(experts, width, *shape),
             axes=("experts", "embed", *axes),
             role="matrix",
+            active=active,
             hf=up_names(cfg, prefix, "weight"),
         )
         down = ParamSpec(
             shape=(experts, ffn, width),
             axes=("experts", "mlp", "embed"),
             role="matrix",
+            active=active,
             hf=(f"{prefix}.down_proj.weight",),
         )
         init = normal(cfg.initializer_range)
@@ -57,8 +60,10 @@ class MoE(nnx.Module):
         self.down = declare(rngs, down, normal(out_std))
 
     @jax.named_scope("mlp")
-    def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        cfg, parallel = self.cfg, ctx.parallel
+    def __call__(
+        self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
+    ) -> BranchOutput:
+        cfg, parallel = self.cfg, inputs.ctx.parallel
         gates, chosen, probs = route(x, self.router[...], cfg)
         x, gates = to_experts(x, gates, parallel)
 
@@ -74,7 +79,7 @@ class MoE(nnx.Module):
         experts = self.up[...], self.down[...], jnp.moveaxis(gates, 2, 0)
         total, _ = jax.lax.scan(add_expert, zero, experts)
         y = from_experts(total.astype(x.dtype), parallel)
-        return y, balance_loss(chosen, probs, cfg, parallel)
+        return BranchOutput(y, balance_loss(chosen, probs, cfg, parallel))
 
 
 def route(

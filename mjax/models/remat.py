@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 
-from mjax.config.remat import POLICIES
+from mjax.config.remat import kept_names
 from mjax.kernels.quantize import SCALES
 
 # The policy of a pipeline's layers that keep all: `all_but_views`. Users write "none".
@@ -31,7 +31,7 @@ def remat(
     """
     if policy == STASHED:
         return all_but_views(layer)
-    names = POLICIES[policy]
+    names = kept_names(policy)
     if names is None:
         return layer
     to_host = [name for name in names if name in offload]

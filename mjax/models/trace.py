@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 import jax
 
-from mjax.config.pattern import STACK_OF, stack_index
+from mjax.config.pattern import stack_index, stack_of
 from mjax.errors import UserError
 from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Decoder
@@ -50,10 +50,10 @@ def trace(
     rope, rows = model.rope(info, ctx), stack_index(model.kinds)
     stacks = {name: split(getattr(model, name)) for name in model.stacks}
     for i, kind in enumerate(model.kinds):
-        definition, weights = stacks[STACK_OF[kind]]
+        definition, weights = stacks[stack_of(kind)]
         block = definition.bind(jax.tree.map(lambda w: w[rows[i]], weights))  # noqa: B023
         here = replace(ctx, see=lambda name, x: see(f"layers.{i}.{name}", x))  # noqa: B023
-        x, _, _ = block(x, info, here, kind=kind, rope=rope, layer=i)
+        x = block(x, info, here, kind=kind, rope=rope, layer=i).y
         x = see(f"layers.{i}", x)
     x = see("final_norm", model.final_norm(x))
     unknown = [p for p in (*hooks, *keep) if p not in matched]

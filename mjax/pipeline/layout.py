@@ -1,19 +1,21 @@
 """Which layers live on which pipeline device: the single home of the pipeline's layout.
 
 A model is split into pp * v virtual stages of consecutive layers. Virtual stage i is chunk i // pp
-of device i % pp (circular, as in Megatron-LM's interleaved schedule). Stages may differ in length:
-every chunk has as many slots as the longest stage, and unused slots are padding. Invariant: every
-layer is in exactly one slot, in order. Layout strings follow Megatron-LM's
-`--pipeline-model-parallel-layout`. `storage.py` says where the parameters of a slot are.
+of device i % pp (circular, as in Megatron-LM's interleaved schedule). Stages may differ in length
+and in their layers: every chunk has the same slots, each for layers of one stack, and unused slots
+are padding (`config/pipeline_layout.py`). Invariant: every layer is in exactly one slot, in order.
+Layout strings follow Megatron-LM's `--pipeline-model-parallel-layout`. `storage.py` says where the
+parameters of a slot are.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mjax.config.pattern import STACK_OF, expand, stack_index
-from mjax.config.pipeline_layout import slot_kinds, stage_sizes, stages_agree
+from mjax.config.pattern import stack_index, stacks_of
+from mjax.config.pipeline_layout import Slots, assign_slots, stage_sizes
 from mjax.config.schema import Config
 
 
@@ -34,16 +36,17 @@ class Layout:
     @property
     def stacks(self) -> tuple[str, ...]:
         """Stacks of parameters that the layers live in."""
-        return tuple(sorted({STACK_OF[kind] for kind in self.kinds}))
+        return stacks_of(self.kinds)
 
-    @property
-    def slots(self) -> int:
-        """Layer slots of a chunk."""
-        return max(map(len, self.stages))
+    @functools.cached_property
+    def slots(self) -> Slots:
+        """The slots of a chunk, and the layers in them."""
+        return assign_slots(self.kinds, [len(stage) for stage in self.stages])
 
     def table(self) -> np.ndarray:
         """int32 [pp, v, slots]: the layer in each slot, -1 where it is padding."""
-        return self._by_chunk(self.stages)
+        stages = np.asarray(self.slots.layers, np.int32)
+        return stages.reshape(self.v, self.pp, -1).swapaxes(0, 1)
 
     @property
     def uniform(self) -> bool:
@@ -52,32 +55,13 @@ class Layout:
 
     def slot_kinds(self) -> tuple[tuple[str, ...], ...]:
         """For each slot, the kinds it has on any device in any chunk, `EMPTY` among them."""
-        return slot_kinds(self.kinds, [len(stage) for stage in self.stages])
-
-    @property
-    def runs_all_stacks(self) -> bool:
-        """A chunk's slots are of one stack, or of the same kind in every chunk."""
-        return stages_agree(self.kinds, [len(stage) for stage in self.stages])
+        return self.slots.kinds(self.kinds)
 
     def storage_rows(self, stack: str) -> np.ndarray:
-        """int32 [pp * v * slots]: the row of the canonical `stack` stored there, -1: padding.
-
-        A model with two stacks has the same kinds in every chunk, so neither is padded.
-        """
-        row_of_layer = stack_index(self.kinds)
-        rows_of_stages = []
-        for stage in self.stages:
-            layers = [layer for layer in stage if STACK_OF[self.kinds[layer]] == stack]
-            rows_of_stages.append([row_of_layer[layer] for layer in layers])
-        return self._by_chunk(rows_of_stages).reshape(-1)
-
-    def _by_chunk(self, stages: Sequence[Sequence[int]]) -> np.ndarray:
-        """int32 [pp, v, slots] of numbers for each stage, -1 where a stage has fewer."""
-        slots = max(map(len, stages))
-        table = np.full((self.pp, self.v, slots), -1, np.int32)
-        for i, stage in enumerate(stages):
-            table[i % self.pp, i // self.pp, : len(stage)] = stage
-        return table
+        """int32 [pp * v * slots of the stack]: the row of `stack` stored there, -1: padding."""
+        slots = [slot for slot, of in enumerate(self.slots.stacks) if of == stack]
+        row_of_layer = np.array([*stack_index(self.kinds), -1], np.int32)
+        return row_of_layer[self.table()[..., slots]].reshape(-1)
 
 
 def make_layout(
@@ -104,8 +88,8 @@ def make_layout(
 def layout_of(cfg: Config) -> Layout:
     """The layout a config asks for. Raises `UserError`."""
     mesh = cfg.mesh
-    kinds = expand(cfg.model.layer_pattern, cfg.model.num_hidden_layers)
     account_for = mesh.pipeline_account_for
+    kinds = cfg.model.layer_kinds
     return make_layout(kinds, mesh.pp, mesh.virtual_stages, mesh.pipeline_layout, account_for)
 
 

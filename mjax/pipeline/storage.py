@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mjax.config.pattern import STACKS
 from mjax.pipeline.layout import Layout
 from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.rules import Padding
@@ -61,8 +60,8 @@ class Storage:
     def form(self, path: tuple) -> StoredForm:
         """How the parameter (or a tensor like it) at a key path is stored."""
         rows = None
-        stack = _stack_of(path)
-        if self.layout is not None and stack is not None:
+        stack = _stack_of(self.layout, path)
+        if stack is not None:
             storage_rows = self.layout.storage_rows(stack)
             if not _in_order(storage_rows):
                 rows = tuple(map(int, storage_rows))
@@ -114,8 +113,8 @@ def storage_specs(layout: Layout | None, specs: dict) -> dict:
     """Declarations of the parameters in the order they are stored in, without padding."""
 
     def stored(path: tuple, spec: ParamSpec) -> ParamSpec:
-        stack = _stack_of(path)
-        if layout is None or stack is None:
+        stack = _stack_of(layout, path)
+        if stack is None:
             return spec
         rows = layout.storage_rows(stack).size
         return replace(spec, shape=(rows, *spec.shape[1:]))
@@ -151,11 +150,12 @@ def global_indices(
     return tuple(indices)
 
 
-def _stack_of(path: tuple) -> str | None:
-    """The stack that a key path lies in."""
+def _stack_of(layout: Layout | None, path: tuple) -> str | None:
+    """The stack that a key path lies in; None also without a pipeline."""
+    stacks = () if layout is None else layout.stacks
     for key in path:
         name = getattr(key, "key", None)
-        if name in STACKS:
+        if name in stacks:
             return name
     return None
 

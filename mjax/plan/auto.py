@@ -28,17 +28,17 @@ GB = 1e9
 
 
 def resolve_auto(
-    cfg: Config, devices: Sequence[jax.Device], parameters: int
+    cfg: Config, devices: Sequence[jax.Device], specs: dict
 ) -> tuple[Config, str | None]:
     """(`cfg` with each of its "auto" replaced for `devices`, why: a line for each choice)."""
     limit, why = device_memory(devices), []
     if cfg.mesh.auto:
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # CPU devices share it
-        mesh, line = propose_mesh(cfg, len(devices), limit or host / len(devices), parameters)
+        mesh, line = propose_mesh(cfg, len(devices), limit or host / len(devices), specs)
         cfg = cfg.model_copy(update={"mesh": mesh})
         why.append(line)
     validate(cfg, device_count=len(devices))
-    cfg, line = choose_memory_policy(cfg, len(devices), limit, parameters)
+    cfg, line = choose_memory_policy(cfg, len(devices), limit, specs)
     return cfg, "\n".join([*why, line] if line else why) or None
 
 
@@ -57,12 +57,10 @@ def device_memory(devices: Sequence[jax.Device]) -> int | None:
     return int(megabytes.min()) << 20
 
 
-def propose_mesh(
-    cfg: Config, devices: int, memory: float, parameters: int
-) -> tuple[MeshConfig, str]:
+def propose_mesh(cfg: Config, devices: int, memory: float, specs: dict) -> tuple[MeshConfig, str]:
     """(mesh sizes for `devices` of `memory` bytes each, one line that says why).
 
-    `parameters` is the model's count. Raises `UserError` where nothing fits.
+    `specs` declare the model's parameters. Raises `UserError` where nothing fits.
     """
     tried, traced = [], {}
     for policy in memory_policies(cfg):
@@ -73,7 +71,7 @@ def propose_mesh(
                 continue  # heads, layers or batch do not divide
             sizes = tuple(mesh_sizes(mesh, devices).values())
             traced_on_mesh = traced.setdefault(sizes, {})
-            need = bytes_per_device(policy, mesh, devices, parameters, traced_on_mesh)
+            need = bytes_per_device(policy, mesh, devices, specs, traced_on_mesh)
             total = sum(need.values())
             tried.append((total, mesh))
             if total <= FRACTION * memory:
@@ -90,7 +88,7 @@ def propose_mesh(
 
 
 def choose_memory_policy(
-    cfg: Config, devices: int, memory: float | None, parameters: int
+    cfg: Config, devices: int, memory: float | None, specs: dict
 ) -> tuple[Config, str | None]:
     """(`cfg` with train.remat and optimizer.offload resolved, why).
 
@@ -107,7 +105,7 @@ def choose_memory_policy(
     limit = f"{FRACTION * memory / GB:.0f} GB"
     needs, traced = [], {}
     for option in options:
-        need = bytes_per_device(option, cfg.mesh, devices, parameters, traced)
+        need = bytes_per_device(option, cfg.mesh, devices, specs, traced)
         needs.append((sum(need.values()), option, need))
         if needs[-1][0] <= FRACTION * memory:
             fits = f"fits {limit}"

@@ -55,7 +55,7 @@ def candidates(cfg: Config) -> dict[str, Layout]:
             text = _layout_text(layers, stages, last)
             key = f"mesh.pipeline_layout='{text}'"
             layouts[key] = make_layout(now.kinds, now.pp, layout=text)
-    return {key: layout for key, layout in layouts.items() if layout.runs_all_stacks}
+    return layouts
 
 
 def _layout_text(layers: int, stages: int, last: int) -> str:

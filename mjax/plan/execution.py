@@ -20,8 +20,7 @@ result (`models/execution.py`) and derive nothing themselves.
 import logging
 from dataclasses import dataclass, replace
 
-from mjax.config.pattern import STACK_OF, expand, stack_index
-from mjax.config.pipeline_layout import EMPTY
+from mjax.config.pattern import stack_index, stack_of
 from mjax.config.remat import offloaded, remat_policies
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
@@ -116,23 +115,23 @@ def count_micro_batches(cfg: Config, sizes: dict[str, int], rows: int | None = N
 
 def model_layers(cfg: Config) -> tuple[LayerPlan, ...]:
     """The layers of the model, in order."""
-    kinds = expand(cfg.model.layer_pattern, cfg.model.num_hidden_layers)
+    kinds = cfg.model.layer_kinds
     policies = remat_policies(_remat_text(cfg), len(kinds))
     rows, skipped = stack_index(kinds), cfg.precision.fp8_skip_layers
     return tuple(
-        LayerPlan((kind,), STACK_OF[kind], row, policy, skipped <= i < len(kinds) - skipped)
+        LayerPlan((kind,), stack_of(kind), row, policy, skipped <= i < len(kinds) - skipped)
         for i, (kind, row, policy) in enumerate(zip(kinds, rows, policies, strict=True))
     )
 
 
 def pipeline_slots(cfg: Config) -> tuple[LayerPlan, ...]:
     """The slots of a pipeline's chunk, whose policies train.remat counts."""
-    slots = layout_of(cfg).slot_kinds()
+    layout = layout_of(cfg)
+    stacks, slots = layout.slots.stacks, layout.slot_kinds()
     policies = remat_policies(_remat_text(cfg), len(slots), "layers in a pipeline stage")
     counts: dict[str, int] = {}
     plans = []
-    for kinds, policy in zip(slots, policies, strict=True):
-        stack = STACK_OF[max(set(kinds) - {EMPTY})]  # a slot's kinds are of one stack
+    for stack, kinds, policy in zip(stacks, slots, policies, strict=True):
         row = counts.get(stack, 0)
         counts[stack] = row + 1
         # All that autodiff asks for would include copies of weights.

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mjax.config.mesh_rules import AXES
-from mjax.config.pattern import STACK_OF
-from mjax.config.remat import POLICIES
+from mjax.config.pattern import BRANCHES, branches_of
+from mjax.config.remat import kept_names
 from mjax.config.schema import Config
 from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Block
@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
     def goes_to_host(self, policy: str, offload: tuple[str, ...]) -> bool:
         """Whether it waits in host memory."""
-        return self.name in offload and self.name in (POLICIES[policy] or ())
+        return self.name in offload and self.name in (kept_names(policy) or ())
 
 
 def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kept]:
@@ -56,7 +56,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     parallel = Parallel(**sizes)
 
     def make_block() -> Block:
-        return Block(cfg.model, STACK_OF[kind], nnx.Rngs(0))
+        return Block(cfg.model, kind, nnx.Rngs(0))
 
     block = split(nnx.eval_shape(make_block))[0]
     local_rows = cfg.train.global_batch_size // parallel.size("dp", "ep")
@@ -87,7 +87,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     labels = [("input", x), *names]
     tensors = []
     for aval in leaves:
-        name = _take_label(labels, aval, POLICIES[policy])
+        name = _take_label(labels, aval, kept_names(policy))
         tensors.append(Kept(name, aval.shape, str(aval.dtype)))
     return tensors
 
@@ -113,12 +113,15 @@ def _residuals(
     positions = jnp.zeros(shape, jnp.int32)
     tokens = tokens_of(shape, positions, key=jax.random.key(0))
     rope = {}
-    if cfg.model.position_embedding == "rope" and kind != "N":
-        rope[kind] = rope_tables(cfg.model, positions, kind == "L", parallel)
+    if cfg.model.position_embedding == "rope":
+        for letter in branches_of(kind):
+            branch = BRANCHES[letter]
+            if branch.rotary:
+                rope[letter] = rope_tables(cfg.model, positions, branch.windowed, parallel)
 
     def apply(weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, aux, _ = block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)
-        return y, aux
+        output = block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)
+        return output.y, output.aux
 
     def forward(weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.vjp(apply, weights, x)[0]

@@ -1,28 +1,30 @@
 """The one estimate of the memory that a training step needs, used by every `auto`.
 
 Tensors kept for the backward are not estimated but read from the layer's own trace (`kept`), on the
-local shapes of a mesh that need not exist. The rest are counts of parameters and, for what the
+local shapes of a mesh that need not exist. The rest are shards of the parameters and, for what the
 compiler adds, factors measured on programs compiled for H200 (docs/memory.md). Invariant: a pure
-function of (config, sizes of the mesh, number of parameters).
+function of (config, sizes of the mesh, declared parameters).
 """
 
 from collections import Counter
 from typing import NamedTuple
 
 from mjax.config.mesh_rules import mesh_sizes
-from mjax.config.pattern import expand
 from mjax.config.pipeline_layout import EMPTY
 from mjax.config.remat import offloaded
 from mjax.config.schema import Config, MeshConfig, OptimizerConfig
 from mjax.kernels.cross_entropy import cut_of
 from mjax.kernels.loss_rows import fits
-from mjax.models.execution import Execution
+from mjax.models.execution import Execution, is_matmul_weight, is_stack
 from mjax.models.remat import STASHED
 from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
+from mjax.pipeline.storage import storage_specs
 from mjax.plan.execution import decide_execution
 from mjax.plan.kept import Kept, kept
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.rules import ParamPlacement, place
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 
@@ -60,11 +62,11 @@ Traced = dict[tuple[str, str], list[Kept]]  # by kind of layer and policy
 
 
 def bytes_per_device(
-    cfg: Config, mesh: MeshConfig, devices: int, parameters: int, traced: Traced | None = None
+    cfg: Config, mesh: MeshConfig, devices: int, specs: dict, traced: Traced | None = None
 ) -> dict[str, float]:
     """Bytes that a training step of `cfg` on `mesh` needs at its peak, by what they are for.
 
-    `parameters` is the model's count. `traced` is what layers keep, as far as it is known; what is
+    `specs` declare the parameters. `traced` is what layers keep, as far as it is known; what is
     found is added to it.
     """
     traced = {} if traced is None else traced
@@ -75,7 +77,7 @@ def bytes_per_device(
     for pair in {*layers.each, *with_dots} - set(traced):
         traced[pair] = kept(cfg, sizes, *pair)
     work = WORK * max(sum(t.bytes for t in traced[pair]) for pair in with_dots)
-    parts = _parameter_bytes(cfg, sizes, execution, parameters, layers)
+    parts = _parameter_bytes(cfg, sizes, execution, specs, layers)
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
     parts["activations"] = _activation_bytes(cfg, sizes, execution, layers, traced)
     return parts | {"work": max(work, loss)}
@@ -103,41 +105,51 @@ def _activation_bytes(
 class Counts(NamedTuple):
     """Parameters on one device: tables (embedding, positions, head) and stacks of layers.
 
-    shard: of both, as ZeRO stores them. whole_layer: of one layer. stored_stacks: of the stacks, as
-    ZeRO stores them.
+    eight_bits: of the stacks, those that matmuls can read in 8 bits. shard: of all, as ZeRO stores
+    them. whole_layer: of the largest layer. stored_stacks: of the stacks, as ZeRO stores them.
     """
 
     tables: float
     stacks: float
+    eight_bits: float
     shard: float
     whole_layer: float
     stored_stacks: float
 
 
-def _count(cfg: Config, sizes: dict[str, int], parameters: int, layers: HeldLayers) -> Counts:
-    """Parameters on a device. Uneven stages have slots for more layers than there are."""
-    model, tp = cfg.model, sizes["tp"]
-    copies = sizes["dp"] * sizes["ep"] * sizes["cp"] if cfg.mesh.zero else 1
-    learned = model.position_embedding == "learned"
-    rows = model.padded_vocab_size * (2 - model.tie_word_embeddings)
-    tables = (rows + model.max_position_embeddings * learned) * model.hidden_size
-    expert = model.hidden_size * model.moe_intermediate_size * (2 + model.mlp_gated)
-    kinds = expand(model.layer_pattern, model.num_hidden_layers)
-    experts = kinds.count("E") * model.num_experts * expert
-    share = len(layers.each) * layers.chunks / len(kinds) / tp
-    stacks = (parameters - tables - experts + experts / sizes["ep"]) * share
-    shard = (tables / tp + (parameters - tables) * share) / copies
-    if not cfg.mesh.zero:
-        shard = tables / tp + stacks
-    whole_layer = stacks * sizes["pp"] / len(kinds)
-    return Counts(tables / tp, stacks, shard, whole_layer, stacks / copies)
+def _count(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
+    """Parameters on a device, from the shapes of their shards.
+
+    Uneven pipeline stages have slots for more layers than there are.
+    """
+    layout = layout_of(cfg) if sizes["pp"] > 1 else None
+    parallel = Parallel(**sizes)
+    placement = place(storage_specs(layout, specs), parallel, cfg.mesh.zero, cfg.mesh.zero_group)
+    found: list[ParamPlacement] = []
+    layers: dict[str, float] = {}
+    for name in placement.specs:
+        of_part: list[ParamPlacement] = []
+        placement.part(name).map(of_part.append)
+        layers[name] = sum(where.layer.weight_size for where in of_part if is_stack(where))
+        found += of_part
+    stacks = [where for where in found if is_stack(where)]
+    weights = sum(where.weight_size for where in found)
+    of_stacks = sum(where.weight_size for where in stacks)
+    return Counts(
+        tables=weights - of_stacks,
+        stacks=of_stacks,
+        eight_bits=sum(where.weight_size for where in stacks if is_matmul_weight(where)),
+        shard=sum(where.stored_size for where in found),
+        whole_layer=max(layers.values()),
+        stored_stacks=sum(where.stored_size for where in stacks),
+    )
 
 
 def _parameter_bytes(
     cfg: Config,
     sizes: dict[str, int],
     execution: Execution,
-    parameters: int,
+    specs: dict,
     layers: HeldLayers,
 ) -> dict[str, float]:
     """State, weights and gradients.
@@ -147,7 +159,7 @@ def _parameter_bytes(
     and weights that nothing gathers are cast where they are used. With several, the matmuls of
     unrolled layers add to the sums by themselves.
     """
-    count = _count(cfg, sizes, parameters, layers)
+    count = _count(cfg, sizes, specs)
     zero, optimizer, precision = cfg.mesh.zero, cfg.optimizer, cfg.precision
     compute, accumulate = WIDTH[precision.compute], WIDTH[precision.grad_accum]
     is_cut = sizes["dp"] * sizes["ep"] * sizes["cp"] > 1
@@ -163,9 +175,9 @@ def _parameter_bytes(
         summed = count.tables + count.stored_stacks
     if once and not execution.pipelined and (zero in (1, 2) or not is_cut):
         summed, accumulate = count.tables + count.stacks, compute
-    experts = "E" in expand(cfg.model.layer_pattern, cfg.model.num_hidden_layers)
-    in_bytes = execution.recipe is not None and not precision.fp8_skip_layers and not experts
-    weights = compute * count.tables + (1 if in_bytes else compute) * read
+    in_bytes = execution.recipe is not None and not precision.fp8_skip_layers
+    eight_bits = count.eight_bits / count.stacks if in_bytes else 0.0  # share of the stacks
+    weights = compute * count.tables + (compute - (compute - 1) * eight_bits) * read
     alone = once and not (is_cut and zero) and not execution.pipelined
     slots = len(layers.each) * layers.chunks * sizes["pp"]
     has_choice = slots > cfg.model.num_hidden_layers

@@ -187,6 +187,22 @@ class ParamPlacement:
         stored, weight = PartitionSpec(*self.stored[1:]), PartitionSpec(*self.weight[1:])
         return ParamPlacement(spec, stored, weight, self.parallel)
 
+    @property
+    def weight_size(self) -> int:
+        """Elements of the weight on one device."""
+        return self._local_size(self.weight)
+
+    @property
+    def stored_size(self) -> int:
+        """Elements of the master on one device, padding included."""
+        return self._local_size(self.stored)
+
+    def _local_size(self, cut: PartitionSpec) -> int:
+        size = 1
+        for length, entry in zip(self.spec.shape, cut, strict=True):
+            size *= -(-length // self.parallel.size(*mesh_axes((entry,))))
+        return size
+
     def gather(self, x: jax.Array) -> jax.Array:
         """The weight from its stored shards."""
         return gather_weight(x, self.stored, self.weight, self.spec.shape, self.parallel)

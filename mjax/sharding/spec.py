@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from mjax.config.remat import MATMULS
+from mjax.config.remat import matmul_names
 from mjax.config.schema import ROLES
 
 # Logical axes that enumerate independent matrices: layers of a stack, the two halves of a fused
@@ -29,6 +29,8 @@ class ParamSpec:
     `matmul` is the name of the matmul of a block that reads the parameter (`models/linear.py`), or
     None. Its output and the scales of its 8-bit recipe go by that name.
 
+    `active` is the share of the parameter that a token is multiplied with, for counting FLOPs.
+
     `hf` holds its Hugging Face names in Llama's words, one for each entry of a `pair` axis. They
     are names within the layer if the parameter is a layer's. `{expert}` stands for the number of an
     expert where Hugging Face stores experts separately. `checkpoint/families.py` turns them into
@@ -40,11 +42,12 @@ class ParamSpec:
     role: str
     inputs: int = 1
     matmul: str | None = None
+    active: float = 1.0
     hf: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self
-        assert self.matmul is None or self.matmul in MATMULS, self
+        assert self.matmul is None or self.matmul in matmul_names(), self
 
     @property
     def size(self) -> int:

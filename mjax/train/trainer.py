@@ -21,7 +21,6 @@ from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.plan.auto import resolve_auto
 from mjax.sharding.mesh import make_mesh, parallel_of
-from mjax.sharding.spec import count_parameters
 from mjax.train import step as steps
 from mjax.train.batch import BatchPlacer, most_documents
 from mjax.train.programs import jit_program, make_program
@@ -48,7 +47,7 @@ class Trainer:
         self.definition = definition_of(cfg.model)
         self.specs = self.definition.specs
         devices = jax.devices() if mesh is None else mesh.devices.flatten()
-        cfg, self.why = resolve_auto(cfg, devices, count_parameters(self.specs))
+        cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
         if cfg.precision.fp8 != "none":
             require_fp8(devices[0], cfg.precision.fp8_backend)

@@ -16,6 +16,7 @@ from mjax.errors import UserError
 from mjax.plan.execution import decide_execution
 from mjax.prove import Cell, make_batch, make_trainer, measure
 from mjax.train import Trainer, programs
+from tests.marks import quick, slow
 
 ROWS = 24
 
@@ -41,12 +42,16 @@ def distance(a: dict, b: dict) -> float:
 
 @pytest.mark.parametrize(
     "recipe, cell, more",
-    [
-        ("delayed", Cell({"dp": 2, "pp": 2}, 1, 2), ()),
-        ("delayed", Cell({"tp": 2, "dp": 2}, 3, 3), ()),
-        ("delayed", Cell({"tp": 2}, 0, 1), ("mesh.tp_overlap=always",)),
-        ("current", Cell({"tp": 2}, 0, 1), ()),
-    ],
+    quick(
+        [
+            ("delayed", Cell({"dp": 2, "pp": 2}, 1, 2), ()),
+            ("delayed", Cell({"tp": 2, "dp": 2}, 3, 3), ()),
+            ("delayed", Cell({"tp": 2}, 0, 1), ("mesh.tp_overlap=always",)),
+            ("current", Cell({"tp": 2}, 0, 1), ()),
+        ],
+        1,
+        3,
+    ),
 )
 def test_meshes_agree(recipe, cell, more):
     loss, grads, state = first_step(recipe, cell, *more)
@@ -57,6 +62,7 @@ def test_meshes_agree(recipe, cell, more):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state, want_state)
 
 
+@slow
 @pytest.mark.parametrize("layout", ["Et*2||t|tL", "Et|t|t|tL"])
 def test_a_pipeline_of_several_chunks_agrees(layout):
     """Also with slots that only some chunks have. The state lies in the order of storage."""
@@ -72,6 +78,7 @@ def test_a_pipeline_of_several_chunks_agrees(layout):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), in_order, want_state)
 
 
+@slow
 @pytest.mark.parametrize(
     "cell, more",
     [
@@ -120,6 +127,7 @@ def train(trainer: Trainer, first: int, last: int) -> None:
         trainer.step(make_batch(ROWS, seed=i))
 
 
+@slow
 def test_a_run_in_two_pieces_is_the_unbroken_run_bit_for_bit(tmp_path):
     keys = "precision.fp8=delayed", f"run.dir={tmp_path}", "precision.fp8_amax_history=3"
     whole, resumed = (make_trainer("dense", Cell(), *keys) for _ in range(2))
@@ -171,6 +179,7 @@ def text(seed: int) -> dict[str, np.ndarray]:
     }
 
 
+@slow
 def test_it_learns_like_fp32():
     exact = learn("none")
     assert exact < 0.9 * np.log(31)  # it learned something

@@ -9,6 +9,7 @@ import pytest
 
 from mjax.plan.execution import DeviceFacts
 from mjax.prove import Cell, make_batch, make_trainer, measure
+from tests.marks import quick, slow
 
 UNROLLED = "train.unroll=0"
 # Of one micro-batch each layer's weights are gathered, and its gradients reduced, by themselves.
@@ -48,7 +49,7 @@ def first_step(feature: str, cell: Cell, *more: str) -> tuple[float, dict]:
     return float(first["loss"]), first["gradients"]
 
 
-@pytest.mark.parametrize("feature, cell, more", CASES, ids=str)
+@pytest.mark.parametrize("feature, cell, more", quick(CASES, 1, 5), ids=str)
 def test_loss_and_gradients_are_those_of_a_loop(feature, cell, more):
     loss, grads = first_step(feature, cell, UNROLLED, *more)
     want_loss, want = looped(feature)
@@ -65,7 +66,7 @@ EIGHT_BITS = [
 ]
 
 
-@pytest.mark.parametrize("recipe, cell, keys", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("recipe, cell, keys", quick(EIGHT_BITS, 0), ids=str)
 def test_with_8_bits_too(recipe, cell, keys):
     """Of micro-batches bits of weights are turned once, their sums are scaled in the matmul; of one
     the bits are gathered layer by layer, while gradients go to the weights."""
@@ -78,6 +79,7 @@ def test_with_8_bits_too(recipe, cell, keys):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * largest), grads, want)
 
 
+@slow
 def test_gradients_of_devices_are_summed_in_fp32():
     """They travel in bf16; where one device of four has tokens that count, bf16 holds the sum."""
     trainer = make_trainer("dense", Cell({"dp": 4}, 1, 1), "precision.compute=bfloat16")
@@ -90,6 +92,7 @@ def test_gradients_of_devices_are_summed_in_fp32():
     assert (up.astype(jax.numpy.bfloat16).astype(np.float32) == up).all()
 
 
+@slow
 @pytest.mark.parametrize("more, exact", [([UNROLLED], True), ([], False)])
 def test_a_sum_takes_gradients_unrounded(more, exact):
     """Of three micro-batches one has tokens that count: in a loop its bf16 gradient is the sum."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mjax.prove import Cell, make_trainer, measure
+from tests.marks import quick, slow
 
 CASES = [
     (Cell(), "full", ["train.unroll=0"]),
@@ -28,7 +29,7 @@ def first_step(cell: Cell, *overrides: str) -> tuple[float, dict]:
     return float(first["loss"]), first["gradients"]
 
 
-@pytest.mark.parametrize("cell,remat,more", CASES, ids=lambda c: str(c))
+@pytest.mark.parametrize("cell,remat,more", quick(CASES, 5), ids=lambda c: str(c))
 def test_no_policy_changes_loss_or_gradients(cell, remat, more):
     loss, grads = first_step(cell, f"train.remat={remat}", *more)
     want_loss, want = all_kept()
@@ -37,6 +38,7 @@ def test_no_policy_changes_loss_or_gradients(cell, remat, more):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * largest), grads, want)
 
 
+@slow
 def test_what_is_not_kept_is_computed_again():
     """By as many layers as are counted. (The compiler for GPUs, which sees more where layers are
     unrolled, does not undo it: tests/aot/test_memory.py.)"""

@@ -9,6 +9,7 @@ from mjax.errors import UserError
 from mjax.optim import offload
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.train import Trainer
+from tests.marks import quick, slow
 
 HOST = "optimizer.offload=true"
 LOW = ["precision.params=bfloat16", "optimizer.mu_dtype=bfloat16"]
@@ -49,7 +50,9 @@ def kinds(trainer: Trainer, part: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("cell", "low"),
-    [(Cell(), False), (Cell({"dp": 4}, 1), True), (Cell({"pp": 2, "dp": 2}, 1, 2), False)],
+    quick(
+        [(Cell(), False), (Cell({"dp": 4}, 1), True), (Cell({"pp": 2, "dp": 2}, 1, 2), False)], 2
+    ),
     ids=str,
 )
 def test_host_moments_train_the_same_parameters_bit_for_bit(cell, low):
@@ -60,6 +63,7 @@ def test_host_moments_train_the_same_parameters_bit_for_bit(cell, low):
     assert_same(there, here)
 
 
+@slow
 @pytest.mark.parametrize(("first", "second"), [(False, True), (True, False)])
 def test_checkpoints_do_not_depend_on_where_moments_live(tmp_path, first, second):
     """Saved on one mesh, where shards are padded, resumed there and on another."""
@@ -100,6 +104,7 @@ def test_another_master_dtype_is_refused_in_one_line(tmp_path):
         other.restore()
 
 
+@slow
 def test_bf16_masters_are_read_as_weights(tmp_path):
     """By what exports, generates and starts other runs: exactly, in any dtype."""
     low = [*LOW[:1], "optimizer.stochastic_rounding=true"]

@@ -12,6 +12,7 @@ import pytest
 
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.train import programs
+from tests.marks import quick, slow
 
 COLLECTIVE = re.compile(
     r" (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\("
@@ -28,7 +29,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("feature, cell, keys", CASES, ids=str)
+@pytest.mark.parametrize("feature, cell, keys", quick(CASES, 0), ids=str)
 def test_every_two_collectives_depend_on_each_other(feature, cell, keys):
     text = make_trainer(feature, cell, *keys).lower().compile().as_text()
     assert len(COLLECTIVE.findall(text)) > 3
@@ -40,6 +41,7 @@ def test_the_law_can_fail(monkeypatch):
     assert independent(make_trainer("dense", Cell(PIPELINE, 1, 1, 24)).lower().compile().as_text())
 
 
+@slow
 def test_the_order_changes_no_bit(monkeypatch):
     """Of a mesh whose collectives are of one kind, so that it ends without the order too."""
     ordered, free = (make_trainer("biases", Cell({"dp": 2}, 1, 2, 24)) for _ in range(2))

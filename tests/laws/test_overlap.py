@@ -13,6 +13,7 @@ from mjax.models.tp_overlap import gather_matmul, matmul_scatter
 from mjax.plan.xla_options import accepted
 from mjax.prove import Cell, compare, deviation, holds, make_trainer
 from mjax.sharding.collectives import Parallel
+from tests.marks import quick, slow
 
 ALWAYS = "mesh.tp_overlap=always"
 
@@ -75,12 +76,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("feature,mesh,zero,micro_batches", CASES)
+@pytest.mark.parametrize("feature,mesh,zero,micro_batches", quick(CASES, 1))
 def test_training_equals_one_device(feature, mesh, zero, micro_batches):
     record = compare(feature, Cell(mesh, zero, micro_batches), ALWAYS, steps=1)
     assert holds(record), record
 
 
+@slow
 def test_the_key_decides_and_nothing_is_exchanged_twice():
     """Per block 4 exchanges forward and 4 backward, of log2(4) transfers each; x is gathered anew
     for the weights of 2 matmuls. Remat adds none."""

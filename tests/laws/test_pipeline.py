@@ -11,6 +11,7 @@ from mjax.pipeline import run
 from mjax.prove import Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train import step as steps
+from tests.marks import quick, slow
 
 MICRO = 2  # sequences a device and micro-batch
 
@@ -31,16 +32,20 @@ def agrees(feature: str, layers: int, where: Cell, *overrides: str) -> None:
 
 @pytest.mark.parametrize(
     "name,layers,pp,v,m,more",
-    [
-        ("dense", 4, 2, 1, 2, ["train.remat=none"]),
-        ("tied", 4, 2, 2, 4, ["train.remat=full"]),
-        ("biases", 4, 4, 1, 4, ["train.remat=attention"]),
-        ("dropout", 8, 4, 2, 8, ["train.remat=none"]),
-        ("dense", 6, 2, 3, 5, []),
-        ("dropout", 5, 4, 1, 3, ["train.remat=none"]),  # unused slots, dropout by layer number
-        ("windows", 5, 2, 1, 4, ["train.remat=none"]),  # kinds of blocks differ between stages
-        ("dense", 4, 4, 1, 1, []),
-    ],
+    quick(
+        [
+            ("dense", 4, 2, 1, 2, ["train.remat=none"]),
+            ("tied", 4, 2, 2, 4, ["train.remat=full"]),
+            ("biases", 4, 4, 1, 4, ["train.remat=attention"]),
+            ("dropout", 8, 4, 2, 8, ["train.remat=none"]),
+            ("dense", 6, 2, 3, 5, []),
+            ("dropout", 5, 4, 1, 3, ["train.remat=none"]),  # unused slots, dropout by layer number
+            ("windows", 5, 2, 1, 4, ["train.remat=none"]),  # kinds of blocks differ between stages
+            ("dense", 4, 4, 1, 1, []),
+        ],
+        4,
+        6,
+    ),
 )
 def test_gradients_equal_one_device(name, layers, pp, v, m, more):
     chunks = [f"mesh.virtual_stages={v}"] if v > 1 else []
@@ -49,12 +54,15 @@ def test_gradients_equal_one_device(name, layers, pp, v, m, more):
 
 @pytest.mark.parametrize(
     "name,layers,mesh,m,more",
-    [
-        ("muon", 5, {"pp": 2, "dp": 2, "tp": 2}, 3, ["mesh.zero=3"]),
-        ("dense", 4, {"pp": 2, "tp": 4}, 4, ["mesh.virtual_stages=2"]),
-        ("dropout", 3, {"pp": 2, "dp": 4}, 2, ["mesh.pipeline_account_for=[loss]"]),
-        ("tied", 4, {"pp": 4, "tp": 2}, 2, ["mesh.pipeline_layout='E|t*3||tL'"]),
-    ],
+    quick(
+        [
+            ("muon", 5, {"pp": 2, "dp": 2, "tp": 2}, 3, ["mesh.zero=3"]),
+            ("dense", 4, {"pp": 2, "tp": 4}, 4, ["mesh.virtual_stages=2"]),
+            ("dropout", 3, {"pp": 2, "dp": 4}, 2, ["mesh.pipeline_account_for=[loss]"]),
+            ("tied", 4, {"pp": 4, "tp": 2}, 2, ["mesh.pipeline_layout='E|t*3||tL'"]),
+        ],
+        0,
+    ),
 )
 def test_with_other_axes_equals_one_device(name, layers, mesh, m, more):
     agrees(name, layers, cell(mesh, m), *more)
@@ -82,6 +90,7 @@ def test_evaluation_agrees_and_padding_stays_zero():
     assert widths > 0
 
 
+@slow
 def test_evaluation_of_two_chunks_agrees():
     """Some slots empty, micro-batches that pp does not divide."""
     where = cell({"pp": 2}, 3)
@@ -91,6 +100,7 @@ def test_evaluation_of_two_chunks_agrees():
     assert abs(float(made.evaluate(batch)[0]) - want) <= 1e-5 * want
 
 
+@slow
 def test_checkpoint_is_free_of_layout_and_padding(tmp_path):
     folder = f"run.dir={tmp_path}"
     uneven = trainer("odd widths", 5, cell({"pp": 2, "dp": 4}, 2), folder)
@@ -113,6 +123,7 @@ def test_checkpoint_is_free_of_layout_and_padding(tmp_path):
         assert abs(float(other.step(batches[1])["loss"]) - loss) <= 1e-5 * loss
 
 
+@slow
 @pytest.mark.parametrize("layers,more", [(4, ["mesh.virtual_stages=2"]), (5, [])])
 def test_every_layer_runs_once_in_the_built_program(layers, more):
     """With all blocks but their output biases zero, a bias's gradient is that of the block output
@@ -129,6 +140,7 @@ def test_every_layer_runs_once_in_the_built_program(layers, more):
     np.testing.assert_allclose(single, np.broadcast_to(single[:1], single.shape), rtol=1e-3)
 
 
+@slow
 @pytest.mark.parametrize("layers,remat", [(4, "none"), (5, "attention")])
 def test_memory_does_not_grow_with_micro_batches(layers, remat):
     made = trainer("dense", layers, cell({"pp": 2}, 4), f"train.remat={remat}")
@@ -139,6 +151,7 @@ def test_memory_does_not_grow_with_micro_batches(layers, remat):
     assert many - few <= activation // 4, "only the tick tables are longer"
 
 
+@slow
 def test_autodiff_of_the_circular_scan_agrees(monkeypatch):
     """The oracle: the forward ticks alone, differentiated by JAX."""
     where = cell({"pp": 2, "tp": 2}, 5)

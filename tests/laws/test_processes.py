@@ -11,6 +11,10 @@ import time
 
 import pytest
 
+from tests.marks import slow
+
+pytestmark = slow
+
 BASE = [
     "model.vocab_size=97",
     "model.hidden_size=32",

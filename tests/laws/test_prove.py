@@ -9,6 +9,7 @@ import pytest
 from mjax.config.mesh_rules import AXES
 from mjax.models import layers
 from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes, page
+from tests.marks import quick, slow
 
 SAMPLE = [
     ("dense", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")),
@@ -27,12 +28,15 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize("feature,cell", SAMPLE, ids=[f"{f}, {c}" for f, c in SAMPLE])
+@pytest.mark.parametrize(
+    "feature,cell", quick(SAMPLE, 2, 4, 9, 10), ids=[f"{f}, {c}" for f, c in SAMPLE]
+)
 def test_mesh_equals_one_device(feature, cell):
     record = compare(feature, cell)
     assert holds(record), record
 
 
+@slow
 def test_muon_takes_padded_shards():
     where = Cell({"dp": 4, "tp": 2}, 1, 2)
     record = compare("odd widths", where, "optimizer.name=muon", steps=3)

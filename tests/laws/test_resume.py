@@ -19,6 +19,7 @@ from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import final_step, train
 from mjax.train.resilience import NonFiniteLoss
+from tests.marks import quick, slow
 
 STEPS = 8
 BASE = [
@@ -93,7 +94,7 @@ def test_half_restart_half_is_the_unbroken_run_bit_for_bit(unbroken, half, tmp_p
     jax.tree.map(np.testing.assert_array_equal, got, params)
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize(("dp", "tp"), quick([(1, 1), (2, 2), (1, 2)], 1))
 def test_the_mesh_may_change_in_between(unbroken, half, tmp_path, monkeypatch, dp, tp):
     (folder, hashes, params), (stopped, first) = unbroken, half
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
@@ -105,6 +106,7 @@ def test_the_mesh_may_change_in_between(unbroken, half, tmp_path, monkeypatch, d
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), got, params)
 
 
+@slow
 def test_held_out_loss_is_of_the_same_batches_every_time(tmp_path, monkeypatch):
     rest = ["train.eval_interval=2", "train.eval_steps=2", "schedule.lr=0", "train.steps=4"]
     run(monkeypatch, tmp_path, *rest)
@@ -114,6 +116,7 @@ def test_held_out_loss_is_of_the_same_batches_every_time(tmp_path, monkeypatch):
     assert held_out[0][1:] == held_out[1][1:] and held_out[0][2] == 2 * 8 * 16
 
 
+@slow
 def test_tokens_and_wall_time_end_a_run_with_a_checkpoint(tmp_path, monkeypatch):
     assert final_step(config(tmp_path, "train.steps=100", "train.max_tokens=385")) == 4
     assert final_step(config(tmp_path, "train.steps=3", "train.max_tokens=385")) == 3
@@ -123,6 +126,7 @@ def test_tokens_and_wall_time_end_a_run_with_a_checkpoint(tmp_path, monkeypatch)
     assert len(hashes) == 1 and (tmp_path / "m" / "checkpoints" / "1").is_dir()
 
 
+@slow
 def test_bad_numbers_stop_the_run_and_name_the_last_good_checkpoint(tmp_path, monkeypatch):
     run(monkeypatch, tmp_path, "train.steps=2", "checkpoint.interval=1")
     wild = ["train.steps=8", "schedule.lr=1e30", "optimizer.clip_grad_norm=0"]
@@ -133,6 +137,7 @@ def test_bad_numbers_stop_the_run_and_name_the_last_good_checkpoint(tmp_path, mo
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
 
 
+@slow
 def test_resume_never_and_require_mean_what_they_say(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="holds no checkpoint"):
         run(monkeypatch, tmp_path / "r", "checkpoint.resume=require", f"train.steps={STEPS}")

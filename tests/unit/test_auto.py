@@ -4,15 +4,17 @@ import pytest
 
 from mjax.config import load
 from mjax.errors import UserError
+from mjax.models import definition_of
 from mjax.plan.auto import bytes_per_device, from_megatron, propose_mesh
 
-LLAMA, COUNT = "configs/models/llama3_8b.yaml", 8_030_261_248
+LLAMA = "configs/models/llama3_8b.yaml"
+SPECS = definition_of(load(LLAMA, []).model).specs
 
 
-def proposal(memory, *overrides, devices=8, count=COUNT):
+def proposal(memory, *overrides, devices=8):
     cfg = load(LLAMA, ["mesh=auto", "train.global_batch_size=64", *overrides])
     assert cfg.mesh.auto
-    return propose_mesh(cfg, devices, memory * 1e9, count)
+    return propose_mesh(cfg, devices, memory * 1e9, SPECS)
 
 
 def test_the_simplest_mesh_that_fits_is_chosen_and_says_why():
@@ -29,7 +31,7 @@ def test_a_smaller_device_never_gets_a_larger_estimate():
     for memory in (150, 90, 60, 40):
         mesh, _ = proposal(memory)
         cfg = load(LLAMA, ["train.global_batch_size=64"])
-        needs.append(sum(bytes_per_device(cfg, mesh, 8, COUNT).values()))
+        needs.append(sum(bytes_per_device(cfg, mesh, 8, SPECS).values()))
     assert needs == sorted(needs, reverse=True)
 
 

@@ -12,6 +12,7 @@ from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config.schema import ModelConfig
 from mjax.models import build, split
+from tests.marks import slow
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = ModelConfig(
@@ -38,6 +39,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@slow
 def test_the_research_examples_run(folder, capsys):
     text = (DOCS / "research.md").read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S))

@@ -15,6 +15,7 @@ from mjax.models import mlp_fp8
 from mjax.models.mlp import activate, activated, gated
 from mjax.models.weight import Weight, matmul
 from mjax.prove import Cell, deviation, make_trainer, measure
+from tests.marks import slow
 
 # Sizes that fill no tile, that fill some, that are odd.
 CASES = [
@@ -234,6 +235,7 @@ def test_block_adds_to_sums_of_gradients():
     assert relative(total["down"] - 1, want) < 5e-3 and np.array_equal(exact(up), exact(want_up))
 
 
+@slow
 def test_a_step_is_what_it_was(monkeypatch):
     """In fp32, on a mesh, computing again what is not kept."""
 

@@ -32,6 +32,7 @@ SMALL = {
     "initializer_range": 0.3,
     "max_position_embeddings": 64,
 }
+SIZES = {"num_key_value_heads": 4, "intermediate_size": 32}
 VARIANTS = {
     "window": {"layer_pattern": "LG", "num_hidden_layers": 3, "sliding_window": 4},
     "learned": {
@@ -41,6 +42,7 @@ VARIANTS = {
         "tie_word_embeddings": True,
     },
     "experts": {"layer_pattern": "GE", "num_experts": 4, "moe_intermediate_size": 16},
+    "branches": {"layer_pattern": "[G|D][D]G@1", "num_hidden_layers": 3, "layer_sizes": [SIZES]},
 }
 PROMPTS = [[3, 5, 7], [*range(20, 36)], [9] * 9]
 NEW = 20
@@ -116,8 +118,8 @@ def only_activations_move(generator, tp):
     ids, settings = np.ones((3, 16), np.int32), settings_of([Sampling()] * 3)
     weights = generator._params
     state, _ = generator._prefill(weights, ids, ids, settings, np.uint32(0), length=48)
-    keys = state[0].layers[0]
-    assert keys.shape[3] == max(2, tp) and keys.sharding.shard_shape(keys.shape)[3] == 1
+    keys = state[0].layers[0]["attention"].keys
+    assert keys.shape[2] == max(2, tp) and keys.sharding.shard_shape(keys.shape)[2] == 1
     text = generator._step.lower(weights, settings, state=state).compile().as_text()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)

@@ -14,6 +14,7 @@ from mjax.kernels import norm as kernel
 from mjax.kernels.norm import How, Tile, fused, tile_of
 from mjax.models import build, split
 from mjax.prove import Cell, deviation, make_trainer, measure
+from tests.marks import slow
 
 EPS = 1e-5
 
@@ -116,6 +117,7 @@ def test_only_a_backward_calls_it(on):
     assert count(jax.grad(forward)) == 2 + 2 + 2 + 1  # before and after, q and k, final
 
 
+@slow
 def test_a_step_on_a_mesh_is_what_it_was(request):
     """In the manual region, scanned and recomputed, rows split over tp and dp: norms before and
     after, of q and of k, zero-centered, against XLA's backward on one device."""

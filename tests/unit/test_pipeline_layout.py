@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.config.pattern import stack_of
 from mjax.config.pipeline_layout import EMPTY, parse_layout
 from mjax.errors import UserError
 from mjax.pipeline.layout import Layout, make_layout, stage_lines
@@ -40,7 +41,7 @@ def test_storage_is_a_round_trip_with_zero_padding(layers, pp, v, account_for):
     made = make_layout("G" * layers, pp, v, account_for=account_for)
     tree = {"dense": {"w": 1.0 + jnp.arange(2.0 * layers).reshape(layers, 2)}, "norm": jnp.ones(3)}
     stored = to_storage(Storage(made), tree)
-    assert stored["dense"]["w"].shape == (pp * v * made.slots, 2)
+    assert stored["dense"]["w"].shape == (pp * v * len(made.slots.stacks), 2)
     assert (stored["dense"]["w"] != 0).sum() == 2 * layers
     back = to_canonical(Storage(made), stored)
     np.testing.assert_array_equal(back["dense"]["w"], tree["dense"]["w"])
@@ -87,6 +88,25 @@ def test_bad_layout_strings_are_one_line(text, fault):
     with pytest.raises(UserError) as e:
         parse_layout(text, 8, 2)
     assert fault in str(e.value) and "\n" not in str(e.value)
+
+
+def test_unlike_stages_share_slots_of_each_stack():
+    """Every stage's layers lie in order in slots of their stacks, which are few."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        kinds = rng.choice(["G", "L", "E", "[D]"], 12)
+        made = make_layout(kinds, 2, 2)
+        stacks, layers = made.slots
+        assert len(stacks) <= 12 and made.slot_kinds() == made.slots.kinds(kinds)
+        for stage, row in zip(made.stages, layers, strict=True):
+            assert tuple(layer for layer in row if layer >= 0) == stage
+            for stack, layer in zip(stacks, row, strict=True):
+                assert layer < 0 or stack_of(kinds[layer]) == stack
+        for stack in made.stacks:
+            stored = made.storage_rows(stack)
+            count = sum(stack_of(kind) == stack for kind in kinds)
+            assert sorted(stored[stored >= 0]) == list(range(count))
+    assert make_layout("GEEE", 2).slots.stacks == ("dense", "moe", "moe")
 
 
 def test_slot_kinds_and_description():

@@ -8,6 +8,7 @@ from mjax.config import load
 from mjax.models.execution import plain_layers, scan_groups
 from mjax.models.stacks import cut_group, stack_groups, unstack_groups
 from mjax.train import Trainer
+from tests.marks import slow
 
 PATTERNS = ["GGGG", "LLGLLG", "EGEG", "GEEE", "LGLGG"]
 
@@ -38,6 +39,7 @@ def test_lists_and_stacks_give_the_same_groups(kinds):
     jax.tree.map(np.testing.assert_array_equal, groups, stack_groups(layers, plans))
 
 
+@slow
 def test_the_stash_of_a_pipeline_that_loops_holds_no_weights():
     """Large weights, few tokens: with two kinds of layers memory is about that with one."""
     keys = ["model.hidden_size=128", "model.intermediate_size=512", "model.num_hidden_layers=8"]

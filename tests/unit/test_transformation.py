@@ -110,10 +110,10 @@ def test_the_state_holds_its_moments_by_name_and_each_is_counted(name, args, mom
         assert jax.tree.map(jnp.shape, state[moment]) == shapes
     full = load(None, [*MOCK, f"optimizer.name={name}"])
     full = full.model_copy(update={"optimizer": cfg.model_copy(update={"offload": False})})
-    count = count_parameters(definition_of(full.model).specs)
+    specs = definition_of(full.model).specs
     assert mesh_sizes(full.mesh, 1)["dp"] == 1
-    need = bytes_per_device(full, full.mesh, 1, count)
-    assert need["moments"] == 4 * len(moments) * count
+    need = bytes_per_device(full, full.mesh, 1, specs)
+    assert need["moments"] == 4 * len(moments) * count_parameters(specs)
 
 
 def test_moments_that_begin_at_other_numbers_do():

@@ -23,10 +23,6 @@ BROKEN = {
         ["mesh.pp=2", "mesh.virtual_stages=3"],
         "model.num_hidden_layers=4 leaves some of mesh.pp=2 x mesh.virtual_stages=3 stages empty",
     ),
-    "pipeline_stacks_agree": (
-        ["mesh.pp=2", "model.layer_pattern=GEEE", "model.num_experts=4"],
-        "model.layer_pattern='GEEE' puts dense and expert blocks differently",
-    ),
     "pipeline_zero": (["mesh.pp=2", "mesh.zero=2"], "mesh.zero=2 cannot shard gradients"),
     "dp_positive": (["mesh.dp=0"], "mesh.dp=0"),
     "tp_divides_num_attention_heads": (["mesh.tp=8"], "model.num_attention_heads=4"),
@@ -57,6 +53,10 @@ BROKEN = {
         "mesh.cp_type='ring' cannot run with model.attention_sinks",
     ),
     "zero_group_fits": (["mesh.dp=4", "mesh.zero_group=3"], "mesh.zero_group=3 is none of [1, 4]"),
+    "layer_sizes_fit": (
+        ["model.layer_pattern='G@2,G'", "model.layer_sizes=[{intermediate_size: 8}]"],
+        "model.layer_pattern='G@2,G' takes [2] of the 1 entries of model.layer_sizes",
+    ),
     "kv_heads_divide_heads": (["model.num_key_value_heads=3"], "num_key_value_heads=3"),
     "head_dim_known": (["model.hidden_size=255"], "set model.head_dim"),
     "rotary_dims_even": (["model.partial_rotary_factor=0.05"], "rotates 3 dims"),

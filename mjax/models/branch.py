@@ -1,0 +1,99 @@
+"""A residual branch of a layer: what attention, a feed-forward and every other mixer are made as.
+
+`config/pattern.py` names the branches and the class of each. A class brings its parameters with the
+names of their matmuls, its computation, its cache and the FLOPs that are not those of its weights.
+Nothing else knows it.
+"""
+
+import pkgutil
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from mjax.config.pattern import BRANCHES, branches_of
+from mjax.config.schema import ModelConfig
+from mjax.models.context import Context, Tokens
+
+# The cache of a branch: a tree of arrays, or None.
+BranchCache = jax.Array | tuple | dict | None
+
+# The caches of a layer, by the names of its branches.
+LayerCache = dict[str, BranchCache]
+
+# Rotary tables (cos, sin), by the letter of a branch.
+Rope = dict[str, tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """An array of a cache: its shape, and its logical axes (`sharding/rules.py`) or None."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class BranchInputs:
+    """What a branch reads besides weights and activations.
+
+    letter: which row of `config.pattern.BRANCHES` it is.
+    salt: tells its draws of dropout from those of others.
+    """
+
+    tokens: Tokens
+    ctx: Context
+    letter: str
+    rope: Rope = field(default_factory=dict)
+    salt: jax.Array | int = 0
+
+
+class BranchOutput(NamedTuple):
+    """y [B, S/tp, D], this device's share of the auxiliary loss, the new cache."""
+
+    y: jax.Array
+    aux: jax.Array
+    cache: BranchCache = None
+
+
+class BranchModule(nnx.Module):
+    """The base of all branches: one with no cache, and no FLOPs but those of its weights.
+
+    `__init__(cfg, out_std, rngs)` declares the parameters; `out_std` is the standard deviation of
+    the projection back to the residual stream. `__call__(x, inputs, cache)` gives a `BranchOutput`
+    of x [B, S/tp, D].
+    """
+
+    @staticmethod
+    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+        """FLOPs of a token, forward and backward, besides its products with weights.
+
+        It is the mean over a sequence of `seq_length` tokens.
+        """
+        return 0.0
+
+    @staticmethod
+    def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> BranchCache:
+        """The cache, as a tree of `CacheSpec`, of `length` tokens in each of `batch` rows.
+
+        `tp` devices share it.
+        """
+        return None
+
+
+def branch_class(letter: str) -> type[BranchModule]:
+    """The class of a branch."""
+    return pkgutil.resolve_name(BRANCHES[letter].module)
+
+
+def cache_specs(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> list[LayerCache]:
+    """The caches of all layers, as trees of `CacheSpec` (`BranchModule.cache`)."""
+    specs = []
+    for kind in cfg.layer_kinds:
+        sizes = cfg.of_layer(kind), batch, length, tp
+        layer: LayerCache = {}
+        for letter in branches_of(kind):
+            layer[BRANCHES[letter].name] = branch_class(letter).cache(*sizes)
+        specs.append(layer)
+    return specs

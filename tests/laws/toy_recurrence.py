@@ -1,0 +1,61 @@
+"""A toy mixer: a linear recurrence s[t] = a * s[t-1] + u[t], which documents reset.
+
+It is all that a new mixer needs besides a row in the table of branches: parameters with names of
+matmuls, its computation on any tp, its cache and its FLOPs. `test_branches.py` trains it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mjax.config.pattern import Branch
+from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
+from mjax.models.linear import column, row
+from mjax.models.params import constant, declare, normal
+from mjax.models.weight import weight_of
+from mjax.sharding.spec import ParamSpec
+
+ROW = Branch(
+    word="recurrence",
+    module="tests.laws.toy_recurrence:Recurrence",
+    name="recurrence",
+    shape="recurrence",
+    matmuls=("rec_in", "rec_out"),
+)
+
+
+class Recurrence(BranchModule):
+    """[B, S/tp, D] -> [B, S/tp, D] by F channels, of which a device has F/tp."""
+
+    def __init__(self, cfg, out_std, rngs):
+        width, channels = cfg.hidden_size, cfg.intermediate_size
+        inner = ParamSpec((width, channels), ("embed", "mlp"), "matrix", matmul="rec_in")
+        outer = ParamSpec((channels, width), ("mlp", "embed"), "matrix", matmul="rec_out")
+        self.inner = declare(rngs, inner, normal(cfg.initializer_range))
+        self.outer = declare(rngs, outer, normal(out_std))
+        self.decay = declare(rngs, ParamSpec((channels,), ("mlp",), "scalar"), constant(0.5))
+
+    def __call__(self, x, inputs: BranchInputs, cache: jax.Array | None = None) -> BranchOutput:
+        tokens, ctx = inputs.tokens, inputs.ctx
+        (u,) = column(x, (weight_of(self.inner),), ctx)
+        decay = jnp.broadcast_to(jax.nn.sigmoid(self.decay[...]).astype(u.dtype), u.shape)
+        if tokens.segments is not None:
+            starts = jnp.diff(tokens.segments, axis=1, prepend=tokens.segments[:, :1]) != 0
+            decay = jnp.where(starts[..., None], 0, decay)
+        if cache is not None:
+            u = u.at[:, 0].add(decay[:, 0] * cache.astype(u.dtype))
+        _, states = jax.lax.associative_scan(compose, (decay, u), axis=1)
+        new_cache = None if cache is None else states[:, -1].astype(cache.dtype)
+        return BranchOutput(row(states, weight_of(self.outer), ctx), jnp.float32(0), new_cache)
+
+    @staticmethod
+    def flops(cfg, letter, seq_length):
+        return 6.0 * cfg.intermediate_size
+
+    @staticmethod
+    def cache(cfg, batch, length, tp=1):
+        return CacheSpec((batch, cfg.intermediate_size), (None, "mlp"))
+
+
+def compose(first, second):
+    """Two steps of the recurrence as one."""
+    return first[0] * second[0], second[0] * first[1] + second[1]
