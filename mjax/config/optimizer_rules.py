@@ -19,7 +19,7 @@ def _named_by_optax(c: Config) -> bool:
     return c.optimizer.name.startswith(PREFIX)
 
 
-def _is_known(c: Config) -> bool:
+def _names_an_optimizer(c: Config) -> bool:
     return c.optimizer.name in BUILT_IN or optax_function(c.optimizer.name) is not None
 
 
@@ -78,7 +78,7 @@ def _unknown_roles(c: Config) -> list[str]:
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer_known",
-        _is_known,
+        _names_an_optimizer,
         lambda c: f"`optimizer.name` is no optimizer{_suggested_optimizer(c)}",
         "set adamw, muon or a function of optax that makes a transformation, such as optax.lion",
     ),

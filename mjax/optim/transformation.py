@@ -11,7 +11,7 @@ parameter's.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -23,6 +23,11 @@ from mjax.config.optax_arguments import optax_function
 from mjax.config.schema import OptimizerConfig
 from mjax.errors import UserError
 
+# Names in optax of the moments whose dtypes are `optimizer.mu_dtype` and `nu_dtype`.
+FIRST_MOMENTS = frozenset({"mu", "trace"})
+SECOND_MOMENTS = frozenset({"nu"})
+
+# Of the trial.
 SCALES = 1.0, 1e-3, 1e4  # of the gradients of the trial's steps: norms pass most thresholds
 SHAPE = 4, 6
 SMALL_RATE = 1e-8  # a learning rate below the bounds that some set on their steps
@@ -131,16 +136,11 @@ def transformation_of(cfg: OptimizerConfig) -> Transformation | None:
     return found
 
 
-# Names in optax of the moments whose dtypes are `optimizer.mu_dtype` and `nu_dtype`.
-FIRST_MOMENTS = frozenset({"mu", "trace"})
-SECOND_MOMENTS = frozenset({"nu"})
-
-
 def refused(name: str, why: str) -> UserError:
     return UserError(f"optimizer.name={name!r} is not elementwise: {why}; {REMEDY}")
 
 
-@lru_cache(maxsize=16)
+@cache  # the trial cannot run within a trace
 def _examined(name: str, args: tuple[tuple[str, object], ...]) -> Transformation:
     """The transformation `name` with these arguments, after its trial."""
     function = optax_function(name)

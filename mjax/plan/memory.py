@@ -106,13 +106,15 @@ class Counts(NamedTuple):
     """Parameters on one device: tables (embedding, positions, head) and stacks of layers.
 
     eight_bits: of the stacks, those that matmuls can read in 8 bits. shard: of all, as ZeRO stores
-    them. whole_layer: of the largest layer. stored_stacks: of the stacks, as ZeRO stores them.
+    them. shard_of_role: of those of each role. whole_layer: of the largest layer. stored_stacks: of
+    the stacks, as ZeRO stores them.
     """
 
     tables: float
     stacks: float
     eight_bits: float
     shard: float
+    shard_of_role: dict[str, int]
     whole_layer: float
     stored_stacks: float
 
@@ -133,13 +135,17 @@ def _count(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         layers[name] = sum(where.layer.weight_size for where in of_part if is_stack(where))
         found += of_part
     stacks = [where for where in found if is_stack(where)]
+    shard_of_role: Counter[str] = Counter()
+    for where in found:
+        shard_of_role[where.spec.role] += where.stored_size
     weights = sum(where.weight_size for where in found)
     of_stacks = sum(where.weight_size for where in stacks)
     return Counts(
         tables=weights - of_stacks,
         stacks=of_stacks,
         eight_bits=sum(where.weight_size for where in stacks if is_matmul_weight(where)),
-        shard=sum(where.stored_size for where in found),
+        shard=shard_of_role.total(),
+        shard_of_role=shard_of_role,
         whole_layer=max(layers.values()),
         stored_stacks=sum(where.stored_size for where in stacks),
     )
@@ -192,13 +198,12 @@ def _parameter_bytes(
     }
 
 
-def _moment_bytes(optimizer: OptimizerConfig, count: Counts) -> float:
-    """The bytes of the moments of the stored parameters; matrices may have fewer than tables."""
-    of_matrices = moment_bytes(optimizer, "matrix")
-    of_tables = moment_bytes(optimizer, "embedding")
-    stored_tables = count.tables * count.stored_stacks / count.stacks
-    stored_matrices = count.shard - stored_tables
-    return of_matrices * stored_matrices + of_tables * stored_tables
+def _moment_bytes(optimizer: OptimizerConfig, count: Counts) -> int:
+    """The bytes of all moments on one device; Muon keeps fewer of matrices."""
+    total = 0
+    for role, stored in count.shard_of_role.items():
+        total += stored * moment_bytes(optimizer, role)
+    return total
 
 
 def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -> float:

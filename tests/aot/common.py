@@ -6,13 +6,16 @@ computes again, and overlaps less, in programs above a limit: on a device 133.1 
 at JAX's fraction of 0.92, of a described one three quarters of its memory. Hence 172 GB.
 """
 
+import contextlib
 import importlib.metadata
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -121,23 +124,22 @@ class HostSharding(NamedSharding):
         return hash((self.mesh, self.spec, self.memory_kind))
 
 
-def _describe_host_memory() -> None:
+@contextlib.contextmanager
+def _host_memory_described() -> Iterator[None]:
     """The compiler understands these shardings; jax's comparison with what it reports back does
-    not, so it is left out."""
+    not, so it is left out. Nothing can run meanwhile."""
     from jax._src.interpreters import pxla
 
-    pxla._maybe_get_and_check_in_shardings = lambda made, given, *rest: given
-    pxla._maybe_get_and_check_out_shardings = lambda made, given, *rest: given
+    def to_sharding(s: NamedSharding, kind: str) -> NamedSharding:
+        made = HostSharding if kind == "pinned_host" else NamedSharding
+        return made(s.mesh, s.spec)
 
-    def to_device(s):
-        return NamedSharding(s.mesh, s.spec)
-
-    def to_host(s):
-        return HostSharding(s.mesh, s.spec)
-
-    NamedSharding.with_memory_kind = lambda s, kind: (
-        to_host(s) if kind == "pinned_host" else to_device(s)
-    )
+    checks = "_maybe_get_and_check_in_shardings", "_maybe_get_and_check_out_shardings"
+    with pytest.MonkeyPatch.context() as patch:
+        for check in checks:
+            patch.setattr(pxla, check, lambda made, given, *rest: given)
+        patch.setattr(NamedSharding, "with_memory_kind", to_sharding)
+        yield
 
 
 def compile_step(
@@ -148,7 +150,6 @@ def compile_step(
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     fused.check_compute_capability = lambda wanted: wanted <= "9.0"
-    _describe_host_memory()
     cfg = load(path, ["train.attention=cudnn", *overrides])
     n = math.prod(getattr(cfg.mesh, axis) for axis in AXES if axis != "dp" or cfg.mesh.dp != "auto")
     sizes = mesh_sizes(cfg.mesh, n)
@@ -159,7 +160,8 @@ def compile_step(
     trainer = Trainer(cfg, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     trainer.bound_documents(1)
     trainer.recompile(xla or {})
-    made = trainer.lower(batch_size).compile()
+    with _host_memory_described():
+        made = trainer.lower(batch_size).compile()
     memory = made.memory_analysis()
     return Compiled(
         made.as_text(),

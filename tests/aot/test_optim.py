@@ -53,3 +53,25 @@ def test_host_moments_pass_through_the_device_slice_by_slice():
     assert away.temp < here.temp + 4 * layer  # less than a moment of the embedding
     for op in ("dynamic-slice", "dynamic-update-slice"):
         assert re.search(rf"{op}\S* = \(+[^=]*S\(5\)[^=]*fusion-start", away.text), op
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "arrays"),
+    [("sgd", "{momentum: 0.9}", 2), ("lion", "{}", 2), ("adabelief", "{}", 3)],
+)
+def test_a_leaf_is_transformed_in_one_pass(name, args, arrays):
+    """By optax's functions as by our own AdamW: parameter and moments come out of one kernel."""
+    rest = ["optimizer.offload=false", "train.global_batch_size=1"]
+    by_name = [f"optimizer.name=optax.{name}", f"optimizer.args={args}"]
+    made = compile_step(LLAMA, *SMALL, *rest, *by_name)
+    leaves = ("q", "kv", "out", "up", "down", "embedding", "head")
+    assert large(made.text, "/optimizer/") == [["f32"] * arrays] * len(leaves)
+
+
+def test_a_transformation_s_moment_on_the_host_passes_slice_by_slice():
+    rest = [*SMALL, "train.global_batch_size=2", "train.unroll=1", "optimizer.name=optax.lion"]
+    away, here = (compile_step(LLAMA, *rest, f"optimizer.offload={x}") for x in ("true", "false"))
+    masters = here.arguments / 2
+    assert away.arguments == pytest.approx(masters, rel=1e-3)
+    assert away.host_arguments == pytest.approx(masters, rel=1e-3) == away.host_aliased
+    assert away.host == 0, "no copy of the moments on the host"

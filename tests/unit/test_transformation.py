@@ -116,6 +116,15 @@ def test_the_state_holds_its_moments_by_name_and_each_is_counted(name, args, mom
     assert need["moments"] == 4 * len(moments) * count_parameters(specs)
 
 
+def test_muon_keeps_no_second_moment_of_matrices():
+    full = load(None, [*MOCK, "optimizer.name=muon", "optimizer.offload=false"])
+    specs = definition_of(full.model).specs
+    leaves = jax.tree.leaves(specs, **is_spec)
+    matrices = sum(spec.size for spec in leaves if spec.role == "matrix")
+    need = bytes_per_device(full, full.mesh, 1, specs)
+    assert need["moments"] == 8 * count_parameters(specs) - 4 * matrices > 0
+
+
 def test_moments_that_begin_at_other_numbers_do():
     cfg = OptimizerConfig(name="optax.adagrad", args={"initial_accumulator_value": 0.25})
     optimizer = Optimizer(cfg, SPECS)
