@@ -221,7 +221,7 @@ class Store:
         saved, current = meta["config"], self.cfg.model_dump(mode="json")
         keys = [f"model.{name}" for name in model]
         keys += [f"optimizer.{name}" for name in optimizer]
-        keys += ["precision.params", *buffer_keys(saved), *buffer_keys(current)]
+        keys += ["precision.params", "train.freeze", *buffer_keys(saved), *buffer_keys(current)]
         for key in keys:
             group, name = key.split(".")
             was, ours = saved[group].get(name, _default(group, name)), current[group][name]

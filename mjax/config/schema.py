@@ -292,6 +292,10 @@ class TrainConfig(Group):
         0.0, ge=0, description="Weight of log(sum exp logits)^2; part of the logged loss."
     )
     loss_chunk: int | None = Field(None, ge=1, description="Tokens per chunk of the loss.")
+    freeze: list[str] = Field(
+        [],
+        description="Parameters that stay as they are: roles, or names with * such as dense.mlp.*.",
+    )
     sample_prompt: str | None = Field(None, description="Text continued at the end of the run.")
     sample_tokens: int = Field(64, ge=1)
 

@@ -41,6 +41,7 @@ from mjax.models.execution import (
     scan_groups,
     stack_rows,
 )
+from mjax.models.frozen import WeightParts, join_frozen, map_parameters, split_frozen_layer
 from mjax.models.params import Definition
 from mjax.models.remat import remat
 from mjax.models.residuals import switch_layers
@@ -55,7 +56,7 @@ from mjax.models.weight import (
 )
 from mjax.sharding.collectives import reduce_gradients
 from mjax.sharding.rules import ParamPlacement, Placement
-from mjax.sharding.spec import ParamSpec
+from mjax.sharding.spec import ParamSpec, trained_only
 
 # ---- from masters to weights ---------------------------------------------------------------------
 
@@ -152,10 +153,15 @@ def _row(stack: jax.Array | None, i: int) -> jax.Array | None:
 
 
 def zero_sums(weights: dict, placement: Placement, execution: Execution) -> dict:
-    """The running sums of gradients before the first micro-batch, for `add_gradients`."""
+    """The running sums of gradients before the first micro-batch, for `add_gradients`.
+
+    `weights` are the trained ones.
+    """
 
     def zero(where: ParamPlacement, w: WeightOrArray) -> WeightOrArray:
         value = w.value if is_weight(w) else w
+        if value is None:
+            return replace(w, scales=None if w.scales is None else jnp.zeros_like(w.scales))
         if execution.reduce == "micro_batch":
             value = jax.eval_shape(lambda x: where.scatter(x, execution.accumulate), value)
         total = jnp.zeros(value.shape, execution.accumulate)
@@ -171,7 +177,7 @@ def zero_sums(weights: dict, placement: Placement, execution: Execution) -> dict
             grad_sum=total if in_matmul else None,
         )
 
-    return _map_parameters(zero, weights, placement)
+    return map_parameters(zero, weights, placement)
 
 
 @jax.named_scope("reduce")
@@ -183,20 +189,11 @@ def scatter_micro_batch(cotangents: dict, placement: Placement, execution: Execu
     def scatter(where: ParamPlacement, cotangent: WeightOrArray) -> WeightOrArray:
         if not is_weight(cotangent):
             return where.scatter(cotangent, execution.accumulate)
+        if cotangent.value is None:
+            return cotangent
         return replace(cotangent, value=where.scatter(cotangent.value, execution.accumulate))
 
-    return _map_parameters(scatter, cotangents, placement)
-
-
-def _map_parameters(function: Callable, tree: dict, placement: Placement) -> dict:
-    """function(placement, entry) of every parameter; of every layer where it is a list."""
-
-    def one(where: ParamPlacement, entry):
-        if isinstance(entry, list):
-            return [function(where.layer, layer) for layer in entry]
-        return function(where, entry)
-
-    return {name: placement.part(name).map(one, entries) for name, entries in tree.items()}
+    return map_parameters(scatter, cotangents, placement)
 
 
 @jax.named_scope("reduce")
@@ -205,17 +202,20 @@ def store_gradients(
 ) -> tuple[dict, dict]:
     """(gradients as stored, maxima that matmuls in FP8 saw on this device).
 
-    Gradients are stacks in the dtype of sums, reduced over all devices. The maxima are fp32
-    {stack: {matmul: [L, 3]}}.
+    Gradients of trained parameters are stacks in the dtype of sums, reduced over all devices. The
+    maxima are fp32 {stack: {matmul: [L, 3]}}.
     """
 
-    def store(where: ParamPlacement, cotangent: WeightOrArray | list[Weight]) -> jax.Array:
+    def store(where: ParamPlacement, cotangent) -> jax.Array | None:
+        if where.spec.frozen:
+            return None
         return _store_gradient(where, cotangent, execution)
 
     gradients = {}
     for name, part in cotangents.items():
         gradients[name] = placement.part(name).map(store, part)
-    gradients = reduce_gradients(gradients, placement.stored, placement.parallel)
+    gradients = trained_only(gradients, placement.specs)
+    gradients = reduce_gradients(gradients, placement.of_gradients, placement.parallel)
     matmuls = matmul_leaves(cotangents, placement.specs)
     maxima = {
         stack: {matmul: _maxima(cotangent) for matmul, cotangent in of_stack.items()}
@@ -413,10 +413,17 @@ class Layers:
                 carry, weights, inputs, number, cache
             )
         switch = switch_layers([_chosen(kind, of_kind) for kind in plan.kinds])
-        return lambda carry, weights, inputs, number, choice, cache: (
-            switch(choice, carry, weights, (inputs, number)),
-            cache,
-        )
+
+        def choose(carry, weights, inputs, number, choice, cache):
+            trained, frozen = self._split(plan, weights)
+            return switch(choice, carry, trained, (inputs, number, frozen)), cache
+
+        return choose
+
+    def _split(self, plan: LayerPlan, weights: dict) -> WeightParts:
+        """The weights of a layer, apart into trained and frozen ones."""
+        part = None if self.placement is None else self.placement.part(plan.stack)
+        return split_frozen_layer(weights, part)
 
     def _enter(self, plan: LayerPlan, carry: tuple, weights: dict) -> tuple[tuple, dict]:
         """Make a layer's weights whole, and order its exchanges and gradients among others."""
@@ -424,14 +431,16 @@ class Layers:
         if not plan.fp8:
             weights = without_fp8(weights)
         if execution.overlap:
-            x, values, *ready = reduce_under_previous_layer(x, values_of(weights), *ready)
-            weights = with_values(weights, values)
+            trained, frozen = self._split(plan, weights)
+            x, values, *ready = reduce_under_previous_layer(x, values_of(trained), *ready)
+            weights = join_frozen(with_values(trained, values), frozen)
         if execution.gather == "layer":
             weights = self._gather(plan, weights)
         # A loop waits for gradients anyway, and ZeRO-3 reduces them one by one.
         if execution.unroll != 1 and (execution.overlap or execution.gather == "step"):
-            x, values = gradients_before_previous_layer(x, values_of(weights))
-            weights = with_values(weights, values)
+            trained, frozen = self._split(plan, weights)
+            x, values = gradients_before_previous_layer(x, values_of(trained))
+            weights = join_frozen(with_values(trained, values), frozen)
         return (x, statistics, *ready), weights
 
     @jax.named_scope("gather")
@@ -471,4 +480,9 @@ def _chosen(kind: str, of_kind: Callable) -> Callable:
     if kind == EMPTY:
         return lambda carry, weights, constants: carry
     layer = of_kind(kind)
-    return lambda carry, weights, constants: layer(carry, weights, *constants, None)[0]
+
+    def apply(carry: tuple, trained: dict, constants: tuple) -> tuple:
+        inputs, number, frozen = constants
+        return layer(carry, join_frozen(trained, frozen), inputs, number, None)[0]
+
+    return apply

@@ -16,6 +16,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from mjax.config.pipeline_layout import EMPTY
+from mjax.models.frozen import WeightParts, Weights, join_frozen, split_frozen
 from mjax.models.layers import LayerInputs
 from mjax.models.local import LocalModel
 from mjax.models.objective import Batch, Scalars
@@ -73,6 +74,10 @@ class Device:
         return {name: w for name, w in self.weights.items() if name not in stacks}
 
     # ---- a unit's weights and inputs -------------------------------------------------------------
+
+    def split(self, weights: Weights) -> WeightParts:
+        """Weights of edges or of a chunk, apart into trained and frozen ones."""
+        return split_frozen(weights, self.model.placement)
 
     def chunk_weights(self, chunk: jax.Array) -> dict:
         """The layers of a chunk, a list for each stack.
@@ -174,10 +179,12 @@ class Device:
     ) -> tuple[tuple[jax.Array, Scalars], VjpLayout, list[jax.Array]]:
         """((y, statistics), layout of the vjp, kept residuals) of a chunk."""
 
-        def chunk(layer_weights: dict | list[dict], x: jax.Array) -> tuple[jax.Array, Scalars]:
-            return self.apply(layer_weights, inputs, x)
+        trained, frozen = self.split(layer_weights)
 
-        outputs, vjp = jax.vjp(chunk, layer_weights, x)
+        def chunk(trained: dict | list[dict], x: jax.Array) -> tuple[jax.Array, Scalars]:
+            return self.apply(join_frozen(trained, frozen), inputs, x)
+
+        outputs, vjp = jax.vjp(chunk, trained, x)
         known = jax.tree.leaves((layer_weights, inputs))
         return outputs, *split_vjp(vjp, known)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import register_dataclass
 
+from mjax.models.frozen import join_frozen
 from mjax.models.layers import zero_sums
 from mjax.models.local import LocalModel
 from mjax.models.objective import Batch, Denominators, Scalars, total_of
@@ -94,7 +95,7 @@ class TrainingTicks:
             dy=jnp.zeros(x.shape, x.dtype),
             stash=[jnp.zeros((slots, *k.shape), k.dtype) for k in kept],
             losses=self.denominators.zeros(),
-            sums=zero_sums(device.weights, placement, execution),
+            sums=zero_sums(device.split(device.weights).trained, placement, execution),
             forward_weights=forward_weights,
             backward_weights=backward_weights,
         )
@@ -139,8 +140,10 @@ class TrainingTicks:
         """(shares of the losses, cotangent of y, sums of the edges' gradients) of the last unit."""
         device = self.device
         factors = self.denominators.factors()
+        trained, frozen = device.split(device.edge_weights)
 
-        def share(edge_weights: dict, y: jax.Array) -> tuple[jax.Array, Scalars]:
+        def share(trained: dict, y: jax.Array) -> tuple[jax.Array, Scalars]:
+            edge_weights = join_frozen(trained, frozen)
             sums = device.model.head_losses(edge_weights, y, micro_batch)
             shares = {}
             for name, total in sums.items():
@@ -149,7 +152,7 @@ class TrainingTicks:
 
         def differentiate(sums: dict) -> tuple[Scalars, jax.Array, dict]:
             value_and_cotangents = jax.value_and_grad(share, (0, 1), has_aux=True)
-            (_, shares), (d_edges, dy) = value_and_cotangents(device.edge_weights, y)
+            (_, shares), (d_edges, dy) = value_and_cotangents(trained, y)
             return shares, dy, _add(sums, d_edges)
 
         def idle(sums: dict) -> tuple[Scalars, jax.Array, dict]:
@@ -175,10 +178,12 @@ class TrainingTicks:
         cotangents, dx = vjp((carry.dy, statistics))
 
         def embedding(sums: dict) -> dict:
-            def embed(edge_weights: dict) -> jax.Array:
-                return device.embed(edge_weights, micro_batch)
+            trained, frozen = device.split(device.edge_weights)
 
-            _, vjp = jax.vjp(embed, device.edge_weights)
+            def embed(trained: dict) -> jax.Array:
+                return device.embed(join_frozen(trained, frozen), micro_batch)
+
+            _, vjp = jax.vjp(embed, trained)
             (d_edges,) = vjp(dx)
             return _add(sums, d_edges)
 

@@ -33,7 +33,7 @@ from mjax.models.flops import flops_per_token
 from mjax.models.objective import NEXT_TOKEN, FieldMaker, HostBatch, Objective
 from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
 from mjax.pretrained import source_of
-from mjax.sharding.spec import count_parameters
+from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
 from mjax.train.resilience import GO_ON, REASONS, SIGNALED, NonFiniteLoss, Stopper, Watchdog
 from mjax.train.trainer import Trainer
@@ -339,8 +339,11 @@ def run_summary(trainer: Trainer) -> str:
     flops = flops_per_token(cfg.model, cfg.data.seq_length)
     axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     shape = " ".join(axes) or "one device"
+    parameters = f"{count_parameters(trainer.specs):,} parameters"
+    if cfg.train.freeze:
+        parameters += f" ({count_frozen(trainer.specs):,} frozen)"
     lines = [
-        f"{count_parameters(trainer.specs):,} parameters, {flops:.4g} FLOPs a token, "
+        f"{parameters}, {flops:.4g} FLOPs a token, "
         f"{cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step",
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({shape}), folder {cfg.run.dir}",
     ]

@@ -84,7 +84,7 @@ def jit_program(
     state = state_layout.partitions()
     batch = batch_partitions(program.model.objective, program.parallel)
     inputs = without_moments(state), batch
-    gradients = steps.Gradients(P(), P(), P(), program.placement.stored)
+    gradients = steps.Gradients(P(), P(), P(), program.placement.of_gradients)
     function, inputs, outputs = {
         "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
         "grads": (steps.gradients, inputs, gradients),

@@ -29,6 +29,7 @@ from mjax.pipeline.storage import (
 )
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import Padding, Placement, padding, partition, place
+from mjax.sharding.spec import freeze, trained_only
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class StateLayout:
     def initial_state(self) -> dict:
         """The state at step 0; to be traced only."""
         params = self.initial_params()
-        state = {"params": params, "opt": self.optimizer.init(params), "step": jnp.int32(0)}
+        trained = trained_only(params, self.placement.specs)
+        state = {"params": params, "opt": self.optimizer.init(trained), "step": jnp.int32(0)}
         if self.buffers:
             state["buffers"] = self.initial_buffers(params)
         return state
@@ -131,12 +133,13 @@ class StateLayout:
 
 def state_layout(cfg: Config, mesh: Mesh, parallel: Parallel, layout: Layout | None) -> StateLayout:
     """The layout of the state of a run; `layout` is that of the pipeline."""
-    specs = storage_specs(layout, definition_of(cfg.model).specs)
+    specs = freeze(definition_of(cfg.model).specs, cfg.train.freeze)
+    specs = storage_specs(layout, specs)
     placement = place(specs, parallel, cfg.mesh.zero, cfg.mesh.zero_group)
     storage = Storage(layout, paddings(placement))
     optimizer = Optimizer(
         cfg.optimizer,
-        specs,
+        trained_only(specs, specs),
         *muon_resharders(placement),
         seed=cfg.run.seed,
         global_indices=_global_indices(placement, storage),

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from mjax.models.buffers import Buffer, Seen, update_buffers
 from mjax.models.execution import Execution
+from mjax.models.frozen import join_frozen, split_frozen
 from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
 from mjax.models.local import LocalModel
 from mjax.models.objective import Batch, Denominators, Scalars, total_of
@@ -68,7 +69,7 @@ class Gradients(NamedTuple):
 
     losses: of the global batch, by name; their sum is differentiated.
     norm: the global L2 norm of the gradients. tokens: the count of the loss.
-    gradients: local shards of the reduced gradients, a tree like the parameters.
+    gradients: local shards of the reduced gradients, a tree like the trained parameters.
     """
 
     losses: Scalars
@@ -128,8 +129,10 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
     key = jax.random.fold_in(jax.random.key(program.seed), state["step"])
     micro_batches = split_batch(batch, execution.micro_batches)
     weights = model.load(state["params"], state.get("buffers", {}), tokens)
+    trained, frozen = split_frozen(weights, placement)
 
-    def share(weights: dict, micro_batch: Batch) -> tuple[jax.Array, Scalars]:
+    def share(trained: dict, micro_batch: Batch) -> tuple[jax.Array, Scalars]:
+        weights = join_frozen(trained, frozen)
         losses, statistics = model.losses(weights, micro_batch, key)
         shares = denominators.shares(losses, statistics)
         return total_of(shares), shares
@@ -140,7 +143,7 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
     def accumulate(carry: tuple[Scalars, dict], micro_batch: Batch) -> tuple[tuple, None]:
         """One micro-batch. A matmul that is given its running sum returns the next one."""
         losses, sums = carry
-        (_, added), cotangents = differentiate(with_sums(weights, sums), micro_batch)
+        (_, added), cotangents = differentiate(with_sums(trained, sums), micro_batch)
         cotangents = scatter_micro_batch(cotangents, placement, execution)
         with jax.named_scope("accumulate"):
             losses = jax.tree.map(jnp.add, losses, added)
@@ -152,13 +155,13 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
         )
     elif execution.micro_batches == 1:
         only = jax.tree.map(lambda field: field[0], micro_batches)
-        (_, losses), cotangents = differentiate(weights, only)
+        (_, losses), cotangents = differentiate(trained, only)
     else:
-        start = denominators.zeros(), zero_sums(weights, placement, execution)
+        start = denominators.zeros(), zero_sums(trained, placement, execution)
         (losses, cotangents), _ = jax.lax.scan(accumulate, start, micro_batches)
     reduced, maxima = store_gradients(cotangents, placement, execution)
     with jax.named_scope("reduce"):
-        norm = global_norm(reduced, placement.stored, parallel)
+        norm = global_norm(reduced, placement.of_gradients, parallel)
     losses = {name: parallel.psum(loss, *AXES) for name, loss in losses.items()}
     return Gradients(losses, norm, tokens, reduced), Seen(maxima, losses)
 

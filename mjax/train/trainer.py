@@ -22,7 +22,7 @@ from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.plan.auto import resolve_auto
 from mjax.sharding.mesh import make_mesh, parallel_of
-from mjax.sharding.spec import count_parameters
+from mjax.sharding.spec import count_parameters, freeze
 from mjax.train import step as steps
 from mjax.train.batch import BatchPlacer, most_documents
 from mjax.train.programs import jit_program, make_program
@@ -48,7 +48,7 @@ class Trainer:
     def __init__(self, cfg: Config, mesh: Mesh | None = None):
         validate(cfg)
         self.definition = definition_of(cfg.model)
-        self.specs = self.definition.specs
+        self.specs = freeze(self.definition.specs, cfg.train.freeze)
         self.objective = objective_of(cfg.train.objective)
         devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why = resolve_auto(cfg, devices, count_parameters(self.specs))
@@ -145,7 +145,10 @@ class Trainer:
         return metrics
 
     def grads(self, batch: HostBatch) -> tuple[jax.Array, jax.Array, dict]:
-        """(loss, gradient norm, gradients as nested dict of global arrays) of a global batch."""
+        """(loss, gradient norm, gradients of the trained parameters) of a global batch.
+
+        Gradients are global arrays in a nested dict.
+        """
         placed = self._place(batch)
         state = without_moments(self._live())
         found = self._program("grads", placed)(state, placed)

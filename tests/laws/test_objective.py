@@ -1,7 +1,7 @@
-"""Law: an objective is one file; it trains alike on every mesh, by the trainer and by the command.
+"""Law: an objective is one class; it trains alike on every mesh, by the trainer and by the command.
 
-The toy: tokens that a field of its own marks are hidden, and predicted from those before them. It
-took 34 lines, `Denoise`; nothing in mjax knows of it.
+The toy, `Denoise`: tokens that a field of its own marks are hidden, and predicted from those before
+them. It took 25 lines of code; nothing in mjax knows of it.
 """
 
 import json
