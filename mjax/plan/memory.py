@@ -106,15 +106,16 @@ class Counts(NamedTuple):
     """Parameters on one device: tables (embedding, positions, head) and stacks of layers.
 
     eight_bits: of the stacks, those that matmuls can read in 8 bits. shard: of all, as ZeRO stores
-    them. shard_of_role: of those of each role. whole_layer: of the largest layer. stored_stacks: of
-    the stacks, as ZeRO stores them.
+    them. trained_of_role: of those of each role that are trained. trained_share: of the weights.
+    whole_layer: of the largest layer. stored_stacks: of the stacks, as ZeRO stores them.
     """
 
     tables: float
     stacks: float
     eight_bits: float
     shard: float
-    shard_of_role: dict[str, int]
+    trained_of_role: dict[str, int]
+    trained_share: float
     whole_layer: float
     stored_stacks: float
 
@@ -135,17 +136,19 @@ def _count(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         layers[name] = sum(where.layer.weight_size for where in of_part if is_stack(where))
         found += of_part
     stacks = [where for where in found if is_stack(where)]
-    shard_of_role: Counter[str] = Counter()
-    for where in found:
-        shard_of_role[where.spec.role] += where.stored_size
+    trained = [where for where in found if not where.spec.frozen]
+    trained_of_role: Counter[str] = Counter()
+    for where in trained:
+        trained_of_role[where.spec.role] += where.stored_size
     weights = sum(where.weight_size for where in found)
     of_stacks = sum(where.weight_size for where in stacks)
     return Counts(
         tables=weights - of_stacks,
         stacks=of_stacks,
         eight_bits=sum(where.weight_size for where in stacks if is_matmul_weight(where)),
-        shard=shard_of_role.total(),
-        shard_of_role=shard_of_role,
+        shard=sum(where.stored_size for where in found),
+        trained_of_role=trained_of_role,
+        trained_share=sum(where.weight_size for where in trained) / weights,
         whole_layer=max(layers.values()),
         stored_stacks=sum(where.stored_size for where in stacks),
     )
@@ -188,20 +191,21 @@ def _parameter_bytes(
     slots = len(layers.each) * layers.chunks * sizes["pp"]
     has_choice = slots > cfg.model.num_hidden_layers
     chosen = count.stacks / layers.chunks if has_choice else 0.0
+    share = count.trained_share
     of_micro_batch = count.tables if execution.sums_in_matmuls else count.tables + read
     return {
         "masters": WIDTH[precision.params] * count.shard,
         "moments": (optimizer.offload is not True) * _moment_bytes(optimizer, count),
         "weights": 0.0 if alone else weights,
-        "gradients": accumulate * summed + compute * chosen,
-        "gradients of a micro-batch": 0.0 if once else compute * of_micro_batch,
+        "gradients": share * (accumulate * summed + compute * chosen),
+        "gradients of a micro-batch": 0.0 if once else share * compute * of_micro_batch,
     }
 
 
 def _moment_bytes(optimizer: OptimizerConfig, count: Counts) -> int:
     """The bytes of all moments on one device; Muon keeps fewer of matrices."""
     total = 0
-    for role, stored in count.shard_of_role.items():
+    for role, stored in count.trained_of_role.items():
         total += stored * moment_bytes(optimizer, role)
     return total
 
