@@ -10,6 +10,7 @@ from flax import nnx
 from mjax import convert
 from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
+from mjax.config.pattern import expand
 from mjax.config.schema import ModelConfig
 from mjax.models import build, split
 from tests.marks import slow
@@ -58,6 +59,22 @@ def test_links_and_named_files_exist(page):
     assert links and all((DOCS / link).exists() for link in links if "://" not in link), links
     named = re.findall(r"`((?:tests|configs|mjax)/[\w/.]+\.(?:py|yaml))`", text)
     assert named and all((DOCS.parent / name).is_file() for name in named), named
+
+
+def test_the_code_of_adding_a_model_is_what_the_laws_train():
+    laws = DOCS.parent / "tests" / "laws"
+    trained = [(laws / name).read_text() for name in ("toy_recurrence.py", "test_objective.py")]
+    page = (DOCS / "adding-a-model.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) == 3
+    assert all(any(block in text for text in trained) for block in blocks)
+    table = re.search(r"\| pattern \| layers \|\n\|---\|---\|\n(.*?)\n\n", page, re.S)
+    patterns = re.findall(
+        r"`([^`]+)`", "".join(row.split(" | ")[0] for row in table[1].split("\n"))
+    )
+    assert len(patterns) >= 8
+    for pattern in patterns:
+        expand(pattern.replace("\\|", "|"), 26)
 
 
 PAGES = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
