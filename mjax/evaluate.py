@@ -12,7 +12,7 @@ token) is put first, so that the first token is scored too; without either it is
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +102,7 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
     import jax
 
     from mjax.models.context import Context, tokens_of
+    from mjax.models.objective import NextToken
 
     limit = model.cfg.max_position_embeddings
     if not 1 <= stride <= length <= limit or batch < 1:
@@ -116,27 +117,34 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
             f"{model.cfg.vocab_size}); give a longer text, or the model's own tokenizer"
         )
 
+    objective, ctx = NextToken(), Context(attention="xla")
+
     @jax.jit
     def nll(params, part):
-        info = tokens_of(part["tokens"].shape)
-        return model.definition.bind(params).loss(part, info, Context(attention="xla"), None)[0]
+        decoder, info = model.definition.bind(params), tokens_of(part["tokens"].shape)
+        x = objective.embed(decoder, part, info, ctx)
+        x, *_ = decoder.layers(x, info, ctx)
+        return objective.losses(decoder, x, part, ctx, None)["loss"]
 
     parts = list(windows(len(stream) - 1, min(length, len(stream) - 1), stride))
     total = 0.0
     for at in range(0, len(parts), batch):
-        total += float(nll(model.params, _batch(stream, parts[at : at + batch], batch)))
+        part = _batch(stream, parts[at : at + batch], batch, objective.fields)
+        total += float(nll(model.params, part))
     return total, len(stream) - 1
 
 
-def _batch(stream: np.ndarray, parts: Sequence[tuple], rows: int) -> dict[str, np.ndarray]:
-    """Windows of one length, as the loss takes them; missing rows score nothing."""
+def _batch(
+    stream: np.ndarray, parts: Sequence[tuple], rows: int, fields: Mapping
+) -> dict[str, np.ndarray]:
+    """Windows of one length as a batch with these `BatchField`s; missing rows score nothing."""
     size = parts[0][2] - parts[0][0]
-    tokens, labels = np.zeros((2, rows, size), np.int32)
-    mask = np.zeros((rows, size), np.float32)
+    batch = {name: np.full((rows, size), f.pad, f.dtype) for name, f in fields.items()}
     for row, (begin, first, end) in enumerate(parts):
-        tokens[row], labels[row] = stream[begin:end], stream[begin + 1 : end + 1]
-        mask[row, first - begin :] = 1
-    return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+        batch["tokens"][row] = stream[begin:end]
+        batch["labels"][row] = stream[begin + 1 : end + 1]
+        batch["loss_mask"][row, first - begin :] = 1
+    return batch
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
     batch = make_batch(rows, width=width)
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
-    first = {name: first[name] for name in ("loss", "aux_loss", "grad_norm")}
+    first = {name: value for name, value in first.items() if name not in ("tokens", "finite")}
     first = jax.tree.map(np.asarray, {**first, "gradients": moment})
     losses = [first["loss"], *(trainer.step(batch)["loss"] for _ in range(1, steps))]
     return Numbers(first, np.array(losses, np.float64), replicas_identical(trainer.state))

@@ -24,14 +24,16 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSt
 
 import mjax
 from mjax.config.pattern import stacks_of
-from mjax.config.schema import Config, Group, ModelConfig, OptimizerConfig, PrecisionConfig
+from mjax.config.schema import Config, ModelConfig
 from mjax.errors import UserError
+from mjax.models.buffers import buffer_keys
 from mjax.optim.schedule import consumed_samples
 
 log = logging.getLogger(__name__)
 
 WEIGHTS = "weights"  # meta["contents"] of a checkpoint without optimizer state (weights.py)
 CHUNK = 64 * 2**20  # bytes; parameters can then be read in parts without reading much more
+STATE_VERSION = 2  # of the tree that is saved, see `_read_state`
 
 # Model fields that leave the trained function as it is: a resumed run may change them.
 NOT_ARCHITECTURE = frozenset(
@@ -122,8 +124,9 @@ class Store:
         damaged: list[int] = []
         for candidate in steps if step is None else [step]:
             try:
-                self._check(self._read_meta(candidate), candidate)
-                state = self._read_state(candidate, abstract_state)
+                meta = self._read_meta(candidate)
+                self._check(meta, candidate)
+                state = self._read_state(candidate, meta, abstract_state)
             except UserError:
                 raise
             except Exception as e:  # orbax reports damage through many types
@@ -183,6 +186,7 @@ class Store:
     def _meta(self, step: int) -> dict:
         return {
             "config": self.cfg.model_dump(mode="json"),
+            "state_version": STATE_VERSION,
             "step": step,
             "consumed_samples": consumed_samples(self.cfg.train, step),
             "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
@@ -192,9 +196,17 @@ class Store:
         items = ocp.args.Composite(meta=ocp.args.JsonRestore())
         return self._manager.restore(step, args=items)["meta"]
 
-    def _read_state(self, step: int, abstract_state: dict) -> dict:
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        return self._manager.restore(step, args=items)["state"]
+    def _read_state(self, step: int, meta: dict, abstract_state: dict) -> dict:
+        """The state of a step. Version 1 had buffers beside the parameters, under their names."""
+        wanted, buffers = dict(abstract_state), []
+        if meta.get("state_version", 1) < STATE_VERSION:
+            buffers = list(wanted.get("buffers", {}))
+            wanted |= wanted.pop("buffers", {})
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        state = self._manager.restore(step, args=items)["state"]
+        if buffers:
+            state["buffers"] = {name: state.pop(name) for name in buffers}
+        return state
 
     def _check(self, meta: dict, step: int) -> None:
         """Raise `UserError` unless this run's config continues the one that saved `meta`."""
@@ -206,23 +218,18 @@ class Store:
         model = [f for f in ModelConfig.model_fields if f not in NOT_ARCHITECTURE]
         roles = ["muon_roles"] if self.cfg.optimizer.name == "muon" else []
         optimizer = ["name", "args", "mu_dtype", "nu_dtype", *roles]
-        recipes = self.cfg.precision.fp8, meta["config"]["precision"].get("fp8")
-        fp8 = ["fp8", "fp8_amax_history"] if "delayed" in recipes else []  # has a state
-        precision = ["params", *fp8]
-        for group, kind, names in (
-            ("model", ModelConfig, model),
-            ("optimizer", OptimizerConfig, optimizer),
-            ("precision", PrecisionConfig, precision),
-        ):
-            saved, ours = meta["config"][group], getattr(self.cfg, group).model_dump(mode="json")
-            for name in names:
-                was = saved.get(name, _default(kind, name))
-                if was != ours[name]:
-                    raise UserError(
-                        f"checkpoint {self.directory / str(step)} has {group}.{name}={was!r} but "
-                        f"this run has {group}.{name}={ours[name]!r}; set it back to {was!r} or "
-                        "choose another run.dir"
-                    )
+        saved, current = meta["config"], self.cfg.model_dump(mode="json")
+        keys = [f"model.{name}" for name in model]
+        keys += [f"optimizer.{name}" for name in optimizer]
+        keys += ["precision.params", "train.freeze", *buffer_keys(saved), *buffer_keys(current)]
+        for key in keys:
+            group, name = key.split(".")
+            was, ours = saved[group].get(name, _default(group, name)), current[group][name]
+            if was != ours:
+                raise UserError(
+                    f"checkpoint {self.directory / str(step)} has {key}={was!r} but this run has "
+                    f"{key}={ours!r}; set it back to {was!r} or choose another run.dir"
+                )
         was, ours = meta["consumed_samples"], consumed_samples(self.cfg.train, step)
         if was != ours:
             raise UserError(
@@ -313,9 +320,9 @@ def _save_args(state: dict, kinds: Sequence[str]) -> dict:
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def _default(kind: type[Group], name: str) -> object:
-    """Default of a field, for checkpoints older than the field."""
-    return kind.model_fields[name].get_default()
+def _default(group: str, name: str) -> object:
+    """Default of a config key, for checkpoints older than the key."""
+    return Config.model_fields[group].annotation.model_fields[name].get_default()
 
 
 def _synchronize(name: str) -> None:

@@ -92,7 +92,7 @@ def expand(pattern: str, num_layers: int) -> tuple[str, ...]:
         flat = _GROUP.sub(lambda m: (m[1] or m[3] or m[5]) * int(m[2] or m[4] or 1), flat)
     kinds = [_canonical(kind) for kind in re.findall(_LAYER, flat)]
     rest = re.sub(_LAYER, "", flat)
-    unknown = [kind for kind in kinds if not _is_known(kind)]
+    unknown = [kind for kind in kinds if not _is_kind(kind)]
     if rest or unknown or not kinds:
         found = rest[:1] or "".join(unknown[:1])
         raise _malformed(pattern, f"has no block called {found!r}" if found else "is empty")
@@ -152,7 +152,7 @@ def _canonical(kind: str) -> str:
     return layer + at + sizes
 
 
-def _is_known(kind: str) -> bool:
+def _is_kind(kind: str) -> bool:
     layer = kind.partition("@")[0]
     if not layer.startswith("["):
         return layer in LAYERS

@@ -298,6 +298,11 @@ class ScheduleConfig(Group):
 class TrainConfig(Group):
     """Batch, length of the run, memory policy, evaluation."""
 
+    objective: str = Field(
+        "next_token",
+        description="What is trained for: next_token, or module.path:Name of a class like those of "
+        "models/objective.py.",
+    )
     steps: int = Field(1000, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="Stop after this many tokens.")
     max_minutes: float | None = Field(None, gt=0, description="Save and stop after this long.")
@@ -329,6 +334,10 @@ class TrainConfig(Group):
         0.0, ge=0, description="Weight of log(sum exp logits)^2; part of the logged loss."
     )
     loss_chunk: int | None = Field(None, ge=1, description="Tokens per chunk of the loss.")
+    freeze: list[str] = Field(
+        [],
+        description="Parameters that stay as they are: roles, or names with * such as dense.mlp.*.",
+    )
     sample_prompt: str | None = Field(None, description="Text continued at the end of the run.")
     sample_tokens: int = Field(64, ge=1)
 

@@ -34,17 +34,24 @@ class Dataset(Protocol):
 class _Steps:
     """The random-access source that grain reads: item i is the batch of step first_step + i."""
 
-    def __init__(self, dataset, batch_range, first_step, num_steps, rows):
+    def __init__(self, dataset, batch_range, first_step, num_steps, rows, make_fields):
         self.dataset, self.batch_range, self.rows = dataset, batch_range, rows
+        self.make_fields = make_fields
         self.first_step, self.num_steps = first_step, num_steps
 
     def __len__(self) -> int:
         return self.num_steps
 
     def __getitem__(self, i: int) -> Batch:
-        first, count = self.batch_range(self.first_step + i)
-        indices = np.arange(first, first + count)
-        return self.dataset.batch(indices[self.rows(count)] if self.rows else indices)
+        step = self.first_step + i
+        first, count = self.batch_range(step)
+        rows = np.arange(count)
+        if self.rows:
+            rows = rows[self.rows(count)]
+        batch = self.dataset.batch(first + rows)
+        if self.make_fields:
+            batch = batch | self.make_fields(batch, step, rows)
+        return batch
 
 
 def make_loader(
@@ -54,15 +61,17 @@ def make_loader(
     num_steps: int,
     *,
     rows: Callable[[int], slice] | None = None,
+    make_fields: Callable[[Batch, int, np.ndarray], Batch] | None = None,
     prefetch: int = 4,
     workers: int = 2,
 ) -> Iterator[Batch]:
     """Batches of steps [first_step, first_step + num_steps), [rows, S] numpy arrays per field.
 
     `batch_range(step)` gives (first sample, count) and must grow with the step; `rows(count)` the
-    slice of them to read (None: all). `workers` threads start on `prefetch` batches at once, before
-    the first `next`. `close()` on the iterator stops them. Raises `UserError` if the dataset is
-    too short, and, from `next`, whatever reading raised.
+    slice of them to read (None: all). `make_fields(batch, step, rows)` gives fields to add to those
+    rows of a step. `workers` threads start on `prefetch` batches at once, before the first
+    `next`. `close()` on the iterator stops them. Raises `UserError` if the dataset is too short,
+    and, from `next`, whatever reading raised.
     """
     import grain  # imports jax: not for those who only read a corpus
 
@@ -72,7 +81,7 @@ def make_loader(
             f"data: {len(dataset)} samples, but step {first_step + num_steps} takes number {last}: "
             "lower train.steps, shorten data.seq_length, set data.weights or add data"
         )
-    source = _Steps(dataset, batch_range, first_step, num_steps, rows)
+    source = _Steps(dataset, batch_range, first_step, num_steps, rows, make_fields)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=prefetch)
     batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
     batches.start_prefetch()

@@ -21,4 +21,4 @@ def build(cfg: ModelConfig, rngs: nnx.Rngs) -> Decoder:
 def definition_of(cfg: ModelConfig) -> ModelDefinition:
     """The model of `cfg` without parameters; nothing is allocated."""
     model = nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0)))
-    return define(model, model.stacks)
+    return define(model, model.stacks, model.statistics)

@@ -138,7 +138,7 @@ class Attention(BranchModule):
         y = row(out, weight_of(self.out), ctx)
         if cfg.attention_out_bias:
             y = y + self.out_bias[...]
-        return BranchOutput(y, jnp.float32(0), cache)
+        return BranchOutput(y, cache=cache)
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:

@@ -91,6 +91,8 @@ def _reduce_under_backward(_, cotangents):
     dx, d_weights, ready = cotangents
     dx, ready = lax.optimization_barrier((dx, ready))
     leaves, tree = jax.tree.flatten(d_weights)
+    if not leaves:  # all frozen
+        return dx, d_weights, ready
     told = sum(g.ravel()[0].astype(ready.dtype) for g in leaves)
     smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
     # XLA removes what nothing reads, so one gradient reads it.

@@ -15,6 +15,7 @@ from flax import nnx
 from mjax.config.pattern import BRANCHES, branches_of
 from mjax.config.schema import ModelConfig
 from mjax.models.context import Context, Tokens
+from mjax.models.params import StatisticCount
 
 # The cache of a branch: a tree of arrays, or None.
 BranchCache = jax.Array | tuple | dict | None
@@ -50,10 +51,10 @@ class BranchInputs:
 
 
 class BranchOutput(NamedTuple):
-    """y [B, S/tp, D], this device's share of the auxiliary loss, the new cache."""
+    """y [B, S/tp, D], this device's shares of statistics, fp32 [] by name, the new cache."""
 
     y: jax.Array
-    aux: jax.Array
+    statistics: dict[str, jax.Array] = {}
     cache: BranchCache = None
 
 
@@ -64,6 +65,11 @@ class BranchModule(nnx.Module):
     the projection back to the residual stream. `__call__(x, inputs, cache)` gives a `BranchOutput`
     of x [B, S/tp, D].
     """
+
+    @staticmethod
+    def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:
+        """The names of the statistics that it gives, and what each is divided by."""
+        return {}
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:

@@ -34,7 +34,7 @@ from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
 from mjax.models.layers import Caches, LayerInputs, Layers
 from mjax.models.norm import Norm
-from mjax.models.params import declare, normal, split, stack
+from mjax.models.params import StatisticCount, declare, normal, split, stack
 from mjax.models.positions import rope_tables
 from mjax.sharding.spec import ParamSpec
 
@@ -76,12 +76,13 @@ class Block(nnx.Module):
         layer: jax.Array | int = 0,
         cache: LayerCache | None = None,
     ) -> BranchOutput:
-        """The new x [B, S/tp, D], this device's share of the auxiliary loss, the new cache.
+        """The new x [B, S/tp, D], this device's shares of statistics, the new cache.
 
         `layer` is the number of the layer in the model, which dropout is keyed by. A cache has an
         entry for each branch, by its name.
         """
-        cfg, aux = self.cfg, jnp.float32(0)
+        cfg = self.cfg
+        statistics: dict[str, jax.Array] = {}
         new_cache = {}
         for i, group in enumerate(branch_groups(kind)):
             name, salts = BRANCHES[group[0]].name, _salts(layer, i)
@@ -93,7 +94,7 @@ class Block(nnx.Module):
                 held = None if cache is None else cache[branch]
                 output = getattr(self, branch)(h, inputs, held)
                 outputs.append(output.y)
-                aux = aux + output.aux
+                statistics |= output.statistics
                 new_cache[branch] = output.cache
             h = functools.reduce(jnp.add, outputs)
             post_norm = getattr(self, f"{name}_post_norm")
@@ -102,7 +103,7 @@ class Block(nnx.Module):
             h = _scaled(h, cfg.residual_multiplier)
             h = ctx.tap(name, h)
             x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salts.output)
-        return BranchOutput(x, aux, None if cache is None else new_cache)
+        return BranchOutput(x, statistics, None if cache is None else new_cache)
 
 
 class NormNames(NamedTuple):
@@ -189,27 +190,27 @@ class Decoder(nnx.Module):
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh)."""
-        assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and loss()"
+        assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
         info = tokens_of(tokens.shape, positions, segments)
         x, _, _ = self.hidden(tokens, info, ctx)
         return self.logits(x)
 
     def hidden(
         self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
-    ) -> tuple[jax.Array, jax.Array, Caches | None]:
-        """(final normed activations [B, S, D], share of the auxiliary losses, new caches).
+    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
+        """(final normed activations [B, S, D], shares of statistics, new caches).
 
-        `tokens` are int32 [B, S]. The share is this device's, fp32, summed over layers and
+        `tokens` are int32 [B, S]. The shares are this device's, fp32, summed over layers and
         sequences. There is a cache for each layer.
         """
         x = self.embed(tokens, info, ctx)
-        x, aux, caches = self.layers(x, info, ctx, caches)
+        x, statistics, caches = self.layers(x, info, ctx, caches)
         x = ctx.parallel.gather_seq(self.final_norm(x))
-        return x, aux, caches
+        return x, statistics, caches
 
     def layers(
         self, x: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
-    ) -> tuple[jax.Array, jax.Array, Caches | None]:
+    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
         """`hidden` from the first layer's input x [B, S/tp, D] to the last one's output.
 
         The layers are those that this module holds, stacked. They run in scans, and with caches one
@@ -220,27 +221,29 @@ class Decoder(nnx.Module):
             blocks[name], weights[name] = split(getattr(self, name))
         execution = Execution(plain_layers(self.kinds), unroll=1 if caches is None else 0)
         inputs = LayerInputs(info, self.rope(info, ctx))
-        layers = Layers(blocks, execution, ctx)
+        layers = Layers(blocks, execution, ctx, statistics=tuple(self.statistics))
         return layers.run(weights, x, inputs, caches=caches)
 
-    def loss(
-        self, batch: dict[str, jax.Array], info: Tokens, ctx: Context, chunk: int | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """(sum of loss_mask * nll over [B, S], share of the auxiliary losses), fp32.
-
-        The first is equal on all tp devices. The second is this device's share, summed over layers
-        and sequences.
-        """
-        x = self.embed(batch["tokens"], info, ctx)
-        x, aux, _ = self.layers(x, info, ctx)
-        return self.head_loss(x, batch, ctx, chunk), aux
+    @property
+    def statistics(self) -> dict[str, StatisticCount]:
+        """The names of the statistics of the layers, and what each is divided by."""
+        found: dict[str, StatisticCount] = {}
+        for letter in sorted(branches_of_model(self.kinds)):
+            found |= branch_class(letter).statistics(self.cfg)
+        return found
 
     @jax.named_scope("head")
     def head_loss(
-        self, x: jax.Array, batch: dict[str, jax.Array], ctx: Context, chunk: int | None
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array,
+        ctx: Context,
+        chunk: int | None,
     ) -> jax.Array:
-        """The sum of loss_mask * loss, fp32 [], of the last layer's output x [B, S/tp, D].
+        """The sum of mask * cross-entropy, fp32 [], equal on all tp devices.
 
+        x [B, S/tp, D] is the last layer's output, `labels` int32 and `mask` fp32 are [B, S].
         `chunk` is the number of tokens whose logits exist at a time; None: by memory.
         """
         x = ctx.parallel.gather_seq(self.final_norm(x))
@@ -254,8 +257,8 @@ class Decoder(nnx.Module):
         return cross_entropy(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
-            batch["labels"].reshape(-1),
-            batch["loss_mask"].reshape(-1),
+            labels.reshape(-1),
+            mask.reshape(-1),
             terms=terms,
             parallel=ctx.parallel,
             chunk=chunk,

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config.pipeline_layout import EMPTY
-from mjax.kernels.quantize import quantize_stack, transposed_bits
+from mjax.kernels.quantize import quantize_stack, step_scales, transposed_bits, weight_amax
 from mjax.models.barriers import (
     gradients_before_previous_layer,
     reduce_under_previous_layer,
@@ -41,6 +41,7 @@ from mjax.models.execution import (
     scan_groups,
     stack_rows,
 )
+from mjax.models.frozen import WeightParts, join_frozen, map_parameters, split_frozen_layer
 from mjax.models.params import Definition
 from mjax.models.remat import remat
 from mjax.models.residuals import switch_layers
@@ -55,9 +56,27 @@ from mjax.models.weight import (
 )
 from mjax.sharding.collectives import reduce_gradients
 from mjax.sharding.rules import ParamPlacement, Placement
-from mjax.sharding.spec import ParamSpec, is_spec
+from mjax.sharding.spec import ParamSpec, is_spec, trained_only
 
 # ---- from masters to weights ---------------------------------------------------------------------
+
+
+def fp8_scales(
+    params: dict,
+    history: dict,
+    tokens: jax.Array | int,
+    placement: Placement,
+    execution: Execution,
+) -> dict:
+    """The scales of a step, {stack: {matmul: [L, 3]}}; empty without FP8.
+
+    `history` holds the maxima of the last steps for delayed scaling.
+    """
+    if execution.recipe is None:
+        return {}
+    masters = matmul_leaves(params, placement.specs)
+    amax = weight_amax(masters, execution.compute, placement.parallel)
+    return step_scales(amax, history, tokens)
 
 
 @jax.named_scope("gather")
@@ -134,10 +153,15 @@ def _row(stack: jax.Array | None, i: int) -> jax.Array | None:
 
 
 def zero_sums(weights: dict, placement: Placement, execution: Execution) -> dict:
-    """The running sums of gradients before the first micro-batch, for `add_gradients`."""
+    """The running sums of gradients before the first micro-batch, for `add_gradients`.
+
+    `weights` are the trained ones.
+    """
 
     def zero(where: ParamPlacement, w: WeightOrArray) -> WeightOrArray:
         value = w.value if is_weight(w) else w
+        if value is None:
+            return replace(w, scales=None if w.scales is None else jnp.zeros_like(w.scales))
         if execution.reduce == "micro_batch":
             value = jax.eval_shape(lambda x: where.scatter(x, execution.accumulate), value)
         total = jnp.zeros(value.shape, execution.accumulate)
@@ -153,7 +177,7 @@ def zero_sums(weights: dict, placement: Placement, execution: Execution) -> dict
             grad_sum=total if in_matmul else None,
         )
 
-    return _map_parameters(zero, weights, placement)
+    return map_parameters(zero, weights, placement)
 
 
 @jax.named_scope("reduce")
@@ -165,20 +189,11 @@ def scatter_micro_batch(cotangents: dict, placement: Placement, execution: Execu
     def scatter(where: ParamPlacement, cotangent: WeightOrArray) -> WeightOrArray:
         if not is_weight(cotangent):
             return where.scatter(cotangent, execution.accumulate)
+        if cotangent.value is None:
+            return cotangent
         return replace(cotangent, value=where.scatter(cotangent.value, execution.accumulate))
 
-    return _map_parameters(scatter, cotangents, placement)
-
-
-def _map_parameters(function: Callable, tree: dict, placement: Placement) -> dict:
-    """function(placement, entry) of every parameter; of every layer where it is a list."""
-
-    def one(where: ParamPlacement, entry):
-        if isinstance(entry, list):
-            return [function(where.layer, layer) for layer in entry]
-        return function(where, entry)
-
-    return {name: placement.part(name).map(one, entries) for name, entries in tree.items()}
+    return map_parameters(scatter, cotangents, placement)
 
 
 @jax.named_scope("reduce")
@@ -187,17 +202,20 @@ def store_gradients(
 ) -> tuple[dict, dict]:
     """(gradients as stored, maxima that matmuls in FP8 saw on this device).
 
-    Gradients are stacks in the dtype of sums, reduced over all devices. The maxima are fp32
-    {stack: {matmul: [L, 3]}}.
+    Gradients of trained parameters are stacks in the dtype of sums, reduced over all devices. The
+    maxima are fp32 {stack: {matmul: [L, 3]}}.
     """
 
-    def store(where: ParamPlacement, cotangent: WeightOrArray | list[Weight]) -> jax.Array:
+    def store(where: ParamPlacement, cotangent) -> jax.Array | None:
+        if where.spec.frozen:
+            return None
         return _store_gradient(where, cotangent, execution)
 
     gradients = {}
     for name, part in cotangents.items():
         gradients[name] = placement.part(name).map(store, part)
-    gradients = reduce_gradients(gradients, placement.stored, placement.parallel)
+    gradients = trained_only(gradients, placement.specs)
+    gradients = reduce_gradients(gradients, placement.of_gradients, placement.parallel)
     matmuls = matmul_leaves(cotangents, placement.specs)
     maxima = {
         stack: {matmul: _maxima(cotangent) for matmul, cotangent in of_stack.items()}
@@ -281,13 +299,14 @@ class Layers:
     """The layers of a model, ready to run.
 
     `blocks` are the definitions of one layer of each stack. Only layers that gather read
-    `placement`.
+    `placement`. `statistics` names those that are summed over the layers; others are left out.
     """
 
     blocks: dict[str, Definition]
     execution: Execution
     ctx: Context
     placement: Placement | None = None
+    statistics: tuple[str, ...] = ()
 
     def run(
         self,
@@ -298,8 +317,8 @@ class Layers:
         numbers: jax.Array | None = None,
         choices: jax.Array | None = None,
         caches: Caches | None = None,
-    ) -> tuple[jax.Array, jax.Array, Caches | None]:
-        """x [B, S/tp, D] through all layers; the share of auxiliary losses; the new caches.
+    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
+        """x [B, S/tp, D] through all layers; the shares of statistics, fp32; the new caches.
 
         `weights` are as `load_weights` gives them. Lists of layers may take the place of stacks if
         they run one after the other, and `stack_groups` of such lists in a loop. `numbers`
@@ -310,7 +329,7 @@ class Layers:
             numbers = jnp.arange(len(self.execution.layers), dtype=jnp.int32)
         if choices is None:
             choices = jnp.zeros(len(self.execution.layers), jnp.int32)
-        carry = x, jnp.float32(0)
+        carry = x, {name: jnp.float32(0) for name in self.statistics}
         if self.execution.overlap:
             carry = *carry, jnp.float32(0)
         if not self.execution.loops:
@@ -371,8 +390,8 @@ class Layers:
         """f(carry, weights, inputs, number, choice, cache) -> (carry, cache): one layer.
 
         `row` is the layer's where `weights` are stacks. A layer takes it by itself: of a row that
-        a loop takes the backward would keep a copy. A carry is (x, share of auxiliary losses), and
-        with `overlap` the token of `reduce_under_previous_layer`.
+        a loop takes the backward would keep a copy. A carry is (x, shares of statistics), and with
+        `overlap` the token of `reduce_under_previous_layer`.
         """
 
         def of_kind(kind: str) -> Callable:
@@ -380,11 +399,12 @@ class Layers:
                 if row is not None:
                     weights = jax.tree.map(lambda w: w[row], weights)
                 carry, weights = self._enter(plan, carry, weights)
-                x, aux, *ready = carry
+                x, statistics, *ready = carry
                 block = self.blocks[plan.stack].bind(weights)
                 options = {"kind": kind, "rope": inputs.rope, "layer": number, "cache": cache}
                 output = block(x, inputs.tokens, self.ctx, **options)
-                return (output.y, aux + output.aux, *ready), output.cache
+                statistics = _add_found(statistics, output.statistics)
+                return (output.y, statistics, *ready), output.cache
 
             return remat(apply, plan.remat, self.execution.offload, in_loop)
 
@@ -394,26 +414,35 @@ class Layers:
                 carry, weights, inputs, number, cache
             )
         switch = switch_layers([_chosen(kind, of_kind) for kind in plan.kinds])
-        return lambda carry, weights, inputs, number, choice, cache: (
-            switch(choice, carry, weights, (inputs, number)),
-            cache,
-        )
+
+        def choose(carry, weights, inputs, number, choice, cache):
+            trained, frozen = self._split(plan, weights)
+            return switch(choice, carry, trained, (inputs, number, frozen)), cache
+
+        return choose
+
+    def _split(self, plan: LayerPlan, weights: dict) -> WeightParts:
+        """The weights of a layer, apart into trained and frozen ones."""
+        part = None if self.placement is None else self.placement.part(plan.stack)
+        return split_frozen_layer(weights, part)
 
     def _enter(self, plan: LayerPlan, carry: tuple, weights: dict) -> tuple[tuple, dict]:
         """Make a layer's weights whole, and order its exchanges and gradients among others."""
-        execution, (x, aux, *ready) = self.execution, carry
+        execution, (x, statistics, *ready) = self.execution, carry
         if not plan.fp8:
             weights = without_fp8(weights)
         if execution.overlap:
-            x, values, *ready = reduce_under_previous_layer(x, values_of(weights), *ready)
-            weights = with_values(weights, values)
+            trained, frozen = self._split(plan, weights)
+            x, values, *ready = reduce_under_previous_layer(x, values_of(trained), *ready)
+            weights = join_frozen(with_values(trained, values), frozen)
         if execution.gather == "layer":
             weights = self._gather(plan, weights)
         # A loop waits for gradients anyway, and ZeRO-3 reduces them one by one.
         if execution.unroll != 1 and (execution.overlap or execution.gather == "step"):
-            x, values = gradients_before_previous_layer(x, values_of(weights))
-            weights = with_values(weights, values)
-        return (x, aux, *ready), weights
+            trained, frozen = self._split(plan, weights)
+            x, values = gradients_before_previous_layer(x, values_of(trained))
+            weights = join_frozen(with_values(trained, values), frozen)
+        return (x, statistics, *ready), weights
 
     @jax.named_scope("gather")
     def _gather(self, plan: LayerPlan, weights: dict) -> dict:
@@ -438,9 +467,23 @@ class Layers:
         return self.placement.part(plan.stack).map(gather, weights)
 
 
+def _add_found(
+    statistics: dict[str, jax.Array], found: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The sums of statistics with those that one layer found; others are left out."""
+    return {
+        name: total + found[name] if name in found else total for name, total in statistics.items()
+    }
+
+
 def _chosen(kind: str, of_kind: Callable) -> Callable:
     """A layer as `switch_layers` takes it; an empty slot hands on what it gets."""
     if kind == EMPTY:
         return lambda carry, weights, constants: carry
     layer = of_kind(kind)
-    return lambda carry, weights, constants: layer(carry, weights, *constants, None)[0]
+
+    def apply(carry: tuple, trained: dict, constants: tuple) -> tuple:
+        inputs, number, frozen = constants
+        return layer(carry, join_frozen(trained, frozen), inputs, number, None)[0]
+
+    return apply

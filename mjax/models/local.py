@@ -11,18 +11,17 @@ import jax
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
-from mjax.models.layers import LayerInputs, Layers
+from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
+from mjax.models.objective import Batch, Objective, Scalars
 from mjax.models.params import ModelDefinition
 from mjax.sharding.rules import Placement
-
-# tokens, labels, loss_mask, segment_ids, positions [B, S]; rows [B]; columns [S] (train/batch.py)
-Batch = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
 class LocalModel:
     """The parts of a model.
 
+    objective: what it is trained for.
     packed: whether sequences hold several documents, which do not attend to each other.
     loss_chunk: tokens of a chunk of the loss; None: by memory.
     """
@@ -31,6 +30,7 @@ class LocalModel:
     placement: Placement
     execution: Execution
     ctx: Context
+    objective: Objective
     packed: bool
     loss_chunk: int | None
 
@@ -48,9 +48,17 @@ class LocalModel:
         """The model without its layers: embedding, final norm and head."""
         return self.definition.edges.bind(weights)
 
+    def load(self, params: dict, buffers: dict, tokens: jax.Array | int = 1) -> dict:
+        """The weights of a step from masters as stored (`load_weights`).
+
+        `tokens` is the count of the loss, from which FP8 guesses its first scales.
+        """
+        scales = fp8_scales(params, buffers.get("fp8", {}), tokens, self.placement, self.execution)
+        return load_weights(params, scales, self.placement, self.execution)
+
     def embed(self, weights: dict, micro_batch: Batch, tokens: Tokens) -> jax.Array:
         """The input of the first layer, [B, S/tp, D]."""
-        return self.edges(weights).embed(micro_batch["tokens"], tokens, self.ctx)
+        return self.objective.embed(self.edges(weights), micro_batch, tokens, self.ctx)
 
     def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
         """The inputs of all layers besides weights and activations."""
@@ -59,26 +67,33 @@ class LocalModel:
     @property
     def layers(self) -> Layers:
         """The layers of the model, or of a pipeline's chunk."""
-        return Layers(self.definition.blocks, self.execution, self.ctx, self.placement)
+        return Layers(
+            self.definition.blocks,
+            self.execution,
+            self.ctx,
+            self.placement,
+            tuple(self.definition.statistics),
+        )
 
-    def head_loss(self, weights: dict, x: jax.Array, micro_batch: Batch) -> jax.Array:
-        """The sum of masked nll, fp32, equal on all tp devices; x is the last layer's output."""
-        return self.edges(weights).head_loss(x, micro_batch, self.ctx, self.loss_chunk)
+    def head_losses(self, weights: dict, x: jax.Array, micro_batch: Batch) -> Scalars:
+        """The sums of the losses, equal on all tp devices; x is the last layer's output."""
+        edges = self.edges(weights)
+        return self.objective.losses(edges, x, micro_batch, self.ctx, self.loss_chunk)
 
-    def loss(
+    def losses(
         self, weights: dict, micro_batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """(sum of masked nll, share of the auxiliary losses), fp32.
+    ) -> tuple[Scalars, Scalars]:
+        """(sums of the losses, equal on all tp devices; this device's shares of statistics).
 
-        The first is equal on all tp devices. The second is this device's share, summed over layers
-        and sequences.
+        Statistics are summed over layers and sequences.
         """
         tokens = self.tokens(micro_batch, key)
         x = self.embed(weights, micro_batch, tokens)
-        x, aux, _ = self.layers.run(weights, x, self.layer_inputs(weights, tokens))
-        return self.head_loss(weights, x, micro_batch), aux
+        x, statistics, _ = self.layers.run(weights, x, self.layer_inputs(weights, tokens))
+        return self.head_losses(weights, x, micro_batch), statistics
 
     def for_evaluation(self, execution: Execution) -> "LocalModel":
         """The model without dropout and without the terms of the loss that only training has."""
         ctx = replace(self.ctx, dropout=False, label_smoothing=0.0, z_loss=0.0)
-        return replace(self, execution=execution, ctx=ctx)
+        definition = replace(self.definition, statistics={})
+        return replace(self, definition=definition, execution=execution, ctx=ctx)

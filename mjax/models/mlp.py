@@ -152,7 +152,7 @@ class MLP(BranchModule):
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
-        return BranchOutput(self._output(x, inputs.ctx), jnp.float32(0))
+        return BranchOutput(self._output(x, inputs.ctx))
 
     def _output(self, x: jax.Array, ctx: Context) -> jax.Array:
         act = self.cfg.hidden_act

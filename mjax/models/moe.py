@@ -16,13 +16,13 @@ from flax import nnx
 from mjax.config.schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.mlp import activated, gated, up_axes, up_names
-from mjax.models.params import declare, normal
+from mjax.models.params import StatisticCount, declare, normal
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
 
 
 class MoE(BranchModule):
-    """[B, S/tp, D] -> [B, S/tp, D] and this device's share of the balance loss.
+    """[B, S/tp, D] -> [B, S/tp, D] and its statistics: the balance loss, if it has a weight.
 
     `router` is [D, E]. `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]. `down` is
     [E, F, D].
@@ -59,6 +59,11 @@ class MoE(BranchModule):
         self.up = declare(rngs, up, init)
         self.down = declare(rngs, down, normal(out_std))
 
+    @staticmethod
+    def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:
+        """The statistics of the block, and what each is divided by."""
+        return {"aux_loss": "sequences"} if cfg.router_aux_loss_coef > 0 else {}
+
     @jax.named_scope("mlp")
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
@@ -79,7 +84,9 @@ class MoE(BranchModule):
         experts = self.up[...], self.down[...], jnp.moveaxis(gates, 2, 0)
         total, _ = jax.lax.scan(add_expert, zero, experts)
         y = from_experts(total.astype(x.dtype), parallel)
-        return BranchOutput(y, balance_loss(chosen, probs, cfg, parallel))
+        if not self.statistics(cfg):
+            return BranchOutput(y)
+        return BranchOutput(y, {"aux_loss": balance_loss(chosen, probs, cfg, parallel)})
 
 
 def route(
@@ -140,15 +147,12 @@ def balance_loss(
     choices that went to expert e, P_e the mean probability of e. A balanced sequence has coef.
     `chosen` and `probs` are [B, S/cp/tp, E]. Shares add up over cp and tp.
     """
-    coefficient = cfg.router_aux_loss_coef
-    if coefficient == 0:
-        return jnp.float32(0)
     tokens = chosen.shape[1] * parallel.size("cp", "tp")
     counts = jax.lax.stop_gradient(chosen).sum(1)
     counts = parallel.psum(counts, "cp", "tp")  # of all tokens of a sequence
     fractions = counts / (tokens * cfg.num_experts_per_tok)
     weighted = fractions * probs.sum(1)
-    return coefficient * cfg.num_experts * jnp.sum(weighted / tokens)
+    return cfg.router_aux_loss_coef * cfg.num_experts * jnp.sum(weighted / tokens)
 
 
 def _hidden(x: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:

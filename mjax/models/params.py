@@ -6,6 +6,7 @@ split once into a `Definition` and a nested dict of arrays, and bound again whil
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,11 @@ def state_from(values: dict, specs: dict) -> nnx.State:
     return nnx.State(params)
 
 
+# What the sum of a statistic is divided by: sequences of the global batch, or its tokens that count
+# in the loss.
+StatisticCount = Literal["sequences", "tokens"]
+
+
 @dataclass(frozen=True)
 class Definition:
     """A module without its parameters."""
@@ -105,10 +111,12 @@ class ModelDefinition(Definition):
 
     edges: the model without its layers: embedding, final norm, head.
     blocks: one layer of each stack; their specs are those of the stack.
+    statistics: the names of the statistics that its layers make, and what each is divided by.
     """
 
     edges: Definition
     blocks: dict[str, Definition]
+    statistics: dict[str, StatisticCount]
 
 
 def split(module: nnx.Module) -> tuple[Definition, dict]:
@@ -118,7 +126,9 @@ def split(module: nnx.Module) -> tuple[Definition, dict]:
     return definition, nnx.to_pure_dict(state)
 
 
-def define(model: nnx.Module, stacks: tuple[str, ...]) -> ModelDefinition:
+def define(
+    model: nnx.Module, stacks: tuple[str, ...], statistics: dict[str, StatisticCount]
+) -> ModelDefinition:
     """The definition of a model whose attributes `stacks` hold its layers; `model` loses them."""
     complete, _ = split(model)
     blocks = {}
@@ -126,4 +136,4 @@ def define(model: nnx.Module, stacks: tuple[str, ...]) -> ModelDefinition:
         blocks[name], _ = split(getattr(model, name))
         delattr(model, name)
     edges, _ = split(model)
-    return ModelDefinition(complete.graph, complete.specs, edges, blocks)
+    return ModelDefinition(complete.graph, complete.specs, edges, blocks, statistics)

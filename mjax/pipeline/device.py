@@ -16,8 +16,10 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from mjax.config.pipeline_layout import EMPTY
+from mjax.models.frozen import WeightParts, Weights, join_frozen, split_frozen
 from mjax.models.layers import LayerInputs
-from mjax.models.local import Batch, LocalModel
+from mjax.models.local import LocalModel
+from mjax.models.objective import Batch, Scalars
 from mjax.models.residuals import VjpLayout, split_vjp
 from mjax.models.stacks import stack_groups
 from mjax.pipeline.layout import Layout
@@ -72,6 +74,10 @@ class Device:
         return {name: w for name, w in self.weights.items() if name not in stacks}
 
     # ---- a unit's weights and inputs -------------------------------------------------------------
+
+    def split(self, weights: Weights) -> WeightParts:
+        """Weights of edges or of a chunk, apart into trained and frozen ones."""
+        return split_frozen(weights, self.model.placement)
 
     def chunk_weights(self, chunk: jax.Array) -> dict:
         """The layers of a chunk, a list for each stack.
@@ -157,26 +163,28 @@ class Device:
 
     def apply(
         self, layer_weights: dict | list[dict], inputs: UnitInputs, x: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """x [B, S/tp, D] through a chunk; also this device's share of its auxiliary losses."""
-        y, aux, _ = self.model.layers.run(
+    ) -> tuple[jax.Array, Scalars]:
+        """x [B, S/tp, D] through a chunk; also this device's shares of its statistics."""
+        y, statistics, _ = self.model.layers.run(
             layer_weights,
             x,
             inputs.layer_inputs,
             numbers=inputs.numbers,
             choices=inputs.choices,
         )
-        return y, aux
+        return y, statistics
 
     def linearize(
         self, layer_weights: dict | list[dict], inputs: UnitInputs, x: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], VjpLayout, list[jax.Array]]:
-        """((y, aux), layout of the vjp, kept residuals) of a chunk."""
+    ) -> tuple[tuple[jax.Array, Scalars], VjpLayout, list[jax.Array]]:
+        """((y, statistics), layout of the vjp, kept residuals) of a chunk."""
 
-        def chunk(layer_weights: dict | list[dict], x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self.apply(layer_weights, inputs, x)
+        trained, frozen = self.split(layer_weights)
 
-        outputs, vjp = jax.vjp(chunk, layer_weights, x)
+        def chunk(trained: dict | list[dict], x: jax.Array) -> tuple[jax.Array, Scalars]:
+            return self.apply(join_frozen(trained, frozen), inputs, x)
+
+        outputs, vjp = jax.vjp(chunk, trained, x)
         known = jax.tree.leaves((layer_weights, inputs))
         return outputs, *split_vjp(vjp, known)
 

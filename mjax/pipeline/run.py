@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import register_dataclass
 
+from mjax.models.frozen import join_frozen
 from mjax.models.layers import zero_sums
-from mjax.models.local import Batch, LocalModel
+from mjax.models.local import LocalModel
+from mjax.models.objective import Batch, Denominators, Scalars, total_of
 from mjax.models.residuals import VjpLayout, join_vjp
 from mjax.models.stacks import unstack_groups
 from mjax.models.weight import WeightOrArray, add_gradients, is_weight, map_weights
@@ -34,7 +36,7 @@ class Carry:
 
     y, dy: the activation and the cotangent that came in, [B, S/tp, D].
     stash: kept residuals, each [slots of the stash, ...].
-    losses: this device's shares of {loss, aux_loss}.
+    losses: this device's shares of losses and statistics.
     sums: of gradients, a tree like the weights.
     forward_weights, backward_weights: of the chunk that runs forward, and of that which runs
         backward; None where a device has one chunk.
@@ -43,7 +45,7 @@ class Carry:
     y: jax.Array
     dy: jax.Array
     stash: list[jax.Array]
-    losses: dict[str, jax.Array]
+    losses: Scalars
     sums: dict
     forward_weights: dict | None
     backward_weights: dict | None
@@ -53,11 +55,11 @@ class Carry:
 class TrainingTicks:
     """The work of a device in a tick of training.
 
-    loss_scale: factors of the sums {loss, aux_loss} in the loss that is differentiated.
+    denominators: of losses and statistics, in the global batch.
     """
 
     device: Device
-    loss_scale: dict[str, jax.Array]
+    denominators: Denominators
 
     def probe(self) -> tuple[jax.ShapeDtypeStruct, list[jax.ShapeDtypeStruct], VjpLayout]:
         """Shapes of an activation and of what a chunk keeps; how to find it again."""
@@ -92,8 +94,8 @@ class TrainingTicks:
             y=jnp.zeros(x.shape, x.dtype),
             dy=jnp.zeros(x.shape, x.dtype),
             stash=[jnp.zeros((slots, *k.shape), k.dtype) for k in kept],
-            losses={"loss": jnp.float32(0), "aux_loss": jnp.float32(0)},
-            sums=zero_sums(device.weights, placement, execution),
+            losses=self.denominators.zeros(),
+            sums=zero_sums(device.split(device.weights).trained, placement, execution),
             forward_weights=forward_weights,
             backward_weights=backward_weights,
         )
@@ -106,47 +108,61 @@ class TrainingTicks:
         inputs = device.unit_inputs(unit, micro_batch)
         x = device.enter(unit, micro_batch, carry.y)
         weights = device.layer_weights(held)
-        (y, aux), traced_layout, kept = device.linearize(weights, inputs, x)
+        (y, statistics), traced_layout, kept = device.linearize(weights, inputs, x)
         assert traced_layout.sources == layout.sources, "a chunk was traced differently"
         stash = [
             lax.dynamic_update_index_in_dim(buffer, new, unit.slot, 0)
             for buffer, new in zip(carry.stash, kept, strict=True)
         ]
-        loss, dy, edge_sums = self.loss(unit, micro_batch, y, carry)
-        aux = jnp.where(unit.on == 1, aux, 0)
-        aux *= self.loss_scale["aux_loss"]
+        losses, dy, edge_sums = self.losses(unit, micro_batch, y, carry)
+        shares = losses | self.statistics(unit, statistics)
         return replace(
             carry,
             y=device.hand_over(y),
             dy=dy,
             stash=stash,
-            losses=_add(carry.losses, {"loss": loss, "aux_loss": aux}),
+            losses=_add(carry.losses, shares),
             sums=carry.sums | edge_sums,
             forward_weights=None if carry.forward_weights is None else held,
         )
 
-    def loss(
+    def statistics(self, unit: Unit, sums: Scalars) -> Scalars:
+        """This device's shares of a unit's statistics; zeros in an idle tick."""
+        factors = self.denominators.factors()
+        shares = {}
+        for name, total in sums.items():
+            shares[name] = jnp.where(unit.on == 1, total, 0) * factors[name]
+        return shares
+
+    def losses(
         self, unit: Unit, micro_batch: Batch, y: jax.Array, carry: Carry
-    ) -> tuple[jax.Array, jax.Array, dict]:
-        """(share of the loss, cotangent of y, sums of the edges' gradients) of the last unit."""
+    ) -> tuple[Scalars, jax.Array, dict]:
+        """(shares of the losses, cotangent of y, sums of the edges' gradients) of the last unit."""
         device = self.device
+        factors = self.denominators.factors()
+        trained, frozen = device.split(device.edge_weights)
 
-        def share(edge_weights: dict, y: jax.Array) -> jax.Array:
-            nll = device.model.head_loss(edge_weights, y, micro_batch)
-            return nll * self.loss_scale["loss"]
+        def share(trained: dict, y: jax.Array) -> tuple[jax.Array, Scalars]:
+            edge_weights = join_frozen(trained, frozen)
+            sums = device.model.head_losses(edge_weights, y, micro_batch)
+            shares = {}
+            for name, total in sums.items():
+                shares[name] = total * factors[name]
+            return total_of(shares), shares
 
-        def differentiate(sums: dict) -> tuple[jax.Array, jax.Array, dict]:
-            value_and_cotangents = jax.value_and_grad(share, (0, 1))
-            value, (d_edges, dy) = value_and_cotangents(device.edge_weights, y)
-            return value, dy, _add(sums, d_edges)
+        def differentiate(sums: dict) -> tuple[Scalars, jax.Array, dict]:
+            value_and_cotangents = jax.value_and_grad(share, (0, 1), has_aux=True)
+            (_, shares), (d_edges, dy) = value_and_cotangents(trained, y)
+            return shares, dy, _add(sums, d_edges)
 
-        def idle(sums: dict) -> tuple[jax.Array, jax.Array, dict]:
-            return jnp.float32(0), jnp.zeros_like(y), sums
+        def idle(sums: dict) -> tuple[Scalars, jax.Array, dict]:
+            zeros = jax.tree.map(jnp.zeros_like, self.denominators.counts)
+            return zeros, jnp.zeros_like(y), sums
 
         edge_sums = {name: carry.sums[name] for name in device.edge_weights}
         is_last = device.is_last(unit)
-        value, dy, edge_sums = lax.cond(is_last, differentiate, idle, edge_sums)
-        return value, jnp.where(is_last, dy, carry.dy), edge_sums
+        shares, dy, edge_sums = lax.cond(is_last, differentiate, idle, edge_sums)
+        return shares, jnp.where(is_last, dy, carry.dy), edge_sums
 
     def backward(self, layout: VjpLayout, carry: Carry, unit: Unit) -> Carry:
         """One unit backward: its gradients are added; the first one also has the embedding's."""
@@ -157,13 +173,17 @@ class TrainingTicks:
         known = jax.tree.leaves((device.layer_weights(held), inputs))
         kept = [row_of(buffer, unit.slot) for buffer in carry.stash]
         vjp = join_vjp(layout, known, kept)
-        cotangents, dx = vjp((carry.dy, self.loss_scale["aux_loss"]))
+        factors = self.denominators.factors()
+        statistics = {name: factors[name] for name in self.denominators.of_statistics}
+        cotangents, dx = vjp((carry.dy, statistics))
 
         def embedding(sums: dict) -> dict:
-            def embed(edge_weights: dict) -> jax.Array:
-                return device.embed(edge_weights, micro_batch)
+            trained, frozen = device.split(device.edge_weights)
 
-            _, vjp = jax.vjp(embed, device.edge_weights)
+            def embed(trained: dict) -> jax.Array:
+                return device.embed(join_frozen(trained, frozen), micro_batch)
+
+            _, vjp = jax.vjp(embed, trained)
             (d_edges,) = vjp(dx)
             return _add(sums, d_edges)
 
@@ -207,22 +227,16 @@ def pipeline_gradients(
     weights: dict,
     micro_batches: Batch,
     key: jax.Array,
-    tokens: jax.Array,
-    sequences: int,
-) -> tuple[dict[str, jax.Array], dict]:
-    """(this device's shares of {loss, aux_loss}, cotangents of its share, summed).
+    denominators: Denominators,
+) -> tuple[Scalars, dict]:
+    """(this device's shares of losses and statistics, cotangents of their total, summed).
 
-    `weights` are local, in storage order. `micro_batches` [m, ...] are equal over pp. `tokens` and
-    `sequences` are the denominators of the global batch. A cotangent is as `add_gradients` sums it.
+    `weights` are local, in storage order. `micro_batches` [m, ...] are equal over pp. A cotangent
+    is as `add_gradients` sums it.
     """
-    schedule = make_schedule(layout.pp, layout.v, len(micro_batches["tokens"]))
-    tp = model.placement.parallel.tp
-    loss_scale = {
-        "loss": 1 / jnp.maximum(tokens, 1) / tp,  # the loss is computed on each tp device
-        "aux_loss": jnp.float32(1 / sequences),
-    }
+    schedule = make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
     device = Device(model, layout, schedule, weights, micro_batches, key)
-    ticks = TrainingTicks(device, loss_scale)
+    ticks = TrainingTicks(device, denominators)
     x, kept, vjp_layout = ticks.probe()
 
     def forward(carry: Carry, unit: Unit, _) -> Carry:
@@ -244,33 +258,33 @@ def pipeline_gradients(
     return carry.losses, carry.sums
 
 
-def pipeline_nll(
-    model: LocalModel, layout: Layout, weights: dict, micro_batches: Batch
-) -> jax.Array:
-    """This device's part of the sum of masked nll, without gradients or dropout; equal over tp."""
-    schedule = make_schedule(layout.pp, layout.v, len(micro_batches["tokens"]))
+def pipeline_losses(
+    model: LocalModel, layout: Layout, weights: dict, micro_batches: Batch, zeros: Scalars
+) -> Scalars:
+    """This device's part of the sums of the losses, without gradients or dropout; equal over tp.
+
+    `zeros` has a zero for each loss.
+    """
+    schedule = make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
     device = Device(model, layout, schedule, weights, micro_batches)
 
     def tick(carry: tuple, unit: Unit, _) -> tuple:
-        y, nll, held = carry
+        y, sums, held = carry
         held = device.held_weights(unit, held)
         micro_batch = device.micro_batch(unit.micro)
         x = device.enter(unit, micro_batch, y)
         inputs = device.unit_inputs(unit, micro_batch)
         y, _ = device.apply(device.layer_weights(held), inputs, x)
 
-        def head() -> jax.Array:
-            return model.head_loss(weights, y, micro_batch)
+        def head() -> Scalars:
+            return model.head_losses(weights, y, micro_batch)
 
-        def no_head() -> jax.Array:
-            return jnp.float32(0)
-
-        nll += lax.cond(device.is_last(unit), head, no_head)
-        return device.hand_over(y), nll, None if layout.v == 1 else held
+        found = lax.cond(device.is_last(unit), head, lambda: zeros)
+        return device.hand_over(y), _add(sums, found), None if layout.v == 1 else held
 
     x = jax.eval_shape(device.embed, device.edge_weights, device.micro_batch(0))
     held = None if layout.v == 1 else device.chunk_weights(jnp.int32(0))
-    start = jnp.zeros(x.shape, x.dtype), jnp.float32(0), held
+    start = jnp.zeros(x.shape, x.dtype), zeros, held
     return device.scan(tick, start, 0, schedule.ticks)[1]
 
 

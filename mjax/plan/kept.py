@@ -119,11 +119,11 @@ def _residuals(
             if branch.rotary:
                 rope[letter] = rope_tables(cfg.model, positions, branch.windowed, parallel)
 
-    def apply(weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def apply(weights: dict, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         output = block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)
-        return output.y, output.aux
+        return output.y, output.statistics
 
-    def forward(weights: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def forward(weights: dict, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return jax.vjp(apply, weights, x)[0]
 
     body = all_but_views(apply) if policy == "none" else remat(apply, policy)

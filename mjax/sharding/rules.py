@@ -23,7 +23,7 @@ from mjax.sharding.collectives import (
     mesh_axes,
     scatter_gradient,
 )
-from mjax.sharding.spec import ParamSpec, is_spec
+from mjax.sharding.spec import ParamSpec, is_spec, trained_only
 
 RULES: dict[str, tuple[str, ...]] = {
     # activations
@@ -162,11 +162,6 @@ def padding(
     return None
 
 
-def batch_partition(parallel: Parallel) -> PartitionSpec:
-    """The partition of [B, S] arrays of a global batch."""
-    return partition(("batch", "seq"), parallel)
-
-
 @dataclass(frozen=True)
 class ParamPlacement:
     """Where one parameter lies on a mesh.
@@ -234,6 +229,16 @@ class Placement:
     def is_cut(self) -> bool:
         """Whether ZeRO stores anything in finer shards than it is read in."""
         return self.stored != self.weights
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether any parameter is frozen."""
+        return any(spec.frozen for spec in jax.tree.leaves(self.specs, is_leaf=is_spec))
+
+    @property
+    def of_gradients(self) -> dict:
+        """The partitions of reduced gradients: those of masters, without frozen parameters."""
+        return trained_only(self.stored, self.specs)
 
     def part(self, name: str) -> "Placement":
         """The placement of the parameters under one name."""

@@ -8,12 +8,16 @@ rank, because stacking layers changes ranks (DESIGN section 3).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.remat import matmul_names
 from mjax.config.schema import ROLES
+from mjax.errors import UserError
 
 # Logical axes that enumerate independent matrices: layers of a stack, the two halves of a fused
 # projection (gate and up, key and value), experts.
@@ -35,6 +39,8 @@ class ParamSpec:
     are names within the layer if the parameter is a layer's. `{expert}` stands for the number of an
     expert where Hugging Face stores experts separately. `checkpoint/families.py` turns them into
     the names of a family.
+
+    A `frozen` parameter is not trained.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +50,7 @@ class ParamSpec:
     matmul: str | None = None
     active: float = 1.0
     hf: tuple[str, ...] = ()
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self
@@ -76,3 +83,47 @@ def is_spec(x: object) -> bool:
 def count_parameters(specs: dict) -> int:
     """Parameters in a tree of `ParamSpec`, vocabulary padding included."""
     return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+# ---- frozen parameters ---------------------------------------------------------------------------
+
+
+def freeze(specs: dict, patterns: Sequence[str]) -> dict:
+    """Declarations in which the parameters that a pattern names are frozen.
+
+    A pattern is a role, or a dotted name in which * stands for anything. Raises `UserError` where
+    one names nothing, or where nothing is left to train.
+    """
+    used: set[str] = set()
+    flat = flatten_dict(specs)
+    for path, spec in flat.items():
+        name = ".".join(path)
+        hits = [p for p in patterns if p == spec.role or fnmatchcase(name, p)]
+        used.update(hits)
+        flat[path] = replace(spec, frozen=bool(hits))
+    for pattern in patterns:
+        if pattern not in used:
+            raise UserError(
+                f"train.freeze: {pattern!r} is no role of a parameter here and matches no name; "
+                f"roles are {', '.join(ROLES)}, names are like {'.'.join(max(flat, key=len))} "
+                "(--dry-run lists them)"
+            )
+    if all(spec.frozen for spec in flat.values()):
+        raise UserError("train.freeze: it names every parameter; leave some to train")
+    return unflatten_dict(flat)
+
+
+def trained_only(tree: dict, specs: dict) -> dict:
+    """The entries of `tree`, a tree like `specs`, whose parameters are trained."""
+    flat_specs = flatten_dict(specs)
+    trained = {}
+    for path, entry in flatten_dict(tree).items():
+        if not flat_specs[path].frozen:
+            trained[path] = entry
+    return unflatten_dict(trained)
+
+
+def count_frozen(specs: dict) -> int:
+    """Frozen parameters in a tree of `ParamSpec`."""
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    return sum(spec.size for spec in leaves if spec.frozen)

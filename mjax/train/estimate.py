@@ -21,7 +21,7 @@ from mjax.plan.execution import execution_lines
 from mjax.plan.kept import kept
 from mjax.plan.memory import held_layers
 from mjax.sharding.collectives import mesh_axes
-from mjax.sharding.spec import count_parameters
+from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
 from mjax.train.trainer import Trainer
 
@@ -45,6 +45,10 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
     flops = flops_per_token(cfg.model, cfg.data.seq_length)
     console.print(f"parameters  {count_parameters(trainer.specs):,}")
+    if cfg.train.freeze:
+        console.print(
+            f"frozen      {count_frozen(trainer.specs):,} of them, by train.freeze", markup=False
+        )
     console.print(f"tokens      {tokens:,} a step")
     console.print(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)

@@ -30,14 +30,19 @@ from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
 from mjax.models.flops import flops_per_token
+from mjax.models.objective import NEXT_TOKEN, FieldMaker, HostBatch, Objective
 from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
 from mjax.pretrained import source_of
-from mjax.sharding.spec import count_parameters
+from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
 from mjax.train.resilience import GO_ON, REASONS, SIGNALED, NonFiniteLoss, Stopper, Watchdog
 from mjax.train.trainer import Trainer
 
 MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made from
+
+
+# Metrics of a step that a record has in places of their own, or not at all.
+STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite"})
 
 
 @dataclass
@@ -122,6 +127,7 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
         run.start,
         run.last - run.start,
         rows=trainer.local_rows,
+        make_fields=field_maker(cfg, trainer.objective),
         prefetch=cfg.data.prefetch,
         workers=cfg.data.workers,
     )
@@ -184,8 +190,7 @@ def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> me
         "tokens": (first + count) * cfg.data.seq_length,
         "ms_per_step": 1000 * seconds / steps if steps else None,
     }
-    if cfg.model.router_aux_loss_coef:
-        record["aux_loss"] = values["aux_loss"]
+    record |= {name: value for name, value in values.items() if name not in STEP_METRICS}
     if steps:
         record |= metrics.speed(cfg, tokens, seconds)
     record["memory_gb"] = metrics.peak_memory_gb()
@@ -208,9 +213,9 @@ def finish(run: TrainingRun, stop_reason: int) -> float | None:
 
 
 def held_out_loss(run: TrainingRun) -> float | None:
-    """The loss on held-out data in nats per token; None without such data. It is also logged.
+    """The loss on held-out data, of next tokens in nats; None without such data.
 
-    The batches are the same every time.
+    It is also logged. The batches are the same every time.
     """
     if run.held_out is None:
         return None
@@ -221,13 +226,22 @@ def held_out_loss(run: TrainingRun) -> float | None:
         if len(sums) > 1:  # one late, so that no more than two batches wait on the device
             sums[-2] = jax.device_get(sums[-2])
     sums = jax.device_get(sums)
-    nll, tokens = np.sum(sums, axis=0, dtype=np.float64)
-    loss = float(nll / max(tokens, 1))
+    total, count = np.sum(sums, axis=0, dtype=np.float64)
+    loss = float(total / max(count, 1))
     step = run.trainer.step_number
-    run.log.write(
-        {"step": step, "eval_loss": loss, "eval_tokens": int(tokens), "time": time.time()}
-    )
+    run.log.write({"step": step, "eval_loss": loss, "eval_tokens": int(count), "time": time.time()})
     return loss
+
+
+def field_maker(cfg: Config, objective: Objective) -> Callable | None:
+    """The `make_fields` of `make_loader` for this objective; None: a data set has its fields."""
+    if not isinstance(objective, FieldMaker):
+        return None
+
+    def make_fields(batch: HostBatch, step: int, rows: np.ndarray) -> HostBatch:
+        return objective.make_fields(batch, cfg.run.seed, step, rows)
+
+    return make_fields
 
 
 def held_out_samples(cfg: Config) -> int:
@@ -252,6 +266,7 @@ def held_out_batches(
         0,
         run.cfg.train.eval_steps,
         rows=rows,
+        make_fields=field_maker(run.cfg, run.trainer.objective),
         prefetch=data.prefetch,
         workers=data.workers,
     )
@@ -324,8 +339,11 @@ def run_summary(trainer: Trainer) -> str:
     flops = flops_per_token(cfg.model, cfg.data.seq_length)
     axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     shape = " ".join(axes) or "one device"
+    parameters = f"{count_parameters(trainer.specs):,} parameters"
+    if cfg.train.freeze:
+        parameters += f" ({count_frozen(trainer.specs):,} frozen)"
     lines = [
-        f"{count_parameters(trainer.specs):,} parameters, {flops:.4g} FLOPs a token, "
+        f"{parameters}, {flops:.4g} FLOPs a token, "
         f"{cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step",
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({shape}), folder {cfg.run.dir}",
     ]
@@ -360,7 +378,8 @@ def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
 def compare_with_bigram(run: TrainingRun, loss: float | None) -> None:
     """Print the held-out loss on data.text beside what a table of token pairs reaches there."""
     cfg = run.cfg
-    if loss is None or not cfg.data.text or jax.process_index() != 0:
+    is_next_token = cfg.train.objective == NEXT_TOKEN  # another loss is not comparable
+    if loss is None or not is_next_token or not cfg.data.text or jax.process_index() != 0:
         return
     corpus = prepare_text(cfg.data, cfg.run.dir)
     training_tokens = split_tokens(corpus.prefix, "train", cfg.data.split)

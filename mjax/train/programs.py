@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config.schema import Config
 from mjax.models.context import Context
 from mjax.models.local import LocalModel
+from mjax.models.objective import Objective
 from mjax.models.params import ModelDefinition
 from mjax.pipeline.layout import Layout
 from mjax.plan.execution import decide_evaluation, decide_execution, tp_overlap_rows
@@ -25,6 +26,7 @@ from mjax.train.state import StateLayout, without_moments
 def make_program(
     cfg: Config,
     definition: ModelDefinition,
+    objective: Objective,
     state_layout: StateLayout,
     layout: Layout | None,
     rows: int,
@@ -54,6 +56,7 @@ def make_program(
         placement,
         decide_execution(cfg, sizes, facts, rows),
         ctx,
+        objective,
         packed=cfg.data.document_mask and max_documents != 1,
         loss_chunk=cfg.train.loss_chunk,
     )
@@ -61,6 +64,7 @@ def make_program(
         model,
         decide_evaluation(cfg, sizes, rows),
         state_layout.optimizer,
+        state_layout.buffers,
         seed=cfg.run.seed,
         clip_grad_norm=cfg.optimizer.clip_grad_norm,
         layout=layout,
@@ -77,13 +81,14 @@ def jit_program(
     """
     mesh = state_layout.mesh
     devices = list(mesh.devices.flat)
-    state, batch = state_layout.partitions(), batch_partitions(program.parallel)
+    state = state_layout.partitions()
+    batch = batch_partitions(program.model.objective, program.parallel)
     inputs = without_moments(state), batch
-    gradients = steps.Gradients(P(), P(), P(), program.placement.stored, state.get("fp8", {}))
+    gradients = steps.Gradients(P(), P(), P(), program.placement.of_gradients)
     function, inputs, outputs = {
         "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
         "grads": (steps.gradients, inputs, gradients),
-        "eval": (steps.batch_nll, inputs, P()),
+        "eval": (steps.batch_losses, inputs, P()),
     }[kind]
     body = functools.partial(function, program)
     if devices[0].platform == "cpu" and len(devices) > 1:

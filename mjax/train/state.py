@@ -1,4 +1,4 @@
-"""The state of a training run on a mesh: parameters, moments, FP8 history, step number.
+"""The state of a training run on a mesh: parameters, moments, buffers, step number.
 
 Invariant: no device ever holds more than its part. State is initialized under jit with output
 shardings, equal on every mesh.
@@ -15,9 +15,8 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.schema import Config
-from mjax.kernels.quantize import empty_history
 from mjax.models import build, definition_of, split
-from mjax.models.layers import matmul_leaves
+from mjax.models.buffers import Buffer, buffers_of
 from mjax.optim.build import Optimizer, moment_trees
 from mjax.optim.shards import muon_resharders
 from mjax.pipeline.layout import Layout
@@ -30,6 +29,7 @@ from mjax.pipeline.storage import (
 )
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import Padding, Placement, padding, partition, place
+from mjax.sharding.spec import freeze, trained_only
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class StateLayout:
     """The parts of the state of a run, and where they lie on the mesh.
 
     placement: of the parameters. storage: how they are moved and padded for the mesh.
+    buffers: by name.
     """
 
     cfg: Config
@@ -44,6 +45,7 @@ class StateLayout:
     placement: Placement
     storage: Storage
     optimizer: Optimizer
+    buffers: dict[str, Buffer]
 
     def initial_params(self) -> dict:
         """Parameters drawn from run.seed, in the order of storage; to be jitted."""
@@ -54,29 +56,34 @@ class StateLayout:
     def initial_state(self) -> dict:
         """The state at step 0; to be traced only."""
         params = self.initial_params()
-        state = {"params": params, "opt": self.optimizer.init(params), "step": jnp.int32(0)}
-        if self.cfg.precision.fp8 == "delayed":
-            masters = matmul_leaves(params, self.placement.specs)
-            state["fp8"] = empty_history(masters, self.cfg.precision.fp8_amax_history)
+        trained = trained_only(params, self.placement.specs)
+        state = {"params": params, "opt": self.optimizer.init(trained), "step": jnp.int32(0)}
+        if self.buffers:
+            state["buffers"] = self.initial_buffers(params)
         return state
+
+    def initial_buffers(self, params: dict) -> dict:
+        """The buffers before the first step of a run with these parameters; to be traced."""
+        return {name: buffer.initial(params) for name, buffer in self.buffers.items()}
 
     def partitions(self) -> dict:
         """The partition of every leaf of the state.
 
-        A leaf of the optimizer follows the parameter whose path ends its own. FP8's maxima are cut
-        like layers. The rest is replicated.
+        A leaf of the optimizer follows the parameter whose path ends its own. Buffers say their
+        logical axes. The rest is replicated.
         """
         paths = jax.tree_util.tree_flatten_with_path(self.placement.stored)[0]
         by_path = {jax.tree_util.keystr(path): cut for path, cut in paths}
         shapes = jax.eval_shape(self.initial_state)
-        history = shapes.pop("fp8", None)
+        buffers = shapes.pop("buffers", {})
         partitions = jax.tree_util.tree_map_with_path(
             lambda path, _: entry_of_parameter(by_path, path) or PartitionSpec(), shapes
         )
-        if history is not None:
-            layers = partition(("layers",), self.placement.parallel)
-            partitions["fp8"] = jax.tree.map(lambda _: layers, history)
-        return partitions
+        cuts = {}
+        for name, arrays in buffers.items():
+            cut = partition(self.buffers[name].axes, self.placement.parallel)
+            cuts[name] = jax.tree.map(lambda _: cut, arrays)  # noqa: B023
+        return partitions | {"buffers": cuts} if cuts else partitions
 
     def shardings(self, partitions: dict) -> dict:
         return jax.tree.map(lambda cut: NamedSharding(self.mesh, cut), partitions)
@@ -100,11 +107,14 @@ class StateLayout:
         return jax.jit(self.initial_params, out_shardings=shardings)()
 
     def start(self, params: dict) -> dict:
-        """The state at step 0 with these parameters; all else is zero, or as the optimizer starts.
+        """The state at step 0 with these parameters; all else is zero, or as the optimizer and the
+        buffers start.
 
         Moments that live on the host are made there.
         """
-        rest = {name: part for name, part in self.abstract().items() if name != "params"}
+        rest = self.abstract()
+        rest.pop("params")
+        abstract_buffers = rest.pop("buffers", {})
         values = jax.tree.map(lambda _: 0, rest)
         values["opt"] = self.optimizer.first_values()
         leaves, tree = jax.tree.flatten(rest)
@@ -120,25 +130,32 @@ class StateLayout:
             return made
 
         next_made = iter(jax.jit(make, out_shardings=shardings)())
-        state = []
+        started = []
         for a, value in zip(leaves, values, strict=True):
-            state.append(_host_full(a, value) if _is_on_host(a) else next(next_made))
-        return {"params": params} | jax.tree.unflatten(tree, state)
+            started.append(_host_full(a, value) if _is_on_host(a) else next(next_made))
+        state = {"params": params} | jax.tree.unflatten(tree, started)
+        if abstract_buffers:
+            shardings = jax.tree.map(lambda a: a.sharding, abstract_buffers)
+            make_buffers = jax.jit(self.initial_buffers, out_shardings=shardings)
+            state["buffers"] = make_buffers(params)
+        return state
 
 
 def state_layout(cfg: Config, mesh: Mesh, parallel: Parallel, layout: Layout | None) -> StateLayout:
     """The layout of the state of a run; `layout` is that of the pipeline."""
-    specs = storage_specs(layout, definition_of(cfg.model).specs)
+    specs = freeze(definition_of(cfg.model).specs, cfg.train.freeze)
+    specs = storage_specs(layout, specs)
     placement = place(specs, parallel, cfg.mesh.zero, cfg.mesh.zero_group)
     storage = Storage(layout, paddings(placement))
     optimizer = Optimizer(
         cfg.optimizer,
-        specs,
+        trained_only(specs, specs),
         *muon_resharders(placement),
         seed=cfg.run.seed,
         global_indices=_global_indices(placement, storage),
     )
-    return StateLayout(cfg, mesh, placement, storage, optimizer)
+    buffers = buffers_of(cfg.precision, placement.specs)
+    return StateLayout(cfg, mesh, placement, storage, optimizer, buffers)
 
 
 def paddings(placement: Placement) -> dict[str, Padding | None]:

@@ -1,41 +1,37 @@
 """The training step: one function of local shards, run inside one `shard_map` over all five axes.
 
 Read it top to bottom: load the weights from the masters, differentiate this device's share of the
-loss over the micro-batches, store the gradients reduced (`models/layers.py`), clip by the global
-norm, update. Invariant: shares of the loss sum over all devices to (sum of masked nll) / (number of
-unmasked tokens) + (sum of auxiliary losses) / (number of sequences) of the global batch. So the
-result does not depend on the mesh, on the number of micro-batches, or on where the masked tokens
-lie. A loss, norm or maximum of FP8 that is not finite leaves the state as it was.
+losses over the micro-batches, store the gradients reduced (`models/layers.py`), clip by the global
+norm, update. The losses are those of the objective (`models/objective.py`) and the statistics of
+the layers; the step knows none by name but "loss". Invariant: shares of a loss sum over all devices
+to (its sum) / (its count) of the global batch. So the result does not depend on the mesh, on the
+number of micro-batches, or on where the tokens that count lie. A loss or norm that is not finite,
+or a buffer that says so, leaves the state as it was.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mjax.kernels.quantize import remember, step_scales, weight_amax
+from mjax.models.buffers import Buffer, Seen, update_buffers
 from mjax.models.execution import Execution
-from mjax.models.layers import (
-    load_weights,
-    matmul_leaves,
-    scatter_micro_batch,
-    store_gradients,
-    zero_sums,
-)
-from mjax.models.local import Batch, LocalModel
+from mjax.models.frozen import join_frozen, split_frozen
+from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
+from mjax.models.local import LocalModel
+from mjax.models.objective import Batch, Denominators, Scalars, total_of
 from mjax.models.weight import add_gradients, with_sums
 from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
-from mjax.pipeline.run import pipeline_gradients, pipeline_nll
+from mjax.pipeline.run import pipeline_gradients, pipeline_losses
 from mjax.sharding.collectives import AXES, DATA_AXES, Parallel, global_norm
 from mjax.sharding.rules import Placement
 
-# {"params": nested dict, "opt": nested dict, "step": int32 scalar} and with delayed scaling "fp8":
-# {stack: {matmul: maxima [L, 2, H] of the last steps}} (kernels/quantize.py)
+# {"params": nested dict, "opt": nested dict, "step": int32 []}, and where a run has buffers
+# "buffers": {name: tree} (models/buffers.py)
 State = dict
-
-Losses = dict[str, jax.Array]  # loss, aux_loss
 
 
 @dataclass(frozen=True)
@@ -43,12 +39,14 @@ class Program:
     """All that is static in a step.
 
     evaluation: how a forward pass without gradients runs.
+    buffers: of the state, by name.
     layout: of the pipeline, or None.
     """
 
     model: LocalModel
     evaluation: Execution
     optimizer: Optimizer
+    buffers: dict[str, Buffer]
     seed: int
     clip_grad_norm: float
     layout: Layout | None = None
@@ -67,35 +65,35 @@ class Program:
 
 
 class Gradients(NamedTuple):
-    """The loss of a batch and its gradients.
+    """The losses of a batch and its gradients.
 
-    losses: {loss: nll per token, aux_loss: the term that is added to it before differentiation}.
-    norm: the global L2 norm of the gradients. tokens: unmasked tokens of the global batch.
-    gradients: local shards of the reduced gradients, a tree like the parameters.
-    maxima: the largest magnitudes in FP8's matmuls on this device, for delayed scaling.
+    losses: of the global batch, by name; their sum is differentiated.
+    norm: the global L2 norm of the gradients. tokens: the count of the loss.
+    gradients: local shards of the reduced gradients, a tree like the trained parameters.
     """
 
-    losses: Losses
+    losses: Scalars
     norm: jax.Array
     tokens: jax.Array
     gradients: dict
-    maxima: dict
 
 
 def train_step(
     program: Program, state: State, batch: Batch, lr: jax.Array, weight_decay: jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
-    """(new state, {loss, aux_loss, grad_norm, tokens, finite}) of local shards."""
-    computed = gradients(program, state, batch)
+    """(new state, the losses by name and {grad_norm, tokens, finite}) of local shards."""
+    computed, seen = compute_gradients(program, state, batch)
     with jax.named_scope("optimizer"):
         clip = program.clip_grad_norm
         scale = jnp.minimum(1.0, clip / (computed.norm + 1e-6)) if clip > 0 else 1.0
-        finite = jnp.isfinite(computed.losses["loss"]) & jnp.isfinite(computed.norm)
+        finite = all_finite(computed)
         rest = {name: part for name, part in state.items() if name not in ("params", "opt")}
         new = {"step": state["step"] + 1}
-        if "fp8" in state:
-            new["fp8"], all_finite = remember(state["fp8"], computed.maxima, program.parallel)
-            finite &= all_finite
+        if "buffers" in state:
+            new["buffers"], counts = update_buffers(
+                program.buffers, state["buffers"], seen, program.parallel
+            )
+            finite &= counts
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, rest)
         new["params"], new["opt"] = program.optimizer.update(
             computed.gradients,
@@ -110,32 +108,42 @@ def train_step(
     return new, computed.losses | metrics
 
 
+def all_finite(computed: Gradients) -> jax.Array:
+    """Whether all losses and the norm are finite."""
+    values = *computed.losses.values(), computed.norm
+    return functools.reduce(jnp.logical_and, map(jnp.isfinite, values))
+
+
 def gradients(program: Program, state: State, batch: Batch) -> Gradients:
-    """Loss, gradients and their norm for a batch. `state` may lack the moments."""
+    """Losses, gradients and their norm for a batch. `state` may lack the moments."""
+    return compute_gradients(program, state, batch)[0]
+
+
+def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gradients, Seen]:
+    """(`gradients`, what buffers are updated from)."""
     model, placement, execution = program.model, program.placement, program.execution
     parallel = program.parallel
-    tokens = token_count(batch, parallel)
-    sequences = len(batch["tokens"]) * parallel.size(*DATA_AXES)
+    denominators = global_denominators(model, batch)
+    tokens = denominators.counts["loss"]
     # One key for all micro-batches and devices: dropout adds the token's place in the global batch.
     key = jax.random.fold_in(jax.random.key(program.seed), state["step"])
     micro_batches = split_batch(batch, execution.micro_batches)
-    weights = load_weights(
-        state["params"], fp8_scales(program, state, tokens), placement, execution
-    )
+    weights = model.load(state["params"], state.get("buffers", {}), tokens)
+    trained, frozen = split_frozen(weights, placement)
 
-    def share(weights: dict, micro_batch: Batch) -> tuple[jax.Array, Losses]:
-        nll, aux = model.loss(weights, micro_batch, key)  # the latter is a share already
-        nll = nll / jnp.maximum(tokens, 1) / parallel.tp  # it is computed on each tp device
-        aux = aux / sequences
-        return nll + aux, {"loss": nll, "aux_loss": aux}
+    def share(trained: dict, micro_batch: Batch) -> tuple[jax.Array, Scalars]:
+        weights = join_frozen(trained, frozen)
+        losses, statistics = model.losses(weights, micro_batch, key)
+        shares = denominators.shares(losses, statistics)
+        return total_of(shares), shares
 
     # The bits of 8-bit weights are integers; their cotangents are not read.
     differentiate = jax.value_and_grad(share, has_aux=True, allow_int=True)
 
-    def accumulate(carry: tuple[Losses, dict], micro_batch: Batch) -> tuple[tuple, None]:
+    def accumulate(carry: tuple[Scalars, dict], micro_batch: Batch) -> tuple[tuple, None]:
         """One micro-batch. A matmul that is given its running sum returns the next one."""
         losses, sums = carry
-        (_, added), cotangents = differentiate(with_sums(weights, sums), micro_batch)
+        (_, added), cotangents = differentiate(with_sums(trained, sums), micro_batch)
         cotangents = scatter_micro_batch(cotangents, placement, execution)
         with jax.named_scope("accumulate"):
             losses = jax.tree.map(jnp.add, losses, added)
@@ -143,52 +151,55 @@ def gradients(program: Program, state: State, batch: Batch) -> Gradients:
 
     if program.layout is not None:
         losses, cotangents = pipeline_gradients(
-            model, program.layout, weights, micro_batches, key, tokens, sequences
+            model, program.layout, weights, micro_batches, key, denominators
         )
     elif execution.micro_batches == 1:
         only = jax.tree.map(lambda field: field[0], micro_batches)
-        (_, losses), cotangents = differentiate(weights, only)
+        (_, losses), cotangents = differentiate(trained, only)
     else:
-        start = {"loss": jnp.float32(0), "aux_loss": jnp.float32(0)}
-        start = start, zero_sums(weights, placement, execution)
+        start = denominators.zeros(), zero_sums(trained, placement, execution)
         (losses, cotangents), _ = jax.lax.scan(accumulate, start, micro_batches)
     reduced, maxima = store_gradients(cotangents, placement, execution)
     with jax.named_scope("reduce"):
-        norm = global_norm(reduced, placement.stored, parallel)
+        norm = global_norm(reduced, placement.of_gradients, parallel)
     losses = {name: parallel.psum(loss, *AXES) for name, loss in losses.items()}
-    return Gradients(losses, norm, tokens, reduced, maxima if "fp8" in state else {})
+    return Gradients(losses, norm, tokens, reduced), Seen(maxima, losses)
 
 
-def batch_nll(program: Program, state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """(sum of masked nll, unmasked tokens) of the global batch, without dropout."""
+def batch_losses(program: Program, state: State, batch: Batch) -> tuple[Scalars, Scalars]:
+    """(sums, counts) of the objective's losses in the global batch, without dropout."""
     model = program.model.for_evaluation(program.evaluation)
-    placement, execution, parallel = program.placement, program.evaluation, program.parallel
-    weights = load_weights(state["params"], fp8_scales(program, state), placement, execution)
-    micro_batches = split_batch(batch, execution.micro_batches)
+    parallel = program.parallel
+    weights = model.load(state["params"], state.get("buffers", {}))
+    micro_batches = split_batch(batch, program.evaluation.micro_batches)
+    denominators = global_denominators(model, batch)
 
-    def add(total: jax.Array, micro_batch: Batch) -> tuple[jax.Array, None]:
-        return total + model.loss(weights, micro_batch, None)[0], None
+    def add(totals: Scalars, micro_batch: Batch) -> tuple[Scalars, None]:
+        losses, _ = model.losses(weights, micro_batch, None)
+        return jax.tree.map(jnp.add, totals, losses), None
 
+    zeros = denominators.zeros()
     if program.layout is not None:
-        total = pipeline_nll(model, program.layout, weights, micro_batches)
+        totals = pipeline_losses(model, program.layout, weights, micro_batches, zeros)
     else:
-        total, _ = jax.lax.scan(add, jnp.float32(0), micro_batches)
-    return parallel.psum(total / parallel.tp, *AXES), token_count(batch, parallel)
+        totals, _ = jax.lax.scan(add, zeros, micro_batches)
+    sums = {name: parallel.psum(total / parallel.tp, *AXES) for name, total in totals.items()}
+    return sums, denominators.counts
 
 
-def fp8_scales(program: Program, state: State, tokens: jax.Array | int = 1) -> dict:
-    """The scales of a step, {stack: {matmul: [L, 3]}}; empty without FP8."""
-    execution = program.execution
-    if execution.recipe is None:
-        return {}
-    masters = matmul_leaves(state["params"], program.placement.specs)
-    amax = weight_amax(masters, execution.compute, program.parallel)
-    return step_scales(amax, state.get("fp8", {}), tokens)
-
-
-def token_count(batch: Batch, parallel: Parallel) -> jax.Array:
-    """Unmasked tokens of the global batch, fp32: the one denominator of the loss."""
-    return parallel.psum(jnp.sum(batch["loss_mask"].astype(jnp.float32)), "dp", "ep", "cp")
+def global_denominators(model: LocalModel, batch: Batch) -> Denominators:
+    """What the losses and statistics of a step are divided by, in the global batch."""
+    parallel = model.placement.parallel
+    counts = {
+        name: parallel.psum(count, "dp", "ep", "cp")
+        for name, count in model.objective.counts(batch).items()
+    }
+    sequences = len(batch["rows"]) * parallel.size(*DATA_AXES)
+    of_statistics = {}
+    for name, kind in model.definition.statistics.items():
+        assert name not in counts, f"a loss and a statistic are both called {name}"
+        of_statistics[name] = sequences if kind == "sequences" else jnp.maximum(counts["loss"], 1)
+    return Denominators(counts, of_statistics, parallel.tp)
 
 
 def split_batch(batch: Batch, micro_batches: int) -> Batch:

@@ -16,11 +16,13 @@ from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
 from mjax.models import definition_of
+from mjax.models.objective import HostBatch, objective_of
 from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.plan.auto import resolve_auto
 from mjax.sharding.mesh import make_mesh, parallel_of
+from mjax.sharding.spec import freeze
 from mjax.train import step as steps
 from mjax.train.batch import BatchPlacer, most_documents
 from mjax.train.programs import jit_program, make_program
@@ -38,14 +40,16 @@ class ProgramKey(NamedTuple):
 class Trainer:
     """Trains the model of `cfg` on `mesh` (default: all devices, sizes from cfg.mesh).
 
-    A batch is a dict of numpy [B, S] arrays: tokens, labels, loss_mask, segment_ids, positions.
+    A batch is a dict of numpy arrays: the fields of the objective, and segment_ids and positions
+    [B, S]. Those of the default objective are tokens, labels and loss_mask [B, S].
     Where there are several processes, each passes its `local_rows` of the global batch.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh | None = None):
         validate(cfg)
         self.definition = definition_of(cfg.model)
-        self.specs = self.definition.specs
+        self.specs = freeze(self.definition.specs, cfg.train.freeze)
+        self.objective = objective_of(cfg.train.objective)
         devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
@@ -58,7 +62,8 @@ class Trainer:
         self.state_layout = state_layout(cfg, self.mesh, self.parallel, self.layout)
         self.placement = self.state_layout.placement
         self.storage = self.state_layout.storage
-        self.placer = BatchPlacer(self.mesh, self.parallel, cfg.train.micro_batch_size)
+        size = cfg.train.micro_batch_size
+        self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, size)
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None
         self.step_number = 0
@@ -126,7 +131,7 @@ class Trainer:
 
     # ---- computation -------------------------------------------------------------------------
 
-    def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def step(self, batch: HostBatch) -> dict[str, jax.Array]:
         """One optimizer step on a global batch; device scalars, as `train_step` says."""
         placed = self._place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
@@ -139,18 +144,26 @@ class Trainer:
         self.step_number += 1
         return metrics
 
-    def grads(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array, dict]:
-        """(loss, gradient norm, gradients as nested dict of global arrays) of a global batch."""
+    def grads(self, batch: HostBatch) -> tuple[jax.Array, jax.Array, dict]:
+        """(loss, gradient norm, gradients of the trained parameters) of a global batch.
+
+        Gradients are global arrays in a nested dict.
+        """
         placed = self._place(batch)
         state = without_moments(self._live())
         found = self._program("grads", placed)(state, placed)
         gradients = canonical(self.storage, found.gradients)
         return found.losses["loss"], found.norm, gradients
 
-    def evaluate(self, batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-        """(sum of nll, number of unmasked tokens) of a global batch, without dropout."""
+    def evaluate(self, batch: HostBatch) -> tuple[jax.Array, jax.Array]:
+        """(sum, count) of the loss of a global batch, without dropout.
+
+        They are those of the loss called "loss": by default nll and unmasked tokens.
+        """
         placed = self._place(batch)
-        return self._program("eval", placed)(without_moments(self._live()), placed)
+        state = without_moments(self._live())
+        sums, counts = self._program("eval", placed)(state, placed)
+        return sums["loss"], counts["loss"]
 
     def lower(self, batch_size: int | None = None) -> jax.stages.Lowered:
         """The train step lowered for this mesh and an abstract batch, nothing allocated."""
@@ -177,7 +190,7 @@ class Trainer:
             power_of_two = 1 << (most - 1).bit_length()
             self.max_documents = max(self.max_documents, power_of_two)
 
-    def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def _place(self, batch: HostBatch) -> dict[str, jax.Array]:
         placed = self.placer.place(batch)
         self.bound_documents(most_documents(np.asarray(batch["segment_ids"])))
         return placed
@@ -186,7 +199,7 @@ class Trainer:
 
     def _program(self, kind: str, batch: dict) -> jax.stages.Wrapped:
         """The jitted program `kind` for batches like `batch`."""
-        key = ProgramKey(kind, self.max_documents, batch["tokens"].shape[0])
+        key = ProgramKey(kind, self.max_documents, batch["rows"].shape[0])
         if key not in self._programs:
             program = self.program(key.rows, key.max_documents)
             self._programs[key] = jit_program(kind, program, self.state_layout, self._xla_options)
@@ -195,5 +208,11 @@ class Trainer:
     def program(self, rows: int, max_documents: int) -> steps.Program:
         """All that is static in a step of `rows` sequences of at most `max_documents` each."""
         return make_program(
-            self.cfg, self.definition, self.state_layout, self.layout, rows, max_documents
+            self.cfg,
+            self.definition,
+            self.objective,
+            self.state_layout,
+            self.layout,
+            rows,
+            max_documents,
         )

@@ -98,7 +98,7 @@ def test_a_step_of_a_model_is_that_of_xla(recipe, monkeypatch):
         trainer = make_trainer("dense", Cell(), *keys, "precision.compute=bfloat16")
         metrics = trainer.step(make_batch(24))
         moments = trainer.state["opt"]["mu"]
-        return jax.device_get((metrics, moments, trainer.state.get("fp8", {})))
+        return jax.device_get((metrics, moments, trainer.state.get("buffers", {})))
 
     metrics, moments, state = run("te")
     want_metrics, want, want_state = run("xla")

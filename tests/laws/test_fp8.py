@@ -25,7 +25,7 @@ def first_step(recipe: str, cell: Cell, *more: str) -> tuple[float, dict, dict]:
     """(loss, gradients, FP8 state after it)."""
     trainer = make_trainer("dense", cell, f"precision.fp8={recipe}", *more)
     first = measure(trainer, 1).first
-    state = jax.device_get(trainer.state.get("fp8", {}))
+    state = jax.device_get(trainer.state.get("buffers", {})).get("fp8", {})
     return float(first["loss"]), first["gradients"], state
 
 
@@ -74,7 +74,9 @@ def test_a_pipeline_of_several_chunks_agrees(layout):
     assert distance(first["gradients"], want) < 1e-5
     layers = trainer.layout.table().reshape(-1)
     rows = [int(np.flatnonzero(layers == i)[0]) for i in range(layers.max() + 1)]
-    in_order = jax.tree.map(lambda a: a[np.asarray(rows)], jax.device_get(trainer.state["fp8"]))
+    in_order = jax.tree.map(
+        lambda a: a[np.asarray(rows)], jax.device_get(trainer.state["buffers"]["fp8"])
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), in_order, want_state)
 
 
@@ -136,7 +138,7 @@ def test_a_run_in_two_pieces_is_the_unbroken_run_bit_for_bit(tmp_path):
     whole.store.wait()
     train(whole, 2, 4)
     assert resumed.restore() == 2
-    assert min(a[..., :2].min() for a in jax.tree.leaves(resumed.state["fp8"])) > 0
+    assert min(a[..., :2].min() for a in jax.tree.leaves(resumed.state["buffers"])) > 0
     train(resumed, 2, 4)
     jax.tree.map(np.testing.assert_array_equal, whole.state, resumed.state)
 
@@ -146,9 +148,9 @@ def test_a_state_with_a_number_that_is_none_is_not_kept():
     params = trainer.state["params"]
     down = params["dense"]["mlp"]["down"]
     params["dense"]["mlp"]["down"] = down.at[0, 0, 0].set(np.inf)
-    before = jax.device_get(trainer.state["fp8"])
+    before = jax.device_get(trainer.state["buffers"]["fp8"])
     assert not trainer.step(make_batch(ROWS))["finite"]
-    jax.tree.map(np.testing.assert_array_equal, trainer.state["fp8"], before)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state["buffers"]["fp8"], before)
 
 
 def learn(recipe: str) -> float:

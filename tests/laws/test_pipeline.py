@@ -165,7 +165,7 @@ def test_autodiff_of_the_circular_scan_agrees(monkeypatch):
     assert deviation(grads, grads1) <= 2e-6
 
 
-def circular(model, layout, weights, micro_batches, key, tokens, sequences):
+def circular(model, layout, weights, micro_batches, key, denominators):
     def share(weights):
         schedule = run.make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
         device = run.Device(model, layout, schedule, weights, micro_batches, key)
@@ -177,7 +177,7 @@ def circular(model, layout, weights, micro_batches, key, tokens, sequences):
             y, _ = device.apply(layers, inputs, x)
 
             def nll():
-                return model.head_loss(weights, y, micro)
+                return model.head_losses(weights, y, micro)["loss"]
 
             more = lax.cond(device.is_last(unit), nll, lambda: jnp.float32(0))
             ring = [(i, (i + 1) % layout.pp) for i in range(layout.pp)]
@@ -186,10 +186,10 @@ def circular(model, layout, weights, micro_batches, key, tokens, sequences):
         x = jax.eval_shape(lambda: device.embed(device.edge_weights, device.micro_batch(0)))
         start = jnp.zeros(x.shape, x.dtype), jnp.float32(0)
         nll = device.scan(tick, start, 0, schedule.ticks)[1]
-        return nll / jnp.maximum(tokens, 1) / model.placement.parallel.tp
+        return denominators.shares({"loss": nll}, {})["loss"]
 
     loss, grads = jax.value_and_grad(share)(weights)
-    return {"loss": loss, "aux_loss": jnp.float32(0)}, grads
+    return {"loss": loss}, grads
 
 
 def test_a_lost_hand_over_would_be_seen(monkeypatch):

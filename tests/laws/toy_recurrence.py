@@ -45,7 +45,7 @@ class Recurrence(BranchModule):
             u = u.at[:, 0].add(decay[:, 0] * cache.astype(u.dtype))
         _, states = jax.lax.associative_scan(compose, (decay, u), axis=1)
         new_cache = None if cache is None else states[:, -1].astype(cache.dtype)
-        return BranchOutput(row(states, weight_of(self.outer), ctx), jnp.float32(0), new_cache)
+        return BranchOutput(row(states, weight_of(self.outer), ctx), cache=new_cache)
 
     @staticmethod
     def flops(cfg, letter, seq_length):

@@ -27,12 +27,14 @@ def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "init", lambda self: pytest.fail("state was made"))
     monkeypatch.setattr(Trainer, "step", lambda self, batch: pytest.fail("a step was run"))
     console = Console(record=True, quiet=False, width=200)
-    dry_run(load(None, [*OVERRIDES, f"run.dir={tmp_path / 'run'}"]), console)
+    more = f"run.dir={tmp_path / 'run'}", "train.freeze=[embedding]"
+    dry_run(load(None, [*OVERRIDES, *more]), console)
     text = console.export_text()
     lines = [line.split() for line in text.splitlines()]
     assert "pp=1 x dp=2 x ep=1 x cp=1 x tp=4: 8 x cpu" in text
     assert "dense.mlp.down 2 128 64 layers mlp embed - tp - - tp+dp - 2 16 64".split() in lines
     assert any(line[:1] == ["total"] for line in lines)
+    assert "frozen 16,384 of them, by train.freeze".split() in lines
     assert "layers      run in a loop; weights are rows of stacks" in text
     assert "gradients   1 micro-batches a step" in text
     assert not (tmp_path / "run").exists()

@@ -80,7 +80,7 @@ def test_traces_abstractly_at_full_size(name):
         layers = Layers(definition.blocks, Execution(model_layers(cfg)), ctx)
         inputs = LayerInputs(info, edges.rope(info, ctx))
         x, *_ = layers.run(params, edges.embed(batch["tokens"], info, ctx), inputs)
-        return edges.head_loss(x, batch, ctx, None)
+        return edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx, None)
 
     grads = jax.eval_shape(jax.grad(loss), params, batch)
     assert jax.tree.map(lambda g: g.shape, grads) == jax.tree.map(lambda p: p.shape, params)

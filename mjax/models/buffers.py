@@ -1,0 +1,84 @@
+"""Buffers: the part of a run's state that no gradient moves, each declared with its own update.
+
+They lie in `state["buffers"]`, {name: tree of arrays}. Step, trainer and checkpoints treat all
+alike, and the state of a run without buffers has no such entry. The maxima of FP8's delayed scaling
+are one. Invariant: a buffer is a function of the steps before, and equal on every mesh.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mjax.config.schema import PrecisionConfig
+from mjax.kernels.quantize import empty_history, remember
+from mjax.models.layers import matmul_leaves
+from mjax.sharding.collectives import Parallel
+
+
+class Seen(NamedTuple):
+    """What a step saw, for the updates of buffers.
+
+    maxima: the largest magnitudes in FP8's matmuls on this device, {stack: {matmul: [L, 3]}}.
+    losses: of the global batch, by name.
+    """
+
+    maxima: dict
+    losses: dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """The declaration of a buffer.
+
+    initial: parameters as stored -> its arrays before the first step; to be traced.
+    axes: the logical axes of its arrays, from the first on (`sharding/rules.py`).
+    update: (its arrays, what the step saw, parallel) -> (the next ones, whether the step counts).
+        They are local shards. A step that does not count leaves the whole state as it was.
+    """
+
+    initial: Callable[[dict], dict]
+    axes: tuple[str | None, ...]
+    update: Callable[[dict, Seen, Parallel], tuple[dict, jax.Array]]
+
+
+def buffers_of(precision: PrecisionConfig, specs: dict) -> dict[str, Buffer]:
+    """The buffers of a run, by name; `specs` are the parameters' as stored."""
+    buffers = {}
+    if precision.fp8 == "delayed":
+        buffers["fp8"] = maxima_buffer(specs, precision.fp8_amax_history)
+    return buffers
+
+
+def buffer_keys(config: dict) -> list[str]:
+    """The config keys that a run's buffers follow from; `config` is as `model_dump` gives it.
+
+    A run that is resumed may not change them.
+    """
+    delayed = config["precision"].get("fp8") == "delayed"
+    return ["precision.fp8", "precision.fp8_amax_history"] if delayed else []
+
+
+def maxima_buffer(specs: dict, steps: int) -> Buffer:
+    """The maxima of the last steps for delayed scaling: {stack: {matmul: fp32 [L, 2, steps]}}."""
+
+    def initial(params: dict) -> dict:
+        return empty_history(matmul_leaves(params, specs), steps)
+
+    def update(history: dict, seen: Seen, parallel: Parallel) -> tuple[dict, jax.Array]:
+        return remember(history, seen.maxima, parallel)
+
+    return Buffer(initial, ("layers",), update)
+
+
+def update_buffers(
+    buffers: dict[str, Buffer], old: dict, seen: Seen, parallel: Parallel
+) -> tuple[dict, jax.Array]:
+    """(all buffers after a step, whether the step counts)."""
+    new, counts = {}, jnp.bool_(True)
+    for name, buffer in buffers.items():
+        new[name], one_counts = buffer.update(old[name], seen, parallel)
+        counts &= one_counts
+    return new, counts

@@ -1,0 +1,175 @@
+"""What a model is trained for: the fields of a batch, how it enters the model, and its losses.
+
+The training step knows no loss of its own. It reduces an objective's counts over the devices once,
+divides each sum by its count, differentiates the total, and reduces and logs each loss by its name.
+The last stage of a pipeline calls the same objective. Invariant: a loss is a pair (sum, count) over
+the global batch. So it depends neither on the mesh nor on the number of micro-batches.
+"""
+
+import functools
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mjax.errors import UserError
+from mjax.models.context import Context, Tokens
+from mjax.models.decoder import Decoder
+
+# The fields of an objective, of the layers, and the place of each token (`train/batch.py`).
+Batch = dict[str, jax.Array]
+
+# The same on the host, before it is placed on the mesh.
+HostBatch = dict[str, np.ndarray]
+
+# fp32 scalars by name: sums or shares of losses and statistics, or their counts.
+Scalars = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class BatchField:
+    """One array of a batch.
+
+    axes: logical axes (`sharding/rules.py`), "batch" first and "seq" if it has one.
+    pad: the value in rows that fill up a batch. They count in no loss.
+    """
+
+    dtype: type
+    axes: tuple[str, ...] = ("batch", "seq")
+    pad: float = 0
+
+
+# The fields that layers read. They are part of every batch, whatever the objective.
+LAYER_FIELDS = {
+    "segment_ids": BatchField(np.int32),
+    "positions": BatchField(np.int32),
+}
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """An objective of training, one for a run. It holds no arrays.
+
+    fields: of its batches, besides `LAYER_FIELDS`.
+    """
+
+    fields: Mapping[str, BatchField]
+
+    def counts(self, batch: Batch) -> Scalars:
+        """What each loss is divided by: the part of this device's rows and columns, fp32 [].
+
+        Its names are those of the losses. One of them is "loss", the one of held-out data.
+        """
+
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
+        """The input of the first layer, [B, S/tp, D]."""
+
+    def losses(
+        self, edges: Decoder, x: jax.Array, batch: Batch, ctx: Context, chunk: int | None
+    ) -> Scalars:
+        """The sum of each loss over this device's rows and columns, fp32 [].
+
+        x [B, S/tp, D] is the output of the last layer. The sums are equal on all tp devices. A sum
+        under `jax.lax.stop_gradient` is logged and moves nothing. `chunk` is the number of tokens
+        whose logits exist at a time; None: by memory.
+        """
+
+
+@runtime_checkable
+class FieldMaker(Protocol):
+    """An objective that makes its fields from those of a data set for next-token prediction."""
+
+    def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
+        """The fields to add to rows `rows`, int [B], of the global batch of a step.
+
+        A row's fields are a function of (seed, step, row of the global batch) and of the row alone.
+        """
+
+
+class NextToken:
+    """The cross-entropy of the next token in nats, a mean over unmasked tokens."""
+
+    fields: ClassVar[Mapping[str, BatchField]] = {
+        "tokens": BatchField(np.int32),
+        "labels": BatchField(np.int32),
+        "loss_mask": BatchField(np.float32),
+    }
+
+    def counts(self, batch: Batch) -> Scalars:
+        return {"loss": jnp.sum(batch["loss_mask"].astype(jnp.float32))}
+
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
+        return edges.embed(batch["tokens"], tokens, ctx)
+
+    def losses(
+        self, edges: Decoder, x: jax.Array, batch: Batch, ctx: Context, chunk: int | None
+    ) -> Scalars:
+        loss = edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx, chunk)
+        return {"loss": loss}
+
+
+NEXT_TOKEN = "next_token"
+
+
+def objective_of(name: str) -> Objective:
+    """The objective that `train.objective` names: "next_token", or module.path:Name, called."""
+    if name == NEXT_TOKEN:
+        return NextToken()
+    try:
+        objective = pkgutil.resolve_name(name)()
+    except (ImportError, AttributeError, ValueError, TypeError) as e:
+        raise UserError(
+            f"train.objective={name}: {e}; set it to {NEXT_TOKEN}, or to module.path:Name of a "
+            "class that can be imported and takes no arguments"
+        ) from e
+    if not isinstance(objective, Objective):
+        raise UserError(
+            f"train.objective={name} is no objective: it needs fields, counts, embed and losses, "
+            "as models/objective.py says; mend the class or name another"
+        )
+    return objective
+
+
+def total_of(shares: Scalars) -> jax.Array:
+    """What is differentiated: the sum of a device's shares."""
+    return functools.reduce(jnp.add, shares.values())
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What the sums of a step are divided by.
+
+    counts: of each loss, in the global batch.
+    of_statistics: of each statistic of the layers.
+    tp: each device of it computes the same losses, and takes a part of them as its share.
+    """
+
+    counts: Scalars
+    of_statistics: dict[str, jax.Array | int]
+    tp: int
+
+    def zeros(self) -> Scalars:
+        """A zero for each loss and statistic."""
+        return {name: jnp.float32(0) for name in (*self.counts, *self.of_statistics)}
+
+    def shares(self, losses: Scalars, statistics: Scalars) -> Scalars:
+        """This device's shares of the global losses, from its sums."""
+        shares = {}
+        for name, total in losses.items():
+            shares[name] = total / jnp.maximum(self.counts[name], 1) / self.tp
+        for name, total in statistics.items():
+            shares[name] = total / self.of_statistics[name]
+        return shares
+
+    def factors(self) -> Scalars:
+        """The factors that make shares of sums: `shares`, up to rounding."""
+        factors = {}
+        for name, count in self.counts.items():
+            factors[name] = 1 / jnp.maximum(count, 1) / self.tp
+        for name, count in self.of_statistics.items():
+            factors[name] = jnp.float32(1 / count)
+        return factors

@@ -1,0 +1,79 @@
+"""Laws of buffers: step, trainer and checkpoints carry any that is declared, old ones too."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.models.buffers import Buffer
+from mjax.prove import Cell, make_batch, make_trainer
+from mjax.train import Trainer, state
+
+
+def average_of_loss(most: float = 100.0) -> Buffer:
+    """A running average that starts at 7; steps whose loss is larger than `most` do not count."""
+
+    def initial(params: dict) -> dict:
+        return {"loss": jnp.float32(7)}
+
+    def update(old, seen, parallel):
+        loss = seen.losses["loss"]
+        return {"loss": 0.5 * old["loss"] + 0.5 * loss}, loss <= most
+
+    return Buffer(initial, (), update)
+
+
+def declare(monkeypatch, buffer: Buffer) -> None:
+    original = state.buffers_of
+    monkeypatch.setattr(state, "buffers_of", lambda *a: original(*a) | {"average": buffer})
+
+
+@pytest.mark.parametrize("cell", [Cell(), Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 3)])
+def test_a_buffer_is_initialized_updated_and_saved(monkeypatch, tmp_path, cell):
+    declare(monkeypatch, average_of_loss())
+    keys = f"run.dir={tmp_path}", "precision.fp8=delayed"
+    trainer, resumed = (make_trainer("dense", cell, *keys) for _ in range(2))
+    want = 7.0
+    for seed in range(3):
+        want = 0.5 * want + 0.5 * float(trainer.step(make_batch(24, seed))["loss"])
+    assert float(trainer.state["buffers"]["average"]["loss"]) == pytest.approx(want)
+    trainer.save()
+    trainer.store.wait()
+    assert resumed.restore() == 3
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, trainer.state)
+    assert set(trainer.state["buffers"]) == {"average", "fp8"}
+
+
+def test_a_step_that_does_not_count_leaves_the_state(monkeypatch):
+    declare(monkeypatch, average_of_loss(most=1.0))
+    trainer = make_trainer("dense", Cell())
+    before = jax.device_get(trainer.state)
+    assert not trainer.step(make_batch(24))["finite"]
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
+
+
+def save_in_version_1(trainer: Trainer) -> None:
+    """A checkpoint as mjax wrote them before buffers: the history beside the parameters."""
+    parts = dict(trainer.state)
+    parts |= parts.pop("buffers")
+    assert set(parts) == {"params", "opt", "step", "fp8"}
+    trainer.store.save(trainer.step_number, parts)
+    trainer.store.wait()
+    meta = trainer.store.directory / str(trainer.step_number) / "meta" / "metadata"
+    record = json.loads(meta.read_text())
+    del record["state_version"]
+    meta.write_text(json.dumps(record))
+
+
+def test_an_old_checkpoint_with_fp8_loads(tmp_path):
+    keys = "precision.fp8=delayed", f"run.dir={tmp_path}", "precision.fp8_amax_history=3"
+    old, new = (make_trainer("dense", Cell(), *keys) for _ in range(2))
+    for seed in range(2):
+        old.step(make_batch(24, seed))
+    save_in_version_1(old)
+    assert new.restore() == 2
+    for trainer in (old, new):
+        trainer.step(make_batch(24, 2))
+    jax.tree.map(np.testing.assert_array_equal, new.state, old.state)
