@@ -106,15 +106,15 @@ class Counts(NamedTuple):
     """Parameters on one device: tables (embedding, positions, head) and stacks of layers.
 
     eight_bits: of the stacks, those that matmuls can read in 8 bits. shard: of all, as ZeRO stores
-    them. shard_of_role: of those of each role. whole_layer: of the largest layer. stored_stacks: of
-    the stacks, as ZeRO stores them.
+    them. trained_of_role: of those that are trained, by role. whole_layer: of the largest layer.
+    stored_stacks: of the stacks, as ZeRO stores them.
     """
 
     tables: float
     stacks: float
     eight_bits: float
     shard: float
-    shard_of_role: dict[str, int]
+    trained_of_role: dict[str, int]
     whole_layer: float
     stored_stacks: float
 
@@ -135,17 +135,18 @@ def _count(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         layers[name] = sum(where.layer.weight_size for where in of_part if is_stack(where))
         found += of_part
     stacks = [where for where in found if is_stack(where)]
-    shard_of_role: Counter[str] = Counter()
+    trained_of_role: Counter[str] = Counter()
     for where in found:
-        shard_of_role[where.spec.role] += where.stored_size
+        if not where.spec.frozen:
+            trained_of_role[where.spec.role] += where.stored_size
     weights = sum(where.weight_size for where in found)
     of_stacks = sum(where.weight_size for where in stacks)
     return Counts(
         tables=weights - of_stacks,
         stacks=of_stacks,
         eight_bits=sum(where.weight_size for where in stacks if is_matmul_weight(where)),
-        shard=shard_of_role.total(),
-        shard_of_role=shard_of_role,
+        shard=sum(where.stored_size for where in found),
+        trained_of_role=trained_of_role,
         whole_layer=max(layers.values()),
         stored_stacks=sum(where.stored_size for where in stacks),
     )
@@ -201,7 +202,7 @@ def _parameter_bytes(
 def _moment_bytes(optimizer: OptimizerConfig, count: Counts) -> int:
     """The bytes of all moments on one device; Muon keeps fewer of matrices."""
     total = 0
-    for role, stored in count.shard_of_role.items():
+    for role, stored in count.trained_of_role.items():
         total += stored * moment_bytes(optimizer, role)
     return total
 
