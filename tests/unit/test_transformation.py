@@ -14,7 +14,7 @@ from mjax.models import definition_of
 from mjax.optim.build import Optimizer
 from mjax.optim.transformation import transformation_of
 from mjax.plan.memory import bytes_per_device
-from mjax.sharding.spec import ParamSpec, count_parameters
+from mjax.sharding.spec import ParamSpec, count_parameters, freeze
 from tests.unit.test_optim import SPECS, is_spec, max_error, random_tree
 
 MOCK = ["data.mock=true"]
@@ -123,6 +123,14 @@ def test_muon_keeps_no_second_moment_of_matrices():
     matrices = sum(spec.size for spec in leaves if spec.role == "matrix")
     need = bytes_per_device(full, full.mesh, 1, specs)
     assert need["moments"] == 8 * count_parameters(specs) - 4 * matrices > 0
+
+
+def test_frozen_parameters_have_no_moments():
+    full = load(None, [*MOCK, "optimizer.offload=false"])
+    specs = definition_of(full.model).specs
+    tables = sum(spec.size for spec in jax.tree.leaves(specs, **is_spec) if spec.role != "matrix")
+    need = bytes_per_device(full, full.mesh, 1, freeze(specs, ["matrix"]))
+    assert need["moments"] == 8 * tables
 
 
 def test_moments_that_begin_at_other_numbers_do():
