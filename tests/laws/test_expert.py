@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from mjax.config import load
-from mjax.models.context import Context
+from mjax.models.branch import BranchInputs
+from mjax.models.context import Context, tokens_of
 from mjax.models.moe import MoE, balance_loss, reference, route
 from mjax.prove import FEATURES, SMALL, Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
@@ -84,11 +85,12 @@ def test_router_and_balance_loss_equal_numpy(norm):
 def test_block_equals_reference_forward_and_backward(name):
     cfg = config(name)
     block = MoE(cfg, 0.1, nnx.Rngs(0))
+    inputs = BranchInputs(tokens_of((2, 16)), Context(), "E")
     graph, params = nnx.split(block)
     x = jax.random.normal(jax.random.key(1), (2, 16, cfg.hidden_size))
 
     def ours(params, x):
-        return jnp.sin(nnx.merge(graph, params)(x, Context())[0]).sum()
+        return jnp.sin(nnx.merge(graph, params)(x, inputs).y).sum()
 
     def plain(params, x):
         weights = (params[name][...] for name in ("router", "up", "down"))

@@ -154,14 +154,19 @@ def test_a_run_resumes_and_another_choice_is_refused(tmp_path):
         make_trainer("dense", Cell(), f"run.dir={tmp_path}").restore()
 
 
-def test_muon_freezes():
-    freeze = "train.freeze=[dense.attention.*]"
-    trainer = make_trainer("muon", Cell({"dp": 2}, 1, 2), freeze, *PLAIN)
-    before = jax.device_get(trainer.params()["dense"])
+@pytest.mark.parametrize(
+    "feature, stack, part",
+    [("muon", "dense", "attention"), ("experts", "moe", "mlp")],
+)
+def test_matrices_of_muon_and_experts_freeze(feature, stack, part):
+    where = Cell({"dp": 2, "ep": 2 if feature == "experts" else 1}, 1, 2)
+    trainer = make_trainer(feature, where, f"train.freeze=[{stack}.{part}.*]", *PLAIN)
+    before = jax.device_get(trainer.params()[stack])
     trainer.step(make_batch(ROWS))
-    after = trainer.params()["dense"]
-    jax.tree.map(np.testing.assert_array_equal, after["attention"], before["attention"])
-    assert (after["mlp"]["up"] != before["mlp"]["up"]).any()
+    after = jax.device_get(trainer.params()[stack])
+    jax.tree.map(np.testing.assert_array_equal, after.pop(part), before.pop(part))
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), after, before)
+    assert all(jax.tree.leaves(changed)), changed
 
 
 @pytest.mark.parametrize(
