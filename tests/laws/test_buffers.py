@@ -10,6 +10,7 @@ import pytest
 from mjax.models.buffers import Buffer
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.train import Trainer, state
+from tests.marks import quick
 
 
 def average_of_loss(most: float = 100.0) -> Buffer:
@@ -30,7 +31,7 @@ def declare(monkeypatch, buffer: Buffer) -> None:
     monkeypatch.setattr(state, "buffers_of", lambda *a: original(*a) | {"average": buffer})
 
 
-@pytest.mark.parametrize("cell", [Cell(), Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 3)])
+@pytest.mark.parametrize("cell", quick([Cell(), Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 3)], 1))
 def test_a_buffer_is_initialized_updated_and_saved(monkeypatch, tmp_path, cell):
     declare(monkeypatch, average_of_loss())
     keys = f"run.dir={tmp_path}", "precision.fp8=delayed"

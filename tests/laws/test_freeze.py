@@ -12,6 +12,7 @@ from mjax.errors import UserError
 from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
+from tests.marks import quick, slow
 
 ROWS = 24
 FREEZE = "train.freeze=[embedding,norm,'*.mlp.up','*.attention.kv']"
@@ -47,15 +48,23 @@ def first_moments(trainer: Trainer) -> dict:
 
 @pytest.mark.parametrize(
     "cell, more",
-    [
-        (Cell(), ()),
-        (Cell({"dp": 2, "tp": 2}, 1, 1), (UNROLLED, "train.remat=none")),  # exchanges overlap
-        (Cell({"dp": 2, "tp": 2}, 1, 2), (UNROLLED,)),
-        (Cell({"dp": 4}, 2, 2), (UNROLLED,)),
-        (Cell({"dp": 4}, 3, 2), ()),
-        (Cell({"pp": 2, "dp": 2}, 1, 3), ()),
-        (Cell({"pp": 2}, 0, 2), (UNROLLED, "mesh.pipeline_layout='Et|tttL'")),  # slots that choose
-    ],
+    quick(
+        [
+            (Cell(), ()),
+            (Cell({"dp": 2, "tp": 2}, 1, 1), (UNROLLED, "train.remat=none")),  # exchanges overlap
+            (Cell({"dp": 2, "tp": 2}, 1, 2), (UNROLLED,)),
+            (Cell({"dp": 4}, 2, 2), (UNROLLED,)),
+            (Cell({"dp": 4}, 3, 2), ()),
+            (Cell({"pp": 2, "dp": 2}, 1, 3), ()),
+            (
+                Cell({"pp": 2}, 0, 2),
+                (UNROLLED, "mesh.pipeline_layout='Et|tttL'"),
+            ),  # slots that choose
+        ],
+        1,
+        4,
+        6,
+    ),
 )
 def test_frozen_ones_stay_and_the_others_train_as_before(cell, more):
     before, moments = of_all()
@@ -71,6 +80,7 @@ def test_frozen_ones_stay_and_the_others_train_as_before(cell, more):
         assert (array == np.asarray(after[name])).all() == (name in FROZEN), name
 
 
+@slow
 def test_maxima_of_frozen_matmuls_are_remembered():
     """Their products still round; gradients equal those of a run without frozen parameters."""
     keys = DELAYED, UNROLLED, BF16
@@ -117,12 +127,16 @@ def exchanged_and_computed(trainer: Trainer) -> tuple[set, set]:
 
 @pytest.mark.parametrize(
     "cell, more",
-    [
-        (Cell({"dp": 2}, 1, 1), (UNROLLED,)),
-        (Cell({"dp": 2}, 1, 2), ()),
-        (Cell({"dp": 2}, 3, 2), (UNROLLED,)),
-        (Cell({"pp": 2, "dp": 2}, 1, 2), ()),
-    ],
+    quick(
+        [
+            (Cell({"dp": 2}, 1, 1), (UNROLLED,)),
+            (Cell({"dp": 2}, 1, 2), ()),
+            (Cell({"dp": 2}, 3, 2), (UNROLLED,)),
+            (Cell({"pp": 2, "dp": 2}, 1, 2), ()),
+        ],
+        0,
+        3,
+    ),
 )
 def test_the_program_holds_no_gradient_or_exchange_of_them(cell, more):
     """Of the feed-forward of width 40: nothing else has that width, or 2 * 40 as in a matrix."""

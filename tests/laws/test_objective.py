@@ -20,6 +20,7 @@ from mjax.models.objective import BatchField
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train.loop import field_maker, train
+from tests.marks import quick, slow
 
 HIDDEN = 250  # the id that takes the place of a hidden token
 NAME = f"train.objective={__name__}:Denoise"
@@ -77,12 +78,15 @@ def first_step(feature: str, cell: Cell, *more: str) -> dict:
 
 @pytest.mark.parametrize(
     "feature, cell",
-    [
-        ("dense", Cell({"dp": 2, "tp": 2, "pp": 2}, 1, 3)),
-        ("dense", Cell({"dp": 8}, 2, 3)),
-        ("dense", Cell({"cp": 2, "tp": 2}, 1, 2)),
-        ("experts", Cell({"dp": 2, "ep": 2, "pp": 2}, 1, 2)),
-    ],
+    quick(
+        [
+            ("dense", Cell({"dp": 2, "tp": 2, "pp": 2}, 1, 3)),
+            ("dense", Cell({"dp": 8}, 2, 3)),
+            ("dense", Cell({"cp": 2, "tp": 2}, 1, 2)),
+            ("experts", Cell({"dp": 2, "ep": 2, "pp": 2}, 1, 2)),
+        ],
+        0,
+    ),
 )
 def test_meshes_agree(feature, cell):
     found, one = first_step(feature, cell), first_step(feature, Cell())
@@ -106,6 +110,7 @@ class WithCopy(Denoise):
         return losses | {"copy": jax.lax.stop_gradient(losses["loss"])}
 
 
+@slow
 def test_what_is_only_logged_moves_nothing():
     one = first_step("dense", Cell())
     both = first_step("dense", Cell(), NAME.replace("Denoise", "WithCopy"))

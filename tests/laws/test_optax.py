@@ -12,6 +12,7 @@ from mjax.errors import UserError
 from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, make_batch, make_trainer, replicas_identical
 from mjax.train import Trainer
+from tests.marks import quick, slow
 
 BY_NAME = {
     "momentum": ["optimizer.name=optax.sgd", "optimizer.args.momentum=0.9"],
@@ -68,7 +69,7 @@ def updated(name: str, cell: Cell, *overrides: str) -> dict:
     return state_of(trainer)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", quick(BY_NAME, 1))
 def test_every_mesh_and_zero_stage_updates_alike(name):
     """Though shards are padded and pipelines store layers in another order.
 
@@ -99,11 +100,14 @@ def losses_of_one_device(name: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [
-        *[("momentum", Cell({"dp": 4}, zero, 2)) for zero in (0, 1, 2, 3)],
-        *[(name, PIPELINE) for name in ("momentum", "lion", "adabelief")],
-        ("lion", Cell({"dp": 4}, 3, 2)),
-    ],
+    quick(
+        [
+            *[("momentum", Cell({"dp": 4}, zero, 2)) for zero in (0, 1, 2, 3)],
+            *[(name, PIPELINE) for name in ("momentum", "lion", "adabelief")],
+            ("lion", Cell({"dp": 4}, 3, 2)),
+        ],
+        5,
+    ),
     ids=str,
 )
 def test_training_equals_one_device(name, cell):
@@ -113,6 +117,7 @@ def test_training_equals_one_device(name, cell):
     assert many.state["opt"]["count"] == 5
 
 
+@slow
 @pytest.mark.parametrize("name", ["lion", "adagrad"])
 def test_resumed_is_unbroken_bit_for_bit_and_another_mesh_reads_the_same_state(tmp_path, name):
     where = [f"run.dir={tmp_path}"]
@@ -133,6 +138,7 @@ def test_resumed_is_unbroken_bit_for_bit_and_another_mesh_reads_the_same_state(t
     np.testing.assert_allclose(run(resumed, 2), rest, rtol=1e-4)
 
 
+@slow
 def test_moments_on_the_host_train_the_same_parameters_bit_for_bit(monkeypatch):
     """AdaGrad's begin at 0.1, also there."""
     monkeypatch.setattr("mjax.optim.offload.SLICE", 5000)  # several slices and a rest
@@ -154,6 +160,7 @@ def test_a_step_with_bad_numbers_leaves_the_state_alone():
     assert_equal(trainer.state, before | {"step": before["step"]})
 
 
+@slow
 def test_rounding_at_random_is_the_same_on_every_mesh():
     low = [
         "precision.params=bfloat16",
