@@ -9,7 +9,7 @@ are each input read and each output written once. Where there is a reference pat
 import argparse
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.kernels.attention import attention
+from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
 from mjax.kernels.mosaic_attention import supports as supports_mosaic
 from mjax.kernels.norm import fork, norm
@@ -156,20 +157,14 @@ def attentions(b: int, s: int, n: int, k: int, h: int, documents: int) -> Iterat
     ids = jnp.broadcast_to(columns * documents // s, (b, s))
     flops = 2.0 * b * n * s * s // documents * h  # two matmuls over half of each square
 
+    arrays = AttentionArrays((columns, columns), (ids, ids) if documents > 1 else None)
+    call = AttentionCall(h**-0.5, max_documents=documents)
+
     def fn(implementation, q, k, v):
-        return attention(
-            q,
-            k,
-            v,
-            scale=h**-0.5,
-            columns=(columns, columns),
-            segments=(ids, ids) if documents > 1 else None,
-            max_documents=documents,
-            implementation=implementation,
-        )
+        return attention(q, k, v, replace(call, implementation=implementation), arrays)
 
     paths = {"": "auto", "mosaic ": "mosaic", "reference ": "xla"}
-    if not supports_mosaic(qkv[0]):
+    if not supports_mosaic(qkv[0], qkv[2], call):
         paths.pop("mosaic ")
     for prefix, implementation in paths.items():
         run = functools.partial(fn, implementation)

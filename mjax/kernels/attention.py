@@ -1,7 +1,8 @@
-"""Causal attention: one function, a chunked XLA reference, cuDNN's fused kernels and our own.
+"""Attention: one function, a chunked XLA reference, cuDNN's fused kernels and our own.
 
-All differentiate. The cuDNN path calls JAX's private primitives under our own custom_vjp, so that
-the output and log-sum-exp carry names (`attn_out`, `attn_lse`) which every remat policy but 'full'
+`AttentionCall` and `AttentionArrays` (`attention_call.py`) say what is computed. All paths
+differentiate. The cuDNN path calls JAX's private primitives under our own custom_vjp, so that the
+output and log-sum-exp carry names (`attn_out`, `attn_lse`) which every remat policy but 'full'
 keeps: attention never runs twice. It is the only file that touches that private module. Packed
 documents reach cuDNN as offsets, windows as `sliding_window_length` (FlashAttention-2, arXiv
 2307.08691; cuDNN frontend SDPA).
@@ -12,6 +13,7 @@ the merged output and log-sum-exp, and block gradients then add up.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,99 +21,83 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
 from mjax.kernels import mosaic_attention as mosaic
+from mjax.kernels.attention_call import (
+    AttentionArrays,
+    AttentionCall,
+    features_in_use,
+    refuse_masks_but,
+)
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
 _MASKED = -1e30
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    scale: float,
-    columns: tuple[jax.Array, jax.Array],
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    segments: tuple[jax.Array, jax.Array] | None = None,
-    dropout: tuple | None = None,
-    max_documents: int = 0,
-    implementation: str = "auto",
+    q: jax.Array, k: jax.Array, v: jax.Array, call: AttentionCall, arrays: AttentionArrays
 ) -> jax.Array:
-    """q [B, S, N, H], k and v [B, T, K, H] with N a multiple of K -> [B, S, N, H] in q's dtype.
+    """q [B, S, N, H], k [B, T, K, H], v [B, T, K, H'], N a multiple of K -> [B, S, N, H'].
 
-    `columns` (int32 [S], [T]) order queries and keys: a query sees keys of column <= its own and,
-    with `window`, > its own - window. `segments` (int32 [B, S], [B, T]) must be equal too; in
-    training they are contiguous documents, at most `max_documents` of them where that is > 0.
-    `sinks` [N] are extra logits; `softcap` c maps scores to c * tanh(scores / c). `dropout` is
-    (rate, key, rows [B], heads [N]). Softmax is fp32. Raises `UserError` where the asked-for
-    implementation lacks a feature.
+    The output has q's dtype; softmax is fp32. Raises `UserError` where the asked-for implementation
+    lacks a feature.
     """
-    chosen = resolve(implementation, q, softcap, sinks, dropout)
-    if chosen == "xla":
-        return _reference(q, k, v, scale, columns, window, softcap, sinks, segments, dropout)
-    require(chosen, q, softcap, sinks, dropout)
-    if chosen == "mosaic":
-        documents = None if segments is None or max_documents == 1 else segments[0]
-        return mosaic.mosaic_attention(q, k, v, sinks, documents, scale, window, softcap)
+    call = resolve(call, q, v, arrays)
+    if call.implementation == "xla":
+        return _reference(q, k, v, call, arrays)
+    require(call, q, v, arrays)
+    packed = arrays.is_packed(call)
+    if call.implementation == "mosaic":
+        documents = arrays.segments[0] if packed else None
+        return mosaic.mosaic_attention(q, k, v, arrays.sinks, documents, call)
     packing = None
-    if segments is not None and max_documents != 1:
+    if packed:
         if jax.__version_info__ < (0, 11) and k.shape[2] != q.shape[2]:
             raise UserError(
                 f"jax {jax.__version__}: its cuDNN offsets are wrong for packed documents with "
                 "grouped heads; use jax >= 0.11 (Python >= 3.12) or train.attention=xla"
             )
-        packing = document_offsets(segments[0], max_documents or q.shape[1])
-    return _cudnn(q, k, v, packing, scale, window)
+        packing = document_offsets(arrays.segments[0], call.max_documents or q.shape[1])
+    return _cudnn(q, k, v, packing, call)
 
 
 def resolve(
-    implementation: str,
-    q: jax.Array,
-    softcap: float | None,
-    sinks: jax.Array | None,
-    dropout: tuple | None,
-) -> str:
-    """THE rule of train.attention=auto: 'xla' on a CPU; 'mosaic' on Hopper in bf16 where cuDNN
-    lacks what is asked for (soft-caps, sinks); else 'cudnn', for whole steps were measured equal.
+    call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionArrays
+) -> AttentionCall:
+    """The call with an implementation in place of 'auto': THE rule of train.attention=auto.
+
+    It is 'xla' on a CPU; 'mosaic' on Hopper in bf16 where cuDNN lacks what is asked for (soft-caps,
+    sinks); else 'cudnn', for whole steps were measured equal.
     """
-    if implementation != "auto":
-        return implementation
+    if call.implementation != "auto":
+        return call
     if jax.default_backend() == "cpu":
-        return "xla"
-    beyond_cudnn = softcap is not None or sinks is not None
-    return "mosaic" if beyond_cudnn and mosaic.supports(q, dropout) else "cudnn"
+        return replace(call, implementation="xla")
+    beyond_cudnn = call.softcap is not None or arrays.sinks is not None
+    ours = beyond_cudnn and mosaic.supports(q, v, call)
+    return replace(call, implementation="mosaic" if ours else "cudnn")
 
 
-def require(
-    implementation: str,
-    q: jax.Array,
-    softcap: float | None,
-    sinks: jax.Array | None,
-    dropout: tuple | None,
-) -> None:
-    """Raise `UserError` where 'cudnn' or 'mosaic' lacks a feature, dtype or head size."""
-    if implementation == "mosaic":
-        return mosaic.require_mosaic(q, dropout)
-    lacking = {
-        "attn_logit_softcapping": softcap,
-        "attention_sinks": sinks,
-        "attention_dropout": dropout,
-    }
-    for name, value in lacking.items():
-        if value is not None:
-            raise UserError(f"model.{name}: cuDNN attention lacks it; set train.attention=xla")
+def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionArrays) -> None:
+    """Raise `UserError` where 'cudnn' or 'mosaic' lacks a feature, mask, dtype or head size."""
+    if call.implementation == "mosaic":
+        return mosaic.require_mosaic(q, v, call)
+    for name in features_in_use(call, arrays):
+        raise UserError(f"model.{name}: cuDNN attention lacks it; set train.attention=xla")
+    refuse_masks_but(("causal", "full", "cross"), call, "cuDNN attention")
+    if call.mask == "cross" and arrays.is_packed(call):
+        raise UserError(
+            "segments of cross-attention: cuDNN attention lacks them; set train.attention=xla"
+        )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise UserError(
             f"precision.compute={q.dtype}: cuDNN attention needs bfloat16; "
             "set precision.compute=bfloat16 or train.attention=xla"
         )
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        raise UserError(
-            f"model.head_dim={q.shape[-1]}: cuDNN attention needs a multiple of 8 up to 256; "
-            "set train.attention=xla"
-        )
+    for size in (q.shape[-1], v.shape[-1]):
+        if size % 8 or size > 256:
+            raise UserError(
+                f"model.head_dim={size}: cuDNN attention needs a multiple of 8 up to 256; "
+                "set train.attention=xla"
+            )
 
 
 def document_offsets(segments: jax.Array, max_documents: int) -> tuple[jax.Array, jax.Array]:
@@ -129,14 +115,13 @@ def document_offsets(segments: jax.Array, max_documents: int) -> tuple[jax.Array
 # ---- reference ---------------------------------------------------------------------------------
 
 
-def _reference(q, k, v, scale, columns, window, softcap, sinks, segments, dropout):
+def _reference(q, k, v, call, arrays):
     """Plain softmax attention, a chunk of queries at a time, recomputed in the backward."""
-    size = q.shape[1]
+    size, columns, segments = q.shape[1], arrays.columns, arrays.segments
 
     def block(q, column, segment):
-        return _dense(
-            q, k, v, scale, (column, columns[1]), window, softcap, sinks, segment, dropout
-        )
+        part = replace(arrays, columns=(column, columns[1]), segments=segment)
+        return _dense(q, k, v, call, part)
 
     def segment_of(at, n):
         if segments is None:
@@ -151,99 +136,116 @@ def _reference(q, k, v, scale, columns, window, softcap, sinks, segments, dropou
         part = take(q, at, axis=1), take(columns[0], at, axis=0), segment_of(at, _QUERY_CHUNK)
         return jax.checkpoint(block)(*part)
 
-    out = jax.lax.map(chunk, jnp.arange(0, size, _QUERY_CHUNK))  # [chunks, B, C, N, H]
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+    out = jax.lax.map(chunk, jnp.arange(0, size, _QUERY_CHUNK))  # [chunks, B, C, N, H']
+    return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[-1])
 
 
-def _dense(q, k, v, scale, columns, window, softcap, sinks, segments, dropout):
+def _dense(q, k, v, call, arrays):
     b, s, n, h = q.shape
     groups = n // k.shape[2]
     q_BSKGH = q.reshape(b, s, k.shape[2], groups, h)
     scores = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k, preferred_element_type=jnp.float32)
-    scores = scores * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    behind = columns[0][:, None] - columns[1][None, :]
-    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    if segments is not None:
-        seen = seen & (segments[0][:, :, None] == segments[1][:, None, :])[:, None, None]
-    scores = jnp.where(seen, scores, _MASKED)
-    if sinks is None:
+    scores = scores * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * jnp.tanh(scores / call.softcap)
+    seen = _seen(call, arrays)
+    if seen is not None:
+        scores = jnp.where(seen, scores, _MASKED)
+    if arrays.sinks is None:
         probs = jax.nn.softmax(scores, axis=-1)
     else:
-        sink = sinks.astype(jnp.float32).reshape(1, k.shape[2], groups, 1, 1)
+        sink = arrays.sinks.astype(jnp.float32).reshape(1, k.shape[2], groups, 1, 1)
         top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
         weights = jnp.exp(scores - top)
         probs = weights / (weights.sum(-1, keepdims=True) + jnp.exp(sink - top))
-    if dropout is not None:
-        rate, key, rows, heads = dropout
-        keep = _keep(key, rate, rows, heads, columns[0], k.shape[1]).reshape(scores.shape)
-        probs = jnp.where(keep, probs / (1 - rate), 0)
-    return jnp.einsum("bkgst,btkh->bskgh", probs.astype(v.dtype), v).reshape(q.shape)
+    if call.dropout > 0:
+        keep = _keep(call.dropout, arrays.dropout, arrays.columns[0], k.shape[1])
+        probs = jnp.where(keep.reshape(scores.shape), probs / (1 - call.dropout), 0)
+    out = jnp.einsum("bkgst,btkh->bskgh", probs.astype(v.dtype), v)
+    return out.reshape(b, s, n, v.shape[-1])
 
 
-def _keep(key, rate, rows, heads, columns, size):
+def _seen(call, arrays):
+    """Which keys each query sees: bool, to broadcast to [B, K, N/K, S, T]; None: all."""
+    seen, segments = None, arrays.segments
+    if call.mask in ("causal", "prefix"):
+        behind = arrays.columns[0][:, None] - arrays.columns[1][None, :]
+        seen = behind >= 0
+        if call.window is not None:
+            seen = seen & (behind < call.window)
+    if call.mask == "prefix":
+        seen = seen | arrays.prefix[:, None, None, None, :]
+    if segments is not None:
+        same = (segments[0][:, :, None] == segments[1][:, None, :])[:, None, None]
+        seen = same if seen is None else seen & same
+    return seen
+
+
+def _keep(rate, places, columns, size):
     """Dropout mask [B, N, S, T]: a function of the global (row, head, column) alone."""
 
     def one(row, head, column):
-        cell = key
+        cell = places.key
         for place in (row, head, column):
             cell = jax.random.fold_in(cell, place)
         return jax.random.bernoulli(cell, 1 - rate, (size,))
 
-    over_columns = jax.vmap(one, (None, None, 0))
-    return jax.vmap(jax.vmap(over_columns, (None, 0, None)), (0, None, None))(rows, heads, columns)
+    over_heads = jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None))
+    return jax.vmap(over_heads, (0, None, None))(places.rows, places.heads, columns)
 
 
 # ---- cuDNN -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _cudnn(q, k, v, packing, scale, window):
-    return _cudnn_fwd(q, k, v, packing, scale, window)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cudnn(q, k, v, packing, call):
+    return _cudnn_fwd(q, k, v, packing, call)[0]
 
 
-def _cudnn_fwd(q, k, v, packing, scale, window):
-    out, lse = _bind_forward(q, k, v, packing, scale, window, causal=True)
+def _cudnn_fwd(q, k, v, packing, call):
+    out, lse = _bind_forward(q, k, v, packing, call)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, k, v, packing, out, lse)
 
 
-def _cudnn_bwd(scale, window, saved, d_out):
-    return (*_bind_backward(*saved, d_out, scale, window, causal=True), None)
+def _cudnn_bwd(call, saved, d_out):
+    return (*_bind_backward(*saved, d_out, call), None)
 
 
-def _bind_forward(q, k, v, packing, scale, window, causal):
+def _bind_forward(q, k, v, packing, call):
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
-    options, sides = _cudnn_arguments(q, packing, scale, window, causal)
+    options, sides = _cudnn_arguments(q, packing, call)
     bind = fused._dot_product_attention_fwd_p_wrapper.bind
     return bind(q, k, v, *sides, **options, is_training=True)
 
 
-def _bind_backward(q, k, v, packing, out, lse, d_out, scale, window, causal):
+def _bind_backward(q, k, v, packing, out, lse, d_out, call):
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
-    options, sides = _cudnn_arguments(q, packing, scale, window, causal)
+    options, sides = _cudnn_arguments(q, packing, call)
     bind = fused._dot_product_attention_bwd_p_wrapper.bind
     return bind(q, k, v, *sides, lse, out, d_out, **options)[:3]
 
 
-def _cudnn_arguments(q, packing, scale, window, causal):
+def _cudnn_arguments(q, packing, call):
     """(keyword parameters, the seven optional operands) of JAX's private fused-attention ops."""
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
     unused = jnp.zeros(0, q.dtype)
     lengths, starts = (unused, unused) if packing is None else packing
-    mask = fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK
+    if call.mask == "causal":
+        mask = fused.MaskType.CAUSAL if packing is None else fused.MaskType.PADDING_CAUSAL
+    else:
+        mask = fused.MaskType.NO_MASK if packing is None else fused.MaskType.PADDING
     options = dict(
-        scale=scale,
+        scale=call.scale,
         seed=0,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=mask if packing is None else fused.MaskType.PADDING_CAUSAL,
+        mask_type=mask,
         layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=window,
+        sliding_window_length=call.window,
     )
     return options, (unused, lengths, lengths, starts, starts, unused, unused)
 
@@ -261,29 +263,27 @@ def block_forward(
     k: jax.Array,
     v: jax.Array,
     places: tuple[Places, Places] | None,
+    call: AttentionCall,
     *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    implementation: str,
+    diagonal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, S, N, H] to one block of keys -> fp32 (out [B, S, N, H], lse [B, N, S]).
+    """Causal attention of q [B, S, N, H] to one block of keys -> fp32 (out, lse [B, N, S]).
 
-    The `places` of queries and keys make the mask on XLA, as `attention` describes; a query that
-    sees no key of the block gets an lse of about -1e30. Fused kernels take none: all keys are seen,
-    or those up to the query's own index (`causal`).
+    `out` is [B, S, N, H]. The `places` of queries and keys make the mask on XLA, as `attention`
+    describes; a query that sees no key of the block gets an lse of about -1e30. Fused kernels take
+    none: all keys are seen or, in a block on the `diagonal`, those up to the query's own index.
     """
-    if implementation != "xla":
-        assert places is None and window is None, "a fused block masks by index alone"
-    if implementation == "mosaic":
-        out, lse = mosaic.mosaic_forward(q, k, v, scale=scale, causal=causal)
-        return out.astype(jnp.float32), lse
-    if implementation == "cudnn":
-        out, lse = _bind_forward(q, k, v, None, scale, None, causal)
+    if call.implementation != "xla":
+        assert places is None and call.window is None, "a fused block masks by index alone"
+        block = _fused_block(call, diagonal)
+        if call.implementation == "mosaic":
+            out, lse = mosaic.mosaic_forward(q, k, v, block)
+        else:
+            out, lse = _bind_forward(q, k, v, None, block)
         return out.astype(jnp.float32), lse
 
     def part(q, place):
-        scores = _block_scores(q, k, scale, place, places[1], window)
+        scores = _block_scores(q, k, place, places[1], call)
         lse = jax.nn.logsumexp(scores, axis=-1)
         probs = jnp.exp(scores - lse[..., None]).astype(v.dtype)
         out = jnp.einsum("bkgst,btkh->bskgh", probs, v, preferred_element_type=jnp.float32)
@@ -301,31 +301,29 @@ def block_backward(
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
+    call: AttentionCall,
     *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    implementation: str,
+    diagonal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This block's part of (d_q, d_k, d_v), fp32; `out` and `lse` are those over all blocks."""
-    if implementation == "mosaic":
-        saved = q, k, v, out, lse, d_out
-        grads = mosaic.mosaic_backward(*saved, scale=scale, causal=causal)
-        return tuple(g.astype(jnp.float32) for g in grads)
-    if implementation == "cudnn":
-        grads = _bind_backward(q, k, v, None, out, lse, d_out, scale, None, causal)
+    if call.implementation != "xla":
+        block = _fused_block(call, diagonal)
+        if call.implementation == "mosaic":
+            grads = mosaic.mosaic_backward(q, k, v, out, lse, d_out, block)
+        else:
+            grads = _bind_backward(q, k, v, None, out, lse, d_out, block)
         return tuple(g.astype(jnp.float32) for g in grads)
 
     def part(carry, xs):
         q, place, out, d_out, lse = xs
-        scores = _block_scores(q, k, scale, place, places[1], window)
+        scores = _block_scores(q, k, place, places[1], call)
         probs = jnp.exp(scores - lse.reshape(scores.shape[:-1])[..., None])
         grouped = (*q.shape[:2], k.shape[2], -1, q.shape[3])
         q_, d_out_ = q.reshape(grouped), d_out.reshape(grouped)
         delta = jnp.sum((out.astype(jnp.float32) * d_out).reshape(grouped), axis=-1)
         f32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         d_probs = f32("bskgh,btkh->bkgst", d_out_, v)
-        d_scores = probs * (d_probs - jnp.moveaxis(delta, 1, -1)[..., None]) * scale
+        d_scores = probs * (d_probs - jnp.moveaxis(delta, 1, -1)[..., None]) * call.scale
         probs, d_scores = probs.astype(v.dtype), d_scores.astype(v.dtype)
         d_k = carry[0] + f32("bkgst,bskgh->btkh", d_scores, q_)
         d_v = carry[1] + f32("bkgst,bskgh->btkh", probs, d_out_)
@@ -338,12 +336,19 @@ def block_backward(
     return _join(d_q, 1), d_k, d_v
 
 
-def _block_scores(q, k, scale, q_place, k_place, window):
+def _fused_block(call, diagonal):
+    """The call of a fused kernel that computes one block."""
+    return replace(call, mask="causal" if diagonal else "full")
+
+
+def _block_scores(q, k, q_place, k_place, call):
     """Masked fp32 scores [B, K, N/K, S, T] of queries and keys at the given places."""
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) * call.scale
     behind = q_place[0][:, :, None] - k_place[0][:, None, :]
-    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    seen = behind >= 0
+    if call.window is not None:
+        seen = seen & (behind < call.window)
     if q_place[1] is not None:
         seen = seen & (q_place[1][:, :, None] == k_place[1][:, None, :])
     return jnp.where(seen[:, None, None], scores, _MASKED)

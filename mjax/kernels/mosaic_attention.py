@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
+from mjax.kernels.attention_call import AttentionCall, refuse_masks_but
 
 HEAD_SIZES = (64, 128, 256)
 _MULTIPLE = 128  # of both sequence lengths
@@ -24,18 +25,19 @@ _D_QUERIES = {64: (2, 128, 2), 128: (2, 128, 2), 256: (1, 64, 2)}
 _D_KEYS = {64: (2, 64, 4), 128: (2, 64, 2), 256: (1, 64, 2)}
 
 
-def require_mosaic(q: jax.Array, dropout: tuple | None = None) -> None:
-    """Raise `UserError` where the kernels lack a device, dtype, head size or feature."""
+def require_mosaic(q: jax.Array, v: jax.Array, call: AttentionCall) -> None:
+    """Raise `UserError` where the kernels lack a device, dtype, head size, mask or feature."""
     remedy = "set train.attention=auto"
     if not on_hopper():
         raise UserError(
             f"train.attention=mosaic: needs a Hopper GPU and jax >= 0.11, not "
             f"{jax.default_backend()} and jax {jax.__version__}; {remedy}"
         )
-    if dropout is not None:
+    if call.dropout > 0:
         raise UserError(
             "model.attention_dropout: mosaic attention lacks it; set train.attention=xla"
         )
+    refuse_masks_but(("causal",), call, "mosaic attention")
     if q.dtype != jnp.bfloat16:
         raise UserError(
             f"precision.compute={q.dtype}: mosaic attention needs bfloat16; "
@@ -45,12 +47,18 @@ def require_mosaic(q: jax.Array, dropout: tuple | None = None) -> None:
         raise UserError(
             f"model.head_dim={q.shape[-1]}: mosaic attention needs one of {HEAD_SIZES}; {remedy}"
         )
+    if v.shape[-1] != q.shape[-1]:
+        raise UserError(
+            f"value heads of size {v.shape[-1]}: mosaic attention needs that of queries and keys, "
+            f"{q.shape[-1]}; {remedy}"
+        )
 
 
-def supports(q: jax.Array, dropout: tuple | None = None) -> bool:
+def supports(q: jax.Array, v: jax.Array, call: AttentionCall) -> bool:
     """Whether `require_mosaic` raises nothing."""
-    dtypes = q.dtype == jnp.bfloat16 and q.shape[-1] in HEAD_SIZES
-    return dtypes and dropout is None and on_hopper()
+    sizes = q.shape[-1] in HEAD_SIZES and v.shape[-1] == q.shape[-1]
+    lacks = call.dropout > 0 or call.mask != "causal"
+    return q.dtype == jnp.bfloat16 and sizes and not lacks and on_hopper()
 
 
 def on_hopper() -> bool:
@@ -60,38 +68,35 @@ def on_hopper() -> bool:
     return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def mosaic_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
     segments: jax.Array | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    call: AttentionCall,
 ) -> jax.Array:
     """Causal attention of q [B, S, N, H] to k, v [B, S, K, H], bf16 -> [B, S, N, H].
 
     `sinks` [N] are extra logits, `segments` int32 [B, S] contiguous documents. The residuals are
     named `attn_out` and `attn_lse`.
     """
-    return _fwd(q, k, v, sinks, segments, scale, window, softcap)[0]
+    return _fwd(q, k, v, sinks, segments, call)[0]
 
 
-def _fwd(q, k, v, sinks, segments, scale, window, softcap):
-    options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, segments=segments)
+def _fwd(q, k, v, sinks, segments, call):
     # Without the barrier XLA fuses the call with the store of its outputs for the backward, and
     # calls it once more for the other users of `out`.
-    out, lse = jax.lax.optimization_barrier(mosaic_forward(q, k, v, **options))
+    outputs = mosaic_forward(q, k, v, call, sinks=sinks, segments=segments)
+    out, lse = jax.lax.optimization_barrier(outputs)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, k, v, sinks, segments, out, lse)
 
 
-def _bwd(scale, window, softcap, saved, d_out):
+def _bwd(call, saved, d_out):
     q, k, v, sinks, segments, out, lse = saved
-    options = dict(scale=scale, window=window, softcap=softcap, segments=segments)
-    grads = mosaic_backward(q, k, v, out, lse, d_out, **options)
+    grads = mosaic_backward(q, k, v, out, lse, d_out, call, segments=segments)
     d_sinks = None
     if sinks is not None:
         share = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)  # [B, N, S]
@@ -106,21 +111,19 @@ def mosaic_forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    call: AttentionCall,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: jax.Array | None = None,
     segments: jax.Array | None = None,
-    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, S, N, H], k, v [B, T, K, H] -> out [B, S, N, H] bf16, natural log-sum-exp [B, N, S].
 
-    Query i sees keys up to i (`causal`), within `window` and its segment; all keys otherwise.
+    Under a causal mask query i sees keys up to i, within window and segment; under a full one it
+    sees all keys, and there is neither.
     """
     from mjax.kernels.mosaic_forward import Tile, forward
 
-    job = _job(q, k, scale, window, softcap, causal, segments)
+    job = _job(q, k, call, segments)
     low, _ = _intervals(job, segments)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     tile = Tile(*_FORWARD[job.size])
@@ -135,18 +138,15 @@ def mosaic_backward(
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
+    call: AttentionCall,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     segments: jax.Array | None = None,
-    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients (d_q, d_k, d_v) from the output and log-sum-exp, which may be over more keys."""
     from mjax.kernels.mosaic_backward import d_keys, d_queries
     from mjax.kernels.mosaic_forward import Tile
 
-    job = _job(q, k, scale, window, softcap, causal, segments)
+    job = _job(q, k, call, segments)
     low, high = _intervals(job, segments)
     lse, delta = _pad((lse * _LOG2E, _delta(out, d_out)), 2)
     operands = *_pad((q, k, v, d_out.astype(q.dtype)), 1), lse, delta
@@ -158,16 +158,17 @@ def mosaic_backward(
     return d_q[:, : q.shape[1]], *(g[:, : k.shape[1]] for g in d_kv)
 
 
-def _job(q, k, scale, window, softcap, causal, segments):
+def _job(q, k, call, segments):
     from mjax.kernels.mosaic_forward import Job
 
+    causal, window = call.mask == "causal", call.window
     assert causal or (window is None and segments is None), "only causal attention is masked"
     assert not causal or q.shape[1] == k.shape[1], "causal attention is of a sequence to itself"
     (b, s, n, h), (t, kv_heads) = q.shape, k.shape[1:3]
     s, real, t = s + -s % _MULTIPLE, t, t + -t % _MULTIPLE
     if window is not None and window >= t:
         window = None
-    return Job(b, s, t, n, kv_heads, h, scale, window, softcap, causal, real)
+    return Job(b, s, t, n, kv_heads, h, call.scale, window, call.softcap, causal, real)
 
 
 def _intervals(job, segments):

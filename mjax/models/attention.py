@@ -15,8 +15,9 @@ from flax import nnx
 
 from mjax.config.pattern import BRANCHES
 from mjax.config.schema import ModelConfig
+from mjax.kernels.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
 from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
-from mjax.models.context import Context, Tokens
+from mjax.models.context import Context
 from mjax.models.context_attention import context_attention
 from mjax.models.linear import column, row
 from mjax.models.norm import Norm
@@ -100,7 +101,7 @@ class Attention(BranchModule):
         self, x: jax.Array, inputs: BranchInputs, cache: KeysValues | None = None
     ) -> BranchOutput:
         cfg, ctx, tokens = self.cfg, inputs.ctx, inputs.tokens
-        parallel, branch = ctx.parallel, BRANCHES[inputs.letter]
+        parallel = ctx.parallel
         q, k, v = self._project(x, ctx)
         if cfg.qk_norm:
             q = self.q_norm(q, parallel)
@@ -109,6 +110,7 @@ class Attention(BranchModule):
             tables = inputs.rope[inputs.letter]
             q = apply_rope(q, tables)
             k = apply_rope(k, tables)
+        call = self._call(inputs)
         key_columns, key_segments = tokens.columns, tokens.segments
         if cache is not None:
             first = tokens.columns[0]
@@ -117,24 +119,14 @@ class Attention(BranchModule):
             cache = KeysValues(k, v)
             key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
             key_segments = tokens.key_segments
-        out = context_attention(
-            q,
-            k,
-            v,
-            parallel=parallel,
-            cp_type=ctx.cp_type,
-            cp_a2a=ctx.cp_a2a,
-            permute=ctx.permute,
-            scale=cfg.attention_multiplier or cfg.head_dim**-0.5,
-            window=cfg.sliding_window if branch.windowed else None,
-            softcap=cfg.attn_logit_softcapping,
-            sinks=self.sinks[...] if cfg.attention_sinks else None,
+            call = replace(call, implementation="xla")
+        arrays = AttentionArrays(
             columns=(tokens.columns, key_columns),
             segments=None if key_segments is None else (tokens.segments, key_segments),
-            dropout=self._dropout(tokens, ctx, inputs.salt),
-            max_documents=ctx.max_documents,
-            implementation=ctx.attention if cache is None else "xla",
+            sinks=self.sinks[...] if cfg.attention_sinks else None,
+            dropout=self._dropout(inputs) if call.dropout > 0 else None,
         )
+        out = context_attention(q, k, v, call, arrays, ctx)
         y = row(out, weight_of(self.out), ctx)
         if cfg.attention_out_bias:
             y = y + self.out_bias[...]
@@ -183,14 +175,24 @@ class Attention(BranchModule):
         value = _local_kv_heads(weight.value, self.cfg, parallel)
         return replace(weight, value=value)
 
-    def _dropout(self, tokens: Tokens, ctx: Context, salt: jax.Array | int) -> tuple | None:
-        """(rate, key, rows, global head numbers) for dropout on attention probabilities."""
-        if self.cfg.attention_dropout == 0 or not ctx.dropout:
-            return None
-        local = self.cfg.num_attention_heads // ctx.parallel.tp
-        heads = ctx.parallel.index("tp") * local + jnp.arange(local)
-        key = jax.random.fold_in(tokens.key, salt)
-        return self.cfg.attention_dropout, key, tokens.rows, heads
+    def _call(self, inputs: BranchInputs) -> AttentionCall:
+        cfg, ctx = self.cfg, inputs.ctx
+        return AttentionCall(
+            scale=cfg.attention_multiplier or cfg.head_dim**-0.5,
+            window=cfg.sliding_window if BRANCHES[inputs.letter].windowed else None,
+            softcap=cfg.attn_logit_softcapping,
+            dropout=cfg.attention_dropout if ctx.dropout else 0.0,
+            max_documents=ctx.max_documents,
+            implementation=ctx.attention,
+        )
+
+    def _dropout(self, inputs: BranchInputs) -> DropoutPlaces:
+        """What keys dropout on attention probabilities, of this device's query heads."""
+        tokens, parallel = inputs.tokens, inputs.ctx.parallel
+        local = self.cfg.num_attention_heads // parallel.tp
+        heads = parallel.index("tp") * local + jnp.arange(local)
+        key = jax.random.fold_in(tokens.key, inputs.salt)
+        return DropoutPlaces(key, tokens.rows, heads)
 
 
 def _write_to_cache(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ keys (docs/context.md): all_gather; ring (`ring_attention.py`); a2a, which trade
 2311.09431). Invariant: the output is that of `kernels.attention` on the sequence in one piece.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,13 @@ from jax import lax
 
 from mjax.errors import UserError
 from mjax.kernels.attention import attention, require, resolve
+from mjax.kernels.attention_call import (
+    AttentionArrays,
+    AttentionCall,
+    DropoutPlaces,
+    features_in_use,
+)
+from mjax.models.context import Context
 from mjax.models.ring_attention import CP_AXIS, Ring, ring_attention
 from mjax.sharding.collectives import Parallel
 
@@ -38,61 +45,55 @@ def context_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
-    parallel: Parallel,
-    cp_type: str,
-    cp_a2a: int,
-    permute: bool = True,
-    columns: tuple[jax.Array, jax.Array],
-    segments: tuple[jax.Array, jax.Array] | None = None,
-    sinks: jax.Array | None = None,
-    dropout: tuple | None = None,
-    **options,
+    call: AttentionCall,
+    arrays: AttentionArrays,
+    ctx: Context,
 ) -> jax.Array:
     """[B, S/cp, N, H]: `kernels.attention` of q, k, v and columns that are zigzag shards over cp.
 
-    `permute` false: keys may not go round in a ring, because only some devices run this layer.
-    Raises `UserError` where `cp_type` lacks a feature: it never changes the computation.
+    Where `ctx.permute` is false, keys may not go round in a ring, because only some devices run
+    this layer. Raises `UserError` where `ctx.cp_type` lacks a feature: it never changes the
+    computation.
     """
-    extras = {"sinks": sinks, "dropout": dropout}
+    parallel, cp_type = ctx.parallel, ctx.cp_type
     if parallel.cp == 1:
-        return attention(q, k, v, columns=columns, segments=segments, **extras, **options)
-    packed = segments is not None and options["max_documents"] != 1
-    softcap, window = options["softcap"], options["window"]
-    implementation = resolve(options.pop("implementation"), q, softcap, sinks, dropout)
-    lacking = _features_no_ring_has(softcap, sinks, dropout)
-    masked = _unknown_to_blocks(implementation, packed or window is not None, lacking)
+        return attention(q, k, v, call, arrays)
+    if call.mask != "causal":
+        raise UserError(f"attention with a {call.mask} mask: mesh.cp > 1 lacks it; set mesh.cp=1")
+    call = resolve(call, q, v, arrays)
+    packed = arrays.is_packed(call)
+    lacking = features_in_use(call, arrays)
+    masked = _unknown_to_blocks(call, packed, lacking)
     if cp_type == "auto":
         grouped = k.shape[2] < q.shape[2]
-        all_gather = bool(lacking) or not permute
+        all_gather = bool(lacking) or not ctx.permute
         cp_type = "a2a" if masked else choose(parallel.cp, grouped, all_gather)
-    _refuse(cp_type, q.shape[2], parallel.cp, cp_a2a, lacking, masked, permute)
-    if cp_type == "all_gather" and implementation == "xla":
-        options |= extras
-        return _attention_to_all(q, k, v, columns, segments, parallel, **options)
+    _refuse(cp_type, q.shape[2], ctx, lacking, masked)
+    if cp_type == "all_gather" and call.implementation == "xla":
+        return _attention_to_all(q, k, v, call, arrays, parallel)
 
-    group = AllToAllGroup(parallel.cp, _group_size(cp_type, parallel.cp, cp_a2a))
+    group = AllToAllGroup(parallel.cp, _group_size(cp_type, ctx))
     q, k, v = group.split_heads(q, k, v)
-    column = group.gather(columns[0], 0)
-    segment = group.gather(segments[0], 1) if packed else None
+    column = group.gather(arrays.columns[0], 0)
+    segment = group.gather(arrays.segments[0], 1) if packed else None
     if group.ring == 1:
-        options["columns"] = column, column
-        options["segments"] = (segment, segment) if packed else None
-        options["sinks"] = group.own_heads(sinks)
-        options["dropout"] = group.own_dropout(dropout)
-        out = attention(q, k, v, implementation=implementation, **options)
-        return group.to_sequence(out)
-    if implementation == "xla":
+        own = AttentionArrays(
+            columns=(column, column),
+            segments=(segment, segment) if packed else None,
+            sinks=group.own_heads(arrays.sinks),
+            dropout=group.own_dropout(arrays.dropout),
+        )
+        return group.to_sequence(attention(q, k, v, call, own))
+    if call.implementation == "xla":
         places = jnp.broadcast_to(column, q.shape[:2]), segment
     else:
         places = None
-        require(implementation, q, softcap, sinks, dropout)
-    at_once = cp_type == "all_gather"
-    ring = Ring(parallel.cp, group.size, at_once, options["scale"], window, implementation)
+        require(call, q, v, arrays)
+    ring = Ring(parallel.cp, group.size, cp_type == "all_gather", call)
     return group.to_sequence(ring_attention(q, k, v, places, ring))
 
 
-def _attention_to_all(q, k, v, columns, segments, parallel: Parallel, **options) -> jax.Array:
+def _attention_to_all(q, k, v, call, arrays, parallel: Parallel) -> jax.Array:
     """Attention in plain JAX to the keys of all devices, gathered and in the order of tokens."""
 
     def gathered(x: jax.Array) -> jax.Array:
@@ -100,10 +101,11 @@ def _attention_to_all(q, k, v, columns, segments, parallel: Parallel, **options)
 
     k, v = gathered(k), gathered(v)
     key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
+    segments = arrays.segments
     if segments is not None:
         segments = segments[0], gathered(segments[1])
-    options["columns"] = columns[0], key_columns
-    return attention(q, k, v, segments=segments, implementation="xla", **options)
+    arrays = replace(arrays, columns=(arrays.columns[0], key_columns), segments=segments)
+    return attention(q, k, v, call, arrays)
 
 
 def choose(cp: int, grouped: bool, lacking: bool) -> str:
@@ -111,33 +113,22 @@ def choose(cp: int, grouped: bool, lacking: bool) -> str:
     return "all_gather" if lacking or (cp <= 4 and grouped) else "ring"
 
 
-def _features_no_ring_has(softcap, sinks, dropout) -> list[str]:
-    """The config keys of features in use that blocks of a ring do not compute."""
-    features = {
-        "attn_logit_softcapping": softcap,
-        "attention_sinks": sinks,
-        "attention_dropout": dropout,
-    }
-    return [name for name, value in features.items() if value is not None]
-
-
-def _unknown_to_blocks(implementation: str, masked: bool, lacking: list) -> bool:
+def _unknown_to_blocks(call: AttentionCall, packed: bool, lacking: list) -> bool:
     """Whether fused blocks cannot be told of the mask; cuDNN refuses what is `lacking` itself."""
-    if implementation == "xla":
+    if call.implementation == "xla":
         return False
-    return masked or (implementation == "mosaic" and bool(lacking))
+    masked = packed or call.window is not None
+    return masked or (call.implementation == "mosaic" and bool(lacking))
 
 
-def _group_size(cp_type: str, cp: int, cp_a2a: int) -> int:
+def _group_size(cp_type: str, ctx: Context) -> int:
     """The number of devices that trade heads for sequence."""
-    return {"a2a": cp, "a2a_ring": cp_a2a}.get(cp_type, 1)
+    return {"a2a": ctx.parallel.cp, "a2a_ring": ctx.cp_a2a}.get(cp_type, 1)
 
 
-def _refuse(
-    cp_type: str, heads: int, cp: int, cp_a2a: int, lacking: list, masked: bool, permute: bool
-) -> None:
+def _refuse(cp_type: str, heads: int, ctx: Context, lacking: list, masked: bool) -> None:
     is_ring = cp_type in ("ring", "a2a_ring")
-    if is_ring and not permute:
+    if is_ring and not ctx.permute:
         raise UserError(
             f"mesh.cp_type={cp_type} needs stages of equal layers, but those of mesh.pp differ in "
             "number or kind; set mesh.cp_type=all_gather or a2a"
@@ -151,7 +142,7 @@ def _refuse(
             f"mesh.cp_type={cp_type}: its fused blocks know neither packed documents nor sliding "
             "windows, soft-caps or sinks; set mesh.cp_type=a2a or train.attention=xla"
         )
-    size = _group_size(cp_type, cp, cp_a2a)
+    size = _group_size(cp_type, ctx)
     if heads % size:
         raise UserError(
             f"mesh.cp_type={cp_type} deals {heads} query heads per tp device out to {size} "
@@ -249,9 +240,8 @@ class AllToAllGroup:
         member = lax.axis_index(CP_AXIS) % self.size
         return lax.dynamic_slice_in_dim(x, member * heads, heads, 0)
 
-    def own_dropout(self, dropout: tuple | None) -> tuple | None:
-        """(rate, key, rows, head numbers) with the head numbers of this member."""
-        if dropout is None:
+    def own_dropout(self, places: DropoutPlaces | None) -> DropoutPlaces | None:
+        """The places with the head numbers of this member."""
+        if places is None:
             return None
-        rate, key, rows, heads = dropout
-        return rate, key, rows, self.own_heads(heads)
+        return places._replace(heads=self.own_heads(places.heads))

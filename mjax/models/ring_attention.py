@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.attention import block_backward, block_forward
+from mjax.kernels.attention_call import AttentionCall
 from mjax.models.barriers import Tree, wait_for_all
 
 CP_AXIS = "cp"
@@ -47,14 +48,13 @@ class Ring:
     group_size: neighbors on the axis that hold the same tokens (`AllToAllGroup`). The ring goes
         from group to group.
     at_once: whether to gather all keys first instead of passing them on.
+    call: causal attention, with an implementation other than 'auto'.
     """
 
     cp: int
     group_size: int
     at_once: bool
-    scale: float
-    window: int | None
-    implementation: str
+    call: AttentionCall
 
     @property
     def size(self) -> int:
@@ -91,14 +91,6 @@ class Ring:
         kv = lax.bitcast_convert_type(kv_words, kv.dtype)
         d_kv = lax.bitcast_convert_type(d_words, d_kv.dtype)
         return Keys(kv, self.shift(keys.places)), d_kv
-
-    def block_options(self, causal: bool) -> dict:
-        return dict(
-            scale=self.scale,
-            causal=causal,
-            window=self.window,
-            implementation=self.implementation,
-        )
 
     def exchange(self, local: Keys) -> tuple[Keys, Callable[[Keys, int], Keys]]:
         """(the keys of step 1, the function (keys of step s, s) -> keys of step s + 1)."""
@@ -139,7 +131,7 @@ def _ring_forward(q, k, v, places, ring):
     local = Keys(jnp.stack([k, v]), places)
     keys, next_keys = ring.exchange(local)  # under way during the diagonal
     both_places = None if places is None else (places, places)
-    out, lse = block_forward(q, k, v, both_places, **ring.block_options(causal=True))
+    out, lse = block_forward(q, k, v, both_places, ring.call, diagonal=True)
     low_out, high_out = _halves(out, 1)
     low_lse, high_lse = _halves(lse, 2)
     low = PartialSoftmax(low_out, low_lse)
@@ -151,7 +143,7 @@ def _ring_forward(q, k, v, places, ring):
             keys = next_keys(arrived, step)
         earlier = ring.is_earlier(step)
         queries, kv, pair_places = _block_pair(q, places, arrived, earlier)
-        out, lse = block_forward(queries, *kv, pair_places, **ring.block_options(causal=False))
+        out, lse = block_forward(queries, *kv, pair_places, ring.call, diagonal=False)
         first_out, second_out = _halves(out, 0)
         first_lse, second_lse = _halves(lse, 0)
         first = PartialSoftmax(first_out, first_lse)
@@ -230,7 +222,8 @@ def _diagonal_backward(ring, q, local: Keys, out, lse, d_out):
         rows(out),
         rows(lse, 2),
         rows(d_out),
-        **ring.block_options(causal=True),
+        ring.call,
+        diagonal=True,
     )
     return columns(d_q), jnp.stack([columns(d_k), columns(d_v)])
 
@@ -262,7 +255,8 @@ def _high_to_low_backward(ring, q, local: Keys, out, lse, d_out):
         high(out),
         high(lse, 2),
         high(d_out),
-        **ring.block_options(causal=False),
+        ring.call,
+        diagonal=False,
     )
     return of_high(d_q), jnp.stack([of_low(d_k), of_low(d_v)])
 
@@ -277,7 +271,8 @@ def _pair_backward(ring, q, places, keys: Keys, out, lse, d_out, earlier):
         _pair_queries(out, earlier),
         _pair_queries(lse, earlier, 2),
         _pair_queries(d_out, earlier),
-        **ring.block_options(causal=False),
+        ring.call,
+        diagonal=False,
     )
     d_q = _unpaired(d_q, earlier, first_to_low=False)
     d_k = _unpaired(d_k, earlier, first_to_low=True)

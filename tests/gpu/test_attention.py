@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mjax.kernels.attention import attention
+from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
@@ -18,15 +19,21 @@ CASES = {
     "packed_gqa": {"documents": 7, "k": 2},
     "packed_loose_bound": {"documents": 3, "bound": 16, "k": 2},
     "packed_windowed": {"documents": 4, "window": 50},
+    "full": {"mask": "full", "k": 2},
+    "full_packed": {"mask": "full", "documents": 7},
+    "cross": {"mask": "cross", "t": 384},
+    "value_heads": {"h": 192, "value": 128},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cudnn_equals_reference(name):
-    case = {"k": 8, "h": 128, "documents": 1, "window": None, **CASES[name]}
+    case = {"k": 8, "h": 128, "documents": 1, "window": None, "mask": "causal", **CASES[name]}
     b, s, n = 2, 512, 8
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(b, s, n, case["h"]), *[(b, s, case["k"], case["h"])] * 2, (b, s, n, case["h"])]
+    h, t = case["h"], case.get("t", s)
+    value = case.get("value", h)
+    shapes = [(b, s, n, h), (b, t, case["k"], h), (b, t, case["k"], value), (b, s, n, value)]
     q, k, v, weight = (
         jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
         for key, shape in zip(keys, shapes, strict=True)
@@ -36,19 +43,21 @@ def test_cudnn_equals_reference(name):
     cuts[:, 0] = False
     segments = jnp.asarray(np.cumsum(cuts, axis=1), jnp.int32)
 
+    arrays = AttentionArrays(
+        (jnp.arange(s), jnp.arange(t)), None if case["mask"] == "cross" else (segments, segments)
+    )
+
     def run(implementation, dtype):
+        call = AttentionCall(
+            scale=h**-0.5,
+            window=case["window"],
+            mask=case["mask"],
+            max_documents=case.get("bound", case["documents"]),
+            implementation=implementation,
+        )
+
         def f(q, k, v):
-            out = attention(
-                q,
-                k,
-                v,
-                scale=case["h"] ** -0.5,
-                columns=(jnp.arange(s), jnp.arange(s)),
-                window=case["window"],
-                segments=(segments, segments),
-                max_documents=case.get("bound", case["documents"]),
-                implementation=implementation,
-            )
+            out = attention(q, k, v, call, arrays)
             return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32)), out
 
         grads, out = jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(

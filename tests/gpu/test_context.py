@@ -1,6 +1,7 @@
 """cuDNN under context parallelism against the fp32 reference of the whole sequence, bf16."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.kernels.attention import attention, block_backward, block_forward
+from mjax.kernels.attention_call import AttentionArrays, AttentionCall
+from mjax.models.context import Context
 from mjax.models.context_attention import context_attention, zigzag
 from mjax.sharding.collectives import Parallel
 
@@ -45,25 +48,20 @@ def test_cudnn_equals_reference(cp, cp_type, kind):
     cuts = np.random.default_rng(1).random((B, S)) < (0.005 if kind == "packed" else 0)
     segments = np.cumsum(cuts, axis=1).astype(np.int32)
     columns = np.arange(S, dtype=np.int32)
-    options = dict(scale=H**-0.5, window=window, softcap=None, max_documents=32)
+    call = AttentionCall(H**-0.5, window, max_documents=32, implementation="cudnn")
+    ctx = Context(Parallel(cp=cp), cp_type=cp_type, cp_a2a=2 if cp_type == "a2a_ring" else 1)
 
     def whole(q, k, v, d_out):
-        places = dict(columns=(columns, columns), segments=(segments, segments))
-        f = functools.partial(attention, implementation="xla", **places, **options)
+        arrays = AttentionArrays((columns, columns), (segments, segments))
+        f = functools.partial(attention, call=replace(call, implementation="xla"), arrays=arrays)
         out, transpose = jax.vjp(f, q, k, v)
         return out, *transpose(d_out)
 
     def sharded(q, k, v, d_out, columns, segments):
-        f = functools.partial(
-            context_attention,
-            parallel=Parallel(cp=cp),
-            cp_type=cp_type,
-            cp_a2a=2 if cp_type == "a2a_ring" else 1,
-            columns=(columns, columns),
-            segments=(segments, segments) if kind == "packed" else None,
-            implementation="cudnn",
-            **options,
+        arrays = AttentionArrays(
+            (columns, columns), (segments, segments) if kind == "packed" else None
         )
+        f = functools.partial(context_attention, call=call, arrays=arrays, ctx=ctx)
         out, transpose = jax.vjp(f, q, k, v)
         return out, *transpose(d_out)
 
@@ -89,15 +87,16 @@ def test_cudnn_blocks_equal_xla_blocks():
     """A block of keys: its log-sum-exp, and its gradients under statistics that are not its own."""
     q, k, v, d_out = arrays()
     late = jnp.broadcast_to(jnp.arange(S, 2 * S, dtype=jnp.int32), (B, S))
-    options = dict(scale=H**-0.5, causal=False, window=None)
+    exactly = AttentionCall(H**-0.5, implementation="xla")
+    by_cudnn = replace(exactly, implementation="cudnn")
     seen = (late, None), (late - S, None)
     exact = [x.astype(jnp.float32) for x in (q, k, v, d_out)]
     with jax.default_matmul_precision("highest"):
-        out, lse = block_forward(*exact[:3], seen, implementation="xla", **options)
+        out, lse = block_forward(*exact[:3], seen, exactly, diagonal=False)
         stats = 0.5 * out, lse + 1.0, exact[3]
-        grads = block_backward(*exact[:3], seen, *stats, implementation="xla", **options)
-    mine = block_forward(q, k, v, None, implementation="cudnn", **options)
+        grads = block_backward(*exact[:3], seen, *stats, exactly, diagonal=False)
+    mine = block_forward(q, k, v, None, by_cudnn, diagonal=False)
     np.testing.assert_allclose(mine[1], lse, atol=1e-2)
     stats = stats[0].astype(q.dtype), stats[1], d_out
-    found = block_backward(q, k, v, None, *stats, implementation="cudnn", **options)
+    found = block_backward(q, k, v, None, *stats, by_cudnn, diagonal=False)
     close([mine[0], *found], [out, *grads])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.kernels import mosaic_attention as mosaic
+from mjax.kernels.attention_call import AttentionCall
 
 pytestmark = pytest.mark.skipif(not mosaic.on_hopper(), reason="needs a Hopper GPU, jax >= 0.11")
 
@@ -83,14 +84,12 @@ def test_mosaic_equals_reference(name):
     case = {"b": 2, "s": 512, "n": 4, "k": 4, "h": 128, "documents": 0, "window": None}
     case |= {"softcap": None, "sinks": False, **CASES[name]}
     q, k, v, sinks, segments, d_out = _inputs(case)
-    options = (case["h"] ** -0.5, case["window"], case["softcap"])
+    call = AttentionCall(case["h"] ** -0.5, case["window"], case["softcap"])
 
     @jax.jit
     def mine(q, k, v, sinks):
         packed = segments if case["documents"] else None
-        out, pull = jax.vjp(
-            lambda *x: mosaic.mosaic_attention(*x, packed, *options), q, k, v, sinks
-        )
+        out, pull = jax.vjp(lambda *x: mosaic.mosaic_attention(*x, packed, call), q, k, v, sinks)
         return out, *pull(d_out)
 
     @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})  # soon compiled
@@ -98,7 +97,7 @@ def test_mosaic_equals_reference(name):
         wide = [x.astype(jnp.float32) for x in (q, k, v)]
 
         def f(q, k, v, sinks):
-            return _reference(q, k, v, sinks, segments, *options)[0]
+            return _reference(q, k, v, sinks, segments, call.scale, call.window, call.softcap)[0]
 
         out, pull = jax.vjp(f, *wide, sinks)
         return out, *pull(d_out.astype(jnp.float32))
@@ -121,7 +120,7 @@ def test_blocks_of_keys_without_a_mask(sizes):
     q, d_out = (jax.random.normal(jax.random.key(i), (2, s, 4, 128)) for i in (0, 3))
     k, v = (jax.random.normal(jax.random.key(i), (2, t, 2, 128)) for i in (1, 2))
     q, k, v, d_out = (x.astype(jnp.bfloat16) for x in (q, k, v, d_out))
-    options = dict(scale=0.1, causal=False)
+    call = AttentionCall(scale=0.1, mask="full")
 
     def unmasked(q, k, v):
         k, v = (jnp.repeat(x, 2, 2) for x in (k, v))
@@ -132,9 +131,9 @@ def test_blocks_of_keys_without_a_mask(sizes):
 
     (out, lse), pull = jax.vjp(jax.jit(unmasked), *(x.astype(jnp.float32) for x in (q, k, v)))
     _poison()
-    mine, my_lse = jax.jit(lambda *x: mosaic.mosaic_forward(*x, **options))(q, k, v)
+    mine, my_lse = jax.jit(lambda *x: mosaic.mosaic_forward(*x, call))(q, k, v)
     _close(mine, out)
     np.testing.assert_allclose(my_lse, lse, atol=1e-4)
-    grads = jax.jit(lambda *x: mosaic.mosaic_backward(*x, **options))(q, k, v, mine, lse, d_out)
+    grads = jax.jit(lambda *x: mosaic.mosaic_backward(*x, call))(q, k, v, mine, lse, d_out)
     for a, e in zip(grads, pull((d_out.astype(jnp.float32), jnp.zeros_like(lse))), strict=True):
         _close(a, e)

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.errors import UserError
 from mjax.kernels import attention as kernels
+from mjax.kernels.attention_call import AttentionArrays, AttentionCall
+from mjax.models.context import Context
 from mjax.models.context_attention import choose, context_attention, zigzag
 from mjax.models.ring_attention import Ring, ring_attention
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
@@ -123,16 +125,16 @@ def test_blocks_merge_to_the_whole(chunk, monkeypatch):
     segments = documents()
     out, lse, *grads = exact(q, k, v, d_out, segments, window=9)
     columns = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
-    options = dict(scale=SCALE, causal=False, window=9, implementation="xla")
+    call = AttentionCall(SCALE, window=9, implementation="xla")
     outs, lses, mine = [], [], []
     for cut in (slice(0, 12), slice(12, 20), slice(20, S)):
         seen = (columns, segments), (columns[:, cut], segments[:, cut])
         block = q, k[:, cut], v[:, cut], seen
-        o, z = kernels.block_forward(*block, **options)
+        o, z = kernels.block_forward(*block, call, diagonal=False)
         stats = out.astype(np.float32), lse.astype(np.float32), d_out
         outs.append(np.asarray(o))
         lses.append(np.asarray(z, np.float64))
-        mine.append(kernels.block_backward(*block, *stats, **options))
+        mine.append(kernels.block_backward(*block, *stats, call, diagonal=False))
     top = np.logaddexp.reduce(lses)
     weights = [np.moveaxis(np.exp(z - top), 1, 2)[..., None] for z in lses]
     merged = sum(o * w for o, w in zip(outs, weights, strict=True))
@@ -149,7 +151,7 @@ def test_ring_equals_whole_attention(cp, at_once, packed, window):
     q, k, v, d_out = arrays()
     segments = documents() if packed else None
     mesh = Mesh(np.array(jax.devices()[:cp]), ("cp",), axis_types=(AxisType.Auto,))
-    ring = Ring(cp, 1, at_once, SCALE, window, "xla")
+    ring = Ring(cp, 1, at_once, AttentionCall(SCALE, window, implementation="xla"))
     order = zigzag(S, cp)
     spec = P(None, "cp")
     columns = np.broadcast_to(order.astype(np.int32), (B, S))
@@ -188,15 +190,8 @@ def test_what_is_not_exact_is_refused(cp_type):
     given, message = REFUSED[cp_type]
     q = jnp.zeros((1, 4, 4, 8))
     columns = jnp.arange(4)
-    options = dict(softcap=None, window=None, max_documents=1, implementation="xla", scale=1.0)
+    arrays = AttentionArrays((columns, columns), sinks=given.get("sinks"))
+    options = {"implementation": "xla"} | {n: x for n, x in given.items() if n != "sinks"}
+    call = AttentionCall(1.0, max_documents=1, **options)
     with pytest.raises(UserError, match=message):
-        context_attention(
-            q,
-            q,
-            q,
-            parallel=Parallel(cp=8),
-            cp_type=cp_type,
-            cp_a2a=1,
-            columns=(columns, columns),
-            **(options | given),
-        )
+        context_attention(q, q, q, call, arrays, Context(Parallel(cp=8), cp_type=cp_type))

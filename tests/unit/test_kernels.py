@@ -8,6 +8,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.kernels import attention as kernel
 from mjax.kernels.attention import attention, document_offsets
+from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.cross_entropy import Terms, cross_entropy, reference, token_losses
 from mjax.sharding.collectives import LOCAL
 
@@ -49,63 +50,108 @@ def test_cross_entropy_equals_whole_logits(tokens, vocab, padded, chunk, terms):
     assert np.abs(grads[1][vocab:]).max(initial=0) == 0
 
 
-def naive_attention(q, k, v, *, scale, window=None, softcap=None, sinks=None, segments=None):
+def naive_attention(q, k, v, call, *, sinks=None, segments=None, prefix=None):
     """Loops over heads and queries, fp64."""
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
     group = q.shape[2] // k.shape[2]
     for b, i, n in np.ndindex(q.shape[:3]):
-        first = 0 if window is None else max(0, i - window + 1)
-        keys = [
-            j for j in range(first, i + 1) if segments is None or segments[b, j] == segments[b, i]
-        ]
-        scores = np.array([q[b, i, n] @ k[b, j, n // group] for j in keys]) * scale
-        if softcap:
-            scores = softcap * np.tanh(scores / softcap)
+        keys = []
+        for j in range(k.shape[1]):
+            seen = call.mask in ("full", "cross") or j <= i
+            seen = seen and (call.window is None or j > i - call.window)
+            seen = seen or (prefix is not None and prefix[b, j])
+            if seen and (segments is None or segments[1][b, j] == segments[0][b, i]):
+                keys.append(j)
+        scores = np.array([q[b, i, n] @ k[b, j, n // group] for j in keys]) * call.scale
+        if call.softcap:
+            scores = call.softcap * np.tanh(scores / call.softcap)
         extra = [] if sinks is None else [sinks[n]]
         weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(extra).sum())
         out[b, i, n] = sum(p * v[b, j, n // group] for p, j in zip(weights, keys, strict=True))
     return out
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"window": 3},
-        {"softcap": 1.5},
-        {"sinks": True},
-        {"segments": True},
-        {"segments": True, "window": 4, "softcap": 2.0, "sinks": True},
-    ],
-    ids=lambda c: "+".join(c) or "plain",
-)
-def test_reference_attention_equals_loops(case, monkeypatch):
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(2, 12, n, 5)) for n in (6, 2, 2))
+CASES = [
+    {},
+    {"window": 3},
+    {"softcap": 1.5},
+    {"sinks": True},
+    {"segments": True},
+    {"segments": True, "window": 4, "softcap": 2.0, "sinks": True},
+    {"mask": "full"},
+    {"mask": "full", "segments": True, "softcap": 2.0, "sinks": True},
+    {"mask": "prefix"},
+    {"mask": "prefix", "segments": True, "sinks": True},
+    {"mask": "cross"},
+    {"mask": "cross", "segments": True},
+    {"value": 3},
+    {"mask": "full", "value": 7, "segments": True},
+]
+
+
+def drawn(case, seed=0):
+    """(q, k, v, the call, its arrays but columns) of a case, in numpy."""
+    rng = np.random.default_rng(seed)
     case = dict(case)
+    keys = 7 if case.get("mask") == "cross" else 12
+    q, k = rng.normal(size=(2, 12, 6, 5)), rng.normal(size=(2, keys, 2, 5))
+    v = rng.normal(size=(2, keys, 2, case.pop("value", 5)))
+    arrays = {}
     if case.pop("sinks", False):
-        case["sinks"] = rng.normal(size=6)
+        arrays["sinks"] = rng.normal(size=6)
     if case.pop("segments", False):
-        case["segments"] = np.cumsum(rng.random((2, 12)) < 0.3, axis=1)
-    expected = naive_attention(q, k, v, scale=0.4, **case)
-    segments = case.pop("segments", None)
-    columns = jnp.arange(12)
+        ids = np.cumsum(rng.random((2, 12)) < 0.3, axis=1)
+        arrays["segments"] = ids, ids
+        if keys < 12:  # each segment has a key
+            arrays["segments"] = ids % 3, np.arange(keys) % 3 + np.zeros((2, 1), int)
+    if case.get("mask") == "prefix":
+        arrays["prefix"] = rng.random((2, keys)) < 0.4
+    return q, k, v, AttentionCall(0.4, implementation="xla", **case), arrays
 
-    def run():
-        with jax.enable_x64(True):
-            options = {n: jnp.asarray(x) if n == "sinks" else x for n, x in case.items()}
-            return attention(
-                *map(jnp.asarray, (q, k, v)),
-                scale=0.4,
-                columns=(columns, columns),
-                segments=None if segments is None else (jnp.asarray(segments),) * 2,
-                implementation="xla",
-                **options,
-            )
 
-    np.testing.assert_allclose(run(), expected, atol=1e-6)
-    monkeypatch.setattr(kernel, "_QUERY_CHUNK", 4)
-    np.testing.assert_allclose(run(), expected, atol=1e-6)
+def of_case(call, arrays, size):
+    """The function that a case differentiates."""
+    columns = jnp.arange(12), jnp.arange(size)
+
+    def run(q, k, v):
+        return attention(
+            q, k, v, call, AttentionArrays(columns, **jax.tree.map(jnp.asarray, arrays))
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "+".join(map(str, c.values())) or "plain")
+def test_reference_attention_equals_loops(case, monkeypatch):
+    q, k, v, call, arrays = drawn(case)
+    expected = naive_attention(q, k, v, call, **arrays)
+    with jax.enable_x64(True):
+        run = of_case(call, arrays, k.shape[1])
+        np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
+        monkeypatch.setattr(kernel, "_QUERY_CHUNK", 4)
+        np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1024, 4])
+@pytest.mark.parametrize("mask", ["causal", "full", "prefix", "cross"])
+def test_gradients_are_the_differences_of_loops(mask, chunk, monkeypatch):
+    """Along a random direction, by central differences in fp64; value heads of another size."""
+    monkeypatch.setattr(kernel, "_QUERY_CHUNK", chunk)
+    *qkv, call, arrays = drawn({"mask": mask, "segments": True, "value": 3})
+    rng = np.random.default_rng(1)
+    step = [1e-3 * rng.normal(size=x.shape) for x in qkv]
+    weight = rng.normal(size=(*qkv[0].shape[:3], 3))
+
+    def naive(sign):
+        moved = [x + sign * d for x, d in zip(qkv, step, strict=True)]
+        return np.sum(naive_attention(*moved, call, **arrays) * weight)
+
+    with jax.enable_x64(True):
+        run = of_case(call, arrays, qkv[1].shape[1])
+        _, pull = jax.vjp(run, *map(jnp.asarray, qkv))
+        grads = pull(jnp.asarray(weight))
+    along = sum(np.sum(np.asarray(g) * d) for g, d in zip(grads, step, strict=True))
+    np.testing.assert_allclose(along, (naive(1) - naive(-1)) / 2, rtol=1e-4)
 
 
 def test_document_offsets_are_starts_and_lengths():
@@ -122,13 +168,27 @@ def test_document_offsets_are_starts_and_lengths():
     [
         ({"softcap": 2.0}, "attn_logit_softcapping"),
         ({"sinks": jnp.zeros(4)}, "attention_sinks"),
+        ({"dropout": 0.1}, "attention_dropout"),
+        ({"mask": "prefix"}, "prefix mask"),
+        ({"mask": "cross", "segments": (jnp.zeros((1, 8), int),) * 2}, "segments of cross"),
         ({"dtype": jnp.float32}, "precision.compute"),
-        ({"size": 12}, "head_dim"),
+        ({"size": 12}, "head_dim=12"),
+        ({"value": 20}, "head_dim=20"),
     ],
 )
 def test_cudnn_refuses_what_it_lacks(options, words):
     options = dict(options)
-    q = jnp.zeros((1, 8, 4, options.pop("size", 16)), options.pop("dtype", jnp.bfloat16))
-    columns = jnp.arange(8), jnp.arange(8)
+    dtype, size = options.pop("dtype", jnp.bfloat16), options.pop("size", 16)
+    q, v = (
+        jnp.zeros((1, 8, 4, size), dtype),
+        jnp.zeros((1, 8, 4, options.pop("value", size)), dtype),
+    )
+    given = {name: options.pop(name) for name in ("sinks", "segments") if name in options}
+    arrays = AttentionArrays((jnp.arange(8), jnp.arange(8)), **given)
     with pytest.raises(UserError, match=words):
-        attention(q, q, q, scale=1.0, columns=columns, implementation="cudnn", **options)
+        attention(q, q, v, AttentionCall(1.0, implementation="cudnn", **options), arrays)
+
+
+def test_windows_need_a_causal_mask():
+    with pytest.raises(UserError, match="sliding_window"):
+        AttentionCall(1.0, window=4, mask="full")

@@ -1,5 +1,7 @@
 """What our Hopper kernels are given and refuse; the kernels themselves run in tests/gpu."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,9 @@ import pytest
 from mjax.errors import UserError
 from mjax.kernels import mosaic_attention as mosaic
 from mjax.kernels.attention import resolve
+from mjax.kernels.attention_call import AttentionArrays, AttentionCall
+
+PLAIN = AttentionCall(scale=1.0)
 
 
 def _q(dtype=jnp.bfloat16, size=128, length=256):
@@ -14,34 +19,49 @@ def _q(dtype=jnp.bfloat16, size=128, length=256):
 
 
 @pytest.mark.parametrize(
-    ("q", "dropout", "said"),
+    ("q", "call", "said"),
     [
-        (_q(jnp.float32), None, "precision.compute"),
-        (_q(size=96), None, "model.head_dim=96"),
-        (_q(), (0.1,), "model.attention_dropout"),
+        (_q(jnp.float32), PLAIN, "precision.compute"),
+        (_q(size=96), PLAIN, "model.head_dim=96"),
+        (_q(), AttentionCall(1.0, dropout=0.1), "model.attention_dropout"),
+        (_q(), AttentionCall(1.0, mask="full"), "full mask"),
     ],
 )
-def test_refusals_name_the_key(monkeypatch, q, dropout, said):
+def test_refusals_name_the_key(monkeypatch, q, call, said):
     monkeypatch.setattr(mosaic, "on_hopper", lambda: True)
-    mosaic.require_mosaic(_q())
+    mosaic.require_mosaic(_q(), _q(), PLAIN)
     with pytest.raises(UserError, match=said):
-        mosaic.require_mosaic(q, dropout)
-    assert not mosaic.supports(q, dropout)
+        mosaic.require_mosaic(q, q, call)
+    assert not mosaic.supports(q, q, call)
+
+
+def test_value_heads_have_the_size_of_the_others(monkeypatch):
+    monkeypatch.setattr(mosaic, "on_hopper", lambda: True)
+    with pytest.raises(UserError, match="value heads of size 64"):
+        mosaic.require_mosaic(_q(), _q(size=64), PLAIN)
+    assert mosaic.supports(_q(), _q(), PLAIN) and not mosaic.supports(_q(), _q(size=64), PLAIN)
 
 
 def test_no_hopper_is_refused():
     with pytest.raises(UserError, match="Hopper"):
-        mosaic.require_mosaic(_q())
+        mosaic.require_mosaic(_q(), _q(), PLAIN)
 
 
 def test_auto_takes_ours_where_cudnn_lacks(monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     monkeypatch.setattr(mosaic, "on_hopper", lambda: True)
-    assert resolve("auto", _q(), None, None, None) == "cudnn"
-    assert resolve("auto", _q(), 30.0, None, None) == "mosaic"
-    assert resolve("auto", _q(), None, jnp.zeros(2), None) == "mosaic"
-    assert resolve("auto", _q(jnp.float16), 30.0, None, None) == "cudnn"  # which then refuses it
-    assert resolve("xla", _q(), 30.0, None, None) == "xla"
+    capped = AttentionCall(scale=1.0, softcap=30.0)
+
+    def chosen(call, q, sinks=None):
+        columns = jnp.arange(q.shape[1])
+        arrays = AttentionArrays((columns, columns), sinks=sinks)
+        return resolve(call, q, q, arrays).implementation
+
+    assert chosen(PLAIN, _q()) == "cudnn"
+    assert chosen(capped, _q()) == "mosaic"
+    assert chosen(PLAIN, _q(), jnp.zeros(2)) == "mosaic"
+    assert chosen(capped, _q(jnp.float16)) == "cudnn"  # which then refuses it
+    assert chosen(replace(capped, implementation="xla"), _q()) == "xla"
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])
@@ -52,7 +72,7 @@ def test_intervals_are_the_mask(window, length):
     rng = np.random.default_rng(0)
     segments = np.cumsum(rng.random((2, length)) < 0.05, axis=1).astype(np.int32)
     q = jnp.zeros((2, length, 1, 64), jnp.bfloat16)
-    job = mosaic._job(q, q, 1.0, window, None, True, segments)
+    job = mosaic._job(q, q, AttentionCall(1.0, window), segments)
     low, high = (np.asarray(x) for x in mosaic._intervals(job, jnp.asarray(segments)))
     assert low.shape == high.shape == (2, job.queries) and job.queries % 128 == 0
     assert (np.diff(low) >= 0).all() and (np.diff(high) >= 0).all()

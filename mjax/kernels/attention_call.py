@@ -1,0 +1,101 @@
+"""A call of attention as two values: what to compute, which is static, and the arrays it reads.
+
+`AttentionCall` selects code and can be a static argument. `AttentionArrays` is a pytree of all that
+attention reads besides queries, keys and values. Everything that computes attention takes both.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+from jax.tree_util import register_dataclass
+
+from mjax.errors import UserError
+
+MASKS = ("causal", "full", "prefix", "cross")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What attention computes, and by which kernels.
+
+    scale: a factor on the products of queries and keys.
+    window: a causal query sees this many keys at most, its own among them.
+    softcap: c maps scores to c * tanh(scores / c).
+    mask: the kind of the mask, within segments where there are any.
+        causal: a query sees the keys of columns up to its own.
+        full: a query sees all keys of its sequence.
+        prefix: a query sees keys up to its own, and all keys of the prefix.
+        cross: a query sees all keys of another sequence, which may have another length.
+    dropout: the rate of dropout on attention probabilities.
+    max_documents: a bound on the contiguous segments of a sequence, 0 where it is unknown. 1
+        promises that every sequence is one segment.
+    implementation: auto, xla, cudnn or mosaic, as `train.attention`.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    mask: str = "causal"
+    dropout: float = 0.0
+    max_documents: int = 0
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        assert self.mask in MASKS, f"mask {self.mask!r} is none of {MASKS}"
+        if self.window is not None and self.mask != "causal":
+            raise UserError(
+                f"model.sliding_window: windows need a causal mask, not {self.mask!r}; "
+                "leave the window out"
+            )
+
+
+class DropoutPlaces(NamedTuple):
+    """What keys dropout: the step's key, and the global numbers of rows [B] and heads [N]."""
+
+    key: jax.Array
+    rows: jax.Array
+    heads: jax.Array
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class AttentionArrays:
+    """What attention reads besides queries [B, S, N, H], keys and values [B, T, K, H].
+
+    columns: int32 [S] of queries and [T] of keys; they order both, and key dropout.
+    segments: int32 [B, S] and [B, T], or None. A query sees keys of its own segment only. In
+        training segments are contiguous documents.
+    sinks: extra logits [N], or None.
+    prefix: bool [B, T], or None: the keys of a prefix.
+    dropout: set where the call's rate is above 0.
+    """
+
+    columns: tuple[jax.Array, jax.Array]
+    segments: tuple[jax.Array, jax.Array] | None = None
+    sinks: jax.Array | None = None
+    prefix: jax.Array | None = None
+    dropout: DropoutPlaces | None = None
+
+    def is_packed(self, call: AttentionCall) -> bool:
+        """Whether a sequence may hold several segments."""
+        return self.segments is not None and call.max_documents != 1
+
+
+def features_in_use(call: AttentionCall, arrays: AttentionArrays) -> list[str]:
+    """The config keys of what a call uses and not every kernel has, but masks."""
+    features = {
+        "attn_logit_softcapping": call.softcap is not None,
+        "attention_sinks": arrays.sinks is not None,
+        "attention_dropout": call.dropout > 0,
+    }
+    return [name for name, used in features.items() if used]
+
+
+def refuse_masks_but(kinds: tuple[str, ...], call: AttentionCall, what: str) -> None:
+    """Raise `UserError` where the mask is of none of the kinds that `what` has."""
+    if call.mask not in kinds:
+        raise UserError(
+            f"attention with a {call.mask} mask: {what} has {', '.join(kinds)} only; "
+            "set train.attention=xla"
+        )
