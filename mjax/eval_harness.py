@@ -7,6 +7,7 @@ continuation belong to the continuation, long rows lose tokens on the left, an e
 BOS (or else the end-of-document token). Invariant: the order of answers is that of the requests.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import fields
@@ -61,11 +62,16 @@ class HarnessModel(LM):
             raise UserError("the tokenizer has neither BOS nor an end of document to start with")
         self.batch_size, self._start = batch_size, start[-1]
         self._model, self._tokenizer = model, tokenizer
-        self._generator = Generator(
-            model.definition, model.params, model.cfg, dtype=dtype, tokenizer=tokenizer
-        )
+        self._dtype = dtype
         self._eos = end_ids(model.tokenizer_dir, tokenizer)
         self._program = scorer(model)
+
+    @functools.cached_property
+    def _generator(self) -> Generator:
+        """Made for the first request that generates, because it holds a copy of the layers."""
+        model = self._model
+        keywords = {"dtype": self._dtype, "tokenizer": self._tokenizer}
+        return Generator(model.definition, model.params, model.cfg, **keywords)
 
     # ---- requests: each has `args`, a tuple ----
 

@@ -29,9 +29,8 @@ def main(argv: list[str] | None = None) -> None:
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
     ids = [encode(p, tokenizer, folder, args) for p in prompts]
-    generator = Generator(
-        model.definition, model.params, model.cfg, dtype=dtype, tokenizer=tokenizer
-    )
+    keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
+    generator = Generator(model.definition, model.params, model.cfg, **keywords)
     options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop)
     tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
     rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}

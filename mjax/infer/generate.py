@@ -22,6 +22,7 @@ from mjax.errors import UserError
 from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated
 from mjax.infer.sample import Sampling, Settings, sample, settings_of
 from mjax.infer.text import TextStream
+from mjax.infer.weights import take_apart
 from mjax.models.params import Definition
 
 _SMALLEST = 16  # tokens of the smallest bucket
@@ -61,12 +62,19 @@ class Generator:
         *,
         dtype: str = "float32",
         tokenizer: Tokenizer | None = None,
+        donate: bool = False,
     ):
-        """`params`: nested dict of global arrays, kept in `dtype`, in which the model runs.
-        Without a tokenizer texts are empty and stop strings refused."""
+        """`params`: nested dict of global arrays, stacks of layers among them.
+
+        The model runs in `dtype`, from copies of which each layer's weights are arrays of their own
+        (`weights.take_apart`). `donate` frees what was copied: `params` are of no use afterwards,
+        and memory holds the model once. Without a tokenizer texts are empty and stop strings
+        refused.
+        """
         self.cfg, self.tokenizer = cfg, tokenizer
-        self._params = cast(params, jnp.dtype(dtype))
-        programs = _Programs(definition, cfg, mesh_of(params), jnp.dtype(dtype))
+        mesh = mesh_of(params)
+        self._params = take_apart(definition.specs, params, jnp.dtype(dtype), donate)
+        programs = _Programs(definition, cfg, mesh, jnp.dtype(dtype))
         self._prefill = jax.jit(programs.prefill, static_argnames="length")
         self._step = jax.jit(programs.step, donate_argnames="state")
 
@@ -202,13 +210,3 @@ def mesh_of(params: dict) -> Mesh | None:
     """The mesh that parameters are sharded over; None on a single device."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
-
-
-def cast(params: dict, dtype: jnp.dtype) -> dict:
-    """Parameters in `dtype`, where they are; those that have it already are not copied."""
-    old = [p for p in jax.tree.leaves(params) if p.dtype != dtype]
-    if not old:
-        return params
-    places = jax.tree.map(lambda p: p.sharding, old)
-    new = iter(jax.jit(lambda xs: [x.astype(dtype) for x in xs], out_shardings=places)(old))
-    return jax.tree.map(lambda p: p if p.dtype == dtype else next(new), params)

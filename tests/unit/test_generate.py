@@ -17,9 +17,11 @@ from mjax.errors import UserError
 from mjax.infer.generate import Generator, bucket
 from mjax.infer.sample import Sampling, limited, sample, settings_of
 from mjax.infer.text import TextStream
+from mjax.infer.weights import take_apart
 from mjax.models import build, split
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import param_partitions
+from mjax.sharding.spec import is_spec
 
 SMALL = {
     "vocab_size": 252,
@@ -135,6 +137,30 @@ def test_few_programs_are_compiled(plain):
         plain.complete([[1] * length], 17 + length % 5, Sampling(temperature=length % 2))
     assert (plain._prefill._cache_size(), plain._step._cache_size()) == before
     assert [bucket(n) for n in (1, 16, 17, 32, 33)] == [16, 16, 32, 32, 64]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_layer_has_arrays_of_its_own_and_memory_one_copy_if_donated(tp, dtype):
+    mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp]) if tp > 1 else None
+    _, definition, params = made(mesh, layer_pattern="GE", num_experts=4, moe_intermediate_size=16)
+    kept = take_apart(definition.specs, params, jnp.dtype(dtype))
+
+    def check(spec, old, new):
+        if spec.axes[:1] != ("layers",):
+            assert new.sharding == old.sharding and (new is old) == (dtype == "float32")
+            return
+        for i, row in enumerate(new):
+            np.testing.assert_array_equal(row, old[i].astype(dtype))
+            local = row.sharding.shard_shape(row.shape)
+            assert local == old.sharding.shard_shape(old.shape)[1:]
+
+    jax.tree.map(check, definition.specs, params, kept, is_leaf=is_spec)
+    given = jax.tree.map(lambda p: p + 0, params)
+    taken = take_apart(definition.specs, given, jnp.dtype(dtype), donate=True)
+    jax.tree.map(np.testing.assert_array_equal, kept, taken)
+    left = {id(p) for p in jax.tree.leaves(taken)}
+    assert all(p.is_deleted() != (id(p) in left) for p in jax.tree.leaves(given))
 
 
 # ---- ends --------------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""Parameters as generation holds them: in one dtype, and each layer's in arrays of its own.
+
+A step of decoding reads every weight once and computes little, so memory bounds it. Of a stack
+[L, ...] XLA copies the rows that matmuls read, which doubles what memory moves. An array of its own
+is read where it lies. Invariant: only one parameter is in conversion at a time, so a conversion
+takes the memory of the result and of one stack.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from mjax.models.stacks import split_rows
+from mjax.sharding.spec import ParamSpec, is_spec
+
+
+def take_apart(specs: dict, params: dict, dtype: jnp.dtype, donate: bool = False) -> dict:
+    """Parameters in `dtype` on the devices where they are, stacks [L, ...] as lists of L arrays.
+
+    Parameters of no stack that have the dtype are not copied. A layer's arrays are sharded as the
+    stack is, less the axis of layers. `donate` frees each parameter once its copy is made;
+    otherwise `params` stay as they are.
+    """
+
+    def convert(spec: ParamSpec, old: jax.Array) -> jax.Array | list[jax.Array]:
+        stacked = spec.axes[:1] == ("layers",)
+        if not stacked and old.dtype == dtype:
+            return old
+        where = _of_layer(old.sharding) if stacked else old.sharding
+        function = _cast_rows if stacked else _cast
+        new = jax.jit(function, static_argnums=1, out_shardings=where)(old, jnp.dtype(dtype))
+        if donate:
+            jax.block_until_ready(new)
+            old.delete()
+        return new
+
+    return jax.tree.map(convert, specs, params, is_leaf=is_spec)
+
+
+def _cast(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return x.astype(dtype)
+
+
+def _cast_rows(stack: jax.Array, dtype: jnp.dtype) -> list[jax.Array]:
+    return [row.astype(dtype) for row in split_rows(stack)]
+
+
+def _of_layer(sharding: Sharding) -> Sharding:
+    """The sharding of one layer of a stack."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
