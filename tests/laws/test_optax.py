@@ -106,7 +106,7 @@ def losses_of_one_device(name: str) -> list[float]:
             *[(name, PIPELINE) for name in ("momentum", "lion", "adabelief")],
             ("lion", Cell({"dp": 4}, 3, 2)),
         ],
-        5,
+        7,
     ),
     ids=str,
 )

@@ -29,7 +29,7 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize(
-    "feature,cell", quick(SAMPLE, 2, 4, 9, 10), ids=[f"{f}, {c}" for f, c in SAMPLE]
+    "feature,cell", quick(SAMPLE, 2, 4, 10), ids=[f"{f}, {c}" for f, c in SAMPLE]
 )
 def test_mesh_equals_one_device(feature, cell):
     record = compare(feature, cell)

@@ -4,6 +4,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -50,6 +51,7 @@ def model(weights, monkeypatch, tmp_path):
 
     def load(path, mesh=None, dtype="float32"):
         definition, params = weights
+        params = jax.tree.map(jnp.copy, params)  # the command frees what it is given
         if mesh is not None:
             places = param_partitions(definition.specs, parallel_of(mesh))
             places = jax.tree.map(lambda p: NamedSharding(mesh, p), places)
