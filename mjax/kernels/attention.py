@@ -27,6 +27,7 @@ from mjax.kernels.attention_call import (
     features_in_use,
     refuse_masks_but,
 )
+from mjax.kernels.chooser import choose
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
 _MASKED = -1e30
@@ -62,18 +63,10 @@ def attention(
 def resolve(
     call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionArrays
 ) -> AttentionCall:
-    """The call with an implementation in place of 'auto': THE rule of train.attention=auto.
-
-    It is 'xla' on a CPU; 'mosaic' on Hopper in bf16 where cuDNN lacks what is asked for (soft-caps,
-    sinks); else 'cudnn', for whole steps were measured equal.
-    """
-    if call.implementation != "auto":
-        return call
-    if jax.default_backend() == "cpu":
-        return replace(call, implementation="xla")
-    beyond_cudnn = call.softcap is not None or arrays.sinks is not None
-    ours = beyond_cudnn and mosaic.supports(q, v, call)
-    return replace(call, implementation="mosaic" if ours else "cudnn")
+    """The call with an implementation in place of 'auto' (`chooser.py`)."""
+    facts = {"call": call, "sinks": arrays.sinks is not None, "value_size": v.shape[-1]}
+    choice = choose("attention", q.dtype, q.shape, **facts)
+    return replace(call, implementation=choice.name)
 
 
 def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionArrays) -> None:

@@ -21,13 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mjax.kernels.norm import on_gpu
+from mjax.kernels.chooser import GATES, choose
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-GATES = ("silu", "gelu_tanh")  # all that are x * sigmoid(p(x))
-
-_FEWEST = 2**20  # elements of an input: with less, the launch is what it costs
-_MOST = 2**31 - 1  # that a 32-bit offset reaches
 _ROWS = 2  # of a transposed tile that make a word
 
 
@@ -99,10 +95,8 @@ class Pass:
 
 
 def supports(x: jax.Array, name: str = GATES[0], rows: int = 1) -> bool:
-    """THE rule by which the kernel takes x, the widest input (of gate `name`): by so many rows."""
-    fits = _FEWEST <= x.size <= _MOST and x.shape[0] % rows == 0
-    known = name in GATES and x.dtype in (jnp.bfloat16, jnp.float32)
-    return fits and known and on_gpu()
+    """Whether the kernel takes x, the widest input (of gate `name`), by so many rows."""
+    return choose("gate", x.dtype, x.shape, act=name, rows=rows).name == "triton"
 
 
 # ---- what it is for ----------------------------------------------------------------------------

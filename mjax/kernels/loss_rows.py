@@ -18,11 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mjax.kernels.norm import on_gpu
+from mjax.kernels.chooser import Device, choose
 
-_MOST = 2**31 - 1  # elements that a 32-bit offset reaches
-_FEWEST = 2**24  # logits: with less, nothing is won
-_ALIGNED = 128  # columns: wide loads need it, a padded vocabulary has it
 _LOWEST = -1e30  # where a running maximum starts
 _LOG2_E = math.log2(math.e)
 
@@ -60,15 +57,17 @@ class Tile:
 
 
 def supports(tokens: int, rows: int, tp: int, chunk: int | None = None) -> bool:
-    """THE rule by which the kernel does the loss of `tokens`, `rows` of the vocabulary on each of
-    `tp` devices, in chunks of `chunk` tokens if that is given."""
-    return fits(tokens, rows, tp, chunk) and on_gpu()
+    """Whether the kernel does the loss of `tokens`, `rows` of the vocabulary on each of `tp`
+    devices, in chunks of `chunk` tokens if that is given."""
+    choice = choose("loss_rows", jnp.float32, (tokens, rows), tp=tp, chunk=chunk)
+    return choice.name == "triton"
 
 
 def fits(tokens: int, rows: int, tp: int, chunk: int | None = None) -> bool:
-    """The rule but for the device."""
-    reached = 2 * (chunk or 1) * rows <= _MOST  # up to whole parts, a chunk may nearly double
-    return tp == 1 and rows % _ALIGNED == 0 and tokens * rows >= _FEWEST and reached
+    """Whether it would on a GPU."""
+    shape = tokens, rows
+    choice = choose("loss_rows", jnp.float32, shape, Device("gpu"), tp=tp, chunk=chunk)
+    return choice.name == "triton"
 
 
 def rows(

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
+from mjax.kernels import chooser
 from mjax.kernels.attention_call import AttentionCall, refuse_masks_but
+from mjax.kernels.chooser import HEAD_SIZES, mosaic_computes
 
-HEAD_SIZES = (64, 128, 256)
 _MULTIPLE = 128  # of both sequence lengths
 _LOG2E = math.log2(math.e)
 # (warpgroups, block, slots) by head size, measured on H200; docs/lab/2026-11-22-kernels.md
@@ -28,7 +29,7 @@ _D_KEYS = {64: (2, 64, 4), 128: (2, 64, 2), 256: (1, 64, 2)}
 def require_mosaic(q: jax.Array, v: jax.Array, call: AttentionCall) -> None:
     """Raise `UserError` where the kernels lack a device, dtype, head size, mask or feature."""
     remedy = "set train.attention=auto"
-    if not on_hopper():
+    if not chooser.this_device().hopper:
         raise UserError(
             f"train.attention=mosaic: needs a Hopper GPU and jax >= 0.11, not "
             f"{jax.default_backend()} and jax {jax.__version__}; {remedy}"
@@ -56,16 +57,7 @@ def require_mosaic(q: jax.Array, v: jax.Array, call: AttentionCall) -> None:
 
 def supports(q: jax.Array, v: jax.Array, call: AttentionCall) -> bool:
     """Whether `require_mosaic` raises nothing."""
-    sizes = q.shape[-1] in HEAD_SIZES and v.shape[-1] == q.shape[-1]
-    lacks = call.dropout > 0 or call.mask != "causal"
-    return q.dtype == jnp.bfloat16 and sizes and not lacks and on_hopper()
-
-
-def on_hopper() -> bool:
-    """Whether the default device is a Hopper GPU, and jax has what the kernels use."""
-    if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11):
-        return False
-    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+    return mosaic_computes(q.dtype, q.shape[-1], v.shape[-1], call, chooser.this_device())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_FEWEST = 2**20  # elements of x: with less, the launch is what a backward costs
-_MOST = 2**31 - 1  # that a 32-bit offset reaches
-_WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns; beyond, XLA is faster (H200)
+from mjax.kernels.chooser import choose
+
 _SHARE = 16  # elements of a row that one thread holds
 _WARPS = 132 * 16  # in all: of an H200, so many fit at a time
 
@@ -79,14 +78,8 @@ def fork(
 
 
 def supports(x: jax.Array, bias: jax.Array | None = None) -> bool:
-    """THE rule by which the kernel does the backward of a norm of x."""
-    widest = _WIDEST["rmsnorm" if bias is None else "layernorm"]
-    fits = _FEWEST <= x.size <= _MOST and x.shape[-1] <= widest
-    return fits and x.dtype in (jnp.bfloat16, jnp.float32) and on_gpu()
-
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
+    """Whether the kernel does the backward of a norm of x."""
+    return choose("norm", x.dtype, x.shape, layernorm=bias is not None).name == "triton"
 
 
 @dataclass(frozen=True)

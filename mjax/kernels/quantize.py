@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
 from mjax.kernels import gate, te
+from mjax.kernels.chooser import choose
 from mjax.kernels.gate import E4M3, E5M2
 from mjax.sharding.collectives import AXES, Parallel
 
@@ -93,7 +94,8 @@ def quantize_gradient(
     recipe: Recipe, g: jax.Array, scale: jax.Array, parallel: Parallel
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A gradient g [M, N] as (e5m2 [M, N], its transpose [N, M], fp32 [2] of scale and maximum)."""
-    if recipe.delayed and recipe.backend == "xla" and gate.supports(g, rows=2):
+    choice = choose("quantize", g.dtype, g.shape, delayed=recipe.delayed, backend=recipe.backend)
+    if choice.name == "triton":
         g8, transposed, amax = gate.quantize_rows(g, scale, E5M2, transposed=True)
         return g8, transposed, jnp.stack([scale, amax])
     g = lax.optimization_barrier(g)  # or each reader computes it again, as a gate's two halves

@@ -3,11 +3,14 @@
 A sequence is cut into 2*cp chunks, and device r holds chunks r and 2*cp-1-r (zigzag), so all
 devices see equally many keys. `zigzag` orders a batch once, on the host. Every token carries its
 true column (`Tokens.columns`), so only attention needs to know. There are four ways to exchange
-keys (docs/context.md): all_gather; ring (`ring_attention.py`); a2a, which trades heads for sequence
-(DeepSpeed-Ulysses, arXiv 2309.14509); and a2a_ring, both. Zigzag follows Brandon et al. (arXiv
-2311.09431). Invariant: the output is that of `kernels.attention` on the sequence in one piece.
+keys (docs/context.md), rows of the table `KEY_EXCHANGES`: all_gather; ring (`ring_attention.py`);
+a2a, which trades heads for sequence (DeepSpeed-Ulysses, arXiv 2309.14509); and a2a_ring, both.
+Zigzag follows Brandon et al. (arXiv 2311.09431). Invariant: the output is that of
+`kernels.attention` on the sequence in one piece.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -25,7 +28,6 @@ from mjax.kernels.attention_call import (
 )
 from mjax.models.context import Context
 from mjax.models.ring_attention import CP_AXIS, Ring, ring_attention
-from mjax.sharding.collectives import Parallel
 
 
 def zigzag(size: int, cp: int) -> np.ndarray:
@@ -55,97 +57,208 @@ def context_attention(
     this layer. Raises `UserError` where `ctx.cp_type` lacks a feature: it never changes the
     computation.
     """
-    parallel, cp_type = ctx.parallel, ctx.cp_type
-    if parallel.cp == 1:
+    if ctx.parallel.cp == 1:
         return attention(q, k, v, call, arrays)
-    if call.mask != "causal":
-        raise UserError(f"attention with a {call.mask} mask: mesh.cp > 1 lacks it; set mesh.cp=1")
     call = resolve(call, q, v, arrays)
-    packed = arrays.is_packed(call)
-    lacking = features_in_use(call, arrays)
-    masked = _unknown_to_blocks(call, packed, lacking)
-    if cp_type == "auto":
+    needs = _needs_of(q, v, call, arrays, ctx)
+    name = ctx.cp_type
+    if name == "auto":
         grouped = k.shape[2] < q.shape[2]
-        all_gather = bool(lacking) or not ctx.permute
-        cp_type = "a2a" if masked else choose(parallel.cp, grouped, all_gather)
-    _refuse(cp_type, q.shape[2], ctx, lacking, masked)
-    if cp_type == "all_gather" and call.implementation == "xla":
-        return _attention_to_all(q, k, v, call, arrays, parallel)
-
-    group = AllToAllGroup(parallel.cp, _group_size(cp_type, ctx))
-    q, k, v = group.split_heads(q, k, v)
-    column = group.gather(arrays.columns[0], 0)
-    segment = group.gather(arrays.segments[0], 1) if packed else None
-    if group.ring == 1:
-        own = AttentionArrays(
-            columns=(column, column),
-            segments=(segment, segment) if packed else None,
-            sinks=group.own_heads(arrays.sinks),
-            dropout=group.own_dropout(arrays.dropout),
-        )
-        return group.to_sequence(attention(q, k, v, call, own))
-    if call.implementation == "xla":
-        places = jnp.broadcast_to(column, q.shape[:2]), segment
-    else:
-        places = None
-        require(call, q, v, arrays)
-    ring = Ring(parallel.cp, group.size, cp_type == "all_gather", call)
-    return group.to_sequence(ring_attention(q, k, v, places, ring))
+        name = choose(ctx.parallel.cp, grouped, needs)
+    _refuse(name, needs, q.shape[2], ctx)
+    return KEY_EXCHANGES[name].attend(q, k, v, call, arrays, ctx)
 
 
-def _attention_to_all(q, k, v, call, arrays, parallel: Parallel) -> jax.Array:
-    """Attention in plain JAX to the keys of all devices, gathered and in the order of tokens."""
+# ---- ways of exchange --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The features that a call uses.
+
+    blocks: those that fused kernels must be told of, where keys come in blocks; none in plain JAX.
+    permute: whether keys may go round in a ring.
+    """
+
+    features: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    permute: bool = True
+
+
+def _needs_of(q, v, call: AttentionCall, arrays: AttentionArrays, ctx: Context) -> Needs:
+    of_model = [f"model.{name}" for name in features_in_use(call, arrays)]
+    of_mask = []
+    if arrays.is_packed(call):
+        of_mask.append(PACKED)
+    if call.window is not None:
+        of_mask.append(WINDOWS)
+    if call.mask != "causal":
+        of_mask.append(f"{call.mask} masks")
+    if v.shape[-1] != q.shape[-1]:
+        of_mask.append(VALUE_HEADS)
+    blocks = [] if call.implementation == "xla" else list(of_mask)
+    if call.implementation == "mosaic":  # cuDNN refuses the model's features itself
+        blocks += of_model
+    return Needs((*of_model, *of_mask), tuple(blocks), ctx.permute)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A way to exchange keys over cp.
+
+    attend: (q, k, v, call, arrays, ctx) -> [B, S/cp, N, H].
+    supports: the features that it computes, besides causal attention.
+    supports_fused: those that it computes with fused kernels.
+    permutes: whether keys go round in a ring, which waits for all devices.
+    trades: who trades heads for sequence: none, groups of `mesh.cp_a2a` devices, or all.
+    """
+
+    attend: Callable[..., jax.Array]
+    supports: frozenset[str]
+    supports_fused: frozenset[str]
+    permutes: bool = False
+    trades: str = "none"
+
+    def fits(self, needs: Needs) -> bool:
+        """Whether it computes all that is needed."""
+        allowed = needs.permute or not self.permutes
+        known = self.supports.issuperset(needs.features)
+        return allowed and known and self.supports_fused.issuperset(needs.blocks)
+
+    def group_size(self, ctx: Context) -> int:
+        """The number of devices that trade heads for sequence."""
+        return {"none": 1, "groups": ctx.cp_a2a, "all": ctx.parallel.cp}[self.trades]
+
+    def group(self, ctx: Context) -> "AllToAllGroup":
+        return AllToAllGroup(ctx.parallel.cp, self.group_size(ctx))
+
+
+def _attend_to_all(q, k, v, call, arrays, ctx: Context) -> jax.Array:
+    """Attention to the keys of all devices, gathered."""
+    if call.implementation != "xla":
+        return _attend_by_blocks("all_gather", q, k, v, call, arrays, ctx)
+    cp = ctx.parallel.cp
 
     def gathered(x: jax.Array) -> jax.Array:
-        return natural(parallel.all_gather(x, CP_AXIS, 1), parallel.cp)
+        return natural(ctx.parallel.all_gather(x, CP_AXIS, 1), cp)
 
     k, v = gathered(k), gathered(v)
     key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
-    segments = arrays.segments
+    segments, prefix = arrays.segments, arrays.prefix
     if segments is not None:
         segments = segments[0], gathered(segments[1])
-    arrays = replace(arrays, columns=(arrays.columns[0], key_columns), segments=segments)
-    return attention(q, k, v, call, arrays)
+    everyone = replace(
+        arrays,
+        columns=(arrays.columns[0], key_columns),
+        segments=segments,
+        prefix=None if prefix is None else gathered(prefix),
+    )
+    return attention(q, k, v, call, everyone)
 
 
-def choose(cp: int, grouped: bool, lacking: bool) -> str:
-    """THE rule of mesh.cp_type=auto where masks need no a2a: all_gather while k and v are small."""
-    return "all_gather" if lacking or (cp <= 4 and grouped) else "ring"
+def _attend_with_own_heads(q, k, v, call, arrays, ctx: Context) -> jax.Array:
+    """Attention of this device's share of the heads, over the whole sequence."""
+    group = KEY_EXCHANGES["a2a"].group(ctx)
+    packed = arrays.is_packed(call)
+    q, k, v = group.split_heads(q, k, v)
+    column = group.gather(arrays.columns[0], 0)
+    segment = group.gather(arrays.segments[0], 1) if packed else None
+    own = AttentionArrays(
+        columns=(column, column),
+        segments=(segment, segment) if packed else None,
+        sinks=group.own_heads(arrays.sinks),
+        prefix=None if arrays.prefix is None else group.gather(arrays.prefix, 1),
+        dropout=group.own_dropout(arrays.dropout),
+    )
+    return group.to_sequence(attention(q, k, v, call, own))
 
 
-def _unknown_to_blocks(call: AttentionCall, packed: bool, lacking: list) -> bool:
-    """Whether fused blocks cannot be told of the mask; cuDNN refuses what is `lacking` itself."""
+def _attend_by_blocks(name: str, q, k, v, call, arrays, ctx: Context) -> jax.Array:
+    """Attention to blocks of keys, merged; the keys go round the ring of groups, or come at once.
+
+    `name` is that of the way of exchange.
+    """
+    group = KEY_EXCHANGES[name].group(ctx)
+    q, k, v = group.split_heads(q, k, v)
+    places = None
     if call.implementation == "xla":
-        return False
-    masked = packed or call.window is not None
-    return masked or (call.implementation == "mosaic" and bool(lacking))
+        column = group.gather(arrays.columns[0], 0)
+        packed = arrays.is_packed(call)
+        segment = group.gather(arrays.segments[0], 1) if packed else None
+        places = jnp.broadcast_to(column, q.shape[:2]), segment
+    else:
+        require(call, q, v, arrays)
+    ring = Ring(ctx.parallel.cp, group.size, name == "all_gather", call)
+    return group.to_sequence(ring_attention(q, k, v, places, ring))
 
 
-def _group_size(cp_type: str, ctx: Context) -> int:
-    """The number of devices that trade heads for sequence."""
-    return {"a2a": ctx.parallel.cp, "a2a_ring": ctx.cp_a2a}.get(cp_type, 1)
+PACKED, WINDOWS, VALUE_HEADS = "packed documents", "sliding windows", "value heads of another size"
+_OF_MODEL = frozenset(
+    {"model.attn_logit_softcapping", "model.attention_sinks", "model.attention_dropout"}
+)
+_OF_BLOCKS = frozenset({PACKED, WINDOWS})
+_ALL = _OF_MODEL | _OF_BLOCKS | {VALUE_HEADS, "full masks", "prefix masks"}
+
+# The ways, by their names in `mesh.cp_type`.
+KEY_EXCHANGES = {
+    "all_gather": Exchange(_attend_to_all, supports=_ALL, supports_fused=frozenset()),
+    "ring": Exchange(
+        functools.partial(_attend_by_blocks, "ring"),
+        supports=_OF_BLOCKS,
+        supports_fused=frozenset(),
+        permutes=True,
+    ),
+    "a2a": Exchange(_attend_with_own_heads, supports=_ALL, supports_fused=_ALL, trades="all"),
+    "a2a_ring": Exchange(
+        functools.partial(_attend_by_blocks, "a2a_ring"),
+        supports=_OF_BLOCKS,
+        supports_fused=frozenset(),
+        permutes=True,
+        trades="groups",
+    ),
+}
 
 
-def _refuse(cp_type: str, heads: int, ctx: Context, lacking: list, masked: bool) -> None:
-    is_ring = cp_type in ("ring", "a2a_ring")
-    if is_ring and not ctx.permute:
+def choose(cp: int, grouped: bool, needs: Needs) -> str:
+    """THE rule of mesh.cp_type=auto: the first of three ways that computes what is needed.
+
+    all_gather comes before ring while k and v are small: `cp` <= 4, and heads are `grouped`.
+    """
+    order = ["ring", "all_gather", "a2a"]
+    if cp <= 4 and grouped:
+        order = ["all_gather", "ring", "a2a"]
+    fitting = [name for name in order if KEY_EXCHANGES[name].fits(needs)]
+    return fitting[0] if fitting else order[-1]
+
+
+def _refuse(name: str, needs: Needs, heads: int, ctx: Context) -> None:
+    """Raise `UserError` where the way does not compute what is needed."""
+    way = KEY_EXCHANGES[name]
+    if way.permutes and not needs.permute:
         raise UserError(
-            f"mesh.cp_type={cp_type} needs stages of equal layers, but those of mesh.pp differ in "
+            f"mesh.cp_type={name} needs stages of equal layers, but those of mesh.pp differ in "
             "number or kind; set mesh.cp_type=all_gather or a2a"
         )
-    if is_ring and lacking:
+    for feature in needs.features:
+        if feature not in way.supports:
+            having = [n for n, other in KEY_EXCHANGES.items() if feature in other.supports]
+            remedy = f"mesh.cp_type={' or '.join(having)}" if having else "mesh.cp=1"
+            raise UserError(f"mesh.cp_type={name} lacks {feature}; set {remedy}")
+    unknown = [feature for feature in needs.blocks if feature not in way.supports_fused]
+    if unknown and unknown[0] not in _OF_MODEL | _OF_BLOCKS:
         raise UserError(
-            f"mesh.cp_type={cp_type} lacks model.{lacking[0]}; set mesh.cp_type=all_gather or a2a"
+            f"mesh.cp_type={name}: its fused blocks lack {unknown[0]}; "
+            "set mesh.cp_type=a2a or train.attention=xla"
         )
-    if masked and cp_type != "a2a":
+    if unknown:
         raise UserError(
-            f"mesh.cp_type={cp_type}: its fused blocks know neither packed documents nor sliding "
+            f"mesh.cp_type={name}: its fused blocks know neither packed documents nor sliding "
             "windows, soft-caps or sinks; set mesh.cp_type=a2a or train.attention=xla"
         )
-    size = _group_size(cp_type, ctx)
+    size = way.group_size(ctx)
     if heads % size:
         raise UserError(
-            f"mesh.cp_type={cp_type} deals {heads} query heads per tp device out to {size} "
+            f"mesh.cp_type={name} deals {heads} query heads per tp device out to {size} "
             "devices; choose sizes that divide them, or train.attention=xla with another cp_type"
         )
 

@@ -19,6 +19,7 @@ from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.plan.balance import advice
 from mjax.plan.execution import execution_lines
 from mjax.plan.kept import kept
+from mjax.plan.kernels import kernel_lines
 from mjax.plan.memory import held_layers
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_frozen, count_parameters
@@ -40,7 +41,9 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
     print_table(console, sharding_table(trainer))
     print_table(console, kept_table(trainer))
     program = trainer.program(cfg.train.global_batch_size, trainer.max_documents)
-    for line in [*execution_lines(program.execution), *pipeline_lines(trainer)]:
+    lines = execution_lines(program.execution)
+    lines += kernel_lines(cfg, dict(trainer.mesh.shape))
+    for line in [*lines, *pipeline_lines(trainer)]:
         console.print(line, markup=False)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
     flops = flops_per_token(cfg.model, cfg.data.seq_length)

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from mjax.kernels import gate
 from tests.aot.common import compile_step, missing
+from tests.devices import GPU, choose_for
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -15,7 +15,7 @@ SMALL = ["model.num_hidden_layers=2", "model.vocab_size=512", "mesh.dp=1", "trai
 
 
 def compiled(monkeypatch, *more: str) -> str:
-    monkeypatch.setattr(gate, "on_gpu", lambda: True)
+    choose_for(monkeypatch, GPU, "gate", "quantize")
     keys = "train.micro_batch_size=1", "train.global_batch_size=1"
     return compile_step(LLAMA, *SMALL, *keys, *more).text
 
@@ -30,7 +30,7 @@ def test_bf16_has_one_call_a_gate(monkeypatch):
 
 def test_gelu_has_a_call_each_way_and_keeps_its_input_alone(monkeypatch):
     """And of the bias's gradient sums over tiles leave the kernel, not what they are sums of."""
-    monkeypatch.setattr(gate, "on_gpu", lambda: True)
+    choose_for(monkeypatch, GPU, "gate", "quantize")
     keys = "model.num_hidden_layers=2", "mesh.dp=1", "train.remat=none"
     more = "train.micro_batch_size=8", "train.global_batch_size=8"
     text = compile_step("configs/models/gpt2_124m.yaml", *keys, *more).text

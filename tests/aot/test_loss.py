@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from mjax.kernels import loss_rows
 from mjax.kernels.cross_entropy import cut_of
 from tests.aot.common import compile_step, missing
+from tests.devices import GPU, choose_for
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -15,7 +15,7 @@ CALL = re.compile(r"= \((\S+), (\S+)\) custom-call\(.*loss_rows")
 
 
 def test_a_step_calls_it_and_copies_nothing(monkeypatch):
-    monkeypatch.setattr(loss_rows, "on_gpu", lambda: True)
+    choose_for(monkeypatch, GPU, "loss_rows")
     step = compile_step("configs/models/gpt2_124m.yaml", *SMALL)
     cut = cut_of(16 * 1024, 50304, fused=True)
     assert 1 < cut.chunk // cut.part
@@ -24,5 +24,5 @@ def test_a_step_calls_it_and_copies_nothing(monkeypatch):
     assert made == [(f"f32[{cut.part}]", whole)]
     copies = re.findall(r"= (\S+?)\{\S* copy\(", step.text)
     assert whole not in copies and f"f32[{cut.part},50304]" not in copies
-    monkeypatch.setattr(loss_rows, "on_gpu", lambda: False)
+    monkeypatch.undo()
     assert not CALL.search(compile_step("configs/models/gpt2_124m.yaml", *SMALL).text)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from mjax.kernels import mosaic_attention
+from mjax.kernels import chooser
 from tests.aot.common import compile_step, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -17,7 +17,7 @@ CALL = re.compile(r"= (.*?) custom-call\(.*custom_call_target=\"mosaic_gpu")
 @pytest.mark.parametrize("extra", [[], ["model.attn_logit_softcapping=30"]])
 def test_each_kernel_once_a_layer(monkeypatch, extra):
     """Forward, d_q, and d_k with d_v: no remat policy and no fusion of XLA's calls one again."""
-    monkeypatch.setattr(mosaic_attention, "on_hopper", lambda: True)
+    monkeypatch.setattr(chooser, "on_hopper", lambda: True)
     options = ["train.attention=mosaic", *SMALL, *extra]
     step = compile_step("configs/models/gpt2_124m.yaml", *options)
     outputs = [tuple(re.findall(r"(\w+)\[", m[1])) for m in CALL.finditer(step.text)]

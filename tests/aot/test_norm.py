@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from mjax.kernels import norm
 from tests.aot.common import compile_step, missing
+from tests.devices import GPU, choose_for
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -15,7 +15,7 @@ CALL = re.compile(r"custom-call\(([^)]*)\).*name = \"norm_backward\"")
 
 def test_one_call_a_norm(monkeypatch):
     """Two in the body of the scan, which also take the stream's gradient, and the final one."""
-    monkeypatch.setattr(norm, "on_gpu", lambda: True)
+    choose_for(monkeypatch, GPU, "norm")
     step = compile_step("configs/models/gpt2_124m.yaml", *SMALL, "train.micro_batch_size=8")
     operands = [len(m[1].split(", ")) for m in CALL.finditer(step.text)]
     assert sorted(operands) == [3, 4, 4]  # gain, x, its norm's gradient, the stream's

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import gate
 from mjax.kernels.quantize import E4M3, E5M2, Recipe, amax_of, scale_of
 from mjax.models.weight import Weight, matmul
 from mjax.plan.xla_options import CUBLAS
+from tests.devices import CPU, choose_for
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
@@ -35,7 +35,7 @@ def test_product_and_gradients_are_the_cpus(shape, delayed, monkeypatch):
     made = fast(x, w, g, scales)
     assert fast.lower(x, w, g, scales).compile().as_text().count("matmul$f8") == 3
     cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(gate, "on_gpu", lambda: False)  # the CPU has no kernel
+    choose_for(monkeypatch, CPU, "gate", "quantize")  # the CPU has no kernel
     anew = jax.jit(lambda *operands: all_three(*operands))
     plain = anew(*jax.device_put((x, w, g, scales), cpu))
     for a, b in zip(made, plain, strict=True):

@@ -13,8 +13,9 @@ from mjax.kernels.gate import E4M3, E5M2
 from mjax.models.mlp_fp8 import gated_mlp_fp8
 from mjax.models.weight import Weight
 from mjax.plan.xla_options import CUBLAS
+from tests.devices import CPU, choose_for
 
-pytestmark = pytest.mark.skipif(not gate.on_gpu(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 # tokens, width: Llama-3-8B, Llama-2-7B; what no tile divides, and words do not
 SHAPES = [
@@ -57,7 +58,7 @@ def test_equals_plain_jax_and_itself(m, f, dtype, monkeypatch):
     got = with_kernel(h, d, s)
     _poison()
     assert all(map(_same, jax.tree.leaves(got), jax.tree.leaves(with_kernel(h, d, s))))
-    monkeypatch.setattr(gate, "on_gpu", lambda: False)
+    choose_for(monkeypatch, CPU, "gate", "quantize")
     want = compiled()(h, d, s)
     for name in PASSES:
         for a, e in zip(got[name], want[name], strict=True):
@@ -112,7 +113,7 @@ def test_block_is_the_cpus(monkeypatch, summed):
     made = jax.jit(everything, compiler_options=dict(CUBLAS)).lower(*operands).compile()
     assert made.as_text().count("matmul$f8") == 6
     assert len(set(re.findall(r'name = "(gate_\w+|quantize)"', made.as_text()))) == 3
-    monkeypatch.setattr(gate, "on_gpu", lambda: False)
+    choose_for(monkeypatch, CPU, "gate", "quantize")
     plain = jax.jit(lambda *operands: everything(*operands))  # anew: without the kernel
     want = plain(*jax.device_put(operands, jax.devices("cpu")[0]))
     for a, b in zip(jax.tree.leaves(made(*operands)), jax.tree.leaves(want), strict=True):

@@ -18,7 +18,14 @@ from mjax.errors import UserError
 from mjax.kernels import attention as kernels
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.models.context import Context
-from mjax.models.context_attention import choose, context_attention, zigzag
+from mjax.models.context_attention import (
+    PACKED,
+    WINDOWS,
+    Needs,
+    choose,
+    context_attention,
+    zigzag,
+)
 from mjax.models.ring_attention import Ring, ring_attention
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
@@ -68,11 +75,53 @@ def test_evaluation_agrees():
 
 
 def test_auto_is_the_documented_rule():
-    assert choose(4, grouped=True, lacking=False) == "all_gather"
-    assert choose(8, grouped=True, lacking=False) == "ring"
-    assert choose(2, grouped=False, lacking=False) == "ring"
-    assert choose(8, grouped=False, lacking=True) == "all_gather"
+    assert choose(4, True, Needs()) == "all_gather"
+    assert choose(8, True, Needs()) == "ring"
+    assert choose(2, False, Needs()) == "ring"
+    assert choose(8, False, Needs(("model.attention_sinks",))) == "all_gather"
+    assert choose(8, False, Needs(permute=False)) == "all_gather"
+    for feature in (PACKED, WINDOWS, "model.attention_sinks"):  # a2a where blocks are fused
+        assert choose(4, True, Needs((feature,), (feature,))) == "a2a"
+    assert choose(8, False, Needs((PACKED, WINDOWS))) == "ring"
+    assert choose(4, True, Needs(("full masks",))) == "all_gather"
     assert holds(compare("sinks", *cell(1, 8, 1, "auto"), TWO, steps=1))
+
+
+@pytest.mark.parametrize("mask", ["full", "prefix"])
+@pytest.mark.parametrize("cp_type", ["all_gather", "a2a"])
+def test_other_masks_equal_one_device(cp_type, mask):
+    """Also in packed documents, and with value heads of another size."""
+    q, k, v, _ = arrays()
+    v = v[..., : H // 2]
+    segments, order = documents(), zigzag(S, 4)
+    prefix = np.random.default_rng(2).random((B, S)) < 0.3
+    columns = np.arange(S, dtype=np.int32)
+    call = AttentionCall(SCALE, mask=mask, implementation="xla")
+    ctx = Context(Parallel(cp=4), cp_type=cp_type)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("cp",), axis_types=(AxisType.Auto,))
+
+    def given(columns, segments, prefix):
+        shown = prefix if mask == "prefix" else None
+        return AttentionArrays((columns, columns), (segments, segments), prefix=shown)
+
+    def sharded(q, k, v, columns, *facts):
+        def attend(q, k, v):
+            return context_attention(q, k, v, call, given(columns, *facts), ctx)
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(jnp.sin(out))
+
+    def whole(q, k, v):
+        return kernels.attention(q, k, v, call, given(columns, segments, prefix))
+
+    spec = P(None, "cp")
+    specs = (*[spec] * 3, P("cp"), spec, spec)
+    run = jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+    mine = jax.jit(run)(
+        *(x[:, order] for x in (q, k, v)), order, segments[:, order], prefix[:, order]
+    )
+    out, pull = jax.vjp(whole, q, k, v)
+    close(mine, [x[:, order] for x in (out, *pull(jnp.sin(out)))])
 
 
 # ---- the mathematics ---------------------------------------------------------------------------
@@ -182,6 +231,10 @@ REFUSED = {
     "ring": (dict(sinks=jnp.zeros(4)), "mesh.cp_type=ring lacks model.attention_sinks"),
     "all_gather": (dict(implementation="cudnn", window=4), "set mesh.cp_type=a2a"),
     "a2a": ({}, "deals 4 query heads per tp device out to 8 devices"),
+    "a2a_ring": (
+        dict(mask="full"),
+        "a2a_ring lacks full masks; set mesh.cp_type=all_gather or a2a",
+    ),
 }
 
 

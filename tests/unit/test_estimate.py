@@ -37,6 +37,7 @@ def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch):
     assert "frozen 16,384 of them, by train.freeze".split() in lines
     assert "layers      run in a loop; weights are rows of stacks" in text
     assert "gradients   1 micro-batches a step" in text
+    assert "kernels     attention: xla, because there is no GPU" in text
     assert not (tmp_path / "run").exists()
 
 

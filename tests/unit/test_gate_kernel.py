@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import gate
+from mjax.kernels import chooser, gate
 from mjax.kernels import quantize as q
 from mjax.kernels.gate import E4M3, E5M2, Tile
 from mjax.models import mlp_fp8
 from mjax.models.mlp import activate, activated, gated
 from mjax.models.weight import Weight, matmul
 from mjax.prove import Cell, deviation, make_trainer, measure
+from tests.devices import GPU, choose_for
 from tests.marks import slow
 
 # Sizes that fill no tile, that fill some, that are odd.
@@ -57,8 +58,9 @@ def by_kernel(monkeypatch, tile):
         used.append(one.name)
         return kernel(one, tile, *operands, interpret=True)
 
-    monkeypatch.setattr(gate, "on_gpu", lambda: True)
-    monkeypatch.setattr(gate, "_FEWEST", 1)
+    choose_for(monkeypatch, GPU, "gate", "quantize")
+    monkeypatch.setitem(chooser.FEWEST, "gate", 1)
+    monkeypatch.setitem(chooser.FEWEST, "quantize", 1)
     monkeypatch.setattr(gate, "in_tiles", in_tiles)
     return used
 
@@ -165,7 +167,7 @@ def test_only_what_pays_and_fits_takes_it(monkeypatch):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     assert not gate.supports(shaped(2**14, 2**10)), "there is no GPU here"
-    monkeypatch.setattr(gate, "on_gpu", lambda: True)
+    choose_for(monkeypatch, GPU, "gate")
     assert gate.supports(shaped(2**10, 2**10)) and not gate.supports(shaped(2**10, 2**10 - 1))
     assert gate.supports(shaped(2**19, 4095)) and not gate.supports(shaped(2**19, 4096))
     assert not gate.supports(shaped(2**14, 2**10), "gelu")

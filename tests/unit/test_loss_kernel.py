@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.kernels import chooser
 from mjax.kernels import cross_entropy as ce
 from mjax.kernels import loss_rows as kernel
 from mjax.kernels.loss_rows import Terms, Tile, rows
 from mjax.prove import Cell, deviation, make_trainer, measure
 from mjax.sharding.collectives import LOCAL
+from tests.devices import GPU, choose_for
 from tests.marks import slow
 
 # Blocks of 256 columns; programs that have one row more than others, or none to spare.
@@ -106,9 +108,9 @@ def test_extreme_logits():
 @pytest.fixture
 def on(monkeypatch):
     """The kernel for every loss, in the interpreter, with parts of chunks."""
-    monkeypatch.setattr(kernel, "on_gpu", lambda: True)
-    monkeypatch.setattr(kernel, "_FEWEST", 1)
-    monkeypatch.setattr(kernel, "_ALIGNED", 1)
+    choose_for(monkeypatch, GPU, "loss_rows")
+    monkeypatch.setitem(chooser.FEWEST, "loss_rows", 1)
+    monkeypatch.setattr(chooser, "ALIGNED", 1)
     monkeypatch.setattr(kernel, "rows", functools.partial(rows, tile=TILE, interpret=True))
     monkeypatch.setattr(ce, "_TILE", 4)
     monkeypatch.setattr(ce, "_PART_ELEMENTS", 1)

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from mjax.errors import UserError
+from mjax.kernels import chooser
 from mjax.kernels import mosaic_attention as mosaic
 from mjax.kernels.attention import resolve
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
+from tests.devices import HOPPER
 
 PLAIN = AttentionCall(scale=1.0)
 
@@ -28,7 +30,7 @@ def _q(dtype=jnp.bfloat16, size=128, length=256):
     ],
 )
 def test_refusals_name_the_key(monkeypatch, q, call, said):
-    monkeypatch.setattr(mosaic, "on_hopper", lambda: True)
+    monkeypatch.setattr(chooser, "this_device", lambda: HOPPER)
     mosaic.require_mosaic(_q(), _q(), PLAIN)
     with pytest.raises(UserError, match=said):
         mosaic.require_mosaic(q, q, call)
@@ -36,7 +38,7 @@ def test_refusals_name_the_key(monkeypatch, q, call, said):
 
 
 def test_value_heads_have_the_size_of_the_others(monkeypatch):
-    monkeypatch.setattr(mosaic, "on_hopper", lambda: True)
+    monkeypatch.setattr(chooser, "this_device", lambda: HOPPER)
     with pytest.raises(UserError, match="value heads of size 64"):
         mosaic.require_mosaic(_q(), _q(size=64), PLAIN)
     assert mosaic.supports(_q(), _q(), PLAIN) and not mosaic.supports(_q(), _q(size=64), PLAIN)
@@ -48,8 +50,7 @@ def test_no_hopper_is_refused():
 
 
 def test_auto_takes_ours_where_cudnn_lacks(monkeypatch):
-    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic, "on_hopper", lambda: True)
+    monkeypatch.setattr(chooser, "this_device", lambda: HOPPER)
     capped = AttentionCall(scale=1.0, softcap=30.0)
 
     def chosen(call, q, sinks=None):

@@ -10,10 +10,12 @@ import pytest
 from flax import nnx
 
 from mjax.config.schema import ModelConfig
+from mjax.kernels import chooser
 from mjax.kernels import norm as kernel
 from mjax.kernels.norm import How, Tile, fused, tile_of
 from mjax.models import build, split
 from mjax.prove import Cell, deviation, make_trainer, measure
+from tests.devices import GPU, choose_for
 from tests.marks import slow
 
 EPS = 1e-5
@@ -82,8 +84,8 @@ def test_parts_add_up_and_none_is_left_unwritten():
 @pytest.fixture
 def on(monkeypatch):
     """The kernel for every norm, in the interpreter."""
-    monkeypatch.setattr(kernel, "on_gpu", lambda: True)
-    monkeypatch.setattr(kernel, "_FEWEST", 1)
+    choose_for(monkeypatch, GPU, "norm")
+    monkeypatch.setitem(chooser.FEWEST, "norm", 1)
     monkeypatch.setattr(kernel, "How", functools.partial(How, interpret=True))
 
 
@@ -94,7 +96,7 @@ def test_only_what_pays_and_fits_takes_it(on, monkeypatch):
     assert kernel.supports(shaped(4, 4096)) and kernel.supports(shaped(3, 251, dtype="float32"))
     assert not kernel.supports(shaped(4, 4097)) and kernel.supports(shaped(4, 16384), shaped(16384))
     assert kernel.supports(shaped(2**19, 4095)) and not kernel.supports(shaped(2**19, 4096))
-    monkeypatch.setattr(kernel, "_FEWEST", 1025)
+    monkeypatch.setitem(chooser.FEWEST, "norm", 1025)
     assert not kernel.supports(shaped(1, 1024)) and kernel.supports(shaped(2, 1024))
     monkeypatch.undo()
     assert not kernel.supports(shaped(2**14, 2**10)), "there is no GPU here"

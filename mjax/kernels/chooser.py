@@ -1,0 +1,175 @@
+"""THE rule by which each op gets its implementation: by dtype, shape and device, and why.
+
+`choose` is the only function that decides. Kernels ask it when they are traced, and `--dry-run`
+prints its answers. Limits were measured on an H200 (docs/lab). Names: xla is plain JAX; triton is
+our kernel in Pallas' Triton dialect; mosaic is our attention for Hopper; cudnn and te are NVIDIA's.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mjax.kernels.attention_call import AttentionCall
+
+HEAD_SIZES = (64, 128, 256)  # of mosaic attention
+GATES = ("silu", "gelu_tanh")  # all that are x * sigmoid(p(x))
+
+FEWEST = {  # elements of the widest input: with less, nothing is won
+    "norm": 2**20,
+    "gate": 2**20,
+    "quantize": 2**20,
+    "loss_rows": 2**24,
+}
+MOST = 2**31 - 1  # elements that a 32-bit offset reaches
+WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
+ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
+
+NO_GPU = "there is no GPU"
+
+
+@dataclass(frozen=True)
+class Device:
+    """backend: jax's name of it, cpu or gpu. hopper: whether Mosaic kernels run on it."""
+
+    backend: str
+    hopper: bool = False
+
+
+class Choice(NamedTuple):
+    """The name of an implementation, and why it was chosen."""
+
+    name: str
+    why: str
+
+
+def this_device() -> Device:
+    """The default device."""
+    return Device(jax.default_backend(), on_hopper())
+
+
+def on_hopper() -> bool:
+    """Whether the default device is a Hopper GPU, and jax has what Mosaic kernels use."""
+    if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11):
+        return False
+    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+def choose(
+    op: str, dtype: jnp.dtype, shape: tuple[int, ...], device: Device | None = None, **facts
+) -> Choice:
+    """The implementation of `op` for its widest input, of `dtype` and `shape`.
+
+    `device` is the default one unless given. `facts` are the keyword arguments of the op's rule.
+    """
+    return RULES[op](jnp.dtype(dtype), shape, device or this_device(), **facts)
+
+
+def _attention(
+    dtype: jnp.dtype,
+    shape: tuple[int, ...],
+    device: Device,
+    *,
+    call: AttentionCall,
+    sinks: bool = False,
+    value_size: int | None = None,
+) -> Choice:
+    """Of queries [B, S, N, H]; `value_size` is that of value heads where it is not H."""
+    if call.implementation != "auto":
+        return Choice(call.implementation, "train.attention asks for it")
+    if device.backend == "cpu":
+        return Choice("xla", NO_GPU)
+    beyond_cudnn = call.softcap is not None or sinks
+    if beyond_cudnn and mosaic_computes(dtype, shape[-1], value_size or shape[-1], call, device):
+        return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
+    return Choice("cudnn", "whole steps are no faster with mosaic")
+
+
+def mosaic_computes(
+    dtype: jnp.dtype, size: int, value_size: int, call: AttentionCall, device: Device
+) -> bool:
+    """Whether our Hopper attention computes a call with heads of these sizes."""
+    lacks = call.dropout > 0 or call.mask != "causal" or value_size != size
+    return device.hopper and dtype == jnp.bfloat16 and size in HEAD_SIZES and not lacks
+
+
+def _norm(
+    dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, layernorm: bool = False
+) -> Choice:
+    """Of rows x [..., D]: who computes the backward."""
+    widest = WIDEST["layernorm" if layernorm else "rmsnorm"]
+    if shape[-1] > widest:
+        return Choice("xla", f"it is faster beyond {widest} columns")
+    return _elementwise("norm", dtype, shape, device)
+
+
+def _gate(
+    dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, act: str = GATES[0], rows: int = 1
+) -> Choice:
+    """Of inputs [M, ...] of an activation function, taken by so many `rows`."""
+    if act not in GATES:
+        return Choice("xla", f"our kernel computes {' and '.join(GATES)} only")
+    if shape[0] % rows:
+        return Choice("xla", f"our kernel takes {rows} rows at a time")
+    return _elementwise("gate", dtype, shape, device)
+
+
+def _quantize(
+    dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, delayed: bool, backend: str
+) -> Choice:
+    """Of a gradient [M, N] and its transpose, in 8 bits; `backend` is that of the matmuls."""
+    if backend != "xla":
+        return Choice(backend, "precision.fp8_backend asks for it")
+    if not delayed:
+        return Choice("xla", "current scaling needs the maximum first")
+    if shape[0] % 2:
+        return Choice("xla", "our kernel takes 2 rows at a time")
+    return _elementwise("quantize", dtype, shape, device)
+
+
+def _elementwise(op: str, dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:
+    """What our kernels of one pass over their inputs have in common."""
+    size = math.prod(shape)
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return Choice("xla", f"our kernel takes no {dtype}")
+    if size < FEWEST[op]:
+        return Choice("xla", f"a launch costs more for less than {FEWEST[op]:,} elements")
+    if size > MOST:
+        return Choice("xla", "32-bit offsets do not reach all elements")
+    return _on_gpu(device, "one pass over the inputs")
+
+
+def _loss_rows(
+    dtype: jnp.dtype,
+    shape: tuple[int, ...],
+    device: Device,
+    *,
+    tp: int,
+    chunk: int | None = None,
+) -> Choice:
+    """Of logits [tokens, rows of the vocabulary] on each of `tp` devices, `chunk` at a time."""
+    tokens, rows = shape
+    if tp > 1:
+        return Choice("xla", "tp cuts the vocabulary")
+    if rows % ALIGNED:
+        return Choice("xla", f"the vocabulary is no multiple of {ALIGNED}")
+    if tokens * rows < FEWEST["loss_rows"]:
+        return Choice("xla", f"nothing is won for less than {FEWEST['loss_rows']:,} logits")
+    if 2 * (chunk or 1) * rows > MOST:  # up to whole parts, a chunk may nearly double
+        return Choice("xla", "32-bit offsets do not reach all logits of a chunk")
+    return _on_gpu(device, "one read of the logits")
+
+
+def _on_gpu(device: Device, why: str) -> Choice:
+    return Choice("triton", why) if device.backend == "gpu" else Choice("xla", NO_GPU)
+
+
+RULES = {
+    "attention": _attention,
+    "norm": _norm,
+    "gate": _gate,
+    "loss_rows": _loss_rows,
+    "quantize": _quantize,
+}

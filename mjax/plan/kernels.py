@@ -1,0 +1,48 @@
+"""The kernels that a run's ops get, in words: what the chooser answers for a config's shapes."""
+
+from mjax.config.schema import Config
+from mjax.kernels import Choice, choose
+from mjax.kernels.attention_call import AttentionCall
+from mjax.plan.execution import decide_execution
+
+
+def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
+    """A line for each op, as a device of this kind computes it; `sizes` are those of the mesh."""
+    lines = []
+    for op, choice in kernel_choices(cfg, sizes).items():
+        heading = "" if lines else "kernels"
+        lines.append(f"{heading:<11} {op}: {choice.name}, because {choice.why}")
+    return lines
+
+
+def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
+    """The choice for each op, for one micro-batch of a layer of the usual sizes."""
+    model, dtype, tp = cfg.model, cfg.precision.compute, sizes["tp"]
+    local_rows = cfg.train.global_batch_size // (sizes["dp"] * sizes["ep"])
+    rows = min(cfg.train.micro_batch_size, local_rows or 1)
+    width = cfg.data.seq_length // sizes["cp"]
+    tokens = rows * width
+    queries = rows, width, model.num_attention_heads // tp, model.head_dim
+    hidden = rows, width // tp, model.hidden_size
+    halves = 2 if model.mlp_gated else 1
+    up = rows, width, halves, model.intermediate_size // tp
+    logits = tokens, model.padded_vocab_size // tp
+    call = AttentionCall(
+        scale=1.0,
+        softcap=model.attn_logit_softcapping,
+        dropout=model.attention_dropout,
+        implementation=cfg.train.attention,
+    )
+    choices = {
+        "attention": choose("attention", dtype, queries, call=call, sinks=model.attention_sinks),
+        "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),
+        "gate": choose("gate", dtype, up, act=model.hidden_act),
+        "loss rows": choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk),
+    }
+    recipe = decide_execution(cfg, sizes).recipe
+    if recipe is not None:
+        gradient = tokens, up[-1]
+        choices["quantize"] = choose(
+            "quantize", dtype, gradient, delayed=recipe.delayed, backend=recipe.backend
+        )
+    return choices

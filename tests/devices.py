@@ -1,0 +1,23 @@
+"""Kernels chosen as on another device than the one that runs a test."""
+
+import functools
+
+import pytest
+
+from mjax.kernels import chooser
+from mjax.kernels.chooser import Choice, Device
+
+CPU = Device("cpu")
+GPU = Device("gpu")
+HOPPER = Device("gpu", hopper=True)
+
+
+def choose_for(monkeypatch: pytest.MonkeyPatch, device: Device, *ops: str) -> None:
+    """Let these ops be chosen for `device`, and all others for the real one."""
+
+    def elsewhere(rule, dtype, shape, _: Device, **facts) -> Choice:
+        return rule(dtype, shape, device, **facts)
+
+    for op in ops:
+        rule = functools.partial(elsewhere, chooser.RULES[op])
+        monkeypatch.setitem(chooser.RULES, op, rule)

@@ -1,0 +1,72 @@
+"""Which kernel is chosen for what, on which device, and that every answer says why."""
+
+import jax.numpy as jnp
+import pytest
+
+from mjax.config import load
+from mjax.kernels import choose
+from mjax.kernels.attention_call import AttentionCall
+from mjax.kernels.chooser import NO_GPU, RULES
+from mjax.plan.kernels import kernel_choices, kernel_lines
+from tests.devices import CPU, GPU, HOPPER
+
+AUTO = AttentionCall(scale=1.0)
+CAPPED = AttentionCall(scale=1.0, softcap=30.0)
+Q = (2, 1024, 8, 128)
+BIG = (2**14, 2**10)
+
+# op, dtype, shape, device, facts, the implementation, a word of why
+TABLE = [
+    ("attention", "bfloat16", Q, CPU, {"call": AUTO}, "xla", NO_GPU),
+    ("attention", "bfloat16", Q, GPU, {"call": AUTO}, "cudnn", "no faster"),
+    ("attention", "bfloat16", Q, HOPPER, {"call": AUTO}, "cudnn", "no faster"),
+    ("attention", "bfloat16", Q, HOPPER, {"call": CAPPED}, "mosaic", "soft-caps"),
+    ("attention", "bfloat16", Q, HOPPER, {"call": AUTO, "sinks": True}, "mosaic", "sinks"),
+    ("attention", "bfloat16", Q, GPU, {"call": CAPPED}, "cudnn", ""),  # which refuses it
+    ("attention", "float16", Q, HOPPER, {"call": CAPPED}, "cudnn", ""),
+    ("attention", "bfloat16", Q, HOPPER, {"call": CAPPED, "value_size": 64}, "cudnn", ""),
+    ("norm", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
+    ("norm", "bfloat16", BIG, GPU, {}, "triton", "one pass"),
+    ("norm", "bfloat16", (2**14, 8192), GPU, {}, "xla", "4096 columns"),
+    ("norm", "bfloat16", (2**14, 8192), GPU, {"layernorm": True}, "triton", "one pass"),
+    ("norm", "float16", BIG, GPU, {}, "xla", "float16"),
+    ("norm", "bfloat16", (1, 1024), GPU, {}, "xla", "launch"),
+    ("norm", "bfloat16", (2**21, 2**10), GPU, {}, "xla", "32-bit"),
+    ("gate", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
+    ("gate", "bfloat16", BIG, GPU, {"act": "gelu_tanh"}, "triton", "one pass"),
+    ("gate", "bfloat16", BIG, GPU, {"act": "gelu"}, "xla", "silu and gelu_tanh"),
+    ("gate", "bfloat16", (2**14 + 1, 2**10), GPU, {"rows": 2}, "xla", "2 rows"),
+    ("loss_rows", "float32", (16384, 151936), CPU, {"tp": 1}, "xla", NO_GPU),
+    ("loss_rows", "float32", (16384, 151936), GPU, {"tp": 1}, "triton", "one read"),
+    ("loss_rows", "float32", (16384, 151936), GPU, {"tp": 2}, "xla", "tp cuts"),
+    ("loss_rows", "float32", (16384, 50257), GPU, {"tp": 1}, "xla", "multiple of 128"),
+    ("loss_rows", "float32", (64, 50304), GPU, {"tp": 1}, "xla", "nothing is won"),
+    ("loss_rows", "float32", (2**20, 151936), GPU, {"tp": 1, "chunk": 16384}, "xla", "32-bit"),
+    ("quantize", "bfloat16", BIG, CPU, {"delayed": True, "backend": "xla"}, "xla", NO_GPU),
+    ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
+    ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
+    ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),
+]
+
+
+@pytest.mark.parametrize("op,dtype,shape,device,facts,name,why", TABLE)
+def test_each_op_gets_the_documented_kernel(op, dtype, shape, device, facts, name, why):
+    choice = choose(op, jnp.dtype(dtype), shape, device, **facts)
+    assert choice.name == name and why in choice.why and choice.why
+
+
+@pytest.mark.parametrize("name", ["xla", "cudnn", "mosaic"])
+def test_what_is_asked_for_is_not_replaced(name):
+    call = AttentionCall(scale=1.0, softcap=30.0, implementation=name)
+    for device in (CPU, GPU, HOPPER):
+        choice = choose("attention", jnp.bfloat16, Q, device, call=call)
+        assert choice == (name, "train.attention asks for it")
+
+
+def test_a_run_lists_every_op_once():
+    cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true"])
+    sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
+    ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
+    assert sorted(ops) == sorted(RULES)
+    lines = kernel_lines(cfg, sizes)
+    assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")
