@@ -64,7 +64,7 @@ def context_attention(
     name = ctx.cp_type
     if name == "auto":
         grouped = k.shape[2] < q.shape[2]
-        name = choose(ctx.parallel.cp, grouped, needs)
+        name = choose_exchange(ctx.parallel.cp, grouped, needs)
     _refuse(name, needs, q.shape[2], ctx)
     return KEY_EXCHANGES[name].attend(q, k, v, call, arrays, ctx)
 
@@ -219,7 +219,7 @@ KEY_EXCHANGES = {
 }
 
 
-def choose(cp: int, grouped: bool, needs: Needs) -> str:
+def choose_exchange(cp: int, grouped: bool, needs: Needs) -> str:
     """THE rule of mesh.cp_type=auto: the first of three ways that computes what is needed.
 
     all_gather comes before ring while k and v are small: `cp` <= 4, and heads are `grouped`.

@@ -22,7 +22,7 @@ from mjax.models.context_attention import (
     PACKED,
     WINDOWS,
     Needs,
-    choose,
+    choose_exchange,
     context_attention,
     zigzag,
 )
@@ -75,15 +75,15 @@ def test_evaluation_agrees():
 
 
 def test_auto_is_the_documented_rule():
-    assert choose(4, True, Needs()) == "all_gather"
-    assert choose(8, True, Needs()) == "ring"
-    assert choose(2, False, Needs()) == "ring"
-    assert choose(8, False, Needs(("model.attention_sinks",))) == "all_gather"
-    assert choose(8, False, Needs(permute=False)) == "all_gather"
+    assert choose_exchange(4, True, Needs()) == "all_gather"
+    assert choose_exchange(8, True, Needs()) == "ring"
+    assert choose_exchange(2, False, Needs()) == "ring"
+    assert choose_exchange(8, False, Needs(("model.attention_sinks",))) == "all_gather"
+    assert choose_exchange(8, False, Needs(permute=False)) == "all_gather"
     for feature in (PACKED, WINDOWS, "model.attention_sinks"):  # a2a where blocks are fused
-        assert choose(4, True, Needs((feature,), (feature,))) == "a2a"
-    assert choose(8, False, Needs((PACKED, WINDOWS))) == "ring"
-    assert choose(4, True, Needs(("full masks",))) == "all_gather"
+        assert choose_exchange(4, True, Needs((feature,), (feature,))) == "a2a"
+    assert choose_exchange(8, False, Needs((PACKED, WINDOWS))) == "ring"
+    assert choose_exchange(4, True, Needs(("full masks",))) == "all_gather"
     assert holds(compare("sinks", *cell(1, 8, 1, "auto"), TWO, steps=1))
 
 
