@@ -15,13 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
+from mjax.config.paths import require_files
 from mjax.errors import UserError, run_cli
 
-# What travels with a model besides its weights.
-SIDE = """config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model
-    special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template.jinja
-    chat_template.json""".split()
 BOUND = 2e-4  # of --verify: largest difference of logits over the largest logit
 
 
@@ -53,16 +50,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _import(args: argparse.Namespace) -> int:
     from mjax.checkpoint.megatron import megatron_source
+    from mjax.checkpoint.side import read_folder
     from mjax.checkpoint.weights import write_weights
     from mjax.models import definition_of
-    from mjax.pretrained import SIDE_FILES, source_of
+    from mjax.pretrained import source_of
 
     folder = args.hf or args.megatron
+    require_files(folder)
     if args.verify and args.megatron:
         raise UserError("--verify compares with transformers, which cannot read Megatron's format")
     source = source_of(args.hf) if args.hf else megatron_source(args.megatron)
-    side = {f"{SIDE_FILES}/{name}": text for name, text in read_side(folder).items()}
-    write_weights(args.out, source, definition_of(source.cfg).specs, args.dtype, side)
+    specs = definition_of(source.cfg).specs
+    write_weights(args.out, source, specs, args.dtype, read_folder(folder))
     print(f"{args.out}: {source.cfg.model_type or 'megatron'} weights as {args.dtype}")
     return verify(args.out, args.hf, args.dtype) if args.verify else 0
 
@@ -92,19 +91,27 @@ def _config(args: argparse.Namespace) -> int:
     from mjax.checkpoint.families import config_from_hf
     from mjax.json_file import read_json
 
+    require_files(args.hf)
     path = args.hf / "config.json" if args.hf.is_dir() else args.hf
     cfg = config_from_hf(read_json(path))
-    derived = "intermediate_size", "num_key_value_heads", "head_dim", "moe_intermediate_size"
-    defaults = {k: v for k, v in ModelConfig().model_dump().items() if k not in derived}
-    said = {k: v for k, v in cfg.model_dump(exclude_none=True).items() if v != defaults.get(k)}
+    said = _differing(cfg.model_dump(exclude_none=True), ModelConfig().model_dump())
     print(yaml.safe_dump({"model": said}, sort_keys=False), end="")
     return 0
 
 
-def read_side(folder: Path | None) -> dict[str, bytes]:
-    """Name -> content of the side files in a folder."""
-    names = [name for name in SIDE if folder and (folder / name).is_file()]
-    return {name: (folder / name).read_bytes() for name in names}
+def _differing(values: dict, defaults: dict) -> dict:
+    """The values of a group that are not the defaults, and all those that a config may derive."""
+    derived = "intermediate_size", "num_key_value_heads", "head_dim", "moe_intermediate_size"
+    found = {}
+    for name, value in values.items():
+        default = defaults.get(name)
+        if isinstance(value, dict) and isinstance(default, dict):
+            inside = _differing(value, default)
+            if inside:
+                found[name] = inside
+        elif name in derived or value != default:
+            found[name] = value
+    return found
 
 
 def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
@@ -112,10 +119,10 @@ def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
     the token ids of the one that was imported, the generation config, the tokenizer."""
     from mjax.checkpoint.families import MEANINGLESS, config_to_hf
     from mjax.checkpoint.float8 import quantization_config
-    from mjax.pretrained import SIDE_FILES, tokenizer_dir
+    from mjax.checkpoint.side import read_side_files, tokenizer_dir
 
     tokenizer = tokenizer_dir(ckpt)
-    found = read_side(ckpt / SIDE_FILES) | read_side(tokenizer) | read_side(ckpt)
+    found = read_side_files(ckpt)
     config = config_to_hf(cfg)
     old = json.loads(found.pop("config.json", b"{}"))
     kept = {k: v for k, v in old.items() if k in MEANINGLESS and k not in config}

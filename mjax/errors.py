@@ -1,8 +1,8 @@
-"""The one exception type for mistakes a user can mend, and the wrapper that prints it.
+"""The exception types that are one line to a user, exit codes, and the wrapper that prints them.
 
 A `UserError` message is one line that says what is wrong, where (file, key), and how to mend it.
-`run_cli` turns it into that line on standard error and exit code 2; every other exception is a
-defect in mjax and keeps its traceback.
+`run_cli` turns it into that line on standard error and exit code 2. A `LostProcess` needs nothing
+mended: exit code 3. Every other exception is a defect in mjax and keeps its traceback.
 """
 
 import os
@@ -10,9 +10,21 @@ import sys
 import traceback
 from collections.abc import Callable
 
+START_AGAIN = 3  # exit code: nothing to mend, the same command goes on
+INTERRUPTED = 130  # exit code: before the first step, or twice
+
+
+class LostProcess(RuntimeError):
+    """Another process of the run has died or stays away; the message is one complete line."""
+
 
 class UserError(ValueError):
     """Something a user can mend; the message is one complete line."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of another library says, cut at 300 letters."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
@@ -27,6 +39,10 @@ def run_cli(main: Callable[[], int | None]) -> None:
         line = " ".join(str(e).split())
         print(f"mjax: error: {line}", file=sys.stderr, flush=True)
         code = 2
+    except LostProcess as e:
+        line = " ".join(str(e).split())
+        print(f"mjax: {line}", file=sys.stderr, flush=True)
+        code = START_AGAIN
     except BrokenPipeError:
         code = 1
     except Exception:

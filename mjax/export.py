@@ -19,14 +19,14 @@ TOKENIZER = """tokenizer.json tokenizer_config.json tokenizer.model special_toke
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
-    from mjax.convert import read_side
+    from mjax.checkpoint.side import read_folder, read_side_files, side_folders, tokenizer_dir
     from mjax.data.tokenizer import load_tokenizer
     from mjax.infer.cli import end_ids
     from mjax.infer.export import export_model
-    from mjax.pretrained import SIDE_FILES, source_of, tokenizer_dir
+    from mjax.pretrained import source_of
 
     source, tokenizer = source_of(args.ckpt), tokenizer_dir(args.ckpt)
-    folder = next((f for f in (args.ckpt, args.ckpt / SIDE_FILES) if read_side(f)), None)
+    folder = next(filter(read_folder, side_folders(args.ckpt)), None)
     manifest = export_model(
         source,
         args.out,
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         dtype=args.dtype,
         block=args.block,
         eos=end_ids(folder, None if tokenizer is None else load_tokenizer(tokenizer)),
-        extras={k: v for k, v in read_side(folder).items() if k in TOKENIZER},
+        extras={k: v for k, v in read_side_files(args.ckpt).items() if k in TOKENIZER},
     )
     names = ", ".join(f"{b['batch']}x{b['length']}" for b in manifest["buckets"])
     print(f"{args.out}: prefill and decode for {names} as {args.dtype}")

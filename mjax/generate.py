@@ -15,6 +15,7 @@ from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError, run_cli
 from mjax.infer.cli import add_model_arguments, end_ids, load_model
 from mjax.infer.sample import Sampling
+from mjax.json_file import parse_json
 
 Prompt = str | list[dict]  # text, or the messages of a chat
 
@@ -96,7 +97,7 @@ def _json_prompts(path: Path, text: str) -> Iterable[Prompt]:
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
+            item = parse_json(line)
             prompt = item["messages"] if "messages" in item else item["prompt"]
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(

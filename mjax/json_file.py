@@ -5,16 +5,30 @@ from pathlib import Path
 
 from mjax.errors import UserError
 
+LARGEST = 512 * 2**20  # bytes; the largest tokenizers have 50 MB
+
+
+def parse_json(text: str | bytes) -> object:
+    """What `json.loads` gives; raises `ValueError` also for text that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
 
 def read_json(file: Path, missing: dict | None = None) -> dict:
     """The object in `file`; `missing`, where given, if there is no such file."""
     if missing is not None and not file.is_file():
         return missing
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        if file.stat().st_size > LARGEST:
+            raise UserError(f"{file}: larger than {LARGEST >> 20} MiB; give the file that is meant")
+        found = parse_json(file.read_text(encoding="utf-8"))
     except OSError as e:
         raise UserError(f"{file}: {e.strerror}; give the folder that holds it") from None
     except ValueError as e:
+        if isinstance(e, UserError):
+            raise
         raise UserError(f"{file}: not JSON ({e}); mend it or copy it again") from None
     if not isinstance(found, dict):
         raise UserError(f"{file}: not a JSON object; mend it or copy it again")

@@ -15,9 +15,12 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from mjax.checkpoint import families
 from mjax.checkpoint.huggingface import hf_source, tensor_names
+from mjax.checkpoint.side import tokenizer_dir
 from mjax.checkpoint.source import Source, arrays
+from mjax.checkpoint.steps import newest_step
 from mjax.checkpoint.weights import read_weights
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
+from mjax.config.paths import require_files
 from mjax.errors import UserError
 from mjax.json_file import read_json
 from mjax.models import Definition, definition_of
@@ -26,7 +29,6 @@ from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import is_spec
 
-SIDE_FILES = "hf"  # folder in a checkpoint: tokenizer, chat template, generation config
 PREFIX = "transformer."  # GPT-2 as published lacks it
 
 
@@ -85,7 +87,11 @@ def abstract_params(definition: Definition, dtype: str, shardings: dict | None =
 
 
 def source_of(path: str | Path) -> Source:
-    """The weights in `path`, whatever their format. Raises `UserError` if it is none we know."""
+    """The weights in `path`, whatever their format; of a run the newest, of a step its own.
+
+    Raises `UserError` if it is none we know.
+    """
+    require_files(path)
     path = Path(path)
     if (path / "config.json").is_file():
         cfg = families.config_from_hf(read_json(path / "config.json"))
@@ -99,27 +105,10 @@ def source_of(path: str | Path) -> Source:
         from mjax.checkpoint.megatron import megatron_source
 
         return megatron_source(path)
-    folder = checkpoint_folder(path)
-    if folder is None:
+    step = newest_step(path)
+    if step is None:
         raise UserError(
             f"{path}: no weights here: neither config.json (Hugging Face), nor a checkpoint of "
             "mjax, nor metadata.json (Megatron torch_dist); give the folder that holds one"
         )
-    return read_weights(folder)
-
-
-def checkpoint_folder(path: Path) -> Path | None:
-    """The folder with one subfolder a step, of a run or of itself."""
-    for folder in (path, path / "checkpoints"):
-        if folder.is_dir() and any(p.name.isdigit() and p.is_dir() for p in folder.iterdir()):
-            return folder
-    return None
-
-
-def tokenizer_dir(path: str | Path) -> Path | None:
-    """Where the tokenizer of a model folder, a checkpoint or a run (on `data.text`) lies."""
-    names, path = ("tokenizer.json", "tokenizer.model"), Path(path)
-    for folder in (path, path / SIDE_FILES, path / "data", path.parent / "data"):
-        if any((folder / name).is_file() for name in names):
-            return folder
-    return None
+    return read_weights(step.parent, int(step.name))

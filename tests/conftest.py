@@ -2,12 +2,17 @@
 
 JAX reads these variables when it starts, so they are set before anything imports it; pytest-xdist's
 workers inherit them. There is no compile cache between runs: programs of several CPU devices that
-XLA (jax 0.10 to 0.11) loads from one may run independent collectives out of order.
+XLA (jax 0.10 to 0.11) loads from one may run independent collectives out of order. Processes that a
+test starts (`tests/processes.py`) end with it.
 """
 
 import importlib.util
 import os
 import sys
+
+import pytest
+
+from tests.processes import end_processes, end_processes_if_terminated
 
 on_gpu = os.environ.setdefault(
     "MJAX_TEST_GPU", str(int(any("tests/gpu" in arg for arg in sys.argv)))
@@ -19,9 +24,21 @@ if on_gpu == "0":
     devices = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
 else:
-    # The processes that tests/gpu/test_processes.py starts find memory beside this one's.
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.6"
+    # Workers of pytest-xdist, and what tests/gpu/test_processes.py starts, share a GPU's memory.
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.35"
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 collect_ignore = [] if on_gpu == "1" else ["gpu"]
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
     collect_ignore.append("oracle")  # needs the extra `oracle`
+
+
+def pytest_configure() -> None:
+    end_processes_if_terminated()
+
+
+@pytest.fixture(autouse=True)
+def ended_processes():
+    """No process that a test has started outlives it."""
+    yield
+    end_processes()

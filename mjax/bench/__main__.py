@@ -8,6 +8,7 @@ from mjax.errors import UserError, run_cli
 BENCHMARKS = {
     "train": "speed of the training step on random tokens, and where its time goes",
     "kernel": "our kernels one at a time, against what the device reaches and their references",
+    "decode": "milliseconds a token of generation, beside what memory allows",
     "collective": "bandwidth of the collectives over all devices",
     "data": "index build and loader throughput on a synthetic corpus",
     "table": "writes the table of docs/performance.md from docs/measurements.jsonl",

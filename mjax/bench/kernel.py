@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.kernels.attention import attention
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
@@ -205,7 +205,7 @@ def norms(t: int, d: int, heads: int) -> Iterator[Work]:
         yield pulled(stream, inputs, f"{kind} backward, with a stream", moved=4 * size)
     seq = min(t, 8192)
     q = draw((t // seq, seq, heads, 128))
-    cfg = ModelConfig(hidden_size=heads * 128, num_attention_heads=heads)
+    cfg = ModelConfig(hidden_size=heads * 128, attention={"num_attention_heads": heads})
     places = jnp.broadcast_to(jnp.arange(seq), (t // seq, seq))
     tables = positions.rope_tables(cfg, places, False)
     rope = functools.partial(positions.apply_rope, tables=tables)

@@ -26,6 +26,7 @@ STALE = " †"
 CODE = {
     "train": ("models", "kernels", "pipeline", "train", "plan", "optim", "sharding"),
     "kernel": ("kernels",),
+    "decode": ("models", "kernels", "infer", "sharding"),
     "collective": ("sharding",),
     "data": ("data",),
 }

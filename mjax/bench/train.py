@@ -95,7 +95,7 @@ def measure(
     }
     if profiled:
         if jax.default_backend() == "gpu":
-            trainer.recompile(breakdown.XLA_OPTIONS)
+            trainer.programs.recompile(breakdown.XLA_OPTIONS)
             jax.clear_caches()
             jax.block_until_ready(trainer.step(batch))
 

@@ -1,7 +1,7 @@
 """Model families: a Hugging Face config.json and its tensor names <-> ours, in one table.
 
-A family is a list of two-way `Part`s, each reading some keys of a config.json into `ModelConfig`
-fields and writing them back, and a few replacements on the names that the parameters declare
+A family is a list of two-way `Part`s, each reading some keys of a config.json into those of a
+`ModelConfig` and writing them back, and a few replacements on the names that the parameters declare
 (`ParamSpec.hf`, Llama's). Invariant: every key of a config.json is read, listed as meaningless
 here, or refused by name; a config is written only if reading it back gives the same model.
 """
@@ -35,8 +35,9 @@ from mjax.checkpoint.hf_config import (
     typed_rope,
 )
 from mjax.checkpoint.slots import Slot
+from mjax.config.keys import leaf_keys, nested, value_of
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import stack_of
-from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
@@ -45,9 +46,9 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """`fixed`: fields all its models share. `rename`: replacements on declared names, in order.
-    `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are [in,
-    out], as in GPT-2."""
+    """`fixed`: values all its models share, by key. `rename`: replacements on declared names, in
+    order. `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are
+    [in, out], as in GPT-2."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -75,7 +76,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         (layer_types(optional_window), shape(head_dim=128), _SILU, rope(), biases()),
-        {"qk_norm": True},
+        {"attention.qk_norm": True},
     ),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -106,7 +107,7 @@ FAMILIES: dict[str, Family] = {
             biases(),
             softcaps(),
         ),
-        {**_GEMMA, "norm_placement": "sandwich", "qk_norm": True},
+        {**_GEMMA, "norm_placement": "sandwich", "attention.qk_norm": True},
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -127,7 +128,11 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         "Olmo2ForCausalLM",
         (shape(rms_norm_eps=1e-5), _SILU, rope(), biases()),
-        {"norm_placement": "post", "qk_norm": True, "qk_norm_all_heads": True},
+        {
+            "norm_placement": "post",
+            "attention.qk_norm": True,
+            "attention.qk_norm_all_heads": True,
+        },
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -148,10 +153,12 @@ FAMILIES: dict[str, Family] = {
             rope(),
             biases(mlp=True),
             same(
-                embedding_multiplier="embedding_multiplier",
-                attention_multiplier="attention_multiplier",
-                residual_multiplier="residual_multiplier",
-                logits_scaling="logits_scaling",
+                {
+                    "embedding_multiplier": "embedding_multiplier",
+                    "attention_multiplier": "attention.attention_multiplier",
+                    "residual_multiplier": "residual_multiplier",
+                    "logits_scaling": "logits_scaling",
+                }
             ),
         ),
         {},
@@ -175,8 +182,8 @@ FAMILIES: dict[str, Family] = {
             "position_embedding": "learned",
             "norm": "layernorm",
             "mlp_gated": False,
-            "attention_bias": True,
-            "attention_out_bias": True,
+            "attention.attention_bias": True,
+            "attention.attention_out_bias": True,
             "mlp_bias": True,
         },
         rename=(
@@ -203,7 +210,7 @@ MEANINGLESS = frozenset(
     max_length model_type output_attentions output_hidden_states pad_token_id problem_type
     return_dict torch_dtype transformers_version unsloth_version use_cache""".split()
 )
-# Fields of ours that a config.json does not carry, or that do not change the trained function.
+# Keys of ours that a config.json does not carry, or that do not change the trained function.
 UNSAID = frozenset({"model_type", "vocab_multiple", "scaled_output_init"})
 
 
@@ -230,7 +237,7 @@ def config_from_hf(config: dict) -> ModelConfig:
             f"{name!r}; remove it if it does not change the model"
         )
     try:
-        return ModelConfig(model_type=name, **fields)
+        return ModelConfig(model_type=name, **nested(fields))
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -250,10 +257,10 @@ def config_to_hf(cfg: ModelConfig) -> dict:
         except UserError as e:
             problems.append(f"{name}: {e}")
             continue
-        differing = [f for f in _said(cfg) if getattr(back, f) != getattr(cfg, f)]
+        differing = [key for key in _said(cfg) if value_of(back, key) != value_of(cfg, key)]
         if not differing:
             return config
-        problems.append(f"{name}: no model.{differing[0]}={getattr(cfg, differing[0])!r}")
+        problems.append(f"{name}: no model.{differing[0]}={value_of(cfg, differing[0])!r}")
     raise UserError(f"no Hugging Face family can express this model ({'; '.join(problems)})")
 
 
@@ -263,9 +270,9 @@ def family_of(cfg: ModelConfig) -> Family:
 
 
 def _said(cfg: ModelConfig) -> list[str]:
-    skipped = UNSAID | ({"hidden_dropout", "attention_dropout", "initializer_range"})
+    skipped = UNSAID | {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
     dense = set() if "D" in cfg.branches else {"intermediate_size"}
-    return [f for f in ModelConfig.model_fields if f not in skipped | dense]
+    return [key for key in leaf_keys(ModelConfig) if key not in skipped | dense]
 
 
 # ---- names -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from mjax.checkpoint.families import family_of
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
 WEIGHT = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -1,15 +1,16 @@
 """The vocabulary of families: two-way parts of a Hugging Face config.json.
 
-`Part.read` takes its keys out of the dictionary and returns `ModelConfig` fields; `Part.write` is
-its inverse. Invariant: a part reads what it writes, older spellings too, and raises `UserError` for
-a value that mjax cannot express.
+`Part.read` takes its keys out of the dictionary and returns values of `ModelConfig` by their dotted
+keys ("attention.head_dim"); `Part.write` is its inverse. Invariant: a part reads what it writes,
+older spellings too, and raises `UserError` for a value that mjax cannot express.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mjax.config.schema import ModelConfig
+from mjax.config.keys import value_of
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
 REQUIRED = object()
@@ -17,7 +18,7 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Part:
-    """`read(config)` removes its keys from a config.json and returns our fields; `write(cfg)`."""
+    """`read(config)` removes its keys from a config.json and returns ours; `write(cfg)`."""
 
     read: Callable[[dict], dict]
     write: Callable[[ModelConfig], dict]
@@ -39,15 +40,15 @@ def only(config: dict, key: str, *values: Any) -> None:
         raise UserError(f"config.json: {key}={value!r} is not supported (only {wanted})")
 
 
-def same(defaults: dict[str, Any] | None = None, **fields: str) -> Part:
-    """Keys whose values are ours under another name; those in `defaults` may be missing."""
+def same(fields: dict[str, str], defaults: dict[str, Any] | None = None) -> Part:
+    """Keys (theirs: ours) of equal values; those in `defaults` may be missing."""
     defaults = defaults or {}
 
     def read(config: dict) -> dict:
         values = {ours: take(config, hf, defaults.get(hf, REQUIRED)) for hf, ours in fields.items()}
         return {ours: value for ours, value in values.items() if value is not None}
 
-    return Part(read, lambda cfg: {hf: getattr(cfg, ours) for hf, ours in fields.items()})
+    return Part(read, lambda cfg: {hf: value_of(cfg, ours) for hf, ours in fields.items()})
 
 
 def shape(**defaults: Any) -> Part:
@@ -55,10 +56,11 @@ def shape(**defaults: Any) -> Part:
     common = dict(num_key_value_heads=None, head_dim=None, tie_word_embeddings=False)
     common |= dict(rms_norm_eps=1e-6, initializer_range=0.02, attention_dropout=0.0)
     defaults = common | defaults
-    names = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-        num_key_value_heads head_dim max_position_embeddings tie_word_embeddings initializer_range
-        attention_dropout""".split()
-    return same(defaults, rms_norm_eps="norm_eps", **{name: name for name in names})
+    names = """vocab_size hidden_size intermediate_size num_hidden_layers max_position_embeddings
+        tie_word_embeddings initializer_range""".split()
+    of_attention = "num_attention_heads", "num_key_value_heads", "head_dim", "attention_dropout"
+    fields = {name: name for name in names} | {"rms_norm_eps": "norm_eps"}
+    return same(fields | {name: f"attention.{name}" for name in of_attention}, defaults)
 
 
 ACTIVATIONS = {
@@ -99,11 +101,11 @@ def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool
         if isinstance(attention, bool):
             only(config, "attention_bias", attention)
         qkv = take(config, attention, False) if isinstance(attention, str) else attention
-        fields = {"attention_bias": qkv, "attention_out_bias": qkv and out}
+        fields = {"attention.attention_bias": qkv, "attention.attention_out_bias": qkv and out}
         return fields | ({"mlp_bias": take(config, "mlp_bias", False)} if mlp else {})
 
     def write(cfg: ModelConfig) -> dict:
-        values = {attention: cfg.attention_bias} if isinstance(attention, str) else {}
+        values = {attention: cfg.attention.attention_bias} if isinstance(attention, str) else {}
         return values | ({"mlp_bias": cfg.mlp_bias} if mlp else {})
 
     return Part(read, write)
@@ -145,9 +147,9 @@ def _scaling_in(scaling: dict | None, original: int | None) -> dict | None:
 
 
 def _scaling_out(cfg: ModelConfig) -> dict | None:
-    if cfg.rope_scaling is None:
+    if cfg.rope.rope_scaling is None:
         return None
-    given = cfg.rope_scaling.model_dump(exclude_unset=True, exclude_none=True)
+    given = cfg.rope.rope_scaling.model_dump(exclude_unset=True, exclude_none=True)
     return {**given, "type": given["rope_type"]} if given["rope_type"] == "longrope" else given
 
 
@@ -165,18 +167,19 @@ def rope(theta: float = 10000.0, partial: bool = False, original: bool = False) 
             raise UserError(f"config.json: partial_rotary_factor={fraction} is not supported")
         length = take(config, _LENGTH, None) if original else None
         base = both.pop("rope_theta", None)
-        fields = {"rope_theta": config.pop("rope_theta", None) or base or theta}
-        fields |= {"rope_scaling": _scaling_in(both, length)}
-        return fields | ({"partial_rotary_factor": float(fraction)} if partial else {})
+        fields = {"rope.rope_theta": config.pop("rope_theta", None) or base or theta}
+        fields |= {"rope.rope_scaling": _scaling_in(both, length)}
+        return fields | ({"rope.partial_rotary_factor": float(fraction)} if partial else {})
 
     def write(cfg: ModelConfig) -> dict:
         scaling = _scaling_out(cfg)
-        out = {"rope_theta": cfg.rope_theta, "rope_scaling": scaling}
+        out = {"rope_theta": cfg.rope.rope_theta, "rope_scaling": scaling}
         if original and scaling:
             scaling = {k: v for k, v in scaling.items() if k not in (_LENGTH, "rope_type")}
-            out |= {_LENGTH: cfg.rope_scaling.original_max_position_embeddings}
+            out |= {_LENGTH: cfg.rope.rope_scaling.original_max_position_embeddings}
             out |= {"rope_scaling": scaling}
-        return out | ({"partial_rotary_factor": cfg.partial_rotary_factor} if partial else {})
+        fraction = cfg.rope.partial_rotary_factor
+        return out | ({"partial_rotary_factor": fraction} if partial else {})
 
     return Part(read, write)
 
@@ -194,11 +197,18 @@ def typed_rope(theta: float, local: float) -> Part:
         }
         base = config.pop("rope_theta", None) or full.get("rope_theta") or theta
         own = config.pop("rope_local_base_freq", None) or window.get("rope_theta") or local
-        return dict(rope_theta=base, rope_local_theta=own, rope_scaling=_scaling_in(scaling, None))
+        return {
+            "rope.rope_theta": base,
+            "rope.rope_local_theta": own,
+            "rope.rope_scaling": _scaling_in(scaling, None),
+        }
 
     def write(cfg: ModelConfig) -> dict:
-        bases = {"rope_theta": cfg.rope_theta, "rope_local_base_freq": cfg.rope_local_theta}
-        return bases | {"rope_scaling": _scaling_out(cfg)}
+        return {
+            "rope_theta": cfg.rope.rope_theta,
+            "rope_local_base_freq": cfg.rope.rope_local_theta,
+            "rope_scaling": _scaling_out(cfg),
+        }
 
     return Part(read, write)
 
@@ -218,9 +228,9 @@ def one_window() -> Part:
 
     def read(config: dict) -> dict:
         window = take(config, "sliding_window", None)
-        return {"sliding_window": window, "layer_pattern": "G" if window is None else "L"}
+        return {"attention.sliding_window": window, "layer_pattern": "G" if window is None else "L"}
 
-    return Part(read, lambda cfg: {"sliding_window": cfg.sliding_window})
+    return Part(read, lambda cfg: {"sliding_window": cfg.attention.sliding_window})
 
 
 def layer_types(older: Callable[[dict, int], list[bool]], nope: bool = False) -> Part:
@@ -250,14 +260,14 @@ def layer_types(older: Callable[[dict, int], list[bool]], nope: bool = False) ->
             kinds = [k if t else "N" for k, t in zip(kinds, turned, strict=True)]
         return {
             "layer_pattern": shortest(kinds),
-            "sliding_window": window if "L" in kinds else None,
+            "attention.sliding_window": window if "L" in kinds else None,
         }
 
     def write(cfg: ModelConfig) -> dict:
         kinds = cfg.layer_kinds
         names = {"L": "sliding_attention"}
         out = {"layer_types": [names.get(kind, "full_attention") for kind in kinds]}
-        out |= {"sliding_window": cfg.sliding_window}
+        out |= {"sliding_window": cfg.attention.sliding_window}
         if older is optional_window:
             out |= {"use_sliding_window": "L" in kinds}
         return out | ({"no_rope_layers": [int(kind != "N") for kind in kinds]} if nope else {})
@@ -297,22 +307,26 @@ def gemma_scales(scalar: bool) -> Part:
         fields = {"embedding_multiplier": config["hidden_size"] ** 0.5}
         if scalar:
             value, own = take(config, "query_pre_attn_scalar"), config.get("head_dim", 256)
-            fields["attention_multiplier"] = None if value == own else value**-0.5
+            fields["attention.attention_multiplier"] = None if value == own else value**-0.5
         return fields
 
     def write(cfg: ModelConfig) -> dict:
         if not scalar:
             return {}
-        value = cfg.attention_multiplier and round(cfg.attention_multiplier**-2, 6)
+        multiplier = cfg.attention.attention_multiplier
+        value = multiplier and round(multiplier**-2, 6)
         value = int(value) if value and value == int(value) else value  # readers want an integer
-        return {"query_pre_attn_scalar": value or cfg.head_dim}
+        return {"query_pre_attn_scalar": value or cfg.attention.head_dim}
 
     return Part(read, write)
 
 
 def softcaps() -> Part:
-    names = "attn_logit_softcapping", "final_logit_softcapping"
-    return same(dict.fromkeys(names), **{name: name for name in names})
+    fields = {
+        "attn_logit_softcapping": "attention.attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    }
+    return same(fields, dict.fromkeys(fields))
 
 
 def phi3_dropout() -> Part:
@@ -338,17 +352,20 @@ def experts() -> Part:
         only(config, "router_jitter_noise", 0.0)
         config.pop("output_router_logits", None)
         width = config["intermediate_size"]
-        fields = {"num_experts": take(config, "num_local_experts", 8), "layer_pattern": "E"}
-        fields |= {"router_aux_loss_coef": take(config, "router_aux_loss_coef", 0.001)}
-        fields |= {"num_experts_per_tok": take(config, "num_experts_per_tok", 2)}
-        return fields | {"moe_intermediate_size": width}
+        return {
+            "layer_pattern": "E",
+            "moe.num_experts": take(config, "num_local_experts", 8),
+            "moe.num_experts_per_tok": take(config, "num_experts_per_tok", 2),
+            "moe.moe_intermediate_size": width,
+            "moe.router_aux_loss_coef": take(config, "router_aux_loss_coef", 0.001),
+        }
 
     def write(cfg: ModelConfig) -> dict:
         return {
-            "num_local_experts": cfg.num_experts,
-            "num_experts_per_tok": cfg.num_experts_per_tok,
-            "router_aux_loss_coef": cfg.router_aux_loss_coef,
-            "intermediate_size": cfg.moe_intermediate_size,
+            "num_local_experts": cfg.moe.num_experts,
+            "num_experts_per_tok": cfg.moe.num_experts_per_tok,
+            "router_aux_loss_coef": cfg.moe.router_aux_loss_coef,
+            "intermediate_size": cfg.moe.moe_intermediate_size,
         }
 
     return Part(read, write)
@@ -357,15 +374,17 @@ def experts() -> Part:
 def gpt2_shape() -> Part:
     """GPT-2's own names; three dropouts, of which ours covers two."""
     renamed = same(
+        {
+            "vocab_size": "vocab_size",
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "attention.num_attention_heads",
+            "n_positions": "max_position_embeddings",
+            "layer_norm_epsilon": "norm_eps",
+            "initializer_range": "initializer_range",
+            "tie_word_embeddings": "tie_word_embeddings",
+        },
         {"tie_word_embeddings": True, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5},
-        vocab_size="vocab_size",
-        n_embd="hidden_size",
-        n_layer="num_hidden_layers",
-        n_head="num_attention_heads",
-        n_positions="max_position_embeddings",
-        layer_norm_epsilon="norm_eps",
-        initializer_range="initializer_range",
-        tie_word_embeddings="tie_word_embeddings",
     )
 
     def read(config: dict) -> dict:
@@ -383,13 +402,13 @@ def gpt2_shape() -> Part:
             raise UserError("config.json: resid_pdrop and embd_pdrop differ: not supported")
         dropout = {
             "hidden_dropout": residual[0],
-            "attention_dropout": take(config, "attn_pdrop", 0.1),
+            "attention.attention_dropout": take(config, "attn_pdrop", 0.1),
         }
         return renamed.read(config) | dropout | {"intermediate_size": inner}
 
     def write(cfg: ModelConfig) -> dict:
         dropout = {"resid_pdrop": cfg.hidden_dropout, "embd_pdrop": cfg.hidden_dropout}
-        dropout |= {"attn_pdrop": cfg.attention_dropout, "n_inner": cfg.intermediate_size}
+        dropout |= {"attn_pdrop": cfg.attention.attention_dropout, "n_inner": cfg.intermediate_size}
         return renamed.write(cfg) | dropout
 
     return Part(read, write)

@@ -24,7 +24,7 @@ from mjax.checkpoint.slots import Slot
 from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.store import new_folder
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 

@@ -21,8 +21,8 @@ from mjax.checkpoint.megatron_args import model_config
 from mjax.checkpoint.source import Index, Source
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.torch_dist import TorchDist, open_torch_dist
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import stack_of
-from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
@@ -92,20 +92,21 @@ class Layout:
 
 def _rows(cfg: ModelConfig) -> tuple[int, int]:
     """Query heads of a group; rows of a group in the fused projection: its q, then k, then v."""
-    group = cfg.num_attention_heads // cfg.num_key_value_heads
-    return group, (group + 2) * cfg.head_dim
+    group = cfg.attention.num_attention_heads // cfg.attention.num_key_value_heads
+    return group, (group + 2) * cfg.attention.head_dim
 
 
 def _groups(fetch: Fetch, cfg: ModelConfig, k: slice, rest: list[slice]) -> np.ndarray:
     """Groups k of the fused projection, [k, G + 2, H, ...]."""
     group, rows = _rows(cfg)
     x = fetch(slice(k.start * rows, k.stop * rows), *rest)
-    return x.reshape(-1, group + 2, cfg.head_dim, *x.shape[1:])
+    return x.reshape(-1, group + 2, cfg.attention.head_dim, *x.shape[1:])
 
 
 def _fused(convert: Callable, *rest: str) -> Layout:
     def shape(cfg: ModelConfig, ours: tuple[int, ...]) -> tuple[int, ...]:
-        return (cfg.num_key_value_heads * _rows(cfg)[1], *(getattr(cfg, name) for name in rest))
+        heads = cfg.attention.num_key_value_heads
+        return (heads * _rows(cfg)[1], *(getattr(cfg, name) for name in rest))
 
     return Layout(shape, convert)
 
@@ -127,8 +128,8 @@ def _kv(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
 
 def _out(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
     n, h, d = box
-    x = fetch(d, slice(n.start * cfg.head_dim, n.stop * cfg.head_dim))
-    return x.reshape(len(x), -1, cfg.head_dim)[:, :, h].transpose(1, 2, 0)
+    x = fetch(d, slice(n.start * cfg.attention.head_dim, n.stop * cfg.attention.head_dim))
+    return x.reshape(len(x), -1, cfg.attention.head_dim)[:, :, h].transpose(1, 2, 0)
 
 
 def _gated(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
@@ -234,7 +235,7 @@ def _find(store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec) -> Pl
             options = [(f"decoder.layers.{layer}.{name}", ()) for name in names]
             options += [(f"decoder.layers.{name}", ((layer, n),)) for name in names]
         if len(at) == 2:
-            stacked = [(name, (*lead, (at[1], cfg.num_experts))) for name, lead in options]
+            stacked = [(name, (*lead, (at[1], cfg.moe.num_experts))) for name, lead in options]
             own = f".experts.{at[1]}.linear_"
             options = stacked + [(n.replace(".experts.linear_", own), a) for n, a in options]
         found[at] = _parts(store, options, shape, layout.parts)

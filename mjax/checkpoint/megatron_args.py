@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from mjax.config.schema import ModelConfig
+from mjax.config.keys import nested
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
 # Must be absent, None, False, 0 or empty.
@@ -75,27 +76,23 @@ def model_config(values: Mapping[str, object], where: str) -> ModelConfig:
         if args(name, allowed[0]) not in allowed and not _idle(name, dense):
             raise args.refuse(name, f"is none of {', '.join(map(str, allowed))}")
     bias = bool(args("add_bias_linear", True))
+    fields = {
+        **_sizes(args),
+        **_positions(args),
+        **_activation(args, bias),
+        **_layers(args),
+        **_experts(args, bias),
+        **_attention(args, bias),
+        "mlp_bias": bias,
+        "norm": _NORMS[args.need("normalization")],
+        "norm_eps": float(args.need("norm_epsilon")),
+        "norm_zero_centered": bool(args("apply_layernorm_1p", False)),
+        "tie_word_embeddings": not args("untie_embeddings_and_output_weights", False),
+        "hidden_dropout": float(args("hidden_dropout", 0.0)),
+        "initializer_range": float(args("init_method_std", 0.02)),
+    }
     try:
-        return ModelConfig(
-            **_sizes(args),
-            **_positions(args),
-            **_activation(args, bias),
-            **_layers(args),
-            **_experts(args, bias),
-            attention_bias=bias or bool(args("add_qkv_bias", False)),
-            attention_out_bias=bias,
-            mlp_bias=bias,
-            qk_norm=bool(args("qk_layernorm", False)),
-            attention_sinks=args("softmax_type") == "learnable",
-            attention_multiplier=_float(args("softmax_scale")),
-            norm=_NORMS[args.need("normalization")],
-            norm_eps=float(args.need("norm_epsilon")),
-            norm_zero_centered=bool(args("apply_layernorm_1p", False)),
-            tie_word_embeddings=not args("untie_embeddings_and_output_weights", False),
-            attention_dropout=float(args("attention_dropout", 0.0)),
-            hidden_dropout=float(args("hidden_dropout", 0.0)),
-            initializer_range=float(args("init_method_std", 0.02)),
-        )
+        return ModelConfig(**nested(fields))
     except ValidationError as e:
         first = e.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -129,10 +126,21 @@ def _sizes(args: _Args) -> dict:
         "hidden_size": hidden,
         "num_hidden_layers": args.need("num_layers"),
         "intermediate_size": args("ffn_hidden_size", ffn),
-        "num_attention_heads": heads,
-        "num_key_value_heads": args.need("num_query_groups") if grouped else heads,
-        "head_dim": args("kv_channels", hidden // heads),
+        "attention.num_attention_heads": heads,
+        "attention.num_key_value_heads": args.need("num_query_groups") if grouped else heads,
+        "attention.head_dim": args("kv_channels", hidden // heads),
         "max_position_embeddings": args.need("max_position_embeddings"),
+    }
+
+
+def _attention(args: _Args, bias: bool) -> dict:
+    return {
+        "attention.attention_bias": bias or bool(args("add_qkv_bias", False)),
+        "attention.attention_out_bias": bias,
+        "attention.qk_norm": bool(args("qk_layernorm", False)),
+        "attention.attention_sinks": args("softmax_type") == "learnable",
+        "attention.attention_multiplier": _float(args("softmax_scale")),
+        "attention.attention_dropout": float(args("attention_dropout", 0.0)),
     }
 
 
@@ -140,10 +148,10 @@ def _positions(args: _Args) -> dict:
     found = {"position_embedding": _POSITIONS[args.need("position_embedding_type")]}
     if found["position_embedding"] != "rope":
         return found
-    found["rope_theta"] = float(args("rotary_base", 10000))
-    found["partial_rotary_factor"] = float(args("rotary_percent", 1.0))
+    found["rope.rope_theta"] = float(args("rotary_base", 10000))
+    found["rope.partial_rotary_factor"] = float(args("rotary_percent", 1.0))
     if args("use_rope_scaling"):
-        found["rope_scaling"] = {
+        found["rope.rope_scaling"] = {
             "rope_type": "llama3",
             "factor": float(args("rope_scaling_factor", 8.0)),
             "low_freq_factor": 1.0,
@@ -168,7 +176,7 @@ def _activation(args: _Args, bias: bool) -> dict:
 
 
 def _layers(args: _Args) -> dict:
-    """layer_pattern and sliding_window, from Megatron's three per-layer arguments."""
+    """layer_pattern and attention.sliding_window, from Megatron's three per-layer arguments."""
     n = args.need("num_layers")
     marks = {letter: [False] * n for letter in "ELN"}
     window = args("window_size")
@@ -192,7 +200,7 @@ def _layers(args: _Args) -> dict:
         kinds += letters or ["G"]
     period = next(p for p in range(1, n + 1) if kinds == kinds[:p] * (n // p))
     found = {"layer_pattern": "".join(kinds[:period])}
-    return {**found, "sliding_window": window[0] + 1} if "L" in kinds else found
+    return {**found, "attention.sliding_window": window[0] + 1} if "L" in kinds else found
 
 
 def _every(args: _Args, name: str, invert: bool = False) -> list[bool] | None:
@@ -223,9 +231,9 @@ def _experts(args: _Args, bias: bool) -> dict:
         raise args.refuse("add_bias_linear", "with experts (args.num_experts)")
     balanced = args("moe_router_load_balancing_type", "aux_loss") != "none"
     return {
-        "num_experts": args("num_experts"),
-        "num_experts_per_tok": args.need("moe_router_topk"),
-        "moe_intermediate_size": args("moe_ffn_hidden_size") or args.need("ffn_hidden_size"),
-        "norm_topk_prob": not args("moe_router_pre_softmax", False),
-        "router_aux_loss_coef": float(args("moe_aux_loss_coeff", 0.0)) if balanced else 0.0,
+        "moe.num_experts": args("num_experts"),
+        "moe.num_experts_per_tok": args.need("moe_router_topk"),
+        "moe.moe_intermediate_size": args("moe_ffn_hidden_size") or args.need("ffn_hidden_size"),
+        "moe.norm_topk_prob": not args("moe_router_pre_softmax", False),
+        "moe.router_aux_loss_coef": float(args("moe_aux_loss_coeff", 0.0)) if balanced else 0.0,
     }

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from mjax.errors import UserError
+from mjax.json_file import parse_json
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -91,10 +92,13 @@ def open_folder(folder: str | Path) -> dict[str, Tensor]:
     if not index.is_file():
         return read_header(single)
     try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        where = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(where.values()))
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         raise UserError(f"{index}: not an index with a weight_map; copy it again") from None
+    for name in files:
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise UserError(f"{index}: {name!r} is not the plain name of a file; copy it again")
     tensors: dict[str, Tensor] = {}
     for name in files:
         found = read_header(folder / name)
@@ -115,11 +119,12 @@ def read_header(file: Path) -> dict[str, Tensor]:
             size = os.fstat(f.fileno()).st_size
             length = int.from_bytes(f.read(8), "little")
             text = f.read(length) if length <= min(size, _LONGEST_HEADER) else b""
-        header = json.loads(text)
+        header = parse_json(text)
         header.pop("__metadata__", None)
         tensors = {}
+        ends = {}
         for name, entry in header.items():
-            (first, last), shape = entry["data_offsets"], tuple(map(int, entry["shape"]))
+            shape, (first, last) = _sizes(entry["shape"]), _sizes(entry["data_offsets"])
             tensor = Tensor(name, file, str(entry["dtype"]), shape, 8 + length + first)
             if 8 + length + last > size:
                 raise UserError(f"{file}: ends within tensor {name}; copy the file again")
@@ -127,6 +132,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
             if wanted is not None and last - first != wanted * math.prod(shape):
                 raise UserError(f"{file}: tensor {name} has {last - first} bytes for {shape}")
             tensors[name] = tensor
+            ends[name] = (first, last)
+        _require_no_gaps(file, ends, size - 8 - length)
     except OSError as e:
         raise UserError(f"{file}: {e.strerror}; copy the file again") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -134,6 +141,25 @@ def read_header(file: Path) -> dict[str, Tensor]:
             raise
         raise UserError(f"{file}: damaged safetensors header; copy the file again") from None
     return tensors
+
+
+def _sizes(values: list) -> tuple[int, ...]:
+    """The numbers of a shape or range; raises `ValueError` unless they are whole and >= 0."""
+    if any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(values)
+    return tuple(values)
+
+
+def _require_no_gaps(file: Path, ranges: Mapping[str, tuple[int, int]], size: int) -> None:
+    """Tensors cover the bytes after the header exactly, each byte once."""
+    at = 0
+    for name, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
+        if first != at or last < first:
+            what = "overlaps another" if first < at else "leaves a gap before it"
+            raise UserError(f"{file}: tensor {name} {what}; copy the file again")
+        at = last
+    if at != size:
+        raise UserError(f"{file}: {size - at} bytes belong to no tensor; copy the file again")
 
 
 def write_file(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 
 Path = tuple[str, ...]  # of a parameter in the nested dict, e.g. ("dense", "attention", "q")
 Index = tuple[slice, ...]  # one per axis of the parameter, step 1

@@ -13,39 +13,52 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 import mjax
+from mjax.checkpoint import digest, handlers
+from mjax.checkpoint.continuation import require_continuation
+from mjax.checkpoint.digest import DamagedCheckpoint, read_digests
+from mjax.checkpoint.quiet import plain_reason
+from mjax.checkpoint.retention import retention
+from mjax.checkpoint.side import SIDE_FILES, identify_data, side_files_of_run
+from mjax.checkpoint.steps import newest_step
+from mjax.config.keys import move_keys
+from mjax.config.paths import require_files
 from mjax.config.pattern import stacks_of
-from mjax.config.schema import Config, ModelConfig
-from mjax.errors import UserError
-from mjax.models.buffers import buffer_keys
+from mjax.config.schema import Config
+from mjax.errors import UserError, first_line
 from mjax.optim.schedule import consumed_samples
+from mjax.sharding.agreement import on_process_0, wait_for_every_process
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = "weights"  # meta["contents"] of a checkpoint without optimizer state (weights.py)
 CHUNK = 64 * 2**20  # bytes; parameters can then be read in parts without reading much more
+HELD_OUT_LOSS = "held_out_loss"  # key of the record
 STATE_VERSION = 2  # of the tree that is saved, see `_read_state`
+OUTDATED = f"outdated{digest.TEMPORARY}"  # folder of steps that retention has taken away
 
-# Model fields that leave the trained function as it is: a resumed run may change them.
-NOT_ARCHITECTURE = frozenset(
-    {
-        "attention_dropout",
-        "hidden_dropout",
-        "initializer_range",
-        "model_type",
-        "router_aux_loss_coef",
-        "scaled_output_init",
-    }
-)
+
+class SaveFailed(UserError):
+    """Step `step` could not be written, because of `cause`.
+
+    is_agreed: every process raises it.
+    """
+
+    is_agreed = False
+
+    def __init__(self, step: int, cause: BaseException, line: str) -> None:
+        super().__init__(line)
+        self.step, self.cause = step, cause
 
 
 class Store:
@@ -58,56 +71,131 @@ class Store:
         *,
         keep: int,
         keep_every: int | None,
+        keep_best: int = 0,
         async_save: bool,
+        digests: bool = True,
     ) -> None:
-        """Keep the newest `keep` checkpoints and all whose step `keep_every` divides."""
+        """Keep the newest `keep` checkpoints, all whose step `keep_every` divides, and the
+        `keep_best` of lowest held-out loss.
+
+        Without `digests` none are made and none are checked.
+        """
         self.directory = Path(directory).absolute()
         self.cfg = cfg
-        self._policies = [LatestN(keep), *([EveryNSteps(keep_every)] if keep_every else [])]
+        self._retention = retention(keep, keep_every, keep_best, self._loss_of)
         self._async = async_save
+        self._digests = digests
+        if not digests and jax.process_index() == 0:
+            log.warning(
+                "checkpoint.digests=false: checkpoints in %s are written and read without digests; "
+                "damage in their files will be loaded as weights",
+                self.directory,
+            )
+        self._losses: dict[int, float | None] = {}  # by step
         self._current: int | None = None  # the step this process last saved or restored
-        self._writing = False
+        self._saving: int | None = None  # the step that is being written
+        self._last_failed: int | None = None  # the step whose save failed last
+        self._removal: threading.Thread | None = None
 
-    def save(self, step: int, state: dict) -> None:
+    def save(self, step: int, state: dict, held_out_loss: float | None = None) -> None:
         """Copy `state` to the host and write it; with `async_save` the writing goes on behind.
 
-        Waits for the previous save first, and raises `UserError` if that one failed. The arrays of
+        Waits for the previous save first, and raises `SaveFailed` if that one failed. The arrays of
         `state` may be donated as soon as this returns.
         """
         if step == self._current:
             return
         self.wait()
-        self._prepare()  # first: all processes must find the folder, or none
-        latest = self.latest_step()
+        self._prepare(step)  # first: all processes must find the folder, or none
+        try:
+            latest = self.latest_step()
+        except OSError as e:
+            raise self._failed(step, e) from e
+        if step == self._last_failed and self.newest() == self.directory / str(step):
+            self._current = step  # it was complete; what failed was to remove old ones
+            return
         if latest is not None and step <= latest:
             raise UserError(
                 f"{self.directory} already holds a checkpoint of step {latest}, so step {step} "
                 "cannot be added; set another run.dir, or checkpoint.resume=never to start over"
             )
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state, _save_args(state, self.cfg.model.layer_kinds)),
-            meta=ocp.args.JsonSave(self._meta(step)),
-        )
+        self._losses[step] = held_out_loss
         try:
-            self._manager.save(step, args=items, force=True)
+            self._manager.save(step, args=self._items(step, state, held_out_loss), force=True)
         except Exception as e:
-            raise self._failed(e) from e
-        self._current = step
+            if jax.process_count() == 1:  # several would have to make a new one together
+                self.forget_steps()  # the next save might fail of what is left of this one
+            raise self._failed(step, e) from e
+        self._current = self._saving = step
         if not self._async:
             self.wait()
 
+    def _items(self, step: int, state: dict, held_out_loss: float | None) -> ocp.args.Composite:
+        """What orbax is to write for a step."""
+        items = {
+            "state": ocp.args.StandardSave(state, _save_args(state, self.cfg.model.layer_kinds)),
+            "meta": ocp.args.JsonSave(self._meta(step, held_out_loss)),
+        }
+        if self._side_files:
+            items[SIDE_FILES] = handlers.FilesSave(self._side_files)
+        return ocp.args.Composite(**items)
+
     def wait(self) -> None:
-        """Return when no save is under way; raises `UserError` if the last one failed."""
-        if "_manager" not in self.__dict__:
+        """Return when no save is under way; raises `SaveFailed` if the last one failed."""
+        self._end_save()
+        if self._removal is not None:
+            self._removal.join()
+
+    def _end_save(self) -> None:
+        if self._saving is None:
             return
+        step, self._saving = self._saving, None
         try:
             self._manager.wait_until_finished()
         except Exception as e:
-            raise self._failed(e) from e
+            raise self._failed(step, e) from e
+        self._remove_outdated()
+
+    def _remove_outdated(self) -> None:
+        """Begin to remove the steps that retention has taken away, and what failed saves left.
+
+        Those steps have lost their names by then, so that a removal that ends midway leaves no
+        part of a checkpoint that looks like one.
+        """
+        if jax.process_index() != 0:
+            return
+        outdated = self.directory / OUTDATED
+        try:  # the next save moves steps to a folder of this name again
+            outdated.rename(outdated.with_name(f"{time.monotonic_ns()}-{OUTDATED}"))
+        except FileNotFoundError:
+            pass
+        except OSError:  # storage that fails is no reason to fail a save that has ended well
+            shutil.rmtree(outdated, ignore_errors=True)
+        self._removal = threading.Thread(target=self.remove_remains)
+        self._removal.start()
+
+    def forget_steps(self) -> None:
+        """Look which steps are on disk when next needed; all processes call it after a failure.
+
+        Retention would else count a step whose save failed.
+        """
+        self.__dict__.pop("_manager", None)
+
+    def poll(self) -> None:
+        """Raise `SaveFailed` if a save has failed by now; never waits for one under way."""
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self._end_save()
 
     def latest_step(self) -> int | None:
-        """Newest complete checkpoint, or None."""
+        """The newest step, one that is being written among them, or None; all processes agree."""
         return self._manager.latest_step() if self.directory.is_dir() else None
+
+    def newest(self) -> Path | None:
+        """The newest step on disk that is complete at this moment, though one may be in writing.
+
+        It is for messages: processes may see a shared file system at different moments.
+        """
+        return newest_step(self.directory)
 
     def restore(self, abstract_state: dict, step: int | None = None) -> dict:
         """The state of `step`, laid out as `abstract_state` (shapes, dtypes, shardings) says.
@@ -124,13 +212,11 @@ class Store:
         damaged: list[int] = []
         for candidate in steps if step is None else [step]:
             try:
-                meta = self._read_meta(candidate)
-                self._check(meta, candidate)
-                state = self._read_state(candidate, meta, abstract_state)
-            except UserError:
-                raise
-            except Exception as e:  # orbax reports damage through many types
-                log.warning("checkpoint %s/%d is unreadable: %s", self.directory, candidate, e)
+                state = self._read_intact(candidate, abstract_state)
+            except DamagedCheckpoint as e:
+                if step is not None:
+                    raise
+                log.warning("%s; trying the step before", e)
                 damaged.append(candidate)
                 error = e
                 continue
@@ -141,6 +227,35 @@ class Store:
             f"no readable checkpoint in {self.directory} (tried steps {damaged}; last error: "
             f"{error}); repair it, or start over with checkpoint.resume=never"
         ) from error
+
+    def _read_intact(self, step: int, abstract_state: dict) -> dict:
+        """The state of `step`, once its files are known to be as they were written.
+
+        Raises `DamagedCheckpoint`, in all processes if in one, and `UserError` where this run does
+        not continue it.
+        """
+        where = self.directory / str(step)
+        with _agreed_damage(where):
+            digests = read_digests(where) if self._digests else None
+            if digests is not None:
+                digests.verify("meta/")
+            meta = self._read_meta(step)
+        require_continuation(self.cfg, meta, where)
+        with _agreed_damage(where):
+            if digests is not None:
+                digests.verify(process=jax.process_index(), processes=jax.process_count())
+            elif self._digests:
+                require_old(where, meta)
+        try:
+            with _agreed_damage(where):
+                return self._read_state(step, meta, abstract_state)
+        except DamagedCheckpoint as e:
+            if digests is None:
+                raise
+            # Never set aside what is as it was written: a device may be full, a file system gone.
+            raise UserError(
+                f"checkpoint {where} is intact but cannot be loaded: {first_line(e.__cause__ or e)}"
+            ) from e
 
     def read_meta(self, step: int | None = None) -> dict:
         """The JSON record of `step` (default: the newest): config, step, versions."""
@@ -157,44 +272,75 @@ class Store:
         n = 1
         while (target := self.directory.with_name(f"{self.directory.name}.old-{n}")).exists():
             n += 1
-        _synchronize("mjax_set_aside_name")  # all have chosen the name before it is taken
+        wait_for_every_process("mjax_set_aside_name")  # all have chosen the name before it is taken
         if jax.process_index() == 0:
             self.directory.rename(target)
-        _synchronize("mjax_set_aside")
+        wait_for_every_process("mjax_set_aside")
         del self._manager
         return target
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(self._policies),
+            preservation_policy=self._retention,
             enable_async_checkpointing=self._async,
+            # Else orbax's threads wait for minutes, at exit too, for a folder that was refused.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            todelete_subdir=OUTDATED,
         )
-        return ocp.CheckpointManager(self.directory, options=options)
+        registry = handlers.registry(self._digests)
+        return ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
 
-    def _prepare(self) -> None:
-        """Before the first save: the folder is writable and holds no torso of a killed save."""
-        if self._writing:
-            return
-        if jax.process_index() == 0:
-            ensure_writable(self.directory)
-            for torso in self.directory.glob("*.orbax-checkpoint-tmp*"):
+    def remove_remains(self) -> None:
+        """Remove what killed or failed saves left; only for who holds the folder's lock.
+
+        What cannot be removed now is left to the next time.
+        """
+        with contextlib.suppress(OSError):
+            for torso in list(self.directory.glob(f"*{digest.TEMPORARY}*")):
                 shutil.rmtree(torso, ignore_errors=True)
-        _synchronize("mjax_prepare_checkpoints")
-        self._writing = True
 
-    def _meta(self, step: int) -> dict:
+    def _prepare(self, step: int) -> None:
+        """The folder is there and can be written."""
+        try:
+            on_process_0(lambda: ensure_writable(self.directory))
+        except UserError as e:
+            self._current = None
+            failure = SaveFailed(step, e, str(e))
+            failure.is_agreed = True
+            raise failure from e
+
+    def _loss_of(self, step: int) -> float | None:
+        """The held-out loss in the record of a step."""
+        if step not in self._losses:
+            self._losses[step] = self._read_meta(step).get(HELD_OUT_LOSS)
+        return self._losses[step]
+
+    @cached_property
+    def _side_files(self) -> dict[str, bytes]:
+        return side_files_of_run(self.cfg, self.directory)
+
+    @cached_property
+    def _data(self) -> list[dict]:
+        return identify_data(self.cfg) if jax.process_index() == 0 else []
+
+    def _meta(self, step: int, held_out_loss: float | None) -> dict:
         return {
             "config": self.cfg.model_dump(mode="json"),
             "state_version": STATE_VERSION,
+            "digests": digest.FORMAT if self._digests else None,
             "step": step,
             "consumed_samples": consumed_samples(self.cfg.train, step),
+            HELD_OUT_LOSS: held_out_loss,
+            "data": self._data,
             "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
         }
 
     def _read_meta(self, step: int) -> dict:
         items = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=items)["meta"]
+        meta = self._manager.restore(step, args=items)["meta"]
+        move_keys(meta["config"], str(self.directory))
+        return meta
 
     def _read_state(self, step: int, meta: dict, abstract_state: dict) -> dict:
         """The state of a step. Version 1 had buffers beside the parameters, under their names."""
@@ -208,38 +354,6 @@ class Store:
             state["buffers"] = {name: state.pop(name) for name in buffers}
         return state
 
-    def _check(self, meta: dict, step: int) -> None:
-        """Raise `UserError` unless this run's config continues the one that saved `meta`."""
-        if meta.get("contents") == WEIGHTS:
-            raise UserError(
-                f"checkpoint {self.directory / str(step)} holds weights only; start from them in "
-                f"another run.dir with checkpoint.init_from={self.directory}"
-            )
-        model = [f for f in ModelConfig.model_fields if f not in NOT_ARCHITECTURE]
-        roles = ["muon_roles"] if self.cfg.optimizer.name == "muon" else []
-        optimizer = ["name", "args", "mu_dtype", "nu_dtype", *roles]
-        saved, current = meta["config"], self.cfg.model_dump(mode="json")
-        keys = [f"model.{name}" for name in model]
-        keys += [f"optimizer.{name}" for name in optimizer]
-        keys += ["precision.params", "train.freeze", *buffer_keys(saved), *buffer_keys(current)]
-        for key in keys:
-            group, name = key.split(".")
-            was, ours = saved[group].get(name, _default(group, name)), current[group][name]
-            if was != ours:
-                raise UserError(
-                    f"checkpoint {self.directory / str(step)} has {key}={was!r} but this run has "
-                    f"{key}={ours!r}; set it back to {was!r} or choose another run.dir"
-                )
-        was, ours = meta["consumed_samples"], consumed_samples(self.cfg.train, step)
-        if was != ours:
-            raise UserError(
-                f"checkpoint {self.directory / str(step)} has consumed {was} samples, but with "
-                f"this run's train.global_batch_size and train.rampup_batch_size step {step} is "
-                f"sample {ours}; set them back (saved: "
-                f"{meta['config']['train']['global_batch_size']}, "
-                f"{meta['config']['train']['rampup_batch_size']}) or choose another run.dir"
-            )
-
     def _rename_damaged(self, steps: list[int]) -> None:
         """Out of orbax's sight, or retention would count them and a later save collide."""
         if not steps:
@@ -249,14 +363,17 @@ class Store:
                 target = self.directory / f"damaged-{step}"
                 shutil.rmtree(target, ignore_errors=True)
                 (self.directory / str(step)).rename(target)
-        _synchronize("mjax_rename_damaged")
+        wait_for_every_process("mjax_rename_damaged")
         self._manager.reload()
 
-    def _failed(self, error: Exception) -> UserError:
-        self._current = None
-        return UserError(
-            f"writing a checkpoint in {self.directory} failed: {error}; free space or mend the "
-            f"folder, then start again: the run resumes from its newest complete checkpoint"
+    def _failed(self, step: int, error: Exception) -> SaveFailed:
+        self._current, self._last_failed = None, step
+        return SaveFailed(
+            step,
+            error,
+            f"writing a checkpoint in {self.directory} failed: {plain_reason(error)}; free space "
+            "or mend the folder, then start again: the run resumes from its newest complete "
+            "checkpoint",
         )
 
 
@@ -274,23 +391,13 @@ def ensure_writable(directory: str | Path) -> Path:
     return path
 
 
-def require_same_model(cfg: ModelConfig, of_weights: ModelConfig) -> None:
-    """Raise `UserError` unless weights of the model `of_weights` mean the same in `cfg`."""
-    for name in ModelConfig.model_fields:
-        ours, theirs = getattr(cfg, name), getattr(of_weights, name)
-        if ours != theirs and name not in NOT_ARCHITECTURE:
-            raise UserError(
-                f"the weights to start from are of a model with {name}={theirs!r}, but this run "
-                f"has model.{name}={ours!r}; set it to {theirs!r}"
-            )
-
-
 @contextlib.contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` if the block ends well, and else is taken away.
 
     Raises `UserError` where `folder` already holds something or cannot be written.
     """
+    require_files(folder)
     folder = Path(folder).absolute()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} exists already; give another folder, or remove it")
@@ -320,11 +427,33 @@ def _save_args(state: dict, kinds: Sequence[str]) -> dict:
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def _default(group: str, name: str) -> object:
-    """Default of a config key, for checkpoints older than the key."""
-    return Config.model_fields[group].annotation.model_fields[name].get_default()
+def require_old(folder: Path, meta: dict) -> None:
+    """Say that the step in `folder` has no digests; raises if its record `meta` says it had."""
+    digest.require_never_made(folder, meta)
+    if jax.process_index() == 0:
+        log.warning("checkpoint %s has no digests: damage in its files would not be found", folder)
 
 
-def _synchronize(name: str) -> None:
+@contextlib.contextmanager
+def _agreed_damage(folder: Path) -> Iterator[None]:
+    """A block that all processes run; if it finds damage in one, all raise `DamagedCheckpoint`.
+
+    Orbax reports damage through many types, so every error but a `UserError` counts.
+    """
+    error = None
+    try:
+        yield
+    except DamagedCheckpoint as e:
+        error = e
+    except UserError:
+        raise
+    except Exception as e:
+        error = DamagedCheckpoint(f"checkpoint {folder} is unreadable: {first_line(e)}")
+        error.__cause__ = e
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+        found = multihost_utils.process_allgather(np.int32(error is not None))
+        if error is None and found.any():
+            where = found.argmax()
+            error = DamagedCheckpoint(f"checkpoint {folder} is damaged: process {where} found it")
+    if error is not None:
+        raise error

@@ -10,7 +10,6 @@ Sources: torch.distributed.checkpoint (metadata.py, filesystem.py), torch.serial
 import argparse
 import collections
 import io
-import json
 import pickle
 import re
 import struct
@@ -22,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from mjax.errors import UserError
+from mjax.json_file import parse_json
 
 _CONVERT = "convert it with Megatron-LM: --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
 _STORAGES = {
@@ -178,7 +178,7 @@ def _check_format(folder: Path) -> None:
             what = "has no metadata.json; give a Megatron-LM run or iter_NNNNNNN folder"
         raise UserError(f"{folder} {what}")
     try:
-        found = json.loads(file.read_text())["sharded_backend"]
+        found = parse_json(file.read_text())["sharded_backend"]
     except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"{file} names no sharded_backend; copy the checkpoint again") from e
     if found != "torch_dist":

@@ -3,12 +3,11 @@
 The folder is what `Store` would have saved of {"params": ...} at step 0, so orbax restores it onto
 any mesh; here its arrays are plain zarr, one file a block, uncompressed, and no parameter is ever
 whole in memory. Reading takes the parameters out of any of our checkpoints, weights-only or of a
-whole train state. Format: orbax-checkpoint's (_METADATA and one array a leaf), as of 0.11 and 0.12.
+whole train state.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 
@@ -19,13 +18,16 @@ import tensorstore as ts
 from pydantic import ValidationError
 
 import mjax
+from mjax.checkpoint import digest
+from mjax.checkpoint.digest import FileDigest
 from mjax.checkpoint.safetensors import write_array
+from mjax.checkpoint.side import SIDE_FILES
 from mjax.checkpoint.source import Index, Source, arrays, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
-from mjax.checkpoint.store import WEIGHTS, new_folder
-from mjax.config.schema import ModelConfig
+from mjax.checkpoint.store import new_folder, require_old
+from mjax.checkpoint.stored import WEIGHTS, StoredArrays, read_record
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
-from mjax.json_file import read_json
 from mjax.models import definition_of
 
 
@@ -38,7 +40,7 @@ def write_weights(
 ) -> None:
     """Write the parameters of `source` as `dtype` to the checkpoint `folder`/0, which is new.
 
-    `extras`: files put beside it, by relative name. Raises `UserError` with nothing written.
+    `extras`: side files of the model, by name. Raises `UserError` with nothing written.
     """
     source.check()
     leaves, kind = flat(specs), jnp.dtype(dtype)
@@ -52,47 +54,51 @@ def write_weights(
             array = _create(state, path, spec.shape, block, kind)
             for index in blocks(spec.shape, block):
                 tasks.append(partial(_copy, source, path, index, array, block, kind))
-        run_all(tasks)
+        digests = dict(run_all(tasks))
         (state / "_METADATA").write_text(json.dumps(_tree_metadata(leaves)), encoding="utf-8")
         record = {
             "contents": WEIGHTS,
             "config": {"model": source.cfg.model_dump(mode="json")},
+            "digests": digest.FORMAT,
             "step": 0,
             "consumed_samples": 0,
             "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
         }
         (meta / "metadata").write_text(json.dumps(record), encoding="utf-8")
+        if extras:
+            (temporary / "0" / SIDE_FILES).mkdir()
         for name, content in (extras or {}).items():
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            (temporary / name).write_bytes(content)
+            (temporary / "0" / SIDE_FILES / name).write_bytes(content)
+        digest.write_digests(temporary / "0", digests)
 
 
 def read_weights(folder: str | Path, step: int | None = None) -> Source:
-    """The parameters in checkpoint `step` (default: the newest) of a checkpoint folder."""
+    """The parameters in checkpoint `step` (default: the newest) of a checkpoint folder.
+
+    `check` of the source reads all files of the step once, to compare them with their digests.
+    """
     where = _step_folder(Path(folder), step)
-    state, cfg = where / "state", read_config(where)
+    digests = digest.read_digests(where)
+    if digests is not None:
+        digests.verify("meta/", f"{SIDE_FILES}/", "state/_METADATA")
+    cfg, stored = read_config(where), StoredArrays(where)
     specs = flat(definition_of(cfg).specs)
-    layout = read_json(state / "_METADATA")
+    state = stored.state
 
     @cache
     def store(path: Leaf) -> ts.TensorStore:
-        name = _name(path)
-        base = {"driver": "file", "path": f"{state}/"}
-        if layout["use_ocdbt"]:
-            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        else:
-            kvstore = base | {"path": f"{state}/{name}/"}
-        driver = "zarr3" if layout["use_zarr3"] else "zarr"
-        spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}
-        with _readable(state, path):
-            return ts.open(spec, read=True, context=_context()).result()
+        return stored.open(("params", *path))
 
     def read(path: Leaf, index: Index) -> np.ndarray:
         array = store(path)
-        with _readable(state, path):
+        with stored.readable(("params", *path)):
             return array[index].read().result()
 
     def check() -> None:
+        if digests is None:
+            require_old(where, read_record(where))
+        else:
+            digests.verify("state/")
         for path, spec in specs.items():
             if store(path).shape != spec.shape:
                 raise UserError(
@@ -105,12 +111,14 @@ def read_weights(folder: str | Path, step: int | None = None) -> Source:
 
 def restore_params(folder: str | Path, abstract_params: dict, step: int | None = None) -> dict:
     """The parameters alone of a checkpoint, laid out as `abstract_params` (in layer order) says."""
-    return arrays(read_weights(folder, step), abstract_params)
+    source = read_weights(folder, step)
+    source.check()
+    return arrays(source, abstract_params)
 
 
 def read_config(step_folder: Path) -> ModelConfig:
     """The model of the checkpoint in `step_folder`."""
-    meta = read_json(step_folder / "meta" / "metadata")
+    meta = read_record(step_folder)
     try:
         return ModelConfig.model_validate(meta["config"]["model"])
     except ValidationError as e:
@@ -135,21 +143,6 @@ def _name(path: Leaf) -> str:
     return ".".join(("params", *path))
 
 
-@contextlib.contextmanager
-def _readable(state: Path, path: Leaf) -> Iterator[None]:
-    """What tensorstore raises, as one line that names the parameter."""
-    try:
-        yield
-    except (ValueError, OSError) as e:
-        why = str(e).splitlines()[0][:300]
-        raise UserError(f"{state}: cannot read parameter {_name(path)}: {why}") from None
-
-
-def _context() -> ts.Context:
-    """No cache: what is read is handed on at once."""
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-
-
 def _create(
     state: Path, path: Leaf, shape: tuple[int, ...], block: tuple[int, ...], dtype: np.dtype
 ) -> Path:
@@ -171,14 +164,19 @@ def _copy(
     folder: Path,
     block: tuple[int, ...],
     dtype: np.dtype,
-) -> None:
-    """Write a block as zarr wants it without compression: its bytes, filled up at the edges."""
+) -> tuple[str, FileDigest]:
+    """Write a block as zarr wants it without compression: its bytes, filled up at the edges.
+
+    Returns the name of the file in the step's folder and the digest of what was in memory.
+    """
     part = source.read(path, index).astype(dtype, copy=False)
     if part.shape != block:
         part = np.pad(part, [(0, n - m) for n, m in zip(block, part.shape, strict=True)])
     name = ".".join(str(s.start // n) for s, n in zip(index, block, strict=True))
     with open(folder / name, "wb", buffering=0) as f:
         write_array(f, part)
+    content = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+    return f"state/{folder.name}/{name}", digest.digest_bytes(content)
 
 
 def _tree_metadata(leaves: Mapping[Leaf, object]) -> dict:

@@ -3,12 +3,15 @@
 A file may name others in `base:` (a path or a list, relative to the file). Mappings merge deeply:
 later ones win, lists and scalars replace. Overrides come last. Invariants: `load` of `dump(cfg)`
 gives `cfg` again, and every mistake is one `UserError` line that names the key, the value, what is
-expected and the file or override it came from.
+expected and the file or override it came from. Keys in places of the past load too; one line a
+file on standard error says where they are now (`keys.py`).
 """
 
 import argparse
+import copy
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +20,9 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from mjax.config import yaml_text
+from mjax.config.keys import describe_moves, move_keys
 from mjax.config.schema import Config
+from mjax.config.sizes import require_sane_sizes, shortened
 from mjax.config.validate import validate
 from mjax.errors import UserError
 
@@ -29,8 +34,9 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     """
     places: dict[str, str] = {}  # of each key, where it was set
     tree = {} if path is None else _read_file(Path(path), (), places)
-    for override in overrides:
-        _merge_into(tree, _read_override(override, places))
+    for override in _read_overrides(overrides, places):
+        _merge_into(tree, override)
+    require_sane_sizes(tree, places)
     try:
         cfg = Config.model_validate(tree)
     except ValidationError as e:
@@ -99,6 +105,7 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(f"{trail}: must hold a mapping of keys, not {type(tree).__name__}")
+    _move_and_say(tree, str(path), places_here)
     bases = tree.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(b, str) for b in bases):
@@ -109,6 +116,29 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
         _merge_into(merged, _read_file(path.parent / base, (*chain, path), places))
     places.update(places_here)
     return _merge_into(merged, tree)
+
+
+def _read_overrides(overrides: Iterable[str], places: dict[str, str]) -> list[dict]:
+    """The tree of each override, with keys in their places of today."""
+    trees = [_read_override(override, places) for override in overrides]
+    together: dict = {}  # so that a key in two places is seen
+    for tree in copy.deepcopy(trees):
+        _merge_into(together, tree)
+    _move_and_say(together, "overrides", places)
+    for tree in trees:
+        move_keys(tree, "overrides")
+    return trees
+
+
+def _move_and_say(tree: dict, source: str, places: dict[str, str]) -> None:
+    """Put the keys of a tree in their places of today, and say so."""
+    moves = move_keys(tree, source)
+    for old, new in moves.items():
+        for key in [k for k in places if re.match(rf"{re.escape(old)}(?![^.\[])", k)]:
+            places[new + key.removeprefix(old)] = places.pop(key)
+    if moves:
+        hint = "the old place still works; --print-config prints the new"
+        print(f"mjax: {source}: {describe_moves(moves)} ({hint})", file=sys.stderr)
 
 
 def _read_override(override: str, places: dict[str, str]) -> dict:
@@ -150,10 +180,10 @@ def _explain(error: ValidationError, places: dict[str, str]) -> str:
     elif first["type"] == "missing":
         line = f"{key}: missing; set it"
     elif first["type"] in ("model_type", "dict_type", "model_attributes_type"):
-        line = f"{key}={first['input']!r}: must be a group of keys"
+        line = f"{key}={shortened(repr(first['input']))}: must be a group of keys"
     else:
         expected = " or ".join(e["msg"].removeprefix("Input should be ") for e in errors)
-        line = f"{key}={first['input']!r}: must be {expected}"
+        line = f"{key}={shortened(repr(first['input']))}: must be {expected}"
     while key and key not in places:  # an element or a missing key is where its parent is
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
     if key in places:
@@ -184,7 +214,7 @@ def _dotted(loc: tuple[str | int, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             key += f"[{part}]"
-        elif key in groups:
+        elif re.sub(r"\[\d+\]", "", key) in groups:
             key = f"{key}.{part}" if key else part
         elif _is_dict(key):
             return f"{key}.{part}"
@@ -200,21 +230,24 @@ def _is_dict(key: str) -> bool:
 
 
 def _suggestion(loc: tuple[str | int, ...]) -> str:
-    """The hint for an unknown key: the nearest key of its group; failing that, of any group."""
-    groups = _groups()
-    *parents, name = (str(part) for part in loc)
-    home = ".".join(parents)
-    dotted: dict[str, str] = {}
-    for group, kind in groups.items():
-        for key in kind.model_fields:
-            dotted[key] = f"{group}.{key}" if group else key
-    if name in dotted:  # right key, wrong group
-        return f"; did you mean {dotted[name]}?"
-    near = difflib.get_close_matches(name, groups[home].model_fields, n=1)
-    if near:
-        key = f"{home}.{near[0]}" if home else near[0]
-        return f"; did you mean {key}?"
-    near = difflib.get_close_matches(name, dotted, n=1)
-    if near:
-        return f"; did you mean {dotted[near[0]]}?"
+    """The hint for an unknown key: the nearest key of its group or the groups in it; failing that,
+    of any group."""
+    *parents, name = (part for part in loc if isinstance(part, str))
+    anywhere = _names_below("")
+    if name in anywhere:  # right key, wrong group
+        return f"; did you mean {anywhere[name]}?"
+    for known in (_names_below(".".join(parents)), anywhere):
+        near = difflib.get_close_matches(name, known, n=1)
+        if near:
+            return f"; did you mean {known[near[0]]}?"
     return "; --print-schema lists all keys"
+
+
+def _names_below(home: str) -> dict[str, str]:
+    """Bare name -> key of all keys of a group and the groups in it, the outermost of a name."""
+    found: dict[str, str] = {}
+    for group, kind in sorted(_groups().items(), key=lambda item: item[0].count(".")):
+        if f"{group}.".startswith(f"{home}." if home else ""):
+            for name in kind.model_fields:
+                found.setdefault(name, f"{group}.{name}" if group else name)
+    return found

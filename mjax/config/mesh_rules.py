@@ -7,10 +7,10 @@ is known. While it is "auto", rules that need it pass.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from itertools import combinations
 from math import prod
 
+from mjax.config.keys import value_of
 from mjax.config.pipeline_layout import assign_slots, stage_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
@@ -22,22 +22,32 @@ AXES = ("pp", "dp", "ep", "cp", "tp")  # outer to inner
 class Rule:
     """`ok(cfg)` is true where the config is fine; otherwise the error is 'message; remedy'.
 
-    A `group.key` in backticks in a message is printed with its value.
+    A `group.key` in backticks in a message is printed with its value. A rule with `every_size`
+    holds for layers with the sizes of each entry of model.layer_sizes, too.
     """
 
     name: str
     ok: Callable[[Config], bool]
     message: str | Callable[[Config], str]
     remedy: str
+    every_size: bool = False
 
-    def error(self, cfg: Config) -> str:
-        """The line that a user sees."""
+    def error(self, cfg: Config) -> str | None:
+        """The line that a user sees; None where the config is fine."""
+        if not self.ok(cfg):
+            return self._line(cfg)
+        for number, model in enumerate(cfg.model.sizes[1:] if self.every_size else [], 1):
+            sized = cfg.model_copy(update={"model": model})
+            if not self.ok(sized):
+                return f"layers marked '@{number}' in model.layer_pattern: {self._line(sized)}"
+        return None
+
+    def _line(self, cfg: Config) -> str:
         message = self.message if isinstance(self.message, str) else self.message(cfg)
 
         def with_value(match: re.Match) -> str:
             key = match[1]
-            value = reduce(getattr, key.split("."), cfg)
-            return f"{key}={value!r}"
+            return f"{key}={value_of(cfg, key)!r}"
 
         message = re.sub("`([a-z0-9_.]+)`", with_value, message)
         return f"{message}; {self.remedy}"
@@ -66,10 +76,11 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
 
 def not_for_cudnn(c: Config) -> list[str]:
     """The keys of a config that cuDNN's attention does not support."""
+    attention = c.model.attention
     reasons = {
-        "model.attn_logit_softcapping": c.model.attn_logit_softcapping is not None,
-        "model.attention_sinks": c.model.attention_sinks,
-        "model.attention_dropout": c.model.attention_dropout > 0,
+        "model.attention.attn_logit_softcapping": attention.attn_logit_softcapping is not None,
+        "model.attention.attention_sinks": attention.attention_sinks,
+        "model.attention.attention_dropout": attention.attention_dropout > 0,
         "precision.compute=float32": c.precision.compute == "float32",
     }
     return [reason for reason, present in reasons.items() if present]
@@ -108,13 +119,14 @@ def count_slots(c: Config) -> int:
 
 
 def _tp_divides(key: str, remedy: str) -> Rule:
-    group, name = key.split(".")
-
-    def ok(c: Config) -> bool:
-        groups = c.model.sizes if group == "model" else [getattr(c, group)]
-        return all(getattr(values, name) % c.mesh.tp == 0 for values in groups)
-
-    return Rule(f"tp_divides_{name}", ok, f"`{key}` is not divisible by `mesh.tp`", remedy)
+    name = key.rpartition(".")[2]
+    return Rule(
+        f"tp_divides_{name}",
+        lambda c: value_of(c, key) % c.mesh.tp == 0,
+        f"`{key}` is not divisible by `mesh.tp`",
+        remedy,
+        every_size=True,
+    )
 
 
 def _zero_groups(c: Config) -> list[int]:
@@ -168,9 +180,11 @@ MESH_RULES: tuple[Rule, ...] = (
         "`mesh.dp` is not a number of devices",
         "set mesh.dp=auto or at least 1",
     ),
-    _tp_divides("model.num_attention_heads", "choose a mesh.tp that divides the heads"),
+    _tp_divides("model.attention.num_attention_heads", "choose a mesh.tp that divides the heads"),
     _tp_divides("model.intermediate_size", "choose a mesh.tp that divides the FFN width"),
-    _tp_divides("model.moe_intermediate_size", "choose a mesh.tp that divides an expert's width"),
+    _tp_divides(
+        "model.moe.moe_intermediate_size", "choose a mesh.tp that divides an expert's width"
+    ),
     _tp_divides("model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"),
     _tp_divides("data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"),
     Rule(
@@ -191,12 +205,13 @@ MESH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cp_a2a_divides_heads",
-        lambda c: c.model.num_attention_heads // c.mesh.tp % _a2a_size(c) == 0,
+        lambda c: c.model.attention.num_attention_heads // c.mesh.tp % _a2a_size(c) == 0,
         lambda c: (
-            f"`model.num_attention_heads` per `mesh.tp` is not divisible by {_a2a_size(c)}, "
-            "over which `mesh.cp_type` deals them out"
+            "`model.attention.num_attention_heads` per `mesh.tp` is not divisible by "
+            f"{_a2a_size(c)}, over which `mesh.cp_type` deals them out"
         ),
         "choose sizes that divide or another cp_type",
+        every_size=True,
     ),
     Rule(
         "ring_supports",

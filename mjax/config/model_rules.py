@@ -1,16 +1,18 @@
 """The rules about `model`: a part of the table of rules across config keys (`validate.py`)."""
 
+from mjax.config.keys import leaf_keys, value_of
 from mjax.config.mesh_rules import Rule
-from mjax.config.pattern import BRANCHES, sizes_of
+from mjax.config.model_schema import LayerSizes
+from mjax.config.pattern import BRANCHES, branches_of, sizes_of
 from mjax.config.schema import Config
 
 
 def _rotary_dims(c: Config) -> int:
-    return int(c.model.head_dim * c.model.partial_rotary_factor)
+    return int(c.model.attention.head_dim * c.model.rope.partial_rotary_factor)
 
 
 def _longrope_complete(c: Config) -> bool:
-    s = c.model.rope_scaling
+    s = c.model.rope.rope_scaling
     if s is None or s.rope_type != "longrope":
         return True
     return {len(s.short_factor or ()), len(s.long_factor or ())} == {_rotary_dims(c) // 2}
@@ -29,6 +31,25 @@ def _sizes_used(c: Config) -> set[int]:
     return {sizes_of(kind) for kind in c.model.layer_kinds} - {0}
 
 
+def _sizes_without_effect(c: Config) -> list[str]:
+    """The keys in model.layer_sizes that no branch of their layers reads."""
+    read: dict[int, set[str]] = {}
+    for kind in c.model.layer_kinds:
+        for letter in branches_of(kind):
+            branch = BRANCHES[letter]
+            window = {"attention.sliding_window"} if branch.windowed else set()
+            read.setdefault(sizes_of(kind), set()).update(branch.sizes, window)
+    unread = []
+    for number, sizes in enumerate(c.model.layer_sizes, 1):
+        keys = [key for key in leaf_keys(LayerSizes) if value_of(sizes, key) is not None]
+        unread += [
+            f"model.layer_sizes[{number - 1}].{key}"
+            for key in keys
+            if key not in read.get(number, set())
+        ]
+    return unread
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "layer_sizes_fit",
@@ -40,24 +61,33 @@ MODEL_RULES: tuple[Rule, ...] = (
         "use each entry: '@1' stands for the first",
     ),
     Rule(
+        "layer_sizes_read",
+        lambda c: not _sizes_without_effect(c),
+        lambda c: f"{_sizes_without_effect(c)[0]} has no effect: its layers have no such size",
+        "remove it or change model.layer_pattern",
+    ),
+    Rule(
         "kv_heads_divide_heads",
-        lambda c: all(
-            model.num_attention_heads % model.num_key_value_heads == 0 for model in c.model.sizes
+        lambda c: (
+            c.model.attention.num_attention_heads % c.model.attention.num_key_value_heads == 0
         ),
-        "`model.num_attention_heads` is not divisible by `model.num_key_value_heads`",
+        "`model.attention.num_attention_heads` is not divisible by "
+        "`model.attention.num_key_value_heads`",
         "each kv head must serve equally many heads: change either",
+        every_size=True,
     ),
     Rule(
         "head_dim_known",
-        lambda c: c.model.head_dim > 0,
-        "`model.hidden_size` is not divisible by `model.num_attention_heads`",
-        "set model.head_dim",
+        lambda c: c.model.attention.head_dim > 0,
+        "`model.hidden_size` is not divisible by `model.attention.num_attention_heads`",
+        "set model.attention.head_dim",
     ),
     Rule(
         "rotary_dims_even",
         lambda c: c.model.position_embedding != "rope" or _rotary_dims(c) in range(2, 1 << 20, 2),
         lambda c: (
-            f"`model.head_dim` x `model.partial_rotary_factor` rotates {_rotary_dims(c)} dims"
+            "`model.attention.head_dim` x `model.rope.partial_rotary_factor` rotates "
+            f"{_rotary_dims(c)} dims"
         ),
         "RoPE turns pairs: make them even and at least 2",
     ),
@@ -65,66 +95,74 @@ MODEL_RULES: tuple[Rule, ...] = (
         "rope_keys_need_rope",
         lambda c: (
             c.model.position_embedding == "rope"
-            or (c.model.rope_scaling is None and c.model.rope_local_theta is None)
+            or (c.model.rope.rope_scaling is None and c.model.rope.rope_local_theta is None)
         ),
-        "rope_scaling and rope_local_theta have no effect with `model.position_embedding`",
+        "rope_scaling and rope_local_theta of model.rope have no effect with "
+        "`model.position_embedding`",
         "remove them or set model.position_embedding=rope",
     ),
     Rule(
         "longrope_complete",
         _longrope_complete,
         "longrope needs short_factor and long_factor, each with half as many numbers as rotated "
-        "dims of `model.head_dim`",
-        "give both in model.rope_scaling",
+        "dims of `model.attention.head_dim`",
+        "give both in model.rope.rope_scaling",
     ),
     Rule(
         "all_heads_norm_used",
-        lambda c: not c.model.qk_norm_all_heads or c.model.qk_norm,
-        "`model.qk_norm_all_heads` has no effect without qk_norm",
-        "set model.qk_norm=true",
+        lambda c: not c.model.attention.qk_norm_all_heads or c.model.attention.qk_norm,
+        "`model.attention.qk_norm_all_heads` has no effect without qk_norm",
+        "set model.attention.qk_norm=true",
     ),
     Rule(
         "all_heads_norm_has_heads",
-        lambda c: not c.model.qk_norm_all_heads or c.model.num_key_value_heads % c.mesh.tp == 0,
-        "`model.qk_norm_all_heads`: `model.num_key_value_heads` is not divisible by `mesh.tp`",
+        lambda c: (
+            not c.model.attention.qk_norm_all_heads
+            or c.model.attention.num_key_value_heads % c.mesh.tp == 0
+        ),
+        "`model.attention.qk_norm_all_heads`: `model.attention.num_key_value_heads` is not "
+        "divisible by `mesh.tp`",
         "choose a mesh.tp that divides them",
+        every_size=True,
     ),
     Rule(
         "window_given",
-        lambda c: not _has_windows(c) or c.model.sliding_window is not None,
+        lambda c: not _has_windows(c) or c.model.attention.sliding_window is not None,
         "`model.layer_pattern` has sliding-window blocks",
-        "set model.sliding_window",
+        "set model.attention.sliding_window",
     ),
     Rule(
         "window_used",
-        lambda c: c.model.sliding_window is None or _has_windows(c),
-        "`model.sliding_window` has no effect: `model.layer_pattern` has no L block",
-        "add L blocks or set model.sliding_window=null",
+        lambda c: c.model.attention.sliding_window is None or _has_windows(c),
+        "`model.attention.sliding_window` has no effect: `model.layer_pattern` has no L block",
+        "add L blocks or set model.attention.sliding_window=null",
     ),
     Rule(
         "experts_used",
-        lambda c: c.model.num_experts == 0 or _has_experts(c),
-        "`model.num_experts` has no effect: `model.layer_pattern` has no E block",
-        "add E blocks or set model.num_experts=0",
+        lambda c: c.model.moe.num_experts == 0 or _has_experts(c),
+        "`model.moe.num_experts` has no effect: `model.layer_pattern` has no E block",
+        "add E blocks or set model.moe.num_experts=0",
     ),
     Rule(
         "top_k_fits",
-        lambda c: not _has_experts(c) or c.model.num_experts_per_tok <= c.model.num_experts,
-        "`model.num_experts_per_tok` exceeds `model.num_experts`",
+        lambda c: not _has_experts(c) or c.model.moe.num_experts_per_tok <= c.model.moe.num_experts,
+        "`model.moe.num_experts_per_tok` exceeds `model.moe.num_experts`",
         "lower the one or raise the other",
     ),
     Rule(
         "top_1_learns",
         lambda c: (
-            not _has_experts(c) or c.model.num_experts_per_tok > 1 or not c.model.norm_topk_prob
+            not _has_experts(c)
+            or c.model.moe.num_experts_per_tok > 1
+            or not c.model.moe.norm_topk_prob
         ),
-        "`model.num_experts_per_tok` with `model.norm_topk_prob` makes every gate 1",
-        "set model.norm_topk_prob=false, or the router learns nothing from the loss",
+        "`model.moe.num_experts_per_tok` with `model.moe.norm_topk_prob` makes every gate 1",
+        "set model.moe.norm_topk_prob=false, or the router learns nothing from the loss",
     ),
     Rule(
         "ep_divides_experts",
-        lambda c: c.model.num_experts % c.mesh.ep == 0,
-        "`model.num_experts` is not divisible by `mesh.ep`",
+        lambda c: c.model.moe.num_experts % c.mesh.ep == 0,
+        "`model.moe.num_experts` is not divisible by `mesh.ep`",
         "choose a mesh.ep that divides the experts",
     ),
     Rule(

@@ -3,6 +3,7 @@
 import difflib
 
 from mjax.config.mesh_rules import Rule
+from mjax.config.model_schema import ROLES
 from mjax.config.optax_arguments import (
     PREFIX,
     optax_arguments,
@@ -10,7 +11,7 @@ from mjax.config.optax_arguments import (
     optax_names,
     own_key,
 )
-from mjax.config.schema import ROLES, Config, OptimizerConfig
+from mjax.config.schema import Config, OptimizerConfig
 
 BUILT_IN = ("adamw", "muon")
 
@@ -73,6 +74,22 @@ def _unknown_roles(c: Config) -> list[str]:
     o = c.optimizer
     named = [*o.weight_decay_roles, *o.lr_multipliers, *o.muon_roles]
     return [role for role in named if role not in ROLES]
+
+
+def _bf16_moves(moment: str, decay: str) -> Rule:
+    """An average that moves by less than half a bf16 step (2**-8) is rounded back."""
+
+    def ok(c: Config) -> bool:
+        o = c.optimizer
+        low = getattr(o, f"{moment}_dtype") != "float32"
+        return not low or getattr(o, decay) <= 0.996 or o.stochastic_rounding
+
+    return Rule(
+        f"bf16_{moment}_moves",
+        ok,
+        f"`optimizer.{moment}_dtype` stands still at `optimizer.{decay}`",
+        f"lower {decay} to 0.996 or set {moment}_dtype=float32 or stochastic_rounding=true",
+    )
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
@@ -156,26 +173,8 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         "`optimizer.weight_decay_end` is below `optimizer.weight_decay`",
         "the ramp only rises: swap them or set weight_decay_end=null",
     ),
-    Rule(  # an average that moves by less than half a bf16 step (2**-8) is rounded back
-        "bf16_mu_moves",
-        lambda c: (
-            c.optimizer.mu_dtype == "float32"
-            or c.optimizer.b1 <= 0.996
-            or c.optimizer.stochastic_rounding
-        ),
-        "`optimizer.mu_dtype` stands still at `optimizer.b1`",
-        "lower b1 to 0.996 or set mu_dtype=float32 or stochastic_rounding=true",
-    ),
-    Rule(
-        "bf16_nu_moves",
-        lambda c: (
-            c.optimizer.nu_dtype == "float32"
-            or c.optimizer.b2 <= 0.996
-            or c.optimizer.stochastic_rounding
-        ),
-        "`optimizer.nu_dtype` stands still at `optimizer.b2`",
-        "lower b2 to 0.996 or set nu_dtype=float32 or stochastic_rounding=true",
-    ),
+    _bf16_moves("mu", "b1"),
+    _bf16_moves("nu", "b2"),
     Rule(  # how far its moments move in a step is not known here
         "bf16_optax_moves",
         lambda c: (

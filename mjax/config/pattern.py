@@ -32,6 +32,7 @@ class Branch:
     word: its name in patterns. module: the class that computes it (`models/branch.py`).
     name: of its parameters within a layer. shape: a word for the shapes of its parameters; layers
         whose branches have equal words share a stack.
+    sizes: the keys of an entry of `model.layer_sizes` that it reads.
     matmuls: the names of its matmuls (`ParamSpec.matmul`).
     kept: the names of other tensors that are dear to compute again (`config/remat.py`).
     windowed, rotary: facts about attention.
@@ -41,6 +42,7 @@ class Branch:
     module: str
     name: str
     shape: str
+    sizes: tuple[str, ...] = ()
     matmuls: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     windowed: bool = False
@@ -51,6 +53,7 @@ _ATTENTION = {
     "module": "mjax.models.attention:Attention",
     "name": "attention",
     "shape": "attention",
+    "sizes": ("attention.num_attention_heads", "attention.num_key_value_heads"),
     "matmuls": ("q", "kv", "attn_proj"),
     "kept": ("attn_out", "attn_lse"),
 }
@@ -60,8 +63,21 @@ BRANCHES: dict[str, Branch] = {
     "G": Branch("full", **_ATTENTION, rotary=True),
     "L": Branch("window", **_ATTENTION, rotary=True, windowed=True),
     "N": Branch("nope", **_ATTENTION),
-    "D": Branch("mlp", "mjax.models.mlp:MLP", "mlp", "mlp", matmuls=("up", "down")),
-    "E": Branch("experts", "mjax.models.moe:MoE", "mlp", "moe"),
+    "D": Branch(
+        "mlp",
+        "mjax.models.mlp:MLP",
+        name="mlp",
+        shape="mlp",
+        sizes=("intermediate_size",),
+        matmuls=("up", "down"),
+    ),
+    "E": Branch(
+        "experts",
+        "mjax.models.moe:MoE",
+        name="mlp",
+        shape="moe",
+        sizes=("moe.moe_intermediate_size",),
+    ),
 }
 
 # Common layers, by letter.

@@ -1,27 +1,15 @@
 """Every key a user may set, as one frozen pydantic tree; a YAML file mirrors it one to one.
 
-Invariant: unknown keys are forbidden and values are never coerced across types (a string is not a
-number). Names follow Hugging Face's `config.json` where it has one, Megatron-LM's words for
-parallelism. Defaults that depend on other fields of the same group are filled in here, so that
-the printed config shows what will run; rules across groups live in `validate.py`.
+The keys of a model, group `model`, are in `model_schema.py`. Invariant: unknown keys are forbidden
+and values are never coerced across types (a string is not a number). Names are Megatron-LM's words
+for parallelism. Rules across groups live in `validate.py`.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from mjax.config.pattern import branches_of_model, expand, sizes_of
-
-Dtype = Literal["float32", "bfloat16"]
-
-# What a parameter is for; weight decay, learning rates and Muon go by it.
-ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar")
-
-
-class Group(BaseModel):
-    """Base of all groups: frozen, strict about keys and types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+from mjax.config.model_schema import Dtype, Group, ModelConfig
 
 
 class RunConfig(Group):
@@ -29,160 +17,9 @@ class RunConfig(Group):
 
     dir: str = Field("runs/default", description="Run folder: config, logs, checkpoints, data.")
     seed: int = Field(1234, ge=0, description="Seed of parameters, dropout and data order.")
-
-
-class RopeScaling(Group):
-    """Hugging Face's `rope_scaling` dictionary."""
-
-    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
-    factor: float = Field(1.0, ge=1.0)
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3")
-    original_max_position_embeddings: int = Field(8192, ge=1, description="all but linear")
-    beta_fast: float = Field(32.0, gt=0, description="yarn")
-    beta_slow: float = Field(1.0, gt=0, description="yarn")
-    mscale: float | None = Field(None, description="yarn: attention temperature numerator")
-    mscale_all_dim: float | None = Field(None, description="yarn: its denominator")
-    attention_factor: float | None = Field(
-        None, gt=0, description="yarn: overrides both mscales; longrope: its own"
+    deterministic: bool = Field(
+        False, description="Equal runs give equal bits on GPUs too, at a cost (docs/debugging.md)."
     )
-    truncate: bool = Field(True, description="yarn: round the correction range to whole dims")
-    short_factor: list[float] | None = Field(None, description="longrope: one per channel pair")
-    long_factor: list[float] | None = Field(
-        None, description="longrope: beyond the original length"
-    )
-
-
-class LayerSizes(Group):
-    """Sizes of some layers, where they differ from the model's; `layer_pattern` says which."""
-
-    num_attention_heads: int | None = Field(None, ge=1)
-    num_key_value_heads: int | None = Field(None, ge=1)
-    intermediate_size: int | None = Field(None, ge=1)
-    moe_intermediate_size: int | None = Field(None, ge=1)
-    sliding_window: int | None = Field(None, ge=1)
-
-
-class ModelConfig(Group):
-    """The architecture of a decoder."""
-
-    model_type: str | None = Field(
-        None, description="Hugging Face family to export as; None: the first that can express it."
-    )
-    vocab_size: int = Field(256, ge=2, description="Ids the tokenizer may produce.")
-    vocab_multiple: int = Field(128, ge=1, description="Pad the vocabulary to a multiple of this.")
-    hidden_size: int = Field(256, ge=1)
-    num_hidden_layers: int = Field(4, ge=1)
-    intermediate_size: int = Field(0, ge=0, description="FFN width; 0: 4 x hidden_size.")
-    num_attention_heads: int = Field(4, ge=1)
-    num_key_value_heads: int = Field(0, ge=0, description="GQA/MQA; 0: num_attention_heads.")
-    head_dim: int = Field(0, ge=0, description="0: hidden_size / num_attention_heads.")
-    max_position_embeddings: int = Field(2048, ge=1)
-
-    layer_pattern: str = Field(
-        "G",
-        description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
-        "window, N full attention without RoPE, E full attention with experts; or branches, as in "
-        "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
-    )
-    layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
-    sliding_window: int | None = Field(None, ge=1, description="Keys an L block sees, itself in.")
-    attention_bias: bool = Field(False, description="Bias on the q, k and v projections.")
-    attention_out_bias: bool = Field(False, description="Bias on the attention output projection.")
-    qk_norm: bool = Field(False, description="Norm over head_dim on q and k before RoPE.")
-    qk_norm_all_heads: bool = Field(False, description="qk_norm over all heads together (OLMo-2).")
-    attention_sinks: bool = Field(False, description="One learned extra softmax logit per head.")
-    attn_logit_softcapping: float | None = Field(None, gt=0)
-    attention_multiplier: float | None = Field(None, gt=0, description="None: head_dim ** -0.5.")
-
-    position_embedding: Literal["rope", "learned", "none"] = "rope"
-    rope_theta: float = Field(10000.0, gt=0)
-    rope_local_theta: float | None = Field(None, gt=0, description="rope_theta of L blocks.")
-    rope_scaling: RopeScaling | None = Field(None, description="Applies to G blocks.")
-    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
-
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float = Field(1e-5, gt=0)
-    norm_zero_centered: bool = Field(False, description="Gain is stored as offset from one.")
-    norm_placement: Literal["pre", "post", "sandwich"] = Field(
-        "pre", description="Norms before attention and MLP, after them, or both."
-    )
-
-    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
-    mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
-    mlp_bias: bool = False
-
-    num_experts: int = Field(0, ge=0, description="Experts of an E block.")
-    num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token is sent to.")
-    moe_intermediate_size: int = Field(0, ge=0, description="Width of one; 0: intermediate_size.")
-    norm_topk_prob: bool = Field(
-        True, description="Gates: softmax over the chosen logits; false: over all, then chosen."
-    )
-    router_aux_loss_coef: float = Field(
-        0.0, ge=0, description="Weight of the balance loss, per sequence, summed over E blocks."
-    )
-
-    tie_word_embeddings: bool = False
-    embedding_multiplier: float | None = Field(None, gt=0, description="Scales embeddings.")
-    residual_multiplier: float | None = Field(None, gt=0, description="Scales what a block adds.")
-    logits_scaling: float | None = Field(None, gt=0, description="Logits are divided by it.")
-    final_logit_softcapping: float | None = Field(None, gt=0)
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
-    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="Embedding and residual branches.")
-    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of weights.")
-    scaled_output_init: bool = Field(
-        True, description="Megatron: output projections use std / sqrt(2 * num_hidden_layers)."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _derive(cls, data: Any) -> Any:
-        """Replace the zeros that mean 'derive' so that the resolved config is explicit."""
-        if not isinstance(data, dict):
-            return data
-        data = dict(data)
-
-        def get(key):
-            return data.get(key, cls.model_fields[key].default)
-
-        hidden, heads = get("hidden_size"), get("num_attention_heads")
-        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-            if get("intermediate_size") == 0:
-                data["intermediate_size"] = 4 * hidden
-            if get("moe_intermediate_size") == 0 and get("num_experts"):
-                data["moe_intermediate_size"] = data.get("intermediate_size")
-            if get("num_key_value_heads") == 0:
-                data["num_key_value_heads"] = heads
-            if get("head_dim") == 0 and hidden % heads == 0:
-                data["head_dim"] = hidden // heads
-        return data
-
-    @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer. Raises `UserError` for a malformed layer_pattern."""
-        return expand(self.layer_pattern, self.num_hidden_layers)
-
-    @property
-    def branches(self) -> set[str]:
-        """The letters of all branches that some layer has (`config/pattern.py`)."""
-        return branches_of_model(self.layer_kinds)
-
-    @property
-    def sizes(self) -> list["ModelConfig"]:
-        """This config, and with each of layer_sizes."""
-        return [self, *map(self._with, self.layer_sizes)]
-
-    def of_layer(self, kind: str) -> "ModelConfig":
-        """The config with the sizes of layers of this kind."""
-        return self.sizes[sizes_of(kind)]
-
-    def _with(self, sizes: LayerSizes) -> "ModelConfig":
-        return self.model_copy(update=sizes.model_dump(exclude_none=True))
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: never a function of the mesh."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 class MeshConfig(Group):
@@ -314,6 +151,24 @@ class TrainConfig(Group):
     rampup_batch_size: list[int] | None = Field(
         None, min_length=3, max_length=3, description="[start, increment, samples], as Megatron."
     )
+    on_suspect: Literal["stop", "skip", "roll_back"] = Field(
+        "stop",
+        description="After a loss that is not finite, or a spike, and is so again when the step is "
+        "repeated: end the run, leave the batch out, or also go back to the newest checkpoint's "
+        "weights (docs/failures.md).",
+    )
+    spike_factor: float | None = Field(
+        None, gt=1, description="A loss above this many times the median of the last is a spike."
+    )
+    max_suspects: int = Field(
+        10, ge=1, description="Suspect steps within 100 after which the run ends in any case."
+    )
+    check_replicas_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between comparisons of devices that must hold the same bits; also done "
+        "before each save (docs/failures.md).",
+    )
     eval_interval: int | None = Field(None, ge=1, description="Steps between evaluations.")
     eval_steps: int = Field(10, ge=1)
     remat: str = Field(
@@ -348,11 +203,26 @@ class CheckpointConfig(Group):
     interval: int | None = Field(None, ge=1, description="Steps between saves; None: only at end.")
     keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_every: int | None = Field(None, ge=1, description="Also keep steps divisible by this.")
+    keep_best: int = Field(0, ge=0, description="Also keep this many of lowest held-out loss.")
+    digests: bool = Field(
+        True, description="Make and check digests of all files; false: damage is loaded unseen."
+    )
     async_save: bool = True
+    max_failed_saves: int | None = Field(
+        3, ge=1, description="Failed saves in a row that end the run; None: it goes on."
+    )
+    local_dir: str | None = Field(
+        None, description="Folder of a fast disk or in memory (/dev/shm) for saves in between."
+    )
+    local_interval: int | None = Field(None, ge=1, description="Steps between saves there.")
     resume: Literal["auto", "never", "require"] = "auto"
     init_from: str | None = Field(
         None,
         description="Start step 0 from the weights in this Hugging Face, mjax or Megatron folder.",
+    )
+    init_changes: list[Literal["vocab_size", "num_hidden_layers"]] = Field(
+        [],
+        description="In what the model may differ from those weights; what they lack is drawn.",
     )
 
 
@@ -380,9 +250,18 @@ class LogConfig(Group):
     """Sinks; JSON lines and the console are always on."""
 
     interval: int = Field(10, ge=1)
+    diagnostics_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between records of the norms of each layer and of the gradient noise; "
+        "each costs up to three steps (docs/debugging.md).",
+    )
     tensorboard: bool = False
     wandb_project: str | None = None
     peak_tflops: float | None = Field(None, gt=0, description="For MFU; None: known chips.")
+    profile_steps: list[int] | None = Field(
+        None, description="[first, last] step of a trace in run.dir/profile."
+    )
 
 
 class Config(Group):

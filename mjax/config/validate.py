@@ -9,6 +9,7 @@ demand what every dp would. The batch and schedule rules are Megatron-LM's
 from mjax.config.mesh_rules import MESH_RULES, Rule, count_slots, mesh_sizes, not_for_cudnn
 from mjax.config.model_rules import MODEL_RULES
 from mjax.config.optimizer_rules import OPTIMIZER_RULES
+from mjax.config.paths import MOUNT_IT, NEEDS_FILES, is_address
 from mjax.config.remat import not_kept, remat_policies
 from mjax.config.schema import Config
 from mjax.errors import UserError
@@ -20,8 +21,9 @@ def validate(cfg: Config, device_count: int | None = None) -> None:
     Without a `device_count`, rules that need it are left out.
     """
     for rule in RULES:
-        if not rule.ok(cfg):
-            raise UserError(rule.error(cfg))
+        error = rule.error(cfg)
+        if error:
+            raise UserError(error)
     if device_count is None:
         return
     sizes = mesh_sizes(cfg.mesh, device_count)
@@ -76,6 +78,11 @@ def _undivided_ramp_sizes(c: Config) -> list[int]:
     start, increment, _ = c.train.rampup_batch_size
     sizes = range(start, c.train.global_batch_size, increment)
     return [size for size in sizes if size % _sequences_per_micro_batch(c)]
+
+
+def _profile_ok(c: Config) -> bool:
+    steps = c.log.profile_steps
+    return steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
 
 
 def _not_kept(c: Config) -> list[str]:
@@ -173,6 +180,47 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.train.sample_prompt is None or c.data.tokenizer is not None,
         "`train.sample_prompt` cannot be read without a tokenizer",
         "set data.tokenizer or train.sample_prompt=null",
+    ),
+    Rule(
+        "run_dir_is_files",
+        lambda c: not is_address(c.run.dir),
+        f"`run.dir` {NEEDS_FILES}",
+        MOUNT_IT,
+    ),
+    Rule(
+        "init_from_is_files",
+        lambda c: not is_address(c.checkpoint.init_from),
+        f"`checkpoint.init_from` {NEEDS_FILES}",
+        MOUNT_IT,
+    ),
+    Rule(
+        "local_dir_is_files",
+        lambda c: not is_address(c.checkpoint.local_dir),
+        f"`checkpoint.local_dir` {NEEDS_FILES}",
+        "give a folder of this machine's disk or memory",
+    ),
+    Rule(
+        "local_tier_is_whole",
+        lambda c: (c.checkpoint.local_dir is None) == (c.checkpoint.local_interval is None),
+        "`checkpoint.local_dir` and `checkpoint.local_interval` go together",
+        "set both or neither",
+    ),
+    Rule(
+        "local_is_more_frequent",
+        lambda c: (c.checkpoint.local_interval or 0) < (c.checkpoint.interval or 10**18),
+        "`checkpoint.local_interval` is not below `checkpoint.interval`, so no save would be local",
+        "lower the first, or set checkpoint.local_dir=null and checkpoint.local_interval=null",
+    ),
+    Rule(
+        "best_is_measured",
+        lambda c: (
+            not c.checkpoint.keep_best
+            or c.train.eval_interval is not None
+            and (c.checkpoint.interval or 0) % c.train.eval_interval == 0
+        ),
+        "`checkpoint.keep_best` needs the held-out loss of every step that is saved, but "
+        "`checkpoint.interval` is no multiple of `train.eval_interval`",
+        "set both, the first as a multiple of the second",
     ),
     *OPTIMIZER_RULES,
     # schedule
@@ -296,6 +344,18 @@ RULES: tuple[Rule, ...] = (
         ),
         "`checkpoint.keep_every` is not a multiple of `checkpoint.interval`",
         "only saved steps can be kept: change either",
+    ),
+    Rule(
+        "profile_steps_follow",
+        _profile_ok,
+        "`log.profile_steps` is not a first and a last step",
+        "give [first, last], as in [10, 12], counted from 1",
+    ),
+    Rule(
+        "diagnostics_offload",
+        lambda c: c.log.diagnostics_interval is None or c.optimizer.offload is not True,
+        "`log.diagnostics_interval` is not built for moments on the host (`optimizer.offload`)",
+        "set log.diagnostics_interval=null or optimizer.offload=false",
     ),
     Rule(
         "cudnn_supports",

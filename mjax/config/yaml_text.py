@@ -8,6 +8,7 @@ lists work; quotes keep it a string. `$${` is a literal `${`. Invariant: `write(
 `x`. Every problem is a `UserError` that names the file, the line and the key.
 """
 
+import itertools
 import os
 import re
 
@@ -43,6 +44,9 @@ _Dumper.add_representer(
     list, lambda d, x: d.represent_sequence("tag:yaml.org,2002:seq", x, flow_style=True)
 )
 
+LONGEST_TEXT = 4_000_000  # characters of a config
+MOST_VALUES = 100_000  # values in a config; aliases of aliases multiply them
+
 _ENV = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(:-(?P<default>[^}]*))?\}|\$\{")
 
 
@@ -53,11 +57,38 @@ def read(text: str, source: str, places: dict[str, str], key: str = "") -> objec
     `source` for a one-line value. Raises `UserError` for anything malformed.
     """
     lines = not key
+    if len(text) > LONGEST_TEXT:
+        raise UserError(f"{source}: longer than {LONGEST_TEXT:,} characters; is it a config?")
+    try:
+        return _construct(text, source, places, key)
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        at = f"{source}:{mark.line + 1}" if mark and lines else source
+        hint = "" if lines else "; quote the value if it is text"
+        raise UserError(f"{at}: not valid YAML: {e.problem or e.context}{hint}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        if isinstance(e, UserError):
+            raise
+        why = "nested too deeply" if isinstance(e, RecursionError) else " ".join(str(e).split())
+        raise UserError(f"{source}: not valid YAML: {why}") from None
+
+
+def _construct(text: str, source: str, places: dict[str, str], key: str) -> object:
+    """The value of a document, as `read` says, with the errors of YAML as they come."""
+    loader = _Loader(text)
+    lines = not key
 
     def where(node: yaml.Node) -> str:
         return f"{source}:{node.start_mark.line + 1}" if lines else source
 
+    visits = itertools.count(1)
+
     def value(node: yaml.Node, key: str) -> object:
+        if next(visits) > MOST_VALUES:
+            raise UserError(
+                f"{where(node)}: more than {MOST_VALUES:,} values, counting each that an alias "
+                "repeats; remove aliases (*name)"
+            )
         places[key] = where(node)
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
             mapping: dict[str, object] = {}
@@ -80,30 +111,26 @@ def read(text: str, source: str, places: dict[str, str], key: str = "") -> objec
         if node.style or interpolation is None or not interpolation["name"]:
             return expanded
         try:
-            return yaml.load(expanded, _Loader)
-        except yaml.YAMLError:
+            return _without_aliases(yaml.load(expanded, _Loader), expanded)
+        except (yaml.YAMLError, RecursionError):
             raise UserError(
                 f"{where(node)}: {key}: {raw} is {expanded!r}, which is not valid YAML; mend it"
             ) from None
 
-    try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        return None if root is None else value(root, key)
-    except yaml.MarkedYAMLError as e:
-        mark = e.problem_mark or e.context_mark
-        at = f"{source}:{mark.line + 1}" if mark and lines else source
-        hint = "" if lines else "; quote the value if it is text"
-        raise UserError(f"{at}: not valid YAML: {e.problem or e.context}{hint}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        if isinstance(e, UserError):
-            raise
-        raise UserError(f"{source}: not valid YAML: {' '.join(str(e).split())}") from None
+    root = loader.get_single_node()
+    return None if root is None else value(root, key)
 
 
 def write(tree: dict) -> str:
     """A tree as YAML text: blocks in the tree's order, lists in one line; it reads back equal."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=100_000, allow_unicode=True)
+
+
+def _without_aliases(value: object, text: str) -> object:
+    """`value`, read from `text`; raises `YAMLError` if it may repeat parts of itself."""
+    if isinstance(value, (dict, list)) and "*" in text:
+        raise yaml.YAMLError("aliases are not allowed here")
+    return value
 
 
 def _expand(text: str, key: str, where: str) -> str:

@@ -24,8 +24,8 @@ def cached_arrays(
     key: dict,
     names: Sequence[str],
     build: Callable[[], Sequence[np.ndarray]],
-) -> tuple[np.ndarray, ...]:
-    """The arrays `build()` returns, memory-mapped from `folder`/HASH/NAME.npy.
+) -> tuple[list[np.ndarray], list[Path]]:
+    """(the arrays `build()` returns, memory-mapped; their files `folder`/HASH/NAME.npy).
 
     `key` is JSON data that determines them; it is kept beside the arrays. Raises `UserError` if
     the entry is missing and `folder` cannot be written.
@@ -42,8 +42,9 @@ def cached_arrays(
                 f"{folder}: the index cache cannot be written ({e.strerror}): "
                 "set data.cache_dir to a folder you may write"
             ) from e
+    files = [entry / f"{name}.npy" for name in names]
     try:
-        return tuple(np.asarray(np.load(entry / f"{n}.npy", mmap_mode="r")) for n in names)
+        return [np.asarray(np.load(file, mmap_mode="r")) for file in files], files
     except (OSError, ValueError, EOFError) as e:
         raise UserError(f"{entry}: damaged index cache ({e}): delete this folder") from e
 

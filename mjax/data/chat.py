@@ -15,9 +15,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mjax.data.time_limit import time_limit
 from mjax.errors import UserError
 from mjax.json_file import read_json
 
+LONGEST_RENDERING = 5.0  # seconds; real templates take milliseconds
+LONGEST_PRODUCT = 10_000_000  # characters or digits that a template may make of one operator
+TEMPLATE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TimeoutError,
+    TypeError,
+    ValueError,
+)
 TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -46,14 +59,15 @@ class ChatTemplate:
         try:
             given = json.loads(json.dumps([list(messages), tools, variables]))
             chat = [{k: v for k, v in message.items() if v is not None} for message in given[0]]
-            return _compiled(self.source).render(
-                **{**self.tokens, **given[2]},
-                messages=chat,
-                tools=given[1],
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as e:
+            with time_limit(LONGEST_RENDERING):
+                return _compiled(self.source).render(
+                    **{**self.tokens, **given[2]},
+                    messages=chat,
+                    tools=given[1],
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                )
+        except (jinja2.TemplateError, *TEMPLATE_ERRORS) as e:
             raise UserError(
                 f"{self.origin}: the chat template cannot render these messages: {e}; mend the "
                 "messages (roles, their order, content) or the template"
@@ -98,6 +112,12 @@ def import_jinja() -> None:
         raise UserError("chat templates need jinja2: `pip install 'mjax[chat]'`") from e
 
 
+def _repeated(what: object, count: object) -> int:
+    """The length of `what` repeated `count` times; 0 if it is no sequence."""
+    is_repeat = isinstance(what, (str, list, tuple)) and isinstance(count, int)
+    return len(what) * count if is_repeat else 0
+
+
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str):
     """The template in the environment that Hugging Face gives its templates."""
@@ -127,7 +147,21 @@ def _compiled(source: str):
             sort_keys=sort_keys,
         )
 
-    environment = ImmutableSandboxedEnvironment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """The sandbox, which also refuses operators whose result fills the memory."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context, operator, left, right):
+            if operator == "**":
+                size = abs(right) * 16
+            else:
+                size = max(_repeated(left, right), _repeated(right, left))
+            if size > LONGEST_PRODUCT:
+                raise TemplateError(f"the result of {operator} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json

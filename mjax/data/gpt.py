@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mjax.data.cache import cached_arrays
-from mjax.data.indexed import REMEDY, IndexedDataset
+from mjax.data.indexed import REMEDY, IndexedDataset, Watch
 from mjax.errors import UserError
 
 SPLITS = ("train", "valid", "test")
@@ -145,12 +145,14 @@ class GPTDataset:
             "seed": seed,
         }
         sequences = np.arange(begin, end, dtype=np.int32)
-        self.document_index, self.sample_index, self.shuffle_index = cached_arrays(
+        indices, files = cached_arrays(
             cache_dir or f"{prefix}.cache",
             key,
             Indices._fields,
             lambda: build_indices(data.lengths, sequences, seq_length, num_samples, seed),
         )
+        self.document_index, self.sample_index, self.shuffle_index = indices
+        self._watch = Watch(files)
 
     def _sequences(self, split: str | int, fractions: Sequence[float]) -> tuple[int, int]:
         """The split's range, once it is known to hold a sample."""
@@ -179,8 +181,9 @@ class GPTDataset:
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked: the fields of `[i]`, each [B, S].
 
-        A sample is a few pieces, one per sequence it touches. One gather fetches all pieces.
+        A sample is a few pieces, one per sequence it touches. One call fetches all pieces.
         """
+        self._watch.check()
         b, s = len(indices), self.seq_length
         k = self.shuffle_index[np.asarray(indices, np.int64)].astype(np.int64)
         first, offset = self.sample_index[k].T.astype(np.int64)
@@ -195,9 +198,8 @@ class GPTDataset:
         stop[tail] = end + 1
         size = stop - begin
         start = np.cumsum(size) - size  # where each piece lands in the flat batch
-        source = np.arange(b * (s + 1))
-        source += np.repeat(self.dataset.offsets[sequence] + begin - start, size)
-        text = self.dataset.tokens.take(source).reshape(b, s + 1)
+        text = self.dataset.gather(self.dataset.offsets[sequence] + begin, size)
+        text = text.reshape(b, s + 1)
         self._check_ids(text)
 
         tokens = text[:, :-1].astype(np.int32)

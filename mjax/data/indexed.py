@@ -37,6 +37,23 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
+class Watch:
+    """Files that must stay as they are now, by their sizes and times of change."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self._known = {path: _look(path) for path in paths}
+
+    def check(self) -> None:
+        """Raise `UserError` naming the first file that is not what it was."""
+        for path, known in self._known.items():
+            now = _look(path)
+            if now != known:
+                raise UserError(
+                    f"{path}: changed while it was in use, from {known[0]} bytes to {now[0]}; put "
+                    "the file back as it was and start again"
+                )
+
+
 class IndexedDataset:
     """Read-only view of `PREFIX.bin` and `PREFIX.idx`; `[i]` is sequence i, a view of the file.
 
@@ -51,6 +68,7 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise UserError(f"{path}: no such file; a data prefix names PREFIX.bin and .idx")
+        self._watch = Watch([self.bin_path])
         try:
             self._read_index()
             self.tokens = _memmap(self.bin_path, self.dtype)
@@ -113,6 +131,28 @@ class IndexedDataset:
         if not 0 <= offset <= stop <= size:
             raise IndexError(f"tokens [{offset}, {stop}) of sequence {i}, which has {size}")
         return self.tokens[start + offset : start + stop]
+
+    def gather(self, begin: np.ndarray, size: np.ndarray) -> np.ndarray:
+        """Tokens [begin, begin + size) of `.bin` for each of many pieces, end to end.
+
+        They are read, not mapped: a file that is cut or fails while a run reads it is a
+        `UserError` here, but a signal that kills the process where it is mapped.
+        """
+        self._watch.check()
+        tokens = np.empty(size.sum(), self.dtype)
+        raw, width, at = memoryview(tokens.view(np.uint8)), self.dtype.itemsize, 0
+        try:
+            pieces = zip((begin * width).tolist(), (size * width).tolist(), strict=True)
+            with open(self.bin_path, "rb", buffering=0) as file:
+                for start, count in pieces:
+                    if os.preadv(file.fileno(), [raw[at : at + count]], start) != count:
+                        raise UserError(f"{self.bin_path}: ends too early; {REMEDY}")
+                    at += count
+        except OSError as e:
+            raise UserError(
+                f"{self.bin_path}: cannot be read: {e.strerror}; mend the disk or copy the file"
+            ) from e
+        return tokens
 
 
 class IndexedDatasetWriter:
@@ -224,6 +264,14 @@ class IndexedDatasetWriter:
                     f"{self.prefix}: token ids {data.min()}..{data.max()} do not fit {self.dtype}"
                 )
         return data.astype(self.dtype)
+
+
+def _look(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror}; put the file back") from e
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _memmap(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -93,6 +93,16 @@ def build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset
 
     `data.text` is prepared first if need be. Raises `UserError` on anything unusable.
     """
+    try:
+        return _build_datasets(cfg, num_train, num_valid)
+    except (MemoryError, OverflowError) as e:
+        raise UserError(
+            f"data: the order of {num_train:,} samples does not fit in memory; lower train.steps, "
+            "train.max_tokens or train.global_batch_size"
+        ) from e
+
+
+def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
     data, seed = cfg.data, cfg.run.seed
     given = [k for k in ("paths", "text", "mock") if getattr(data, k)]
     if len(given) != 1:

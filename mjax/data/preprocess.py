@@ -28,6 +28,7 @@ import numpy as np
 from mjax.data.indexed import IndexedDatasetWriter, token_dtype
 from mjax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer, train_tokenizer
 from mjax.errors import UserError, run_cli
+from mjax.json_file import parse_json
 
 try:
     import zstandard  # an extra
@@ -150,7 +151,7 @@ def document_text(document: Document, json_key: str) -> str:
     try:
         if not document.is_json:
             return document.raw.decode("utf-8")
-        row = json.loads(document.raw)
+        row = parse_json(document.raw)
     except UnicodeDecodeError as e:
         raise UserError(f"{document.where}: not UTF-8 text ({e.reason}): convert or remove") from e
     except ValueError as e:

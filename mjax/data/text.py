@@ -21,6 +21,7 @@ from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.preprocess import expand, preprocess, read_texts
 from mjax.data.tokenizer import load_tokenizer, train_tokenizer
 from mjax.errors import UserError
+from mjax.json_file import read_json
 
 VERSION = 1  # raise it when the same settings give other files
 
@@ -50,12 +51,19 @@ def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
     stamp = folder / "settings.json"
     try:
         with _lock(folder.with_name("data.lock")):
-            if not stamp.is_file() or json.loads(stamp.read_text()) != settings:
+            if not _was_made_with(stamp, settings):
                 _rebuild(data.text, data.tokenizer, settings, folder)
     except OSError as e:
         raise UserError(f"{run_dir}: cannot be written ({e.strerror}): set run.dir") from e
     tokenizer = load_tokenizer(spec)
     return TextCorpus(str(folder / "corpus"), spec, tokenizer.vocab_size, tokenizer.eod_id)
+
+
+def _was_made_with(stamp: Path, settings: dict) -> bool:
+    try:
+        return stamp.is_file() and read_json(stamp) == settings
+    except UserError as e:
+        raise UserError(f"{e}, or delete the folder {stamp.parent} to make it again") from None
 
 
 def _rebuild(text: str, tokenizer: str, settings: dict, folder: Path) -> None:

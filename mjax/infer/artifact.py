@@ -169,7 +169,7 @@ def read_weights(folder: Path, wanted: dict[str, dict]) -> dict[str, jax.Array]:
             array = raw[first:last].view(DTYPES[header[name]["dtype"]])
             out[name] = jax.device_put(array.reshape(entry["shape"]).astype(entry["dtype"]))
         return out
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, RecursionError) as e:
         raise ArtifactError(f"{path}: damaged ({e!r}); copy the artifact again") from None
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import CacheSpec, cache_specs
 from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Decoder

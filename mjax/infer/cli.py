@@ -21,6 +21,7 @@ def load_model(args: argparse.Namespace):
     """(the `Pretrained` of --ckpt on --tp devices, its dtype, its tokenizer)."""
     import jax
 
+    from mjax.checkpoint.side import tokenizer_of
     from mjax.config.schema import MeshConfig
     from mjax.pretrained import from_pretrained
     from mjax.sharding.mesh import make_mesh
@@ -33,7 +34,7 @@ def load_model(args: argparse.Namespace):
         mesh = make_mesh(MeshConfig(dp=1, tp=args.tp), jax.devices()[: args.tp])
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = from_pretrained(args.ckpt, mesh=mesh, dtype=dtype)
-    spec = args.tokenizer or model.tokenizer_dir
+    spec = args.tokenizer or tokenizer_of(args.ckpt)
     if spec is None:
         raise UserError(f"{args.ckpt}: holds no tokenizer; give --tokenizer")
     return model, dtype, load_tokenizer(spec)

@@ -5,7 +5,7 @@ tokens a row and `decode` one, by the same convention, so a prompt of any length
 Weights are arguments, saved beside in their own file: a program is kilobytes whatever the model's
 size, all buckets share one copy, and fine-tuned weights need no new export. Attention is plain XLA:
 `jax.export` promises to read a program for months only if it calls nothing but what it lists as
-stable, which cuDNN's and Pallas' calls are not. Invariant: a program computes `cache.extend`.
+stable, which cuDNN's and our own kernels are not. Invariant: a program computes `cache.extend`.
 """
 
 import hashlib
@@ -20,12 +20,13 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
 
 import mjax
 from mjax.checkpoint.safetensors import write_file
 from mjax.checkpoint.source import Source, block_shape, blocks, flat
 from mjax.checkpoint.store import new_folder
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer import artifact
 from mjax.infer.cache import KVCache, extend
@@ -36,7 +37,7 @@ from mjax.models.params import Definition
 PLATFORMS = ("cpu", "cuda")
 # Letters in shapes: B rows and T cache slots of a bucket, S tokens of a row in one call.
 CACHE_ABOUT = {
-    "layers": "of each layer and branch; of attention [B, T, kv heads, head size], keys after "
+    "layers": "of each layer and branch; of attention [B, kv heads, T, head size], keys after "
     "rotary embedding",
     "real": "1 where a slot holds a token, 0 for padding and empty slots",
     "lengths": "tokens of each row, which is its next position",
@@ -134,9 +135,12 @@ def _check(cfg: ModelConfig, batches, lengths, platforms, block: int) -> None:
 
 def _cache(cfg: ModelConfig, dtype: str) -> dict[str, dict]:
     """Name -> shape, with letters, and dtype of the leaves of a `KVCache`."""
-    paths = jax.tree_util.tree_flatten_with_path(cache_specs(cfg, "B", "T"))[0]
+    paths = tree_flatten_with_path(cache_specs(cfg, "B", "T"))[0]
     layers = {
-        ".".join(["layers", *map(_key_name, path)]): {"shape": list(spec.shape), "dtype": dtype}
+        f"layers.{keystr(path, simple=True, separator='.')}": {
+            "shape": list(spec.shape),
+            "dtype": dtype,
+        }
         for path, spec in paths
     }
     return layers | {
@@ -144,14 +148,6 @@ def _cache(cfg: ModelConfig, dtype: str) -> dict[str, dict]:
         "lengths": {"shape": ["B"], "dtype": "int32"},
         "column": {"shape": [], "dtype": "int32"},
     }
-
-
-def _key_name(key: object) -> str:
-    """A key of a key path, as users read it."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    raise TypeError(key)
 
 
 def _program(

@@ -3,7 +3,8 @@
 Parameters are global arrays on any mesh and the model an ordinary function of them, so XLA
 partitions it by their shardings (tp over heads, MLP and vocabulary; the cache over kv heads, which
 are copied where tp does not divide them). The device knows nothing of end tokens and stop strings:
-it runs one step ahead while the host reads, decodes and decides. Invariant: what a row gives
+it runs one step ahead while the host reads, decodes and decides, so a step must not make the host
+wait (`sample.Draws`). Invariant: what a row gives
 depends on its prompt, its settings, the seed and its number alone, not on other rows or padding.
 Lengths of prompts and caches are rounded up to powers of two, so that few programs are compiled.
 """
@@ -14,13 +15,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated
-from mjax.infer.sample import Sampling, Settings, sample, settings_of
+from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, settings_of
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
 from mjax.models.params import Definition
@@ -72,11 +73,11 @@ class Generator:
         refused.
         """
         self.cfg, self.tokenizer = cfg, tokenizer
-        mesh = mesh_of(params)
+        self._mesh = mesh = mesh_of(params)
         self._params = take_apart(definition.specs, params, jnp.dtype(dtype), donate)
-        programs = _Programs(definition, cfg, mesh, jnp.dtype(dtype))
-        self._prefill = jax.jit(programs.prefill, static_argnames="length")
-        self._step = jax.jit(programs.step, donate_argnames="state")
+        programs = Programs(definition, cfg, mesh, jnp.dtype(dtype))
+        self._prefill = jax.jit(programs.prefill, static_argnames=("draws", "length"))
+        self._step = jax.jit(programs.step, static_argnames="draws", donate_argnames="state")
 
     def stream(
         self,
@@ -97,14 +98,16 @@ class Generator:
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
         open_rows = {row: TextStream(decode, ids, stop) for row, ids in enumerate(prompts)}
         ids, real = left_padded(prompts, bucket(max(map(len, prompts))))
-        settings = settings_of([sampling] * len(prompts))
+        sampled = [sampling] * len(prompts)
+        settings, draws = self._on_device(settings_of(sampled)), draws_of(sampled)
         length = ids.shape[1] + bucket(max_new_tokens)
         seed = np.uint32(seed % 2**32)
-        state, made = self._prefill(self._params, ids, real, settings, seed, length=length)
+        inputs = ids, real, settings, draws, seed
+        state, made = self._prefill(self._params, *inputs, length=length)
         for left in range(max_new_tokens - 1, -1, -1):
             now = made
             if left:
-                state, made = self._step(self._params, settings, state=state)
+                state, made = self._step(self._params, settings, draws, state=state)
             tokens, logprobs = (np.asarray(x) for x in now)  # the device is a step ahead
             for row, text in list(open_rows.items()):
                 token, finish = int(tokens[row]), ""
@@ -135,6 +138,11 @@ class Generator:
             for row in rows
         ]
 
+    def _on_device(self, settings: Settings) -> Settings:
+        """The settings where the model is, so that they are not sent again with every step."""
+        where = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        return jax.device_put(settings, where)
+
     def _check(self, prompts, max_new_tokens: int, stop: Sequence[str]) -> None:
         limit = self.cfg.max_position_embeddings
         if not prompts or max_new_tokens < 1:
@@ -159,7 +167,7 @@ class Generator:
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity
-class _Programs:
+class Programs:
     """The two jitted functions, over what is static. A state is (cache, last tokens [B], keys [B],
     seen [B, V]); both also return (tokens [B], log-probs [B]) for the host."""
 
@@ -168,25 +176,26 @@ class _Programs:
     mesh: Mesh | None
     dtype: jnp.dtype
 
-    def prefill(self, params, ids, real, settings: Settings, seed, length: int):
+    def prefill(self, params, ids, real, settings: Settings, draws: Draws, seed, length: int):
         rows = jnp.arange(ids.shape[0])
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
         seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
         seen = seen.at[rows[:, None], ids].max(real > 0)
         cache = empty_cache(self.cfg, len(rows), length, self.dtype, self.mesh)
-        return self._next(params, settings, cache, ids, real, keys, seen)
+        return self._next(params, settings, draws, cache, ids, real, keys, seen)
 
-    def step(self, params, settings: Settings, state: tuple):
+    def step(self, params, settings: Settings, draws: Draws, state: tuple):
         cache, token, keys, seen = state
         ids = token[:, None]
-        return self._next(params, settings, cache, ids, jnp.ones_like(ids), keys, seen)
+        real = jnp.ones_like(ids)
+        return self._next(params, settings, draws, cache, ids, real, keys, seen)
 
-    def _next(self, params, settings, cache: KVCache, ids, real, keys, seen):
+    def _next(self, params, settings, draws, cache: KVCache, ids, real, keys, seen):
         model = self.definition.bind(params)
         x, cache = extend(model, cache, ids, real, self.mesh)
         logits = gathered(model.logits(x[:, -1]), self.mesh)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
-        token, logprob = sample(logits, own, settings, seen)
+        token, logprob = sample(logits, own, settings, seen, draws)
         seen = seen.at[jnp.arange(len(token)), token].set(True)
         state, made = replicated(((token, keys, seen), (token, logprob)), self.mesh)
         return (cache, *state), made

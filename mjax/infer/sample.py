@@ -1,9 +1,10 @@
 """From logits to a token: penalty, temperature, top-k, top-p, min-p, one draw per row.
 
-Pure and jittable; every row has settings and a key of its own, so one program serves any mixture
-and a row's token does not depend on its neighbors. Order and rules are Hugging Face's: repetition
-penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv 1904.09751), min-p (arXiv 2407.01082),
-each over what the one before has left. Tokens of equal logits are kept or dropped together.
+Pure and jittable; every row has settings and a key of its own, so a row's token does not depend on
+its neighbors. What no row of a batch needs, its program leaves out (`Draws`). Order and rules are
+Hugging Face's: repetition penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv 1904.09751),
+min-p (arXiv 2407.01082), each over what the one before has left. Tokens of equal logits are kept or
+dropped together.
 """
 
 from collections.abc import Sequence
@@ -54,28 +55,46 @@ def settings_of(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
     return {f.name: np.asarray(c, kinds.get(f.name, np.float32)) for f, c in named}
 
 
+@dataclass(frozen=True)
+class Draws:
+    """What some row of a batch needs besides its likeliest token; static.
+
+    random: a draw, at a temperature above 0.
+    limited: top-k, top-p or min-p before its draw.
+
+    The device could find out by itself, but XLA's host waits for the predicate of a branch. Each
+    step would be launched after the end of the one before, with the device idle meanwhile.
+    """
+
+    random: bool = False
+    limited: bool = False
+
+
+def draws_of(rows: Sequence[Sampling]) -> Draws:
+    """What the rows of a batch need."""
+    hot = [row for row in rows if row.temperature > 0]
+    limits = [row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in hot]
+    return Draws(bool(hot), any(limits))
+
+
 def sample(
-    logits: jax.Array, keys: jax.Array, settings: Settings, seen: jax.Array
+    logits: jax.Array, keys: jax.Array, settings: Settings, seen: jax.Array, draws: Draws
 ) -> tuple[jax.Array, jax.Array]:
     """logits fp32 [B, V], keys [B], seen bool [B, V] -> tokens int32 [B], log-probs fp32 [B].
 
-    A log-probability is the model's own, before penalty, temperature and limits: that of scoring
-    the finished text.
+    `draws` covers what `settings` ask for (`draws_of`). A log-probability is the model's own,
+    before penalty, temperature and limits: that of scoring the finished text.
     """
     z = penalised(logits, seen, settings["repetition_penalty"])
-    best = jnp.argmax(z, -1).astype(jnp.int32)
-    hot = settings["temperature"] > 0
-
-    def draw():
-        scaled = z / jnp.where(hot, settings["temperature"], 1.0)[:, None]
-        limits = (settings["top_k"] > 0) | (settings["top_p"] < 1) | (settings["min_p"] > 0)
-        left = jax.lax.cond(
-            jnp.any(limits & hot), lambda: limited(scaled, settings), lambda: scaled
-        )
+    token = jnp.argmax(z, -1).astype(jnp.int32)
+    if draws.random:
+        hot = settings["temperature"] > 0
+        left = z / jnp.where(hot, settings["temperature"], 1.0)[:, None]
+        if draws.limited:
+            left = limited(left, settings)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:]))(keys)
-        return jnp.where(hot, jnp.argmax(left + noise, -1).astype(jnp.int32), best)
-
-    token = jax.lax.cond(jnp.any(hot), draw, lambda: best)
+        drawn = jnp.argmax(left + noise, -1).astype(jnp.int32)
+        token = jnp.where(hot, drawn, token)
     chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, -1)
 

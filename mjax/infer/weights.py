@@ -23,11 +23,10 @@ def take_apart(specs: dict, params: dict, dtype: jnp.dtype, donate: bool = False
     """
 
     def convert(spec: ParamSpec, old: jax.Array) -> jax.Array | list[jax.Array]:
-        stacked = spec.axes[:1] == ("layers",)
-        if not stacked and old.dtype == dtype:
+        if not spec.is_stacked and old.dtype == dtype:
             return old
-        where = _of_layer(old.sharding) if stacked else old.sharding
-        function = _cast_rows if stacked else _cast
+        where = _of_layer(old.sharding) if spec.is_stacked else old.sharding
+        function = _cast_rows if spec.is_stacked else _cast
         new = jax.jit(function, static_argnums=1, out_shardings=where)(old, jnp.dtype(dtype))
         if donate:
             jax.block_until_ready(new)

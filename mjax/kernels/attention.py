@@ -30,7 +30,7 @@ from mjax.kernels.attention_call import (
 from mjax.kernels.chooser import choose
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
-_MASKED = -1e30
+_MASKED = -1e30  # the score of a key that is not seen; a softmax over such alone stays finite
 
 
 def attention(
@@ -88,8 +88,8 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
     for size in (q.shape[-1], v.shape[-1]):
         if size % 8 or size > 256:
             raise UserError(
-                f"model.head_dim={size}: cuDNN attention needs a multiple of 8 up to 256; "
-                "set train.attention=xla"
+                f"model.attention.head_dim={size}: cuDNN attention needs a multiple of 8 up to "
+                "256; set train.attention=xla"
             )
 
 
@@ -138,12 +138,7 @@ def _dense(q, k, v, call, arrays):
     groups = n // k.shape[2]
     q_BSKGH = q.reshape(b, s, k.shape[2], groups, h)
     scores = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k, preferred_element_type=jnp.float32)
-    scores = scores * call.scale
-    if call.softcap is not None:
-        scores = call.softcap * jnp.tanh(scores / call.softcap)
-    seen = _seen(call, arrays)
-    if seen is not None:
-        scores = jnp.where(seen, scores, _MASKED)
+    scores = masked_scores(scores, seen_keys(call, arrays), call)
     if arrays.sinks is None:
         probs = jax.nn.softmax(scores, axis=-1)
     else:
@@ -158,7 +153,18 @@ def _dense(q, k, v, call, arrays):
     return out.reshape(b, s, n, v.shape[-1])
 
 
-def _seen(call, arrays):
+def masked_scores(products: jax.Array, seen: jax.Array | None, call: AttentionCall) -> jax.Array:
+    """What softmax takes: fp32 products of queries and keys, scaled, capped and masked.
+
+    `seen` broadcasts to them; None: all keys are seen.
+    """
+    scores = products * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * jnp.tanh(scores / call.softcap)
+    return scores if seen is None else jnp.where(seen, scores, _MASKED)
+
+
+def seen_keys(call: AttentionCall, arrays: AttentionArrays) -> jax.Array | None:
     """Which keys each query sees: bool, to broadcast to [B, K, N/K, S, T]; None: all."""
     seen, segments = None, arrays.segments
     if call.mask in ("causal", "prefix"):

@@ -45,7 +45,7 @@ class AttentionCall:
         assert self.mask in MASKS, f"mask {self.mask!r} is none of {MASKS}"
         if self.window is not None and self.mask != "causal":
             raise UserError(
-                f"model.sliding_window: windows need a causal mask, not {self.mask!r}; "
+                f"model.attention.sliding_window: windows need a causal mask, not {self.mask!r}; "
                 "leave the window out"
             )
 
@@ -83,11 +83,11 @@ class AttentionArrays:
 
 
 def features_in_use(call: AttentionCall, arrays: AttentionArrays) -> list[str]:
-    """The config keys of what a call uses and not every kernel has, but masks."""
+    """The keys of `model` for what a call uses and not every kernel has, but masks."""
     features = {
-        "attn_logit_softcapping": call.softcap is not None,
-        "attention_sinks": arrays.sinks is not None,
-        "attention_dropout": call.dropout > 0,
+        "attention.attn_logit_softcapping": call.softcap is not None,
+        "attention.attention_sinks": arrays.sinks is not None,
+        "attention.attention_dropout": call.dropout > 0,
     }
     return [name for name, used in features.items() if used]
 

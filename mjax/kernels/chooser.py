@@ -2,10 +2,15 @@
 
 `choose` is the only function that decides. Kernels ask it when they are traced, and `--dry-run`
 prints its answers. Limits were measured on an H200 (docs/lab). Names: xla is plain JAX; triton is
-our kernel in Pallas' Triton dialect; mosaic is our attention for Hopper; cudnn and te are NVIDIA's.
+our kernel in Triton; mosaic is our attention for Hopper, in Pallas; cudnn and te are NVIDIA's.
 """
 
+import contextlib
+import functools
+import importlib.util
 import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,14 +33,17 @@ WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA
 ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
 
 NO_GPU = "there is no GPU"
+NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
 
 
 @dataclass(frozen=True)
 class Device:
-    """backend: jax's name of it, cpu or gpu. hopper: whether Mosaic kernels run on it."""
+    """backend: jax's name of it, cpu or gpu. hopper: whether Mosaic kernels run on it. triton:
+    whether triton and jax-triton are installed."""
 
     backend: str
     hopper: bool = False
+    triton: bool = True
 
 
 class Choice(NamedTuple):
@@ -45,9 +53,22 @@ class Choice(NamedTuple):
     why: str
 
 
+_BELIEVED: ContextVar[Device | None] = ContextVar("believed", default=None)
+
+
 def this_device() -> Device:
-    """The default device."""
-    return Device(jax.default_backend(), on_hopper())
+    """The default device, or the one that `believed` names."""
+    return _BELIEVED.get() or Device(jax.default_backend(), on_hopper(), has_triton())
+
+
+@contextlib.contextmanager
+def believed(device: Device) -> Iterator[None]:
+    """Choose as if the default device were this one, which need not exist."""
+    token = _BELIEVED.set(device)
+    try:
+        yield
+    finally:
+        _BELIEVED.reset(token)
 
 
 def on_hopper() -> bool:
@@ -55,6 +76,12 @@ def on_hopper() -> bool:
     if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11):
         return False
     return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether our Triton kernels can be compiled."""
+    return all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
 
 
 def choose(
@@ -163,7 +190,9 @@ def _loss_rows(
 
 
 def _on_gpu(device: Device, why: str) -> Choice:
-    return Choice("triton", why) if device.backend == "gpu" else Choice("xla", NO_GPU)
+    if device.backend != "gpu":
+        return Choice("xla", NO_GPU)
+    return Choice("triton", why) if device.triton else Choice("xla", NO_TRITON)
 
 
 RULES = {

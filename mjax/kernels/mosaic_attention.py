@@ -36,7 +36,7 @@ def require_mosaic(q: jax.Array, v: jax.Array, call: AttentionCall) -> None:
         )
     if call.dropout > 0:
         raise UserError(
-            "model.attention_dropout: mosaic attention lacks it; set train.attention=xla"
+            "model.attention.attention_dropout: mosaic attention lacks it; set train.attention=xla"
         )
     refuse_masks_but(("causal",), call, "mosaic attention")
     if q.dtype != jnp.bfloat16:
@@ -46,7 +46,8 @@ def require_mosaic(q: jax.Array, v: jax.Array, call: AttentionCall) -> None:
         )
     if q.shape[-1] not in HEAD_SIZES:
         raise UserError(
-            f"model.head_dim={q.shape[-1]}: mosaic attention needs one of {HEAD_SIZES}; {remedy}"
+            f"model.attention.head_dim={q.shape[-1]}: mosaic attention needs one of {HEAD_SIZES}; "
+            f"{remedy}"
         )
     if v.shape[-1] != q.shape[-1]:
         raise UserError(

@@ -1,13 +1,11 @@
 """RMSNorm and LayerNorm over the last axis: a forward by XLA, a backward in one pass on GPUs.
 
 XLA's backward reads x and its output's gradient anew for each sum that it needs (1.4 of 4.2 TB/s on
-an H200). Our kernel, in Pallas' Triton dialect, reads both once: a program holds whole rows in
+an H200). Our Triton kernel (`norm_triton.py`) reads both once: a program holds whole rows in
 registers, finds their statistics again, and adds up its own part of the gradients of gain and bias;
 the parts are summed afterwards, without atomics, equal bit for bit each time. So a forward keeps
 its input and nothing else. Only a backward calls the kernel: what is exported, or generates, never
 does. Invariant: statistics, sums, gain and bias are fp32; what leaves is rounded once.
-
-jax 0.11 calls Pallas' Triton deprecated; 0.12 has it. Mosaic or jax-triton are where to go.
 """
 
 import functools
@@ -20,9 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from mjax.kernels.chooser import choose
+from mjax.kernels.triton_call import triton_call
 
 _SHARE = 16  # elements of a row that one thread holds
-_WARPS = 132 * 16  # in all: of an H200, so many fit at a time
+# Warps in all: so many fit at a time in an H200's registers. Narrow rows take fewer of those.
+_WARPS = 132 * 16
+_WARPS_NARROW = 132 * 24
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def tile_of(width: int) -> Tile:
     """THE rule, for rows of `width`."""
     padded = _power_of_2(width)
     warps = min(max(padded // (32 * _SHARE), 1), 32)
-    return Tile(max(32 * _SHARE // padded, 1), warps, max(_WARPS // warps, 132))
+    in_all = _WARPS_NARROW if warps == 1 else _WARPS
+    return Tile(max(32 * _SHARE // padded, 1), warps, max(in_all // warps, 132))
 
 
 def reference(
@@ -84,12 +86,11 @@ def supports(x: jax.Array, bias: jax.Array | None = None) -> bool:
 
 @dataclass(frozen=True)
 class How:
-    """Static arguments of `fused`; `interpret` runs the kernel on a CPU, for tests."""
+    """Static arguments of `fused`."""
 
     eps: float
     tile: Tile
     fork: bool = False
-    interpret: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -124,63 +125,29 @@ def norm_backward(
 ) -> list[jax.Array]:
     """The gradient of x [..., D], plus `stream` [..., D]; then fp32 parts [programs, D] of that of
     the gain and, where there is one, of the bias."""
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.triton as plt
+    from mjax.kernels import norm_triton
 
     width, tile = x.shape[-1], how.tile
-    rows, padded = math.prod(x.shape[:-1]), _power_of_2(width)
-    programs = min(tile.programs, pl.cdiv(rows, tile.rows))
-    steps = pl.cdiv(rows, tile.rows * programs)
-    inputs = [a.reshape(rows, width) for a in (x, dy, stream) if a is not None]
-
-    def kernel(gain_ref, *refs):
-        in_refs, (dx_ref, *part_refs) = refs[: len(inputs)], refs[len(inputs) :]
-        program = pl.program_id(0)
-        columns = jnp.arange(padded, dtype=jnp.int32)[None]
-        real = columns < width
-
-        def body(i, sums):
-            own = (program + i * programs) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
-            place, mask = (own[:, None], columns), (own < rows)[:, None] & real
-            read = [plt.load(ref.at[place], mask=mask, other=0.0) for ref in in_refs]
-            # each time anew, from the cache: registers are what limits the rows in flight
-            g = plt.load(gain_ref.at[columns], mask=real, other=0.0)
-            x, dy, *rest = (a.astype(jnp.float32) for a in read)
-            dx, *more = _of_rows(x, dy, g, how.eps, width, real if bias else None)
-            plt.store(dx_ref.at[place], sum(rest, dx).astype(dx_ref.dtype), mask=mask)
-            return tuple(s + m for s, m in zip(sums, more, strict=True))
-
-        zero = jnp.zeros((tile.rows, padded), jnp.float32)
-        sums = lax.fori_loop(0, steps, body, (zero,) * (1 + bias))
-        for ref, total in zip(part_refs, sums, strict=True):
-            plt.store(ref.at[program, columns[0]], jnp.sum(total, 0), mask=columns[0] < width)
-
+    rows = math.prod(x.shape[:-1])
+    programs = min(tile.programs, -(-rows // tile.rows))
     part = jax.ShapeDtypeStruct((programs, width), jnp.float32)
-    dx, *parts = pl.pallas_call(
-        kernel,
-        out_shape=[jax.ShapeDtypeStruct((rows, width), x.dtype), *[part] * (1 + bias)],
-        grid=(programs,),
-        compiler_params=plt.CompilerParams(num_warps=tile.warps),
-        interpret=how.interpret,
-        name="norm_backward",
-    )(gain, *inputs)
+    flat = [a.reshape(rows, width) for a in (x, dy, dy if stream is None else stream)]
+    dx, *parts = triton_call(
+        norm_triton.norm_backward,
+        [gain, *flat],
+        [jax.ShapeDtypeStruct((rows, width), x.dtype), *[part] * (1 + bias)],
+        programs=programs,
+        warps=tile.warps,
+        ROWS=rows,
+        WIDTH=width,
+        PADDED=_power_of_2(width),
+        TILE=tile.rows,
+        PROGRAMS=programs,
+        EPS=how.eps,
+        FORK=stream is not None,
+        **({} if bias else {"bias_parts": None}),
+    )
     return [dx.reshape(x.shape), *parts]
-
-
-def _of_rows(x, dy, gain, eps, width, real):
-    """(dx, dgain[, dbias]) of each row, fp32, zero where x and dy are padded with zeros. `real`:
-    the columns that are not, given for LayerNorm alone."""
-
-    def over(a):
-        return jnp.sum(a, 1, keepdims=True) * (1 / width)
-
-    w = dy * gain
-    z = x if real is None else jnp.where(real, x - over(x), 0.0)
-    r = lax.rsqrt(over(z * z) + eps)
-    dx = w - z * (over(w * z) * r * r)
-    if real is None:
-        return dx * r, dy * (z * r)
-    return (dx - over(w)) * r, dy * (z * r), dy
 
 
 def _power_of_2(n: int) -> int:

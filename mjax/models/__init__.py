@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.models.decoder import Decoder
 from mjax.models.params import Definition as Definition
 from mjax.models.params import ModelDefinition, define

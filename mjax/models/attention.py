@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
-from mjax.config.schema import ModelConfig
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
+from mjax.kernels.decode_attention import decode_attention
 from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
 from mjax.models.context import Context
 from mjax.models.context_attention import context_attention
@@ -29,7 +30,7 @@ from mjax.sharding.spec import ParamSpec
 
 
 class KeysValues(NamedTuple):
-    """The cache: keys after RoPE, and values, each [B, T, K, H]."""
+    """The cache: keys after RoPE, and values, each [B, K, T, H]."""
 
     keys: jax.Array
     values: jax.Array
@@ -43,8 +44,8 @@ class Attention(BranchModule):
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
-        width, head = cfg.hidden_size, cfg.head_dim
-        heads, kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
+        width, head = cfg.hidden_size, cfg.attention.head_dim
+        heads, kv_heads = cfg.attention.num_attention_heads, cfg.attention.num_key_value_heads
         q_axes = ("heads", "head_dim")
         kv_axes = ("pair", "kv_heads", "head_dim")
         q = ParamSpec(
@@ -73,26 +74,26 @@ class Attention(BranchModule):
         self.q = declare(rngs, q, init)
         self.kv = declare(rngs, kv, init)
         self.out = declare(rngs, out, normal(out_std))
-        if cfg.attention_bias:
+        if cfg.attention.attention_bias:
             q = ParamSpec((heads, head), q_axes, "bias", hf=_hf_names("q", "bias"))
             kv = ParamSpec((2, kv_heads, head), kv_axes, "bias", hf=_hf_names("kv", "bias"))
             self.q_bias = declare(rngs, q, zero)
             self.kv_bias = declare(rngs, kv, zero)
-        if cfg.attention_out_bias:
+        if cfg.attention.attention_out_bias:
             bias = ParamSpec((width,), ("embed",), "bias", hf=_hf_names("o", "bias"))
             self.out_bias = declare(rngs, bias, zero)
-        if cfg.qk_norm:
+        if cfg.attention.qk_norm:
             self.q_norm = self._head_norm("q_norm", heads, "heads", rngs)
             self.k_norm = self._head_norm("k_norm", kv_heads, "kv_heads", rngs)
-        if cfg.attention_sinks:
+        if cfg.attention.attention_sinks:
             sinks = ParamSpec((heads,), ("heads",), "scalar", hf=("self_attn.sinks",))
             self.sinks = declare(rngs, sinks, init)
 
     def _head_norm(self, name: str, heads: int, axis: str, rngs: nnx.Rngs) -> Norm:
         """The norm of queries or keys: of each head, or of all heads together."""
-        sizes: tuple[int, ...] = (self.cfg.head_dim,)
+        sizes: tuple[int, ...] = (self.cfg.attention.head_dim,)
         axes: tuple[str, ...] = ("head_dim",)
-        if self.cfg.qk_norm_all_heads:
+        if self.cfg.attention.qk_norm_all_heads:
             sizes, axes = (heads, *sizes), (axis, *axes)
         return Norm(self.cfg, sizes, axes, f"self_attn.{name}", rngs)
 
@@ -103,7 +104,7 @@ class Attention(BranchModule):
         cfg, ctx, tokens = self.cfg, inputs.ctx, inputs.tokens
         parallel = ctx.parallel
         q, k, v = self._project(x, ctx)
-        if cfg.qk_norm:
+        if cfg.attention.qk_norm:
             q = self.q_norm(q, parallel)
             k = self.k_norm(k, parallel)
         if inputs.letter in inputs.rope:
@@ -114,21 +115,25 @@ class Attention(BranchModule):
         key_columns, key_segments = tokens.columns, tokens.segments
         if cache is not None:
             first = tokens.columns[0]
-            k = _write_to_cache(cache.keys, k, first)
-            v = _write_to_cache(cache.values, v, first)
-            cache = KeysValues(k, v)
+            keys = _write_to_cache(cache.keys, k, first)
+            values = _write_to_cache(cache.values, v, first)
+            cache = KeysValues(keys, values)
+            k, v = keys.swapaxes(1, 2), values.swapaxes(1, 2)
             key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
             key_segments = tokens.key_segments
             call = replace(call, implementation="xla")
         arrays = AttentionArrays(
             columns=(tokens.columns, key_columns),
             segments=None if key_segments is None else (tokens.segments, key_segments),
-            sinks=self.sinks[...] if cfg.attention_sinks else None,
+            sinks=self.sinks[...] if cfg.attention.attention_sinks else None,
             dropout=self._dropout(inputs) if call.dropout > 0 else None,
         )
-        out = context_attention(q, k, v, call, arrays, ctx)
+        if cache is not None and x.shape[1] == 1:
+            out = decode_attention(q, *cache, call, arrays)
+        else:
+            out = context_attention(q, k, v, call, arrays, ctx)
         y = row(out, weight_of(self.out), ctx)
-        if cfg.attention_out_bias:
+        if cfg.attention.attention_out_bias:
             y = y + self.out_bias[...]
         return BranchOutput(y, cache=cache)
 
@@ -140,10 +145,10 @@ class Attention(BranchModule):
         Document masks are not discounted.
         """
         window = seq_length
-        if BRANCHES[letter].windowed and cfg.sliding_window:
-            window = min(cfg.sliding_window, seq_length)
+        if BRANCHES[letter].windowed and cfg.attention.sliding_window:
+            window = min(cfg.attention.sliding_window, seq_length)
         keys = window - window * window / (2 * seq_length)
-        return 12.0 * cfg.num_attention_heads * cfg.head_dim * keys
+        return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * keys
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> KeysValues:
@@ -151,16 +156,16 @@ class Attention(BranchModule):
 
         So every device has those that its query heads use and no more.
         """
-        heads = math.lcm(cfg.num_key_value_heads, tp)
-        shape = (batch, length, heads, cfg.head_dim)
-        spec = CacheSpec(shape, (None, None, "kv_heads", None))
+        heads = math.lcm(cfg.attention.num_key_value_heads, tp)
+        shape = (batch, heads, length, cfg.attention.head_dim)
+        spec = CacheSpec(shape, (None, "kv_heads", None, None))
         return KeysValues(spec, spec)
 
     def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, N/tp, H] and the k, v [B, S, K', H] that these query heads use."""
         kv_weight = self._local_kv_weight(ctx.parallel)
         q, kv = column(x, (weight_of(self.q), kv_weight), ctx)
-        if self.cfg.attention_bias:
+        if self.cfg.attention.attention_bias:
             q = q + self.q_bias[...]
             kv = kv + _local_kv_heads(self.kv_bias[...], self.cfg, ctx.parallel)
         return q, kv[..., 0, :, :], kv[..., 1, :, :]
@@ -178,10 +183,10 @@ class Attention(BranchModule):
     def _call(self, inputs: BranchInputs) -> AttentionCall:
         cfg, ctx = self.cfg, inputs.ctx
         return AttentionCall(
-            scale=cfg.attention_multiplier or cfg.head_dim**-0.5,
-            window=cfg.sliding_window if BRANCHES[inputs.letter].windowed else None,
-            softcap=cfg.attn_logit_softcapping,
-            dropout=cfg.attention_dropout if ctx.dropout else 0.0,
+            scale=cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5,
+            window=cfg.attention.sliding_window if BRANCHES[inputs.letter].windowed else None,
+            softcap=cfg.attention.attn_logit_softcapping,
+            dropout=cfg.attention.attention_dropout if ctx.dropout else 0.0,
             max_documents=ctx.max_documents,
             implementation=ctx.attention,
         )
@@ -189,17 +194,19 @@ class Attention(BranchModule):
     def _dropout(self, inputs: BranchInputs) -> DropoutPlaces:
         """What keys dropout on attention probabilities, of this device's query heads."""
         tokens, parallel = inputs.tokens, inputs.ctx.parallel
-        local = self.cfg.num_attention_heads // parallel.tp
+        local = self.cfg.attention.num_attention_heads // parallel.tp
         heads = parallel.index("tp") * local + jnp.arange(local)
         key = jax.random.fold_in(tokens.key, inputs.salt)
         return DropoutPlaces(key, tokens.rows, heads)
 
 
 def _write_to_cache(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
-    """A cache [B, T, K, H] with the keys or values `new` [B, S, K', H] from column `first` on."""
-    copies = cache.shape[2] // new.shape[2]  # of each kv head (infer/cache.py)
-    new = jnp.repeat(new, copies, 2).astype(cache.dtype)
-    return jax.lax.dynamic_update_slice(cache, new, (0, first, 0, 0))
+    """A cache [B, K, T, H] with the keys or values `new` [B, S, K', H] from column `first` on."""
+    copies = cache.shape[1] // new.shape[2]  # of each kv head (`Attention.cache`)
+    new = new.swapaxes(1, 2).astype(cache.dtype)
+    if copies > 1:
+        new = jnp.repeat(new, copies, 1)
+    return jax.lax.dynamic_update_slice(cache, new, (0, 0, first, 0))
 
 
 def _hf_names(letters: str, kind: str) -> tuple[str, ...]:
@@ -209,12 +216,12 @@ def _hf_names(letters: str, kind: str) -> tuple[str, ...]:
 
 def _local_kv_heads(w: jax.Array, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
     """The kv heads (axis -2) of `w` that this device's query heads use."""
-    kv_heads = cfg.num_key_value_heads
+    kv_heads = cfg.attention.num_key_value_heads
     if kv_heads % parallel.tp == 0:
         return w  # already this device's share
     axis = w.ndim - 2
-    heads = cfg.num_attention_heads // parallel.tp
-    group = cfg.num_attention_heads // kv_heads
+    heads = cfg.attention.num_attention_heads // parallel.tp
+    group = cfg.attention.num_attention_heads // kv_heads
     first = parallel.index("tp") * heads
     if group % heads == 0:  # all query heads of the device read one kv head
         return jax.lax.dynamic_slice_in_dim(w, first // group, 1, axis)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, branches_of
-from mjax.config.schema import ModelConfig
 from mjax.models.context import Context, Tokens
 from mjax.models.params import StatisticCount
 

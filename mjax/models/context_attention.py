@@ -194,7 +194,11 @@ def _attend_by_blocks(name: str, q, k, v, call, arrays, ctx: Context) -> jax.Arr
 
 PACKED, WINDOWS, VALUE_HEADS = "packed documents", "sliding windows", "value heads of another size"
 _OF_MODEL = frozenset(
-    {"model.attn_logit_softcapping", "model.attention_sinks", "model.attention_dropout"}
+    {
+        "model.attention.attn_logit_softcapping",
+        "model.attention.attention_sinks",
+        "model.attention.attention_dropout",
+    }
 )
 _OF_BLOCKS = frozenset({PACKED, WINDOWS})
 _ALL = _OF_MODEL | _OF_BLOCKS | {VALUE_HEADS, "full masks", "prefix masks"}

@@ -13,23 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.pattern import (
-    BRANCHES,
-    branch_groups,
-    branches_of_model,
-    expand,
-    stack_of,
-    stacks_of,
-)
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import BRANCHES, branch_groups, stack_of, stacks_of
 from mjax.kernels.cross_entropy import Terms, cross_entropy
-from mjax.models.branch import (
-    BranchInputs,
-    BranchOutput,
-    LayerCache,
-    Rope,
-    branch_class,
-)
+from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, branch_class
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
 from mjax.models.layers import Caches, LayerInputs, Layers
@@ -154,7 +141,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.kinds = expand(cfg.layer_pattern, cfg.num_hidden_layers)
+        self.kinds = cfg.layer_kinds
         init = normal(cfg.initializer_range)
         table = ParamSpec(
             shape=(cfg.padded_vocab_size, cfg.hidden_size),
@@ -228,7 +215,7 @@ class Decoder(nnx.Module):
     def statistics(self) -> dict[str, StatisticCount]:
         """The names of the statistics of the layers, and what each is divided by."""
         found: dict[str, StatisticCount] = {}
-        for letter in sorted(branches_of_model(self.kinds)):
+        for letter in sorted(self.cfg.branches):
             found |= branch_class(letter).statistics(self.cfg)
         return found
 
@@ -310,7 +297,7 @@ class Decoder(nnx.Module):
         if self.cfg.position_embedding != "rope":
             return {}
         tables = {}
-        for letter in sorted(branches_of_model(self.kinds)):
+        for letter in sorted(self.cfg.branches):
             branch = BRANCHES[letter]
             if branch.rotary:
                 windowed = branch.windowed

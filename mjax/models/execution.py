@@ -90,7 +90,7 @@ class Execution:
         """
         if self.overlap:
             return is_matmul_weight(where)
-        return self.gather == "layer" and is_stack(where)
+        return self.gather == "layer" and where.spec.is_stacked
 
 
 class ScanGroup(NamedTuple):
@@ -128,8 +128,3 @@ def stack_rows(period: Sequence[LayerPlan]) -> dict[str, tuple[int, int]]:
 def is_matmul_weight(where: ParamPlacement) -> bool:
     """Whether matmuls read this parameter as it is, not a part of what the device holds."""
     return where.spec.matmul is not None and not is_partly_read(where.spec, where.parallel)
-
-
-def is_stack(where: ParamPlacement) -> bool:
-    """Whether this is a parameter of all layers of a kind, stacked."""
-    return where.spec.axes[:1] == ("layers",)

@@ -2,21 +2,24 @@
 
 They are counted from the declarations: products with weights from the parameters' specs, and the
 rest from each branch (`BranchModule.flops`). The convention is that of PaLM (Chowdhery et al. 2022,
-appendix B) with the causal half counted. Recomputation is not counted.
+appendix B) with the causal half counted. Recomputation is not counted. Neither is what a run with
+frozen parameters has no need to compute.
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 
 import jax
 
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import branches_of
-from mjax.config.schema import ModelConfig
 from mjax.models import definition_of
 from mjax.models.branch import branch_class
-from mjax.sharding.spec import ParamSpec, is_spec
+from mjax.sharding.spec import ParamSpec, freeze, is_spec
 
 # Roles of the parameters that every token is multiplied with, besides the head.
 _MULTIPLIED = ("matrix", "router")
+_AFTER_LAYERS = ("final_norm", "head")
 
 
 def matmul_weights(model: ModelConfig) -> float:
@@ -24,29 +27,79 @@ def matmul_weights(model: ModelConfig) -> float:
 
     The head counts vocab_size rows, without padding, tied or not; looking up embeddings is free.
     """
-    return _layer_weights(model.model_dump_json()) + model.hidden_size * model.vocab_size
+    return sum(map(_active_weights, _leaves(_specs(model)))) + _head_weights(model)
 
 
-@functools.cache
-def _layer_weights(model: str) -> float:
-    """The part of the layers, of a config in JSON."""
-    specs = definition_of(ModelConfig.model_validate_json(model)).specs
-
-    def count(spec: ParamSpec) -> float:
-        return spec.size * spec.active if spec.role in _MULTIPLIED else 0
-
-    return sum(map(count, jax.tree.leaves(specs, is_leaf=is_spec)))
-
-
-def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+def flops_per_token(model: ModelConfig, seq_length: int, frozen: Sequence[str] = ()) -> float:
     """Model FLOPs of one token, forward and backward, nothing recomputed.
 
-    They are 6 * matmul_weights and those of the branches of each layer, as the mean over a sequence
-    of `seq_length` tokens.
+    A matmul weight counts 2 forward, 2 for its own gradient and 2 for that of its input. The
+    branches of each layer add theirs, as the mean over a sequence of `seq_length` tokens. `frozen`
+    is train.freeze: a frozen weight has no gradient, and where nothing before it is trained its
+    input has none.
     """
-    total = 6.0 * matmul_weights(model)
+    return sum(flops_by_part(model, seq_length, frozen).values())
+
+
+def flops_by_part(
+    model: ModelConfig, seq_length: int, frozen: Sequence[str] = ()
+) -> dict[str, float]:
+    """`flops_per_token` of the layers' matmuls, of experts, of the head, and of what the branches
+    of layers compute besides products with weights (attention)."""
+    specs = freeze(_specs(model), frozen)
+    after = {name: specs[name] for name in _AFTER_LAYERS if name in specs}
+    layers = {name: specs[name] for name in specs if name not in after}
+    layers_trained = _is_trained(layers)
+    parts = {"matmul": 0.0, "experts": 0.0}
+    for spec in _leaves(layers):
+        of_experts = "experts" in spec.axes and spec.role == "matrix"
+        part = "experts" if of_experts else "matmul"
+        per_weight = _flops_per_weight(not spec.frozen, layers_trained)
+        parts[part] += _active_weights(spec) * per_weight
+    head = specs.get("head", specs["embedding"])
+    inputs_trained = layers_trained or _is_trained(after["final_norm"])
+    per_weight = _flops_per_weight(not head.frozen, inputs_trained)
+    parts["head"] = _head_weights(model) * per_weight
+    of_branches = 0.0
+    for _, _, flops in branch_flops(model, seq_length):
+        of_branches += flops
+    parts["attention"] = of_branches if layers_trained else of_branches / 3
+    return parts
+
+
+def branch_flops(model: ModelConfig, seq_length: int) -> Iterator[tuple[str, ModelConfig, float]]:
+    """(letter, sizes, FLOPs besides products with weights) of every branch of every layer."""
     for kind in model.layer_kinds:
         sizes = model.of_layer(kind)
         for letter in branches_of(kind):
-            total += branch_class(letter).flops(sizes, letter, seq_length)
-    return total
+            yield letter, sizes, branch_class(letter).flops(sizes, letter, seq_length)
+
+
+def _flops_per_weight(weight_trained: bool, input_trained: bool) -> int:
+    return 2 + 2 * weight_trained + 2 * input_trained
+
+
+def _is_trained(specs: dict) -> bool:
+    return not all(spec.frozen for spec in _leaves(specs))
+
+
+def _active_weights(spec: ParamSpec) -> float:
+    return spec.size * spec.active if spec.role in _MULTIPLIED else 0
+
+
+def _head_weights(model: ModelConfig) -> int:
+    return model.hidden_size * model.vocab_size
+
+
+def _leaves(specs: dict) -> list[ParamSpec]:
+    return jax.tree.leaves(specs, is_leaf=is_spec)
+
+
+def _specs(model: ModelConfig) -> dict:
+    """The declarations of the parameters of a model."""
+    return _specs_of_json(model.model_dump_json())
+
+
+@functools.cache
+def _specs_of_json(model: str) -> dict:
+    return definition_of(ModelConfig.model_validate_json(model)).specs

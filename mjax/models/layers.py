@@ -37,7 +37,6 @@ from mjax.models.execution import (
     LayerPlan,
     ScanGroup,
     is_matmul_weight,
-    is_stack,
     scan_groups,
     stack_rows,
 )
@@ -240,7 +239,7 @@ def _store_gradient(
         gradient = stack_in_place([scatter(where.layer, layer) for layer in cotangent])
     else:
         gradient = scatter(where, cotangent)
-    if is_stack(where) and (execution.apart or execution.micro_batches == 1):
+    if where.spec.is_stacked and (execution.apart or execution.micro_batches == 1):
         gradient = write_once(gradient)
     return gradient.astype(dtype)
 

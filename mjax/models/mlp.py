@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.kernels import gate
 from mjax.models import mlp_fp8
 from mjax.models.barriers import compute_again

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.mlp import activated, gated, up_axes, up_names
 from mjax.models.params import StatisticCount, declare, normal
@@ -30,10 +30,10 @@ class MoE(BranchModule):
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
-        experts, width, ffn = cfg.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
+        experts, width, ffn = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.moe_intermediate_size
         shape, axes = up_axes(cfg, ffn)
         prefix = "mlp.experts.{expert}"
-        active = cfg.num_experts_per_tok / experts
+        active = cfg.moe.num_experts_per_tok / experts
         router = ParamSpec(
             shape=(width, experts),
             axes=("embed", "router"),
@@ -62,7 +62,7 @@ class MoE(BranchModule):
     @staticmethod
     def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:
         """The statistics of the block, and what each is divided by."""
-        return {"aux_loss": "sequences"} if cfg.router_aux_loss_coef > 0 else {}
+        return {"aux_loss": "sequences"} if cfg.moe.router_aux_loss_coef > 0 else {}
 
     @jax.named_scope("mlp")
     def __call__(
@@ -107,10 +107,10 @@ def route(
     )
     probs = jax.nn.softmax(logits, -1)
     constant = jax.lax.stop_gradient(logits)
-    _, experts = jax.lax.top_k(constant, cfg.num_experts_per_tok)
-    one_hot = jax.nn.one_hot(experts, cfg.num_experts, dtype=jnp.float32)
+    _, experts = jax.lax.top_k(constant, cfg.moe.num_experts_per_tok)
+    one_hot = jax.nn.one_hot(experts, cfg.moe.num_experts, dtype=jnp.float32)
     chosen = one_hot.sum(-2)
-    if cfg.norm_topk_prob:
+    if cfg.moe.norm_topk_prob:
         gates = jax.nn.softmax(logits, -1, where=chosen > 0)
     else:
         gates = probs * chosen
@@ -150,9 +150,9 @@ def balance_loss(
     tokens = chosen.shape[1] * parallel.size("cp", "tp")
     counts = jax.lax.stop_gradient(chosen).sum(1)
     counts = parallel.psum(counts, "cp", "tp")  # of all tokens of a sequence
-    fractions = counts / (tokens * cfg.num_experts_per_tok)
+    fractions = counts / (tokens * cfg.moe.num_experts_per_tok)
     weighted = fractions * probs.sum(1)
-    return cfg.router_aux_loss_coef * cfg.num_experts * jnp.sum(weighted / tokens)
+    return cfg.moe.router_aux_loss_coef * cfg.moe.num_experts * jnp.sum(weighted / tokens)
 
 
 def _hidden(x: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -170,8 +170,8 @@ def reference(
 
     def token(x: jax.Array) -> jax.Array:
         logits = router.T @ x
-        best = jnp.argsort(-logits)[: cfg.num_experts_per_tok]
-        if cfg.norm_topk_prob:
+        best = jnp.argsort(-logits)[: cfg.moe.num_experts_per_tok]
+        if cfg.moe.norm_topk_prob:
             gates = jax.nn.softmax(logits[best])
         else:
             gates = jax.nn.softmax(logits)[best]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.kernels import norm as kernel
 from mjax.models.params import constant, declare
 from mjax.sharding.collectives import LOCAL, Parallel

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.schema import ModelConfig, RopeScaling
+from mjax.config.model_schema import ModelConfig, RopeScaling
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
 def rotary_dim(cfg: ModelConfig) -> int:
     """Number of rotated channels of each head."""
-    return int(cfg.head_dim * cfg.partial_rotary_factor)
+    return int(cfg.attention.head_dim * cfg.rope.partial_rotary_factor)
 
 
 class Frequencies(NamedTuple):
@@ -30,12 +30,12 @@ class Frequencies(NamedTuple):
 
 def frequencies(cfg: ModelConfig, local: bool) -> Frequencies:
     """The frequencies of a layer; `local`: of one with sliding-window attention."""
-    has_local_theta = local and bool(cfg.rope_local_theta)
-    theta = cfg.rope_local_theta if has_local_theta else cfg.rope_theta
+    has_local_theta = local and bool(cfg.rope.rope_local_theta)
+    theta = cfg.rope.rope_local_theta if has_local_theta else cfg.rope.rope_theta
     dim = rotary_dim(cfg)
     channels = np.arange(0, dim, 2, dtype=np.float64)
     freq = theta ** (-channels / dim)
-    scaling = cfg.rope_scaling
+    scaling = cfg.rope.rope_scaling
     if scaling is None or has_local_theta:
         return Frequencies(freq, 1.0)
     if scaling.rope_type == "linear":
@@ -110,7 +110,7 @@ def rope_tables(
     """
     freq, factor = frequencies(cfg, local)
     freq = jnp.asarray(freq, jnp.float32)
-    scaling = cfg.rope_scaling
+    scaling = cfg.rope.rope_scaling
     if scaling is not None and scaling.rope_type == "longrope":
         last = parallel.pmax(positions_BS.max(-1), "cp")
         is_long = last >= scaling.original_max_position_embeddings

@@ -95,9 +95,25 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     elif w.grad_sum is not None:
         y = _matmul_adding(rows, matrix)
     else:
-        y = jnp.tensordot(rows, w.value.reshape(-1, *outputs), 1)
+        y = _product(rows, w.value.reshape(-1, *outputs))
     lead = x.shape[: x.ndim - w.inputs]
     return y.reshape(*lead, *outputs)
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [M, K] times w [K, ...], as a matmul of two rows or more.
+
+    XLA for GPUs makes no matmul of one row and a small weight. It writes the products of elements,
+    rounded and as large as the weight, and then sums them. So one row becomes two equal ones. They
+    take no more time, since a weight takes longer to read than to multiply.
+    """
+    one_row = len(x) == 1
+    if one_row:
+        x = jnp.repeat(x, 2, axis=0)
+    y = jnp.tensordot(x, w, 1)
+    if one_row:
+        y = y[:1]
+    return y
 
 
 def as_matrix(w: Weight) -> Weight:

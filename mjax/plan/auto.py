@@ -20,6 +20,8 @@ from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
+from mjax.plan.chips import chip_of_kind
+from mjax.plan.described import is_described
 from mjax.plan.execution import decide_execution
 from mjax.plan.memory import bytes_per_device, held_layers
 
@@ -45,11 +47,14 @@ def resolve_auto(
 def device_memory(devices: Sequence[jax.Device]) -> int | None:
     """Bytes that JAX may use of each device, the least over all processes.
 
-    None: not known, as of CPUs and of devices that are only described.
+    None: not known, as of CPUs. Devices that are only described have what their chip has.
     """
-    mine = [d for d in devices if d.process_index == jax.process_index()] or jax.local_devices()
-    if devices[0].platform == "cpu" or mine[0] not in jax.local_devices():
+    if devices[0].platform == "cpu":
         return None
+    if is_described(devices):
+        chip = chip_of_kind(devices[0].device_kind)
+        return chip.details.usable if chip and chip.details else None
+    mine = [d for d in devices if d.process_index == jax.process_index()] or jax.local_devices()
     limit = (mine[0].memory_stats() or {}).get("bytes_limit")
     if limit is None or jax.process_count() == 1:
         return limit
@@ -77,7 +82,7 @@ def propose_mesh(cfg: Config, devices: int, memory: float, specs: dict) -> tuple
             if total <= FRACTION * memory:
                 return mesh, (
                     f"mesh: {_mesh_name(mesh)}: the first of {len(tried)} tried that fits "
-                    f"{FRACTION * memory / GB:.0f} GB a device ({_estimate(need)})"
+                    f"{FRACTION * memory / GB:.0f} GB a device ({estimate_text(need)})"
                 )
     least = min(tried, key=lambda attempt: attempt[0], default=(math.inf, None))
     raise UserError(
@@ -110,11 +115,11 @@ def choose_memory_policy(
         if needs[-1][0] <= FRACTION * memory:
             fits = f"fits {limit}"
             how = f"the first of {len(needs)} tried that {fits}" if len(needs) > 1 else fits
-            return option, f"{_policy_name(option)}: {how} a device ({_estimate(need)})"
+            return option, f"{_policy_name(option)}: {how} a device ({estimate_text(need)})"
     _, option, need = min(needs, key=lambda entry: entry[0])
     return option, (
         f"{_policy_name(option)}: needs the least of {len(needs)} tried but does NOT fit "
-        f"{limit} a device ({_estimate(need)})"
+        f"{limit} a device ({estimate_text(need)})"
     )
 
 
@@ -155,7 +160,7 @@ def mesh_candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
     """Meshes to try, in order of preference."""
     base = {"auto": False, "dp": "auto"}
     powers = [2**i for i in range(1, int(math.log2(devices)) + 1)]
-    experts = math.gcd(devices, getattr(cfg.model, "num_experts", None) or 1)
+    experts = math.gcd(devices, cfg.model.moe.num_experts or 1)
     shapes = [{}, *({"tp": t} for t in powers)]
     shapes += [{"cp": c, "tp": t} for c in powers for t in (1, *powers) if c * t <= devices]
     shapes += [{"pp": p, "tp": t} for p in powers for t in (1, *powers) if p * t <= devices]
@@ -202,6 +207,7 @@ def _mesh_name(mesh: MeshConfig | None) -> str:
     return " ".join([f"zero={mesh.zero}", *named])
 
 
-def _estimate(need: dict[str, float]) -> str:
+def estimate_text(need: dict[str, float]) -> str:
+    """The bytes of a device and what they are for (`bytes_per_device`), in words."""
     parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in need.items() if size >= GB / 20)
     return f"estimate {sum(need.values()) / GB:.1f} GB: {parts}"

@@ -109,8 +109,24 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
 
 def count_micro_batches(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> int:
     """Micro-batches of a step of `rows` sequences on each device."""
-    local = (rows or cfg.train.global_batch_size) // (sizes["dp"] * sizes["ep"])
-    return max(local // max(min(cfg.train.micro_batch_size, local), 1), 1)
+    local = _local_rows(cfg, sizes, rows)
+    return max(local // _micro_batch_rows(cfg, local), 1)
+
+
+def micro_batch_shape(cfg: Config, sizes: dict[str, int]) -> tuple[int, int]:
+    """(sequences, tokens of each) of one micro-batch on a device, before tp cuts the tokens."""
+    rows = _micro_batch_rows(cfg, _local_rows(cfg, sizes))
+    return rows, cfg.data.seq_length // sizes["cp"]
+
+
+def _local_rows(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> int:
+    """Sequences of a step on each device."""
+    return (rows or cfg.train.global_batch_size) // (sizes["dp"] * sizes["ep"])
+
+
+def _micro_batch_rows(cfg: Config, local: int) -> int:
+    """Sequences of a micro-batch on a device that has `local` of them in a step."""
+    return max(min(cfg.train.micro_batch_size, local), 1)
 
 
 def model_layers(cfg: Config) -> tuple[LayerPlan, ...]:

@@ -23,7 +23,7 @@ from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables
 from mjax.models.remat import all_but_views, remat
 from mjax.models.weight import Weight
-from mjax.plan.execution import decide_execution
+from mjax.plan.execution import decide_execution, micro_batch_shape
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import ParamSpec
@@ -59,9 +59,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
         return Block(cfg.model, kind, nnx.Rngs(0))
 
     block = split(nnx.eval_shape(make_block))[0]
-    local_rows = cfg.train.global_batch_size // parallel.size("dp", "ep")
-    rows = min(cfg.train.micro_batch_size, local_rows or 1)
-    width = cfg.data.seq_length // parallel.cp
+    rows, width = micro_batch_shape(cfg, sizes)
     shape = rows, width // parallel.tp, cfg.model.hidden_size
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute))
     leaves: list = []

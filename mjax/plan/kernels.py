@@ -3,7 +3,7 @@
 from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
 from mjax.kernels.attention_call import AttentionCall
-from mjax.plan.execution import decide_execution
+from mjax.plan.execution import decide_execution, micro_batch_shape
 
 
 def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
@@ -18,23 +18,24 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
 def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for each op, for one micro-batch of a layer of the usual sizes."""
     model, dtype, tp = cfg.model, cfg.precision.compute, sizes["tp"]
-    local_rows = cfg.train.global_batch_size // (sizes["dp"] * sizes["ep"])
-    rows = min(cfg.train.micro_batch_size, local_rows or 1)
-    width = cfg.data.seq_length // sizes["cp"]
+    attention = model.attention
+    rows, width = micro_batch_shape(cfg, sizes)
     tokens = rows * width
-    queries = rows, width, model.num_attention_heads // tp, model.head_dim
+    queries = rows, width, attention.num_attention_heads // tp, attention.head_dim
     hidden = rows, width // tp, model.hidden_size
     halves = 2 if model.mlp_gated else 1
     up = rows, width, halves, model.intermediate_size // tp
     logits = tokens, model.padded_vocab_size // tp
     call = AttentionCall(
         scale=1.0,
-        softcap=model.attn_logit_softcapping,
-        dropout=model.attention_dropout,
+        softcap=attention.attn_logit_softcapping,
+        dropout=attention.attention_dropout,
         implementation=cfg.train.attention,
     )
     choices = {
-        "attention": choose("attention", dtype, queries, call=call, sinks=model.attention_sinks),
+        "attention": choose(
+            "attention", dtype, queries, call=call, sinks=attention.attention_sinks
+        ),
         "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),
         "gate": choose("gate", dtype, up, act=model.hidden_act),
         "loss rows": choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk),

@@ -15,7 +15,7 @@ from mjax.config.remat import offloaded
 from mjax.config.schema import Config, MeshConfig, OptimizerConfig
 from mjax.kernels.cross_entropy import cut_of
 from mjax.kernels.loss_rows import fits
-from mjax.models.execution import Execution, is_matmul_weight, is_stack
+from mjax.models.execution import Execution, is_matmul_weight
 from mjax.models.remat import STASHED
 from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
@@ -120,7 +120,7 @@ class Counts(NamedTuple):
     stored_stacks: float
 
 
-def _count(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
+def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
     """Parameters on a device, from the shapes of their shards.
 
     Uneven pipeline stages have slots for more layers than there are.
@@ -133,9 +133,9 @@ def _count(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
     for name in placement.specs:
         of_part: list[ParamPlacement] = []
         placement.part(name).map(of_part.append)
-        layers[name] = sum(where.layer.weight_size for where in of_part if is_stack(where))
+        layers[name] = sum(where.layer.weight_size for where in of_part if where.spec.is_stacked)
         found += of_part
-    stacks = [where for where in found if is_stack(where)]
+    stacks = [where for where in found if where.spec.is_stacked]
     trained = [where for where in found if not where.spec.frozen]
     trained_of_role: Counter[str] = Counter()
     for where in trained:
@@ -168,7 +168,7 @@ def _parameter_bytes(
     and weights that nothing gathers are cast where they are used. With several, the matmuls of
     unrolled layers add to the sums by themselves.
     """
-    count = _count(cfg, sizes, specs)
+    count = counts_on_device(cfg, sizes, specs)
     zero, optimizer, precision = cfg.mesh.zero, cfg.optimizer, cfg.precision
     compute, accumulate = WIDTH[precision.compute], WIDTH[precision.grad_accum]
     is_cut = sizes["dp"] * sizes["ep"] * sizes["cp"] > 1
@@ -219,9 +219,9 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
     has_ring = sizes["cp"] > 1 and cfg.mesh.cp_type != "a2a"
     if not has_ring or execution.pipelined or execution.loops:
         return 0.0
-    model, rows = cfg.model, cfg.train.micro_batch_size
-    heads = 2 * model.num_key_value_heads + 6 * model.num_attention_heads / sizes["cp"]
-    width = heads * model.head_dim / sizes["tp"]
+    attention, rows = cfg.model.attention, cfg.train.micro_batch_size
+    heads = 2 * attention.num_key_value_heads + 6 * attention.num_attention_heads / sizes["cp"]
+    width = heads * attention.head_dim / sizes["tp"]
     return WIDTH[cfg.precision.compute] * rows * cfg.data.seq_length * width
 
 

@@ -6,13 +6,16 @@ answer. So every option is tried on a trivial program first.
 """
 
 import functools
+import os
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from mjax.errors import UserError
 from mjax.models.execution import Execution
+from mjax.plan.described import StandIn
 from mjax.plan.execution import DeviceFacts
 
 # ppermute as a copy by the source's copy engine: on four H200s 360 GB/s and no multiprocessor taken
@@ -35,17 +38,33 @@ PREFETCH = (
 EXCHANGES = (("xla_gpu_use_memcpy_local_p2p", True),)
 # XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed.
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
+# No atomic sums (scatters are sorted first), cuDNN's deterministic backward of attention, and no
+# kernel chosen by a measurement. Without measurements XLA's own matmul kernels have no tile size.
+DETERMINISTIC = (("xla_gpu_deterministic_ops", True), *CUBLAS)
 
 
 def compiler_options(
-    execution: Execution, tp_overlaps: bool, devices: Sequence[jax.Device]
+    execution: Execution,
+    tp_overlaps: bool,
+    devices: Sequence[jax.Device],
+    deterministic: bool = False,
 ) -> dict[str, str | bool]:
-    """The XLA options of a program. `tp_overlaps`: whether tp's exchanges run under matmuls."""
+    """The XLA options of a program.
+
+    `tp_overlaps`: whether tp's exchanges run under matmuls. `deterministic` is `run.deterministic`.
+    Raises `UserError` where the compiler does not know how.
+    """
     if devices[0].platform == "cpu":
         return {}
+    if deterministic and not accepted(DETERMINISTIC, devices[0]):
+        names = " and ".join(name for name, _ in DETERMINISTIC)
+        raise UserError(
+            f"run.deterministic: this jaxlib lacks {names}; use another or set it false"
+        )
     zero3 = execution.gather == "layer" and not execution.overlap
     loop = execution.unroll == 1 and not (execution.pipelined or execution.offload)
     wanted = {
+        DETERMINISTIC: deterministic,
         CUBLAS: execution.recipe is not None,
         COPIES: tp_overlaps and can_copy(devices),
         EXCHANGES: execution.overlap,
@@ -54,6 +73,14 @@ def compiler_options(
     }
     good = [options for options, on in wanted.items() if on and accepted(options, devices[0])]
     return {name: value for options in good for name, value in options}
+
+
+def fix_reduction_order() -> None:
+    """Let NCCL sum over GPUs in one order, if the environment does not say how.
+
+    Call it before the first collective. Switches that sum (NVLS) promise no order.
+    """
+    os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 def device_facts(devices: Sequence[jax.Device]) -> DeviceFacts:
@@ -73,7 +100,9 @@ def can_copy(devices: Sequence[jax.Device], options: tuple = COPIES) -> bool:
 
 @functools.cache
 def accepted(options: tuple[tuple[str, str | bool], ...], device: jax.Device) -> bool:
-    """Whether the compiler for `device` knows `options`."""
+    """Whether the compiler for `device` knows `options`; without one, yes, as CUDA's wheels do."""
+    if isinstance(device, StandIn):
+        return True
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(jnp.negative).lower(x).compile(compiler_options=dict(options))

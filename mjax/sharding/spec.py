@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from mjax.config.model_schema import ROLES
 from mjax.config.remat import matmul_names
-from mjax.config.schema import ROLES
 from mjax.errors import UserError
 
 # Logical axes that enumerate independent matrices: layers of a stack, the two halves of a fused
@@ -59,6 +59,11 @@ class ParamSpec:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it is a parameter of all layers of a stack."""
+        return self.axes[:1] == ("layers",)
 
     def stacked(self, layers: int) -> "ParamSpec":
         """The same parameter of that many layers, stacked on a leading `layers` axis."""

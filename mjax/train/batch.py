@@ -3,16 +3,18 @@
 Invariant: a token's row and column are those of the global batch, whatever the mesh.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mjax.config.schema import Config
 from mjax.errors import UserError
+from mjax.kernels.chooser import this_device
 from mjax.models.context_attention import zigzag
-from mjax.models.objective import LAYER_FIELDS, Batch, BatchField, HostBatch, Objective
+from mjax.models.objective import LAYER_FIELDS, Batch, BatchField, FieldMaker, HostBatch, Objective
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import global_array, local_part
 from mjax.sharding.rules import partition
@@ -39,13 +41,14 @@ def batch_partitions(objective: Objective, parallel: Parallel) -> dict[str, Part
 class BatchPlacer:
     """Places batches of `objective` on `mesh`.
 
-    `micro_batch_size` sequences a device must divide their rows.
+    `micro_batch_size` sequences a device must divide their rows; token ids are below `vocab_size`.
     """
 
     mesh: Mesh
     parallel: Parallel
     objective: Objective
     micro_batch_size: int
+    vocab_size: int
 
     @property
     def fields(self) -> Mapping[str, BatchField]:
@@ -55,9 +58,11 @@ class BatchPlacer:
     def place(self, batch: HostBatch) -> Batch:
         """This process's rows, numpy [B, ...] fields -> global arrays, rows and columns added.
 
-        Raises `UserError` for a missing field or sizes that do not divide over the mesh.
+        Raises `UserError` for a missing field, sizes that do not divide over the mesh and token ids
+        that the model does not have.
         """
         rows = self.global_rows(batch)
+        _require_token_ids(batch, self.vocab_size)
         width = batch["positions"].shape[1]
         mine = self.local_rows(rows)
         arrays = {name: np.asarray(batch[name], field.dtype) for name, field in self.fields.items()}
@@ -103,7 +108,14 @@ class BatchPlacer:
             if name not in batch:
                 needed = ", ".join(self.fields)
                 raise UserError(f"batch: field {name!r} is missing; it needs {needed}")
-        local, width = batch["positions"].shape
+        shape = np.shape(batch["positions"])
+        if len(shape) != 2 or 0 in shape:
+            raise UserError(f"batch: positions has shape {shape}; it must be [sequences, tokens]")
+        sizes = dict(zip(("batch", "seq"), shape, strict=True))
+        for name, field in self.fields.items():
+            wanted = tuple(sizes[axis] for axis in field.axes)
+            _require_field(name, np.asarray(batch[name]), wanted, np.dtype(field.dtype))
+        local, width = shape
         devices = self.parallel.size("dp", "ep")
         here = self.local_rows(devices)  # this process's parts of a batch
         rows = local * devices // (here.stop - here.start)
@@ -118,6 +130,58 @@ class BatchPlacer:
         return rows
 
 
+def _require_field(name: str, given: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raise `UserError` unless a field of a batch has this shape and values that `dtype` holds."""
+    if given.shape != shape:
+        raise UserError(f"batch: {name} has shape {given.shape} where positions has {shape}")
+    if dtype.kind == "i" and given.dtype.kind not in "iub":
+        raise UserError(f"batch: {name} holds {given.dtype}; give whole numbers of {dtype}")
+    if dtype.kind == "f" and given.dtype.kind not in "fiub":
+        raise UserError(f"batch: {name} holds {given.dtype}; give numbers of {dtype}")
+
+
+def _require_token_ids(batch: HostBatch, vocab_size: int) -> None:
+    """Raise `UserError` for a token id outside the vocabulary, or a label that counts and is."""
+    for name in ("tokens", "labels"):
+        if name not in batch:
+            continue
+        ids = np.asarray(batch[name])
+        if name == "labels" and "loss_mask" in batch:
+            ids = ids[np.asarray(batch["loss_mask"]) != 0]
+        lowest, highest = ids.min(initial=0), ids.max(initial=0)
+        if lowest < 0 or highest >= vocab_size:
+            bad = lowest if lowest < 0 else highest
+            raise UserError(
+                f"batch: {name} holds id {bad}, outside model.vocab_size={vocab_size}; use the "
+                "tokenizer of this model"
+            )
+
+
 def most_documents(segment_ids: np.ndarray) -> int:
     """The largest number of documents in a sequence of [B, S]."""
     return 1 + int((np.diff(segment_ids, axis=1) != 0).sum(1).max(initial=0))
+
+
+def bound_of_documents(cfg: Config, most: int) -> int:
+    """What a program is compiled for where a sequence has at most `most` documents; 0: no bound.
+
+    Rounded up to a power of two, so that few programs serve all batches. Only cuDNN's packed
+    attention needs it.
+    """
+    attention = cfg.train.attention
+    if attention == "auto" and this_device().backend == "cpu":
+        attention = "xla"
+    if not cfg.data.document_mask or attention == "xla":
+        return 0
+    return 1 << (most - 1).bit_length()
+
+
+def field_maker(cfg: Config, objective: Objective) -> Callable | None:
+    """The `make_fields` of `make_loader` for this objective; None: a data set has its fields."""
+    if not isinstance(objective, FieldMaker):
+        return None
+
+    def make_fields(batch: HostBatch, step: int, rows: np.ndarray) -> HostBatch:
+        return objective.make_fields(batch, cfg.run.seed, step, rows)
+
+    return make_fields

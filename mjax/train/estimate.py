@@ -1,11 +1,15 @@
 """`--dry-run`: what a run would be, without allocating or running any of it.
 
-The train step is compiled for the mesh; memory is the compiler's own account of it, per device.
-Run it on as many devices as the run will have; on a laptop, fake them with
+The train step is compiled for the mesh; memory is the compiler's own account of it, per device, and
+exchanges are those of its schedule. `--on h200:8` plans for devices that are only described
+(`plan/described.py`). Without it the devices are those of this machine. On a laptop, fake them with
 `JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8`: shapes and sharding are
 exact there, memory is that of the CPU program.
 """
 
+import argparse
+import contextlib
+import sys
 from collections import Counter
 
 import jax
@@ -13,25 +17,88 @@ from rich.console import Console
 
 from mjax.config.remat import offloaded
 from mjax.config.schema import Config
+from mjax.errors import INTERRUPTED, UserError, first_line
+from mjax.models.execution import Execution
 from mjax.models.flops import flops_per_token
 from mjax.pipeline.layout import stage_lines
 from mjax.pipeline.schedule import make_schedule, timeline
+from mjax.plan import roofline
+from mjax.plan.auto import device_memory, estimate_text
 from mjax.plan.balance import advice
+from mjax.plan.chips import chip_of_kind
+from mjax.plan.described import (
+    Described,
+    as_on,
+    cannot_compile,
+    described_devices,
+    parse_described,
+)
+from mjax.plan.exchanges import exchange_lines, read_exchanges
 from mjax.plan.execution import execution_lines
 from mjax.plan.kept import kept
 from mjax.plan.kernels import kernel_lines
-from mjax.plan.memory import held_layers
+from mjax.plan.memory import bytes_per_device, held_layers
 from mjax.sharding.collectives import mesh_axes
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
 from mjax.train.trainer import Trainer
 
 
-def dry_run(cfg: Config, console: Console | None = None) -> None:
-    """Print mesh, sharding, what layers keep, parameter count, FLOPs and memory per device."""
+def plan_elsewhere(cfg: Config, args: argparse.Namespace) -> int:
+    """Print the plan for the devices of --on, which need not exist; no GPU here is touched."""
+    if args.on is None:
+        raise UserError("--no-compile is for a plan for other GPUs; add --dry-run --on NAME:COUNT")
+    if not args.dry_run:
+        raise UserError("--on is for a plan, not for a run; add --dry-run")
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        dry_run(cfg, described=parse_described(args.on), compiles=not args.no_compile)
+    except KeyboardInterrupt:  # compiling takes minutes
+        return INTERRUPTED
+    return 0
+
+
+def dry_run(
+    cfg: Config,
+    console: Console | None = None,
+    described: Described | None = None,
+    compiles: bool = True,
+) -> None:
+    """Print the plan of a run on `described` devices, or on those of this machine.
+
+    That is mesh, sharding, what layers keep, FLOPs, estimates of memory and time, and, if it
+    `compiles`, what the compiler says of memory and exchanges.
+    """
     quiet = jax.process_index() != 0
     console = console or Console(quiet=quiet, soft_wrap=True, highlight=False)
-    trainer = Trainer(cfg)
+    with as_on(described.chip) if described else contextlib.nullcontext():
+        devices = described_devices(described) if described else None
+        trainer = Trainer(cfg, devices=devices)
+        trainer.bound_documents(1)  # as the estimate has it; the data is not looked at
+        print_plan(trainer, console)
+        reason = cannot_compile() if described else None
+        if not compiles or reason:
+            why = reason if compiles else "--no-compile"
+            console.print(f"compiled    not: {why}", markup=False)
+            return
+        if described is None:
+            print_compiled(trainer, console)
+            return
+        devices_text = f"{described.count} x {described.chip.kind}"
+        print(
+            f"mjax: compiling for {devices_text}; a large model takes minutes (--no-compile leaves "
+            "it out)",
+            file=sys.stderr,
+            flush=True,
+        )
+        try:
+            print_compiled(trainer, console)
+        except jax.errors.JaxRuntimeError as error:
+            console.print(f"compiled    not: the compiler says {first_line(error)}", markup=False)
+
+
+def print_plan(trainer: Trainer, console: Console) -> None:
+    """Print all that needs no compiler."""
     cfg = trainer.cfg  # mesh: auto is resolved in it
     if trainer.why:
         console.print(trainer.why, markup=False)
@@ -40,13 +107,14 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
     console.print(f"mesh        {sizes}: {trainer.mesh.size} x {kind}", markup=False)
     print_table(console, sharding_table(trainer))
     print_table(console, kept_table(trainer))
-    program = trainer.program(cfg.train.global_batch_size, trainer.max_documents)
-    lines = execution_lines(program.execution)
+    rows = cfg.train.global_batch_size
+    execution = trainer.programs.program(rows, trainer.max_documents).execution
+    lines = execution_lines(execution)
     lines += kernel_lines(cfg, dict(trainer.mesh.shape))
     for line in [*lines, *pipeline_lines(trainer)]:
         console.print(line, markup=False)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
-    flops = flops_per_token(cfg.model, cfg.data.seq_length)
+    flops = flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze)
     console.print(f"parameters  {count_parameters(trainer.specs):,}")
     if cfg.train.freeze:
         console.print(
@@ -60,8 +128,49 @@ def dry_run(cfg: Config, console: Console | None = None) -> None:
         console.print(
             f"            {fastest:,.1f} ms a step at the chip's peak of {peak:g} TFLOP/s"
         )
-    for name, size in memory_per_device(trainer).items():
+    for line in estimate_lines(trainer, execution):
+        console.print(line, markup=False)
+
+
+def estimate_lines(trainer: Trainer, execution: Execution) -> list[str]:
+    """The estimates of memory and time; nothing for devices that no table knows."""
+    cfg, sizes, specs = trainer.cfg, dict(trainer.mesh.shape), trainer.specs
+    devices = list(trainer.mesh.devices.flat)
+    chip = chip_of_kind(devices[0].device_kind)
+    if chip is None or chip.details is None:
+        return []
+    need = bytes_per_device(cfg, cfg.mesh, len(devices), specs)
+    limit = device_memory(devices)
+    lines = [f"memory      {estimate_text(need)} (of {limit / 1e9:.1f} that JAX may use)"]
+    parts = roofline.step_parts(cfg, sizes, execution, specs, chip)
+    peak = metrics.peak_tflops(cfg.log, chip.kind)
+    lines += roofline.time_lines(parts, cfg, len(devices), peak)
+    if chip.name != roofline.MEASURED_ON:
+        lines.append(
+            f"            rates of {chip.kind}: an H200's shares of the peak, not measured"
+        )
+    if len(devices) > chip.details.node:
+        lines.append(
+            f"            network between nodes: {roofline.NETWORK_GBS:g} GB/s a GPU, an assumption"
+        )
+    return lines
+
+
+def print_compiled(trainer: Trainer, console: Console) -> None:
+    """Compile the step; print its memory, and its exchanges where they run as on GPUs."""
+    compiled = trainer.lower().compile()
+    devices = list(trainer.mesh.devices.flat)
+    sizes = memory_per_device(compiled)
+    for name, size in sizes.items():
         console.print(f"{name:<11} {size / 1e9:.3f} GB a device")
+    limit = device_memory(devices)
+    if limit:
+        console.print(
+            f"            {sizes['total'] / limit:.1%} of the {limit / 1e9:.1f} GB that JAX may use"
+        )
+    if devices[0].platform != "cpu":
+        for line in exchange_lines(read_exchanges(compiled.as_text(), dict(trainer.mesh.shape))):
+            console.print(line, markup=False)
 
 
 def print_table(console: Console, rows: list[tuple[str, ...]]) -> None:
@@ -127,13 +236,13 @@ def sharding_table(trainer: Trainer) -> list[tuple[str, ...]]:
     return rows
 
 
-def memory_per_device(trainer: Trainer) -> dict[str, int]:
-    """Bytes of the compiled train step: arguments, temporaries, outputs, and their total; and of
+def memory_per_device(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes of a compiled train step: arguments, temporaries, outputs, and their total; and of
     pinned host memory where it uses any.
 
     Donated state is both argument and output; the total counts it once.
     """
-    stats = trainer.lower().compile().memory_analysis()
+    stats = compiled.memory_analysis()
     sizes = {
         "arguments": stats.argument_size_in_bytes,
         "temporary": stats.temp_size_in_bytes,

@@ -7,9 +7,11 @@ queued. Checkpoints and log lines come from steps that have passed the check for
 
 import bisect
 import contextlib
+import dataclasses
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,48 +20,61 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mjax.checkpoint.quiet import quiet_saves
 from mjax.checkpoint.store import ensure_writable
 from mjax.config.load import dump
 from mjax.config.schema import Config
-from mjax.data.bigram import bigram_cross_entropy
-from mjax.data.gpt import split_tokens
 from mjax.data.loader import Dataset, build_datasets, make_loader
-from mjax.data.text import prepare_text
-from mjax.data.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.generate import Generator
-from mjax.infer.sample import Sampling
 from mjax.models.flops import flops_per_token
-from mjax.models.objective import NEXT_TOKEN, FieldMaker, HostBatch, Objective
+from mjax.models.objective import HostBatch
 from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
-from mjax.pretrained import source_of
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
-from mjax.train.resilience import GO_ON, REASONS, SIGNALED, NonFiniteLoss, Stopper, Watchdog
+from mjax.train.batch import field_maker
+from mjax.train.diagnostics import Diagnostics
+from mjax.train.held_out import HeldOut, held_out_samples, read_prompt, sample_text
+from mjax.train.host_time import HostTime, figures_of
+from mjax.train.local_tier import claim, require_one_process
+from mjax.train.log_writer import reason, replace_text, warn
+from mjax.train.profile import Profiler
+from mjax.train.replicas import ReplicaCheck
+from mjax.train.resilience import GO_ON, REASONS, SIGNALED, Stopper
+from mjax.train.resume import changes, resume
+from mjax.train.run_lock import LOCK_NAME, RunLock
+from mjax.train.saving import Saver
+from mjax.train.supervisor import RESTART_NOTE
+from mjax.train.suspect import Figures, Judge, Suspects
 from mjax.train.trainer import Trainer
-
-MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made from
-
+from mjax.train.watchdog import Watchdog
 
 # Metrics of a step that a record has in places of their own, or not at all.
-STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite"})
+STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite", "accepted"})
 
 
 @dataclass
 class TrainingRun:
     """A training run in this process.
 
-    held_out: data for the held-out loss, or None.
+    held_out: evaluates on held-out data, or None without such data.
     start: steps completed before this process. last: the step to stop after.
+    data_error: why there are no more batches.
     """
 
     trainer: Trainer
+    saver: Saver
+    suspects: Suspects
+    replicas: ReplicaCheck
+    diagnostics: Diagnostics
     log: metrics.Log
-    held_out: Dataset | None
+    held_out: HeldOut | None
     start: int
     last: int
     watchdog: Watchdog
+    profiler: Profiler
     clock: metrics.Clock = field(default_factory=metrics.Clock)
+    host: HostTime = field(default_factory=HostTime)
+    data_error: UserError | None = None
 
     @property
     def cfg(self) -> Config:
@@ -71,56 +86,107 @@ class DispatchedStep:
     """A step that the device may still be computing.
 
     metrics: scalars on the device. stop_reason: GO_ON or why all processes stop, on the device.
+    host: what all processes measured, on the device, if the step is logged.
     """
 
     step: int
+    batch: HostBatch
     metrics: dict[str, jax.Array]
     stop_reason: jax.Array | int
+    host: jax.Array | np.ndarray | None = None
+    figures: Figures | None = None  # the metrics on the host, once the step is settled
 
 
 def train(cfg: Config, mesh: Mesh | None = None) -> None:
     """Train as `cfg` says until steps, tokens, time or a signal end it, resuming if run.dir can.
 
-    Raises `UserError` for mistakes of the user and `NonFiniteLoss` when training diverges.
+    Raises `UserError` for mistakes of the user, `NonFiniteLoss` when training diverges and
+    `ReplicasDiffer` when a device errs.
     """
     stopper = Stopper(cfg.train.max_minutes)
     metrics.require_sinks(cfg.log)
+    require_one_process(cfg)
     trainer = Trainer(cfg, mesh)
     cfg = trainer.cfg  # mesh: auto is resolved in it
-    with run_folder(cfg) as folder:
+    with (
+        run_folder(cfg) as folder,
+        RunLock(folder) as lock,
+        quiet_saves(),
+        contextlib.closing(metrics.Log()) as log,
+    ):
         note = resume(trainer)
         last = final_step(cfg)
-        train_data, held_out = build_datasets(
+        train_data, held_out_data = build_datasets(
             cfg, consumed_samples(cfg.train, last), held_out_samples(cfg)
         )
-        for data in filter(None, (train_data, held_out)):
+        for data in filter(None, (train_data, held_out_data)):
             trainer.bound_documents(data.max_documents)
         prompt = read_prompt(cfg)
+        is_resumed = trainer.step_number > 0
         if trainer.state is None:
             trainer.init()
-        if jax.process_index() == 0:
-            (folder / "config.yaml").write_text(dump(cfg), encoding="utf-8")
-        log = metrics.Log(cfg, folder, last, trainer.step_number)
-        watchdog = Watchdog(cfg.train.step_timeout_minutes)
-        run = TrainingRun(trainer, log, held_out, trainer.step_number, last, watchdog)
-        with contextlib.closing(log):
-            log.say(run_summary(trainer))
-            log.say(note)
-            if run.start >= last:
-                log.say(f"nothing left to train: step {run.start} of {last}; raise train.steps")
-                return
-            with stopper, watchdog:
-                stop_reason = train_steps(run, train_data, stopper)
-                loss = finish(run, stop_reason)
-            if stop_reason != SIGNALED:
-                compare_with_bigram(run, loss)
-                if prompt is not None:
-                    log.say(f"sample: {sample_text(trainer, *prompt, cfg.train.sample_tokens)}")
+        log.say(run_summary(trainer))
+        log.say(note)
+        if trainer.step_number >= last:
+            step = trainer.step_number
+            log.say(f"nothing left to train: step {step} of {last}; raise train.steps")
+            return
+        held_out = None if held_out_data is None else HeldOut(trainer, held_out_data)
+        run = start_run(trainer, lock, log, held_out, last)
+        if is_resumed:
+            log.keep_event(run.start, note)
+        if is_resumed and (line := changes(trainer)):
+            log.event(run.start, line)
+        with stopper, run.watchdog, run.profiler:
+            stop_reason = train_steps(run, train_data, stopper)
+            loss = finish(run, stop_reason)
+        if stop_reason != SIGNALED:
+            is_first = jax.process_index() == 0
+            if loss is not None and is_first and (line := held_out.bigram_line(loss)):
+                log.say(line)
+            if prompt is not None:
+                log.say(f"sample: {sample_text(trainer, *prompt, cfg.train.sample_tokens)}")
+
+
+def start_run(
+    trainer: Trainer, lock: RunLock, log: metrics.Log, held_out: HeldOut | None, last: int
+) -> TrainingRun:
+    """The run up to step `last`; from here on the folder is changed."""
+    cfg, store, start = trainer.cfg, trainer.store, trainer.step_number
+    old = store.set_aside() if cfg.checkpoint.resume == "never" else None
+    if trainer.checkpoints.source is not trainer.checkpoints.local:
+        trainer.checkpoints.clear_local()
+    claim(cfg)
+    if jax.process_index() == 0:
+        store.remove_remains()
+    log.open(cfg, lock.path.parent, last, start)
+    for line in filter(None, (os.environ.get(RESTART_NOTE), lock.note)):
+        log.event(start, line)
+    if old is not None:
+        log.event(start, f"earlier checkpoints are now in {old}")
+    watchdog = Watchdog(cfg.train.step_timeout_minutes)
+    limit = cfg.checkpoint.max_failed_saves
+    saver = Saver(trainer, lock, log, watchdog, cfg.checkpoint.interval, limit)
+    suspects = Suspects(trainer, Judge(cfg.train), saver, log, watchdog)
+    profiler = Profiler(lock.path.parent, cfg.log.profile_steps, last, log.event)
+    return TrainingRun(
+        trainer=trainer,
+        saver=saver,
+        suspects=suspects,
+        replicas=ReplicaCheck(trainer, saver, log, cfg.train.check_replicas_interval),
+        diagnostics=Diagnostics(trainer, log, cfg.log.diagnostics_interval),
+        profiler=profiler,
+        log=log,
+        held_out=held_out,
+        start=start,
+        last=last,
+        watchdog=watchdog,
+    )
 
 
 def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
     """Run steps start + 1 to last; returns GO_ON, or the reason for stopping before."""
-    cfg, trainer = run.cfg, run.trainer
+    cfg, trainer, judge = run.cfg, run.trainer, run.suspects.judge
     batches = make_loader(
         dataset,
         partial(batch_range, cfg.train),
@@ -133,47 +199,134 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
     )
     previous: DispatchedStep | None = None
     with contextlib.closing(batches):
-        for step, batch in enumerate(batches, start=run.start + 1):
-            current = DispatchedStep(step, trainer.step(batch), stopper.ask())
-            stop_reason = complete(run, previous)  # the device computes the current step meanwhile
+        ready = until_data_fails(run, run.host.waiting(batches))
+        for step, batch in enumerate(ready, start=run.start + 1):
+            run.profiler.begin(step)
+            # Behind a step that is not accepted this one is held back.
+            is_open = True if previous is None else previous.metrics["accepted"]
+            run.diagnostics.ask_if_due(step, batch)
+            run.watchdog.doing(f"dispatching step {step}")
+            with run.host.dispatching():
+                computed = trainer.step(batch, judge.most_loss(), is_open)
+            host = run.host.gather() if is_logged(run, step) else None
+            current = DispatchedStep(step, batch, computed, stopper.ask(run.saver.news()), host)
+            run.watchdog.dispatched(step)
+            # The device computes the current step meanwhile.
+            previous, is_settled = settle(run, previous)
+            if is_settled:
+                run.diagnostics.ask_if_due(step, batch)
+                computed = trainer.step(batch, judge.most_loss())
+                current = dataclasses.replace(current, metrics=computed)
+            stop_reason = complete(run, previous)
+            run.replicas.ask_if_due(step)
             previous = current
-            to_save = _is_due(step, cfg.checkpoint.interval)
-            to_evaluate = _is_due(step, cfg.train.eval_interval) and step != run.last
             # The first step compiles, so the clock starts after it.
-            if stop_reason != GO_ON or to_save or to_evaluate or step == run.start + 1:
-                stop_reason = max(stop_reason, complete(run, current))
+            must_settle = is_evaluated(run, step) or is_saved(run, step) or step == run.start + 1
+            if stop_reason != GO_ON or must_settle:
+                stop_reason = max(stop_reason, complete(run, settle(run, current)[0]))
                 previous = None
+                if stop_reason != GO_ON:
+                    return stop_reason  # `finish` evaluates and saves
                 with run.clock.paused():
-                    if to_save:
-                        trainer.save()
-                    if to_evaluate and stop_reason == GO_ON:
-                        held_out_loss(run)
-            if stop_reason != GO_ON:
-                return stop_reason
-        complete(run, previous)
+                    loss = evaluate(run) if is_evaluated(run, step) else None
+                    if is_saved(run, step):
+                        save(run, step, loss)
+        complete(run, settle(run, previous)[0])
     return GO_ON
 
 
+def is_evaluated(run: TrainingRun, step: int) -> bool:
+    """Whether held-out data is evaluated after a step, but for the last, which `finish` does."""
+    return _is_due(step, run.cfg.train.eval_interval) and step != run.last
+
+
+def is_saved(run: TrainingRun, step: int) -> bool:
+    """Whether a checkpoint follows a step, in whatever tier, but for the last."""
+    cfg = run.cfg.checkpoint
+    is_due = _is_due(step, cfg.interval) or _is_due(step, cfg.local_interval)
+    return is_due and step != run.last
+
+
+def save(run: TrainingRun, step: int, held_out_loss: float | None) -> None:
+    """Save a step whose replicas agree: in run.dir if that is due, else in the local tier."""
+    run.replicas.require_equal(step)
+    if _is_due(step, run.cfg.checkpoint.interval):
+        run.saver.save(held_out_loss)
+    else:
+        run.saver.save_local()
+
+
+def settle(
+    run: TrainingRun, dispatched: DispatchedStep | None
+) -> tuple[DispatchedStep | None, bool]:
+    """(the step with its figures, whether it was suspect); the state is then the one after it.
+
+    Raises `NonFiniteLoss` where the run must end.
+    """
+    if dispatched is None:
+        return None, False
+    run.watchdog.doing(f"waiting for the result of step {dispatched.step}")
+    figures, is_suspect = run.suspects.settle(dispatched.step, dispatched.batch, dispatched.metrics)
+    return dataclasses.replace(dispatched, figures=figures), is_suspect
+
+
+def until_data_fails(run: TrainingRun, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
+    """`batches` up to one that cannot be read: the error waits until the state is saved.
+
+    Of several processes, the others would wait for this one's batch, so it is raised at once.
+    """
+    try:
+        run.watchdog.doing("loading data")
+        for batch in batches:
+            yield batch
+            run.watchdog.doing("loading data")
+    except UserError as e:
+        if jax.process_count() > 1:
+            raise
+        run.data_error = e
+
+
 def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
-    """Wait for a dispatched step, check and log its metrics; returns GO_ON or why to stop."""
+    """Log the figures of a settled step; returns GO_ON or why to stop."""
     if dispatched is None:
         return GO_ON
     cfg, step = run.cfg, dispatched.step
-    on_host = jax.device_get(dispatched.metrics)
-    values = {name: value.item() for name, value in on_host.items()}
-    run.watchdog.beat()
-    first, count = batch_range(cfg.train, step - 1)
-    if not values["finite"]:
-        raise NonFiniteLoss(
-            f"step {step}: loss {values['loss']}, norm {values['grad_norm']}, on samples {first} "
-            f"to {first + count - 1} of the data order; last good checkpoint: "
-            f"{last_checkpoint(run.trainer)}; start again to resume there, with a lower "
-            "schedule.lr if it recurs"
-        )
+    values = dispatched.figures
+    run.watchdog.ended(step)
+    run.replicas.read(step)
+    run.diagnostics.write(step)
+    _, count = batch_range(cfg.train, step - 1)
+    if values["accepted"]:
+        run.suspects.judge.accepted(values["loss"])
+    if step == run.start + 1 and jax.process_index() == 0:
+        write_config(run)
     run.clock.count(count * cfg.data.seq_length)
-    if _is_due(step, cfg.log.interval) or step in (run.start + 1, run.last):
-        run.log.write(training_record(run, step, values))
-    return int(dispatched.stop_reason)
+    with run.clock.paused() if run.profiler.is_last(step) else contextlib.nullcontext():
+        run.profiler.end(step)
+    if is_logged(run, step):
+        record = training_record(run, step, values)
+        log_hosts(run, record, dispatched.host)
+        run.log.write(record)
+    return run.saver.react(int(dispatched.stop_reason))
+
+
+def log_hosts(run: TrainingRun, record: metrics.Record, gathered: jax.Array | None) -> None:
+    """Add what the hosts of all processes took to a record; log one that makes others wait."""
+    figures = figures_of(gathered)
+    if figures is None:
+        return
+    record |= figures.record(record["ms_per_step"])
+    if line := run.host.slow_process(figures, record["ms_per_step"]):
+        run.log.event(record["step"], line)
+
+
+def write_config(run: TrainingRun) -> None:
+    """Keep the config of a run that has trained a step; not worth ending it for."""
+    file = run.saver.lock.path.with_name("config.yaml")
+    try:
+        replace_text(file, dump(run.cfg))
+    except OSError as e:
+        warn(f"{file} cannot be written ({reason(e)}); training goes on")
 
 
 def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> metrics.Record:
@@ -198,78 +351,34 @@ def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> me
     return record
 
 
+def evaluate(run: TrainingRun) -> float | None:
+    """The held-out loss, which is logged; None without held-out data."""
+    if run.held_out is None:
+        return None
+    run.watchdog.doing("evaluating")
+    record = run.held_out.loss(run.watchdog.beat)
+    run.log.write({"step": run.trainer.step_number, **record, "time": time.time()})
+    return record["eval_loss"]
+
+
 def finish(run: TrainingRun, stop_reason: int) -> float | None:
-    """Save, evaluate (a signal leaves no time for it), say how it ended; the held-out loss."""
-    run.trainer.save()
-    loss = held_out_loss(run) if stop_reason != SIGNALED else None
-    run.trainer.store.wait()
+    """Evaluate (a signal leaves no time for it), save, say how it ended; the held-out loss."""
+    if run.data_error is not None and run.trainer.step_number == run.start:
+        raise run.data_error
+    is_hurried = stop_reason == SIGNALED or run.data_error is not None
+    loss = None if is_hurried else evaluate(run)
+    run.replicas.require_equal(run.trainer.step_number)
+    run.saver.save_last(loss)
+    run.trainer.checkpoints.clear_local()
     run.watchdog.beat()
+    if run.data_error is not None:
+        raise run.data_error
     end = "finished" if stop_reason == GO_ON else "stopped"
     line = f"{end} at step {run.trainer.step_number} of {run.last}"
     if stop_reason != GO_ON:
         line += f": {REASONS[stop_reason]}"
-    run.log.say(f"{line}; checkpoint: {last_checkpoint(run.trainer)}")
+    run.log.say(f"{line}; checkpoint: {run.saver.last_checkpoint()}")
     return loss
-
-
-def held_out_loss(run: TrainingRun) -> float | None:
-    """The loss on held-out data, of next tokens in nats; None without such data.
-
-    It is also logged. The batches are the same every time.
-    """
-    if run.held_out is None:
-        return None
-    sums: list = []
-    for batch in held_out_batches(run, run.trainer.local_rows):
-        sums.append(run.trainer.evaluate(batch))
-        run.watchdog.beat()
-        if len(sums) > 1:  # one late, so that no more than two batches wait on the device
-            sums[-2] = jax.device_get(sums[-2])
-    sums = jax.device_get(sums)
-    total, count = np.sum(sums, axis=0, dtype=np.float64)
-    loss = float(total / max(count, 1))
-    step = run.trainer.step_number
-    run.log.write({"step": step, "eval_loss": loss, "eval_tokens": int(count), "time": time.time()})
-    return loss
-
-
-def field_maker(cfg: Config, objective: Objective) -> Callable | None:
-    """The `make_fields` of `make_loader` for this objective; None: a data set has its fields."""
-    if not isinstance(objective, FieldMaker):
-        return None
-
-    def make_fields(batch: HostBatch, step: int, rows: np.ndarray) -> HostBatch:
-        return objective.make_fields(batch, cfg.run.seed, step, rows)
-
-    return make_fields
-
-
-def held_out_samples(cfg: Config) -> int:
-    """The number of sequences that one evaluation reads."""
-    if cfg.train.eval_interval is None:
-        return 0
-    return cfg.train.eval_steps * cfg.train.global_batch_size
-
-
-def held_out_batches(
-    run: TrainingRun, rows: Callable[[int], slice] | None = None
-) -> Iterator[dict[str, np.ndarray]]:
-    """The batches of one evaluation, numpy [B, S] fields; `rows`: the part of this process."""
-    size, data = run.cfg.train.global_batch_size, run.cfg.data
-
-    def samples(batch: int) -> tuple[int, int]:
-        return batch * size, size
-
-    return make_loader(
-        run.held_out,
-        samples,
-        0,
-        run.cfg.train.eval_steps,
-        rows=rows,
-        make_fields=field_maker(run.cfg, run.trainer.objective),
-        prefetch=data.prefetch,
-        workers=data.workers,
-    )
 
 
 @contextlib.contextmanager
@@ -283,35 +392,8 @@ def run_folder(cfg: Config) -> Iterator[Path]:
     finally:
         if jax.process_index() == 0 and is_new:
             names = {path.name for path in folder.iterdir()}
-            if not names - {"data.lock"}:
+            if not names - {"data.lock", LOCK_NAME}:
                 shutil.rmtree(folder)
-
-
-def resume(trainer: Trainer) -> str:
-    """Restore the newest checkpoint if checkpoint.resume allows it; returns a line that says so."""
-    cfg, store = trainer.cfg, trainer.store
-    if cfg.checkpoint.resume == "never":
-        old_folder = store.set_aside()
-        line = begin(trainer)
-        return f"{line}; earlier checkpoints are now in {old_folder}" if old_folder else line
-    if store.latest_step() is not None:
-        step = trainer.restore()
-        return f"resumed from {store.directory / str(step)}"
-    if cfg.checkpoint.resume == "require":
-        raise UserError(
-            f"checkpoint.resume=require, but {store.directory} holds no checkpoint; set "
-            "checkpoint.resume=auto to start at step 0"
-        )
-    return begin(trainer)
-
-
-def begin(trainer: Trainer) -> str:
-    """Load the weights that checkpoint.init_from names, if any; returns a line that says so."""
-    weights = trainer.cfg.checkpoint.init_from
-    if weights is None:
-        return "starting at step 0"
-    trainer.load_params(source_of(weights))
-    return f"starting at step 0 from the weights in {weights}"
 
 
 def final_step(cfg: Config) -> int:
@@ -326,17 +408,10 @@ def final_step(cfg: Config) -> int:
     return bisect.bisect_left(range(cfg.train.steps), samples, key=consumed)
 
 
-def last_checkpoint(trainer: Trainer) -> str:
-    """The path of the newest checkpoint, once it is written, or 'none'."""
-    trainer.store.wait()
-    step = trainer.store.latest_step()
-    return "none" if step is None else str(trainer.store.directory / str(step))
-
-
 def run_summary(trainer: Trainer) -> str:
     """Lines on the model and the mesh of a run, and on what was chosen for "auto"."""
     cfg, mesh = trainer.cfg, trainer.mesh
-    flops = flops_per_token(cfg.model, cfg.data.seq_length)
+    flops = flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze)
     axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     shape = " ".join(axes) or "one device"
     parameters = f"{count_parameters(trainer.specs):,} parameters"
@@ -352,55 +427,9 @@ def run_summary(trainer: Trainer) -> str:
     return "\n".join(lines)
 
 
-def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
-    """(the tokenizer, the ids of train.sample_prompt); None without a prompt.
-
-    Raises `UserError` if the prompt cannot be continued at the end of the run.
-    """
-    text, count = cfg.train.sample_prompt, cfg.train.sample_tokens
-    if text is None:
-        return None
-    name = cfg.data.tokenizer
-    if cfg.data.text:
-        name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
-    if name is None:
-        raise UserError("train.sample_prompt needs a tokenizer; set data.tokenizer")
-    tokenizer = load_tokenizer(name)
-    ids = tokenizer.encode(text)
-    if not ids or len(ids) + count > cfg.model.max_position_embeddings:
-        raise UserError(
-            f"train.sample_prompt of {len(ids)} tokens and train.sample_tokens={count} do not fit "
-            f"1 to model.max_position_embeddings={cfg.model.max_position_embeddings}; change one"
-        )
-    return tokenizer, ids
-
-
-def compare_with_bigram(run: TrainingRun, loss: float | None) -> None:
-    """Print the held-out loss on data.text beside what a table of token pairs reaches there."""
-    cfg = run.cfg
-    is_next_token = cfg.train.objective == NEXT_TOKEN  # another loss is not comparable
-    if loss is None or not is_next_token or not cfg.data.text or jax.process_index() != 0:
-        return
-    corpus = prepare_text(cfg.data, cfg.run.dir)
-    training_tokens = split_tokens(corpus.prefix, "train", cfg.data.split)
-    rows = []
-    for batch in held_out_batches(run):
-        last_label = batch["labels"][:, -1]
-        rows.append(np.column_stack([batch["tokens"], last_label]))
-    bigram = bigram_cross_entropy(
-        training_tokens[:MAX_BIGRAM_TOKENS], np.concatenate(rows), cfg.model.vocab_size
-    )
-    run.log.say(
-        f"held-out loss {loss:.4f}, bigram cross-entropy of the same tokens {bigram:.4f} nats"
-    )
-
-
-def sample_text(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], count: int) -> str:
-    """`prompt` and `count` tokens drawn from the model after it, as text."""
-    model, dtype = trainer.cfg.model, trainer.cfg.precision.compute
-    generator = Generator(trainer.definition, trainer.params(), model, dtype=dtype)
-    (completion,) = generator.complete([prompt], count, Sampling(temperature=0.8))
-    return tokenizer.decode([*prompt, *completion.ids])
+def is_logged(run: TrainingRun, step: int) -> bool:
+    """Whether the figures of a step are written; every process knows."""
+    return _is_due(step, run.cfg.log.interval) or step in (run.start + 1, run.last)
 
 
 def _is_due(step: int, interval: int | None) -> bool:

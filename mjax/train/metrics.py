@@ -2,14 +2,11 @@
 
 A record is one flat dict of a step (training or held-out). Every sink gets the same record, on
 process 0 only. Invariant: `metrics.jsonl` holds each step once and in order: on resume, records
-after the restored step are dropped before new ones are appended. Speed counts training steps only:
-the clock stands still while a run compiles, evaluates or saves.
+after the restored step are dropped before new ones are appended. Events are records of a text.
+Speed counts training steps only: the clock stands still while a run compiles, evaluates or saves.
 """
 
 import json
-import math
-import os
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,32 +15,23 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from mjax.config.schema import Config, LogConfig
 from mjax.errors import UserError
 from mjax.models.flops import flops_per_token
-
-# Dense bf16 tensor-core peak in TFLOP/s (NVIDIA data sheets), by the start of jax's device_kind;
-# the first that fits counts.
-PEAK_TFLOPS = (
-    ("NVIDIA GB300", 2500.0),
-    ("NVIDIA B300", 2250.0),
-    ("NVIDIA GB200", 2500.0),
-    ("NVIDIA B200", 2250.0),
-    ("NVIDIA GH200", 989.0),
-    ("NVIDIA H200 NVL", 835.0),
-    ("NVIDIA H200", 989.0),
-    ("NVIDIA H100 PCIe", 756.0),
-    ("NVIDIA H100 NVL", 835.0),
-    ("NVIDIA H100", 989.0),
-    ("NVIDIA A100", 312.0),
-    ("NVIDIA L40S", 362.0),
-    ("NVIDIA L4", 121.0),
+from mjax.plan.chips import chip_of_kind
+from mjax.train.console import LEGEND, Console
+from mjax.train.log_writer import (
+    JsonLines,
+    LogWriter,
+    Sink,
+    close_output,
+    print_line,
+    reason,
+    replace_text,
 )
 
 Record = dict[str, float | int | str | None]
-Sink = Callable[[Record], None]
 
 
 def peak_tflops(log: LogConfig, device_kind: str) -> float | None:
@@ -53,16 +41,14 @@ def peak_tflops(log: LogConfig, device_kind: str) -> float | None:
     """
     if log.peak_tflops is not None:
         return log.peak_tflops
-    for name, peak in PEAK_TFLOPS:
-        if re.match(rf"{name}\b", device_kind):
-            return peak
-    return None
+    chip = chip_of_kind(device_kind)
+    return chip.bf16_tflops if chip else None
 
 
 def speed(cfg: Config, tokens: int, seconds: float) -> Record:
     """tok/s, TFLOP/s and MFU per device of `tokens` global tokens trained in `seconds`."""
     rate = tokens / seconds / jax.device_count()
-    tflops = rate * flops_per_token(cfg.model, cfg.data.seq_length) / 1e12
+    tflops = rate * flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze) / 1e12
     peak = peak_tflops(cfg.log, jax.devices()[0].device_kind)
     mfu = tflops / peak if peak else None
     return {"tokens_per_second": rate, "tflops": tflops, "mfu": mfu}
@@ -121,36 +107,67 @@ class Clock:
 
 
 class Log:
-    """Fans a record out to the console, `metrics.jsonl` and the sinks that `cfg.log` asks for."""
+    """Fans records out to the console, `metrics.jsonl` and the sinks that `cfg.log` asks for.
 
-    def __init__(self, cfg: Config, run_dir: Path, last_step: int, start_step: int) -> None:
-        self.sinks: list[Sink] = []
-        self._closers: list[Callable[[], None]] = []
-        self._console = Console(quiet=jax.process_index() != 0, soft_wrap=True, highlight=False)
-        if jax.process_index() != 0:
+    Each has a thread of its own (`log_writer.py`). Processes other than process 0 log nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_logger = jax.process_index() == 0
+        self._console = self._events = None
+        self._figures: list[LogWriter] = []
+        if self._is_logger:
+            self._console = LogWriter("standard output", print_line, close_output)
+
+    def open(self, cfg: Config, run_dir: Path, last_step: int, start_step: int) -> None:
+        """Open what records of steps after `start_step` go to; raises `UserError`."""
+        if not self._is_logger:
             return
-        self.sinks.append(lambda record: self.say(console_line(record, last_step)))
-        self._add(*jsonl_sink(run_dir / "metrics.jsonl", start_step))
-        if cfg.log.tensorboard:
-            self._add(*tensorboard_sink(run_dir / "tensorboard", start_step))
-        if cfg.log.wandb_project:
-            self._add(*wandb_sink(cfg, run_dir, start_step))
+        self._lines = Console(last_step)
+        self.say(LEGEND)
+        try:
+            self._events = LogWriter("metrics.jsonl", *jsonl_sink(run_dir, start_step))
+            if cfg.log.tensorboard:
+                sink = tensorboard_sink(run_dir / "tensorboard", start_step)
+                self._figures.append(LogWriter("tensorboard", *sink))
+            if cfg.log.wandb_project:
+                self._figures.append(LogWriter("wandb", *wandb_sink(cfg, run_dir, start_step)))
+        except OSError as e:
+            raise UserError(
+                f"{run_dir}: the log cannot be opened: {reason(e)}; free space or mend the folder"
+            ) from e
 
     def say(self, text: str) -> None:
         """Print a line on the console only."""
-        self._console.print(text, markup=False)
+        if self._console is not None:
+            self._console(text)
+
+    def event(self, step: int, text: str) -> None:
+        """Print a line and keep it in `metrics.jsonl`, as something that happened at `step`."""
+        self.say(text)
+        self.keep_event(step, text)
+
+    def keep_event(self, step: int, text: str) -> None:
+        """Keep in `metrics.jsonl` what happened at `step`, without printing it."""
+        if self._events is not None:
+            self._events({"step": step, "event": text, "time": time.time()})
 
     def write(self, record: Record) -> None:
-        for sink in self.sinks:
-            sink(record)
+        """Log the figures of a step."""
+        if self._events is None:
+            return
+        self.say(self._lines.line(record))
+        self.keep_figures(record)
+
+    def keep_figures(self, record: Record) -> None:
+        """Log figures everywhere but on the console."""
+        if self._events is not None:
+            for writer in (self._events, *self._figures):
+                writer(record)
 
     def close(self) -> None:
-        for close in self._closers:
-            close()
-
-    def _add(self, sink: Sink, close: Callable[[], None]) -> None:
-        self.sinks.append(sink)
-        self._closers.append(close)
+        for writer in filter(None, (*self._figures, self._events, self._console)):
+            writer.close()
 
 
 def require_sinks(log: LogConfig) -> None:
@@ -161,65 +178,30 @@ def require_sinks(log: LogConfig) -> None:
         raise UserError("log.wandb_project needs wandb; pip install 'mjax[wandb]'")
 
 
-def console_line(record: Record, last_step: int) -> str:
-    """A record as one readable line; unknown values read 'n/a'."""
+def jsonl_sink(run_dir: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
+    """(a function that appends a record as a line of JSON, a function that ends it).
 
-    def show(key: str, form: str, scale: float = 1.0) -> str:
-        value = record.get(key)
-        return "n/a" if value is None else format(value * scale, form)
-
-    step = f"step {record['step']:>{len(str(last_step))}}/{last_step}"
-    if "eval_loss" in record:
-        return f"{step} | held-out loss {show('eval_loss', '.4f')} | {record['eval_tokens']} tokens"
-    return " | ".join(
-        (
-            step,
-            f"loss {show('loss', '.4f')}",
-            f"grad norm {show('grad_norm', '.3f')}",
-            f"lr {show('lr', '.2e')}",
-            f"{show('ms_per_step', ',.1f')} ms/step",
-            f"{show('tokens_per_second', ',.0f')} tok/s/device",
-            f"{show('tflops', ',.4g')} TFLOP/s",
-            f"MFU {show('mfu', '.1f', 100)}{'%' if record.get('mfu') is not None else ''}",
-            f"memory {show('memory_gb', '.1f')}{' GB' if record.get('memory_gb') else ''}",
-        )
-    )
-
-
-def jsonl_sink(path: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
-    """(a function that appends a record as a line of JSON, a function that closes the file).
-
-    Lines after `start_step` and broken lines are dropped first. Numbers that are not finite are
-    written as null, so that every line is standard JSON.
+    Records after `start_step` and broken lines are dropped first. Events stay, unless the run
+    starts over.
     """
+    path = run_dir / "metrics.jsonl"
     if path.exists():
-        lines = path.read_text().splitlines()
-        kept = [line for line in lines if _step_of(line) <= start_step]
-        new_file = path.with_suffix(".tmp")
-        new_file.write_text("".join(line + "\n" for line in kept))
-        os.replace(new_file, path)
-    file = path.open("a")
-
-    def write(record: Record) -> None:
-        values = {name: _finite_or_none(value) for name, value in record.items()}
-        file.write(json.dumps(values) + "\n")
-        file.flush()
-
-    return write, file.close
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line + "\n" for line in lines if _stays(line, start_step)]
+        if len(kept) < len(lines):
+            replace_text(path, "".join(kept))
+    write = JsonLines(path)
+    return write, write.flush
 
 
-def _finite_or_none(value: float | int | str | None) -> float | int | str | None:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _step_of(line: str) -> float:
-    """The step of a record; infinity for a line that was cut off when a process was killed."""
+def _stays(line: str, start_step: int) -> bool:
+    """Whether a line of an earlier start stays; not one that was cut off by a kill."""
     try:
-        return json.loads(line)["step"]
+        record = json.loads(line)
+        is_old_event = "event" in record and start_step > 0
+        return is_old_event or record["step"] <= start_step
     except (ValueError, KeyError, TypeError):
-        return math.inf
+        return False
 
 
 def tensorboard_sink(folder: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
@@ -227,13 +209,22 @@ def tensorboard_sink(folder: Path, start_step: int) -> tuple[Sink, Callable[[], 
 
     Curves of a killed run after `start_step` are hidden.
     """
-    from tensorboardX import SummaryWriter
+    # Its SummaryWriter writes in a thread that dies of a full disk; then every call blocks.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
 
-    writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = EventsWriter(str(folder / "events"))
+    start = SessionLog(status=SessionLog.START)
+    writer.write_event(Event(wall_time=time.time(), step=start_step + 1, session_log=start))
+    writer.flush()
 
     def write(record: Record) -> None:
-        for name, value in _scalars(record):
-            writer.add_scalar(name, value, record["step"])
+        scalars = _scalars(record)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars]
+        summary = Summary(value=values)
+        writer.write_event(Event(wall_time=time.time(), step=record["step"], summary=summary))
         writer.flush()
 
     return write, writer.close

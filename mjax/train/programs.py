@@ -5,6 +5,8 @@ axes of the mesh.
 """
 
 import functools
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -20,64 +22,100 @@ from mjax.plan.xla_options import compiler_options, device_facts
 from mjax.sharding.ordered import in_program_order
 from mjax.train import step as steps
 from mjax.train.batch import batch_partitions
+from mjax.train.norms import step_norms
 from mjax.train.state import StateLayout, without_moments
 
 
-def make_program(
-    cfg: Config,
-    definition: ModelDefinition,
-    objective: Objective,
-    state_layout: StateLayout,
-    layout: Layout | None,
-    rows: int,
-    max_documents: int,
-) -> steps.Program:
-    """All that is static in a step of `rows` sequences of at most `max_documents` documents.
+class ProgramKey(NamedTuple):
+    """The purpose of a program, and the rows and documents of the batches it is compiled for."""
 
-    `layout` is that of the pipeline. 0 documents: the number is unknown.
+    kind: str
+    rows: int
+    max_documents: int
+
+
+@dataclass
+class Programs:
+    """The programs of a run, each compiled when it is first needed.
+
+    layout: that of the pipeline. xla_options: options of the compiler on top of those that
+    `plan/xla_options.py` picks.
     """
-    mesh, placement = state_layout.mesh, state_layout.placement
-    sizes, facts = dict(mesh.shape), device_facts(list(mesh.devices.flat))
-    uniform = layout is None or layout.uniform
-    ctx = Context(
-        parallel=placement.parallel,
-        attention=cfg.train.attention,
-        cp_type=cfg.mesh.cp_type,
-        cp_a2a=cfg.mesh.cp_a2a,
-        permute=uniform,
-        max_documents=max_documents,
-        overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
-        dropout=True,
-        label_smoothing=cfg.train.label_smoothing,
-        z_loss=cfg.train.z_loss,
-    )
-    model = LocalModel(
-        definition,
-        placement,
-        decide_execution(cfg, sizes, facts, rows),
-        ctx,
-        objective,
-        packed=cfg.data.document_mask and max_documents != 1,
-        loss_chunk=cfg.train.loss_chunk,
-    )
-    return steps.Program(
-        model,
-        decide_evaluation(cfg, sizes, rows),
-        state_layout.optimizer,
-        state_layout.buffers,
-        seed=cfg.run.seed,
-        clip_grad_norm=cfg.optimizer.clip_grad_norm,
-        layout=layout,
-    )
+
+    cfg: Config
+    definition: ModelDefinition
+    objective: Objective
+    state_layout: StateLayout
+    layout: Layout | None
+    xla_options: dict = field(default_factory=dict)
+    _jitted: dict[ProgramKey, jax.stages.Wrapped] = field(default_factory=dict)
+
+    def jitted(self, kind: str, rows: int, max_documents: int) -> jax.stages.Wrapped:
+        """The program `kind` on global arrays, as `jit_program` says."""
+        key = ProgramKey(kind, rows, max_documents)
+        if key not in self._jitted:
+            program = self.program(rows, max_documents)
+            self._jitted[key] = jit_program(
+                kind, program, self.state_layout, self.xla_options, self.cfg.run.deterministic
+            )
+        return self._jitted[key]
+
+    def recompile(self, xla_options: dict) -> None:
+        """Compile programs anew when next needed, with these XLA options besides the usual."""
+        self.xla_options = xla_options
+        self._jitted.clear()
+
+    def program(self, rows: int, max_documents: int) -> steps.Program:
+        """All that is static in a step of `rows` sequences of at most `max_documents` documents.
+
+        0 documents: the number is unknown.
+        """
+        cfg, mesh, placement = self.cfg, self.state_layout.mesh, self.state_layout.placement
+        sizes, facts = dict(mesh.shape), device_facts(list(mesh.devices.flat))
+        uniform = self.layout is None or self.layout.uniform
+        ctx = Context(
+            parallel=placement.parallel,
+            attention=cfg.train.attention,
+            cp_type=cfg.mesh.cp_type,
+            cp_a2a=cfg.mesh.cp_a2a,
+            permute=uniform,
+            max_documents=max_documents,
+            overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
+            dropout=True,
+            label_smoothing=cfg.train.label_smoothing,
+            z_loss=cfg.train.z_loss,
+        )
+        model = LocalModel(
+            self.definition,
+            placement,
+            decide_execution(cfg, sizes, facts, rows),
+            ctx,
+            self.objective,
+            packed=cfg.data.document_mask and max_documents != 1,
+            loss_chunk=cfg.train.loss_chunk,
+        )
+        return steps.Program(
+            model,
+            decide_evaluation(cfg, sizes, rows),
+            self.state_layout.optimizer,
+            self.state_layout.buffers,
+            seed=cfg.run.seed,
+            clip_grad_norm=cfg.optimizer.clip_grad_norm,
+            layout=self.layout,
+        )
 
 
 def jit_program(
-    kind: str, program: steps.Program, state_layout: StateLayout, xla_options: dict
+    kind: str,
+    program: steps.Program,
+    state_layout: StateLayout,
+    xla_options: dict,
+    deterministic: bool = False,
 ) -> jax.stages.Wrapped:
-    """The function `kind` (train, grads or eval) of `train/step.py`, on the whole mesh.
+    """The function `kind` of `train/step.py` (train, grads or eval) or of `train/norms.py` (norms).
 
-    It takes and returns global arrays. "train" takes over the memory of the state it is given.
-    `xla_options` come on top of those that `plan/xla_options.py` picks.
+    It runs on the whole mesh, takes and returns global arrays. "train" takes over the memory of the
+    state it is given. `xla_options` come on top of those that `plan/xla_options.py` picks.
     """
     mesh = state_layout.mesh
     devices = list(mesh.devices.flat)
@@ -86,15 +124,16 @@ def jit_program(
     inputs = without_moments(state), batch
     gradients = steps.Gradients(P(), P(), P(), program.placement.of_gradients)
     function, inputs, outputs = {
-        "train": (steps.train_step, (state, batch, P(), P()), (state, P())),
+        "train": (steps.train_step, (state, batch, P(), P(), P()), (state, P())),
         "grads": (steps.gradients, inputs, gradients),
         "eval": (steps.batch_losses, inputs, P()),
+        "norms": (step_norms, (state, batch, P(), P()), P()),
     }[kind]
     body = functools.partial(function, program)
     if devices[0].platform == "cpu" and len(devices) > 1:
         body = in_program_order(body)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
     tp_overlaps = program.model.ctx.overlap_rows is not None
-    options = compiler_options(program.execution, tp_overlaps, devices) | xla_options
+    options = compiler_options(program.execution, tp_overlaps, devices, deterministic) | xla_options
     donate = 0 if kind == "train" else None
     return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)

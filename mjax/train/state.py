@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.schema import Config
-from mjax.models import build, definition_of, split
+from mjax.models import build, split
 from mjax.models.buffers import Buffer, buffers_of
 from mjax.optim.build import Optimizer, moment_trees
 from mjax.optim.shards import muon_resharders
@@ -29,7 +29,7 @@ from mjax.pipeline.storage import (
 )
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import Padding, Placement, padding, partition, place
-from mjax.sharding.spec import freeze, trained_only
+from mjax.sharding.spec import trained_only
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,13 @@ class StateLayout:
         return state
 
 
-def state_layout(cfg: Config, mesh: Mesh, parallel: Parallel, layout: Layout | None) -> StateLayout:
-    """The layout of the state of a run; `layout` is that of the pipeline."""
-    specs = freeze(definition_of(cfg.model).specs, cfg.train.freeze)
+def state_layout(
+    cfg: Config, specs: dict, mesh: Mesh, parallel: Parallel, layout: Layout | None
+) -> StateLayout:
+    """The layout of the state of a run.
+
+    `specs` declare the parameters. `layout` is that of the pipeline.
+    """
     specs = storage_specs(layout, specs)
     placement = place(specs, parallel, cfg.mesh.zero, cfg.mesh.zero_group)
     storage = Storage(layout, paddings(placement))

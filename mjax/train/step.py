@@ -6,7 +6,7 @@ norm, update. The losses are those of the objective (`models/objective.py`) and 
 the layers; the step knows none by name but "loss". Invariant: shares of a loss sum over all devices
 to (its sum) / (its count) of the global batch. So the result does not depend on the mesh, on the
 number of micro-batches, or on where the tokens that count lie. A loss or norm that is not finite,
-or a buffer that says so, leaves the state as it was.
+a loss above a limit, or a buffer that says so, leaves the state as it was.
 """
 
 import functools
@@ -64,6 +64,17 @@ class Program:
         return self.model.execution
 
 
+class Gate(NamedTuple):
+    """What a step needs to be accepted, besides finite numbers.
+
+    most_loss: f32 [], the largest loss. is_open: bool [], False after a step that was not accepted
+    and that the host has not judged yet; so the state waits as it was before that step.
+    """
+
+    most_loss: jax.Array
+    is_open: jax.Array
+
+
 class Gradients(NamedTuple):
     """The losses of a batch and its gradients.
 
@@ -79,13 +90,20 @@ class Gradients(NamedTuple):
 
 
 def train_step(
-    program: Program, state: State, batch: Batch, lr: jax.Array, weight_decay: jax.Array
+    program: Program,
+    state: State,
+    batch: Batch,
+    lr: jax.Array,
+    weight_decay: jax.Array,
+    gate: Gate,
 ) -> tuple[State, dict[str, jax.Array]]:
-    """(new state, the losses by name and {grad_norm, tokens, finite}) of local shards."""
+    """(new state, losses by name and {grad_norm, tokens, finite, accepted}) of local shards.
+
+    The state stays as it was unless the step is accepted.
+    """
     computed, seen = compute_gradients(program, state, batch)
     with jax.named_scope("optimizer"):
-        clip = program.clip_grad_norm
-        scale = jnp.minimum(1.0, clip / (computed.norm + 1e-6)) if clip > 0 else 1.0
+        scale = clip_factor(program, computed.norm)
         finite = all_finite(computed)
         rest = {name: part for name, part in state.items() if name not in ("params", "opt")}
         new = {"step": state["step"] + 1}
@@ -94,7 +112,8 @@ def train_step(
                 program.buffers, state["buffers"], seen, program.parallel
             )
             finite &= counts
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, rest)
+        accepted = finite & (computed.losses["loss"] <= gate.most_loss) & gate.is_open
+        new = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, rest)
         new["params"], new["opt"] = program.optimizer.update(
             computed.gradients,
             state["opt"],
@@ -102,10 +121,17 @@ def train_step(
             lr=lr,
             weight_decay=weight_decay,
             scale=scale,
-            keep=finite,
+            keep=accepted,
         )
-    metrics = {"grad_norm": computed.norm, "tokens": computed.tokens, "finite": finite}
+    metrics = {"grad_norm": computed.norm, "tokens": computed.tokens}
+    metrics |= {"finite": finite, "accepted": accepted}
     return new, computed.losses | metrics
+
+
+def clip_factor(program: Program, norm: jax.Array) -> jax.Array | float:
+    """The factor on gradients of this norm that clips them."""
+    clip = program.clip_grad_norm
+    return jnp.minimum(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
 
 
 def all_finite(computed: Gradients) -> jax.Array:

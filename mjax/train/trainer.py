@@ -3,15 +3,15 @@
 It owns no loop and no data. `step` is asynchronous: it returns device scalars.
 """
 
-from pathlib import Path
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mjax.checkpoint.source import Source, arrays
-from mjax.checkpoint.store import Store, require_same_model
+from mjax.checkpoint.source import Source
+from mjax.checkpoint.store import Store
 from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
@@ -19,58 +19,69 @@ from mjax.models import definition_of
 from mjax.models.objective import HostBatch, objective_of
 from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
 from mjax.pipeline.layout import layout_of
-from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
+from mjax.pipeline.storage import canonical
 from mjax.plan.auto import resolve_auto
-from mjax.sharding.mesh import make_mesh, parallel_of
+from mjax.plan.xla_options import fix_reduction_order
+from mjax.sharding.mesh import make_mesh, parallel_of, replicated
 from mjax.sharding.spec import freeze
 from mjax.train import step as steps
-from mjax.train.batch import BatchPlacer, most_documents
-from mjax.train.programs import jit_program, make_program
+from mjax.train.batch import BatchPlacer, bound_of_documents, most_documents
+from mjax.train.checkpoints import Checkpoints
+from mjax.train.norms import Norms
+from mjax.train.programs import Programs
 from mjax.train.state import state_layout, without_moments
 
 
-class ProgramKey(NamedTuple):
-    """The purpose of a program, and the documents and rows of the batches it is compiled for."""
-
-    kind: str
-    max_documents: int
-    rows: int
-
-
 class Trainer:
-    """Trains the model of `cfg` on `mesh` (default: all devices, sizes from cfg.mesh).
+    """Trains the model of `cfg` on `mesh` (default: `devices`, sizes from cfg.mesh).
+
+    `devices` are all of this run unless given.
 
     A batch is a dict of numpy arrays: the fields of the objective, and segment_ids and positions
     [B, S]. Those of the default objective are tokens, labels and loss_mask [B, S].
     Where there are several processes, each passes its `local_rows` of the global batch.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        mesh: Mesh | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
         validate(cfg)
         self.definition = definition_of(cfg.model)
         self.specs = freeze(self.definition.specs, cfg.train.freeze)
         self.objective = objective_of(cfg.train.objective)
-        devices = jax.devices() if mesh is None else mesh.devices.flatten()
+        if devices is None:
+            devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
         if cfg.precision.fp8 != "none":
             require_fp8(devices[0], cfg.precision.fp8_backend)
+        if cfg.run.deterministic:
+            fix_reduction_order()
         self.cfg = cfg
-        self.mesh = make_mesh(cfg.mesh) if mesh is None else mesh
+        self.mesh = make_mesh(cfg.mesh, devices) if mesh is None else mesh
         self.parallel = parallel_of(self.mesh)
         self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
-        self.state_layout = state_layout(cfg, self.mesh, self.parallel, self.layout)
+        self.state_layout = state_layout(cfg, self.specs, self.mesh, self.parallel, self.layout)
         self.placement = self.state_layout.placement
         self.storage = self.state_layout.storage
-        size = cfg.train.micro_batch_size
-        self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, size)
+        self.programs = Programs(
+            cfg, self.definition, self.objective, self.state_layout, self.layout
+        )
+        self.placer = BatchPlacer(
+            self.mesh,
+            self.parallel,
+            self.objective,
+            cfg.train.micro_batch_size,
+            cfg.model.vocab_size,
+        )
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None
         self.step_number = 0
         self.max_documents = 1 if not cfg.data.document_mask else 0
-        self._store: Store | None = None
-        self._programs: dict[ProgramKey, jax.stages.Wrapped] = {}
-        self._xla_options: dict = {}
+        self.checkpoints = Checkpoints(cfg, self.state_layout)
 
     # ---- state -------------------------------------------------------------------------------
 
@@ -78,13 +89,14 @@ class Trainer:
         """Draw parameters from run.seed and start at step 0. Equal on every mesh."""
         self._start(self.state_layout.draw())
 
-    def load_params(self, source: Source) -> None:
-        """Start at step 0 from the weights of `source`; raises `UserError` for another model."""
-        require_same_model(self.cfg.model, source.cfg)
-        source.check()
-        stored = self.abstract_state()["params"]
-        params = arrays(source, canonical_abstract(self.storage, stored))
-        self._start(from_canonical(self.storage, params, stored))
+    def load_params(self, source: Source) -> str:
+        """Start at step 0 from the weights of `source`; returns what was and was not loaded.
+
+        Raises `UserError` for a model that differs in more than `checkpoint.init_changes`.
+        """
+        params, summary = self.checkpoints.load_weights(source)
+        self._start(params)
+        return summary
 
     def _start(self, params: dict) -> None:
         self.state = self.state_layout.start(params)
@@ -98,31 +110,25 @@ class Trainer:
         """Parameters in `precision.params`, a nested dict of global arrays."""
         return canonical(self.storage, self._live()["params"])
 
-    def save(self) -> None:
-        """Start an asynchronous checkpoint of the current step under run.dir/checkpoints."""
-        self.store.save(self.step_number, canonical(self.storage, self._live()))
+    def save(self, held_out_loss: float | None = None, store: Store | None = None) -> None:
+        """Start an asynchronous checkpoint of the current step under run.dir/checkpoints.
+
+        `held_out_loss` is that of this step, for `checkpoint.keep_best`; `store` another place.
+        Raises `NonFiniteLoss` if a parameter holds a number that is not finite; nothing is saved
+        then.
+        """
+        self.checkpoints.save(self.step_number, self._live(), held_out_loss, store)
 
     def restore(self, step: int | None = None) -> int:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
-        abstract = self.abstract_state()
-        saved = canonical_abstract(self.storage, abstract)
-        state = self.store.restore(saved, step)
-        self.state = from_canonical(self.storage, state, abstract)
+        self.state = self.checkpoints.restore(step)
         self.step_number = int(self.state["step"])
         return self.step_number
 
     @property
     def store(self) -> Store:
-        if self._store is None:
-            cfg = self.cfg.checkpoint
-            self._store = Store(
-                Path(self.cfg.run.dir) / "checkpoints",
-                self.cfg,
-                keep=cfg.keep,
-                keep_every=cfg.keep_every,
-                async_save=cfg.async_save,
-            )
-        return self._store
+        """The checkpoints on disk."""
+        return self.checkpoints.store
 
     def _live(self) -> steps.State:
         if self.state is None:
@@ -131,18 +137,39 @@ class Trainer:
 
     # ---- computation -------------------------------------------------------------------------
 
-    def step(self, batch: HostBatch) -> dict[str, jax.Array]:
-        """One optimizer step on a global batch; device scalars, as `train_step` says."""
+    def step(
+        self, batch: HostBatch, most_loss: float = math.inf, is_open: jax.Array | bool = True
+    ) -> dict[str, jax.Array]:
+        """One optimizer step on a global batch; device scalars, as `train_step` says.
+
+        The state changes only if the numbers are finite, the loss is at most `most_loss` and
+        `is_open` holds (`step.py: Gate`). The step is counted in any case.
+        """
         placed = self._place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
-        cfg = self.cfg
-        samples = consumed_samples(cfg.train, self.step_number)
-        lr = np.float32(learning_rate(cfg.schedule, cfg.train, samples))
-        decay = np.float32(weight_decay(cfg.optimizer, cfg.train, samples))
         step = self._program("train", placed)
-        self.state, metrics = step(state, placed, lr, decay)
+        is_open = is_open if isinstance(is_open, jax.Array) else replicated(self.mesh, is_open)
+        gate = steps.Gate(np.float32(most_loss), is_open)
+        self.state, metrics = step(state, placed, *self._rates(), gate)
         self.step_number += 1
         return metrics
+
+    def norms(self, batch: HostBatch) -> Norms:
+        """The norms of the step that `step` would do on this batch; the state stays."""
+        placed = self._place(batch)
+        return self._program("norms", placed)(self._live(), placed, *self._rates())
+
+    def _rates(self) -> tuple[np.float32, np.float32]:
+        """(learning rate, weight decay) of the next step."""
+        cfg = self.cfg
+        samples = consumed_samples(cfg.train, self.step_number)
+        lr = learning_rate(cfg.schedule, cfg.train, samples)
+        return np.float32(lr), np.float32(weight_decay(cfg.optimizer, cfg.train, samples))
+
+    def set_step(self, number: int) -> None:
+        """Count `number` steps from here on, with the weights as they are."""
+        self.state = {**self._live(), "step": replicated(self.mesh, np.int32(number))}
+        self.step_number = number
 
     def grads(self, batch: HostBatch) -> tuple[jax.Array, jax.Array, dict]:
         """(loss, gradient norm, gradients of the trained parameters) of a global batch.
@@ -170,12 +197,11 @@ class Trainer:
         rows = batch_size or self.cfg.train.global_batch_size
         batch = self.placer.abstract(rows, self.cfg.data.seq_length)
         scalar = jax.ShapeDtypeStruct((), np.float32)
-        return self._program("train", batch).lower(self.abstract_state(), batch, scalar, scalar)
-
-    def recompile(self, xla_options: dict) -> None:
-        """Compile programs anew when next needed, with these XLA options besides the usual."""
-        self._xla_options = xla_options
-        self._programs.clear()
+        on_all = NamedSharding(self.mesh, PartitionSpec())  # as `replicated` lays it out
+        is_open = jax.ShapeDtypeStruct((), np.bool_, sharding=on_all)
+        gate = steps.Gate(scalar, is_open)
+        state = self.abstract_state()
+        return self._program("train", batch).lower(state, batch, scalar, scalar, gate)
 
     def bound_documents(self, most: int) -> None:
         """Promise that no sequence holds more than `most` documents; rounded up to a power of two.
@@ -183,36 +209,13 @@ class Trainer:
         Only cuDNN's packed attention needs a static bound. The loop gives the dataset's, so that
         nothing compiles twice and all processes agree.
         """
-        attention = self.cfg.train.attention
-        if attention == "auto" and jax.default_backend() == "cpu":
-            attention = "xla"
-        if self.cfg.data.document_mask and attention != "xla":
-            power_of_two = 1 << (most - 1).bit_length()
-            self.max_documents = max(self.max_documents, power_of_two)
+        self.max_documents = max(self.max_documents, bound_of_documents(self.cfg, most))
 
     def _place(self, batch: HostBatch) -> dict[str, jax.Array]:
         placed = self.placer.place(batch)
         self.bound_documents(most_documents(np.asarray(batch["segment_ids"])))
         return placed
 
-    # ---- programs ----------------------------------------------------------------------------
-
     def _program(self, kind: str, batch: dict) -> jax.stages.Wrapped:
-        """The jitted program `kind` for batches like `batch`."""
-        key = ProgramKey(kind, self.max_documents, batch["rows"].shape[0])
-        if key not in self._programs:
-            program = self.program(key.rows, key.max_documents)
-            self._programs[key] = jit_program(kind, program, self.state_layout, self._xla_options)
-        return self._programs[key]
-
-    def program(self, rows: int, max_documents: int) -> steps.Program:
-        """All that is static in a step of `rows` sequences of at most `max_documents` each."""
-        return make_program(
-            self.cfg,
-            self.definition,
-            self.objective,
-            self.state_layout,
-            self.layout,
-            rows,
-            max_documents,
-        )
+        """The program `kind` for batches like `batch`."""
+        return self.programs.jitted(kind, batch["rows"].shape[0], self.max_documents)

@@ -8,7 +8,7 @@ from mjax.kernels.cross_entropy import cut_of
 from tests.aot.common import compile_step, missing
 from tests.devices import GPU, choose_for
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
 
 SMALL = ["model.num_hidden_layers=2", "mesh.dp=1", "train.unroll=1", "train.micro_batch_size=16"]
 CALL = re.compile(r"= \((\S+), (\S+)\) custom-call\(.*loss_rows")

@@ -14,7 +14,7 @@ SMALL = ["model.num_hidden_layers=2", "model.vocab_size=512", "mesh.dp=1", "trai
 CALL = re.compile(r"= (.*?) custom-call\(.*custom_call_target=\"mosaic_gpu")
 
 
-@pytest.mark.parametrize("extra", [[], ["model.attn_logit_softcapping=30"]])
+@pytest.mark.parametrize("extra", [[], ["model.attention.attn_logit_softcapping=30"]])
 def test_each_kernel_once_a_layer(monkeypatch, extra):
     """Forward, d_q, and d_k with d_v: no remat policy and no fusion of XLA's calls one again."""
     monkeypatch.setattr(chooser, "on_hopper", lambda: True)

@@ -5,10 +5,11 @@ import glob
 import json
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import start_process
 
 GPUS = len(glob.glob("/dev/nvidia[0-9]*"))
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 BASE = [
     "model.vocab_size=1000",
     "model.hidden_size=256",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
+    "model.attention.num_attention_heads=4",
+    "model.attention.num_key_value_heads=2",
     "model.num_hidden_layers=3",
     "data.mock=true",
     "data.seq_length=512",
@@ -40,7 +41,7 @@ def train(folder, processes, *overrides):
     env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}
     command = [sys.executable, "-m", "mjax.train", *BASE, f"run.dir={folder}", *overrides]
     running = [
-        subprocess.Popen(command, env=env | {"RANK": str(i), "LOCAL_RANK": str(i)})
+        start_process(command, env=env | {"RANK": str(i), "LOCAL_RANK": str(i)})
         for i in range(processes)
     ]
     try:

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a 
 SMALL = [
     "model.vocab_size=1000",
     "model.hidden_size=256",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
+    "model.attention.num_attention_heads=4",
+    "model.attention.num_key_value_heads=2",
     "model.num_hidden_layers=3",
     "data.mock=true",
     "data.seq_length=512",
@@ -58,19 +58,20 @@ def test_loss_falls_and_repeats():
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-3)
 
 
-PLAIN = "norm=layernorm mlp_gated=false hidden_act=gelu_tanh mlp_bias=true attention_bias=true"
+PLAIN = "norm=layernorm mlp_gated=false hidden_act=gelu_tanh mlp_bias=true"
+PLAIN += " attention.attention_bias=true"
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("kind", ["", PLAIN], ids=["llama", "gpt"])
 def test_exchanges_by_copies_give_one_gpus_numbers(kind):
     """Of one micro-batch: weights are gathered, gradients summed, layer by layer under matmuls."""
-    wide = "model.hidden_size=1024", "model.num_attention_heads=8", "train.remat=none"
+    wide = "model.hidden_size=1024", "model.attention.num_attention_heads=8", "train.remat=none"
     keys = *wide, *(f"model.{key}" for key in kind.split())
     alone = trainer(*keys, "train.micro_batch_size=4")
     two = trainer(*keys, "mesh.dp=2", "mesh.zero=1", gpus=2)
     batch = random_batch(alone.cfg)
-    assert two.program(len(batch["tokens"]), 1).execution.overlap
+    assert two.programs.program(len(batch["tokens"]), 1).execution.overlap
     (loss, norm, grads), (loss2, norm2, grads2) = alone.grads(batch), two.grads(batch)
     assert abs(float(loss2) - float(loss)) < 1e-3 * float(loss)
     assert abs(float(norm2) - float(norm)) < 1e-2 * float(norm)

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from mjax.config.mesh_rules import AXES
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, branch_groups, expand, stack_of
-from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.models import build, split
@@ -19,7 +19,7 @@ from tests.laws import toy_recurrence
 from tests.marks import quick, slow
 
 # gpt-oss: windowed and full attention take turns, each before experts.
-GPT_OSS = ["model.layer_pattern='window+experts, full+experts'", "model.sliding_window=5"]
+GPT_OSS = ["model.layer_pattern='window+experts, full+experts'", "model.attention.sliding_window=5"]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_branches_and_stacks():
 
 SIZES = [
     "model.layer_pattern='G@1,G'",
-    "model.layer_sizes=[{intermediate_size: 96, num_key_value_heads: 8}]",
+    "model.layer_sizes=[{intermediate_size: 96, attention: {num_key_value_heads: 8}}]",
 ]
 CASES = [
     ("experts", {"pp": 2, "ep": 2, "tp": 2}, 1, 2, GPT_OSS),
@@ -84,7 +84,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("feature, mesh, zero, micro_batches, more", quick(CASES, 0, 1))
+@pytest.mark.parametrize("feature, mesh, zero, micro_batches, more", quick(CASES, 0))
 def test_gradients_equal_one_device(feature, mesh, zero, micro_batches, more):
     layers = ["model.num_hidden_layers=8"] if "megatron" in more[0] else []
     where = Cell(mesh, zero, micro_batches)
@@ -108,7 +108,10 @@ def test_a_checkpoint_does_not_depend_on_unlike_stages(tmp_path):
 
 def test_branches_side_by_side_read_one_norm():
     cfg = ModelConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, layer_pattern="[G|D]"
+        hidden_size=32,
+        num_hidden_layers=1,
+        attention={"num_attention_heads": 4},
+        layer_pattern="[G|D]",
     )
     model = build(cfg, nnx.Rngs(0))
     stack = model.attention_beside_mlp
@@ -160,7 +163,7 @@ def test_a_toy_mixer_generates_with_its_state(recurrence):
         vocab_size=120,
         hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        attention={"num_attention_heads": 4},
         intermediate_size=48,
         initializer_range=0.3,
         max_position_embeddings=64,

@@ -70,6 +70,7 @@ def save_in_version_1(trainer: Trainer) -> None:
 
 def test_an_old_checkpoint_with_fp8_loads(tmp_path):
     keys = "precision.fp8=delayed", f"run.dir={tmp_path}", "precision.fp8_amax_history=3"
+    keys += ("checkpoint.digests=false",)  # they are younger than the form of this checkpoint
     old, new = (make_trainer("dense", Cell(), *keys) for _ in range(2))
     for seed in range(2):
         old.step(make_batch(24, seed))

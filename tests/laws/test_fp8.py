@@ -86,7 +86,10 @@ def test_a_pipeline_of_several_chunks_agrees(layout):
     [
         (Cell({"dp": 2, "tp": 4}, 1, 2), ()),  # two of which share a kv head
         # heads 0, 0, 1 and 1, 2, 2 of three: as many as there are, but not those
-        (Cell({"tp": 2}, 0, 1), ("model.num_attention_heads=6", "model.num_key_value_heads=3")),
+        (
+            Cell({"tp": 2}, 0, 1),
+            ("model.attention.num_attention_heads=6", "model.attention.num_key_value_heads=3"),
+        ),
         (Cell({"dp": 2}, 3, 1), ("precision.fp8_skip_layers=1", "train.remat=none")),
     ],
 )

@@ -12,6 +12,7 @@ from mjax.errors import UserError
 from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
+from mjax.train.step import Gate
 from tests.marks import quick, slow
 
 ROWS = 24
@@ -115,7 +116,8 @@ def exchanged_and_computed(trainer: Trainer) -> tuple[set, set]:
     batch = trainer.placer.abstract(ROWS, trainer.cfg.data.seq_length)
     scalar = jax.ShapeDtypeStruct((), np.float32)
     program = trainer._program("train", batch)
-    jaxpr = jax.make_jaxpr(program)(trainer.abstract_state(), batch, scalar, scalar).jaxpr
+    gate = Gate(scalar, jax.ShapeDtypeStruct((), np.bool_))
+    jaxpr = jax.make_jaxpr(program)(trainer.abstract_state(), batch, scalar, scalar, gate).jaxpr
     sums, products = set(), set()
     for equation in equations(jaxpr):
         if equation.primitive.name in ("psum", "reduce_scatter", "psum_scatter", "psum_invariant"):

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
-from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, make_batch, make_trainer, replicas_identical
 from mjax.train import Trainer
 from tests.marks import quick, slow
+from tests.updates import canonical_state, updated_state
 
 BY_NAME = {
     "momentum": ["optimizer.name=optax.sgd", "optimizer.args.momentum=0.9"],
@@ -36,37 +35,13 @@ def run(trainer: Trainer, steps: int) -> list[float]:
     return losses
 
 
-def state_of(trainer: Trainer) -> dict:
-    """In canonical order and shape, as in a checkpoint."""
-    return jax.tree.map(np.asarray, canonical(trainer.storage, trainer.state))
-
-
 def assert_equal(a: dict, b: dict) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def updated(name: str, cell: Cell, *overrides: str) -> dict:
     """Parameters and moments after three updates by the same gradients everywhere."""
-    trainer = made(cell, name, *overrides)
-    start = jax.tree.map(jnp.copy, trainer.state["params"])
-
-    def step(state: dict, start: dict) -> dict:
-        count, new = state["opt"]["count"], dict(state)
-        leaves = flatten_dict(start)
-        grads = {k: jnp.sin(1e4 * p.astype(jnp.float32) + count) for k, p in leaves.items()}
-        new["params"], new["opt"] = trainer.state_layout.optimizer.update(
-            unflatten_dict(grads), state["opt"], state["params"], lr=1e-3, weight_decay=0.1
-        )
-        return new
-
-    specs = trainer.state_layout.partitions()
-    mesh = {"mesh": trainer.mesh, "check_vma": False}
-    update = jax.jit(
-        jax.shard_map(step, in_specs=(specs, specs["params"]), out_specs=specs, **mesh)
-    )
-    for _ in range(3):
-        trainer.state = update(trainer.state, start)
-    return state_of(trainer)
+    return updated_state(made(cell, name, *overrides), 3)
 
 
 @pytest.mark.parametrize("name", quick(BY_NAME, 1))
@@ -126,15 +101,15 @@ def test_resumed_is_unbroken_bit_for_bit_and_another_mesh_reads_the_same_state(t
     run(whole, 2)
     whole.save()
     whole.store.wait()
-    saved = state_of(whole)
+    saved = canonical_state(whole)
     rest = run(whole, 2)
     again = made(cell, name, *where)
     assert again.restore() == 2
     assert run(again, 2) == rest
-    assert_equal(state_of(again), state_of(whole))
+    assert_equal(canonical_state(again), canonical_state(whole))
     resumed = made(Cell({"pp": 2, "tp": 2}, 3), name, *where)
     assert resumed.restore() == 2
-    assert_equal(state_of(resumed), saved)
+    assert_equal(canonical_state(resumed), saved)
     np.testing.assert_allclose(run(resumed, 2), rest, rtol=1e-4)
 
 
@@ -145,7 +120,7 @@ def test_moments_on_the_host_train_the_same_parameters_bit_for_bit(monkeypatch):
     cell = Cell({"pp": 2, "dp": 2}, 1, 2)
     here, there = made(cell, "adagrad", "optimizer.offload=false"), made(cell, "adagrad", HOST)
     assert run(here, 3) == run(there, 3)
-    assert_equal(state_of(there), state_of(here))
+    assert_equal(canonical_state(there), canonical_state(here))
     moments = there.state["opt"]["sum_of_squares"]
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(moments)}
     assert kinds == {"pinned_host"}

@@ -11,14 +11,16 @@ import time
 
 import pytest
 
+from mjax.train.supervisor import is_recoverable
 from tests.marks import slow
+from tests.processes import start_process
 
 pytestmark = slow
 
 BASE = [
     "model.vocab_size=97",
     "model.hidden_size=32",
-    "model.num_attention_heads=8",
+    "model.attention.num_attention_heads=8",
     "model.intermediate_size=48",
     "model.num_hidden_layers=2",
     "data.mock=true",
@@ -43,7 +45,7 @@ def start(folder, processes, *overrides):
     env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
     command = [sys.executable, "-u", "-m", "mjax.train", *BASE, f"run.dir={folder}", *overrides]
     return [
-        subprocess.Popen(
+        start_process(
             command,
             env=env | {"JAX_PROCESS_ID": str(i)},
             stdout=open(folder.parent / f"{folder.name}.{i}", "w"),  # noqa: SIM115
@@ -74,7 +76,11 @@ def losses(folder):
 def test_two_processes_train_save_and_resume_as_one(tmp_path):
     two, one = tmp_path / "two", tmp_path / "one"
     mesh = ["mesh.dp=2", "mesh.tp=2", "mesh.pp=1", "mesh.cp=1", "mesh.ep=2"]
-    experts = ["model.layer_pattern=GE", "model.num_experts=4", "model.router_aux_loss_coef=0.1"]
+    experts = [
+        "model.layer_pattern=GE",
+        "model.moe.num_experts=4",
+        "model.moe.router_aux_loss_coef=0.1",
+    ]
     finish(one, start(one, 1, *mesh, *experts, "train.steps=8"))
     said = finish(two, start(two, 2, *mesh, *experts, "train.steps=4"))
     assert "step 4/4" in said[0] and "step" not in said[1]  # one process logs
@@ -86,10 +92,30 @@ def test_two_processes_train_save_and_resume_as_one(tmp_path):
     assert losses(again) == pytest.approx(losses(one), rel=1e-5)
 
 
+def test_damage_that_one_process_finds_makes_all_go_to_the_step_before(tmp_path):
+    folder = tmp_path / "run"
+    mesh = ["mesh.dp=8", "mesh.zero=3", "checkpoint.interval=2"]
+    finish(folder, start(folder, 2, *mesh, "train.steps=4"))
+    newest = folder / "checkpoints" / "4"
+    assert {p.name for p in (newest / "state").glob("ocdbt.*")} == {
+        "ocdbt.process_0",
+        "ocdbt.process_1",
+    }
+    file = max(newest.glob("state/ocdbt.process_1/d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    said = finish(folder, start(folder, 2, *mesh, "train.steps=5"))
+    assert f"resumed from {folder / 'checkpoints' / '2'}" in said[0]
+    found = [f"bytes 0 to {len(content):,} of state/ocdbt.process_1" in text for text in said]
+    assert sum(found) == 1 and all(f"checkpoint {newest} is damaged" in text for text in said)
+    assert (folder / "checkpoints" / "damaged-4").is_dir()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_others_exit_when_a_process_dies_or_hangs(tmp_path, how):
     folder = tmp_path / "run"
-    limit = 0.5  # minutes, in which the first step compiles
+    limit = 1.5  # minutes, in which the first step compiles
     alive, lost = start(folder, 2, "train.steps=1000000", f"train.step_timeout_minutes={limit}")
     try:
         while "step   " not in (said := (tmp_path / "run.0").read_text()):
@@ -102,7 +128,22 @@ def test_others_exit_when_a_process_dies_or_hangs(tmp_path, how):
         alive.kill()
         lost.kill()
     said = (tmp_path / "run.0").read_text()
-    assert code != 0 and time.monotonic() - began < 60 * limit + 15
+    assert is_recoverable(code) and time.monotonic() - began < 60 * limit + 15
     # The watchdog's own words with all stacks, or gloo's if its time-out of 30 s comes first.
-    stuck = code == 3 and "train.step_timeout_minutes=0.5" in said and "Thread" in said
-    assert stuck or "Error" in said or "died" in said
+    stuck = code == 3 and "train.step_timeout_minutes=1.5" in said and "Thread" in said
+    assert stuck or "has lost another one" in said or "died" in said
+
+
+def test_a_process_whose_host_is_slow_is_named(tmp_path):
+    folder = tmp_path / "run"
+    slow_host = "train.objective=tests.laws.slow_objective:SlowHost"
+    alone = ["data.workers=1", "data.prefetch=1"]  # so that no batches lie in store
+    said = finish(folder, start(folder, 2, "mesh.dp=8", "train.steps=7", slow_host, *alone))
+    records = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    steps = [record for record in records if "slowest_host" in record]
+    assert [record["step"] for record in steps] == list(range(2, 8))
+    assert all(record["slowest_host_ms"] >= record["host_ms"] >= 0 for record in steps)
+    late = [record["slowest_host"] for record in steps[-4:]]
+    assert late.count(1) >= 3, steps
+    (event,) = [record["event"] for record in records if "slow" in record.get("event", "")]
+    assert event.startswith("process 1 is slow: its host takes ") and event in said[0]

@@ -20,13 +20,14 @@ from mjax.train import Trainer
 from mjax.train.loop import final_step, train
 from mjax.train.resilience import NonFiniteLoss
 from tests.marks import quick, slow
+from tests.processes import start_process
 
 STEPS = 8
 BASE = [
     "model.vocab_size=97",
     "model.hidden_size=32",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
+    "model.attention.num_attention_heads=4",
+    "model.attention.num_key_value_heads=2",
     "model.intermediate_size=48",
     "model.num_hidden_layers=2",
     "model.hidden_dropout=0.1",
@@ -50,9 +51,9 @@ def run(monkeypatch, folder, *overrides, dp=4, tp=1):
     hashes, trainers = [], []
     step, init = Trainer.step, Trainer.__init__
 
-    def watched_step(self, batch):
+    def watched_step(self, batch, *gate):
         hashes.append(stream_hash(batch))
-        return step(self, batch)
+        return step(self, batch, *gate)
 
     def watched_init(self, *args):
         init(self, *args)
@@ -117,6 +118,20 @@ def test_held_out_loss_is_of_the_same_batches_every_time(tmp_path, monkeypatch):
 
 
 @slow
+@pytest.mark.parametrize("end", ["train.steps=4", "train.max_minutes=1e-6"])
+def test_a_step_is_evaluated_before_it_is_saved_and_carries_its_loss(tmp_path, monkeypatch, end):
+    every = 2 if "steps" in end else 1
+    keys = [f"train.eval_interval={every}", "train.eval_steps=1", f"checkpoint.interval={every}"]
+    run(monkeypatch, tmp_path, *keys, "checkpoint.keep_best=2", end)
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    logged = {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
+    steps = (tmp_path / "checkpoints").iterdir()
+    saved = {int(p.name): json.loads((p / "meta" / "metadata").read_text()) for p in steps}
+    assert {step: record["held_out_loss"] for step, record in saved.items()} == logged
+    assert sorted(logged) == ([2, 4] if every == 2 else [1])
+
+
+@slow
 def test_tokens_and_wall_time_end_a_run_with_a_checkpoint(tmp_path, monkeypatch):
     assert final_step(config(tmp_path, "train.steps=100", "train.max_tokens=385")) == 4
     assert final_step(config(tmp_path, "train.steps=3", "train.max_tokens=385")) == 3
@@ -135,6 +150,21 @@ def test_bad_numbers_stop_the_run_and_name_the_last_good_checkpoint(tmp_path, mo
     assert f"last good checkpoint: {tmp_path / 'checkpoints' / '2'};" in str(stop.value)
     assert "step 4: loss" in str(stop.value) and "samples 24 to 31" in str(stop.value)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("mesh", quick(["dp=4 zero=3", "dp=2 tp=2 pp=2"], 0))
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, mesh):
+    cfg = config(tmp_path, *[f"mesh.{part}" for part in mesh.split()], "train.global_batch_size=8")
+    devices = jax.devices()[: 8 if "pp" in mesh else 4]
+    trainer = Trainer(cfg, make_mesh(cfg.mesh, devices))
+    trainer.init()
+    trainer.save()
+    trainer.step_number = 1
+    head = trainer.state["params"]["head"]
+    trainer.state["params"]["head"] = head.at[-1, -1].set(np.inf)
+    with pytest.raises(NonFiniteLoss, match="step 1: parameter head holds .*last good .*/0;"):
+        trainer.save()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["0"]
 
 
 @slow
@@ -161,7 +191,7 @@ def cli(folder, *overrides) -> subprocess.Popen:
     file = folder / "in.yaml"
     file.write_text(dump(config(folder / "run", *overrides)))
     environment = os.environ | {"XLA_FLAGS": "", "MJAX_CACHE_DIR": str(folder / "cache")}
-    return subprocess.Popen(
+    return start_process(
         [sys.executable, "-m", "mjax.train", "--config", str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -19,6 +19,7 @@ ROW = Branch(
     module="tests.laws.toy_recurrence:Recurrence",
     name="recurrence",
     shape="recurrence",
+    sizes=("intermediate_size",),
     matmuls=("rec_in", "rec_out"),
 )
 

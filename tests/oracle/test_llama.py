@@ -75,18 +75,19 @@ def pair(request):
 
 
 def _config(options):
-    rope = [f"model.rope_scaling.{k}={v}" for k, v in options.get("rope_scaling", {}).items()]
-    flags = [f"model.{k}={v}".lower() for k, v in options.items() if k != "rope_scaling"]
+    rope = [f"model.rope.rope_scaling.{k}={v}" for k, v in options.get("rope_scaling", {}).items()]
+    flags = [f"model.{k}={v}".lower() for k, v in options.items() if not isinstance(v, dict)]
+    flags = [flag.replace(".attention_bias", ".attention.attention_bias") for flag in flags]
     if options.get("attention_bias"):
-        flags.append("model.attention_out_bias=true")
+        flags.append("model.attention.attention_out_bias=true")
     return load(
         None,
         [
             f"model.vocab_size={VOCAB}",
             f"model.hidden_size={HIDDEN}",
-            f"model.num_attention_heads={HEADS}",
-            f"model.num_key_value_heads={KV}",
-            f"model.head_dim={SIZE}",
+            f"model.attention.num_attention_heads={HEADS}",
+            f"model.attention.num_key_value_heads={KV}",
+            f"model.attention.head_dim={SIZE}",
             f"model.intermediate_size={FFN}",
             f"model.num_hidden_layers={LAYERS}",
             "model.max_position_embeddings=64",

@@ -519,7 +519,8 @@ def test_experts_that_we_do_not_have_are_named(tmp_path, moe_arg, value):
     assert model_config(arguments("moe"), "common.pt").layer_pattern == "GEE"
     with pytest.raises(UserError, match=moe_arg):
         model_config({**arguments("moe"), moe_arg: value}, "common.pt")
-    assert model_config({**arguments("llama", swiglu=True), moe_arg: value}, "x").num_experts == 0
+    dense = model_config({**arguments("llama", swiglu=True), moe_arg: value}, "x")
+    assert dense.moe.num_experts == 0
 
 
 def test_layer_arguments_become_a_pattern():
@@ -527,7 +528,7 @@ def test_layer_arguments_become_a_pattern():
 
     def pattern(**more):
         cfg = model_config({**BASE, "num_layers": 6, **more}, "common.pt")
-        return cfg.layer_pattern, cfg.sliding_window
+        return cfg.layer_pattern, cfg.attention.sliding_window
 
     assert pattern() == ("G", None)
     assert pattern(window_size=(127, 0)) == ("L", 128)

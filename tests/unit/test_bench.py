@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from mjax.bench import collective, data, kernel, report, train
+from mjax.bench import collective, data, decode, kernel, report, train
 from mjax.bench.breakdown import Event, breakdown, classify, parse, profile, top
 from mjax.config import load
 from mjax.errors import UserError
@@ -18,7 +18,7 @@ from mjax.train import Trainer
 TINY = [
     "model.vocab_size=64",
     "model.hidden_size=16",
-    "model.num_attention_heads=2",
+    "model.attention.num_attention_heads=2",
     "model.num_hidden_layers=2",
     "data.mock=true",
     "data.seq_length=8",
@@ -267,3 +267,52 @@ def test_launches_are_timed_one_by_one(monkeypatch):
         return jax.numpy.zeros(())
 
     assert report.launch_ms(run, samples=3, sample_ms=10) == pytest.approx(4)
+
+
+SMALL_MODEL = [*TINY, "model.max_position_embeddings=32", "model.tie_word_embeddings=false"]
+
+
+def test_decoding_is_measured_against_what_it_reads(capsys):
+    argv = ["--batch=1,3", "--prompt=5", "--new=6", "--samples=1", "--bandwidth=100", "--table"]
+    assert decode.main([*argv, *SMALL_MODEL]) == 0
+    out, err = capsys.readouterr()
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [r["case"]["batch"] for r in records] == [1, 3] and "bound_ms" in err
+    cfg = load(None, SMALL_MODEL).model
+    width, ffn, vocab = 16, cfg.intermediate_size, cfg.padded_vocab_size
+    layer = (2 + 2) * width**2 + (3 if cfg.mlp_gated else 2) * width * ffn + 2 * width
+    weights = 2 * layer + width + vocab * width  # two layers, the final norm, the head
+    for found in records:
+        cache = found["case"]["batch"] * (5 + 3) * 2 * 2 * width
+        assert found["gb_read"] == pytest.approx(2 * (weights + cache) / 1e9, rel=1e-3)
+        assert found["bound_ms"] == pytest.approx(1e3 * found["gb_read"] / 100, rel=1e-3)
+        assert found["ms"] > 0 and found["prefill_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--batch=1,x"], "--batch"),
+        (["--batch="], "--batch"),
+        (["--batch=1,0"], "--batch 0: give 1 or more"),
+        (["--prompt=0"], "--prompt 0: give 1 or more"),
+        (["--new=2"], "--new 2: give 3 or more"),
+        (["--samples=0"], "--samples 0"),
+        (["--bandwidth=0"], "--bandwidth 0.0"),
+        (["--prompt=30", "--new=3"], "max_position_embeddings=32"),
+    ],
+)
+def test_what_cannot_be_decoded_is_one_line(argv, message):
+    with pytest.raises(UserError, match=message):
+        decode.main([*argv, *SMALL_MODEL])
+
+
+def test_decoding_needs_a_model():
+    with pytest.raises(UserError, match="no model; give --config"):
+        decode.main([])
+
+
+def test_transformers_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="torch and transformers cannot be imported"):
+        decode.main(["--transformers", "--prompt=5", "--new=5", *SMALL_MODEL])

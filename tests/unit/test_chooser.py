@@ -6,7 +6,7 @@ import pytest
 from mjax.config import load
 from mjax.kernels import choose
 from mjax.kernels.attention_call import AttentionCall
-from mjax.kernels.chooser import NO_GPU, RULES
+from mjax.kernels.chooser import NO_GPU, RULES, Device
 from mjax.plan.kernels import kernel_choices, kernel_lines
 from tests.devices import CPU, GPU, HOPPER
 
@@ -14,6 +14,7 @@ AUTO = AttentionCall(scale=1.0)
 CAPPED = AttentionCall(scale=1.0, softcap=30.0)
 Q = (2, 1024, 8, 128)
 BIG = (2**14, 2**10)
+BARE = Device("gpu", triton=False)
 
 # op, dtype, shape, device, facts, the implementation, a word of why
 TABLE = [
@@ -29,6 +30,7 @@ TABLE = [
     ("norm", "bfloat16", BIG, GPU, {}, "triton", "one pass"),
     ("norm", "bfloat16", (2**14, 8192), GPU, {}, "xla", "4096 columns"),
     ("norm", "bfloat16", (2**14, 8192), GPU, {"layernorm": True}, "triton", "one pass"),
+    ("norm", "bfloat16", BIG, BARE, {}, "xla", "pip install"),
     ("norm", "float16", BIG, GPU, {}, "xla", "float16"),
     ("norm", "bfloat16", (1, 1024), GPU, {}, "xla", "launch"),
     ("norm", "bfloat16", (2**21, 2**10), GPU, {}, "xla", "32-bit"),
@@ -38,6 +40,7 @@ TABLE = [
     ("gate", "bfloat16", (2**14 + 1, 2**10), GPU, {"rows": 2}, "xla", "2 rows"),
     ("loss_rows", "float32", (16384, 151936), CPU, {"tp": 1}, "xla", NO_GPU),
     ("loss_rows", "float32", (16384, 151936), GPU, {"tp": 1}, "triton", "one read"),
+    ("loss_rows", "float32", (16384, 151936), BARE, {"tp": 1}, "xla", "jax-triton"),
     ("loss_rows", "float32", (16384, 151936), GPU, {"tp": 2}, "xla", "tp cuts"),
     ("loss_rows", "float32", (16384, 50257), GPU, {"tp": 1}, "xla", "multiple of 128"),
     ("loss_rows", "float32", (64, 50304), GPU, {"tp": 1}, "xla", "nothing is won"),

@@ -13,7 +13,7 @@ from mjax.train.__main__ import main
 
 TINY = [
     "model.hidden_size=32",
-    "model.num_attention_heads=4",
+    "model.attention.num_attention_heads=4",
     "model.num_hidden_layers=1",
     "model.vocab_size=64",
     "data.seq_length=16",

@@ -38,7 +38,7 @@ def test_dump_reloads_to_the_same_config(write, tmp_path):
         [
             *MOCK,
             "schedule.lr=3e-4",
-            "model.rope_scaling={rope_type: yarn, factor: 4}",
+            "model.rope.rope_scaling={rope_type: yarn, factor: 4}",
             "optimizer.lr_multipliers.embedding=0.5",
             "run.dir='1e3'",
             "train.sample_prompt='a: $${X} # b'",
@@ -115,7 +115,10 @@ def test_environment_is_interpolated(write, monkeypatch):
         ("modle.hidden_size=3", ["did you mean model? (override 'modle."]),
         ("model.seq_length=3", ["did you mean data.seq_length?"]),
         ("hidden_sise=3", ["hidden_sise: unknown key; did you mean model.hidden_size?"]),
-        ("model.rope_scaling.rope_typ=yarn", ["did you mean model.rope_scaling.rope_type?"]),
+        (
+            "model.rope.rope_scaling.rope_typ=yarn",
+            ["did you mean model.rope.rope_scaling.rope_type?"],
+        ),
         ("model.zzz=3", ["model.zzz: unknown key; --print-schema"]),
         ("model.hidden_size=big", ["model.hidden_size='big'", "valid integer", "override 'model."]),
         ("train.steps=1e6", ["train.steps=1000000.0", "valid integer"]),

@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import os
 
 import numpy as np
 import pytest
@@ -249,3 +250,33 @@ def test_a_bad_id_past_the_opening_check_is_found_in_its_batch(tmp_path, monkeyp
         data = GPTDataset(tmp_path / "c", "train", ALL, 5, None, 0, vocab_size=vocab_size)
         with pytest.raises(UserError, match=f"token id {bad},"):
             data.batch([0])
+
+
+@pytest.mark.parametrize("name", ["corpus.bin", "sample.npy"])
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path, name):
+    with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
+        writer.add_document(np.arange(5000))
+    data = GPTDataset(tmp_path / "corpus", "train", [1, 0, 0], 16, None, 1)
+    assert data.batch([0, 1])["tokens"].shape == (2, 16)
+    (file,) = tmp_path.rglob(name)
+    os.truncate(file, 20)
+    with pytest.raises(
+        UserError, match=rf"{name}: changed while it was in use, from \d+ bytes to 20"
+    ):
+        data.batch([0, 1])
+
+
+def test_a_read_that_comes_back_short_or_fails_is_named(tmp_path, monkeypatch):
+    with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
+        writer.add_document(np.arange(5000))
+    data = GPTDataset(tmp_path / "corpus", "train", [1, 0, 0], 16, None, 1)
+    monkeypatch.setattr(os, "preadv", lambda *_: 3)
+    with pytest.raises(UserError, match=r"corpus\.bin: ends too early"):
+        data.batch([0])
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(UserError, match=r"corpus\.bin: cannot be read: Input/output error"):
+        data.batch([0])

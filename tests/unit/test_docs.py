@@ -10,8 +10,8 @@ from flax import nnx
 from mjax import convert
 from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import expand
-from mjax.config.schema import ModelConfig
 from mjax.models import build, split
 from tests.marks import slow
 
@@ -21,8 +21,7 @@ TINY = ModelConfig(
     vocab_size=120,
     hidden_size=32,
     num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    attention={"num_attention_heads": 4, "num_key_value_heads": 2},
     initializer_range=0.2,
     max_position_embeddings=64,
 )
@@ -108,3 +107,16 @@ def test_every_page_is_reached_from_the_readme():
             if "://" not in link:
                 pending.append(page.parent / link)
     assert {page.resolve() for page in DOCS.rglob("*.md")} <= reached
+
+
+def test_every_row_of_what_can_happen_names_a_test_that_exists():
+    text = (DOCS / "failures.md").read_text(encoding="utf-8")
+    tables = [table for table in text.split("\n\n") if table.startswith("| when |")]
+    rows = [row for table in tables for row in table.splitlines()[2:]]
+    named = {row: re.search(r"`(\S+\.py)::(test_\w+)` \|$", row) for row in rows}
+    assert not [row for row, match in named.items() if match is None]
+    found = [*named.values(), *re.finditer(r"`(\S+\.py)::(test_\w+)`", text)]
+    assert len(rows) > 50
+    for match in found:
+        source = (DOCS.parent / "tests" / match[1]).read_text(encoding="utf-8")
+        assert f"def {match[2]}(" in source, match[0]

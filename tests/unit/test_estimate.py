@@ -43,7 +43,7 @@ def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch):
 
 def test_the_memory_of_the_state_is_what_one_device_holds():
     trainer = Trainer(load(None, OVERRIDES))
-    sizes = memory_per_device(trainer)
+    sizes = memory_per_device(trainer.lower().compile())
     state = sum(map(_local_bytes, jax.tree.leaves(trainer.abstract_state())))
     batch = 8 * 64 // 2 * 5 * 4  # 8 sequences over dp=2, five fields of four bytes
     assert state + batch <= sizes["arguments"] < state + batch + 4096

@@ -17,7 +17,7 @@ from flax import nnx
 
 import mjax.pretrained
 from mjax import evaluate
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
@@ -29,7 +29,7 @@ CFG = ModelConfig(
     vocab_size=257,
     hidden_size=32,
     num_hidden_layers=2,
-    num_attention_heads=4,
+    attention={"num_attention_heads": 4},
     initializer_range=0.3,
     max_position_embeddings=48,
 )

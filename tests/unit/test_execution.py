@@ -124,7 +124,9 @@ def test_cpus_run_layers_in_a_loop():
 
 def test_each_layer_has_its_kind_row_policy_and_precision():
     keys = ["model.layer_pattern='LG'", "train.remat='full*1,dots'", "precision.fp8=delayed"]
-    layers = decided(*keys, "model.sliding_window=8", "precision.fp8_skip_layers=1").layers
+    layers = decided(
+        *keys, "model.attention.sliding_window=8", "precision.fp8_skip_layers=1"
+    ).layers
     assert [plan.kinds for plan in layers] == [("L",), ("G",), ("L",), ("G",)]
     assert [plan.row for plan in layers] == [0, 1, 2, 3]
     assert [plan.remat for plan in layers] == ["full", "dots", "dots", "dots"]
@@ -165,7 +167,11 @@ def test_a_smaller_batch_has_fewer_micro_batches():
     ],
 )
 def test_when_tp_runs_its_exchanges_under_matmuls(devices, tp, uniform, found):
-    heads = ["model.num_attention_heads=12", "model.hidden_size=192", "model.intermediate_size=192"]
+    heads = [
+        "model.attention.num_attention_heads=12",
+        "model.hidden_size=192",
+        "model.intermediate_size=192",
+    ]
     cfg = load(
         None,
         [

@@ -14,7 +14,7 @@ from flax import nnx
 from mjax import export as command
 from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import train_tokenizer
 from mjax.errors import UserError
 from mjax.infer.artifact import Artifact, ArtifactError
@@ -25,13 +25,14 @@ CFG = ModelConfig(
     vocab_size=251,
     hidden_size=32,
     num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
     layer_pattern="LGE",
-    sliding_window=5,
-    num_experts=4,
-    moe_intermediate_size=16,
+    attention={
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 5,
+    },
+    moe={"num_experts": 4, "moe_intermediate_size": 16},
     initializer_range=0.3,
     max_position_embeddings=64,
 )
@@ -59,9 +60,8 @@ def made(tmp_path_factory):
     train_tokenizer(["some text"], 257, base / "tokenizer.json")
     files = {"tokenizer.json": (base / "tokenizer.json").read_bytes()}
     files |= {"generation_config.json": b'{"eos_token_id": [250, 249]}', "config.json": b"{}"}
-    extras = {f"hf/{name}": text for name, text in files.items()}
     source = array_source(CFG, params)
-    write_weights(base / "ckpt", source, definition.specs, extras=extras)
+    write_weights(base / "ckpt", source, definition.specs, extras=files)
     sizes = ["--batch", "1,3", "--length", "20,40", "--block", "8", "--dtype", "float32"]
     command.main(["--ckpt", str(base / "ckpt"), "--out", str(base / "out"), *sizes])
     return base / "out", definition, params

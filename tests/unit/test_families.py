@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mjax.checkpoint.families import FAMILIES, config_from_hf, config_to_hf, slots
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.convert import side_files
 from mjax.data.tokenizer import train_tokenizer
 from mjax.errors import UserError
@@ -145,9 +145,9 @@ def test_both_spellings_of_rope_are_read():
 
 def test_a_model_that_no_family_has_is_not_written():
     with pytest.raises(UserError, match="no Hugging Face family can express this model"):
-        config_to_hf(ModelConfig(attention_sinks=True))
-    with pytest.raises(UserError, match="llama: no model.qk_norm=True"):
-        config_to_hf(ModelConfig(model_type="llama", qk_norm=True))
+        config_to_hf(ModelConfig(attention={"attention_sinks": True}))
+    with pytest.raises(UserError, match="llama: no model.attention.qk_norm=True"):
+        config_to_hf(ModelConfig(model_type="llama", attention={"qk_norm": True}))
 
 
 def test_fused_tensors_are_covered_without_gap_or_overlap():

@@ -31,7 +31,7 @@ from mjax.errors import UserError
 from mjax.models import build, split
 from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import stored_partitions
-from mjax.train.loop import resume
+from mjax.train.resume import resume
 from mjax.train.trainer import Trainer
 
 L, D, N, K, H, F, V = 4, 16, 4, 2, 6, 20, 251
@@ -39,11 +39,11 @@ MODEL = [
     f"model.vocab_size={V}",
     f"model.hidden_size={D}",
     f"model.num_hidden_layers={L}",
-    f"model.num_attention_heads={N}",
-    f"model.num_key_value_heads={K}",
-    f"model.head_dim={H}",
+    f"model.attention.num_attention_heads={N}",
+    f"model.attention.num_key_value_heads={K}",
+    f"model.attention.head_dim={H}",
     f"model.intermediate_size={F}",
-    "model.attention_bias=true",
+    "model.attention.attention_bias=true",
     "data.mock=true",
     "data.seq_length=16",
     "train.micro_batch_size=1",
@@ -300,7 +300,10 @@ def test_training_starts_from_given_weights_and_its_checkpoints_give_them_back(t
     cfg = load(None, [*MODEL, *overrides, init, f"run.dir={tmp_path / 'run'}"])
     sizes = [getattr(cfg.mesh, axis) for axis in ("dp", "tp", "pp")]
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[: int(np.prod(sizes))]))
-    assert resume(trainer) == f"starting at step 0 from the weights in {tmp_path / 'ckpt'}"
+    first, second = resume(trainer).splitlines()
+    assert first == f"starting at step 0 from the weights in {tmp_path / 'ckpt'}"
+    count = len(jax.tree.leaves(params))
+    assert second.startswith(f"loaded: {count} of {count} parameters as they are; not loaded: mom")
     assert_equal(trainer.params(), params)
     assert trainer.step_number == 0 and trainer.state["step"] == 0
     want = trainer.abstract_state()
@@ -321,10 +324,10 @@ def test_training_starts_from_given_weights_and_its_checkpoints_give_them_back(t
 
 def test_weights_of_another_model_are_refused_by_field(tmp_path):
     save_folder(tmp_path / "in", to_tensors(make_params()))
-    cfg = load(None, [*MODEL, "model.rope_theta=5.0", f"run.dir={tmp_path / 'run'}"])
+    cfg = load(None, [*MODEL, "model.rope.rope_theta=5.0", f"run.dir={tmp_path / 'run'}"])
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
     with pytest.raises(
-        UserError, match="rope_theta=10000.0, but this run has model.rope_theta=5.0"
+        UserError, match="rope.rope_theta=10000.0, but this run has model.rope.rope_theta=5.0"
     ):
         trainer.load_params(open_source(tmp_path / "in"))
     assert trainer.state is None
@@ -440,8 +443,10 @@ def test_a_lost_block_of_a_checkpoint_is_no_zeros(tmp_path):
     lost.unlink()
     source = read_weights(tmp_path / "ckpt")
     index = tuple(slice(0, n) for n in SPECS["dense"]["mlp"]["up"].shape)
-    with pytest.raises(UserError, match="cannot read parameter params.dense.mlp.up"):
+    with pytest.raises(UserError, match="cannot read array params.dense.mlp.up"):
         source.read(("dense", "mlp", "up"), index)
+    with pytest.raises(UserError, match="0 is damaged: state/params.dense.mlp.up/0.0.0.0 cannot"):
+        source.check()
 
 
 # ---- memory ------------------------------------------------------------------------------------
@@ -454,7 +459,7 @@ MEASURED = """
     from mjax.checkpoint.safetensors import write_file
     from mjax.checkpoint.slots import Slot
     from mjax.checkpoint.weights import read_weights, write_weights
-    from mjax.config.schema import ModelConfig
+    from mjax.config.model_schema import ModelConfig
     from mjax.sharding.spec import ParamSpec
     from mjax.checkpoint import source as streaming
 

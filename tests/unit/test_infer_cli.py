@@ -14,7 +14,7 @@ import mjax.infer.generate
 import mjax.pretrained
 from mjax import evaluate
 from mjax import generate as command
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import load_tokenizer
 from mjax.errors import UserError
 from mjax.infer.cli import end_ids
@@ -27,7 +27,7 @@ CFG = ModelConfig(
     vocab_size=257,
     hidden_size=32,
     num_hidden_layers=2,
-    num_attention_heads=4,
+    attention={"num_attention_heads": 4},
     initializer_range=0.3,
     max_position_embeddings=64,
 )

@@ -10,6 +10,7 @@ from mjax.kernels import attention as kernel
 from mjax.kernels.attention import attention, document_offsets
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.cross_entropy import Terms, cross_entropy, reference, token_losses
+from mjax.kernels.decode_attention import decode_attention
 from mjax.sharding.collectives import LOCAL
 
 
@@ -132,6 +133,23 @@ def test_reference_attention_equals_loops(case, monkeypatch):
         np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "+".join(map(str, c.values())) or "plain")
+def test_one_query_to_a_cache_equals_loops(case):
+    q, k, v, call, arrays = drawn(case)
+    expected = naive_attention(q, k, v, call, **arrays)
+    with jax.enable_x64(True):
+        cache = [jnp.asarray(a).swapaxes(1, 2) for a in (k, v)]
+        run = jax.jit(decode_attention, static_argnums=3)
+        for i in (0, 5, 11):
+            own = dict(arrays)
+            if "segments" in own:
+                own["segments"] = own["segments"][0][:, i : i + 1], own["segments"][1]
+            columns = jnp.array([i]), jnp.arange(k.shape[1])
+            at = AttentionArrays(columns, **jax.tree.map(jnp.asarray, own))
+            found = run(jnp.asarray(q[:, i : i + 1]), *cache, call, at)
+            np.testing.assert_allclose(found, expected[:, i : i + 1], atol=1e-6)
+
+
 @pytest.mark.parametrize("chunk", [1024, 4])
 @pytest.mark.parametrize("mask", ["causal", "full", "prefix", "cross"])
 def test_gradients_are_the_differences_of_loops(mask, chunk, monkeypatch):
@@ -166,9 +184,9 @@ def test_document_offsets_are_starts_and_lengths():
 @pytest.mark.parametrize(
     "options,words",
     [
-        ({"softcap": 2.0}, "attn_logit_softcapping"),
-        ({"sinks": jnp.zeros(4)}, "attention_sinks"),
-        ({"dropout": 0.1}, "attention_dropout"),
+        ({"softcap": 2.0}, "model.attention.attn_logit_softcapping"),
+        ({"sinks": jnp.zeros(4)}, "model.attention.attention_sinks"),
+        ({"dropout": 0.1}, "model.attention.attention_dropout"),
         ({"mask": "prefix"}, "prefix mask"),
         ({"mask": "cross", "segments": (jnp.zeros((1, 8), int),) * 2}, "segments of cross"),
         ({"dtype": jnp.float32}, "precision.compute"),

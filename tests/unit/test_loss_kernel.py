@@ -1,4 +1,4 @@
-"""The loss's own kernel against fp64, in Pallas' interpreter; when it is called; on a mesh."""
+"""The loss's own kernel against fp64, in Triton's interpreter; when it is called; on a mesh."""
 
 import functools
 import re
@@ -16,6 +16,7 @@ from mjax.prove import Cell, deviation, make_trainer, measure
 from mjax.sharding.collectives import LOCAL
 from tests.devices import GPU, choose_for
 from tests.marks import slow
+from tests.triton_interpreter import interpret
 
 # Blocks of 256 columns; programs that have one row more than others, or none to spare.
 TILE = Tile(warps=1, loads=2, programs=3)
@@ -62,22 +63,20 @@ def wide(z, labels, mask, terms):
         return np.asarray(out), np.asarray(pull(jnp.ones_like(out))[0])
 
 
-jitted = jax.jit(rows, static_argnames=("terms", "tile", "interpret"))
-
-
 def run(z, labels, mask, terms, dtype="float32", tile=TILE):
     """Into rows 2.. of a poisoned array that is 3 rows longer, which must stay as they were."""
     t, width = z.shape
     d_z = jnp.full((t + 3, width), 7.0, dtype)
     first = jnp.asarray([2], jnp.int32)
-    losses, d_z = jitted(z, labels, mask, d_z, first, terms, tile, interpret=True)
+    losses, d_z = rows(z, labels, mask, d_z, first, terms, tile)
     assert (d_z[:2] == 7).all() and (d_z[t + 2 :] == 7).all()
     return np.asarray(losses), np.asarray(d_z[2 : t + 2])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "+".join(k) or "plain")
 @pytest.mark.parametrize("tokens, columns, vocab, dtype", SHAPES)
-def test_equals_fp64(tokens, columns, vocab, dtype, kind):
+def test_equals_fp64(monkeypatch, tokens, columns, vocab, dtype, kind):
+    interpret(monkeypatch)
     terms, inputs = Terms(vocab, **kind), draw(tokens, columns, vocab)
     losses, d_z = run(*inputs, terms, dtype)
     expected, gradient = wide(*inputs, terms)
@@ -91,8 +90,9 @@ def test_equals_fp64(tokens, columns, vocab, dtype, kind):
     assert (losses == again[0]).all() and (d_z == again[1]).all()
 
 
-def test_extreme_logits():
+def test_extreme_logits(monkeypatch):
     """Rows of unlike size, one far above the others, early and late; some -inf; all equal."""
+    interpret(monkeypatch)
     z, labels, mask = draw(6, 1408, 1300)
     scale = jnp.asarray([1e4, 1e4, 1e-4, 1.0, 1.0, 0.0])
     z = (z * scale[:, None]).at[0, 3].set(-1e4).at[1, 1299].set(1e4).at[3, 5].set(1e4)
@@ -109,9 +109,10 @@ def test_extreme_logits():
 def on(monkeypatch):
     """The kernel for every loss, in the interpreter, with parts of chunks."""
     choose_for(monkeypatch, GPU, "loss_rows")
+    interpret(monkeypatch)
     monkeypatch.setitem(chooser.FEWEST, "loss_rows", 1)
     monkeypatch.setattr(chooser, "ALIGNED", 1)
-    monkeypatch.setattr(kernel, "rows", functools.partial(rows, tile=TILE, interpret=True))
+    monkeypatch.setattr(kernel, "rows", functools.partial(rows, tile=TILE))
     monkeypatch.setattr(ce, "_TILE", 4)
     monkeypatch.setattr(ce, "_PART_ELEMENTS", 1)
 
@@ -135,7 +136,7 @@ def test_the_whole_loss_is_what_xla_makes_it(tokens, vocab, padded, chunk, kind,
         return jax.jit(f).trace(x, w, labels, mask)
 
     def calls(made):
-        return len(re.findall(r"pallas_call\[", str(made.jaxpr)))
+        return len(re.findall(r"pure_callback\[", str(made.jaxpr)))
 
     def run(made):
         return made.lower().compile()(x, w, labels, mask)

@@ -180,7 +180,7 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path):
         "model.vocab_size=256",
         "model.hidden_size=64",
         "model.intermediate_size=128",
-        "model.num_attention_heads=4",
+        "model.attention.num_attention_heads=4",
         "model.num_hidden_layers=3",
         "data.mock=true",
         "data.seq_length=64",

@@ -3,7 +3,7 @@
 import pytest
 
 from mjax.errors import UserError
-from mjax.sharding.mesh import Processes, find_processes, gpus_of_process
+from mjax.sharding.launcher import Processes, find_processes, gpus_of_process
 
 SLURM = {
     "SLURM_JOB_ID": "7",

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mjax.config.keys import nested
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import expand
-from mjax.config.schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.models import build, positions, split
@@ -17,8 +18,8 @@ from mjax.models.execution import plain_layers, scan_groups
 SMALL = {
     "vocab_size": 251,
     "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "attention.num_attention_heads": 4,
+    "attention.num_key_value_heads": 2,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "initializer_range": 0.3,
@@ -26,15 +27,23 @@ SMALL = {
 }
 VARIANTS = {
     "plain": {},
-    "pattern": {"layer_pattern": "LG", "num_hidden_layers": 5, "sliding_window": 4},
+    "pattern": {"layer_pattern": "LG", "num_hidden_layers": 5, "attention.sliding_window": 4},
     "learned": {"position_embedding": "learned", "norm": "layernorm", "mlp_gated": False},
-    "sandwich": {"norm_placement": "sandwich", "norm_zero_centered": True, "qk_norm": True},
-    "partial": {"partial_rotary_factor": 0.5, "hidden_act": "relu2", "attention_sinks": True},
+    "sandwich": {
+        "norm_placement": "sandwich",
+        "norm_zero_centered": True,
+        "attention.qk_norm": True,
+    },
+    "partial": {
+        "rope.partial_rotary_factor": 0.5,
+        "hidden_act": "relu2",
+        "attention.attention_sinks": True,
+    },
 }
 
 
 def model(**kw):
-    return build(ModelConfig(**{**SMALL, **kw}), nnx.Rngs(0))
+    return build(ModelConfig(**nested({**SMALL, **kw})), nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -24,8 +24,8 @@ def _q(dtype=jnp.bfloat16, size=128, length=256):
     ("q", "call", "said"),
     [
         (_q(jnp.float32), PLAIN, "precision.compute"),
-        (_q(size=96), PLAIN, "model.head_dim=96"),
-        (_q(), AttentionCall(1.0, dropout=0.1), "model.attention_dropout"),
+        (_q(size=96), PLAIN, "model.attention.head_dim=96"),
+        (_q(), AttentionCall(1.0, dropout=0.1), "model.attention.attention_dropout"),
         (_q(), AttentionCall(1.0, mask="full"), "full mask"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The norm's own backward against fp64, in Pallas' interpreter; when it is called; on a mesh."""
+"""The norm's own backward against fp64, in Triton's interpreter; when it is called; on a mesh."""
 
 import functools
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.kernels import chooser
 from mjax.kernels import norm as kernel
 from mjax.kernels.norm import How, Tile, fused, tile_of
@@ -17,6 +17,7 @@ from mjax.models import build, split
 from mjax.prove import Cell, deviation, make_trainer, measure
 from tests.devices import GPU, choose_for
 from tests.marks import slow
+from tests.triton_interpreter import interpret
 
 EPS = 1e-5
 
@@ -54,9 +55,10 @@ KINDS = [("float32", 0, 1), ("float32", 1, 0), ("bfloat16", 0, 0), ("bfloat16", 
 
 @pytest.mark.parametrize("dtype, layernorm, fork", KINDS)
 @pytest.mark.parametrize("lead, width, tile", CASES)
-def test_backward_equals_fp64(lead, width, tile, dtype, layernorm, fork):
+def test_backward_equals_fp64(monkeypatch, lead, width, tile, dtype, layernorm, fork):
+    interpret(monkeypatch)
     x, dy, stream, gain, bias = draw(lead, width, dtype, layernorm)
-    how = How(EPS, tile, bool(fork), interpret=True)
+    how = How(EPS, tile, bool(fork))
     out, pull = jax.vjp(functools.partial(fused, how), x, gain, bias)
     got = (out[0] if fork else out, *pull((dy, stream) if fork else dy))
     with jax.enable_x64(True):
@@ -72,10 +74,11 @@ def test_backward_equals_fp64(lead, width, tile, dtype, layernorm, fork):
         assert (np.abs(np.asarray(a, np.float64) - e) <= (bound + 3e-6) * size).all()
 
 
-def test_parts_add_up_and_none_is_left_unwritten():
+def test_parts_add_up_and_none_is_left_unwritten(monkeypatch):
     """More programs than tiles of rows are not started; each writes its part, all finite."""
+    interpret(monkeypatch)
     x, dy, _, gain, _ = draw((7,), 64, "float32", True)
-    how = How(EPS, Tile(2, 4, 100), interpret=True)
+    how = How(EPS, Tile(2, 4, 100))
     dx, *parts = kernel.norm_backward(how, x, gain, dy, bias=True)
     assert dx.shape == x.shape and [p.shape for p in parts] == [(4, 64)] * 2
     np.testing.assert_allclose(parts[1].sum(0), dy.sum(0), rtol=1e-5, atol=1e-6)
@@ -86,7 +89,7 @@ def on(monkeypatch):
     """The kernel for every norm, in the interpreter."""
     choose_for(monkeypatch, GPU, "norm")
     monkeypatch.setitem(chooser.FEWEST, "norm", 1)
-    monkeypatch.setattr(kernel, "How", functools.partial(How, interpret=True))
+    interpret(monkeypatch)
 
 
 def test_only_what_pays_and_fits_takes_it(on, monkeypatch):
@@ -104,8 +107,9 @@ def test_only_what_pays_and_fits_takes_it(on, monkeypatch):
 
 def test_only_a_backward_calls_it(on):
     """What is exported or generates text is a forward; and each norm is one call, not more."""
-    tiny = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    cfg = ModelConfig(**tiny, intermediate_size=16, qk_norm=True, norm_placement="sandwich")
+    tiny = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "qk_norm": True}
+    cfg = ModelConfig(**tiny, attention=heads, norm_placement="sandwich")
     definition, params = split(build(cfg, nnx.Rngs(0)))
     ids = jnp.zeros((2, 8), jnp.int32)
 
@@ -113,7 +117,7 @@ def test_only_a_backward_calls_it(on):
         return definition.bind(params)(ids).sum()
 
     def count(f):
-        return len(re.findall(r"\bpallas_call\[", str(jax.make_jaxpr(f)(params))))
+        return len(re.findall(r"\bpure_callback\[", str(jax.make_jaxpr(f)(params))))
 
     assert count(forward) == 0
     assert count(jax.grad(forward)) == 2 + 2 + 2 + 1  # before and after, q and k, final

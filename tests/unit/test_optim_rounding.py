@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import load
@@ -12,8 +11,8 @@ from mjax.config.schema import OptimizerConfig
 from mjax.errors import UserError
 from mjax.optim.build import Optimizer
 from mjax.optim.rounding import element_offsets, mix, random_bits, round_to_bf16
-from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, make_trainer
+from tests.updates import updated_state
 
 LOW = ["precision.params=bfloat16", "optimizer.mu_dtype=bfloat16", "optimizer.nu_dtype=bfloat16"]
 SR = [*LOW, "optimizer.stochastic_rounding=true"]
@@ -79,24 +78,7 @@ def test_small_updates_add_up_only_with_stochastic_rounding():
 
 def updated(cell: Cell, steps: int = 2) -> dict:
     """Parameters and moments in canonical order after updates by the same gradients everywhere."""
-    trainer = make_trainer("odd widths", cell, *SR, "train.remat=dots")
-
-    def step(state: dict) -> dict:
-        count, new = state["opt"]["count"], dict(state)
-        leaves = flatten_dict(state["params"])
-        grads = {k: jnp.sin(1e4 * p.astype(jnp.float32) + count) for k, p in leaves.items()}
-        new["params"], new["opt"] = trainer.state_layout.optimizer.update(
-            unflatten_dict(grads), state["opt"], state["params"], lr=1e-3, weight_decay=0.1
-        )
-        return new
-
-    specs = trainer.state_layout.partitions()
-    mesh = {"mesh": trainer.mesh, "check_vma": False}
-    run = jax.jit(jax.shard_map(step, in_specs=(specs,), out_specs=specs, **mesh))
-    state = trainer.state
-    for _ in range(steps):
-        state = run(state)
-    return jax.tree.map(np.asarray, canonical(trainer.storage, state))
+    return updated_state(make_trainer("odd widths", cell, *SR, "train.remat=dots"), steps)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ def test_the_head_lengthens_every_tick_that_has_it_unless_its_stage_is_shorter()
 
 def test_head_in_layers_is_a_ratio_of_matmul_weights_where_attention_is_small():
     cfg = load(None, ["model.vocab_size=12288", "model.hidden_size=1024", "data.mock=true"]).model
-    d, h = 1024, cfg.head_dim
-    attention = 2 * d * h * (cfg.num_attention_heads + cfg.num_key_value_heads)
+    d, h = 1024, cfg.attention.head_dim
+    attention = 2 * d * h * (cfg.attention.num_attention_heads + cfg.attention.num_key_value_heads)
     layer = attention + 3 * d * cfg.intermediate_size
     assert head_in_layers(cfg, 1) == pytest.approx(12288 * d / layer, rel=1e-3)
 
@@ -47,7 +47,7 @@ def test_advice_is_a_key_that_can_be_set_and_keeps_its_word():
 
 
 def test_candidates_place_every_layer_in_stages_that_can_run():
-    mixed = [*LLAMA, "model.layer_pattern=GE", "model.num_experts=4"]
+    mixed = [*LLAMA, "model.layer_pattern=GE", "model.moe.num_experts=4"]
     for cfg in (load(None, LLAMA), load(None, mixed)):
         for layout in candidates(cfg).values():
             assert sum(map(len, layout.stages)) == 16

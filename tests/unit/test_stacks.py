@@ -44,7 +44,11 @@ def test_the_stash_of_a_pipeline_that_loops_holds_no_weights():
     """Large weights, few tokens: with two kinds of layers memory is about that with one."""
     keys = ["model.hidden_size=128", "model.intermediate_size=512", "model.num_hidden_layers=8"]
     keys += ["data.mock=true", "data.seq_length=16", "mesh.dp=1", "mesh.pp=2", "train.unroll=1"]
-    keys += ["train.global_batch_size=4", "train.micro_batch_size=1", "model.sliding_window=8"]
+    keys += [
+        "train.global_batch_size=4",
+        "train.micro_batch_size=1",
+        "model.attention.sliding_window=8",
+    ]
 
     def temporaries(pattern: str) -> int:
         cfg = load(None, [*keys, f"model.layer_pattern={pattern}"])

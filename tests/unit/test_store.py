@@ -3,10 +3,12 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +18,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.store import Store
+from mjax.checkpoint.weights import read_config
 from mjax.config import load
 from mjax.errors import UserError
 
 CFG = load(None, ["data.mock=true"])
 
 
-def store(directory, cfg=CFG, keep=2, keep_every=None, async_save=True) -> Store:
-    return Store(directory, cfg, keep=keep, keep_every=keep_every, async_save=async_save)
+def store(directory, cfg=CFG, keep=2, keep_every=None, async_save=True, digests=True) -> Store:
+    keywords = {"keep_every": keep_every, "async_save": async_save, "digests": digests}
+    return Store(directory, cfg, keep=keep, **keywords)
 
 
 def make_state(value: float = 0.0, dp: int = 4, tp: int = 2) -> dict:
@@ -133,6 +137,7 @@ def test_kill_9_during_a_save_leaves_the_previous_checkpoint(tmp_path):
     np.testing.assert_array_equal(
         state["w"], jax.random.normal(jax.random.key(0), (4096, 4096))[:64, :64]
     )
+    saves.remove_remains()
     saves.save(2, state)
     saves.wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
@@ -175,7 +180,7 @@ def test_no_readable_checkpoint_is_an_error_not_a_fresh_start(tmp_path):
             "model.hidden_size=256 but this run has model.hidden_size=512",
         ),
         (["model.tie_word_embeddings=true"], "model.tie_word_embeddings=False but"),
-        (["model.rope_theta=5e5"], "model.rope_theta=10000.0 but"),
+        (["model.rope.rope_theta=5e5"], "model.rope.rope_theta=10000.0 but"),
         (["optimizer.name=muon"], "optimizer.name='adamw' but this run has optimizer.name='muon'"),
         (["optimizer.nu_dtype=bfloat16"], "optimizer.nu_dtype='float32' but"),
         (["precision.fp8=delayed"], "precision.fp8='none' but this run has .*'delayed'"),
@@ -205,6 +210,20 @@ def test_the_record_beside_the_arrays_says_what_made_them(tmp_path):
     assert type(CFG).model_validate(meta["config"]) == CFG
     assert (meta["step"], meta["consumed_samples"]) == (5, 40)
     assert set(meta["versions"]) == {"mjax", "jax"}
+
+
+def test_a_record_from_before_the_groups_of_a_model_is_understood(tmp_path):
+    store(tmp_path, async_save=False, digests=False).save(5, make_state(5))
+    file = tmp_path / "5" / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    model = meta["config"]["model"]
+    model |= model.pop("attention") | model.pop("rope") | model.pop("moe")
+    file.write_text(json.dumps(meta))
+    assert_same(store(tmp_path).restore(abstract(make_state())), make_state(5))
+    assert read_config(tmp_path / "5") == CFG.model
+    other = load(None, ["data.mock=true", "model.attention.num_key_value_heads=2"])
+    with pytest.raises(UserError, match="has model.attention.num_key_value_heads=4 but"):
+        store(tmp_path, other).restore(abstract(make_state()))
 
 
 def test_older_checkpoints_are_never_mixed_with_a_new_start(tmp_path):
@@ -247,3 +266,51 @@ def test_a_large_stack_is_stored_in_chunks_of_a_layer(tmp_path, monkeypatch):
         "params.dense.small": [4, 32],
         "params.e": [128, 16],
     }
+
+
+def test_the_steps_of_lowest_held_out_loss_are_kept_also_by_a_run_that_resumes(tmp_path):
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 4.0, 50: None, 60: 5.0}
+
+    def open_store() -> Store:
+        return Store(tmp_path, CFG, keep=1, keep_every=None, keep_best=2, async_save=False)
+
+    saves = open_store()
+    for step in (10, 20, 30):
+        saves.save(step, make_state(step), losses[step])
+    resumed = open_store()
+    for step in (40, 50, 60):
+        resumed.save(step, make_state(step), losses[step])
+    assert sorted(int(p.name) for p in tmp_path.iterdir()) == [20, 30, 60]
+    assert resumed.read_meta(20)["held_out_loss"] == 1.0
+
+
+def test_side_files_and_data_of_the_run_travel_in_every_step(tmp_path):
+    weights, data = tmp_path / "weights", tmp_path / "data"
+    weights.mkdir()
+    data.mkdir()
+    side = {"tokenizer.json": b"T1", "config.json": b"{}", "chat_template.jinja": b"C"}
+    for name, content in side.items():
+        (weights / name).write_bytes(content)
+    (data / "a.idx").write_bytes(b"index")
+    (data / "a.bin").write_bytes(b"tokens")
+    run = ["data.mock=false", f"data.paths=[{data}/a]", f"checkpoint.init_from={weights}"]
+    store(tmp_path / "c", load(None, run), async_save=False).save(1, make_state(1))
+
+    def files(step: int) -> dict[str, bytes]:
+        found = (tmp_path / "c" / str(step) / "hf").iterdir()
+        return {p.name: p.read_bytes() for p in found if p.name in side}
+
+    assert files(1) == side
+    (identity,) = store(tmp_path / "c").read_meta()["data"]
+    assert identity["path"] == f"{data}/a" and identity["idx_crc32"] == [zlib.crc32(b"index")]
+    assert (identity["bin_bytes"], identity["idx_bytes"]) == (6, 5)
+
+    shutil.rmtree(weights)  # a resumed run needs it no more
+    store(tmp_path / "c", load(None, run), async_save=False).save(2, make_state(2))
+    assert files(2) == side
+
+    other = data / "tokenizer.json"  # another tokenizer takes the place of all the first had
+    other.write_bytes(b"T2")
+    run.append(f"data.tokenizer={other}")
+    store(tmp_path / "c", load(None, run), async_save=False).save(3, make_state(3))
+    assert files(3) == {"tokenizer.json": b"T2"}

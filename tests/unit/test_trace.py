@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mjax.config.schema import ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models import build
 from mjax.models.trace import trace
@@ -15,9 +15,8 @@ CFG = ModelConfig(
     vocab_size=40,
     hidden_size=16,
     num_hidden_layers=3,
-    num_attention_heads=2,
+    attention={"num_attention_heads": 2, "sliding_window": 3},
     layer_pattern="LGN",
-    sliding_window=3,
     norm_placement="sandwich",
     max_position_embeddings=16,
 )

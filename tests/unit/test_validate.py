@@ -7,7 +7,7 @@ from mjax.config.schema import MeshConfig
 from mjax.config.validate import RULES
 from mjax.errors import UserError
 
-EXPERTS = ["model.layer_pattern=E", "model.num_experts=4"]
+EXPERTS = ["model.layer_pattern=E", "model.moe.num_experts=4"]
 # Rule -> overrides of a legal config that break it, and what the message must show.
 BROKEN = {
     "tp_overlap_doubles": (
@@ -25,11 +25,11 @@ BROKEN = {
     ),
     "pipeline_zero": (["mesh.pp=2", "mesh.zero=2"], "mesh.zero=2 cannot shard gradients"),
     "dp_positive": (["mesh.dp=0"], "mesh.dp=0"),
-    "tp_divides_num_attention_heads": (["mesh.tp=8"], "model.num_attention_heads=4"),
+    "tp_divides_num_attention_heads": (["mesh.tp=8"], "model.attention.num_attention_heads=4"),
     "tp_divides_intermediate_size": (["mesh.tp=2", "model.intermediate_size=33"], "33"),
     "tp_divides_moe_intermediate_size": (
-        ["mesh.tp=2", *EXPERTS, "model.moe_intermediate_size=33"],
-        "model.moe_intermediate_size=33",
+        ["mesh.tp=2", *EXPERTS, "model.moe.moe_intermediate_size=33"],
+        "model.moe.moe_intermediate_size=33",
     ),
     "tp_divides_padded_vocab_size": (
         ["mesh.tp=2", "model.vocab_size=251", "model.vocab_multiple=1"],
@@ -46,43 +46,56 @@ BROKEN = {
     ),
     "cp_a2a_divides_heads": (
         ["mesh.cp=8", "mesh.cp_type=a2a"],
-        "model.num_attention_heads=4 per mesh.tp=1 is not divisible by 8",
+        "model.attention.num_attention_heads=4 per mesh.tp=1 is not divisible by 8",
     ),
     "ring_supports": (
-        ["mesh.cp=2", "mesh.cp_type=ring", "model.attention_sinks=true"],
-        "mesh.cp_type='ring' cannot run with model.attention_sinks",
+        ["mesh.cp=2", "mesh.cp_type=ring", "model.attention.attention_sinks=true"],
+        "mesh.cp_type='ring' cannot run with model.attention.attention_sinks",
     ),
     "zero_group_fits": (["mesh.dp=4", "mesh.zero_group=3"], "mesh.zero_group=3 is none of [1, 4]"),
     "layer_sizes_fit": (
         ["model.layer_pattern='G@2,G'", "model.layer_sizes=[{intermediate_size: 8}]"],
         "model.layer_pattern='G@2,G' takes [2] of the 1 entries of model.layer_sizes",
     ),
-    "kv_heads_divide_heads": (["model.num_key_value_heads=3"], "num_key_value_heads=3"),
-    "head_dim_known": (["model.hidden_size=255"], "set model.head_dim"),
-    "rotary_dims_even": (["model.partial_rotary_factor=0.05"], "rotates 3 dims"),
+    "layer_sizes_read": (
+        ["model.layer_pattern='G@1,[GE]'", "model.layer_sizes=[{moe: {moe_intermediate_size: 8}}]"],
+        "model.layer_sizes[0].moe.moe_intermediate_size has no effect",
+    ),
+    "kv_heads_divide_heads": (["model.attention.num_key_value_heads=3"], "num_key_value_heads=3"),
+    "head_dim_known": (["model.hidden_size=255"], "set model.attention.head_dim"),
+    "rotary_dims_even": (["model.rope.partial_rotary_factor=0.05"], "rotates 3 dims"),
     "rope_keys_need_rope": (
-        ["model.position_embedding=learned", "model.rope_scaling={rope_type: linear}"],
+        ["model.position_embedding=learned", "model.rope.rope_scaling={rope_type: linear}"],
         "model.position_embedding='learned'",
     ),
     "longrope_complete": (
-        ["model.rope_scaling={rope_type: longrope, short_factor: [1.0]}"],
+        ["model.rope.rope_scaling={rope_type: longrope, short_factor: [1.0]}"],
         "longrope needs short_factor and long_factor",
     ),
-    "all_heads_norm_used": (["model.qk_norm_all_heads=true"], "set model.qk_norm=true"),
+    "all_heads_norm_used": (
+        ["model.attention.qk_norm_all_heads=true"],
+        "set model.attention.qk_norm=true",
+    ),
     "all_heads_norm_has_heads": (
         [
-            "model.qk_norm=true",
-            "model.qk_norm_all_heads=true",
-            "model.num_key_value_heads=1",
+            "model.attention.qk_norm=true",
+            "model.attention.qk_norm_all_heads=true",
+            "model.attention.num_key_value_heads=1",
             "mesh.tp=2",
         ],
-        "model.num_key_value_heads=1 is not divisible by mesh.tp=2",
+        "model.attention.num_key_value_heads=1 is not divisible by mesh.tp=2",
     ),
-    "window_given": (["model.layer_pattern=LG"], "set model.sliding_window"),
-    "window_used": (["model.sliding_window=8"], "model.sliding_window=8 has no effect"),
-    "experts_used": (["model.num_experts=4"], "'G' has no E block"),
-    "top_k_fits": ([*EXPERTS, "model.num_experts_per_tok=5"], "exceeds model.num_experts=4"),
-    "top_1_learns": ([*EXPERTS, "model.num_experts_per_tok=1"], "makes every gate 1"),
+    "window_given": (["model.layer_pattern=LG"], "set model.attention.sliding_window"),
+    "window_used": (
+        ["model.attention.sliding_window=8"],
+        "model.attention.sliding_window=8 has no effect",
+    ),
+    "experts_used": (["model.moe.num_experts=4"], "'G' has no E block"),
+    "top_k_fits": (
+        [*EXPERTS, "model.moe.num_experts_per_tok=5"],
+        "exceeds model.moe.num_experts=4",
+    ),
+    "top_1_learns": ([*EXPERTS, "model.moe.num_experts_per_tok=1"], "makes every gate 1"),
     "ep_divides_experts": ([*EXPERTS, "mesh.ep=8"], "not divisible by mesh.ep=8"),
     "experts_have_no_bias": ([*EXPERTS, "model.mlp_bias=true"], "model.mlp_bias=True"),
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
@@ -109,6 +122,24 @@ BROKEN = {
     "eod_known": (["data.eod_mask_loss=true"], "set data.eod_token_id"),
     "eod_in_vocab": (["data.eod_token_id=256"], "data.eod_token_id=256"),
     "sample_prompt_needs_tokenizer": (["train.sample_prompt=hello"], "set data.tokenizer"),
+    "run_dir_is_files": (["run.dir=gs://bucket/run"], "run.dir='gs://bucket/run' is in an object"),
+    "init_from_is_files": (
+        ["checkpoint.init_from=s3://bucket/x"],
+        "init_from='s3://bucket/x' is in",
+    ),
+    "local_dir_is_files": (
+        ["checkpoint.local_dir=gs://b/x", "checkpoint.local_interval=5"],
+        "local_dir='gs://b/x' is in an object",
+    ),
+    "local_tier_is_whole": (["checkpoint.local_interval=5"], "local_dir=None and"),
+    "local_is_more_frequent": (
+        ["checkpoint.local_dir=/x", "checkpoint.local_interval=5", "checkpoint.interval=5"],
+        "local_interval=5 is not below",
+    ),
+    "best_is_measured": (
+        ["checkpoint.keep_best=1", "checkpoint.interval=30", "train.eval_interval=20"],
+        "checkpoint.interval=30 is no multiple of train.eval_interval=20",
+    ),
     "optimizer_known": (["optimizer.name=sgd"], "(did you mean optax.sgd?)"),
     "args_used": (["optimizer.args={b1: 0.5}"], "args={'b1': 0.5} has no effect"),
     "args_not_own": (
@@ -179,9 +210,14 @@ BROKEN = {
     ),
     "offload_loops": (["train.offload=all", "train.unroll=0"], "unrolled: train.unroll=0"),
     "keep_every_is_saved": (["checkpoint.keep_every=10"], "checkpoint.interval=None"),
+    "profile_steps_follow": (["log.profile_steps=[12, 10]"], "log.profile_steps=[12, 10]"),
+    "diagnostics_offload": (
+        ["log.diagnostics_interval=10", "optimizer.offload=true"],
+        "log.diagnostics_interval=10 is not built for moments on the host (optimizer.offload=True)",
+    ),
     "cudnn_supports": (
-        ["train.attention=cudnn", "model.attention_sinks=true"],
-        "train.attention='cudnn' cannot run with model.attention_sinks",
+        ["train.attention=cudnn", "model.attention.attention_sinks=true"],
+        "train.attention='cudnn' cannot run with model.attention.attention_sinks",
     ),
 }
 
@@ -224,3 +260,27 @@ def test_device_rules_wait_for_the_device_count():
         validate(cfg, 3)
     with pytest.raises(UserError, match="need 4 devices"):
         validate(load(None, ["data.mock=true", "train.micro_batch_size=2", "mesh.dp=4"]), 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "said"),
+    [
+        ("{intermediate_size: 30}", ["mesh.tp=4"], "model.intermediate_size=30 is not divisible"),
+        ("{attention: {num_key_value_heads: 3}}", [], "num_key_value_heads=3"),
+        (
+            "{attention: {num_attention_heads: 2, num_key_value_heads: 2}}",
+            ["mesh.cp=4", "mesh.cp_type=a2a"],
+            "num_attention_heads=2 per mesh.tp=1 is not divisible by 4",
+        ),
+        (
+            "{attention: {num_key_value_heads: 1}}",
+            ["mesh.tp=4", "model.attention.qk_norm=true", "model.attention.qk_norm_all_heads=true"],
+            "num_key_value_heads=1 is not divisible by mesh.tp=4",
+        ),
+    ],
+)
+def test_sizes_of_marked_layers_are_held_to_the_rules(sizes, overrides, said):
+    marked = ["data.mock=true", "model.layer_pattern='G,G@1'", f"model.layer_sizes=[{sizes}]"]
+    with pytest.raises(UserError) as e:
+        load(None, [*marked, *overrides])
+    assert said in str(e.value) and str(e.value).startswith("layers marked '@1'")

@@ -1,0 +1,217 @@
+"""`python -m mjax.bench decode --config X [a.b=c ...]`: milliseconds a token of generation.
+
+A model of random weights continues random prompts greedily, as `mjax.generate` does. `prefill_ms`
+is the median time to the first token, `ms` that from one token to the next, of all rows at once.
+Every token must read all weights and the filled part of the cache once: `gb_read` is how much that
+is at the middle of the new tokens, and `bound_ms` how long it takes at `--bandwidth`. Embeddings
+count if the head reads them too. `--transformers` runs the same shapes by transformers afterwards,
+with its static cache, which it compiles on GPUs.
+"""
+
+import argparse
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mjax.bench.report import add_arguments, report, rounded
+from mjax.config import load
+from mjax.config.model_schema import ModelConfig
+from mjax.errors import UserError
+from mjax.infer.generate import Generator
+from mjax.models import definition_of
+from mjax.models.branch import cache_specs
+from mjax.sharding.spec import ParamSpec, is_spec
+
+# prompts [B, S] -> seconds from the start to each of the new tokens
+Run = Callable[[np.ndarray], list[float]]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mjax.bench decode", description=__doc__)
+    parser.add_argument("--config", metavar="YAML")
+    parser.add_argument("--batch", default="1,64", help="rows, with commas (default 1,64)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default 128)")
+    parser.add_argument("--new", type=int, default=128, help="new tokens (default 128)")
+    parser.add_argument("--samples", type=int, default=3, help="runs after one to warm up")
+    kinds = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=kinds, default="bfloat16", help="default: bfloat16")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4800, help="GB/s of the device (default: an H200's)"
+    )
+    parser.add_argument("--transformers", action="store_true", help="run transformers beside")
+    add_arguments(parser)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    args = parser.parse_intermixed_args(argv)
+    try:
+        batches = [int(batch) for batch in args.batch.split(",")]
+    except ValueError as e:
+        raise UserError(
+            f"--batch {args.batch!r}: give whole numbers with commas, such as 1,64"
+        ) from e
+    check_sizes(batches, args)
+    if args.config is None and not args.overrides:
+        raise UserError("bench decode: no model; give --config configs/models/llama3_8b.yaml")
+    cfg = load(args.config, args.overrides).model
+    if args.prompt + args.new > cfg.max_position_embeddings:
+        raise UserError(
+            f"--prompt {args.prompt} --new {args.new}: more than model.max_position_embeddings="
+            f"{cfg.max_position_embeddings}; give fewer"
+        )
+    if args.transformers:
+        require_transformers()
+    return report(args, measure(cfg, batches, args))
+
+
+def check_sizes(batches: list[int], args: argparse.Namespace) -> None:
+    """Raise `UserError` for a number that is too small."""
+    least = {
+        "--batch": (min(batches), 1),
+        "--prompt": (args.prompt, 1),
+        "--new": (args.new, 3),
+        "--samples": (args.samples, 1),
+    }
+    for option, (given, smallest) in least.items():
+        if given < smallest:
+            raise UserError(f"{option} {given}: give {smallest} or more")
+    if not args.bandwidth > 0:
+        raise UserError(f"--bandwidth {args.bandwidth}: give GB/s above 0")
+
+
+def require_transformers() -> None:
+    """Raise `UserError` where torch or transformers are not installed."""
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"--transformers: {' and '.join(missing)} cannot be imported; pip install torch "
+            "transformers, or leave the option out"
+        )
+
+
+def measure(cfg: ModelConfig, batches: list[int], args: argparse.Namespace) -> Iterator[dict]:
+    """A record for each engine and batch."""
+    makers = {"mjax": ours}
+    if args.transformers:
+        makers["transformers"] = theirs
+    for engine, make in makers.items():
+        run = make(cfg, args.new, args.dtype)
+        for batch in batches:
+            yield {"bench": "decode"} | record(cfg, engine, run, batch, args)
+
+
+def record(cfg: ModelConfig, engine: str, run: Run, batch: int, args: argparse.Namespace) -> dict:
+    """The times of one engine and batch, and what memory allows."""
+    ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (batch, args.prompt), np.int32)
+    run(ids)
+    runs = [run(ids) for _ in range(args.samples)]
+    ms = 1e3 * statistics.median(s for times in runs for s in np.diff(times).tolist())
+    read = bytes_read(cfg, batch, args.prompt + args.new // 2, args.dtype)
+    bound = read / args.bandwidth / 1e6
+    return {
+        "case": {
+            "engine": engine,
+            "layers": cfg.num_hidden_layers,
+            "hidden": cfg.hidden_size,
+            "vocab": cfg.vocab_size,
+            "batch": batch,
+            "prompt": args.prompt,
+            "new": args.new,
+            "dtype": args.dtype,
+        },
+        "ms": rounded(ms),
+        "prefill_ms": rounded(1e3 * statistics.median(times[0] for times in runs)),
+        "tokens_per_second": rounded(1e3 * batch / ms),
+        "gb_read": rounded(read / 1e9),
+        "bandwidth_gb_per_s": args.bandwidth,
+        "bound_ms": rounded(bound),
+        "of_bound": rounded(bound / ms),
+    }
+
+
+def bytes_read(cfg: ModelConfig, batch: int, tokens: int, dtype: str) -> int:
+    """Bytes that a token must read: the weights, and the cache of `tokens` in each row.
+
+    Of a table of embeddings that is no head a token reads its rows only. Experts all count.
+    """
+    specs = definition_of(cfg).specs
+    lookups = () if cfg.tie_word_embeddings else ("embedding",)
+    weights = [s.size for s in jax.tree.leaves(specs, is_leaf=is_spec) if s.role not in lookups]
+    caches = [math.prod(c.shape) for c in jax.tree.leaves(cache_specs(cfg, batch, tokens))]
+    return (sum(weights) + sum(caches)) * jnp.dtype(dtype).itemsize
+
+
+def ours(cfg: ModelConfig, new: int, dtype: str) -> Run:
+    """Generation by mjax, on one device."""
+    definition = definition_of(cfg)
+    params = random_weights(cfg, definition.specs, dtype)
+    generator = Generator(definition, params, cfg, dtype=dtype, donate=True)
+
+    def run(ids: np.ndarray) -> list[float]:
+        began, ends = time.perf_counter(), []
+        for token in generator.stream(ids.tolist(), new):
+            if token.row == 0:
+                ends.append(time.perf_counter() - began)
+        return ends
+
+    return run
+
+
+def random_weights(cfg: ModelConfig, specs: dict, dtype: str) -> dict:
+    """Parameters drawn one by one in `dtype`: normal, gains of norms 1."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:
+        if spec.role == "norm":
+            return jnp.ones(spec.shape, dtype)
+        return cfg.initializer_range * jax.random.normal(key, spec.shape, dtype)
+
+    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    return tree.unflatten([draw(key, spec) for key, spec in zip(keys, leaves, strict=True)])
+
+
+def theirs(cfg: ModelConfig, new: int, dtype: str) -> Run:
+    """Generation by transformers with a static cache, on the first GPU where there is one."""
+    import torch
+    import transformers
+
+    from mjax.checkpoint.families import config_to_hf
+
+    found = config_to_hf(cfg)
+    config = transformers.AutoConfig.for_model(found.pop("model_type"), **found)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.eval()
+
+    def run(ids: np.ndarray) -> list[float]:
+        ends: list[float] = []
+
+        def clock(rows, scores, **_):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter() - began)
+            return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+
+        prompts = torch.tensor(ids.astype(np.int64), device=device)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+                cache_implementation="static",
+                stopping_criteria=transformers.StoppingCriteriaList([clock]),
+            )
+        return ends
+
+    return run

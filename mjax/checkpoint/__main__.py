@@ -1,0 +1,245 @@
+"""`python -m mjax.checkpoint ls|show|diff|verify PATH`: what checkpoints hold, and whether intact.
+
+    python -m mjax.checkpoint ls runs/a              # a line for each step
+    python -m mjax.checkpoint show runs/a            # the newest step: record, side files, arrays
+    python -m mjax.checkpoint diff runs/a/checkpoints/500 runs/b    # exits 1 if they differ
+    python -m mjax.checkpoint verify runs/a          # reads all files; exits 1 if one is damaged
+
+PATH is a run, a checkpoint folder or one of its steps (of the first two, `show` and `diff` take the
+newest step). Nothing is changed and no device is used.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mjax.checkpoint.digest import read_digests, require_never_made
+from mjax.checkpoint.side import SIDE_FILES
+from mjax.checkpoint.source import Path as Leaf
+from mjax.checkpoint.source import block_shape, blocks
+from mjax.checkpoint.steps import checkpoint_folder, is_step, newest_step, steps_in
+from mjax.checkpoint.stored import StoredArrays, read_record
+from mjax.config.paths import require_files
+from mjax.errors import UserError, run_cli
+
+NOTHING = object()  # a value of a key that is not there
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    for path in filter(None, (args.path, getattr(args, "other", None))):
+        require_files(path)
+    if args.command == "diff":
+        return diff(_newest(args.path), _newest(args.other), values=not args.no_values)
+    if args.command == "show":
+        return show(_newest(args.path), config=args.config)
+    return {"ls": ls, "verify": verify}[args.command](_steps(args.path))
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    about = "See what checkpoints hold, and whether they are intact."
+    parser = argparse.ArgumentParser(prog="python -m mjax.checkpoint", description=about)
+    commands = parser.add_subparsers(dest="command", required=True)
+    path = "a run, a checkpoint folder or one step"
+    for name, text in (
+        ("ls", "a line for each step"),
+        ("show", "the record, side files and arrays of a step"),
+        ("diff", "what differs between two steps; exits 1 if anything does"),
+        ("verify", "compare all files with their digests; exits 1 if one is damaged"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("path", type=Path, help=path)
+        if name == "show":
+            command.add_argument("--config", action="store_true", help="print the whole config")
+        if name == "diff":
+            command.add_argument("other", type=Path, help=path)
+            text = "leave the numbers in the arrays alone"
+            command.add_argument("--no-values", action="store_true", help=text)
+    return parser.parse_args(argv)
+
+
+def _steps(path: Path) -> list[Path]:
+    """The steps in a run or checkpoint folder, oldest first; a step is the only one in itself."""
+    if is_step(path):
+        return [path]
+    folder = checkpoint_folder(path)
+    if folder is None:
+        raise UserError(f"{path}: no checkpoint here; give a run, a checkpoint folder or a step")
+    return steps_in(folder)
+
+
+def _newest(path: Path) -> Path:
+    return newest_step(path) or _steps(path)[-1]
+
+
+# ---- ls ----------------------------------------------------------------------------------------
+
+
+def ls(steps: list[Path]) -> int:
+    """Print a line for each step."""
+    print(steps[0].parent)
+    row = "{:>10}  {:>9}  {:16}  {:>13}  {}"
+    print(row.format("step", "size", "saved", "held-out loss", "holds"))
+    for step in steps:
+        try:
+            record = read_record(step)
+            loss = record.get("held_out_loss")
+            holds = ", ".join(dict.fromkeys(path[0] for path in StoredArrays(step).paths()))
+            holds += ", side files" if (step / SIDE_FILES).is_dir() else ""
+            holds += "" if record.get("digests") else "; no digests"
+        except UserError as e:
+            loss, holds = None, str(e)
+        size = size_text(sum(p.stat().st_size for p in step.rglob("*") if p.is_file()))
+        shown = "" if loss is None else f"{loss:.4f}"
+        print(row.format(step.name, size, _saved(step), shown, holds))
+    for other in sorted(steps[0].parent.glob("damaged-*")):
+        print(
+            f"{other.name}: set aside because it could not be read; remove it when it is not needed"
+        )
+    return 0
+
+
+def size_text(count: float) -> str:
+    """A number of bytes in the largest fitting unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def _saved(step: Path) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(step.stat().st_mtime))
+
+
+# ---- show --------------------------------------------------------------------------------------
+
+
+def show(step: Path, config: bool) -> int:
+    """Print what a step holds; `config`: with the whole config as YAML."""
+    record, stored = read_record(step), StoredArrays(step)
+    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items())
+    print(f"{step}: step {record['step']}, {record['consumed_samples']:,} samples consumed")
+    print(f"saved {_saved(step)} with {versions}; digests: {record.get('digests') or 'none'}")
+    if record.get("held_out_loss") is not None:
+        print(f"held-out loss: {record['held_out_loss']:.6f}")
+    for corpus in record.get("data", ()):
+        sizes = (
+            f"{size_text(corpus['bin_bytes'])} of tokens, {size_text(corpus['idx_bytes'])} of index"
+        )
+        digest = " ".join(f"{crc:08x}" for crc in corpus["idx_crc32"])
+        print(f"data: {corpus['path']} ({sizes}, CRC-32 {digest})")
+    side = sorted((step / SIDE_FILES).glob("*"))
+    print("side files: " + (", ".join(_file(p) for p in side) or "none"))
+    opened = {path: stored.open(path) for path in stored.paths()}
+    total = sum(_bytes(array) for array in opened.values())
+    numbers = sum(array.size for path, array in opened.items() if path[0] == "params")
+    print(f"arrays: {len(opened)}, {size_text(total)}; {numbers:,} parameters")
+    width = max(len(".".join(path)) for path in opened)
+    for path, array in opened.items():
+        shape = " x ".join(map(str, array.shape)) or "scalar"
+        kind = array.dtype.numpy_dtype.name
+        print(f"  {'.'.join(path):{width}}  {kind:8}  {size_text(_bytes(array)):>8}  {shape}")
+    if config:
+        import yaml
+
+        print(yaml.safe_dump(record["config"], sort_keys=False), end="")
+    return 0
+
+
+def _file(path: Path) -> str:
+    return f"{path.name} ({size_text(path.stat().st_size)})"
+
+
+def _bytes(array) -> int:
+    return array.size * array.dtype.numpy_dtype.itemsize
+
+
+# ---- diff --------------------------------------------------------------------------------------
+
+
+def diff(a: Path, b: Path, values: bool) -> int:
+    """Print what differs between two steps, `values` too; returns 1 if anything does."""
+    print(f"{a} -> {b}")
+    lines = list(differing_keys(read_record(a), read_record(b)))
+    arrays_a, arrays_b = StoredArrays(a), StoredArrays(b)
+    paths_a, paths_b = arrays_a.paths(), arrays_b.paths()
+    lines += [f"only in {a}: {'.'.join(path)}" for path in paths_a if path not in paths_b]
+    lines += [f"only in {b}: {'.'.join(path)}" for path in paths_b if path not in paths_a]
+    for line in lines:
+        print(f"  {line}")
+    shared, equal = [path for path in paths_a if path in paths_b], 0
+    for path in shared:
+        found = differing_array(arrays_a, arrays_b, path, values)
+        equal += found is None
+        if found:
+            print(f"  {'.'.join(path)}: {found}")
+    what = "equal" if values else "of equal shape and dtype"
+    print(f"{len(shared)} arrays in both, {equal} of them {what}; {len(lines)} other differences")
+    return int(bool(lines) or equal < len(shared))
+
+
+def differing_keys(a: object, b: object, name: str = "") -> Iterator[str]:
+    """A line for each key of two records whose values differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(key for key in b if key not in a)]:
+            inner = f"{name}.{key}" if name else key
+            yield from differing_keys(a.get(key, NOTHING), b.get(key, NOTHING), inner)
+    elif a != b:
+        texts = ("nothing" if value is NOTHING else repr(value) for value in (a, b))
+        yield f"{name.removeprefix('config.')}: {' -> '.join(texts)}"
+
+
+def differing_array(a: StoredArrays, b: StoredArrays, path: Leaf, values: bool) -> str | None:
+    """What differs between the arrays at `path`, read block by block; None: nothing."""
+    ours, theirs = a.open(path), b.open(path)
+    texts = [f"{x.dtype.numpy_dtype.name} {list(x.shape)}" for x in (ours, theirs)]
+    if texts[0] != texts[1]:
+        return " -> ".join(texts)
+    if not values:
+        return None
+    largest, scale, count = 0.0, 0.0, 0
+    for index in blocks(ours.shape, block_shape(ours.shape, ours.dtype.numpy_dtype.itemsize)):
+        with a.readable(path), b.readable(path):
+            x, y = (array[index].read().result() for array in (ours, theirs))
+        count += int(np.sum(x.view(f"V{x.itemsize}") != y.view(f"V{y.itemsize}")))
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        largest = max(largest, float(np.abs(x - y).max(initial=0)))
+        scale = max(scale, float(np.abs(x).max(initial=0)))
+    if not count:
+        return None
+    return (
+        f"{count:,} of {ours.size:,} numbers differ, by at most {largest:.3g} (largest {scale:.3g})"
+    )
+
+
+# ---- verify ------------------------------------------------------------------------------------
+
+
+def verify(steps: list[Path]) -> int:
+    """Compare the files of each step with their digests; returns 1 if one is damaged."""
+    damaged = 0
+    for step in steps:
+        began = time.monotonic()
+        try:
+            digests = read_digests(step)
+            if digests is None:
+                require_never_made(step, read_record(step))
+                print(f"{step}: has no digests, so damage in it cannot be found")
+                continue
+            digests.verify()
+        except UserError as e:
+            damaged += 1
+            print(e)
+            continue
+        size = sum(one.bytes for one in digests.files.values())
+        speed = size_text(size / max(time.monotonic() - began, 1e-9))
+        print(f"{step}: intact, {len(digests.files)} files, {size_text(size)}, {speed}/s")
+    return int(damaged > 0)
+
+
+if __name__ == "__main__":
+    run_cli(main)

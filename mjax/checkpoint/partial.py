@@ -1,0 +1,140 @@
+"""Starting from weights of a model that differs: resized vocabulary, layers added or left out.
+
+Only what `checkpoint.init_changes` names may differ. What both models have is loaded; the rest of
+the run's model is as drawn from run.seed. Invariant: nothing is left out or drawn unsaid: `summary`
+names every parameter that was not loaded as it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mjax.checkpoint.continuation import require_same_model
+from mjax.checkpoint.source import Index, Path, Source, flat
+from mjax.config.model_schema import ModelConfig
+from mjax.errors import UserError
+from mjax.models import definition_of
+from mjax.sharding.spec import ParamSpec
+
+# What may differ -> the keys of a model that say it.
+CHANGES = {
+    "vocab_size": ("vocab_size", "vocab_multiple"),
+    "num_hidden_layers": ("num_hidden_layers", "layer_pattern"),
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of some weights fits a model.
+
+    source: the weights in the shapes of the model, zero where they have nothing. shared: the shape
+    of the leading part of each parameter that both have. given: shapes in the weights, without
+    padding. wanted: those of the model.
+    """
+
+    source: Source
+    shared: dict[Path, tuple[int, ...]]
+    given: dict[Path, tuple[int, ...]]
+    wanted: dict[Path, tuple[int, ...]]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shared == self.wanted
+
+    def summary(self) -> str:
+        """What was loaded and what was not, in one line, or a line more for each part."""
+        whole = [p for p, shape in self.shared.items() if shape == self.wanted[p] == self.given[p]]
+        lines = [
+            f"loaded: {len(whole)} of {len(self.wanted)} parameters as they are; not loaded: "
+            "moments, step and place in the data"
+        ]
+        for path, shared in self.shared.items():
+            if path not in whole:
+                lines.append(f"  {'.'.join(path)}: {self._part(path, shared)}")
+        return "\n".join(lines)
+
+    def _part(self, path: Path, shared: tuple[int, ...]) -> str:
+        text = f"{list(shared)} loaded of {list(self.given[path])}"
+        if shared != self.wanted[path]:
+            text += f", the rest of {list(self.wanted[path])} drawn from run.seed"
+        return text
+
+    def complete(self, loaded: dict, drawn: dict) -> dict:
+        """`loaded` where the weights have something, else `drawn`; trees of global arrays."""
+
+        def one(path: tuple, a: jax.Array, b: jax.Array) -> jax.Array:
+            names = tuple(key.key for key in path)
+            if self.shared[names] == self.wanted[names]:
+                return a
+            return jax.device_put(_leading(a, b, self.shared[names]), a.sharding)
+
+        return jax.tree_util.tree_map_with_path(one, loaded, drawn)
+
+
+@jax.jit
+def _leading(a: jax.Array, b: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """The leading part of `a` of these sizes, the rest of `b`."""
+    inside = True
+    for axis, size in enumerate(sizes):
+        inside &= jax.lax.broadcasted_iota(jnp.int32, a.shape, axis) < size
+    return jnp.where(inside, a, b)
+
+
+def fit(source: Source, cfg: ModelConfig, changes: Sequence[str]) -> Fit:
+    """What of `source` fits the model of `cfg`.
+
+    Raises `UserError` if more than `changes` differs.
+    """
+    keys = {key for change in changes for key in CHANGES[change]}
+    require_same_model(cfg, source.cfg, may_differ=keys)
+    _require_same_kinds(cfg, source.cfg)
+    given = _shapes(definition_of(source.cfg).specs, source.cfg)
+    wanted = _shapes(definition_of(cfg).specs, cfg)
+    shared = {
+        path: tuple(min(a, b) for a, b in zip(given[path], shape, strict=True))
+        for path, shape in wanted.items()
+        if path in given
+    }
+    missing = [path for path in wanted if path not in given]
+    if missing:
+        raise UserError(
+            f"the weights to start from have no parameter {'.'.join(missing[0])}, which this run's "
+            "model has; choose layers of kinds that they have"
+        )
+
+    if given == wanted and cfg.vocab_multiple == source.cfg.vocab_multiple:
+        return Fit(source, shared, given, wanted)
+
+    def read(path: Path, index: Index) -> np.ndarray:
+        inside = tuple(
+            slice(min(s.start, n), min(s.stop, n)) for s, n in zip(index, shared[path], strict=True)
+        )
+        part = source.read(path, inside)
+        missing = [(s.stop - s.start) - n for s, n in zip(index, part.shape, strict=True)]
+        return np.pad(part, [(0, n) for n in missing]) if any(missing) else part
+
+    return Fit(replace(source, cfg=cfg, read=read), shared, given, wanted)
+
+
+def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig) -> None:
+    """Raise `UserError` unless the layers that both models have are of the same kinds."""
+    pairs = zip(cfg.layer_kinds, of_weights.layer_kinds, strict=False)
+    for number, (ours, theirs) in enumerate(pairs):
+        if ours != theirs:
+            raise UserError(
+                f"layer {number} of the weights to start from is {theirs!r}, but that of this "
+                f"run's model.layer_pattern is {ours!r}; layers may only be added after the last"
+            )
+
+
+def _shapes(specs: dict, cfg: ModelConfig) -> dict[Path, tuple[int, ...]]:
+    """Shapes by path; a vocabulary counts without its padding."""
+
+    def shape(spec: ParamSpec) -> tuple[int, ...]:
+        sizes = zip(spec.axes, spec.shape, strict=True)
+        return tuple(cfg.vocab_size if axis == "vocab" else n for axis, n in sizes)
+
+    return {path: shape(spec) for path, spec in flat(specs).items()}

@@ -1,0 +1,34 @@
+"""Which checkpoints of a run stay when a newer one is saved, as policies of orbax."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
+
+LossOf = Callable[[int], float | None]  # step -> its held-out loss, or None
+
+
+def retention(
+    keep: int, keep_every: int | None, keep_best: int, loss_of: LossOf
+) -> AnyPreservationPolicy:
+    """Keep the newest `keep` steps, those `keep_every` divides, the `keep_best` of lowest loss."""
+    policies = [LatestN(keep)]
+    if keep_every:
+        policies.append(EveryNSteps(keep_every))
+    if keep_best:
+        policies.append(LowestLoss(keep_best, loss_of))
+    return AnyPreservationPolicy(policies)
+
+
+@dataclass(frozen=True)
+class LowestLoss:
+    """The `count` steps of lowest loss; a step without a loss is none of them."""
+
+    count: int
+    loss_of: LossOf
+
+    def should_preserve(self, checkpoints: Sequence, *, context: object) -> list[bool]:
+        losses = {c.step: self.loss_of(c.step) for c in checkpoints}
+        known = [step for step, loss in losses.items() if loss is not None]
+        best = sorted(known, key=losses.get)[: self.count]
+        return [c.step in best for c in checkpoints]

@@ -1,0 +1,228 @@
+"""Every key of a model, group `model` of the config, as one frozen pydantic tree.
+
+Names follow Hugging Face's `config.json` where it has one. Invariant: unknown keys are forbidden
+and values are never coerced across types (a string is not a number). Defaults that depend on other
+keys of the group are filled in here, so that the printed config shows what will run.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mjax.config.pattern import branches_of_model, expand, sizes_of
+
+Dtype = Literal["float32", "bfloat16"]
+
+# What a parameter is for; weight decay, learning rates and Muon go by it.
+ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar")
+
+
+class Group(BaseModel):
+    """Base of all groups: frozen, strict about keys and types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+def _with_defaults(group: type[Group], given: Any) -> dict[str, Any]:
+    """The values of a group, with defaults for what is left out; {} for what is no group."""
+    if isinstance(given, group):
+        given = dict(given)
+    if not isinstance(given, dict):
+        return {}
+    return {name: field.default for name, field in group.model_fields.items()} | given
+
+
+class RopeScaling(Group):
+    """Hugging Face's `rope_scaling` dictionary."""
+
+    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
+    factor: float = Field(1.0, ge=1.0)
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3")
+    original_max_position_embeddings: int = Field(8192, ge=1, description="all but linear")
+    beta_fast: float = Field(32.0, gt=0, description="yarn")
+    beta_slow: float = Field(1.0, gt=0, description="yarn")
+    mscale: float | None = Field(None, description="yarn: attention temperature numerator")
+    mscale_all_dim: float | None = Field(None, description="yarn: its denominator")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: overrides both mscales; longrope: its own"
+    )
+    truncate: bool = Field(True, description="yarn: round the correction range to whole dims")
+    short_factor: list[float] | None = Field(None, description="longrope: one per channel pair")
+    long_factor: list[float] | None = Field(
+        None, description="longrope: beyond the original length"
+    )
+
+
+class AttentionConfig(Group):
+    """Self-attention: heads, window, and what is done to queries, keys and logits."""
+
+    num_attention_heads: int = Field(4, ge=1)
+    num_key_value_heads: int = Field(0, ge=0, description="GQA/MQA; 0: num_attention_heads.")
+    head_dim: int = Field(0, ge=0, description="0: hidden_size / num_attention_heads.")
+    sliding_window: int | None = Field(None, ge=1, description="Keys an L block sees, itself in.")
+    attention_bias: bool = Field(False, description="Bias on the q, k and v projections.")
+    attention_out_bias: bool = Field(False, description="Bias on the attention output projection.")
+    qk_norm: bool = Field(False, description="Norm over head_dim on q and k before RoPE.")
+    qk_norm_all_heads: bool = Field(False, description="qk_norm over all heads together (OLMo-2).")
+    attention_sinks: bool = Field(False, description="One learned extra softmax logit per head.")
+    attn_logit_softcapping: float | None = Field(None, gt=0)
+    attention_multiplier: float | None = Field(None, gt=0, description="None: head_dim ** -0.5.")
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class RopeConfig(Group):
+    """Rotary positions, where `model.position_embedding` is rope."""
+
+    rope_theta: float = Field(10000.0, gt=0)
+    rope_local_theta: float | None = Field(None, gt=0, description="rope_theta of L blocks.")
+    rope_scaling: RopeScaling | None = Field(None, description="Applies to G blocks.")
+    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+
+
+class MoeConfig(Group):
+    """The experts of E blocks and their router."""
+
+    num_experts: int = Field(0, ge=0, description="Experts of an E block.")
+    num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token is sent to.")
+    moe_intermediate_size: int = Field(0, ge=0, description="Width of one; 0: intermediate_size.")
+    norm_topk_prob: bool = Field(
+        True, description="Gates: softmax over the chosen logits; false: over all, then chosen."
+    )
+    router_aux_loss_coef: float = Field(
+        0.0, ge=0, description="Weight of the balance loss, per sequence, summed over E blocks."
+    )
+
+
+class AttentionSizes(Group):
+    """The part of `AttentionConfig` that may differ from layer to layer; None: as the model."""
+
+    num_attention_heads: int | None = Field(None, ge=1)
+    num_key_value_heads: int | None = Field(None, ge=1)
+    sliding_window: int | None = Field(None, ge=1)
+
+
+class MoeSizes(Group):
+    """The part of `MoeConfig` that may differ from layer to layer; None: as the model."""
+
+    moe_intermediate_size: int | None = Field(None, ge=1)
+
+
+class LayerSizes(Group):
+    """Sizes of some layers, in the places that `ModelConfig` has for them; None: as the model.
+
+    `layer_pattern` says which layers take them.
+    """
+
+    intermediate_size: int | None = Field(None, ge=1)
+    attention: AttentionSizes = AttentionSizes()
+    moe: MoeSizes = MoeSizes()
+
+
+class ModelConfig(Group):
+    """The architecture of a decoder."""
+
+    model_type: str | None = Field(
+        None, description="Hugging Face family to export as; None: the first that can express it."
+    )
+    vocab_size: int = Field(256, ge=2, description="Ids the tokenizer may produce.")
+    vocab_multiple: int = Field(128, ge=1, description="Pad the vocabulary to a multiple of this.")
+    hidden_size: int = Field(256, ge=1)
+    num_hidden_layers: int = Field(4, ge=1)
+    intermediate_size: int = Field(0, ge=0, description="FFN width; 0: 4 x hidden_size.")
+    max_position_embeddings: int = Field(2048, ge=1)
+
+    layer_pattern: str = Field(
+        "G",
+        description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
+        "window, N full attention without RoPE, E full attention with experts; or branches, as in "
+        "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
+    )
+    layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
+
+    attention: AttentionConfig = AttentionConfig()
+    position_embedding: Literal["rope", "learned", "none"] = "rope"
+    rope: RopeConfig = RopeConfig()
+    moe: MoeConfig = MoeConfig()
+
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    norm_zero_centered: bool = Field(False, description="Gain is stored as offset from one.")
+    norm_placement: Literal["pre", "post", "sandwich"] = Field(
+        "pre", description="Norms before attention and MLP, after them, or both."
+    )
+
+    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
+    mlp_bias: bool = False
+
+    tie_word_embeddings: bool = False
+    embedding_multiplier: float | None = Field(None, gt=0, description="Scales embeddings.")
+    residual_multiplier: float | None = Field(None, gt=0, description="Scales what a block adds.")
+    logits_scaling: float | None = Field(None, gt=0, description="Logits are divided by it.")
+    final_logit_softcapping: float | None = Field(None, gt=0)
+    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="Embedding and residual branches.")
+    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of weights.")
+    scaled_output_init: bool = Field(
+        True, description="Megatron: output projections use std / sqrt(2 * num_hidden_layers)."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: Any) -> Any:
+        """Replace the zeros that mean 'derive' so that the resolved config is explicit.
+
+        Values of a wrong type are left for the checks of their fields.
+        """
+        if not isinstance(data, dict):
+            return data
+        given = _with_defaults(cls, data)
+        attention = _with_defaults(AttentionConfig, given["attention"])
+        moe = _with_defaults(MoeConfig, given["moe"])
+        hidden, heads = given["hidden_size"], attention.get("num_attention_heads")
+        if not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0):
+            return data
+        derived = {}
+        if given["intermediate_size"] == 0:
+            given["intermediate_size"] = derived["intermediate_size"] = 4 * hidden
+        if moe.get("moe_intermediate_size") == 0 and moe["num_experts"]:
+            derived["moe"] = {**moe, "moe_intermediate_size": given["intermediate_size"]}
+        if attention["num_key_value_heads"] == 0:
+            attention["num_key_value_heads"] = heads
+        if attention["head_dim"] == 0 and hidden % heads == 0:
+            attention["head_dim"] = hidden // heads
+        return {**data, **derived, "attention": attention}
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer. Raises `UserError` for a malformed layer_pattern."""
+        return expand(self.layer_pattern, self.num_hidden_layers)
+
+    @property
+    def branches(self) -> set[str]:
+        """The letters of all branches that some layer has (`config/pattern.py`)."""
+        return branches_of_model(self.layer_kinds)
+
+    @property
+    def sizes(self) -> list["ModelConfig"]:
+        """This config, and with each of layer_sizes."""
+        return [self, *map(self._with, self.layer_sizes)]
+
+    def of_layer(self, kind: str) -> "ModelConfig":
+        """The config with the sizes of layers of this kind."""
+        return self.sizes[sizes_of(kind)]
+
+    def _with(self, sizes: LayerSizes) -> "ModelConfig":
+        """This config with all of `sizes` that are given."""
+        given = sizes.model_dump(exclude_none=True)
+        groups = {
+            name: getattr(self, name).model_copy(update=value)
+            for name, value in given.items()
+            if isinstance(value, dict)
+        }
+        return self.model_copy(update=given | groups)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: never a function of the mesh."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

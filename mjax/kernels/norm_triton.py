@@ -1,0 +1,77 @@
+"""The norm's backward as a Triton kernel; `norm.py` says what it computes and calls it."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm_backward(
+    gain,
+    x,
+    dy,
+    stream,
+    dx,
+    gain_parts,
+    bias_parts,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    EPS: tl.constexpr,
+    FORK: tl.constexpr,
+):
+    """Over tiles of TILE rows, PROGRAMS apart. `stream` is read with FORK alone; `bias_parts` is
+    None for RMSNorm. PADDED is the power of 2 that holds WIDTH columns."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, PADDED)[None]
+    real = columns < WIDTH
+    d_gain = tl.zeros((TILE, PADDED), tl.float32)
+    d_bias = tl.zeros((TILE, PADDED), tl.float32)
+    for i in range((ROWS + TILE * PROGRAMS - 1) // (TILE * PROGRAMS)):
+        rows = (program + i * PROGRAMS) * TILE + tl.arange(0, TILE)[:, None]
+        mask = (rows < ROWS) & real
+        place = rows * WIDTH + columns
+        a = tl.load(x + place, mask=mask, other=0.0)
+        d = tl.load(dy + place, mask=mask, other=0.0)
+        if FORK:
+            more = tl.load(stream + place, mask=mask, other=0.0)
+        # each time anew, from the cache: registers are what limits the rows in flight
+        g = tl.load(gain + columns, mask=real, other=0.0)
+        a = a.to(tl.float32)
+        d = d.to(tl.float32)
+        w = d * g
+        if bias_parts is None:
+            z = a
+        else:
+            mean, mean_w = _means(a, w, WIDTH)
+            z = tl.where(real, a - mean, 0.0)
+        variance, slope = _means(z * z, w * z, WIDTH)
+        r = tl.rsqrt(variance + EPS)
+        out = w - z * (slope * r * r)
+        if bias_parts is not None:
+            out = out - mean_w
+        out = out * r
+        if FORK:
+            out = out + more.to(tl.float32)
+        tl.store(dx + place, out.to(dx.dtype.element_ty), mask=mask)
+        d_gain += d * (z * r)
+        if bias_parts is not None:
+            d_bias += d
+    column = tl.arange(0, PADDED)
+    own = program * WIDTH + column
+    tl.store(gain_parts + own, tl.sum(d_gain, 0), mask=column < WIDTH)
+    if bias_parts is not None:
+        tl.store(bias_parts + own, tl.sum(d_bias, 0), mask=column < WIDTH)
+
+
+@triton.jit
+def _means(a, b, WIDTH: tl.constexpr):
+    """The means of a's and of b's rows, whose padding is 0, for one exchange between warps."""
+    sum_a, sum_b = tl.reduce((a, b), 1, _add, keep_dims=True)
+    return sum_a * (1 / WIDTH), sum_b * (1 / WIDTH)
+
+
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d

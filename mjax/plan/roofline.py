@@ -1,0 +1,338 @@
+"""The time of a training step, estimated from its FLOPs and bytes: a roofline with measured rates.
+
+A step's work is counted in parts, and each part is divided by the lowest and by the highest rate
+that was measured for work of its kind, as a share of the chip's peak. So an estimate is a range.
+Shares come from H200s; for other chips it is an assumption that theirs are equal. Invariant: pure
+arithmetic on (config, sizes of the mesh, declared parameters, chip); nothing is compiled.
+
+Sources: docs/lab/2026-11-22-breakdowns.md (matmuls 690 to 766 TFLOP/s in whole steps, 1,300 in 8
+bits; attention 359 at 8192 tokens and heads of 128, 299 at 2048, 191 at 1024 and heads of 64),
+docs/performance.md (K3: 8 bytes a logit beside the loss's matmuls; K4: passes over memory),
+docs/tuning.md (collectives: 170 to 200 GB/s by NCCL, 360 by copies). Networks between nodes were
+not measured: 400 Gb/s a GPU is an assumption.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mjax.config.pattern import BRANCHES
+from mjax.config.schema import Config
+from mjax.models.execution import Execution
+from mjax.models.flops import branch_flops, flops_by_part, flops_per_token
+from mjax.optim.build import moment_bytes
+from mjax.pipeline.layout import layout_of
+from mjax.pipeline.schedule import make_schedule
+from mjax.plan.balance import head_in_layers, step_time
+from mjax.plan.chips import Chip
+from mjax.plan.execution import micro_batch_shape
+from mjax.plan.memory import WIDTH, Counts, counts_on_device
+
+MEASURED_ON = "h200"  # the chip of all shares below
+NETWORK_GBS = 50.0  # of a GPU to other nodes: 400 Gb/s, an assumption
+
+
+class Span(NamedTuple):
+    """The lowest and the highest of something; of a time, in seconds."""
+
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
+
+    def scaled(self, factor: float) -> "Span":
+        return Span(self.low * factor, self.high * factor)
+
+
+# Shares of the chip's peak that work of a kind reached on H200s.
+MATMUL = Span(0.69, 0.77)  # of bf16
+MATMUL_8 = Span(0.62, 0.70)  # of fp8
+ATTENTION = Span(0.50, 0.58)  # of bf16, for endless sequences and heads; `_attention_share`
+PASS = Span(0.50, 0.67)  # of memory: norms, activations, rotary embedding, loss
+UPDATE = Span(0.80, 0.92)  # of memory: the optimizer, sums of gradients
+LINK = Span(0.42, 0.75)  # of the link: collectives of a node
+NETWORK = Span(0.60, 0.95)  # of NETWORK_GBS
+HOST_GBS = Span(45, 60)  # moments that come from the host's memory and go back
+LAUNCH = Span(0.00005, 0.00015)  # seconds that kernels of a layer wait for each other
+
+# Heads of H and sequences of S reach H / (H + 46) x S / (S + 650) of the endless.
+HEAD_SIZE, SEQUENCE = 46, 650
+
+# Tensors [tokens, D] that pass through memory besides matmuls, forward and backward: norms and
+# residuals, and biases of the branches.
+OF_BLOCK = 20
+# The same of [tokens, heads]: rotary embedding or biases of queries, keys and values; of
+# [tokens, F]: the activation function, without and with a gate.
+OF_HEADS, OF_ACTIVATION, OF_GATE = 4, 5, 9
+OF_LOOP = 40  # [tokens, D] that a loop over layers copies to stacks, back, and fills with zeros
+ROUNDING = 1.3  # times all these passes where 8-bit matmuls read and write rounded copies
+BYTES_A_LOGIT = 8
+# Shares of a layer's forward and backward that is computed again, by policy: of passes over memory.
+AGAIN = {"dots": 0.3, "attention": 0.4, "full": 0.4}
+ATTENTION_FORWARD = 0.25  # of attention's time
+
+
+class Part(NamedTuple):
+    """A part of a step: its name and its time in seconds."""
+
+    name: str
+    time: Span
+
+
+def step_parts(
+    cfg: Config, sizes: dict[str, int], execution: Execution, specs: dict, chip: Chip
+) -> list[Part]:
+    """The parts of a step's time on each device. `chip` has details; `auto` is decided in `cfg`."""
+    counts = counts_on_device(cfg, sizes, specs)
+    stretch = _pipeline_stretch(cfg, execution)
+    parts = [
+        *_compute(cfg, sizes, execution, chip, stretch),
+        Part("optimizer, sums of gradients", _update(cfg, execution, counts, chip)),
+        *_exchanges(cfg, sizes, execution, counts, chip),
+    ]
+    if cfg.optimizer.offload is True:
+        moved = 2 * _moments(cfg, counts)
+        parts.append(Part("moments from and to the host", _time(moved, HOST_GBS.scaled(1e9))))
+    return [part for part in parts if part.time.high > 0]
+
+
+def total(parts: list[Part]) -> Span:
+    """The time of a step in seconds."""
+    low = high = 0.0
+    for part in parts:
+        low += part.time.low
+        high += part.time.high
+    return Span(low, high)
+
+
+def time_lines(
+    parts: list[Part], cfg: Config, devices: int, peak_tflops: float | None
+) -> list[str]:
+    """Lines that say how long a step takes by this estimate, and of what that is made."""
+    time = total(parts)
+    tokens = cfg.train.global_batch_size * cfg.data.seq_length / devices
+    flops = tokens * flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze)
+    speed = f"{tokens / time.high:,.0f} to {tokens / time.low:,.0f} tok/s a GPU"
+    if peak_tflops:
+        shares = [flops / seconds / (peak_tflops * 1e12) for seconds in (time.high, time.low)]
+        speed += f", MFU {shares[0]:.0%} to {shares[1]:.0%}"
+    lines = [f"time        estimate {_milliseconds(time)} a step: {speed}"]
+    for part in parts:
+        lines.append(f"            {part.name}: {_milliseconds(part.time)}")
+    return lines
+
+
+def _milliseconds(time: Span) -> str:
+    digits = 0 if time.low >= 0.1 else 1
+    return f"{1e3 * time.low:,.{digits}f} to {1e3 * time.high:,.{digits}f} ms"
+
+
+def _time(work: float, rate: Span) -> Span:
+    return Span(work / rate.high, work / rate.low)
+
+
+def _compute(
+    cfg: Config, sizes: dict[str, int], execution: Execution, chip: Chip, stretch: float
+) -> Iterator[Part]:
+    """Matmuls, attention and passes over memory of one device, in all micro-batches."""
+    tokens = _tokens(cfg, sizes, execution) * stretch
+    flops = flops_by_part(cfg.model, cfg.data.seq_length, cfg.train.freeze)
+    again = {name: _share_of_policy(execution, name) for name in AGAIN}
+    weights_again = 1 + (again["attention"] + again["full"]) / 3
+    peak = MATMUL.scaled(chip.bf16_tflops * 1e12)
+    rate = peak
+    if execution.recipe is not None:
+        rate = MATMUL_8.scaled(chip.details.fp8_tflops * 1e12)
+    yield Part("matmuls", _time(flops["matmul"] * tokens * weights_again, rate))
+    moe = cfg.model.moe
+    if flops["experts"]:  # every expert works on all tokens (models/moe.py)
+        times = moe.num_experts / moe.num_experts_per_tok
+        all_experts = flops["experts"] * times
+        yield Part("experts", _time(all_experts * tokens * weights_again, peak))
+    yield Part("head", _time(flops["head"] * tokens, peak))
+    seconds = _attention_seconds(cfg, chip) * tokens
+    seconds *= 1 + ATTENTION_FORWARD * again["full"]
+    yield Part("attention", _time(seconds, ATTENTION))
+    passes = _pass_bytes(cfg, execution, again)
+    memory = PASS.scaled(chip.details.memory_gbs * 1e9)
+    yield Part("norms, activations, loss", _time(passes * tokens, memory))
+    layers = cfg.model.num_hidden_layers / sizes["pp"]
+    launched = layers * execution.micro_batches * stretch
+    yield Part("gaps between kernels", LAUNCH.scaled(launched))
+
+
+def _tokens(cfg: Config, sizes: dict[str, int], execution: Execution) -> float:
+    """Tokens of a step for each device, if tp and pp cut tokens instead of the model."""
+    rows, width = micro_batch_shape(cfg, sizes)
+    of_step = rows * width * execution.micro_batches
+    return of_step / (sizes["tp"] * sizes["pp"])
+
+
+def _share_of_policy(execution: Execution, policy: str) -> float:
+    """The share of the layers that have a policy of recomputation."""
+    return sum(plan.remat == policy for plan in execution.layers) / len(execution.layers)
+
+
+def _attention_seconds(cfg: Config, chip: Chip) -> float:
+    """Seconds of a token's attention in all layers if the share of the peak were 1."""
+    length = cfg.data.seq_length
+    work = 0.0
+    for letter, sizes, flops in branch_flops(cfg.model, length):
+        window = length
+        if BRANCHES[letter].windowed and sizes.attention.sliding_window:
+            window = min(length, sizes.attention.sliding_window)
+        head = sizes.attention.head_dim
+        of_head = head / (head + HEAD_SIZE)
+        of_window = window / (window + SEQUENCE)
+        work += flops / (of_head * of_window)
+    all_flops = sum(flops for _, _, flops in branch_flops(cfg.model, length))
+    counted = flops_by_part(cfg.model, length, cfg.train.freeze)["attention"]
+    trained = counted / all_flops if all_flops else 0.0  # less where layers are frozen
+    return work * trained / (chip.bf16_tflops * 1e12)
+
+
+def _pass_bytes(cfg: Config, execution: Execution, again: dict[str, float]) -> float:
+    """Bytes of a token that pass through memory besides matmuls; `again` are shares of layers."""
+    repeated = 1.0
+    for name, share in again.items():
+        repeated += AGAIN[name] * share
+    passes = _layer_bytes(cfg) * repeated
+    if execution.loops:
+        elements = OF_LOOP * cfg.model.hidden_size
+        copied = elements * WIDTH[execution.compute]
+        passes += copied * cfg.model.num_hidden_layers
+    if execution.recipe is not None:
+        passes *= ROUNDING
+    return passes + BYTES_A_LOGIT * cfg.model.padded_vocab_size
+
+
+def _layer_bytes(cfg: Config) -> float:
+    """Bytes of a token that pass through memory besides matmuls, in all layers."""
+    elements = 0.0
+    for letter, sizes, _ in branch_flops(cfg.model, cfg.data.seq_length):
+        attention = sizes.attention
+        elements += OF_BLOCK / 2 * sizes.hidden_size
+        of_ffn = OF_GATE if sizes.mlp_gated else OF_ACTIVATION
+        if BRANCHES[letter].name == "attention":
+            heads = attention.num_attention_heads + 2 * attention.num_key_value_heads
+            elements += OF_HEADS * heads * attention.head_dim
+        elif letter == "D":
+            elements += of_ffn * sizes.intermediate_size
+        elif letter == "E":
+            width = sizes.moe.moe_intermediate_size * sizes.moe.num_experts
+            elements += of_ffn * width
+    return elements * WIDTH[cfg.precision.compute]
+
+
+def _pipeline_stretch(cfg: Config, execution: Execution) -> float:
+    """How many times the mean over devices the layers and head take, for bubble and imbalance."""
+    if not execution.pipelined:
+        return 1.0
+    layout, m = layout_of(cfg), execution.micro_batches
+    head = head_in_layers(cfg.model, cfg.data.seq_length)
+    schedule = make_schedule(layout.pp, layout.v, m)
+    all_layers = cfg.model.num_hidden_layers + head
+    ideal = all_layers * m / layout.pp
+    return step_time(layout, schedule, head) / ideal
+
+
+def _moments(cfg: Config, counts: Counts) -> float:
+    """Bytes of moments on one device, or on the host for it."""
+    total_bytes = 0
+    for role, stored in counts.trained_of_role.items():
+        total_bytes += stored * moment_bytes(cfg.optimizer, role)
+    return total_bytes
+
+
+def _update(cfg: Config, execution: Execution, counts: Counts, chip: Chip) -> Span:
+    """The optimizer reads and writes masters and moments, reads gradients twice and writes weights;
+    sums of several micro-batches that matmuls do not add are read and written after each."""
+    trained = sum(counts.trained_of_role.values())
+    accumulate, compute = WIDTH[execution.accumulate], WIDTH[execution.compute]
+    masters = 2 * WIDTH[cfg.precision.params]
+    added = 2 * accumulate + compute
+    moved = trained * (masters + added)
+    moved += 2 * _moments(cfg, counts)
+    if execution.micro_batches > 1:
+        by_hand = counts.tables
+        if not execution.sums_in_matmuls:
+            by_hand += counts.stacks
+        moved += execution.micro_batches * by_hand * added
+    return _time(moved, UPDATE.scaled(chip.details.memory_gbs * 1e9))
+
+
+# ---- exchanges -----------------------------------------------------------------------------------
+
+
+def _exchanges(
+    cfg: Config, sizes: dict[str, int], execution: Execution, counts: Counts, chip: Chip
+) -> Iterator[Part]:
+    """Exchanges between devices. What the program hides under matmuls takes no time at best, and
+    all of it at worst, because it then slows the matmuls."""
+    rows, width = micro_batch_shape(cfg, sizes)
+    compute = WIDTH[execution.compute]
+    layers = cfg.model.num_hidden_layers / sizes["pp"]
+    crossed = layers * execution.micro_batches  # layers that micro-batches pass through
+    hidden = cfg.model.hidden_size / sizes["tp"]
+    activations = rows * width * hidden * compute
+
+    def part(name: str, axes: tuple[str, ...], moved: float, hides: bool) -> Part:
+        time = _time(moved, group_rate(sizes, axes, chip))
+        return Part(name, Span(0.0, time.high) if hides else time)
+
+    shards = sizes["dp"] * sizes["ep"] * sizes["cp"]
+    if shards > 1:
+        moved = _zero_bytes(cfg, execution, counts) * (shards - 1) / shards
+        hides = execution.overlap or cfg.mesh.zero == 3
+        yield part("weights and gradients over dp", ("dp", "ep", "cp"), moved, hides)
+    others = {axis: n - 1 for axis, n in sizes.items()}
+    if others["tp"]:  # two gathers and two scatters each way, two gathers again
+        moved = 10 * others["tp"] * activations * crossed
+        yield part("activations over tp", ("tp",), moved, False)
+    if others["cp"]:  # keys and values, and their gradients
+        attention = cfg.model.attention
+        pair = 2 * attention.num_key_value_heads * attention.head_dim / sizes["tp"]
+        of_layer = 3 * others["cp"] * rows * width * pair * compute
+        yield part("keys and values over cp", ("cp",), of_layer * crossed, True)
+    if others["ep"] and cfg.model.moe.num_experts:
+        moved = 4 * others["ep"] * activations * crossed
+        yield part("tokens over ep", ("ep",), moved, False)
+    if others["pp"]:
+        chunks = execution.micro_batches * cfg.mesh.virtual_stages
+        yield part("activations over pp", ("pp",), 2 * activations * chunks, True)
+
+
+def _zero_bytes(cfg: Config, execution: Execution, counts: Counts) -> float:
+    """Bytes of weights that are gathered and of gradients that are reduced in a step."""
+    compute = WIDTH[execution.compute]
+    m = execution.micro_batches
+    weights = counts.tables + counts.stacks
+    summed = compute if execution.overlap else WIDTH[execution.accumulate]
+    eight = counts.eight_bits * (compute - 1) if execution.quantize_stored else 0
+    gathered = weights * compute - eight
+    if cfg.mesh.zero == 0:
+        return 2 * weights * summed
+    if cfg.mesh.zero == 3:
+        return 2 * m * gathered + m * weights * compute
+    times = m if execution.reduce == "micro_batch" else 1
+    return gathered + times * weights * summed
+
+
+def group_rate(sizes: dict[str, int], axes: tuple[str, ...], chip: Chip) -> Span:
+    """Bytes a second at which each GPU of a group along mesh axes exchanges.
+
+    Within a node that is the link's. A group that spans nodes has the network of all its GPUs in a
+    node, if that is slower.
+    """
+    link = LINK.scaled(chip.details.link_gbs * 1e9)
+    size = inside = 1
+    for axis, along in reversed(sizes.items()):  # inner to outer
+        stride = size
+        size *= along
+        if axis in axes and along > 1:
+            inside *= max(1, min(along, chip.details.node // stride))
+            if size > chip.details.node:
+                network = NETWORK.scaled(NETWORK_GBS * 1e9 * inside)
+                link = Span(min(link.low, network.low), min(link.high, network.high))
+    return link

@@ -1,0 +1,1 @@
+"""One HTML page on runs: curves, events, what differs (`python -m mjax.report RUN...`)."""

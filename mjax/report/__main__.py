@@ -1,0 +1,37 @@
+"""`python -m mjax.report RUN... [--out report.html]`: one HTML page on runs, which opens offline.
+
+RUN is the folder of a run, live or ended. The page holds its scripts and loads nothing.
+"""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+from mjax.errors import UserError, run_cli
+from mjax.report.runs import read_runs
+
+
+def main(argv: list[str] | None = None) -> int:
+    about = "Write one HTML page with the curves, events and config differences of runs."
+    parser = argparse.ArgumentParser(prog="python -m mjax.report", description=about)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"))
+    args = parser.parse_args(argv)
+    if find_spec("bokeh") is None:
+        raise UserError("mjax.report needs bokeh; pip install 'mjax[report]'")
+    runs = read_runs(args.runs)
+
+    from mjax.report.page import page
+
+    text = page(runs)
+    try:
+        args.out.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"--out {args.out}: cannot be written ({e.strerror})") from e
+    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    print(f"{args.out}: {count}, {len(text) / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

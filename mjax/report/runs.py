@@ -1,0 +1,226 @@
+"""What a run folder holds for a report: `metrics.jsonl` as columns, its events and its config.
+
+Invariant: a damaged log is read as far as it goes. Lines that are no records are counted and left
+out, values that are no numbers become NaN; nothing else is guessed.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mjax.config.difference import keys_and_values
+from mjax.config.keys import move_keys
+from mjax.config.schema import Config
+from mjax.config.yaml_text import read
+from mjax.errors import UserError
+
+Column = np.ndarray  # float64 [records]
+RESUMED = "resumed from "  # how the event of a restart begins
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened; `time` is in seconds since 1970, or None."""
+
+    step: int
+    time: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells.
+
+    training, held_out: a column for each field of the records, all of one length, in the order of
+    steps. config: values by dotted key. bad_lines: lines of the log that could not be read.
+    """
+
+    name: str
+    folder: Path
+    training: dict[str, Column]
+    held_out: dict[str, Column]
+    events: list[Event]
+    config: dict[str, object]
+    bad_lines: int = 0
+
+    def column(self, name: str) -> tuple[Column, Column]:
+        """(steps, values) of a field, held-out ones included; empty if there is none."""
+        records = self.held_out if name == "eval_loss" else self.training
+        if name not in records:
+            return np.empty(0), np.empty(0)
+        return records["step"], records[name]
+
+
+@dataclass
+class _Log:
+    training: list[dict] = field(default_factory=list)
+    held_out: list[dict] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    bad_lines: int = 0
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """The runs of folders, with names that differ. Raises `UserError` for one that is no run."""
+    return [read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+
+
+def names_of(folders: list[Path]) -> list[str]:
+    """The last part of each path, and as many parts before it as tell them all apart."""
+    paths = [folder.absolute().parts for folder in folders]
+    for count in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-count:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError("one run is given twice; name each run once")
+
+
+def read_run(folder: Path, name: str) -> Run:
+    file = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the run.dir of a run")
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no metrics.jsonl here; give the run.dir of a run") from None
+    except OSError as e:
+        raise UserError(f"{file}: cannot be read ({e.strerror}); mend its permissions") from e
+    log = _read_log(text)
+    if not log.training and not log.held_out:
+        raise UserError(f"{file}: holds no record of a step; train at least one")
+    return Run(
+        name,
+        folder,
+        _columns(log.training),
+        _columns(log.held_out),
+        log.events,
+        _read_config(folder / "config.yaml"),
+        log.bad_lines,
+    )
+
+
+def _read_log(text: str) -> _Log:
+    log = _Log()
+    for line in filter(str.strip, text.split("\n")):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict) or not _is_step(record.get("step")):
+            log.bad_lines += 1
+        elif "event" in record:
+            when = record.get("time")
+            text = str(record["event"])
+            log.events.append(Event(record["step"], when if _is_number(when) else None, text))
+        elif "eval_loss" in record:
+            log.held_out.append(record)
+        elif "loss" in record:  # others are norms by layer, often of steps between
+            log.training.append(record)
+    return log
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _is_number(value: object) -> bool:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and abs(value) < 1e300
+
+
+def _columns(records: list[dict]) -> dict[str, Column]:
+    """A float64 column for each field that has a number; later records of a step win."""
+    latest = {record["step"]: record for record in records}
+    ordered = [latest[step] for step in sorted(latest)]
+    columns = {}
+    for name in dict.fromkeys(name for record in ordered for name in record):
+        values = [record.get(name) for record in ordered]
+        column = np.array([value if _is_number(value) else math.nan for value in values])
+        if np.isfinite(column).any():
+            columns[name] = column
+    return columns
+
+
+def _read_config(file: Path) -> dict[str, object]:
+    """The config's values by dotted key, missing ones by default; {} if it cannot be read."""
+    try:
+        tree = read(file.read_text(encoding="utf-8"), str(file), {})
+        if not isinstance(tree, dict):
+            return {}
+        move_keys(tree, str(file))
+    except (OSError, ValueError):
+        return {}
+    defaults = Config().model_dump(mode="json")
+    return dict(keys_and_values(defaults)) | dict(keys_and_values(tree))
+
+
+def config_differences(runs: list[Run]) -> dict[str, list[object]]:
+    """The values in each run of the keys that are not equal in all; runs without config: None."""
+    known = [run.config for run in runs if run.config]
+    keys = dict.fromkeys(key for config in known for key in config)
+    keys.pop("run.dir", None)
+    differ = {}
+    for key in keys:
+        if any(config.get(key) != known[0].get(key) for config in known):
+            differ[key] = [run.config.get(key) for run in runs]
+    return differ
+
+
+# ---- figures of a run --------------------------------------------------------------------------
+
+
+def smoothed(values: Column, span: float) -> Column:
+    """The exponential mean over about `span` values, unbiased at the start; NaN is passed over."""
+    decay = 1 - 2 / (span + 1)
+    total = weight = 0.0
+    means = np.full(len(values), math.nan)
+    for i, value in enumerate(values):
+        if math.isfinite(value):
+            total = decay * total + (1 - decay) * value
+            weight = decay * weight + (1 - decay)
+            means[i] = total / weight
+    return means
+
+
+def thinned(values: Column, most: int) -> np.ndarray:
+    """Indices of at most about `most` values: the least and the largest of each part of a curve.
+
+    So no spike is lost. A part without a finite value leaves one gap.
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    kept = {0, len(values) - 1}
+    for part in np.array_split(np.arange(len(values)), most // 2):
+        finite = part[np.isfinite(values[part])]
+        if len(finite) == 0:
+            kept.add(int(part[0]))
+            continue
+        kept.add(int(finite[np.argmin(values[finite])]))
+        kept.add(int(finite[np.argmax(values[finite])]))
+    return np.array(sorted(kept))
+
+
+def last_finite(values: Column) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else None
+
+
+def median(values: Column) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else None
+
+
+def best_held_out(run: Run) -> tuple[float, int] | None:
+    """(the least held-out loss, its step)."""
+    steps, losses = run.column("eval_loss")
+    if not np.isfinite(losses).any():
+        return None
+    best = int(np.nanargmin(losses))
+    return float(losses[best]), int(steps[best])
+
+
+def restarts(run: Run) -> int:
+    """How often the run went on from a checkpoint, as far as its log says."""
+    return sum(event.text.startswith(RESUMED) for event in run.events)

@@ -1,0 +1,130 @@
+"""The console lines of a run: one record in at most 100 columns.
+
+Invariant: a line of training never wraps in a terminal of 100 columns. What is not known is left
+out. `metrics.jsonl` has every figure in full.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+COLUMNS = 100
+LEGEND = (
+    "lines: loss, gradient norm, learning rate, time a step, tok/s and MFU a device, peak memory"
+)
+SEPARATORS = (" | ", "  ", " ")  # the widest that fits
+OPTIONAL = ("memory", "rate", "lr")  # left out in this order where even the last does not
+SHOWN_WAIT = 0.1  # share of the time above which waiting for data is worth a place
+
+Known = float | int | str | None
+
+
+class Console:
+    """Makes the lines of records of a run that ends at `last_step`."""
+
+    def __init__(self, last_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._last_step, self._clock = last_step, clock
+        self._seen: deque[tuple[int, float]] = deque(maxlen=100)
+        self._separators = SEPARATORS  # those left: lines of a run should look alike
+
+    def line(self, record: Mapping[str, Known]) -> str:
+        """A record of training or of an evaluation as one line."""
+        step = f"step {record['step']:>{len(str(self._last_step))}}/{self._last_step}"
+        if "eval_loss" in record:
+            loss = _fixed(record["eval_loss"])
+            return f"{step} | held-out loss {loss} | {record['eval_tokens']:,} tokens"
+        figures = _figures(record) | {"eta": self._time_left(record["step"])}
+        known = {name: text for name, text in figures.items() if text is not None}
+        return self._fit({"step": step, **known})
+
+    def _time_left(self, step: int) -> str | None:
+        """The time that the steps left will take, as the last records did, saving included."""
+        now = self._clock()
+        self._seen.append((step, now))
+        first, began = self._seen[0]
+        if step <= first or step >= self._last_step:
+            return None
+        return f"ETA {duration((self._last_step - step) * (now - began) / (step - first))}"
+
+    def _fit(self, fields: dict[str, str]) -> str:
+        """The fields in one line of at most `COLUMNS` columns."""
+        while True:
+            for i, separator in enumerate(self._separators):
+                line = separator.join(fields.values())
+                if len(line) <= COLUMNS:
+                    self._separators = self._separators[i:]
+                    return line
+            least = next((name for name in OPTIONAL if name in fields), None)
+            if least is None:
+                return line[:COLUMNS]
+            fields = {name: text for name, text in fields.items() if name != least}
+
+
+def _figures(record: Mapping[str, Known]) -> dict[str, str | None]:
+    """The texts of a record's figures, in the order of the line; None: not known."""
+
+    def show(name: str, form: Callable[[float], str]) -> str | None:
+        value = record.get(name)
+        return None if value is None else form(value)
+
+    rate = show("mfu", lambda share: f"MFU {100 * share:.1f}%")
+    waited = record.get("data_wait")
+    is_waiting = waited is not None and waited >= SHOWN_WAIT
+    return {
+        "loss": f"loss {_fixed(record['loss'])}",
+        "norm": f"norm {_short(record['grad_norm'])}",
+        "lr": f"lr {_short(record['lr'], 2)}",
+        "time": show("ms_per_step", _step_time),
+        "tokens": show("tokens_per_second", lambda count: f"{_prefixed(count)} tok/s"),
+        "rate": rate or show("tflops", lambda count: f"{_prefixed(1e12 * count, ' ')}FLOP/s"),
+        "memory": show("memory_gb", _size),
+        "wait": f"data {100 * waited:.0f}%" if is_waiting else None,
+    }
+
+
+def _fixed(value: float) -> str:
+    """A loss: four decimals as far as they mean something."""
+    return f"{value:.4f}" if abs(value) < 100 else _short(value)
+
+
+def _short(value: float, digits: int = 3) -> str:
+    """So many digits: 0.250, 17.3, 3e-4, 1.23e5."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if 0.01 <= abs(value) < 10**digits - 0.5:
+        return f"{value:#.{digits}g}".rstrip(".")
+    number, exponent = f"{value:.{digits - 1}e}".split("e")
+    return f"{number.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def _step_time(milliseconds: float) -> str:
+    if milliseconds >= 9999.5:
+        return f"{_short(milliseconds / 1000)} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 99.95 else f"{milliseconds:.3g} ms"
+
+
+def _size(gigabytes: float) -> str:
+    return f"{gigabytes:.0f} GB" if gigabytes >= 9.95 else f"{gigabytes:.2g} GB"
+
+
+def _prefixed(value: float, space: str = "") -> str:
+    """A number in four letters or less and its prefix: 9087, 34.4k."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < (999.5 if prefix else 9999.5):
+            break
+        value /= 1000
+    digits = f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+    return f"{digits}{space}{prefix}"
+
+
+def duration(seconds: float) -> str:
+    """A time span in its two largest units: 12d, 3d04h, 5h07m, 12m30s, 8s."""
+    seconds = round(seconds)
+    if seconds >= 10 * 86400:
+        return f"{seconds // 86400}d"
+    units = (86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")
+    for size, unit, part, small in units:
+        if seconds >= size:
+            return f"{seconds // size}{unit}{seconds % size // part:02}{small}"
+    return f"{seconds}s"

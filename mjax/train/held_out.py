@@ -1,0 +1,126 @@
+"""The held-out loss of a run, and what is said with it at the end: a bigram table's, a sample.
+
+Invariant: every evaluation reads the same batches, so that its figures compare.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from mjax.config.schema import Config
+from mjax.data.bigram import bigram_cross_entropy
+from mjax.data.gpt import split_tokens
+from mjax.data.loader import Dataset, make_loader
+from mjax.data.text import prepare_text
+from mjax.data.tokenizer import Tokenizer, load_tokenizer
+from mjax.errors import UserError
+from mjax.infer.generate import Generator
+from mjax.infer.sample import Sampling
+from mjax.models.objective import NEXT_TOKEN, HostBatch
+from mjax.train.batch import field_maker
+from mjax.train.metrics import Record
+from mjax.train.trainer import Trainer
+
+MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made from
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Evaluates a trainer on data that it is not trained on."""
+
+    trainer: Trainer
+    data: Dataset
+
+    def loss(self, beat: Callable[[], None]) -> Record:
+        """The loss of next tokens in nats, `eval_loss`, and of how many tokens, `eval_tokens`.
+
+        `beat` is called after every batch.
+        """
+        sums: list = []
+        for batch in self.batches(self.trainer.local_rows):
+            sums.append(self.trainer.evaluate(batch))
+            beat()
+            if len(sums) > 1:  # one late, so that no more than two batches wait on the device
+                sums[-2] = jax.device_get(sums[-2])
+        total, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+        return {"eval_loss": float(total / max(count, 1)), "eval_tokens": int(count)}
+
+    def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:
+        """The batches of an evaluation, numpy [B, S] fields; `rows`: the part of this process."""
+        cfg = self.trainer.cfg
+        size = cfg.train.global_batch_size
+
+        def samples(batch: int) -> tuple[int, int]:
+            return batch * size, size
+
+        return make_loader(
+            self.data,
+            samples,
+            0,
+            cfg.train.eval_steps,
+            rows=rows,
+            make_fields=field_maker(cfg, self.trainer.objective),
+            prefetch=cfg.data.prefetch,
+            workers=cfg.data.workers,
+        )
+
+    def bigram_line(self, loss: float) -> str | None:
+        """A line with `loss` beside what a table of token pairs reaches; None where not comparable.
+
+        Only the loss of next tokens on `data.text` is.
+        """
+        cfg = self.trainer.cfg
+        if cfg.train.objective != NEXT_TOKEN or not cfg.data.text:
+            return None
+        corpus = prepare_text(cfg.data, cfg.run.dir)
+        training_tokens = split_tokens(corpus.prefix, "train", cfg.data.split)
+        rows = []
+        for batch in self.batches():
+            last_label = batch["labels"][:, -1]
+            rows.append(np.column_stack([batch["tokens"], last_label]))
+        bigram = bigram_cross_entropy(
+            training_tokens[:MAX_BIGRAM_TOKENS], np.concatenate(rows), cfg.model.vocab_size
+        )
+        return (
+            f"held-out loss {loss:.4f}, bigram cross-entropy of the same tokens {bigram:.4f} nats"
+        )
+
+
+def held_out_samples(cfg: Config) -> int:
+    """The number of sequences that one evaluation reads."""
+    if cfg.train.eval_interval is None:
+        return 0
+    return cfg.train.eval_steps * cfg.train.global_batch_size
+
+
+def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
+    """(the tokenizer, the ids of train.sample_prompt); None without a prompt.
+
+    Raises `UserError` if the prompt cannot be continued at the end of the run.
+    """
+    text, count = cfg.train.sample_prompt, cfg.train.sample_tokens
+    if text is None:
+        return None
+    name = cfg.data.tokenizer
+    if cfg.data.text:
+        name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
+    if name is None:
+        raise UserError("train.sample_prompt needs a tokenizer; set data.tokenizer")
+    tokenizer = load_tokenizer(name)
+    ids = tokenizer.encode(text)
+    if not ids or len(ids) + count > cfg.model.max_position_embeddings:
+        raise UserError(
+            f"train.sample_prompt of {len(ids)} tokens and train.sample_tokens={count} do not fit "
+            f"1 to model.max_position_embeddings={cfg.model.max_position_embeddings}; change one"
+        )
+    return tokenizer, ids
+
+
+def sample_text(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], count: int) -> str:
+    """`prompt` and `count` tokens drawn from the model after it, as text."""
+    model, dtype = trainer.cfg.model, trainer.cfg.precision.compute
+    generator = Generator(trainer.definition, trainer.params(), model, dtype=dtype)
+    (completion,) = generator.complete([prompt], count, Sampling(temperature=0.8))
+    return tokenizer.decode([*prompt, *completion.ids])

@@ -1,0 +1,50 @@
+"""Where a run starts: at its newest checkpoint, from given weights or at step 0."""
+
+from mjax.config.difference import differences
+from mjax.config.schema import Config
+from mjax.errors import UserError
+from mjax.pretrained import source_of
+from mjax.train.trainer import Trainer
+
+# Keys that say how and where a run proceeds, not what it computes.
+SILENT_KEYS = ("run.dir", "log.", "checkpoint.")
+
+
+def resume(trainer: Trainer) -> str:
+    """Restore the newest checkpoint if checkpoint.resume allows it; returns a line that says so."""
+    cfg, store, checkpoints = trainer.cfg, trainer.store, trainer.checkpoints
+    if cfg.checkpoint.resume != "never":
+        if checkpoints.latest_step() is not None:
+            step = trainer.restore()
+            return f"resumed from {checkpoints.source.directory / str(step)}"
+        if cfg.checkpoint.resume == "require":
+            raise UserError(
+                f"checkpoint.resume=require, but {store.directory} holds no checkpoint; set "
+                "checkpoint.resume=auto to start at step 0"
+            )
+    return begin(trainer)
+
+
+def begin(trainer: Trainer) -> str:
+    """Load the weights that checkpoint.init_from names, if any; returns lines that say so."""
+    weights = trainer.cfg.checkpoint.init_from
+    if weights is None:
+        return "starting at step 0"
+    loaded = trainer.load_params(source_of(weights))
+    return f"starting at step 0 from the weights in {weights}\n{loaded}"
+
+
+def changes(trainer: Trainer) -> str:
+    """A line on what this run's config has otherwise than that of the checkpoint, or ""."""
+    cfg = trainer.cfg
+    source = trainer.checkpoints.source or trainer.store
+    saved = source.read_meta(trainer.step_number)["config"]
+    found = differences(saved, cfg.model_dump(mode="json"), _defaults())
+    found = [line for line in found if not line.startswith(SILENT_KEYS)]
+    if not found:
+        return ""
+    return f"changed since step {trainer.step_number}: {', '.join(found)}"
+
+
+def _defaults() -> dict:
+    return Config().model_dump(mode="json")

@@ -1,0 +1,28 @@
+"""Gate: what run.deterministic asks for reaches the program for an H200."""
+
+import re
+
+import pytest
+
+from tests.aot.common import compile_step, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+LLAMA = "configs/models/llama3_8b.yaml"
+ONE_LAYER = ("model.num_hidden_layers=1", "mesh.dp=1", "train.global_batch_size=1")
+
+
+def scatters(text: str) -> list[str]:
+    """The scatters that may write one place several times: by atomic sums, in any order."""
+    found = re.findall(r" scatter\(.*", text)
+    assert found, "the gradient of the embedding is a scatter"
+    return [line for line in found if "unique_indices=true" not in line]
+
+
+def test_a_deterministic_program_has_no_atomic_sums_and_no_measured_kernels():
+    keys = (*ONE_LAYER, "train.micro_batch_size=1")
+    assert scatters(compile_step(LLAMA, *keys).text), "the law can fail"
+    made = compile_step(LLAMA, *keys, "run.deterministic=true")
+    assert not scatters(made.text)
+    assert made.calls("__cublas$lt$matmul") > 0 and "__triton_gemm" not in made.text
+    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 1

@@ -1,0 +1,133 @@
+"""Faults for tests: what bad data, memory or processors would do to a run.
+
+Each function takes pytest's `monkeypatch` and the numbers of the steps that it strikes.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mjax.models.local import LocalModel
+from mjax.sharding.collectives import AXES
+from mjax.train import Trainer
+from mjax.train import step as train_step
+
+EVER = 10**9
+
+
+def corrupt(monkeypatch, steps, times=EVER) -> None:
+    """Put a number that is not finite into the batches of `steps`, the first `times` each."""
+    place, left = Trainer._place, dict.fromkeys(steps, times)
+
+    def placed(self, batch):
+        step = self.step_number + 1
+        if left.get(step, 0) > 0:
+            left[step] -= 1
+            batch = batch | {"loss_mask": np.full_like(batch["loss_mask"], np.nan)}
+        return place(self, batch)
+
+    monkeypatch.setattr(Trainer, "_place", placed)
+
+
+def flip_in_gradients(monkeypatch, steps, device, bits=(30,), times=EVER) -> None:
+    """Flip a bit of an entry of this device's gradients, before they are summed over devices.
+
+    `bits` take turns, by the times that a step of `steps` is run. The highest of an exponent is 30.
+    """
+
+    def patch(context, bit):
+        store = train_step.store_gradients
+
+        def faulty(cotangents, *rest):
+            return store(_flipped(cotangents, device, bit), *rest)
+
+        context.setattr(train_step, "store_gradients", faulty)
+
+    _strike(monkeypatch, steps, bits, times, patch)
+
+
+def flip_in_weights(monkeypatch, steps, device, bits=(30,), times=EVER) -> None:
+    """Flip a bit of each entry of the head as this device reads it in a step, not of the master.
+
+    `bits` as in `flip_in_gradients`. 26 makes small weights 256 times as large.
+    """
+
+    def patch(context, bit):
+        load = LocalModel.load
+
+        def faulty(self, params, *rest):
+            head = _flipped(params["head"], device, bit, slice(None))
+            return load(self, params | {"head": head}, *rest)
+
+        context.setattr(LocalModel, "load", faulty)
+
+    _strike(monkeypatch, steps, bits, times, patch)
+
+
+def flip_replica(monkeypatch, step, path, devices, bit=0) -> None:
+    """Flip a bit of the first entry of an array of the state, on these devices, after `step`."""
+    sound = Trainer.step
+
+    def struck(self, *args):
+        metrics = sound(self, *args)
+        if self.step_number == step:
+            self.state = with_flipped_bit(self.state, path, devices, bit)
+        return metrics
+
+    monkeypatch.setattr(Trainer, "step", struck)
+
+
+def with_flipped_bit(state: dict, path: tuple[str, ...], devices: set[int], bit: int = 0) -> dict:
+    """The state with a bit flipped in the first entry of the array at `path`, where `devices`
+    (ids) hold it."""
+    first, *rest = path
+    if rest:
+        return {**state, first: with_flipped_bit(state[first], tuple(rest), devices, bit)}
+    buffers = []
+    for shard in state[first].addressable_shards:
+        data = np.array(shard.data)
+        if shard.device.id in devices:
+            data.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        buffers.append(jax.device_put(data, shard.device))
+    like = state[first]
+    made = jax.make_array_from_single_device_arrays(like.shape, like.sharding, buffers)
+    return {**state, first: made}
+
+
+def _strike(monkeypatch, steps, bits, times, patch) -> None:
+    """Run `steps` by programs that are traced with a patch, the first `times` each."""
+    sound, struck, programs = Trainer.step, dict.fromkeys(steps, 0), {}
+
+    def step(self, *args):
+        number = self.step_number + 1
+        if struck.get(number, times) >= times:
+            return sound(self, *args)
+        bit = bits[struck[number] % len(bits)]
+        struck[number] += 1
+        good = self.programs
+        self.programs = programs.setdefault(bit, replace(good, _jitted={}))
+        try:
+            with monkeypatch.context() as context:
+                patch(context, bit)
+                return sound(self, *args)
+        finally:
+            self.programs = good
+
+    monkeypatch.setattr(Trainer, "step", step)
+
+
+def _flipped(tree, device: int, bit: int, entries: int | slice = 0):
+    """The local shards with a bit of `entries` of the first fp32 array flipped on the device of
+    this number in the mesh."""
+    leaves, structure = jax.tree.flatten(tree)
+    at = next(i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.float32)
+    leaf = leaves[at].reshape(-1)
+    is_struck = lax.axis_index(AXES) == device
+    mask = jnp.where(is_struck, jnp.uint32(1 << bit), jnp.uint32(0))
+    flipped = lax.bitcast_convert_type(leaf[entries], jnp.uint32) ^ mask
+    leaf = leaf.at[entries].set(lax.bitcast_convert_type(flipped, jnp.float32))
+    leaves[at] = leaf.reshape(leaves[at].shape)
+    return jax.tree.unflatten(structure, leaves)

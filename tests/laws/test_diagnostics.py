@@ -1,0 +1,119 @@
+"""Laws of diagnostics: equal on every mesh, true to the step, and no bit of a run changes."""
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.config import load
+from mjax.prove import Cell, make_batch, make_trainer
+from mjax.sharding.mesh import make_mesh
+from mjax.train.diagnostics import halves, noise_record, norm_record
+from mjax.train.loop import train
+from tests.laws.test_failures import records
+from tests.marks import quick, slow
+from tests.tiny import TINY
+
+CELLS = [
+    ("dense", Cell({"dp": 2, "tp": 2}, 3, 2, 40)),
+    ("dense", Cell({"dp": 2, "tp": 2, "pp": 2}, 1, 3)),
+    ("dense", Cell({"dp": 2, "cp": 2, "tp": 2}, 0, 1)),
+    ("dense", Cell({"dp": 4, "tp": 2}, 3, 3)),
+    ("uneven layers", Cell({"pp": 4, "tp": 2}, 1, 4)),
+    ("experts", Cell({"ep": 2, "dp": 2, "pp": 2}, 1, 3)),
+    ("odd widths", Cell({"dp": 4, "tp": 2}, 3, 2)),
+    ("frozen", Cell({"dp": 2, "pp": 2, "tp": 2}, 3, 2)),
+    ("unlike layers", Cell({"dp": 2, "tp": 2}, 3, 2)),
+]
+
+
+def figures(trainer, batch) -> dict:
+    found = [jax.device_get(trainer.norms(one)) for one in (batch, *halves(batch))]
+    return norm_record(trainer, found[0]) | noise_record(*found)
+
+
+def drawn(feature, cell):
+    """A trainer at step 0, whose first learning rate is not zero, and a batch."""
+    trainer = make_trainer(feature, cell, "schedule.warmup_steps=0")
+    return trainer, make_batch(cell.rows, width=trainer.cfg.data.seq_length)
+
+
+@pytest.mark.parametrize("feature,cell", quick(CELLS, 0), ids=[f"{f}, {c}" for f, c in CELLS])
+def test_norms_and_noise_are_those_of_one_device(feature, cell):
+    got = figures(*drawn(feature, cell))
+    want = figures(*drawn(feature, Cell(rows=cell.rows)))
+    assert got.keys() == want.keys()
+    layers = 5 if feature == "uneven layers" else 4
+    for layer in range(layers):
+        assert any(name.startswith(f"update_norm/layers.{layer}.") for name in want)
+    # Updates are differences of rounded masters; variance and signal are of near numbers, too.
+    bounds = {"param_norm": 1e-5, "grad_norm": 1e-5, "update_norm": 1e-4, "grad_noise": 1e-3}
+    for name, value in want.items():
+        if name != "grad_noise/scale_tokens":  # a ratio of small differences
+            assert got[name] == pytest.approx(value, rel=bounds[name.partition("/")[0]]), name
+
+
+@slow
+def test_norms_are_those_of_the_step_that_follows():
+    trainer, batch = drawn("dense", Cell({"dp": 2}, 1, 1, 40))
+    record = figures(trainer, batch)
+    before = jax.tree.map(np.asarray, trainer.params())
+    _, norm, gradients = trainer.grads(batch)
+    made = trainer.step(batch)
+    after = trainer.params()
+
+    def length(x) -> float:
+        return float(np.linalg.norm(np.asarray(x, np.float64)))
+
+    q = "layers.2.attention.q"
+
+    def of(tree):
+        return np.asarray(tree["dense"]["attention"]["q"])[2]
+
+    assert record[f"param_norm/{q}"] == pytest.approx(length(of(before)), rel=1e-5)
+    assert record[f"grad_norm/{q}"] == pytest.approx(length(of(gradients)), rel=1e-5)
+    update = of(after).astype(np.float64) - of(before)
+    assert record[f"update_norm/{q}"] == pytest.approx(length(update), rel=1e-3)
+    squares = [v**2 for name, v in record.items() if name.startswith("grad_norm/")]
+    assert sum(squares) ** 0.5 == pytest.approx(float(made["grad_norm"]), rel=1e-5)
+
+
+def test_noise_of_gradients_of_known_variance():
+    """Two halves of gradients with variance 6 a token and signal 9, in 40 000 dimensions."""
+    rng, size = np.random.default_rng(0), 40_000
+    signal = np.full(size, 3 / size**0.5)
+    counts = 30.0, 10.0
+    one, two = (signal + rng.normal(size=size) * (6 / size / c) ** 0.5 for c in counts)
+    whole = (counts[0] * one + counts[1] * two) / sum(counts)
+
+    def norms(gradient, tokens):
+        from mjax.train.norms import Norms
+
+        return Norms({}, {}, {}, np.linalg.norm(gradient), tokens)
+
+    found = noise_record(norms(whole, 40.0), norms(one, 30.0), norms(two, 10.0))
+    assert found["grad_noise/variance"] == pytest.approx(6, rel=0.05)
+    assert found["grad_noise/signal"] == pytest.approx(9, rel=0.05)
+    assert found["grad_noise/scale_tokens"] == pytest.approx(6 / 9, rel=0.1)
+    assert noise_record(norms(whole, 40.0), norms(one, 40.0), norms(two, 0.0)) == {}
+
+
+@slow
+def test_a_run_with_diagnostics_is_the_same_run_and_the_same_program(tmp_path, capsys):
+    keys = ["train.steps=5", "train.micro_batch_size=1", "mesh.dp=2", "mesh.tp=2"]
+    made = {}
+    for name, more in (("plain", []), ("seen", ["log.diagnostics_interval=2"])):
+        cfg = load(None, [*TINY, *keys, f"run.dir={tmp_path / name}", *more])
+        train(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
+        made[name] = [r for r in records(tmp_path / name) if "loss" in r]
+    assert "norm/" not in capsys.readouterr().out
+    for plain, seen in zip(made["plain"], made["seen"], strict=True):
+        assert (plain["loss"], plain["grad_norm"]) == (seen["loss"], seen["grad_norm"])
+    extra = [r for r in records(tmp_path / "seen") if "grad_noise/variance" in r]
+    assert [r["step"] for r in extra] == [2, 4] and "update_norm/layers.0.mlp.up" in extra[0]
+
+
+def test_the_step_is_the_same_program_with_the_key():
+    cell = Cell({"dp": 2, "tp": 2}, 1, 2, 40)
+    plain = make_trainer("dense", cell).lower().as_text()
+    assert plain == make_trainer("dense", cell, "log.diagnostics_interval=3").lower().as_text()
+    assert plain != make_trainer("dense", cell, "optimizer.clip_grad_norm=0.5").lower().as_text()

@@ -1,0 +1,181 @@
+"""Laws of the local tier: what it saved between is resumed bit for bit, or costs nothing."""
+
+import signal
+
+import jax
+import pytest
+
+from mjax.checkpoint.store import Store
+from mjax.config import load
+from mjax.errors import UserError
+from mjax.sharding.mesh import make_mesh
+from mjax.train import Trainer, local_tier
+from mjax.train.local_tier import local_folder
+from tests.laws.test_failures import events, losses, run, start, steps, wait_until
+from tests.marks import slow
+from tests.tiny import TINY
+
+KEYS = ["train.steps=8", "checkpoint.interval=4", "checkpoint.local_interval=1"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    run(folder, *KEYS[:2])
+    return folder
+
+
+def config(folder, *overrides):
+    return load(None, [*TINY, f"run.dir={folder}", *overrides])
+
+
+def new_trainer(cfg) -> Trainer:
+    return Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+
+
+class Killed(Exception):
+    pass
+
+
+def run_killed(folder, local, monkeypatch, step, *more) -> None:
+    """Run until `step` is saved, then end as a kill would, at any rate with nothing in order."""
+    compute = Trainer.step
+
+    def step_or_die(self, batch, *gate):
+        if self.step_number == step:
+            self.store.wait()
+            self.checkpoints.wait_local()
+            raise Killed
+        return compute(self, batch, *gate)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", step_or_die)
+        with pytest.raises(Killed):
+            run(folder, *KEYS, f"checkpoint.local_dir={local}", *more)
+
+
+def local_steps(folder, local) -> list[str]:
+    where = local_folder(config(folder, *KEYS, f"checkpoint.local_dir={local}"))
+    return sorted(p.name for p in where.iterdir()) if where.is_dir() else []
+
+
+def same_end(folder, unbroken) -> None:
+    found = dict(losses(folder))
+    assert found == dict(losses(unbroken)) and steps(folder)[-1] == "8"
+
+
+def test_a_run_that_was_killed_goes_on_from_its_newest_local_step(
+    tmp_path, unbroken, monkeypatch, capfd
+):
+    folder, local = tmp_path / "run", tmp_path / "local"
+    run_killed(folder, local, monkeypatch, 7)
+    assert local_steps(folder, local) == ["7"], "of several, the newest alone stays"
+    assert steps(folder) == ["4"]
+    capfd.readouterr()
+    run(folder, *KEYS, f"checkpoint.local_dir={local}")
+    out = capfd.readouterr().out
+    assert f"resumed from {local}" in out and "/7\n" in out
+    same_end(folder, unbroken)
+    assert not list(local.iterdir()), "nothing is left once run.dir holds the end"
+
+
+def test_the_newest_of_both_tiers_is_taken(tmp_path, monkeypatch, capfd):
+    """Local newer, older, equal: local, run.dir, local, as Megatron-LM chooses."""
+    folder, local = tmp_path / "run", tmp_path / "local"
+    keys = [*KEYS, f"checkpoint.local_dir={local}"]
+    run_killed(folder, local, monkeypatch, 5, "checkpoint.local_interval=3")
+    trainer = new_trainer(config(folder, *keys))
+    assert local_steps(folder, local) == ["3"] and trainer.restore() == 4
+    assert trainer.checkpoints.source is trainer.store
+    assert local_steps(folder, local) == [], "what is older than run.dir's is removed"
+    for step in (4, 6):
+        trainer.set_step(step)
+        trainer.save(store=trainer.checkpoints.local)
+        trainer.checkpoints.wait_local()
+        fresh = new_trainer(config(folder, *keys))
+        assert fresh.restore() == step
+        assert fresh.checkpoints.source is fresh.checkpoints.local
+    assert fresh.restore(4) == 4 and fresh.checkpoints.source is fresh.store
+
+
+def test_damage_in_the_local_tier_costs_the_steps_it_held(
+    tmp_path, unbroken, monkeypatch, capfd, caplog
+):
+    folder, local = tmp_path / "run", tmp_path / "local"
+    run_killed(folder, local, monkeypatch, 6)
+    file = max(local.glob("*/6/state/ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    capfd.readouterr()
+    run(folder, *KEYS, f"checkpoint.local_dir={local}")
+    assert f"resumed from {folder / 'checkpoints' / '4'}" in capfd.readouterr().out
+    assert "is damaged" in caplog.text and "taking the newest of" in caplog.text
+    same_end(folder, unbroken)
+
+
+def test_a_local_tier_that_cannot_be_written_is_one_line(tmp_path, unbroken, monkeypatch):
+    folder, local = tmp_path / "run", tmp_path / "local"
+    prepare = Store._prepare
+
+    def refused(self, step):
+        if self.directory.is_relative_to(local):
+            self.directory = tmp_path / "file" / "below"
+        prepare(self, step)
+
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(Store, "_prepare", refused)
+    run(folder, *KEYS, f"checkpoint.local_dir={local}")
+    (line,) = events(folder)
+    assert "failed: " in line and "training goes on with the saves in run.dir" in line
+    same_end(folder, unbroken)
+
+
+def test_local_steps_of_another_run_are_not_taken(tmp_path, monkeypatch):
+    folder, local = tmp_path / "run", tmp_path / "local"
+    run_killed(folder, local, monkeypatch, 3)
+    cfg = config(folder, *KEYS, f"checkpoint.local_dir={local}")
+    mine = local_folder(cfg)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / local_tier.TOKEN).write_text((folder / local_tier.TOKEN).read_text())
+    copy = config(tmp_path / "copy", *KEYS, f"checkpoint.local_dir={local}")
+    assert local_folder(copy) != mine
+    (folder / local_tier.TOKEN).unlink()  # as with a run.dir that was removed and made again
+    assert new_trainer(cfg).checkpoints.latest_step() is None
+    local_tier.claim(cfg)
+    assert local_folder(cfg) != mine and (mine / "3").is_dir()
+
+
+@slow
+def test_starting_over_starts_without_local_steps(tmp_path, unbroken, monkeypatch, capfd):
+    folder, local = tmp_path / "run", tmp_path / "local"
+    run_killed(folder, local, monkeypatch, 3)
+    capfd.readouterr()
+    run(folder, *KEYS, f"checkpoint.local_dir={local}", "checkpoint.resume=never")
+    assert "starting at step 0" in capfd.readouterr().out
+    same_end(folder, unbroken)
+
+
+def test_several_processes_are_told_that_they_cannot_have_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_tier.jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="checkpoint.local_dir needs one process: this job has 2"):
+        run(tmp_path / "run", *KEYS, f"checkpoint.local_dir={tmp_path / 'local'}")
+    assert not (tmp_path / "run").exists()
+
+
+@slow
+def test_kill_9_between_the_saves_in_run_dir_loses_local_steps_only(tmp_path):
+    folder, local = tmp_path / "run", tmp_path / "local"
+    keys = ["train.steps=400", "checkpoint.interval=100000", "checkpoint.local_interval=5"]
+    keys += [f"checkpoint.local_dir={local}"]
+    first = start(folder, *keys)
+    wait_until(lambda: first.poll() is not None or len(list(local.glob("*/[0-9]*[05]"))) > 0)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert not (folder / "checkpoints").is_dir()
+    again = start(folder, *keys)
+    out, err = again.communicate(timeout=240)
+    assert again.returncode == 0 and f"resumed from {local}" in out, err
+    whole = start(tmp_path / "whole", *keys[:2])
+    assert whole.wait(240) == 0
+    assert dict(losses(folder)) == dict(losses(tmp_path / "whole"))

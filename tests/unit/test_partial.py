@@ -1,0 +1,103 @@
+"""Laws of partial loads: what both models have is loaded bit for bit, the rest drawn and named."""
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.checkpoint.source import flat
+from mjax.config import load
+from mjax.errors import UserError
+from mjax.pretrained import source_of
+from mjax.sharding.mesh import make_mesh
+from mjax.train import Trainer
+from tests.marks import quick
+
+BASE = """data.mock=true data.seq_length=16 model.vocab_size=97 model.hidden_size=32
+    model.attention.num_attention_heads=4 model.intermediate_size=48 model.num_hidden_layers=3
+    model.layer_pattern=GEG model.moe.num_experts=2 train.global_batch_size=4
+    train.micro_batch_size=1""".split()
+
+
+def make_trainer(folder, *overrides: str, **mesh: int) -> Trainer:
+    sizes = [f"mesh.{axis}={size}" for axis, size in ({"dp": 1} | mesh).items()]
+    cfg = load(None, [*BASE, *sizes, f"run.dir={folder}", *overrides])
+    return Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[: int(np.prod(list(mesh.values())))]))
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """(a run with a checkpoint of weights drawn from another seed, these weights)."""
+    folder = tmp_path_factory.mktemp("weights")
+    trainer = make_trainer(folder, "run.seed=7")
+    trainer.init()
+    trainer.save()
+    trainer.store.wait()
+    return folder, jax.tree.map(np.asarray, trainer.params())
+
+
+CHANGED = [
+    (["model.vocab_size=200"], "vocab_size", {"dp": 2, "tp": 2}),
+    (["model.vocab_size=50", "model.vocab_multiple=10"], "vocab_size", {"dp": 1}),
+    (["model.vocab_multiple=100"], "vocab_size", {"dp": 2}),
+    (["model.num_hidden_layers=4"], "num_hidden_layers", {"dp": 2, "pp": 2}),
+    (["model.num_hidden_layers=2", "model.layer_pattern=GE"], "num_hidden_layers", {"dp": 1}),
+    (["model.num_hidden_layers=5", "model.layer_pattern=GEGGE"], "num_hidden_layers", {"ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("model", "change", "mesh"), quick(CHANGED, 0))
+def test_what_both_models_have_is_loaded_and_the_rest_drawn(weights, tmp_path, model, change, mesh):
+    folder, given = weights
+    trainer = make_trainer(tmp_path, *model, f"checkpoint.init_changes=[{change}]", **mesh)
+    trainer.init()
+    drawn = flat(jax.tree.map(np.asarray, trainer.params()))
+    said = trainer.load_params(source_of(folder))
+    vocab = min(97, trainer.cfg.model.vocab_size)
+    changed = 0
+    for path, got in flat(jax.tree.map(np.asarray, trainer.params())).items():
+        spec, theirs = flat(trainer.specs)[path], flat(given)[path]
+        sizes = [
+            vocab if axis == "vocab" else min(a, b)
+            for axis, a, b in zip(spec.axes, got.shape, theirs.shape, strict=True)
+        ]
+        part = tuple(map(slice, sizes))
+        np.testing.assert_array_equal(got[part], theirs[part])
+        inside = np.zeros(got.shape, bool)
+        inside[part] = True
+        if "vocab" in spec.axes:  # what pads it is masked and may be anything
+            rows = [
+                slice(trainer.cfg.model.vocab_size) if a == "vocab" else slice(None)
+                for a in spec.axes
+            ]
+            got, inside, drawn[path] = (a[tuple(rows)] for a in (got, inside, drawn[path]))
+        np.testing.assert_array_equal(got[~inside], drawn[path][~inside])
+        is_named = f"  {'.'.join(path)}: {sizes} loaded of " in said
+        real = [
+            97 if axis == "vocab" else n for axis, n in zip(spec.axes, theirs.shape, strict=True)
+        ]
+        assert is_named == (list(got.shape) != real), path
+        changed += is_named
+    assert changed < len(drawn) and trainer.step_number == 0
+    assert said.startswith(f"loaded: {len(drawn) - changed} of {len(drawn)} parameters as they are")
+
+
+def test_nothing_may_differ_unasked(weights, tmp_path):
+    folder, _ = weights
+    for change, message in [
+        ("model.vocab_size=200", "vocab_size=97, but this run has model.vocab_size=200"),
+        ("model.num_hidden_layers=4", "num_hidden_layers=3, but this run has"),
+        ("model.rope.rope_theta=5.0", "rope_theta=10000.0, but this run has"),
+    ]:
+        other = "num_hidden_layers" if "vocab" in change else "vocab_size"
+        trainer = make_trainer(tmp_path, change, f"checkpoint.init_changes=[{other}]")
+        with pytest.raises(UserError, match=message):
+            trainer.load_params(source_of(folder))
+        assert trainer.state is None
+
+
+def test_layers_are_added_after_the_last_only(weights, tmp_path):
+    folder, _ = weights
+    changes = "checkpoint.init_changes=[num_hidden_layers]"
+    trainer = make_trainer(tmp_path, "model.layer_pattern=EG", changes)
+    with pytest.raises(UserError, match="layer 0 of the weights to start from is 'G', but that of"):
+        trainer.load_params(source_of(folder))

@@ -1,0 +1,192 @@
+"""Laws of the report: a damaged log is read as far as it goes, no spike is lost, nothing is loaded
+from the network, and what comes from files cannot become a part of the page."""
+
+import importlib.util
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from mjax.errors import UserError
+from mjax.report import __main__ as cli
+from mjax.report.runs import (
+    best_held_out,
+    config_differences,
+    last_finite,
+    names_of,
+    read_run,
+    read_runs,
+    restarts,
+    smoothed,
+    thinned,
+)
+
+needs_bokeh = pytest.mark.skipif(
+    importlib.util.find_spec("bokeh") is None, reason="needs the extra `report` (bokeh)"
+)
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+
+
+def write(folder, lines, config="train: {steps: 9}\n"):
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (folder / "metrics.jsonl").write_text("\n".join(texts))
+    if config is not None:
+        (folder / "config.yaml").write_text(config)
+    return folder
+
+
+def record(step, **fields):
+    return {"step": step, "loss": 3.0 - 0.01 * step, "grad_norm": 1.0, "lr": 1e-4} | fields
+
+
+def test_a_damaged_log_is_read_as_far_as_it_goes(tmp_path):
+    folder = write(
+        tmp_path / "run",
+        [
+            record(1, loss=None),
+            record(2, tokens_per_second=10.0, mfu=None),
+            "",
+            '{"step": 3, "lo',
+            "[1, 2]",
+            '{"loss": 1.0}',
+            '{"step": true, "loss": 1.0}',
+            '{"step": 4, "loss": NaN, "grad_norm": Infinity, "lr": "fast"}',
+            {"step": 4, "event": 17, "time": "noon"},
+            {"step": 4, "event": "resumed from checkpoints/4", "time": 1e9},
+            {"step": 4, "eval_loss": 2.5, "eval_tokens": 64},
+            {"step": 8, "eval_loss": 2.75, "eval_tokens": 64},
+            record(6),
+            record(5),
+            "[" * 100_000,
+        ],
+    )
+    run = read_run(folder, "run")
+    assert run.bad_lines == 5
+    steps, losses = run.column("loss")
+    assert steps.tolist() == [1, 2, 4, 5, 6]
+    assert np.isnan(losses).tolist() == [True, False, True, False, False]
+    assert "mfu" not in run.training and run.column("mfu")[0].size == 0
+    assert [event.text for event in run.events] == ["17", "resumed from checkpoints/4"]
+    assert restarts(run) == 1 and best_held_out(run) == (2.5, 4)
+    assert last_finite(losses) == pytest.approx(2.94)
+
+
+def test_records_of_norms_leave_no_gap_in_the_curves(tmp_path):
+    norms = [{"step": step, "grad_norm/head": 0.5, "time": 1.0} for step in (1, 2, 3)]
+    lines = [norms[0], record(1), norms[1], record(3), norms[2]]
+    steps, losses = read_run(write(tmp_path, lines), "a").column("loss")
+    assert steps.tolist() == [1, 3] and losses.tolist() == [2.99, 2.97]
+
+
+def test_inputs_that_are_no_runs_end_in_one_line(tmp_path):
+    empty = write(tmp_path / "empty", [])
+    only_events = write(tmp_path / "events", [{"step": 0, "event": "began"}])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    file = tmp_path / "file"
+    file.write_text("x")
+    for folder, words in (
+        (tmp_path / "nowhere", "no such folder"),
+        (file, "no such folder"),
+        (bare, "no metrics.jsonl here"),
+        (empty, "holds no record of a step"),
+        (only_events, "holds no record of a step"),
+    ):
+        with pytest.raises(UserError, match=words) as raised:
+            read_runs([folder])
+        assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
+    good = write(tmp_path / "good", [record(1)])
+    with pytest.raises(UserError, match="given twice"):
+        read_runs([good, good])
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    assert names_of([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    assert names_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+
+
+def test_thinning_keeps_least_and_largest_ends_and_gaps():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=50_000)
+    values[31_234], values[7] = 1e6, -1e6
+    values[20_000:25_000] = math.nan
+    chosen = thinned(values, 2000)
+    assert len(chosen) <= 2002 and (np.diff(chosen) > 0).all()
+    assert {0, 7, 31_234, 49_999} <= set(chosen.tolist())
+    assert np.isnan(values[chosen]).any()
+    assert thinned(values[:100], 2000).tolist() == list(range(100))
+
+
+def test_a_smoothed_curve_is_the_mean_of_a_constant_and_passes_over_gaps():
+    assert smoothed(np.full(50, 3.5), 10) == pytest.approx(3.5)
+    noisy = smoothed(np.array([1.0, math.nan, 1.0]), 5)
+    assert noisy[0] == noisy[2] == 1 and math.isnan(noisy[1])
+
+
+def test_differences_of_configs_are_those_of_values_not_of_spelling(tmp_path):
+    runs = read_runs(
+        [
+            write(tmp_path / "a", [record(1)], "run: {dir: a}\ntrain: {steps: 9}\n"),
+            write(tmp_path / "b", [record(1)], "run: {dir: b}\nmodel: {head_dim: 7}\n"),
+            write(tmp_path / "c", [record(1)], None),
+            write(tmp_path / "d", [record(1)], "train: [unreadable"),
+        ]
+    )
+    differ = config_differences(runs)
+    assert set(differ) == {"train.steps", "model.attention.head_dim"}  # moved from its old place
+    assert differ["train.steps"][0] == 9 and differ["train.steps"][2:] == [None, None]
+    assert differ["model.attention.head_dim"][1] == 7
+
+
+@needs_bokeh
+def test_the_page_loads_nothing_and_escapes_everything(tmp_path, capsys):
+    folder = write(
+        tmp_path / "<b>run&",
+        [record(1), record(2), {"step": 2, "event": HOSTILE, "time": 1.0}],
+        f"run: {{name: {json.dumps(HOSTILE)}}}\n",
+    )
+    other = write(tmp_path / "other", [record(1), {"step": 3, "eval_loss": 2.0}])
+    out = tmp_path / "report.html"
+    assert cli.main([str(folder), str(other), "--out", str(out)]) == 0
+    assert "2 runs" in capsys.readouterr().out
+    text = out.read_text()
+    assert len(text) < 2_000_000
+    assert HOSTILE not in text and "<script>window.hacked" not in text and "<b>run&" not in text
+    assert "&lt;b&gt;run&amp;" in text
+    assert not re.search(r"<(script|img|link|iframe)[^>]*\s(src|href)\s*=", text)
+    assert "@import" not in text.split("</style>")[0] and "url(" not in text.split("</style>")[0]
+
+
+@needs_bokeh
+def test_logs_of_one_record_or_without_numbers_make_a_page(tmp_path):
+    one = write(tmp_path / "one", [record(1)], None)
+    none = write(tmp_path / "none", [{"step": 0, "loss": None}], None)
+    zero = write(tmp_path / "zero", [record(s, grad_norm=0.0) for s in range(5)], None)
+    out = tmp_path / "page.html"
+    assert cli.main([*map(str, (one, none, zero)), "--out", str(out)]) == 0
+    assert "Training loss" in out.read_text()
+
+
+@needs_bokeh
+def test_a_page_of_a_long_run_stays_small(tmp_path):
+    lines = [record(step, tokens_per_second=1e4, ms_per_step=3.0) for step in range(30_000)]
+    long = write(tmp_path / "long", lines)
+    out = tmp_path / "page.html"
+    cli.main([str(long), "--out", str(out)])
+    assert out.stat().st_size < 2_000_000
+
+
+@needs_bokeh
+def test_a_page_that_cannot_be_written_is_a_line(tmp_path):
+    folder = write(tmp_path / "run", [record(1)])
+    with pytest.raises(UserError, match="--out .*cannot be written"):
+        cli.main([str(folder), "--out", str(tmp_path / "no" / "such" / "folder.html")])
+
+
+def test_without_the_library_a_line_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'mjax\[report\]'"):
+        cli.main([str(tmp_path)])

@@ -1,0 +1,94 @@
+"""Laws of what travels with weights: import, fine-tune and export give back the model's files."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from mjax import convert, generate
+from mjax.checkpoint.side import read_side_files, tokenizer_dir, tokenizer_of
+from mjax.checkpoint.source import array_source
+from mjax.checkpoint.weights import write_weights
+from mjax.config import load
+from mjax.config.model_schema import ModelConfig
+from mjax.data.tokenizer import train_tokenizer
+from mjax.models import build, split
+from mjax.sharding.mesh import make_mesh
+from mjax.train.loop import train
+from tests.marks import quick
+
+MODEL = ModelConfig(
+    model_type="llama",
+    vocab_size=260,
+    hidden_size=32,
+    num_hidden_layers=2,
+    attention={"num_attention_heads": 4, "num_key_value_heads": 2},
+    intermediate_size=48,
+    max_position_embeddings=64,
+)
+IDS = {"bos_token_id": 3, "eos_token_id": [256, 7]}
+
+
+def run_convert(monkeypatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["convert", *map(str, words)])
+    assert convert.main() == 0
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch) -> Path:
+    """A Hugging Face folder with a tokenizer, a chat template and ids of its own."""
+    definition, params = split(build(MODEL, nnx.Rngs(0)))
+    write_weights(tmp_path / "plain", array_source(MODEL, params), definition.specs)
+    folder = tmp_path / "published"
+    run_convert(monkeypatch, "export", "--ckpt", tmp_path / "plain", "--hf", folder)
+    train_tokenizer(["some text to learn from"], 259, folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "x": 1}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (folder / "generation_config.json").write_text(json.dumps({**IDS, "temperature": 0.6}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | IDS))
+    return folder
+
+
+def fine_tune(folder: Path, steps: int, *overrides: str) -> None:
+    model = [f"model={json.dumps(MODEL.model_dump(exclude_none=True))}"]
+    base = """data.mock=true data.seq_length=16 mesh.dp=1 train.global_batch_size=2
+        train.micro_batch_size=2 schedule.decay_steps=4""".split()
+    cfg = load(None, [*model, *base, f"train.steps={steps}", f"run.dir={folder}", *overrides])
+    train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+
+
+@pytest.mark.parametrize("imported", quick([True, False], 0))
+def test_a_fine_tuned_model_keeps_tokenizer_template_and_ids(
+    published, tmp_path, monkeypatch, capsys, imported
+):
+    start, run = published, tmp_path / "run"
+    if imported:
+        start = tmp_path / "imported"
+        run_convert(monkeypatch, "import", "--hf", published, "--out", start)
+    fine_tune(run, 1, f"checkpoint.init_from={start}")
+    if imported:  # what a resumed run needs is in its own checkpoint
+        start.rename(tmp_path / "elsewhere")
+    fine_tune(run, 2, f"checkpoint.init_from={start}")
+    run_convert(monkeypatch, "export", "--ckpt", run, "--hf", tmp_path / "out")
+    ours, theirs = read_side_files(tmp_path / "out"), read_side_files(published)
+    config = json.loads(ours.pop("config.json"))
+    theirs.pop("config.json")
+    assert ours == theirs and len(ours) == 5
+    assert {name: config[name] for name in IDS} == IDS
+    capsys.readouterr()
+    chat = ["--chat", "--prompt", "some text", "--max-new-tokens", "2", "--dtype", "float32"]
+    if imported:
+        generate.main(["--ckpt", str(run), *chat])
+        assert capsys.readouterr().out
+    assert tokenizer_dir(run) == run / "checkpoints" / "2" / "hf"
+    assert tokenizer_dir(run / "checkpoints" / "2") == tokenizer_dir(run)
+
+
+def test_a_run_on_bytes_is_read_as_bytes(tmp_path):
+    fine_tune(tmp_path / "run", 1, "data.tokenizer=byte")
+    assert tokenizer_of(tmp_path / "run") == "byte" and tokenizer_dir(tmp_path / "run") is None
