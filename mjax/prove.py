@@ -30,6 +30,7 @@ from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.errors import UserError, run_cli
 from mjax.pipeline.storage import canonical
+from mjax.sharding.fake_devices import fake_devices
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 
@@ -305,9 +306,8 @@ def prove(devices: list[int], features: list[str], jobs: int) -> list[dict]:
     all records, in order."""
 
     def one(task: tuple[int, str, int]) -> list[dict]:
-        flags = f"--xla_force_host_platform_device_count={task[0]}"
-        flags += " --xla_backend_optimization_level=0"  # tiny shapes: compiling is most of the time
-        env = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {fake_devices(task[0])}"
+        env = os.environ | {"XLA_FLAGS": flags.strip()}
         env |= {"JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "mjax.prove", "--cells", *map(str, task)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from mjax.sharding.fake_devices import fake_devices
 from tests.processes import end_processes, end_processes_if_terminated
 
 on_gpu = os.environ.setdefault(
@@ -20,9 +21,7 @@ on_gpu = os.environ.setdefault(
 if on_gpu == "0":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-    # Tiny shapes: compiling is most of the time, and unoptimized code compiles twice as fast.
-    devices = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fake_devices(8)}".strip()
 else:
     # Workers of pytest-xdist, and what tests/gpu/test_processes.py starts, share a GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.35"

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mjax.sharding.fake_devices import fake_devices
+
 EVERY, KEEP, BEST = 30, 2, 1
 BASE = (
     "model.vocab_size=61",
@@ -438,10 +440,7 @@ def torture(args: argparse.Namespace, home: Path) -> int:
 def main() -> int:
     args = parse()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={args.devices // args.processes} "
-        "--xla_backend_optimization_level=0"
-    )
+    os.environ["XLA_FLAGS"] = fake_devices(args.devices // args.processes)
     import jax
 
     import mjax.checkpoint.__main__

@@ -9,8 +9,25 @@ a function of the config and the step alone, so a resumed run sees the same numb
 import math
 from bisect import bisect_right
 from functools import lru_cache
+from typing import NamedTuple
 
-from mjax.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
+from mjax.config.schema import Config, OptimizerConfig, ScheduleConfig, TrainConfig
+
+
+class Rates(NamedTuple):
+    """What a step multiplies its update and its decay with."""
+
+    learning_rate: float
+    weight_decay: float
+
+
+def rates_of_step(cfg: Config, step: int) -> Rates:
+    """The rates of `step`, counted from 0."""
+    samples = consumed_samples(cfg.train, step)
+    return Rates(
+        learning_rate(cfg.schedule, cfg.train, samples),
+        weight_decay(cfg.optimizer, cfg.train, samples),
+    )
 
 
 def learning_rate(schedule: ScheduleConfig, train: TrainConfig, samples: int) -> float:

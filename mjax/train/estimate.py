@@ -74,7 +74,7 @@ def dry_run(
     with as_on(described.chip) if described else contextlib.nullcontext():
         devices = described_devices(described) if described else None
         trainer = Trainer(cfg, devices=devices)
-        trainer.bound_documents(1)  # as the estimate has it; the data is not looked at
+        trainer.programs.bound_documents(1)  # as the estimate has it; the data is not looked at
         print_plan(trainer, console)
         reason = cannot_compile() if described else None
         if not compiles or reason:
@@ -108,7 +108,7 @@ def print_plan(trainer: Trainer, console: Console) -> None:
     print_table(console, sharding_table(trainer))
     print_table(console, kept_table(trainer))
     rows = cfg.train.global_batch_size
-    execution = trainer.programs.program(rows, trainer.max_documents).execution
+    execution = trainer.programs.program(rows).execution
     lines = execution_lines(execution)
     lines += kernel_lines(cfg, dict(trainer.mesh.shape))
     for line in [*lines, *pipeline_lines(trainer)]:
@@ -225,7 +225,8 @@ def sharding_table(trainer: Trainer) -> list[tuple[str, ...]]:
     its stored master (ZeRO), shape of the latter on one device."""
     rows = [("parameter", "shape", "axes", "weight over", "stored over", "stored per device")]
     specs = jax.tree_util.tree_flatten_with_path(trainer.specs)[0]
-    layouts = jax.tree.leaves(trainer.placement.weights), jax.tree.leaves(trainer.placement.stored)
+    placement = trainer.state_layout.placement
+    layouts = jax.tree.leaves(placement.weights), jax.tree.leaves(placement.stored)
     masters = jax.tree.leaves(trainer.abstract_state()["params"])
     for (path, spec), weight, stored, master in zip(specs, *layouts, masters, strict=True):
         local = master.sharding.shard_shape(master.shape)  # with padding

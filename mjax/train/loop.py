@@ -28,7 +28,7 @@ from mjax.data.loader import Dataset, build_datasets, make_loader
 from mjax.errors import UserError
 from mjax.models.flops import flops_per_token
 from mjax.models.objective import HostBatch
-from mjax.optim.schedule import batch_range, consumed_samples, learning_rate
+from mjax.optim.schedule import batch_range, consumed_samples, rates_of_step
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
 from mjax.train.batch import field_maker
@@ -120,7 +120,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
             cfg, consumed_samples(cfg.train, last), held_out_samples(cfg)
         )
         for data in filter(None, (train_data, held_out_data)):
-            trainer.bound_documents(data.max_documents)
+            trainer.programs.bound_documents(data.max_documents)
         prompt = read_prompt(cfg)
         is_resumed = trainer.step_number > 0
         if trainer.state is None:
@@ -338,7 +338,7 @@ def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> me
         "step": step,
         "loss": values["loss"],
         "grad_norm": values["grad_norm"],
-        "lr": learning_rate(cfg.schedule, cfg.train, first),
+        "lr": rates_of_step(cfg, step - 1).learning_rate,
         "samples": first + count,
         "tokens": (first + count) * cfg.data.seq_length,
         "ms_per_step": 1000 * seconds / steps if steps else None,

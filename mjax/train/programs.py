@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.schema import Config
 from mjax.models.context import Context
 from mjax.models.local import LocalModel
-from mjax.models.objective import Objective
+from mjax.models.objective import Batch, Objective
 from mjax.models.params import ModelDefinition
 from mjax.pipeline.layout import Layout
 from mjax.plan.execution import decide_evaluation, decide_execution, tp_overlap_rows
 from mjax.plan.xla_options import compiler_options, device_facts
 from mjax.sharding.ordered import in_program_order
 from mjax.train import step as steps
-from mjax.train.batch import batch_partitions
+from mjax.train.batch import batch_partitions, bound_of_documents
 from mjax.train.norms import step_norms
 from mjax.train.state import StateLayout, without_moments
 
@@ -39,7 +41,8 @@ class Programs:
     """The programs of a run, each compiled when it is first needed.
 
     layout: that of the pipeline. xla_options: options of the compiler on top of those that
-    `plan/xla_options.py` picks.
+    `plan/xla_options.py` picks. max_documents: a bound on the documents in a sequence, which
+    `bound_documents` raises; 0 where it is unknown.
     """
 
     cfg: Config
@@ -48,13 +51,25 @@ class Programs:
     state_layout: StateLayout
     layout: Layout | None
     xla_options: dict = field(default_factory=dict)
+    max_documents: int = field(init=False)
     _jitted: dict[ProgramKey, jax.stages.Wrapped] = field(default_factory=dict)
 
-    def jitted(self, kind: str, rows: int, max_documents: int) -> jax.stages.Wrapped:
+    def __post_init__(self) -> None:
+        self.max_documents = 0 if self.cfg.data.document_mask else 1
+
+    def bound_documents(self, most: int) -> None:
+        """Promise that no sequence holds more than `most` documents; rounded up to a power of two.
+
+        Only cuDNN's packed attention needs a static bound. The loop gives the dataset's, so that
+        nothing compiles twice and all processes agree.
+        """
+        self.max_documents = max(self.max_documents, bound_of_documents(self.cfg, most))
+
+    def jitted(self, kind: str, rows: int) -> jax.stages.Wrapped:
         """The program `kind` on global arrays, as `jit_program` says."""
-        key = ProgramKey(kind, rows, max_documents)
+        key = ProgramKey(kind, rows, self.max_documents)
         if key not in self._jitted:
-            program = self.program(rows, max_documents)
+            program = self.program(rows)
             self._jitted[key] = jit_program(
                 kind, program, self.state_layout, self.xla_options, self.cfg.run.deterministic
             )
@@ -65,11 +80,17 @@ class Programs:
         self.xla_options = xla_options
         self._jitted.clear()
 
-    def program(self, rows: int, max_documents: int) -> steps.Program:
-        """All that is static in a step of `rows` sequences of at most `max_documents` documents.
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """The train step lowered for an abstract batch."""
+        mesh = self.state_layout.mesh
+        scalar = jax.ShapeDtypeStruct((), np.float32)
+        on_all = NamedSharding(mesh, P())  # as `replicated` lays it out
+        gate = steps.Gate(scalar, jax.ShapeDtypeStruct((), np.bool_, sharding=on_all))
+        step = self.jitted("train", batch["rows"].shape[0])
+        return step.lower(self.state_layout.abstract(), batch, scalar, scalar, gate)
 
-        0 documents: the number is unknown.
-        """
+    def program(self, rows: int) -> steps.Program:
+        """All that is static in a step of `rows` sequences."""
         cfg, mesh, placement = self.cfg, self.state_layout.mesh, self.state_layout.placement
         sizes, facts = dict(mesh.shape), device_facts(list(mesh.devices.flat))
         uniform = self.layout is None or self.layout.uniform
@@ -79,7 +100,7 @@ class Programs:
             cp_type=cfg.mesh.cp_type,
             cp_a2a=cfg.mesh.cp_a2a,
             permute=uniform,
-            max_documents=max_documents,
+            max_documents=self.max_documents,
             overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
             dropout=True,
             label_smoothing=cfg.train.label_smoothing,
@@ -91,7 +112,7 @@ class Programs:
             decide_execution(cfg, sizes, facts, rows),
             ctx,
             self.objective,
-            packed=cfg.data.document_mask and max_documents != 1,
+            packed=cfg.data.document_mask and self.max_documents != 1,
             loss_chunk=cfg.train.loss_chunk,
         )
         return steps.Program(

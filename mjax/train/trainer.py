@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from mjax.checkpoint.source import Source
 from mjax.checkpoint.store import Store
@@ -17,7 +17,7 @@ from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
 from mjax.models import definition_of
 from mjax.models.objective import HostBatch, objective_of
-from mjax.optim.schedule import consumed_samples, learning_rate, weight_decay
+from mjax.optim.schedule import rates_of_step
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
 from mjax.plan.auto import resolve_auto
@@ -25,7 +25,7 @@ from mjax.plan.xla_options import fix_reduction_order
 from mjax.sharding.mesh import make_mesh, parallel_of, replicated
 from mjax.sharding.spec import freeze
 from mjax.train import step as steps
-from mjax.train.batch import BatchPlacer, bound_of_documents, most_documents
+from mjax.train.batch import BatchPlacer, most_documents
 from mjax.train.checkpoints import Checkpoints
 from mjax.train.norms import Norms
 from mjax.train.programs import Programs
@@ -33,20 +33,16 @@ from mjax.train.state import state_layout, without_moments
 
 
 class Trainer:
-    """Trains the model of `cfg` on `mesh` (default: `devices`, sizes from cfg.mesh).
+    """Trains the model of `cfg` on `mesh`.
 
-    `devices` are all of this run unless given.
-
+    The default mesh has the sizes in cfg.mesh over `devices`, which are all unless given.
     A batch is a dict of numpy arrays: the fields of the objective, and segment_ids and positions
     [B, S]. Those of the default objective are tokens, labels and loss_mask [B, S].
     Where there are several processes, each passes its `local_rows` of the global batch.
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        mesh: Mesh | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        self, cfg: Config, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
     ):
         validate(cfg)
         self.definition = definition_of(cfg.model)
@@ -65,7 +61,6 @@ class Trainer:
         self.parallel = parallel_of(self.mesh)
         self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
         self.state_layout = state_layout(cfg, self.specs, self.mesh, self.parallel, self.layout)
-        self.placement = self.state_layout.placement
         self.storage = self.state_layout.storage
         self.programs = Programs(
             cfg, self.definition, self.objective, self.state_layout, self.layout
@@ -80,7 +75,6 @@ class Trainer:
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None
         self.step_number = 0
-        self.max_documents = 1 if not cfg.data.document_mask else 0
         self.checkpoints = Checkpoints(cfg, self.state_layout)
 
     # ---- state -------------------------------------------------------------------------------
@@ -161,10 +155,8 @@ class Trainer:
 
     def _rates(self) -> tuple[np.float32, np.float32]:
         """(learning rate, weight decay) of the next step."""
-        cfg = self.cfg
-        samples = consumed_samples(cfg.train, self.step_number)
-        lr = learning_rate(cfg.schedule, cfg.train, samples)
-        return np.float32(lr), np.float32(weight_decay(cfg.optimizer, cfg.train, samples))
+        rates = rates_of_step(self.cfg, self.step_number)
+        return np.float32(rates.learning_rate), np.float32(rates.weight_decay)
 
     def set_step(self, number: int) -> None:
         """Count `number` steps from here on, with the weights as they are."""
@@ -195,27 +187,13 @@ class Trainer:
     def lower(self, batch_size: int | None = None) -> jax.stages.Lowered:
         """The train step lowered for this mesh and an abstract batch, nothing allocated."""
         rows = batch_size or self.cfg.train.global_batch_size
-        batch = self.placer.abstract(rows, self.cfg.data.seq_length)
-        scalar = jax.ShapeDtypeStruct((), np.float32)
-        on_all = NamedSharding(self.mesh, PartitionSpec())  # as `replicated` lays it out
-        is_open = jax.ShapeDtypeStruct((), np.bool_, sharding=on_all)
-        gate = steps.Gate(scalar, is_open)
-        state = self.abstract_state()
-        return self._program("train", batch).lower(state, batch, scalar, scalar, gate)
-
-    def bound_documents(self, most: int) -> None:
-        """Promise that no sequence holds more than `most` documents; rounded up to a power of two.
-
-        Only cuDNN's packed attention needs a static bound. The loop gives the dataset's, so that
-        nothing compiles twice and all processes agree.
-        """
-        self.max_documents = max(self.max_documents, bound_of_documents(self.cfg, most))
+        return self.programs.lower(self.placer.abstract(rows, self.cfg.data.seq_length))
 
     def _place(self, batch: HostBatch) -> dict[str, jax.Array]:
         placed = self.placer.place(batch)
-        self.bound_documents(most_documents(np.asarray(batch["segment_ids"])))
+        self.programs.bound_documents(most_documents(np.asarray(batch["segment_ids"])))
         return placed
 
     def _program(self, kind: str, batch: dict) -> jax.stages.Wrapped:
         """The program `kind` for batches like `batch`."""
-        return self.programs.jitted(kind, batch["rows"].shape[0], self.max_documents)
+        return self.programs.jitted(kind, batch["rows"].shape[0])

@@ -80,7 +80,7 @@ def compile_step(
     with pytest.MonkeyPatch.context() as patch, compiler_told(H200.details.capability):
         patch.setattr(auto, "device_memory", lambda devices: None)
         trainer = Trainer(cfg, devices=compiler_devices(H200, n))
-        trainer.bound_documents(1)
+        trainer.programs.bound_documents(1)
         trainer.programs.recompile(xla or {})
         made = trainer.lower(batch_size).compile()
     memory = made.memory_analysis()

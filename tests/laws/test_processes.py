@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from mjax.sharding.fake_devices import fake_devices
 from mjax.train.supervisor import is_recoverable
 from tests.marks import slow
 from tests.processes import start_process
@@ -40,8 +41,10 @@ def start(folder, processes, *overrides):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    devices = f"--xla_force_host_platform_device_count={8 // processes}"
-    env = os.environ | {"XLA_FLAGS": devices, "JAX_NUM_PROCESSES": str(processes)}
+    env = os.environ | {
+        "XLA_FLAGS": fake_devices(8 // processes),
+        "JAX_NUM_PROCESSES": str(processes),
+    }
     env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
     command = [sys.executable, "-u", "-m", "mjax.train", *BASE, f"run.dir={folder}", *overrides]
     return [
@@ -137,7 +140,8 @@ def test_others_exit_when_a_process_dies_or_hangs(tmp_path, how):
 def test_a_process_whose_host_is_slow_is_named(tmp_path):
     folder = tmp_path / "run"
     slow_host = "train.objective=tests.laws.slow_objective:SlowHost"
-    alone = ["data.workers=1", "data.prefetch=1"]  # so that no batches lie in store
+    # No batches lie in store, and none is made behind an evaluation.
+    alone = ["data.workers=1", "data.prefetch=1", "train.eval_interval=null"]
     said = finish(folder, start(folder, 2, "mesh.dp=8", "train.steps=7", slow_host, *alone))
     records = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
     steps = [record for record in records if "slowest_host" in record]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mjax.config import load
+from mjax.sharding.fake_devices import fake_devices
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import train
@@ -184,8 +185,7 @@ def test_two_processes_find_and_name_a_replica_of_either(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_NUM_PROCESSES": "2"}
+    env = os.environ | {"XLA_FLAGS": fake_devices(2), "JAX_NUM_PROCESSES": "2"}
     env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
     keys = [*TINY, "train.micro_batch_size=1", f"run.dir={tmp_path}", "mesh.dp=4", "mesh.zero=0"]
     keys += ["train.steps=8", "checkpoint.interval=2", "train.check_replicas_interval=1"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mjax.sharding.fake_devices import fake_devices
 from mjax.train.supervisor import is_recoverable
 from tests.marks import slow
 from tests.processes import start_process
@@ -65,7 +66,7 @@ def start(folder, processes, *overrides, program=("-m", "mjax.train")) -> list[s
     ]
 
 
-FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+FLAGS = fake_devices(2)
 
 
 def said(folder) -> list[str]:
