@@ -146,7 +146,7 @@ def _compute(
         rate = MATMUL_8.scaled(chip.details.fp8_tflops * 1e12)
     yield Part("matmuls", _time(flops["matmul"] * tokens * weights_again, rate))
     moe = cfg.model.moe
-    if flops["experts"]:  # every expert works on all tokens (models/moe.py)
+    if flops["experts"]:  # every expert works on all tokens (models/experts.py)
         times = moe.num_experts / moe.num_experts_per_tok
         all_experts = flops["experts"] * times
         yield Part("experts", _time(all_experts * tokens * weights_again, peak))

@@ -9,7 +9,9 @@ from flax import nnx
 from mjax.config import load
 from mjax.models.branch import BranchInputs
 from mjax.models.context import Context, tokens_of
-from mjax.models.moe import MoE, balance_loss, reference, route
+from mjax.models.experts import reference
+from mjax.models.moe import MoE
+from mjax.models.router import balance_loss, route
 from mjax.prove import FEATURES, SMALL, Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.marks import quick
@@ -64,7 +66,10 @@ def test_router_and_balance_loss_equal_numpy(norm):
     cfg = config("all", f"model.moe.norm_topk_prob={str(norm).lower()}")
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(3, 16, 32)), rng.normal(size=(32, 8))
-    gates, chosen, probs = (np.asarray(a) for a in route(jnp.float32(x), jnp.float32(w), cfg))
+    routing = route(jnp.float32(x), jnp.float32(w), cfg)
+    gates = np.zeros((3, 16, 8), np.float32)
+    np.put_along_axis(gates, np.asarray(routing.experts), np.asarray(routing.gates), -1)
+    chosen, probs = np.asarray(routing.chosen), np.asarray(routing.probs)
     logits = x @ w
     soft = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     want_gates, want_chosen = np.zeros_like(soft), np.zeros_like(soft)
@@ -77,7 +82,7 @@ def test_router_and_balance_loss_equal_numpy(norm):
     np.testing.assert_allclose(gates, want_gates, rtol=2e-5, atol=1e-7)
     np.testing.assert_allclose(probs, soft, rtol=2e-5)
     sequences = [8 * (c.mean(0) / 2 * p.mean(0)).sum() for c, p in zip(want_chosen, soft, strict=1)]
-    got = float(balance_loss(jnp.float32(chosen), jnp.float32(probs), cfg, LOCAL))
+    got = float(balance_loss(routing, cfg, LOCAL))
     assert got == pytest.approx(0.1 * sum(sequences), rel=1e-5)
 
 
