@@ -21,7 +21,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, races: bool = False) -> Iterato
         pytest.skip("this jax has no interpreter for Mosaic GPU kernels (0.11 has)")
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
-    copy, store = gpu_callbacks.copy_smem_to_gmem, shared_memory.GPUSharedMemory.store_buffer_content
+    copy, store = (
+        gpu_callbacks.copy_smem_to_gmem,
+        shared_memory.GPUSharedMemory.store_buffer_content,
+    )
     adding = threading.local()
 
     def copy_or_add(*, reduction_op, **facts):
@@ -38,7 +41,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, races: bool = False) -> Iterato
         return store(self, key, access, values, thread, **facts)
 
     monkeypatch.setattr(gpu_callbacks, "copy_smem_to_gmem", copy_or_add)
-    monkeypatch.setattr(shared_memory.GPUSharedMemory, "store_buffer_content", store_or_add)
+    monkeypatch.setattr(memory, "store_buffer_content", store_or_add)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races)):
         yield
     assert not races or not gpu_callbacks.get_races().races_found

@@ -69,7 +69,7 @@ def multiply_rows(
     """Rows [M, K] times w [G, K, N] of their group -> [M, N]; `transposed`: [M, N] -> [M, K]."""
     m, depth = rows.shape
     columns = w.shape[1] if transposed else w.shape[2]
-    tiles, count = tiles_of_rows(sizes, m, tile.lines)
+    tiles, last = tiles_of_rows(sizes, m, tile.lines)
     most = len(tiles) * pl.cdiv(columns, tile.columns)
     shape = (tile.columns, DEPTH) if transposed else (DEPTH, tile.columns)
     return _launch(
@@ -77,7 +77,7 @@ def multiply_rows(
         partial(_item_of_rows, tile, depth // DEPTH, pl.cdiv(columns, tile.columns), len(w)),
         partial(_move_rows, tile, transposed),
         partial(_multiply_rows, tile, transposed),
-        dict(rows=rows, w=w, tiles=tiles, count=count),
+        dict(rows=rows, w=w, tiles=tiles, last=last),
         jax.ShapeDtypeStruct((m, columns), rows.dtype),
         _scratch(tile, rows.dtype, (tile.half, DEPTH), shape, rows.dtype),
     )
@@ -89,10 +89,10 @@ def weight_gradient(
     """x.T @ g over the rows of each group, in x's dtype, or added to `total` fp32 [G, K, N]."""
     groups, lines, columns = len(sizes), x.shape[1], g.shape[1]
     grid = pl.cdiv(lines, tile.lines), pl.cdiv(columns, tile.columns)
-    ends = jnp.cumsum(sizes)
+    begins, ends = bounds_of_groups(sizes)
     shapes = (DEPTH, tile.half), (DEPTH, tile.columns)
     dtype = x.dtype if total is None else total.dtype
-    operands = dict(x=x, g=g, begins=ends - sizes, ends=ends)
+    operands = dict(x=x, g=g, begins=begins, ends=ends)
     out = jax.ShapeDtypeStruct((groups, lines, columns), dtype)
     if total is not None:
         operands["out"] = jax.new_ref(total)
@@ -112,29 +112,32 @@ def weight_gradient(
 
 
 def tiles_of_rows(sizes: jax.Array, m: int, lines: int) -> tuple[jax.Array, jax.Array]:
-    """(int32 [T, 4] of each tile of rows: group, row it starts at, rows of the group in it from
-    and to, int32 [1] the number of tiles).
+    """(int32 [T, 4] of each tile of rows, int32 [G + 1] whose last is the number of tiles).
 
-    T bounds the number for all sizes. Group G are the rows of no group.
+    A tile has its group, the row it starts at less `lines` times its own number, and the first and
+    the last row of the group, plus 1. T bounds the number of tiles for all sizes. Group G are the
+    rows of no group. Sums are dense, so XLA makes few kernels of them.
     """
-    sizes = jnp.append(sizes, m - jnp.sum(sizes)).astype(jnp.int32)
-    ends = jnp.cumsum(sizes)
-    begins = ends - sizes
+    groups = jnp.arange(len(sizes) + 1, dtype=jnp.int32)
+    begins, ends = bounds_of_groups(sizes)
+    begins = jnp.append(begins, ends[-1])
+    ends = jnp.append(ends, jnp.int32(m))
     aligned = begins // ALIGNED * ALIGNED
-    tiles = jnp.where(sizes > 0, (ends - aligned + lines - 1) // lines, 0)
-    last = jnp.cumsum(tiles)
-    groups = jnp.arange(len(sizes), dtype=jnp.int32)
-    most = (m + (ALIGNED - 1) * len(sizes)) // lines + len(sizes)
+    tiles = jnp.where(ends > begins, (ends - aligned + lines - 1) // lines, 0)
+    last = jnp.sum(jnp.where(groups <= groups[:, None], tiles, 0), 1, dtype=jnp.int32)
+    first = last - tiles
+    facts = jnp.stack([groups, aligned - first * lines, begins, ends], 1)
+    most = (m + (ALIGNED - 1) * len(groups)) // lines + len(groups)
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
-    own = (index >= last - tiles) & (index < last)
+    own = (index >= first) & (index < last)
+    return jnp.sum(jnp.where(own[..., None], facts, 0), 1, dtype=jnp.int32), last
 
-    def of_own(values):
-        return jnp.sum(jnp.where(own, values, 0), 1, dtype=jnp.int32)
 
-    start = of_own(aligned + (index - last + tiles) * lines)
-    first = jnp.maximum(of_own(begins) - start, 0)
-    stop = jnp.minimum(of_own(ends) - start, lines)
-    return jnp.stack([of_own(groups), start, first, stop], 1), last[-1:]
+def bounds_of_groups(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the first row int32 [G] of each group, its last row plus 1)."""
+    sizes, groups = sizes.astype(jnp.int32), jnp.arange(len(sizes))
+    ends = jnp.sum(jnp.where(groups <= groups[:, None], sizes, 0), 1, dtype=jnp.int32)
+    return ends - sizes, ends
 
 
 def _scratch(tile, dtype, left, right, out_dtype):
@@ -264,16 +267,17 @@ def _slices(acc, dtype):
 
 
 def _item_of_rows(tile, steps, columns, groups, refs):
-    count = refs.count[0]
+    count = refs.last[groups]
 
     def facts(item):
         place, column = _in_bands(item, count, columns, tile.band)
-        group, start, first, stop = (refs.tiles[place, i] for i in range(4))
+        group, offset, begin, end = (refs.tiles[place, i] for i in range(4))
+        start = place * tile.lines + offset
         return SimpleNamespace(
             group=group,
             start=pl.multiple_of(start, ALIGNED),
-            first=first,
-            stop=stop,
+            first=begin - start,
+            stop=end - start,
             column=column * tile.columns,
             steps=jnp.where(group < groups, steps, 0),
         )

@@ -14,6 +14,7 @@ from mjax.kernels.grouped import (
 )
 from mjax.plan.described import as_on, compiler_devices
 from tests.aot.common import H200, missing
+from tests.marks import slow
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -30,7 +31,7 @@ def compiled(run, *arguments, **options):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("down", [False, True], ids=["up", "down"])
+@pytest.mark.parametrize("down", [False, pytest.param(True, marks=slow)], ids=["up", "down"])
 def test_products_are_one_call_each_and_copy_nothing(monkeypatch, capfd, shape, down):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     m, groups, k, n = shape

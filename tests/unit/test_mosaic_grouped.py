@@ -68,12 +68,13 @@ def test_tiles_hold_every_row_once(lines):
     for groups in (1, 5, 40):
         sizes = rng.integers(0, 300, groups) * (rng.random(groups) < 0.7)
         m = int(sizes.sum() + rng.integers(0, 200)) // 8 * 8 + 8
-        tiles, count = tiles_of_rows(jnp.asarray(sizes, jnp.int32), m, lines)
+        tiles, last = tiles_of_rows(jnp.asarray(sizes, jnp.int32), m, lines)
         owner = np.full(m, -1)
-        for group, start, first, stop in np.asarray(tiles)[: int(count[0])]:
-            assert start % 8 == 0 and 0 <= first < stop <= lines
-            rows = slice(start + first, start + stop)
-            assert (owner[rows] == -1).all()
+        for i, (group, offset, begin, end) in enumerate(np.asarray(tiles)[: int(last[-1])]):
+            start = i * lines + offset
+            assert start % 8 == 0
+            rows = slice(max(start, begin), min(start + lines, end))
+            assert rows.start < rows.stop and (owner[rows] == -1).all()
             owner[rows] = group
         np.testing.assert_array_equal(owner[: sizes.sum()], np.repeat(np.arange(groups), sizes))
         assert (owner[sizes.sum() :] == groups).all()
