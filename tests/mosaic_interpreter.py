@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 
@@ -40,6 +41,15 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, races: bool = False) -> Iterato
 
     monkeypatch.setattr(gpu_callbacks, "copy_smem_to_gmem", copy_or_add)
     monkeypatch.setattr(memory, "store_buffer_content", store_or_add)
+    detectors, detector = [], gpu_callbacks.GPURaceDetectionState
+
+    def detect(**facts):
+        detectors.append(detector(**facts))
+        return detectors[-1]
+
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", detect)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races)):
         yield
-    assert not races or not gpu_callbacks.get_races().races_found
+        jax.effects_barrier()
+    assert bool(detectors) == races
+    assert not any(each.races_found for each in detectors)

@@ -20,7 +20,7 @@ from mjax.kernels.grouped import (
     grouped_weight_gradient,
 )
 
-# lines, columns, slots, band: candidates beside the usual tile
+# lines, columns, slots, band, cluster: candidates beside the usual tile, clusters last
 CANDIDATES = (
     (128, 256, 4, 8),
     (128, 256, 4, 32),
@@ -30,6 +30,9 @@ CANDIDATES = (
     (256, 192, 3, 16),
     (128, 192, 4, 16),
     (128, 128, 6, 16),
+    (256, 128, 4, 8, 2),
+    (128, 256, 4, 16, 2),
+    (128, 128, 6, 16, 2),
 )
 
 

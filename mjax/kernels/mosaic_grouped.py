@@ -36,17 +36,29 @@ _REGISTERS = 40, 232  # of a moving and of a multiplying thread
 class Tile:
     """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
 
-    Lines are a multiple of 128, columns one of 64. Those of 16-bit tiles take 128 bytes a slot.
+    Lines are a multiple of 128, columns one of 64. The blocks of a `cluster` take tiles of columns
+    side by side. Each copies its share of their lines to all of them.
     """
 
     lines: int
     columns: int
     slots: int
     band: int = 16
+    cluster: int = 1
 
     @property
     def half(self) -> int:
         return self.lines // HALVES
+
+    def across(self, columns: int) -> int:
+        """The clusters that cover so many columns."""
+        return pl.cdiv(columns, self.columns * self.cluster)
+
+    def own_column(self, place: jax.Array) -> jax.Array:
+        """The first column of this block's tile in the cluster at `place`."""
+        if self.cluster > 1:
+            place = place * self.cluster + lax.axis_index("neighbor")
+        return place * self.columns
 
 
 # Candidates for timing. The first is predicted to be fastest: it reads least from the L2 cache.
@@ -70,11 +82,12 @@ def multiply_rows(
     m, depth = rows.shape
     columns = w.shape[1] if transposed else w.shape[2]
     tiles, last = tiles_of_rows(sizes, m, tile.lines)
-    most = len(tiles) * pl.cdiv(columns, tile.columns)
+    most = len(tiles) * tile.across(columns)
     shape = (tile.columns, DEPTH) if transposed else (DEPTH, tile.columns)
     return _launch(
+        tile,
         most,
-        partial(_item_of_rows, tile, depth // DEPTH, pl.cdiv(columns, tile.columns), len(w)),
+        partial(_item_of_rows, tile, depth // DEPTH, tile.across(columns), len(w)),
         partial(_move_rows, tile, transposed),
         partial(_multiply_rows, tile, transposed),
         dict(rows=rows, w=w, tiles=tiles, last=last),
@@ -88,7 +101,7 @@ def weight_gradient(
 ) -> jax.Array:
     """x.T @ g over the rows of each group, in x's dtype, or added to `total` fp32 [G, K, N]."""
     groups, lines, columns = len(sizes), x.shape[1], g.shape[1]
-    grid = pl.cdiv(lines, tile.lines), pl.cdiv(columns, tile.columns)
+    grid = pl.cdiv(lines, tile.lines), tile.across(columns)
     begins, ends = bounds_of_groups(sizes)
     shapes = (DEPTH, tile.half), (DEPTH, tile.columns)
     dtype = x.dtype if total is None else total.dtype
@@ -97,6 +110,7 @@ def weight_gradient(
     if total is not None:
         operands["out"] = jax.new_ref(total)
     made = _launch(
+        tile,
         groups * grid[0] * grid[1],
         partial(_item_of_weights, tile, groups, grid),
         partial(_move_weights, tile),
@@ -147,15 +161,23 @@ def _scratch(tile, dtype, left, right, out_dtype):
         return plgpu.SMEM((tile.slots, *shape), dtype, transforms=_swizzled(dtype))
 
     width = SLICE // jnp.dtype(out_dtype).itemsize
-    shape = HALVES, 2, 64, width
-    staged = plgpu.SMEM(shape, out_dtype, transforms=_swizzled(out_dtype))
+    swizzled = plgpu.SMEM((2, 64, width), out_dtype, transforms=_swizzled(out_dtype))
+    plain = plgpu.SMEM((64, width), out_dtype)  # any row of it can be copied alone
     return dict(
         left=ring(HALVES, *left),
         right=ring(*right),
         ready=plgpu.Barrier(num_arrivals=HALVES + 1, num_barriers=tile.slots),
-        free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=tile.slots),
-        stages=plgpu.RefUnion(staged, plgpu.SMEM(shape, out_dtype)),
+        free=_free_barriers(tile),
+        stages=[plgpu.RefUnion(swizzled, plain) for _ in range(HALVES)],
     )
+
+
+def _free_barriers(tile):
+    """Slots whose readers are done, in all blocks that a copy reaches."""
+    arrivals = dict(num_arrivals=HALVES, num_barriers=tile.slots)
+    if tile.cluster == 1:
+        return plgpu.Barrier(**arrivals)
+    return plgpu.ClusterBarrier(collective_axes=("neighbor",), **arrivals)
 
 
 def _swizzled(dtype):
@@ -163,12 +185,16 @@ def _swizzled(dtype):
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(SLICE)
 
 
-def _launch(most, item, move, multiply, operands, out, scratch):
+def _launch(tile, most, item, move, multiply, operands, out, scratch):
     """Run `move` in one warpgroup and `multiply` in the others for every item.
 
     `most` bounds the items. `item(refs)` gives (their number, a function from a number to facts).
     """
     names = [*operands, *(() if out is None else ("out",))]
+    width = min(BLOCKS // tile.cluster, most)
+    cluster = {}
+    if tile.cluster > 1:
+        cluster = dict(cluster=(tile.cluster,), cluster_names=("neighbor",))
 
     def body(*gmem, **smem):
         refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
@@ -176,7 +202,7 @@ def _launch(most, item, move, multiply, operands, out, scratch):
         number, facts = item(refs)
 
         def walk(one: Callable) -> jax.Array:
-            block, width = lax.axis_index("block"), min(BLOCKS, most)
+            block = lax.axis_index("block")
             rounds = lax.div(number - block + width - 1, jnp.int32(width))
             return lax.fori_loop(
                 0, rounds, lambda i, count: one(facts(i * width + block), count), jnp.int32(0)
@@ -197,8 +223,9 @@ def _launch(most, item, move, multiply, operands, out, scratch):
         body,
         out_type=() if out is None else out,
         scratch_types=scratch,
-        grid=(min(BLOCKS, most),),
+        grid=(width,),
         grid_names=("block",),
+        **cluster,
         num_threads=HALVES + 1,
         thread_name="half",
     )
@@ -218,7 +245,12 @@ def _fill(tile, refs, count, halves, right):
     slot = lax.rem(count, tile.slots)
     pl.when(count >= tile.slots)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
     for i, half in enumerate(halves):
-        plgpu.copy_gmem_to_smem(half, refs.left.at[slot, i], refs.ready.at[slot])
+        plgpu.copy_gmem_to_smem(
+            half,
+            refs.left.at[slot, i],
+            refs.ready.at[slot],
+            collective_axes="neighbor" if tile.cluster > 1 else None,
+        )
     plgpu.copy_gmem_to_smem(right, refs.right.at[slot], refs.ready.at[slot])
 
 
@@ -278,7 +310,7 @@ def _item_of_rows(tile, steps, columns, groups, refs):
             start=pl.multiple_of(start, ALIGNED),
             first=begin - start,
             stop=end - start,
-            column=column * tile.columns,
+            column=tile.own_column(column),
             steps=jnp.where(group < groups, steps, 0),
         )
 
@@ -303,37 +335,44 @@ def _multiply_rows(tile, transposed, refs, half, at, count):
         plgpu.wgmma(acc, refs.left.at[slot, half], right.transpose((1, 0)) if transposed else right)
 
     acc = _sum(tile, refs, count, at.steps, product)
-    for i, (line, column, values) in enumerate(_slices(acc, refs.out.dtype)):
-        line = half * tile.half + line
-        first, stop = jnp.maximum(at.first - line, 0), jnp.minimum(at.stop - line, 64)
-        columns = pl.ds(at.column + column, values.shape[1])
-        pl.when(stop - first == 64)(
-            partial(_store_all, refs, half, i, values, at.start + line, columns)
-        )
-        pl.when((stop > first) & (stop - first < 64))(
-            partial(_store_some, refs, half, values, at.start + line, columns, first, stop)
-        )
+    for own in range(HALVES):
+        pl.when(half == own)(partial(_store_rows, tile, refs, own, acc, at))
     return count + at.steps
 
 
-def _store_all(refs, half, i, values, row, columns):
-    stage = refs.stages[0].at[half, i % 2]
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the last copy from it has read it
+def _store_rows(tile, refs, half, acc, at):
+    """Write the rows of one half that are of the group."""
+    swizzled, plain = refs.stages[half]
+    for i, (line, column, values) in enumerate(_slices(acc, refs.out.dtype)):
+        line = half * tile.half + line
+        row, columns = at.start + line, pl.ds(at.column + column, values.shape[1])
+        first, stop = jnp.maximum(at.first - line, 0), jnp.minimum(at.stop - line, 64)
+        target = refs.out.at[pl.ds(row, 64), columns]
+        pl.when(stop - first == 64)(partial(_store, swizzled, i, values, target))
+        pl.when((stop > first) & (stop - first < 64))(
+            partial(_store_some, plain, values, refs.out, row, columns, first, stop)
+        )
+
+
+def _store(stages, i, values, target, adds=False):
+    """Write part `i` of a tile through two stages that take turns, or add it to what is there."""
+    stage = stages.at[i % 2]
+    # The last copy from this stage has read it; a tile before may have ended with either.
+    plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
     stage[...] = values
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(stage, refs.out.at[pl.ds(row, 64), columns])
+    plgpu.copy_smem_to_gmem(stage, target, reduction_op="add" if adds else None)
 
 
-def _store_some(refs, half, values, row, columns, first, stop):
+def _store_some(stage, values, out, row, columns, first, stop):
     """Rows from `first` to `stop` only, in powers of two: the sizes of copies are static."""
-    stage = refs.stages[1].at[half, 0]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     stage[...] = values
     plgpu.commit_smem()
     rows = stop - first
     for size in (32, 16, 8, 4, 2, 1):
         source = stage.at[pl.ds(first, size)]
-        target = refs.out.at[pl.ds(row + first, size), columns]
+        target = out.at[pl.ds(row + first, size), columns]
         taken = lax.rem(lax.div(rows, jnp.int32(size)), jnp.int32(2))
         pl.when(taken == 1)(partial(plgpu.copy_smem_to_gmem, source, target))
         first += taken * size
@@ -358,7 +397,7 @@ def _item_of_weights(tile, groups, grid, refs):
             first=first - start,
             stop=stop - start,
             line=line * tile.lines,
-            column=column * tile.columns,
+            column=tile.own_column(column),
             steps=jnp.where(stop > first, steps, 0),
         )
 
@@ -392,16 +431,15 @@ def _multiply_weights(tile, adds, refs, half, at, count):
 
     acc = _sum(tile, refs, count, at.steps, product)
 
-    @pl.when((at.steps > 0) | (not adds))
-    def _store():
-        for i, (line, column, values) in enumerate(_slices(acc, refs.out.dtype)):
-            stage = refs.stages[0].at[half, i % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            stage[...] = values
-            plgpu.commit_smem()
-            lines = pl.ds(at.line + half * tile.half + line, 64)
-            columns = pl.ds(at.column + column, values.shape[1])
-            target = refs.out.at[at.group, lines, columns]
-            plgpu.copy_smem_to_gmem(stage, target, reduction_op="add" if adds else None)
-
+    for own in range(HALVES):
+        stored = (half == own) & ((at.steps > 0) | (not adds))
+        pl.when(stored)(partial(_store_gradient, tile, adds, refs, own, acc, at))
     return count + at.steps
+
+
+def _store_gradient(tile, adds, refs, half, acc, at):
+    swizzled, _ = refs.stages[half]
+    for i, (line, column, values) in enumerate(_slices(acc, refs.out.dtype)):
+        lines = pl.ds(at.line + half * tile.half + line, 64)
+        columns = pl.ds(at.column + column, values.shape[1])
+        _store(swizzled, i, values, refs.out.at[at.group, lines, columns], adds)
