@@ -22,6 +22,7 @@ from mjax.kernels.grouped import (
 
 # lines, columns, slots, band, cluster: candidates beside the usual tile, clusters last
 CANDIDATES = (
+    (128, 256, 4, 16),
     (128, 256, 4, 8),
     (128, 256, 4, 32),
     (128, 256, 3, 16),

@@ -21,9 +21,9 @@ def grouped_matmul(
 ) -> jax.Array:
     """x [M, K], w [G, K, N], sizes int32 [G] -> [M, N], in x's dtype."""
     if resolve(x, w.shape, implementation) == "mosaic":
-        from mjax.kernels.mosaic_grouped import multiply_rows, usual_tile
+        from mjax.kernels.mosaic_grouped import multiply_rows, tile_of_rows
 
-        return multiply_rows(x, w, sizes, usual_tile(w.shape[2]), transposed=False)
+        return multiply_rows(x, w, sizes, tile_of_rows(w.shape[2]), transposed=False)
     return reference_matmul(x, w, sizes)
 
 
@@ -32,9 +32,9 @@ def grouped_matmul_transposed(
 ) -> jax.Array:
     """The gradient [M, K] of x in `grouped_matmul`, from g [M, N] and w [G, K, N]."""
     if resolve(g, w.shape, implementation) == "mosaic":
-        from mjax.kernels.mosaic_grouped import multiply_rows, usual_tile
+        from mjax.kernels.mosaic_grouped import multiply_rows, tile_of_rows
 
-        return multiply_rows(g, w, sizes, usual_tile(w.shape[1]), transposed=True)
+        return multiply_rows(g, w, sizes, tile_of_rows(w.shape[1]), transposed=True)
     return reference_transposed(g, w, sizes)
 
 
@@ -51,9 +51,10 @@ def grouped_weight_gradient(
     The kernel writes the sum where `total` lies, if nothing else reads it.
     """
     if resolve(x, (len(sizes), x.shape[1], g.shape[1]), implementation) == "mosaic":
-        from mjax.kernels.mosaic_grouped import usual_tile, weight_gradient
+        from mjax.kernels.mosaic_grouped import tile_of_weights, weight_gradient
 
-        return weight_gradient(x, g, sizes, total, usual_tile(g.shape[1]))
+        tile = tile_of_weights(x.shape[1], g.shape[1])
+        return weight_gradient(x, g, sizes, total, tile)
     return reference_weight_gradient(x, g, sizes, total)
 
 

@@ -61,18 +61,29 @@ class Tile:
         return place * self.columns
 
 
-# Candidates for timing. The first is predicted to be fastest: it reads least from the L2 cache.
-TILES = Tile(128, 256, 4), Tile(256, 128, 4), Tile(128, 192, 4), Tile(128, 128, 6)
+# Predicted, not timed. The first two read least from the L2 cache.
+WIDE, TALL, NARROW = Tile(128, 256, 4), Tile(256, 128, 4), Tile(128, 128, 6)
 
 
-def usual_tile(columns: int) -> Tile:
-    """The tile for a product of so many columns: wide where the last tile is not mostly empty."""
+def tile_of_rows(columns: int) -> Tile:
+    """The tile for rows by weights: wide where the last tile is not mostly empty.
 
-    def computed(tile):
-        return pl.cdiv(columns, tile.columns) * tile.columns
+    A tall one would compute more rows that are not of its group.
+    """
+    return WIDE if _computed(columns, WIDE.columns) <= 1.1 * columns else NARROW
 
-    wide, _, _, narrow = TILES
-    return wide if computed(wide) <= 1.1 * columns else narrow
+
+def tile_of_weights(lines: int, columns: int) -> Tile:
+    """The tile for a gradient of weights: the one that computes least beyond its edges."""
+
+    def area(tile):
+        return _computed(lines, tile.lines) * _computed(columns, tile.columns)
+
+    return min(WIDE, TALL, key=area)
+
+
+def _computed(size, step):
+    return pl.cdiv(size, step) * step
 
 
 def multiply_rows(

@@ -19,7 +19,7 @@ from tests.marks import slow
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
-SHAPES = [(16384, 8, 4096, 14336), (32768, 64, 2048, 1408), (65536, 128, 2048, 768)]
+SHAPES = [(16384, 8, 4096, 14336), (65536, 64, 2048, 1408), (65536, 128, 2048, 768)]
 SMALL = 64 * 1024  # bytes: the tables of tiles
 
 

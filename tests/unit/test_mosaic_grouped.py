@@ -81,6 +81,16 @@ def test_tiles_hold_every_row_once(lines):
         assert (owner[sizes.sum() :] == groups).all()
 
 
+def test_tiles_are_chosen_by_what_lies_beyond_the_edges():
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    from mjax.kernels import mosaic_grouped as mosaic
+
+    assert mosaic.tile_of_rows(14336) == mosaic.tile_of_rows(1408) == mosaic.WIDE
+    assert mosaic.tile_of_rows(640) == mosaic.NARROW
+    assert mosaic.tile_of_weights(2048, 1408) == mosaic.TALL
+    assert mosaic.tile_of_weights(1408, 2048) == mosaic.WIDE
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "device", "why"),
     [
