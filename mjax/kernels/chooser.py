@@ -195,8 +195,18 @@ def _on_gpu(device: Device, why: str) -> Choice:
     return Choice("triton", why) if device.triton else Choice("xla", NO_TRITON)
 
 
+def _experts(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, asked: str) -> Choice:
+    """Of the weights [E, D, ...] of a device's experts: what multiplies tokens by them."""
+    if asked != "auto":
+        return Choice(asked, "train.experts asks for it")
+    if device.backend == "cpu":
+        return Choice("xla", NO_GPU)
+    return Choice("loop", "our grouped matmul is not yet timed on GPUs (train.experts=mosaic)")
+
+
 RULES = {
     "attention": _attention,
+    "experts": _experts,
     "norm": _norm,
     "gate": _gate,
     "loss_rows": _loss_rows,

@@ -1,17 +1,70 @@
 """The experts of a mixture: from routed tokens to the weighted sum of what their experts make.
 
-Each device runs every expert it holds on all tokens of its ep group. It weights the result by the
-token's gate, which is zero where the expert was not chosen. That is exact and has static shapes,
-but does E/k times the work that is needed.
+Pairs of a token and one of its experts are sorted by expert, so that each expert's rows lie
+together, and grouped matmuls multiply each row by the weights of its expert. No token is dropped.
+Gates are multiplied in before the second matmul, so the backward does not need its output, and rows
+are gathered again in the backward instead of being kept (SonicMoE, arXiv 2512.14080). Over ep every
+device gathers the tokens of its group, works on the pairs of the experts that it holds, and
+scatters the sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
+all experts on all tokens. Invariant: the result depends on neither the mesh nor the order of pairs.
 """
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
+from mjax.kernels.chooser import choose
+from mjax.kernels.grouped import (
+    grouped_matmul,
+    grouped_matmul_transposed,
+    grouped_weight_gradient,
+)
+from mjax.models.context import Context
 from mjax.models.mlp import activated, gated
 from mjax.models.router import Routing
 from mjax.sharding.collectives import Parallel
+
+
+class Expert(NamedTuple):
+    """The static facts of an expert: `model.hidden_act`, and whether it is gated.
+
+    kernel: of its grouped matmuls (`kernels/grouped.py`).
+    """
+
+    hidden_act: str
+    gated: bool
+    kernel: str = "xla"
+
+    def activate(self, h: jax.Array) -> jax.Array:
+        """[..., F], of h [..., 2, F] (gate, up) if gated, else [..., F]."""
+        if self.gated:
+            return gated(h, self.hidden_act)
+        return activated(h, None, self.hidden_act)
+
+
+class RoutedTokens(NamedTuple):
+    """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k]."""
+
+    x: jax.Array
+    experts: jax.Array
+    gates: jax.Array
+
+
+class Dispatch(NamedTuple):
+    """The order in which this device's experts take M rows, each a pair of token and expert; int32.
+
+    pairs [M]: the pair of each row, counted along [T, k]. places [T, k]: the row of each pair, M or
+    more where another device holds the expert. sizes [E/ep]: the rows of each expert; rows behind
+    them belong to none.
+    """
+
+    pairs: jax.Array
+    places: jax.Array
+    sizes: jax.Array
 
 
 def run_experts(
@@ -20,39 +73,40 @@ def run_experts(
     up: jax.Array,
     down: jax.Array,
     cfg: ModelConfig,
-    parallel: Parallel,
+    ctx: Context,
 ) -> jax.Array:
     """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates.
 
     `up` [E/ep, D, (2,) F/tp] and `down` [E/ep, F/tp, D] are this device's shards.
     """
-    chosen = jax.nn.one_hot(routing.experts, cfg.moe.num_experts, dtype=jnp.float32)
-    gates = jnp.sum(chosen * routing.gates[..., None], -2)
-    x, gates = to_experts(x, gates, parallel)
+    parallel = ctx.parallel
+    kernel = choose("experts", x.dtype, up.shape, asked=ctx.experts).name
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, kernel)
+    routed = to_experts(x, routing, parallel)
+    first = parallel.index("ep") * len(up)
+    if kernel == "loop":
+        y = every_expert(expert, routed, up, down, first)
+    else:
+        dispatch = make_dispatch(routed.experts, first, len(up))
+        h = multiply_up(expert, routed.x, up, dispatch)
+        h = checkpoint_name(h, "expert_up")
+        y = multiply_down(expert, h, routed.gates, down, dispatch)
+    sequences = x.shape[0] * parallel.ep
+    return from_experts(y.reshape(sequences, -1, y.shape[-1]), parallel)
 
-    @jax.checkpoint  # or every expert's activations of all tokens would be kept
-    def add_expert(total: jax.Array, expert: tuple) -> tuple[jax.Array, None]:
-        up, down, gate = expert
-        gate = gate[..., None].astype(x.dtype)
-        h = hidden(x, up, cfg) * gate
-        y = jnp.tensordot(h, down, 1, preferred_element_type=jnp.float32)
-        return total + y, None
 
-    zero = jnp.zeros(x.shape, jnp.float32)
-    total, _ = jax.lax.scan(add_expert, zero, (up, down, jnp.moveaxis(gates, 2, 0)))
-    return from_experts(total.astype(x.dtype), parallel)
+# ---- over ep and tp ------------------------------------------------------------------------------
 
 
-def to_experts(x: jax.Array, gates: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
-    """(x [B*ep, S, D] of the ep group, gates [B*ep, S, E/ep] of this device's experts).
+def to_experts(x: jax.Array, routing: Routing, parallel: Parallel) -> RoutedTokens:
+    """The tokens of the ep group, in the order of [B*ep, S], from this device's x [B, S/tp, D]."""
 
-    They are gathered from x [B, S/tp, D] and gates [B, S/tp, E].
-    """
-    x = parallel.gather_seq(x)
-    x = parallel.all_gather(x, "ep", 0)
-    gates = parallel.gather_seq(gates)
-    gates = parallel.all_gather(gates, "ep", 0)
-    return x, parallel.shard(gates, "ep", 2)
+    def gather(field: jax.Array) -> jax.Array:
+        field = parallel.gather_seq(field)
+        field = parallel.all_gather(field, "ep", 0)
+        return field.reshape(-1, field.shape[-1])
+
+    return RoutedTokens(gather(x), gather(routing.experts), gather(routing.gates))
 
 
 def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
@@ -64,18 +118,147 @@ def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
     return parallel.scatter_seq(y)
 
 
-def hidden(x: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The activations [..., F] of one expert, from x [..., D]."""
-    h = jnp.tensordot(x, up, 1)
-    if cfg.mlp_gated:
-        return gated(h, cfg.hidden_act)
-    return activated(h, None, cfg.hidden_act)
+# ---- rows sorted by expert -----------------------------------------------------------------------
+
+
+def make_dispatch(experts: jax.Array, first: jax.Array | int, held: int) -> Dispatch:
+    """The dispatch of tokens to this device's experts `first`, .. `first + held - 1`.
+
+    `experts` int32 [T, k] are those of each token. M is T * min(k, held), so any routing fits.
+    """
+    tokens, k = experts.shape
+    local = experts.reshape(-1) - first
+    local = jnp.where((local >= 0) & (local < held), local, held)
+    order = jnp.argsort(local, stable=True).astype(jnp.int32)
+    row = jnp.arange(tokens * k, dtype=jnp.int32)
+    places = jnp.zeros_like(row).at[order].set(row, unique_indices=True)
+    sizes = jnp.zeros(held + 1, jnp.int32).at[local].add(1)[:held]
+    places = jnp.where(local < held, places, len(row))
+    return Dispatch(order[: tokens * min(k, held)], places.reshape(tokens, k), sizes)
+
+
+def rows_of_tokens(x: jax.Array, dispatch: Dispatch) -> jax.Array:
+    """The rows [M, ...] of a dispatch, from one entry a token, [T, ...]."""
+    k = dispatch.places.shape[1]
+    return x[dispatch.pairs // k]
+
+
+def sums_of_rows(rows: jax.Array, dispatch: Dispatch) -> jax.Array:
+    """[T, D]: the sum of each token's rows [M, D], in fp32 and then in their dtype."""
+    of_pairs = jnp.take(rows, dispatch.places, axis=0, mode="fill", fill_value=0)
+    return jnp.sum(of_pairs, 1, dtype=jnp.float32).astype(rows.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_up(expert: Expert, x: jax.Array, up: jax.Array, dispatch: Dispatch) -> jax.Array:
+    """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
+    rows = rows_of_tokens(x, dispatch)
+    h = grouped_matmul(rows, _matrices(up), dispatch.sizes, implementation=expert.kernel)
+    return h.reshape(-1, *up.shape[2:])
+
+
+def _multiply_up_forward(expert, x, up, dispatch):
+    return multiply_up(expert, x, up, dispatch), (x, up, dispatch)
+
+
+def _multiply_up_backward(expert, saved, dh):
+    x, up, dispatch = saved
+    sizes = dispatch.sizes
+    dh = dh.reshape(len(dh), -1)
+    rows = rows_of_tokens(x, dispatch)
+    matrices = _matrices(up)
+    d_up = grouped_weight_gradient(rows, dh, sizes, implementation=expert.kernel)
+    d_rows = grouped_matmul_transposed(dh, matrices, sizes, implementation=expert.kernel)
+    return sums_of_rows(d_rows, dispatch), d_up.reshape(up.shape), None
+
+
+multiply_up.defvjp(_multiply_up_forward, _multiply_up_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_down(
+    expert: Expert,
+    h: jax.Array,
+    gates: jax.Array,
+    down: jax.Array,
+    dispatch: Dispatch,
+) -> jax.Array:
+    """[T, D]: each token's sum of gate * act(h) times its experts' `down` [E, F, D].
+
+    h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
+    """
+    rows = _weighted(expert, h, gates.reshape(-1)[dispatch.pairs])
+    y = grouped_matmul(rows, down, dispatch.sizes, implementation=expert.kernel)
+    return sums_of_rows(y, dispatch)
+
+
+def _weighted(expert: Expert, h: jax.Array, gates: jax.Array) -> jax.Array:
+    """gate * act(h) of rows, [M, F]; gates fp32 [M]."""
+    return expert.activate(h) * gates[:, None].astype(h.dtype)
+
+
+def _multiply_down_forward(expert, h, gates, down, dispatch):
+    y = multiply_down(expert, h, gates, down, dispatch)
+    return y, (h, gates, down, dispatch)
+
+
+def _multiply_down_backward(expert, saved, dy):
+    h, gates, down, dispatch = saved
+    sizes = dispatch.sizes
+    dy = rows_of_tokens(dy, dispatch)
+    make_rows = functools.partial(_weighted, expert)
+    rows, vjp = jax.vjp(make_rows, h, gates.reshape(-1)[dispatch.pairs])
+    d_down = grouped_weight_gradient(rows, dy, sizes, implementation=expert.kernel)
+    d_rows = grouped_matmul_transposed(dy, down, sizes, implementation=expert.kernel)
+    dh, d_gates = vjp(d_rows)
+    d_gates = jnp.take(d_gates, dispatch.places, mode="fill", fill_value=0)
+    return dh, d_gates, d_down, None
+
+
+multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
+
+
+def _matrices(up: jax.Array) -> jax.Array:
+    """[E, D, (2,) F] -> [E, D, (2 *) F]."""
+    return up.reshape(*up.shape[:2], -1)
+
+
+# ---- oracles -------------------------------------------------------------------------------------
+
+
+def every_expert(
+    expert: Expert,
+    routed: RoutedTokens,
+    up: jax.Array,
+    down: jax.Array,
+    first: jax.Array | int,
+) -> jax.Array:
+    """[T, D]: this device's experts, from `first` on, run on all tokens, one after the other.
+
+    A token's gate is zero where the expert was not chosen. So this does E/k times the work needed.
+    """
+    x = routed.x
+
+    @jax.checkpoint  # or every expert's activations of all tokens would be kept
+    def add_expert(total: jax.Array, one: tuple) -> tuple[jax.Array, None]:
+        number, up, down = one
+        gates = jnp.sum(routed.gates, 1, where=routed.experts == number)
+        h = jnp.tensordot(x, up, 1)
+        rows = _weighted(expert, h, gates)
+        y = jnp.tensordot(rows, down, 1, preferred_element_type=jnp.float32)
+        return total + y, None
+
+    zero = jnp.zeros(x.shape, jnp.float32)
+    numbers = first + jnp.arange(len(up), dtype=jnp.int32)
+    total, _ = jax.lax.scan(add_expert, zero, (numbers, up, down))
+    return total.astype(x.dtype)
 
 
 def reference(
     x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
     """The output [T, D] of a block for x [T, D] on one device, token by token, for tests."""
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated)
 
     def token(x: jax.Array) -> jax.Array:
         logits = router.T @ x
@@ -85,9 +268,9 @@ def reference(
         else:
             gates = jax.nn.softmax(logits)[best]
         outputs = []
-        for expert in best:
-            h = hidden(x, up[expert], cfg)
-            outputs.append(h @ down[expert])
+        for number in best:
+            h = expert.activate(jnp.tensordot(x, up[number], 1))
+            outputs.append(h @ down[number])
         return gates @ jnp.stack(outputs)
 
     return jax.lax.map(token, x)

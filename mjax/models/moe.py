@@ -59,9 +59,9 @@ class MoE(BranchModule):
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
-        cfg, parallel = self.cfg, inputs.ctx.parallel
+        cfg = self.cfg
         routing = route(x, self.router[...], cfg)
-        y = run_experts(x, routing, self.up[...], self.down[...], cfg, parallel)
+        y = run_experts(x, routing, self.up[...], self.down[...], cfg, inputs.ctx)
         if not self.statistics(cfg):
             return BranchOutput(y)
-        return BranchOutput(y, {"aux_loss": balance_loss(routing, cfg, parallel)})
+        return BranchOutput(y, {"aux_loss": balance_loss(routing, cfg, inputs.ctx.parallel)})

@@ -103,6 +103,7 @@ def _residuals(
     ctx = Context(
         parallel=parallel,
         attention=cfg.train.attention,
+        experts=cfg.train.experts,
         cp_type=cfg.mesh.cp_type,
         cp_a2a=cfg.mesh.cp_a2a,
         max_documents=1,

@@ -15,6 +15,13 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
     return lines
 
 
+def expert_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
+    """What multiplies tokens by the weights of a device's experts."""
+    held = cfg.model.moe.num_experts // sizes["ep"]
+    up = held, cfg.model.hidden_size, cfg.model.moe.moe_intermediate_size // sizes["tp"]
+    return choose("experts", cfg.precision.compute, up, asked=cfg.train.experts)
+
+
 def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for each op, for one micro-batch of a layer of the usual sizes."""
     model, dtype, tp = cfg.model, cfg.precision.compute, sizes["tp"]
@@ -40,6 +47,8 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         "gate": choose("gate", dtype, up, act=model.hidden_act),
         "loss rows": choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk),
     }
+    if "E" in model.branches:
+        choices["experts"] = expert_choice(cfg, sizes)
     recipe = decide_execution(cfg, sizes).recipe
     if recipe is not None:
         gradient = tokens, up[-1]

@@ -97,6 +97,7 @@ class Programs:
         ctx = Context(
             parallel=placement.parallel,
             attention=cfg.train.attention,
+            experts=cfg.train.experts,
             cp_type=cfg.mesh.cp_type,
             cp_a2a=cfg.mesh.cp_a2a,
             permute=uniform,

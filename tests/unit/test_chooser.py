@@ -46,8 +46,14 @@ TABLE = [
     ("loss_rows", "float32", (64, 50304), GPU, {"tp": 1}, "xla", "nothing is won"),
     ("loss_rows", "float32", (2**20, 151936), GPU, {"tp": 1, "chunk": 16384}, "xla", "32-bit"),
     ("quantize", "bfloat16", BIG, CPU, {"delayed": True, "backend": "xla"}, "xla", NO_GPU),
+    ("experts", "bfloat16", (8, 64, 64), CPU, {"asked": "auto"}, "xla", "no GPU"),
+    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "auto"}, "loop", "not yet timed"),
+    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "mosaic"}, "mosaic", "asks for it"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
+    ("experts", "bfloat16", (8, 64, 64), CPU, {"asked": "auto"}, "xla", "no GPU"),
+    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "auto"}, "loop", "not yet timed"),
+    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "mosaic"}, "mosaic", "asks for it"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),
 ]
 
@@ -67,7 +73,8 @@ def test_what_is_asked_for_is_not_replaced(name):
 
 
 def test_a_run_lists_every_op_once():
-    cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true"])
+    experts = ["model.layer_pattern=GE", "model.moe.num_experts=8"]
+    cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
     assert sorted(ops) == sorted(RULES)
