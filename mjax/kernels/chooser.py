@@ -122,6 +122,23 @@ def mosaic_computes(
     return device.hopper and dtype == jnp.bfloat16 and size in HEAD_SIZES and not lacks
 
 
+def _grouped_matmul(
+    dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, implementation: str = "auto"
+) -> Choice:
+    """Of rows and weights, as sizes (M, G, K, N)."""
+    if implementation != "auto":
+        return Choice(implementation, "it is asked for")
+    if device.backend == "cpu":
+        return Choice("xla", NO_GPU)
+    lacks = mosaic_grouped_lacks(dtype, shape, device)
+    return Choice("xla", lacks or "mosaic compiles, but no GPU has run it yet")
+
+
+def mosaic_grouped_lacks(dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> str | None:
+    """Why our Hopper grouped matmul cannot compute sizes (M, G, K, N), or None."""
+    return "it is not built"
+
+
 def _norm(
     dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, layernorm: bool = False
 ) -> Choice:
@@ -207,6 +224,7 @@ def _experts(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, asked:
 RULES = {
     "attention": _attention,
     "experts": _experts,
+    "grouped_matmul": _grouped_matmul,
     "norm": _norm,
     "gate": _gate,
     "loss_rows": _loss_rows,

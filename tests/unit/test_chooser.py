@@ -14,6 +14,7 @@ AUTO = AttentionCall(scale=1.0)
 CAPPED = AttentionCall(scale=1.0, softcap=30.0)
 Q = (2, 1024, 8, 128)
 BIG = (2**14, 2**10)
+EXPERTS = (2**14, 8, 4096, 14336)
 BARE = Device("gpu", triton=False)
 
 # op, dtype, shape, device, facts, the implementation, a word of why
@@ -38,6 +39,9 @@ TABLE = [
     ("gate", "bfloat16", BIG, GPU, {"act": "gelu_tanh"}, "triton", "one pass"),
     ("gate", "bfloat16", BIG, GPU, {"act": "gelu"}, "xla", "silu and gelu_tanh"),
     ("gate", "bfloat16", (2**14 + 1, 2**10), GPU, {"rows": 2}, "xla", "2 rows"),
+    ("grouped_matmul", "bfloat16", EXPERTS, CPU, {}, "xla", NO_GPU),
+    ("grouped_matmul", "bfloat16", EXPERTS, GPU, {}, "xla", ""),
+    ("grouped_matmul", "bfloat16", EXPERTS, HOPPER, {}, "xla", ""),
     ("loss_rows", "float32", (16384, 151936), CPU, {"tp": 1}, "xla", NO_GPU),
     ("loss_rows", "float32", (16384, 151936), GPU, {"tp": 1}, "triton", "one read"),
     ("loss_rows", "float32", (16384, 151936), BARE, {"tp": 1}, "xla", "jax-triton"),
@@ -77,6 +81,6 @@ def test_a_run_lists_every_op_once():
     cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
-    assert sorted(ops) == sorted(RULES)
+    assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul"})  # no block calls it yet
     lines = kernel_lines(cfg, sizes)
     assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")

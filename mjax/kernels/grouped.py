@@ -1,0 +1,98 @@
+"""Grouped matmul: rows sorted by group, each times the matrix of its group, with both gradients.
+
+`sizes` int32 [G] counts the rows of each group. Groups may be empty. Rows beyond sum(sizes) belong
+to no group: products make them zero, and gradients of weights leave them out. The plain-JAX
+versions are `jax.lax.ragged_dot_general`. Invariant: a product is summed in fp32 and rounded once,
+to the dtype of the rows.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mjax.errors import UserError
+from mjax.kernels import chooser
+from mjax.kernels.chooser import choose
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "auto"
+) -> jax.Array:
+    """x [M, K], w [G, K, N], sizes int32 [G] -> [M, N], in x's dtype."""
+    resolve(x, w.shape, implementation)
+    return reference_matmul(x, w, sizes)
+
+
+def grouped_matmul_transposed(
+    g: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "auto"
+) -> jax.Array:
+    """The gradient [M, K] of x in `grouped_matmul`, from g [M, N] and w [G, K, N]."""
+    resolve(g, w.shape, implementation)
+    return reference_transposed(g, w, sizes)
+
+
+def grouped_weight_gradient(
+    x: jax.Array,
+    g: jax.Array,
+    sizes: jax.Array,
+    total: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """The gradient [G, K, N] of w in `grouped_matmul`, from x [M, K] and g [M, N].
+
+    With `total` fp32 [G, K, N] it returns the sum of both, in fp32, else the gradient in x's dtype.
+    """
+    resolve(x, (len(sizes), x.shape[1], g.shape[1]), implementation)
+    return reference_weight_gradient(x, g, sizes, total)
+
+
+def resolve(rows: jax.Array, weight: tuple[int, ...], implementation: str) -> str:
+    """The implementation for rows [M, ...] and a weight [G, K, N].
+
+    Raises `UserError` where one that was asked for cannot compute it.
+    """
+    shape = (len(rows), *weight)
+    choice = choose("grouped_matmul", rows.dtype, shape, implementation=implementation)
+    if choice.name == "mosaic":
+        lacks = chooser.mosaic_grouped_lacks(rows.dtype, shape, chooser.this_device())
+        if lacks:
+            raise UserError(f"grouped matmul by mosaic: {lacks}; use xla")
+    return choice.name
+
+
+# ---- in plain JAX ------------------------------------------------------------------------------
+
+
+def reference_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` in plain JAX."""
+    return _rows_by_group(x, w, sizes, 1)
+
+
+def reference_transposed(g: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul_transposed` in plain JAX."""
+    return _rows_by_group(g, w, sizes, 2)
+
+
+def reference_weight_gradient(
+    x: jax.Array, g: jax.Array, sizes: jax.Array, total: jax.Array | None
+) -> jax.Array:
+    """`grouped_weight_gradient` in plain JAX."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+    product = lax.ragged_dot_general(x, g, sizes, numbers, preferred_element_type=jnp.float32)
+    return product.astype(x.dtype) if total is None else total + product
+
+
+def _rows_by_group(rows: jax.Array, w: jax.Array, sizes: jax.Array, contracted: int) -> jax.Array:
+    """Rows times w of their group, over an axis of w."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (contracted,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    y = lax.ragged_dot_general(rows, w, sizes, numbers, preferred_element_type=jnp.float32)
+    grouped = jnp.arange(len(rows)) < jnp.sum(sizes)
+    return jnp.where(grouped[:, None], y, 0).astype(rows.dtype)
