@@ -77,7 +77,7 @@ BRANCHES: dict[str, Branch] = {
         name="mlp",
         shape="moe",
         sizes=("moe.moe_intermediate_size",),
-        matmuls=("expert_up",),
+        matmuls=("expert_up", "expert_down"),
     ),
 }
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mjax.config.schema import PrecisionConfig
 from mjax.kernels.quantize import empty_history, remember
-from mjax.models.layers import matmul_leaves
+from mjax.models.layers import fp8_leaves
 from mjax.sharding.collectives import Parallel
 
 
@@ -65,7 +65,7 @@ def maxima_buffer(specs: dict, steps: int) -> Buffer:
     """The maxima of the last steps for delayed scaling: {stack: {matmul: fp32 [L, 2, steps]}}."""
 
     def initial(params: dict) -> dict:
-        return empty_history(matmul_leaves(params, specs), steps)
+        return empty_history(fp8_leaves(params, specs), steps)
 
     def update(history: dict, seen: Seen, parallel: Parallel) -> tuple[dict, jax.Array]:
         return remember(history, seen.maxima, parallel)

@@ -18,14 +18,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
 from mjax.kernels.chooser import choose
-from mjax.kernels.grouped import (
-    grouped_matmul,
-    grouped_matmul_transposed,
-    grouped_weight_gradient,
-)
+from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed
 from mjax.models.context import Context
+from mjax.models.dispatch import Dispatch, make_dispatch, rows_of_tokens, sums_of_rows
+from mjax.models.grouped_linear import matrices_of, weight_cotangent
 from mjax.models.mlp import activated, gated
 from mjax.models.router import Routing
+from mjax.models.weight import Weight, read_value
 from mjax.sharding.collectives import Parallel
 
 
@@ -54,24 +53,11 @@ class RoutedTokens(NamedTuple):
     gates: jax.Array
 
 
-class Dispatch(NamedTuple):
-    """The order in which this device's experts take M rows, each a pair of token and expert; int32.
-
-    pairs [M]: the pair of each row, counted along [T, k]. places [T, k]: the row of each pair, M or
-    more where another device holds the expert. sizes [E/ep]: the rows of each expert; rows behind
-    them belong to none.
-    """
-
-    pairs: jax.Array
-    places: jax.Array
-    sizes: jax.Array
-
-
 def run_experts(
     x: jax.Array,
     routing: Routing,
-    up: jax.Array,
-    down: jax.Array,
+    up: Weight,
+    down: Weight,
     cfg: ModelConfig,
     ctx: Context,
 ) -> jax.Array:
@@ -80,16 +66,17 @@ def run_experts(
     `up` [E/ep, D, (2,) F/tp] and `down` [E/ep, F/tp, D] are this device's shards.
     """
     parallel = ctx.parallel
-    kernel = choose("experts", x.dtype, up.shape, asked=ctx.experts).name
+    kernel = choose("experts", x.dtype, up.value.shape, asked=ctx.experts).name
     expert = Expert(cfg.hidden_act, cfg.mlp_gated, kernel)
     routed = to_experts(x, routing, parallel)
-    first = parallel.index("ep") * len(up)
+    held = len(up.value)
+    first = parallel.index("ep") * held
     if kernel == "loop":
         y = every_expert(expert, routed, up, down, first)
     else:
-        dispatch = make_dispatch(routed.experts, first, len(up))
+        dispatch = make_dispatch(routed.experts, first, held)
         h = multiply_up(expert, routed.x, up, dispatch)
-        h = checkpoint_name(h, "expert_up")
+        h = checkpoint_name(h, up.name)
         y = multiply_down(expert, h, routed.gates, down, dispatch)
     sequences = x.shape[0] * parallel.ep
     return from_experts(y.reshape(sequences, -1, y.shape[-1]), parallel)
@@ -118,58 +105,30 @@ def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
     return parallel.scatter_seq(y)
 
 
-# ---- rows sorted by expert -----------------------------------------------------------------------
-
-
-def make_dispatch(experts: jax.Array, first: jax.Array | int, held: int) -> Dispatch:
-    """The dispatch of tokens to this device's experts `first`, .. `first + held - 1`.
-
-    `experts` int32 [T, k] are those of each token. M is T * min(k, held), so any routing fits.
-    """
-    tokens, k = experts.shape
-    local = experts.reshape(-1) - first
-    local = jnp.where((local >= 0) & (local < held), local, held)
-    order = jnp.argsort(local, stable=True).astype(jnp.int32)
-    row = jnp.arange(tokens * k, dtype=jnp.int32)
-    places = jnp.zeros_like(row).at[order].set(row, unique_indices=True)
-    sizes = jnp.zeros(held + 1, jnp.int32).at[local].add(1)[:held]
-    places = jnp.where(local < held, places, len(row))
-    return Dispatch(order[: tokens * min(k, held)], places.reshape(tokens, k), sizes)
-
-
-def rows_of_tokens(x: jax.Array, dispatch: Dispatch) -> jax.Array:
-    """The rows [M, ...] of a dispatch, from one entry a token, [T, ...]."""
-    k = dispatch.places.shape[1]
-    return x[dispatch.pairs // k]
-
-
-def sums_of_rows(rows: jax.Array, dispatch: Dispatch) -> jax.Array:
-    """[T, D]: the sum of each token's rows [M, D], in fp32 and then in their dtype."""
-    of_pairs = jnp.take(rows, dispatch.places, axis=0, mode="fill", fill_value=0)
-    return jnp.sum(of_pairs, 1, dtype=jnp.float32).astype(rows.dtype)
+# ---- the two matmuls --------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_up(expert: Expert, x: jax.Array, up: jax.Array, dispatch: Dispatch) -> jax.Array:
+def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
     """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
     rows = rows_of_tokens(x, dispatch)
-    h = grouped_matmul(rows, _matrices(up), dispatch.sizes, implementation=expert.kernel)
-    return h.reshape(-1, *up.shape[2:])
+    h = grouped_matmul(rows, matrices_of(up), dispatch.sizes, expert.kernel)
+    return h.reshape(-1, *up.value.shape[2:])
 
 
 def _multiply_up_forward(expert, x, up, dispatch):
-    return multiply_up(expert, x, up, dispatch), (x, up, dispatch)
+    h = multiply_up(expert, x, up, dispatch)
+    return h, (x, up, dispatch)
 
 
 def _multiply_up_backward(expert, saved, dh):
     x, up, dispatch = saved
-    sizes = dispatch.sizes
     dh = dh.reshape(len(dh), -1)
     rows = rows_of_tokens(x, dispatch)
-    matrices = _matrices(up)
-    d_up = grouped_weight_gradient(rows, dh, sizes, implementation=expert.kernel)
-    d_rows = grouped_matmul_transposed(dh, matrices, sizes, implementation=expert.kernel)
-    return sums_of_rows(d_rows, dispatch), d_up.reshape(up.shape), None
+    d_up = weight_cotangent(up, rows, dh, dispatch.sizes, expert.kernel)
+    d_rows = grouped_matmul_transposed(dh, matrices_of(up), dispatch.sizes, expert.kernel)
+    dx = sums_of_rows(d_rows, dispatch)
+    return dx, d_up, None
 
 
 multiply_up.defvjp(_multiply_up_forward, _multiply_up_backward)
@@ -180,15 +139,16 @@ def multiply_down(
     expert: Expert,
     h: jax.Array,
     gates: jax.Array,
-    down: jax.Array,
+    down: Weight,
     dispatch: Dispatch,
 ) -> jax.Array:
     """[T, D]: each token's sum of gate * act(h) times its experts' `down` [E, F, D].
 
     h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
     """
-    rows = _weighted(expert, h, gates.reshape(-1)[dispatch.pairs])
-    y = grouped_matmul(rows, down, dispatch.sizes, implementation=expert.kernel)
+    of_rows = gates.reshape(-1)[dispatch.pairs]
+    rows = _weighted(expert, h, of_rows)
+    y = grouped_matmul(rows, matrices_of(down), dispatch.sizes, expert.kernel)
     return sums_of_rows(y, dispatch)
 
 
@@ -204,12 +164,12 @@ def _multiply_down_forward(expert, h, gates, down, dispatch):
 
 def _multiply_down_backward(expert, saved, dy):
     h, gates, down, dispatch = saved
-    sizes = dispatch.sizes
     dy = rows_of_tokens(dy, dispatch)
     make_rows = functools.partial(_weighted, expert)
-    rows, vjp = jax.vjp(make_rows, h, gates.reshape(-1)[dispatch.pairs])
-    d_down = grouped_weight_gradient(rows, dy, sizes, implementation=expert.kernel)
-    d_rows = grouped_matmul_transposed(dy, down, sizes, implementation=expert.kernel)
+    of_rows = gates.reshape(-1)[dispatch.pairs]
+    rows, vjp = jax.vjp(make_rows, h, of_rows)
+    d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
+    d_rows = grouped_matmul_transposed(dy, matrices_of(down), dispatch.sizes, expert.kernel)
     dh, d_gates = vjp(d_rows)
     d_gates = jnp.take(d_gates, dispatch.places, mode="fill", fill_value=0)
     return dh, d_gates, d_down, None
@@ -218,19 +178,14 @@ def _multiply_down_backward(expert, saved, dy):
 multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
 
 
-def _matrices(up: jax.Array) -> jax.Array:
-    """[E, D, (2,) F] -> [E, D, (2 *) F]."""
-    return up.reshape(*up.shape[:2], -1)
-
-
 # ---- oracles -------------------------------------------------------------------------------------
 
 
 def every_expert(
     expert: Expert,
     routed: RoutedTokens,
-    up: jax.Array,
-    down: jax.Array,
+    up: Weight,
+    down: Weight,
     first: jax.Array | int,
 ) -> jax.Array:
     """[T, D]: this device's experts, from `first` on, run on all tokens, one after the other.
@@ -249,8 +204,9 @@ def every_expert(
         return total + y, None
 
     zero = jnp.zeros(x.shape, jnp.float32)
-    numbers = first + jnp.arange(len(up), dtype=jnp.int32)
-    total, _ = jax.lax.scan(add_expert, zero, (numbers, up, down))
+    numbers = first + jnp.arange(len(up.value), dtype=jnp.int32)
+    one_each = numbers, read_value(up), read_value(down)
+    total, _ = jax.lax.scan(add_expert, zero, one_each)
     return total.astype(x.dtype)
 
 

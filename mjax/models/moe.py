@@ -9,6 +9,7 @@ from mjax.models.experts import run_experts
 from mjax.models.mlp import up_axes, up_names
 from mjax.models.params import StatisticCount, declare, normal
 from mjax.models.router import balance_loss, route
+from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
 
@@ -35,6 +36,7 @@ class MoE(BranchModule):
             shape=(experts, width, *shape),
             axes=("experts", "embed", *axes),
             role="matrix",
+            matmul="expert_up",
             active=active,
             hf=up_names(cfg, prefix, "weight"),
         )
@@ -42,6 +44,7 @@ class MoE(BranchModule):
             shape=(experts, ffn, width),
             axes=("experts", "mlp", "embed"),
             role="matrix",
+            matmul="expert_down",
             active=active,
             hf=(f"{prefix}.down_proj.weight",),
         )
@@ -61,7 +64,7 @@ class MoE(BranchModule):
     ) -> BranchOutput:
         cfg = self.cfg
         routing = route(x, self.router[...], cfg)
-        y = run_experts(x, routing, self.up[...], self.down[...], cfg, inputs.ctx)
+        y = run_experts(x, routing, weight_of(self.up), weight_of(self.down), cfg, inputs.ctx)
         if not self.statistics(cfg):
             return BranchOutput(y)
         return BranchOutput(y, {"aux_loss": balance_loss(routing, cfg, inputs.ctx.parallel)})

@@ -144,9 +144,11 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
         value = jax.ShapeDtypeStruct(shape, cfg.precision.compute)
         if spec.matmul is None:
             return value
-        scales = None if recipe is None else jax.ShapeDtypeStruct((3,), jnp.float32)
-        of_matmul = {"name": spec.matmul, "inputs": spec.inputs, "recipe": recipe}
-        return Weight(value, scales=scales, **of_matmul)
+        of_matmul = {"name": spec.matmul, "inputs": spec.inputs}
+        if recipe is None or not spec.takes_fp8:
+            return Weight(value, **of_matmul)
+        scales = jax.ShapeDtypeStruct((3,), jnp.float32)
+        return Weight(value, scales=scales, recipe=recipe, **of_matmul)
 
     return jax.tree.map(weight, block.specs, param_partitions(block.specs, parallel))
 

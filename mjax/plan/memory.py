@@ -141,11 +141,12 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
     for where in trained:
         trained_of_role[where.spec.role] += where.stored_size
     weights = sum(where.weight_size for where in found)
+    rounded = [where for where in stacks if where.spec.takes_fp8 and is_matmul_weight(where)]
     of_stacks = sum(where.weight_size for where in stacks)
     return Counts(
         tables=weights - of_stacks,
         stacks=of_stacks,
-        eight_bits=sum(where.weight_size for where in stacks if is_matmul_weight(where)),
+        eight_bits=sum(where.weight_size for where in rounded),
         shard=sum(where.stored_size for where in found),
         trained_of_role=trained_of_role,
         trained_share=sum(where.weight_size for where in trained) / weights,

@@ -61,6 +61,11 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
+    def takes_fp8(self) -> bool:
+        """Whether FP8 recipes round the parameter: weights of matmuls, except those of experts."""
+        return self.matmul is not None and "experts" not in self.axes
+
+    @property
     def is_stacked(self) -> bool:
         """Whether it is a parameter of all layers of a stack."""
         return self.axes[:1] == ("layers",)

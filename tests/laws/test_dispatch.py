@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.models.dispatch import make_dispatch
 from mjax.models.experts import (
     Expert,
     RoutedTokens,
     every_expert,
-    make_dispatch,
     multiply_down,
     multiply_up,
 )
+from mjax.models.weight import Weight
 from mjax.prove import deviation
 
 D, F, E = 12, 10, 8
@@ -56,11 +57,12 @@ def test_dispatch_equals_every_expert_forward_and_backward(name, expert, first, 
 
     def sorted_rows(x, gates, up, down):
         dispatch = make_dispatch(experts, first, held)
-        h = multiply_up(expert, x, up[mine], dispatch)
-        return multiply_down(expert, h, gates, down[mine], dispatch)
+        h = multiply_up(expert, x, Weight(up[mine]), dispatch)
+        return multiply_down(expert, h, gates, Weight(down[mine]), dispatch)
 
     def loop(x, gates, up, down):
-        return every_expert(expert, RoutedTokens(x, experts, gates), up[mine], down[mine], first)
+        routed = RoutedTokens(x, experts, gates)
+        return every_expert(expert, routed, Weight(up[mine]), Weight(down[mine]), first)
 
     (y, vjp), (want, want_vjp) = jax.vjp(sorted_rows, *given), jax.vjp(loop, *given)
     assert deviation(y, want) <= 1e-5
