@@ -77,6 +77,7 @@ BRANCHES: dict[str, Branch] = {
         name="mlp",
         shape="moe",
         sizes=("moe.moe_intermediate_size",),
+        matmuls=("up", "down"),  # of the shared expert
     ),
 }
 

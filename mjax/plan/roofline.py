@@ -221,6 +221,7 @@ def _layer_bytes(cfg: Config) -> float:
             elements += of_ffn * sizes.intermediate_size
         elif letter == "E":
             width = sizes.moe.moe_intermediate_size * sizes.moe.num_experts
+            width += sizes.moe.shared_expert_intermediate_size
             elements += of_ffn * width
     return elements * WIDTH[cfg.precision.compute]
 
