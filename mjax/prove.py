@@ -119,6 +119,18 @@ FEATURES = {
         "model.attention.attention_sinks=true",
         "model.attention.attention_bias=true",
     ],
+    "routing": [  # DeepSeek-V3's, with all that a router may have
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GE",
+        "model.moe.scoring_func=sigmoid",
+        "model.moe.n_group=2",
+        "model.moe.routed_scaling_factor=2.5",
+        "model.moe.router_bias=true",
+        "model.moe.router_z_loss_coef=0.01",
+        "model.moe.shared_expert_intermediate_size=24",
+        "model.moe.shared_expert_gate=true",
+    ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
         "model.layer_sizes=[{intermediate_size: 96}]",
@@ -127,7 +139,7 @@ FEATURES = {
 }
 NO_RING = ("sinks", "dropout", "gpt-oss")
 MOST_TP = {"odd widths": 2}
-PERIOD = {"windows": 2, "unlike layers": 4}  # layers that differ, in turn
+PERIOD = {"windows": 2, "routing": 2, "unlike layers": 4}  # layers that differ, in turn
 
 
 class Cell(NamedTuple):
@@ -267,7 +279,7 @@ def sizes_for(mesh: dict[str, int], feature: str) -> list[str]:
     if math.prod(mesh.values()) % 3:
         return deep
     six = SIX[{"muon": 1, "odd widths": 2}.get(feature, 0) :]  # those two have sizes of their own
-    experts = ["model.moe.num_experts=6"] if feature in ("experts", "gpt-oss") else []
+    experts = ["model.moe.num_experts=6"] if "model.moe.num_experts=8" in FEATURES[feature] else []
     return [*deep, *six, *experts]
 
 

@@ -185,6 +185,9 @@ MESH_RULES: tuple[Rule, ...] = (
     _tp_divides(
         "model.moe.moe_intermediate_size", "choose a mesh.tp that divides an expert's width"
     ),
+    _tp_divides(
+        "model.moe.shared_expert_intermediate_size", "choose a mesh.tp that divides its width"
+    ),
     _tp_divides("model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"),
     _tp_divides("data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"),
     Rule(

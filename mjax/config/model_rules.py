@@ -50,6 +50,15 @@ def _sizes_without_effect(c: Config) -> list[str]:
     return unread
 
 
+def _groups_fit(c: Config) -> bool:
+    moe = c.model.moe
+    if moe.n_group == 1:
+        return moe.topk_group == 1
+    if moe.topk_group > moe.n_group or moe.num_experts % moe.n_group:
+        return False
+    return moe.num_experts_per_tok <= moe.num_experts // moe.n_group * moe.topk_group
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "layer_sizes_fit",
@@ -158,6 +167,31 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
         "`model.moe.num_experts_per_tok` with `model.moe.norm_topk_prob` makes every gate 1",
         "set model.moe.norm_topk_prob=false, or the router learns nothing from the loss",
+    ),
+    Rule(
+        "groups_fit",
+        _groups_fit,
+        "`model.moe.n_group`, `model.moe.topk_group`: groups of equal size, those that a token is "
+        "sent to, with at least `model.moe.num_experts_per_tok` experts of "
+        "`model.moe.num_experts`",
+        "change them, or set model.moe.n_group=1 and model.moe.topk_group=1",
+    ),
+    Rule(
+        "group_score_fits",
+        lambda c: (
+            c.model.moe.n_group == 1
+            or c.model.moe.group_score_topk * c.model.moe.n_group <= c.model.moe.num_experts
+        ),
+        "`model.moe.group_score_topk` exceeds the experts of a group",
+        "lower it or model.moe.n_group",
+    ),
+    Rule(
+        "shared_gate_used",
+        lambda c: (
+            c.model.moe.shared_expert_intermediate_size > 0 or not c.model.moe.shared_expert_gate
+        ),
+        "`model.moe.shared_expert_gate` has no effect without a shared expert",
+        "set model.moe.shared_expert_intermediate_size",
     ),
     Rule(
         "ep_divides_experts",

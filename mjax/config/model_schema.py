@@ -86,11 +86,34 @@ class MoeConfig(Group):
     num_experts: int = Field(0, ge=0, description="Experts of an E block.")
     num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token is sent to.")
     moe_intermediate_size: int = Field(0, ge=0, description="Width of one; 0: intermediate_size.")
-    norm_topk_prob: bool = Field(
-        True, description="Gates: softmax over the chosen logits; false: over all, then chosen."
+    shared_expert_intermediate_size: int = Field(
+        0, ge=0, description="Width of an MLP beside the experts, for all tokens; 0: none."
     )
+    shared_expert_gate: bool = Field(False, description="Weigh it by a sigmoid of the token.")
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = Field(
+        True, description="Gates: divided by their sum; for softmax the one over the chosen logits."
+    )
+    routed_scaling_factor: float = Field(1.0, gt=0, description="Factor on the gates.")
+    router_bias: bool = Field(False, description="Bias on the router's logits (gpt-oss).")
+    n_group: int = Field(1, ge=1, description="Groups of experts; a token goes to topk_group.")
+    topk_group: int = Field(1, ge=1, description="Groups that a token is sent to.")
+    group_score_topk: int = Field(
+        2, ge=1, description="A group's score sums its best ones: DeepSeek-V3: 2, DeepSeek-V2: 1."
+    )
+    force_balanced: bool = Field(
+        False, description="Benchmarks only: experts take turns, whatever the router says."
+    )
+
     router_aux_loss_coef: float = Field(
-        0.0, ge=0, description="Weight of the balance loss, per sequence, summed over E blocks."
+        0.0, ge=0, description="Weight of the balance loss, summed over E blocks."
+    )
+    router_aux_loss_over: Literal["sequence", "global_batch"] = Field(
+        "sequence", description="What the balance loss balances."
+    )
+    router_z_loss_coef: float = Field(
+        0.0, ge=0, description="Weight of the mean of logsumexp(logits)^2, summed over E blocks."
     )
 
 

@@ -77,7 +77,7 @@ BRANCHES: dict[str, Branch] = {
         name="mlp",
         shape="moe",
         sizes=("moe.moe_intermediate_size",),
-        matmuls=("expert_up", "expert_down"),
+        matmuls=("up", "down", "expert_up", "expert_down"),  # the first of the shared expert
     ),
 }
 

@@ -19,6 +19,7 @@ LARGEST_SIZES = MappingProxyType(
         "hidden_size": 2**24,
         "intermediate_size": 2**24,
         "moe_intermediate_size": 2**24,
+        "shared_expert_intermediate_size": 2**24,
         "head_dim": 2**20,
         "num_hidden_layers": 10_000,
         "num_attention_heads": 2**16,

@@ -229,6 +229,7 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
             elements += of_ffn * model.intermediate_size
         elif letter == "E":
             width = model.moe.moe_intermediate_size * _experts_run(cfg, sizes)
+            width += model.moe.shared_expert_intermediate_size
             elements += of_ffn * width
     return elements * WIDTH[cfg.precision.compute]
 

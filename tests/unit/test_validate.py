@@ -31,6 +31,10 @@ BROKEN = {
         ["mesh.tp=2", *EXPERTS, "model.moe.moe_intermediate_size=33"],
         "model.moe.moe_intermediate_size=33",
     ),
+    "tp_divides_shared_expert_intermediate_size": (
+        ["mesh.tp=2", *EXPERTS, "model.moe.shared_expert_intermediate_size=33"],
+        "model.moe.shared_expert_intermediate_size=33",
+    ),
     "tp_divides_padded_vocab_size": (
         ["mesh.tp=2", "model.vocab_size=251", "model.vocab_multiple=1"],
         "model.padded_vocab_size=251 is not divisible by mesh.tp=2",
@@ -96,6 +100,18 @@ BROKEN = {
         "exceeds model.moe.num_experts=4",
     ),
     "top_1_learns": ([*EXPERTS, "model.moe.num_experts_per_tok=1"], "makes every gate 1"),
+    "groups_fit": (
+        [*EXPERTS, "model.moe.n_group=3"],
+        "model.moe.n_group=3, model.moe.topk_group=1: groups of equal size",
+    ),
+    "group_score_fits": (
+        [*EXPERTS, "model.moe.n_group=2", "model.moe.group_score_topk=3"],
+        "model.moe.group_score_topk=3 exceeds the experts of a group",
+    ),
+    "shared_gate_used": (
+        [*EXPERTS, "model.moe.shared_expert_gate=true"],
+        "model.moe.shared_expert_gate=True has no effect without a shared expert",
+    ),
     "ep_divides_experts": ([*EXPERTS, "mesh.ep=8"], "not divisible by mesh.ep=8"),
     "experts_have_no_bias": ([*EXPERTS, "model.mlp_bias=true"], "model.mlp_bias=True"),
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
@@ -192,6 +208,11 @@ BROKEN = {
         "passes 2, which is not divisible by train.micro_batch_size=4",
     ),
     "batch_divisible": (["train.micro_batch_size=3"], "train.global_batch_size=8"),
+    "global_balance_needs_one_micro_batch": (
+        [*EXPERTS, "model.moe.router_aux_loss_coef=0.1", "mesh.dp=1"]
+        + ["model.moe.router_aux_loss_over=global_batch", "train.global_batch_size=16"],
+        "needs all choices before the first gradient, but train.global_batch_size=16 is several",
+    ),
     "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
     "fp8_keys_used": (["precision.fp8_skip_layers=1"], "has no effect with precision.fp8='none'"),
     "fp8_backend_used": (["precision.fp8_backend=te"], "has no effect with precision.fp8='none'"),
