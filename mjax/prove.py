@@ -118,6 +118,9 @@ FEATURES = {
         "model.attention.sliding_window=5",
         "model.attention.attention_sinks=true",
         "model.attention.attention_bias=true",
+        "model.moe.router_bias=true",
+        "model.mlp_bias=true",
+        "model.swiglu_limit=0.5",
     ],
     "routing": [  # DeepSeek-V3's, with all that a router may have
         "model.moe.num_experts=8",

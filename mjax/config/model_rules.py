@@ -18,6 +18,12 @@ def _longrope_complete(c: Config) -> bool:
     return {len(s.short_factor or ()), len(s.long_factor or ())} == {_rotary_dims(c) // 2}
 
 
+def _has_only_experts(c: Config) -> bool:
+    """Whether all feed-forward branches are experts, none of them shared."""
+    shared = c.model.moe.shared_expert_intermediate_size
+    return _has_experts(c) and "D" not in c.model.branches and not shared
+
+
 def _has_experts(c: Config) -> bool:
     return "E" in c.model.branches
 
@@ -200,10 +206,13 @@ MODEL_RULES: tuple[Rule, ...] = (
         "choose a mesh.ep that divides the experts",
     ),
     Rule(
-        "experts_have_no_bias",
-        lambda c: not (_has_experts(c) and c.model.mlp_bias),
-        "`model.mlp_bias` is not built for the experts of E blocks",
-        "set model.mlp_bias=false",
+        "swiglu_limit_is_of_experts",
+        lambda c: (
+            c.model.swiglu_limit is None
+            or (c.model.mlp_gated and c.model.hidden_act == "silu" and _has_only_experts(c))
+        ),
+        "`model.swiglu_limit` is built for experts with a gate and silu alone",
+        "set it to null, or use E blocks without a shared expert, hidden_act=silu, mlp_gated=true",
     ),
     Rule(
         "seq_length_fits_positions",

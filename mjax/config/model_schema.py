@@ -178,6 +178,9 @@ class ModelConfig(Group):
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
     mlp_bias: bool = False
+    swiglu_limit: float | None = Field(
+        None, gt=0, description="gpt-oss: experts clamp gate and up at it, and add 1 to up."
+    )
 
     tie_word_embeddings: bool = False
     embedding_multiplier: float | None = Field(None, gt=0, description="Scales embeddings.")

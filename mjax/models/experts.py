@@ -27,22 +27,46 @@ from mjax.models.router import Routing
 from mjax.models.weight import Weight, read_value
 from mjax.sharding.collectives import Parallel
 
+GPT_OSS_SHARPNESS = 1.702  # of the sigmoid in gpt-oss's gate
+
 
 class Expert(NamedTuple):
     """The static facts of an expert: `model.hidden_act`, and whether it is gated.
 
-    kernel: of its grouped matmuls (`kernels/grouped.py`).
+    limit: `model.swiglu_limit`. kernel: of its grouped matmuls (`kernels/grouped.py`).
     """
 
     hidden_act: str
     gated: bool
+    limit: float | None = None
     kernel: str = "xla"
 
     def activate(self, h: jax.Array) -> jax.Array:
         """[..., F], of h [..., 2, F] (gate, up) if gated, else [..., F]."""
+        if self.limit is not None:
+            return _clamped(h, self.limit)
         if self.gated:
             return gated(h, self.hidden_act)
         return activated(h, None, self.hidden_act)
+
+
+def _clamped(h: jax.Array, limit: float) -> jax.Array:
+    """gpt-oss's gated activation of h [..., 2, F]: both halves clamped, 1 added to the second."""
+    gate = jnp.minimum(h[..., 0, :], limit)
+    up = jnp.clip(h[..., 1, :], -limit, limit)
+    return gate * jax.nn.sigmoid(GPT_OSS_SHARPNESS * gate) * (up + 1)
+
+
+class ExpertWeights(NamedTuple):
+    """This device's shards: up [E/ep, D, (2,) F/tp], down [E/ep, F/tp, D].
+
+    up_bias [E/ep, (2,) F/tp] and down_bias [E/ep, D], or None.
+    """
+
+    up: Weight
+    down: Weight
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
 
 class RoutedTokens(NamedTuple):
@@ -56,28 +80,29 @@ class RoutedTokens(NamedTuple):
 def run_experts(
     x: jax.Array,
     routing: Routing,
-    up: Weight,
-    down: Weight,
+    weights: ExpertWeights,
     cfg: ModelConfig,
     ctx: Context,
 ) -> jax.Array:
-    """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates.
-
-    `up` [E/ep, D, (2,) F/tp] and `down` [E/ep, F/tp, D] are this device's shards.
-    """
-    parallel = ctx.parallel
+    """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates."""
+    parallel, up, down = ctx.parallel, weights.up, weights.down
     kernel = choose("experts", x.dtype, up.value.shape, asked=ctx.experts).name
-    expert = Expert(cfg.hidden_act, cfg.mlp_gated, kernel)
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
     routed = to_experts(x, routing, parallel)
     held = len(up.value)
     first = parallel.index("ep") * held
     if kernel == "loop":
-        y = every_expert(expert, routed, up, down, first)
+        y = every_expert(expert, routed, weights, first)
     else:
         dispatch = make_dispatch(routed.experts, first, held)
         h = multiply_up(expert, routed.x, up, dispatch)
         h = checkpoint_name(h, up.name)
+        if weights.up_bias is not None:
+            h = h + bias_of_rows(weights.up_bias, dispatch)
         y = multiply_down(expert, h, routed.gates, down, dispatch)
+    if weights.down_bias is not None:
+        gates = gates_of_held(routed, first, held)
+        y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
     sequences = x.shape[0] * parallel.ep
     return from_experts(y.reshape(sequences, -1, y.shape[-1]), parallel)
 
@@ -103,6 +128,28 @@ def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
     """
     y = parallel.reduce_scatter(y, "ep", 0)
     return parallel.scatter_seq(y)
+
+
+# ---- biases --------------------------------------------------------------------------------------
+
+
+def bias_of_rows(bias: jax.Array, dispatch: Dispatch) -> jax.Array:
+    """The bias [E, ...] of each row's expert, [M, ...].
+
+    It is a product with a matrix of ones and zeros. So the gradient is one, too, where the
+    transpose of a lookup would add row after row.
+    """
+    ends = jnp.cumsum(dispatch.sizes)
+    row = jnp.arange(len(dispatch.pairs))[:, None]
+    is_in = (row < ends) & (row >= ends - dispatch.sizes)
+    return jnp.tensordot(is_in.astype(bias.dtype), bias, 1)
+
+
+def gates_of_held(routed: RoutedTokens, first: jax.Array | int, held: int) -> jax.Array:
+    """The gates fp32 [T, held] of a device's experts, from `first` on; 0 where not chosen."""
+    numbers = first + jnp.arange(held, dtype=jnp.int32)
+    is_chosen = routed.experts[:, :, None] == numbers
+    return jnp.sum(routed.gates[:, :, None], 1, where=is_chosen)
 
 
 # ---- the two matmuls --------------------------------------------------------------------------
@@ -184,28 +231,29 @@ multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
 def every_expert(
     expert: Expert,
     routed: RoutedTokens,
-    up: Weight,
-    down: Weight,
+    weights: ExpertWeights,
     first: jax.Array | int,
 ) -> jax.Array:
     """[T, D]: this device's experts, from `first` on, run on all tokens, one after the other.
 
     A token's gate is zero where the expert was not chosen. So this does E/k times the work needed.
+    The bias of `down` is left out.
     """
-    x = routed.x
+    x, held = routed.x, len(weights.up.value)
+    gates = gates_of_held(routed, first, held)
 
     @jax.checkpoint  # or every expert's activations of all tokens would be kept
     def add_expert(total: jax.Array, one: tuple) -> tuple[jax.Array, None]:
-        number, up, down = one
-        gates = jnp.sum(routed.gates, 1, where=routed.experts == number)
+        up, down, gates, bias = one
         h = jnp.tensordot(x, up, 1)
+        h = h if bias is None else h + bias
         rows = _weighted(expert, h, gates)
         y = jnp.tensordot(rows, down, 1, preferred_element_type=jnp.float32)
         return total + y, None
 
     zero = jnp.zeros(x.shape, jnp.float32)
-    numbers = first + jnp.arange(len(up.value), dtype=jnp.int32)
-    one_each = numbers, read_value(up), read_value(down)
+    matrices = read_value(weights.up), read_value(weights.down)
+    one_each = *matrices, gates.T, weights.up_bias
     total, _ = jax.lax.scan(add_expert, zero, one_each)
     return total.astype(x.dtype)
 
@@ -214,7 +262,7 @@ def reference(
     x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
     """The output [T, D] of a block for x [T, D] on one device, token by token, for tests."""
-    expert = Expert(cfg.hidden_act, cfg.mlp_gated)
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit)
 
     def token(x: jax.Array) -> jax.Array:
         logits = router.T @ x

@@ -6,7 +6,7 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
-from mjax.models.experts import run_experts
+from mjax.models.experts import ExpertWeights, run_experts
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, constant, declare, normal
 from mjax.models.router import Router, Routing, balance_loss, balanced, entropy, route, z_loss
@@ -19,7 +19,8 @@ class MoE(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D] and its statistics.
 
     `router` is [D, E]. `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]. `down` is
-    [E, F, D]. `shared` is an MLP for all tokens, `shared_gate` [D, 1] its weight before a sigmoid.
+    [E, F, D]; `up_bias` [E, (2,) F] and `down_bias` [E, D] with `mlp_bias`. `shared` is an MLP for
+    all tokens, `shared_gate` [D, 1] its weight before a sigmoid.
     """
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
@@ -54,11 +55,32 @@ class MoE(BranchModule):
         self.router = declare(rngs, router, init)
         self.up = declare(rngs, up, init)
         self.down = declare(rngs, down, normal(out_std))
+        if cfg.mlp_bias:
+            self._declare_biases(rngs)
         if cfg.moe.router_bias:
             bias = ParamSpec((experts,), ("router",), "bias", hf=("mlp.gate.bias",))
             self.router_bias = declare(rngs, bias, constant(0.0))
         if cfg.moe.shared_expert_intermediate_size:
             self._declare_shared(out_std, rngs)
+
+    def _declare_biases(self, rngs: nnx.Rngs) -> None:
+        cfg, prefix = self.cfg, "mlp.experts.{expert}"
+        experts, ffn = cfg.moe.num_experts, cfg.moe.moe_intermediate_size
+        shape, axes = up_axes(cfg, ffn)
+        up = ParamSpec(
+            shape=(experts, *shape),
+            axes=("experts", *axes),
+            role="bias",
+            hf=up_names(cfg, prefix, "bias"),
+        )
+        down = ParamSpec(
+            shape=(experts, cfg.hidden_size),
+            axes=("experts", "embed"),
+            role="bias",
+            hf=(f"{prefix}.down_proj.bias",),
+        )
+        self.up_bias = declare(rngs, up, constant(0.0))
+        self.down_bias = declare(rngs, down, constant(0.0))
 
     def _declare_shared(self, out_std: float, rngs: nnx.Rngs) -> None:
         cfg = self.cfg
@@ -92,10 +114,16 @@ class MoE(BranchModule):
         routing = route(x, Router(self.router[...], bias), cfg)
         if cfg.moe.force_balanced:
             routing = balanced(routing, inputs.tokens, cfg, parallel)
-        y = run_experts(x, routing, weight_of(self.up), weight_of(self.down), cfg, inputs.ctx)
+        y = run_experts(x, routing, self._expert_weights(), cfg, inputs.ctx)
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
         return BranchOutput(y, self._statistics(routing, parallel))
+
+    def _expert_weights(self) -> ExpertWeights:
+        weights = weight_of(self.up), weight_of(self.down)
+        if not self.cfg.mlp_bias:
+            return ExpertWeights(*weights)
+        return ExpertWeights(*weights, self.up_bias[...], self.down_bias[...])
 
     def _shared_output(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         """What the shared expert adds, [B, S/tp, D]."""

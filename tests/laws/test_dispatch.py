@@ -8,6 +8,7 @@ import pytest
 from mjax.models.dispatch import make_dispatch
 from mjax.models.experts import (
     Expert,
+    ExpertWeights,
     RoutedTokens,
     every_expert,
     multiply_down,
@@ -62,7 +63,8 @@ def test_dispatch_equals_every_expert_forward_and_backward(name, expert, first, 
 
     def loop(x, gates, up, down):
         routed = RoutedTokens(x, experts, gates)
-        return every_expert(expert, routed, Weight(up[mine]), Weight(down[mine]), first)
+        weights = ExpertWeights(Weight(up[mine]), Weight(down[mine]))
+        return every_expert(expert, routed, weights, first)
 
     (y, vjp), (want, want_vjp) = jax.vjp(sorted_rows, *given), jax.vjp(loop, *given)
     assert deviation(y, want) <= 1e-5
