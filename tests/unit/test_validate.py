@@ -70,7 +70,7 @@ BROKEN = {
     ),
     "kv_heads_divide_heads": (["model.attention.num_key_value_heads=3"], "num_key_value_heads=3"),
     "head_dim_known": (["model.hidden_size=255"], "set model.attention.head_dim"),
-    "mla_sizes_given": (["model.layer_pattern=A"], "which model.mla lacks"),
+    "mla_sizes_given": (["model.layer_pattern=A"], "whose sizes model.mla lacks"),
     "mla_used": (["model.mla.kv_lora_rank=8"], "model.layer_pattern='G' has no A block"),
     "mla_features": (
         [*LATENT, "model.attention.qk_norm=true"],
