@@ -17,7 +17,13 @@ from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
 from mjax.kernels.decode_attention import decode_attention
-from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
+from mjax.models.branch import (
+    BranchInputs,
+    BranchModule,
+    BranchOutput,
+    CacheSpec,
+    HeadSizes,
+)
 from mjax.models.context import Context
 from mjax.models.context_attention import context_attention
 from mjax.models.linear import column, row
@@ -136,6 +142,12 @@ class Attention(BranchModule):
             window = min(cfg.attention.sliding_window, seq_length)
         keys = window - window * window / (2 * seq_length)
         return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * keys
+
+    @staticmethod
+    def heads(cfg: ModelConfig) -> HeadSizes:
+        sizes = cfg.attention
+        head = sizes.head_dim
+        return HeadSizes(sizes.num_attention_heads, sizes.num_key_value_heads, head, head)
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> KeysValues:

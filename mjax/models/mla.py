@@ -21,7 +21,13 @@ from mjax.config.model_schema import ModelConfig
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.decode_attention import decode_attention
 from mjax.models.attention import attention_arrays, attention_call, output_spec
-from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
+from mjax.models.branch import (
+    BranchInputs,
+    BranchModule,
+    BranchOutput,
+    CacheSpec,
+    HeadSizes,
+)
 from mjax.models.context import Context
 from mjax.models.context_attention import latent_attention
 from mjax.models.linear import column, local_product, row
@@ -125,6 +131,11 @@ class MLA(BranchModule):
         """
         channels = cfg.mla.qk_head_dim + cfg.mla.v_head_dim
         return 3.0 * cfg.attention.num_attention_heads * channels * seq_length
+
+    @staticmethod
+    def heads(cfg: ModelConfig) -> HeadSizes:
+        count = cfg.attention.num_attention_heads
+        return HeadSizes(count, count, cfg.mla.qk_head_dim, cfg.mla.v_head_dim)
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> CacheSpec:
