@@ -139,8 +139,19 @@ FEATURES = {
         "model.layer_sizes=[{intermediate_size: 96}]",
     ],
     "frozen": ["train.freeze=[embedding, '*.mlp.*']"],
+    "latent attention": [  # DeepSeek's
+        "model.layer_pattern=A",
+        "model.attention.num_key_value_heads=0",
+        "model.mla.q_lora_rank=20",
+        "model.mla.kv_lora_rank=12",
+        "model.mla.qk_nope_head_dim=6",
+        "model.mla.qk_rope_head_dim=4",
+        "model.mla.v_head_dim=8",
+        "model.rope.rope_scaling={rope_type: yarn, factor: 4.0, mscale: 0.7, "
+        "mscale_all_dim: 1.0, original_max_position_embeddings: 8}",
+    ],
 }
-NO_RING = ("sinks", "dropout", "gpt-oss")
+NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention")
 MOST_TP = {"odd widths": 2}
 PERIOD = {"windows": 2, "routing": 2, "unlike layers": 4}  # layers that differ, in turn
 

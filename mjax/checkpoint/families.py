@@ -34,6 +34,7 @@ from mjax.checkpoint.hf_config import (
     softcaps,
     typed_rope,
 )
+from mjax.checkpoint.hf_deepseek import latent_layers
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -175,6 +176,16 @@ FAMILIES: dict[str, Family] = {
             (".down_proj.", ".w2."),
         ),
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        (latent_layers(), shape(), _SILU, rope(), biases(False, mlp=True)),
+        {},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        (latent_layers(), shape(), _SILU, rope(), biases(False)),
+        {},
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         (gpt2_shape(), activation("activation_function", {"gelu_tanh": "gelu_new"})),
@@ -271,8 +282,11 @@ def family_of(cfg: ModelConfig) -> Family:
 
 def _said(cfg: ModelConfig) -> list[str]:
     skipped = UNSAID | {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
-    dense = set() if "D" in cfg.branches else {"intermediate_size"}
-    return [key for key in leaf_keys(ModelConfig) if key not in skipped | dense]
+    if "D" not in cfg.branches:
+        skipped |= {"intermediate_size"}
+    if not cfg.branches & set("GLN"):
+        skipped |= {"attention.head_dim", "attention.num_key_value_heads"}
+    return [key for key in leaf_keys(ModelConfig) if key not in skipped]
 
 
 # ---- names -------------------------------------------------------------------------------------

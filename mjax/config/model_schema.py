@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mjax.config.pattern import branches_of_model, expand, sizes_of
+from mjax.config.pattern import BRANCHES, branches_of_model, expand, sizes_of
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -69,6 +69,25 @@ class AttentionConfig(Group):
     attn_logit_softcapping: float | None = Field(None, gt=0)
     attention_multiplier: float | None = Field(None, gt=0, description="None: head_dim ** -0.5.")
     attention_dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class MlaConfig(Group):
+    """Multi-head latent attention, of A blocks: queries and keys come from low-rank latents."""
+
+    q_lora_rank: int | None = Field(
+        None, ge=1, description="Width of the latent of queries; None: they come from the input."
+    )
+    kv_lora_rank: int = Field(0, ge=0, description="Width of the latent of keys and values.")
+    qk_nope_head_dim: int = Field(0, ge=0, description="Part of a query or key without RoPE.")
+    qk_rope_head_dim: int = Field(
+        0, ge=0, description="Part of them with RoPE; that of keys is one for all heads."
+    )
+    v_head_dim: int = Field(0, ge=0, description="Size of a head of values.")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """The size of a head of queries or keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 class RopeConfig(Group):
@@ -158,12 +177,14 @@ class ModelConfig(Group):
     layer_pattern: str = Field(
         "G",
         description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
-        "window, N full attention without RoPE, E full attention with experts; or branches, as in "
+        "window, N full attention without RoPE, A latent attention, E full attention with "
+        "experts; or branches, as in "
         "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
     )
     layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
 
     attention: AttentionConfig = AttentionConfig()
+    mla: MlaConfig = MlaConfig()
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     moe: MoeConfig = MoeConfig()
@@ -228,6 +249,12 @@ class ModelConfig(Group):
     def branches(self) -> set[str]:
         """The letters of all branches that some layer has (`config/pattern.py`)."""
         return branches_of_model(self.layer_kinds)
+
+    def rotary_dim(self, letter: str) -> int:
+        """The number of channels of each head that RoPE turns in a branch."""
+        group, _, name = BRANCHES[letter].rotary.partition(".")
+        head = getattr(getattr(self, group), name)
+        return int(head * self.rope.partial_rotary_factor)
 
     @property
     def sizes(self) -> list["ModelConfig"]:

@@ -111,6 +111,10 @@ def _attention(
     beyond_cudnn = call.softcap is not None or sinks
     if beyond_cudnn and mosaic_computes(dtype, shape[-1], value_size or shape[-1], call, device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
+    if value_size not in (None, shape[-1]):
+        return Choice(
+            "cudnn", f"it takes heads of {shape[-1]} and values of {value_size} as they are"
+        )
     return Choice("cudnn", "whole steps are no faster with mosaic")
 
 

@@ -114,9 +114,8 @@ def _residuals(
     rope = {}
     if cfg.model.position_embedding == "rope":
         for letter in branches_of(kind):
-            branch = BRANCHES[letter]
-            if branch.rotary:
-                rope[letter] = rope_tables(cfg.model, positions, branch.windowed, parallel)
+            if BRANCHES[letter].rotary:
+                rope[letter] = rope_tables(cfg.model, positions, letter, parallel)
 
     def apply(weights: dict, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         output = block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)

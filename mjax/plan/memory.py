@@ -15,6 +15,7 @@ from mjax.config.remat import offloaded
 from mjax.config.schema import Config, MeshConfig, OptimizerConfig
 from mjax.kernels.cross_entropy import cut_of
 from mjax.kernels.loss_rows import fits
+from mjax.models.branch import model_heads
 from mjax.models.execution import Execution, is_matmul_weight
 from mjax.models.remat import STASHED
 from mjax.optim.build import moment_bytes
@@ -217,12 +218,14 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
     A backward of unrolled layers would gather and reorder anew what the ring did in its forward.
     XLA finds that out and keeps it: keys, values, and six times the queries.
     """
+    heads, rows = model_heads(cfg.model), cfg.train.micro_batch_size
     has_ring = sizes["cp"] > 1 and cfg.mesh.cp_type != "a2a"
     if not has_ring or execution.pipelined or execution.loops:
         return 0.0
-    attention, rows = cfg.model.attention, cfg.train.micro_batch_size
-    heads = 2 * attention.num_key_value_heads + 6 * attention.num_attention_heads / sizes["cp"]
-    width = heads * attention.head_dim / sizes["tp"]
+    if heads is None or heads.size != heads.value_size:  # rings have heads of one size only
+        return 0.0
+    queries = heads.heads * heads.size / sizes["cp"]
+    width = (heads.kv_channels + 6 * queries) / sizes["tp"]
     return WIDTH[cfg.precision.compute] * rows * cfg.data.seq_length * width
 
 

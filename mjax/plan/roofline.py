@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from mjax.config.pattern import BRANCHES
 from mjax.config.schema import Config
+from mjax.models.branch import branch_class, model_heads
 from mjax.models.execution import Execution
 from mjax.models.flops import branch_flops, flops_by_part, flops_per_token
 from mjax.optim.build import moment_bytes
@@ -188,7 +189,11 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
         window = length
         if BRANCHES[letter].windowed and sizes.attention.sliding_window:
             window = min(length, sizes.attention.sliding_window)
-        head = sizes.attention.head_dim
+        heads = branch_class(letter).heads(sizes)
+        if heads is None:
+            work += flops
+            continue
+        head = (heads.size + heads.value_size) / 2
         of_head = head / (head + HEAD_SIZE)
         of_window = window / (window + SEQUENCE)
         work += flops / (of_head * of_window)
@@ -219,12 +224,12 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """Bytes of a token that pass through memory besides matmuls, in all layers."""
     elements = 0.0
     for letter, model, _ in branch_flops(cfg.model, cfg.data.seq_length):
-        attention = model.attention
+        heads = branch_class(letter).heads(model)
         elements += OF_BLOCK / 2 * model.hidden_size
         of_ffn = OF_GATE if model.mlp_gated else OF_ACTIVATION
-        if BRANCHES[letter].name == "attention":
-            heads = attention.num_attention_heads + 2 * attention.num_key_value_heads
-            elements += OF_HEADS * heads * attention.head_dim
+        if heads is not None:
+            channels = heads.heads * heads.size + heads.kv_channels
+            elements += OF_HEADS * channels
         elif letter == "D":
             elements += of_ffn * model.intermediate_size
         elif letter == "E":
@@ -299,9 +304,9 @@ def _exchanges(
     if others["tp"]:  # two gathers and two scatters each way, two gathers again
         moved = 10 * others["tp"] * activations * crossed
         yield part("activations over tp", ("tp",), moved, False)
-    if others["cp"]:  # keys and values, and their gradients
-        attention = cfg.model.attention
-        pair = 2 * attention.num_key_value_heads * attention.head_dim / sizes["tp"]
+    heads = model_heads(cfg.model)
+    if others["cp"] and heads is not None:  # keys and values, and their gradients
+        pair = heads.kv_channels / sizes["tp"]
         of_layer = 3 * others["cp"] * rows * width * pair * compute
         yield part("keys and values over cp", ("cp",), of_layer * crossed, True)
     if others["ep"] and cfg.model.moe.num_experts:

@@ -37,6 +37,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": ("ep",),
     "router": (),
     "embed": (),
+    "latent": (),
     "head_dim": (),
     "positions": (),
     "pair": (),

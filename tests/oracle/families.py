@@ -35,6 +35,24 @@ _LONGROPE = dict(
     long_factor=[1.0, 2.0, 4.0],
     original_max_position_embeddings=32,
 )
+_LATENT = {k: v for k, v in _NO_HEAD_DIM.items() if k != "num_key_value_heads"} | dict(
+    num_key_value_heads=4,
+    kv_lora_rank=12,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=14,
+    first_k_dense_replace=3,
+)
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=500.0,
+    factor=8.0,
+    mscale=1.0,
+    mscale_all_dim=0.707,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    original_max_position_embeddings=16,
+)
 # name -> (transformers class prefix, options)
 MODELS: dict[str, tuple[str, dict]] = {
     "gpt2": (
@@ -79,6 +97,16 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.5)
         | dict(logits_scaling=4.0),
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        _LATENT
+        | dict(q_lora_rank=20, rope_parameters={"rope_type": "default", "rope_theta": 50.0}),
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        _LATENT | dict(q_lora_rank=None, rope_parameters=_YARN | dict(mscale=0.707)),
+    ),
+    "deepseek_v3": ("DeepseekV3", _LATENT | dict(q_lora_rank=20, rope_parameters=_YARN)),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
 }
 

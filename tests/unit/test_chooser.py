@@ -13,6 +13,7 @@ from tests.devices import CPU, GPU, HOPPER
 AUTO = AttentionCall(scale=1.0)
 CAPPED = AttentionCall(scale=1.0, softcap=30.0)
 Q = (2, 1024, 8, 128)
+MLA_Q = (2, 1024, 8, 192)
 BIG = (2**14, 2**10)
 EXPERTS = (2**14, 8, 4096, 14336)
 BARE = Device("gpu", triton=False)
@@ -27,6 +28,8 @@ TABLE = [
     ("attention", "bfloat16", Q, GPU, {"call": CAPPED}, "cudnn", ""),  # which refuses it
     ("attention", "float16", Q, HOPPER, {"call": CAPPED}, "cudnn", ""),
     ("attention", "bfloat16", Q, HOPPER, {"call": CAPPED, "value_size": 64}, "cudnn", ""),
+    ("attention", "bfloat16", MLA_Q, CPU, {"call": AUTO, "value_size": 128}, "xla", NO_GPU),
+    ("attention", "bfloat16", MLA_Q, HOPPER, {"call": AUTO, "value_size": 128}, "cudnn", "192"),
     ("norm", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
     ("norm", "bfloat16", BIG, GPU, {}, "triton", "one pass"),
     ("norm", "bfloat16", (2**14, 8192), GPU, {}, "xla", "4096 columns"),

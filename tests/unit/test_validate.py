@@ -7,6 +7,13 @@ from mjax.config.schema import MeshConfig
 from mjax.config.validate import RULES
 from mjax.errors import UserError
 
+LATENT = [
+    "model.layer_pattern=A",
+    "model.mla.kv_lora_rank=8",
+    "model.mla.qk_nope_head_dim=8",
+    "model.mla.qk_rope_head_dim=4",
+    "model.mla.v_head_dim=8",
+]
 EXPERTS = ["model.layer_pattern=E", "model.moe.num_experts=4"]
 # Rule -> overrides of a legal config that break it, and what the message must show.
 BROKEN = {
@@ -67,6 +74,17 @@ BROKEN = {
     ),
     "kv_heads_divide_heads": (["model.attention.num_key_value_heads=3"], "num_key_value_heads=3"),
     "head_dim_known": (["model.hidden_size=255"], "set model.attention.head_dim"),
+    "mla_sizes_given": (["model.layer_pattern=A"], "whose sizes model.mla lacks"),
+    "mla_used": (["model.mla.kv_lora_rank=8"], "model.layer_pattern='G' has no A block"),
+    "mla_features": (
+        [*LATENT, "model.attention.qk_norm=true"],
+        "model.attention.qk_norm=True is not built for A blocks",
+    ),
+    "mla_has_no_groups": ([*LATENT, "model.attention.num_key_value_heads=2"], "no kv heads"),
+    "mla_rotates_whole_part": (
+        [*LATENT, "model.rope.partial_rotary_factor=0.5"],
+        "model.rope.partial_rotary_factor=0.5 is not for A blocks",
+    ),
     "rotary_dims_even": (["model.rope.partial_rotary_factor=0.05"], "rotates 3 dims"),
     "rope_keys_need_rope": (
         ["model.position_embedding=learned", "model.rope.rope_scaling={rope_type: linear}"],
