@@ -1,4 +1,4 @@
-"""`python -m mjax.bench kernel attention|loss|norm|matmul|all`: our kernels, one at a time.
+"""`python -m mjax.bench kernel attention|loss|norm|matmul|grouped|all`: our kernels, one at a time.
 
 Forward and backward of each on random inputs, in milliseconds and in TFLOP/s or GB/s, as a share of
 what this device reaches in the same run: its fastest large matmul, or a copy that is read and
@@ -9,13 +9,15 @@ are each input read and each output written once. Where there is a reference pat
 import argparse
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mjax.bench.grouped import grouped_matmuls
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
+from mjax.bench.work import Work, draw
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.kernels.attention import attention
@@ -41,18 +43,12 @@ SHAPES = {
         "tokens,inputs,outputs",
         ((16384, 4096, 28672), (16384, 14336, 4096), (16384, 4096, 4096), (32768, 768, 3072)),
     ),
+    "grouped": (
+        "rows,groups,inputs,outputs",
+        ((16384, 8, 4096, 14336), (16384, 8, 14336, 4096), (32768, 64, 2048, 1408))
+        + ((32768, 64, 1408, 2048), (65536, 128, 2048, 768), (65536, 128, 768, 2048)),
+    ),
 }
-
-
-@dataclass(frozen=True)
-class Work:
-    """One thing to time: `run(*inputs)` under jit, and what it must compute and move."""
-
-    name: str
-    run: Callable
-    inputs: tuple
-    flops: float = 0.0
-    bytes: float = 0.0
 
 
 def main(argv: list[str]) -> int:
@@ -64,13 +60,16 @@ def main(argv: list[str]) -> int:
         "--samples", type=int, default=20, help="the median of so many (default 20)"
     )
     parser.add_argument("--no-reference", action="store_true", help="our kernels only")
+    parser.add_argument(
+        "--tiles", action="store_true", help="grouped: each candidate tile on Hopper GPUs"
+    )
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.shape and args.kernel == "all":
         raise UserError("--shape: shapes differ among kernels; name one kernel instead of 'all'")
     names = list(SHAPES) if args.kernel == "all" else [args.kernel]
     works = {name: shapes_of(name, args.shape) for name in names}
-    return report(args, measure(works, args.samples, not args.no_reference))
+    return report(args, measure(works, args.samples, not args.no_reference, args.tiles))
 
 
 def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
@@ -85,7 +84,10 @@ def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
 
 
 def measure(
-    shapes: dict[str, list[tuple[int, ...]]], samples: int, with_reference: bool
+    shapes: dict[str, list[tuple[int, ...]]],
+    samples: int,
+    with_reference: bool,
+    every_tile: bool = False,
 ) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
     roof: dict[str, float] = {}
@@ -94,6 +96,7 @@ def measure(
         roof[kind] = getattr(work, kind) / record["ms"]
         yield record
     make = {"attention": attentions, "loss": losses, "norm": norms, "matmul": matmuls}
+    make["grouped"] = functools.partial(grouped_matmuls, every_tile=every_tile)
     for kernel, all_shapes in shapes.items():
         for shape in all_shapes:
             done = {}
@@ -114,9 +117,8 @@ def beside(done: dict[str, dict], name: str) -> dict:
 
 
 def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: dict) -> dict:
-    run = jax.jit(work.run)
-    compiled = run.lower(*work.inputs).compile()
-    ms = launch_ms(lambda: compiled(*work.inputs), samples)
+    compiled = jax.jit(work.run).lower(*work.inputs).compile()
+    ms = launch_ms(launcher(work, compiled), samples)
     record = {"bench": "kernel", "case": {"kernel": kernel, "work": work.name, "shape": shape}}
     record |= {"ms": rounded(ms)}
     if work.flops:
@@ -126,8 +128,37 @@ def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: d
     if roof:
         shares = (getattr(work, kind) / ms / best for kind, best in roof.items())
         record["of_ceiling"] = rounded(max(shares))
+    if work.expected is not None:
+        record["error"] = rounded(error_of(work, compiled))
     memory = compiled.memory_analysis()
     return record | {"temp_gb": memory and rounded(memory.temp_size_in_bytes / 1e9)}
+
+
+def launcher(work: Work, compiled: Callable) -> Callable[[], object]:
+    """What launches the work once."""
+    if not work.kept:
+        return functools.partial(compiled, *work.inputs)
+    in_place = jax.jit(work.run, donate_argnums=len(work.inputs) - 1)
+    *inputs, last = work.inputs
+    state = [jnp.copy(last)]
+
+    def launch() -> object:
+        state[0] = in_place(*inputs, state[0])
+        return state[0]
+
+    return launch
+
+
+def error_of(work: Work, compiled: Callable) -> float:
+    """How far the output is from the expected one, as a share of that one's norm."""
+
+    @jax.jit
+    def compare(got, expected):
+        got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
+        return jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)
+
+    expected = jax.jit(work.expected)(*work.inputs)
+    return float(compare(compiled(*work.inputs), expected))
 
 
 def ceilings() -> dict[str, Work]:
@@ -136,10 +167,6 @@ def ceilings() -> dict[str, Work]:
     x, w, a = draw((n, n)), draw((n, n), 1), draw((m,), 2)
     matmul = Work("matmul", jnp.matmul, (x, w), flops=2.0 * n**3)
     return {"flops": matmul, "bytes": Work("copy", jnp.copy, (a,), bytes=4.0 * m)}
-
-
-def draw(shape: tuple[int, ...], seed: int = 0, dtype: str = "bfloat16") -> jax.Array:
-    return jax.jit(jax.random.normal, static_argnums=(1, 2))(jax.random.key(seed), shape, dtype)
 
 
 def pulled(fn: Callable, inputs: tuple, name: str, flops: float = 0.0, moved: float = 0.0) -> Work:

@@ -2,7 +2,7 @@
 
 `choose` is the only function that decides. Kernels ask it when they are traced, and `--dry-run`
 prints its answers. Limits were measured on an H200 (docs/lab). Names: xla is plain JAX; triton is
-our kernel in Triton; mosaic is our attention for Hopper, in Pallas; cudnn and te are NVIDIA's.
+our kernel in Triton; mosaic are our kernels for Hopper, in Pallas; cudnn and te are NVIDIA's.
 """
 
 import contextlib
@@ -31,6 +31,8 @@ FEWEST = {  # elements of the widest input: with less, nothing is won
 MOST = 2**31 - 1  # elements that a 32-bit offset reaches
 WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
 ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
+
+GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 
 NO_GPU = "there is no GPU"
 NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
@@ -135,12 +137,21 @@ def _grouped_matmul(
     if device.backend == "cpu":
         return Choice("xla", NO_GPU)
     lacks = mosaic_grouped_lacks(dtype, shape, device)
-    return Choice("xla", lacks or "mosaic compiles, but no GPU has run it yet")
+    return Choice("xla", f"mosaic lacks it: {lacks}" if lacks else "no GPU has run mosaic's yet")
 
 
 def mosaic_grouped_lacks(dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> str | None:
     """Why our Hopper grouped matmul cannot compute sizes (M, G, K, N), or None."""
-    return "it is not built"
+    m, _, *sides = shape
+    if not device.hopper:
+        return "it needs a Hopper GPU and jax >= 0.11"
+    if dtype != jnp.bfloat16:
+        return f"it computes bfloat16, not {dtype}"
+    if any(size % GROUPED_SIDES for size in sides):
+        return f"a weight of {sides[0]} x {sides[1]} is no multiple of {GROUPED_SIDES} both ways"
+    if m % GROUPED_ROWS:
+        return f"{m} rows are no multiple of {GROUPED_ROWS}"
+    return None
 
 
 def _norm(

@@ -1,9 +1,10 @@
 """Grouped matmul: rows sorted by group, each times the matrix of its group, with both gradients.
 
 `sizes` int32 [G] counts the rows of each group. Groups may be empty. Rows beyond sum(sizes) belong
-to no group: products make them zero, and gradients of weights leave them out. The plain-JAX
-versions are `jax.lax.ragged_dot_general`. Invariant: a product is summed in fp32 and rounded once,
-to the dtype of the rows.
+to no group: products make them zero, and gradients of weights leave them out, if they are finite.
+The plain-JAX versions are `jax.lax.ragged_dot_general`; XLA for GPUs multiplies all rows by all
+groups there. Those for Hopper GPUs are `mosaic_grouped.py`, imported on use: it needs a jax that
+has Mosaic. Invariant: a product is summed in fp32 and rounded once, to the dtype of the rows.
 """
 
 import jax
@@ -19,7 +20,10 @@ def grouped_matmul(
     x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "auto"
 ) -> jax.Array:
     """x [M, K], w [G, K, N], sizes int32 [G] -> [M, N], in x's dtype."""
-    resolve(x, w.shape, implementation)
+    if resolve(x, w.shape, implementation) == "mosaic":
+        from mjax.kernels.mosaic_grouped import multiply_rows, usual_tile
+
+        return multiply_rows(x, w, sizes, usual_tile(w.shape[2]), transposed=False)
     return reference_matmul(x, w, sizes)
 
 
@@ -27,7 +31,10 @@ def grouped_matmul_transposed(
     g: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "auto"
 ) -> jax.Array:
     """The gradient [M, K] of x in `grouped_matmul`, from g [M, N] and w [G, K, N]."""
-    resolve(g, w.shape, implementation)
+    if resolve(g, w.shape, implementation) == "mosaic":
+        from mjax.kernels.mosaic_grouped import multiply_rows, usual_tile
+
+        return multiply_rows(g, w, sizes, usual_tile(w.shape[1]), transposed=True)
     return reference_transposed(g, w, sizes)
 
 
@@ -41,8 +48,12 @@ def grouped_weight_gradient(
     """The gradient [G, K, N] of w in `grouped_matmul`, from x [M, K] and g [M, N].
 
     With `total` fp32 [G, K, N] it returns the sum of both, in fp32, else the gradient in x's dtype.
+    The kernel writes the sum where `total` lies, if nothing else reads it.
     """
-    resolve(x, (len(sizes), x.shape[1], g.shape[1]), implementation)
+    if resolve(x, (len(sizes), x.shape[1], g.shape[1]), implementation) == "mosaic":
+        from mjax.kernels.mosaic_grouped import usual_tile, weight_gradient
+
+        return weight_gradient(x, g, sizes, total, usual_tile(g.shape[1]))
     return reference_weight_gradient(x, g, sizes, total)
 
 

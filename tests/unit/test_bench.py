@@ -211,6 +211,7 @@ def test_baseline_that_cannot_be_read_is_refused(tmp_path):
         ("loss", (40, 200, 8), 6 * 40 * 256 * 8, 3),
         ("matmul", (32, 8, 16), 2 * 32 * 8 * 16, 3),
         ("norm", (64, 8, 1), None, 17),
+        ("grouped", (32, 3, 8, 16), 2 * 32 * 8 * 16, 8),
     ],
 )
 def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):
@@ -227,6 +228,8 @@ def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):
         assert all("gb_per_s" in r for r in records)
     else:
         assert records[0]["tflops"] * records[0]["ms"] * 1e9 == pytest.approx(flops, rel=2e-3)
+    if name == "grouped":
+        assert all(r["error"] < 0.01 for r in records[::2])
     if name == "loss":
         assert "loss_overhead" in records[2] and "ours_is_faster" in records[1]
 

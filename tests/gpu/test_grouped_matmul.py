@@ -1,0 +1,118 @@
+"""Our Hopper grouped matmul against a loop in fp32: forward, gradients, sums; bit-equal twice."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.bench.grouped import CANDIDATES, skewed_sizes
+from mjax.kernels import chooser
+from mjax.models.grouped_linear import grouped_linear
+from mjax.models.weight import Weight
+
+pytestmark = pytest.mark.skipif(not chooser.on_hopper(), reason="needs a Hopper GPU, jax >= 0.11")
+
+# rows, K, N, sizes of the groups
+CASES = {
+    "ragged": (1024, 512, 768, [70, 0, 301, 1, 20, 500]),
+    "no_row": (256, 128, 128, [0, 0]),
+    "all_in_one": (2048, 256, 256, [0, 0, 2048, 0]),
+    "each_alone": (64, 64, 64, [1] * 64),
+    "many_tiny": (1024, 128, 192, [7, 9, 1, 8, 15, 17, 0, 3] * 16),
+    "last_tile_of_columns": (512, 192, 1408, [255, 257]),
+    "rows_of_no_group": (4096, 128, 128, [5, 1000]),
+    "skewed": (16384, 2048, 768, list(skewed_sizes(16384, 128))),
+    "long_sums": (1024, 8192, 256, [512, 500]),
+}
+
+
+def _inputs(m, groups, k, n):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (m, k), (groups, k, n), (m, n), (groups, k, n)
+    x, w, g, total = map(jax.random.normal, keys, shapes)
+    return *(a.astype(jnp.bfloat16) for a in (x, w, g)), total
+
+
+def _expected(sizes, x, w, g, total):
+    """(y, dx, dw, total + dw) by a loop over groups, fp32."""
+    x, w, g = (a.astype(jnp.float32) for a in (x, w, g))
+    dot = functools.partial(jnp.matmul, precision="highest")
+    ends = np.cumsum(sizes)
+    parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    rest = len(x) - ends[-1]
+    y = [dot(x[part], w[i]) for i, part in enumerate(parts)] + [jnp.zeros((rest, w.shape[2]))]
+    dx = [dot(g[part], w[i].T) for i, part in enumerate(parts)] + [jnp.zeros((rest, w.shape[1]))]
+    dw = jnp.stack([dot(x[part].T, g[part]) for part in parts])
+    return jnp.concatenate(y), jnp.concatenate(dx), dw, total + dw
+
+
+def _close(mine, theirs, bound=0.004):
+    mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+    assert mine.shape == theirs.shape and np.isfinite(mine).all()
+    error = np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1.0)
+    assert error < bound, error
+
+
+def _poison():
+    """Leave NaN in the memory that the next outputs get: a tile not written is seen."""
+    jax.block_until_ready([jnp.full((1 << 24,), jnp.nan, jnp.float32) for _ in range(4)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_the_loop(name):
+    m, k, n, sizes = CASES[name]
+    x, w, g, total = _inputs(m, len(sizes), k, n)
+    counts = jnp.asarray(sizes, jnp.int32)
+
+    @jax.jit
+    def mine(x, w, g, total):
+        def product(x, weight):
+            return grouped_linear(x, weight, counts, "mosaic")
+
+        y, pull = jax.vjp(product, x, Weight(w))
+        dx, dw = pull(g)
+        _, pull_summed = jax.vjp(product, x, Weight(w, grad_sum=total))
+        return y, dx, dw.value, pull_summed(g)[1].grad_sum
+
+    expected = _expected(sizes, x, w, g, total)
+    _poison()
+    got = mine(x, w, g, total)
+    for a, e in zip(got, expected, strict=True):
+        _close(a, e)
+    assert not got[0][sum(sizes) :].any() and not got[1][sum(sizes) :].any()
+    _poison()
+    for a, again in zip(got, mine(x, w, g, total), strict=True):
+        assert bool((a == again).all())
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_every_tile_equals_the_loop(candidate):
+    from mjax.kernels.mosaic_grouped import Tile, multiply_rows, weight_gradient
+
+    m, k, n, sizes = CASES["ragged"]
+    x, w, g, total = _inputs(m, len(sizes), k, n)
+    tile, counts = Tile(*candidate), jnp.asarray(sizes, jnp.int32)
+    y, dx, dw, summed = _expected(sizes, x, w, g, total)
+    _poison()
+    _close(jax.jit(lambda: multiply_rows(x, w, counts, tile, False))(), y)
+    _poison()
+    _close(jax.jit(lambda: multiply_rows(g, w, counts, tile, True))(), dx)
+    _poison()
+    _close(jax.jit(lambda: weight_gradient(x, g, counts, None, tile))(), dw)
+    add = jax.jit(lambda t: weight_gradient(x, g, counts, t, tile), donate_argnums=0)
+    _close(add(jnp.copy(total)), summed)
+
+
+def test_a_sum_that_others_read_is_not_overwritten():
+    m, k, n, sizes = CASES["ragged"]
+    x, w, g, total = _inputs(m, len(sizes), k, n)
+    before = np.asarray(total)
+    from mjax.kernels.grouped import grouped_weight_gradient
+
+    counts = jnp.asarray(sizes, jnp.int32)
+    add = jax.jit(lambda t: (grouped_weight_gradient(x, g, counts, t, "mosaic"), t + 1))
+    _, more = add(total)
+    np.testing.assert_array_equal(more, before + 1)
+    np.testing.assert_array_equal(total, before)
