@@ -125,7 +125,7 @@ FEATURES = {
     "routing": [  # DeepSeek-V3's, with all that a router may have
         "model.moe.num_experts=8",
         *EXPERTS,
-        "model.layer_pattern=GE",
+        "model.layer_pattern=GGGE",
         "model.moe.scoring_func=sigmoid",
         "model.moe.n_group=2",
         "model.moe.routed_scaling_factor=2.5",
@@ -133,6 +133,14 @@ FEATURES = {
         "model.moe.router_z_loss_coef=0.01",
         "model.moe.shared_expert_intermediate_size=24",
         "model.moe.shared_expert_gate=true",
+    ],
+    "expert bias": [
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.scoring_func=sigmoid",
+        "model.moe.expert_bias=true",
+        "model.moe.expert_bias_update_rate=0.01",
     ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
@@ -153,7 +161,8 @@ FEATURES = {
 }
 NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention")
 MOST_TP = {"odd widths": 2}
-PERIOD = {"windows": 2, "routing": 2, "unlike layers": 4}  # layers that differ, in turn
+# Layers that differ, in turn.
+PERIOD = {"windows": 2, "routing": 4, "expert bias": 4, "unlike layers": 4}
 
 
 class Cell(NamedTuple):

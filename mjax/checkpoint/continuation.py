@@ -22,6 +22,7 @@ NOT_ARCHITECTURE = frozenset(
         "hidden_dropout",
         "initializer_range",
         "model_type",
+        "moe.expert_bias_update_rate",
         "moe.force_balanced",
         "moe.router_aux_loss_coef",
         "moe.router_aux_loss_over",

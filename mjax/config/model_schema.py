@@ -121,6 +121,12 @@ class MoeConfig(Group):
     group_score_topk: int = Field(
         2, ge=1, description="A group's score sums its best ones: DeepSeek-V3: 2, DeepSeek-V2: 1."
     )
+    expert_bias: bool = Field(
+        False, description="Bias on the scores that choose experts; no gradient moves it."
+    )
+    expert_bias_update_rate: float = Field(
+        1e-3, ge=0, description="Step of expert_bias towards equal loads; 0: it stays."
+    )
     force_balanced: bool = Field(
         False, description="Benchmarks only: experts take turns, whatever the router says."
     )

@@ -104,7 +104,7 @@ def load_weights(params: dict, scales: dict, placement: Placement, execution: Ex
 
 def _load_array(where: ParamPlacement, master: jax.Array, execution: Execution) -> jax.Array:
     """A parameter that no matmul reads: tables, norms, biases, routers."""
-    value = master.astype(execution.compute)
+    value = master.astype(where.spec.dtype(execution.compute))
     return value if execution.exchanged_in_layer(where) else where.gather(value)
 
 
@@ -162,9 +162,10 @@ def zero_sums(weights: dict, placement: Placement, execution: Execution) -> dict
         value = w.value if is_weight(w) else w
         if value is None:
             return replace(w, scales=None if w.scales is None else jnp.zeros_like(w.scales))
+        dtype = where.spec.dtype(execution.accumulate)
         if execution.reduce == "micro_batch":
-            value = jax.eval_shape(lambda x: where.scatter(x, execution.accumulate), value)
-        total = jnp.zeros(value.shape, execution.accumulate)
+            value = jax.eval_shape(lambda x: where.scatter(x, dtype), value)
+        total = jnp.zeros(value.shape, dtype)
         if not is_weight(w):
             return total
         in_matmul = execution.sums_in_matmuls and is_matmul_weight(where)
@@ -188,7 +189,7 @@ def scatter_micro_batch(cotangents: dict, placement: Placement, execution: Execu
 
     def scatter(where: ParamPlacement, cotangent: WeightOrArray) -> WeightOrArray:
         if not is_weight(cotangent):
-            return where.scatter(cotangent, execution.accumulate)
+            return where.scatter(cotangent, where.spec.dtype(execution.accumulate))
         if cotangent.value is None:
             return cotangent
         return replace(cotangent, value=where.scatter(cotangent.value, execution.accumulate))
@@ -207,7 +208,7 @@ def store_gradients(
     """
 
     def store(where: ParamPlacement, cotangent) -> jax.Array | None:
-        if where.spec.frozen:
+        if not where.spec.is_trained:
             return None
         return _store_gradient(where, cotangent, execution)
 

@@ -9,7 +9,16 @@ from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOu
 from mjax.models.experts import ExpertWeights, run_experts
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, constant, declare, normal
-from mjax.models.router import Router, Routing, balance_loss, balanced, entropy, route, z_loss
+from mjax.models.router import (
+    Router,
+    Routing,
+    balance_loss,
+    balanced,
+    counted,
+    entropy,
+    route,
+    z_loss,
+)
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
@@ -20,7 +29,8 @@ class MoE(BranchModule):
 
     `router` is [D, E]. `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]. `down` is
     [E, F, D]; `up_bias` [E, (2,) F] and `down_bias` [E, D] with `mlp_bias`. `shared` is an MLP for
-    all tokens, `shared_gate` [D, 1] its weight before a sigmoid.
+    all tokens, `shared_gate` [D, 1] its weight before a sigmoid. `expert_bias` is
+    [E].
     """
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
@@ -60,6 +70,10 @@ class MoE(BranchModule):
         if cfg.moe.router_bias:
             bias = ParamSpec((experts,), ("router",), "bias", hf=("mlp.gate.bias",))
             self.router_bias = declare(rngs, bias, constant(0.0))
+        if cfg.moe.expert_bias:
+            name = "mlp.gate.e_score_correction_bias"
+            bias = ParamSpec((experts,), ("router",), "bias", hf=(name,), counts=True)
+            self.expert_bias = declare(rngs, bias, constant(0.0))
         if cfg.moe.shared_expert_intermediate_size:
             self._declare_shared(out_std, rngs)
 
@@ -110,10 +124,12 @@ class MoE(BranchModule):
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
         cfg, parallel = self.cfg, inputs.ctx.parallel
-        bias = self.router_bias[...] if cfg.moe.router_bias else None
-        routing = route(x, Router(self.router[...], bias), cfg)
+        router = self._router()
+        routing = route(x, router, cfg)
         if cfg.moe.force_balanced:
             routing = balanced(routing, inputs.tokens, cfg, parallel)
+        if router.expert_bias is not None:
+            routing = counted(routing, router.expert_bias)
         y = run_experts(x, routing, self._expert_weights(), cfg, inputs.ctx)
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
@@ -124,6 +140,14 @@ class MoE(BranchModule):
         if not self.cfg.mlp_bias:
             return ExpertWeights(*weights)
         return ExpertWeights(*weights, self.up_bias[...], self.down_bias[...])
+
+    def _router(self) -> Router:
+        moe = self.cfg.moe
+        return Router(
+            self.router[...],
+            self.router_bias[...] if moe.router_bias else None,
+            self.expert_bias[...] if moe.expert_bias else None,
+        )
 
     def _shared_output(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         """What the shared expert adds, [B, S/tp, D]."""

@@ -21,10 +21,12 @@ class Router(NamedTuple):
     """The parameters of a router.
 
     weight: [D, E]. bias: [E] of the logits, or None.
+    expert_bias: fp32 [E], added to the scores that choose, or None (Wang et al., arXiv 2408.15664).
     """
 
     weight: jax.Array
     bias: jax.Array | None = None
+    expert_bias: jax.Array | None = None
 
 
 class Routing(NamedTuple):
@@ -50,6 +52,8 @@ def route(x: jax.Array, router: Router, cfg: ModelConfig) -> Routing:
     logits = _logits(x, router)
     scores, probs = _scores(logits, cfg)
     ranked = jax.lax.stop_gradient(scores)
+    if router.expert_bias is not None:
+        ranked = ranked + jax.lax.stop_gradient(router.expert_bias)
     if cfg.moe.n_group > 1:
         ranked = _within_best_groups(ranked, cfg)
     _, experts = jax.lax.top_k(ranked, cfg.moe.num_experts_per_tok)
@@ -70,6 +74,36 @@ def balanced(routing: Routing, tokens: Tokens, cfg: ModelConfig, parallel: Paral
     scores, _ = _scores(routing.logits, cfg)
     gates = gates_of(experts, routing.logits, scores, cfg)
     return routing._replace(experts=experts, gates=gates)
+
+
+def counted(routing: Routing, expert_bias: jax.Array) -> Routing:
+    """The routing; in a backward the cotangent of `expert_bias` [E] counts the choices of each.
+
+    A choice has no gradient. So the place of one carries the counts through layers, pipelines and
+    micro-batches, which add gradients up.
+    """
+    gates = _count_choices(routing.gates, expert_bias, routing.experts)
+    return routing._replace(gates=gates)
+
+
+@jax.custom_vjp
+def _count_choices(gates: jax.Array, expert_bias: jax.Array, experts: jax.Array) -> jax.Array:
+    return gates
+
+
+def _count_choices_forward(
+    gates: jax.Array, expert_bias: jax.Array, experts: jax.Array
+) -> tuple[jax.Array, tuple]:
+    return gates, (expert_bias, experts)
+
+
+def _count_choices_backward(saved: tuple, d_gates: jax.Array) -> tuple:
+    expert_bias, experts = saved
+    chosen = _one_where(experts, len(expert_bias))
+    return d_gates, chosen.sum((0, 1)), None
+
+
+_count_choices.defvjp(_count_choices_forward, _count_choices_backward)
 
 
 def gates_of(

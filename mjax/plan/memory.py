@@ -137,7 +137,7 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         layers[name] = sum(where.layer.weight_size for where in of_part if where.spec.is_stacked)
         found += of_part
     stacks = [where for where in found if where.spec.is_stacked]
-    trained = [where for where in found if not where.spec.frozen]
+    trained = [where for where in found if where.spec.is_trained]
     trained_of_role: Counter[str] = Counter()
     for where in trained:
         trained_of_role[where.spec.role] += where.stored_size

@@ -123,6 +123,7 @@ class Programs:
             self.state_layout.buffers,
             seed=cfg.run.seed,
             clip_grad_norm=cfg.optimizer.clip_grad_norm,
+            expert_bias_rate=cfg.model.moe.expert_bias_update_rate,
             layout=self.layout,
         )
 

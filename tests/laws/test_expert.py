@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 
 from mjax.config import load
+from mjax.models import moe
 from mjax.models.branch import BranchInputs
 from mjax.models.context import Context, tokens_of
 from mjax.models.experts import reference
 from mjax.models.moe import MoE
-from mjax.models.router import Router, balance_loss, balanced, entropy, route, z_loss
+from mjax.models.router import Router, balance_loss, balanced, counted, entropy, route, z_loss
 from mjax.prove import FEATURES, SMALL, Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.marks import quick
@@ -157,6 +158,64 @@ ROUTING = [
 def test_routing_equals_one_device(mesh, zero, micro_batches, keys):
     record = compare("routing", Cell(mesh, zero, micro_batches), *keys, steps=1)
     assert holds(record), record
+
+
+BIASES = [
+    ({"ep": 2, "tp": 4}, 3, 2, []),
+    ({"pp": 2, "dp": 2, "cp": 2}, 1, 3, ["precision.grad_accum=bfloat16"]),
+    ({"pp": 4, "ep": 2}, 0, 2, ["model.num_hidden_layers=5", "model.layer_pattern=GEE"]),
+    ({"dp": 4}, 2, 1, ["precision.fp8=delayed", "train.freeze=[embedding]"]),
+]
+
+
+def biases(trainer) -> np.ndarray:
+    """Those of all layers, [L, E]."""
+    return np.asarray(trainer.params()["moe"]["mlp"]["expert_bias"])
+
+
+@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(BIASES, 2))
+def test_experts_biases_are_equal_on_every_mesh(mesh, zero, micro_batches, keys):
+    """The same bits: after one step, whose loads no rounding moves, each has gone one step."""
+    common = [key for key in keys if "grad_accum" not in key]
+    mine = make_trainer("expert bias", Cell(mesh, zero, micro_batches), *keys)
+    one = make_trainer("expert bias", Cell(), *common)
+    loads = [trainer.step(make_batch(24))["load_imbalance"] for trainer in (mine, one)]
+    assert float(loads[0]) == pytest.approx(float(loads[1]), rel=1e-6) and loads[0] > 1
+    np.testing.assert_array_equal(biases(mine), biases(one))
+    assert set(np.unique(np.abs(biases(one)))) <= {np.float32(0), np.float32(0.01)}
+
+
+def test_experts_biases_follow_the_loads_choose_and_stay_in_evaluation(monkeypatch, tmp_path):
+    chosen = []
+
+    def watch(routing, bias):
+        jax.debug.callback(
+            lambda experts: chosen.append(np.bincount(experts.ravel())), routing.experts
+        )
+        return counted(routing, bias)
+
+    monkeypatch.setattr(moe, "counted", watch)
+    keys = f"run.dir={tmp_path}", "train.remat=full"
+    trainer, resumed = (make_trainer("expert bias", Cell(), *keys) for _ in range(2))
+    trainer.step(make_batch(24))
+    jax.effects_barrier()
+    loads = np.array(chosen[:1])  # the backward routes again
+    assert loads.shape == (1, 8) and set(loads.sum(1)) == {24 * 16 * 2}
+    np.testing.assert_array_equal(biases(trainer), np.float32(0.01) * np.sign(96 - loads))
+    trainer.save()
+    trainer.store.wait()
+    assert resumed.restore() == 1
+    np.testing.assert_array_equal(biases(resumed), biases(trainer))
+    resumed.evaluate(make_batch(24))
+    np.testing.assert_array_equal(biases(resumed), biases(trainer))
+
+
+def test_experts_biases_choose_but_do_not_weigh():
+    cfg = config("all", "model.moe.scoring_func=sigmoid", "model.moe.norm_topk_prob=false")
+    x, w = jax.random.normal(jax.random.key(0), (2, 3, 32)), jnp.zeros((32, 8))
+    routing = route(x, Router(w, expert_bias=jnp.arange(8.0)), cfg)
+    np.testing.assert_array_equal(routing.experts, np.broadcast_to([7, 6], (2, 3, 2)))
+    np.testing.assert_array_equal(routing.gates, 0.5)
 
 
 @pytest.mark.parametrize("name", MODELS)

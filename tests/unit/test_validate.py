@@ -131,7 +131,10 @@ BROKEN = {
         "model.moe.shared_expert_gate=True has no effect without a shared expert",
     ),
     "ep_divides_experts": ([*EXPERTS, "mesh.ep=8"], "not divisible by mesh.ep=8"),
-    "swiglu_limit_is_of_experts": (["model.swiglu_limit=7.0"], "experts with a gate and silu alone"),
+    "swiglu_limit_is_of_experts": (
+        ["model.swiglu_limit=7.0"],
+        "experts with a gate and silu alone",
+    ),
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
     "one_data_source": (["data.paths=[a]"], "data.paths and data.mock exclude each other"),
     "weights_match_paths": (
