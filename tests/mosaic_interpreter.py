@@ -21,10 +21,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, races: bool = False) -> Iterato
         pytest.skip("this jax has no interpreter for Mosaic GPU kernels (0.11 has)")
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
-    copy, store = (
-        gpu_callbacks.copy_smem_to_gmem,
-        shared_memory.GPUSharedMemory.store_buffer_content,
-    )
+    memory = shared_memory.GPUSharedMemory
+    copy, store = gpu_callbacks.copy_smem_to_gmem, memory.store_buffer_content
     adding = threading.local()
 
     def copy_or_add(*, reduction_op, **facts):
