@@ -107,6 +107,27 @@ MODELS: dict[str, tuple[str, dict]] = {
         _LATENT | dict(q_lora_rank=None, rope_parameters=_YARN | dict(mscale=0.707)),
     ),
     "deepseek_v3": ("DeepseekV3", _LATENT | dict(q_lora_rank=20, rope_parameters=_YARN)),
+    "olmoe": ("Olmoe", _NO_HEAD_DIM | dict(num_experts=8, num_experts_per_tok=3)),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        _NO_HEAD_DIM
+        | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
+        | dict(shared_expert_intermediate_size=28, mlp_only_layers=[1]),
+    ),
+    "qwen2_moe_window": (
+        "Qwen2Moe",
+        _NO_HEAD_DIM
+        | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
+        | dict(shared_expert_intermediate_size=28, norm_topk_prob=True, decoder_sparse_step=2)
+        | dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=9)
+        | dict(max_window_layers=3),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _BASE
+        | dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+        | dict(norm_topk_prob=True),
+    ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
 }
 

@@ -97,6 +97,7 @@ MESHES = {
     "gpt2": dict(tp=2, pp=2),
     "phi3": dict(tp=2, pp=2, dp=2, zero=3),
     "mixtral": dict(ep=2, tp=2, pp=2),
+    "qwen2_moe": dict(ep=2, tp=2, pp=2),
 }
 
 
