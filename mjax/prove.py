@@ -56,8 +56,9 @@ SMALL = [
 ]
 # Sizes that 6 devices divide.
 SIX = ["model.attention.num_attention_heads=12", "model.vocab_multiple=96", "data.seq_length=24"]
-# The parameters of seed 1 keep experts' logits apart for 20 steps. Where two meet, as with those of
-# seed 1234, rounding decides where a token goes, and the curve leaves the reference by 1e-4.
+# The parameters of seed 1 keep experts' scores apart for 20 steps. Where two meet, as with those of
+# seed 1234, rounding decides where a token goes, and the curve leaves the reference by 1e-4
+# (docs/lab/2026-11-23-router.md). Rows whose scores are closer have fewer and weaker experts.
 EXPERTS = [
     "run.seed=1",
     "model.layer_pattern=E",
@@ -128,7 +129,7 @@ FEATURES = {
         "model.layer_pattern=GGGE",
         "model.moe.scoring_func=sigmoid",
         "model.moe.n_group=2",
-        "model.moe.routed_scaling_factor=2.5",
+        "model.moe.routed_scaling_factor=0.5",
         "model.moe.router_bias=true",
         "model.moe.router_z_loss_coef=0.01",
         "model.moe.shared_expert_intermediate_size=24",
@@ -140,7 +141,7 @@ FEATURES = {
         "model.layer_pattern=GGGE",
         "model.moe.scoring_func=sigmoid",
         "model.moe.expert_bias=true",
-        "model.moe.expert_bias_update_rate=0.01",
+        "model.moe.routed_scaling_factor=0.5",
     ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",

@@ -37,7 +37,7 @@ from mjax.checkpoint.hf_config import (
     typed_rope,
     window_of_all,
 )
-from mjax.checkpoint.hf_deepseek import latent_layers
+from mjax.checkpoint.hf_deepseek import latent_layers, routed_experts_v2, routed_experts_v3
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -198,13 +198,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        (latent_layers(), shape(), _SILU, rope(), biases(False, mlp=True)),
+        (
+            latent_layers(),
+            routed_experts_v2(),
+            shape(),
+            _SILU,
+            rope(),
+            biases(False, mlp=True),
+        ),
         {},
+        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        (latent_layers(), shape(), _SILU, rope(), biases(False)),
+        (latent_layers(), routed_experts_v3(), shape(), _SILU, rope(), biases(False)),
         {},
+        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",

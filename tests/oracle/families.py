@@ -43,6 +43,13 @@ _LATENT = {k: v for k, v in _NO_HEAD_DIM.items() if k != "num_key_value_heads"} 
     v_head_dim=14,
     first_k_dense_replace=3,
 )
+_ROUTED = dict(
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+)
 _YARN = dict(
     rope_type="yarn",
     rope_theta=500.0,
@@ -107,6 +114,21 @@ MODELS: dict[str, tuple[str, dict]] = {
         _LATENT | dict(q_lora_rank=None, rope_parameters=_YARN | dict(mscale=0.707)),
     ),
     "deepseek_v3": ("DeepseekV3", _LATENT | dict(q_lora_rank=20, rope_parameters=_YARN)),
+    "deepseek_v2_moe": (
+        "DeepseekV2",
+        _LATENT
+        | _ROUTED
+        | dict(q_lora_rank=20, topk_method="group_limited_greedy", n_group=4, topk_group=2)
+        | dict(rope_parameters=_YARN, routed_scaling_factor=1.5),
+    ),
+    "deepseek_v2_lite_moe": (
+        "DeepseekV2",
+        _LATENT | _ROUTED | dict(q_lora_rank=None, topk_method="greedy", rope_parameters=_YARN),
+    ),
+    "deepseek_v3_moe": (
+        "DeepseekV3",
+        _LATENT | _ROUTED | dict(q_lora_rank=20, n_group=2, topk_group=1, rope_parameters=_YARN),
+    ),
     "olmoe": ("Olmoe", _NO_HEAD_DIM | dict(num_experts=8, num_experts_per_tok=3)),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -142,4 +164,7 @@ def make(name: str) -> torch.nn.Module:
         for path, p in model.named_parameters():
             if path.endswith("bias") or p.ndim == 1:
                 p.add_(0.1 * torch.randn_like(p))
+        for path, buffer in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model
