@@ -5,13 +5,11 @@ same weights as a pytree for `jax.grad`. Invariant: weights go from disk to thei
 piece, never through a whole copy on the host.
 """
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from mjax.checkpoint import families
 from mjax.checkpoint.huggingface import hf_source, tensor_names
@@ -27,7 +25,7 @@ from mjax.models import Definition, definition_of
 from mjax.models.decoder import Decoder
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import param_partitions
-from mjax.sharding.spec import is_spec
+from mjax.sharding.spec import ParamSpec, is_spec
 
 PREFIX = "transformer."  # GPT-2 as published lacks it
 
@@ -75,15 +73,13 @@ def from_pretrained(
 
 def abstract_params(definition: Definition, dtype: str, shardings: dict | None = None) -> dict:
     """`ShapeDtypeStruct`s of all parameters."""
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     if shardings is None:
-        return jax.tree.map(lambda s: shape(s.shape), definition.specs, is_leaf=is_spec)
-    return jax.tree.map(
-        lambda s, where: shape(s.shape, sharding=where),
-        definition.specs,
-        shardings,
-        is_leaf=is_spec,
-    )
+        shardings = jax.tree.map(lambda _: None, definition.specs, is_leaf=is_spec)
+
+    def abstract(spec: ParamSpec, where: Sharding | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype), sharding=where)
+
+    return jax.tree.map(abstract, definition.specs, shardings, is_leaf=is_spec)
 
 
 def source_of(path: str | Path) -> Source:

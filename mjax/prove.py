@@ -56,8 +56,9 @@ SMALL = [
 ]
 # Sizes that 6 devices divide.
 SIX = ["model.attention.num_attention_heads=12", "model.vocab_multiple=96", "data.seq_length=24"]
-# The parameters of seed 1 keep experts' logits apart for 20 steps. Where two meet, as with those of
-# seed 1234, rounding decides where a token goes, and the curve leaves the reference by 1e-4.
+# The parameters of seed 1 keep experts' scores apart for 20 steps. Where two meet, as with those of
+# seed 1234, rounding decides where a token goes, and the curve leaves the reference by 1e-4
+# (docs/lab/2026-11-23-router.md). Rows whose scores are closer have fewer and weaker experts.
 EXPERTS = [
     "run.seed=1",
     "model.layer_pattern=E",
@@ -118,16 +119,51 @@ FEATURES = {
         "model.attention.sliding_window=5",
         "model.attention.attention_sinks=true",
         "model.attention.attention_bias=true",
+        "model.moe.router_bias=true",
+        "model.mlp_bias=true",
+        "model.swiglu_limit=0.5",
+    ],
+    "routing": [  # DeepSeek-V3's, with all that a router may have
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.scoring_func=sigmoid",
+        "model.moe.n_group=2",
+        "model.moe.routed_scaling_factor=0.5",
+        "model.moe.router_bias=true",
+        "model.moe.router_z_loss_coef=0.01",
+        "model.moe.shared_expert_intermediate_size=24",
+        "model.moe.shared_expert_gate=true",
+    ],
+    "expert bias": [
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.scoring_func=sigmoid",
+        "model.moe.expert_bias=true",
+        "model.moe.routed_scaling_factor=0.5",
     ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
         "model.layer_sizes=[{intermediate_size: 96}]",
     ],
     "frozen": ["train.freeze=[embedding, '*.mlp.*']"],
+    "latent attention": [  # DeepSeek's
+        "model.layer_pattern=A",
+        "model.attention.num_key_value_heads=0",
+        "model.mla.q_lora_rank=20",
+        "model.mla.kv_lora_rank=12",
+        "model.mla.qk_nope_head_dim=6",
+        "model.mla.qk_rope_head_dim=4",
+        "model.mla.v_head_dim=8",
+        "model.rope.rope_scaling={rope_type: yarn, factor: 4.0, mscale: 0.7, "
+        "mscale_all_dim: 1.0, original_max_position_embeddings: 8}",
+    ],
 }
-NO_RING = ("sinks", "dropout", "gpt-oss")
+NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention")
 MOST_TP = {"odd widths": 2}
-PERIOD = {"windows": 2, "unlike layers": 4}  # layers that differ, in turn
+# Layers that differ, in turn.
+PERIOD = {"windows": 2, "routing": 4, "expert bias": 4, "unlike layers": 4}
 
 
 class Cell(NamedTuple):
@@ -267,7 +303,7 @@ def sizes_for(mesh: dict[str, int], feature: str) -> list[str]:
     if math.prod(mesh.values()) % 3:
         return deep
     six = SIX[{"muon": 1, "odd widths": 2}.get(feature, 0) :]  # those two have sizes of their own
-    experts = ["model.moe.num_experts=6"] if feature in ("experts", "gpt-oss") else []
+    experts = ["model.moe.num_experts=6"] if "model.moe.num_experts=8" in FEATURES[feature] else []
     return [*deep, *six, *experts]
 
 

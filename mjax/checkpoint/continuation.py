@@ -22,7 +22,11 @@ NOT_ARCHITECTURE = frozenset(
         "hidden_dropout",
         "initializer_range",
         "model_type",
+        "moe.expert_bias_update_rate",
+        "moe.force_balanced",
         "moe.router_aux_loss_coef",
+        "moe.router_aux_loss_over",
+        "moe.router_z_loss_coef",
         "scaled_output_init",
     }
 )

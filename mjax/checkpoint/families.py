@@ -20,6 +20,8 @@ from mjax.checkpoint.hf_config import (
     all_but_every_sixth,
     biases,
     every_second,
+    every_second_below,
+    expert_layers,
     experts,
     gemma_scales,
     gpt2_shape,
@@ -33,7 +35,9 @@ from mjax.checkpoint.hf_config import (
     shape,
     softcaps,
     typed_rope,
+    window_of_all,
 )
+from mjax.checkpoint.hf_deepseek import latent_layers, routed_experts_v2, routed_experts_v3
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -63,6 +67,23 @@ _GELU = activation("hidden_act", default="gelu_pytorch_tanh", first="hidden_acti
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh", first="hidden_act")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GEMMA_SHAPE = {"tie_word_embeddings": True, "head_dim": 256}
+_MIXTRAL = {"num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+_OLMOE = {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01}
+_QWEN2_MOE = {
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "router_aux_loss_coef": 0.001,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 5632,
+}
+_QWEN3_MOE = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "router_aux_loss_coef": 0.001,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+}
 _GEMMA = {"norm_zero_centered": True}
 
 FAMILIES: dict[str, Family] = {
@@ -165,7 +186,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        (experts(), shape(rms_norm_eps=1e-5), _SILU, rope(1e6)),
+        (experts("num_local_experts", **_MIXTRAL), shape(rms_norm_eps=1e-5), _SILU, rope(1e6)),
         {},
         rename=(
             ("mlp.gate.", "block_sparse_moe.gate."),
@@ -174,6 +195,60 @@ FAMILIES: dict[str, Family] = {
             (".up_proj.", ".w3."),
             (".down_proj.", ".w2."),
         ),
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        (
+            latent_layers(),
+            routed_experts_v2(),
+            shape(),
+            _SILU,
+            rope(),
+            biases(False, mlp=True),
+        ),
+        {},
+        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        (latent_layers(), routed_experts_v3(), shape(), _SILU, rope(), biases(False)),
+        {},
+        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        (
+            experts("num_experts", **_OLMOE, norm_topk_prob=False),
+            shape(rms_norm_eps=1e-5),
+            _SILU,
+            rope(),
+            biases(),
+        ),
+        {"attention.qk_norm": True, "attention.qk_norm_all_heads": True},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        (
+            expert_layers(every_second_below, typed=True),
+            experts("num_experts", **_QWEN2_MOE),
+            shape(),
+            _SILU,
+            rope(),
+            same({"qkv_bias": "attention.attention_bias"}, {"qkv_bias": True}),
+        ),
+        {"moe.shared_expert_gate": True},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        (
+            expert_layers(window_of_all, typed=False),
+            experts("num_experts", **_QWEN3_MOE),
+            shape(),
+            _SILU,
+            rope(),
+            biases(),
+        ),
+        {"attention.qk_norm": True},
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -211,7 +286,10 @@ MEANINGLESS = frozenset(
     return_dict torch_dtype transformers_version unsloth_version use_cache""".split()
 )
 # Keys of ours that a config.json does not carry, or that do not change the trained function.
-UNSAID = frozenset({"model_type", "vocab_multiple", "scaled_output_init"})
+UNSAID = frozenset(
+    """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
+    moe.expert_bias_update_rate""".split()
+)
 
 
 def config_from_hf(config: dict) -> ModelConfig:
@@ -271,8 +349,11 @@ def family_of(cfg: ModelConfig) -> Family:
 
 def _said(cfg: ModelConfig) -> list[str]:
     skipped = UNSAID | {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
-    dense = set() if "D" in cfg.branches else {"intermediate_size"}
-    return [key for key in leaf_keys(ModelConfig) if key not in skipped | dense]
+    if "D" not in cfg.branches:
+        skipped |= {"intermediate_size"}
+    if not cfg.branches & set("GLN"):
+        skipped |= {"attention.head_dim", "attention.num_key_value_heads"}
+    return [key for key in leaf_keys(ModelConfig) if key not in skipped]
 
 
 # ---- names -------------------------------------------------------------------------------------

@@ -239,17 +239,8 @@ def layer_types(older: Callable[[dict, int], list[bool]], nope: bool = False) ->
     for layers without rotary positions."""
 
     def read(config: dict) -> dict:
-        layers = config["num_hidden_layers"]
-        windowed = older(config, layers)  # takes its keys out
-        types = config.pop("layer_types", None)
-        if types is not None:
-            unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-            if unknown or len(types) != layers:
-                what = f"has {unknown[0]!r}" if unknown else f"names {len(types)} layers"
-                raise UserError(f"config.json: layer_types {what}, num_hidden_layers={layers}")
-            windowed = [t == "sliding_attention" for t in types]
-        window = take(config, "sliding_window", None)
-        windowed = [w and window is not None for w in windowed]
+        windowed, window = _windows(config, older)
+        layers = len(windowed)
         kinds = ["L" if w else "G" for w in windowed]
         if nope:
             every = config.pop("no_rope_layer_interval", None) or 4
@@ -273,6 +264,77 @@ def layer_types(older: Callable[[dict, int], list[bool]], nope: bool = False) ->
         return out | ({"no_rope_layers": [int(kind != "N") for kind in kinds]} if nope else {})
 
     return Part(read, write)
+
+
+def _windows(config: dict, older: Callable[[dict, int], list[bool]]) -> tuple[list[bool], Any]:
+    """(which layers have the window, the window) of `layer_types`, or as `older` says."""
+    layers = config["num_hidden_layers"]
+    windowed = older(config, layers)  # takes its keys out
+    types = config.pop("layer_types", None)
+    if types is not None:
+        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+        if unknown or len(types) != layers:
+            what = f"has {unknown[0]!r}" if unknown else f"names {len(types)} layers"
+            raise UserError(f"config.json: layer_types {what}, num_hidden_layers={layers}")
+        windowed = [t == "sliding_attention" for t in types]
+    window = take(config, "sliding_window", None)
+    return [w and window is not None for w in windowed], window
+
+
+# A layer, by whether it has a window and whether it has experts.
+_KINDS = {(False, False): "G", (True, False): "L", (False, True): "E", (True, True): "[LE]"}
+
+
+def expert_layers(older: Callable[[dict, int], list[bool]], typed: bool) -> Part:
+    """Qwen's: experts in each `decoder_sparse_step`-th layer but `mlp_only_layers`.
+
+    Windows are as in `layer_types`; without `typed` the family has one for all layers or none.
+    Reads before `shape`.
+    """
+
+    def read(config: dict) -> dict:
+        windowed, window = _windows(config, older)
+        step = take(config, "decoder_sparse_step", 1)
+        dense = take(config, "mlp_only_layers", [])
+        kinds = []
+        for i, has_window in enumerate(windowed):
+            has_experts = i not in dense and (i + 1) % step == 0
+            kinds.append(_KINDS[has_window, has_experts])
+        return {
+            "layer_pattern": shortest(kinds),
+            "attention.sliding_window": window if any(windowed) else None,
+        }
+
+    def write(cfg: ModelConfig) -> dict:
+        kinds = cfg.layer_kinds
+        windowed = [kind in ("L", "[LE]") for kind in kinds]
+        names = {True: "sliding_attention", False: "full_attention"}
+        out = {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind in ("G", "L")],
+            "sliding_window": cfg.attention.sliding_window,
+            "use_sliding_window": any(windowed),
+        }
+        return out | ({"layer_types": [names[w] for w in windowed]} if typed else {})
+
+    return Part(read, write)
+
+
+def window_of_all(config: dict, layers: int) -> list[bool]:
+    """Qwen3-MoE."""
+    config.pop("max_window_layers", None)
+    used = config.pop("use_sliding_window", None)
+    if not used:
+        config["sliding_window"] = None
+    return [bool(used)] * layers
+
+
+def every_second_below(config: dict, layers: int) -> list[bool]:
+    """Qwen2-MoE: every second layer before max_window_layers."""
+    used, first = config.pop("use_sliding_window", None), config.pop("max_window_layers", 28)
+    if not used:
+        config["sliding_window"] = None
+    return [bool(used) and i % 2 == 0 and i < first for i in range(layers)]
 
 
 def optional_window(config: dict, layers: int) -> list[bool]:
@@ -343,30 +405,34 @@ def phi3_dropout() -> Part:
     )
 
 
-def experts() -> Part:
-    """Mixtral: every layer has experts; their width stands as intermediate_size. Reads before
-    `shape`."""
+def experts(count: str, **defaults: Any) -> Part:
+    """The router and experts; their number is written as `count` and read in either spelling.
+
+    `defaults` of a family are for keys left out. Without a `moe_intermediate_size` every layer has
+    experts, whose width stands as intermediate_size (Mixtral, OLMoE). Reads before `shape`.
+    """
+    names = {"num_experts_per_tok", "router_aux_loss_coef", *defaults} - {"num_experts"}
+    keys = same({name: f"moe.{name}" for name in sorted(names)}, defaults)
+    has_width = "moe_intermediate_size" in defaults
 
     def read(config: dict) -> dict:
-        only(config, "sliding_window")
-        only(config, "router_jitter_noise", 0.0)
+        for key in ("router_jitter_noise", "clip_qkv"):
+            only(config, key, 0.0)
         config.pop("output_router_logits", None)
-        width = config["intermediate_size"]
-        return {
-            "layer_pattern": "E",
-            "moe.num_experts": take(config, "num_local_experts", 8),
-            "moe.num_experts_per_tok": take(config, "num_experts_per_tok", 2),
-            "moe.moe_intermediate_size": width,
-            "moe.router_aux_loss_coef": take(config, "router_aux_loss_coef", 0.001),
-        }
+        numbers = [config.pop(key, None) for key in ("num_experts", "num_local_experts")]
+        fields = {"moe.num_experts": numbers[0] or numbers[1] or defaults["num_experts"]}
+        fields |= keys.read(config)
+        if not has_width:
+            only(config, "sliding_window")
+            fields |= {"moe.moe_intermediate_size": config["intermediate_size"]}
+            fields |= {"layer_pattern": "E"}
+        return fields
 
     def write(cfg: ModelConfig) -> dict:
-        return {
-            "num_local_experts": cfg.moe.num_experts,
-            "num_experts_per_tok": cfg.moe.num_experts_per_tok,
-            "router_aux_loss_coef": cfg.moe.router_aux_loss_coef,
-            "intermediate_size": cfg.moe.moe_intermediate_size,
-        }
+        values = {count: cfg.moe.num_experts} | keys.write(cfg)
+        return (
+            values if has_width else values | {"intermediate_size": cfg.moe.moe_intermediate_size}
+        )
 
     return Part(read, write)
 

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
 from mjax.checkpoint import float8
@@ -256,10 +255,11 @@ def export(
         linear = {name for name, found in pieces.items() if of[found[0][0]].role == "matrix"}
         tensors, parts = float8.quantized(shapes, linear, tensor)
     else:
-        tensors = {name: (shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
+        dtypes = {name: of[found[0][0]].dtype(dtype) for name, found in pieces.items()}
+        tensors = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
 
         def parts(name):
-            return [tensor(name, jnp.dtype(dtype))]
+            return [tensor(name, dtypes[name])]
 
     files = _shards(tensors, max_shard_bytes)
     with new_folder(folder) as temporary:

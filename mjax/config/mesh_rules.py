@@ -93,7 +93,11 @@ def _a2a_size(c: Config) -> int:
 
 def _not_for_ring(c: Config) -> list[str]:
     """The keys of a config that ring attention does not support."""
-    return [reason for reason in not_for_cudnn(c) if reason.startswith("model.")]
+    reasons = [reason for reason in not_for_cudnn(c) if reason.startswith("model.")]
+    mla = c.model.mla
+    if "A" in c.model.branches and mla.v_head_dim != mla.qk_head_dim:
+        reasons.append("model.mla.v_head_dim: values have heads of another size")
+    return reasons
 
 
 def _pipeline_keys(c: Config) -> list[str]:
@@ -184,6 +188,9 @@ MESH_RULES: tuple[Rule, ...] = (
     _tp_divides("model.intermediate_size", "choose a mesh.tp that divides the FFN width"),
     _tp_divides(
         "model.moe.moe_intermediate_size", "choose a mesh.tp that divides an expert's width"
+    ),
+    _tp_divides(
+        "model.moe.shared_expert_intermediate_size", "choose a mesh.tp that divides its width"
     ),
     _tp_divides("model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"),
     _tp_divides("data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"),

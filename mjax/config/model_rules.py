@@ -2,24 +2,55 @@
 
 from mjax.config.keys import leaf_keys, value_of
 from mjax.config.mesh_rules import Rule
-from mjax.config.model_schema import LayerSizes
+from mjax.config.model_schema import LayerSizes, MlaConfig
 from mjax.config.pattern import BRANCHES, branches_of, sizes_of
 from mjax.config.schema import Config
 
 
-def _rotary_dims(c: Config) -> int:
-    return int(c.model.attention.head_dim * c.model.rope.partial_rotary_factor)
+def _rotary_dims(c: Config) -> dict[str, int]:
+    """The rotated channels of a head, by the key of its size; {} without RoPE."""
+    if c.model.position_embedding != "rope":
+        return {}
+    rotary = [letter for letter in sorted(c.model.branches) if BRANCHES[letter].rotary]
+    return {BRANCHES[letter].rotary: c.model.rotary_dim(letter) for letter in rotary}
+
+
+def _odd_rotary(c: Config) -> list[str]:
+    """The keys of sizes of heads that RoPE cannot turn."""
+    return [key for key, dims in _rotary_dims(c).items() if dims < 2 or dims % 2]
 
 
 def _longrope_complete(c: Config) -> bool:
     s = c.model.rope.rope_scaling
     if s is None or s.rope_type != "longrope":
         return True
-    return {len(s.short_factor or ()), len(s.long_factor or ())} == {_rotary_dims(c) // 2}
+    given = {len(s.short_factor or ()), len(s.long_factor or ())}
+    return all(given == {dims // 2} for dims in _rotary_dims(c).values())
+
+
+def _has_only_experts(c: Config) -> bool:
+    """Whether all feed-forward branches are experts, none of them shared."""
+    shared = c.model.moe.shared_expert_intermediate_size
+    return _has_experts(c) and "D" not in c.model.branches and not shared
 
 
 def _has_experts(c: Config) -> bool:
     return "E" in c.model.branches
+
+
+def _has_latents(c: Config) -> bool:
+    return "A" in c.model.branches
+
+
+def _has_head_dim(c: Config) -> bool:
+    """Whether some attention has heads of model.attention.head_dim, and kv heads."""
+    return bool(c.model.branches & set("GLN"))
+
+
+def _mla_lacks(c: Config) -> list[str]:
+    """The keys of model.attention that are set and that A blocks lack."""
+    names = "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks"
+    return [name for name in names if value_of(c.model.attention, name)]
 
 
 def _has_windows(c: Config) -> bool:
@@ -50,6 +81,15 @@ def _sizes_without_effect(c: Config) -> list[str]:
     return unread
 
 
+def _groups_fit(c: Config) -> bool:
+    moe = c.model.moe
+    if moe.n_group == 1:
+        return moe.topk_group == 1
+    if moe.topk_group > moe.n_group or moe.num_experts % moe.n_group:
+        return False
+    return moe.num_experts_per_tok <= moe.num_experts // moe.n_group * moe.topk_group
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "layer_sizes_fit",
@@ -78,16 +118,52 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "head_dim_known",
-        lambda c: c.model.attention.head_dim > 0,
+        lambda c: c.model.attention.head_dim > 0 or not _has_head_dim(c),
         "`model.hidden_size` is not divisible by `model.attention.num_attention_heads`",
         "set model.attention.head_dim",
     ),
     Rule(
-        "rotary_dims_even",
-        lambda c: c.model.position_embedding != "rope" or _rotary_dims(c) in range(2, 1 << 20, 2),
+        "mla_sizes_given",
         lambda c: (
-            "`model.attention.head_dim` x `model.rope.partial_rotary_factor` rotates "
-            f"{_rotary_dims(c)} dims"
+            not _has_latents(c) or all(size != 0 for size in c.model.mla.model_dump().values())
+        ),
+        "`model.layer_pattern` has A blocks, whose sizes model.mla lacks",
+        "set kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim of model.mla",
+    ),
+    Rule(
+        "mla_used",
+        lambda c: _has_latents(c) or c.model.mla == MlaConfig(),
+        "model.mla has no effect: `model.layer_pattern` has no A block",
+        "add A blocks or remove model.mla",
+    ),
+    Rule(
+        "mla_features",
+        lambda c: not (_has_latents(c) and _mla_lacks(c)),
+        lambda c: f"`model.attention.{_mla_lacks(c)[0]}` is not built for A blocks",
+        "set it to false",
+    ),
+    Rule(
+        "mla_has_no_groups",
+        lambda c: (
+            not _has_latents(c)
+            or _has_head_dim(c)
+            or c.model.attention.num_key_value_heads == c.model.attention.num_attention_heads
+        ),
+        "`model.attention.num_key_value_heads` has no effect: A blocks have no kv heads",
+        "leave it out",
+    ),
+    Rule(
+        "mla_rotates_whole_part",
+        lambda c: not _has_latents(c) or c.model.rope.partial_rotary_factor == 1,
+        "`model.rope.partial_rotary_factor` is not for A blocks, which turn qk_rope_head_dim dims",
+        "set it to 1.0",
+    ),
+    Rule(
+        "rotary_dims_even",
+        lambda c: not _odd_rotary(c),
+        lambda c: (
+            f"`model.{_odd_rotary(c)[0]}` x `model.rope.partial_rotary_factor` rotates "
+            f"{_rotary_dims(c)[_odd_rotary(c)[0]]} dims"
         ),
         "RoPE turns pairs: make them even and at least 2",
     ),
@@ -160,16 +236,44 @@ MODEL_RULES: tuple[Rule, ...] = (
         "set model.moe.norm_topk_prob=false, or the router learns nothing from the loss",
     ),
     Rule(
+        "groups_fit",
+        _groups_fit,
+        "`model.moe.n_group`, `model.moe.topk_group`: groups of equal size, those that a token is "
+        "sent to, with at least `model.moe.num_experts_per_tok` experts of "
+        "`model.moe.num_experts`",
+        "change them, or set model.moe.n_group=1 and model.moe.topk_group=1",
+    ),
+    Rule(
+        "group_score_fits",
+        lambda c: (
+            c.model.moe.n_group == 1
+            or c.model.moe.group_score_topk * c.model.moe.n_group <= c.model.moe.num_experts
+        ),
+        "`model.moe.group_score_topk` exceeds the experts of a group",
+        "lower it or model.moe.n_group",
+    ),
+    Rule(
+        "shared_gate_used",
+        lambda c: (
+            c.model.moe.shared_expert_intermediate_size > 0 or not c.model.moe.shared_expert_gate
+        ),
+        "`model.moe.shared_expert_gate` has no effect without a shared expert",
+        "set model.moe.shared_expert_intermediate_size",
+    ),
+    Rule(
         "ep_divides_experts",
         lambda c: c.model.moe.num_experts % c.mesh.ep == 0,
         "`model.moe.num_experts` is not divisible by `mesh.ep`",
         "choose a mesh.ep that divides the experts",
     ),
     Rule(
-        "experts_have_no_bias",
-        lambda c: not (_has_experts(c) and c.model.mlp_bias),
-        "`model.mlp_bias` is not built for the experts of E blocks",
-        "set model.mlp_bias=false",
+        "swiglu_limit_is_of_experts",
+        lambda c: (
+            c.model.swiglu_limit is None
+            or (c.model.mlp_gated and c.model.hidden_act == "silu" and _has_only_experts(c))
+        ),
+        "`model.swiglu_limit` is built for experts with a gate and silu alone",
+        "set it to null, or use E blocks without a shared expert, hidden_act=silu, mlp_gated=true",
     ),
     Rule(
         "seq_length_fits_positions",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mjax.config.pattern import branches_of_model, expand, sizes_of
+from mjax.config.pattern import BRANCHES, branches_of_model, expand, sizes_of
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -71,6 +71,25 @@ class AttentionConfig(Group):
     attention_dropout: float = Field(0.0, ge=0, lt=1)
 
 
+class MlaConfig(Group):
+    """Multi-head latent attention, of A blocks: queries and keys come from low-rank latents."""
+
+    q_lora_rank: int | None = Field(
+        None, ge=1, description="Width of the latent of queries; None: they come from the input."
+    )
+    kv_lora_rank: int = Field(0, ge=0, description="Width of the latent of keys and values.")
+    qk_nope_head_dim: int = Field(0, ge=0, description="Part of a query or key without RoPE.")
+    qk_rope_head_dim: int = Field(
+        0, ge=0, description="Part of them with RoPE; that of keys is one for all heads."
+    )
+    v_head_dim: int = Field(0, ge=0, description="Size of a head of values.")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """The size of a head of queries or keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
 class RopeConfig(Group):
     """Rotary positions, where `model.position_embedding` is rope."""
 
@@ -86,11 +105,40 @@ class MoeConfig(Group):
     num_experts: int = Field(0, ge=0, description="Experts of an E block.")
     num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token is sent to.")
     moe_intermediate_size: int = Field(0, ge=0, description="Width of one; 0: intermediate_size.")
-    norm_topk_prob: bool = Field(
-        True, description="Gates: softmax over the chosen logits; false: over all, then chosen."
+    shared_expert_intermediate_size: int = Field(
+        0, ge=0, description="Width of an MLP beside the experts, for all tokens; 0: none."
     )
+    shared_expert_gate: bool = Field(False, description="Weigh it by a sigmoid of the token.")
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = Field(
+        True, description="Gates: divided by their sum; for softmax the one over the chosen logits."
+    )
+    routed_scaling_factor: float = Field(1.0, gt=0, description="Factor on the gates.")
+    router_bias: bool = Field(False, description="Bias on the router's logits (gpt-oss).")
+    n_group: int = Field(1, ge=1, description="Groups of experts; a token goes to topk_group.")
+    topk_group: int = Field(1, ge=1, description="Groups that a token is sent to.")
+    group_score_topk: int = Field(
+        2, ge=1, description="A group's score sums its best ones: DeepSeek-V3: 2, DeepSeek-V2: 1."
+    )
+    expert_bias: bool = Field(
+        False, description="Bias on the scores that choose experts; no gradient moves it."
+    )
+    expert_bias_update_rate: float = Field(
+        1e-3, ge=0, description="Step of expert_bias towards equal loads; 0: it stays."
+    )
+    force_balanced: bool = Field(
+        False, description="Benchmarks only: experts take turns, whatever the router says."
+    )
+
     router_aux_loss_coef: float = Field(
-        0.0, ge=0, description="Weight of the balance loss, per sequence, summed over E blocks."
+        0.0, ge=0, description="Weight of the balance loss, summed over E blocks."
+    )
+    router_aux_loss_over: Literal["sequence", "global_batch"] = Field(
+        "sequence", description="What the balance loss balances."
+    )
+    router_z_loss_coef: float = Field(
+        0.0, ge=0, description="Weight of the mean of logsumexp(logits)^2, summed over E blocks."
     )
 
 
@@ -135,12 +183,14 @@ class ModelConfig(Group):
     layer_pattern: str = Field(
         "G",
         description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
-        "window, N full attention without RoPE, E full attention with experts; or branches, as in "
+        "window, N full attention without RoPE, A latent attention, E full attention with "
+        "experts; or branches, as in "
         "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
     )
     layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
 
     attention: AttentionConfig = AttentionConfig()
+    mla: MlaConfig = MlaConfig()
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     moe: MoeConfig = MoeConfig()
@@ -155,6 +205,9 @@ class ModelConfig(Group):
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
     mlp_bias: bool = False
+    swiglu_limit: float | None = Field(
+        None, gt=0, description="gpt-oss: experts clamp gate and up at it, and add 1 to up."
+    )
 
     tie_word_embeddings: bool = False
     embedding_multiplier: float | None = Field(None, gt=0, description="Scales embeddings.")
@@ -202,6 +255,12 @@ class ModelConfig(Group):
     def branches(self) -> set[str]:
         """The letters of all branches that some layer has (`config/pattern.py`)."""
         return branches_of_model(self.layer_kinds)
+
+    def rotary_dim(self, letter: str) -> int:
+        """The number of channels of each head that RoPE turns in a branch."""
+        group, _, name = BRANCHES[letter].rotary.partition(".")
+        head = getattr(getattr(self, group), name)
+        return int(head * self.rope.partial_rotary_factor)
 
     @property
     def sizes(self) -> list["ModelConfig"]:

@@ -35,7 +35,8 @@ class Branch:
     sizes: the keys of an entry of `model.layer_sizes` that it reads.
     matmuls: the names of its matmuls (`ParamSpec.matmul`).
     kept: the names of other tensors that are dear to compute again (`config/remat.py`).
-    windowed, rotary: facts about attention.
+    windowed: whether it is attention in a sliding window.
+    rotary: the key of the size of heads that RoPE turns; empty: it turns none.
     """
 
     word: str
@@ -46,7 +47,7 @@ class Branch:
     matmuls: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     windowed: bool = False
-    rotary: bool = False
+    rotary: str = ""
 
 
 _ATTENTION = {
@@ -57,12 +58,23 @@ _ATTENTION = {
     "matmuls": ("q", "kv", "attn_proj"),
     "kept": ("attn_out", "attn_lse"),
 }
+_HEAD = "attention.head_dim"
 
 # THE table of branches. A new mixer is a module and a row here.
 BRANCHES: dict[str, Branch] = {
-    "G": Branch("full", **_ATTENTION, rotary=True),
-    "L": Branch("window", **_ATTENTION, rotary=True, windowed=True),
+    "G": Branch("full", **_ATTENTION, rotary=_HEAD),
+    "L": Branch("window", **_ATTENTION, rotary=_HEAD, windowed=True),
     "N": Branch("nope", **_ATTENTION),
+    "A": Branch(
+        "mla",
+        "mjax.models.mla:MLA",
+        name="attention",
+        shape="mla",
+        sizes=("attention.num_attention_heads",),
+        matmuls=("q", "q_a", "q_b", "kv_a", "kv_b", "attn_proj"),
+        kept=("attn_out", "attn_lse"),
+        rotary="mla.qk_rope_head_dim",
+    ),
     "D": Branch(
         "mlp",
         "mjax.models.mlp:MLP",
@@ -77,11 +89,12 @@ BRANCHES: dict[str, Branch] = {
         name="mlp",
         shape="moe",
         sizes=("moe.moe_intermediate_size",),
+        matmuls=("up", "down", "expert_up", "expert_down"),  # the first of the shared expert
     ),
 }
 
 # Common layers, by letter.
-LAYERS = {"G": "GD", "L": "LD", "N": "ND", "E": "GE"}
+LAYERS = {"G": "GD", "L": "LD", "N": "ND", "A": "AD", "E": "GE"}
 
 # Stacks whose names are older than the words for shapes.
 _STACK_NAMES = {"attention_mlp": "dense", "attention_moe": "moe"}

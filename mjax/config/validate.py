@@ -80,6 +80,13 @@ def _undivided_ramp_sizes(c: Config) -> list[int]:
     return [size for size in sizes if size % _sequences_per_micro_batch(c)]
 
 
+def _balances_global_batch(c: Config) -> bool:
+    """While dp is "auto", the number of micro-batches is not known."""
+    moe = c.model.moe
+    over_batch = moe.router_aux_loss_over == "global_batch" and moe.router_aux_loss_coef > 0
+    return over_batch and c.mesh.dp != "auto"
+
+
 def _profile_ok(c: Config) -> bool:
     steps = c.log.profile_steps
     return steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
@@ -280,6 +287,19 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.train.global_batch_size % _sequences_per_micro_batch(c) == 0,
         lambda c: f"`train.global_batch_size` is not divisible by {_micro_batch_factors(c)}",
         "change either: a step is a whole number of micro-batches on every device",
+    ),
+    Rule(
+        "global_balance_needs_one_micro_batch",
+        lambda c: (
+            not _balances_global_batch(c)
+            or c.train.global_batch_size == _sequences_per_micro_batch(c)
+        ),
+        lambda c: (
+            "`model.moe.router_aux_loss_over` needs all choices before the first gradient, but "
+            f"`train.global_batch_size` is several times {_micro_batch_factors(c)}"
+        ),
+        "make a step one micro-batch, or balance each sequence: "
+        "model.moe.router_aux_loss_over=sequence",
     ),
     # precision
     Rule(

@@ -23,11 +23,12 @@ def take_apart(specs: dict, params: dict, dtype: jnp.dtype, donate: bool = False
     """
 
     def convert(spec: ParamSpec, old: jax.Array) -> jax.Array | list[jax.Array]:
-        if not spec.is_stacked and old.dtype == dtype:
+        wanted = spec.dtype(dtype)
+        if not spec.is_stacked and old.dtype == wanted:
             return old
         where = _of_layer(old.sharding) if spec.is_stacked else old.sharding
         function = _cast_rows if spec.is_stacked else _cast
-        new = jax.jit(function, static_argnums=1, out_shardings=where)(old, jnp.dtype(dtype))
+        new = jax.jit(function, static_argnums=1, out_shardings=where)(old, wanted)
         if donate:
             jax.block_until_ready(new)
             old.delete()

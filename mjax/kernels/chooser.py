@@ -113,6 +113,10 @@ def _attention(
     beyond_cudnn = call.softcap is not None or sinks
     if beyond_cudnn and mosaic_computes(dtype, shape[-1], value_size or shape[-1], call, device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
+    if value_size not in (None, shape[-1]):
+        return Choice(
+            "cudnn", f"it takes heads of {shape[-1]} and values of {value_size} as they are"
+        )
     return Choice("cudnn", "whole steps are no faster with mosaic")
 
 
@@ -223,8 +227,18 @@ def _on_gpu(device: Device, why: str) -> Choice:
     return Choice("triton", why) if device.triton else Choice("xla", NO_TRITON)
 
 
+def _experts(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, asked: str) -> Choice:
+    """Of the weights [E, D, ...] of a device's experts: what multiplies tokens by them."""
+    if asked != "auto":
+        return Choice(asked, "train.experts asks for it")
+    if device.backend == "cpu":
+        return Choice("xla", NO_GPU)
+    return Choice("loop", "our grouped matmul is not yet timed on GPUs (train.experts=mosaic)")
+
+
 RULES = {
     "attention": _attention,
+    "experts": _experts,
     "grouped_matmul": _grouped_matmul,
     "norm": _norm,
     "gate": _gate,

@@ -17,7 +17,13 @@ from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
 from mjax.kernels.decode_attention import decode_attention
-from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
+from mjax.models.branch import (
+    BranchInputs,
+    BranchModule,
+    BranchOutput,
+    CacheSpec,
+    HeadSizes,
+)
 from mjax.models.context import Context
 from mjax.models.context_attention import context_attention
 from mjax.models.linear import column, row
@@ -62,18 +68,10 @@ class Attention(BranchModule):
             matmul="kv",
             hf=_hf_names("kv", "weight"),
         )
-        out = ParamSpec(
-            shape=(heads, head, width),
-            axes=(*q_axes, "embed"),
-            role="matrix",
-            inputs=2,
-            matmul="attn_proj",
-            hf=_hf_names("o", "weight"),
-        )
         init, zero = normal(cfg.initializer_range), constant(0.0)
         self.q = declare(rngs, q, init)
         self.kv = declare(rngs, kv, init)
-        self.out = declare(rngs, out, normal(out_std))
+        self.out = declare(rngs, output_spec(cfg, head), normal(out_std))
         if cfg.attention.attention_bias:
             q = ParamSpec((heads, head), q_axes, "bias", hf=_hf_names("q", "bias"))
             kv = ParamSpec((2, kv_heads, head), kv_axes, "bias", hf=_hf_names("kv", "bias"))
@@ -111,23 +109,18 @@ class Attention(BranchModule):
             tables = inputs.rope[inputs.letter]
             q = apply_rope(q, tables)
             k = apply_rope(k, tables)
-        call = self._call(inputs)
-        key_columns, key_segments = tokens.columns, tokens.segments
+        scale = cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5
+        call = attention_call(cfg, inputs, scale)
+        sinks = self.sinks[...] if cfg.attention.attention_sinks else None
         if cache is not None:
             first = tokens.columns[0]
             keys = _write_to_cache(cache.keys, k, first)
             values = _write_to_cache(cache.values, v, first)
             cache = KeysValues(keys, values)
             k, v = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-            key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
-            key_segments = tokens.key_segments
             call = replace(call, implementation="xla")
-        arrays = AttentionArrays(
-            columns=(tokens.columns, key_columns),
-            segments=None if key_segments is None else (tokens.segments, key_segments),
-            sinks=self.sinks[...] if cfg.attention.attention_sinks else None,
-            dropout=self._dropout(inputs) if call.dropout > 0 else None,
-        )
+        cached = None if cache is None else k.shape[1]
+        arrays = attention_arrays(cfg, inputs, cached, sinks)
         if cache is not None and x.shape[1] == 1:
             out = decode_attention(q, *cache, call, arrays)
         else:
@@ -149,6 +142,12 @@ class Attention(BranchModule):
             window = min(cfg.attention.sliding_window, seq_length)
         keys = window - window * window / (2 * seq_length)
         return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * keys
+
+    @staticmethod
+    def heads(cfg: ModelConfig) -> HeadSizes:
+        sizes = cfg.attention
+        head = sizes.head_dim
+        return HeadSizes(sizes.num_attention_heads, sizes.num_key_value_heads, head, head)
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> KeysValues:
@@ -180,24 +179,63 @@ class Attention(BranchModule):
         value = _local_kv_heads(weight.value, self.cfg, parallel)
         return replace(weight, value=value)
 
-    def _call(self, inputs: BranchInputs) -> AttentionCall:
-        cfg, ctx = self.cfg, inputs.ctx
-        return AttentionCall(
-            scale=cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5,
-            window=cfg.attention.sliding_window if BRANCHES[inputs.letter].windowed else None,
-            softcap=cfg.attention.attn_logit_softcapping,
-            dropout=cfg.attention.attention_dropout if ctx.dropout else 0.0,
-            max_documents=ctx.max_documents,
-            implementation=ctx.attention,
-        )
 
-    def _dropout(self, inputs: BranchInputs) -> DropoutPlaces:
-        """What keys dropout on attention probabilities, of this device's query heads."""
-        tokens, parallel = inputs.tokens, inputs.ctx.parallel
-        local = self.cfg.attention.num_attention_heads // parallel.tp
-        heads = parallel.index("tp") * local + jnp.arange(local)
-        key = jax.random.fold_in(tokens.key, inputs.salt)
-        return DropoutPlaces(key, tokens.rows, heads)
+def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
+    """The projection of heads of values, of size `head`, back to the residual stream."""
+    return ParamSpec(
+        shape=(cfg.attention.num_attention_heads, head, cfg.hidden_size),
+        axes=("heads", "head_dim", "embed"),
+        role="matrix",
+        inputs=2,
+        matmul="attn_proj",
+        hf=_hf_names("o", "weight"),
+    )
+
+
+def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> AttentionCall:
+    """What a branch of causal attention computes."""
+    ctx = inputs.ctx
+    return AttentionCall(
+        scale=scale,
+        window=cfg.attention.sliding_window if BRANCHES[inputs.letter].windowed else None,
+        softcap=cfg.attention.attn_logit_softcapping,
+        dropout=cfg.attention.attention_dropout if ctx.dropout else 0.0,
+        max_documents=ctx.max_documents,
+        implementation=ctx.attention,
+    )
+
+
+def attention_arrays(
+    cfg: ModelConfig,
+    inputs: BranchInputs,
+    cached: int | None = None,
+    sinks: jax.Array | None = None,
+) -> AttentionArrays:
+    """What a branch of attention reads besides queries, keys and values.
+
+    The keys are those of the same tokens, or of all slots of a cache for `cached` tokens.
+    """
+    tokens, ctx = inputs.tokens, inputs.ctx
+    key_columns, key_segments = tokens.columns, tokens.segments
+    if cached is not None:
+        key_columns = jnp.arange(cached, dtype=jnp.int32)
+        key_segments = tokens.key_segments
+    has_dropout = ctx.dropout and cfg.attention.attention_dropout > 0
+    return AttentionArrays(
+        columns=(tokens.columns, key_columns),
+        segments=None if key_segments is None else (tokens.segments, key_segments),
+        sinks=sinks,
+        dropout=_dropout_places(cfg, inputs) if has_dropout else None,
+    )
+
+
+def _dropout_places(cfg: ModelConfig, inputs: BranchInputs) -> DropoutPlaces:
+    """What keys dropout on attention probabilities, of this device's query heads."""
+    tokens, parallel = inputs.tokens, inputs.ctx.parallel
+    local = cfg.attention.num_attention_heads // parallel.tp
+    heads = parallel.index("tp") * local + jnp.arange(local)
+    key = jax.random.fold_in(tokens.key, inputs.salt)
+    return DropoutPlaces(key, tokens.rows, heads)
 
 
 def _write_to_cache(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:

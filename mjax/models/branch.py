@@ -35,6 +35,21 @@ class CacheSpec:
     axes: tuple[str | None, ...]
 
 
+class HeadSizes(NamedTuple):
+    """The heads of attention: of queries and of keys and values; the size of a head of queries and
+    keys, and of one of values."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
+
+    @property
+    def kv_channels(self) -> int:
+        """Channels of the keys and values of a token."""
+        return self.kv_heads * (self.size + self.value_size)
+
+
 @dataclass(frozen=True)
 class BranchInputs:
     """What a branch reads besides weights and activations.
@@ -80,6 +95,11 @@ class BranchModule(nnx.Module):
         return 0.0
 
     @staticmethod
+    def heads(cfg: ModelConfig) -> HeadSizes | None:
+        """The heads of a branch that is attention."""
+        return None
+
+    @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> BranchCache:
         """The cache, as a tree of `CacheSpec`, of `length` tokens in each of `batch` rows.
 
@@ -91,6 +111,12 @@ class BranchModule(nnx.Module):
 def branch_class(letter: str) -> type[BranchModule]:
     """The class of a branch."""
     return pkgutil.resolve_name(BRANCHES[letter].module)
+
+
+def model_heads(cfg: ModelConfig) -> HeadSizes | None:
+    """The heads of the first of a model's kinds of attention, if it has one."""
+    found = [branch_class(letter).heads(cfg) for letter in sorted(cfg.branches)]
+    return next((heads for heads in found if heads is not None), None)
 
 
 def cache_specs(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> list[LayerCache]:

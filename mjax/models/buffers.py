@@ -11,11 +11,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema import PrecisionConfig
 from mjax.kernels.quantize import empty_history, remember
-from mjax.models.layers import matmul_leaves
+from mjax.models.layers import fp8_leaves
 from mjax.sharding.collectives import Parallel
+from mjax.sharding.rules import Placement
+
+# fp32 [L, E], by the path of a parameter.
+ExpertCounts = dict[tuple[str, ...], jax.Array]
 
 
 class Seen(NamedTuple):
@@ -23,10 +28,13 @@ class Seen(NamedTuple):
 
     maxima: the largest magnitudes in FP8's matmuls on this device, {stack: {matmul: [L, 3]}}.
     losses: of the global batch, by name.
+    counts: tokens of the global batch that each expert got, fp32 [L, E] by the path of a parameter
+        that counts (`ParamSpec`). L are the layers of this pipeline stage.
     """
 
     maxima: dict
     losses: dict[str, jax.Array]
+    counts: ExpertCounts = {}
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ def maxima_buffer(specs: dict, steps: int) -> Buffer:
     """The maxima of the last steps for delayed scaling: {stack: {matmul: fp32 [L, 2, steps]}}."""
 
     def initial(params: dict) -> dict:
-        return empty_history(matmul_leaves(params, specs), steps)
+        return empty_history(fp8_leaves(params, specs), steps)
 
     def update(history: dict, seen: Seen, parallel: Parallel) -> tuple[dict, jax.Array]:
         return remember(history, seen.maxima, parallel)
@@ -82,3 +90,39 @@ def update_buffers(
         new[name], one_counts = buffer.update(old[name], seen, parallel)
         counts &= one_counts
     return new, counts
+
+
+# ---- parameters that count -----------------------------------------------------------------------
+
+
+def global_counts(cotangents: dict, placement: Placement) -> ExpertCounts:
+    """`Seen.counts` from the cotangents of a step on this device; of frozen parameters none."""
+    found = {}
+    flat = flatten_dict(cotangents)
+    for path, spec in flatten_dict(placement.specs).items():
+        if spec.counts and not spec.frozen:
+            found[path] = placement.parallel.psum(flat[path], "dp", "ep", "cp", "tp")
+    return found
+
+
+def move_biases(params: dict, counts: ExpertCounts, rate: jax.Array | float) -> dict:
+    """Parameters as stored, with biases of experts a step nearer to equal loads.
+
+    A bias gains `rate` where its expert got fewer tokens than the mean, and loses it where it got
+    more (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+    flat = flatten_dict(params)
+    for path, found in counts.items():
+        mean = found.mean(-1, keepdims=True)
+        flat[path] = flat[path] + rate * jnp.sign(mean - found)
+    return unflatten_dict(flat)
+
+
+def load_imbalance(counts: ExpertCounts, parallel: Parallel) -> jax.Array:
+    """The load of the fullest expert of any layer over the mean of its layer, fp32 []."""
+    worst = jnp.float32(0)
+    for found in counts.values():
+        mean = found.mean(-1)
+        of_layers = found.max(-1) / jnp.maximum(mean, 1e-20)
+        worst = jnp.maximum(worst, of_layers.max())
+    return parallel.pmax(worst, "pp")

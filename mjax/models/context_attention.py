@@ -60,13 +60,42 @@ def context_attention(
     if ctx.parallel.cp == 1:
         return attention(q, k, v, call, arrays)
     call = resolve(call, q, v, arrays)
+    name = _exchange_of(q, k, v, call, arrays, ctx)
+    return KEY_EXCHANGES[name].attend(q, k, v, call, arrays, ctx)
+
+
+def latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    expand: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    call: AttentionCall,
+    arrays: AttentionArrays,
+    ctx: Context,
+) -> jax.Array:
+    """`context_attention` to the keys and values that `expand` makes of a latent [B, S/cp, R].
+
+    Where every device gets the keys of all, the latent travels in their place. It is smaller than
+    they are, and each device expands it for its own heads.
+    """
+    k, v = jax.eval_shape(expand, latent)
+    if ctx.parallel.cp > 1:
+        call = resolve(call, q, v, arrays)
+        name = _exchange_of(q, k, v, call, arrays, ctx)
+        if name == "all_gather" and call.implementation == "xla":
+            everyone = _arrays_of_all_keys(arrays, ctx)
+            return attention(q, *expand(_of_all_tokens(latent, ctx)), call, everyone)
+    return context_attention(q, *expand(latent), call, arrays, ctx)
+
+
+def _exchange_of(q, k, v, call, arrays, ctx: Context) -> str:
+    """The way that a call with an implementation takes, by its name in `KEY_EXCHANGES`."""
     needs = _needs_of(q, v, call, arrays, ctx)
     name = ctx.cp_type
     if name == "auto":
         grouped = k.shape[2] < q.shape[2]
         name = choose_exchange(ctx.parallel.cp, grouped, needs)
     _refuse(name, needs, q.shape[2], ctx)
-    return KEY_EXCHANGES[name].attend(q, k, v, call, arrays, ctx)
+    return name
 
 
 # ---- ways of exchange --------------------------------------------------------------------------
@@ -137,23 +166,27 @@ def _attend_to_all(q, k, v, call, arrays, ctx: Context) -> jax.Array:
     """Attention to the keys of all devices, gathered."""
     if call.implementation != "xla":
         return _attend_by_blocks("all_gather", q, k, v, call, arrays, ctx)
-    cp = ctx.parallel.cp
+    k, v = _of_all_tokens(k, ctx), _of_all_tokens(v, ctx)
+    return attention(q, k, v, call, _arrays_of_all_keys(arrays, ctx))
 
-    def gathered(x: jax.Array) -> jax.Array:
-        return natural(ctx.parallel.all_gather(x, CP_AXIS, 1), cp)
 
-    k, v = gathered(k), gathered(v)
-    key_columns = jnp.arange(k.shape[1], dtype=jnp.int32)
+def _of_all_tokens(x: jax.Array, ctx: Context) -> jax.Array:
+    """[B, S/cp, ...] zigzag shards -> [B, S, ...] in the order of the sequence."""
+    return natural(ctx.parallel.all_gather(x, CP_AXIS, 1), ctx.parallel.cp)
+
+
+def _arrays_of_all_keys(arrays: AttentionArrays, ctx: Context) -> AttentionArrays:
+    """The arrays of a call whose keys are those of all tokens."""
     segments, prefix = arrays.segments, arrays.prefix
+    size = ctx.parallel.cp * len(arrays.columns[1])
     if segments is not None:
-        segments = segments[0], gathered(segments[1])
-    everyone = replace(
+        segments = segments[0], _of_all_tokens(segments[1], ctx)
+    return replace(
         arrays,
-        columns=(arrays.columns[0], key_columns),
+        columns=(arrays.columns[0], jnp.arange(size, dtype=jnp.int32)),
         segments=segments,
-        prefix=None if prefix is None else gathered(prefix),
+        prefix=None if prefix is None else _of_all_tokens(prefix, ctx),
     )
-    return attention(q, k, v, call, everyone)
 
 
 def _attend_with_own_heads(q, k, v, call, arrays, ctx: Context) -> jax.Array:

@@ -298,8 +298,6 @@ class Decoder(nnx.Module):
             return {}
         tables = {}
         for letter in sorted(self.cfg.branches):
-            branch = BRANCHES[letter]
-            if branch.rotary:
-                windowed = branch.windowed
-                tables[letter] = rope_tables(self.cfg, info.positions, windowed, ctx.parallel)
+            if BRANCHES[letter].rotary:
+                tables[letter] = rope_tables(self.cfg, info.positions, letter, ctx.parallel)
         return tables

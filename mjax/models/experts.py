@@ -1,58 +1,124 @@
 """The experts of a mixture: from routed tokens to the weighted sum of what their experts make.
 
-Each device runs every expert it holds on all tokens of its ep group. It weights the result by the
-token's gate, which is zero where the expert was not chosen. That is exact and has static shapes,
-but does E/k times the work that is needed.
+Pairs of a token and one of its experts are sorted by expert, so that each expert's rows lie
+together, and grouped matmuls multiply each row by the weights of its expert. No token is dropped.
+Gates are multiplied in before the second matmul, so the backward does not need its output, and rows
+are gathered again in the backward instead of being kept (SonicMoE, arXiv 2512.14080). Over ep every
+device gathers the tokens of its group, works on the pairs of the experts that it holds, and
+scatters the sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
+all experts on all tokens. Invariant: the result depends on neither the mesh nor the order of pairs.
 """
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
+from mjax.kernels.chooser import choose
+from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed
+from mjax.models.context import Context
+from mjax.models.dispatch import Dispatch, make_dispatch, rows_of_tokens, sums_of_rows
+from mjax.models.grouped_linear import matrices_of, weight_cotangent
 from mjax.models.mlp import activated, gated
 from mjax.models.router import Routing
+from mjax.models.weight import Weight, read_value
 from mjax.sharding.collectives import Parallel
+
+GPT_OSS_SHARPNESS = 1.702  # of the sigmoid in gpt-oss's gate
+
+
+class Expert(NamedTuple):
+    """The static facts of an expert: `model.hidden_act`, and whether it is gated.
+
+    limit: `model.swiglu_limit`. kernel: of its grouped matmuls (`kernels/grouped.py`).
+    """
+
+    hidden_act: str
+    gated: bool
+    limit: float | None = None
+    kernel: str = "xla"
+
+    def activate(self, h: jax.Array) -> jax.Array:
+        """[..., F], of h [..., 2, F] (gate, up) if gated, else [..., F]."""
+        if self.limit is not None:
+            return _clamped(h, self.limit)
+        if self.gated:
+            return gated(h, self.hidden_act)
+        return activated(h, None, self.hidden_act)
+
+
+def _clamped(h: jax.Array, limit: float) -> jax.Array:
+    """gpt-oss's gated activation of h [..., 2, F]: both halves clamped, 1 added to the second."""
+    gate = jnp.minimum(h[..., 0, :], limit)
+    up = jnp.clip(h[..., 1, :], -limit, limit)
+    return gate * jax.nn.sigmoid(GPT_OSS_SHARPNESS * gate) * (up + 1)
+
+
+class ExpertWeights(NamedTuple):
+    """This device's shards: up [E/ep, D, (2,) F/tp], down [E/ep, F/tp, D].
+
+    up_bias [E/ep, (2,) F/tp] and down_bias [E/ep, D], or None.
+    """
+
+    up: Weight
+    down: Weight
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+class RoutedTokens(NamedTuple):
+    """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k]."""
+
+    x: jax.Array
+    experts: jax.Array
+    gates: jax.Array
 
 
 def run_experts(
     x: jax.Array,
     routing: Routing,
-    up: jax.Array,
-    down: jax.Array,
+    weights: ExpertWeights,
     cfg: ModelConfig,
-    parallel: Parallel,
+    ctx: Context,
 ) -> jax.Array:
-    """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates.
+    """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates."""
+    parallel, up, down = ctx.parallel, weights.up, weights.down
+    kernel = choose("experts", x.dtype, up.value.shape, asked=ctx.experts).name
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
+    routed = to_experts(x, routing, parallel)
+    held = len(up.value)
+    first = parallel.index("ep") * held
+    if kernel == "loop":
+        y = every_expert(expert, routed, weights, first)
+    else:
+        dispatch = make_dispatch(routed.experts, first, held)
+        h = multiply_up(expert, routed.x, up, dispatch)
+        h = checkpoint_name(h, up.name)
+        if weights.up_bias is not None:
+            h = h + bias_of_rows(weights.up_bias, dispatch)
+        y = multiply_down(expert, h, routed.gates, down, dispatch)
+    if weights.down_bias is not None:
+        gates = gates_of_held(routed, first, held)
+        y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
+    sequences = x.shape[0] * parallel.ep
+    return from_experts(y.reshape(sequences, -1, y.shape[-1]), parallel)
 
-    `up` [E/ep, D, (2,) F/tp] and `down` [E/ep, F/tp, D] are this device's shards.
-    """
-    chosen = jax.nn.one_hot(routing.experts, cfg.moe.num_experts, dtype=jnp.float32)
-    gates = jnp.sum(chosen * routing.gates[..., None], -2)
-    x, gates = to_experts(x, gates, parallel)
 
-    @jax.checkpoint  # or every expert's activations of all tokens would be kept
-    def add_expert(total: jax.Array, expert: tuple) -> tuple[jax.Array, None]:
-        up, down, gate = expert
-        gate = gate[..., None].astype(x.dtype)
-        h = hidden(x, up, cfg) * gate
-        y = jnp.tensordot(h, down, 1, preferred_element_type=jnp.float32)
-        return total + y, None
-
-    zero = jnp.zeros(x.shape, jnp.float32)
-    total, _ = jax.lax.scan(add_expert, zero, (up, down, jnp.moveaxis(gates, 2, 0)))
-    return from_experts(total.astype(x.dtype), parallel)
+# ---- over ep and tp ------------------------------------------------------------------------------
 
 
-def to_experts(x: jax.Array, gates: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
-    """(x [B*ep, S, D] of the ep group, gates [B*ep, S, E/ep] of this device's experts).
+def to_experts(x: jax.Array, routing: Routing, parallel: Parallel) -> RoutedTokens:
+    """The tokens of the ep group, in the order of [B*ep, S], from this device's x [B, S/tp, D]."""
 
-    They are gathered from x [B, S/tp, D] and gates [B, S/tp, E].
-    """
-    x = parallel.gather_seq(x)
-    x = parallel.all_gather(x, "ep", 0)
-    gates = parallel.gather_seq(gates)
-    gates = parallel.all_gather(gates, "ep", 0)
-    return x, parallel.shard(gates, "ep", 2)
+    def gather(field: jax.Array) -> jax.Array:
+        field = parallel.gather_seq(field)
+        field = parallel.all_gather(field, "ep", 0)
+        return field.reshape(-1, field.shape[-1])
+
+    return RoutedTokens(gather(x), gather(routing.experts), gather(routing.gates))
 
 
 def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
@@ -64,18 +130,139 @@ def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
     return parallel.scatter_seq(y)
 
 
-def hidden(x: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The activations [..., F] of one expert, from x [..., D]."""
-    h = jnp.tensordot(x, up, 1)
-    if cfg.mlp_gated:
-        return gated(h, cfg.hidden_act)
-    return activated(h, None, cfg.hidden_act)
+# ---- biases --------------------------------------------------------------------------------------
+
+
+def bias_of_rows(bias: jax.Array, dispatch: Dispatch) -> jax.Array:
+    """The bias [E, ...] of each row's expert, [M, ...].
+
+    It is a product with a matrix of ones and zeros. So the gradient is one, too, where the
+    transpose of a lookup would add row after row.
+    """
+    ends = jnp.cumsum(dispatch.sizes)
+    row = jnp.arange(len(dispatch.pairs))[:, None]
+    is_in = (row < ends) & (row >= ends - dispatch.sizes)
+    return jnp.tensordot(is_in.astype(bias.dtype), bias, 1)
+
+
+def gates_of_held(routed: RoutedTokens, first: jax.Array | int, held: int) -> jax.Array:
+    """The gates fp32 [T, held] of a device's experts, from `first` on; 0 where not chosen."""
+    numbers = first + jnp.arange(held, dtype=jnp.int32)
+    is_chosen = routed.experts[:, :, None] == numbers
+    return jnp.sum(routed.gates[:, :, None], 1, where=is_chosen)
+
+
+# ---- the two matmuls --------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
+    """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
+    rows = rows_of_tokens(x, dispatch)
+    h = grouped_matmul(rows, matrices_of(up), dispatch.sizes, expert.kernel)
+    return h.reshape(-1, *up.value.shape[2:])
+
+
+def _multiply_up_forward(expert, x, up, dispatch):
+    h = multiply_up(expert, x, up, dispatch)
+    return h, (x, up, dispatch)
+
+
+def _multiply_up_backward(expert, saved, dh):
+    x, up, dispatch = saved
+    dh = dh.reshape(len(dh), -1)
+    rows = rows_of_tokens(x, dispatch)
+    d_up = weight_cotangent(up, rows, dh, dispatch.sizes, expert.kernel)
+    d_rows = grouped_matmul_transposed(dh, matrices_of(up), dispatch.sizes, expert.kernel)
+    dx = sums_of_rows(d_rows, dispatch)
+    return dx, d_up, None
+
+
+multiply_up.defvjp(_multiply_up_forward, _multiply_up_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply_down(
+    expert: Expert,
+    h: jax.Array,
+    gates: jax.Array,
+    down: Weight,
+    dispatch: Dispatch,
+) -> jax.Array:
+    """[T, D]: each token's sum of gate * act(h) times its experts' `down` [E, F, D].
+
+    h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
+    """
+    of_rows = gates.reshape(-1)[dispatch.pairs]
+    rows = _weighted(expert, h, of_rows)
+    y = grouped_matmul(rows, matrices_of(down), dispatch.sizes, expert.kernel)
+    return sums_of_rows(y, dispatch)
+
+
+def _weighted(expert: Expert, h: jax.Array, gates: jax.Array) -> jax.Array:
+    """gate * act(h) of rows, [M, F]; gates fp32 [M]."""
+    return expert.activate(h) * gates[:, None].astype(h.dtype)
+
+
+def _multiply_down_forward(expert, h, gates, down, dispatch):
+    y = multiply_down(expert, h, gates, down, dispatch)
+    return y, (h, gates, down, dispatch)
+
+
+def _multiply_down_backward(expert, saved, dy):
+    h, gates, down, dispatch = saved
+    dy = rows_of_tokens(dy, dispatch)
+    make_rows = functools.partial(_weighted, expert)
+    of_rows = gates.reshape(-1)[dispatch.pairs]
+    rows, vjp = jax.vjp(make_rows, h, of_rows)
+    d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
+    d_rows = grouped_matmul_transposed(dy, matrices_of(down), dispatch.sizes, expert.kernel)
+    dh, d_gates = vjp(d_rows)
+    d_gates = jnp.take(d_gates, dispatch.places, mode="fill", fill_value=0)
+    return dh, d_gates, d_down, None
+
+
+multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
+
+
+# ---- oracles -------------------------------------------------------------------------------------
+
+
+def every_expert(
+    expert: Expert,
+    routed: RoutedTokens,
+    weights: ExpertWeights,
+    first: jax.Array | int,
+) -> jax.Array:
+    """[T, D]: this device's experts, from `first` on, run on all tokens, one after the other.
+
+    A token's gate is zero where the expert was not chosen. So this does E/k times the work needed.
+    The bias of `down` is left out.
+    """
+    x, held = routed.x, len(weights.up.value)
+    gates = gates_of_held(routed, first, held)
+
+    @jax.checkpoint  # or every expert's activations of all tokens would be kept
+    def add_expert(total: jax.Array, one: tuple) -> tuple[jax.Array, None]:
+        up, down, gates, bias = one
+        h = jnp.tensordot(x, up, 1)
+        h = h if bias is None else h + bias
+        rows = _weighted(expert, h, gates)
+        y = jnp.tensordot(rows, down, 1, preferred_element_type=jnp.float32)
+        return total + y, None
+
+    zero = jnp.zeros(x.shape, jnp.float32)
+    matrices = read_value(weights.up), read_value(weights.down)
+    one_each = *matrices, gates.T, weights.up_bias
+    total, _ = jax.lax.scan(add_expert, zero, one_each)
+    return total.astype(x.dtype)
 
 
 def reference(
     x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
     """The output [T, D] of a block for x [T, D] on one device, token by token, for tests."""
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit)
 
     def token(x: jax.Array) -> jax.Array:
         logits = router.T @ x
@@ -85,9 +272,9 @@ def reference(
         else:
             gates = jax.nn.softmax(logits)[best]
         outputs = []
-        for expert in best:
-            h = hidden(x, up[expert], cfg)
-            outputs.append(h @ down[expert])
+        for number in best:
+            h = expert.activate(jnp.tensordot(x, up[number], 1))
+            outputs.append(h @ down[number])
         return gates @ jnp.stack(outputs)
 
     return jax.lax.map(token, x)

@@ -1,69 +1,29 @@
-"""The matmul of all experts of a layer: rows sorted by expert, each times its expert's weight."""
+"""Weights of experts as grouped matmuls read them, and the cotangent that their gradient makes."""
 
-import functools
-import math
 from dataclasses import replace
 
 import jax
 
-from mjax.errors import UserError
-from mjax.kernels.grouped import (
-    grouped_matmul,
-    grouped_matmul_transposed,
-    grouped_weight_gradient,
-)
+from mjax.kernels.grouped import grouped_weight_gradient
 from mjax.models.weight import Weight
 
 
-def grouped_linear(
-    x: jax.Array, w: Weight, sizes: jax.Array, implementation: str = "auto"
-) -> jax.Array:
-    """x [M, *inputs], w [G, *inputs, *outputs], sizes int32 [G] -> [M, *outputs], in x's dtype.
+def matrices_of(w: Weight) -> jax.Array:
+    """The value [E, inputs, *outputs] of experts' weights as matrices [E, inputs, outputs]."""
+    return w.value.reshape(*w.value.shape[:2], -1)
 
-    Rows are sorted by group: `sizes` counts those of each. Rows beyond sum(sizes) become zero.
-    `w.inputs` counts the axes after G that are contracted. With a running sum the cotangent of `w`
-    holds the next one, as that of `matmul` does.
+
+def weight_cotangent(
+    w: Weight, x: jax.Array, g: jax.Array, sizes: jax.Array, kernel: str
+) -> Weight:
+    """The cotangent of experts' weights: their gradient, or their running sum with it added.
+
+    x [M, inputs] and g [M, outputs] are the rows of the experts and their gradients.
     """
-    if w.recipe is not None:
-        raise UserError(
-            f"precision.fp8: the grouped matmul {w.name} is built in bf16 and fp32 only; "
-            "set precision.fp8=none"
-        )
-    matrices = grouped_matrices(w)
-    rows = x.reshape(len(x), matrices.value.shape[1])
-    y = _grouped_product(implementation, rows, matrices, sizes)
-    return y.reshape(len(x), *w.value.shape[1 + w.inputs :])
-
-
-def grouped_matrices(w: Weight) -> Weight:
-    """A weight [G, *inputs, *outputs] and its running sum as matrices [G, K, N]."""
-    groups, *inputs = w.value.shape[: 1 + w.inputs]
-    shape = groups, math.prod(inputs), -1
-    total = None if w.grad_sum is None else w.grad_sum.reshape(shape)
-    return replace(w, value=w.value.reshape(shape), grad_sum=total, inputs=1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_product(implementation: str, x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
-    """x [M, K], w [G, K, N] -> [M, N]."""
-    return grouped_matmul(x, w.value, sizes, implementation)
-
-
-def _grouped_product_forward(
-    implementation: str, x: jax.Array, w: Weight, sizes: jax.Array
-) -> tuple[jax.Array, tuple]:
-    return grouped_matmul(x, w.value, sizes, implementation), (x, w, sizes)
-
-
-def _grouped_product_backward(
-    implementation: str, saved: tuple, g: jax.Array
-) -> tuple[jax.Array, Weight, None]:
-    x, w, sizes = saved
-    dx = grouped_matmul_transposed(g, w.value, sizes, implementation)
-    product = grouped_weight_gradient(x, g, sizes, w.grad_sum, implementation)
-    if w.grad_sum is None:
-        return dx, replace(w, value=product), None
-    return dx, replace(w, value=None, grad_sum=product), None
-
-
-_grouped_product.defvjp(_grouped_product_forward, _grouped_product_backward)
+    total = w.grad_sum
+    if total is None:
+        product = grouped_weight_gradient(x, g, sizes, None, kernel)
+        return replace(w, value=product.reshape(w.value.shape))
+    matrices = total.reshape(matrices_of(w).shape)
+    product = grouped_weight_gradient(x, g, sizes, matrices, kernel)
+    return replace(w, value=None, grad_sum=product.reshape(total.shape))

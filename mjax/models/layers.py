@@ -73,7 +73,7 @@ def fp8_scales(
     """
     if execution.recipe is None:
         return {}
-    masters = matmul_leaves(params, placement.specs)
+    masters = fp8_leaves(params, placement.specs)
     amax = weight_amax(masters, execution.compute, placement.parallel)
     return step_scales(amax, history, tokens)
 
@@ -103,8 +103,8 @@ def load_weights(params: dict, scales: dict, placement: Placement, execution: Ex
 
 
 def _load_array(where: ParamPlacement, master: jax.Array, execution: Execution) -> jax.Array:
-    """A parameter that no matmul of `models/linear.py` reads: tables, norms, biases, experts."""
-    value = master.astype(execution.compute)
+    """A parameter that no matmul reads: tables, norms, biases, routers."""
+    value = master.astype(where.spec.dtype(execution.compute))
     return value if execution.exchanged_in_layer(where) else where.gather(value)
 
 
@@ -131,7 +131,8 @@ def _load_weight(
             value = where.gather(value)
             bits = None if bits is None else where.gather(bits)
         of_matmul = {"name": where.spec.matmul, "inputs": where.spec.inputs}
-        return Weight(value, bits, scales=scales, recipe=execution.recipe, **of_matmul)
+        recipe = execution.recipe if where.spec.takes_fp8 else None
+        return Weight(value, bits, scales=scales, recipe=recipe, **of_matmul)
 
     if not execution.apart:
         return weight(where, value, bits, scales)
@@ -161,9 +162,10 @@ def zero_sums(weights: dict, placement: Placement, execution: Execution) -> dict
         value = w.value if is_weight(w) else w
         if value is None:
             return replace(w, scales=None if w.scales is None else jnp.zeros_like(w.scales))
+        dtype = where.spec.dtype(execution.accumulate)
         if execution.reduce == "micro_batch":
-            value = jax.eval_shape(lambda x: where.scatter(x, execution.accumulate), value)
-        total = jnp.zeros(value.shape, execution.accumulate)
+            value = jax.eval_shape(lambda x: where.scatter(x, dtype), value)
+        total = jnp.zeros(value.shape, dtype)
         if not is_weight(w):
             return total
         in_matmul = execution.sums_in_matmuls and is_matmul_weight(where)
@@ -187,7 +189,7 @@ def scatter_micro_batch(cotangents: dict, placement: Placement, execution: Execu
 
     def scatter(where: ParamPlacement, cotangent: WeightOrArray) -> WeightOrArray:
         if not is_weight(cotangent):
-            return where.scatter(cotangent, execution.accumulate)
+            return where.scatter(cotangent, where.spec.dtype(execution.accumulate))
         if cotangent.value is None:
             return cotangent
         return replace(cotangent, value=where.scatter(cotangent.value, execution.accumulate))
@@ -206,7 +208,7 @@ def store_gradients(
     """
 
     def store(where: ParamPlacement, cotangent) -> jax.Array | None:
-        if where.spec.frozen:
+        if not where.spec.is_trained:
             return None
         return _store_gradient(where, cotangent, execution)
 
@@ -215,7 +217,7 @@ def store_gradients(
         gradients[name] = placement.part(name).map(store, part)
     gradients = trained_only(gradients, placement.specs)
     gradients = reduce_gradients(gradients, placement.of_gradients, placement.parallel)
-    matmuls = matmul_leaves(cotangents, placement.specs)
+    matmuls = fp8_leaves(cotangents, placement.specs)
     maxima = {
         stack: {matmul: _maxima(cotangent) for matmul, cotangent in of_stack.items()}
         for stack, of_stack in matmuls.items()
@@ -260,15 +262,15 @@ def _maxima(cotangent: Weight | list[Weight]) -> jax.Array | None:
     return jnp.stack([layer.scales for layer in cotangent])
 
 
-def matmul_leaves(tree: dict, specs: dict) -> dict[str, dict]:
-    """The entries of `tree` that matmuls of layers read: {stack: {matmul: entry}}.
+def fp8_leaves(tree: dict, specs: dict) -> dict[str, dict]:
+    """The entries of `tree` that 8-bit matmuls of layers read: {stack: {matmul: entry}}.
 
     `tree` and `specs` are like the parameters; `specs` declares them.
     """
     matmuls: dict[str, dict] = {}
 
     def add(spec: ParamSpec, entry) -> None:
-        if spec.matmul is not None:
+        if spec.takes_fp8:
             entries[spec.matmul] = entry
 
     for stack in sorted(specs):

@@ -26,6 +26,14 @@ def column(x: jax.Array, weights: tuple[Weight, ...], ctx: Context) -> tuple[jax
     return tuple(checkpoint_name(y, w.name) for y, w in zip(outputs, weights, strict=True))
 
 
+def local_product(x: jax.Array, weight: Weight, ctx: Context) -> jax.Array:
+    """x [B, S', K] and a weight [K, ...] -> [B, S', ...] of the same tokens, without an exchange.
+
+    The weight is that of all tp devices, or x is whole and the weight split along its outputs.
+    """
+    return checkpoint_name(matmul(x, weight, ctx.parallel), weight.name)
+
+
 def row(h: jax.Array, weight: Weight, ctx: Context) -> jax.Array:
     """h [B, S, ...] and a weight [..., D] -> [B, S/tp, D], summed over tp."""
     if ctx.overlaps(h.shape[1] // ctx.parallel.tp):

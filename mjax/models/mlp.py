@@ -118,33 +118,36 @@ def up_names(cfg: ModelConfig, prefix: str, kind: str) -> tuple[str, ...]:
 class MLP(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D].
 
-    `up` is [D, 2, F] (gate, up) when `mlp_gated`, else [D, F]. `down` is [F, D].
+    `up` is [D, 2, F] (gate, up) when `mlp_gated`, else [D, F]. `down` is [F, D]. F is `ffn`, or 0:
+    the model's. `prefix` begins the names in Hugging Face's words.
     """
 
-    def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
+    def __init__(
+        self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs, ffn: int = 0, prefix: str = "mlp"
+    ):
         self.cfg = cfg
-        width, ffn = cfg.hidden_size, cfg.intermediate_size
+        width, ffn = cfg.hidden_size, ffn or cfg.intermediate_size
         shape, axes = up_axes(cfg, ffn)
         up = ParamSpec(
             shape=(width, *shape),
             axes=("embed", *axes),
             role="matrix",
             matmul="up",
-            hf=up_names(cfg, "mlp", "weight"),
+            hf=up_names(cfg, prefix, "weight"),
         )
         down = ParamSpec(
             shape=(ffn, width),
             axes=("mlp", "embed"),
             role="matrix",
             matmul="down",
-            hf=("mlp.down_proj.weight",),
+            hf=(f"{prefix}.down_proj.weight",),
         )
         self.up = declare(rngs, up, normal(cfg.initializer_range))
         self.down = declare(rngs, down, normal(out_std))
         if cfg.mlp_bias:
-            names = up_names(cfg, "mlp", "bias")
+            names = up_names(cfg, prefix, "bias")
             up = ParamSpec(shape, axes, "bias", hf=names)
-            down = ParamSpec((width,), ("embed",), "bias", hf=("mlp.down_proj.bias",))
+            down = ParamSpec((width,), ("embed",), "bias", hf=(f"{prefix}.down_proj.bias",))
             self.up_bias = declare(rngs, up, constant(0.0))
             self.down_bias = declare(rngs, down, constant(0.0))
 

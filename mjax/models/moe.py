@@ -1,22 +1,36 @@
-"""Mixture of experts: a router (`router.py`) and dropless experts (`experts.py`)."""
+"""Mixture of experts: a router (`router.py`), dropless experts (`experts.py`), a shared expert."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
-from mjax.models.experts import run_experts
-from mjax.models.mlp import up_axes, up_names
-from mjax.models.params import StatisticCount, declare, normal
-from mjax.models.router import balance_loss, route
+from mjax.models.experts import ExpertWeights, run_experts
+from mjax.models.mlp import MLP, up_axes, up_names
+from mjax.models.params import StatisticCount, constant, declare, normal
+from mjax.models.router import (
+    Router,
+    Routing,
+    balance_loss,
+    balanced,
+    counted,
+    entropy,
+    route,
+    z_loss,
+)
+from mjax.models.weight import weight_of
+from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
 
 
 class MoE(BranchModule):
-    """[B, S/tp, D] -> [B, S/tp, D] and its statistics: the balance loss, if it has a weight.
+    """[B, S/tp, D] -> [B, S/tp, D] and its statistics.
 
     `router` is [D, E]. `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]. `down` is
-    [E, F, D].
+    [E, F, D]; `up_bias` [E, (2,) F] and `down_bias` [E, D] with `mlp_bias`. `shared` is an MLP for
+    all tokens, `shared_gate` [D, 1] its weight before a sigmoid. `expert_bias` is
+    [E].
     """
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
@@ -35,6 +49,7 @@ class MoE(BranchModule):
             shape=(experts, width, *shape),
             axes=("experts", "embed", *axes),
             role="matrix",
+            matmul="expert_up",
             active=active,
             hf=up_names(cfg, prefix, "weight"),
         )
@@ -42,6 +57,7 @@ class MoE(BranchModule):
             shape=(experts, ffn, width),
             axes=("experts", "mlp", "embed"),
             role="matrix",
+            matmul="expert_down",
             active=active,
             hf=(f"{prefix}.down_proj.weight",),
         )
@@ -49,19 +65,99 @@ class MoE(BranchModule):
         self.router = declare(rngs, router, init)
         self.up = declare(rngs, up, init)
         self.down = declare(rngs, down, normal(out_std))
+        if cfg.mlp_bias:
+            self._declare_biases(rngs)
+        if cfg.moe.router_bias:
+            bias = ParamSpec((experts,), ("router",), "bias", hf=("mlp.gate.bias",))
+            self.router_bias = declare(rngs, bias, constant(0.0))
+        if cfg.moe.expert_bias:
+            name = "mlp.gate.e_score_correction_bias"
+            bias = ParamSpec((experts,), ("router",), "bias", hf=(name,), counts=True)
+            self.expert_bias = declare(rngs, bias, constant(0.0))
+        if cfg.moe.shared_expert_intermediate_size:
+            self._declare_shared(out_std, rngs)
+
+    def _declare_biases(self, rngs: nnx.Rngs) -> None:
+        cfg, prefix = self.cfg, "mlp.experts.{expert}"
+        experts, ffn = cfg.moe.num_experts, cfg.moe.moe_intermediate_size
+        shape, axes = up_axes(cfg, ffn)
+        up = ParamSpec(
+            shape=(experts, *shape),
+            axes=("experts", *axes),
+            role="bias",
+            hf=up_names(cfg, prefix, "bias"),
+        )
+        down = ParamSpec(
+            shape=(experts, cfg.hidden_size),
+            axes=("experts", "embed"),
+            role="bias",
+            hf=(f"{prefix}.down_proj.bias",),
+        )
+        self.up_bias = declare(rngs, up, constant(0.0))
+        self.down_bias = declare(rngs, down, constant(0.0))
+
+    def _declare_shared(self, out_std: float, rngs: nnx.Rngs) -> None:
+        cfg = self.cfg
+        ffn, prefix = cfg.moe.shared_expert_intermediate_size, "mlp.shared_expert"
+        self.shared = MLP(cfg, out_std, rngs, ffn, prefix)
+        if cfg.moe.shared_expert_gate:
+            gate = ParamSpec(
+                shape=(cfg.hidden_size, 1),
+                axes=("embed", None),
+                role="router",
+                hf=("mlp.shared_expert_gate.weight",),
+            )
+            self.shared_gate = declare(rngs, gate, normal(cfg.initializer_range))
 
     @staticmethod
     def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:
         """The statistics of the block, and what each is divided by."""
-        return {"aux_loss": "sequences"} if cfg.moe.router_aux_loss_coef > 0 else {}
+        found: dict[str, StatisticCount] = {"router_entropy": "sequences"}
+        if cfg.moe.router_aux_loss_coef > 0:
+            found["aux_loss"] = "sequences"
+        if cfg.moe.router_z_loss_coef > 0:
+            found["router_z_loss"] = "sequences"
+        return found
 
     @jax.named_scope("mlp")
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
         cfg, parallel = self.cfg, inputs.ctx.parallel
-        routing = route(x, self.router[...], cfg)
-        y = run_experts(x, routing, self.up[...], self.down[...], cfg, parallel)
-        if not self.statistics(cfg):
-            return BranchOutput(y)
-        return BranchOutput(y, {"aux_loss": balance_loss(routing, cfg, parallel)})
+        router = self._router()
+        routing = route(x, router, cfg)
+        if cfg.moe.force_balanced:
+            routing = balanced(routing, inputs.tokens, cfg, parallel)
+        if router.expert_bias is not None:
+            routing = counted(routing, router.expert_bias)
+        y = run_experts(x, routing, self._expert_weights(), cfg, inputs.ctx)
+        if cfg.moe.shared_expert_intermediate_size:
+            y = y + self._shared_output(x, inputs)
+        return BranchOutput(y, self._statistics(routing, parallel))
+
+    def _expert_weights(self) -> ExpertWeights:
+        weights = weight_of(self.up), weight_of(self.down)
+        if not self.cfg.mlp_bias:
+            return ExpertWeights(*weights)
+        return ExpertWeights(*weights, self.up_bias[...], self.down_bias[...])
+
+    def _router(self) -> Router:
+        moe = self.cfg.moe
+        return Router(
+            self.router[...],
+            self.router_bias[...] if moe.router_bias else None,
+            self.expert_bias[...] if moe.expert_bias else None,
+        )
+
+    def _shared_output(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
+        """What the shared expert adds, [B, S/tp, D]."""
+        y = self.shared(x, inputs).y
+        if not self.cfg.moe.shared_expert_gate:
+            return y
+        gate = x.astype(jnp.float32) @ self.shared_gate[...].astype(jnp.float32)
+        return y * jax.nn.sigmoid(gate).astype(y.dtype)
+
+    def _statistics(self, routing: Routing, parallel: Parallel) -> dict[str, jax.Array]:
+        makers = {"aux_loss": balance_loss, "router_z_loss": z_loss, "router_entropy": entropy}
+        names = self.statistics(self.cfg)
+        return {name: makers[name](routing, self.cfg, parallel) for name in names}

@@ -1,8 +1,8 @@
 """Rotary position embedding: plain, linear, Llama-3, YaRN, LongRoPE, on all or part of a head.
 
-Channel pairs are (i, i + R/2) of the R rotary channels, Hugging Face's layout. Sources: RoFormer
-(arXiv 2104.09864), Llama 3.1's `rope_scaling`, YaRN (arXiv 2309.00071), LongRoPE (arXiv
-2402.13753).
+Channel pairs are (i, i + R/2) of the R rotary channels, Hugging Face's layout. DeepSeek's are
+(2i, 2i + 1), which `pairs_apart` brings into that layout. Sources: RoFormer (arXiv 2104.09864),
+Llama 3.1's `rope_scaling`, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753).
 """
 
 import math
@@ -13,12 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config.model_schema import ModelConfig, RopeScaling
+from mjax.config.pattern import BRANCHES
 from mjax.sharding.collectives import LOCAL, Parallel
-
-
-def rotary_dim(cfg: ModelConfig) -> int:
-    """Number of rotated channels of each head."""
-    return int(cfg.attention.head_dim * cfg.rope.partial_rotary_factor)
 
 
 class Frequencies(NamedTuple):
@@ -28,11 +24,11 @@ class Frequencies(NamedTuple):
     factor: float
 
 
-def frequencies(cfg: ModelConfig, local: bool) -> Frequencies:
-    """The frequencies of a layer; `local`: of one with sliding-window attention."""
-    has_local_theta = local and bool(cfg.rope.rope_local_theta)
+def frequencies(cfg: ModelConfig, letter: str) -> Frequencies:
+    """The frequencies of a kind of branch."""
+    has_local_theta = BRANCHES[letter].windowed and bool(cfg.rope.rope_local_theta)
     theta = cfg.rope.rope_local_theta if has_local_theta else cfg.rope.rope_theta
-    dim = rotary_dim(cfg)
+    dim = cfg.rotary_dim(letter)
     channels = np.arange(0, dim, 2, dtype=np.float64)
     freq = theta ** (-channels / dim)
     scaling = cfg.rope.rope_scaling
@@ -78,16 +74,31 @@ def _yarn(freq: np.ndarray, scaling: RopeScaling, theta: float, dim: int) -> np.
 
 
 def _yarn_factor(scaling: RopeScaling) -> float:
-    def mscale(m: float) -> float:
-        if scaling.factor <= 1:
-            return 1.0
-        return 0.1 * m * math.log(scaling.factor) + 1.0
-
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
-    return mscale(1.0)
+        return _mscale(scaling, scaling.mscale) / _mscale(scaling, scaling.mscale_all_dim)
+    return _mscale(scaling, 1.0)
+
+
+def _mscale(scaling: RopeScaling, m: float) -> float:
+    """YaRN's temperature, for the weight `m` of the logarithm."""
+    if scaling.factor <= 1:
+        return 1.0
+    return 0.1 * m * math.log(scaling.factor) + 1.0
+
+
+def mla_scale(cfg: ModelConfig) -> float:
+    """The factor on the products of queries and keys in latent attention.
+
+    DeepSeek's models scale cos and sin by mscale / mscale_all_dim only, and all products, those of
+    channels without RoPE too, by the square of mscale_all_dim's temperature.
+    """
+    scale = cfg.mla.qk_head_dim**-0.5
+    scaling = cfg.rope.rope_scaling
+    if scaling is None or not scaling.mscale_all_dim:
+        return scale
+    return scale * _mscale(scaling, scaling.mscale_all_dim) ** 2
 
 
 def _longrope_factor(cfg: ModelConfig, scaling: RopeScaling) -> float:
@@ -101,14 +112,14 @@ def _longrope_factor(cfg: ModelConfig, scaling: RopeScaling) -> float:
 
 
 def rope_tables(
-    cfg: ModelConfig, positions_BS: jax.Array, local: bool, parallel: Parallel = LOCAL
+    cfg: ModelConfig, positions_BS: jax.Array, letter: str, parallel: Parallel = LOCAL
 ) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), fp32 [B, S, 1, R/2], of int32 positions [B, S].
+    """(cos, sin) of a kind of branch, fp32 [B, S, 1, R/2], of int32 positions [B, S].
 
     Under LongRoPE a sequence longer than the original context turns by the long factors throughout.
     `parallel` says over which devices its tokens may be split.
     """
-    freq, factor = frequencies(cfg, local)
+    freq, factor = frequencies(cfg, letter)
     freq = jnp.asarray(freq, jnp.float32)
     scaling = cfg.rope.rope_scaling
     if scaling is not None and scaling.rope_type == "longrope":
@@ -156,3 +167,12 @@ def _apply_rope_backward(tables, dy):
 
 
 apply_rope.defvjp(_apply_rope_forward, _apply_rope_backward)
+
+
+def pairs_apart(x: jax.Array) -> jax.Array:
+    """Channels [..., R] whose pairs lie at (2i, 2i + 1) -> with pairs at (i, i + R/2).
+
+    Queries and keys that are both reordered have the products that they had.
+    """
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return pairs.swapaxes(-1, -2).reshape(x.shape)

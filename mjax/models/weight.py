@@ -153,6 +153,25 @@ def _matmul_adding_forward(x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
 _matmul_adding.defvjp(_matmul_adding_forward, _matmul_adding_backward)
 
 
+@jax.custom_vjp
+def read_value(w: Weight) -> jax.Array:
+    """The value of a weight, for what is no matmul of it; the gradient joins the running sum."""
+    return w.value
+
+
+def _read_value_forward(w: Weight) -> tuple[jax.Array, Weight]:
+    return w.value, w
+
+
+def _read_value_backward(w: Weight, g: jax.Array) -> tuple[Weight]:
+    if w.grad_sum is None:
+        return (replace(w, value=g),)
+    return (replace(w, value=None, grad_sum=w.grad_sum + g.astype(w.grad_sum.dtype)),)
+
+
+read_value.defvjp(_read_value_forward, _read_value_backward)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_fp8(parallel: Parallel, x: jax.Array, w: Weight) -> jax.Array:
     """x [M, K], w [K, N] -> [M, N]: e4m3 operands forward, e5m2 gradients."""

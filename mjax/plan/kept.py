@@ -103,6 +103,7 @@ def _residuals(
     ctx = Context(
         parallel=parallel,
         attention=cfg.train.attention,
+        experts=cfg.train.experts,
         cp_type=cfg.mesh.cp_type,
         cp_a2a=cfg.mesh.cp_a2a,
         max_documents=1,
@@ -113,9 +114,8 @@ def _residuals(
     rope = {}
     if cfg.model.position_embedding == "rope":
         for letter in branches_of(kind):
-            branch = BRANCHES[letter]
-            if branch.rotary:
-                rope[letter] = rope_tables(cfg.model, positions, branch.windowed, parallel)
+            if BRANCHES[letter].rotary:
+                rope[letter] = rope_tables(cfg.model, positions, letter, parallel)
 
     def apply(weights: dict, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         output = block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)
@@ -143,9 +143,11 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
         value = jax.ShapeDtypeStruct(shape, cfg.precision.compute)
         if spec.matmul is None:
             return value
-        scales = None if recipe is None else jax.ShapeDtypeStruct((3,), jnp.float32)
-        of_matmul = {"name": spec.matmul, "inputs": spec.inputs, "recipe": recipe}
-        return Weight(value, scales=scales, **of_matmul)
+        of_matmul = {"name": spec.matmul, "inputs": spec.inputs}
+        if recipe is None or not spec.takes_fp8:
+            return Weight(value, **of_matmul)
+        scales = jax.ShapeDtypeStruct((3,), jnp.float32)
+        return Weight(value, scales=scales, recipe=recipe, **of_matmul)
 
     return jax.tree.map(weight, block.specs, param_partitions(block.specs, parallel))
 

@@ -3,6 +3,7 @@
 from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
 from mjax.kernels.attention_call import AttentionCall
+from mjax.models.branch import model_heads
 from mjax.plan.execution import decide_execution, micro_batch_shape
 
 
@@ -15,13 +16,19 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
     return lines
 
 
+def expert_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
+    """What multiplies tokens by the weights of a device's experts."""
+    held = cfg.model.moe.num_experts // sizes["ep"]
+    up = held, cfg.model.hidden_size, cfg.model.moe.moe_intermediate_size // sizes["tp"]
+    return choose("experts", cfg.precision.compute, up, asked=cfg.train.experts)
+
+
 def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for each op, for one micro-batch of a layer of the usual sizes."""
     model, dtype, tp = cfg.model, cfg.precision.compute, sizes["tp"]
     attention = model.attention
     rows, width = micro_batch_shape(cfg, sizes)
     tokens = rows * width
-    queries = rows, width, attention.num_attention_heads // tp, attention.head_dim
     hidden = rows, width // tp, model.hidden_size
     halves = 2 if model.mlp_gated else 1
     up = rows, width, halves, model.intermediate_size // tp
@@ -32,14 +39,19 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         dropout=attention.attention_dropout,
         implementation=cfg.train.attention,
     )
-    choices = {
-        "attention": choose(
-            "attention", dtype, queries, call=call, sinks=attention.attention_sinks
-        ),
+    choices = {}
+    heads = model_heads(model)
+    if heads is not None:
+        queries = rows, width, heads.heads // tp, heads.size
+        facts = {"sinks": attention.attention_sinks, "value_size": heads.value_size}
+        choices["attention"] = choose("attention", dtype, queries, call=call, **facts)
+    choices |= {
         "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),
         "gate": choose("gate", dtype, up, act=model.hidden_act),
         "loss rows": choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk),
     }
+    if "E" in model.branches:
+        choices["experts"] = expert_choice(cfg, sizes)
     recipe = decide_execution(cfg, sizes).recipe
     if recipe is not None:
         gradient = tokens, up[-1]

@@ -15,6 +15,7 @@ from mjax.config.remat import offloaded
 from mjax.config.schema import Config, MeshConfig, OptimizerConfig
 from mjax.kernels.cross_entropy import cut_of
 from mjax.kernels.loss_rows import fits
+from mjax.models.branch import model_heads
 from mjax.models.execution import Execution, is_matmul_weight
 from mjax.models.remat import STASHED
 from mjax.optim.build import moment_bytes
@@ -136,16 +137,17 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         layers[name] = sum(where.layer.weight_size for where in of_part if where.spec.is_stacked)
         found += of_part
     stacks = [where for where in found if where.spec.is_stacked]
-    trained = [where for where in found if not where.spec.frozen]
+    trained = [where for where in found if where.spec.is_trained]
     trained_of_role: Counter[str] = Counter()
     for where in trained:
         trained_of_role[where.spec.role] += where.stored_size
     weights = sum(where.weight_size for where in found)
+    rounded = [where for where in stacks if where.spec.takes_fp8 and is_matmul_weight(where)]
     of_stacks = sum(where.weight_size for where in stacks)
     return Counts(
         tables=weights - of_stacks,
         stacks=of_stacks,
-        eight_bits=sum(where.weight_size for where in stacks if is_matmul_weight(where)),
+        eight_bits=sum(where.weight_size for where in rounded),
         shard=sum(where.stored_size for where in found),
         trained_of_role=trained_of_role,
         trained_share=sum(where.weight_size for where in trained) / weights,
@@ -216,12 +218,14 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
     A backward of unrolled layers would gather and reorder anew what the ring did in its forward.
     XLA finds that out and keeps it: keys, values, and six times the queries.
     """
+    heads, rows = model_heads(cfg.model), cfg.train.micro_batch_size
     has_ring = sizes["cp"] > 1 and cfg.mesh.cp_type != "a2a"
     if not has_ring or execution.pipelined or execution.loops:
         return 0.0
-    attention, rows = cfg.model.attention, cfg.train.micro_batch_size
-    heads = 2 * attention.num_key_value_heads + 6 * attention.num_attention_heads / sizes["cp"]
-    width = heads * attention.head_dim / sizes["tp"]
+    if heads is None or heads.size != heads.value_size:  # rings have heads of one size only
+        return 0.0
+    queries = heads.heads * heads.size / sizes["cp"]
+    width = (heads.kv_channels + 6 * queries) / sizes["tp"]
     return WIDTH[cfg.precision.compute] * rows * cfg.data.seq_length * width
 
 

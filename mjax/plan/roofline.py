@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from mjax.config.pattern import BRANCHES
 from mjax.config.schema import Config
+from mjax.models.branch import branch_class, model_heads
 from mjax.models.execution import Execution
 from mjax.models.flops import branch_flops, flops_by_part, flops_per_token
 from mjax.optim.build import moment_bytes
@@ -25,6 +26,7 @@ from mjax.pipeline.schedule import make_schedule
 from mjax.plan.balance import head_in_layers, step_time
 from mjax.plan.chips import Chip
 from mjax.plan.execution import micro_batch_shape
+from mjax.plan.kernels import expert_choice
 from mjax.plan.memory import WIDTH, Counts, counts_on_device
 
 MEASURED_ON = "h200"  # the chip of all shares below
@@ -132,6 +134,13 @@ def _time(work: float, rate: Span) -> Span:
     return Span(work / rate.high, work / rate.low)
 
 
+def _experts_run(cfg: Config, sizes: dict[str, int]) -> int:
+    """The experts of a layer that run on a token: those that it is sent to, or all of them."""
+    moe = cfg.model.moe
+    loops = expert_choice(cfg, sizes).name == "loop"
+    return moe.num_experts if loops else moe.num_experts_per_tok
+
+
 def _compute(
     cfg: Config, sizes: dict[str, int], execution: Execution, chip: Chip, stretch: float
 ) -> Iterator[Part]:
@@ -145,16 +154,14 @@ def _compute(
     if execution.recipe is not None:
         rate = MATMUL_8.scaled(chip.details.fp8_tflops * 1e12)
     yield Part("matmuls", _time(flops["matmul"] * tokens * weights_again, rate))
-    moe = cfg.model.moe
-    if flops["experts"]:  # every expert works on all tokens (models/experts.py)
-        times = moe.num_experts / moe.num_experts_per_tok
-        all_experts = flops["experts"] * times
-        yield Part("experts", _time(all_experts * tokens * weights_again, peak))
+    if flops["experts"]:
+        work = flops["experts"] * _experts_run(cfg, sizes) / cfg.model.moe.num_experts_per_tok
+        yield Part("experts", _time(work * tokens * weights_again, peak))
     yield Part("head", _time(flops["head"] * tokens, peak))
     seconds = _attention_seconds(cfg, chip) * tokens
     seconds *= 1 + ATTENTION_FORWARD * again["full"]
     yield Part("attention", _time(seconds, ATTENTION))
-    passes = _pass_bytes(cfg, execution, again)
+    passes = _pass_bytes(cfg, sizes, execution, again)
     memory = PASS.scaled(chip.details.memory_gbs * 1e9)
     yield Part("norms, activations, loss", _time(passes * tokens, memory))
     layers = cfg.model.num_hidden_layers / sizes["pp"]
@@ -182,7 +189,11 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
         window = length
         if BRANCHES[letter].windowed and sizes.attention.sliding_window:
             window = min(length, sizes.attention.sliding_window)
-        head = sizes.attention.head_dim
+        heads = branch_class(letter).heads(sizes)
+        if heads is None:
+            work += flops
+            continue
+        head = (heads.size + heads.value_size) / 2
         of_head = head / (head + HEAD_SIZE)
         of_window = window / (window + SEQUENCE)
         work += flops / (of_head * of_window)
@@ -192,12 +203,14 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
     return work * trained / (chip.bf16_tflops * 1e12)
 
 
-def _pass_bytes(cfg: Config, execution: Execution, again: dict[str, float]) -> float:
+def _pass_bytes(
+    cfg: Config, sizes: dict[str, int], execution: Execution, again: dict[str, float]
+) -> float:
     """Bytes of a token that pass through memory besides matmuls; `again` are shares of layers."""
     repeated = 1.0
     for name, share in again.items():
         repeated += AGAIN[name] * share
-    passes = _layer_bytes(cfg) * repeated
+    passes = _layer_bytes(cfg, sizes) * repeated
     if execution.loops:
         elements = OF_LOOP * cfg.model.hidden_size
         copied = elements * WIDTH[execution.compute]
@@ -207,20 +220,21 @@ def _pass_bytes(cfg: Config, execution: Execution, again: dict[str, float]) -> f
     return passes + BYTES_A_LOGIT * cfg.model.padded_vocab_size
 
 
-def _layer_bytes(cfg: Config) -> float:
+def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """Bytes of a token that pass through memory besides matmuls, in all layers."""
     elements = 0.0
-    for letter, sizes, _ in branch_flops(cfg.model, cfg.data.seq_length):
-        attention = sizes.attention
-        elements += OF_BLOCK / 2 * sizes.hidden_size
-        of_ffn = OF_GATE if sizes.mlp_gated else OF_ACTIVATION
-        if BRANCHES[letter].name == "attention":
-            heads = attention.num_attention_heads + 2 * attention.num_key_value_heads
-            elements += OF_HEADS * heads * attention.head_dim
+    for letter, model, _ in branch_flops(cfg.model, cfg.data.seq_length):
+        heads = branch_class(letter).heads(model)
+        elements += OF_BLOCK / 2 * model.hidden_size
+        of_ffn = OF_GATE if model.mlp_gated else OF_ACTIVATION
+        if heads is not None:
+            channels = heads.heads * heads.size + heads.kv_channels
+            elements += OF_HEADS * channels
         elif letter == "D":
-            elements += of_ffn * sizes.intermediate_size
+            elements += of_ffn * model.intermediate_size
         elif letter == "E":
-            width = sizes.moe.moe_intermediate_size * sizes.moe.num_experts
+            width = model.moe.moe_intermediate_size * _experts_run(cfg, sizes)
+            width += model.moe.shared_expert_intermediate_size
             elements += of_ffn * width
     return elements * WIDTH[cfg.precision.compute]
 
@@ -290,9 +304,9 @@ def _exchanges(
     if others["tp"]:  # two gathers and two scatters each way, two gathers again
         moved = 10 * others["tp"] * activations * crossed
         yield part("activations over tp", ("tp",), moved, False)
-    if others["cp"]:  # keys and values, and their gradients
-        attention = cfg.model.attention
-        pair = 2 * attention.num_key_value_heads * attention.head_dim / sizes["tp"]
+    heads = model_heads(cfg.model)
+    if others["cp"] and heads is not None:  # keys and values, and their gradients
+        pair = heads.kv_channels / sizes["tp"]
         of_layer = 3 * others["cp"] * rows * width * pair * compute
         yield part("keys and values over cp", ("cp",), of_layer * crossed, True)
     if others["ep"] and cfg.model.moe.num_experts:

@@ -37,6 +37,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": ("ep",),
     "router": (),
     "embed": (),
+    "latent": (),
     "head_dim": (),
     "positions": (),
     "pair": (),
@@ -132,9 +133,13 @@ def stored_partitions(specs: dict, parallel: Parallel, zero: int, group: int | N
     """Tree of `ParamSpec` -> the partitions of masters, moments and reduced gradients."""
     if zero == 0:
         return param_partitions(specs, parallel)
-    return jax.tree.map(
-        lambda spec: stored_partition(spec, parallel, group), specs, is_leaf=is_spec
-    )
+
+    def stored(spec: ParamSpec) -> PartitionSpec:
+        if spec.counts:
+            return partition(spec.axes, parallel, spec.shape)
+        return stored_partition(spec, parallel, group)
+
+    return jax.tree.map(stored, specs, is_leaf=is_spec)
 
 
 class Padding(NamedTuple):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.model_schema import ROLES
@@ -41,6 +42,10 @@ class ParamSpec:
     the names of a family.
 
     A `frozen` parameter is not trained.
+
+    No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
+    entries, and the step moves it by that (`models/buffers.py`). It lies whole on each device, in
+    fp32.
     """
 
     shape: tuple[int, ...]
@@ -51,14 +56,29 @@ class ParamSpec:
     active: float = 1.0
     hf: tuple[str, ...] = ()
     frozen: bool = False
+    counts: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self
         assert self.matmul is None or self.matmul in matmul_names(), self
 
     @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer moves it."""
+        return not (self.frozen or self.counts)
+
+    def dtype(self, others: jnp.dtype | str) -> jnp.dtype:
+        """The dtype to hold it in where `others` have that dtype."""
+        return jnp.dtype(jnp.float32 if self.counts else others)
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def takes_fp8(self) -> bool:
+        """Whether FP8 recipes round the parameter: weights of matmuls, except those of experts."""
+        return self.matmul is not None and "experts" not in self.axes
 
     @property
     def is_stacked(self) -> bool:
@@ -113,7 +133,7 @@ def freeze(specs: dict, patterns: Sequence[str]) -> dict:
                 f"roles are {', '.join(ROLES)}, names are like {'.'.join(max(flat, key=len))} "
                 "(--dry-run lists them)"
             )
-    if all(spec.frozen for spec in flat.values()):
+    if not any(spec.is_trained for spec in flat.values()):
         raise UserError("train.freeze: it names every parameter; leave some to train")
     return unflatten_dict(flat)
 
@@ -123,7 +143,7 @@ def trained_only(tree: dict, specs: dict) -> dict:
     flat_specs = flatten_dict(specs)
     trained = {}
     for path, entry in flatten_dict(tree).items():
-        if not flat_specs[path].frozen:
+        if flat_specs[path].is_trained:
             trained[path] = entry
     return unflatten_dict(trained)
 

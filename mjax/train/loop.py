@@ -422,6 +422,11 @@ def run_summary(trainer: Trainer) -> str:
         f"{cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step",
         f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({shape}), folder {cfg.run.dir}",
     ]
+    if cfg.model.moe.force_balanced:
+        lines.append(
+            "WARNING: model.moe.force_balanced=true: experts take turns, for benchmarks; what is "
+            "trained is of no use"
+        )
     if trainer.why:
         lines.append(trainer.why)
     return "\n".join(lines)

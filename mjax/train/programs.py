@@ -97,6 +97,7 @@ class Programs:
         ctx = Context(
             parallel=placement.parallel,
             attention=cfg.train.attention,
+            experts=cfg.train.experts,
             cp_type=cfg.mesh.cp_type,
             cp_a2a=cfg.mesh.cp_a2a,
             permute=uniform,
@@ -122,6 +123,7 @@ class Programs:
             self.state_layout.buffers,
             seed=cfg.run.seed,
             clip_grad_norm=cfg.optimizer.clip_grad_norm,
+            expert_bias_rate=cfg.model.moe.expert_bias_update_rate,
             layout=self.layout,
         )
 

@@ -29,7 +29,7 @@ from mjax.pipeline.storage import (
 )
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import Padding, Placement, padding, partition, place
-from mjax.sharding.spec import trained_only
+from mjax.sharding.spec import ParamSpec, is_spec, trained_only
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,11 @@ class StateLayout:
         """Parameters drawn from run.seed, in the order of storage; to be jitted."""
         params = split(build(self.cfg.model, nnx.Rngs(self.cfg.run.seed)))[1]
         params = to_storage(self.storage, params)
-        return jax.tree.map(lambda a: a.astype(self.cfg.precision.params), params)
+
+        def cast(spec: ParamSpec, a: jax.Array) -> jax.Array:
+            return a.astype(spec.dtype(self.cfg.precision.params))
+
+        return jax.tree.map(cast, self.placement.specs, params, is_leaf=is_spec)
 
     def initial_state(self) -> dict:
         """The state at step 0; to be traced only."""

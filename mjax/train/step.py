@@ -16,7 +16,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mjax.models.buffers import Buffer, Seen, update_buffers
+from mjax.models.buffers import (
+    Buffer,
+    Seen,
+    global_counts,
+    load_imbalance,
+    move_biases,
+    update_buffers,
+)
 from mjax.models.execution import Execution
 from mjax.models.frozen import join_frozen, split_frozen
 from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
@@ -40,6 +47,7 @@ class Program:
 
     evaluation: how a forward pass without gradients runs.
     buffers: of the state, by name.
+    expert_bias_rate: the step of experts' biases.
     layout: of the pipeline, or None.
     """
 
@@ -49,6 +57,7 @@ class Program:
     buffers: dict[str, Buffer]
     seed: int
     clip_grad_norm: float
+    expert_bias_rate: float = 0.0
     layout: Layout | None = None
 
     @property
@@ -99,7 +108,8 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """(new state, losses by name and {grad_norm, tokens, finite, accepted}) of local shards.
 
-    The state stays as it was unless the step is accepted.
+    Where experts have a bias, the second has `load_imbalance`, too. The state stays as it was
+    unless the step is accepted.
     """
     computed, seen = compute_gradients(program, state, batch)
     with jax.named_scope("optimizer"):
@@ -123,8 +133,12 @@ def train_step(
             scale=scale,
             keep=accepted,
         )
+        rate = jnp.where(accepted, program.expert_bias_rate, 0)
+        new["params"] = move_biases(new["params"], seen.counts, rate)
     metrics = {"grad_norm": computed.norm, "tokens": computed.tokens}
     metrics |= {"finite": finite, "accepted": accepted}
+    if seen.counts:
+        metrics["load_imbalance"] = load_imbalance(seen.counts, program.parallel)
     return new, computed.losses | metrics
 
 
@@ -185,11 +199,12 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
     else:
         start = denominators.zeros(), zero_sums(trained, placement, execution)
         (losses, cotangents), _ = jax.lax.scan(accumulate, start, micro_batches)
+    counts = global_counts(cotangents, placement)
     reduced, maxima = store_gradients(cotangents, placement, execution)
     with jax.named_scope("reduce"):
         norm = global_norm(reduced, placement.of_gradients, parallel)
     losses = {name: parallel.psum(loss, *AXES) for name, loss in losses.items()}
-    return Gradients(losses, norm, tokens, reduced), Seen(maxima, losses)
+    return Gradients(losses, norm, tokens, reduced), Seen(maxima, losses, counts)
 
 
 def batch_losses(program: Program, state: State, batch: Batch) -> tuple[Scalars, Scalars]:

@@ -27,6 +27,7 @@ CASES = [
     ("dense", Cell({"cp": 2, "tp": 2}, 1, 3), []),
     ("dense", Cell({"dp": 2, "tp": 2}, 1, 3), ["mesh.tp_overlap=always"]),
     ("experts", Cell({"dp": 2, "ep": 2}, 1, 3), []),
+    ("experts", Cell({"tp": 2}, 0, 2), ["train.experts=loop"]),
     ("tied", Cell({"dp": 2, "tp": 2}, 1, 2), []),  # kv weights of which devices read a part
     ("odd widths", Cell({"dp": 4}, 1, 2), []),  # padded shards
     *((feature, cell, ["train.remat=none"]) for feature, cell in ONE),

@@ -35,6 +35,31 @@ _LONGROPE = dict(
     long_factor=[1.0, 2.0, 4.0],
     original_max_position_embeddings=32,
 )
+_LATENT = {k: v for k, v in _NO_HEAD_DIM.items() if k != "num_key_value_heads"} | dict(
+    num_key_value_heads=4,
+    kv_lora_rank=12,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=14,
+    first_k_dense_replace=3,
+)
+_ROUTED = dict(
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+)
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=500.0,
+    factor=8.0,
+    mscale=1.0,
+    mscale_all_dim=0.707,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    original_max_position_embeddings=16,
+)
 # name -> (transformers class prefix, options)
 MODELS: dict[str, tuple[str, dict]] = {
     "gpt2": (
@@ -79,6 +104,52 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.5)
         | dict(logits_scaling=4.0),
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        _LATENT
+        | dict(q_lora_rank=20, rope_parameters={"rope_type": "default", "rope_theta": 50.0}),
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        _LATENT | dict(q_lora_rank=None, rope_parameters=_YARN | dict(mscale=0.707)),
+    ),
+    "deepseek_v3": ("DeepseekV3", _LATENT | dict(q_lora_rank=20, rope_parameters=_YARN)),
+    "deepseek_v2_moe": (
+        "DeepseekV2",
+        _LATENT
+        | _ROUTED
+        | dict(q_lora_rank=20, topk_method="group_limited_greedy", n_group=4, topk_group=2)
+        | dict(rope_parameters=_YARN, routed_scaling_factor=1.5),
+    ),
+    "deepseek_v2_lite_moe": (
+        "DeepseekV2",
+        _LATENT | _ROUTED | dict(q_lora_rank=None, topk_method="greedy", rope_parameters=_YARN),
+    ),
+    "deepseek_v3_moe": (
+        "DeepseekV3",
+        _LATENT | _ROUTED | dict(q_lora_rank=20, n_group=2, topk_group=1, rope_parameters=_YARN),
+    ),
+    "olmoe": ("Olmoe", _NO_HEAD_DIM | dict(num_experts=8, num_experts_per_tok=3)),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        _NO_HEAD_DIM
+        | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
+        | dict(shared_expert_intermediate_size=28, mlp_only_layers=[1]),
+    ),
+    "qwen2_moe_window": (
+        "Qwen2Moe",
+        _NO_HEAD_DIM
+        | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
+        | dict(shared_expert_intermediate_size=28, norm_topk_prob=True, decoder_sparse_step=2)
+        | dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=9)
+        | dict(max_window_layers=3),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _BASE
+        | dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+        | dict(norm_topk_prob=True),
+    ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
 }
 
@@ -93,4 +164,7 @@ def make(name: str) -> torch.nn.Module:
         for path, p in model.named_parameters():
             if path.endswith("bias") or p.ndim == 1:
                 p.add_(0.1 * torch.randn_like(p))
+        for path, buffer in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model

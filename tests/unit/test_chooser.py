@@ -13,6 +13,7 @@ from tests.devices import CPU, GPU, HOPPER
 AUTO = AttentionCall(scale=1.0)
 CAPPED = AttentionCall(scale=1.0, softcap=30.0)
 Q = (2, 1024, 8, 128)
+MLA_Q = (2, 1024, 8, 192)
 BIG = (2**14, 2**10)
 EXPERTS = (2**14, 8, 4096, 14336)
 BARE = Device("gpu", triton=False)
@@ -27,6 +28,8 @@ TABLE = [
     ("attention", "bfloat16", Q, GPU, {"call": CAPPED}, "cudnn", ""),  # which refuses it
     ("attention", "float16", Q, HOPPER, {"call": CAPPED}, "cudnn", ""),
     ("attention", "bfloat16", Q, HOPPER, {"call": CAPPED, "value_size": 64}, "cudnn", ""),
+    ("attention", "bfloat16", MLA_Q, CPU, {"call": AUTO, "value_size": 128}, "xla", NO_GPU),
+    ("attention", "bfloat16", MLA_Q, HOPPER, {"call": AUTO, "value_size": 128}, "cudnn", "192"),
     ("norm", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
     ("norm", "bfloat16", BIG, GPU, {}, "triton", "one pass"),
     ("norm", "bfloat16", (2**14, 8192), GPU, {}, "xla", "4096 columns"),
@@ -50,8 +53,14 @@ TABLE = [
     ("loss_rows", "float32", (64, 50304), GPU, {"tp": 1}, "xla", "nothing is won"),
     ("loss_rows", "float32", (2**20, 151936), GPU, {"tp": 1, "chunk": 16384}, "xla", "32-bit"),
     ("quantize", "bfloat16", BIG, CPU, {"delayed": True, "backend": "xla"}, "xla", NO_GPU),
+    ("experts", "bfloat16", (8, 64, 64), CPU, {"asked": "auto"}, "xla", "no GPU"),
+    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "auto"}, "loop", "not yet timed"),
+    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "mosaic"}, "mosaic", "asks for it"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
+    ("experts", "bfloat16", (8, 64, 64), CPU, {"asked": "auto"}, "xla", "no GPU"),
+    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "auto"}, "loop", "not yet timed"),
+    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "mosaic"}, "mosaic", "asks for it"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),
 ]
 
@@ -71,7 +80,8 @@ def test_what_is_asked_for_is_not_replaced(name):
 
 
 def test_a_run_lists_every_op_once():
-    cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true"])
+    experts = ["model.layer_pattern=GE", "model.moe.num_experts=8"]
+    cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
     assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul"})  # no block calls it yet

@@ -47,7 +47,7 @@ def flattened(model):
 
 
 def test_every_moved_key_has_one_home_and_no_other_meaning():
-    assert len(MOVED[ModelConfig]) == 21 and set(MOVED[LayerSizes]) < set(MOVED[ModelConfig])
+    assert len(MOVED[ModelConfig]) >= 21 and set(MOVED[LayerSizes]) < set(MOVED[ModelConfig])
     for group, homes in MOVED.items():
         assert not set(homes) & set(group.model_fields)
         assert {f"{home}.{name}" for name, home in homes.items()} <= set(leaf_keys(group))

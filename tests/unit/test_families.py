@@ -87,6 +87,69 @@ GEMMA3_27B = dict(
     vision_config=dict(hidden_size=1152),
 )
 
+QWEN15_MOE = dict(
+    architectures=["Qwen2MoeForCausalLM"],
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    decoder_sparse_step=1,
+    eos_token_id=151643,
+    hidden_act="silu",
+    hidden_size=2048,
+    initializer_range=0.02,
+    intermediate_size=5632,
+    max_position_embeddings=8192,
+    max_window_layers=21,
+    model_type="qwen2_moe",
+    moe_intermediate_size=1408,
+    norm_topk_prob=False,
+    num_attention_heads=16,
+    num_experts=60,
+    num_experts_per_tok=4,
+    num_hidden_layers=24,
+    num_key_value_heads=16,
+    output_router_logits=False,
+    rms_norm_eps=1e-06,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=5632,
+    sliding_window=32768,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.39.0.dev0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+OLMOE = dict(
+    architectures=["OlmoeForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    clip_qkv=None,
+    eos_token_id=50279,
+    hidden_act="silu",
+    hidden_size=2048,
+    initializer_range=0.02,
+    intermediate_size=1024,
+    max_position_embeddings=4096,
+    model_type="olmoe",
+    norm_topk_prob=False,
+    num_attention_heads=16,
+    num_experts=64,
+    num_experts_per_tok=8,
+    num_hidden_layers=16,
+    num_key_value_heads=16,
+    output_router_logits=False,
+    pad_token_id=1,
+    rope_scaling=None,
+    rope_theta=10000.0,
+    router_aux_loss_coef=0.01,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.43.0.dev0",
+    use_cache=True,
+    vocab_size=50304,
+)
+
 
 def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
     sizes = dict(hidden_size=hidden, intermediate_size=ffn)
@@ -101,8 +164,10 @@ def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
         (llama(16384, 53248, 126, 128), 405_853_388_800),
         (QWEN3_32B, 32_762_123_264),
         (GEMMA3_27B, 27_432_406_640 - 423_060_336),  # less its vision tower and projector
+        (QWEN15_MOE, 14_315_784_192),
+        (OLMOE, 6_919_161_856),
     ],
-    ids=["llama-8b", "llama-70b", "llama-405b", "qwen3-32b", "gemma3-27b"],
+    ids=["llama-8b", "llama-70b", "llama-405b", "qwen3-32b", "gemma3-27b", "qwen1.5-moe", "olmoe"],
 )
 def test_published_configs_give_the_published_count(config, published):
     cfg = config_from_hf(config)

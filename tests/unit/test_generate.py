@@ -52,6 +52,15 @@ VARIANTS = {
         "tie_word_embeddings": True,
     },
     "experts": {"layer_pattern": "GE", "moe.num_experts": 4, "moe.moe_intermediate_size": 16},
+    "latent": {
+        "layer_pattern": "A",
+        "attention.num_key_value_heads": 4,
+        "mla.q_lora_rank": 24,
+        "mla.kv_lora_rank": 12,
+        "mla.qk_nope_head_dim": 8,
+        "mla.qk_rope_head_dim": 4,
+        "mla.v_head_dim": 6,
+    },
     "branches": {"layer_pattern": "[G|D][D]G@1", "num_hidden_layers": 3, "layer_sizes": [SIZES]},
 }
 PROMPTS = [[3, 5, 7], [*range(20, 36)], [9] * 9]
@@ -120,10 +129,12 @@ def test_tokens_are_equal_under_tp(tp, plain, greedy):
     hot = Sampling(temperature=1.0, top_k=20, repetition_penalty=1.2)
     drawn = generator.complete(PROMPTS, NEW, hot, seed=5)
     assert [r.ids for r in drawn] == [r.ids for r in plain.complete(PROMPTS, NEW, hot, seed=5)]
-    only_activations_move(generator, tp)
+    keys = only_activations_move(generator).keys
+    assert keys.shape[1] == max(2, tp) and keys.sharding.shard_shape(keys.shape)[1] == 1
 
 
 KINDS = [("window", 4), ("softcap", 4), ("learned", 2), ("experts", 2), ("branches", 2)]
+KINDS += [("latent", 4)]
 
 
 @pytest.mark.parametrize("name, tp", quick(KINDS, 1))
@@ -135,19 +146,24 @@ def test_every_kind_of_layer_continues_under_tp(name, tp):
         np.testing.assert_allclose(row.logprobs, one.logprobs, atol=2e-5)
 
 
-def only_activations_move(generator, tp):
-    """A step sends nothing of the size of a table, a layer or a cache."""
+def test_a_step_sends_no_latents_over_tp():
+    mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
+    cache = only_activations_move(made(mesh, **VARIANTS["latent"])[0])
+    assert cache.shape == (3, 48, 16) and cache.sharding.is_fully_replicated
+
+
+def only_activations_move(generator):
+    """A step sends nothing of the size of a table, a layer or a cache; the first layer's cache."""
     ids, settings = np.ones((3, 16), np.int32), settings_of([Sampling()] * 3)
     weights = generator._params
     state, _ = generator._prefill(weights, ids, ids, settings, Draws(), np.uint32(0), length=48)
-    keys = state[0].layers[0]["attention"].keys
-    assert keys.shape[1] == max(2, tp) and keys.sharding.shard_shape(keys.shape)[1] == 1
     text = generator._step.lower(weights, settings, Draws(), state=state).compile().as_text()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)
     sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
     assert len(sizes) >= 4, "embedding, attention, MLP and logits talk over tp"
     assert max(sizes) <= 3 * 252, "three rows of activations or logits"
+    return state[0].layers[0]["attention"]
 
 
 def test_few_programs_are_compiled(plain):

@@ -1,6 +1,5 @@
 """The grouped matmul against a loop over groups in fp64, and a `Weight` that it multiplies by."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,8 +7,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.kernels import grouped
 from mjax.kernels.chooser import choose
-from mjax.kernels.quantize import Recipe
-from mjax.models.grouped_linear import grouped_linear
+from mjax.models.grouped_linear import weight_cotangent
 from mjax.models.weight import Weight
 from tests.devices import CPU, HOPPER
 
@@ -94,42 +92,17 @@ def test_gradients_of_a_weight_equal_the_loop(name):
     x32, w32, g32, total32 = narrow(x, w, g, total)
     counts = jnp.asarray(sizes, jnp.int32)
     halves = (len(sizes), x.shape[1], 2, -1)
-
-    @jax.jit
-    def pulled(weight):
-        y, pull = jax.vjp(lambda x, w: grouped_linear(x, w, counts), x32, weight)
-        return y, *pull(g32.reshape(y.shape))
+    gradient = loop_of_gradients(x, g, sizes)
 
     weight = Weight(w32.reshape(halves), name="up")
-    y, dx, dw = pulled(weight)
-    close(y.reshape(rows, -1), loop(x, w, sizes))
-    close(dx, loop(g, w.swapaxes(1, 2), sizes))
-    gradient = loop_of_gradients(x, g, sizes)
-    close(dw.value, gradient.reshape(dw.value.shape))
-    assert dw.grad_sum is None
+    found = weight_cotangent(weight, x32, g32, counts, "xla")
+    close(found.value, gradient.reshape(halves))
+    assert found.grad_sum is None
 
     summed = Weight(w32.reshape(halves), grad_sum=total32.reshape(halves), name="up")
-    y, dx, dw = pulled(summed)
-    close(dx, loop(g, w.swapaxes(1, 2), sizes))
-    close(dw.grad_sum, (total + gradient).reshape(dw.grad_sum.shape))
-    assert not dw.value.any()
-
-
-def test_several_inputs_are_contracted():
-    rows, sizes = CASES["ragged"]
-    x, w, *_ = draw(rows, sizes)
-    x32, w32 = narrow(x, w)
-    weight = Weight(w32.reshape(len(sizes), 3, 4, -1), inputs=2)
-    y = grouped_linear(x32.reshape(rows, 3, 4), weight, jnp.asarray(sizes, jnp.int32))
-    close(y, loop(x, w, sizes))
-
-
-def test_fp8_is_refused():
-    rows, sizes = CASES["ragged"]
-    x32, w32, *_ = narrow(*draw(rows, sizes))
-    weight = Weight(w32, name="up", recipe=Recipe(delayed=True))
-    with pytest.raises(UserError, match="precision.fp8"):
-        grouped_linear(x32, weight, jnp.asarray(sizes, jnp.int32))
+    found = weight_cotangent(summed, x32, g32, counts, "xla")
+    close(found.grad_sum, (total + gradient).reshape(halves))
+    assert found.value is None
 
 
 def test_the_chooser_trusts_no_kernel_that_was_never_run():

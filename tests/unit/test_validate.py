@@ -7,6 +7,13 @@ from mjax.config.schema import MeshConfig
 from mjax.config.validate import RULES
 from mjax.errors import UserError
 
+LATENT = [
+    "model.layer_pattern=A",
+    "model.mla.kv_lora_rank=8",
+    "model.mla.qk_nope_head_dim=8",
+    "model.mla.qk_rope_head_dim=4",
+    "model.mla.v_head_dim=8",
+]
 EXPERTS = ["model.layer_pattern=E", "model.moe.num_experts=4"]
 # Rule -> overrides of a legal config that break it, and what the message must show.
 BROKEN = {
@@ -30,6 +37,10 @@ BROKEN = {
     "tp_divides_moe_intermediate_size": (
         ["mesh.tp=2", *EXPERTS, "model.moe.moe_intermediate_size=33"],
         "model.moe.moe_intermediate_size=33",
+    ),
+    "tp_divides_shared_expert_intermediate_size": (
+        ["mesh.tp=2", *EXPERTS, "model.moe.shared_expert_intermediate_size=33"],
+        "model.moe.shared_expert_intermediate_size=33",
     ),
     "tp_divides_padded_vocab_size": (
         ["mesh.tp=2", "model.vocab_size=251", "model.vocab_multiple=1"],
@@ -63,6 +74,17 @@ BROKEN = {
     ),
     "kv_heads_divide_heads": (["model.attention.num_key_value_heads=3"], "num_key_value_heads=3"),
     "head_dim_known": (["model.hidden_size=255"], "set model.attention.head_dim"),
+    "mla_sizes_given": (["model.layer_pattern=A"], "whose sizes model.mla lacks"),
+    "mla_used": (["model.mla.kv_lora_rank=8"], "model.layer_pattern='G' has no A block"),
+    "mla_features": (
+        [*LATENT, "model.attention.qk_norm=true"],
+        "model.attention.qk_norm=True is not built for A blocks",
+    ),
+    "mla_has_no_groups": ([*LATENT, "model.attention.num_key_value_heads=2"], "no kv heads"),
+    "mla_rotates_whole_part": (
+        [*LATENT, "model.rope.partial_rotary_factor=0.5"],
+        "model.rope.partial_rotary_factor=0.5 is not for A blocks",
+    ),
     "rotary_dims_even": (["model.rope.partial_rotary_factor=0.05"], "rotates 3 dims"),
     "rope_keys_need_rope": (
         ["model.position_embedding=learned", "model.rope.rope_scaling={rope_type: linear}"],
@@ -96,8 +118,23 @@ BROKEN = {
         "exceeds model.moe.num_experts=4",
     ),
     "top_1_learns": ([*EXPERTS, "model.moe.num_experts_per_tok=1"], "makes every gate 1"),
+    "groups_fit": (
+        [*EXPERTS, "model.moe.n_group=3"],
+        "model.moe.n_group=3, model.moe.topk_group=1: groups of equal size",
+    ),
+    "group_score_fits": (
+        [*EXPERTS, "model.moe.n_group=2", "model.moe.group_score_topk=3"],
+        "model.moe.group_score_topk=3 exceeds the experts of a group",
+    ),
+    "shared_gate_used": (
+        [*EXPERTS, "model.moe.shared_expert_gate=true"],
+        "model.moe.shared_expert_gate=True has no effect without a shared expert",
+    ),
     "ep_divides_experts": ([*EXPERTS, "mesh.ep=8"], "not divisible by mesh.ep=8"),
-    "experts_have_no_bias": ([*EXPERTS, "model.mlp_bias=true"], "model.mlp_bias=True"),
+    "swiglu_limit_is_of_experts": (
+        ["model.swiglu_limit=7.0"],
+        "experts with a gate and silu alone",
+    ),
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
     "one_data_source": (["data.paths=[a]"], "data.paths and data.mock exclude each other"),
     "weights_match_paths": (
@@ -192,6 +229,11 @@ BROKEN = {
         "passes 2, which is not divisible by train.micro_batch_size=4",
     ),
     "batch_divisible": (["train.micro_batch_size=3"], "train.global_batch_size=8"),
+    "global_balance_needs_one_micro_batch": (
+        [*EXPERTS, "model.moe.router_aux_loss_coef=0.1", "mesh.dp=1"]
+        + ["model.moe.router_aux_loss_over=global_batch", "train.global_batch_size=16"],
+        "needs all choices before the first gradient, but train.global_batch_size=16 is several",
+    ),
     "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
     "fp8_keys_used": (["precision.fp8_skip_layers=1"], "has no effect with precision.fp8='none'"),
     "fp8_backend_used": (["precision.fp8_backend=te"], "has no effect with precision.fp8='none'"),

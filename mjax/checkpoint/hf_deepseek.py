@@ -1,0 +1,127 @@
+"""DeepSeek's part of a Hugging Face config.json: latent attention, its experts, and which layers
+have them.
+
+Kimi-K2, Moonlight and others use the same classes. Prediction layers are left out.
+"""
+
+from mjax.checkpoint.hf_config import Part, only, shortest, take
+from mjax.config.model_schema import MlaConfig, ModelConfig
+
+DENSE, ROUTED = "A", "[AE]"  # kinds of layers
+
+# Keys that say nothing where all layers are dense, and those about prediction layers, which are no
+# part of the model's own function.
+_OF_EXPERTS = """aux_loss_alpha ep_size moe_intermediate_size moe_layer_freq n_group
+    n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok output_router_logits
+    routed_scaling_factor scoring_func seq_aux topk_group topk_method""".split()
+_UNUSED = ("ep_size", "num_mtp_layers", "num_nextn_predict_layers", "output_router_logits")
+
+
+def latent_layers() -> Part:
+    """`model.mla` and the layer pattern. Reads before `shape`."""
+
+    def read(config: dict) -> dict:
+        layers, dense = config["num_hidden_layers"], take(config, "first_k_dense_replace", 0)
+        for key in _UNUSED if dense < layers else (*_UNUSED, *_OF_EXPERTS):
+            config.pop(key, None)
+        only(config, "moe_layer_freq", 1)
+        kinds = [DENSE] * min(dense, layers) + [ROUTED] * (layers - dense)
+        sizes = {key: take(config, key) for key in MlaConfig.model_fields if key != "q_lora_rank"}
+        sizes["q_lora_rank"] = config.pop("q_lora_rank", None)
+        turned = sizes["qk_rope_head_dim"]
+        only(config, "qk_head_dim", sizes["qk_nope_head_dim"] + turned)
+        only(config, "head_dim", turned)
+        only(config, "num_key_value_heads", config["num_attention_heads"])
+        only(config, "rope_interleave", True)
+        return {"layer_pattern": shortest(kinds)} | {
+            f"mla.{key}": size for key, size in sizes.items()
+        }
+
+    def write(cfg: ModelConfig) -> dict:
+        return cfg.mla.model_dump() | {
+            "first_k_dense_replace": cfg.layer_kinds.count(DENSE),
+            "head_dim": cfg.mla.qk_rope_head_dim,
+            "num_key_value_heads": cfg.attention.num_attention_heads,
+        }
+
+    return Part(read, write)
+
+
+def routed_experts_v2() -> Part:
+    """DeepSeek-V2's experts: softmax scores, a group as good as its best expert."""
+
+    def read(config: dict) -> dict:
+        if "n_routed_experts" not in config:  # dense layers only
+            return {}
+        method = take(config, "topk_method", "greedy")
+        if method == "greedy":
+            config["n_group"] = config["topk_group"] = 1
+        else:
+            config["topk_method"] = method
+            only(config, "topk_method", "group_limited_greedy")
+        only(config, "scoring_func", "softmax")
+        only(config, "norm_topk_prob", False)
+        values = _read_sizes(config, factor=1.0)
+        return values | {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}
+
+    def write(cfg: ModelConfig) -> dict:
+        if not cfg.moe.num_experts:
+            return {}
+        grouped = cfg.moe.n_group > 1
+        method = "group_limited_greedy" if grouped else "greedy"
+        return _write_sizes(cfg) | {"topk_method": method, "norm_topk_prob": False}
+
+    return Part(read, write)
+
+
+def routed_experts_v3() -> Part:
+    """DeepSeek-V3's experts: sigmoid scores with a bias, a group as good as its two best."""
+
+    def read(config: dict) -> dict:
+        if "n_routed_experts" not in config:
+            return {}
+        only(config, "topk_method", "noaux_tc")
+        only(config, "scoring_func", "sigmoid")
+        normalized = take(config, "norm_topk_prob", True)
+        return _read_sizes(config, factor=2.5) | {
+            "moe.norm_topk_prob": normalized,
+            "moe.scoring_func": "sigmoid",
+            "moe.expert_bias": True,
+        }
+
+    def write(cfg: ModelConfig) -> dict:
+        if not cfg.moe.num_experts:
+            return {}
+        named = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        return _write_sizes(cfg) | named | {"norm_topk_prob": cfg.moe.norm_topk_prob}
+
+    return Part(read, write)
+
+
+def _read_sizes(config: dict, factor: float) -> dict:
+    width = take(config, "moe_intermediate_size")
+    only(config, "seq_aux", True)
+    return {
+        "moe.num_experts": take(config, "n_routed_experts"),
+        "moe.num_experts_per_tok": take(config, "num_experts_per_tok"),
+        "moe.moe_intermediate_size": width,
+        "moe.shared_expert_intermediate_size": take(config, "n_shared_experts") * width,
+        "moe.n_group": take(config, "n_group", 1) or 1,
+        "moe.topk_group": take(config, "topk_group", 1) or 1,
+        "moe.routed_scaling_factor": take(config, "routed_scaling_factor", factor),
+        "moe.router_aux_loss_coef": take(config, "aux_loss_alpha", 0.0),
+    }
+
+
+def _write_sizes(cfg: ModelConfig) -> dict:
+    moe = cfg.moe
+    return {
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_tok,
+        "moe_intermediate_size": moe.moe_intermediate_size,
+        "n_shared_experts": moe.shared_expert_intermediate_size // moe.moe_intermediate_size,
+        "n_group": moe.n_group,
+        "topk_group": moe.topk_group,
+        "routed_scaling_factor": moe.routed_scaling_factor,
+        "aux_loss_alpha": moe.router_aux_loss_coef,
+    }

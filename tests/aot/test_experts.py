@@ -1,0 +1,31 @@
+"""H200 programs of experts: their matmuls are our kernels, which add to gradient sums in place."""
+
+import re
+
+import pytest
+
+from mjax.kernels.chooser import Device, believed
+from tests.aot.common import compile_step, missing
+
+WHY_NOT = missing(triton=True)
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+MIXTRAL_LAYER = [
+    "model.num_hidden_layers=1",
+    "data.seq_length=4096",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "train.remat=none",
+    "train.experts=mosaic",
+]
+SUMS = "f32[8,4096,28672]", "f32[8,4096,2,14336]", "f32[8,14336,4096]"
+
+
+def test_a_mixtral_layer_is_six_kernels_and_copies_neither_weights_nor_sums():
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step("configs/models/mixtral_8x7b.yaml", *MIXTRAL_LAYER)
+    assert made.calls("mosaic_gpu_v2") == 6  # two matmuls, forward and each way back
+    moved = re.findall(r"= (\S+) (?:copy|transpose|add)\(", made.text)
+    assert moved and not [shape for shape in moved if shape.startswith(SUMS)]
+    # Sums 5.6 GB, weights 2.8, the layer's activations, the head's chunks and gradients.
+    assert made.temp < 15.5e9

@@ -1,0 +1,48 @@
+"""Gate: latent attention runs in cuDNN's kernels, with heads of 192 and 128 as they are."""
+
+import re
+
+import pytest
+
+from tests.aot.common import compile_step, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+LAYERS = 2
+DEEPSEEK_V2_LITE = (  # with an MLP in every layer
+    "model.layer_pattern=A",
+    f"model.num_hidden_layers={LAYERS}",
+    "model.hidden_size=2048",
+    "model.intermediate_size=10944",
+    "model.vocab_size=102400",
+    "model.attention.num_attention_heads=16",
+    "model.attention.num_key_value_heads=0",
+    "model.mla.kv_lora_rank=512",
+    "model.mla.qk_nope_head_dim=128",
+    "model.mla.qk_rope_head_dim=64",
+    "model.mla.v_head_dim=128",
+    "data.seq_length=4096",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+)
+MESHES = {
+    "one": ["mesh.dp=1"],
+    "tp2": ["mesh.dp=1", "mesh.tp=2"],
+    "cp2": ["mesh.dp=1", "mesh.cp=2", "train.micro_batch_size=1"],
+    "fp8": ["mesh.dp=1", "precision.fp8=delayed"],
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_cudnn_computes_unlike_heads(name):
+    made = compile_step("configs/models/llama3_8b.yaml", *DEEPSEEK_V2_LITE, *MESHES[name])
+    forward, backward = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+    assert made.calls(forward) == LAYERS, "remat must not run attention again"
+    assert made.calls(backward) == LAYERS
+    call = next(line for line in made.text.splitlines() if f'"{forward}"' in line)
+    read = re.search(r"operand_layout_constraints={(.*?)}, api", call)[1]
+    sizes = [dims.split(",")[-1] for dims in re.findall(r"bf16\[([\d,]+)\]", read)]
+    assert sizes == ["192", "192", "128"], "queries and keys are wider than values"
+    if name == "fp8":
+        matmuls = 6 * LAYERS  # four of attention, two of the MLP
+        assert made.calls("__cublas$lt$matmul$f8") == 3 * matmuls
