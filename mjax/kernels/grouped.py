@@ -68,7 +68,7 @@ def resolve(rows: jax.Array, weight: tuple[int, ...], implementation: str) -> st
     if choice.name == "mosaic":
         lacks = chooser.mosaic_grouped_lacks(rows.dtype, shape, chooser.this_device())
         if lacks:
-            raise UserError(f"grouped matmul by mosaic: {lacks}; use xla")
+            raise UserError(f"train.experts=mosaic: {lacks}; set train.experts=auto")
     return choice.name
 
 

@@ -58,9 +58,6 @@ TABLE = [
     ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "mosaic"}, "mosaic", "asks for it"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
-    ("experts", "bfloat16", (8, 64, 64), CPU, {"asked": "auto"}, "xla", "no GPU"),
-    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "auto"}, "loop", "not yet timed"),
-    ("experts", "bfloat16", (8, 64, 64), HOPPER, {"asked": "mosaic"}, "mosaic", "asks for it"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),
 ]
 

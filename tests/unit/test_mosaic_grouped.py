@@ -110,5 +110,7 @@ def test_what_the_kernels_lack(dtype, shape, device, why):
 def test_a_request_that_cannot_be_met_names_the_reason(monkeypatch):
     monkeypatch.setattr(chooser, "this_device", lambda: HOPPER)
     x, w, *_ = draw(8, 2, 96, 64)
-    with pytest.raises(UserError, match="96 x 64 is no multiple of 64 both ways; use xla"):
+    with pytest.raises(
+        UserError, match="96 x 64 is no multiple of 64 both ways; set train.experts"
+    ):
         grouped.grouped_matmul(x, w, jnp.zeros(2, jnp.int32), "mosaic")
