@@ -20,21 +20,27 @@ from mjax.kernels.grouped import (
     grouped_weight_gradient,
 )
 
-# lines, columns, slots, band, cluster: candidates beside the usual tile, clusters last
-CANDIDATES = (
-    (128, 256, 4, 16),
-    (128, 256, 4, 8),
-    (128, 256, 4, 32),
-    (128, 256, 3, 16),
-    (256, 128, 4, 16),
-    (256, 128, 4, 8),
-    (256, 192, 3, 16),
-    (128, 192, 4, 16),
-    (128, 128, 6, 16),
-    (256, 128, 4, 8, 2),
-    (128, 256, 4, 16, 2),
-    (128, 128, 6, 16, 2),
-)
+# lines, columns, slots, band, cluster: candidates beside the usual tile, by `--tiles`
+CANDIDATES = {
+    "usual": (),
+    "single": (
+        (128, 256, 4, 16),
+        (128, 256, 4, 8),
+        (128, 256, 4, 32),
+        (128, 256, 3, 16),
+        (256, 128, 4, 16),
+        (256, 128, 4, 8),
+        (256, 192, 3, 16),
+        (128, 192, 4, 16),
+        (128, 128, 6, 16),
+    ),
+    "cluster": (
+        (256, 128, 4, 8, 2),
+        (128, 256, 4, 16, 2),
+        (128, 128, 6, 16, 2),
+    ),
+}
+ALL_CANDIDATES = CANDIDATES["single"] + CANDIDATES["cluster"]
 
 
 def skewed_sizes(rows: int, groups: int) -> np.ndarray:
@@ -44,10 +50,8 @@ def skewed_sizes(rows: int, groups: int) -> np.ndarray:
     return rng.multinomial(rows, popular / popular.sum()).astype(np.int32)
 
 
-def grouped_matmuls(
-    m: int, groups: int, k: int, n: int, every_tile: bool = False
-) -> Iterator[Work]:
-    """Of x [M, K] by w [G, K, N]; `every_tile`: the Hopper kernels with each candidate too."""
+def grouped_matmuls(m: int, groups: int, k: int, n: int, tiles: str = "usual") -> Iterator[Work]:
+    """Of x [M, K] by w [G, K, N]; `tiles` names candidates for the Hopper kernels."""
     sizes = skewed_sizes(m, groups)
     x, w, g = draw((m, k)), draw((groups, k, n), 1), draw((m, n), 2)
     total, counts = draw((groups, k, n), 3, "float32"), jnp.asarray(sizes)
@@ -57,16 +61,16 @@ def grouped_matmuls(
         "d_weight": (x, g, counts),
         "d_weight added": (x, g, counts, total),
     }
-    loops = loops_of_matmuls(sizes)
+    loops, checks = loops_of_matmuls(sizes), every_group_on_all_rows()
     flops = 2.0 * m * k * n
     for name, inputs in products.items():
         facts = {"inputs": inputs, "flops": flops, "kept": len(inputs) == 4}
-        for tile, run in runs_of(name, every_tile).items():
-            yield Work(f"{name}{tile}", run, expected=loops[name], **facts)
+        for tile, run in runs_of(name, tiles).items():
+            yield Work(f"{name}{tile}", run, expected=checks[name], **facts)
         yield Work(f"reference {name}", loops[name], **facts)
 
 
-def runs_of(name: str, every_tile: bool) -> dict[str, Callable]:
+def runs_of(name: str, tiles: str) -> dict[str, Callable]:
     """The usual implementation of a product, by "", and those of each candidate by its tile."""
     hopper = chooser.this_device().hopper
     usual = {
@@ -77,7 +81,7 @@ def runs_of(name: str, every_tile: bool) -> dict[str, Callable]:
     }
     implementation = "mosaic" if hopper else "auto"
     runs = {"": functools.partial(usual[name], implementation=implementation)}
-    if not hopper or not every_tile:
+    if not hopper or tiles == "usual":
         return runs
     from mjax.kernels.mosaic_grouped import Tile, multiply_rows, weight_gradient
 
@@ -87,7 +91,7 @@ def runs_of(name: str, every_tile: bool) -> dict[str, Callable]:
             return weight_gradient(*inputs[:3], total, tile)
         return multiply_rows(*inputs, tile, transposed=name == "d_input")
 
-    for candidate in CANDIDATES:
+    for candidate in CANDIDATES[tiles]:
         label = "x".join(map(str, candidate))
         runs[f" {label}"] = functools.partial(with_tile, Tile(*candidate))
     return runs
@@ -117,3 +121,40 @@ def loops_of_matmuls(sizes: np.ndarray) -> dict[str, Callable]:
         "d_weight": d_weight,
         "d_weight added": added,
     }
+
+
+def every_group_on_all_rows() -> dict[str, Callable]:
+    """Each product with G times the work, to compare with: one matmul, which compiles at once."""
+
+    def product(rows, w, sizes, transposed=False):
+        def add(y, one):
+            matrix, own = one
+            matrix = matrix.T if transposed else matrix
+            return jnp.where(own[:, None], rows @ matrix, y), None
+
+        y = jnp.zeros((len(rows), w.shape[1 if transposed else 2]), rows.dtype)
+        return jax.lax.scan(add, y, (w, rows_of_groups(len(rows), sizes)))[0]
+
+    def d_weight(x, g, sizes, dtype=jnp.bfloat16):
+        def one(own):
+            own_rows = jnp.where(own[:, None], x, 0)
+            return jax.lax.dot(own_rows.T, g, preferred_element_type=dtype)
+
+        return jax.lax.map(one, rows_of_groups(len(x), sizes))
+
+    def added(x, g, sizes, total):
+        return total + d_weight(x, g, sizes, total.dtype)
+
+    return {
+        "forward": product,
+        "d_input": functools.partial(product, transposed=True),
+        "d_weight": d_weight,
+        "d_weight added": added,
+    }
+
+
+def rows_of_groups(m: int, sizes: jax.Array) -> jax.Array:
+    """Whether a row is of a group, bool [G, M]."""
+    ends = jnp.cumsum(sizes)[:, None]
+    row = jnp.arange(m)
+    return (row < ends) & (row >= ends - sizes[:, None])

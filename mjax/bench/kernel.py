@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.bench.grouped import grouped_matmuls
+from mjax.bench.grouped import CANDIDATES, grouped_matmuls
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.work import Work, draw
 from mjax.config.model_schema import ModelConfig
@@ -61,7 +61,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--no-reference", action="store_true", help="our kernels only")
     parser.add_argument(
-        "--tiles", action="store_true", help="grouped: each candidate tile on Hopper GPUs"
+        "--tiles",
+        choices=[*CANDIDATES],
+        default="usual",
+        help="grouped: candidate tiles besides, of single blocks or of clusters, on Hopper GPUs",
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
@@ -87,7 +90,7 @@ def measure(
     shapes: dict[str, list[tuple[int, ...]]],
     samples: int,
     with_reference: bool,
-    every_tile: bool = False,
+    tiles: str = "usual",
 ) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
     roof: dict[str, float] = {}
@@ -96,7 +99,7 @@ def measure(
         roof[kind] = getattr(work, kind) / record["ms"]
         yield record
     make = {"attention": attentions, "loss": losses, "norm": norms, "matmul": matmuls}
-    make["grouped"] = functools.partial(grouped_matmuls, every_tile=every_tile)
+    make["grouped"] = functools.partial(grouped_matmuls, tiles=tiles)
     for kernel, all_shapes in shapes.items():
         for shape in all_shapes:
             done = {}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from mjax.bench.grouped import CANDIDATES
+from mjax.bench.grouped import ALL_CANDIDATES
 from mjax.kernels.grouped import (
     grouped_matmul,
     grouped_matmul_transposed,
@@ -60,7 +60,7 @@ def test_products_are_one_call_each_and_copy_nothing(monkeypatch, capfd, shape, 
 
 
 @slow
-@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: "x".join(map(str, c)))
+@pytest.mark.parametrize("candidate", ALL_CANDIDATES, ids=lambda c: "x".join(map(str, c)))
 def test_every_candidate_tile_compiles(candidate):
     from mjax.kernels.mosaic_grouped import Tile, multiply_rows, weight_gradient
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.bench.grouped import CANDIDATES, skewed_sizes
+from mjax.bench.grouped import ALL_CANDIDATES, skewed_sizes
 from mjax.kernels import chooser
 from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed
 from mjax.models.grouped_linear import weight_cotangent
@@ -86,7 +86,7 @@ def test_kernels_equal_the_loop(name):
         assert bool((a == again).all())
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("candidate", ALL_CANDIDATES)
 def test_every_tile_equals_the_loop(candidate):
     from mjax.kernels.mosaic_grouped import Tile, multiply_rows, weight_gradient
 
