@@ -4,7 +4,7 @@ have them.
 Kimi-K2, Moonlight and others use the same classes. Prediction layers are left out.
 """
 
-from mjax.checkpoint.hf_config import Part, only, shortest, take
+from mjax.checkpoint.hf_config import Part, only, take
 from mjax.config.model_schema import MlaConfig, ModelConfig
 
 DENSE, ROUTED = "A", "[AE]"  # kinds of layers
@@ -25,7 +25,7 @@ def latent_layers() -> Part:
         for key in _UNUSED if dense < layers else (*_UNUSED, *_OF_EXPERTS):
             config.pop(key, None)
         only(config, "moe_layer_freq", 1)
-        kinds = [DENSE] * min(dense, layers) + [ROUTED] * (layers - dense)
+        pattern = _pattern(min(dense, layers), layers)
         sizes = {key: take(config, key) for key in MlaConfig.model_fields if key != "q_lora_rank"}
         sizes["q_lora_rank"] = config.pop("q_lora_rank", None)
         turned = sizes["qk_rope_head_dim"]
@@ -33,9 +33,7 @@ def latent_layers() -> Part:
         only(config, "head_dim", turned)
         only(config, "num_key_value_heads", config["num_attention_heads"])
         only(config, "rope_interleave", True)
-        return {"layer_pattern": shortest(kinds)} | {
-            f"mla.{key}": size for key, size in sizes.items()
-        }
+        return {"layer_pattern": pattern} | {f"mla.{key}": size for key, size in sizes.items()}
 
     def write(cfg: ModelConfig) -> dict:
         return cfg.mla.model_dump() | {
@@ -45,6 +43,14 @@ def latent_layers() -> Part:
         }
 
     return Part(read, write)
+
+
+def _pattern(dense: int, layers: int) -> str:
+    """So many layers, the first ones dense: "A*3,[AE]*58"."""
+    if dense in (0, layers):
+        return DENSE if dense else ROUTED
+    first = DENSE if dense == 1 else f"{DENSE}*{dense}"
+    return f"{first},{ROUTED}*{layers - dense}"
 
 
 def routed_experts_v2() -> Part:
