@@ -37,7 +37,12 @@ from mjax.checkpoint.hf_config import (
     typed_rope,
     window_of_all,
 )
-from mjax.checkpoint.hf_deepseek import latent_layers, routed_experts_v2, routed_experts_v3
+from mjax.checkpoint.hf_deepseek import (
+    dense_first,
+    latent_attention,
+    routed_experts_v2,
+    routed_experts_v3,
+)
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -199,7 +204,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         (
-            latent_layers(),
+            dense_first("A", "[AE]"),
+            latent_attention(),
             routed_experts_v2(),
             shape(),
             _SILU,
@@ -211,7 +217,29 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        (latent_layers(), routed_experts_v3(), shape(), _SILU, rope(), biases(False)),
+        (
+            dense_first("A", "[AE]"),
+            latent_attention(),
+            routed_experts_v3(),
+            shape(),
+            _SILU,
+            rope(),
+            biases(False),
+        ),
+        {},
+        rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        (
+            dense_first("G", "E"),
+            routed_experts_v3(factor=1.0),
+            shape(rms_norm_eps=1e-5),
+            _SILU,
+            rope(partial=True),
+            biases(out=False),
+            same({"use_qk_norm": "attention.qk_norm"}, {"use_qk_norm": False}),
+        ),
         {},
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
     ),

@@ -1,13 +1,12 @@
 """DeepSeek's part of a Hugging Face config.json: latent attention, its experts, and which layers
 have them.
 
-Kimi-K2, Moonlight and others use the same classes. Prediction layers are left out.
+Kimi-K2, Moonlight and others use the same classes; GLM-4.5 has the same experts behind ordinary
+attention. Prediction layers are left out.
 """
 
-from mjax.checkpoint.hf_config import Part, only, shortest, take
+from mjax.checkpoint.hf_config import Part, only, take
 from mjax.config.model_schema import MlaConfig, ModelConfig
-
-DENSE, ROUTED = "A", "[AE]"  # kinds of layers
 
 # Keys that say nothing where all layers are dense, and those about prediction layers, which are no
 # part of the model's own function.
@@ -17,15 +16,30 @@ _OF_EXPERTS = """aux_loss_alpha ep_size moe_intermediate_size moe_layer_freq n_g
 _UNUSED = ("ep_size", "num_mtp_layers", "num_nextn_predict_layers", "output_router_logits")
 
 
-def latent_layers() -> Part:
-    """`model.mla` and the layer pattern. Reads before `shape`."""
+def dense_first(dense: str, routed: str) -> Part:
+    """Layers of kind `dense`, then those of kind `routed`. Reads before `shape`."""
 
     def read(config: dict) -> dict:
-        layers, dense = config["num_hidden_layers"], take(config, "first_k_dense_replace", 0)
-        for key in _UNUSED if dense < layers else (*_UNUSED, *_OF_EXPERTS):
+        layers = config["num_hidden_layers"]
+        first = min(take(config, "first_k_dense_replace", 0), layers)
+        for key in _UNUSED if first < layers else (*_UNUSED, *_OF_EXPERTS):
             config.pop(key, None)
         only(config, "moe_layer_freq", 1)
-        kinds = [DENSE] * min(dense, layers) + [ROUTED] * (layers - dense)
+        if first in (0, layers):
+            return {"layer_pattern": dense if first else routed}
+        before = dense if first == 1 else f"{dense}*{first}"
+        return {"layer_pattern": f"{before},{routed}*{layers - first}"}
+
+    def write(cfg: ModelConfig) -> dict:
+        return {"first_k_dense_replace": cfg.layer_kinds.count(dense)}
+
+    return Part(read, write)
+
+
+def latent_attention() -> Part:
+    """`model.mla`. Reads before `shape`."""
+
+    def read(config: dict) -> dict:
         sizes = {key: take(config, key) for key in MlaConfig.model_fields if key != "q_lora_rank"}
         sizes["q_lora_rank"] = config.pop("q_lora_rank", None)
         turned = sizes["qk_rope_head_dim"]
@@ -33,13 +47,10 @@ def latent_layers() -> Part:
         only(config, "head_dim", turned)
         only(config, "num_key_value_heads", config["num_attention_heads"])
         only(config, "rope_interleave", True)
-        return {"layer_pattern": shortest(kinds)} | {
-            f"mla.{key}": size for key, size in sizes.items()
-        }
+        return {f"mla.{key}": size for key, size in sizes.items()}
 
     def write(cfg: ModelConfig) -> dict:
         return cfg.mla.model_dump() | {
-            "first_k_dense_replace": cfg.layer_kinds.count(DENSE),
             "head_dim": cfg.mla.qk_rope_head_dim,
             "num_key_value_heads": cfg.attention.num_attention_heads,
         }
@@ -61,7 +72,7 @@ def routed_experts_v2() -> Part:
             only(config, "topk_method", "group_limited_greedy")
         only(config, "scoring_func", "softmax")
         only(config, "norm_topk_prob", False)
-        values = _read_sizes(config, factor=1.0)
+        values = _read_sizes(config, 1.0)
         return values | {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}
 
     def write(cfg: ModelConfig) -> dict:
@@ -74,8 +85,11 @@ def routed_experts_v2() -> Part:
     return Part(read, write)
 
 
-def routed_experts_v3() -> Part:
-    """DeepSeek-V3's experts: sigmoid scores with a bias, a group as good as its two best."""
+def routed_experts_v3(factor: float = 2.5) -> Part:
+    """DeepSeek-V3's experts: sigmoid scores with a bias, a group as good as its two best.
+
+    `factor` is the family's routed_scaling_factor, where it is left out.
+    """
 
     def read(config: dict) -> dict:
         if "n_routed_experts" not in config:
@@ -83,7 +97,7 @@ def routed_experts_v3() -> Part:
         only(config, "topk_method", "noaux_tc")
         only(config, "scoring_func", "sigmoid")
         normalized = take(config, "norm_topk_prob", True)
-        return _read_sizes(config, factor=2.5) | {
+        return _read_sizes(config, factor) | {
             "moe.norm_topk_prob": normalized,
             "moe.scoring_func": "sigmoid",
             "moe.expert_bias": True,

@@ -38,7 +38,7 @@ PLATFORMS = ("cpu", "cuda")
 # Letters in shapes: B rows and T cache slots of a bucket, S tokens of a row in one call.
 CACHE_ABOUT = {
     "layers": "of each layer and branch; of attention [B, kv heads, T, head size], keys after "
-    "rotary embedding",
+    "rotary embedding; of latent attention [B, T, normed latent and key part after it]",
     "real": "1 where a slot holds a token, 0 for padding and empty slots",
     "lengths": "tokens of each row, which is its next position",
     "column": "the next slot, equal for all rows; the caller keeps column + S <= T",

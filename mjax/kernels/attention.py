@@ -57,7 +57,24 @@ def attention(
                 "grouped heads; use jax >= 0.11 (Python >= 3.12) or train.attention=xla"
             )
         packing = document_offsets(arrays.segments[0], call.max_documents or q.shape[1])
+        if v.shape[-1] != q.shape[-1]:
+            return _cudnn_padded(q, k, v, packing, call)
     return _cudnn(q, k, v, packing, call)
+
+
+def _cudnn_padded(q, k, v, packing, call):
+    """`_cudnn` with heads all of one size: the smaller ones are filled with zeros.
+
+    jax gives cuDNN the offsets of documents in elements of q and k, and the same for the output and
+    v. Values of another size would be read from wrong places.
+    """
+    size = v.shape[-1]
+    widest = max(q.shape[-1], size)
+
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])])
+
+    return _cudnn(padded(q), padded(k), padded(v), packing, call)[..., :size]
 
 
 def resolve(

@@ -114,9 +114,8 @@ def _attention(
     if beyond_cudnn and mosaic_computes(dtype, shape[-1], value_size or shape[-1], call, device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
     if value_size not in (None, shape[-1]):
-        return Choice(
-            "cudnn", f"it takes heads of {shape[-1]} and values of {value_size} as they are"
-        )
+        heads = f"heads of {shape[-1]} and values of {value_size}"
+        return Choice("cudnn", f"it takes {heads} as they are (padded, in packed documents)")
     return Choice("cudnn", "whole steps are no faster with mosaic")
 
 

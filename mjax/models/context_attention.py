@@ -77,8 +77,8 @@ def latent_attention(
     Where every device gets the keys of all, the latent travels in their place. It is smaller than
     they are, and each device expands it for its own heads.
     """
-    k, v = jax.eval_shape(expand, latent)
     if ctx.parallel.cp > 1:
+        k, v = jax.eval_shape(expand, latent)
         call = resolve(call, q, v, arrays)
         name = _exchange_of(q, k, v, call, arrays, ctx)
         if name == "all_gather" and call.implementation == "xla":

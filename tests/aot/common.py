@@ -71,16 +71,20 @@ def label(exchange: Collective) -> str:
 
 
 def compile_step(
-    path: str, *overrides: str, batch_size: int | None = None, xla: dict | None = None
+    path: str,
+    *overrides: str,
+    batch_size: int | None = None,
+    xla: dict | None = None,
+    documents: int = 1,
 ) -> Compiled:
     """The train step of a config, compiled for as many H200s as its mesh names (dp: 1), with
-    options `xla` besides the usual."""
+    options `xla` besides the usual, for sequences of up to `documents`."""
     cfg = load(path, ["train.attention=cudnn", *overrides])
     n = math.prod(getattr(cfg.mesh, axis) for axis in AXES if axis != "dp" or cfg.mesh.dp != "auto")
     with pytest.MonkeyPatch.context() as patch, compiler_told(H200.details.capability):
         patch.setattr(auto, "device_memory", lambda devices: None)
         trainer = Trainer(cfg, devices=compiler_devices(H200, n))
-        trainer.programs.bound_documents(1)
+        trainer.programs.bound_documents(documents)
         trainer.programs.recompile(xla or {})
         made = trainer.lower(batch_size).compile()
     memory = made.memory_analysis()

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.aot.common import compile_step, missing
+from tests.aot.common import Compiled, compile_step, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -25,6 +25,7 @@ DEEPSEEK_V2_LITE = (  # with an MLP in every layer
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
 )
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 MESHES = {
     "one": ["mesh.dp=1"],
     "tp2": ["mesh.dp=1", "mesh.tp=2"],
@@ -36,13 +37,24 @@ MESHES = {
 @pytest.mark.parametrize("name", MESHES)
 def test_cudnn_computes_unlike_heads(name):
     made = compile_step("configs/models/llama3_8b.yaml", *DEEPSEEK_V2_LITE, *MESHES[name])
-    forward, backward = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-    assert made.calls(forward) == LAYERS, "remat must not run attention again"
-    assert made.calls(backward) == LAYERS
-    call = next(line for line in made.text.splitlines() if f'"{forward}"' in line)
-    read = re.search(r"operand_layout_constraints={(.*?)}, api", call)[1]
-    sizes = [dims.split(",")[-1] for dims in re.findall(r"bf16\[([\d,]+)\]", read)]
-    assert sizes == ["192", "192", "128"], "queries and keys are wider than values"
+    assert made.calls(FORWARD) == LAYERS, "remat must not run attention again"
+    assert made.calls(BACKWARD) == LAYERS
+    assert head_sizes(made) == ["192", "192", "128"], "queries and keys are wider than values"
     if name == "fp8":
         matmuls = 6 * LAYERS  # four of attention, two of the MLP
         assert made.calls("__cublas$lt$matmul$f8") == 3 * matmuls
+
+
+def test_packed_documents_pad_values():
+    """jax gives cuDNN the same offsets for keys and values, so that they must be of one size."""
+    path = "configs/models/llama3_8b.yaml"
+    made = compile_step(path, *DEEPSEEK_V2_LITE, "mesh.dp=1", documents=8)
+    assert made.calls(FORWARD) == made.calls(BACKWARD) == LAYERS
+    assert head_sizes(made) == ["192"] * 3
+
+
+def head_sizes(made: Compiled) -> list[str]:
+    """Of queries, keys and values of a call of attention."""
+    call = next(line for line in made.text.splitlines() if f'"{FORWARD}"' in line)
+    read = re.search(r"operand_layout_constraints={(.*?)}, api", call)[1]
+    return [dims.split(",")[-1] for dims in re.findall(r"bf16\[([\d,]+)\]", read)]

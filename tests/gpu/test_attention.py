@@ -23,6 +23,7 @@ CASES = {
     "full_packed": {"mask": "full", "documents": 7},
     "cross": {"mask": "cross", "t": 384},
     "value_heads": {"h": 192, "value": 128},
+    "packed_value_heads": {"h": 192, "value": 128, "documents": 7},
 }
 
 

@@ -129,6 +129,11 @@ MODELS: dict[str, tuple[str, dict]] = {
         "DeepseekV3",
         _LATENT | _ROUTED | dict(q_lora_rank=20, n_group=2, topk_group=1, rope_parameters=_YARN),
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        _BASE | _ROUTED | dict(attention_bias=True, use_qk_norm=True, routed_scaling_factor=1.5),
+    ),
+    "glm4_moe_plain": ("Glm4Moe", _BASE | _ROUTED | dict(n_group=2, topk_group=1)),
     "olmoe": ("Olmoe", _NO_HEAD_DIM | dict(num_experts=8, num_experts_per_tok=3)),
     "qwen2_moe": (
         "Qwen2Moe",

@@ -21,8 +21,11 @@ from mjax.models.context import Context, tokens_of
 from mjax.models.context_attention import zigzag
 from mjax.models.flops import flops_by_part, matmul_weights
 from mjax.models.mla import MLA
+from mjax.models.params import split
 from mjax.models.positions import rope_tables
+from mjax.sharding.collectives import Parallel, reduce_gradients
 from mjax.sharding.mesh import make_mesh, parallel_of
+from mjax.sharding.rules import param_partitions
 
 HEADS, RANK, NOPE, ROPE, VALUE, THETA = 4, 12, 10, 6, 14, 50.0
 YARN = {
@@ -166,3 +169,36 @@ def test_rings_refuse_values_of_another_size():
     keys = [f"model.{key}={value}" for key, value in SMALL.items()]
     with pytest.raises(UserError, match="cannot run with model.mla.v_head_dim"):
         load(None, [*keys, "data.mock=true", "mesh.cp=2", "mesh.cp_type=ring"])
+
+
+def test_gradients_under_tp_equal_one_device():
+    """Those of projections down to latents, too, which each device applies to its own tokens."""
+    cfg = ModelConfig(**nested({**SMALL, "mla.q_lora_rank": 20}))
+    definition, weights = split(MLA(cfg, 0.2, nnx.Rngs(0)))
+    mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
+    parallel = parallel_of(mesh)
+    cuts = param_partitions(definition.specs, parallel)
+    x, target = jax.random.normal(jax.random.key(0), (2, 2, 8, 32))
+    info = tokens_of((2, 8))
+
+    def share(weights, x, target, parallel):
+        y = apply(cfg, definition.bind(weights), x, info, Context(parallel))
+        return jnp.sum(y * target)
+
+    def on_mesh(weights, x, target):
+        gradients = jax.grad(share, (0, 1))(weights, x, target, parallel)
+        return reduce_gradients(gradients[0], cuts, parallel), gradients[1]
+
+    tokens = PartitionSpec(None, "tp")
+    places = {"mesh": mesh, "check_vma": False}
+    run = jax.shard_map(
+        on_mesh, in_specs=(cuts, tokens, tokens), out_specs=(cuts, tokens), **places
+    )
+    mine = jax.jit(run)(weights, x, target)
+
+    def alone(weights, x):
+        return share(weights, x, target, Parallel())
+
+    wanted = jax.jit(jax.grad(alone, (0, 1)))(weights, x)
+    for got, want in zip(jax.tree.leaves(mine), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())

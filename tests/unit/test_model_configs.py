@@ -38,6 +38,9 @@ PUBLISHED = {
     "smollm3_3b": 3_075_098_624,
     "granite3_8b": 8_170_848_256,
     "mixtral_8x7b": 46_702_792_704,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_419_200,  # its choosing biases among them, its prediction layer not
+    "glm45_air": 106_852_251_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
 }
