@@ -71,13 +71,14 @@ def latent_attention(
     call: AttentionCall,
     arrays: AttentionArrays,
     ctx: Context,
+    travels: bool,
 ) -> jax.Array:
     """`context_attention` to the keys and values that `expand` makes of a latent [B, S/cp, R].
 
-    Where every device gets the keys of all, the latent travels in their place. It is smaller than
+    Where every device gets the keys of all, the latent `travels` in their place. It is smaller than
     they are, and each device expands it for its own heads.
     """
-    if ctx.parallel.cp > 1:
+    if travels and ctx.parallel.cp > 1:
         k, v = jax.eval_shape(expand, latent)
         call = resolve(call, q, v, arrays)
         name = _exchange_of(q, k, v, call, arrays, ctx)

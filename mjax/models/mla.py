@@ -188,7 +188,9 @@ class MLA(BranchModule):
         def expand(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self._expand(latent, ctx)
 
-        return latent_attention(q, latent, expand, call, arrays, ctx)
+        # In 8 bits each device would round its own part of the gradient of keys and values.
+        travels = weight_of(self.kv_b).recipe is None
+        return latent_attention(q, latent, expand, call, arrays, ctx, travels)
 
     def _expand(self, latent: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """k [B, T, N/tp, C + P] and v [B, T, N/tp, U] of this device's heads."""

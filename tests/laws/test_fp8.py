@@ -14,7 +14,7 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.plan.execution import decide_execution
-from mjax.prove import Cell, make_batch, make_trainer, measure
+from mjax.prove import Cell, compare, holds, make_batch, make_trainer, measure
 from mjax.train import Trainer, programs
 from tests.marks import quick, slow
 
@@ -60,6 +60,15 @@ def test_meshes_agree(recipe, cell, more):
     assert distance(grads, want) < 1e-5
     assert set(state) == ({"dense"} if recipe == "delayed" else set())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state, want_state)
+
+
+@slow
+@pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}])
+def test_latent_attention_agrees(mesh):
+    """The gradient of keys and values is rounded when it is whole."""
+    cell = Cell(mesh, 1, 2, cp_type="all_gather")
+    record = compare("latent attention", cell, "precision.fp8=delayed", steps=2)
+    assert holds(record), record
 
 
 @slow
