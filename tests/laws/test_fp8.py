@@ -63,7 +63,7 @@ def test_meshes_agree(recipe, cell, more):
 
 
 @slow
-@pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}])
+@pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"pp": 2, "tp": 2}])
 def test_latent_attention_agrees(mesh):
     """The gradient of keys and values is rounded when it is whole."""
     cell = Cell(mesh, 1, 2, cp_type="all_gather")
