@@ -9,6 +9,7 @@ GPUs only (tests/gpu).
 import functools
 import sys
 import threading
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import jax
@@ -54,7 +55,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(kernel.__name__)
         return jax.pure_callback(run, out_shape, *inputs)
 
-    monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=triton_call))
+    module = SimpleNamespace(triton_call=triton_call, __spec__=ModuleSpec("jax_triton", None))
+    monkeypatch.setitem(sys.modules, "jax_triton", module)
     monkeypatch.setattr(JITFunction, "__call__", call)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", sums)
     monkeypatch.setattr(interpreter, "_convert_float", _converted)

@@ -5,11 +5,26 @@ Shapes there are tiny, so compiling is most of the time. Nothing here needs jax.
 
 from importlib.metadata import version
 
+_FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"  # they double the time to compile
+
 
 def fake_devices(count: int) -> str:
     """The XLA_FLAGS for `count` CPU devices, whose programs compile fast and run slowly."""
     flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
-    major, minor = map(int, version("jax").split(".")[:2])
-    if (major, minor) < (0, 11):  # later XLA does not know the flag
-        flags += " --xla_cpu_use_fusion_emitters=false"  # they double the time to compile
+    if _has_emitters():
+        flags += f" --{_FUSION_EMITTERS}=false"
     return flags
+
+
+def usual_fusions() -> dict[str, bool]:
+    """Options for XLA with which one program is compiled as without `fake_devices`.
+
+    Programs that differ then round equal expressions alike, where bits are compared.
+    """
+    return {_FUSION_EMITTERS: True} if _has_emitters() else {}
+
+
+def _has_emitters() -> bool:
+    """Whether XLA knows the flag, which went with jax 0.11."""
+    major, minor = map(int, version("jax").split(".")[:2])
+    return (major, minor) < (0, 11)

@@ -139,8 +139,10 @@ def test_activations_gradients_are_those_of_fp64_and_keep_their_input_alone(
     used = by_kernel(monkeypatch, Tile(8, 16, 4)) if kernel else []
     got, pull = jax.vjp(lambda h, bias=None: activated(h, bias, name), *operands)
     kept = [a.size for a in jax.tree.leaves(pull)]
+    # XLA's own tanh on CPUs loses digits in programs that compile fast, and wherever it is fused.
+    bound = 2e-6 if kernel else 1e-5
     for a, e in zip((got, *pull(d)), want, strict=True):
-        np.testing.assert_allclose(exact(a), e, rtol=1e-5, atol=2e-6 * np.abs(e).max())
+        np.testing.assert_allclose(exact(a), e, rtol=1e-5, atol=bound * np.abs(e).max())
     assert used == (["act_forward", "act_backward"] if kernel else [])
     assert sorted(kept) == sorted(a.size for a in operands)
 
