@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mjax.prove import Cell, make_batch, make_trainer
+from mjax.sharding.fake_devices import usual_fusions
 from mjax.train import programs
 from tests.marks import quick, slow
 
@@ -45,6 +46,8 @@ def test_the_law_can_fail(monkeypatch):
 def test_the_order_changes_no_bit(monkeypatch):
     """Of a mesh whose collectives are of one kind, so that it ends without the order too."""
     ordered, free = (make_trainer("biases", Cell({"dp": 2}, 1, 2, 24)) for _ in range(2))
+    for made in (ordered, free):
+        made.programs.recompile(usual_fusions())
     ordered.step(make_batch(24))
     monkeypatch.setattr(programs, "in_program_order", lambda program: program)
     free.step(make_batch(24))
