@@ -143,6 +143,16 @@ FEATURES = {
         "model.moe.expert_bias=true",
         "model.moe.routed_scaling_factor=0.5",
     ],
+    "multi-token prediction": [  # by two depths of experts
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GE",
+        "model.moe.expert_bias=true",
+        "model.moe.scoring_func=sigmoid",
+        "model.num_nextn_predict_layers=2",
+        "model.hidden_dropout=0.1",
+        "train.mtp_loss_scaling_factor=0.5",
+    ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
         "model.layer_sizes=[{intermediate_size: 96}]",
@@ -160,10 +170,16 @@ FEATURES = {
         "mscale_all_dim: 1.0, original_max_position_embeddings: 8}",
     ],
 }
-NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention")
+NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention", "multi-token prediction")
 MOST_TP = {"odd widths": 2}
 # Layers that differ, in turn.
-PERIOD = {"windows": 2, "routing": 4, "expert bias": 4, "unlike layers": 4}
+PERIOD = {
+    "windows": 2,
+    "multi-token prediction": 2,
+    "routing": 4,
+    "expert bias": 4,
+    "unlike layers": 4,
+}
 
 
 class Cell(NamedTuple):

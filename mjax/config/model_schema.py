@@ -188,6 +188,11 @@ class ModelConfig(Group):
         "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
     )
     layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
+    num_nextn_predict_layers: int = Field(
+        0,
+        ge=0,
+        description="Layers that predict tokens further ahead, in training (docs/models.md).",
+    )
 
     attention: AttentionConfig = AttentionConfig()
     mla: MlaConfig = MlaConfig()
@@ -250,6 +255,11 @@ class ModelConfig(Group):
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer. Raises `UserError` for a malformed layer_pattern."""
         return expand(self.layer_pattern, self.num_hidden_layers)
+
+    @property
+    def prediction_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer that predicts tokens further ahead: that of the last layer."""
+        return self.layer_kinds[-1:] * self.num_nextn_predict_layers
 
     @property
     def branches(self) -> set[str]:

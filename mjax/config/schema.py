@@ -189,6 +189,9 @@ class TrainConfig(Group):
     unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."
     )
+    mtp_loss_scaling_factor: float = Field(
+        0.1, ge=0, description="Weight of the mean loss of model.num_nextn_predict_layers."
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the logged loss.")
     z_loss: float = Field(
         0.0, ge=0, description="Weight of log(sum exp logits)^2; part of the logged loss."

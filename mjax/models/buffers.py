@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     maxima: the largest magnitudes in FP8's matmuls on this device, {stack: {matmul: [L, 3]}}.
     losses: of the global batch, by name.
     counts: tokens of the global batch that each expert got, fp32 [L, E] by the path of a parameter
-        that counts (`ParamSpec`). L are the layers of this pipeline stage.
+        that counts (`ParamSpec`). L are the layers of this pipeline stage; [E] without a stack.
     """
 
     maxima: dict
@@ -101,7 +101,9 @@ def global_counts(cotangents: dict, placement: Placement) -> ExpertCounts:
     flat = flatten_dict(cotangents)
     for path, spec in flatten_dict(placement.specs).items():
         if spec.counts and not spec.frozen:
-            found[path] = placement.parallel.psum(flat[path], "dp", "ep", "cp", "tp")
+            # Layers of a stack are on one stage; only one stage runs those that are in none.
+            stages = () if spec.is_stacked else ("pp",)
+            found[path] = placement.parallel.psum(flat[path], "dp", "ep", "cp", "tp", *stages)
     return found
 
 

@@ -26,6 +26,7 @@ class Context:
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
     dropout: whether dropout is on.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
+    head_remat: the remat policy of layers that an objective applies.
     see: a function (name, x) that may keep or replace activations at the named places of a block
         (`models/trace.py`).
     """
@@ -41,6 +42,7 @@ class Context:
     dropout: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    head_remat: str = "none"
     see: Callable[[str, jax.Array], jax.Array] | None = None
 
     def overlaps(self, rows: int) -> bool:

@@ -20,8 +20,9 @@ from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, bra
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
 from mjax.models.layers import Caches, LayerInputs, Layers
+from mjax.models.mtp import PredictionLayer, apply_with_policy
 from mjax.models.norm import Norm
-from mjax.models.params import StatisticCount, declare, normal, split, stack
+from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import rope_tables
 from mjax.sharding.spec import ParamSpec
 
@@ -165,6 +166,11 @@ class Decoder(nnx.Module):
             layers = stack(make_block, len(kinds), rngs)
             setattr(self, name, layers)
         self.final_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "model.norm", rngs)
+        for depth, kind in enumerate(cfg.prediction_kinds, 1):
+            block = Block(cfg, kind, rngs)
+            layer = PredictionLayer(cfg, kind, block, rngs)
+            number = cfg.num_hidden_layers + depth - 1
+            setattr(self, f"mtp_{depth}", as_edge(layer, f"model.layers.{number}."))
         if not cfg.tie_word_embeddings:
             head = replace(table, role="head", hf=("lm_head.weight",))
             self.head = declare(rngs, head, init)
@@ -233,8 +239,18 @@ class Decoder(nnx.Module):
         x [B, S/tp, D] is the last layer's output, `labels` int32 and `mask` fp32 are [B, S].
         `chunk` is the number of tokens whose logits exist at a time; None: by memory.
         """
-        x = ctx.parallel.gather_seq(self.final_norm(x))
-        x = self._head_input(x)
+        return self.token_loss(self.final_norm(x), labels, mask, ctx, chunk)
+
+    def token_loss(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array,
+        ctx: Context,
+        chunk: int | None,
+    ) -> jax.Array:
+        """`head_loss` of x [B, S/tp, D] that is normed already."""
+        x = self._head_input(ctx.parallel.gather_seq(x))
         terms = Terms(
             self.cfg.vocab_size,
             self.cfg.final_logit_softcapping,
@@ -251,11 +267,29 @@ class Decoder(nnx.Module):
             chunk=chunk,
         )
 
+    @jax.named_scope("mtp")
+    def predict(
+        self, depth: int, x: jax.Array, tokens: jax.Array, info: Tokens, ctx: Context
+    ) -> BranchOutput:
+        """The normed output [B, S/tp, D] of a depth of multi-token prediction; its statistics.
+
+        x [B, S/tp, D] is the normed output of the depth before. `tokens` int32 [B, S] are those
+        that lie `depth` places ahead, `info` is about those of the model itself.
+        """
+        embedding = self.embed(tokens, info, ctx, salt=_EMBED_SALT + (depth << 24))
+        layer = getattr(self, f"mtp_{depth}")
+        number = self.cfg.num_hidden_layers + depth - 1
+        rope = self.rope(info, ctx)
+        return apply_with_policy(layer, x, embedding, info, ctx, rope=rope, number=number)
+
     @jax.named_scope("embed")
-    def embed(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
+    def embed(
+        self, tokens: jax.Array, info: Tokens, ctx: Context, salt: int = _EMBED_SALT
+    ) -> jax.Array:
         """The input of the first layer, [B, S/tp, D], of int32 tokens [B, S].
 
         Each tp device looks up its part of the vocabulary; the sum is scattered over the sequence.
+        `salt` keys dropout.
         """
         cfg, parallel = self.cfg, ctx.parallel
         table = self.embedding[...]
@@ -269,7 +303,7 @@ class Decoder(nnx.Module):
         if cfg.position_embedding == "learned":
             positions = parallel.shard_seq(info.positions)
             x = x + jnp.take(self.position_embedding[...], positions, axis=0)
-        return dropout(x, cfg.hidden_dropout, info, ctx, _EMBED_SALT)
+        return dropout(x, cfg.hidden_dropout, info, ctx, salt)
 
     def head_table(self) -> jax.Array:
         """The weight of the head, [V/tp, D]: the embedding's, if they are tied."""

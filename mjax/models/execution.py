@@ -88,9 +88,9 @@ class Execution:
 
         `where` is the placement of the whole stack.
         """
-        if self.overlap:
-            return is_matmul_weight(where)
-        return self.gather == "layer" and where.spec.is_stacked
+        if not where.spec.is_stacked:
+            return False
+        return is_matmul_weight(where) if self.overlap else self.gather == "layer"
 
 
 class ScanGroup(NamedTuple):

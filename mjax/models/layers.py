@@ -111,7 +111,7 @@ def _load_array(where: ParamPlacement, master: jax.Array, execution: Execution) 
 def _load_weight(
     where: ParamPlacement, master: jax.Array, scales: jax.Array | None, execution: Execution
 ) -> Weight | list[Weight]:
-    """A stack [L, ...] of matmul weights.
+    """A stack [L, ...] of matmul weights, or one that is in no stack.
 
     With `execution.apart` each layer gets arrays of its own. Matmuls read those as they are, where
     XLA would copy slices of a stack. Layers that overlap their exchanges round the value
@@ -134,7 +134,7 @@ def _load_weight(
         recipe = execution.recipe if where.spec.takes_fp8 else None
         return Weight(value, bits, scales=scales, recipe=recipe, **of_matmul)
 
-    if not execution.apart:
+    if not (execution.apart and where.spec.is_stacked):
         return weight(where, value, bits, scales)
     weights = []
     for i in range(len(value)):

@@ -7,12 +7,13 @@ The training step composes them (`train/step.py`), and so do the stages of a pip
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
-from mjax.models.objective import Batch, Objective, Scalars
+from mjax.models.objective import Batch, FieldDeriver, Objective, Scalars
 from mjax.models.params import ModelDefinition
 from mjax.sharding.rules import Placement
 
@@ -75,10 +76,26 @@ class LocalModel:
             tuple(self.definition.statistics),
         )
 
-    def head_losses(self, weights: dict, x: jax.Array, micro_batch: Batch) -> Scalars:
-        """The sums of the losses, equal on all tp devices; x is the last layer's output."""
-        edges = self.edges(weights)
-        return self.objective.losses(edges, x, micro_batch, self.ctx, self.loss_chunk)
+    def with_derived_fields(self, batch: Batch) -> Batch:
+        """A batch with the fields that the objective derives on the devices."""
+        if not isinstance(self.objective, FieldDeriver):
+            return batch
+        return batch | self.objective.derive_fields(batch, self.placement.parallel)
+
+    def head_losses(
+        self, weights: dict, x: jax.Array, micro_batch: Batch, key: jax.Array | None
+    ) -> tuple[Scalars, Scalars]:
+        """(sums of the losses, equal on all tp devices; this device's shares of statistics).
+
+        x is the last layer's output. The statistics are those that the objective adds to the
+        layers', zeros for the others.
+        """
+        edges, tokens = self.edges(weights), self.tokens(micro_batch, key)
+        ctx = replace(self.ctx, head_remat=self.execution.layers[-1].remat)
+        found = self.objective.losses(edges, x, micro_batch, tokens, ctx, self.loss_chunk)
+        losses = {name: total for name, total in found.items() if name not in edges.statistics}
+        zero = jnp.float32(0)
+        return losses, {name: found.get(name, zero) for name in self.definition.statistics}
 
     def losses(
         self, weights: dict, micro_batch: Batch, key: jax.Array | None
@@ -90,7 +107,8 @@ class LocalModel:
         tokens = self.tokens(micro_batch, key)
         x = self.embed(weights, micro_batch, tokens)
         x, statistics, _ = self.layers.run(weights, x, self.layer_inputs(weights, tokens))
-        return self.head_losses(weights, x, micro_batch), statistics
+        losses, of_head = self.head_losses(weights, x, micro_batch, key)
+        return losses, jax.tree.map(jnp.add, statistics, of_head)
 
     def for_evaluation(self, execution: Execution) -> "LocalModel":
         """The model without dropout and without the terms of the loss that only training has."""

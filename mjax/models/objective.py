@@ -16,9 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mjax.config.model_schema import ModelConfig
+from mjax.config.schema import TrainConfig
 from mjax.errors import UserError
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
+from mjax.models.mtp import field_names, shifted_fields, with_weight
+from mjax.sharding.collectives import Parallel
 
 # The fields of an objective, of the layers, and the place of each token (`train/batch.py`).
 Batch = dict[str, jax.Array]
@@ -69,13 +73,20 @@ class Objective(Protocol):
         """The input of the first layer, [B, S/tp, D]."""
 
     def losses(
-        self, edges: Decoder, x: jax.Array, batch: Batch, ctx: Context, chunk: int | None
+        self,
+        edges: Decoder,
+        x: jax.Array,
+        batch: Batch,
+        tokens: Tokens,
+        ctx: Context,
+        chunk: int | None,
     ) -> Scalars:
         """The sum of each loss over this device's rows and columns, fp32 [].
 
         x [B, S/tp, D] is the output of the last layer. The sums are equal on all tp devices. A sum
-        under `jax.lax.stop_gradient` is logged and moves nothing. `chunk` is the number of tokens
-        whose logits exist at a time; None: by memory.
+        under `jax.lax.stop_gradient` is logged and moves nothing. An entry by the name of a
+        statistic of layers is this device's share, and is added to theirs. `chunk` is the number of
+        tokens whose logits exist at a time; None: by memory.
         """
 
 
@@ -88,6 +99,14 @@ class FieldMaker(Protocol):
 
         A row's fields are a function of (seed, step, row of the global batch) and of the row alone.
         """
+
+
+@runtime_checkable
+class FieldDeriver(Protocol):
+    """An objective that derives further fields of a batch on the devices."""
+
+    def derive_fields(self, batch: Batch, parallel: Parallel) -> Batch:
+        """The fields to add to this device's part of a batch, before micro-batches are cut."""
 
 
 class NextToken:
@@ -106,19 +125,78 @@ class NextToken:
         return edges.embed(batch["tokens"], tokens, ctx)
 
     def losses(
-        self, edges: Decoder, x: jax.Array, batch: Batch, ctx: Context, chunk: int | None
+        self,
+        edges: Decoder,
+        x: jax.Array,
+        batch: Batch,
+        tokens: Tokens,
+        ctx: Context,
+        chunk: int | None,
     ) -> Scalars:
         loss = edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx, chunk)
         return {"loss": loss}
 
 
+@dataclass(frozen=True)
+class MultiToken:
+    """Next-token prediction, and that of tokens further ahead by `depths` layers (`mtp.py`).
+
+    "loss" is the former. "mtp_1", .. are the mean cross-entropies of the depths. The gradient of
+    each has the weight `factor` / `depths`, as in DeepSeek-V3 and Megatron-LM.
+    """
+
+    depths: int
+    factor: float
+
+    @property
+    def fields(self) -> Mapping[str, BatchField]:
+        return NextToken.fields
+
+    def derive_fields(self, batch: Batch, parallel: Parallel) -> Batch:
+        return shifted_fields(batch, self.depths, parallel)
+
+    def counts(self, batch: Batch) -> Scalars:
+        counts = NextToken().counts(batch)
+        for depth in range(1, self.depths + 1):
+            _, _, mask = field_names(depth)
+            counts[f"mtp_{depth}"] = jnp.sum(batch[mask].astype(jnp.float32))
+        return counts
+
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
+        return NextToken().embed(edges, batch, tokens, ctx)
+
+    def losses(
+        self,
+        edges: Decoder,
+        x: jax.Array,
+        batch: Batch,
+        tokens: Tokens,
+        ctx: Context,
+        chunk: int | None,
+    ) -> Scalars:
+        x = edges.final_norm(x)
+        loss = edges.token_loss(x, batch["labels"], batch["loss_mask"], ctx, chunk)
+        found = {"loss": loss}
+        for depth in range(1, self.depths + 1):
+            ahead, labels, mask = (batch[name] for name in field_names(depth))
+            output = edges.predict(depth, x, ahead, tokens, ctx)
+            x = output.y
+            loss = edges.token_loss(x, labels, mask, ctx, chunk)
+            found[f"mtp_{depth}"] = with_weight(loss, self.factor / self.depths)
+            for name, share in output.statistics.items():
+                found[name] = found.get(name, 0.0) + share
+        return found
+
+
 NEXT_TOKEN = "next_token"
 
 
-def objective_of(name: str) -> Objective:
+def objective_of(train: TrainConfig, model: ModelConfig) -> Objective:
     """The objective that `train.objective` names: "next_token", or module.path:Name, called."""
+    name = train.objective
     if name == NEXT_TOKEN:
-        return NextToken()
+        depths = model.num_nextn_predict_layers
+        return MultiToken(depths, train.mtp_loss_scaling_factor) if depths else NextToken()
     try:
         objective = pkgutil.resolve_name(name)()
     except (ImportError, AttributeError, ValueError, TypeError) as e:

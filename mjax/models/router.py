@@ -227,7 +227,8 @@ def entropy(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array
     probs = jax.lax.stop_gradient(routing.probs)
     terms = jax.scipy.special.entr(probs)
     mean = _mean_of_sequences(terms.sum(-1), parallel)
-    blocks = sum("E" in branches_of(kind) for kind in cfg.layer_kinds)
+    kinds = *cfg.layer_kinds, *cfg.prediction_kinds
+    blocks = sum("E" in branches_of(kind) for kind in kinds)
     return mean / blocks
 
 

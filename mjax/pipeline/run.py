@@ -114,8 +114,8 @@ class TrainingTicks:
             lax.dynamic_update_index_in_dim(buffer, new, unit.slot, 0)
             for buffer, new in zip(carry.stash, kept, strict=True)
         ]
-        losses, dy, edge_sums = self.losses(unit, micro_batch, y, carry)
-        shares = losses | self.statistics(unit, statistics)
+        shares, dy, edge_sums = self.losses(unit, micro_batch, y, carry)
+        shares = _add(shares, self.statistics(unit, statistics))
         return replace(
             carry,
             y=device.hand_over(y),
@@ -127,9 +127,8 @@ class TrainingTicks:
         )
 
     def statistics(self, unit: Unit, sums: Scalars) -> Scalars:
-        """This device's shares of a unit's statistics; zeros in an idle tick."""
-        factors = self.denominators.factors()
-        shares = {}
+        """This device's shares of a unit's statistics, zeros in an idle tick; zeros for losses."""
+        factors, shares = self.denominators.factors(), self.denominators.zeros()
         for name, total in sums.items():
             shares[name] = jnp.where(unit.on == 1, total, 0) * factors[name]
         return shares
@@ -137,16 +136,19 @@ class TrainingTicks:
     def losses(
         self, unit: Unit, micro_batch: Batch, y: jax.Array, carry: Carry
     ) -> tuple[Scalars, jax.Array, dict]:
-        """(shares of the losses, cotangent of y, sums of the edges' gradients) of the last unit."""
+        """(shares of what the objective gives, cotangent of y, sums of the edges' gradients).
+
+        They are those of the last unit of a micro-batch, and else zeros, what came in, and as is.
+        """
         device = self.device
         factors = self.denominators.factors()
         trained, frozen = device.split(device.edge_weights)
 
         def share(trained: dict, y: jax.Array) -> tuple[jax.Array, Scalars]:
             edge_weights = join_frozen(trained, frozen)
-            sums = device.model.head_losses(edge_weights, y, micro_batch)
+            losses, statistics = device.model.head_losses(edge_weights, y, micro_batch, device.key)
             shares = {}
-            for name, total in sums.items():
+            for name, total in (losses | statistics).items():
                 shares[name] = total * factors[name]
             return total_of(shares), shares
 
@@ -156,8 +158,7 @@ class TrainingTicks:
             return shares, dy, _add(sums, d_edges)
 
         def idle(sums: dict) -> tuple[Scalars, jax.Array, dict]:
-            zeros = jax.tree.map(jnp.zeros_like, self.denominators.counts)
-            return zeros, jnp.zeros_like(y), sums
+            return self.denominators.zeros(), jnp.zeros_like(y), sums
 
         edge_sums = {name: carry.sums[name] for name in device.edge_weights}
         is_last = device.is_last(unit)
@@ -277,7 +278,7 @@ def pipeline_losses(
         y, _ = device.apply(device.layer_weights(held), inputs, x)
 
         def head() -> Scalars:
-            return model.head_losses(weights, y, micro_batch)
+            return model.head_losses(weights, y, micro_batch, None)[0]
 
         found = lax.cond(device.is_last(unit), head, lambda: zeros)
         return device.hand_over(y), _add(sums, found), None if layout.v == 1 else held

@@ -41,7 +41,7 @@ class ParamSpec:
     expert where Hugging Face stores experts separately. `checkpoint/families.py` turns them into
     the names of a family.
 
-    A `frozen` parameter is not trained.
+    A `frozen` parameter is not trained. One without `fp8` is not rounded to 8 bits.
 
     No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
     entries, and the step moves it by that (`models/buffers.py`). It lies whole on each device, in
@@ -57,6 +57,7 @@ class ParamSpec:
     hf: tuple[str, ...] = ()
     frozen: bool = False
     counts: bool = False
+    fp8: bool = True
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self
@@ -78,7 +79,7 @@ class ParamSpec:
     @property
     def takes_fp8(self) -> bool:
         """Whether FP8 recipes round the parameter: weights of matmuls, except those of experts."""
-        return self.matmul is not None and "experts" not in self.axes
+        return self.fp8 and self.matmul is not None and "experts" not in self.axes
 
     @property
     def is_stacked(self) -> bool:

@@ -163,6 +163,7 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
     """(`gradients`, what buffers are updated from)."""
     model, placement, execution = program.model, program.placement, program.execution
     parallel = program.parallel
+    batch = model.with_derived_fields(batch)
     denominators = global_denominators(model, batch)
     tokens = denominators.counts["loss"]
     # One key for all micro-batches and devices: dropout adds the token's place in the global batch.
@@ -211,6 +212,7 @@ def batch_losses(program: Program, state: State, batch: Batch) -> tuple[Scalars,
     """(sums, counts) of the objective's losses in the global batch, without dropout."""
     model = program.model.for_evaluation(program.evaluation)
     parallel = program.parallel
+    batch = model.with_derived_fields(batch)
     weights = model.load(state["params"], state.get("buffers", {}))
     micro_batches = split_batch(batch, program.evaluation.micro_batches)
     denominators = global_denominators(model, batch)

@@ -47,7 +47,7 @@ class Trainer:
         validate(cfg)
         self.definition = definition_of(cfg.model)
         self.specs = freeze(self.definition.specs, cfg.train.freeze)
-        self.objective = objective_of(cfg.train.objective)
+        self.objective = objective_of(cfg.train, cfg.model)
         if devices is None:
             devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)

@@ -44,7 +44,7 @@ class Denoise:
         seen = jnp.where(batch["hidden"] == 1, HIDDEN, batch["tokens"])
         return edges.embed(seen, tokens, ctx)
 
-    def losses(self, edges, x, batch, ctx, chunk):
+    def losses(self, edges, x, batch, tokens, ctx, chunk):
         hidden = self.weights(batch)
         loss = edges.head_loss(x, batch["tokens"], hidden, ctx, chunk)
         return {"loss": loss, "hidden": jnp.sum(hidden)}

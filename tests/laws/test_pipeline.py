@@ -176,7 +176,7 @@ def circular(model, layout, weights, micro_batches, key, denominators):
             y, _ = device.apply(layers, inputs, x)
 
             def nll():
-                return model.head_losses(weights, y, micro)["loss"]
+                return model.head_losses(weights, y, micro, None)[0]["loss"]
 
             more = lax.cond(device.is_last(unit), nll, lambda: jnp.float32(0))
             ring = [(i, (i + 1) % layout.pp) for i in range(layout.pp)]
