@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from mjax.checkpoint import families
+from mjax.checkpoint.hf_deepseek import without_missing_predictions
 from mjax.checkpoint.huggingface import hf_source, tensor_names
 from mjax.checkpoint.side import tokenizer_dir
 from mjax.checkpoint.source import Source, arrays
@@ -91,9 +92,10 @@ def source_of(path: str | Path) -> Source:
     path = Path(path)
     if (path / "config.json").is_file():
         cfg = families.config_from_hf(read_json(path / "config.json"))
+        names = tensor_names(path)
+        cfg = without_missing_predictions(cfg, names)
         specs = definition_of(cfg).specs
         found = families.slots(cfg, specs)
-        names = tensor_names(path)
         if cfg.model_type == "gpt2" and not any(n.startswith(PREFIX) for n in names):
             found = families.without_prefix(found, PREFIX)
         return hf_source(path, cfg, specs, found)

@@ -7,6 +7,7 @@ here, or refused by name; a config is written only if reading it back gives the 
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -40,6 +41,7 @@ from mjax.checkpoint.hf_config import (
 from mjax.checkpoint.hf_deepseek import (
     dense_first,
     latent_attention,
+    prediction_layers,
     routed_experts_v2,
     routed_experts_v3,
 )
@@ -219,6 +221,7 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV3ForCausalLM",
         (
             dense_first("A", "[AE]"),
+            prediction_layers(),
             latent_attention(),
             routed_experts_v3(),
             shape(),
@@ -233,6 +236,7 @@ FAMILIES: dict[str, Family] = {
         "Glm4MoeForCausalLM",
         (
             dense_first("G", "E"),
+            prediction_layers(),
             routed_experts_v3(factor=1.0),
             shape(rms_norm_eps=1e-5),
             _SILU,
@@ -402,13 +406,23 @@ def slots(cfg: ModelConfig, specs: dict) -> dict[Path, tuple[Slot, ...]]:
         for slot, order in places:
             length = np.prod([spec.shape[a] for a in slot.dims[slot.axis]], dtype=int)
             sizes.setdefault(slot.tensor, {})[order] = int(length)
-    return {
+    placed = {
         path: tuple(
             replace(slot, start=sum(n for o, n in sizes[slot.tensor].items() if o < order))
             for slot, order in places
         )
         for path, (_, places) in found.items()
     }
+    return {path: (*_copies(cfg, path, places), *places) for path, places in placed.items()}
+
+
+def _copies(cfg: ModelConfig, path: Path, places: tuple[Slot, ...]) -> Iterator[Slot]:
+    """Where files repeat the embedding and the head, for each layer of multi-token prediction."""
+    for depth in range(cfg.num_nextn_predict_layers):
+        layer = f"model.layers.{cfg.num_hidden_layers + depth}"
+        names = {"embedding": "embed_tokens", "head": "shared_head.head"}
+        if path[0] in names:
+            yield replace(places[0], tensor=f"{layer}.{names[path[0]]}.weight")
 
 
 def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):

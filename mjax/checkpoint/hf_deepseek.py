@@ -2,18 +2,19 @@
 have them.
 
 Kimi-K2, Moonlight and others use the same classes; GLM-4.5 has the same experts behind ordinary
-attention. Prediction layers are left out.
+attention. Layers of multi-token prediction follow the others, under their numbers.
 """
+
+from collections.abc import Collection
 
 from mjax.checkpoint.hf_config import Part, only, take
 from mjax.config.model_schema import MlaConfig, ModelConfig
 
-# Keys that say nothing where all layers are dense, and those about prediction layers, which are no
-# part of the model's own function.
+# Keys that say nothing where all layers are dense, and others that never do.
 _OF_EXPERTS = """aux_loss_alpha ep_size moe_intermediate_size moe_layer_freq n_group
     n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok output_router_logits
     routed_scaling_factor scoring_func seq_aux topk_group topk_method""".split()
-_UNUSED = ("ep_size", "num_mtp_layers", "num_nextn_predict_layers", "output_router_logits")
+_UNUSED = ("ep_size", "num_mtp_layers", "output_router_logits")
 
 
 def dense_first(dense: str, routed: str) -> Part:
@@ -34,6 +35,26 @@ def dense_first(dense: str, routed: str) -> Part:
         return {"first_k_dense_replace": cfg.layer_kinds.count(dense)}
 
     return Part(read, write)
+
+
+def prediction_layers() -> Part:
+    """Layers of multi-token prediction. transformers drops their weights, and keeps the number."""
+
+    def read(config: dict) -> dict:
+        return {"num_nextn_predict_layers": take(config, "num_nextn_predict_layers", 0) or 0}
+
+    def write(cfg: ModelConfig) -> dict:
+        return {"num_nextn_predict_layers": cfg.num_nextn_predict_layers}
+
+    return Part(read, write)
+
+
+def without_missing_predictions(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """`cfg` without the layers of multi-token prediction, if no tensor in `names` is theirs."""
+    first = f"model.layers.{cfg.num_hidden_layers}."
+    if any(name.startswith(first) for name in names):
+        return cfg
+    return cfg.model_copy(update={"num_nextn_predict_layers": 0})
 
 
 def latent_attention() -> Part:

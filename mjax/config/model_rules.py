@@ -276,6 +276,24 @@ MODEL_RULES: tuple[Rule, ...] = (
         "set it to null, or use E blocks without a shared expert, hidden_act=silu, mlp_gated=true",
     ),
     Rule(
+        "prediction_needs_next_token",
+        lambda c: c.model.num_nextn_predict_layers == 0 or c.train.objective == "next_token",
+        "`model.num_nextn_predict_layers` are not trained by `train.objective`",
+        "set it to 0, or train.objective=next_token",
+    ),
+    Rule(
+        "prediction_has_no_learned_positions",
+        lambda c: c.model.num_nextn_predict_layers == 0 or c.model.position_embedding != "learned",
+        "`model.num_nextn_predict_layers` is not built for `model.position_embedding`=learned",
+        "set it to 0, or use rope",
+    ),
+    Rule(
+        "prediction_fits_sequence",
+        lambda c: c.model.num_nextn_predict_layers < c.data.seq_length,
+        "`model.num_nextn_predict_layers` reaches beyond `data.seq_length`",
+        "lower it",
+    ),
+    Rule(
         "seq_length_fits_positions",
         lambda c: (
             c.model.position_embedding == "none"

@@ -68,8 +68,11 @@ def flops_by_part(
 
 
 def branch_flops(model: ModelConfig, seq_length: int) -> Iterator[tuple[str, ModelConfig, float]]:
-    """(letter, sizes, FLOPs besides products with weights) of every branch of every layer."""
-    for kind in model.layer_kinds:
+    """(letter, sizes, FLOPs besides products with weights) of every branch of every layer.
+
+    Layers of multi-token prediction are among them.
+    """
+    for kind in (*model.layer_kinds, *model.prediction_kinds):
         sizes = model.of_layer(kind)
         for letter in branches_of(kind):
             yield letter, sizes, branch_class(letter).flops(sizes, letter, seq_length)
@@ -88,7 +91,8 @@ def _active_weights(spec: ParamSpec) -> float:
 
 
 def _head_weights(model: ModelConfig) -> int:
-    return model.hidden_size * model.vocab_size
+    """The head's weights, once for every token that is predicted from a place."""
+    return (1 + model.num_nextn_predict_layers) * model.hidden_size * model.vocab_size
 
 
 def _leaves(specs: dict) -> list[ParamSpec]:

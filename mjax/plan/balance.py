@@ -19,9 +19,11 @@ SMALLEST_GAIN = 0.02  # share of the step's time; less is not mentioned
 
 
 def head_in_layers(model: ModelConfig, seq_length: int) -> float:
-    """FLOPs of the head over those of a layer (the mean of all)."""
-    head = 6.0 * model.hidden_size * model.vocab_size
-    layers = flops_per_token(model, seq_length) - head
+    """FLOPs of the head, prediction layers included, over those of a layer (the mean of all)."""
+    next_token = model.model_copy(update={"num_nextn_predict_layers": 0})
+    layers = flops_per_token(next_token, seq_length)
+    layers -= 6.0 * model.hidden_size * model.vocab_size
+    head = flops_per_token(model, seq_length) - layers
     return head * model.num_hidden_layers / layers
 
 

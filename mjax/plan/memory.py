@@ -75,7 +75,8 @@ def bytes_per_device(
     cfg = cfg.model_copy(update={"mesh": mesh})
     execution, layers = decide_execution(cfg, sizes), held_layers(cfg, sizes)
     with_dots = {(kind, "dots") for kind, _ in layers.each}
-    for pair in {*layers.each, *with_dots} - set(traced):
+    predicting = {(kind, layers.each[-1][1]) for kind in cfg.model.prediction_kinds}
+    for pair in {*layers.each, *with_dots, *predicting} - set(traced):
         traced[pair] = kept(cfg, sizes, *pair)
     work = WORK * max(sum(t.bytes for t in traced[pair]) for pair in with_dots)
     parts = _parameter_bytes(cfg, sizes, execution, specs, layers)
@@ -100,6 +101,10 @@ def _activation_bytes(
         on_device = sum(t.bytes for t in found if not t.goes_to_host(policy, to_host))
         total += layers.waiting * count * on_device
         total += count * reordered * (policy == "none")
+    # The layers of multi-token prediction; what they keep waits for nothing.
+    for kind in cfg.model.prediction_kinds:
+        policy = layers.each[-1][1]
+        total += sum(t.bytes for t in traced[kind, policy])
     return total
 
 
