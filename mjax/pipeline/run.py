@@ -128,7 +128,8 @@ class TrainingTicks:
 
     def statistics(self, unit: Unit, sums: Scalars) -> Scalars:
         """This device's shares of a unit's statistics, zeros in an idle tick; zeros for losses."""
-        factors, shares = self.denominators.factors(), self.denominators.zeros()
+        factors = self.denominators.factors()
+        shares = self.denominators.zeros()
         for name, total in sums.items():
             shares[name] = jnp.where(unit.on == 1, total, 0) * factors[name]
         return shares
@@ -146,9 +147,11 @@ class TrainingTicks:
 
         def share(trained: dict, y: jax.Array) -> tuple[jax.Array, Scalars]:
             edge_weights = join_frozen(trained, frozen)
-            losses, statistics = device.model.head_losses(edge_weights, y, micro_batch, device.key)
+            model, key = device.model, device.key
+            losses, statistics = model.head_losses(edge_weights, y, micro_batch, key)
+            sums = losses | statistics
             shares = {}
-            for name, total in (losses | statistics).items():
+            for name, total in sums.items():
                 shares[name] = total * factors[name]
             return total_of(shares), shares
 

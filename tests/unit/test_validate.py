@@ -135,6 +135,18 @@ BROKEN = {
         ["model.swiglu_limit=7.0"],
         "experts with a gate and silu alone",
     ),
+    "prediction_needs_next_token": (
+        ["model.num_nextn_predict_layers=1", "train.objective=a:B"],
+        "model.num_nextn_predict_layers=1 are not trained by train.objective='a:B'",
+    ),
+    "prediction_has_no_learned_positions": (
+        ["model.num_nextn_predict_layers=1", "model.position_embedding=learned"],
+        "not built for model.position_embedding='learned'",
+    ),
+    "prediction_fits_sequence": (
+        ["model.num_nextn_predict_layers=8", "data.seq_length=8"],
+        "model.num_nextn_predict_layers=8 reaches beyond data.seq_length=8",
+    ),
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
     "one_data_source": (["data.paths=[a]"], "data.paths and data.mock exclude each other"),
     "weights_match_paths": (
