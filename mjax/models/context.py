@@ -26,6 +26,8 @@ class Context:
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
     dropout: whether dropout is on.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
+    seen_experts: (layers, experts) of a model whose routing is looked at, or None
+        (`models/expert_loads.py`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
         (`models/trace.py`).
     """
@@ -41,6 +43,7 @@ class Context:
     dropout: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    seen_experts: tuple[int, int] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
 
     def overlaps(self, rows: int) -> bool:
