@@ -45,6 +45,7 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v2,
     routed_experts_v3,
 )
+from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -59,7 +60,8 @@ Path = tuple[str, ...]
 class Family:
     """`fixed`: values all its models share, by key. `rename`: replacements on declared names, in
     order. `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are
-    [in, out], as in GPT-2."""
+    [in, out], as in GPT-2. `stacked_experts`: one tensor [E, in, out] has all experts of a layer,
+    gate and up taking turns along its last axis."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -67,6 +69,7 @@ class Family:
     rename: tuple[tuple[str, str], ...] = ()
     fused: dict[str, tuple[str, ...]] | None = None
     conv1d: bool = False
+    stacked_experts: bool = False
 
 
 _SILU = activation("hidden_act")
@@ -247,6 +250,19 @@ FAMILIES: dict[str, Family] = {
         {},
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        (
+            layer_types(every_second, kinds=("E", "[LE]")),
+            gpt_oss(),
+            shape(rms_norm_eps=1e-5, head_dim=64),
+            _SILU,
+            rope(150000.0),
+        ),
+        {"attention.attention_sinks": True, "mlp_bias": True, "moe.router_bias": True},
+        rename=GPT_OSS_RENAMES,
+        stacked_experts=True,
+    ),
     "olmoe": Family(
         "OlmoeForCausalLM",
         (
@@ -367,7 +383,7 @@ def config_to_hf(cfg: ModelConfig) -> dict:
         except UserError as e:
             problems.append(f"{name}: {e}")
             continue
-        differing = [key for key in _said(cfg) if value_of(back, key) != value_of(cfg, key)]
+        differing = [key for key in _said(cfg) if _meaning(back, key) != _meaning(cfg, key)]
         if not differing:
             return config
         problems.append(f"{name}: no model.{differing[0]}={value_of(cfg, differing[0])!r}")
@@ -386,6 +402,11 @@ def _said(cfg: ModelConfig) -> list[str]:
     if not cfg.branches & set("GLN"):
         skipped |= {"attention.head_dim", "attention.num_key_value_heads"}
     return [key for key in leaf_keys(ModelConfig) if key not in skipped]
+
+
+def _meaning(cfg: ModelConfig, key: str) -> object:
+    """The value of a key; patterns that are spelled differently mean the same layers."""
+    return cfg.layer_kinds if key == "layer_pattern" else value_of(cfg, key)
 
 
 # ---- names -------------------------------------------------------------------------------------
@@ -408,7 +429,9 @@ def slots(cfg: ModelConfig, specs: dict) -> dict[Path, tuple[Slot, ...]]:
             sizes.setdefault(slot.tensor, {})[order] = int(length)
     placed = {
         path: tuple(
-            replace(slot, start=sum(n for o, n in sizes[slot.tensor].items() if o < order))
+            replace(
+                slot, start=slot.start + sum(n for o, n in sizes[slot.tensor].items() if o < order)
+            )
             for slot, order in places
         )
         for path, (_, places) in found.items()
@@ -426,19 +449,25 @@ def _copies(cfg: ModelConfig, path: Path, places: tuple[Slot, ...]) -> Iterator[
 
 
 def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
-    """(slot without its start, position in a fused tensor) of each piece of a parameter."""
+    """(slot, position in a fused tensor) of each piece; `slots` moves it behind those before."""
     layers = [i for i, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
     batch = [i for i, axis in enumerate(spec.axes) if axis in ENUMERATING_AXES]
+    is_stacked = family.stacked_experts and "experts" in spec.axes
     rest = tuple(i for i in range(len(spec.shape)) if i not in batch)
     if spec.role in ("matrix", "router"):
         dims = rest[spec.inputs :], rest[: spec.inputs]
-        dims = dims[::-1] if family.conv1d else dims
+        dims = dims[::-1] if family.conv1d or is_stacked else dims
     else:
         dims = tuple((a,) for a in rest) if spec.role in ("embedding", "head") else (rest,)
-    axis = 1 if family.conv1d and len(dims) == 2 else 0
+    axis = 1 if (family.conv1d or is_stacked) and len(dims) == 2 else 0
     for index in product(*(range(spec.shape[a]) for a in batch)):
         at = dict(zip((spec.axes[a] for a in batch), index, strict=True))
-        name = spec.hf[at.get("pair", 0)].format(expert=at.get("experts"))
+        pair = at.get("pair", 0)
+        if is_stacked:  # gate and up have the name of gate
+            name, where = spec.hf[0].replace(".{expert}", ""), {"lead": (at["experts"],)}
+            where |= {"start": pair, "step": 2} if "pair" in at else {}
+        else:
+            name, where = spec.hf[pair].format(expert=at.get("experts")), {}
         if "layers" in at:
             name = f"model.layers.{layers[at['layers']]}.{name}"
         order = 0
@@ -448,7 +477,7 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
                     name, order = name.replace(part, fused), i
         for old, new in family.rename:
             name = name.replace(old, new)
-        yield Slot(name, index, dims, axis=axis), order
+        yield Slot(name, index, dims, axis=axis, **where), order
 
 
 def without_prefix(found: dict[Path, tuple[Slot, ...]], prefix: str) -> dict:

@@ -233,15 +233,20 @@ def one_window() -> Part:
     return Part(read, lambda cfg: {"sliding_window": cfg.attention.sliding_window})
 
 
-def layer_types(older: Callable[[dict, int], list[bool]], nope: bool = False) -> Part:
+def layer_types(
+    older: Callable[[dict, int], list[bool]],
+    nope: bool = False,
+    kinds: tuple[str, str] = ("G", "L"),
+) -> Part:
     """Per-layer `layer_types`, read before `shape`; where a config.json lacks them,
     `older(config, layers)` tells which layers have the window. `nope`: `no_rope_layers` has a 0
-    for layers without rotary positions."""
+    for layers without rotary positions. `kinds`: of a layer without the window, and with it."""
+    full, windows = kinds
 
     def read(config: dict) -> dict:
         windowed, window = _windows(config, older)
         layers = len(windowed)
-        kinds = ["L" if w else "G" for w in windowed]
+        kinds = [windows if w else full for w in windowed]
         if nope:
             every = config.pop("no_rope_layer_interval", None) or 4
             turned = config.pop("no_rope_layers", None)
@@ -251,16 +256,16 @@ def layer_types(older: Callable[[dict, int], list[bool]], nope: bool = False) ->
             kinds = [k if t else "N" for k, t in zip(kinds, turned, strict=True)]
         return {
             "layer_pattern": shortest(kinds),
-            "attention.sliding_window": window if "L" in kinds else None,
+            "attention.sliding_window": window if windows in kinds else None,
         }
 
     def write(cfg: ModelConfig) -> dict:
         kinds = cfg.layer_kinds
-        names = {"L": "sliding_attention"}
+        names = {windows: "sliding_attention"}
         out = {"layer_types": [names.get(kind, "full_attention") for kind in kinds]}
         out |= {"sliding_window": cfg.attention.sliding_window}
         if older is optional_window:
-            out |= {"use_sliding_window": "L" in kinds}
+            out |= {"use_sliding_window": windows in kinds}
         return out | ({"no_rope_layers": [int(kind != "N") for kind in kinds]} if nope else {})
 
     return Part(read, write)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.checkpoint import float8
+from mjax.checkpoint import float8, mxfp4
 from mjax.checkpoint.safetensors import INDEX, Tensor, open_folder, write_file
 from mjax.checkpoint.slots import Slot
 from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
@@ -35,7 +35,8 @@ IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 
 def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -> Source:
     """The safetensors of a folder as parameters of `cfg`. Raises `UserError` for damaged files."""
-    tensors, of = open_folder(folder), _real_specs(cfg, specs)
+    tensors, of = mxfp4.unpacked(open_folder(folder)), _real_specs(cfg, specs)
+    slots = mxfp4.turned(slots, tensors)
     by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
     dtypes: dict[Leaf, np.dtype] = {}
 
@@ -78,7 +79,7 @@ def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tupl
         for slot in slots[path]:
             sizes = [math.prod(spec.shape[a] for a in axes) for axes in slot.dims]
             filled[slot.tensor] = filled.get(slot.tensor, 0) + math.prod(sizes)
-            sizes[slot.axis] += slot.start
+            sizes[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
             shape = tuple(i + 1 for i in slot.lead) + tuple(sizes)
             before = shapes.get(slot.tensor, shape)
             shapes[slot.tensor] = tuple(max(a, b) for a, b in zip(shape, before, strict=True))
@@ -150,11 +151,12 @@ def _read_slot(
         try:
             for rows, cols, at_rows, at_cols in _spans(slot, spec, ranges):
                 n = max(16, 2**20 // (tensor.dtype.itemsize * (cols.stop - cols.start)))
-                for a in range(0, rows.stop - rows.start, n):
-                    cut = slice(rows.start + a, min(rows.start + a + n, rows.stop))
-                    part = tensor.read(file, first, width, cut, cols)
-                    at = slice(at_rows.start + a, at_rows.start + a + len(part))
-                    _assign(matrix[at, at_cols], part)
+                n *= rows.step
+                for a in range(rows.start, rows.stop, n):
+                    cut = slice(a, min(a + n, rows.stop))
+                    part = tensor.read(file, first, width, cut, cols)[:: rows.step, :: cols.step]
+                    begin = at_rows.start + (a - rows.start) // rows.step
+                    _assign(matrix[begin : begin + len(part), at_cols], part)
         finally:
             os.close(file)
     except OSError as e:
@@ -179,8 +181,8 @@ def _place(shape: tuple[int, ...], slot: Slot) -> tuple[int, int]:
 def _spans(
     slot: Slot, spec: ParamSpec, ranges: list[tuple[int, int]]
 ) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """(rows, columns) of the tensor that hold the part `ranges` of a parameter, and those of the
-    part's own matrix."""
+    """(rows, columns) of the tensor that hold the part `ranges` of a parameter, with their steps,
+    and those of the part's own matrix."""
 
     def runs(dim: int, axes: tuple[int, ...]) -> list[tuple[slice, slice]]:
         found = [(0, 1)]  # (start, length) in the axes so far, flattened
@@ -191,16 +193,19 @@ def _spans(
             else:
                 whole = (start + i for start, length in found for i in range(length))
                 found = [(i * n + lo, hi - lo) for i in whole]
-        shift, at, out = slot.start if dim == slot.axis else 0, 0, []
+        shift, step = (slot.start, slot.step) if dim == slot.axis else (0, 1)
+        at, out = 0, []
         for start, length in found:
             if length:
-                out.append((slice(start + shift, start + shift + length), slice(at, at + length)))
+                begin = shift + step * start
+                places = slice(begin, begin + step * (length - 1) + 1, step)
+                out.append((places, slice(at, at + length)))
             at += length
         return out
 
     dims = [runs(dim, axes) for dim, axes in enumerate(slot.dims)]
     if len(dims) == 1:
-        dims = [[(slice(0, 1), slice(0, 1))], *dims]
+        dims = [[(slice(0, 1, 1), slice(0, 1))], *dims]
     for (rows, at_rows), (cols, at_cols) in product(*dims):
         yield rows, cols, at_rows, at_cols
 

@@ -1,4 +1,5 @@
-"""Starting from weights of a model that differs: resized vocabulary, layers added or left out.
+"""Starting from weights of a model that differs: vocabulary resized, layers added or left out,
+MLPs made into experts (`upcycle.py`).
 
 Only what `checkpoint.init_changes` names may differ. What both models have is loaded; the rest of
 the run's model is as drawn from run.seed. Invariant: nothing is left out or drawn unsaid: `summary`
@@ -6,7 +7,7 @@ names every parameter that was not loaded as it is.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 
 from mjax.checkpoint.continuation import require_same_model
 from mjax.checkpoint.source import Index, Path, Source, flat
+from mjax.checkpoint.upcycle import upcycled
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models import definition_of
@@ -23,6 +25,7 @@ from mjax.sharding.spec import ParamSpec
 CHANGES = {
     "vocab_size": ("vocab_size", "vocab_multiple"),
     "num_hidden_layers": ("num_hidden_layers", "layer_pattern"),
+    "experts": ("layer_pattern",),
 }
 
 
@@ -32,13 +35,14 @@ class Fit:
 
     source: the weights in the shapes of the model, zero where they have nothing. shared: the shape
     of the leading part of each parameter that both have. given: shapes in the weights, without
-    padding. wanted: those of the model.
+    padding. wanted: those of the model. made: what was done for a parameter that is made of others.
     """
 
     source: Source
     shared: dict[Path, tuple[int, ...]]
     given: dict[Path, tuple[int, ...]]
     wanted: dict[Path, tuple[int, ...]]
+    made: dict[Path, str] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -46,14 +50,19 @@ class Fit:
 
     def summary(self) -> str:
         """What was loaded and what was not, in one line, or a line more for each part."""
-        whole = [p for p, shape in self.shared.items() if shape == self.wanted[p] == self.given[p]]
+        fitting = {
+            p for p, shape in self.shared.items() if shape == self.wanted[p] == self.given[p]
+        }
+        whole = fitting - self.made.keys()
         lines = [
             f"loaded: {len(whole)} of {len(self.wanted)} parameters as they are; not loaded: "
             "moments, step and place in the data"
         ]
         for path, shared in self.shared.items():
-            if path not in whole:
-                lines.append(f"  {'.'.join(path)}: {self._part(path, shared)}")
+            texts = [self.made[path]] if path in self.made else []
+            texts += [] if path in fitting else [self._part(path, shared)]
+            if texts:
+                lines.append(f"  {'.'.join(path)}: {'; '.join(texts)}")
         return "\n".join(lines)
 
     def _part(self, path: Path, shared: tuple[int, ...]) -> str:
@@ -83,11 +92,15 @@ def _leading(a: jax.Array, b: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     return jnp.where(inside, a, b)
 
 
-def fit(source: Source, cfg: ModelConfig, changes: Sequence[str]) -> Fit:
-    """What of `source` fits the model of `cfg`.
+def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0) -> Fit:
+    """What of `source` fits the model of `cfg`; routers of new experts are drawn from `seed`.
 
     Raises `UserError` if more than `changes` differs.
     """
+    made: dict[Path, str] = {}
+    if "experts" in changes:
+        found = upcycled(source, cfg, seed)
+        source, made = found.source, found.made
     keys = {key for change in changes for key in CHANGES[change]}
     require_same_model(cfg, source.cfg, may_differ=keys)
     _require_same_kinds(cfg, source.cfg)
@@ -106,7 +119,7 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str]) -> Fit:
         )
 
     if given == wanted and cfg.vocab_multiple == source.cfg.vocab_multiple:
-        return Fit(source, shared, given, wanted)
+        return Fit(source, shared, given, wanted, made)
 
     def read(path: Path, index: Index) -> np.ndarray:
         inside = tuple(
@@ -116,7 +129,7 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str]) -> Fit:
         missing = [(s.stop - s.start) - n for s, n in zip(index, part.shape, strict=True)]
         return np.pad(part, [(0, n) for n in missing]) if any(missing) else part
 
-    return Fit(replace(source, cfg=cfg, read=read), shared, given, wanted)
+    return Fit(replace(source, cfg=cfg, read=read), shared, given, wanted, made)
 
 
 def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig) -> None:

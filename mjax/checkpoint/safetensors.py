@@ -27,6 +27,7 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ITEM_SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {"U8": 1}
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 
@@ -55,7 +56,12 @@ class Tensor:
 
         `file`: a descriptor of `self.file`, which is read nowhere else than in these ranges.
         """
-        size = self.dtype.itemsize
+        return self.read_bytes(file, self.dtype.itemsize, first, width, rows, cols).view(self.dtype)
+
+    def read_bytes(
+        self, file: int, size: int, first: int, width: int, rows: slice, cols: slice
+    ) -> np.ndarray:
+        """What `read` reads, as uint8; an element has `size` bytes."""
         n, m = rows.stop - rows.start, cols.stop - cols.start
         raw = np.empty((n, m * size), np.uint8)
         at = self.offset + size * (first + rows.start * width + cols.start)
@@ -64,7 +70,7 @@ class Tensor:
         else:
             for i in range(n):
                 self._fill(file, raw[i], at + i * width * size)
-        return raw.view(self.dtype)
+        return raw
 
     def _fill(self, file: int, out: np.ndarray, at: int) -> None:
         done = 0
@@ -128,7 +134,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
             tensor = Tensor(name, file, str(entry["dtype"]), shape, 8 + length + first)
             if 8 + length + last > size:
                 raise UserError(f"{file}: ends within tensor {name}; copy the file again")
-            wanted = DTYPES[tensor.kind].itemsize if tensor.kind in DTYPES else None
+            wanted = _ITEM_SIZES.get(tensor.kind)
             if wanted is not None and last - first != wanted * math.prod(shape):
                 raise UserError(f"{file}: tensor {name} has {last - first} bytes for {shape}")
             tensors[name] = tensor

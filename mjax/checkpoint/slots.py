@@ -9,8 +9,8 @@ class Slot:
 
     `batch`: its index along the parameter's batch axes (`params.BATCH_AXES`), in their order.
     `dims`: for each dimension of the tensor after `lead`, the parameter's axes flattened into it.
-    It begins at `start` along dimension `axis` of a tensor that fuses several; `lead` is the
-    leading index in a tensor that stacks several.
+    It begins at `start` along dimension `axis` of a tensor that fuses several, and takes every
+    `step`-th place there; `lead` is the leading index in a tensor that stacks several.
     """
 
     tensor: str
@@ -18,4 +18,5 @@ class Slot:
     dims: tuple[tuple[int, ...], ...]
     start: int = 0
     axis: int = 0
+    step: int = 1
     lead: tuple[int, ...] = ()

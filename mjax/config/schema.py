@@ -228,9 +228,10 @@ class CheckpointConfig(Group):
         None,
         description="Start step 0 from the weights in this Hugging Face, mjax or Megatron folder.",
     )
-    init_changes: list[Literal["vocab_size", "num_hidden_layers"]] = Field(
+    init_changes: list[Literal["vocab_size", "num_hidden_layers", "experts"]] = Field(
         [],
-        description="In what the model may differ from those weights; what they lack is drawn.",
+        description="In what the model may differ from those weights; what they lack is drawn. "
+        "experts: it has experts where they have MLPs (docs/moe.md).",
     )
 
 

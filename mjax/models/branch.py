@@ -56,6 +56,7 @@ class BranchInputs:
 
     letter: which row of `config.pattern.BRANCHES` it is.
     salt: tells its draws of dropout from those of others.
+    layer: the number of its layer in the model.
     """
 
     tokens: Tokens
@@ -63,6 +64,7 @@ class BranchInputs:
     letter: str
     rope: Rope = field(default_factory=dict)
     salt: jax.Array | int = 0
+    layer: jax.Array | int = 0
 
 
 class BranchOutput(NamedTuple):

@@ -27,6 +27,8 @@ class Context:
     dropout: whether dropout is on.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     head_remat: the remat policy of layers that an objective applies.
+    seen_experts: (layers, experts) of a model whose routing is looked at, or None
+        (`models/expert_loads.py`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
         (`models/trace.py`).
     """
@@ -43,6 +45,7 @@ class Context:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     head_remat: str = "none"
+    seen_experts: tuple[int, int] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
 
     def overlaps(self, rows: int) -> bool:

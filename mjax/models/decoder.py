@@ -78,7 +78,7 @@ class Block(nnx.Module):
             outputs = []
             for letter in group:
                 branch = BRANCHES[letter].name
-                inputs = BranchInputs(tokens, ctx, letter, rope, salts.inside)
+                inputs = BranchInputs(tokens, ctx, letter, rope, salts.inside, layer)
                 held = None if cache is None else cache[branch]
                 output = getattr(self, branch)(h, inputs, held)
                 outputs.append(output.y)

@@ -40,6 +40,7 @@ from mjax.models.execution import (
     scan_groups,
     stack_rows,
 )
+from mjax.models.expert_loads import nothing_seen
 from mjax.models.frozen import WeightParts, join_frozen, map_parameters, split_frozen_layer
 from mjax.models.params import Definition
 from mjax.models.remat import remat
@@ -330,7 +331,10 @@ class Layers:
             numbers = jnp.arange(len(self.execution.layers), dtype=jnp.int32)
         if choices is None:
             choices = jnp.zeros(len(self.execution.layers), jnp.int32)
-        carry = x, {name: jnp.float32(0) for name in self.statistics}
+        statistics = {name: jnp.float32(0) for name in self.statistics}
+        if self.ctx.seen_experts is not None:
+            statistics |= nothing_seen(*self.ctx.seen_experts)
+        carry = x, statistics
         if self.execution.overlap:
             carry = *carry, jnp.float32(0)
         if not self.execution.loops:

@@ -108,7 +108,9 @@ class LocalModel:
         x = self.embed(weights, micro_batch, tokens)
         x, statistics, _ = self.layers.run(weights, x, self.layer_inputs(weights, tokens))
         losses, of_head = self.head_losses(weights, x, micro_batch, key)
-        return losses, jax.tree.map(jnp.add, statistics, of_head)
+        for name, share in of_head.items():
+            statistics[name] = statistics[name] + share
+        return losses, statistics
 
     def for_evaluation(self, execution: Execution) -> "LocalModel":
         """The model without dropout and without the terms of the loss that only training has."""

@@ -6,6 +6,7 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.models.expert_loads import see_experts
 from mjax.models.experts import ExpertWeights, run_experts
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, constant, declare, normal
@@ -133,7 +134,11 @@ class MoE(BranchModule):
         y = run_experts(x, routing, self._expert_weights(), cfg, inputs.ctx)
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
-        return BranchOutput(y, self._statistics(routing, parallel))
+        statistics = self._statistics(routing, parallel)
+        if inputs.ctx.seen_experts is not None:
+            sizes = inputs.ctx.seen_experts
+            statistics |= see_experts(routing, router.expert_bias, inputs.layer, sizes)
+        return BranchOutput(y, statistics)
 
     def _expert_weights(self) -> ExpertWeights:
         weights = weight_of(self.up), weight_of(self.down)

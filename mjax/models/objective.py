@@ -183,8 +183,8 @@ class MultiToken:
             x = output.y
             loss = edges.token_loss(x, labels, mask, ctx, chunk)
             found[f"mtp_{depth}"] = with_weight(loss, self.factor / self.depths)
-            for name, share in output.statistics.items():
-                found[name] = found.get(name, 0.0) + share
+            for name in edges.statistics:
+                found[name] = found.get(name, 0.0) + output.statistics.get(name, 0.0)
         return found
 
 

@@ -263,33 +263,42 @@ def pipeline_gradients(
 
 
 def pipeline_losses(
-    model: LocalModel, layout: Layout, weights: dict, micro_batches: Batch, zeros: Scalars
-) -> Scalars:
-    """This device's part of the sums of the losses, without gradients or dropout; equal over tp.
+    model: LocalModel,
+    layout: Layout,
+    weights: dict,
+    micro_batches: Batch,
+    zeros: Scalars,
+    nothing: Scalars,
+) -> tuple[Scalars, Scalars]:
+    """This device's parts of the sums of the losses, equal over tp, and of statistics.
 
-    `zeros` has a zero for each loss.
+    There are no gradients and no dropout. `zeros` has a zero for each loss, `nothing` for each
+    statistic that the model makes in evaluation.
     """
     schedule = make_schedule(layout.pp, layout.v, len(micro_batches["rows"]))
     device = Device(model, layout, schedule, weights, micro_batches)
 
     def tick(carry: tuple, unit: Unit, _) -> tuple:
-        y, sums, held = carry
+        y, sums, statistics, held = carry
         held = device.held_weights(unit, held)
         micro_batch = device.micro_batch(unit.micro)
         x = device.enter(unit, micro_batch, y)
         inputs = device.unit_inputs(unit, micro_batch)
-        y, _ = device.apply(device.layer_weights(held), inputs, x)
+        y, seen = device.apply(device.layer_weights(held), inputs, x)
+        seen = {name: jnp.where(unit.on == 1, value, 0) for name, value in seen.items()}
 
         def head() -> Scalars:
             return model.head_losses(weights, y, micro_batch, None)[0]
 
         found = lax.cond(device.is_last(unit), head, lambda: zeros)
-        return device.hand_over(y), _add(sums, found), None if layout.v == 1 else held
+        sums, statistics = _add(sums, found), _add(statistics, seen)
+        return device.hand_over(y), sums, statistics, None if layout.v == 1 else held
 
     x = jax.eval_shape(device.embed, device.edge_weights, device.micro_batch(0))
     held = None if layout.v == 1 else device.chunk_weights(jnp.int32(0))
-    start = jnp.zeros(x.shape, x.dtype), zeros, held
-    return device.scan(tick, start, 0, schedule.ticks)[1]
+    start = jnp.zeros(x.shape, x.dtype), zeros, nothing, held
+    _, sums, statistics, _ = device.scan(tick, start, 0, schedule.ticks)
+    return sums, statistics
 
 
 def _row_of_stack(tree, row: jax.Array | int):

@@ -149,7 +149,8 @@ class Checkpoints:
         Raises `UserError` for a model that differs in more than `checkpoint.init_changes`.
         """
         storage = self.layout.storage
-        found = fit(source, self.cfg.model, self.cfg.checkpoint.init_changes)
+        changes = self.cfg.checkpoint.init_changes
+        found = fit(source, self.cfg.model, changes, self.cfg.run.seed)
         source.check()
         stored = self.layout.abstract()["params"]
         params = arrays(found.source, canonical_abstract(storage, stored))

@@ -31,7 +31,7 @@ from mjax.train.log_writer import (
     replace_text,
 )
 
-Record = dict[str, float | int | str | None]
+Record = dict[str, float | int | str | list[float] | None]
 
 
 def peak_tflops(log: LogConfig, device_kind: str) -> float | None:
@@ -256,5 +256,6 @@ def wandb_sink(cfg: Config, run_dir: Path, start_step: int) -> tuple[Sink, Calla
 
 
 def _scalars(record: Record) -> list[tuple[str, float]]:
-    """(name, value) of all known values but the step."""
-    return [(name, v) for name, v in record.items() if name != "step" and v is not None]
+    """(name, value) of all known values but the step and lists."""
+    known = {name: v for name, v in record.items() if v is not None and not isinstance(v, list)}
+    return [(name, v) for name, v in known.items() if name != "step"]

@@ -25,6 +25,7 @@ from mjax.sharding.ordered import in_program_order
 from mjax.train import step as steps
 from mjax.train.batch import batch_partitions, bound_of_documents
 from mjax.train.norms import step_norms
+from mjax.train.seen_experts import seen_experts
 from mjax.train.state import StateLayout, without_moments
 
 
@@ -124,6 +125,7 @@ class Programs:
             seed=cfg.run.seed,
             clip_grad_norm=cfg.optimizer.clip_grad_norm,
             expert_bias_rate=cfg.model.moe.expert_bias_update_rate,
+            expert_sizes=(cfg.model.num_hidden_layers, cfg.model.moe.num_experts),
             layout=self.layout,
         )
 
@@ -135,7 +137,8 @@ def jit_program(
     xla_options: dict,
     deterministic: bool = False,
 ) -> jax.stages.Wrapped:
-    """The function `kind` of `train/step.py` (train, grads or eval) or of `train/norms.py` (norms).
+    """The function `kind` of `train/step.py` (train, grads or eval), of `train/norms.py` (norms) or
+    of `train/seen_experts.py` (experts).
 
     It runs on the whole mesh, takes and returns global arrays. "train" takes over the memory of the
     state it is given. `xla_options` come on top of those that `plan/xla_options.py` picks.
@@ -150,6 +153,7 @@ def jit_program(
         "train": (steps.train_step, (state, batch, P(), P(), P()), (state, P())),
         "grads": (steps.gradients, inputs, gradients),
         "eval": (steps.batch_losses, inputs, P()),
+        "experts": (seen_experts, inputs, P()),
         "norms": (step_norms, (state, batch, P(), P()), P()),
     }[kind]
     body = functools.partial(function, program)

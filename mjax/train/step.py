@@ -48,6 +48,7 @@ class Program:
     evaluation: how a forward pass without gradients runs.
     buffers: of the state, by name.
     expert_bias_rate: the step of experts' biases.
+    expert_sizes: the layers of the model, and the experts of one.
     layout: of the pipeline, or None.
     """
 
@@ -58,6 +59,7 @@ class Program:
     seed: int
     clip_grad_norm: float
     expert_bias_rate: float = 0.0
+    expert_sizes: tuple[int, int] = (0, 0)
     layout: Layout | None = None
 
     @property
@@ -223,7 +225,7 @@ def batch_losses(program: Program, state: State, batch: Batch) -> tuple[Scalars,
 
     zeros = denominators.zeros()
     if program.layout is not None:
-        totals = pipeline_losses(model, program.layout, weights, micro_batches, zeros)
+        totals, _ = pipeline_losses(model, program.layout, weights, micro_batches, zeros, {})
     else:
         totals, _ = jax.lax.scan(add, zeros, micro_batches)
     sums = {name: parallel.psum(total / parallel.tp, *AXES) for name, total in totals.items()}

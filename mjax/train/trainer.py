@@ -153,6 +153,11 @@ class Trainer:
         placed = self._place(batch)
         return self._program("norms", placed)(self._live(), placed, *self._rates())
 
+    def seen_experts(self, batch: HostBatch) -> dict[str, jax.Array]:
+        """What the routers of all layers do with a batch (`train/seen_experts.py`)."""
+        placed = self._place(batch)
+        return self._program("experts", placed)(without_moments(self._live()), placed)
+
     def _rates(self) -> tuple[np.float32, np.float32]:
         """(learning rate, weight decay) of the next step."""
         rates = rates_of_step(self.cfg, self.step_number)

@@ -1,14 +1,19 @@
 """Laws of diagnostics: equal on every mesh, true to the step, and no bit of a run changes."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mjax.config import load
+from mjax.config.pattern import branches_of
+from mjax.models.expert_loads import see_experts
+from mjax.models.router import Routing
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.sharding.mesh import make_mesh
 from mjax.train.diagnostics import halves, noise_record, norm_record
 from mjax.train.loop import train
+from mjax.train.seen_experts import expert_record
 from tests.laws.test_failures import records
 from tests.marks import quick, slow
 from tests.tiny import TINY
@@ -50,6 +55,57 @@ def test_norms_and_noise_are_those_of_one_device(feature, cell):
     for name, value in want.items():
         if name != "grad_noise/scale_tokens":  # a ratio of small differences
             assert got[name] == pytest.approx(value, rel=bounds[name.partition("/")[0]]), name
+
+
+EXPERTS = [
+    ("experts", Cell({"ep": 2, "dp": 2, "pp": 2}, 1, 3)),
+    ("experts", Cell({"ep": 2, "cp": 2, "tp": 2}, 1, 2)),
+    ("expert bias", Cell({"ep": 2, "tp": 2, "pp": 2}, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    "feature,cell", quick(EXPERTS, 0, 1), ids=[f"{f}, {c}" for f, c in EXPERTS]
+)
+def test_loads_of_experts_are_those_of_one_device(feature, cell):
+    records = []
+    for where in (cell, Cell(rows=cell.rows)):
+        trainer, batch = drawn(feature, where)
+        model = trainer.cfg.model
+        seen = jax.device_get(trainer.seen_experts(batch))
+        with_experts = ["E" in branches_of(kind) for kind in model.layer_kinds]
+        tokens = batch["tokens"].size * np.asarray(with_experts)
+        np.testing.assert_array_equal(seen["layer_tokens"], tokens)
+        loads = seen["expert_load"].sum(-1)
+        np.testing.assert_array_equal(loads, tokens * model.moe.num_experts_per_tok)
+        records.append(expert_record(model, seen))
+    got, want = records
+    assert got.keys() == want.keys() and any(
+        name.startswith("expert_load/layers.") for name in want
+    )
+    for name, value in want.items():
+        assert got[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_a_record_of_experts_says_what_the_router_did():
+    """Two layers, one with experts: all tokens to one of four, and a bias from -1 to 2."""
+    keys = ["model.layer_pattern=GE", "model.num_hidden_layers=2", "model.moe.num_experts=4"]
+    cfg = load(None, ["data.mock=true", *keys, "model.moe.expert_bias=true"]).model
+    probs = jnp.asarray([0.5, 0.25, 0.25, 0.0])
+    routing = Routing(
+        experts=jnp.full((2, 3, 1), 1),
+        gates=jnp.ones((2, 3, 1)),
+        probs=jnp.broadcast_to(probs, (2, 3, 4)),
+        logits=jnp.zeros((2, 3, 4)),
+    )
+    seen = see_experts(routing, jnp.asarray([0.0, -1.0, 2.0, 0.5]), 1, (2, 4))
+    record = expert_record(cfg, jax.device_get(seen))
+    assert record.pop("expert_load/layers.1") == [0, 4, 0, 0]
+    assert record == {
+        "expert_imbalance/layers.1": 4.0,
+        "expert_entropy/layers.1": pytest.approx(1.5 * np.log(2)),
+        "expert_bias_range/layers.1": 3.0,
+    }
 
 
 @slow

@@ -155,6 +155,15 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
         | dict(norm_topk_prob=True),
     ),
+    "gpt_oss": (
+        "GptOss",
+        _BASE
+        | dict(intermediate_size=20, num_local_experts=4, num_experts_per_tok=3, sliding_window=9)
+        | dict(
+            rope_parameters=dict(rope_type="yarn", rope_theta=500.0, factor=8.0, truncate=False)
+            | dict(beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=16)
+        ),
+    ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
 }
 

@@ -100,6 +100,7 @@ MESHES = {
     "phi3": dict(tp=2, pp=2, dp=2, zero=3),
     "mixtral": dict(ep=2, tp=2, pp=2),
     "qwen2_moe": dict(ep=2, tp=2, pp=2),
+    "gpt_oss": dict(ep=2, tp=2, pp=2),
 }
 
 

@@ -10,6 +10,7 @@ from mjax.convert import side_files
 from mjax.data.tokenizer import train_tokenizer
 from mjax.errors import UserError
 from mjax.models import definition_of
+from mjax.models.flops import flops_per_token
 from mjax.sharding.spec import count_parameters
 
 LLAMA_31 = dict(
@@ -149,6 +150,52 @@ OLMOE = dict(
     use_cache=True,
     vocab_size=50304,
 )
+GPT_OSS_20B = dict(
+    architectures=["GptOssForCausalLM"],
+    attention_bias=True,
+    attention_dropout=0.0,
+    eos_token_id=200002,
+    experts_per_token=4,
+    head_dim=64,
+    hidden_act="silu",
+    hidden_size=2880,
+    initial_context_length=4096,
+    initializer_range=0.02,
+    intermediate_size=2880,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072,
+    model_type="gpt_oss",
+    num_attention_heads=64,
+    num_experts_per_tok=4,
+    num_hidden_layers=24,
+    num_key_value_heads=8,
+    num_local_experts=32,
+    output_router_logits=False,
+    pad_token_id=199999,
+    quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]),
+    rms_norm_eps=1e-05,
+    rope_scaling=dict(
+        beta_fast=32.0,
+        beta_slow=1.0,
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        rope_type="yarn",
+        truncate=False,
+    ),
+    rope_theta=150000,
+    router_aux_loss_coef=0.9,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    tie_word_embeddings=False,
+    transformers_version="4.55.0.dev0",
+    use_cache=True,
+    vocab_size=201088,
+)
+GPT_OSS_120B = GPT_OSS_20B | dict(
+    num_local_experts=128,
+    num_hidden_layers=36,
+    layer_types=["sliding_attention", "full_attention"] * 18,
+)
 
 
 def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
@@ -166,8 +213,11 @@ def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
         (GEMMA3_27B, 27_432_406_640 - 423_060_336),  # less its vision tower and projector
         (QWEN15_MOE, 14_315_784_192),
         (OLMOE, 6_919_161_856),
+        (GPT_OSS_20B, 20_914_757_184),
+        (GPT_OSS_120B, 116_829_156_672),
     ],
-    ids=["llama-8b", "llama-70b", "llama-405b", "qwen3-32b", "gemma3-27b", "qwen1.5-moe", "olmoe"],
+    ids="llama-8b llama-70b llama-405b qwen3-32b gemma3-27b qwen1.5-moe olmoe gpt-oss-20b "
+    "gpt-oss-120b".split(),
 )
 def test_published_configs_give_the_published_count(config, published):
     cfg = config_from_hf(config)
@@ -176,8 +226,29 @@ def test_published_configs_give_the_published_count(config, published):
     assert count_parameters(definition_of(cfg).specs) - tables * padding == published
 
 
+@pytest.mark.parametrize(
+    ("config", "total", "active"), [(GPT_OSS_20B, 20.91, 3.61), (GPT_OSS_120B, 116.83, 5.13)]
+)
+def test_gpt_oss_has_the_active_parameters_of_its_card(config, total, active):
+    """arXiv:2508.10925, table 1, in billions; a token is multiplied with all but the embedding."""
+    cfg = config_from_hf(config)
+    assert round(count_parameters(definition_of(cfg).specs) / 1e9, 2) == total
+    assert round(flops_per_token(cfg, 1) / 6e9, 2) == active
+    assert cfg.layer_kinds[:3] == ("[LE]", "E", "[LE]") and not cfg.rope.rope_scaling.truncate
+
+
+def test_gpt_oss_without_rope_keys_has_the_yarn_that_transformers_assumes():
+    bare = {k: v for k, v in GPT_OSS_20B.items() if k not in ("rope_scaling", "rope_theta")}
+    assert config_from_hf(bare) == config_from_hf(GPT_OSS_20B)
+
+
 TINY = llama(64, 128, 2, 8)
 REFUSED = {
+    "other quantization": (
+        GPT_OSS_20B | dict(quantization_config=dict(quant_method="awq")),
+        "quantization_config has quant_method='awq', which is not supported (only 'mxfp4')",
+    ),
+    "sharper gate": (GPT_OSS_20B | dict(swiglu_alpha=2.0), "swiglu_alpha=2.0 is not supported"),
     "model_type": (dict(model_type="mamba"), "model_type='mamba' is not supported; known: llama"),
     "unknown key": (dict(altup_num_inputs=4), "altup_num_inputs=4 is not known to mjax"),
     "tensor parallel pretraining": (dict(pretraining_tp=2), "pretraining_tp=2 is not supported"),
@@ -206,6 +277,14 @@ def test_both_spellings_of_rope_are_read():
     new = {k: v for k, v in TINY.items() if k not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = {"rope_theta": 500000.0, **TINY["rope_scaling"]}
     assert config_from_hf(new) == config_from_hf(TINY)
+
+
+def test_any_spelling_of_the_layers_is_written():
+    cfg = config_from_hf(GPT_OSS_20B)
+    words = cfg.model_copy(update={"layer_pattern": "(window+experts, full+experts)*12"})
+    assert config_to_hf(words) == config_to_hf(cfg)
+    with pytest.raises(UserError, match="no model.layer_pattern='GE'"):
+        config_to_hf(cfg.model_copy(update={"layer_pattern": "GE"}))
 
 
 def test_a_model_that_no_family_has_is_not_written():

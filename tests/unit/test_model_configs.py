@@ -41,6 +41,7 @@ PUBLISHED = {
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v3": 671_026_419_200,  # its choosing biases among them, its prediction layer not
     "glm45_air": 106_852_251_264,
+    "gpt_oss_20b": 20_914_757_184,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
 }
