@@ -59,6 +59,8 @@ TABLE = [
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), CPU, {}, "xla", NO_GPU),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), HOPPER, {}, "xla", "matmuls over chunks"),
 ]
 
 
