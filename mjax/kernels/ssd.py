@@ -2,11 +2,11 @@
 
 A head has a state h [P, N]. With a token it becomes exp(dt * a) * h + dt * outer(x, b), and gives
 y = h c. A token that starts a document forgets the state before. `ssd_recurrence` computes just
-that, a token after the other. `ssd` cuts the sequence in chunks. Within a chunk y is a masked matrix
-of products of c and b, times x. From chunk to chunk goes the state alone.
+that, a token after the other. `ssd` cuts the sequence in chunks. Within a chunk y is a masked
+matrix of products of c and b, times x. From chunk to chunk goes the state alone.
 
-Invariant: states, decays and sums are fp32 (fp64 for inputs of fp64). Matmuls read their operands in
-x's dtype. The backward keeps the inputs and the states between chunks, [B, chunks, H, P, N], and
+Invariant: states, decays and sums are fp32 (fp64 for inputs of fp64). Matmuls read their operands
+in x's dtype. The backward keeps the inputs and the states between chunks, [B, chunks, H, P, N], and
 computes all else again. The matrices of a chunk, [H, Q, Q], exist for a few chunks at a time
 (`_BLOCK_BYTES`). So memory is linear in the length. All heads of a group share b and c, and the
 matmuls of states take them together: [heads of a group x P, Q] times [Q, N].

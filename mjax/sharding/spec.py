@@ -41,7 +41,7 @@ class ParamSpec:
     expert where Hugging Face stores experts separately. `checkpoint/families.py` turns them into
     the names of a family.
 
-    A `frozen` parameter is not trained.
+    A `frozen` parameter is not trained. A `precise` one is read in fp32, whatever others are.
 
     No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
     entries, and the step moves it by that (`models/buffers.py`). It lies whole on each device, in
@@ -57,6 +57,7 @@ class ParamSpec:
     hf: tuple[str, ...] = ()
     frozen: bool = False
     counts: bool = False
+    precise: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self
@@ -69,7 +70,8 @@ class ParamSpec:
 
     def dtype(self, others: jnp.dtype | str) -> jnp.dtype:
         """The dtype to hold it in where `others` have that dtype."""
-        return jnp.dtype(jnp.float32 if self.counts else others)
+        in_fp32 = self.counts or self.precise
+        return jnp.dtype(jnp.float32 if in_fp32 else others)
 
     @property
     def size(self) -> int:
