@@ -43,6 +43,18 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v2,
     routed_experts_v3,
 )
+from mjax.checkpoint.hf_mamba import (
+    attention_among,
+    bamba_positions,
+    granite_experts,
+    granite_kinds,
+    granite_positions,
+    mamba2_shape,
+    mixer,
+    nemotron_experts,
+    nemotron_shape,
+    one_branch_a_layer,
+)
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -57,7 +69,7 @@ Path = tuple[str, ...]
 class Family:
     """`fixed`: values all its models share, by key. `rename`: replacements on declared names, in
     order. `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are
-    [in, out], as in GPT-2."""
+    [in, out], as in GPT-2. `stacked`: all experts of a layer are one tensor."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -65,6 +77,7 @@ class Family:
     rename: tuple[tuple[str, str], ...] = ()
     fused: dict[str, tuple[str, ...]] | None = None
     conv1d: bool = False
+    stacked: bool = False
 
 
 _SILU = activation("hidden_act")
@@ -90,6 +103,24 @@ _QWEN3_MOE = {
     "norm_topk_prob": False,
 }
 _GEMMA = {"norm_zero_centered": True}
+_MIXER = {
+    "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
+    "mamba.conv1d": tuple(f"mamba.{name}_conv" for name in "xbc"),
+}
+_BACKBONE = (
+    ("model.norm.", "backbone.norm_f."),
+    ("model.embed_tokens", "backbone.embeddings"),
+    ("model.layers.", "backbone.layers."),
+    ("input_layernorm", "norm"),
+    ("mlp.shared_expert.", "mlp.shared_experts."),
+    *((f".{name}.", ".mixer.") for name in ("mamba", "self_attn", "mlp")),
+)
+_MULTIPLIERS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "attention_multiplier": "attention.attention_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logits_scaling",
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", (shape(), _SILU, rope(), biases(mlp=True)), {}),
@@ -178,14 +209,7 @@ FAMILIES: dict[str, Family] = {
             _SILU,
             rope(),
             biases(mlp=True),
-            same(
-                {
-                    "embedding_multiplier": "embedding_multiplier",
-                    "attention_multiplier": "attention.attention_multiplier",
-                    "residual_multiplier": "residual_multiplier",
-                    "logits_scaling": "logits_scaling",
-                }
-            ),
+            same(_MULTIPLIERS),
         ),
         {},
     ),
@@ -277,6 +301,77 @@ FAMILIES: dict[str, Family] = {
             biases(),
         ),
         {"attention.qk_norm": True},
+    ),
+    "mamba2": Family(
+        "Mamba2ForCausalLM",
+        (mixer("mamba2", n_groups=8, chunk_size=256, use_conv_bias=True), mamba2_shape()),
+        {"position_embedding": "none"},
+        rename=_BACKBONE,
+        fused=_MIXER,
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        (
+            one_branch_a_layer(),
+            mixer("nemotron_h", use_conv_bias=True),
+            nemotron_experts(),
+            nemotron_shape(),
+            activation("mlp_hidden_act", default="relu2"),
+        ),
+        {"position_embedding": "none", "mlp_gated": False},
+        rename=_BACKBONE,
+        fused=_MIXER,
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        (
+            attention_among(True, lambda config: ("[MD]", "G")),
+            mixer("bamba", mamba_conv_bias=True),
+            bamba_positions(),
+            shape(rms_norm_eps=1e-5),
+            _SILU,
+            rope(partial=True),
+            biases(mlp=True),
+        ),
+        {},
+        rename=(
+            ("model.norm.", "model.final_layernorm."),
+            ("post_attention_layernorm", "pre_ff_layernorm"),
+            (".mlp.", ".feed_forward."),
+        ),
+        fused=_MIXER,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        (
+            attention_among(False, granite_kinds),
+            mixer("bamba", mamba_conv_bias=True),
+            granite_positions(),
+            granite_experts(),
+            shape(),
+            _SILU,
+            rope(),
+            biases(),
+            same(_MULTIPLIERS, dict.fromkeys(_MULTIPLIERS, 1.0)),
+        ),
+        {},
+        rename=(
+            ("mlp.shared_expert.down_proj", "shared_mlp.output_linear"),
+            ("mlp.shared_expert.", "shared_mlp."),
+            ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
+            ("mlp.experts.down_proj", "block_sparse_moe.output_linear"),
+            ("mlp.experts.", "block_sparse_moe."),
+            (".mlp.down_proj", ".shared_mlp.output_linear"),
+        ),
+        fused=_MIXER
+        | {
+            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.shared_expert.input_linear": tuple(
+                f"mlp.shared_expert.{name}_proj" for name in ("gate", "up")
+            ),
+            "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+        },
+        stacked=True,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -419,12 +514,17 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
     if spec.role in ("matrix", "router"):
         dims = rest[spec.inputs :], rest[: spec.inputs]
         dims = dims[::-1] if family.conv1d else dims
+    elif spec.role == "conv":  # [channels, 1, taps]
+        dims = rest[:-1], (), rest[-1:]
     else:
         dims = tuple((a,) for a in rest) if spec.role in ("embedding", "head") else (rest,)
     axis = 1 if family.conv1d and len(dims) == 2 else 0
     for index in product(*(range(spec.shape[a]) for a in batch)):
         at = dict(zip((spec.axes[a] for a in batch), index, strict=True))
-        name = spec.hf[at.get("pair", 0)].format(expert=at.get("experts"))
+        name, lead = spec.hf[at.get("pair", 0)], ()
+        if family.stacked and "experts" in at:
+            name, lead = name.replace(".{expert}", ""), (at["experts"],)
+        name = name.format(expert=at.get("experts"))
         if "layers" in at:
             name = f"model.layers.{layers[at['layers']]}.{name}"
         order = 0
@@ -434,7 +534,7 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
                     name, order = name.replace(part, fused), i
         for old, new in family.rename:
             name = name.replace(old, new)
-        yield Slot(name, index, dims, axis=axis), order
+        yield Slot(name, index, dims, axis=axis, lead=lead), order
 
 
 def without_prefix(found: dict[Path, tuple[Slot, ...]], prefix: str) -> dict:
