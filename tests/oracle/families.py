@@ -69,9 +69,11 @@ _NO_ATTENTION = dict(
     pad_token_id=0,
     initializer_range=0.15,
 )
-_HYBRID = {k: v for k, v in _BASE.items() if k != "num_hidden_layers"} | dict(
-    mamba_num_heads=12, mamba_head_dim=8, ssm_state_size=10, n_groups=3, chunk_size=8
-)
+_HYBRID = (
+    {k: v for k, v in _BASE.items() if k != "num_hidden_layers"}
+    | dict(mamba_num_heads=12, mamba_head_dim=8, ssm_state_size=10, n_groups=3, chunk_size=8)
+    | dict(time_step_min=1e-6)
+)  # transformers raises a prompt's steps to it, Megatron-LM does not
 _BAMBA = dict(
     mamba_n_heads=12, mamba_d_head=8, mamba_d_state=10, mamba_n_groups=3, mamba_chunk_size=8
 )
