@@ -7,15 +7,15 @@ here, or refused by name; a config is written only if reading it back gives the 
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import jax
 import numpy as np
 from pydantic import ValidationError
 
+from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import (
-    Part,
     activation,
     all_but_every_sixth,
     biases,
@@ -43,18 +43,7 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v2,
     routed_experts_v3,
 )
-from mjax.checkpoint.hf_mamba import (
-    attention_among,
-    bamba_positions,
-    granite_experts,
-    granite_kinds,
-    granite_positions,
-    mamba2_shape,
-    mixer,
-    nemotron_experts,
-    nemotron_shape,
-    one_branch_a_layer,
-)
+from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -63,21 +52,6 @@ from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 Path = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Family:
-    """`fixed`: values all its models share, by key. `rename`: replacements on declared names, in
-    order. `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are
-    [in, out], as in GPT-2. `stacked`: all experts of a layer are one tensor."""
-
-    architecture: str
-    parts: tuple[Part, ...]
-    fixed: dict[str, object]
-    rename: tuple[tuple[str, str], ...] = ()
-    fused: dict[str, tuple[str, ...]] | None = None
-    conv1d: bool = False
-    stacked: bool = False
 
 
 _SILU = activation("hidden_act")
@@ -103,24 +77,6 @@ _QWEN3_MOE = {
     "norm_topk_prob": False,
 }
 _GEMMA = {"norm_zero_centered": True}
-_MIXER = {
-    "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
-    "mamba.conv1d": tuple(f"mamba.{name}_conv" for name in "xbc"),
-}
-_BACKBONE = (
-    ("model.norm.", "backbone.norm_f."),
-    ("model.embed_tokens", "backbone.embeddings"),
-    ("model.layers.", "backbone.layers."),
-    ("input_layernorm", "norm"),
-    ("mlp.shared_expert.", "mlp.shared_experts."),
-    *((f".{name}.", ".mixer.") for name in ("mamba", "self_attn", "mlp")),
-)
-_MULTIPLIERS = {
-    "embedding_multiplier": "embedding_multiplier",
-    "attention_multiplier": "attention.attention_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "logits_scaling": "logits_scaling",
-}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", (shape(), _SILU, rope(), biases(mlp=True)), {}),
@@ -209,7 +165,7 @@ FAMILIES: dict[str, Family] = {
             _SILU,
             rope(),
             biases(mlp=True),
-            same(_MULTIPLIERS),
+            same(MULTIPLIERS),
         ),
         {},
     ),
@@ -302,77 +258,6 @@ FAMILIES: dict[str, Family] = {
         ),
         {"attention.qk_norm": True},
     ),
-    "mamba2": Family(
-        "Mamba2ForCausalLM",
-        (mixer("mamba2", n_groups=8, chunk_size=256, use_conv_bias=True), mamba2_shape()),
-        {"position_embedding": "none"},
-        rename=_BACKBONE,
-        fused=_MIXER,
-    ),
-    "nemotron_h": Family(
-        "NemotronHForCausalLM",
-        (
-            one_branch_a_layer(),
-            mixer("nemotron_h", use_conv_bias=True),
-            nemotron_experts(),
-            nemotron_shape(),
-            activation("mlp_hidden_act", default="relu2"),
-        ),
-        {"position_embedding": "none", "mlp_gated": False},
-        rename=_BACKBONE,
-        fused=_MIXER,
-    ),
-    "bamba": Family(
-        "BambaForCausalLM",
-        (
-            attention_among(True, lambda config: ("[MD]", "G")),
-            mixer("bamba", mamba_conv_bias=True),
-            bamba_positions(),
-            shape(rms_norm_eps=1e-5),
-            _SILU,
-            rope(partial=True),
-            biases(mlp=True),
-        ),
-        {},
-        rename=(
-            ("model.norm.", "model.final_layernorm."),
-            ("post_attention_layernorm", "pre_ff_layernorm"),
-            (".mlp.", ".feed_forward."),
-        ),
-        fused=_MIXER,
-    ),
-    "granitemoehybrid": Family(
-        "GraniteMoeHybridForCausalLM",
-        (
-            attention_among(False, granite_kinds),
-            mixer("bamba", mamba_conv_bias=True),
-            granite_positions(),
-            granite_experts(),
-            shape(),
-            _SILU,
-            rope(),
-            biases(),
-            same(_MULTIPLIERS, dict.fromkeys(_MULTIPLIERS, 1.0)),
-        ),
-        {},
-        rename=(
-            ("mlp.shared_expert.down_proj", "shared_mlp.output_linear"),
-            ("mlp.shared_expert.", "shared_mlp."),
-            ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
-            ("mlp.experts.down_proj", "block_sparse_moe.output_linear"),
-            ("mlp.experts.", "block_sparse_moe."),
-            (".mlp.down_proj", ".shared_mlp.output_linear"),
-        ),
-        fused=_MIXER
-        | {
-            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
-            "mlp.shared_expert.input_linear": tuple(
-                f"mlp.shared_expert.{name}_proj" for name in ("gate", "up")
-            ),
-            "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
-        },
-        stacked=True,
-    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         (gpt2_shape(), activation("activation_function", {"gelu_tanh": "gelu_new"})),
@@ -399,6 +284,7 @@ FAMILIES: dict[str, Family] = {
         fused={"self_attn.c_attn": _QKV},
         conv1d=True,
     ),
+    **HYBRIDS,
 }
 
 # Keys that say nothing about the function a model computes.

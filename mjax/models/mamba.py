@@ -77,8 +77,12 @@ class Mamba(BranchModule):
         self.bc = declare(rngs, bc, init)
         self.dt = declare(rngs, dt, init)
         self._declare_convolution(rngs)
-        decays, steps = _initial_decays, _initial_steps(sizes)
-        for name, values in (("A_log", decays), ("D", constant(1.0)), ("dt_bias", steps)):
+        initial_values = {
+            "A_log": _initial_decays,
+            "D": constant(1.0),
+            "dt_bias": _initial_steps(sizes),
+        }
+        for name, values in initial_values.items():
             spec = ParamSpec(
                 shape=heads.sizes[:1],
                 axes=heads.axes[:1],
@@ -124,17 +128,19 @@ class Mamba(BranchModule):
         bc = weight_of(self.bc)
         bc = replace(bc, value=self._own_groups(bc.value, 2, ctx.parallel))
         zx, bc, dt = column(x, (weight_of(self.inner), bc, weight_of(self.dt)), ctx)
-        z, x = zx[:, :, 0], zx[:, :, 1]
+        z, x = _of_pair(zx)
+        steps = self._steps(dt)
         if cache is None:
-            mixed = self._scan(x, bc, self._steps(dt), inputs)
+            mixed = self._scan(x, bc, steps, inputs)
         else:
-            mixed, cache = self._continue(x, bc, self._steps(dt), inputs, cache)
+            mixed, cache = self._continue(x, bc, steps, inputs, cache)
         y = self._gated_norm(mixed, z, ctx)
         return BranchOutput(row(y, weight_of(self.out), ctx), cache=cache)
 
     def _steps(self, dt: jax.Array) -> jax.Array:
         """The steps [B, S, H], fp32."""
-        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
+        bias = _wide(self.dt_bias[...])
+        dt = jax.nn.softplus(_wide(dt) + bias)
         limit = self.cfg.mamba.time_step_limit
         return dt if limit is None else jnp.clip(dt, *limit)
 
@@ -163,19 +169,28 @@ class Mamba(BranchModule):
     ) -> tuple[Mixed, RecurrentCache]:
         """Convolution and scan behind what the cache holds. Padding leaves the state as it is."""
         real = inputs.tokens.segments > 0
-        x = jnp.where(real[..., None, None], x, 0)
-        bc = jnp.where(real[..., None, None, None], bc, 0)
-        dt = jnp.where(real[..., None], dt, 0)
+        x, bc, dt = (_where_real(real, v) for v in (x, bc, dt))
         histories = cache.x, cache.bc
         read = self._convolve(x, bc, dt, None, histories, inputs.ctx.parallel)
         if x.shape[1] == 1:
-            token = SsdInputs(*(v if v.ndim == 1 else v[:, 0] for v in read))
+            token = SsdInputs(
+                x=read.x[:, 0],
+                dt=read.dt[:, 0],
+                a=read.a,
+                b=read.b[:, 0],
+                c=read.c[:, 0],
+            )
             state, y = ssd_step(cache.state, token)
             y = y[:, None]
         else:
-            y, state = ssd(read, chunk=self.cfg.mamba.chunk_size, initial=cache.state)
-        last = last_tokens(x, cache.x), last_tokens(bc, cache.bc)
-        return Mixed(read.x, y), RecurrentCache(*last, state)
+            chunk = self.cfg.mamba.chunk_size
+            y, state = ssd(read, chunk=chunk, initial=cache.state)
+        new_cache = RecurrentCache(
+            last_tokens(x, cache.x),
+            last_tokens(bc, cache.bc),
+            state,
+        )
+        return Mixed(read.x, y), new_cache
 
     def _convolve(self, x, bc, dt, starts, histories, parallel: Parallel) -> SsdInputs:
         """What the scan reads of x [B, S, H, P] and bc [B, S, 2, G, N]."""
@@ -187,8 +202,9 @@ class Mamba(BranchModule):
         x_before, bc_before = histories
         x = causal_conv(x, self.x_conv[...], x_bias, starts=starts, history=x_before)
         bc = causal_conv(bc, bc_conv, bc_bias, starts=starts, history=bc_before)
-        a = -jnp.exp(self.A_log[...].astype(jnp.float32))
-        return SsdInputs(x, dt, a, bc[:, :, 0], bc[:, :, 1])
+        a = -jnp.exp(_wide(self.A_log[...]))
+        b, c = _of_pair(bc)
+        return SsdInputs(x, dt, a, b, c)
 
     def _own_groups(self, w: jax.Array, axis: int, parallel: Parallel) -> jax.Array:
         """The groups of `w` along `axis` that this device's heads use.
@@ -216,11 +232,14 @@ class Mamba(BranchModule):
 
         @jax.checkpoint
         def gated(mixed: Mixed, z: jax.Array, d: jax.Array, gain: jax.Array) -> jax.Array:
-            x, y = (v.astype(jnp.float32) for v in mixed)
-            h = (y + x * d.astype(jnp.float32)[:, None]) * jax.nn.silu(z.astype(jnp.float32))
-            squares = self._mean_of_groups(jnp.sum(h * h, -1), ctx.parallel)
-            h = h * jax.lax.rsqrt(squares + self.cfg.norm_eps)[..., None]
-            return (h * gain.astype(jnp.float32)).astype(z.dtype)
+            passed_by = _wide(mixed.x) * _wide(d)[:, None]
+            h = _wide(mixed.y) + passed_by
+            h = h * jax.nn.silu(_wide(z))
+            squares = jnp.sum(jnp.square(h), -1)
+            mean = self._mean_of_groups(squares, ctx.parallel)
+            factor = jax.lax.rsqrt(mean + self.cfg.norm_eps)
+            h = h * factor[..., None] * _wide(gain)
+            return h.astype(z.dtype)
 
         return gated(mixed, z, self.D[...], self.norm[...])
 
@@ -228,14 +247,18 @@ class Mamba(BranchModule):
         """Sums of heads [B, S, H] -> for each head the mean over the channels of its group."""
         sizes = self.cfg.mamba
         if sizes.n_groups % parallel.tp == 0:
-            grouped = sums.reshape(*sums.shape[:2], sizes.n_groups // parallel.tp, -1)
-            total = jnp.broadcast_to(jnp.sum(grouped, -1, keepdims=True), grouped.shape)
-            total = total.reshape(sums.shape)
+            groups = sizes.n_groups // parallel.tp
+            grouped = sums.reshape(*sums.shape[:2], groups, -1)
+            of_groups = jnp.sum(grouped, -1)
+            heads = grouped.shape[-1]
+            total = jnp.repeat(of_groups, heads, axis=-1)
         else:
-            own = jax.nn.one_hot(self._group_of_heads(parallel), sizes.n_groups)
-            of_groups = jnp.einsum("bsh,hg->bsg", sums, own, precision="highest")
+            group = self._group_of_heads(parallel)
+            own = jax.nn.one_hot(group, sizes.n_groups)
+            exactly = {"precision": "highest"}
+            of_groups = jnp.einsum("bsh,hg->bsg", sums, own, **exactly)
             of_groups = parallel.psum(of_groups, "tp")
-            total = jnp.einsum("bsg,hg->bsh", of_groups, own, precision="highest")
+            total = jnp.einsum("bsg,hg->bsh", of_groups, own, **exactly)
         return total * (sizes.n_groups / sizes.channels)
 
     @staticmethod
@@ -256,10 +279,29 @@ class Mamba(BranchModule):
         bc = 2, sizes.n_groups, sizes.state_size
         state = batch, *heads, sizes.state_size
         return RecurrentCache(
-            CacheSpec((*before, *heads), (None, None, "heads", None)),
-            CacheSpec((*before, *bc), (None, None, None, groups, None)),
-            CacheSpec(state, (None, "heads", None, None), precise=True),
+            x=CacheSpec((*before, *heads), (None, None, "heads", None)),
+            bc=CacheSpec((*before, *bc), (None, None, None, groups, None)),
+            state=CacheSpec(
+                state,
+                (None, "heads", None, None),
+                precise=True,
+            ),
         )
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _of_pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two of a pair [B, S, 2, ...]."""
+    return x[:, :, 0], x[:, :, 1]
+
+
+def _where_real(real: jax.Array, x: jax.Array) -> jax.Array:
+    """x [B, S, ...] with zeros for padding."""
+    channels = tuple(range(2, x.ndim))
+    return jnp.where(jnp.expand_dims(real, channels), x, 0)
 
 
 # ---- declarations --------------------------------------------------------------------------------

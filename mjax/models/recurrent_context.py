@@ -26,20 +26,26 @@ def to_pieces(x: jax.Array, ctx: Context) -> jax.Array:
     """[B, S/cp, ...] -> [B * 2, S/(2 cp), ...]: pieces in the order of the sequence, as rows."""
     if ctx.parallel.cp == 1:
         return x
-    return x.reshape(2 * x.shape[0], -1, *x.shape[2:])
+    return _with_rows(x, 2 * len(x))
 
 
 def from_pieces(x: jax.Array, ctx: Context) -> jax.Array:
     """The inverse of `to_pieces`."""
     if ctx.parallel.cp == 1:
         return x
-    return x.reshape(x.shape[0] // 2, -1, *x.shape[2:])
+    return _with_rows(x, len(x) // 2)
+
+
+def _with_rows(x: jax.Array, rows: int) -> jax.Array:
+    """[B, S, ...] with `rows` in the place of B, tokens in order."""
+    channels = x.shape[2:]
+    return x.reshape(rows, -1, *channels)
 
 
 def document_starts(tokens: Tokens, ctx: Context) -> jax.Array | None:
     """Which tokens start a document, bool, as `to_pieces` has them; None: no borders.
 
-    The first token of a sequence starts none, which changes nothing: there is no state before it.
+    The first token of a sequence starts none, or one, which is the same: no state is before it.
     """
     if tokens.segments is None or ctx.max_documents == 1:
         return None
@@ -63,24 +69,34 @@ def history_of(
     if starts is None:
         return history
     begun = tokens_before(starts.astype(jnp.int32), count, ctx)
-    later = jnp.cumsum(begun[:, ::-1], 1)[:, ::-1] - begun
-    same = (later == 0).reshape(*later.shape, *[1] * (x.ndim - 2))
+    from_token_on = jax.lax.cumsum(begun, axis=1, reverse=True)
+    same = from_token_on == begun
+    other_axes = tuple(range(2, x.ndim))
+    same = jnp.expand_dims(same, other_axes)
     return jnp.where(same, history, 0)
 
 
 def tokens_before(x: jax.Array, count: int, ctx: Context) -> jax.Array:
     """[B * 2, count, ...]: the tokens before each piece of x [B * 2, S', ...], zeros before all."""
-    kept = min(count, x.shape[1])
-    last = x[:, x.shape[1] - kept :]
-    rows = last.reshape(-1, 2, *last.shape[1:])
-    in_order = _of_all_pieces(rows, ctx)
-    line = in_order.reshape(len(rows), -1, *last.shape[2:])
-    line = jnp.pad(line, [(0, 0), (count, 0), *[(0, 0)] * (line.ndim - 2)])
-    of_pieces = []
+    length = x.shape[1]
+    kept = min(count, length)
+    last = x[:, length - kept :]
+    line = _with_rows(
+        _of_all_pieces(last, ctx),
+        len(x) // 2,
+    )
+    nothing = jnp.zeros_like(line, shape=(len(line), count, *x.shape[2:]))
+    line = jnp.concatenate([nothing, line], 1)
+    found = []
     for piece in _own_pieces(ctx):
-        found = lax.dynamic_slice_in_dim(line, piece * kept, count, 1)
-        of_pieces.append(found)
-    return jnp.stack(of_pieces, 1).reshape(-1, count, *last.shape[2:])
+        before = lax.dynamic_slice_in_dim(
+            line,
+            piece * kept,
+            count,
+            axis=1,
+        )
+        found.append(before)
+    return _as_rows(found)
 
 
 def states_before(left_behind: jax.Array, left_over: jax.Array, ctx: Context) -> jax.Array:
@@ -89,24 +105,41 @@ def states_before(left_behind: jax.Array, left_over: jax.Array, ctx: Context) ->
     `left_behind` [B * 2, H, P, N] is what a piece leaves in the state, `left_over` [B * 2, H] the
     part of a state before it that is left.
     """
-    made, decays = (v.reshape(-1, 2, *v.shape[1:]) for v in (left_behind, left_over))
-    made, decays = (jnp.moveaxis(_of_all_pieces(v, ctx), 1, 0) for v in (made, decays))
 
     def step(state: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
-        new, decay = piece
-        return state * decay[..., None, None] + new, state
+        new, left = piece
+        left = jnp.expand_dims(left, (-2, -1))
+        return state * left + new, state
 
-    _, states = lax.scan(step, jnp.zeros_like(made[0]), (made, decays))
-    own = [lax.dynamic_index_in_dim(states, i, 0, keepdims=False) for i in _own_pieces(ctx)]
-    return jnp.stack(own, 1).reshape(left_behind.shape)
+    pieces = []
+    for of_piece in (left_behind, left_over):
+        of_all = _of_all_pieces(of_piece, ctx)
+        pieces.append(jnp.moveaxis(of_all, 1, 0))
+    nothing = jnp.zeros_like(pieces[0][0])
+    _, states = lax.scan(step, nothing, tuple(pieces))
+    found = []
+    for piece in _own_pieces(ctx):
+        before = lax.dynamic_index_in_dim(states, piece, keepdims=False)
+        found.append(before)
+    return _as_rows(found)
 
 
 def _of_all_pieces(x: jax.Array, ctx: Context) -> jax.Array:
-    """A fact about this device's pieces [B, 2, ...] -> about all, in order: [B, 2 cp, ...]."""
-    return natural(ctx.parallel.all_gather(x, _AXIS, 1), ctx.parallel.cp)
+    """A fact about this device's pieces [B * 2, ...] -> about all, in order: [B, 2 cp, ...]."""
+    rows = len(x) // 2
+    own = x.reshape(rows, 2, *x.shape[1:])
+    gathered = ctx.parallel.all_gather(own, _AXIS, 1)
+    return natural(gathered, ctx.parallel.cp)
+
+
+def _as_rows(pieces: list[jax.Array]) -> jax.Array:
+    """[B, ...] of the first piece and of the second -> [B * 2, ...]."""
+    both = jnp.stack(pieces, 1)
+    return lax.collapse(both, 0, 2)
 
 
 def _own_pieces(ctx: Context) -> tuple[jax.Array, jax.Array]:
     """The numbers of this device's pieces."""
     device = ctx.parallel.index(_AXIS)
-    return device, 2 * ctx.parallel.cp - 1 - device
+    mirrored = 2 * ctx.parallel.cp - 1 - device
+    return device, mirrored

@@ -43,6 +43,10 @@ BROKEN = {
         ["mesh.tp=2", *EXPERTS, "model.moe.shared_expert_intermediate_size=33"],
         "model.moe.shared_expert_intermediate_size=33",
     ),
+    "tp_divides_mamba_num_heads": (
+        [*STATES, "mesh.tp=4"],
+        "model.mamba.mamba_num_heads=6 is not divisible by mesh.tp=4",
+    ),
     "tp_divides_padded_vocab_size": (
         ["mesh.tp=2", "model.vocab_size=251", "model.vocab_multiple=1"],
         "model.padded_vocab_size=251 is not divisible by mesh.tp=2",
@@ -85,10 +89,6 @@ BROKEN = {
     "mla_rotates_whole_part": (
         [*LATENT, "model.rope.partial_rotary_factor=0.5"],
         "model.rope.partial_rotary_factor=0.5 is not for A blocks",
-    ),
-    "tp_divides_mamba_num_heads": (
-        [*STATES, "mesh.tp=4"],
-        "model.mamba.mamba_num_heads=6 is not divisible by mesh.tp=4",
     ),
     "mamba_heads_given": (["model.layer_pattern=M"], "whose heads model.mamba lacks"),
     "mamba_used": (["model.mamba.n_groups=1", "model.mamba.state_size=8"], "has no M block"),
