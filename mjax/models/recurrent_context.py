@@ -81,10 +81,8 @@ def tokens_before(x: jax.Array, count: int, ctx: Context) -> jax.Array:
     length = x.shape[1]
     kept = min(count, length)
     last = x[:, length - kept :]
-    line = _with_rows(
-        _of_all_pieces(last, ctx),
-        len(x) // 2,
-    )
+    of_all = _of_all_pieces(last, ctx)
+    line = lax.collapse(of_all, 1, 3)
     nothing = jnp.zeros_like(line, shape=(len(line), count, *x.shape[2:]))
     line = jnp.concatenate([nothing, line], 1)
     found = []
