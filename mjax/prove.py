@@ -66,6 +66,12 @@ EXPERTS = [
     "model.moe.moe_intermediate_size=24",
     "model.moe.router_aux_loss_coef=0.1",
 ]
+STATES = [
+    "model.mamba.mamba_num_heads=24",
+    "model.mamba.mamba_head_dim=4",
+    "model.mamba.state_size=6",
+    "model.mamba.chunk_size=4",
+]
 # Each is a feature whose sharding could go wrong on its own.
 FEATURES = {
     "dense": [],
@@ -169,6 +175,13 @@ FEATURES = {
         "model.rope.rope_scaling={rope_type: yarn, factor: 4.0, mscale: 0.7, "
         "mscale_all_dim: 1.0, original_max_position_embeddings: 8}",
     ],
+    "mamba": ["model.layer_pattern=M", "model.mamba.n_groups=2", *STATES],
+    "hybrid": [  # one group for all heads, attention beside a mixer, experts
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern='mamba+mlp, mamba|full, mamba, experts'",
+        *STATES,
+    ],
 }
 NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention", "multi-token prediction")
 MOST_TP = {"odd widths": 2}
@@ -179,6 +192,7 @@ PERIOD = {
     "routing": 4,
     "expert bias": 4,
     "unlike layers": 4,
+    "hybrid": 4,
 }
 
 

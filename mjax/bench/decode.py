@@ -142,8 +142,10 @@ def bytes_read(cfg: ModelConfig, batch: int, tokens: int, dtype: str) -> int:
     specs = definition_of(cfg).specs
     lookups = () if cfg.tie_word_embeddings else ("embedding",)
     weights = [s.size for s in jax.tree.leaves(specs, is_leaf=is_spec) if s.role not in lookups]
-    caches = [math.prod(c.shape) for c in jax.tree.leaves(cache_specs(cfg, batch, tokens))]
-    return (sum(weights) + sum(caches)) * jnp.dtype(dtype).itemsize
+    width, read = jnp.dtype(dtype).itemsize, 0
+    for spec in jax.tree.leaves(cache_specs(cfg, batch, tokens)):
+        read += math.prod(spec.shape) * (4 if spec.precise else width)
+    return sum(weights) * width + read
 
 
 def ours(cfg: ModelConfig, new: int, dtype: str) -> Run:

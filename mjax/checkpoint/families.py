@@ -8,15 +8,15 @@ here, or refused by name; a config is written only if reading it back gives the 
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import jax
 import numpy as np
 from pydantic import ValidationError
 
+from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import (
-    Part,
     activation,
     all_but_every_sixth,
     biases,
@@ -46,6 +46,7 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v3,
 )
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
+from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -54,22 +55,6 @@ from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 Path = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Family:
-    """`fixed`: values all its models share, by key. `rename`: replacements on declared names, in
-    order. `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are
-    [in, out], as in GPT-2. `stacked_experts`: one tensor [E, in, out] has all experts of a layer,
-    gate and up taking turns along its last axis."""
-
-    architecture: str
-    parts: tuple[Part, ...]
-    fixed: dict[str, object]
-    rename: tuple[tuple[str, str], ...] = ()
-    fused: dict[str, tuple[str, ...]] | None = None
-    conv1d: bool = False
-    stacked_experts: bool = False
 
 
 _SILU = activation("hidden_act")
@@ -183,14 +168,7 @@ FAMILIES: dict[str, Family] = {
             _SILU,
             rope(),
             biases(mlp=True),
-            same(
-                {
-                    "embedding_multiplier": "embedding_multiplier",
-                    "attention_multiplier": "attention.attention_multiplier",
-                    "residual_multiplier": "residual_multiplier",
-                    "logits_scaling": "logits_scaling",
-                }
-            ),
+            same(MULTIPLIERS),
         ),
         {},
     ),
@@ -261,7 +239,8 @@ FAMILIES: dict[str, Family] = {
         ),
         {"attention.attention_sinks": True, "mlp_bias": True, "moe.router_bias": True},
         rename=GPT_OSS_RENAMES,
-        stacked_experts=True,
+        stacked=True,
+        interleaved=True,
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -324,6 +303,7 @@ FAMILIES: dict[str, Family] = {
         fused={"self_attn.c_attn": _QKV},
         conv1d=True,
     ),
+    **HYBRIDS,
 }
 
 # Keys that say nothing about the function a model computes.
@@ -452,22 +432,26 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
     """(slot, position in a fused tensor) of each piece; `slots` moves it behind those before."""
     layers = [i for i, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
     batch = [i for i, axis in enumerate(spec.axes) if axis in ENUMERATING_AXES]
-    is_stacked = family.stacked_experts and "experts" in spec.axes
+    is_stacked = family.stacked and "experts" in spec.axes
+    takes_turns = is_stacked and family.interleaved
     rest = tuple(i for i in range(len(spec.shape)) if i not in batch)
     if spec.role in ("matrix", "router"):
         dims = rest[spec.inputs :], rest[: spec.inputs]
-        dims = dims[::-1] if family.conv1d or is_stacked else dims
+        dims = dims[::-1] if family.conv1d or takes_turns else dims
+    elif spec.role == "conv":  # [channels, 1, taps]
+        dims = rest[:-1], (), rest[-1:]
     else:
         dims = tuple((a,) for a in rest) if spec.role in ("embedding", "head") else (rest,)
-    axis = 1 if (family.conv1d or is_stacked) and len(dims) == 2 else 0
+    axis = 1 if (family.conv1d or takes_turns) and len(dims) == 2 else 0
     for index in product(*(range(spec.shape[a]) for a in batch)):
         at = dict(zip((spec.axes[a] for a in batch), index, strict=True))
-        pair = at.get("pair", 0)
-        if is_stacked:  # gate and up have the name of gate
-            name, where = spec.hf[0].replace(".{expert}", ""), {"lead": (at["experts"],)}
-            where |= {"start": pair, "step": 2} if "pair" in at else {}
-        else:
-            name, where = spec.hf[pair].format(expert=at.get("experts")), {}
+        pair, where = at.get("pair", 0), {}
+        name = spec.hf[0 if takes_turns else pair]  # gate and up have the name of gate
+        if is_stacked:
+            name, where = name.replace(".{expert}", ""), {"lead": (at["experts"],)}
+        if takes_turns and "pair" in at:
+            where |= {"start": pair, "step": 2}
+        name = name.format(expert=at.get("experts"))
         if "layers" in at:
             name = f"model.layers.{layers[at['layers']]}.{name}"
         order = 0

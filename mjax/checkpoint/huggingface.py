@@ -167,7 +167,7 @@ def _matrix(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:
     """[axes that are no batch] -> [rows, columns] as in the tensor; a vector is one row."""
     rest = [i for i in range(len(spec.shape)) if i not in _batch(spec)]
     order = [rest.index(axis) for axes in slot.dims for axis in axes]
-    sizes = [math.prod(array.shape[rest.index(a)] for a in axes) for axes in slot.dims]
+    sizes = [math.prod(array.shape[rest.index(a)] for a in axes) for axes in slot.dims if axes]
     return array.transpose(order).reshape([1] * (2 - len(sizes)) + sizes)
 
 
@@ -203,7 +203,7 @@ def _spans(
             at += length
         return out
 
-    dims = [runs(dim, axes) for dim, axes in enumerate(slot.dims)]
+    dims = [runs(dim, axes) for dim, axes in enumerate(slot.dims) if axes]
     if len(dims) == 1:
         dims = [[(slice(0, 1, 1), slice(0, 1))], *dims]
     for (rows, at_rows), (cols, at_cols) in product(*dims):

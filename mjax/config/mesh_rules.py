@@ -11,6 +11,7 @@ from itertools import combinations
 from math import prod
 
 from mjax.config.keys import value_of
+from mjax.config.pattern import BRANCHES
 from mjax.config.pipeline_layout import assign_slots, stage_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
@@ -122,11 +123,17 @@ def count_slots(c: Config) -> int:
     return len(assign_slots(c.model.layer_kinds, stages_of(c)).stacks)
 
 
+def _is_read(c: Config, key: str) -> bool:
+    """Whether some layer reads the size under `key`; sizes that no branch owns are always read."""
+    owners = [letter for letter in BRANCHES if key.removeprefix("model.") in BRANCHES[letter].sizes]
+    return not owners or bool(c.model.branches & set(owners))
+
+
 def _tp_divides(key: str, remedy: str) -> Rule:
     name = key.rpartition(".")[2]
     return Rule(
         f"tp_divides_{name}",
-        lambda c: value_of(c, key) % c.mesh.tp == 0,
+        lambda c: value_of(c, key) % c.mesh.tp == 0 or not _is_read(c, key),
         f"`{key}` is not divisible by `mesh.tp`",
         remedy,
         every_size=True,
@@ -192,6 +199,7 @@ MESH_RULES: tuple[Rule, ...] = (
     _tp_divides(
         "model.moe.shared_expert_intermediate_size", "choose a mesh.tp that divides its width"
     ),
+    _tp_divides("model.mamba.mamba_num_heads", "choose a mesh.tp that divides the heads"),
     _tp_divides("model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"),
     _tp_divides("data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"),
     Rule(

@@ -2,7 +2,7 @@
 
 from mjax.config.keys import leaf_keys, value_of
 from mjax.config.mesh_rules import Rule
-from mjax.config.model_schema import LayerSizes, MlaConfig
+from mjax.config.model_schema import LayerSizes, MambaConfig, MlaConfig
 from mjax.config.pattern import BRANCHES, branches_of, sizes_of
 from mjax.config.schema import Config
 
@@ -40,6 +40,18 @@ def _has_experts(c: Config) -> bool:
 
 def _has_latents(c: Config) -> bool:
     return "A" in c.model.branches
+
+
+def _has_states(c: Config) -> bool:
+    return "M" in c.model.branches
+
+
+def _steps_fit(c: Config) -> bool:
+    """Whether the bounds of steps are pairs in order."""
+    sizes = c.model.mamba
+    limit = sizes.time_step_limit
+    in_order = limit is None or (len(limit) == 2 and 0 <= limit[0] < limit[1])
+    return in_order and sizes.time_step_min <= sizes.time_step_max
 
 
 def _has_head_dim(c: Config) -> bool:
@@ -157,6 +169,30 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda c: not _has_latents(c) or c.model.rope.partial_rotary_factor == 1,
         "`model.rope.partial_rotary_factor` is not for A blocks, which turn qk_rope_head_dim dims",
         "set it to 1.0",
+    ),
+    Rule(
+        "mamba_heads_given",
+        lambda c: not _has_states(c) or c.model.mamba.mamba_num_heads > 0,
+        "`model.layer_pattern` has M blocks, whose heads model.mamba lacks",
+        "set model.mamba.mamba_num_heads, as a rule 2 x hidden_size / mamba_head_dim",
+    ),
+    Rule(
+        "mamba_used",
+        lambda c: _has_states(c) or c.model.mamba == MambaConfig(),
+        "model.mamba has no effect: `model.layer_pattern` has no M block",
+        "add M blocks or remove model.mamba",
+    ),
+    Rule(
+        "mamba_groups_divide_heads",
+        lambda c: c.model.mamba.mamba_num_heads % c.model.mamba.n_groups == 0,
+        "`model.mamba.mamba_num_heads` is not divisible by `model.mamba.n_groups`",
+        "each group must serve equally many heads: change either",
+    ),
+    Rule(
+        "mamba_steps_fit",
+        _steps_fit,
+        "`model.mamba.time_step_limit`, `model.mamba.time_step_min`: bounds are not in order",
+        "give [smallest, largest] or null, and time_step_min up to time_step_max",
     ),
     Rule(
         "rotary_dims_even",

@@ -14,7 +14,7 @@ from mjax.config.pattern import BRANCHES, branches_of_model, expand, sizes_of
 Dtype = Literal["float32", "bfloat16"]
 
 # What a parameter is for; weight decay, learning rates and Muon go by it.
-ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar")
+ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar", "conv")
 
 
 class Group(BaseModel):
@@ -88,6 +88,29 @@ class MlaConfig(Group):
     def qk_head_dim(self) -> int:
         """The size of a head of queries or keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+class MambaConfig(Group):
+    """Mamba-2, of M blocks: a scan over states, a convolution before it, a gated norm behind."""
+
+    mamba_num_heads: int = Field(0, ge=0, description="Heads of an M block.")
+    mamba_head_dim: int = Field(64, ge=1, description="Channels of a head.")
+    state_size: int = Field(128, ge=1, description="Numbers of the state of a channel.")
+    n_groups: int = Field(1, ge=1, description="Groups of heads that share B, C and a norm.")
+    conv_kernel: int = Field(4, ge=2, description="Tokens that the convolution sees, itself in.")
+    use_conv_bias: bool = True
+    chunk_size: int = Field(256, ge=1, description="Tokens of a chunk of the scan: speed only.")
+    time_step_min: float = Field(1e-3, gt=0, description="Smallest initial step.")
+    time_step_max: float = Field(0.1, gt=0, description="Largest initial step.")
+    time_step_floor: float = Field(1e-4, gt=0, description="Bound below initial steps.")
+    time_step_limit: list[float] | None = Field(
+        None, description="[smallest, largest] step; null: any."
+    )
+
+    @property
+    def channels(self) -> int:
+        """The channels of all heads."""
+        return self.mamba_num_heads * self.mamba_head_dim
 
 
 class RopeConfig(Group):
@@ -184,7 +207,7 @@ class ModelConfig(Group):
         "G",
         description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
         "window, N full attention without RoPE, A latent attention, E full attention with "
-        "experts; or branches, as in "
+        "experts, M Mamba-2 alone; or branches, as in "
         "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
     )
     layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
@@ -196,6 +219,7 @@ class ModelConfig(Group):
 
     attention: AttentionConfig = AttentionConfig()
     mla: MlaConfig = MlaConfig()
+    mamba: MambaConfig = MambaConfig()
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     moe: MoeConfig = MoeConfig()

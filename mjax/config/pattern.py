@@ -91,10 +91,18 @@ BRANCHES: dict[str, Branch] = {
         sizes=("moe.moe_intermediate_size",),
         matmuls=("up", "down", "expert_up", "expert_down"),  # the first of the shared expert
     ),
+    "M": Branch(
+        "mamba",
+        "mjax.models.mamba:Mamba",
+        name="mamba",
+        shape="mamba",
+        matmuls=("ssm_in", "ssm_bc", "ssm_dt", "ssm_proj"),
+        kept=("ssd_out", "ssd_states"),
+    ),
 }
 
 # Common layers, by letter.
-LAYERS = {"G": "GD", "L": "LD", "N": "ND", "A": "AD", "E": "GE"}
+LAYERS = {"G": "GD", "L": "LD", "N": "ND", "A": "AD", "E": "GE", "M": "M"}
 
 # Stacks whose names are older than the words for shapes.
 _STACK_NAMES = {"attention_mlp": "dense", "attention_moe": "moe"}
@@ -161,7 +169,7 @@ def _letters_of_words(pattern: str, words: str) -> str:
 
 def _from_megatron(pattern: str) -> str:
     """Megatron-LM's hybrid pattern, a branch a layer -> the same in brackets."""
-    letters = {"*": "G", "-": "D", "E": "E"}
+    letters = {"M": "M", "*": "G", "-": "D", "E": "E"}
     found = pattern.removeprefix(_MEGATRON)
     unknown = [letter for letter in found if letter not in letters]
     if unknown:

@@ -101,7 +101,7 @@ class OptimizerConfig(Group):
     weight_decay: float = Field(0.1, ge=0)
     weight_decay_end: float | None = Field(None, ge=0, description="Ramp target; None: constant.")
     weight_decay_style: Literal["linear", "cosine"] = "linear"
-    weight_decay_roles: list[str] = Field(["matrix", "embedding", "head", "router"])
+    weight_decay_roles: list[str] = Field(["matrix", "embedding", "head", "router", "conv"])
     lr_multipliers: dict[str, float] = Field({}, description="Per role, e.g. {embedding: 0.5}.")
     clip_grad_norm: float = Field(1.0, ge=0, description="Global L2 norm; 0: off.")
     mu_dtype: Dtype = "float32"

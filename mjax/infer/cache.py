@@ -44,7 +44,11 @@ def empty_cache(
     """Room for `length` tokens in each of `batch` rows, heads sharded over tp of `mesh`."""
     tp = 1 if mesh is None else parallel_of(mesh).tp
     specs = cache_specs(cfg, batch, length, tp)
-    layers = jax.tree.map(lambda spec: jnp.zeros(spec.shape, dtype), specs)
+
+    def empty(spec: CacheSpec) -> jax.Array:
+        return jnp.zeros(spec.shape, jnp.float32 if spec.precise else dtype)
+
+    layers = jax.tree.map(empty, specs)
     zeros = jnp.zeros((batch, length), jnp.int32)
     return placed(cfg, KVCache(layers, zeros, zeros[:, 0], jnp.int32(0)), mesh)
 

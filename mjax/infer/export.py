@@ -139,7 +139,7 @@ def _cache(cfg: ModelConfig, dtype: str) -> dict[str, dict]:
     layers = {
         f"layers.{keystr(path, simple=True, separator='.')}": {
             "shape": list(spec.shape),
-            "dtype": dtype,
+            "dtype": "float32" if spec.precise else dtype,
         }
         for path, spec in paths
     }

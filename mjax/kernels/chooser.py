@@ -235,6 +235,13 @@ def _experts(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, asked:
     return Choice("loop", "our grouped matmul is not yet timed on GPUs (train.experts=mosaic)")
 
 
+def _ssd(dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:
+    """Of x [B, S, H, P] of a scan of Mamba-2."""
+    if device.backend == "cpu":
+        return Choice("xla", NO_GPU)
+    return Choice("xla", "it is matmuls over chunks; there is no kernel of ours yet")
+
+
 RULES = {
     "attention": _attention,
     "experts": _experts,
@@ -243,4 +250,5 @@ RULES = {
     "gate": _gate,
     "loss_rows": _loss_rows,
     "quantize": _quantize,
+    "ssd": _ssd,
 }

@@ -29,10 +29,14 @@ Rope = dict[str, tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """An array of a cache: its shape, and its logical axes (`sharding/rules.py`) or None."""
+    """An array of a cache: its shape, and its logical axes (`sharding/rules.py`) or None.
+
+    precise: whether it is fp32, whatever the model is.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    precise: bool = False
 
 
 class HeadSizes(NamedTuple):

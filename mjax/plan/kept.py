@@ -140,7 +140,7 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
 
     def weight(spec: ParamSpec, cut: PartitionSpec) -> Weight | jax.ShapeDtypeStruct:
         shape = NamedSharding(mesh, cut).shard_shape(spec.shape)
-        value = jax.ShapeDtypeStruct(shape, cfg.precision.compute)
+        value = jax.ShapeDtypeStruct(shape, spec.dtype(cfg.precision.compute))
         if spec.matmul is None:
             return value
         of_matmul = {"name": spec.matmul, "inputs": spec.inputs}

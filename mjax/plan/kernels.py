@@ -52,6 +52,10 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     }
     if "E" in model.branches:
         choices["experts"] = expert_choice(cfg, sizes)
+    if "M" in model.branches:
+        mamba = model.mamba
+        scanned = rows, width, mamba.mamba_num_heads // tp, mamba.mamba_head_dim
+        choices["ssd"] = choose("ssd", dtype, scanned)
     recipe = decide_execution(cfg, sizes).recipe
     if recipe is not None:
         gradient = tokens, up[-1]

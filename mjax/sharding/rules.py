@@ -37,7 +37,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": ("ep",),
     "router": (),
     "embed": (),
+    "groups": ("tp",),
     "latent": (),
+    "state": (),
+    "taps": (),
     "head_dim": (),
     "positions": (),
     "pair": (),
@@ -45,8 +48,9 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 # Axes that fall back to replication where the mesh does not divide them: a device then takes the
-# kv heads that its query heads use (`models/attention.py`). All others are refused by validate.py.
-REPLICABLE = frozenset({"kv_heads"})
+# kv heads that its query heads use (`models/attention.py`), and the groups that its heads of a
+# state-space mixer use (`models/mamba.py`). All others are refused by validate.py.
+REPLICABLE = frozenset({"kv_heads", "groups"})
 
 # Mesh axes over which ZeRO cuts masters, moments and reduced gradients.
 ZERO_AXES = ("dp", "ep", "cp")

@@ -41,7 +41,8 @@ class ParamSpec:
     expert where Hugging Face stores experts separately. `checkpoint/families.py` turns them into
     the names of a family.
 
-    A `frozen` parameter is not trained. One without `fp8` is not rounded to 8 bits.
+    A `frozen` parameter is not trained. A `precise` one is read in fp32, whatever others are. One
+    without `fp8` is not rounded to 8 bits.
 
     No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
     entries, and the step moves it by that (`models/buffers.py`). It lies whole on each device, in
@@ -58,6 +59,7 @@ class ParamSpec:
     frozen: bool = False
     counts: bool = False
     fp8: bool = True
+    precise: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self
@@ -70,7 +72,8 @@ class ParamSpec:
 
     def dtype(self, others: jnp.dtype | str) -> jnp.dtype:
         """The dtype to hold it in where `others` have that dtype."""
-        return jnp.dtype(jnp.float32 if self.counts else others)
+        in_fp32 = self.counts or self.precise
+        return jnp.dtype(jnp.float32 if in_fp32 else others)
 
     @property
     def size(self) -> int:

@@ -45,13 +45,15 @@ def recurrence(monkeypatch):
         ("G@1*2,G", 3, "G@1 G@1 G"),
         ("[G][D]@2", 2, "[G] [D]@2"),
         ("megatron:*-*E", 4, "[G] [D] [G] [E]"),
+        ("megatron:M*M-E", 5, "M [G] M [D] [E]"),
+        ("mamba+mlp, mamba|full", 2, "[MD] [M|G]"),
     ],
 )
 def test_patterns(pattern, layers, expected):
     assert " ".join(expand(pattern, layers)) == expected
 
 
-@pytest.mark.parametrize("pattern", ["[]", "[Q]", "[G|]", "[GL]", "full+wide", "G@", "megatron:M"])
+@pytest.mark.parametrize("pattern", ["[]", "[Q]", "[G|]", "[GL]", "full+wide", "G@", "megatron:m"])
 def test_a_malformed_pattern_is_one_line(pattern):
     with pytest.raises(UserError, match="layer_pattern") as error:
         expand(pattern, 4)

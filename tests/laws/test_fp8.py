@@ -72,6 +72,12 @@ def test_latent_attention_agrees(mesh):
 
 
 @slow
+def test_states_agree():
+    record = compare("mamba", Cell({"dp": 2, "tp": 2}, 1, 2), "precision.fp8=delayed", steps=2)
+    assert holds(record), record
+
+
+@slow
 @pytest.mark.parametrize("layout", ["Et*2||t|tL", "Et|t|t|tL"])
 def test_a_pipeline_of_several_chunks_agrees(layout):
     """Also with slots that only some chunks have. The state lies in the order of storage."""

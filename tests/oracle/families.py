@@ -60,6 +60,23 @@ _YARN = dict(
     beta_slow=1.0,
     original_max_position_embeddings=16,
 )
+_NO_ATTENTION = dict(
+    vocab_size=251,
+    hidden_size=48,
+    num_hidden_layers=3,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    initializer_range=0.15,
+)
+_HYBRID = (
+    {k: v for k, v in _BASE.items() if k != "num_hidden_layers"}
+    | dict(mamba_num_heads=12, mamba_head_dim=8, ssm_state_size=10, n_groups=3, chunk_size=8)
+    | dict(time_step_min=1e-6)
+)  # transformers raises a prompt's steps to it, Megatron-LM does not
+_BAMBA = dict(
+    mamba_n_heads=12, mamba_d_head=8, mamba_d_state=10, mamba_n_groups=3, mamba_chunk_size=8
+)
 # name -> (transformers class prefix, options)
 MODELS: dict[str, tuple[str, dict]] = {
     "gpt2": (
@@ -163,6 +180,47 @@ MODELS: dict[str, tuple[str, dict]] = {
             rope_parameters=dict(rope_type="yarn", rope_theta=500.0, factor=8.0, truncate=False)
             | dict(beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=16)
         ),
+    ),
+    "mamba2": (
+        "Mamba2",
+        _NO_ATTENTION | dict(num_heads=12, head_dim=8, state_size=10, n_groups=3, chunk_size=8),
+    ),
+    "mamba2_tied": (
+        "Mamba2",
+        _NO_ATTENTION
+        | dict(num_heads=4, head_dim=24, state_size=6, n_groups=1, tie_word_embeddings=True)
+        | dict(use_conv_bias=False, conv_kernel=3),
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        _HYBRID | dict(layers_block_type=["linear_attention", "mlp", "full_attention"] * 2),
+    ),
+    "nemotron_h_moe": (
+        "NemotronH",
+        _HYBRID
+        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"])
+        | dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+        | dict(moe_shared_expert_intermediate_size=28, routed_scaling_factor=1.5),
+    ),
+    "bamba": (
+        "Bamba",
+        _NO_HEAD_DIM | _BAMBA | dict(attn_layer_indices=[1]),
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _NO_HEAD_DIM
+        | _BAMBA
+        | dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
+        | dict(num_local_experts=6, num_experts_per_tok=2, shared_intermediate_size=28)
+        | dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.5)
+        | dict(logits_scaling=4.0),
+    ),
+    "granitemoehybrid_dense": (
+        "GraniteMoeHybrid",
+        _NO_HEAD_DIM
+        | _BAMBA
+        | dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
+        | dict(num_local_experts=0, shared_intermediate_size=28, position_embedding_type="rope"),
     ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
 }

@@ -59,6 +59,8 @@ TABLE = [
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), CPU, {}, "xla", NO_GPU),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), HOPPER, {}, "xla", "matmuls over chunks"),
 ]
 
 
@@ -77,7 +79,8 @@ def test_what_is_asked_for_is_not_replaced(name):
 
 
 def test_a_run_lists_every_op_once():
-    experts = ["model.layer_pattern=GE", "model.moe.num_experts=8"]
+    experts = ["model.layer_pattern=GEM", "model.moe.num_experts=8"]
+    experts += ["model.mamba.mamba_num_heads=4", "model.num_hidden_layers=6"]
     cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]

@@ -24,8 +24,8 @@ from mjax.models import build, split
 CFG = ModelConfig(
     vocab_size=251,
     hidden_size=32,
-    num_hidden_layers=3,
-    layer_pattern="LGE",
+    num_hidden_layers=4,
+    layer_pattern="LGEM",
     attention={
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -33,6 +33,7 @@ CFG = ModelConfig(
         "sliding_window": 5,
     },
     moe={"num_experts": 4, "moe_intermediate_size": 16},
+    mamba={"mamba_num_heads": 4, "mamba_head_dim": 16, "state_size": 6, "chunk_size": 4},
     initializer_range=0.3,
     max_position_embeddings=64,
 )

@@ -61,6 +61,14 @@ VARIANTS = {
         "mla.qk_rope_head_dim": 4,
         "mla.v_head_dim": 6,
     },
+    "states": {
+        "layer_pattern": "[MD][M|G]",
+        "mamba.mamba_num_heads": 8,
+        "mamba.mamba_head_dim": 8,
+        "mamba.state_size": 6,
+        "mamba.n_groups": 2,
+        "mamba.chunk_size": 8,
+    },
     "branches": {"layer_pattern": "[G|D][D]G@1", "num_hidden_layers": 3, "layer_sizes": [SIZES]},
 }
 PROMPTS = [[3, 5, 7], [*range(20, 36)], [9] * 9]
@@ -134,7 +142,7 @@ def test_tokens_are_equal_under_tp(tp, plain, greedy):
 
 
 KINDS = [("window", 4), ("softcap", 4), ("learned", 2), ("experts", 2), ("branches", 2)]
-KINDS += [("latent", 4)]
+KINDS += [("latent", 4), ("states", 2), ("states", 4)]
 
 
 @pytest.mark.parametrize("name, tp", quick(KINDS, 1))

@@ -42,6 +42,9 @@ PUBLISHED = {
     "deepseek_v3": 671_026_419_200,  # its choosing biases among them, its prediction layer not
     "glm45_air": 106_852_251_264,
     "gpt_oss_20b": 20_914_757_184,
+    "mamba2_2_7b": 2_702_599_680,
+    "nemotron_h_8b": 8_100_852_736,
+    "granite4_h_tiny": 6_939_037_248,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
 }

@@ -14,6 +14,7 @@ LATENT = [
     "model.mla.qk_rope_head_dim=4",
     "model.mla.v_head_dim=8",
 ]
+STATES = ["model.layer_pattern=M", "model.mamba.mamba_num_heads=6"]
 EXPERTS = ["model.layer_pattern=E", "model.moe.num_experts=4"]
 # Rule -> overrides of a legal config that break it, and what the message must show.
 BROKEN = {
@@ -41,6 +42,10 @@ BROKEN = {
     "tp_divides_shared_expert_intermediate_size": (
         ["mesh.tp=2", *EXPERTS, "model.moe.shared_expert_intermediate_size=33"],
         "model.moe.shared_expert_intermediate_size=33",
+    ),
+    "tp_divides_mamba_num_heads": (
+        [*STATES, "mesh.tp=4"],
+        "model.mamba.mamba_num_heads=6 is not divisible by mesh.tp=4",
     ),
     "tp_divides_padded_vocab_size": (
         ["mesh.tp=2", "model.vocab_size=251", "model.vocab_multiple=1"],
@@ -84,6 +89,16 @@ BROKEN = {
     "mla_rotates_whole_part": (
         [*LATENT, "model.rope.partial_rotary_factor=0.5"],
         "model.rope.partial_rotary_factor=0.5 is not for A blocks",
+    ),
+    "mamba_heads_given": (["model.layer_pattern=M"], "whose heads model.mamba lacks"),
+    "mamba_used": (["model.mamba.n_groups=1", "model.mamba.state_size=8"], "has no M block"),
+    "mamba_groups_divide_heads": (
+        [*STATES, "model.mamba.n_groups=4"],
+        "model.mamba.mamba_num_heads=6 is not divisible by model.mamba.n_groups=4",
+    ),
+    "mamba_steps_fit": (
+        [*STATES, "model.mamba.time_step_limit=[0.1]"],
+        "model.mamba.time_step_limit=[0.1]",
     ),
     "rotary_dims_even": (["model.rope.partial_rotary_factor=0.05"], "rotates 3 dims"),
     "rope_keys_need_rope": (

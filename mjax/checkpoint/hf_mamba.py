@@ -1,0 +1,303 @@
+"""The parts of a config.json of families with state-space mixers: sizes, and which layers have one.
+
+Sizes go by three spellings: Mamba-2's, Nemotron-H's, and that of Bamba, Granite 4 and Falcon-H1.
+A step that is bounded by [0, infinity], as all published models have it, is one without a limit.
+Biases of the projections are refused: no published model has them.
+"""
+
+import math
+from collections.abc import Callable
+
+from mjax.checkpoint.hf_config import Part, only, same, shortest, take
+from mjax.config.model_schema import ModelConfig
+from mjax.errors import UserError
+
+_UNUSED = """rescale_prenorm_residual residual_in_fp32 time_step_rank use_mamba_kernels
+    mamba_ssm_cache_dtype num_logits_to_keep output_router_logits""".split()
+_STEPS = {f"time_step_{name}": f"mamba.time_step_{name}" for name in ("min", "max", "floor")}
+_STEPS_LEFT_OUT = {"time_step_min": 1e-3, "time_step_max": 0.1, "time_step_floor": 1e-4}
+
+
+def mixer(spelling: str, **defaults: object) -> Part:
+    """`model.mamba` in one of the `_SPELLINGS`; `defaults` are the family's for keys left out.
+
+    Reads before `shape`.
+    """
+    names = _SPELLINGS[spelling]
+    keys = same(names | _STEPS, _STEPS_LEFT_OUT | defaults)
+    expand = "mamba_expand" if spelling == "bamba" else "expand"
+
+    def read(config: dict) -> dict:
+        for key in _UNUSED:
+            config.pop(key, None)
+        for key in ("use_bias", "mamba_proj_bias", "projectors_bias"):
+            only(config, key, False)
+        only(config, "mamba_hidden_act", "silu")
+        config.pop(expand, None)  # heads times their size say it
+        fields = keys.read(config) | {"mamba.time_step_limit": _limit(config)}
+        if fields.get("mamba.mamba_head_dim") == "auto":
+            wide = defaults.get(expand, 2) * config["hidden_size"]
+            fields["mamba.mamba_head_dim"] = wide // fields["mamba.mamba_num_heads"]
+        return fields
+
+    def write(cfg: ModelConfig) -> dict:
+        values = keys.write(cfg)
+        if cfg.mamba.time_step_limit is not None:
+            values["time_step_limit"] = cfg.mamba.time_step_limit
+        if cfg.mamba.channels % cfg.hidden_size == 0:
+            values[expand] = cfg.mamba.channels // cfg.hidden_size
+        return values
+
+    return Part(read, write)
+
+
+_COMMON = {"n_groups": "mamba.n_groups", "conv_kernel": "mamba.conv_kernel"}
+_COMMON |= {"chunk_size": "mamba.chunk_size", "use_conv_bias": "mamba.use_conv_bias"}
+_SPELLINGS = {
+    "mamba2": {
+        "num_heads": "mamba.mamba_num_heads",
+        "head_dim": "mamba.mamba_head_dim",
+        "state_size": "mamba.state_size",
+        **_COMMON,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": "mamba.mamba_num_heads",
+        "mamba_head_dim": "mamba.mamba_head_dim",
+        "ssm_state_size": "mamba.state_size",
+        **_COMMON,
+    },
+    "bamba": {
+        "mamba_n_heads": "mamba.mamba_num_heads",
+        "mamba_d_head": "mamba.mamba_head_dim",
+        "mamba_d_state": "mamba.state_size",
+        "mamba_n_groups": "mamba.n_groups",
+        "mamba_d_conv": "mamba.conv_kernel",
+        "mamba_chunk_size": "mamba.chunk_size",
+        "mamba_conv_bias": "mamba.use_conv_bias",
+    },
+}
+
+
+def _limit(config: dict) -> list[float] | None:
+    """`time_step_limit`, in whose JSON infinity is a number or transformers' word for it."""
+    found = config.pop("time_step_limit", None)
+    if found is None:
+        return None
+    low, high = (math.inf if isinstance(v, dict) else float(v) for v in found)
+    if low <= 0 and high == math.inf:
+        return None
+    if high == math.inf:
+        raise UserError(f"config.json: time_step_limit={found!r} is bounded on one side only")
+    return [low, high]
+
+
+def mamba2_shape() -> Part:
+    """Mamba-2's own keys; every layer is a mixer alone. A length is not among them: ours is."""
+    names = "vocab_size hidden_size num_hidden_layers tie_word_embeddings initializer_range".split()
+    fields = {name: name for name in [*names, "max_position_embeddings"]}
+    defaults = {"tie_word_embeddings": False, "initializer_range": 0.1}
+    keys = same(
+        fields | {"layer_norm_epsilon": "norm_eps"},
+        defaults | {"layer_norm_epsilon": 1e-5, "max_position_embeddings": 2048},
+    )
+
+    def read(config: dict) -> dict:
+        only(config, "hidden_act", "silu")
+        return keys.read(config) | {"layer_pattern": "M"}
+
+    return Part(read, keys.write)
+
+
+# ---- which layers have what ----------------------------------------------------------------------
+
+# Nemotron-H's layers: kind -> (its word, Megatron-LM's letter).
+_BRANCHES = {
+    "M": ("linear_attention", "M"),
+    "[G]": ("full_attention", "*"),
+    "[D]": ("mlp", "-"),
+    "[E]": ("moe", "E"),
+}
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+_OF_EXPERTS = """n_routed_experts n_shared_experts moe_intermediate_size num_experts_per_tok n_group
+    moe_shared_expert_intermediate_size routed_scaling_factor topk_group norm_topk_prob""".split()
+
+
+def one_branch_a_layer() -> Part:
+    """Nemotron-H: `layers_block_type`, or Megatron-LM's letters. Reads first."""
+    of_word = {word: letter for word, letter in _BRANCHES.values()}
+
+    def read(config: dict) -> dict:
+        config.pop("mtp_layers_block_type", None)
+        config.pop("num_nextn_predict_layers", None)
+        config.pop("mtp_hybrid_override_pattern", None)
+        config.pop("moe_shared_expert_overlap", None)
+        letters = config.pop("hybrid_override_pattern", None)
+        words = config.pop("layers_block_type", None)
+        if words is not None:
+            words = [_OLDER.get(word, word) for word in words]
+            unknown = [word for word in words if word not in of_word]
+            if unknown:
+                raise UserError(f"config.json: layers_block_type has {unknown[0]!r}")
+            letters = "".join(of_word[word] for word in words)
+        if not letters:
+            raise UserError("config.json lacks 'layers_block_type', which its model_type needs")
+        if "E" not in letters:
+            for key in _OF_EXPERTS:
+                config.pop(key, None)
+        only(config, "num_hidden_layers", len(letters))
+        return {"layer_pattern": f"megatron:{letters}", "num_hidden_layers": len(letters)}
+
+    def write(cfg: ModelConfig) -> dict:
+        if not all(kind in _BRANCHES for kind in cfg.layer_kinds):
+            return {}  # nothing reads that
+        found = [_BRANCHES[kind] for kind in cfg.layer_kinds]
+        return {
+            "layers_block_type": [word for word, _ in found],
+            "hybrid_override_pattern": "".join(letter for _, letter in found),
+        }
+
+    return Part(read, write)
+
+
+def nemotron_shape() -> Part:
+    """Nemotron-H's keys besides its mixers'."""
+    names = """vocab_size hidden_size intermediate_size max_position_embeddings tie_word_embeddings
+        initializer_range""".split()
+    heads = "num_attention_heads", "num_key_value_heads", "head_dim", "attention_dropout"
+    fields = {name: name for name in names} | {name: f"attention.{name}" for name in heads}
+    defaults = {"tie_word_embeddings": False, "initializer_range": 0.02, "attention_dropout": 0.0}
+    keys = same(
+        fields | {"layer_norm_epsilon": "norm_eps"}, defaults | {"layer_norm_epsilon": 1e-5}
+    )
+
+    def read(config: dict) -> dict:
+        for key in ("attention_bias", "mlp_bias"):
+            only(config, key, False)
+        only(config, "sliding_window")
+        only(config, "hidden_dropout", 0.0)
+        return keys.read(config)
+
+    return Part(read, keys.write)
+
+
+def nemotron_experts() -> Part:
+    """Nemotron 3's experts: DeepSeek-V3's router, experts without a gate. Reads before shapes."""
+    keys = same(
+        {
+            "n_routed_experts": "moe.num_experts",
+            "num_experts_per_tok": "moe.num_experts_per_tok",
+            "moe_intermediate_size": "moe.moe_intermediate_size",
+            "moe_shared_expert_intermediate_size": "moe.shared_expert_intermediate_size",
+            "n_group": "moe.n_group",
+            "topk_group": "moe.topk_group",
+            "norm_topk_prob": "moe.norm_topk_prob",
+            "routed_scaling_factor": "moe.routed_scaling_factor",
+        },
+        {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    )
+
+    def read(config: dict) -> dict:
+        only(config, "moe_latent_size")
+        if "n_routed_experts" not in config:
+            return {}
+        only(config, "n_shared_experts", 1)
+        return keys.read(config) | {"moe.scoring_func": "sigmoid", "moe.expert_bias": True}
+
+    def write(cfg: ModelConfig) -> dict:
+        return keys.write(cfg) | {"n_shared_experts": 1} if cfg.moe.num_experts else {}
+
+    return Part(read, write)
+
+
+def attention_among(indices: bool, mixed: Callable[[dict], tuple[str, str]]) -> Part:
+    """Layers of two kinds, (with a mixer, with attention), which `mixed` tells of a config.json.
+
+    `indices`: Bamba lists those with attention; otherwise `layer_types` names all. Reads first.
+    """
+
+    def read(config: dict) -> dict:
+        layers = config["num_hidden_layers"]
+        if indices:
+            at = take(config, "attn_layer_indices", [])
+            attends = [i in at for i in range(layers)]
+        else:
+            types = take(config, "layer_types", None) or config.pop("layers_block_type", None)
+            types = [_OLDER.get(t, t) for t in types or ["linear_attention"] * layers]
+            if len(types) != layers or set(types) - set(_OLDER.values()):
+                raise UserError(f"config.json: layer_types={types!r}, num_hidden_layers={layers}")
+            attends = [t == "full_attention" for t in types]
+        kinds = mixed(config)
+        return {"layer_pattern": shortest([kinds[a] for a in attends])}
+
+    def write(cfg: ModelConfig) -> dict:
+        attends = [kind in ("G", "E") for kind in cfg.layer_kinds]
+        if all(attends):  # no hybrid: what is read back differs
+            return {}
+        if indices:
+            return {"attn_layer_indices": [i for i, attend in enumerate(attends) if attend]}
+        names = {True: "full_attention", False: "linear_attention"}
+        return {"layer_types": [names[attend] for attend in attends]}
+
+    return Part(read, write)
+
+
+def bamba_positions() -> Part:
+    """Bamba turns half of each head where nothing else is said. Reads before `rope`."""
+
+    def read(config: dict) -> dict:
+        said = config.get("rope_parameters") or {}
+        if "partial_rotary_factor" not in said:
+            config.setdefault("partial_rotary_factor", 0.5)
+        only(config, "z_loss_coefficient", 0.0)
+        return {}
+
+    return Part(read, lambda cfg: {})
+
+
+def granite_positions() -> Part:
+    """Granite 4: rotary or no positions. Reads before `rope`."""
+
+    def read(config: dict) -> dict:
+        kind = config.pop("position_embedding_type", None)
+        if kind not in (None, "rope", "nope"):
+            raise UserError(f"config.json: position_embedding_type={kind!r} is not supported")
+        return {"position_embedding": "rope" if kind == "rope" else "none"}
+
+    def write(cfg: ModelConfig) -> dict:
+        return {"position_embedding_type": "rope" if cfg.position_embedding == "rope" else None}
+
+    return Part(read, write)
+
+
+def granite_kinds(config: dict) -> tuple[str, str]:
+    return ("[ME]", "E") if config.get("num_local_experts", 8) else ("[MD]", "G")
+
+
+def granite_experts() -> Part:
+    """Granite 4's experts and shared MLP; without experts the latter is the MLP. Reads before
+    `shape`."""
+    keys = same(
+        {
+            "num_local_experts": "moe.num_experts",
+            "num_experts_per_tok": "moe.num_experts_per_tok",
+            "router_aux_loss_coef": "moe.router_aux_loss_coef",
+            "shared_intermediate_size": "moe.shared_expert_intermediate_size",
+        },
+        {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "num_local_experts": 8},
+    )
+
+    def write(cfg: ModelConfig) -> dict:
+        if not cfg.moe.num_experts:
+            width = cfg.intermediate_size
+            return {"num_local_experts": 0, "shared_intermediate_size": width}
+        return keys.write(cfg) | {"intermediate_size": cfg.moe.moe_intermediate_size}
+
+    def read(config: dict) -> dict:
+        if config.get("num_local_experts", 8):
+            return keys.read(config) | {"moe.moe_intermediate_size": config["intermediate_size"]}
+        for key in ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"):
+            config.pop(key, None)
+        config["intermediate_size"] = take(config, "shared_intermediate_size")
+        return {}
+
+    return Part(read, write)

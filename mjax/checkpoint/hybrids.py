@@ -1,0 +1,110 @@
+"""Families with state-space mixers: rows of the table of families (`families.py`)."""
+
+from mjax.checkpoint.family import Family
+from mjax.checkpoint.hf_config import activation, biases, rope, same, shape
+from mjax.checkpoint.hf_mamba import (
+    attention_among,
+    bamba_positions,
+    granite_experts,
+    granite_kinds,
+    granite_positions,
+    mamba2_shape,
+    mixer,
+    nemotron_experts,
+    nemotron_shape,
+    one_branch_a_layer,
+)
+
+_SILU = activation("hidden_act")
+_MIXER = {
+    "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
+    "mamba.conv1d": tuple(f"mamba.{name}_conv" for name in "xbc"),
+}
+_BACKBONE = (
+    ("model.norm.", "backbone.norm_f."),
+    ("model.embed_tokens", "backbone.embeddings"),
+    ("model.layers.", "backbone.layers."),
+    ("input_layernorm", "norm"),
+    ("mlp.shared_expert.", "mlp.shared_experts."),
+    *((f".{name}.", ".mixer.") for name in ("mamba", "self_attn", "mlp")),
+)
+MULTIPLIERS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "attention_multiplier": "attention.attention_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logits_scaling",
+}
+
+HYBRIDS: dict[str, Family] = {
+    "mamba2": Family(
+        "Mamba2ForCausalLM",
+        (mixer("mamba2", n_groups=8, chunk_size=256, use_conv_bias=True), mamba2_shape()),
+        {"position_embedding": "none"},
+        rename=_BACKBONE,
+        fused=_MIXER,
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        (
+            one_branch_a_layer(),
+            mixer("nemotron_h", use_conv_bias=True),
+            nemotron_experts(),
+            nemotron_shape(),
+            activation("mlp_hidden_act", default="relu2"),
+        ),
+        {"position_embedding": "none", "mlp_gated": False},
+        rename=_BACKBONE,
+        fused=_MIXER,
+    ),
+    "bamba": Family(
+        "BambaForCausalLM",
+        (
+            attention_among(True, lambda config: ("[MD]", "G")),
+            mixer("bamba", mamba_conv_bias=True),
+            bamba_positions(),
+            shape(rms_norm_eps=1e-5),
+            _SILU,
+            rope(partial=True),
+            biases(mlp=True),
+        ),
+        {},
+        rename=(
+            ("model.norm.", "model.final_layernorm."),
+            ("post_attention_layernorm", "pre_ff_layernorm"),
+            (".mlp.", ".feed_forward."),
+        ),
+        fused=_MIXER,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        (
+            attention_among(False, granite_kinds),
+            mixer("bamba", mamba_conv_bias=True),
+            granite_positions(),
+            granite_experts(),
+            shape(),
+            _SILU,
+            rope(),
+            biases(),
+            same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
+        ),
+        {},
+        rename=(
+            ("mlp.shared_expert.down_proj", "shared_mlp.output_linear"),
+            ("mlp.shared_expert.", "shared_mlp."),
+            ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
+            ("mlp.experts.down_proj", "block_sparse_moe.output_linear"),
+            ("mlp.experts.", "block_sparse_moe."),
+            (".mlp.down_proj", ".shared_mlp.output_linear"),
+        ),
+        fused=_MIXER
+        | {
+            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.shared_expert.input_linear": tuple(
+                f"mlp.shared_expert.{name}_proj" for name in ("gate", "up")
+            ),
+            "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+        },
+        stacked=True,
+    ),
+}

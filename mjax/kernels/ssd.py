@@ -1,0 +1,317 @@
+"""The scan of Mamba-2 (state-space duality, arXiv 2405.21060, section 6), in matmuls over chunks.
+
+A head has a state h [P, N]. With a token it becomes exp(dt * a) * h + dt * outer(x, b), and gives
+y = h c. A token that starts a document forgets the state before. `ssd_recurrence` computes just
+that, a token after the other. `ssd` cuts the sequence in chunks. Within a chunk y is a masked
+matrix of products of c and b, times x. From chunk to chunk goes the state alone.
+
+Invariant: states, decays and sums are fp32 (fp64 for inputs of fp64). Matmuls read their operands
+in x's dtype. The backward keeps the inputs and the states between chunks, [B, chunks, H, P, N], and
+computes all else again. The matrices of a chunk, [H, Q, Q], exist for a few chunks at a time
+(`_BLOCK_BYTES`). So memory is linear in the length. All heads of a group share b and c, and the
+matmuls of states take them together: [heads of a group x P, Q] times [Q, N].
+
+Letters: B batch, S sequence, Q tokens of a chunk, H heads, G groups, R heads of a group, P channels
+of a head, N state.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mjax.kernels.chooser import choose
+
+OUTPUT, STATES = "ssd_out", "ssd_states"  # names of what the forward leaves (`config/remat.py`)
+
+_BLOCK_BYTES = 2**28  # of the fp32 matrices of the chunks that are computed at a time
+
+
+class SsdInputs(NamedTuple):
+    """What the scan reads of each token, and `a`.
+
+    x: [B, S, H, P]. dt: fp32 [B, S, H], not negative; 0 leaves the state as it is.
+    a: fp32 [H], negative. b, c: [B, S, G, N], of which each group serves H / G consecutive heads.
+    """
+
+    x: jax.Array
+    dt: jax.Array
+    a: jax.Array
+    b: jax.Array
+    c: jax.Array
+
+
+def ssd(
+    inputs: SsdInputs,
+    *,
+    chunk: int,
+    starts: jax.Array | None = None,
+    initial: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(y [B, S, H, P] in x's dtype, the state after the last token, fp32 [B, H, P, N]).
+
+    `starts` bool [B, S] marks tokens that start a document. `initial` fp32 [B, H, P, N] is the
+    state before the first token; a document that starts there does not see it. `chunk` is a number
+    of tokens. It changes nothing but rounding.
+    """
+    x, b = inputs.x, inputs.b
+    batch, length, heads, size = x.shape
+    choice = choose("ssd", x.dtype, x.shape)
+    assert choice.name == "xla", choice
+    if initial is None:
+        initial = jnp.zeros((batch, heads, size, b.shape[-1]), _wide(x.dtype))
+    if starts is None:
+        documents = jnp.zeros((batch, length), jnp.int32)
+    else:
+        documents = jnp.cumsum(starts, 1, dtype=jnp.int32)
+    how = How(min(chunk, length), packed=starts is not None)
+    padded = -length % how.chunk
+    cut = SsdInputs(
+        *(_cut(v, how.chunk, padded) for v in (x, inputs.dt)),
+        inputs.a,
+        *(_cut(v, how.chunk, padded) for v in (b, inputs.c)),
+    )
+    documents = jnp.pad(documents, [(0, 0), (0, padded)], mode="edge")
+    documents = documents.reshape(batch, -1, how.chunk)
+    y, final = _ssd(how, cut, documents, initial)
+    return y.reshape(batch, -1, heads, size)[:, :length], final
+
+
+def _cut(v: jax.Array, chunk: int, padded: int) -> jax.Array:
+    """[B, S, ...] -> [B, chunks, Q, ...], with zeros at the end, which leave a state as it is."""
+    if padded:
+        v = jnp.pad(v, [(0, 0), (0, padded), *[(0, 0)] * (v.ndim - 2)])
+    return v.reshape(v.shape[0], -1, chunk, *v.shape[2:])
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of states and sums."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@dataclass(frozen=True)
+class How:
+    """Static arguments of `_ssd`. chunk: tokens. packed: whether documents may border."""
+
+    chunk: int
+    packed: bool
+
+
+# ---- forward and backward ------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ssd(how: How, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
+    """`ssd` of chunks: x [B, C, Q, H, P], dt [B, C, Q, H], b and c [B, C, Q, G, N], documents
+    int32 [B, C, Q]: the number of starts so far."""
+    return _forward(how, inputs, documents, initial)[0]
+
+
+def _forward(how: How, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
+    made, decays = _states_of_chunks(how, inputs, documents)
+    states, final = _pass_states(made, decays, initial)
+    states = checkpoint_name(states, STATES)
+    y = checkpoint_name(_outputs(how, inputs, documents, states), OUTPUT)
+    return (y, final), (inputs, documents, states)
+
+
+def _backward(how: How, saved: tuple, gradients: tuple):
+    # The barrier keeps XLA from taking the matrices of the forward, and so from keeping them.
+    (inputs, documents, states), (d_y, d_final) = lax.optimization_barrier((saved, gradients))
+
+    def outputs(inputs: SsdInputs, states: jax.Array) -> jax.Array:
+        return _outputs(how, inputs, documents, states)
+
+    def states_of_chunks(inputs: SsdInputs) -> tuple[jax.Array, jax.Array]:
+        return _states_of_chunks(how, inputs, documents)
+
+    _, through_outputs = jax.vjp(outputs, inputs, states)
+    d_inputs, d_states = through_outputs(d_y)
+    decays, through_states = jax.vjp(states_of_chunks, inputs)
+    d_made, d_decays, d_initial = _pass_back(states, decays[1], d_states, d_final)
+    (more,) = through_states((d_made, d_decays))
+    d_inputs = jax.tree.map(jnp.add, d_inputs, more)
+    return d_inputs, None, d_initial
+
+
+_ssd.defvjp(_forward, _backward)
+
+
+# ---- the three parts -----------------------------------------------------------------------------
+
+
+def _decay(inputs: SsdInputs) -> jax.Array:
+    """The logarithm of how much of a state is left from a chunk's start to each token.
+
+    [B, C, Q, H], the token's own decay included.
+    """
+    wide = _wide(inputs.x.dtype)
+    return jnp.cumsum(inputs.dt.astype(wide) * inputs.a.astype(wide), 2)
+
+
+def _states_of_chunks(
+    how: How, inputs: SsdInputs, documents: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(what the tokens of a chunk leave in the state [B, C, H, P, N], what is left of the state
+    before the chunk [B, C, H])."""
+    x, dt, b = inputs.x, inputs.dt, inputs.b
+    log = _decay(inputs)
+    last = log[:, :, -1:]
+    share = dt.astype(log.dtype) * jnp.exp(last - log)
+    left = jnp.exp(last[:, :, 0])
+    if how.packed:
+        share = share * (documents == documents[:, :, -1:])[..., None]
+        left = left * _without_start(documents)[..., None]
+    x = _by_group(x * share[..., None], b).astype(inputs.x.dtype)
+    wide = {"preferred_element_type": log.dtype}
+    states = jnp.einsum("zcqgrp,zcqgn->zcgrpn", x, b, **wide)
+    return states.reshape(*states.shape[:2], -1, *states.shape[-2:]), left
+
+
+def _without_start(documents: jax.Array) -> jax.Array:
+    """Whether a chunk [B, C, Q] has no token that starts a document: [B, C]."""
+    last = documents[:, :, -1]
+    before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
+    return last == before
+
+
+def _by_group(x: jax.Array, b: jax.Array) -> jax.Array:
+    """[..., H, P] -> [..., G, R, P]."""
+    groups = b.shape[-2]
+    return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
+
+
+def _pass_states(
+    made: jax.Array, decays: jax.Array, initial: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(the state before each chunk [B, C, H, P, N], the last one [B, H, P, N])."""
+
+    def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
+        new, decay = chunk
+        return state * decay[..., None, None] + new, state
+
+    chunks = jnp.moveaxis(made, 1, 0), jnp.moveaxis(decays, 1, 0)
+    final, states = lax.scan(step, initial.astype(made.dtype), chunks)
+    return jnp.moveaxis(states, 0, 1), final
+
+
+def _pass_back(
+    states: jax.Array, decays: jax.Array, d_states: jax.Array, d_final: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of what `_pass_states` reads; `states` are those before each chunk."""
+
+    def step(d_after: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
+        before, decay, d_before = chunk
+        d_decay = jnp.sum(d_after * before, (-2, -1))
+        return d_before + d_after * decay[..., None, None], (d_after, d_decay)
+
+    chunks = tuple(jnp.moveaxis(v, 1, 0) for v in (states, decays, d_states))
+    d_initial, passed = lax.scan(step, d_final.astype(states.dtype), chunks, reverse=True)
+    d_made, d_decays = (jnp.moveaxis(v, 0, 1) for v in passed)
+    return d_made, d_decays, d_initial
+
+
+def _outputs(how: How, inputs: SsdInputs, documents: jax.Array, states: jax.Array) -> jax.Array:
+    """y [B, C, Q, H, P] from the tokens of each chunk and the state before it."""
+    x = inputs.x
+    batch, chunks, tokens, heads, _ = x.shape
+    log = _decay(inputs)
+    before = jnp.pad(documents[:, :-1, -1], [(0, 0), (1, 0)])
+    of_chunk = [x, inputs.dt, log, inputs.b, inputs.c, documents, before, states]
+    flat = [v.reshape(batch * chunks, *v.shape[2:]) for v in of_chunk]
+
+    def output(one: list) -> jax.Array:
+        return _output_of_chunk(how, *one)
+
+    matrices = heads * tokens * tokens * jnp.dtype(log.dtype).itemsize
+    at_a_time = max(1, _BLOCK_BYTES // matrices)
+    if at_a_time >= batch * chunks:
+        y = jax.vmap(output)(flat)
+    else:  # the backward of a block computes its matrices again
+        y = lax.map(jax.checkpoint(output), flat, batch_size=at_a_time)
+    return y.reshape(x.shape)
+
+
+def _output_of_chunk(how: How, x, dt, log, b, c, documents, before, state) -> jax.Array:
+    """y [Q, H, P] of one chunk; `before` is the document of the token before it."""
+    wide = {"preferred_element_type": log.dtype}
+    seen = jnp.tril(jnp.ones((len(x), len(x)), bool))
+    if how.packed:
+        seen &= documents[:, None] == documents
+    apart = log[:, None] - log
+    decay = jnp.exp(jnp.where(seen[..., None], apart, -jnp.inf))
+    decay = jnp.moveaxis(decay, -1, 0).reshape(b.shape[1], -1, *seen.shape)
+    products = jnp.einsum("qgn,sgn->gqs", c, b, **wide)
+    weights = (products[:, None] * decay).astype(x.dtype)
+    taken = _by_group(x * dt.astype(log.dtype)[..., None], b).astype(x.dtype)
+    y = jnp.einsum("grqs,sgrp->qgrp", weights, taken, **wide)
+    left = jnp.exp(log)
+    if how.packed:
+        left = left * (documents == before)[:, None]
+    state = state.reshape(b.shape[1], -1, *state.shape[1:]).astype(x.dtype)
+    from_state = jnp.einsum("qgn,grpn->qgrp", c, state, **wide)
+    y = y + from_state * left.reshape(*y.shape[:3], 1)
+    return y.reshape(x.shape).astype(x.dtype)
+
+
+# ---- a whole sequence at once, a token at a time -------------------------------------------------
+
+
+@jax.checkpoint
+def ssd_final(inputs: SsdInputs, starts: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(the state that a sequence leaves where it starts from none [B, H, P, N], what is left of a
+    state before it [B, H]): fp32, in one matmul.
+
+    Decays are summed from the end, so that the sums of the tokens that matter are small.
+    """
+    x, b = inputs.x, inputs.b
+    wide = _wide(x.dtype)
+    log = inputs.dt.astype(wide) * inputs.a.astype(wide)
+    after = jnp.cumsum(log[:, ::-1], 1)[:, ::-1]
+    share = inputs.dt.astype(wide) * jnp.exp(after - log)
+    left = jnp.exp(after[:, 0])
+    if starts is not None:
+        documents = jnp.cumsum(starts, 1, dtype=jnp.int32)
+        share = share * (documents == documents[:, -1:])[..., None]
+        left = left * (documents[:, -1:] == 0)
+    x = _by_group(x * share[..., None], b).astype(x.dtype)
+    state = jnp.einsum("zqgrp,zqgn->zgrpn", x, b, preferred_element_type=wide)
+    return state.reshape(len(x), -1, *state.shape[-2:]), left
+
+
+def ssd_recurrence(
+    inputs: SsdInputs, starts: jax.Array | None = None, initial: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`ssd`, a token after the other: the oracle of the form in chunks."""
+    x, dt, a, b, c = inputs
+    if initial is None:
+        initial = jnp.zeros((*x.shape[:1], *x.shape[2:], b.shape[-1]), _wide(x.dtype))
+    if starts is None:
+        starts = jnp.zeros(x.shape[:2], bool)
+
+    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array]:
+        x, dt, b, c, start = token
+        state = jnp.where(start[:, None, None, None], 0, state)
+        return ssd_step(state, SsdInputs(x, dt, a, b, c))
+
+    tokens = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, b, c, starts))
+    final, y = lax.scan(step, initial, tokens)
+    return jnp.moveaxis(y, 0, 1), final
+
+
+def ssd_step(state: jax.Array, token: SsdInputs) -> tuple[jax.Array, jax.Array]:
+    """(the new state, y [B, H, P] in x's dtype) of one token of each row.
+
+    The fields of `token` lack the axis of the sequence. The state is fp32 [B, H, P, N].
+    """
+    x, dt, a, b, c = token
+    heads = x.shape[1] // b.shape[1]
+    dt = dt.astype(state.dtype)
+    b, c = (jnp.repeat(v.astype(state.dtype), heads, 1) for v in (b, c))
+    new = (dt[..., None] * x)[..., None] * b[:, :, None]
+    state = state * jnp.exp(dt * a)[..., None, None] + new
+    return state, jnp.einsum("zhpn,zhn->zhp", state, c).astype(x.dtype)

@@ -1,0 +1,62 @@
+"""The scan of Mamba-2, compiled for H200: matmuls of cuBLAS, and memory that has a bound.
+
+It has not run on a GPU: these tests hold what the compiler made of it.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mjax.kernels.ssd import SsdInputs, ssd
+from mjax.plan.described import compiler_devices
+from tests.aot.common import H200, compile_step, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+GIB = 2**30
+
+
+def compiled(length, batch=8, heads=80, groups=8, size=64, state=128, chunk=256):
+    """The scan forward and backward in bf16 on one device; the issue's sizes by default."""
+    where = jax.sharding.SingleDeviceSharding(compiler_devices(H200, 1)[0])
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    wide = jnp.float32
+    inputs = SsdInputs(
+        x=array(batch, length, heads, size),
+        dt=array(batch, length, heads, dtype=wide),
+        a=array(heads, dtype=wide),
+        b=array(batch, length, groups, state),
+        c=array(batch, length, groups, state),
+    )
+
+    def scan(inputs, starts, d_y):
+        y, back = jax.vjp(lambda v: ssd(v, chunk=chunk, starts=starts)[0], inputs)
+        return y, back(d_y)
+
+    starts = array(batch, length, dtype=jnp.bool_)
+    return jax.jit(scan).lower(inputs, starts, inputs.x).compile()
+
+
+def test_matmuls_are_cublas_and_memory_is_bounded():
+    program = compiled(4096)
+    text = program.as_text()
+    assert len(re.findall("__cublas|__triton_gemm|gemm_fusion", text)) >= 6
+    assert program.memory_analysis().temp_size_in_bytes < 4 * GIB
+
+
+def test_memory_is_linear_in_the_length():
+    short, long = (compiled(n, batch=1).memory_analysis() for n in (2**14, 2**16))
+    assert long.temp_size_in_bytes < 4.2 * short.temp_size_in_bytes
+
+
+def test_a_step_over_tp_and_cp_compiles():
+    keys = ["model.num_hidden_layers=2", "mesh.dp=1", "mesh.tp=2", "mesh.cp=2"]
+    step = compile_step(
+        "configs/models/mamba2_2_7b.yaml", *keys, "train.micro_batch_size=1", "train.remat=dots"
+    )
+    assert step.temp < 20 * GIB
