@@ -29,7 +29,14 @@ def seen_experts(program: Program, state: State, batch: Batch) -> dict[str, jax.
     nothing = nothing_seen(*program.expert_sizes)
     if program.layout is not None:
         zeros = global_denominators(model, batch).zeros()
-        _, totals = pipeline_losses(model, program.layout, weights, micro_batches, zeros, nothing)
+        _, totals = pipeline_losses(
+            model,
+            program.layout,
+            weights,
+            micro_batches,
+            zeros,
+            nothing,
+        )
     else:
 
         def add(totals: dict, micro_batch: Batch) -> tuple[dict, None]:
@@ -47,17 +54,20 @@ def expert_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
     nats, a mean over tokens. expert_bias_range: largest less smallest bias that chooses.
     expert_load: of each expert over the mean, a list.
     """
+    tokens = np.maximum(seen["layer_tokens"], 1.0)
+    entropies = seen["layer_entropy"] / tokens
+    ranges = seen["bias_range"] / tokens
+    loads = seen["expert_load"]
+    loads = loads / np.maximum(loads.mean(-1, keepdims=True), 1e-20)
     record: dict = {}
     for number, kind in enumerate(cfg.layer_kinds):
         if "E" not in branches_of(kind):
             continue
-        tokens = max(float(seen["layer_tokens"][number]), 1.0)
-        load = seen["expert_load"][number]
-        load = load / max(float(load.mean()), 1e-20)
         name = f"layers.{number}"
+        load = loads[number]
         record[f"expert_imbalance/{name}"] = float(load.max())
-        record[f"expert_entropy/{name}"] = float(seen["layer_entropy"][number]) / tokens
+        record[f"expert_entropy/{name}"] = float(entropies[number])
         if cfg.moe.expert_bias:
-            record[f"expert_bias_range/{name}"] = float(seen["bias_range"][number]) / tokens
-        record[f"expert_load/{name}"] = [round(float(value), 4) for value in load]
+            record[f"expert_bias_range/{name}"] = float(ranges[number])
+        record[f"expert_load/{name}"] = load.round(4).tolist()
     return record
