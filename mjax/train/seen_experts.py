@@ -50,13 +50,18 @@ def expert_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
     for number, kind in enumerate(cfg.layer_kinds):
         if "E" not in branches_of(kind):
             continue
-        tokens = max(float(seen["layer_tokens"][number]), 1.0)
-        load = seen["expert_load"][number]
-        load = load / max(float(load.mean()), 1e-20)
-        name = f"layers.{number}"
-        record[f"expert_imbalance/{name}"] = float(load.max())
-        record[f"expert_entropy/{name}"] = float(seen["layer_entropy"][number]) / tokens
+        of_layer = {name: values[number] for name, values in seen.items()}
+        tokens = max(of_layer["layer_tokens"], 1)
+        mean = max(of_layer["expert_load"].mean(), 1e-20)
+        load = of_layer["expert_load"] / mean
+        figures = {
+            "expert_imbalance": load.max(),
+            "expert_entropy": of_layer["layer_entropy"] / tokens,
+        }
         if cfg.moe.expert_bias:
-            record[f"expert_bias_range/{name}"] = float(seen["bias_range"][number]) / tokens
-        record[f"expert_load/{name}"] = [round(float(value), 4) for value in load]
+            figures["expert_bias_range"] = of_layer["bias_range"] / tokens
+        for name, value in figures.items():
+            record[f"{name}/layers.{number}"] = float(value)
+        shares = load.round(4)
+        record[f"expert_load/layers.{number}"] = shares.tolist()
     return record
