@@ -62,6 +62,6 @@ def expert_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
             figures["expert_bias_range"] = of_layer["bias_range"] / tokens
         for name, value in figures.items():
             record[f"{name}/layers.{number}"] = float(value)
-        shares = load.round(4)
+        shares = load.astype(np.float64).round(4)
         record[f"expert_load/layers.{number}"] = shares.tolist()
     return record
