@@ -16,6 +16,9 @@ Dtype = Literal["float32", "bfloat16"]
 # What a parameter is for; weight decay, learning rates and Muon go by it.
 ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar", "conv")
 
+# All parameters of experts, in `optimizer.lr_multipliers`; it goes before their roles.
+EXPERTS_GROUP = "experts"
+
 
 class Group(BaseModel):
     """Base of all groups: frozen, strict about keys and types."""

@@ -3,7 +3,7 @@
 import difflib
 
 from mjax.config.mesh_rules import Rule
-from mjax.config.model_schema import ROLES
+from mjax.config.model_schema import EXPERTS_GROUP, ROLES
 from mjax.config.optax_arguments import (
     PREFIX,
     optax_arguments,
@@ -72,7 +72,8 @@ def _unused_adam_keys(c: Config) -> list[str]:
 
 def _unknown_roles(c: Config) -> list[str]:
     o = c.optimizer
-    named = [*o.weight_decay_roles, *o.lr_multipliers, *o.muon_roles]
+    multiplied = set(o.lr_multipliers) - {EXPERTS_GROUP}
+    named = [*o.weight_decay_roles, *multiplied, *o.muon_roles]
     return [role for role in named if role not in ROLES]
 
 
@@ -150,7 +151,7 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         "roles_known",
         lambda c: not _unknown_roles(c),
         lambda c: f"optimizer: unknown parameter role {_unknown_roles(c)[0]!r}",
-        "roles are matrix, embedding, head, router, norm, bias, scalar",
+        "roles are matrix, embedding, head, router, norm, bias, scalar; in lr_multipliers, experts",
     ),
     Rule(
         "muon_roles_are_matrices",

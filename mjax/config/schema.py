@@ -102,7 +102,9 @@ class OptimizerConfig(Group):
     weight_decay_end: float | None = Field(None, ge=0, description="Ramp target; None: constant.")
     weight_decay_style: Literal["linear", "cosine"] = "linear"
     weight_decay_roles: list[str] = Field(["matrix", "embedding", "head", "router", "conv"])
-    lr_multipliers: dict[str, float] = Field({}, description="Per role, e.g. {embedding: 0.5}.")
+    lr_multipliers: dict[str, float] = Field(
+        {}, description="Per role, e.g. {embedding: 0.5}; experts: of all parameters of experts."
+    )
     clip_grad_norm: float = Field(1.0, ge=0, description="Global L2 norm; 0: off.")
     mu_dtype: Dtype = "float32"
     nu_dtype: Dtype = "float32"

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from mjax.config.model_schema import EXPERTS_GROUP
 from mjax.config.schema import OptimizerConfig
 from mjax.optim.adam import adam_direction, adam_moments
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
@@ -80,6 +81,14 @@ def moment_trees(state: dict) -> dict:
 def uses_muon(cfg: OptimizerConfig, role: str) -> bool:
     """Whether parameters of this role are trained by Muon rather than AdamW."""
     return cfg.name == "muon" and role in cfg.muon_roles
+
+
+def lr_multiplier(cfg: OptimizerConfig, spec: ParamSpec) -> float:
+    """The factor on the learning rate of a parameter: of experts' own, or of its role."""
+    factors = cfg.lr_multipliers
+    if "experts" in spec.axes and EXPERTS_GROUP in factors:
+        return factors[EXPERTS_GROUP]
+    return factors.get(spec.role, 1.0)
 
 
 def state_like(
@@ -217,11 +226,10 @@ class ParameterUpdate:
 
     def _moved(self, param: jax.Array, direction: jax.Array, offsets: Offsets) -> jax.Array:
         """The parameter after a step against `direction`, fp32."""
-        role = self.spec.role
         old = param.astype(jnp.float32)
-        if role in self.cfg.weight_decay_roles:
+        if self.spec.role in self.cfg.weight_decay_roles:
             direction += self.weight_decay * old
-        lr = self.lr * self.cfg.lr_multipliers.get(role, 1.0)
+        lr = self.lr * lr_multiplier(self.cfg, self.spec)
         return self._stored(old - lr * direction, param, "param", offsets)
 
     def _stored(self, new: jax.Array, old: jax.Array, tensor: str, offsets: Offsets) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`python -m mjax.report.expert_load RUN [--out FILE.svg]`: the load of each expert over a run.
+"""`python -m mjax.report.expert_load RUN [--out FILE]`: the load of each expert over a run, as SVG.
 
 A panel for each layer with experts: steps from left to right, experts from top to bottom, colors by
 the load over the mean of the layer. It needs records of the run's `log.diagnostics_interval`, no

@@ -54,20 +54,22 @@ def expert_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
     nats, a mean over tokens. expert_bias_range: largest less smallest bias that chooses.
     expert_load: of each expert over the mean, a list.
     """
-    tokens = np.maximum(seen["layer_tokens"], 1.0)
-    entropies = seen["layer_entropy"] / tokens
-    ranges = seen["bias_range"] / tokens
-    loads = seen["expert_load"]
-    loads = loads / np.maximum(loads.mean(-1, keepdims=True), 1e-20)
     record: dict = {}
     for number, kind in enumerate(cfg.layer_kinds):
         if "E" not in branches_of(kind):
             continue
-        name = f"layers.{number}"
-        load = loads[number]
-        record[f"expert_imbalance/{name}"] = float(load.max())
-        record[f"expert_entropy/{name}"] = float(entropies[number])
+        of_layer = {name: values[number] for name, values in seen.items()}
+        tokens = max(of_layer["layer_tokens"], 1)
+        mean = max(of_layer["expert_load"].mean(), 1e-20)
+        load = of_layer["expert_load"] / mean
+        figures = {
+            "expert_imbalance": load.max(),
+            "expert_entropy": of_layer["layer_entropy"] / tokens,
+        }
         if cfg.moe.expert_bias:
-            record[f"expert_bias_range/{name}"] = float(ranges[number])
-        record[f"expert_load/{name}"] = load.round(4).tolist()
+            figures["expert_bias_range"] = of_layer["bias_range"] / tokens
+        for name, value in figures.items():
+            record[f"{name}/layers.{number}"] = float(value)
+        shares = load.astype(np.float64).round(4)
+        record[f"expert_load/layers.{number}"] = shares.tolist()
     return record

@@ -1,5 +1,8 @@
 """Laws of diagnostics: equal on every mesh, true to the step, and no bit of a run changes."""
 
+import json
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +14,9 @@ from mjax.models.expert_loads import see_experts
 from mjax.models.router import Routing
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.sharding.mesh import make_mesh
-from mjax.train.diagnostics import halves, noise_record, norm_record
+from mjax.train.diagnostics import Diagnostics, halves, noise_record, norm_record
 from mjax.train.loop import train
+from mjax.train.metrics import _scalars
 from mjax.train.seen_experts import expert_record
 from tests.laws.test_failures import records
 from tests.marks import quick, slow
@@ -85,6 +89,22 @@ def test_loads_of_experts_are_those_of_one_device(feature, cell):
     )
     for name, value in want.items():
         assert got[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_figures_of_experts_reach_the_log_of_a_run():
+    trainer, batch = drawn("expert bias", Cell())
+    kept = []
+    diagnostics = Diagnostics(trainer, SimpleNamespace(keep_figures=kept.append), 2)
+    for step in (1, 2):
+        diagnostics.ask_if_due(step, batch)
+        diagnostics.write(step)
+    (record,) = kept
+    load = json.loads(json.dumps(record))["expert_load/layers.3"]
+    assert len(load) == trainer.cfg.model.moe.num_experts
+    assert np.mean(load) == pytest.approx(1, abs=1e-4)
+    drawn_on_charts = dict(_scalars(record))
+    figures = {"expert_imbalance/layers.3", "expert_bias_range/layers.3", "grad_norm/embedding"}
+    assert figures <= drawn_on_charts.keys() and "expert_load/layers.3" not in drawn_on_charts
 
 
 def test_a_record_of_experts_says_what_the_router_did():

@@ -85,6 +85,32 @@ def test_groups_go_by_role_not_rank():
     assert moved["head"] == pytest.approx(0.99)
 
 
+def test_experts_and_their_router_have_groups_of_their_own():
+    specs = {
+        "up": ParamSpec((2, 4, 6), ("experts", "embed", "mlp"), "matrix"),
+        "up_bias": ParamSpec((2, 6), ("experts", "mlp"), "bias"),
+        "shared": ParamSpec((4, 6), ("embed", "mlp"), "matrix"),
+        "router": ParamSpec((4, 2), ("embed", "router"), "router"),
+    }
+    params = jax.tree.map(lambda s: jnp.ones(s.shape), specs, **is_spec)
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    def moves(decay: float, **kw) -> dict:
+        optimizer = Optimizer(OptimizerConfig(**kw), specs)
+        state = optimizer.init(params)
+        new, _ = optimizer.update(grads, state, params, lr=0.1, weight_decay=decay)
+        return {name: round(float(1 - p.mean()), 5) for name, p in new.items()}
+
+    factors = {"experts": 0.5, "matrix": 2.0, "router": 3.0}
+    with_factors = moves(0.0, lr_multipliers=factors)
+    assert with_factors == {"up": 0.05, "up_bias": 0.05, "shared": 0.2, "router": 0.3}
+    without_experts = moves(0.0, lr_multipliers={"matrix": 2.0})
+    assert without_experts == {"up": 0.2, "up_bias": 0.1, "shared": 0.2, "router": 0.1}
+    decayed = moves(1.0, weight_decay_roles=["matrix"])
+    assert decayed == {"up": 0.2, "up_bias": 0.1, "shared": 0.2, "router": 0.1}
+    assert moves(1.0)["router"] == 0.2
+
+
 def numpy_newton_schulz(x: np.ndarray, steps: int) -> np.ndarray:
     """On singular values: the quintic acts on each alone."""
     u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
