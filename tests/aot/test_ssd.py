@@ -43,7 +43,7 @@ def compiled(length, batch=8, heads=80, groups=8, size=64, state=128, chunk=256)
 
 
 def test_memory_is_bounded():
-    """Eight rows of 4096 tokens of 80 heads hold 0.8 GiB of inputs; chunks add no more than this."""
+    """Eight rows of 4096 tokens of 80 heads hold 0.8 GiB of inputs; chunks add a bound."""
     program = compiled(4096)
     assert len(re.findall(r" dot\(", program.as_text())) <= 24  # each product once or twice
     assert program.memory_analysis().temp_size_in_bytes < 3 * GIB  # 2.66 when it was written
