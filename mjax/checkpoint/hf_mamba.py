@@ -269,6 +269,50 @@ def granite_positions() -> Part:
     return Part(read, write)
 
 
+def falcon_layers() -> Part:
+    """Falcon-H1: a mixer and attention side by side, then an MLP; a width and multipliers of its
+    own. Reads first."""
+    keys = same(
+        {
+            "key_multiplier": "attention.key_multiplier",
+            "attention_in_multiplier": "attention.attention_in_multiplier",
+            "attention_out_multiplier": "attention.attention_out_multiplier",
+            "ssm_in_multiplier": "mamba.ssm_in_multiplier",
+            "ssm_out_multiplier": "mamba.ssm_out_multiplier",
+            "embedding_multiplier": "embedding_multiplier",
+            "mamba_rms_norm": "mamba.mamba_rms_norm",
+            "ssm_multipliers": "mamba.ssm_multipliers",
+            "mlp_multipliers": "mlp_multipliers",
+        },
+        dict.fromkeys(_FALCON_FACTORS, 1.0)
+        | {"mamba_rms_norm": False, "ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2},
+    )
+
+    def read(config: dict) -> dict:
+        fields = keys.read(config)
+        before_gate = take(config, "mamba_norm_before_gate", True)
+        if fields["mamba.mamba_rms_norm"] and before_gate:
+            raise UserError("config.json: mamba_norm_before_gate=True is not supported with a norm")
+        wide = config["mamba_n_heads"] * config.get("mamba_d_head", 0)
+        only(config, "mamba_d_ssm", wide)
+        only(config, "layers_block_type", ["hybrid"] * config["num_hidden_layers"])
+        factor = take(config, "lm_head_multiplier", 1.0)
+        return fields | {"layer_pattern": "[M|GD]", "logits_scaling": 1 / factor}
+
+    def write(cfg: ModelConfig) -> dict:
+        if set(cfg.layer_kinds) != {"[M|GD]"}:
+            return {}
+        width = {"mamba_d_ssm": cfg.mamba.channels, "mamba_norm_before_gate": False}
+        factor = 1 / (cfg.logits_scaling or 1.0)
+        return keys.write(cfg) | width | {"lm_head_multiplier": factor}
+
+    return Part(read, write)
+
+
+_FALCON_FACTORS = """key_multiplier attention_in_multiplier attention_out_multiplier
+    ssm_in_multiplier ssm_out_multiplier embedding_multiplier""".split()
+
+
 def granite_kinds(config: dict) -> tuple[str, str]:
     return ("[ME]", "E") if config.get("num_local_experts", 8) else ("[MD]", "G")
 

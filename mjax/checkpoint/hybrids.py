@@ -5,6 +5,7 @@ from mjax.checkpoint.hf_config import activation, biases, rope, same, shape
 from mjax.checkpoint.hf_mamba import (
     attention_among,
     bamba_positions,
+    falcon_layers,
     granite_experts,
     granite_kinds,
     granite_positions,
@@ -106,5 +107,23 @@ HYBRIDS: dict[str, Family] = {
             "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
         },
         stacked=True,
+    ),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        (
+            falcon_layers(),
+            mixer("bamba", mamba_conv_bias=True),
+            shape(rms_norm_eps=1e-5),
+            _SILU,
+            rope(),
+            biases(mlp=True),
+        ),
+        {},
+        rename=(
+            ("model.norm.", "model.final_layernorm."),
+            ("post_attention_layernorm", "pre_ff_layernorm"),
+            (".mlp.", ".feed_forward."),
+        ),
+        fused=_MIXER,
     ),
 }

@@ -54,6 +54,13 @@ def _steps_fit(c: Config) -> bool:
     return in_order and sizes.time_step_min <= sizes.time_step_max
 
 
+def _multipliers_fit(c: Config) -> bool:
+    of_parts, of_mlp = c.model.mamba.ssm_multipliers, c.model.mlp_multipliers
+    if of_mlp is not None and (not c.model.mlp_gated or _has_experts(c) or len(of_mlp) != 2):
+        return False
+    return of_parts is None or len(of_parts) == 5
+
+
 def _has_head_dim(c: Config) -> bool:
     """Whether some attention has heads of model.attention.head_dim, and kv heads."""
     return bool(c.model.branches & set("GLN"))
@@ -61,7 +68,8 @@ def _has_head_dim(c: Config) -> bool:
 
 def _mla_lacks(c: Config) -> list[str]:
     """The keys of model.attention that are set and that A blocks lack."""
-    names = "attention_bias", "attention_out_bias", "qk_norm", "attention_sinks"
+    names = "attention_bias attention_out_bias qk_norm attention_sinks key_multiplier".split()
+    names += ["attention_in_multiplier", "attention_out_multiplier"]
     return [name for name in names if value_of(c.model.attention, name)]
 
 
@@ -193,6 +201,13 @@ MODEL_RULES: tuple[Rule, ...] = (
         _steps_fit,
         "`model.mamba.time_step_limit`, `model.mamba.time_step_min`: bounds are not in order",
         "give [smallest, largest] or null, and time_step_min up to time_step_max",
+    ),
+    Rule(
+        "multipliers_fit",
+        _multipliers_fit,
+        "`model.mamba.ssm_multipliers`, `model.mlp_multipliers`: five numbers for z, x, B, C, "
+        "dt; two for the gate and the output of MLPs with a gate, in models without experts",
+        "give as many, or null",
     ),
     Rule(
         "rotary_dims_even",

@@ -72,6 +72,9 @@ class AttentionConfig(Group):
     attn_logit_softcapping: float | None = Field(None, gt=0)
     attention_multiplier: float | None = Field(None, gt=0, description="None: head_dim ** -0.5.")
     attention_dropout: float = Field(0.0, ge=0, lt=1)
+    key_multiplier: float | None = Field(None, gt=0, description="Falcon-H1: scales keys.")
+    attention_in_multiplier: float | None = Field(None, gt=0, description="Scales the input.")
+    attention_out_multiplier: float | None = Field(None, gt=0, description="Scales the output.")
 
 
 class MlaConfig(Group):
@@ -109,6 +112,10 @@ class MambaConfig(Group):
     time_step_limit: list[float] | None = Field(
         None, description="[smallest, largest] step; null: any."
     )
+    mamba_rms_norm: bool = Field(True, description="Norm behind the gate; Falcon-H1 has none.")
+    ssm_in_multiplier: float | None = Field(None, gt=0, description="Scales the input.")
+    ssm_out_multiplier: float | None = Field(None, gt=0, description="Scales the output.")
+    ssm_multipliers: list[float] | None = Field(None, description="Scale z, x, B, C and dt.")
 
     @property
     def channels(self) -> int:
@@ -237,6 +244,9 @@ class ModelConfig(Group):
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
     mlp_bias: bool = False
+    mlp_multipliers: list[float] | None = Field(
+        None, description="Falcon-H1: scale the gate, and the output, of an MLP."
+    )
     swiglu_limit: float | None = Field(
         None, gt=0, description="gpt-oss: experts clamp gate and up at it, and add 1 to up."
     )

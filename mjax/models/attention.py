@@ -101,7 +101,11 @@ class Attention(BranchModule):
     ) -> BranchOutput:
         cfg, ctx, tokens = self.cfg, inputs.ctx, inputs.tokens
         parallel = ctx.parallel
+        if cfg.attention.attention_in_multiplier is not None:
+            x = x * cfg.attention.attention_in_multiplier
         q, k, v = self._project(x, ctx)
+        if cfg.attention.key_multiplier is not None:
+            k = k * cfg.attention.key_multiplier
         if cfg.attention.qk_norm:
             q = self.q_norm(q, parallel)
             k = self.k_norm(k, parallel)
@@ -128,6 +132,8 @@ class Attention(BranchModule):
         y = row(out, weight_of(self.out), ctx)
         if cfg.attention.attention_out_bias:
             y = y + self.out_bias[...]
+        if cfg.attention.attention_out_multiplier is not None:
+            y = y * cfg.attention.attention_out_multiplier
         return BranchOutput(y, cache=cache)
 
     @staticmethod

@@ -91,8 +91,9 @@ class Mamba(BranchModule):
                 precise=True,
             )
             setattr(self, name, declare(rngs, spec, values))
-        gain = ParamSpec(heads.sizes, heads.axes, "norm", hf=("mamba.norm.weight",))
-        self.norm = declare(rngs, gain, constant(1.0))
+        if sizes.mamba_rms_norm:
+            gain = ParamSpec(heads.sizes, heads.axes, "norm", hf=("mamba.norm.weight",))
+            self.norm = declare(rngs, gain, constant(1.0))
         out = ParamSpec(
             shape=(*heads.sizes, width),
             axes=(*heads.axes, "embed"),
@@ -128,6 +129,7 @@ class Mamba(BranchModule):
         bc = weight_of(self.bc)
         bc = replace(bc, value=self._own_groups(bc.value, 2, ctx.parallel))
         zx, bc, dt = column(x, (weight_of(self.inner), bc, weight_of(self.dt)), ctx)
+        zx, bc, dt = self._scaled_parts(zx, bc, dt)
         z, x = _of_pair(zx)
         steps = self._steps(dt)
         if cache is None:
@@ -135,7 +137,22 @@ class Mamba(BranchModule):
         else:
             mixed, cache = self._continue(x, bc, steps, inputs, cache)
         y = self._gated_norm(mixed, z, ctx)
-        return BranchOutput(row(y, weight_of(self.out), ctx), cache=cache)
+        y = row(y, weight_of(self.out), ctx)
+        if self.cfg.mamba.ssm_out_multiplier is not None:
+            y = y * self.cfg.mamba.ssm_out_multiplier
+        return BranchOutput(y, cache=cache)
+
+    def _scaled_parts(
+        self, zx: jax.Array, bc: jax.Array, dt: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The parts of the projected input times Falcon-H1's multipliers."""
+        sizes = self.cfg.mamba
+        if sizes.ssm_in_multiplier is None and sizes.ssm_multipliers is None:
+            return zx, bc, dt
+        of_parts = jnp.asarray(sizes.ssm_multipliers or [1.0] * 5, zx.dtype)
+        of_parts = of_parts * (sizes.ssm_in_multiplier or 1.0)
+        of_zx, of_bc, of_dt = jnp.split(of_parts, [2, 4])
+        return zx * of_zx[:, None, None], bc * of_bc[:, None, None], dt * of_dt
 
     def _steps(self, dt: jax.Array) -> jax.Array:
         """The steps [B, S, H], fp32."""
@@ -231,17 +248,20 @@ class Mamba(BranchModule):
         """RMSNorm over each group of heads of (y + D x) silu(z); its backward keeps y, x and z."""
 
         @jax.checkpoint
-        def gated(mixed: Mixed, z: jax.Array, d: jax.Array, gain: jax.Array) -> jax.Array:
+        def gated(mixed: Mixed, z: jax.Array, d: jax.Array, gain: jax.Array | None) -> jax.Array:
             passed_by = _wide(mixed.x) * _wide(d)[:, None]
             h = _wide(mixed.y) + passed_by
             h = h * jax.nn.silu(_wide(z))
+            if gain is None:
+                return h.astype(z.dtype)
             squares = jnp.sum(jnp.square(h), -1)
             mean = self._mean_of_groups(squares, ctx.parallel)
             factor = jax.lax.rsqrt(mean + self.cfg.norm_eps)
             h = h * factor[..., None] * _wide(gain)
             return h.astype(z.dtype)
 
-        return gated(mixed, z, self.D[...], self.norm[...])
+        gain = self.norm[...] if self.cfg.mamba.mamba_rms_norm else None
+        return gated(mixed, z, self.D[...], gain)
 
     def _mean_of_groups(self, sums: jax.Array, parallel: Parallel) -> jax.Array:
         """Sums of heads [B, S, H] -> for each head the mean over the channels of its group."""

@@ -169,15 +169,21 @@ class MLP(BranchModule):
         bias = self.up_bias[...] if self.cfg.mlp_bias else None
         if self.cfg.mlp_gated:
             h = h if bias is None else h + bias
+            if self.cfg.mlp_multipliers is not None:
+                of_gate = jnp.asarray([self.cfg.mlp_multipliers[0], 1.0], h.dtype)
+                h = h * of_gate[:, None]
             h = gated(h, act)
         else:
             h = activated(h, bias, act)
         y = row(h, down, ctx)
         if self.cfg.mlp_bias:
             y = y + self.down_bias[...]
+        if self.cfg.mlp_multipliers is not None:
+            y = y * self.cfg.mlp_multipliers[1]
         return y
 
     def _in_one_function(self, x: jax.Array, ctx: Context) -> bool:
         """Whether nothing stands between the two matmuls and the gate."""
         gate_alone = self.cfg.mlp_gated and not self.cfg.mlp_bias
+        gate_alone &= self.cfg.mlp_multipliers is None
         return gate_alone and not ctx.overlaps(x.shape[1])

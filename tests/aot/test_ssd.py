@@ -1,4 +1,4 @@
-"""The scan of Mamba-2, compiled for H200: matmuls of cuBLAS, and memory that has a bound.
+"""The scan of Mamba-2, compiled for H200: memory that has a bound and is linear in the length.
 
 It has not run on a GPU: these tests hold what the compiler made of it.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from mjax.kernels.ssd import SsdInputs, ssd
 from mjax.plan.described import compiler_devices
-from tests.aot.common import H200, compile_step, missing
+from tests.aot.common import H200, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -42,21 +42,13 @@ def compiled(length, batch=8, heads=80, groups=8, size=64, state=128, chunk=256)
     return jax.jit(scan).lower(inputs, starts, inputs.x).compile()
 
 
-def test_matmuls_are_cublas_and_memory_is_bounded():
+def test_memory_is_bounded():
+    """Eight rows of 4096 tokens of 80 heads hold 0.8 GiB of inputs; chunks add a bound."""
     program = compiled(4096)
-    text = program.as_text()
-    assert len(re.findall("__cublas|__triton_gemm|gemm_fusion", text)) >= 6
-    assert program.memory_analysis().temp_size_in_bytes < 4 * GIB
+    assert len(re.findall(r" dot\(", program.as_text())) <= 24  # each product once or twice
+    assert program.memory_analysis().temp_size_in_bytes < 3 * GIB  # 2.66 when it was written
 
 
 def test_memory_is_linear_in_the_length():
-    short, long = (compiled(n, batch=1).memory_analysis() for n in (2**14, 2**16))
+    short, long = (compiled(n, batch=1).memory_analysis() for n in (2**13, 2**15))
     assert long.temp_size_in_bytes < 4.2 * short.temp_size_in_bytes
-
-
-def test_a_step_over_tp_and_cp_compiles():
-    keys = ["model.num_hidden_layers=2", "mesh.dp=1", "mesh.tp=2", "mesh.cp=2"]
-    step = compile_step(
-        "configs/models/mamba2_2_7b.yaml", *keys, "train.micro_batch_size=1", "train.remat=dots"
-    )
-    assert step.temp < 20 * GIB

@@ -206,6 +206,21 @@ MODELS: dict[str, tuple[str, dict]] = {
         "Bamba",
         _NO_HEAD_DIM | _BAMBA | dict(attn_layer_indices=[1]),
     ),
+    "falcon_h1": (
+        "FalconH1",
+        _BASE
+        | _BAMBA
+        | dict(mamba_d_ssm=96, mamba_n_heads=6, mamba_d_head=16, embedding_multiplier=3.0)
+        | dict(ssm_in_multiplier=0.7, ssm_out_multiplier=0.4, key_multiplier=0.3)
+        | dict(attention_in_multiplier=1.2, attention_out_multiplier=0.8, lm_head_multiplier=0.25)
+        | dict(ssm_multipliers=[0.5, 1.5, 0.8, 1.1, 0.6], mlp_multipliers=[0.7, 0.3]),
+    ),
+    "falcon_h1_norm": (
+        "FalconH1",
+        _NO_HEAD_DIM
+        | _BAMBA
+        | dict(mamba_d_ssm=96, mamba_rms_norm=True, mamba_norm_before_gate=False),
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         _NO_HEAD_DIM

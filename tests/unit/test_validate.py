@@ -100,6 +100,7 @@ BROKEN = {
         [*STATES, "model.mamba.time_step_limit=[0.1]"],
         "model.mamba.time_step_limit=[0.1]",
     ),
+    "multipliers_fit": (["model.mlp_multipliers=[0.5]"], "model.mlp_multipliers=[0.5]"),
     "rotary_dims_even": (["model.rope.partial_rotary_factor=0.05"], "rotates 3 dims"),
     "rope_keys_need_rope": (
         ["model.position_embedding=learned", "model.rope.rope_scaling={rope_type: linear}"],
