@@ -143,6 +143,13 @@ FEATURES = {
         "model.moe.expert_bias=true",
         "model.moe.routed_scaling_factor=0.5",
     ],
+    "capacity": [  # a third of all pairs is dropped
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.capacity_factor=0.75",
+        "model.moe.routed_scaling_factor=0.5",
+    ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
         "model.layer_sizes=[{intermediate_size: 96}]",
@@ -163,7 +170,7 @@ FEATURES = {
 NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention")
 MOST_TP = {"odd widths": 2}
 # Layers that differ, in turn.
-PERIOD = {"windows": 2, "routing": 4, "expert bias": 4, "unlike layers": 4}
+PERIOD = {"windows": 2, "routing": 4, "expert bias": 4, "capacity": 4, "unlike layers": 4}
 
 
 class Cell(NamedTuple):

@@ -22,6 +22,8 @@ NOT_ARCHITECTURE = frozenset(
         "hidden_dropout",
         "initializer_range",
         "model_type",
+        "moe.capacity_factor",
+        "moe.drop_policy",
         "moe.expert_bias_update_rate",
         "moe.force_balanced",
         "moe.router_aux_loss_coef",

@@ -261,6 +261,18 @@ MODEL_RULES: tuple[Rule, ...] = (
         "set model.moe.shared_expert_intermediate_size",
     ),
     Rule(
+        "drop_policy_used",
+        lambda c: c.model.moe.drop_policy == "probs" or c.model.moe.capacity_factor is not None,
+        "`model.moe.drop_policy` has no effect without a capacity",
+        "set model.moe.capacity_factor",
+    ),
+    Rule(
+        "batched_experts_have_capacity",
+        lambda c: c.train.experts != "batched" or c.model.moe.capacity_factor is not None,
+        "`train.experts` needs experts that take a known number of rows",
+        "set model.moe.capacity_factor, or train.experts=auto",
+    ),
+    Rule(
         "ep_divides_experts",
         lambda c: c.model.moe.num_experts % c.mesh.ep == 0,
         "`model.moe.num_experts` is not divisible by `mesh.ep`",

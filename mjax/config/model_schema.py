@@ -127,6 +127,15 @@ class MoeConfig(Group):
     expert_bias_update_rate: float = Field(
         1e-3, ge=0, description="Step of expert_bias towards equal loads; 0: it stays."
     )
+    capacity_factor: float | None = Field(
+        None,
+        gt=0,
+        description="An expert takes this many times its share of a sequence's tokens, and drops "
+        "the others; None: it drops none.",
+    )
+    drop_policy: Literal["probs", "position"] = Field(
+        "probs", description="Whom it keeps: the tokens of the largest gates, or the first."
+    )
     force_balanced: bool = Field(
         False, description="Benchmarks only: experts take turns, whatever the router says."
     )

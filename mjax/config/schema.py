@@ -181,10 +181,11 @@ class TrainConfig(Group):
         [], description="Kept tensors that wait in pinned host memory, e.g. [up, attn_out]; or all."
     )
     attention: Literal["auto", "xla", "cudnn", "mosaic"] = "auto"
-    experts: Literal["auto", "loop", "xla", "mosaic"] = Field(
+    experts: Literal["auto", "loop", "xla", "mosaic", "batched"] = Field(
         "auto",
         description="loop: every expert runs on all tokens; xla, mosaic: a grouped matmul runs "
-        "each on its own.",
+        "each on its own; batched: with model.moe.capacity_factor, each on as many rows as it has "
+        "capacity.",
     )
     unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."

@@ -24,6 +24,8 @@ class Context:
     max_documents: a bound on the documents in a sequence; 1 promises that every sequence is a
         single document, 0 that the number is unknown.
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
+    capacity: whether experts drop what is above `model.moe.capacity_factor`: in training and in
+        evaluation. Generation sees a part of a sequence at a time, and drops nothing.
     dropout: whether dropout is on.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
@@ -38,6 +40,7 @@ class Context:
     permute: bool = True
     max_documents: int = 0
     overlap_rows: int | None = None
+    capacity: bool = False
     dropout: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router (`router.py`), dropless experts (`experts.py`), a shared expert."""
+"""Mixture of experts: a router (`router.py`), its experts (`experts.py`), a shared expert."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.models.capacity import within_capacity
 from mjax.models.experts import ExpertWeights, run_experts
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, constant, declare, normal
@@ -15,6 +16,7 @@ from mjax.models.router import (
     balance_loss,
     balanced,
     counted,
+    dropped_share,
     entropy,
     route,
     z_loss,
@@ -117,6 +119,8 @@ class MoE(BranchModule):
             found["aux_loss"] = "sequences"
         if cfg.moe.router_z_loss_coef > 0:
             found["router_z_loss"] = "sequences"
+        if cfg.moe.capacity_factor is not None:
+            found["dropped_share"] = "sequences"
         return found
 
     @jax.named_scope("mlp")
@@ -130,6 +134,8 @@ class MoE(BranchModule):
             routing = balanced(routing, inputs.tokens, cfg, parallel)
         if router.expert_bias is not None:
             routing = counted(routing, router.expert_bias)
+        if inputs.ctx.capacity:
+            routing = within_capacity(routing, inputs.tokens, cfg.moe, parallel)
         y = run_experts(x, routing, self._expert_weights(), cfg, inputs.ctx)
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
@@ -158,6 +164,11 @@ class MoE(BranchModule):
         return y * jax.nn.sigmoid(gate).astype(y.dtype)
 
     def _statistics(self, routing: Routing, parallel: Parallel) -> dict[str, jax.Array]:
-        makers = {"aux_loss": balance_loss, "router_z_loss": z_loss, "router_entropy": entropy}
+        makers = {
+            "aux_loss": balance_loss,
+            "router_z_loss": z_loss,
+            "router_entropy": entropy,
+            "dropped_share": dropped_share,
+        }
         names = self.statistics(self.cfg)
         return {name: makers[name](routing, self.cfg, parallel) for name in names}

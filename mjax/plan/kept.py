@@ -107,6 +107,7 @@ def _residuals(
         cp_type=cfg.mesh.cp_type,
         cp_a2a=cfg.mesh.cp_a2a,
         max_documents=1,
+        capacity=True,
         dropout=True,
     )
     positions = jnp.zeros(shape, jnp.int32)

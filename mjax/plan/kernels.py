@@ -20,7 +20,9 @@ def expert_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     """What multiplies tokens by the weights of a device's experts."""
     held = cfg.model.moe.num_experts // sizes["ep"]
     up = held, cfg.model.hidden_size, cfg.model.moe.moe_intermediate_size // sizes["tp"]
-    return choose("experts", cfg.precision.compute, up, asked=cfg.train.experts)
+    has_capacity = cfg.model.moe.capacity_factor is not None
+    facts = {"asked": cfg.train.experts, "has_capacity": has_capacity}
+    return choose("experts", cfg.precision.compute, up, **facts)
 
 
 def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from mjax.config.pattern import BRANCHES
 from mjax.config.schema import Config
 from mjax.models.branch import branch_class, model_heads
+from mjax.models.capacity import expert_capacity
 from mjax.models.execution import Execution
 from mjax.models.flops import branch_flops, flops_by_part, flops_per_token
 from mjax.optim.build import moment_bytes
@@ -134,11 +135,19 @@ def _time(work: float, rate: Span) -> Span:
     return Span(work / rate.high, work / rate.low)
 
 
-def _experts_run(cfg: Config, sizes: dict[str, int]) -> int:
-    """The experts of a layer that run on a token: those that it is sent to, or all of them."""
+def _experts_run(cfg: Config, sizes: dict[str, int]) -> float:
+    """The experts of a layer that run on a token: those that it is sent to, or all of them.
+
+    Batched ones run on as many rows as they have capacity.
+    """
     moe = cfg.model.moe
-    loops = expert_choice(cfg, sizes).name == "loop"
-    return moe.num_experts if loops else moe.num_experts_per_tok
+    kernel = expert_choice(cfg, sizes).name
+    if kernel == "loop":
+        return moe.num_experts
+    if kernel == "batched":
+        length = cfg.data.seq_length
+        return moe.num_experts * expert_capacity(moe, length) / length
+    return moe.num_experts_per_tok
 
 
 def _compute(

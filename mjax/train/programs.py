@@ -103,6 +103,7 @@ class Programs:
             permute=uniform,
             max_documents=self.max_documents,
             overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
+            capacity=True,
             dropout=True,
             label_smoothing=cfg.train.label_smoothing,
             z_loss=cfg.train.z_loss,
