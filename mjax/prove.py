@@ -150,6 +150,11 @@ FEATURES = {
         "model.moe.capacity_factor=0.75",
         "model.moe.routed_scaling_factor=0.5",
     ],
+    "all-to-all": [  # of tokens over ep; some exchanges have more tokens than room, and gather
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "train.expert_exchange=all_to_all",
+    ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
         "model.layer_sizes=[{intermediate_size: 96}]",

@@ -187,6 +187,11 @@ class TrainConfig(Group):
         "each on its own; batched: with model.moe.capacity_factor, each on as many rows as it has "
         "capacity.",
     )
+    expert_exchange: Literal["auto", "all_gather", "all_to_all"] = Field(
+        "auto",
+        description="How tokens reach experts over ep: all tokens to all devices, or each to those "
+        "of its experts; auto: by ep, experts of a token and bytes (docs/moe.md).",
+    )
     unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."
     )

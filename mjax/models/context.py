@@ -18,8 +18,8 @@ from mjax.sharding.collectives import LOCAL, Parallel
 class Context:
     """Static choices of a forward pass.
 
-    attention, experts, cp_type, cp_a2a: config keys `train.attention`, `train.experts`,
-        `mesh.cp_type` and `mesh.cp_a2a`.
+    attention, experts, expert_exchange: config keys of `train`.
+    cp_type, cp_a2a: config keys of `mesh`.
     permute: false where only some devices may run a layer, because a ppermute waits for all.
     max_documents: a bound on the documents in a sequence; 1 promises that every sequence is a
         single document, 0 that the number is unknown.
@@ -35,6 +35,7 @@ class Context:
     parallel: Parallel = LOCAL
     attention: str = "auto"
     experts: str = "auto"
+    expert_exchange: str = "auto"
     cp_type: str = "auto"
     cp_a2a: int = 1
     permute: bool = True

@@ -5,7 +5,7 @@ together, and grouped matmuls multiply each row by the weights of its expert. Pa
 number that no device holds, which are dropped, have no row.
 Gates are multiplied in before the second matmul, so the backward does not need its output, and rows
 are gathered again in the backward instead of being kept (SonicMoE, arXiv 2512.14080). Over ep every
-device gathers the tokens of its group, works on the pairs of the experts that it holds, and
+device gets the tokens of its group, works on the pairs of the experts that it holds, and
 scatters the sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
 all experts on all tokens. Invariant: the result depends on neither the mesh nor the order of pairs.
 """
@@ -30,6 +30,7 @@ from mjax.models.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
+from mjax.models.expert_exchange import Route, route_of, send_tokens, sum_tokens
 from mjax.models.grouped_linear import matrices_of, weight_cotangent
 from mjax.models.mlp import activated, gated
 from mjax.models.router import Routing
@@ -79,11 +80,15 @@ class ExpertWeights(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k]."""
+    """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
+
+    route: how they came, if not all of them did.
+    """
 
     x: jax.Array
     experts: jax.Array
     gates: jax.Array
+    route: Route | None = None
 
 
 def run_experts(
@@ -99,7 +104,7 @@ def run_experts(
     facts = {"asked": ctx.experts, "has_capacity": has_capacity}
     kernel = choose("experts", x.dtype, up.value.shape, **facts).name
     expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
-    routed = to_experts(x, routing, parallel)
+    routed = to_experts(x, routing, cfg, ctx)
     held = len(up.value)
     sequences = x.shape[0] * parallel.ep
     first = parallel.index("ep") * held
@@ -116,7 +121,7 @@ def run_experts(
     if weights.down_bias is not None:
         gates = gates_of_held(routed, first, held)
         y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
-    return from_experts(y.reshape(sequences, -1, y.shape[-1]), parallel)
+    return from_experts(y, x.shape[0], routed.route, parallel)
 
 
 def dispatch_of(
@@ -145,24 +150,39 @@ def dispatch_of(
 # ---- over ep and tp ------------------------------------------------------------------------------
 
 
-def to_experts(x: jax.Array, routing: Routing, parallel: Parallel) -> RoutedTokens:
-    """The tokens of the ep group, in the order of [B*ep, S], from this device's x [B, S/tp, D]."""
+def to_experts(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
+    """The tokens of the ep group, in the order of [B*ep, S], from this device's x [B, S/tp, D].
 
-    def gather(field: jax.Array) -> jax.Array:
-        field = parallel.gather_seq(field)
-        field = parallel.all_gather(field, "ep", 0)
-        return field.reshape(-1, field.shape[-1])
+    Where an all-to-all carries them, tokens without an expert here are zero.
+    """
+    parallel = ctx.parallel
+    rows, columns, width = x.shape
+    k = routing.experts.shape[-1]
 
-    return RoutedTokens(gather(x), gather(routing.experts), gather(routing.gates))
+    def whole(field: jax.Array) -> jax.Array:
+        """[ep, B*S/tp, ...] -> [ep*B*S, ...]."""
+        field = field.reshape(-1, columns, field.shape[-1])
+        return parallel.gather_seq(field).reshape(-1, field.shape[-1])
+
+    def of_group(field: jax.Array) -> jax.Array:
+        return parallel.all_gather(field.reshape(1, -1, k), "ep", 0)
+
+    experts, tokens = of_group(routing.experts), x.reshape(-1, width)
+    route = route_of(tokens, experts, routing.experts.reshape(-1, k), cfg.moe, ctx)
+    sent = send_tokens(parallel, tokens, route)
+    gates = whole(of_group(routing.gates))
+    return RoutedTokens(whole(sent), whole(experts), gates, route)
 
 
-def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
+def from_experts(y: jax.Array, rows: int, route: Route | None, parallel: Parallel) -> jax.Array:
     """The sums over all experts and ffn columns, [B, S/tp, D].
 
-    `y` [B*ep, S, D] are the sums over this device's experts and ffn columns.
+    `y` [T, D] are the sums over this device's experts and ffn columns. `rows` is B.
     """
-    y = parallel.reduce_scatter(y, "ep", 0)
-    return parallel.scatter_seq(y)
+    width = y.shape[-1]
+    y = parallel.scatter_seq(y.reshape(rows * parallel.ep, -1, width))
+    y = sum_tokens(parallel, y.reshape(parallel.ep, -1, width), route)
+    return y.reshape(rows, -1, width)
 
 
 # ---- biases --------------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ class Programs:
             parallel=placement.parallel,
             attention=cfg.train.attention,
             experts=cfg.train.experts,
+            expert_exchange=cfg.train.expert_exchange,
             cp_type=cfg.mesh.cp_type,
             cp_a2a=cfg.mesh.cp_a2a,
             permute=uniform,

@@ -29,3 +29,29 @@ def test_a_mixtral_layer_is_six_kernels_and_copies_neither_weights_nor_sums():
     assert moved and not [shape for shape in moved if shape.startswith(SUMS)]
     # Sums 5.6 GB, weights 2.8, the layer's activations, the head's chunks and gradients.
     assert made.temp < 15.5e9
+
+
+OVER_EP = [
+    "model.num_hidden_layers=1",
+    "data.seq_length=4096",
+    "mesh.ep=8",
+    "train.global_batch_size=16",
+    "train.micro_batch_size=2",
+    "train.remat=none",
+    "train.experts=mosaic",
+]
+
+
+@pytest.mark.parametrize("way,gathers", [("auto", 4), ("all_gather", 0)])
+def test_tokens_of_an_expert_group_go_all_to_all_and_gather_only_where_they_do_not_fit(
+    way, gathers
+):
+    """Two exchanges forward and two backward, each a branch beside the gather or the scatter."""
+    key = f"train.expert_exchange={way}"
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step("configs/models/mixtral_8x7b.yaml", *OVER_EP, key)
+    rows = r"bf16\[(?:8,|8,1,)?2880,4096\]"  # of 8192 tokens, to each device
+    exchanges = re.findall(r"= \(?(\S+).* all-to-all(?:-start)?\(", made.text)
+    print(way, exchanges, len(re.findall(r" conditional\(", made.text)))
+    assert len(re.findall(r" conditional\(", made.text)) == gathers
+    assert len([shape for shape in exchanges if re.search(rows, shape)]) == gathers
