@@ -54,12 +54,10 @@ def rows_per_peer(tokens: int, ep: int, moe: MoeConfig) -> int:
     return min(rows, tokens)
 
 
-def choose_exchange(
-    asked: str, tokens: int, width: int, ep: int, moe: MoeConfig
-) -> tuple[str, str]:
-    """(`all_gather` or `all_to_all`, why) for `tokens` of `width` bytes on each device."""
+def choose_exchange(asked: str, tokens: int, width: int, ep: int, moe: MoeConfig) -> Choice:
+    """`all_gather` or `all_to_all` for `tokens` of `width` bytes on each device."""
     if asked != "auto":
-        return asked, "train.expert_exchange asks for it"
+        return Choice(asked, "train.expert_exchange asks for it")
     rows = rows_per_peer(tokens, ep, moe)
     saved = (ep - 1) * (tokens - rows) * width
     what = f"an all-to-all sends {rows:,} rows to a device instead of {tokens:,}"
