@@ -155,6 +155,15 @@ FEATURES = {
         *EXPERTS,
         "train.expert_exchange=all_to_all",
     ],
+    "sinkhorn": [  # and jitter
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.router_aux_loss_coef=0.0",
+        "model.moe.sinkhorn=true",
+        "model.moe.router_jitter_noise=0.05",
+        "model.moe.routed_scaling_factor=0.5",
+    ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
         "model.layer_sizes=[{intermediate_size: 96}]",
@@ -175,7 +184,14 @@ FEATURES = {
 NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention")
 MOST_TP = {"odd widths": 2}
 # Layers that differ, in turn.
-PERIOD = {"windows": 2, "routing": 4, "expert bias": 4, "capacity": 4, "unlike layers": 4}
+PERIOD = {
+    "windows": 2,
+    "routing": 4,
+    "expert bias": 4,
+    "capacity": 4,
+    "sinkhorn": 4,
+    "unlike layers": 4,
+}
 
 
 class Cell(NamedTuple):

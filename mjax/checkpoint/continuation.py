@@ -28,7 +28,9 @@ NOT_ARCHITECTURE = frozenset(
         "moe.force_balanced",
         "moe.router_aux_loss_coef",
         "moe.router_aux_loss_over",
+        "moe.router_jitter_noise",
         "moe.router_z_loss_coef",
+        "moe.sinkhorn",
         "scaled_output_init",
     }
 )

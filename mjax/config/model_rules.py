@@ -90,6 +90,19 @@ def _groups_fit(c: Config) -> bool:
     return moe.num_experts_per_tok <= moe.num_experts // moe.n_group * moe.topk_group
 
 
+def _balanced_besides_sinkhorn(c: Config) -> str:
+    """The keys that choose or balance experts in another way where Sinkhorn does, for a message."""
+    moe = c.model.moe
+    others = {
+        "router_aux_loss_coef": moe.router_aux_loss_coef > 0,
+        "expert_bias": moe.expert_bias,
+        "n_group": moe.n_group > 1,
+        "force_balanced": moe.force_balanced,
+    }
+    named = [f"`model.moe.{name}`" for name, is_set in others.items() if is_set]
+    return " and ".join(named) if moe.sinkhorn else ""
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "layer_sizes_fit",
@@ -259,6 +272,14 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
         "`model.moe.shared_expert_gate` has no effect without a shared expert",
         "set model.moe.shared_expert_intermediate_size",
+    ),
+    Rule(
+        "sinkhorn_alone",
+        lambda c: not _balanced_besides_sinkhorn(c),
+        lambda c: (
+            f"`model.moe.sinkhorn` balances by itself, not with {_balanced_besides_sinkhorn(c)}"
+        ),
+        "set the one or the other",
     ),
     Rule(
         "drop_policy_used",

@@ -121,6 +121,16 @@ class MoeConfig(Group):
     group_score_topk: int = Field(
         2, ge=1, description="A group's score sums its best ones: DeepSeek-V3: 2, DeepSeek-V2: 1."
     )
+    router_jitter_noise: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Training multiplies the router's input by numbers within this of 1.",
+    )
+    sinkhorn: bool = Field(
+        False,
+        description="Training balances each sequence's choice of experts by Sinkhorn's method.",
+    )
     expert_bias: bool = Field(
         False, description="Bias on the scores that choose experts; no gradient moves it."
     )

@@ -26,7 +26,7 @@ class Context:
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
     capacity: whether experts drop what is above `model.moe.capacity_factor`: in training and in
         evaluation. Generation sees a part of a sequence at a time, and drops nothing.
-    dropout: whether dropout is on.
+    dropout: whether dropout, the jitter of routers and Sinkhorn's routing are on: in training.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
         (`models/trace.py`).
@@ -104,13 +104,41 @@ def dropout(
     """
     if rate == 0 or not ctx.dropout:
         return x
+
+    def keep(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(key, 1 - rate, x.shape[2:])
+
+    mask = _of_each_token(keep, tokens, ctx, salt)
+    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
+
+
+def jitter(
+    x: jax.Array, most: float, tokens: Tokens, ctx: Context, salt: jax.Array | int
+) -> jax.Array:
+    """x [B, S/tp, D] times numbers drawn from 1 - most to 1 + most, as `dropout` draws its mask."""
+    if most == 0 or not ctx.dropout:
+        return x
+
+    def factors(key: jax.Array) -> jax.Array:
+        return jax.random.uniform(key, x.shape[2:], minval=1 - most, maxval=1 + most)
+
+    return (x * _of_each_token(factors, tokens, ctx, salt)).astype(x.dtype)
+
+
+def _of_each_token(
+    draw: Callable[[jax.Array], jax.Array],
+    tokens: Tokens,
+    ctx: Context,
+    salt: jax.Array | int,
+) -> jax.Array:
+    """[B, S/tp, ...]: what `draw` makes of the key of each token."""
     assert tokens.key is not None, "dropout is on but Tokens.key is None"
     key = jax.random.fold_in(tokens.key, salt)
     columns = ctx.parallel.shard(tokens.columns, "tp", 0)
 
-    def keep(row: jax.Array, column: jax.Array) -> jax.Array:
-        token = jax.random.fold_in(jax.random.fold_in(key, row), column)
-        return jax.random.bernoulli(token, 1 - rate, x.shape[2:])
+    def of_token(row: jax.Array, column: jax.Array) -> jax.Array:
+        return draw(jax.random.fold_in(jax.random.fold_in(key, row), column))
 
-    mask = jax.vmap(lambda row: jax.vmap(lambda column: keep(row, column))(columns))(tokens.rows)
-    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
+    return jax.vmap(lambda row: jax.vmap(lambda column: of_token(row, column))(columns))(
+        tokens.rows
+    )

@@ -7,6 +7,7 @@ from flax import nnx
 from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.capacity import within_capacity
+from mjax.models.context import jitter
 from mjax.models.experts import ExpertWeights, run_experts
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, constant, declare, normal
@@ -18,12 +19,16 @@ from mjax.models.router import (
     counted,
     dropped_share,
     entropy,
+    rerouted,
     route,
     z_loss,
 )
+from mjax.models.sinkhorn import sinkhorn_experts
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
+
+_JITTER_SALT = 1 << 25  # tells its draws from those of attention beside it
 
 
 class MoE(BranchModule):
@@ -127,16 +132,20 @@ class MoE(BranchModule):
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
-        cfg, parallel = self.cfg, inputs.ctx.parallel
+        cfg, ctx, parallel = self.cfg, inputs.ctx, inputs.ctx.parallel
         router = self._router()
-        routing = route(x, router, cfg)
+        salt = inputs.salt ^ _JITTER_SALT
+        seen = jitter(x.astype(jnp.float32), cfg.moe.router_jitter_noise, inputs.tokens, ctx, salt)
+        routing = route(seen, router, cfg)
+        if cfg.moe.sinkhorn and ctx.dropout:
+            routing = rerouted(routing, sinkhorn_experts(routing.logits, cfg.moe, parallel), cfg)
         if cfg.moe.force_balanced:
             routing = balanced(routing, inputs.tokens, cfg, parallel)
         if router.expert_bias is not None:
             routing = counted(routing, router.expert_bias)
-        if inputs.ctx.capacity:
+        if ctx.capacity:
             routing = within_capacity(routing, inputs.tokens, cfg.moe, parallel)
-        y = run_experts(x, routing, self._expert_weights(), cfg, inputs.ctx)
+        y = run_experts(x, routing, self._expert_weights(), cfg, ctx)
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
         return BranchOutput(y, self._statistics(routing, parallel))

@@ -73,7 +73,11 @@ def balanced(routing: Routing, tokens: Tokens, cfg: ModelConfig, parallel: Paral
     columns = parallel.shard(tokens.columns, "tp", 0)
     first = count * (tokens.rows[:, None] + columns)
     turns = first[..., None] + jnp.arange(count)
-    experts = turns % cfg.moe.num_experts
+    return rerouted(routing, turns % cfg.moe.num_experts, cfg)
+
+
+def rerouted(routing: Routing, experts: jax.Array, cfg: ModelConfig) -> Routing:
+    """The routing to other `experts` int32 [B, S, k], with the router's gates of those."""
     scores, _ = _scores(routing.logits, cfg)
     gates = gates_of(experts, routing.logits, scores, cfg)
     return routing._replace(experts=experts, gates=gates)

@@ -30,6 +30,7 @@ SAMPLE = [
     ("expert bias", Cell({"pp": 2, "ep": 2, "cp": 2}, 1, 3)),
     ("capacity", Cell({"ep": 2, "cp": 2, "tp": 2}, 3, 2)),
     ("all-to-all", Cell({"pp": 2, "ep": 2, "tp": 2}, 1, 3)),
+    ("sinkhorn", Cell({"ep": 2, "cp": 2, "tp": 2}, 1, 3)),
     ("unlike layers", Cell({"pp": 2, "cp": 2, "dp": 2}, 3, 3, cp_type="all_gather")),
     ("frozen", Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 4)),
     ("latent attention", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),

@@ -130,6 +130,10 @@ BROKEN = {
         [*EXPERTS, "model.moe.shared_expert_gate=true"],
         "model.moe.shared_expert_gate=True has no effect without a shared expert",
     ),
+    "sinkhorn_alone": (
+        [*EXPERTS, "model.moe.sinkhorn=true", "model.moe.expert_bias=true"],
+        "model.moe.sinkhorn=True balances by itself, not with model.moe.expert_bias=True",
+    ),
     "drop_policy_used": (
         [*EXPERTS, "model.moe.drop_policy=position"],
         "model.moe.drop_policy='position' has no effect without a capacity",
