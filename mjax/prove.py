@@ -159,6 +159,27 @@ FEATURES = {
         "model.hidden_dropout=0.1",
         "train.mtp_loss_scaling_factor=0.5",
     ],
+    "capacity": [  # a third of all pairs is dropped
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.capacity_factor=0.75",
+        "model.moe.routed_scaling_factor=0.5",
+    ],
+    "all-to-all": [  # of tokens over ep; some exchanges have more tokens than room, and gather
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "train.expert_exchange=all_to_all",
+    ],
+    "sinkhorn": [  # and jitter
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.router_aux_loss_coef=0.0",
+        "model.moe.sinkhorn=true",
+        "model.moe.router_jitter_noise=0.05",
+        "model.moe.routed_scaling_factor=0.5",
+    ],
     "unlike layers": [  # a branch a layer, two at once, and a wider MLP
         "model.layer_pattern='[G][D][G|D]G@1'",
         "model.layer_sizes=[{intermediate_size: 96}]",
@@ -191,6 +212,8 @@ PERIOD = {
     "multi-token prediction": 2,
     "routing": 4,
     "expert bias": 4,
+    "capacity": 4,
+    "sinkhorn": 4,
     "unlike layers": 4,
     "hybrid": 4,
 }

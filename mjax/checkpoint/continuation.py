@@ -22,11 +22,15 @@ NOT_ARCHITECTURE = frozenset(
         "hidden_dropout",
         "initializer_range",
         "model_type",
+        "moe.capacity_factor",
+        "moe.drop_policy",
         "moe.expert_bias_update_rate",
         "moe.force_balanced",
         "moe.router_aux_loss_coef",
         "moe.router_aux_loss_over",
+        "moe.router_jitter_noise",
         "moe.router_z_loss_coef",
+        "moe.sinkhorn",
         "scaled_output_init",
     }
 )

@@ -316,7 +316,8 @@ MEANINGLESS = frozenset(
 # Keys of ours that a config.json does not carry, or that do not change the trained function.
 UNSAID = frozenset(
     """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
-    moe.expert_bias_update_rate""".split()
+    moe.expert_bias_update_rate moe.capacity_factor moe.drop_policy
+    moe.router_jitter_noise moe.sinkhorn""".split()
 )
 
 

@@ -110,6 +110,19 @@ def _groups_fit(c: Config) -> bool:
     return moe.num_experts_per_tok <= moe.num_experts // moe.n_group * moe.topk_group
 
 
+def _balanced_besides_sinkhorn(c: Config) -> str:
+    """The keys that choose or balance experts in another way where Sinkhorn does, for a message."""
+    moe = c.model.moe
+    others = {
+        "router_aux_loss_coef": moe.router_aux_loss_coef > 0,
+        "expert_bias": moe.expert_bias,
+        "n_group": moe.n_group > 1,
+        "force_balanced": moe.force_balanced,
+    }
+    named = [f"`model.moe.{name}`" for name, is_set in others.items() if is_set]
+    return " and ".join(named) if moe.sinkhorn else ""
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "layer_sizes_fit",
@@ -310,6 +323,26 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
         "`model.moe.shared_expert_gate` has no effect without a shared expert",
         "set model.moe.shared_expert_intermediate_size",
+    ),
+    Rule(
+        "sinkhorn_alone",
+        lambda c: not _balanced_besides_sinkhorn(c),
+        lambda c: (
+            f"`model.moe.sinkhorn` balances by itself, not with {_balanced_besides_sinkhorn(c)}"
+        ),
+        "set the one or the other",
+    ),
+    Rule(
+        "drop_policy_used",
+        lambda c: c.model.moe.drop_policy == "probs" or c.model.moe.capacity_factor is not None,
+        "`model.moe.drop_policy` has no effect without a capacity",
+        "set model.moe.capacity_factor",
+    ),
+    Rule(
+        "batched_experts_have_capacity",
+        lambda c: c.train.experts != "batched" or c.model.moe.capacity_factor is not None,
+        "`train.experts` needs experts that take a known number of rows",
+        "set model.moe.capacity_factor, or train.experts=auto",
     ),
     Rule(
         "ep_divides_experts",

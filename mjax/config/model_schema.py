@@ -154,11 +154,30 @@ class MoeConfig(Group):
     group_score_topk: int = Field(
         2, ge=1, description="A group's score sums its best ones: DeepSeek-V3: 2, DeepSeek-V2: 1."
     )
+    router_jitter_noise: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Training multiplies the router's input by numbers within this of 1.",
+    )
+    sinkhorn: bool = Field(
+        False,
+        description="Training balances each sequence's choice of experts by Sinkhorn's method.",
+    )
     expert_bias: bool = Field(
         False, description="Bias on the scores that choose experts; no gradient moves it."
     )
     expert_bias_update_rate: float = Field(
         1e-3, ge=0, description="Step of expert_bias towards equal loads; 0: it stays."
+    )
+    capacity_factor: float | None = Field(
+        None,
+        gt=0,
+        description="An expert takes this many times its share of a sequence's tokens, and drops "
+        "the others; None: it drops none.",
+    )
+    drop_policy: Literal["probs", "position"] = Field(
+        "probs", description="Whom it keeps: the tokens of the largest gates, or the first."
     )
     force_balanced: bool = Field(
         False, description="Benchmarks only: experts take turns, whatever the router says."

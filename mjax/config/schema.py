@@ -183,10 +183,16 @@ class TrainConfig(Group):
         [], description="Kept tensors that wait in pinned host memory, e.g. [up, attn_out]; or all."
     )
     attention: Literal["auto", "xla", "cudnn", "mosaic"] = "auto"
-    experts: Literal["auto", "loop", "xla", "mosaic"] = Field(
+    experts: Literal["auto", "loop", "xla", "mosaic", "batched"] = Field(
         "auto",
         description="loop: every expert runs on all tokens; xla, mosaic: a grouped matmul runs "
-        "each on its own.",
+        "each on its own; batched: with model.moe.capacity_factor, each on as many rows as it has "
+        "capacity.",
+    )
+    expert_exchange: Literal["auto", "all_gather", "all_to_all"] = Field(
+        "auto",
+        description="How tokens reach experts over ep: all tokens to all devices, or each to those "
+        "of its experts; auto: by ep, experts of a token and bytes (docs/moe.md).",
     )
     unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."

@@ -226,12 +226,21 @@ def _on_gpu(device: Device, why: str) -> Choice:
     return Choice("triton", why) if device.triton else Choice("xla", NO_TRITON)
 
 
-def _experts(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, asked: str) -> Choice:
+def _experts(
+    dtype: jnp.dtype,
+    shape: tuple[int, ...],
+    device: Device,
+    *,
+    asked: str,
+    has_capacity: bool = False,
+) -> Choice:
     """Of the weights [E, D, ...] of a device's experts: what multiplies tokens by them."""
     if asked != "auto":
         return Choice(asked, "train.experts asks for it")
     if device.backend == "cpu":
         return Choice("xla", NO_GPU)
+    if has_capacity:
+        return Choice("batched", "capacity bounds the rows of an expert")
     return Choice("loop", "our grouped matmul is not yet timed on GPUs (train.experts=mosaic)")
 
 

@@ -3,8 +3,9 @@
 `sizes` int32 [G] counts the rows of each group. Groups may be empty. Rows beyond sum(sizes) belong
 to no group: products make them zero, and gradients of weights leave them out, if they are finite.
 The plain-JAX versions are `jax.lax.ragged_dot_general`; XLA for GPUs multiplies all rows by all
-groups there. Those for Hopper GPUs are `mosaic_grouped.py`, imported on use: it needs a jax that
-has Mosaic. Invariant: a product is summed in fp32 and rounded once, to the dtype of the rows.
+groups there. `batched` is for groups of equal sizes: products of batches of matrices. Those for
+Hopper GPUs are `mosaic_grouped.py`, imported on use: it needs a jax that has Mosaic. Invariant: a
+product is summed in fp32 and rounded once, to the dtype of the rows.
 """
 
 import jax
@@ -24,6 +25,8 @@ def grouped_matmul(
         from mjax.kernels.mosaic_grouped import multiply_rows, tile_of_rows
 
         return multiply_rows(x, w, sizes, tile_of_rows(w.shape[2]), transposed=False)
+    if implementation == "batched":
+        return _batched("gmk,gkn->gmn", x, w)
     return reference_matmul(x, w, sizes)
 
 
@@ -35,6 +38,8 @@ def grouped_matmul_transposed(
         from mjax.kernels.mosaic_grouped import multiply_rows, tile_of_rows
 
         return multiply_rows(g, w, sizes, tile_of_rows(w.shape[1]), transposed=True)
+    if implementation == "batched":
+        return _batched("gmn,gkn->gmk", g, w)
     return reference_transposed(g, w, sizes)
 
 
@@ -55,6 +60,15 @@ def grouped_weight_gradient(
 
         tile = tile_of_weights(x.shape[1], g.shape[1])
         return weight_gradient(x, g, sizes, total, tile)
+    if implementation == "batched":
+        groups = len(sizes)
+        product = jnp.einsum(
+            "gmk,gmn->gkn",
+            x.reshape(groups, -1, x.shape[1]),
+            g.reshape(groups, -1, g.shape[1]),
+            preferred_element_type=jnp.float32,
+        )
+        return product.astype(x.dtype) if total is None else total + product
     return reference_weight_gradient(x, g, sizes, total)
 
 
@@ -70,6 +84,13 @@ def resolve(rows: jax.Array, weight: tuple[int, ...], implementation: str) -> st
         if lacks:
             raise UserError(f"train.experts=mosaic: {lacks}; set train.experts=auto")
     return choice.name
+
+
+def _batched(products: str, rows: jax.Array, w: jax.Array) -> jax.Array:
+    """Rows [M, ..] of groups of equal sizes times w [G, ..] of their group, in the rows' dtype."""
+    groups = rows.reshape(len(w), -1, rows.shape[1])
+    y = jnp.einsum(products, groups, w, preferred_element_type=jnp.float32)
+    return y.reshape(len(rows), -1).astype(rows.dtype)
 
 
 # ---- in plain JAX ------------------------------------------------------------------------------

@@ -18,13 +18,15 @@ from mjax.sharding.collectives import LOCAL, Parallel
 class Context:
     """Static choices of a forward pass.
 
-    attention, experts, cp_type, cp_a2a: config keys `train.attention`, `train.experts`,
-        `mesh.cp_type` and `mesh.cp_a2a`.
+    attention, experts, expert_exchange: config keys of `train`.
+    cp_type, cp_a2a: config keys of `mesh`.
     permute: false where only some devices may run a layer, because a ppermute waits for all.
     max_documents: a bound on the documents in a sequence; 1 promises that every sequence is a
         single document, 0 that the number is unknown.
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
-    dropout: whether dropout is on.
+    capacity: whether experts drop what is above `model.moe.capacity_factor`: in training and in
+        evaluation. Generation sees a part of a sequence at a time, and drops nothing.
+    dropout: whether dropout, the jitter of routers and Sinkhorn's routing are on: in training.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     head_remat: the remat policy of layers that an objective applies.
     seen_experts: (layers, experts) of a model whose routing is looked at, or None
@@ -36,11 +38,13 @@ class Context:
     parallel: Parallel = LOCAL
     attention: str = "auto"
     experts: str = "auto"
+    expert_exchange: str = "auto"
     cp_type: str = "auto"
     cp_a2a: int = 1
     permute: bool = True
     max_documents: int = 0
     overlap_rows: int | None = None
+    capacity: bool = False
     dropout: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -105,13 +109,41 @@ def dropout(
     """
     if rate == 0 or not ctx.dropout:
         return x
+
+    def keep(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(key, 1 - rate, x.shape[2:])
+
+    mask = _of_each_token(keep, tokens, ctx, salt)
+    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
+
+
+def jitter(
+    x: jax.Array, most: float, tokens: Tokens, ctx: Context, salt: jax.Array | int
+) -> jax.Array:
+    """x [B, S/tp, D] times numbers drawn from 1 - most to 1 + most, as `dropout` draws its mask."""
+    if most == 0 or not ctx.dropout:
+        return x
+
+    def factors(key: jax.Array) -> jax.Array:
+        return jax.random.uniform(key, x.shape[2:], minval=1 - most, maxval=1 + most)
+
+    return (x * _of_each_token(factors, tokens, ctx, salt)).astype(x.dtype)
+
+
+def _of_each_token(
+    draw: Callable[[jax.Array], jax.Array],
+    tokens: Tokens,
+    ctx: Context,
+    salt: jax.Array | int,
+) -> jax.Array:
+    """[B, S/tp, ...]: what `draw` makes of the key of each token."""
     assert tokens.key is not None, "dropout is on but Tokens.key is None"
     key = jax.random.fold_in(tokens.key, salt)
     columns = ctx.parallel.shard(tokens.columns, "tp", 0)
 
-    def keep(row: jax.Array, column: jax.Array) -> jax.Array:
-        token = jax.random.fold_in(jax.random.fold_in(key, row), column)
-        return jax.random.bernoulli(token, 1 - rate, x.shape[2:])
+    def of_token(row: jax.Array, column: jax.Array) -> jax.Array:
+        return draw(jax.random.fold_in(jax.random.fold_in(key, row), column))
 
-    mask = jax.vmap(lambda row: jax.vmap(lambda column: keep(row, column))(columns))(tokens.rows)
-    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
+    return jax.vmap(lambda row: jax.vmap(lambda column: of_token(row, column))(columns))(
+        tokens.rows
+    )

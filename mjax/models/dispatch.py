@@ -1,6 +1,7 @@
 """The dispatch of tokens to the experts that a device holds: pairs of both, sorted by expert.
 
 Invariant: every pair of a token and an expert that is held here has one row, whatever the routing.
+Pairs whose expert's number no device has were dropped by the router.
 Both directions gather rows; neither scatters, so sums have a fixed order.
 """
 
@@ -23,26 +24,90 @@ class Dispatch(NamedTuple):
     sizes: jax.Array
 
 
-def make_dispatch(experts: jax.Array, first: jax.Array | int, held: int) -> Dispatch:
+class SortedPairs(NamedTuple):
+    """All pairs of T tokens and k experts, sorted by expert; int32.
+
+    local [T*k]: the number of each pair's expert among those held here, or how many are held.
+    order [T*k]: the pairs as sorted. places [T*k]: where in that order each pair is.
+    sizes [E/ep]: the pairs of each held expert.
+    """
+
+    local: jax.Array
+    order: jax.Array
+    places: jax.Array
+    sizes: jax.Array
+
+
+def sort_pairs(experts: jax.Array, first: jax.Array | int, held: int) -> SortedPairs:
+    """The pairs of tokens and `experts` int32 [T, k], sorted; `first`, .. are held here."""
+    local = experts.reshape(-1) - first
+    is_held = (local >= 0) & (local < held)
+    local = jnp.where(is_held, local, held)
+    order = jnp.argsort(local, stable=True)
+    order = order.astype(jnp.int32)
+    row = jnp.arange(len(local), dtype=jnp.int32)
+    places = jnp.zeros_like(row)
+    places = places.at[order].set(row, unique_indices=True)
+    sizes = jnp.zeros(held + 1, jnp.int32)
+    sizes = sizes.at[local].add(1)
+    return SortedPairs(local, order, places, sizes[:held])
+
+
+def make_dispatch(
+    experts: jax.Array,
+    first: jax.Array | int,
+    held: int,
+    most: int | None = None,
+) -> Dispatch:
     """The dispatch of tokens to this device's experts `first`, .. `first + held - 1`.
 
     `experts` int32 [T, k] are those of each token. M is T * min(k, held), so any routing fits.
+    `most` rows or less are made if it is given; they must suffice.
     """
     tokens, k = experts.shape
-    local = experts.reshape(-1) - first
-    local = jnp.where((local >= 0) & (local < held), local, held)
-    order = jnp.argsort(local, stable=True).astype(jnp.int32)
-    row = jnp.arange(tokens * k, dtype=jnp.int32)
-    places = jnp.zeros_like(row).at[order].set(row, unique_indices=True)
-    sizes = jnp.zeros(held + 1, jnp.int32).at[local].add(1)[:held]
-    places = jnp.where(local < held, places, len(row))
-    return Dispatch(order[: tokens * min(k, held)], places.reshape(tokens, k), sizes)
+    pairs = sort_pairs(experts, first, held)
+    rows = tokens * min(k, held)
+    if most is not None:
+        rows = min(rows, most)
+    nowhere = len(pairs.places)
+    places = jnp.where(pairs.local < held, pairs.places, nowhere)
+    return Dispatch(pairs.order[:rows], places.reshape(tokens, k), pairs.sizes)
+
+
+def make_padded_dispatch(
+    experts: jax.Array,
+    first: jax.Array | int,
+    held: int,
+    rows: int,
+) -> Dispatch:
+    """`make_dispatch` with `rows` rows for each expert, which must suffice; M is held * rows.
+
+    Rows that no pair takes have the pair T * k, which does not exist.
+    """
+    tokens, k = experts.shape
+    pairs = sort_pairs(experts, first, held)
+    starts = jnp.cumsum(pairs.sizes) - pairs.sizes
+    row = jnp.arange(rows, dtype=jnp.int32)
+    of_rows = jnp.take(pairs.order, starts[:, None] + row, mode="clip")
+    is_taken = row < pairs.sizes[:, None]
+    of_rows = jnp.where(is_taken, of_rows, tokens * k)
+    expert = jnp.minimum(pairs.local, held - 1)
+    within = pairs.places - starts[expert]
+    nowhere = held * rows
+    places = jnp.where(pairs.local < held, expert * rows + within, nowhere)
+    sizes = jnp.full(held, rows, jnp.int32)
+    return Dispatch(of_rows.reshape(-1), places.reshape(tokens, k), sizes)
 
 
 def rows_of_tokens(x: jax.Array, dispatch: Dispatch) -> jax.Array:
     """The rows [M, ...] of a dispatch, from one entry a token, [T, ...]."""
     k = dispatch.places.shape[1]
-    return x[dispatch.pairs // k]
+    return jnp.take(x, dispatch.pairs // k, axis=0, mode="clip")
+
+
+def gates_of_rows(gates: jax.Array, dispatch: Dispatch) -> jax.Array:
+    """The gates [M] of a dispatch, from those of all pairs, [T, k]; 0 where there is no pair."""
+    return jnp.take(gates.reshape(-1), dispatch.pairs, mode="fill", fill_value=0)
 
 
 def sums_of_rows(rows: jax.Array, dispatch: Dispatch) -> jax.Array:

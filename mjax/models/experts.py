@@ -1,10 +1,11 @@
 """The experts of a mixture: from routed tokens to the weighted sum of what their experts make.
 
 Pairs of a token and one of its experts are sorted by expert, so that each expert's rows lie
-together, and grouped matmuls multiply each row by the weights of its expert. No token is dropped.
+together, and grouped matmuls multiply each row by the weights of its expert. Pairs of an expert
+number that no device holds, which are dropped, have no row.
 Gates are multiplied in before the second matmul, so the backward does not need its output, and rows
 are gathered again in the backward instead of being kept (SonicMoE, arXiv 2512.14080). Over ep every
-device gathers the tokens of its group, works on the pairs of the experts that it holds, and
+device gets the tokens of its group, works on the pairs of the experts that it holds, and
 scatters the sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
 all experts on all tokens. Invariant: the result depends on neither the mesh nor the order of pairs.
 """
@@ -19,8 +20,17 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.config.model_schema import ModelConfig
 from mjax.kernels.chooser import choose
 from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed
+from mjax.models.capacity import expert_capacity
 from mjax.models.context import Context
-from mjax.models.dispatch import Dispatch, make_dispatch, rows_of_tokens, sums_of_rows
+from mjax.models.dispatch import (
+    Dispatch,
+    gates_of_rows,
+    make_dispatch,
+    make_padded_dispatch,
+    rows_of_tokens,
+    sums_of_rows,
+)
+from mjax.models.expert_exchange import Route, route_of, send_tokens, sum_tokens
 from mjax.models.grouped_linear import matrices_of, weight_cotangent
 from mjax.models.mlp import activated, gated
 from mjax.models.router import Routing
@@ -70,11 +80,15 @@ class ExpertWeights(NamedTuple):
 
 
 class RoutedTokens(NamedTuple):
-    """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k]."""
+    """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
+
+    route: how they came, if not all of them did.
+    """
 
     x: jax.Array
     experts: jax.Array
     gates: jax.Array
+    route: Route | None = None
 
 
 def run_experts(
@@ -86,15 +100,19 @@ def run_experts(
 ) -> jax.Array:
     """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates."""
     parallel, up, down = ctx.parallel, weights.up, weights.down
-    kernel = choose("experts", x.dtype, up.value.shape, asked=ctx.experts).name
+    has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
+    facts = {"asked": ctx.experts, "has_capacity": has_capacity}
+    kernel = choose("experts", x.dtype, up.value.shape, **facts).name
     expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
-    routed = to_experts(x, routing, parallel)
+    routed = to_experts(x, routing, cfg, ctx)
     held = len(up.value)
+    sequences = x.shape[0] * parallel.ep
     first = parallel.index("ep") * held
     if kernel == "loop":
         y = every_expert(expert, routed, weights, first)
     else:
-        dispatch = make_dispatch(routed.experts, first, held)
+        of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
+        dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
         h = multiply_up(expert, routed.x, up, dispatch)
         h = checkpoint_name(h, up.name)
         if weights.up_bias is not None:
@@ -103,31 +121,68 @@ def run_experts(
     if weights.down_bias is not None:
         gates = gates_of_held(routed, first, held)
         y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
-    sequences = x.shape[0] * parallel.ep
-    return from_experts(y.reshape(sequences, -1, y.shape[-1]), parallel)
+    return from_experts(y, x.shape[0], routed.route, parallel)
+
+
+def dispatch_of(
+    experts: jax.Array,
+    first: jax.Array | int,
+    held: int,
+    cfg: ModelConfig,
+    ctx: Context,
+    kernel: str,
+) -> Dispatch:
+    """The dispatch of experts int32 [B*ep, S, k] to those of this device, from `first` on.
+
+    It has no more rows than the experts' capacity allows, if they have one.
+    """
+    sequences, columns, k = experts.shape
+    tokens = experts.reshape(-1, k)
+    if not ctx.capacity:
+        return make_dispatch(tokens, first, held)
+    capacity = expert_capacity(cfg.moe, columns * ctx.parallel.cp)
+    rows = sequences * min(capacity, columns)
+    if kernel == "batched":
+        return make_padded_dispatch(tokens, first, held, rows)
+    return make_dispatch(tokens, first, held, held * rows)
 
 
 # ---- over ep and tp ------------------------------------------------------------------------------
 
 
-def to_experts(x: jax.Array, routing: Routing, parallel: Parallel) -> RoutedTokens:
-    """The tokens of the ep group, in the order of [B*ep, S], from this device's x [B, S/tp, D]."""
+def to_experts(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
+    """The tokens of the ep group, in the order of [B*ep, S], from this device's x [B, S/tp, D].
 
-    def gather(field: jax.Array) -> jax.Array:
-        field = parallel.gather_seq(field)
-        field = parallel.all_gather(field, "ep", 0)
-        return field.reshape(-1, field.shape[-1])
+    Where an all-to-all carries them, tokens without an expert here are zero.
+    """
+    parallel = ctx.parallel
+    rows, columns, width = x.shape
+    k = routing.experts.shape[-1]
 
-    return RoutedTokens(gather(x), gather(routing.experts), gather(routing.gates))
+    def whole(field: jax.Array) -> jax.Array:
+        """[ep, B*S/tp, ...] -> [ep*B*S, ...]."""
+        field = field.reshape(-1, columns, field.shape[-1])
+        return parallel.gather_seq(field).reshape(-1, field.shape[-1])
+
+    def of_group(field: jax.Array) -> jax.Array:
+        return parallel.all_gather(field.reshape(1, -1, k), "ep", 0)
+
+    experts, tokens = of_group(routing.experts), x.reshape(-1, width)
+    route = route_of(tokens, experts, routing.experts.reshape(-1, k), cfg.moe, ctx)
+    sent = send_tokens(parallel, tokens, route)
+    gates = whole(of_group(routing.gates))
+    return RoutedTokens(whole(sent), whole(experts), gates, route)
 
 
-def from_experts(y: jax.Array, parallel: Parallel) -> jax.Array:
+def from_experts(y: jax.Array, rows: int, route: Route | None, parallel: Parallel) -> jax.Array:
     """The sums over all experts and ffn columns, [B, S/tp, D].
 
-    `y` [B*ep, S, D] are the sums over this device's experts and ffn columns.
+    `y` [T, D] are the sums over this device's experts and ffn columns. `rows` is B.
     """
-    y = parallel.reduce_scatter(y, "ep", 0)
-    return parallel.scatter_seq(y)
+    width = y.shape[-1]
+    y = parallel.scatter_seq(y.reshape(rows * parallel.ep, -1, width))
+    y = sum_tokens(parallel, y.reshape(parallel.ep, -1, width), route)
+    return y.reshape(rows, -1, width)
 
 
 # ---- biases --------------------------------------------------------------------------------------
@@ -193,7 +248,7 @@ def multiply_down(
 
     h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
     """
-    of_rows = gates.reshape(-1)[dispatch.pairs]
+    of_rows = gates_of_rows(gates, dispatch)
     rows = _weighted(expert, h, of_rows)
     y = grouped_matmul(rows, matrices_of(down), dispatch.sizes, expert.kernel)
     return sums_of_rows(y, dispatch)
@@ -213,7 +268,7 @@ def _multiply_down_backward(expert, saved, dy):
     h, gates, down, dispatch = saved
     dy = rows_of_tokens(dy, dispatch)
     make_rows = functools.partial(_weighted, expert)
-    of_rows = gates.reshape(-1)[dispatch.pairs]
+    of_rows = gates_of_rows(gates, dispatch)
     rows, vjp = jax.vjp(make_rows, h, of_rows)
     d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
     d_rows = grouped_matmul_transposed(dy, matrices_of(down), dispatch.sizes, expert.kernel)

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router (`router.py`), dropless experts (`experts.py`), a shared expert."""
+"""Mixture of experts: a router (`router.py`), its experts (`experts.py`), a shared expert."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,8 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.models.capacity import within_capacity
+from mjax.models.context import jitter
 from mjax.models.expert_loads import see_experts
 from mjax.models.experts import ExpertWeights, run_experts
 from mjax.models.mlp import MLP, up_axes, up_names
@@ -16,13 +18,18 @@ from mjax.models.router import (
     balance_loss,
     balanced,
     counted,
+    dropped_share,
     entropy,
+    rerouted,
     route,
     z_loss,
 )
+from mjax.models.sinkhorn import sinkhorn_experts
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
+
+_JITTER_SALT = 1 << 25  # tells its draws from those of attention beside it
 
 
 class MoE(BranchModule):
@@ -118,20 +125,28 @@ class MoE(BranchModule):
             found["aux_loss"] = "sequences"
         if cfg.moe.router_z_loss_coef > 0:
             found["router_z_loss"] = "sequences"
+        if cfg.moe.capacity_factor is not None:
+            found["dropped_share"] = "sequences"
         return found
 
     @jax.named_scope("mlp")
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
-        cfg, parallel = self.cfg, inputs.ctx.parallel
+        cfg, ctx, parallel = self.cfg, inputs.ctx, inputs.ctx.parallel
         router = self._router()
-        routing = route(x, router, cfg)
+        salt = inputs.salt ^ _JITTER_SALT
+        seen = jitter(x.astype(jnp.float32), cfg.moe.router_jitter_noise, inputs.tokens, ctx, salt)
+        routing = route(seen, router, cfg)
+        if cfg.moe.sinkhorn and ctx.dropout:
+            routing = rerouted(routing, sinkhorn_experts(routing.logits, cfg.moe, parallel), cfg)
         if cfg.moe.force_balanced:
             routing = balanced(routing, inputs.tokens, cfg, parallel)
         if router.expert_bias is not None:
             routing = counted(routing, router.expert_bias)
-        y = run_experts(x, routing, self._expert_weights(), cfg, inputs.ctx)
+        if ctx.capacity:
+            routing = within_capacity(routing, inputs.tokens, cfg.moe, parallel)
+        y = run_experts(x, routing, self._expert_weights(), cfg, ctx)
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
         statistics = self._statistics(routing, parallel)
@@ -163,6 +178,11 @@ class MoE(BranchModule):
         return y * jax.nn.sigmoid(gate).astype(y.dtype)
 
     def _statistics(self, routing: Routing, parallel: Parallel) -> dict[str, jax.Array]:
-        makers = {"aux_loss": balance_loss, "router_z_loss": z_loss, "router_entropy": entropy}
+        makers = {
+            "aux_loss": balance_loss,
+            "router_z_loss": z_loss,
+            "router_entropy": entropy,
+            "dropped_share": dropped_share,
+        }
         names = self.statistics(self.cfg)
         return {name: makers[name](routing, self.cfg, parallel) for name in names}

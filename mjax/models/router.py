@@ -32,14 +32,17 @@ class Router(NamedTuple):
 class Routing(NamedTuple):
     """Where tokens [B, S] go, each to k of E experts.
 
-    experts: int32 [B, S, k], all k different. gates: fp32 [B, S, k], the weights of their outputs.
+    experts: int32 [B, S, k], different for a token. Number E is none: that pair goes nowhere.
+    gates: fp32 [B, S, k], the weights of their outputs.
     probs: fp32 [B, S, E], the scores of all experts; their sum is 1. logits: fp32 [B, S, E].
+    is_dropped: bool [B, S, k], pairs that go nowhere for lack of capacity; None: there are none.
     """
 
     experts: jax.Array
     gates: jax.Array
     probs: jax.Array
     logits: jax.Array
+    is_dropped: jax.Array | None = None
 
     @property
     def chosen(self) -> jax.Array:
@@ -70,7 +73,11 @@ def balanced(routing: Routing, tokens: Tokens, cfg: ModelConfig, parallel: Paral
     columns = parallel.shard(tokens.columns, "tp", 0)
     first = count * (tokens.rows[:, None] + columns)
     turns = first[..., None] + jnp.arange(count)
-    experts = turns % cfg.moe.num_experts
+    return rerouted(routing, turns % cfg.moe.num_experts, cfg)
+
+
+def rerouted(routing: Routing, experts: jax.Array, cfg: ModelConfig) -> Routing:
+    """The routing to other `experts` int32 [B, S, k], with the router's gates of those."""
     scores, _ = _scores(routing.logits, cfg)
     gates = gates_of(experts, routing.logits, scores, cfg)
     return routing._replace(experts=experts, gates=gates)
@@ -226,10 +233,24 @@ def entropy(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array
     """
     probs = jax.lax.stop_gradient(routing.probs)
     terms = jax.scipy.special.entr(probs)
-    mean = _mean_of_sequences(terms.sum(-1), parallel)
+    return _mean_of_sequences(terms.sum(-1), parallel) / _expert_blocks(cfg)
+
+
+def dropped_share(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
+    """This device's share of the part of all pairs that is dropped, a mean over E blocks: fp32 [].
+
+    It is summed over the device's sequences.
+    """
+    if routing.is_dropped is None:
+        return jnp.float32(0)
+    of_tokens = jnp.mean(routing.is_dropped, -1, dtype=jnp.float32)
+    return _mean_of_sequences(of_tokens, parallel) / _expert_blocks(cfg)
+
+
+def _expert_blocks(cfg: ModelConfig) -> int:
+    """The layers with experts, those of multi-token prediction among them."""
     kinds = *cfg.layer_kinds, *cfg.prediction_kinds
-    blocks = sum("E" in branches_of(kind) for kind in kinds)
-    return mean / blocks
+    return sum("E" in branches_of(kind) for kind in kinds)
 
 
 def _mean_of_sequences(x: jax.Array, parallel: Parallel) -> jax.Array:

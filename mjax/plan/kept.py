@@ -104,9 +104,11 @@ def _residuals(
         parallel=parallel,
         attention=cfg.train.attention,
         experts=cfg.train.experts,
+        expert_exchange=cfg.train.expert_exchange,
         cp_type=cfg.mesh.cp_type,
         cp_a2a=cfg.mesh.cp_a2a,
         max_documents=1,
+        capacity=True,
         dropout=True,
     )
     positions = jnp.zeros(shape, jnp.int32)

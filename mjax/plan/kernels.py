@@ -1,9 +1,12 @@
 """The kernels that a run's ops get, in words: what the chooser answers for a config's shapes."""
 
+import jax.numpy as jnp
+
 from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
 from mjax.kernels.attention_call import AttentionCall
 from mjax.models.branch import model_heads
+from mjax.models.expert_exchange import choose_exchange
 from mjax.plan.execution import decide_execution, micro_batch_shape
 
 
@@ -20,7 +23,18 @@ def expert_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     """What multiplies tokens by the weights of a device's experts."""
     held = cfg.model.moe.num_experts // sizes["ep"]
     up = held, cfg.model.hidden_size, cfg.model.moe.moe_intermediate_size // sizes["tp"]
-    return choose("experts", cfg.precision.compute, up, asked=cfg.train.experts)
+    has_capacity = cfg.model.moe.capacity_factor is not None
+    facts = {"asked": cfg.train.experts, "has_capacity": has_capacity}
+    return choose("experts", cfg.precision.compute, up, **facts)
+
+
+def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
+    """How the tokens of a micro-batch reach their experts over ep."""
+    rows, width = micro_batch_shape(cfg, sizes)
+    tokens = rows * width // sizes["tp"]
+    size = cfg.model.hidden_size * jnp.dtype(cfg.precision.compute).itemsize
+    asked = cfg.train.expert_exchange
+    return choose_exchange(asked, tokens, size, sizes["ep"], cfg.model.moe)
 
 
 def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
@@ -52,6 +66,8 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     }
     if "E" in model.branches:
         choices["experts"] = expert_choice(cfg, sizes)
+        if sizes["ep"] > 1:
+            choices["tokens over ep"] = exchange_choice(cfg, sizes)
     if "M" in model.branches:
         mamba = model.mamba
         scanned = rows, width, mamba.mamba_num_heads // tp, mamba.mamba_head_dim

@@ -18,7 +18,9 @@ from typing import NamedTuple
 from mjax.config.pattern import BRANCHES
 from mjax.config.schema import Config
 from mjax.models.branch import branch_class, model_heads
+from mjax.models.capacity import expert_capacity
 from mjax.models.execution import Execution
+from mjax.models.expert_exchange import rows_per_peer
 from mjax.models.flops import branch_flops, flops_by_part, flops_per_token
 from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
@@ -26,7 +28,7 @@ from mjax.pipeline.schedule import make_schedule
 from mjax.plan.balance import head_in_layers, step_time
 from mjax.plan.chips import Chip
 from mjax.plan.execution import micro_batch_shape
-from mjax.plan.kernels import expert_choice
+from mjax.plan.kernels import exchange_choice, expert_choice
 from mjax.plan.memory import WIDTH, Counts, counts_on_device
 
 MEASURED_ON = "h200"  # the chip of all shares below
@@ -134,11 +136,28 @@ def _time(work: float, rate: Span) -> Span:
     return Span(work / rate.high, work / rate.low)
 
 
-def _experts_run(cfg: Config, sizes: dict[str, int]) -> int:
-    """The experts of a layer that run on a token: those that it is sent to, or all of them."""
+def _experts_run(cfg: Config, sizes: dict[str, int]) -> float:
+    """The experts of a layer that run on a token: those that it is sent to, or all of them.
+
+    Batched ones run on as many rows as they have capacity.
+    """
     moe = cfg.model.moe
-    loops = expert_choice(cfg, sizes).name == "loop"
-    return moe.num_experts if loops else moe.num_experts_per_tok
+    kernel = expert_choice(cfg, sizes).name
+    if kernel == "loop":
+        return moe.num_experts
+    if kernel == "batched":
+        length = cfg.data.seq_length
+        return moe.num_experts * expert_capacity(moe, length) / length
+    return moe.num_experts_per_tok
+
+
+def _share_sent(cfg: Config, sizes: dict[str, int]) -> float:
+    """The part of a device's tokens that goes to each other device of its ep group."""
+    if exchange_choice(cfg, sizes).name == "all_gather":
+        return 1.0
+    rows, width = micro_batch_shape(cfg, sizes)
+    tokens = rows * width // sizes["tp"]
+    return rows_per_peer(tokens, sizes["ep"], cfg.model.moe) / tokens
 
 
 def _compute(
@@ -310,7 +329,7 @@ def _exchanges(
         of_layer = 3 * others["cp"] * rows * width * pair * compute
         yield part("keys and values over cp", ("cp",), of_layer * crossed, True)
     if others["ep"] and cfg.model.moe.num_experts:
-        moved = 4 * others["ep"] * activations * crossed
+        moved = 4 * others["ep"] * activations * crossed * _share_sent(cfg, sizes)
         yield part("tokens over ep", ("ep",), moved, False)
     if others["pp"]:
         chunks = execution.micro_batches * cfg.mesh.virtual_stages

@@ -29,3 +29,31 @@ def test_a_mixtral_layer_is_six_kernels_and_copies_neither_weights_nor_sums():
     assert moved and not [shape for shape in moved if shape.startswith(SUMS)]
     # Sums 5.6 GB, weights 2.8, the layer's activations, the head's chunks and gradients.
     assert made.temp < 15.5e9
+
+
+OVER_EP = [
+    "model.num_hidden_layers=1",
+    "model.hidden_size=512",
+    "model.moe.moe_intermediate_size=512",
+    "model.vocab_size=1024",
+    "data.seq_length=1024",
+    "mesh.ep=8",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=1",
+    "train.remat=none",
+    "train.experts=loop",
+]
+
+
+@pytest.mark.parametrize("way,gathers", [("all_to_all", 4), ("all_gather", 0)])
+def test_tokens_of_an_expert_group_go_all_to_all_and_gather_only_where_they_do_not_fit(
+    way, gathers
+):
+    """Two exchanges forward and two backward, each a branch beside the gather or the scatter."""
+    key = f"train.expert_exchange={way}"
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step("configs/models/mixtral_8x7b.yaml", *OVER_EP, key)
+    rows = r"bf16\[(?:8,|8,1,)?360,512\]"  # of 1024 tokens, to each device
+    exchanges = re.findall(r"= \(?(\S+).* all-to-all(?:-start)?\(", made.text)
+    assert len(re.findall(r" conditional\(", made.text)) == gathers
+    assert len([shape for shape in exchanges if re.search(rows, shape)]) == gathers

@@ -146,6 +146,18 @@ BROKEN = {
         [*EXPERTS, "model.moe.shared_expert_gate=true"],
         "model.moe.shared_expert_gate=True has no effect without a shared expert",
     ),
+    "sinkhorn_alone": (
+        [*EXPERTS, "model.moe.sinkhorn=true", "model.moe.expert_bias=true"],
+        "model.moe.sinkhorn=True balances by itself, not with model.moe.expert_bias=True",
+    ),
+    "drop_policy_used": (
+        [*EXPERTS, "model.moe.drop_policy=position"],
+        "model.moe.drop_policy='position' has no effect without a capacity",
+    ),
+    "batched_experts_have_capacity": (
+        [*EXPERTS, "train.experts=batched"],
+        "train.experts='batched' needs experts that take a known number of rows",
+    ),
     "ep_divides_experts": ([*EXPERTS, "mesh.ep=8"], "not divisible by mesh.ep=8"),
     "swiglu_limit_is_of_experts": (
         ["model.swiglu_limit=7.0"],
