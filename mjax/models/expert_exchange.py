@@ -54,7 +54,7 @@ def rows_per_peer(tokens: int, ep: int, moe: MoeConfig) -> int:
     return min(rows, tokens)
 
 
-def choose_exchange(
+def choose_expert_exchange(
     asked: str,
     tokens: int,
     width: int,
@@ -184,7 +184,7 @@ def route_of(
     if ep == 1:
         return None
     size = width * x.dtype.itemsize
-    if choose_exchange(ctx.expert_exchange, tokens, size, ep, moe).name == "all_gather":
+    if choose_expert_exchange(ctx.expert_exchange, tokens, size, ep, moe).name == "all_gather":
         return None
     held = moe.num_experts // ep
     return make_route(experts, mine, rows_per_peer(tokens, ep, moe), held, ctx.parallel)
