@@ -54,7 +54,13 @@ def rows_per_peer(tokens: int, ep: int, moe: MoeConfig) -> int:
     return min(rows, tokens)
 
 
-def choose_exchange(asked: str, tokens: int, width: int, ep: int, moe: MoeConfig) -> Choice:
+def choose_expert_exchange(
+    asked: str,
+    tokens: int,
+    width: int,
+    ep: int,
+    moe: MoeConfig,
+) -> Choice:
     """`all_gather` or `all_to_all` for `tokens` of `width` bytes on each device."""
     if asked != "auto":
         return Choice(asked, "train.expert_exchange asks for it")
@@ -67,7 +73,11 @@ def choose_exchange(asked: str, tokens: int, width: int, ep: int, moe: MoeConfig
 
 
 def make_route(
-    experts: jax.Array, mine: jax.Array, rows: int, held: int, parallel: Parallel
+    experts: jax.Array,
+    mine: jax.Array,
+    rows: int,
+    held: int,
+    parallel: Parallel,
 ) -> Route:
     """The route of tokens whose experts are `mine` int32 [T, k].
 
@@ -163,14 +173,18 @@ sum_tokens.defvjp(_sum_forward, _sum_backward)
 
 
 def route_of(
-    x: jax.Array, experts: jax.Array, mine: jax.Array, moe: MoeConfig, ctx: Context
+    x: jax.Array,
+    experts: jax.Array,
+    mine: jax.Array,
+    moe: MoeConfig,
+    ctx: Context,
 ) -> Route | None:
     """The route of x [T, D] (`make_route`), or None where tokens are gathered."""
     ep, (tokens, width) = ctx.parallel.ep, x.shape
     if ep == 1:
         return None
     size = width * x.dtype.itemsize
-    if choose_exchange(ctx.expert_exchange, tokens, size, ep, moe).name == "all_gather":
+    if choose_expert_exchange(ctx.expert_exchange, tokens, size, ep, moe).name == "all_gather":
         return None
     held = moe.num_experts // ep
     return make_route(experts, mine, rows_per_peer(tokens, ep, moe), held, ctx.parallel)

@@ -76,7 +76,11 @@ def balanced(routing: Routing, tokens: Tokens, cfg: ModelConfig, parallel: Paral
     return rerouted(routing, turns % cfg.moe.num_experts, cfg)
 
 
-def rerouted(routing: Routing, experts: jax.Array, cfg: ModelConfig) -> Routing:
+def rerouted(
+    routing: Routing,
+    experts: jax.Array,
+    cfg: ModelConfig,
+) -> Routing:
     """The routing to other `experts` int32 [B, S, k], with the router's gates of those."""
     scores, _ = _scores(routing.logits, cfg)
     gates = gates_of(experts, routing.logits, scores, cfg)

@@ -6,7 +6,7 @@ from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
 from mjax.kernels.attention_call import AttentionCall
 from mjax.models.branch import model_heads
-from mjax.models.expert_exchange import choose_exchange
+from mjax.models.expert_exchange import choose_expert_exchange
 from mjax.plan.execution import decide_execution, micro_batch_shape
 
 
@@ -34,7 +34,7 @@ def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     tokens = rows * width // sizes["tp"]
     size = cfg.model.hidden_size * jnp.dtype(cfg.precision.compute).itemsize
     asked = cfg.train.expert_exchange
-    return choose_exchange(asked, tokens, size, sizes["ep"], cfg.model.moe)
+    return choose_expert_exchange(asked, tokens, size, sizes["ep"], cfg.model.moe)
 
 
 def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config.model_schema import MoeConfig
 from mjax.models import expert_exchange
 from mjax.models.expert_exchange import (
-    choose_exchange,
+    choose_expert_exchange,
     make_route,
     rows_per_peer,
     send_tokens,
@@ -100,11 +100,11 @@ def moe(experts: int, k: int, **keys) -> MoeConfig:
 
 def test_auto_takes_the_all_to_all_where_it_sends_much_less():
     mixtral = 8192, 2 * 4096
-    assert choose_exchange("auto", *mixtral, 2, moe(8, 2)).name == "all_gather"
-    assert choose_exchange("auto", *mixtral, 8, moe(8, 2)).name == "all_to_all"
-    assert choose_exchange("auto", 8192, 2 * 2048, 8, moe(128, 8)).name == "all_gather"
-    assert choose_exchange("auto", 8192, 2 * 7168, 64, moe(256, 8)).name == "all_to_all"
-    assert choose_exchange("auto", 64, 64, 8, moe(8, 2)).name == "all_gather"
-    assert choose_exchange("all_to_all", 64, 64, 8, moe(8, 2)).name == "all_to_all"
+    assert choose_expert_exchange("auto", *mixtral, 2, moe(8, 2)).name == "all_gather"
+    assert choose_expert_exchange("auto", *mixtral, 8, moe(8, 2)).name == "all_to_all"
+    assert choose_expert_exchange("auto", 8192, 2 * 2048, 8, moe(128, 8)).name == "all_gather"
+    assert choose_expert_exchange("auto", 8192, 2 * 7168, 64, moe(256, 8)).name == "all_to_all"
+    assert choose_expert_exchange("auto", 64, 64, 8, moe(8, 2)).name == "all_gather"
+    assert choose_expert_exchange("all_to_all", 64, 64, 8, moe(8, 2)).name == "all_to_all"
     assert rows_per_peer(8000, 8, moe(256, 8, n_group=8, topk_group=2)) == 3000
     assert rows_per_peer(7, 2, moe(8, 8)) == 7
