@@ -32,6 +32,7 @@ CELLS = [
     ("odd widths", Cell({"dp": 4, "tp": 2}, 3, 2)),
     ("frozen", Cell({"dp": 2, "pp": 2, "tp": 2}, 3, 2)),
     ("unlike layers", Cell({"dp": 2, "tp": 2}, 3, 2)),
+    ("multi-token prediction", Cell({"dp": 2, "tp": 2}, 3, 2)),
 ]
 
 
@@ -65,6 +66,7 @@ EXPERTS = [
     ("experts", Cell({"ep": 2, "dp": 2, "pp": 2}, 1, 3)),
     ("experts", Cell({"ep": 2, "cp": 2, "tp": 2}, 1, 2)),
     ("expert bias", Cell({"ep": 2, "tp": 2, "pp": 2}, 1, 2)),
+    ("multi-token prediction", Cell({"ep": 2, "cp": 2, "pp": 2}, 1, 2, cp_type="a2a")),
 ]
 
 
