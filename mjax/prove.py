@@ -121,7 +121,8 @@ FEATURES = {
     "gpt-oss": [
         "model.moe.num_experts=8",
         *EXPERTS,
-        "model.layer_pattern='window+experts, full+experts'",
+        "model.layer_pattern='window, full, full, window+experts'",
+        "model.moe.routed_scaling_factor=0.5",
         "model.attention.sliding_window=5",
         "model.attention.attention_sinks=true",
         "model.attention.attention_bias=true",
@@ -210,6 +211,7 @@ MOST_TP = {"odd widths": 2}
 PERIOD = {
     "windows": 2,
     "multi-token prediction": 2,
+    "gpt-oss": 4,
     "routing": 4,
     "expert bias": 4,
     "capacity": 4,
