@@ -38,7 +38,7 @@ class Diagnostics:
         batches = batch, *(halves(batch) if has_noise_scale(self.trainer, batch) else ())
         self._asked[step] = [self.trainer.norms(one) for one in batches]
         if "E" in self.trainer.cfg.model.branches:
-            self._experts[step] = self.trainer.seen_experts(batch)
+            self._experts[step] = self.trainer.run_program("experts", batch)
 
     def write(self, step: int) -> None:
         """Log what was asked for at this step, if anything was."""

@@ -153,11 +153,6 @@ class Trainer:
         placed = self._place(batch)
         return self._program("norms", placed)(self._live(), placed, *self._rates())
 
-    def seen_experts(self, batch: HostBatch) -> dict[str, jax.Array]:
-        """What the routers of all layers do with a batch (`train/seen_experts.py`)."""
-        placed = self._place(batch)
-        return self._program("experts", placed)(without_moments(self._live()), placed)
-
     def _rates(self) -> tuple[np.float32, np.float32]:
         """(learning rate, weight decay) of the next step."""
         rates = rates_of_step(self.cfg, self.step_number)
@@ -173,9 +168,7 @@ class Trainer:
 
         Gradients are global arrays in a nested dict.
         """
-        placed = self._place(batch)
-        state = without_moments(self._live())
-        found = self._program("grads", placed)(state, placed)
+        found = self.run_program("grads", batch)
         gradients = canonical(self.storage, found.gradients)
         return found.losses["loss"], found.norm, gradients
 
@@ -184,10 +177,13 @@ class Trainer:
 
         They are those of the loss called "loss": by default nll and unmasked tokens.
         """
-        placed = self._place(batch)
-        state = without_moments(self._live())
-        sums, counts = self._program("eval", placed)(state, placed)
+        sums, counts = self.run_program("eval", batch)
         return sums["loss"], counts["loss"]
+
+    def run_program(self, kind: str, batch: HostBatch) -> tuple | dict:
+        """The result of a program on a global batch, without moments (`jit_program`)."""
+        placed = self._place(batch)
+        return self._program(kind, placed)(without_moments(self._live()), placed)
 
     def lower(self, batch_size: int | None = None) -> jax.stages.Lowered:
         """The train step lowered for this mesh and an abstract batch, nothing allocated."""

@@ -78,7 +78,7 @@ def test_loads_of_experts_are_those_of_one_device(feature, cell):
     for where in (cell, Cell(rows=cell.rows)):
         trainer, batch = drawn(feature, where)
         model = trainer.cfg.model
-        seen = jax.device_get(trainer.seen_experts(batch))
+        seen = jax.device_get(trainer.run_program("experts", batch))
         with_experts = ["E" in branches_of(kind) for kind in model.layer_kinds]
         tokens = batch["tokens"].size * np.asarray(with_experts)
         np.testing.assert_array_equal(seen["layer_tokens"], tokens)
