@@ -18,6 +18,7 @@ import numpy as np
 from mjax.config.model_schema import ModelConfig
 from mjax.config.paths import require_files
 from mjax.errors import UserError, run_cli
+from mjax.json_file import read_json
 
 BOUND = 2e-4  # of --verify: largest difference of logits over the largest logit
 
@@ -40,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder to make")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
-        kinds = ["float32", "bfloat16", *(["float8"] if one is out else [])]
+        kinds = ["float32", "bfloat16", *(["float16", "float8"] if one is out else [])]
         one.add_argument("--dtype", choices=kinds, default=default, help=f"default: {default}")
         one.add_argument("--verify", action="store_true", help="logits against transformers")
     config = commands.add_parser("config", help="print the model part of a config")
@@ -89,7 +90,6 @@ def _config(args: argparse.Namespace) -> int:
     import yaml
 
     from mjax.checkpoint.families import config_from_hf
-    from mjax.json_file import read_json
 
     require_files(args.hf)
     path = args.hf / "config.json" if args.hf.is_dir() else args.hf
@@ -157,14 +157,22 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
 
     mine = from_pretrained(ours)
     params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), mine.params)
-    shape = 2, min(64, mine.cfg.max_position_embeddings)
-    tokens = np.random.default_rng(0).integers(0, mine.cfg.vocab_size, shape)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    first = mine.cfg.bert.position_offset  # RoBERTa's ids below it are no tokens of a text
+    shape = 2, min(64, mine.cfg.max_position_embeddings - first)
+    tokens = np.random.default_rng(0).integers(first, mine.cfg.vocab_size, shape)
+    architecture = read_json(hf / "config.json")["architectures"][0]
+    model = getattr(transformers, architecture).from_pretrained(
         hf, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
-        theirs = model.eval()(torch.tensor(tokens)).logits.numpy()
-    got = np.asarray(jax.jit(mine.logits)(params, jnp.asarray(tokens, jnp.int32)))
+        theirs = model.eval()(torch.tensor(tokens))
+    theirs = theirs.get("logits", theirs.get("prediction_logits")).numpy()
+
+    def logits(params, tokens):
+        model = mine.definition.bind(params)
+        return model.classify(tokens) if mine.cfg.only_classifies else model(tokens)
+
+    got = np.asarray(jax.jit(logits)(params, jnp.asarray(tokens, jnp.int32)))
     error = float(np.abs(got - theirs).max() / np.abs(theirs).max())
     verdict = "equal" if error <= BOUND else "DIFFERENT"
     print(f"verify: logits {verdict}, largest relative difference {error:.1e} (bound {BOUND:.0e})")

@@ -19,6 +19,7 @@ import numpy as np
 from mjax.data.chat import load_chat_template
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
+from mjax.infer.cache import require_decoder
 from mjax.infer.cli import end_ids
 from mjax.infer.generate import Generator, bucket
 from mjax.infer.sample import Sampling
@@ -50,6 +51,7 @@ class HarnessModel(LM):
     ):
         """`max_length`: tokens the model sees at once; default: what it takes, at most 4096."""
         super().__init__()
+        require_decoder(model.cfg)
         limit = model.cfg.max_position_embeddings
         self.max_length = max_length or min(limit, 4096)
         if not 2 <= self.max_length <= limit or batch_size < 1:

@@ -101,9 +101,11 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
     ids before it. `model` is a `Pretrained`. Raises `UserError` for sizes that do not fit."""
     import jax
 
+    from mjax.infer.cache import require_decoder
     from mjax.models.context import Context, tokens_of
     from mjax.models.objective import NextToken
 
+    require_decoder(model.cfg)
     limit = model.cfg.max_position_embeddings
     if not 1 <= stride <= length <= limit or batch < 1:
         raise UserError(

@@ -53,7 +53,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=128, metavar="S", help=block)
     platforms = "what the programs run on (default: cpu,cuda)"
     parser.add_argument("--platforms", default="cpu,cuda", help=platforms)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     return parser.parse_args(argv)
 
 

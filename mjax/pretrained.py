@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from mjax.checkpoint import families
+from mjax.checkpoint.hf_bert import heads_in_file, with_old_names
 from mjax.checkpoint.hf_deepseek import without_missing_predictions
 from mjax.checkpoint.huggingface import hf_source, tensor_names
 from mjax.checkpoint.side import tokenizer_dir
@@ -93,12 +94,12 @@ def source_of(path: str | Path) -> Source:
     if (path / "config.json").is_file():
         cfg = families.config_from_hf(read_json(path / "config.json"))
         names = tensor_names(path)
-        cfg = without_missing_predictions(cfg, names)
+        cfg = heads_in_file(without_missing_predictions(cfg, names), names)
         specs = definition_of(cfg).specs
         found = families.slots(cfg, specs)
         if cfg.model_type == "gpt2" and not any(n.startswith(PREFIX) for n in names):
             found = families.without_prefix(found, PREFIX)
-        return hf_source(path, cfg, specs, found)
+        return hf_source(path, cfg, specs, with_old_names(found, names))
     if (path / "metadata.json").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
         from mjax.checkpoint.megatron import megatron_source
 

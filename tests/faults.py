@@ -49,6 +49,30 @@ def flip_in_gradients(monkeypatch, steps, device, bits=(30,), times=EVER) -> Non
     _strike(monkeypatch, steps, bits, times, patch)
 
 
+def plant_in_gradients(monkeypatch, steps, device, values=(np.inf,), times=EVER) -> None:
+    """Put a value into an entry of this device's gradients, before they are summed over devices.
+
+    `values` take turns, by the times that a step of `steps` is run.
+    """
+
+    def patch(context, value):
+        store = train_step.store_gradients
+
+        def faulty(cotangents, *rest):
+            leaves, structure = jax.tree.flatten(cotangents)
+            at = next(
+                i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)
+            )
+            leaf = leaves[at].reshape(-1)
+            planted = jnp.where(lax.axis_index(AXES) == device, value, leaf[0])
+            leaves[at] = leaf.at[0].set(planted.astype(leaf.dtype)).reshape(leaves[at].shape)
+            return store(jax.tree.unflatten(structure, leaves), *rest)
+
+        context.setattr(train_step, "store_gradients", faulty)
+
+    _strike(monkeypatch, steps, values, times, patch)
+
+
 def flip_in_weights(monkeypatch, steps, device, bits=(30,), times=EVER) -> None:
     """Flip a bit of each entry of the head as this device reads it in a step, not of the master.
 

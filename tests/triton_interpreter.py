@@ -83,6 +83,7 @@ def _converted(x: np.ndarray, source, target, mode) -> np.ndarray:
 
 FLOATS = {
     "fp32": np.float32,
+    "fp16": np.float16,
     "bf16": jax.numpy.bfloat16,
     "fp8e4nv": jax.numpy.float8_e4m3fn,
     "fp8e5": jax.numpy.float8_e5m2,

@@ -19,6 +19,7 @@ from mjax.kernels.grouped import (
     grouped_matmul_transposed,
     grouped_weight_gradient,
 )
+from mjax.kernels.grouped_tiles import Tile
 
 # lines, columns, slots, band, cluster: candidates beside the usual tile, by `--tiles`
 CANDIDATES = {
@@ -83,7 +84,7 @@ def runs_of(name: str, tiles: str) -> dict[str, Callable]:
     runs = {"": functools.partial(usual[name], implementation=implementation)}
     if not hopper or tiles == "usual":
         return runs
-    from mjax.kernels.mosaic_grouped import Tile, multiply_rows, weight_gradient
+    from mjax.kernels.mosaic_grouped import multiply_rows, weight_gradient
 
     def with_tile(tile: Tile, *inputs: jax.Array) -> jax.Array:
         if name.startswith("d_weight"):

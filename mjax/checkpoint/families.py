@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from mjax.checkpoint.family import Family
+from mjax.checkpoint.hf_bert import ENCODERS
 from mjax.checkpoint.hf_config import (
     activation,
     all_but_every_sixth,
@@ -304,6 +305,7 @@ FAMILIES: dict[str, Family] = {
         conv1d=True,
     ),
     **HYBRIDS,
+    **ENCODERS,
 }
 
 # Keys that say nothing about the function a model computes.
@@ -331,13 +333,13 @@ def config_from_hf(config: dict) -> ModelConfig:
             f"config.json: model_type={name!r} is not supported; known: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
-    rest = {k: v for k, v in config.items() if k not in MEANINGLESS}
+    rest = dict(config)
     only(rest, "pretraining_tp", 1)
     only(rest, "use_mrope", False)
     fields: dict = dict(family.fixed)
     for part in family.parts:
         fields |= part.read(rest)
-    unread = sorted(k for k, v in rest.items() if v is not None)
+    unread = sorted(k for k, v in rest.items() if v is not None and k not in MEANINGLESS)
     if unread:
         raise UserError(
             f"config.json: {unread[0]}={rest[unread[0]]!r} is not known to mjax for model_type "
@@ -380,7 +382,7 @@ def _said(cfg: ModelConfig) -> list[str]:
     skipped = UNSAID | {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
     if "D" not in cfg.branches:
         skipped |= {"intermediate_size"}
-    if not cfg.branches & set("GLN"):
+    if not cfg.branches & set("GLNB"):
         skipped |= {"attention.head_dim", "attention.num_key_value_heads"}
     return [key for key in leaf_keys(ModelConfig) if key not in skipped]
 

@@ -182,6 +182,8 @@ def nemotron_shape() -> Part:
 
 def nemotron_experts() -> Part:
     """Nemotron 3's experts: DeepSeek-V3's router, experts without a gate. Reads before shapes."""
+    defaults = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+    defaults |= {"routed_scaling_factor": 1.0, "moe_latent_size": None}
     keys = same(
         {
             "n_routed_experts": "moe.num_experts",
@@ -192,12 +194,12 @@ def nemotron_experts() -> Part:
             "topk_group": "moe.topk_group",
             "norm_topk_prob": "moe.norm_topk_prob",
             "routed_scaling_factor": "moe.routed_scaling_factor",
+            "moe_latent_size": "moe.latent_size",
         },
-        {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        defaults,
     )
 
     def read(config: dict) -> dict:
-        only(config, "moe_latent_size")
         if "n_routed_experts" not in config:
             return {}
         only(config, "n_shared_experts", 1)

@@ -29,8 +29,12 @@ from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 Slots = Mapping[Leaf, tuple[Slot, ...]]
 
-# Tensors that old files carry and a model has no use for: rotary tables, causal masks (GPT-2).
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+# Tensors that old files carry and a model has no use for: rotary tables, causal masks (GPT-2),
+# positions and copies of tied tables (BERT).
+IGNORED = re.compile(
+    r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
+    r"|^(cls\.predictions|lm_head)\.decoder\.(weight|bias)$"
+)
 
 
 def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -> Source:
@@ -219,7 +223,8 @@ def _assign(out: np.ndarray, part: np.ndarray) -> None:
         out, part = out.T, part.T
     step = 16 if out.strides[0] < out.strides[1] else max(1, len(part))
     for a in range(0, len(part), step):
-        out[a : a + step] = part[a : a + step].astype(out.dtype, copy=False)
+        with np.errstate(over="ignore"):  # float16 is checked as it is written
+            out[a : a + step] = part[a : a + step].astype(out.dtype, copy=False)
 
 
 # ---- export ------------------------------------------------------------------------------------

@@ -26,7 +26,11 @@ CHANGES = {
     "vocab_size": ("vocab_size", "vocab_multiple"),
     "num_hidden_layers": ("num_hidden_layers", "layer_pattern"),
     "experts": ("layer_pattern",),
+    "heads": ("bert.mlm_head", "bert.num_labels"),
 }
+
+# The parameters of heads that may be drawn anew, or left out.
+HEADS = ("masked_head", "classifier")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Fit:
     source: the weights in the shapes of the model, zero where they have nothing. shared: the shape
     of the leading part of each parameter that both have. given: shapes in the weights, without
     padding. wanted: those of the model. made: what was done for a parameter that is made of others.
+    left_out: heads that the model lacks.
     """
 
     source: Source
@@ -43,6 +48,7 @@ class Fit:
     given: dict[Path, tuple[int, ...]]
     wanted: dict[Path, tuple[int, ...]]
     made: dict[Path, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -63,6 +69,7 @@ class Fit:
             texts += [] if path in fitting else [self._part(path, shared)]
             if texts:
                 lines.append(f"  {'.'.join(path)}: {'; '.join(texts)}")
+        lines += [f"  {name}: left out" for name in self.left_out]
         return "\n".join(lines)
 
     def _part(self, path: Path, shared: tuple[int, ...]) -> str:
@@ -106,6 +113,13 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
     _require_same_kinds(cfg, source.cfg)
     given = _shapes(definition_of(source.cfg).specs, source.cfg)
     wanted = _shapes(definition_of(cfg).specs, cfg)
+    left_out: tuple[str, ...] = ()
+    if "heads" in changes:
+        left_out = tuple(sorted({p[0] for p in given if p[0] in HEADS and p not in wanted}))
+        given = {path: shape for path, shape in given.items() if path[0] not in left_out}
+        for path, shape in wanted.items():
+            if path[0] in HEADS and given.get(path) != shape:  # drawn, whole
+                given[path] = (0,) * len(shape)
     shared = {
         path: tuple(min(a, b) for a, b in zip(given[path], shape, strict=True))
         for path, shape in wanted.items()
@@ -119,9 +133,11 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         )
 
     if given == wanted and cfg.vocab_multiple == source.cfg.vocab_multiple:
-        return Fit(source, shared, given, wanted, made)
+        return Fit(source, shared, given, wanted, made, left_out)
 
     def read(path: Path, index: Index) -> np.ndarray:
+        if 0 in shared[path]:
+            return np.zeros([s.stop - s.start for s in index], np.float32)
         inside = tuple(
             slice(min(s.start, n), min(s.stop, n)) for s, n in zip(index, shared[path], strict=True)
         )
@@ -129,7 +145,8 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         missing = [(s.stop - s.start) - n for s, n in zip(index, part.shape, strict=True)]
         return np.pad(part, [(0, n) for n in missing]) if any(missing) else part
 
-    return Fit(replace(source, cfg=cfg, read=read), shared, given, wanted, made)
+    fitting = replace(source, cfg=cfg, read=read)
+    return Fit(fitting, shared, given, wanted, made, left_out)
 
 
 def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig) -> None:

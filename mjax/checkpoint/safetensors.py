@@ -174,7 +174,10 @@ def write_file(
     parts: Callable[[str], Iterable[np.ndarray]],
 ) -> None:
     """Write tensors, name -> (shape, dtype), in that order; `parts(name)` is called as needed and
-    gives arrays whose bytes, one after the other, are the tensor's in row-major order."""
+    gives arrays whose bytes, one after the other, are the tensor's in row-major order.
+
+    Raises `UserError` for weights that float16 does not hold.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (shape, dtype) in tensors.items():
@@ -189,10 +192,20 @@ def write_file(
             size = 0
             for part in parts(name):
                 assert part.dtype == dtype, (name, part.dtype)
+                require_fp16_range(part, name)
                 write_array(f, part)
                 size += part.size
                 del part  # before the next one is made
             assert size == math.prod(shape), (name, size, shape)
+
+
+def require_fp16_range(array: np.ndarray, name: str) -> None:
+    """Raise `UserError` if an array of float16, rounded from weights, holds inf or NaN."""
+    if array.dtype == np.float16 and not np.isfinite(array).all():
+        raise UserError(
+            f"weight {name}: holds numbers beyond 65504, the largest of float16, or NaN; take "
+            "bfloat16 or float32"
+        )
 
 
 def write_array(f: FileIO, array: np.ndarray) -> None:

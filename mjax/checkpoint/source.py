@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mjax.checkpoint.safetensors import require_fp16_range
 from mjax.config.model_schema import ModelConfig
 
 Path = tuple[str, ...]  # of a parameter in the nested dict, e.g. ("dense", "attention", "q")
@@ -112,18 +113,26 @@ def _fill(source: Source, path: Path, ranges: Index, dtype: np.dtype, devices: l
     shape = tuple(s.stop - s.start for s in ranges)
     block = block_shape(shape, dtype.itemsize)
     if block == shape:
-        part = source.read(path, ranges).astype(dtype, copy=False)
+        part = _rounded(source, path, ranges, dtype)
         return [jax.device_put(part, device) for device in devices]
     made = [jnp.zeros(shape, dtype, device=device) for device in devices]
     for index in blocks(shape, block):
         here = tuple(
             slice(r.start + i.start, r.start + i.stop) for r, i in zip(ranges, index, strict=True)
         )
-        part = source.read(path, here).astype(dtype, copy=False)
+        part = _rounded(source, path, here, dtype)
         at = tuple(np.int32(i.start) for i in index)
         made = [_put(shard, part, at) for shard in made]
         jax.block_until_ready(made)  # or blocks would pile up on the host
     return made
+
+
+def _rounded(source: Source, path: Path, index: Index, dtype: np.dtype) -> np.ndarray:
+    """A part of a parameter in `dtype`; raises `UserError` where float16 does not hold it."""
+    with np.errstate(over="ignore"):
+        part = source.read(path, index).astype(dtype, copy=False)
+    require_fp16_range(part, ".".join(path))
+    return part
 
 
 @partial(jax.jit, donate_argnums=0)

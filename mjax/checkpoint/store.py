@@ -343,8 +343,13 @@ class Store:
         return meta
 
     def _read_state(self, step: int, meta: dict, abstract_state: dict) -> dict:
-        """The state of a step. Version 1 had buffers beside the parameters, under their names."""
+        """The state of a step, without "loss_scale" if the run that saved it had none.
+
+        Version 1 had buffers beside the parameters, under their names.
+        """
         wanted, buffers = dict(abstract_state), []
+        if meta["config"].get("precision", {}).get("compute") != "float16":
+            wanted.pop("loss_scale", None)
         if meta.get("state_version", 1) < STATE_VERSION:
             buffers = list(wanted.get("buffers", {}))
             wanted |= wanted.pop("buffers", {})

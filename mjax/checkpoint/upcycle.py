@@ -182,6 +182,8 @@ def _granularity(dense: ModelConfig, model: ModelConfig) -> int:
         problem = (
             "shared_expert_intermediate_size: shared experts are not made of an MLP; set it to 0"
         )
+    elif moe.latent_size:
+        problem = "latent_size: projections to a latent are not made of an MLP; leave it out"
     elif model.layer_sizes:
         raise UserError("checkpoint.init_changes=[experts] is not built for model.layer_sizes")
     if problem:

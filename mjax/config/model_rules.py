@@ -63,7 +63,7 @@ def _multipliers_fit(c: Config) -> bool:
 
 def _has_head_dim(c: Config) -> bool:
     """Whether some attention has heads of model.attention.head_dim, and kv heads."""
-    return bool(c.model.branches & set("GLN"))
+    return bool(c.model.branches & set("GLNB"))
 
 
 def _mla_lacks(c: Config) -> list[str]:
@@ -118,9 +118,18 @@ def _balanced_besides_sinkhorn(c: Config) -> str:
         "expert_bias": moe.expert_bias,
         "n_group": moe.n_group > 1,
         "force_balanced": moe.force_balanced,
+        "skip_padding": moe.skip_padding,
     }
     named = [f"`model.moe.{name}`" for name, is_set in others.items() if is_set]
     return " and ".join(named) if moe.sinkhorn else ""
+
+
+def _past_positions(c: Config) -> bool:
+    """Whether a sequence has more tokens than the model has positions."""
+    m = c.model
+    if m.position_embedding == "none":
+        return False
+    return c.data.seq_length + m.bert.position_offset > m.max_position_embeddings
 
 
 MODEL_RULES: tuple[Rule, ...] = (
@@ -379,11 +388,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "seq_length_fits_positions",
-        lambda c: (
-            c.model.position_embedding == "none"
-            or c.data.seq_length <= c.model.max_position_embeddings
-        ),
+        lambda c: not _past_positions(c),
         "`data.seq_length` exceeds `model.max_position_embeddings`",
-        "lower the one or raise the other",
+        "lower the one or raise the other (model.bert.position_offset counts)",
     ),
 )

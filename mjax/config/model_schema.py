@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mjax.config.pattern import BRANCHES, branches_of_model, expand, sizes_of
+from mjax.config.pattern import BRANCHES, branches_of_model, expand, sees_ahead, sizes_of
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -147,6 +147,12 @@ class MoeConfig(Group):
     norm_topk_prob: bool = Field(
         True, description="Gates: divided by their sum; for softmax the one over the chosen logits."
     )
+    latent_size: int | None = Field(
+        None,
+        ge=1,
+        description="Width of what experts read and write, between projections from and to "
+        "hidden_size; None: hidden_size itself.",
+    )
     routed_scaling_factor: float = Field(1.0, gt=0, description="Factor on the gates.")
     router_bias: bool = Field(False, description="Bias on the router's logits (gpt-oss).")
     n_group: int = Field(1, ge=1, description="Groups of experts; a token goes to topk_group.")
@@ -179,6 +185,10 @@ class MoeConfig(Group):
     drop_policy: Literal["probs", "position"] = Field(
         "probs", description="Whom it keeps: the tokens of the largest gates, or the first."
     )
+    skip_padding: bool = Field(
+        False,
+        description="Padding (segment 0) goes to no expert and counts in no loss of the router.",
+    )
     force_balanced: bool = Field(
         False, description="Benchmarks only: experts take turns, whatever the router says."
     )
@@ -191,6 +201,24 @@ class MoeConfig(Group):
     )
     router_z_loss_coef: float = Field(
         0.0, ge=0, description="Weight of the mean of logsumexp(logits)^2, summed over E blocks."
+    )
+
+
+class BertConfig(Group):
+    """What BERT and its kin have besides a decoder's parts: token types, and heads."""
+
+    type_vocab_size: int = Field(
+        0, ge=0, description="Types of a token, as first or second text; 0: no embedding of them."
+    )
+    embedding_norm: bool = Field(False, description="Norm of the sum of all embeddings.")
+    position_offset: int = Field(
+        0, ge=0, description="Row of the first learned position (RoBERTa: 2)."
+    )
+    mlm_head: bool = Field(
+        False, description="Dense layer, hidden_act and norm before the vocabulary, bias behind it."
+    )
+    num_labels: int = Field(
+        0, ge=0, description="Classes told from a row's first token, by pooler and head; 0: none."
     )
 
 
@@ -235,8 +263,8 @@ class ModelConfig(Group):
     layer_pattern: str = Field(
         "G",
         description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
-        "window, N full attention without RoPE, A latent attention, E full attention with "
-        "experts, M Mamba-2 alone; or branches, as in "
+        "window, N full attention without RoPE, B bidirectional attention, A latent attention, "
+        "E full attention with experts, M Mamba-2 alone; or branches, as in "
         "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
     )
     layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
@@ -252,12 +280,15 @@ class ModelConfig(Group):
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     moe: MoeConfig = MoeConfig()
+    bert: BertConfig = BertConfig()
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
     norm_zero_centered: bool = Field(False, description="Gain is stored as offset from one.")
-    norm_placement: Literal["pre", "post", "sandwich"] = Field(
-        "pre", description="Norms before attention and MLP, after them, or both."
+    norm_placement: Literal["pre", "post", "sandwich", "post_residual"] = Field(
+        "pre",
+        description="Norms before attention and MLP, after them, both, or of the residual stream "
+        "after each (BERT), without a last norm.",
     )
 
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
@@ -318,6 +349,16 @@ class ModelConfig(Group):
         return self.layer_kinds[-1:] * self.num_nextn_predict_layers
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether tokens attend to those behind them, so that it continues no text."""
+        return sees_ahead(self.layer_kinds)
+
+    @property
+    def only_classifies(self) -> bool:
+        """Whether classes of rows are all that the model tells."""
+        return self.bert.num_labels > 0 and not self.bert.mlm_head
+
+    @property
     def branches(self) -> set[str]:
         """The letters of all branches that some layer has (`config/pattern.py`)."""
         return branches_of_model(self.layer_kinds)
@@ -346,6 +387,11 @@ class ModelConfig(Group):
             if isinstance(value, dict)
         }
         return self.model_copy(update=given | groups)
+
+    @property
+    def expert_width(self) -> int:
+        """The width of what experts read and write."""
+        return self.moe.latent_size or self.hidden_size
 
     @property
     def padded_vocab_size(self) -> int:

@@ -37,6 +37,7 @@ class Branch:
     kept: the names of other tensors that are dear to compute again (`config/remat.py`).
     windowed: whether it is attention in a sliding window.
     rotary: the key of the size of heads that RoPE turns; empty: it turns none.
+    mask: the kind of the mask of attention (`kernels/attention_call.py`).
     """
 
     word: str
@@ -48,6 +49,7 @@ class Branch:
     kept: tuple[str, ...] = ()
     windowed: bool = False
     rotary: str = ""
+    mask: str = "causal"
 
 
 _ATTENTION = {
@@ -65,6 +67,7 @@ BRANCHES: dict[str, Branch] = {
     "G": Branch("full", **_ATTENTION, rotary=_HEAD),
     "L": Branch("window", **_ATTENTION, rotary=_HEAD, windowed=True),
     "N": Branch("nope", **_ATTENTION),
+    "B": Branch("bidirectional", **_ATTENTION, rotary=_HEAD, mask="full"),
     "A": Branch(
         "mla",
         "mjax.models.mla:MLA",
@@ -89,7 +92,8 @@ BRANCHES: dict[str, Branch] = {
         name="mlp",
         shape="moe",
         sizes=("moe.moe_intermediate_size",),
-        matmuls=("up", "down", "expert_up", "expert_down"),  # the first of the shared expert
+        # The first two are those of the shared expert.
+        matmuls=("up", "down", "expert_up", "expert_down", "latent_in", "latent_out"),
     ),
     "M": Branch(
         "mamba",
@@ -102,7 +106,7 @@ BRANCHES: dict[str, Branch] = {
 }
 
 # Common layers, by letter.
-LAYERS = {"G": "GD", "L": "LD", "N": "ND", "A": "AD", "E": "GE", "M": "M"}
+LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "A": "AD", "E": "GE", "M": "M"}
 
 # Stacks whose names are older than the words for shapes.
 _STACK_NAMES = {"attention_mlp": "dense", "attention_moe": "moe"}
@@ -213,6 +217,11 @@ def branches_of(kind: str) -> str:
 def branches_of_model(kinds: Sequence[str]) -> set[str]:
     """The letters of the branches that layers of these kinds have."""
     return {letter for kind in kinds for letter in branches_of(kind)}
+
+
+def sees_ahead(kinds: Sequence[str]) -> bool:
+    """Whether tokens attend to tokens behind them in some layer of these kinds."""
+    return any(BRANCHES[letter].mask != "causal" for letter in branches_of_model(kinds))
 
 
 def sizes_of(kind: str) -> int:

@@ -58,6 +58,26 @@ class MeshConfig(Group):
     )
 
 
+class MaskedDataConfig(Group):
+    """Hidden tokens, for train.objective=masked_lm (docs/encoders.md)."""
+
+    mask_token_id: int | None = Field(None, ge=0, description="In place of hidden tokens: [MASK].")
+    cls_token_id: int | None = Field(None, ge=0, description="Before a sample: [CLS].")
+    sep_token_id: int | None = Field(None, ge=0, description="Behind each text: [SEP].")
+    pad_token_id: int | None = Field(None, ge=0, description="Fills a sample up: [PAD].")
+    probability: float = Field(0.15, gt=0, lt=1, description="Part of the tokens to be hidden.")
+    sentences: bool = Field(
+        False,
+        description="Samples of whole sentences by Megatron's rules, from data with sentence "
+        "bounds (preprocess --split-sentences); false: a stream of tokens.",
+    )
+    short_probability: float = Field(
+        0.1, ge=0, le=1, description="Samples aimed at a random shorter length."
+    )
+    max_ngram: int = Field(3, ge=1, description="Words hidden at once, at most.")
+    whole_words: bool = Field(True, description="All tokens of a word are hidden or none.")
+
+
 class DataConfig(Group):
     """The training data. Exactly one of `paths`, `text`, `mock` is used."""
 
@@ -80,6 +100,26 @@ class DataConfig(Group):
     eod_token_id: int | None = Field(None, ge=0)
     eod_mask_loss: bool = Field(False, description="No loss on predicting from an EOD token.")
     cache_dir: str | None = Field(None, description="Index cache; None: beside the data.")
+    fim_rate: float = Field(
+        0.0, ge=0, le=1, description="Share of documents made fill-in-the-middle (data/fim.py)."
+    )
+    fim_spm_rate: float = Field(
+        0.5, ge=0, le=1, description="Share of those whose suffix comes first."
+    )
+    fim_prefix_token: str | int | None = Field(None, description="A token's text, or its id.")
+    fim_middle_token: str | int | None = None
+    fim_suffix_token: str | int | None = None
+    fim_pad_token: str | int | None = Field(None, description="None: the end of a document.")
+    fim_split_sample: str | int | None = Field(
+        None, description="Token between the files of a document; each is then permuted by itself."
+    )
+    fim_fragment_rate: float | None = Field(
+        None, ge=0, le=1, description="Share of those files, in a document that fim_rate draws."
+    )
+    fim_no_prefix: str | None = Field(
+        None, description="What begins with this text stays as it is."
+    )
+    masked: MaskedDataConfig = MaskedDataConfig()
     prefetch: int = Field(4, ge=1, description="Batches prepared ahead.")
     workers: int = Field(2, ge=1, description="Loader threads.")
 
@@ -139,8 +179,8 @@ class TrainConfig(Group):
 
     objective: str = Field(
         "next_token",
-        description="What is trained for: next_token, or module.path:Name of a class like those of "
-        "models/objective.py.",
+        description="What is trained for: next_token, masked_lm (docs/encoders.md), classify, or "
+        "module.path:Name of a class like those of models/objective.py.",
     )
     steps: int = Field(1000, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="Stop after this many tokens.")
@@ -236,21 +276,34 @@ class CheckpointConfig(Group):
         None,
         description="Start step 0 from the weights in this Hugging Face, mjax or Megatron folder.",
     )
-    init_changes: list[Literal["vocab_size", "num_hidden_layers", "experts"]] = Field(
+    init_changes: list[Literal["vocab_size", "num_hidden_layers", "experts", "heads"]] = Field(
         [],
         description="In what the model may differ from those weights; what they lack is drawn. "
-        "experts: it has experts where they have MLPs (docs/moe.md).",
+        "experts: it has experts where they have MLPs (docs/moe.md); heads: of model.bert "
+        "(docs/encoders.md).",
     )
 
 
 class PrecisionConfig(Group):
     """Masters are kept in `params`; the forward and backward pass run in `compute`."""
 
-    compute: Dtype = "bfloat16"
+    compute: Dtype | Literal["float16"] = Field(
+        "bfloat16", description="float16: with a loss scale (docs/precision.md)."
+    )
     params: Dtype = Field(
         "float32", description="Dtype of the weights between steps; bfloat16: no fp32 master."
     )
     grad_accum: Dtype = Field("float32", description="Dtype gradients accumulate and reduce in.")
+    initial_loss_scale: float = Field(
+        2.0**32, gt=0, description="Of float16: the factor on the loss before the backward."
+    )
+    min_loss_scale: float = Field(1.0, gt=0)
+    loss_scale_window: int = Field(
+        1000, ge=1, description="Steps in a row without overflow that double the scale."
+    )
+    hysteresis: int = Field(
+        2, ge=1, description="Overflows until the scale is halved; then each one halves it."
+    )
     fp8: Literal["none", "current", "delayed", "mxfp8", "nvfp4"] = Field(
         "none",
         description="Blocks multiply in 8 bits, scaled by the tensor's maximum or by that of the "

@@ -6,12 +6,14 @@ demand what every dp would. The batch and schedule rules are Megatron-LM's
 (`num_microbatches_calculator.py`, `optimizer_param_scheduler.py`).
 """
 
+from mjax.config.data_rules import DATA_RULES
+from mjax.config.encoder_rules import ENCODER_RULES
 from mjax.config.mesh_rules import MESH_RULES, Rule, count_slots, mesh_sizes, not_for_cudnn
 from mjax.config.model_rules import MODEL_RULES
 from mjax.config.optimizer_rules import OPTIMIZER_RULES
 from mjax.config.paths import MOUNT_IT, NEEDS_FILES, is_address
 from mjax.config.remat import not_kept, remat_policies
-from mjax.config.schema import Config
+from mjax.config.schema import Config, PrecisionConfig
 from mjax.errors import UserError
 
 
@@ -92,6 +94,13 @@ def _profile_ok(c: Config) -> bool:
     return steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
 
 
+def _scale_keys(c: Config) -> list[str]:
+    """The keys of the loss scale that are set."""
+    names = "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
+    default = PrecisionConfig()
+    return [name for name in names if getattr(c.precision, name) != getattr(default, name)]
+
+
 def _not_kept(c: Config) -> list[str]:
     """The tensors in train.offload that no layer keeps. Raises `UserError` for train.remat."""
     text = "dots" if c.train.remat == "auto" else c.train.remat
@@ -105,6 +114,7 @@ def _not_kept(c: Config) -> list[str]:
 RULES: tuple[Rule, ...] = (
     *MESH_RULES,
     *MODEL_RULES,
+    *ENCODER_RULES,
     # data
     Rule(
         "one_data_source",
@@ -230,6 +240,7 @@ RULES: tuple[Rule, ...] = (
         "set both, the first as a multiple of the second",
     ),
     *OPTIMIZER_RULES,
+    *DATA_RULES,
     # schedule
     Rule(
         "min_lr_below_lr",
@@ -332,6 +343,31 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.precision.fp8_skip_layers == 0 or c.mesh.pp == 1,
         "`precision.fp8_skip_layers` is not built for the chunks of `mesh.pp`",
         "set precision.fp8_skip_layers=0",
+    ),
+    Rule(
+        "fp16_without_fp8",
+        lambda c: c.precision.compute != "float16" or c.precision.fp8 == "none",
+        "`precision.fp8`: its scales are not built for gradients with the loss scale of "
+        "`precision.compute`",
+        "set precision.compute=bfloat16 or precision.fp8=none",
+    ),
+    Rule(
+        "fp16_masters",
+        lambda c: c.precision.compute != "float16" or c.precision.params == "float32",
+        "`precision.params`: `precision.compute` needs fp32 masters",
+        "set precision.params=float32 or precision.compute=bfloat16",
+    ),
+    Rule(
+        "loss_scale_used",
+        lambda c: c.precision.compute == "float16" or not _scale_keys(c),
+        lambda c: f"`precision.{_scale_keys(c)[0]}` has no effect with `precision.compute`",
+        "remove it or set precision.compute=float16",
+    ),
+    Rule(
+        "loss_scale_range",
+        lambda c: c.precision.min_loss_scale <= c.precision.initial_loss_scale < 2.0**127,
+        "`precision.initial_loss_scale` is below `precision.min_loss_scale` or beyond fp32",
+        "set them to Megatron's, which are 4294967296 and 1",
     ),
     # memory
     Rule(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mjax.data.cache import cached_arrays
+from mjax.data.fim import FillInTheMiddle
 from mjax.data.indexed import REMEDY, IndexedDataset, Watch
 from mjax.errors import UserError
 
@@ -103,10 +104,11 @@ class GPTDataset:
 
     `[i]` gives `tokens`, `labels`, `segment_ids`, `positions` (int32) and `loss_mask` (float32),
     each [S]; `batch(indices)` the same stacked to [B, S]. Segments count the index's sequences
-    within a sample from 1 (all 1 without `document_mask`); 0 is kept for padding, of which there
-    is none here. `positions` restart at each of them with `reset_position_ids`. `eod_mask_loss`
-    drops the loss where the input is `eod_token_id`. Indices are cached under `cache_dir`, by
-    default `PREFIX.cache`. Raises `UserError` on a corpus, split or token id that cannot be used.
+    within a sample from 1 (all 1 without `document_mask`); 0 is kept for padding. `positions`
+    restart at each of them with `reset_position_ids`. `eod_mask_loss` drops the loss where the
+    input is `eod_token_id`. `fim` permutes documents (`fim.py`); only then there may be padding, at
+    the end and without loss. Indices are cached under `cache_dir`, by default `PREFIX.cache`.
+    Raises `UserError` on a corpus, split or token id that cannot be used.
     """
 
     def __init__(
@@ -124,10 +126,11 @@ class GPTDataset:
         eod_token_id: int | None = None,
         eod_mask_loss: bool = False,
         vocab_size: int | None = None,
+        fim: FillInTheMiddle | None = None,
     ):
         self.prefix, self.seq_length, self.vocab_size = str(prefix), seq_length, vocab_size
         self.document_mask, self.reset_position_ids = document_mask, reset_position_ids
-        self.eod_mask_loss, self.eod_token_id = eod_mask_loss, eod_token_id
+        self.eod_mask_loss, self.eod_token_id, self.fim = eod_mask_loss, eod_token_id, fim
         if eod_mask_loss and eod_token_id is None:
             raise UserError("data.eod_mask_loss needs data.eod_token_id: set it")
         if not 0 <= seed < 2**32:
@@ -201,6 +204,10 @@ class GPTDataset:
         text = self.dataset.gather(self.dataset.offsets[sequence] + begin, size)
         text = text.reshape(b, s + 1)
         self._check_ids(text)
+        if self.fim is not None:
+            text, size, n = self._filled(indices, text, size, n)
+            head = np.cumsum(n) - n
+            start = np.cumsum(size) - size
 
         tokens = text[:, :-1].astype(np.int32)
         segments, positions = np.ones((b, s), np.int32), np.empty((b, s), np.int32)
@@ -215,6 +222,11 @@ class GPTDataset:
         loss_mask = np.ones((b, s), np.float32)
         if self.eod_mask_loss:
             loss_mask[tokens == self.eod_token_id] = 0.0
+        if self.fim is not None:
+            column = np.arange(s + 1)
+            is_padding = column >= s + 1 - size[np.cumsum(n) - 1][:, None]
+            segments[is_padding[:, :-1]] = 0
+            loss_mask[is_padding[:, 1:]] = 0.0
         return {
             "tokens": tokens,
             "labels": text[:, 1:].astype(np.int32),
@@ -222,6 +234,22 @@ class GPTDataset:
             "segment_ids": segments,
             "positions": positions,
         }
+
+    def _filled(
+        self, indices: Sequence[int] | np.ndarray, text: np.ndarray, size: np.ndarray, n: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(text, sizes of pieces, pieces a sample) after fill-in-the-middle.
+
+        Each sample has a further piece, its last one, which is padding and mostly empty.
+        """
+        rows, sizes = [], []
+        ends = np.cumsum(n)
+        for i, row, end, count in zip(indices, text, ends, n, strict=True):
+            borders = np.cumsum(size[end - count : end])[:-1]
+            filled = self.fim.fill(int(i), np.split(row.astype(np.int64), borders))
+            rows.append(filled.tokens)
+            sizes += [*filled.sizes, len(row) - sum(filled.sizes)]
+        return np.stack(rows), np.array(sizes, np.int64), n + 1
 
     @cached_property
     def max_documents(self) -> int:
@@ -232,7 +260,9 @@ class GPTDataset:
         rank = np.cumsum(held)
         first, (last, offset) = self.sample_index[:-1, 0], self.sample_index[1:].T
         # A sample whose successor starts a sequence has only its last label from that one.
-        return int((rank[last] - (offset == 0) - rank[first] + held[first]).max())
+        most = int((rank[last] - (offset == 0) - rank[first] + held[first]).max())
+        # Padding is a segment, and text that got shorter may bring in one that was a label alone.
+        return most if self.fim is None else most + 2
 
     def _check_ids(self, ids: np.ndarray) -> None:
         """Refuse ids outside the vocabulary; free where the file's dtype cannot hold any."""

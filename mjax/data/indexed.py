@@ -192,12 +192,19 @@ class IndexedDatasetWriter:
         self.add_item(tokens)
         self.end_document()
 
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append many documents of one sequence each: their tokens end to end, and the lengths."""
+    def add_documents(
+        self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray | None = None
+    ) -> None:
+        """Append many documents: the tokens of their sequences end to end, and the lengths.
+
+        `counts` are the sequences of each document; None: one.
+        """
         assert len(tokens) == lengths.sum(), (len(tokens), lengths.sum())
-        first = self._sequences + 1
+        counts = np.ones(len(lengths), np.int64) if counts is None else counts
+        assert len(lengths) == counts.sum(), (len(lengths), counts.sum())
+        before = self._sequences
         self._append(self._cast(tokens), lengths.astype(np.int32))
-        self._bounds.append(np.arange(first, self._sequences + 1, dtype=np.int64))
+        self._bounds.append(before + np.cumsum(counts, dtype=np.int64))
 
     def merge(self, prefix: str | os.PathLike) -> None:
         """Append all of another pair, which must have the same dtype."""

@@ -7,6 +7,7 @@ one on other devices or hosts, sees the same stream; there is no loader state to
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,14 +15,18 @@ import numpy as np
 
 from mjax.config.schema import Config, DataConfig
 from mjax.data.blend import SURPLUS, BlendedDataset, normalize, sizes_per_dataset
+from mjax.data.fim import FillInTheMiddle, fill_in_the_middle
 from mjax.data.gpt import Batch, GPTDataset
+from mjax.data.labelled import LabelledDataset
+from mjax.data.masked import MaskedDataset
 from mjax.data.mock import MockDataset
 from mjax.data.text import prepare_text
+from mjax.data.tokenizer import load_tokenizer, word_continuations
 from mjax.errors import UserError
 
 
 class Dataset(Protocol):
-    """What the loader reads: `GPTDataset`, `BlendedDataset` or `MockDataset`."""
+    """What the loader reads: `GPTDataset`, or another of this folder with its methods."""
 
     def __len__(self) -> int: ...
 
@@ -112,7 +117,9 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
         shape = cfg.model.vocab_size, data.seq_length
         training = MockDataset(*shape, num_train, seed)
         return training, MockDataset(*shape, num_valid, seed + 1) if num_valid else None
-    paths = data.paths
+    if cfg.train.objective == "classify":
+        return _labelled_datasets(cfg, num_train, num_valid)
+    paths, tokenizer_path = data.paths, None
     if data.text:
         corpus = prepare_text(data, Path(cfg.run.dir))
         if corpus.vocab_size > cfg.model.vocab_size:
@@ -120,44 +127,95 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
                 f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "
                 f"{corpus.vocab_size} ({corpus.tokenizer_path}): raise it"
             )
-        paths = [corpus.prefix]
+        paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
+    fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
+    make = partial(_dataset, cfg, fim)
     shares = [1.0, 0.0, 0.0] if data.valid_paths else data.split
-    train = _blend(cfg, paths, data.weights, "train", shares, num_train)
+    train = _blend(make, paths, data.weights, "train", shares, num_train)
     if not num_valid:
         return train, None
     if data.valid_paths:
-        return train, _blend(cfg, data.valid_paths, None, "valid", [0.0, 1.0, 0.0], num_valid)
-    return train, _blend(cfg, paths, data.weights, "valid", shares, num_valid)
+        return train, _blend(make, data.valid_paths, None, "valid", [0.0, 1.0, 0.0], num_valid)
+    return train, _blend(make, paths, data.weights, "valid", shares, num_valid)
+
+
+def _labelled_datasets(
+    cfg: Config, num_train: int, num_valid: int
+) -> tuple[Dataset, Dataset | None]:
+    """Texts with classes; held-out ones are of a file of their own, if one is given."""
+    data = cfg.data
+    if len(data.valid_paths) > 1:
+        raise UserError(
+            f"data.valid_paths names {len(data.valid_paths)} files, but train.objective=classify "
+            "reads one; put them into one"
+        )
+    tokenizer = load_tokenizer(data.tokenizer)
+
+    def made(path: str, split: str, shares: list[float], size: int) -> Dataset:
+        labels, vocab = cfg.model.bert.num_labels, cfg.model.vocab_size
+        samples = data.seq_length, size, cfg.run.seed, labels, vocab
+        return LabelledDataset(path, tokenizer, data.masked, split, shares, *samples)
+
+    if not data.valid_paths:
+        training = made(data.text, "train", data.split, num_train)
+        return training, made(data.text, "valid", data.split, num_valid) if num_valid else None
+    training = made(data.text, "train", [1.0, 0.0, 0.0], num_train)
+    (path,) = data.valid_paths
+    return training, made(path, "valid", [0.0, 1.0, 0.0], num_valid) if num_valid else None
 
 
 def _blend(
-    cfg: Config,
+    make: Callable[..., Dataset],
     paths: list[str],
     weights: list[float] | None,
     split: str,
     shares: list[float],
     size: int,
 ) -> Dataset:
-    """One dataset as it is, several as a blend. Megatron's rules: given weights draw `size` with
-    a surplus per dataset; without weights each dataset counts by its samples of one epoch. Where
-    one epoch is too short Megatron stops; here every dataset repeats in that same proportion."""
+    """One dataset as it is, several as a blend; `make` is `_dataset` of a config.
+
+    Megatron's rules: given weights draw `size` with a surplus per dataset; without weights each
+    dataset counts by its samples of one epoch. Where one epoch is too short Megatron stops; here
+    every dataset repeats in that same proportion.
+    """
     if len(paths) == 1 and weights is None:
-        return _gpt(cfg, paths[0], split, shares, size)
+        return make(paths[0], split, shares, size)
     if weights is not None and len(weights) != len(paths):
         raise UserError(f"data.weights: {len(weights)} weights for {len(paths)} data.paths")
     if weights is None:
-        epoch = [_gpt(cfg, path, split, shares, None) for path in paths]
+        epoch = [make(path, split, shares, None) for path in paths]
         weights = [float(len(d)) for d in epoch]
         if size <= sum(weights):
             return BlendedDataset(epoch, weights, size)
     weights = normalize(weights)
     built = sizes_per_dataset(weights, size, SURPLUS)
-    parts = [_gpt(cfg, path, split, shares, n) for path, n in zip(paths, built, strict=True)]
+    parts = [make(path, split, shares, n) for path, n in zip(paths, built, strict=True)]
     return BlendedDataset(parts, weights, sum(sizes_per_dataset(weights, size)))
 
 
-def _gpt(cfg: Config, path: str, split: str, shares: list[float], n: int | None) -> GPTDataset:
+def _dataset(
+    cfg: Config,
+    fim: FillInTheMiddle | None,
+    path: str,
+    split: str,
+    shares: list[float],
+    n: int | None,
+) -> Dataset:
     data: DataConfig = cfg.data
+    if data.masked.sentences:
+        return MaskedDataset(
+            path,
+            split,
+            shares,
+            data.seq_length,
+            n,
+            cfg.run.seed,
+            data.masked,
+            cfg.model.vocab_size,
+            pairs=cfg.model.bert.num_labels > 0,
+            continues=_continuations(cfg),
+            cache_dir=data.cache_dir,
+        )
     return GPTDataset(
         path,
         split,
@@ -171,7 +229,18 @@ def _gpt(cfg: Config, path: str, split: str, shares: list[float], n: int | None)
         eod_token_id=data.eod_token_id,
         eod_mask_loss=data.eod_mask_loss,
         vocab_size=cfg.model.vocab_size,
+        fim=fim,
     )
+
+
+def _continuations(cfg: Config) -> np.ndarray | None:
+    """Which tokens continue a word, where whole words are hidden."""
+    if not cfg.data.masked.whole_words:
+        return None
+    name = cfg.data.tokenizer
+    if cfg.data.text:
+        name = prepare_text(cfg.data, Path(cfg.run.dir)).tokenizer_path
+    return word_continuations(name)
 
 
 def stream_hash(batch: Batch) -> str:

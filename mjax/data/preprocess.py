@@ -23,10 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import numpy as np
-
 from mjax.data.indexed import IndexedDatasetWriter, token_dtype
-from mjax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer, train_tokenizer
+from mjax.data.sentences import split_sentences
+from mjax.data.tokenizer import (
+    EncodedDocuments,
+    Tokenizer,
+    encode_documents,
+    load_tokenizer,
+    train_tokenizer,
+)
 from mjax.errors import UserError, run_cli
 from mjax.json_file import parse_json
 
@@ -189,14 +194,15 @@ def _start_worker(spec: str, workers: int) -> None:
 
 
 def _encode(
-    json_key: str, append_eod: bool, chunk: list[Document]
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """One task: (tokens, lengths, raw bytes) of a chunk."""
+    json_key: str, append_eod: bool, by_sentence: bool, chunk: list[Document]
+) -> tuple[EncodedDocuments, int]:
+    """One task: (the documents, ids in the file's dtype; raw bytes) of a chunk."""
     tokenizer = _tokenizer
     texts = [document_text(d, json_key) for d in chunk]
-    tokens, lengths = encode_documents(tokenizer, texts, tokenizer.eod_id if append_eod else None)
+    parts = [split_sentences(text) if by_sentence else [text] for text in texts]
+    found = encode_documents(tokenizer, parts, tokenizer.eod_id if append_eod else None)
     raw = sum(len(d.raw) for d in chunk)
-    return tokens.astype(token_dtype(tokenizer.vocab_size)), lengths, raw
+    return found._replace(ids=found.ids.astype(token_dtype(tokenizer.vocab_size))), raw
 
 
 def _parallel_map(function: partial, items: Iterable, spec: str, workers: int) -> Iterator:
@@ -226,11 +232,13 @@ def preprocess(
     tokenizer: str,
     *,
     append_eod: bool = False,
+    by_sentence: bool = False,
     json_key: str = "text",
     workers: int = 1,
 ) -> Summary:
     """Tokenize `inputs` into `output`.bin and .idx. Shows progress on a terminal's stderr.
 
+    A document is one sequence, or with `by_sentence` one for each sentence (`sentences.py`).
     Documents without a token are left out. Raises `UserError` on bad input, leaving no file.
     """
     from rich.console import Console
@@ -245,7 +253,7 @@ def preprocess(
     began, documents, tokens = time.perf_counter(), 0, 0
     show = TextColumn("{task.fields[rate]:.2f}M tok/s")
     columns = ["tokenize", BarColumn(), TimeElapsedColumn(), show]
-    task = partial(_encode, json_key, append_eod)
+    task = partial(_encode, json_key, append_eod, by_sentence)
     chunks = _chunks(read_documents(files))
     console = Console(stderr=True)
     with (
@@ -253,9 +261,9 @@ def preprocess(
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         bar = progress.add_task("", total=total, rate=0.0)
-        for ids, lengths, raw in _parallel_map(task, chunks, tokenizer, workers):
-            writer.add_documents(ids, lengths)
-            documents, tokens = documents + len(lengths), tokens + len(ids)
+        for found, raw in _parallel_map(task, chunks, tokenizer, workers):
+            writer.add_documents(*found)
+            documents, tokens = documents + len(found.counts), tokens + len(found.ids)
             seconds = time.perf_counter() - began
             progress.update(bar, advance=raw, rate=tokens / seconds / 1e6)
         if documents == 0:
@@ -288,6 +296,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         add("--output", required=True, metavar="PREFIX")
         add("--tokenizer", required=True, help="byte, a tokenizer.json or a SentencePiece .model")
         add("--append-eod", action="store_true", help="end every document with the EOD token")
+        add("--split-sentences", action="store_true", help="a sequence a sentence, for masked_lm")
         add("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
     args = parser.parse_args(argv[1:] if train else argv)
     args.train = train
@@ -309,6 +318,7 @@ def main(argv: list[str] | None = None) -> int:
         args.output,
         args.tokenizer,
         append_eod=args.append_eod,
+        by_sentence=args.split_sentences,
         json_key=args.json_key,
         workers=args.workers,
     )

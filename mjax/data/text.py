@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from mjax.config.schema import DataConfig
@@ -39,7 +40,8 @@ class TextCorpus:
 def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
     """Tokenize `data.text` into `run_dir`/data, or find it done with the same settings; other
     settings rebuild it. Trains the tokenizer for 'train:VOCAB'. Documents end in the EOD token if
-    the tokenizer has one. Processes of one host wait for the first. Raises `UserError`."""
+    the tokenizer has one, but not those of sentences. Processes of one host wait for the first.
+    Raises `UserError`."""
     if not data.text or not data.tokenizer:
         raise UserError("data.text needs data.tokenizer: 'byte', a tokenizer file or 'train:VOCAB'")
     folder = Path(run_dir) / "data"
@@ -48,6 +50,8 @@ def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
         raise UserError(f"data.tokenizer {data.tokenizer!r}: write train:VOCAB, as in train:4096")
     spec = str(folder / "tokenizer.json") if train else data.tokenizer
     settings = {"version": VERSION, "text": data.text, "tokenizer": data.tokenizer}
+    if data.masked.sentences:
+        settings["sentences"] = True
     stamp = folder / "settings.json"
     try:
         with _lock(folder.with_name("data.lock")):
@@ -77,8 +81,10 @@ def _rebuild(text: str, tokenizer: str, settings: dict, folder: Path) -> None:
             size = int(tokenizer.removeprefix("train:"))
             tokenizer = str(scratch / "tokenizer.json")
             train_tokenizer(read_texts(inputs), size, tokenizer)
-        append_eod = load_tokenizer(tokenizer).eod_id is not None
-        preprocess(inputs, scratch / "unordered", tokenizer, append_eod=append_eod)
+        by_sentence = bool(settings.get("sentences"))
+        append_eod = load_tokenizer(tokenizer).eod_id is not None and not by_sentence
+        how = {"append_eod": append_eod, "by_sentence": by_sentence}
+        preprocess(inputs, scratch / "unordered", tokenizer, **how)
         _order_by_content(scratch / "unordered", scratch / "corpus")
         for suffix in (".bin", ".idx"):
             (scratch / f"unordered{suffix}").unlink()
@@ -92,10 +98,19 @@ def _rebuild(text: str, tokenizer: str, settings: dict, folder: Path) -> None:
 
 def _order_by_content(source: Path, target: Path) -> None:
     data = IndexedDataset(source)
-    key = [hashlib.blake2b(tokens.tobytes(), digest_size=8).digest() for tokens in data]
+    documents = [range(*bounds) for bounds in pairwise(data.document_indices.tolist())]
+
+    def key(document: range) -> bytes:
+        digest = hashlib.blake2b(digest_size=8)
+        for i in document:
+            digest.update(data[i].tobytes())
+        return digest.digest()
+
     with IndexedDatasetWriter(target, data.dtype) as writer:
-        for i in sorted(range(len(data)), key=key.__getitem__):
-            writer.add_document(data[i])
+        for document in sorted(documents, key=key):
+            for i in document:
+                writer.add_item(data[i])
+            writer.end_document()
 
 
 def stdlib_files() -> list[str]:

@@ -7,7 +7,9 @@ appended only by who asks for it. The work is done by `tokenizers` and `sentence
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +25,17 @@ EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 class Tokenizer:
     """`encode_batch(texts)` -> one list of ids per text; `decode(ids)` -> text, special ids
     dropped; `eod_id` None where the vocabulary has no end-of-document token; `prefix`: ids that
-    the model wants before a text (a BOS), which `encode_batch` does not add."""
+    the model wants before a text (a BOS), which `encode_batch` does not add; `decode_whole(ids)` ->
+    text with the texts of special ids that have one; `id_of(token)` -> the id of a token, or
+    None."""
 
     vocab_size: int
     eod_id: int | None
     encode_batch: Callable[[Sequence[str]], list[list[int]]]
     decode: Callable[[Sequence[int]], str]
     prefix: tuple[int, ...] = ()
+    decode_whole: Callable[[Sequence[int]], str] | None = None
+    id_of: Callable[[str], int | None] = lambda token: None
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -59,7 +65,10 @@ def _byte_tokenizer() -> Tokenizer:
     def decode(ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    return Tokenizer(257, 256, lambda texts: [list(t.encode()) for t in texts], decode)
+    def encode_batch(texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    return Tokenizer(257, 256, encode_batch, decode, decode_whole=decode)
 
 
 def _huggingface_tokenizer(path: Path) -> Tokenizer:
@@ -83,10 +92,21 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
     def decode(ids):
         return inner.decode([int(i) for i in ids])
 
+    def decode_whole(ids):
+        return inner.decode([int(i) for i in ids], skip_special_tokens=False)
+
     whole, bare = inner.encode("a").ids, encode_batch(["a"])[0]
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     prefix = tuple(whole[: next(starts, 0)])
-    return Tokenizer(max(vocabulary.values()) + 1, eod, encode_batch, decode, prefix)
+    return Tokenizer(
+        max(vocabulary.values()) + 1,
+        eod,
+        encode_batch,
+        decode,
+        prefix,
+        decode_whole,
+        vocabulary.get,
+    )
 
 
 def _declared_eod(config: Path) -> str | None:
@@ -112,7 +132,13 @@ def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
     def decode(ids):
         return inner.decode([int(i) for i in ids])
 
-    return Tokenizer(inner.get_piece_size(), eod, encode_batch, decode)
+    def id_of(token: str) -> int | None:
+        found = inner.piece_to_id(token)  # of unknown pieces, that of <unk>
+        return found if inner.id_to_piece(found) == token else None
+
+    return Tokenizer(
+        inner.get_piece_size(), eod, encode_batch, decode, decode_whole=decode, id_of=id_of
+    )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | os.PathLike) -> Tokenizer:
@@ -146,12 +172,63 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | os.PathLik
     return load_tokenizer(out)
 
 
+class EncodedDocuments(NamedTuple):
+    """Ids end to end, int32; the lengths of sequences, int32; the sequences of each document."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+
+
 def encode_documents(
-    tokenizer: Tokenizer, texts: Sequence[str], eod_id: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids end to end (int32) and their lengths, `eod_id` after each; empty documents left out."""
-    lists = [ids for ids in tokenizer.encode_batch(texts) if ids]
+    tokenizer: Tokenizer, documents: Sequence[Sequence[str]], eod_id: int | None
+) -> EncodedDocuments:
+    """The ids of documents, each a list of texts that become sequences, the last one's `eod_id`
+    behind it. Sequences and documents without ids are left out."""
+    lists = iter(tokenizer.encode_batch([text for texts in documents for text in texts]))
     end = [] if eod_id is None else [eod_id]
-    flat = [np.asarray(ids + end, np.int32) for ids in lists]
-    lengths = np.array([len(x) for x in flat], np.int32)
-    return np.concatenate([np.zeros(0, np.int32), *flat]), lengths
+    flat, counts = [np.zeros(0, np.int32)], []
+    for texts in documents:
+        sequences = [ids for ids in islice(lists, len(texts)) if ids]
+        if sequences:
+            sequences[-1] = sequences[-1] + end
+            flat += [np.asarray(ids, np.int32) for ids in sequences]
+            counts.append(len(sequences))
+    lengths = np.array([len(ids) for ids in flat[1:]], np.int32)
+    return EncodedDocuments(np.concatenate(flat), lengths, np.array(counts, np.int64))
+
+
+def word_continuations(spec: str | os.PathLike) -> np.ndarray | None:
+    """Which tokens continue a word, bool [V]; None where the tokenizer does not say.
+
+    WordPiece marks those with ##. SentencePiece and byte-level BPE mark the others, which begin
+    with a space.
+    """
+    pieces = _pieces(spec)
+    if pieces is None:
+        return None
+    marks = [mark for mark in ("##", "▁", "Ġ") if any(p.startswith(mark) for p in pieces if p)]
+    if not marks:
+        return None
+    (mark, *_) = marks
+    marked = np.array([bool(piece) and piece.startswith(mark) for piece in pieces])
+    special = np.array([not piece or piece.startswith(("<", "[")) for piece in pieces])
+    return marked if mark == "##" else ~marked & ~special
+
+
+def _pieces(spec: str | os.PathLike) -> list[str | None] | None:
+    """The vocabulary of a tokenizer by id; None for bytes."""
+    if spec == "byte":
+        return None
+    tokenizer, path = load_tokenizer(spec), Path(spec)
+    if path.suffix == ".model" or (path / "tokenizer.model").is_file():
+        import sentencepiece
+
+        file = path if path.is_file() else path / "tokenizer.model"
+        inner = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        return [inner.id_to_piece(i) for i in range(inner.get_piece_size())]
+    import tokenizers
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    inner = tokenizers.Tokenizer.from_file(str(file))
+    return [inner.id_to_token(i) for i in range(tokenizer.vocab_size)]

@@ -23,7 +23,11 @@ import numpy as np
 
 FORMAT, FORMAT_VERSION = "mjax-stablehlo", 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 PLATFORMS = {"gpu": "cuda"}  # jax's name of a device -> that of what is compiled for it
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass
 
 from mjax.config.model_schema import ModelConfig
+from mjax.errors import UserError
 from mjax.models.branch import CacheSpec, cache_specs
 from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Decoder
@@ -36,6 +37,15 @@ class KVCache:
     real: jax.Array
     lengths: jax.Array
     column: jax.Array
+
+
+def require_decoder(cfg: ModelConfig) -> None:
+    """Raise `UserError` for an encoder, whose tokens would have to see those that follow."""
+    if cfg.is_encoder:
+        raise UserError(
+            f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks) continues no text and "
+            "gives a text no probability; use it by mjax.from_pretrained (docs/encoders.md)"
+        )
 
 
 def empty_cache(

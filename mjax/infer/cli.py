@@ -12,7 +12,7 @@ from mjax.json_file import read_json
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ckpt", required=True, help="an mjax checkpoint or Hugging Face folder")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split it over")
-    kinds = ("float32", "bfloat16")
+    kinds = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=kinds, help="default: bfloat16, on a CPU float32")
     parser.add_argument("--tokenizer", help="default: the model's own; see data.tokenizer")
 

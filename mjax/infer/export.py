@@ -29,7 +29,7 @@ from mjax.checkpoint.store import new_folder
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer import artifact
-from mjax.infer.cache import KVCache, extend
+from mjax.infer.cache import KVCache, extend, require_decoder
 from mjax.models import definition_of
 from mjax.models.branch import cache_specs
 from mjax.models.params import Definition
@@ -116,6 +116,7 @@ def export_model(
 
 
 def _check(cfg: ModelConfig, batches, lengths, platforms, block: int) -> None:
+    require_decoder(cfg)
     limit = cfg.max_position_embeddings
     if not batches or min(batches) < 1 or not lengths or min(lengths) < 2 or block < 1:
         raise UserError(

@@ -20,7 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated
+from mjax.infer.cache import (
+    KVCache,
+    empty_cache,
+    extend,
+    gathered,
+    replicated,
+    require_decoder,
+)
 from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, settings_of
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
@@ -72,6 +79,7 @@ class Generator:
         and memory holds the model once. Without a tokenizer texts are empty and stop strings
         refused.
         """
+        require_decoder(cfg)
         self.cfg, self.tokenizer = cfg, tokenizer
         self._mesh = mesh = mesh_of(params)
         self._params = take_apart(definition.specs, params, jnp.dtype(dtype), donate)

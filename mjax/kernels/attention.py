@@ -99,7 +99,7 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise UserError(
-            f"precision.compute={q.dtype}: cuDNN attention needs bfloat16; "
+            f"precision.compute={q.dtype}: cuDNN attention needs bfloat16 or float16; "
             "set precision.compute=bfloat16 or train.attention=xla"
         )
     for size in (q.shape[-1], v.shape[-1]):

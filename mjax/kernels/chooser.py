@@ -135,8 +135,15 @@ def _grouped_matmul(
         return Choice(implementation, "it is asked for")
     if device.backend == "cpu":
         return Choice("xla", NO_GPU)
+    return _mosaic_or("xla", dtype, shape, device)
+
+
+def _mosaic_or(other: str, dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:
+    """Our Hopper grouped matmul, or the name of another where it cannot compute the sizes."""
     lacks = mosaic_grouped_lacks(dtype, shape, device)
-    return Choice("xla", f"mosaic lacks it: {lacks}" if lacks else "no GPU has run mosaic's yet")
+    if lacks:
+        return Choice(other, f"mosaic does not compute it: {lacks}")
+    return Choice("mosaic", "it multiplies each row by its own expert's weights only")
 
 
 def mosaic_grouped_lacks(dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> str | None:
@@ -190,7 +197,8 @@ def _quantize(
 def _elementwise(op: str, dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:
     """What our kernels of one pass over their inputs have in common."""
     size = math.prod(shape)
-    if dtype not in (jnp.bfloat16, jnp.float32):
+    # In fp16 nothing is rounded to 8 bits (config/validate.py).
+    if dtype not in (jnp.bfloat16, jnp.float32) and (dtype != jnp.float16 or op == "quantize"):
         return Choice("xla", f"our kernel takes no {dtype}")
     if size < FEWEST[op]:
         return Choice("xla", f"a launch costs more for less than {FEWEST[op]:,} elements")
@@ -234,14 +242,17 @@ def _experts(
     asked: str,
     has_capacity: bool = False,
 ) -> Choice:
-    """Of the weights [E, D, ...] of a device's experts: what multiplies tokens by them."""
+    """Of the rows and weights of a device's experts, as sizes (M, E, D, F): what multiplies both.
+
+    F counts the width of one matrix; a gated expert has two, side by side.
+    """
     if asked != "auto":
         return Choice(asked, "train.experts asks for it")
     if device.backend == "cpu":
         return Choice("xla", NO_GPU)
     if has_capacity:
         return Choice("batched", "capacity bounds the rows of an expert")
-    return Choice("loop", "our grouped matmul is not yet timed on GPUs (train.experts=mosaic)")
+    return _mosaic_or("loop", dtype, shape, device)
 
 
 def _ssd(dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:

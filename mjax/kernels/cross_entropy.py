@@ -26,6 +26,9 @@ from mjax.sharding.collectives import Parallel
 _CHUNK_ELEMENTS = 5 * 2**26  # default chunk: about 1.3 GB of fp32 logits on each device
 _FUSED_ELEMENTS = 5 * 2**27  # with our kernel: about 1.3 GB of their bf16 gradient,
 _PART_ELEMENTS = 7 * 2**24  # and at most 0.5 GB of fp32 logits
+# The gradient of logits in fp16 is made this many times as large: less of it is then lost below
+# 6e-8, and it stays far from 65504.
+_FP16_LIFT = 2.0**10
 _TILE = 256  # rows of a matmul's tile, or of two that share an operand
 
 
@@ -50,15 +53,17 @@ def cross_entropy(
     terms: Terms,
     parallel: Parallel,
     chunk: int | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Sum over tokens of mask * loss, fp32 scalar.
 
     x [T, D] whole along tp, w [V/tp, D], labels int32 [T] < vocab_size, mask fp32 [T]; `chunk`
-    tokens at a time (None: by memory).
+    tokens at a time (None: by memory). `bias` [V/tp] is added to the logits.
     """
     size = x.shape[0], w.shape[0]
     cut = cut_of(*size, chunk, fused=loss_rows.supports(*size, parallel.tp, chunk))
-    return _loss(*_cut(x, w, labels, mask, cut.chunk), terms, parallel, cut.part)
+    x, w, labels, mask = _cut(x, w, labels, mask, cut.chunk)
+    return _loss(x, w, bias, labels, mask, terms, parallel, cut.part)
 
 
 def token_losses(
@@ -80,9 +85,37 @@ def token_losses(
 
     @jax.checkpoint
     def part(xs):
-        return _chunk(xs[0], w, *xs[1:], terms, parallel)[0]
+        return _chunk(xs[0], w, None, *xs[1:], terms, parallel)[0]
 
     return jax.lax.map(part, (x, labels, ones)).reshape(-1)[:tokens]
+
+
+def count_hits(
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array,
+    *,
+    terms: Terms,
+    parallel: Parallel,
+    chunk: int | None = None,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Sum of mask over tokens whose label has the largest logit, fp32 scalar, without gradient.
+
+    Arguments as for `cross_entropy`. Rounding may let two tokens be largest at once.
+    """
+    size = chunk_size(labels.size, w.shape[0], chunk)
+    x, w, labels, mask = _cut(x, w, labels, mask, size)
+
+    def body(total, cut):
+        z, _, _ = _logits(cut[0], w, bias, terms, parallel)
+        top = parallel.pmax(jnp.maximum(z.max(-1), -1e30), "tp")
+        hits = _of_label(z, cut[1], parallel)[0] >= top
+        return total + (hits * cut[2]).sum(), None
+
+    total, _ = jax.lax.scan(body, jnp.float32(0), (x, labels, mask))
+    return jax.lax.stop_gradient(total)
 
 
 def cut_of(tokens: int, rows: int, chunk: int | None = None, *, fused: bool) -> Cut:
@@ -121,46 +154,64 @@ def _cut(x, w, labels, mask, chunk):
     return cut(x), w, cut(labels), cut(mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _loss(x, w, labels, mask, terms, parallel, part):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _loss(x, w, bias, labels, mask, terms, parallel, part):
     def body(total, part):
-        return total + _chunk(part[0], w, *part[1:], terms, parallel)[0].sum(), None
+        return total + _chunk(part[0], w, bias, *part[1:], terms, parallel)[0].sum(), None
 
     return jax.lax.scan(body, jnp.float32(0), (x, labels, mask))[0]
 
 
-def _loss_fwd(x, w, labels, mask, terms, parallel, part):
+def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part):
+    lift = _lift(x.dtype)
+    mask = mask * lift
+
     def body(carry, chunk):
-        total, d_w = carry
+        total, d_w, d_bias = carry
         if part:
-            losses, d_z = _by_parts(chunk[0], w, *chunk[1:], terms, part)
+            losses, d_z = _by_parts(chunk[0], w, bias, *chunk[1:], terms, part)
         else:
-            losses, d_z = _chunk(chunk[0], w, *chunk[1:], terms, parallel)
+            losses, d_z = _chunk(chunk[0], w, bias, *chunk[1:], terms, parallel)
             d_z = d_z.astype(x.dtype)
+        if bias is not None:
+            d_bias = d_bias + d_z.sum(0, dtype=jnp.float32)
         d_x = jnp.einsum("tv,vd->td", d_z, w)
         d_w = d_w + jnp.einsum("tv,td->vd", d_z, chunk[0], preferred_element_type=jnp.float32)
-        return (total + losses.sum(), d_w), d_x
+        return (total + losses.sum(), d_w, d_bias), d_x
 
-    start = (jnp.float32(0), jnp.zeros(w.shape, jnp.float32))
-    (total, d_w), d_x = jax.lax.scan(body, start, (x, labels, mask))
-    return total, (d_x, d_w.astype(w.dtype))
+    d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
+    start = (jnp.float32(0), jnp.zeros(w.shape, jnp.float32), d_bias)
+    (total, d_w, d_bias), d_x = jax.lax.scan(body, start, (x, labels, mask))
+    kept = jnp.float32 if w.dtype == jnp.float16 else w.dtype  # a sum over tokens may exceed 65504
+    d_bias = None if bias is None else d_bias.astype(kept)
+    return total / lift, (d_x, d_w.astype(kept), d_bias)
 
 
 def _loss_bwd(terms, parallel, part, saved, g):
     g = parallel.psum(g, "tp")  # the sum is one value: its cotangents on the tp devices add up
-    d_x, d_w = (a * g.astype(a.dtype) for a in saved)
-    return d_x, d_w, None, None
+    if saved[0].dtype != jnp.float16:
+        d_x, d_w, d_bias = jax.tree.map(lambda a: a * g.astype(a.dtype), saved)
+        return d_x, d_w, d_bias, None, None
+    g = g / _FP16_LIFT  # with the loss scale it may exceed 65504, though the product does not
+    scaled = jax.tree.map(lambda a: (a.astype(jnp.float32) * g).astype(jnp.float16), saved)
+    d_x, d_w, d_bias = scaled
+    return d_x, d_w, d_bias, None, None
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
-def _by_parts(x, w, labels, mask, terms, part):
+def _lift(dtype: jnp.dtype) -> float:
+    """The factor on gradients that are kept in this dtype."""
+    return _FP16_LIFT if dtype == jnp.float16 else 1.0
+
+
+def _by_parts(x, w, bias, labels, mask, terms, part):
     """The result of `_chunk`, its gradient in the dtype of x, from logits of a part at a time."""
 
     def body(d_z, cut):
         x, labels, mask, first = cut
-        z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)
+        z = _products(x, w, bias)
         losses, d_z = loss_rows.rows(z, labels, mask, d_z, first, terms)
         return d_z, losses
 
@@ -172,25 +223,43 @@ def _by_parts(x, w, labels, mask, terms, part):
     return losses, d_z
 
 
-def _chunk(x, w, labels, mask, terms, parallel):
-    """(masked losses [T], their d / d logits) of a chunk, this device's rows of the vocabulary."""
-    rows, softcap, smooth = w.shape[0], terms.softcap, terms.label_smoothing
-    first = parallel.index("tp") * rows
+def _products(x, w, bias):
+    """fp32 logits [T, V/tp] as the weights make them."""
     z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)
+    return z if bias is None else z + bias.astype(jnp.float32)
+
+
+def _logits(x, w, bias, terms, parallel):
+    """(fp32 logits [T, V/tp], -inf where padding is, their slope by the products, what is none)."""
+    rows, softcap = w.shape[0], terms.softcap
+    z = _products(x, w, bias)
     if softcap is not None:
         z = softcap * jnp.tanh(z / softcap)
     slope = 1.0 if softcap is None else 1.0 - jnp.square(z / softcap)
     real = None
     if parallel.tp * rows > terms.vocab_size:  # padding
-        real = first + jnp.arange(rows) < terms.vocab_size
+        real = parallel.index("tp") * rows + jnp.arange(rows) < terms.vocab_size
         z = jnp.where(real, z, -jnp.inf)
+    return z, slope, real
+
+
+def _of_label(z, labels, parallel):
+    """(the logit of each label [T], its place among this device's rows of the vocabulary)."""
+    rows = z.shape[1]
+    place = labels - parallel.index("tp") * rows
+    here = (place >= 0) & (place < rows)
+    target = jnp.take_along_axis(z, jnp.clip(place, 0, rows - 1)[:, None], 1)[:, 0]
+    return parallel.psum(jnp.where(here, target, 0.0), "tp"), place
+
+
+def _chunk(x, w, bias, labels, mask, terms, parallel):
+    """(masked losses [T], their d / d logits) of a chunk, this device's rows of the vocabulary."""
+    rows, smooth = w.shape[0], terms.label_smoothing
+    z, slope, real = _logits(x, w, bias, terms, parallel)
     top = parallel.pmax(jnp.maximum(z.max(-1), -1e30), "tp")  # a shard may be all padding
     weights = jnp.exp(z - top[:, None])
     total = parallel.psum(weights.sum(-1), "tp")
-    place = labels - first
-    here = (place >= 0) & (place < rows)
-    target = jnp.take_along_axis(z, jnp.clip(place, 0, rows - 1)[:, None], 1)[:, 0]
-    target = parallel.psum(jnp.where(here, target, 0.0), "tp")
+    target, place = _of_label(z, labels, parallel)
     log_z = top + jnp.log(total)
     losses, scale = log_z - (1 - smooth) * target, 1 / total
     if terms.z_loss:

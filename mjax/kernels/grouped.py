@@ -15,6 +15,7 @@ from jax import lax
 from mjax.errors import UserError
 from mjax.kernels import chooser
 from mjax.kernels.chooser import choose
+from mjax.kernels.grouped_tiles import tile_of
 
 
 def grouped_matmul(
@@ -22,9 +23,9 @@ def grouped_matmul(
 ) -> jax.Array:
     """x [M, K], w [G, K, N], sizes int32 [G] -> [M, N], in x's dtype."""
     if resolve(x, w.shape, implementation) == "mosaic":
-        from mjax.kernels.mosaic_grouped import multiply_rows, tile_of_rows
+        from mjax.kernels.mosaic_grouped import multiply_rows
 
-        return multiply_rows(x, w, sizes, tile_of_rows(w.shape[2]), transposed=False)
+        return multiply_rows(x, w, sizes, tile_of(w.shape[2]), transposed=False)
     if implementation == "batched":
         return _batched("gmk,gkn->gmn", x, w)
     return reference_matmul(x, w, sizes)
@@ -35,9 +36,9 @@ def grouped_matmul_transposed(
 ) -> jax.Array:
     """The gradient [M, K] of x in `grouped_matmul`, from g [M, N] and w [G, K, N]."""
     if resolve(g, w.shape, implementation) == "mosaic":
-        from mjax.kernels.mosaic_grouped import multiply_rows, tile_of_rows
+        from mjax.kernels.mosaic_grouped import multiply_rows
 
-        return multiply_rows(g, w, sizes, tile_of_rows(w.shape[1]), transposed=True)
+        return multiply_rows(g, w, sizes, tile_of(w.shape[1]), transposed=True)
     if implementation == "batched":
         return _batched("gmn,gkn->gmk", g, w)
     return reference_transposed(g, w, sizes)
@@ -56,10 +57,9 @@ def grouped_weight_gradient(
     The kernel writes the sum where `total` lies, if nothing else reads it.
     """
     if resolve(x, (len(sizes), x.shape[1], g.shape[1]), implementation) == "mosaic":
-        from mjax.kernels.mosaic_grouped import tile_of_weights, weight_gradient
+        from mjax.kernels.mosaic_grouped import weight_gradient
 
-        tile = tile_of_weights(x.shape[1], g.shape[1])
-        return weight_gradient(x, g, sizes, total, tile)
+        return weight_gradient(x, g, sizes, total, tile_of(g.shape[1]))
     if implementation == "batched":
         groups = len(sizes)
         product = jnp.einsum(

@@ -14,9 +14,9 @@ order, so results are equal bit for bit.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -24,66 +24,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from mjax.kernels.grouped_tiles import ALIGNED, HALVES, Tile, bounds_of_groups, tiles_of_rows
+
 BLOCKS = 132  # multiprocessors of an H100 SXM or H200
-HALVES = 2  # warpgroups that multiply
 DEPTH = 64  # elements of a sum that a slot holds
-ALIGNED = 8  # rows of a swizzled tile, where TMA begins
 SLICE = 128  # bytes of a line that leave together
 _REGISTERS = 40, 232  # of a moving and of a multiplying thread
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
-
-    Lines are a multiple of 128, columns one of 64. The blocks of a `cluster` take tiles of columns
-    side by side. Each copies its share of their lines to all of them.
-    """
-
-    lines: int
-    columns: int
-    slots: int
-    band: int = 16
-    cluster: int = 1
-
-    @property
-    def half(self) -> int:
-        return self.lines // HALVES
-
-    def across(self, columns: int) -> int:
-        """The clusters that cover so many columns."""
-        return pl.cdiv(columns, self.columns * self.cluster)
-
-    def own_column(self, place: jax.Array) -> jax.Array:
-        """The first column of this block's tile in the cluster at `place`."""
-        if self.cluster > 1:
-            place = place * self.cluster + lax.axis_index("neighbor")
-        return place * self.columns
-
-
-# Predicted, not timed. The first two read least from the L2 cache.
-WIDE, TALL, NARROW = Tile(128, 256, 4), Tile(256, 128, 4), Tile(128, 128, 6)
-
-
-def tile_of_rows(columns: int) -> Tile:
-    """The tile for rows by weights: wide where the last tile is not mostly empty.
-
-    A tall one would compute more rows that are not of its group.
-    """
-    return WIDE if _computed(columns, WIDE.columns) <= 1.1 * columns else NARROW
-
-
-def tile_of_weights(lines: int, columns: int) -> Tile:
-    """The tile for a gradient of weights: the one that computes least beyond its edges."""
-
-    def area(tile):
-        return _computed(lines, tile.lines) * _computed(columns, tile.columns)
-
-    return min(WIDE, TALL, key=area)
-
-
-def _computed(size, step):
-    return pl.cdiv(size, step) * step
 
 
 def multiply_rows(
@@ -136,35 +82,6 @@ def weight_gradient(
 # ---- parts -------------------------------------------------------------------------------------
 
 
-def tiles_of_rows(sizes: jax.Array, m: int, lines: int) -> tuple[jax.Array, jax.Array]:
-    """(int32 [T, 4] of each tile of rows, int32 [G + 1] whose last is the number of tiles).
-
-    A tile has its group, the row it starts at less `lines` times its own number, and the first and
-    the last row of the group, plus 1. T bounds the number of tiles for all sizes. Group G are the
-    rows of no group. Sums are dense, so XLA makes few kernels of them.
-    """
-    groups = jnp.arange(len(sizes) + 1, dtype=jnp.int32)
-    begins, ends = bounds_of_groups(sizes)
-    begins = jnp.append(begins, ends[-1])
-    ends = jnp.append(ends, jnp.int32(m))
-    aligned = begins // ALIGNED * ALIGNED
-    tiles = jnp.where(ends > begins, (ends - aligned + lines - 1) // lines, 0)
-    last = jnp.sum(jnp.where(groups <= groups[:, None], tiles, 0), 1, dtype=jnp.int32)
-    first = last - tiles
-    facts = jnp.stack([groups, aligned - first * lines, begins, ends], 1)
-    most = (m + (ALIGNED - 1) * len(groups)) // lines + len(groups)
-    index = jnp.arange(most, dtype=jnp.int32)[:, None]
-    own = (index >= first) & (index < last)
-    return jnp.sum(jnp.where(own[..., None], facts, 0), 1, dtype=jnp.int32), last
-
-
-def bounds_of_groups(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the first row int32 [G] of each group, its last row plus 1)."""
-    sizes, groups = sizes.astype(jnp.int32), jnp.arange(len(sizes))
-    ends = jnp.sum(jnp.where(groups <= groups[:, None], sizes, 0), 1, dtype=jnp.int32)
-    return ends - sizes, ends
-
-
 def _scratch(tile, dtype, left, right, out_dtype):
     """Shared memory and barriers, by name."""
 
@@ -199,7 +116,8 @@ def _swizzled(dtype):
 def _launch(tile, most, item, move, multiply, operands, out, scratch):
     """Run `move` in one warpgroup and `multiply` in the others for every item.
 
-    `most` bounds the items. `item(refs)` gives (their number, a function from a number to facts).
+    `most` bounds the items. `item(refs)` gives their number, a function that reads what is known of
+    one from memory, and a function that makes its facts of that. An item is read one ahead.
     """
     names = [*operands, *(() if out is None else ("out",))]
     width = min(BLOCKS // tile.cluster, most)
@@ -210,14 +128,20 @@ def _launch(tile, most, item, move, multiply, operands, out, scratch):
     def body(*gmem, **smem):
         refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
         half = lax.axis_index("half")
-        number, facts = item(refs)
+        number, read, facts = item(refs)
 
         def walk(one: Callable) -> jax.Array:
             block = lax.axis_index("block")
             rounds = lax.div(number - block + width - 1, jnp.int32(width))
-            return lax.fori_loop(
-                0, rounds, lambda i, count: one(facts(i * width + block), count), jnp.int32(0)
-            )
+
+            def step(i, state):
+                count, known = state
+                own = i * width + block
+                ahead = read(jnp.minimum(own + width, number - 1))
+                return one(facts(own, known), count), ahead
+
+            first = read(jnp.minimum(block, number - 1))
+            return lax.fori_loop(0, rounds, step, (jnp.int32(0), first))[0]
 
         @pl.when(half == HALVES)
         def _():
@@ -298,12 +222,43 @@ def _sum(tile, refs, count, steps, product):
     return acc
 
 
-def _slices(acc, dtype):
-    """(line, column, values) of each part [64, 128 bytes] of a sum."""
+class Part(NamedTuple):
+    """Values [64, 128 bytes] of a sum, and the first column of the output that they are of."""
+
+    values: jax.Array
+    column: jax.Array
+
+
+def _parts(acc, dtype, column):
+    """(line, its parts) of each 64 lines of a sum that begins at a column of the output."""
     width = SLICE // jnp.dtype(dtype).itemsize
     for line in range(0, acc.shape[0], 64):
-        for column in range(0, acc.shape[1], width):
-            yield line, column, acc[line : line + 64, column : column + width].astype(dtype)
+        lines = acc[line : line + 64]
+        starts = range(0, acc.shape[1], width)
+        yield line, [Part(lines[:, i : i + width].astype(dtype), column + i) for i in starts]
+
+
+def _store(tile, stages, parts, columns, target, adds=False):
+    """Write parts to `target(columns)` through two stages that take turns, or add them there.
+
+    Parts beyond the output's `columns` are left out: a copy of all columns would begin at the
+    first.
+    """
+    reduction = "add" if adds else None
+
+    def leave(i, part):
+        stage, places = stages.at[i % 2], pl.ds(part.column, part.values.shape[1])
+        # The last copy from this stage has read it; a tile before may have ended with either.
+        plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
+        stage[...] = part.values
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(stage, target(places), reduction_op=reduction)
+
+    for i, part in enumerate(parts):
+        if columns % tile.columns:
+            pl.when(part.column < columns)(partial(leave, i, part))
+        else:
+            leave(i, part)
 
 
 # ---- rows by weights ---------------------------------------------------------------------------
@@ -312,9 +267,13 @@ def _slices(acc, dtype):
 def _item_of_rows(tile, steps, columns, groups, refs):
     count = refs.last[groups]
 
-    def facts(item):
+    def read(item):
+        place, _ = _in_bands(item, count, columns, tile.band)
+        return tuple(refs.tiles[place, i] for i in range(4))
+
+    def facts(item, known):
         place, column = _in_bands(item, count, columns, tile.band)
-        group, offset, begin, end = (refs.tiles[place, i] for i in range(4))
+        group, offset, begin, end = known
         start = place * tile.lines + offset
         return SimpleNamespace(
             group=group,
@@ -325,7 +284,7 @@ def _item_of_rows(tile, steps, columns, groups, refs):
             steps=jnp.where(group < groups, steps, 0),
         )
 
-    return count * columns, facts
+    return count * columns, read, facts
 
 
 def _move_rows(tile, transposed, refs, at, count):
@@ -354,38 +313,34 @@ def _multiply_rows(tile, transposed, refs, half, at, count):
 def _store_rows(tile, refs, half, acc, at):
     """Write the rows of one half that are of the group."""
     swizzled, plain = refs.stages[half]
-    for i, (line, column, values) in enumerate(_slices(acc, refs.out.dtype)):
+    for line, parts in _parts(acc, refs.out.dtype, at.column):
         line = half * tile.half + line
-        row, columns = at.start + line, pl.ds(at.column + column, values.shape[1])
+        row = at.start + line
         first, stop = jnp.maximum(at.first - line, 0), jnp.minimum(at.stop - line, 64)
-        target = refs.out.at[pl.ds(row, 64), columns]
-        pl.when(stop - first == 64)(partial(_store, swizzled, i, values, target))
-        pl.when((stop > first) & (stop - first < 64))(
-            partial(_store_some, plain, values, refs.out, row, columns, first, stop)
-        )
+
+        @pl.when(stop - first == 64)
+        def _whole(row=row, parts=parts):
+            rows = refs.out.at[pl.ds(row, 64)]
+            _store(tile, swizzled, parts, refs.out.shape[1], lambda ds: rows.at[:, ds])
+
+        @pl.when((stop > first) & (stop - first < 64))
+        def _some(row=row, parts=parts, first=first, stop=stop):
+            for part in parts:
+                _store_some(plain, part, refs.out, row, first, stop)
 
 
-def _store(stages, i, values, target, adds=False):
-    """Write part `i` of a tile through two stages that take turns, or add it to what is there."""
-    stage = stages.at[i % 2]
-    # The last copy from this stage has read it; a tile before may have ended with either.
-    plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
-    stage[...] = values
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(stage, target, reduction_op="add" if adds else None)
-
-
-def _store_some(stage, values, out, row, columns, first, stop):
+def _store_some(stage, part, out, row, first, stop):
     """Rows from `first` to `stop` only, in powers of two: the sizes of copies are static."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    stage[...] = values
+    stage[...] = part.values
     plgpu.commit_smem()
-    rows = stop - first
+    rows, columns = stop - first, pl.ds(part.column, part.values.shape[1])
     for size in (32, 16, 8, 4, 2, 1):
         source = stage.at[pl.ds(first, size)]
         target = out.at[pl.ds(row + first, size), columns]
         taken = lax.rem(lax.div(rows, jnp.int32(size)), jnp.int32(2))
-        pl.when(taken == 1)(partial(plgpu.copy_smem_to_gmem, source, target))
+        is_taken = (taken == 1) & (part.column < out.shape[1])
+        pl.when(is_taken)(partial(plgpu.copy_smem_to_gmem, source, target))
         first += taken * size
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -396,14 +351,17 @@ def _store_some(stage, values, out, row, columns, first, stop):
 def _item_of_weights(tile, groups, grid, refs):
     each = grid[0] * grid[1]
 
-    def facts(item):
+    def read(item):
         group = lax.div(item, each)
+        return refs.begins[group], refs.ends[group]
+
+    def facts(item, known):
         line, column = _in_bands(lax.rem(item, each), grid[0], grid[1], tile.band)
-        first, stop = refs.begins[group], refs.ends[group]
+        first, stop = known
         start = pl.multiple_of(lax.div(first, ALIGNED) * ALIGNED, ALIGNED)
         steps = lax.div(stop - start + DEPTH - 1, DEPTH)
         return SimpleNamespace(
-            group=group,
+            group=lax.div(item, each),
             start=start,
             first=first - start,
             stop=stop - start,
@@ -412,7 +370,7 @@ def _item_of_weights(tile, groups, grid, refs):
             steps=jnp.where(stop > first, steps, 0),
         )
 
-    return jnp.int32(groups * each), facts
+    return jnp.int32(groups * each), read, facts
 
 
 def _move_weights(tile, refs, at, count):
@@ -450,7 +408,7 @@ def _multiply_weights(tile, adds, refs, half, at, count):
 
 def _store_gradient(tile, adds, refs, half, acc, at):
     swizzled, _ = refs.stages[half]
-    for i, (line, column, values) in enumerate(_slices(acc, refs.out.dtype)):
+    for line, parts in _parts(acc, refs.out.dtype, at.column):
         lines = pl.ds(at.line + half * tile.half + line, 64)
-        columns = pl.ds(at.column + column, values.shape[1])
-        _store(swizzled, i, values, refs.out.at[at.group, lines, columns], adds)
+        rows = refs.out.at[at.group, lines]
+        _store(tile, swizzled, parts, refs.out.shape[2], lambda ds, rows=rows: rows.at[:, ds], adds)

@@ -43,7 +43,7 @@ class KeysValues(NamedTuple):
 
 
 class Attention(BranchModule):
-    """[B, S/tp, D] -> [B, S/tp, D]: causal attention, optionally windowed and within segments.
+    """[B, S/tp, D] -> [B, S/tp, D]: attention within segments, of the branch's mask and window.
 
     `q` is [D, N, H], `kv` [D, 2, K, H] (key, value), `out` [N, H, D].
     """
@@ -140,13 +140,15 @@ class Attention(BranchModule):
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
         """12 * N * H * (the mean number of keys that a query sees).
 
-        That is s/2 under a causal mask, and w - w^2/(2s) in a sliding window of w < s keys.
-        Document masks are not discounted.
+        That is s/2 under a causal mask, w - w^2/(2s) in a sliding window of w < s keys, and s
+        where a query sees all. Document masks are not discounted.
         """
         window = seq_length
         if BRANCHES[letter].windowed and cfg.attention.sliding_window:
             window = min(cfg.attention.sliding_window, seq_length)
         keys = window - window * window / (2 * seq_length)
+        if BRANCHES[letter].mask == "full":
+            keys = seq_length
         return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * keys
 
     @staticmethod
@@ -199,12 +201,13 @@ def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
 
 
 def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> AttentionCall:
-    """What a branch of causal attention computes."""
-    ctx = inputs.ctx
+    """What a branch of attention computes."""
+    ctx, branch = inputs.ctx, BRANCHES[inputs.letter]
     return AttentionCall(
         scale=scale,
-        window=cfg.attention.sliding_window if BRANCHES[inputs.letter].windowed else None,
+        window=cfg.attention.sliding_window if branch.windowed else None,
         softcap=cfg.attention.attn_logit_softcapping,
+        mask=branch.mask,
         dropout=cfg.attention.attention_dropout if ctx.dropout else 0.0,
         max_documents=ctx.max_documents,
         implementation=ctx.attention,

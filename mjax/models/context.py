@@ -71,6 +71,7 @@ class Tokens:
     rows [B], columns [S]: the token's place in the global batch, which keys dropout and orders
         attention.
     key: of dropout, or None.
+    types [B, S] or None: for embeddings of token types; None: all of the first.
     key_segments [B, T] or None: `segments` of the keys of a cache.
     """
 
@@ -80,6 +81,7 @@ class Tokens:
     columns: jax.Array
     key: jax.Array | None = None
     key_segments: jax.Array | None = None
+    types: jax.Array | None = None
 
 
 def tokens_of(

@@ -1,4 +1,4 @@
-"""The decoder: embedding, a pattern of blocks, final norm, head. Follows GPT-2 and Llama.
+"""The model: embedding, a pattern of blocks, final norm, head. Follows GPT-2, Llama and BERT.
 
 One code path serves a researcher's `jax.jit(model)(tokens)` outside any mesh and the manual train
 step inside one. Between blocks activations are [B, S/tp, D]. Blocks of equal parameter shapes are
@@ -15,7 +15,8 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, branch_groups, stack_of, stacks_of
-from mjax.kernels.cross_entropy import Terms, cross_entropy
+from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy
+from mjax.models.bert import Classifier, MaskedHead, first_tokens
 from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, branch_class
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
@@ -43,7 +44,7 @@ class Block(nnx.Module):
             out_std = out_std * (2 * cfg.num_hidden_layers) ** -0.5
         norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
         before = cfg.norm_placement in ("pre", "sandwich")
-        after = cfg.norm_placement in ("post", "sandwich")
+        after = cfg.norm_placement in ("post", "sandwich", "post_residual")
         for i, group in enumerate(branch_groups(kind)):
             name = BRANCHES[group[0]].name
             names = _norm_names(i, after)
@@ -70,6 +71,7 @@ class Block(nnx.Module):
         entry for each branch, by its name.
         """
         cfg = self.cfg
+        norms_stream = cfg.norm_placement == "post_residual"
         statistics: dict[str, jax.Array] = {}
         new_cache = {}
         for i, group in enumerate(branch_groups(kind)):
@@ -86,11 +88,13 @@ class Block(nnx.Module):
                 new_cache[branch] = output.cache
             h = functools.reduce(jnp.add, outputs)
             post_norm = getattr(self, f"{name}_post_norm")
-            if post_norm is not None:
+            if post_norm is not None and not norms_stream:
                 h = post_norm(h)
             h = _scaled(h, cfg.residual_multiplier)
             h = ctx.tap(name, h)
             x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salts.output)
+            if norms_stream:
+                x = post_norm(x)
         return BranchOutput(x, statistics, None if cache is None else new_cache)
 
 
@@ -138,7 +142,10 @@ def _scaled(x: jax.Array, factor: float | None) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model; `model(tokens)` gives fp32 logits [B, S, vocab_size]."""
+    """A language model of one stack of layers: a decoder, or an encoder where they see ahead.
+
+    `model(tokens)` gives fp32 logits [B, S, vocab_size].
+    """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -159,13 +166,25 @@ class Decoder(nnx.Module):
                 hf=("model.embed_positions.weight",),
             )
             self.position_embedding = declare(rngs, positions, init)
+        norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
+        if cfg.bert.type_vocab_size:
+            types = ParamSpec(
+                shape=(cfg.bert.type_vocab_size, cfg.hidden_size),
+                axes=(None, "embed"),
+                role="embedding",
+                hf=("model.embed_types.weight",),
+            )
+            self.type_embedding = declare(rngs, types, init)
+        if cfg.bert.embedding_norm:
+            self.embedding_norm = norm("model.embed_norm")
         self.stacks = stacks_of(self.kinds)  # names of attributes
         for name in self.stacks:
             kinds = [kind for kind in self.kinds if stack_of(kind) == name]
             make_block = functools.partial(Block, cfg, kinds[0])
             layers = stack(make_block, len(kinds), rngs)
             setattr(self, name, layers)
-        self.final_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "model.norm", rngs)
+        normed = cfg.norm_placement == "post_residual"  # the last layer's output is
+        self.final_norm = None if normed else norm("model.norm")
         for depth, kind in enumerate(cfg.prediction_kinds, 1):
             block = Block(cfg, kind, rngs)
             layer = PredictionLayer(cfg, kind, block, rngs)
@@ -174,19 +193,38 @@ class Decoder(nnx.Module):
         if not cfg.tie_word_embeddings:
             head = replace(table, role="head", hf=("lm_head.weight",))
             self.head = declare(rngs, head, init)
+        if cfg.bert.mlm_head:
+            self.masked_head = MaskedHead(cfg, rngs)
+        if cfg.bert.num_labels:
+            self.classifier = Classifier(cfg, rngs)
 
     def __call__(
         self,
         tokens: jax.Array,
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
+        types: jax.Array | None = None,
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
-        """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh)."""
+        """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh).
+
+        `segments` and `types` are as in `Tokens`; padding is a segment of its own.
+        """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
-        info = tokens_of(tokens.shape, positions, segments)
+        info = replace(tokens_of(tokens.shape, positions, segments), types=types)
         x, _, _ = self.hidden(tokens, info, ctx)
         return self.logits(x)
+
+    def classify(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        types: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens int32 [B, S] -> fp32 logits [B, C] of rows' classes; else as `__call__`."""
+        info, ctx = replace(tokens_of(tokens.shape, segments=segments), types=types), Context()
+        x, _, _ = self.layers(self.embed(tokens, info, ctx), info, ctx)
+        return self.row_logits(x, ctx)
 
     def hidden(
         self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
@@ -198,8 +236,12 @@ class Decoder(nnx.Module):
         """
         x = self.embed(tokens, info, ctx)
         x, statistics, caches = self.layers(x, info, ctx, caches)
-        x = ctx.parallel.gather_seq(self.final_norm(x))
+        x = ctx.parallel.gather_seq(self.normed(x))
         return x, statistics, caches
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """The last layer's output after the final norm, if the model has one."""
+        return x if self.final_norm is None else self.final_norm(x)
 
     def layers(
         self, x: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
@@ -239,7 +281,7 @@ class Decoder(nnx.Module):
         x [B, S/tp, D] is the last layer's output, `labels` int32 and `mask` fp32 are [B, S].
         `chunk` is the number of tokens whose logits exist at a time; None: by memory.
         """
-        return self.token_loss(self.final_norm(x), labels, mask, ctx, chunk)
+        return self.token_loss(self.normed(x), labels, mask, ctx, chunk)
 
     def token_loss(
         self,
@@ -250,22 +292,47 @@ class Decoder(nnx.Module):
         chunk: int | None,
     ) -> jax.Array:
         """`head_loss` of x [B, S/tp, D] that is normed already."""
-        x = self._head_input(ctx.parallel.gather_seq(x))
+        return self._of_tokens(cross_entropy, x, labels, mask, ctx, chunk)
+
+    @jax.named_scope("head")
+    def token_hits(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array,
+        ctx: Context,
+        chunk: int | None,
+    ) -> jax.Array:
+        """The sum of mask where the likeliest token is the label; arguments as `head_loss`."""
+        return self._of_tokens(count_hits, self.normed(x), labels, mask, ctx, chunk)
+
+    def _of_tokens(self, function, x, labels, mask, ctx: Context, chunk: int | None) -> jax.Array:
+        """A function of tokens' logits, given what they are made from; x is normed."""
+        x = ctx.parallel.gather_seq(self._head_input(x))
         terms = Terms(
             self.cfg.vocab_size,
             self.cfg.final_logit_softcapping,
             ctx.label_smoothing,
             ctx.z_loss,
         )
-        return cross_entropy(
+        return function(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
             labels.reshape(-1),
             mask.reshape(-1),
+            bias=self.head_bias(),
             terms=terms,
             parallel=ctx.parallel,
             chunk=chunk,
         )
+
+    @jax.named_scope("classifier")
+    def row_logits(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """fp32 logits [B, C] of each row's class, from the last layer's output x [B, S/tp, D].
+
+        They mean something on cp devices that hold the first column, and are equal over tp.
+        """
+        return self.classifier(first_tokens(self.normed(x), ctx))
 
     @jax.named_scope("mtp")
     def predict(
@@ -301,8 +368,13 @@ class Decoder(nnx.Module):
         x = parallel.scatter_seq(x)
         x = _scaled(x, cfg.embedding_multiplier)
         if cfg.position_embedding == "learned":
-            positions = parallel.shard_seq(info.positions)
+            positions = parallel.shard_seq(info.positions) + cfg.bert.position_offset
             x = x + jnp.take(self.position_embedding[...], positions, axis=0)
+        if cfg.bert.type_vocab_size:
+            types = jnp.zeros_like(tokens) if info.types is None else info.types
+            x = x + jnp.take(self.type_embedding[...], parallel.shard_seq(types), axis=0)
+        if cfg.bert.embedding_norm:
+            x = self.embedding_norm(x)
         return dropout(x, cfg.hidden_dropout, info, ctx, salt)
 
     def head_table(self) -> jax.Array:
@@ -310,7 +382,13 @@ class Decoder(nnx.Module):
         table = self.embedding if self.cfg.tie_word_embeddings else self.head
         return table[...]
 
+    def head_bias(self) -> jax.Array | None:
+        """The bias of the logits, [V/tp], if the model has one."""
+        return self.masked_head.bias[...] if self.cfg.bert.mlm_head else None
+
     def _head_input(self, x: jax.Array) -> jax.Array:
+        if self.cfg.bert.mlm_head:
+            x = self.masked_head(x)
         if self.cfg.logits_scaling is None:
             return x
         return _scaled(x, 1 / self.cfg.logits_scaling)
@@ -320,6 +398,8 @@ class Decoder(nnx.Module):
         w = self.head_table()
         x = self._head_input(x)
         z = jnp.einsum("...d,vd->...v", x, w, preferred_element_type=jnp.float32)
+        bias = self.head_bias()
+        z = z if bias is None else z + bias.astype(jnp.float32)
         z = z[..., : self.cfg.vocab_size]  # not w: cutting a sharded table would move it
         cap = self.cfg.final_logit_softcapping
         if cap is None:

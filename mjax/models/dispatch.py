@@ -53,6 +53,12 @@ def sort_pairs(experts: jax.Array, first: jax.Array | int, held: int) -> SortedP
     return SortedPairs(local, order, places, sizes[:held])
 
 
+def most_rows(experts: jax.Array, held: int) -> int:
+    """The rows that any routing of tokens to `experts` int32 [T, k] fits in, on this device."""
+    tokens, k = experts.shape
+    return tokens * min(k, held)
+
+
 def make_dispatch(
     experts: jax.Array,
     first: jax.Array | int,
@@ -61,17 +67,16 @@ def make_dispatch(
 ) -> Dispatch:
     """The dispatch of tokens to this device's experts `first`, .. `first + held - 1`.
 
-    `experts` int32 [T, k] are those of each token. M is T * min(k, held), so any routing fits.
-    `most` rows or less are made if it is given; they must suffice.
+    `experts` int32 [T, k] are those of each token. M is `most_rows`, so any routing fits. `most`
+    rows or less are made if it is given; they must suffice.
     """
-    tokens, k = experts.shape
     pairs = sort_pairs(experts, first, held)
-    rows = tokens * min(k, held)
+    rows = most_rows(experts, held)
     if most is not None:
         rows = min(rows, most)
     nowhere = len(pairs.places)
     places = jnp.where(pairs.local < held, pairs.places, nowhere)
-    return Dispatch(pairs.order[:rows], places.reshape(tokens, k), pairs.sizes)
+    return Dispatch(pairs.order[:rows], places.reshape(experts.shape), pairs.sizes)
 
 
 def make_padded_dispatch(
@@ -100,9 +105,19 @@ def make_padded_dispatch(
 
 
 def rows_of_tokens(x: jax.Array, dispatch: Dispatch) -> jax.Array:
-    """The rows [M, ...] of a dispatch, from one entry a token, [T, ...]."""
+    """The rows [M, D] of a dispatch, from one entry a token, [T, D]."""
     k = dispatch.places.shape[1]
-    return jnp.take(x, dispatch.pairs // k, axis=0, mode="clip")
+    tokens = dispatch.pairs // k
+    width = x.shape[1]
+    size = x.dtype.itemsize
+    if size != 2 or width % 2:
+        return jnp.take(x, tokens, axis=0, mode="clip")
+    # XLA's gather moves an element at a time. Two as one take 0.7 of the time on an H200.
+    pairs = x.reshape(-1, width // 2, 2)
+    pairs = jax.lax.bitcast_convert_type(pairs, jnp.uint32)
+    rows = jnp.take(pairs, tokens, axis=0, mode="clip")
+    rows = jax.lax.bitcast_convert_type(rows, x.dtype)
+    return rows.reshape(-1, width)
 
 
 def gates_of_rows(gates: jax.Array, dispatch: Dispatch) -> jax.Array:

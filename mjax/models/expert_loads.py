@@ -29,16 +29,16 @@ def see_experts(
     sizes: tuple[int, int],
 ) -> dict[str, jax.Array]:
     """The figures of one layer, as `nothing_seen` names them; `sizes` are (layers, experts)."""
-    rows, columns, _ = routing.probs.shape
     entropy = jax.scipy.special.entr(routing.probs)
+    of_tokens = jnp.ones(routing.probs.shape[:2], jnp.float32)
+    tokens = routing.of_text(of_tokens).sum()
     bias_range = jnp.float32(0)
     if expert_bias is not None:
         bias_range = jnp.ptp(expert_bias.astype(jnp.float32))
-    tokens = rows * columns
     found = {
         "expert_load": routing.chosen.sum((0, 1)),
-        "layer_tokens": jnp.float32(tokens),
-        "layer_entropy": entropy.sum(),
+        "layer_tokens": tokens,
+        "layer_entropy": routing.of_text(entropy).sum(),
         "bias_range": tokens * bias_range,
     }
     row = jax.nn.one_hot(layer, sizes[0], dtype=jnp.float32)

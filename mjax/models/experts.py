@@ -27,6 +27,7 @@ from mjax.models.dispatch import (
     gates_of_rows,
     make_dispatch,
     make_padded_dispatch,
+    most_rows,
     rows_of_tokens,
     sums_of_rows,
 )
@@ -102,10 +103,11 @@ def run_experts(
     parallel, up, down = ctx.parallel, weights.up, weights.down
     has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
     facts = {"asked": ctx.experts, "has_capacity": has_capacity}
-    kernel = choose("experts", x.dtype, up.value.shape, **facts).name
-    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
     routed = to_experts(x, routing, cfg, ctx)
     held = len(up.value)
+    shape = most_rows(routed.experts, held), held, x.shape[-1], up.value.shape[-1]
+    kernel = choose("experts", x.dtype, shape, **facts).name
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
     sequences = x.shape[0] * parallel.ep
     first = parallel.index("ep") * held
     if kernel == "loop":

@@ -19,7 +19,7 @@ from mjax.sharding.spec import ParamSpec, freeze, is_spec
 
 # Roles of the parameters that every token is multiplied with, besides the head.
 _MULTIPLIED = ("matrix", "router")
-_AFTER_LAYERS = ("final_norm", "head")
+_AFTER_LAYERS = ("final_norm", "head", "masked_head", "classifier")
 
 
 def matmul_weights(model: ModelConfig) -> float:
@@ -51,13 +51,13 @@ def flops_by_part(
     layers = {name: specs[name] for name in specs if name not in after}
     layers_trained = _is_trained(layers)
     parts = {"matmul": 0.0, "experts": 0.0}
-    for spec in _leaves(layers):
+    for spec in _leaves(specs):
         of_experts = "experts" in spec.axes and spec.role == "matrix"
         part = "experts" if of_experts else "matmul"
         per_weight = _flops_per_weight(not spec.frozen, layers_trained)
         parts[part] += _active_weights(spec) * per_weight
     head = specs.get("head", specs["embedding"])
-    inputs_trained = layers_trained or _is_trained(after["final_norm"])
+    inputs_trained = layers_trained or _is_trained(after.get("final_norm", {}))
     per_weight = _flops_per_weight(not head.frozen, inputs_trained)
     parts["head"] = _head_weights(model) * per_weight
     of_branches = 0.0
@@ -92,6 +92,8 @@ def _active_weights(spec: ParamSpec) -> float:
 
 def _head_weights(model: ModelConfig) -> int:
     """The head's weights, once for every token that is predicted from a place."""
+    if model.only_classifies:
+        return 0
     return (1 + model.num_nextn_predict_layers) * model.hidden_size * model.vocab_size
 
 

@@ -13,7 +13,7 @@ from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
-from mjax.models.objective import Batch, FieldDeriver, Objective, Scalars
+from mjax.models.objective import Batch, FieldDeriver, Measurer, Objective, Scalars
 from mjax.models.params import ModelDefinition
 from mjax.sharding.rules import Placement
 
@@ -116,4 +116,8 @@ class LocalModel:
         """The model without dropout and without the terms of the loss that only training has."""
         ctx = replace(self.ctx, dropout=False, label_smoothing=0.0, z_loss=0.0)
         definition = replace(self.definition, statistics={})
-        return replace(self, definition=definition, execution=execution, ctx=ctx)
+        objective = self.objective
+        if isinstance(objective, Measurer):
+            objective = objective.for_evaluation()
+        parts = {"definition": definition, "execution": execution, "objective": objective}
+        return replace(self, ctx=ctx, **parts)

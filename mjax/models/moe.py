@@ -7,23 +7,22 @@ from flax import nnx
 from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.capacity import within_capacity
-from mjax.models.context import jitter
+from mjax.models.context import Context, jitter
 from mjax.models.expert_loads import see_experts
 from mjax.models.experts import ExpertWeights, run_experts
+from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, constant, declare, normal
 from mjax.models.router import (
     Router,
     Routing,
-    balance_loss,
     balanced,
     counted,
-    dropped_share,
-    entropy,
     rerouted,
     route,
-    z_loss,
+    without_padding,
 )
+from mjax.models.router_losses import balance_loss, dropped_share, entropy, z_loss
 from mjax.models.sinkhorn import sinkhorn_experts
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
@@ -38,24 +37,27 @@ class MoE(BranchModule):
     `router` is [D, E]. `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]. `down` is
     [E, F, D]; `up_bias` [E, (2,) F] and `down_bias` [E, D] with `mlp_bias`. `shared` is an MLP for
     all tokens, `shared_gate` [D, 1] its weight before a sigmoid. `expert_bias` is
-    [E].
+    [E]. With `moe.latent_size` L, experts have L in place of D; `latent_in` [D, L] makes their
+    input, `latent_out` [L, D] takes their sums back (NVIDIA's Nemotron 3).
     """
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
-        experts, width, ffn = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.moe_intermediate_size
+        experts, ffn = cfg.moe.num_experts, cfg.moe.moe_intermediate_size
+        latent, width = cfg.moe.latent_size, cfg.expert_width
+        axis = "latent" if latent else "embed"
         shape, axes = up_axes(cfg, ffn)
         prefix = "mlp.experts.{expert}"
         active = cfg.moe.num_experts_per_tok / experts
         router = ParamSpec(
-            shape=(width, experts),
+            shape=(cfg.hidden_size, experts),
             axes=("embed", "router"),
             role="router",
             hf=("mlp.gate.weight",),
         )
         up = ParamSpec(
             shape=(experts, width, *shape),
-            axes=("experts", "embed", *axes),
+            axes=("experts", axis, *axes),
             role="matrix",
             matmul="expert_up",
             active=active,
@@ -63,7 +65,7 @@ class MoE(BranchModule):
         )
         down = ParamSpec(
             shape=(experts, ffn, width),
-            axes=("experts", "mlp", "embed"),
+            axes=("experts", "mlp", axis),
             role="matrix",
             matmul="expert_down",
             active=active,
@@ -73,6 +75,8 @@ class MoE(BranchModule):
         self.router = declare(rngs, router, init)
         self.up = declare(rngs, up, init)
         self.down = declare(rngs, down, normal(out_std))
+        if latent:
+            self._declare_latent(latent, out_std, rngs)
         if cfg.mlp_bias:
             self._declare_biases(rngs)
         if cfg.moe.router_bias:
@@ -85,6 +89,25 @@ class MoE(BranchModule):
         if cfg.moe.shared_expert_intermediate_size:
             self._declare_shared(out_std, rngs)
 
+    def _declare_latent(self, latent: int, out_std: float, rngs: nnx.Rngs) -> None:
+        width = self.cfg.hidden_size
+        into = ParamSpec(
+            shape=(width, latent),
+            axes=("embed", "latent"),
+            role="matrix",
+            matmul="latent_in",
+            hf=("mlp.fc1_latent_proj.weight",),
+        )
+        back = ParamSpec(
+            shape=(latent, width),
+            axes=("latent", "embed"),
+            role="matrix",
+            matmul="latent_out",
+            hf=("mlp.fc2_latent_proj.weight",),
+        )
+        self.latent_in = declare(rngs, into, normal(self.cfg.initializer_range))
+        self.latent_out = declare(rngs, back, normal(out_std))
+
     def _declare_biases(self, rngs: nnx.Rngs) -> None:
         cfg, prefix = self.cfg, "mlp.experts.{expert}"
         experts, ffn = cfg.moe.num_experts, cfg.moe.moe_intermediate_size
@@ -96,8 +119,8 @@ class MoE(BranchModule):
             hf=up_names(cfg, prefix, "bias"),
         )
         down = ParamSpec(
-            shape=(experts, cfg.hidden_size),
-            axes=("experts", "embed"),
+            shape=(experts, cfg.expert_width),
+            axes=("experts", "latent" if cfg.moe.latent_size else "embed"),
             role="bias",
             hf=(f"{prefix}.down_proj.bias",),
         )
@@ -142,11 +165,13 @@ class MoE(BranchModule):
             routing = rerouted(routing, sinkhorn_experts(routing.logits, cfg.moe, parallel), cfg)
         if cfg.moe.force_balanced:
             routing = balanced(routing, inputs.tokens, cfg, parallel)
+        if cfg.moe.skip_padding:
+            routing = without_padding(routing, inputs.tokens, parallel)
         if router.expert_bias is not None:
             routing = counted(routing, router.expert_bias)
         if ctx.capacity:
             routing = within_capacity(routing, inputs.tokens, cfg.moe, parallel)
-        y = run_experts(x, routing, self._expert_weights(), cfg, ctx)
+        y = self._experts_output(x, routing, ctx)
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
         statistics = self._statistics(routing, parallel)
@@ -154,6 +179,15 @@ class MoE(BranchModule):
             sizes = inputs.ctx.seen_experts
             statistics |= see_experts(routing, router.expert_bias, inputs.layer, sizes)
         return BranchOutput(y, statistics)
+
+    def _experts_output(self, x: jax.Array, routing: Routing, ctx: Context) -> jax.Array:
+        """The weighted sums of what each token's experts make, [B, S/tp, D]."""
+        weights = self._expert_weights()
+        if self.cfg.moe.latent_size is None:
+            return run_experts(x, routing, weights, self.cfg, ctx)
+        latent = local_product(x, weight_of(self.latent_in), ctx)
+        sums = run_experts(latent, routing, weights, self.cfg, ctx)
+        return local_product(sums, weight_of(self.latent_out), ctx)
 
     def _expert_weights(self) -> ExpertWeights:
         weights = weight_of(self.up), weight_of(self.down)

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.model_schema import ModelConfig
-from mjax.config.schema import TrainConfig
+from mjax.config.schema import Config
 from mjax.errors import UserError
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
@@ -109,6 +108,14 @@ class FieldDeriver(Protocol):
         """The fields to add to this device's part of a batch, before micro-batches are cut."""
 
 
+@runtime_checkable
+class Measurer(Protocol):
+    """An objective that measures more where a model is evaluated."""
+
+    def for_evaluation(self) -> Objective:
+        """The objective of evaluation, with the same fields."""
+
+
 class NextToken:
     """The cross-entropy of the next token in nats, a mean over unmasked tokens."""
 
@@ -190,19 +197,27 @@ class MultiToken:
 
 NEXT_TOKEN = "next_token"
 
+# Objectives with settings, by their names in `train.objective`: classes with `of(cfg)`.
+CONFIGURED = {
+    "masked_lm": "mjax.models.masked:MaskedTokens",
+    "classify": "mjax.models.masked:ClassifyRows",
+}
 
-def objective_of(train: TrainConfig, model: ModelConfig) -> Objective:
-    """The objective that `train.objective` names: "next_token", or module.path:Name, called."""
-    name = train.objective
+
+def objective_of(cfg: Config) -> Objective:
+    """The objective that `train.objective` names: one of ours, or module.path:Name, called."""
+    name = cfg.train.objective
     if name == NEXT_TOKEN:
-        depths = model.num_nextn_predict_layers
-        return MultiToken(depths, train.mtp_loss_scaling_factor) if depths else NextToken()
+        depths = cfg.model.num_nextn_predict_layers
+        return MultiToken(depths, cfg.train.mtp_loss_scaling_factor) if depths else NextToken()
+    if name in CONFIGURED:
+        return pkgutil.resolve_name(CONFIGURED[name]).of(cfg)
     try:
         objective = pkgutil.resolve_name(name)()
     except (ImportError, AttributeError, ValueError, TypeError) as e:
         raise UserError(
-            f"train.objective={name}: {e}; set it to {NEXT_TOKEN}, or to module.path:Name of a "
-            "class that can be imported and takes no arguments"
+            f"train.objective={name}: {e}; set it to {', '.join((NEXT_TOKEN, *CONFIGURED))}, or to "
+            "module.path:Name of a class that can be imported and takes no arguments"
         ) from e
     if not isinstance(objective, Objective):
         raise UserError(
@@ -212,11 +227,6 @@ def objective_of(train: TrainConfig, model: ModelConfig) -> Objective:
     return objective
 
 
-def total_of(shares: Scalars) -> jax.Array:
-    """What is differentiated: the sum of a device's shares."""
-    return functools.reduce(jnp.add, shares.values())
-
-
 @dataclass(frozen=True)
 class Denominators:
     """What the sums of a step are divided by.
@@ -224,11 +234,14 @@ class Denominators:
     counts: of each loss, in the global batch.
     of_statistics: of each statistic of the layers.
     tp: each device of it computes the same losses, and takes a part of them as its share.
+    loss_scale: what the total is multiplied by before it is differentiated (`train/loss_scale.py`),
+        fp32 [], or None.
     """
 
     counts: Scalars
     of_statistics: dict[str, jax.Array | int]
     tp: int
+    loss_scale: jax.Array | None = None
 
     def zeros(self) -> Scalars:
         """A zero for each loss and statistic."""
@@ -242,6 +255,26 @@ class Denominators:
         for name, total in statistics.items():
             shares[name] = total / self.of_statistics[name]
         return shares
+
+    def differentiated(self, shares: Scalars) -> jax.Array:
+        """What is differentiated: the sum of a device's shares, times the loss scale."""
+        total = functools.reduce(jnp.add, shares.values())
+        return total if self.loss_scale is None else total * self.loss_scale
+
+    def cotangents_of_statistics(self) -> Scalars:
+        """The derivatives of `differentiated` by the sums of statistics."""
+        factors = self.factors()
+        found = {name: factors[name] for name in self.of_statistics}
+        if self.loss_scale is None:
+            return found
+        return {name: factor * self.loss_scale for name, factor in found.items()}
+
+    def unscaled(self, gradients: dict) -> dict:
+        """Gradients of the losses from those of what was differentiated, in their dtypes."""
+        if self.loss_scale is None:
+            return gradients
+        factor = 1 / self.loss_scale
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
 
     def factors(self) -> Scalars:
         """The factors that make shares of sums: `shares`, up to rounding."""

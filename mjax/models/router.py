@@ -1,9 +1,8 @@
 """The router of a mixture of experts: which experts a token goes to, and with what weight.
 
 The router follows Switch Transformer (arXiv 2101.03961), Mixtral and Qwen3-MoE with softmax scores,
-DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437) with groups and sigmoid scores. Its losses are
-means over tokens or sequences of the global batch, so they depend on neither the mesh nor
-micro-batches. Masked tokens count in them too, because they load the experts alike.
+DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437) with groups and sigmoid scores. Its losses are in
+`router_losses.py`.
 """
 
 from typing import NamedTuple
@@ -12,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import branches_of
 from mjax.models.context import Tokens
-from mjax.sharding.collectives import DATA_AXES, Parallel
+from mjax.models.exact_matmul import multiply_exactly
+from mjax.sharding.collectives import Parallel
 
 
 class Router(NamedTuple):
@@ -36,6 +35,7 @@ class Routing(NamedTuple):
     gates: fp32 [B, S, k], the weights of their outputs.
     probs: fp32 [B, S, E], the scores of all experts; their sum is 1. logits: fp32 [B, S, E].
     is_dropped: bool [B, S, k], pairs that go nowhere for lack of capacity; None: there are none.
+    is_text: bool [B, S], tokens that are not padding; None: all count as text.
     """
 
     experts: jax.Array
@@ -43,11 +43,20 @@ class Routing(NamedTuple):
     probs: jax.Array
     logits: jax.Array
     is_dropped: jax.Array | None = None
+    is_text: jax.Array | None = None
 
     @property
     def chosen(self) -> jax.Array:
         """1 where an expert was chosen, else 0: fp32 [B, S, E]."""
-        return _one_where(self.experts, self.probs.shape[-1])
+        return one_where(self.experts, self.probs.shape[-1])
+
+    def of_text(self, values: jax.Array) -> jax.Array:
+        """Values [B, S, ..] of tokens, 0 for padding."""
+        if self.is_text is None:
+            return values
+        ones = (1,) * (values.ndim - 2)
+        is_text = self.is_text.reshape(*values.shape[:2], *ones)
+        return jnp.where(is_text, values, 0)
 
 
 def route(x: jax.Array, router: Router, cfg: ModelConfig) -> Routing:
@@ -87,6 +96,16 @@ def rerouted(
     return routing._replace(experts=experts, gates=gates)
 
 
+def without_padding(routing: Routing, tokens: Tokens, parallel: Parallel) -> Routing:
+    """The routing in which tokens of segment 0 go nowhere and count in no loss."""
+    if tokens.segments is None:
+        return routing
+    is_text = parallel.shard(tokens.segments, "tp", 1) != 0
+    nowhere = routing.probs.shape[-1]
+    experts = jnp.where(is_text[..., None], routing.experts, nowhere)
+    return routing._replace(experts=experts, is_text=is_text)
+
+
 def counted(routing: Routing, expert_bias: jax.Array) -> Routing:
     """The routing; in a backward the cotangent of `expert_bias` [E] counts the choices of each.
 
@@ -110,7 +129,7 @@ def _count_choices_forward(
 
 def _count_choices_backward(saved: tuple, d_gates: jax.Array) -> tuple:
     expert_bias, experts = saved
-    chosen = _one_where(experts, len(expert_bias))
+    chosen = one_where(experts, len(expert_bias))
     return d_gates, chosen.sum((0, 1)), None
 
 
@@ -127,13 +146,24 @@ def gates_of(
     """
     moe = cfg.moe
     if moe.norm_topk_prob and moe.scoring_func == "softmax":
-        chosen = jnp.take_along_axis(logits, experts, -1)
-        gates = jax.nn.softmax(chosen, -1)
+        gates = jax.nn.softmax(_of_experts(logits, experts), -1)
     else:
-        gates = jnp.take_along_axis(scores, experts, -1)
+        gates = _of_experts(scores, experts)
         if moe.norm_topk_prob:
             gates = _normalized(gates)
     return gates * moe.routed_scaling_factor
+
+
+def _of_experts(values: jax.Array, experts: jax.Array) -> jax.Array:
+    """The entries [B, S, k] of fp32 [B, S, E] at each of `experts`.
+
+    It compares instead of looking up: the transpose of a lookup would add one entry at a time.
+    """
+    count = values.shape[-1]
+    numbers = jnp.arange(count)
+    is_one = experts[..., None] == numbers
+    of_all = values[..., None, :]
+    return jnp.sum(of_all, -1, where=is_one)
 
 
 def _normalized(scores: jax.Array) -> jax.Array:
@@ -144,13 +174,7 @@ def _normalized(scores: jax.Array) -> jax.Array:
 
 def _logits(x: jax.Array, router: Router) -> jax.Array:
     """fp32 [B, S, E] of x [B, S, D]."""
-    logits = jnp.einsum(
-        "bsd,de->bse",
-        x.astype(jnp.float32),
-        router.weight.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    logits = multiply_exactly(x, router.weight)
     if router.bias is None:
         return logits
     return logits + router.bias.astype(jnp.float32)
@@ -175,89 +199,12 @@ def _within_best_groups(ranked: jax.Array, cfg: ModelConfig) -> jax.Array:
     best, _ = jax.lax.top_k(of_groups, cfg.moe.group_score_topk)
     group_scores = best.sum(-1)
     _, chosen = jax.lax.top_k(group_scores, cfg.moe.topk_group)
-    is_chosen = _one_where(chosen, groups) > 0
+    is_chosen = one_where(chosen, groups) > 0
     within = jnp.where(is_chosen[..., None], of_groups, -jnp.inf)
     return within.reshape(ranked.shape)
 
 
-def _one_where(numbers: jax.Array, count: int) -> jax.Array:
+def one_where(numbers: jax.Array, count: int) -> jax.Array:
     """fp32 [.., count] with 1 at each of int32 [.., k] numbers, else 0."""
     rows = jax.nn.one_hot(numbers, count, dtype=jnp.float32)
     return rows.sum(-2)
-
-
-# ---- statistics ----------------------------------------------------------------------------------
-
-
-def balance_loss(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
-    """This device's share of the balance loss, summed over its sequences: fp32 [].
-
-    The loss is coef * E * sum_e f_e * P_e. f_e is the fraction of the choices that went to expert
-    e, P_e the mean probability of e, each over a sequence (DeepSeek-V3; Megatron-LM's seq_aux_loss)
-    or over the global batch (global_aux_loss). Balanced experts have coef. The choices are those of
-    the best scores, whatever groups and expert bias make of them, as in both.
-
-    The routing is of [B, S/cp/tp] tokens. Shares add up over all devices. f_e is constant and known
-    before the backward, so with several micro-batches the loss over the global batch would need all
-    choices before the first gradient: a second forward pass. The rule
-    `global_balance_needs_one_micro_batch` refuses that.
-    """
-    moe, probs = cfg.moe, routing.probs
-    rows, columns, experts = probs.shape
-    constant = jax.lax.stop_gradient(probs)
-    _, best = jax.lax.top_k(constant, moe.num_experts_per_tok)
-    chosen = _one_where(best, experts)
-    sequence = columns * parallel.size("cp", "tp")
-    tokens = sequence
-    counts = parallel.psum(chosen.sum(1), "cp", "tp")  # of all tokens of a sequence
-    if moe.router_aux_loss_over == "global_batch":
-        tokens *= rows * parallel.size(*DATA_AXES)
-        counts = parallel.psum(counts.sum(0), *DATA_AXES)
-    choices = tokens * moe.num_experts_per_tok
-    fractions = counts / choices
-    weighted = fractions * probs.sum(1)
-    mean = jnp.sum(weighted) / sequence
-    return moe.router_aux_loss_coef * experts * mean
-
-
-def z_loss(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
-    """This device's share of coef * mean(logsumexp(logits)^2), summed over its sequences: fp32 [].
-
-    It keeps logits small (ST-MoE, arXiv 2202.08906).
-    """
-    sizes = jax.nn.logsumexp(routing.logits, -1)
-    mean = _mean_of_sequences(jnp.square(sizes), parallel)
-    return cfg.moe.router_z_loss_coef * mean
-
-
-def entropy(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
-    """This device's share of the mean entropy of probabilities over E blocks, in nats: fp32 [].
-
-    It is summed over the device's sequences, and moves nothing.
-    """
-    probs = jax.lax.stop_gradient(routing.probs)
-    terms = jax.scipy.special.entr(probs)
-    return _mean_of_sequences(terms.sum(-1), parallel) / _expert_blocks(cfg)
-
-
-def dropped_share(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
-    """This device's share of the part of all pairs that is dropped, a mean over E blocks: fp32 [].
-
-    It is summed over the device's sequences.
-    """
-    if routing.is_dropped is None:
-        return jnp.float32(0)
-    of_tokens = jnp.mean(routing.is_dropped, -1, dtype=jnp.float32)
-    return _mean_of_sequences(of_tokens, parallel) / _expert_blocks(cfg)
-
-
-def _expert_blocks(cfg: ModelConfig) -> int:
-    """The layers with experts, those of multi-token prediction among them."""
-    kinds = *cfg.layer_kinds, *cfg.prediction_kinds
-    return sum("E" in branches_of(kind) for kind in kinds)
-
-
-def _mean_of_sequences(x: jax.Array, parallel: Parallel) -> jax.Array:
-    """The mean over its tokens of each sequence of x [B, S/cp/tp], summed: a share, fp32 []."""
-    tokens = x.shape[1] * parallel.size("cp", "tp")
-    return jnp.sum(x) / tokens

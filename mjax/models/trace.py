@@ -55,7 +55,7 @@ def trace(
         here = replace(ctx, see=lambda name, x: see(f"layers.{i}.{name}", x))  # noqa: B023
         x = block(x, info, here, kind=kind, rope=rope, layer=i).y
         x = see(f"layers.{i}", x)
-    x = see("final_norm", model.final_norm(x))
+    x = see("final_norm", model.normed(x))
     unknown = [p for p in (*hooks, *keep) if p not in matched]
     if unknown:
         raise UserError(

@@ -21,9 +21,9 @@ class Rates(NamedTuple):
     weight_decay: float
 
 
-def rates_of_step(cfg: Config, step: int) -> Rates:
-    """The rates of `step`, counted from 0."""
-    samples = consumed_samples(cfg.train, step)
+def rates_of_step(cfg: Config, step: int, skipped_samples: int = 0) -> Rates:
+    """The rates of `step`, counted from 0; `skipped_samples` do not advance the schedule."""
+    samples = consumed_samples(cfg.train, step) - skipped_samples
     return Rates(
         learning_rate(cfg.schedule, cfg.train, samples),
         weight_decay(cfg.optimizer, cfg.train, samples),

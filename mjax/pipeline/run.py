@@ -20,7 +20,7 @@ from jax.tree_util import register_dataclass
 from mjax.models.frozen import join_frozen
 from mjax.models.layers import zero_sums
 from mjax.models.local import LocalModel
-from mjax.models.objective import Batch, Denominators, Scalars, total_of
+from mjax.models.objective import Batch, Denominators, Scalars
 from mjax.models.residuals import VjpLayout, join_vjp
 from mjax.models.stacks import unstack_groups
 from mjax.models.weight import WeightOrArray, add_gradients, is_weight, map_weights
@@ -153,7 +153,7 @@ class TrainingTicks:
             shares = {}
             for name, total in sums.items():
                 shares[name] = total * factors[name]
-            return total_of(shares), shares
+            return self.denominators.differentiated(shares), shares
 
         def differentiate(sums: dict) -> tuple[Scalars, jax.Array, dict]:
             value_and_cotangents = jax.value_and_grad(share, (0, 1), has_aux=True)
@@ -177,9 +177,7 @@ class TrainingTicks:
         known = jax.tree.leaves((device.layer_weights(held), inputs))
         kept = [row_of(buffer, unit.slot) for buffer in carry.stash]
         vjp = join_vjp(layout, known, kept)
-        factors = self.denominators.factors()
-        statistics = {name: factors[name] for name in self.denominators.of_statistics}
-        cotangents, dx = vjp((carry.dy, statistics))
+        cotangents, dx = vjp((carry.dy, self.denominators.cotangents_of_statistics()))
 
         def embedding(sums: dict) -> dict:
             trained, frozen = device.split(device.edge_weights)

@@ -21,18 +21,21 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
 
 def expert_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     """What multiplies tokens by the weights of a device's experts."""
-    held = cfg.model.moe.num_experts // sizes["ep"]
-    up = held, cfg.model.hidden_size, cfg.model.moe.moe_intermediate_size // sizes["tp"]
-    has_capacity = cfg.model.moe.capacity_factor is not None
-    facts = {"asked": cfg.train.experts, "has_capacity": has_capacity}
-    return choose("experts", cfg.precision.compute, up, **facts)
+    moe = cfg.model.moe
+    held = moe.num_experts // sizes["ep"]
+    rows, columns = micro_batch_shape(cfg, sizes)
+    pairs = rows * columns * sizes["ep"] * min(moe.num_experts_per_tok, held)
+    width = cfg.model.expert_width
+    shape = pairs, held, width, moe.moe_intermediate_size // sizes["tp"]
+    facts = {"asked": cfg.train.experts, "has_capacity": moe.capacity_factor is not None}
+    return choose("experts", cfg.precision.compute, shape, **facts)
 
 
 def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     """How the tokens of a micro-batch reach their experts over ep."""
     rows, width = micro_batch_shape(cfg, sizes)
     tokens = rows * width // sizes["tp"]
-    size = cfg.model.hidden_size * jnp.dtype(cfg.precision.compute).itemsize
+    size = cfg.model.expert_width * jnp.dtype(cfg.precision.compute).itemsize
     asked = cfg.train.expert_exchange
     return choose_expert_exchange(asked, tokens, size, sizes["ep"], cfg.model.moe)
 

@@ -27,7 +27,7 @@ from mjax.plan.kept import Kept, kept
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import ParamPlacement, place
 
-WIDTH = {"float32": 4, "bfloat16": 2}
+WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # Buffers of one layer's backward, in units of what that layer keeps under `dots`: measured.
 WORK = 3.0

@@ -7,6 +7,7 @@ arithmetic on (config, sizes of the mesh, declared parameters, chip); nothing is
 
 Sources: docs/lab/2026-11-22-breakdowns.md (matmuls 690 to 766 TFLOP/s in whole steps, 1,300 in 8
 bits; attention 359 at 8192 tokens and heads of 128, 299 at 2048, 191 at 1024 and heads of 64),
+docs/lab/2026-11-23-grouped-matmul.md (experts: 630 at a width of 14336, 530 at 1408, 483 at 768),
 docs/performance.md (K3: 8 bytes a logit beside the loss's matmuls; K4: passes over memory),
 docs/tuning.md (collectives: 170 to 200 GB/s by NCCL, 360 by copies). Networks between nodes were
 not measured: 400 Gb/s a GPU is an assumption.
@@ -52,6 +53,7 @@ class Span(NamedTuple):
 # Shares of the chip's peak that work of a kind reached on H200s.
 MATMUL = Span(0.69, 0.77)  # of bf16
 MATMUL_8 = Span(0.62, 0.70)  # of fp8
+EXPERT = Span(0.62, 0.70)  # of bf16, for endlessly wide experts; `_expert_share`
 ATTENTION = Span(0.50, 0.58)  # of bf16, for endless sequences and heads; `_attention_share`
 PASS = Span(0.50, 0.67)  # of memory: norms, activations, rotary embedding, loss
 UPDATE = Span(0.80, 0.92)  # of memory: the optimizer, sums of gradients
@@ -62,6 +64,8 @@ LAUNCH = Span(0.00005, 0.00015)  # seconds that kernels of a layer wait for each
 
 # Heads of H and sequences of S reach H / (H + 46) x S / (S + 650) of the endless.
 HEAD_SIZE, SEQUENCE = 46, 650
+# Experts of a width F, one after the other in a grouped matmul, reach F / (F + 300) of the widest.
+EXPERT_WIDTH = 300
 
 # Tensors [tokens, D] that pass through memory besides matmuls, forward and backward: norms and
 # residuals, and biases of the branches.
@@ -69,6 +73,7 @@ OF_BLOCK = 20
 # The same of [tokens, heads]: rotary embedding or biases of queries, keys and values; of
 # [tokens, F]: the activation function, without and with a gate.
 OF_HEADS, OF_ACTIVATION, OF_GATE = 4, 5, 9
+OF_PAIR = 6  # [pairs of a token and an expert, D]: gathers and sums, where experts' rows are sorted
 OF_LOOP = 40  # [tokens, D] that a loop over layers copies to stacks, back, and fills with zeros
 ROUNDING = 1.3  # times all these passes where 8-bit matmuls read and write rounded copies
 BYTES_A_LOGIT = 8
@@ -151,6 +156,14 @@ def _experts_run(cfg: Config, sizes: dict[str, int]) -> float:
     return moe.num_experts_per_tok
 
 
+def _expert_share(cfg: Config, sizes: dict[str, int]) -> Span:
+    """The share of the chip's peak that the matmuls of experts reach."""
+    if expert_choice(cfg, sizes).name in ("loop", "batched"):
+        return MATMUL
+    width = cfg.model.moe.moe_intermediate_size / sizes["tp"]
+    return EXPERT.scaled(width / (width + EXPERT_WIDTH))
+
+
 def _share_sent(cfg: Config, sizes: dict[str, int]) -> float:
     """The part of a device's tokens that goes to each other device of its ep group."""
     if exchange_choice(cfg, sizes).name == "all_gather":
@@ -175,7 +188,10 @@ def _compute(
     yield Part("matmuls", _time(flops["matmul"] * tokens * weights_again, rate))
     if flops["experts"]:
         work = flops["experts"] * _experts_run(cfg, sizes) / cfg.model.moe.num_experts_per_tok
-        yield Part("experts", _time(work * tokens * weights_again, peak))
+        share = _expert_share(cfg, sizes)
+        yield Part(
+            "experts", _time(work * tokens * weights_again, share.scaled(chip.bf16_tflops * 1e12))
+        )
     yield Part("head", _time(flops["head"] * tokens, peak))
     seconds = _attention_seconds(cfg, chip) * tokens
     seconds *= 1 + ATTENTION_FORWARD * again["full"]
@@ -255,6 +271,9 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
             width = model.moe.moe_intermediate_size * _experts_run(cfg, sizes)
             width += model.moe.shared_expert_intermediate_size
             elements += of_ffn * width
+            if expert_choice(cfg, sizes).name not in ("loop", "batched"):
+                pairs = model.moe.num_experts_per_tok
+                elements += OF_PAIR * pairs * model.expert_width
     return elements * WIDTH[cfg.precision.compute]
 
 
@@ -279,8 +298,11 @@ def _moments(cfg: Config, counts: Counts) -> float:
 
 
 def _update(cfg: Config, execution: Execution, counts: Counts, chip: Chip) -> Span:
-    """The optimizer reads and writes masters and moments, reads gradients twice and writes weights;
-    sums of several micro-batches that matmuls do not add are read and written after each."""
+    """The optimizer reads and writes masters and moments, reads gradients twice and writes weights.
+
+    Sums of several micro-batches begin with zeros. Those that matmuls do not add are read and
+    written after each, the others are copied to stacks at the end.
+    """
     trained = sum(counts.trained_of_role.values())
     accumulate, compute = WIDTH[execution.accumulate], WIDTH[execution.compute]
     masters = 2 * WIDTH[cfg.precision.params]
@@ -289,7 +311,9 @@ def _update(cfg: Config, execution: Execution, counts: Counts, chip: Chip) -> Sp
     moved += 2 * _moments(cfg, counts)
     if execution.micro_batches > 1:
         by_hand = counts.tables
-        if not execution.sums_in_matmuls:
+        if execution.sums_in_matmuls:
+            moved += 3 * accumulate * counts.stacks
+        else:
             by_hand += counts.stacks
         moved += execution.micro_batches * by_hand * added
     return _time(moved, UPDATE.scaled(chip.details.memory_gbs * 1e9))

@@ -55,6 +55,7 @@ class Quantity:
 QUANTITIES = (
     Quantity("loss", "Training loss", "nats a token", smooth=True),
     Quantity("eval_loss", "Held-out loss", "nats a token"),
+    Quantity("eval_accuracy", "Held-out accuracy", "% told right", "zero", 100.0),
     Quantity("grad_norm", "Gradient norm", "before clipping", "log", smooth=True),
     Quantity("lr", "Learning rate", "", "zero"),
     Quantity("tokens_per_second", "Throughput", "tokens/s a device", "zero", ticks="0,0"),
@@ -130,7 +131,7 @@ def shared_steps(runs: list[Run]) -> Range1d:
 
 def other_losses(runs: list[Run]) -> list[Quantity]:
     """What a model or objective adds to the loss, such as `aux_loss`."""
-    names = dict.fromkeys(name for run in runs for name in run.training)
+    names = dict.fromkeys(name for run in runs for name in (*run.training, *run.held_out))
     known = {quantity.field for quantity in QUANTITIES}
     others = [name for name in names if name.endswith("loss") and name not in known]
     return [Quantity(name, name.replace("_", " "), "", smooth=True) for name in others[:6]]

@@ -48,7 +48,7 @@ class Run:
 
     def column(self, name: str) -> tuple[Column, Column]:
         """(steps, values) of a field, held-out ones included; empty if there is none."""
-        records = self.held_out if name == "eval_loss" else self.training
+        records = self.held_out if name.startswith("eval_") else self.training
         if name not in records:
             return np.empty(0), np.empty(0)
         return records["step"], records[name]

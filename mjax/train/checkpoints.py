@@ -85,6 +85,7 @@ class Checkpoints:
         """The state of checkpoint `step` of run.dir, or of the newest of both tiers."""
         abstract = self.layout.abstract()
         wanted, local, saved = canonical_abstract(self.layout.storage, abstract), self.local, None
+        wanted["loss_scale"] = self.layout.abstract_loss_scale()
         self.wait_local()
         if step is None and local is not None and self._is_newest(local):
             try:
@@ -97,7 +98,16 @@ class Checkpoints:
             self.source = self.store
             if local is not None:  # of steps that are not this run's any more
                 self.clear_local()
+        saved = self._with_own_loss_scale(saved)
         return from_canonical(self.layout.storage, saved, abstract)
+
+    def _with_own_loss_scale(self, saved: State) -> State:
+        """A restored state with the loss scale that this run keeps: the saved one, a new one where
+        there is none, none where the run computes in another dtype than fp16."""
+        rest = {name: part for name, part in saved.items() if name != "loss_scale"}
+        if self.layout.scaler is None:
+            return rest
+        return rest | {"loss_scale": saved.get("loss_scale") or self.layout.start_loss_scale()}
 
     def clear_local(self) -> None:
         """Remove the local tier's folder, once run.dir holds what counts."""

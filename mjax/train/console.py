@@ -33,7 +33,8 @@ class Console:
         step = f"step {record['step']:>{len(str(self._last_step))}}/{self._last_step}"
         if "eval_loss" in record:
             loss = _fixed(record["eval_loss"])
-            return f"{step} | held-out loss {loss} | {record['eval_tokens']:,} tokens"
+            line = f"{step} | held-out loss {loss} | {record['eval_tokens']:,} tokens"
+            return (line + _further(record))[:COLUMNS]
         figures = _figures(record) | {"eta": self._time_left(record["step"])}
         known = {name: text for name, text in figures.items() if text is not None}
         return self._fit({"step": step, **known})
@@ -59,6 +60,14 @@ class Console:
             if least is None:
                 return line[:COLUMNS]
             fields = {name: text for name, text in fields.items() if name != least}
+
+
+def _further(record: Mapping[str, Known]) -> str:
+    """What an evaluation measured besides the loss, as text that goes on with its line."""
+    known = "eval_loss", "eval_tokens"
+    names = [name for name in record if name.startswith("eval_") and name not in known]
+    parts = [f" | {name.removeprefix('eval_')} {_fixed(record[name])}" for name in names]
+    return "".join(parts)
 
 
 def _figures(record: Mapping[str, Known]) -> dict[str, str | None]:

@@ -34,18 +34,23 @@ class HeldOut:
     data: Dataset
 
     def loss(self, beat: Callable[[], None]) -> Record:
-        """The loss of next tokens in nats, `eval_loss`, and of how many tokens, `eval_tokens`.
+        """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
 
         `beat` is called after every batch.
         """
-        sums: list = []
+        found: list = []
         for batch in self.batches(self.trainer.local_rows):
-            sums.append(self.trainer.evaluate(batch))
+            found.append(self.trainer.run_program("eval", batch))
             beat()
-            if len(sums) > 1:  # one late, so that no more than two batches wait on the device
-                sums[-2] = jax.device_get(sums[-2])
-        total, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-        return {"eval_loss": float(total / max(count, 1)), "eval_tokens": int(count)}
+            if len(found) > 1:  # one late, so that no more than two batches wait on the device
+                found[-2] = jax.device_get(found[-2])
+        totals, counts = jax.tree.map(
+            lambda *x: np.sum(x, dtype=np.float64), *jax.device_get(found)
+        )
+        record = {"eval_loss": 0.0, "eval_tokens": int(counts["loss"])}
+        for name, count in counts.items():
+            record[f"eval_{name}"] = float(totals[name] / max(count, 1))
+        return record
 
     def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:
         """The batches of an evaluation, numpy [B, S] fields; `rows`: the part of this process."""

@@ -49,7 +49,7 @@ from mjax.train.trainer import Trainer
 from mjax.train.watchdog import Watchdog
 
 # Metrics of a step that a record has in places of their own, or not at all.
-STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite", "accepted"})
+STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite", "accepted", "skipped"})
 
 
 @dataclass
@@ -338,7 +338,7 @@ def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> me
         "step": step,
         "loss": values["loss"],
         "grad_norm": values["grad_norm"],
-        "lr": rates_of_step(cfg, step - 1).learning_rate,
+        "lr": rates_of_step(cfg, step - 1, values.get("skipped_samples", 0)).learning_rate,
         "samples": first + count,
         "tokens": (first + count) * cfg.data.seq_length,
         "ms_per_step": 1000 * seconds / steps if steps else None,

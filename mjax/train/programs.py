@@ -129,6 +129,7 @@ class Programs:
             expert_bias_rate=cfg.model.moe.expert_bias_update_rate,
             expert_sizes=(cfg.model.num_hidden_layers, cfg.model.moe.num_experts),
             layout=self.layout,
+            scaler=self.state_layout.scaler,
         )
 
 

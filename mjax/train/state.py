@@ -1,4 +1,4 @@
-"""The state of a training run on a mesh: parameters, moments, buffers, step number.
+"""The state of a training run on a mesh: parameters, moments, buffers, step number, loss scale.
 
 Invariant: no device ever holds more than its part. State is initialized under jit with output
 shardings, equal on every mesh.
@@ -30,6 +30,7 @@ from mjax.pipeline.storage import (
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import Padding, Placement, padding, partition, place
 from mjax.sharding.spec import ParamSpec, is_spec, trained_only
+from mjax.train.loss_scale import LossScaler, LossScaleState, loss_scaler
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StateLayout:
     """The parts of the state of a run, and where they lie on the mesh.
 
     placement: of the parameters. storage: how they are moved and padded for the mesh.
-    buffers: by name.
+    buffers: by name. scaler: of the loss, in fp16.
     """
 
     cfg: Config
@@ -46,6 +47,7 @@ class StateLayout:
     storage: Storage
     optimizer: Optimizer
     buffers: dict[str, Buffer]
+    scaler: LossScaler | None
 
     def initial_params(self) -> dict:
         """Parameters drawn from run.seed, in the order of storage; to be jitted."""
@@ -64,6 +66,8 @@ class StateLayout:
         state = {"params": params, "opt": self.optimizer.init(trained), "step": jnp.int32(0)}
         if self.buffers:
             state["buffers"] = self.initial_buffers(params)
+        if self.scaler is not None:
+            state["loss_scale"] = self.scaler.start()
         return state
 
     def initial_buffers(self, params: dict) -> dict:
@@ -105,6 +109,20 @@ class StateLayout:
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
         )
 
+    def abstract_loss_scale(self) -> LossScaleState:
+        """The state of a loss scale as `ShapeDtypeStruct`s, whether or not the run has one."""
+        scaler = self.scaler or LossScaler(1.0, 1.0, 1, 1)
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            jax.eval_shape(scaler.start),
+        )
+
+    def start_loss_scale(self) -> LossScaleState:
+        """The state of the loss scale before the first step, on the mesh."""
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_loss_scale())
+        return jax.jit(self.scaler.start, out_shardings=shardings)()
+
     def draw(self) -> dict:
         """Parameters drawn from run.seed, on the mesh."""
         shardings = self.shardings(self.placement.stored)
@@ -121,6 +139,8 @@ class StateLayout:
         abstract_buffers = rest.pop("buffers", {})
         values = jax.tree.map(lambda _: 0, rest)
         values["opt"] = self.optimizer.first_values()
+        if self.scaler is not None:
+            values["loss_scale"] = self.scaler.first_values()
         leaves, tree = jax.tree.flatten(rest)
         values = jax.tree.leaves(values)
         on_device = [a for a in leaves if not _is_on_host(a)]
@@ -163,7 +183,8 @@ def state_layout(
         global_indices=_global_indices(placement, storage),
     )
     buffers = buffers_of(cfg.precision, placement.specs)
-    return StateLayout(cfg, mesh, placement, storage, optimizer, buffers)
+    scaler = loss_scaler(cfg.precision)
+    return StateLayout(cfg, mesh, placement, storage, optimizer, buffers, scaler)
 
 
 def paddings(placement: Placement) -> dict[str, Padding | None]:

@@ -10,7 +10,7 @@ a loss above a limit, or a buffer that says so, leaves the state as it was.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -28,16 +28,17 @@ from mjax.models.execution import Execution
 from mjax.models.frozen import join_frozen, split_frozen
 from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
 from mjax.models.local import LocalModel
-from mjax.models.objective import Batch, Denominators, Scalars, total_of
+from mjax.models.objective import Batch, Denominators, Scalars
 from mjax.models.weight import add_gradients, with_sums
 from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.run import pipeline_gradients, pipeline_losses
 from mjax.sharding.collectives import AXES, DATA_AXES, Parallel, global_norm
 from mjax.sharding.rules import Placement
+from mjax.train.loss_scale import LossScaler
 
 # {"params": nested dict, "opt": nested dict, "step": int32 []}, and where a run has buffers
-# "buffers": {name: tree} (models/buffers.py)
+# "buffers": {name: tree} (models/buffers.py), in fp16 "loss_scale" (train/loss_scale.py)
 State = dict
 
 
@@ -50,6 +51,7 @@ class Program:
     expert_bias_rate: the step of experts' biases.
     expert_sizes: the layers of the model, and the experts of one.
     layout: of the pipeline, or None.
+    scaler: of the loss, in fp16.
     """
 
     model: LocalModel
@@ -61,6 +63,7 @@ class Program:
     expert_bias_rate: float = 0.0
     expert_sizes: tuple[int, int] = (0, 0)
     layout: Layout | None = None
+    scaler: LossScaler | None = None
 
     @property
     def placement(self) -> Placement:
@@ -110,14 +113,15 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """(new state, losses by name and {grad_norm, tokens, finite, accepted}) of local shards.
 
-    Where experts have a bias, the second has `load_imbalance`, too. The state stays as it was
-    unless the step is accepted.
+    Where experts have a bias, the second has `load_imbalance`, too; in fp16, what
+    `_with_next_scale` adds. The state stays as it was unless the step is accepted.
     """
     computed, seen = compute_gradients(program, state, batch)
     with jax.named_scope("optimizer"):
         scale = clip_factor(program, computed.norm)
         finite = all_finite(computed)
-        rest = {name: part for name, part in state.items() if name not in ("params", "opt")}
+        apart = "params", "opt", "loss_scale"
+        rest = {name: part for name, part in state.items() if name not in apart}
         new = {"step": state["step"] + 1}
         if "buffers" in state:
             new["buffers"], counts = update_buffers(
@@ -141,7 +145,37 @@ def train_step(
     metrics |= {"finite": finite, "accepted": accepted}
     if seen.counts:
         metrics["load_imbalance"] = load_imbalance(seen.counts, program.parallel)
+    if program.scaler is not None:
+        sequences = len(batch["rows"]) * program.parallel.size(*DATA_AXES)
+        added = _with_next_scale(program.scaler, state, computed, metrics, gate, sequences)
+        new, metrics = new | added[0], metrics | added[1]
     return new, computed.losses | metrics
+
+
+def _with_next_scale(
+    scaler: LossScaler,
+    state: State,
+    computed: Gradients,
+    metrics: dict[str, jax.Array],
+    gate: Gate,
+    sequences: int,
+) -> tuple[State, dict[str, jax.Array]]:
+    """(the parts of the state that loss scaling moves, {loss_scale, skipped_samples, skipped}).
+
+    A step is `skipped` if the scale alone was too large: its losses are finite, its gradients are
+    not, and the scale can shrink. It is counted, though not accepted. `loss_scale` and
+    `skipped_samples` are those that the step began with.
+    """
+    old, step = state["loss_scale"], state["step"]
+    overflowed = ~jnp.isfinite(computed.norm) & gate.is_open
+    skipped = overflowed & are_finite(*computed.losses.values()) & scaler.can_shrink(old)
+    new = scaler.update(old, overflowed)
+    new = jax.tree.map(lambda a, b: jnp.where(metrics["accepted"] | overflowed, a, b), new, old)
+    new["skipped_samples"] = old["skipped_samples"] + jnp.where(skipped, sequences, 0)
+    is_counted = metrics["accepted"] | skipped
+    figures = {"loss_scale": old["scale"], "skipped_samples": old["skipped_samples"]}
+    figures["skipped"] = skipped
+    return {"loss_scale": new, "step": step + is_counted}, figures
 
 
 def clip_factor(program: Program, norm: jax.Array) -> jax.Array | float:
@@ -152,7 +186,11 @@ def clip_factor(program: Program, norm: jax.Array) -> jax.Array | float:
 
 def all_finite(computed: Gradients) -> jax.Array:
     """Whether all losses and the norm are finite."""
-    values = *computed.losses.values(), computed.norm
+    return are_finite(*computed.losses.values(), computed.norm)
+
+
+def are_finite(*values: jax.Array) -> jax.Array:
+    """Whether all of these numbers are finite."""
     return functools.reduce(jnp.logical_and, map(jnp.isfinite, values))
 
 
@@ -167,6 +205,8 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
     parallel = program.parallel
     batch = model.with_derived_fields(batch)
     denominators = global_denominators(model, batch)
+    if program.scaler is not None:
+        denominators = replace(denominators, loss_scale=state["loss_scale"]["scale"])
     tokens = denominators.counts["loss"]
     # One key for all micro-batches and devices: dropout adds the token's place in the global batch.
     key = jax.random.fold_in(jax.random.key(program.seed), state["step"])
@@ -178,7 +218,7 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
         weights = join_frozen(trained, frozen)
         losses, statistics = model.losses(weights, micro_batch, key)
         shares = denominators.shares(losses, statistics)
-        return total_of(shares), shares
+        return denominators.differentiated(shares), shares
 
     # The bits of 8-bit weights are integers; their cotangents are not read.
     differentiate = jax.value_and_grad(share, has_aux=True, allow_int=True)
@@ -204,6 +244,7 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
         (losses, cotangents), _ = jax.lax.scan(accumulate, start, micro_batches)
     counts = global_counts(cotangents, placement)
     reduced, maxima = store_gradients(cotangents, placement, execution)
+    reduced = denominators.unscaled(reduced)
     with jax.named_scope("reduce"):
         norm = global_norm(reduced, placement.of_gradients, parallel)
     losses = {name: parallel.psum(loss, *AXES) for name, loss in losses.items()}

@@ -89,14 +89,19 @@ class Suspects:
     def settle(
         self, step: int, batch: HostBatch, metrics: dict[str, jax.Array]
     ) -> tuple[Figures, bool]:
-        """(the figures of the step, whether it was suspect); waits for the device.
+        """(the figures of the step, whether it was not accepted at once); waits for the device.
 
-        A suspect step is repeated and judged; the state is then the one after it. Raises
-        `NonFiniteLoss` where the run must end.
+        A suspect step is repeated and judged; the state is then the one after it. A step that
+        overflowed fp16 is left out with no more than a line. Raises `NonFiniteLoss` where the run
+        must end.
         """
         first = read_figures(metrics)
         if first["accepted"]:
             return first, False
+        if first.get("skipped"):
+            self.trainer.set_step(step)
+            self.log.event(step, skip_line(step, first["loss_scale"]))
+            return first, True
         verdict = self._verdict(step, first, self._repeat(step, batch))
         said = f"step {step}: loss {first['loss']:g}, norm {first['grad_norm']:g}"
         if verdict == "transient":
@@ -138,6 +143,11 @@ class Suspects:
         self.trainer.state = None  # its memory is needed
         step = self.trainer.restore()
         return f", and the weights are those of {checkpoints.source.directory / str(step)}"
+
+
+def skip_line(step: int, scale: float) -> str:
+    """The line on a step whose gradients overflowed fp16 under this loss scale."""
+    return f"step {step}: gradients overflowed at loss scale {scale:g}; its batch is left out"
 
 
 def read_figures(metrics: dict[str, jax.Array]) -> Figures:

@@ -27,6 +27,7 @@ from mjax.sharding.spec import freeze
 from mjax.train import step as steps
 from mjax.train.batch import BatchPlacer, most_documents
 from mjax.train.checkpoints import Checkpoints
+from mjax.train.loss_scale import skipped_samples
 from mjax.train.norms import Norms
 from mjax.train.programs import Programs
 from mjax.train.state import state_layout, without_moments
@@ -47,7 +48,7 @@ class Trainer:
         validate(cfg)
         self.definition = definition_of(cfg.model)
         self.specs = freeze(self.definition.specs, cfg.train.freeze)
-        self.objective = objective_of(cfg.train, cfg.model)
+        self.objective = objective_of(cfg)
         if devices is None:
             devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
@@ -65,16 +66,12 @@ class Trainer:
         self.programs = Programs(
             cfg, self.definition, self.objective, self.state_layout, self.layout
         )
-        self.placer = BatchPlacer(
-            self.mesh,
-            self.parallel,
-            self.objective,
-            cfg.train.micro_batch_size,
-            cfg.model.vocab_size,
-        )
+        sizes = cfg.train.micro_batch_size, cfg.model.vocab_size
+        self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes)
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None
         self.step_number = 0
+        self.skipped_samples = 0
         self.checkpoints = Checkpoints(cfg, self.state_layout)
 
     # ---- state -------------------------------------------------------------------------------
@@ -94,7 +91,7 @@ class Trainer:
 
     def _start(self, params: dict) -> None:
         self.state = self.state_layout.start(params)
-        self.step_number = 0
+        self.step_number = self.skipped_samples = 0
 
     def abstract_state(self) -> steps.State:
         """The state as `ShapeDtypeStruct`s with shardings."""
@@ -117,6 +114,7 @@ class Trainer:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
         self.state = self.checkpoints.restore(step)
         self.step_number = int(self.state["step"])
+        self.skipped_samples = skipped_samples(self.state)
         return self.step_number
 
     @property
@@ -137,12 +135,15 @@ class Trainer:
         """One optimizer step on a global batch; device scalars, as `train_step` says.
 
         The state changes only if the numbers are finite, the loss is at most `most_loss` and
-        `is_open` holds (`step.py: Gate`). The step is counted in any case.
+        `is_open` holds (`step.py: Gate`). The step is counted in any case. Where `is_open` is an
+        array, the rates are those of a step that follows an accepted one.
         """
         placed = self._place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
         step = self._program("train", placed)
-        is_open = is_open if isinstance(is_open, jax.Array) else replicated(self.mesh, is_open)
+        if not isinstance(is_open, jax.Array):
+            self.skipped_samples = skipped_samples(state)
+            is_open = replicated(self.mesh, is_open)
         gate = steps.Gate(np.float32(most_loss), is_open)
         self.state, metrics = step(state, placed, *self._rates(), gate)
         self.step_number += 1
@@ -155,13 +156,14 @@ class Trainer:
 
     def _rates(self) -> tuple[np.float32, np.float32]:
         """(learning rate, weight decay) of the next step."""
-        rates = rates_of_step(self.cfg, self.step_number)
+        rates = rates_of_step(self.cfg, self.step_number, self.skipped_samples)
         return np.float32(rates.learning_rate), np.float32(rates.weight_decay)
 
     def set_step(self, number: int) -> None:
         """Count `number` steps from here on, with the weights as they are."""
         self.state = {**self._live(), "step": replicated(self.mesh, np.int32(number))}
         self.step_number = number
+        self.skipped_samples = skipped_samples(self.state)
 
     def grads(self, batch: HostBatch) -> tuple[jax.Array, jax.Array, dict]:
         """(loss, gradient norm, gradients of the trained parameters) of a global batch.
@@ -173,10 +175,7 @@ class Trainer:
         return found.losses["loss"], found.norm, gradients
 
     def evaluate(self, batch: HostBatch) -> tuple[jax.Array, jax.Array]:
-        """(sum, count) of the loss of a global batch, without dropout.
-
-        They are those of the loss called "loss": by default nll and unmasked tokens.
-        """
+        """(sum, count) of the loss called "loss" of a global batch, without dropout."""
         sums, counts = self.run_program("eval", batch)
         return sums["loss"], counts["loss"]
 

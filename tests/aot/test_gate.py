@@ -26,8 +26,11 @@ def calls(text: str) -> Counter:
     )
 
 
-def test_bf16_has_one_call_a_gate(monkeypatch):
-    assert calls(compiled(monkeypatch)) == {"gate_backward": 1}
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_a_gate_has_one_call(monkeypatch, compute):
+    text = compiled(monkeypatch, f"precision.compute={compute}")
+    assert calls(text) == {"gate_backward": 1}
+    assert compute == "bfloat16" or "bf16[" not in text
 
 
 def test_gelu_has_a_call_each_way_and_keeps_its_input_alone(monkeypatch):

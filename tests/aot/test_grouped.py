@@ -13,6 +13,7 @@ from mjax.kernels.grouped import (
     grouped_matmul_transposed,
     grouped_weight_gradient,
 )
+from mjax.kernels.grouped_tiles import Tile
 from mjax.plan.described import as_on, compiler_devices
 from tests.aot.common import H200, missing
 from tests.marks import slow
@@ -62,7 +63,7 @@ def test_products_are_one_call_each_and_copy_nothing(monkeypatch, capfd, shape, 
 @slow
 @pytest.mark.parametrize("candidate", ALL_CANDIDATES, ids=lambda c: "x".join(map(str, c)))
 def test_every_candidate_tile_compiles(candidate):
-    from mjax.kernels.mosaic_grouped import Tile, multiply_rows, weight_gradient
+    from mjax.kernels.mosaic_grouped import multiply_rows, weight_gradient
 
     m, groups, k, n = SHAPES[1]
     x, w, g = ((s, jnp.bfloat16) for s in ((m, k), (groups, k, n), (m, n)))

@@ -13,9 +13,11 @@ SMALL = ["model.num_hidden_layers=2", "model.vocab_size=512", "mesh.dp=1", "trai
 CALL = re.compile(r"custom-call\(([^)]*)\).*/norm_backward/triton_kernel_call")
 
 
-def test_one_call_a_norm(monkeypatch):
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_one_call_a_norm(monkeypatch, compute):
     """Two in the body of the scan, which also take the stream's gradient, and the final one."""
     choose_for(monkeypatch, GPU, "norm")
-    step = compile_step("configs/models/gpt2_124m.yaml", *SMALL, "train.micro_batch_size=8")
+    keys = *SMALL, "train.micro_batch_size=8", f"precision.compute={compute}"
+    step = compile_step("configs/models/gpt2_124m.yaml", *keys)
     operands = [len(set(m[1].split(", "))) for m in CALL.finditer(step.text)]
     assert sorted(operands) == [3, 4, 4]  # gain, x, its norm's gradient, the stream's

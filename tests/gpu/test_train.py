@@ -48,6 +48,22 @@ def test_bf16_cudnn_is_near_fp32_xla(documents, remat):
         assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("documents", [1, 5])
+def test_fp16_is_nearer_to_fp32_than_bf16(documents):
+    fast = trainer("precision.compute=float16", "precision.initial_loss_scale=4096")
+    exact = trainer("precision.compute=float32", "train.attention=xla")
+    batch = random_batch(fast.cfg, documents)
+    with jax.default_matmul_precision("highest"):
+        loss, norm, grads = exact.grads(batch)
+    loss16, norm16, grads16 = fast.grads(batch)
+    assert abs(float(loss16) - float(loss)) < 2e-4 * float(loss)
+    assert abs(float(norm16) - float(norm)) < 2e-3 * float(norm)
+    for a, b in zip(jax.tree.leaves(grads16), jax.tree.leaves(grads), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
+    assert fast.step(batch)["accepted"]
+
+
 def test_loss_falls_and_repeats():
     runs = []
     for _ in range(2):

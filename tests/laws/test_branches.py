@@ -86,7 +86,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("feature, mesh, zero, micro_batches, more", quick(CASES, 0))
+@pytest.mark.parametrize("feature, mesh, zero, micro_batches, more", quick(CASES))
 def test_gradients_equal_one_device(feature, mesh, zero, micro_batches, more):
     layers = ["model.num_hidden_layers=8"] if "megatron" in more[0] else []
     where = Cell(mesh, zero, micro_batches)
@@ -134,6 +134,7 @@ def test_a_toy_mixer_trains_on_every_mesh(recurrence, mesh, zero, more):
     assert holds(record), record
 
 
+@slow
 def test_a_toy_mixer_is_counted_and_saved(recurrence, tmp_path):
     where = Cell({"dp": 2, "tp": 2}, 1, 2)
     keys = [*TOY, f"run.dir={tmp_path}", "checkpoint.async_save=false", "train.remat=dots"]

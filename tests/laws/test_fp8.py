@@ -49,7 +49,6 @@ def distance(a: dict, b: dict) -> float:
             ("delayed", Cell({"tp": 2}, 0, 1), ("mesh.tp_overlap=always",)),
             ("current", Cell({"tp": 2}, 0, 1), ()),
         ],
-        1,
         3,
     ),
 )

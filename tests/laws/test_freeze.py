@@ -62,9 +62,7 @@ def first_moments(trainer: Trainer) -> dict:
                 (UNROLLED, "mesh.pipeline_layout='Et|tttL'"),
             ),  # slots that choose
         ],
-        1,
         4,
-        6,
     ),
 )
 def test_frozen_ones_stay_and_the_others_train_as_before(cell, more):

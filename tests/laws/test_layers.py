@@ -67,7 +67,7 @@ EIGHT_BITS = [
 ]
 
 
-@pytest.mark.parametrize("recipe, cell, keys", quick(EIGHT_BITS, 0), ids=str)
+@pytest.mark.parametrize("recipe, cell, keys", quick(EIGHT_BITS), ids=str)
 def test_with_8_bits_too(recipe, cell, keys):
     """Of micro-batches bits of weights are turned once, their sums are scaled in the matmul; of one
     the bits are gathered layer by layer, while gradients go to the weights."""

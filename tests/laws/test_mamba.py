@@ -14,7 +14,8 @@ from mjax.models import build, definition_of, split
 from mjax.models.flops import flops_by_part
 from mjax.optim.build import moments_of
 from mjax.plan.kept import kept
-from mjax.prove import SMALL, STATES, Cell, compare, holds, make_trainer
+from mjax.prove import SMALL, Cell, compare, holds, make_trainer
+from mjax.prove.features import STATES
 from tests.marks import quick, slow
 
 HYBRID = ["model.layer_pattern='mamba+mlp, mamba|full'", "model.mamba.n_groups=2", *STATES]
@@ -24,7 +25,7 @@ def model_of(*keys):
     return load(None, [*SMALL, *keys]).model
 
 
-@pytest.mark.parametrize("conv_bias", ["true", "false"])
+@pytest.mark.parametrize("conv_bias", quick(["true", "false"]))
 def test_a_packed_row_equals_its_documents_apart(conv_bias):
     """Loss and every gradient, to fp32 rounding."""
     cfg = model_of(*HYBRID, f"model.mamba.use_conv_bias={conv_bias}")

@@ -54,7 +54,7 @@ def kinds(trainer: Trainer, part: str) -> set[str]:
 @pytest.mark.parametrize(
     ("cell", "low"),
     quick(
-        [(Cell(), False), (Cell({"dp": 4}, 1), True), (Cell({"pp": 2, "dp": 2}, 1, 2), False)], 2
+        [(Cell(), False), (Cell({"dp": 4}, 1), True), (Cell({"pp": 2, "dp": 2}, 1, 2), False)], 0
     ),
     ids=str,
 )

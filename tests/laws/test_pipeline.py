@@ -60,13 +60,13 @@ def test_gradients_equal_one_device(name, layers, pp, v, m, more):
             ("dropout", 3, {"pp": 2, "dp": 4}, 2, ["mesh.pipeline_account_for=[loss]"]),
             ("tied", 4, {"pp": 4, "tp": 2}, 2, ["mesh.pipeline_layout='E|t*3||tL'"]),
         ],
-        0,
     ),
 )
 def test_with_other_axes_equals_one_device(name, layers, mesh, m, more):
     agrees(name, layers, cell(mesh, m), *more)
 
 
+@slow
 def test_evaluation_agrees_and_padding_stays_zero():
     """Of slots and of widths that ZeRO does not divide, in masters and moments."""
     where = cell({"pp": 2, "dp": 4}, 2)

@@ -8,7 +8,8 @@ import pytest
 
 from mjax.config.mesh_rules import AXES
 from mjax.models import layers
-from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes, page
+from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes
+from mjax.prove.__main__ import page
 from tests.marks import quick, slow
 
 SAMPLE = [
@@ -35,6 +36,8 @@ SAMPLE = [
     ("unlike layers", Cell({"pp": 2, "cp": 2, "dp": 2}, 3, 3, cp_type="all_gather")),
     ("frozen", Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 4)),
     ("latent attention", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
+    ("bert", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
+    ("bert", Cell({"dp": 2, "cp": 4}, 3, 3, cp_type="a2a")),
     ("mamba", Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 2)),
     ("mamba", Cell({"pp": 2, "tp": 4}, 1, 4)),
     ("mamba", Cell({"cp": 8}, 1, 1)),

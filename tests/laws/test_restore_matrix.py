@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mjax.pipeline.storage import canonical
-from mjax.prove import EXPERTS, Cell, make_batch, make_trainer
+from mjax.prove import Cell, make_batch, make_trainer
+from mjax.prove.features import EXPERTS
 from mjax.train import Trainer
 from mjax.train.checkpoints import Checkpoints
 from tests.marks import slow

@@ -209,6 +209,7 @@ def wait_for_step(folder, process, step) -> None:
         time.sleep(0.02)
 
 
+@slow
 def test_sigterm_saves_and_exits_0_and_kill_9_loses_no_checkpoint(tmp_path):
     long = ["train.steps=100000", "schedule.decay_steps=100000"]
     process = cli(tmp_path, *long)

@@ -84,7 +84,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES, 0))
+@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, keys):
     record = compare("sinkhorn", Cell(mesh, zero, micro_batches), *keys, steps=1)
     assert holds(record), record

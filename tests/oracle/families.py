@@ -202,6 +202,13 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
         | dict(moe_shared_expert_intermediate_size=28, routed_scaling_factor=1.5),
     ),
+    "nemotron_h_latent": (
+        "NemotronH",
+        _HYBRID
+        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"])
+        | dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+        | dict(moe_shared_expert_intermediate_size=28, moe_latent_size=16),
+    ),
     "bamba": (
         "Bamba",
         _NO_HEAD_DIM | _BAMBA | dict(attn_layer_indices=[1]),

@@ -20,6 +20,7 @@ from mjax.errors import UserError
 from mjax.infer.artifact import Artifact, ArtifactError
 from mjax.infer.generate import Generator
 from mjax.models import build, split
+from tests.marks import slow
 
 CFG = ModelConfig(
     vocab_size=251,
@@ -94,6 +95,7 @@ def run(folder, *args):
     )
 
 
+@slow
 def test_a_fresh_process_without_mjax_gives_the_same_tokens(made, expected):
     ids = [arg for p in PROMPTS for arg in ("--ids", ",".join(map(str, p)))]
     done = run(made[0], *ids, "--max-new-tokens", "20")

@@ -69,11 +69,15 @@ def exact(a):
     return np.asarray(a, np.float64)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, "bfloat16") for name in PASSES]
+    + [(name, "float16") for name in ("act_forward", "act_backward", "backward")],
+)
 @pytest.mark.parametrize("size, tile", CASES)
-def test_kernel_is_plain_jax(monkeypatch, size, tile, name):
+def test_kernel_is_plain_jax(monkeypatch, size, tile, name, dtype):
     """To the bit, but for a last bit of fp32 that another order of operations rounds."""
-    operands = *draw(*size), jnp.float32(16)
+    operands = *draw(*size, dtype), jnp.float32(16)
     want = anew(PASSES[name])(*operands)
     used = by_kernel(monkeypatch, tile)
     got = anew(PASSES[name])(*operands)
@@ -173,7 +177,7 @@ def test_only_what_pays_and_fits_takes_it(monkeypatch):
     assert gate.supports(shaped(2**10, 2**10)) and not gate.supports(shaped(2**10, 2**10 - 1))
     assert gate.supports(shaped(2**19, 4095)) and not gate.supports(shaped(2**19, 4096))
     assert not gate.supports(shaped(2**14, 2**10), "gelu")
-    assert not gate.supports(shaped(2**14, 2**10, dtype="float16"))
+    assert not gate.supports(shaped(2**14, 2**10, dtype="float8_e4m3fn"))
     assert not gate.supports(shaped(2**14 + 1, 2**10), rows=2)
 
 

@@ -33,6 +33,7 @@ from mjax.sharding.mesh import make_mesh, parallel_of
 from mjax.sharding.rules import stored_partitions
 from mjax.train.resume import resume
 from mjax.train.trainer import Trainer
+from tests.marks import slow
 
 L, D, N, K, H, F, V = 4, 16, 4, 2, 6, 20, 251
 MODEL = [
@@ -507,6 +508,7 @@ MEASURED = """
 """
 
 
+@slow
 def test_host_memory_stays_under_twice_the_largest_tensor(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURED), str(tmp_path)],

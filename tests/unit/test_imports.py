@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "mjax"
 ROOMS = (
     "errors json_file config sharding kernels models pipeline optim plan data checkpoint "
-    "pretrained infer train convert export generate eval_harness evaluate prove report bench"
+    "pretrained infer train convert export generate eval_harness evaluate report bench prove"
 ).split()
 
 

@@ -19,6 +19,8 @@ from mjax.plan.execution import model_layers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = {
+    "bert_base": 109_514_298,
+    "bert_large": 335_174_458,
     "gpt2_124m": 124_439_808,
     "gpt_1b3": 1_315_723_264,
     "llama2_7b": 6_738_415_616,
@@ -81,6 +83,8 @@ def test_traces_abstractly_at_full_size(name):
     definition = definition_of(cfg.model)
     padding = (cfg.model.padded_vocab_size - cfg.model.vocab_size) * cfg.model.hidden_size
     tables = 1 if cfg.model.tie_word_embeddings else 2
+    if cfg.model.bert.mlm_head:  # a bias of the vocabulary
+        padding += cfg.model.padded_vocab_size - cfg.model.vocab_size
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert total == PUBLISHED[name] + tables * padding
 

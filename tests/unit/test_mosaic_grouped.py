@@ -11,6 +11,7 @@ import pytest
 from mjax.errors import UserError
 from mjax.kernels import chooser, grouped
 from mjax.kernels.chooser import Device, mosaic_grouped_lacks
+from mjax.kernels.grouped_tiles import NARROW, WIDE, Tile, tile_of, tiles_of_rows
 from tests.devices import CPU, HOPPER
 from tests.marks import quick
 from tests.mosaic_interpreter import interpreted
@@ -47,7 +48,7 @@ def test_kernels_equal_the_plain_version(monkeypatch, m, k, n, tile, sizes):
         from mjax.kernels import mosaic_grouped as mosaic
 
         monkeypatch.setattr(mosaic, "BLOCKS", 2)
-        tile = mosaic.Tile(*tile)
+        tile = Tile(*tile)
         x, w, g, total = draw(m, len(sizes), k, n)
         counts = jnp.asarray(sizes, jnp.int32)
         y = mosaic.multiply_rows(x, w, counts, tile, False)
@@ -62,9 +63,6 @@ def test_kernels_equal_the_plain_version(monkeypatch, m, k, n, tile, sizes):
 
 @pytest.mark.parametrize("lines", [8, 128])
 def test_tiles_hold_every_row_once(lines):
-    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-    from mjax.kernels.mosaic_grouped import tiles_of_rows
-
     rng = np.random.default_rng(0)
     for groups in (1, 5, 40):
         sizes = rng.integers(0, 300, groups) * (rng.random(groups) < 0.7)
@@ -82,13 +80,8 @@ def test_tiles_hold_every_row_once(lines):
 
 
 def test_tiles_are_chosen_by_what_lies_beyond_the_edges():
-    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-    from mjax.kernels import mosaic_grouped as mosaic
-
-    assert mosaic.tile_of_rows(14336) == mosaic.tile_of_rows(1408) == mosaic.WIDE
-    assert mosaic.tile_of_rows(640) == mosaic.NARROW
-    assert mosaic.tile_of_weights(2048, 1408) == mosaic.TALL
-    assert mosaic.tile_of_weights(1408, 2048) == mosaic.WIDE
+    assert tile_of(14336) == tile_of(1408) == WIDE
+    assert tile_of(640) == tile_of(64) == NARROW
 
 
 @pytest.mark.parametrize(

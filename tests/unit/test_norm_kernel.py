@@ -51,6 +51,7 @@ CASES = [
 
 # dtype, LayerNorm, with a stream's gradient
 KINDS = [("float32", 0, 1), ("float32", 1, 0), ("bfloat16", 0, 0), ("bfloat16", 1, 1)]
+KINDS += [("float16", 0, 1), ("float16", 1, 0)]
 
 
 @pytest.mark.parametrize("dtype, layernorm, fork", KINDS)

@@ -8,6 +8,7 @@ import pytest
 from mjax.kernels import ssd as kernel
 from mjax.kernels.causal_conv import causal_conv, last_tokens, plain_conv
 from mjax.kernels.ssd import SsdInputs, ssd, ssd_final, ssd_recurrence, ssd_step
+from tests.marks import slow
 
 
 @pytest.fixture
@@ -92,6 +93,7 @@ def test_blocks_of_chunks_change_nothing(fp64, monkeypatch):
     near(gradients(chunked, inputs, initial), wanted, 1e-13)
 
 
+@slow
 def test_the_chunk_changes_rounding_only():
     inputs, starts, initial = draw(96, 4, 2, 0.1, dtype=np.float32)
     made = [ssd(inputs, chunk=n, starts=starts, initial=initial) for n in (4, 32, 128)]

@@ -16,7 +16,17 @@ LATENT = [
 ]
 STATES = ["model.layer_pattern=M", "model.mamba.mamba_num_heads=6"]
 EXPERTS = ["model.layer_pattern=E", "model.moe.num_experts=4"]
+FIM = ["data.fim_rate=0.5", "data.fim_prefix_token=1", "data.fim_middle_token=2"]
+FIM += ["data.fim_suffix_token=3"]
 # Rule -> overrides of a legal config that break it, and what the message must show.
+MASKED = ["model.layer_pattern=B", "train.objective=masked_lm", "data.masked.mask_token_id=1"]
+SAMPLES = [  # without a tokenizer
+    "data.masked.sentences=true",
+    "data.masked.mask_token_id=1",
+    "data.masked.cls_token_id=2",
+    "data.masked.sep_token_id=3",
+    "data.masked.pad_token_id=4",
+]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
@@ -176,6 +186,66 @@ BROKEN = {
         "model.num_nextn_predict_layers=8 reaches beyond data.seq_length=8",
     ),
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
+    "next_token_is_hidden": (
+        ["model.layer_pattern=B"],
+        "train.objective='next_token' is given away where model.layer_pattern='B' has B blocks",
+    ),
+    "hidden_tokens_need_an_encoder": (
+        ["train.objective=masked_lm"],
+        "train.objective='masked_lm' is for encoders, but model.layer_pattern='G' has no B block",
+    ),
+    "padding_is_not_seen": ([*MASKED, "data.document_mask=false"], "data.document_mask=False"),
+    "encoders_continue_nothing": (
+        [*MASKED, "train.sample_prompt=a", "data.tokenizer=byte"],
+        "train.sample_prompt='a': an encoder continues no text",
+    ),
+    "mask_token_known": (MASKED[:2], "data.masked.mask_token_id=None is unknown"),
+    "masked_ids_in_vocab": (
+        [*MASKED, "data.masked.mask_token_id=999"],
+        "ids of special tokens in data.masked are outside model.vocab_size=256",
+    ),
+    "samples_have_specials": ([*MASKED, "data.masked.sentences=true"], "needs the ids of [CLS]"),
+    "samples_know_words": (
+        [*MASKED, *SAMPLES],
+        "data.masked.whole_words=True needs data.tokenizer=None, which says what continues a word",
+    ),
+    "sentences_are_masked": (
+        ["model.layer_pattern=B", "train.objective=classify", "data.tokenizer=byte", *SAMPLES],
+        "makes samples for masked_lm, not for train.objective='classify'",
+    ),
+    "fim_is_of_streams": (
+        [*MASKED, *SAMPLES, "data.tokenizer=byte", "data.fim_rate=0.5"],
+        "data.fim_rate=0.5 rearranges the documents of a stream",
+    ),
+    "sentence_samples_fit": (
+        [*MASKED, *SAMPLES, "data.tokenizer=byte", "data.seq_length=7"],
+        "data.seq_length=7 leaves no room",
+    ),
+    "pairs_need_sentences": (
+        [*MASKED, "model.bert.num_labels=3"],
+        "model.bert.num_labels=3: masked_lm tells two classes of rows",
+    ),
+    "classes_given": (
+        ["model.layer_pattern=B", "train.objective=classify"],
+        "train.objective='classify' has no classes to tell",
+    ),
+    "classes_are_of_text": (
+        ["model.layer_pattern=B", "train.objective=classify", "model.bert.num_labels=2"]
+        + ["data.mock=false", "data.paths=[a]"],
+        "train.objective='classify' needs data.text, a file of JSON lines with a label each",
+    ),
+    "offset_is_of_positions": (
+        ["model.bert.position_offset=2"],
+        "model.bert.position_offset=2 has no effect with model.position_embedding='rope'",
+    ),
+    "bert_head_is_tied": (
+        [*MASKED, "model.bert.mlm_head=true"],
+        "model.bert.mlm_head=True is built on tied embeddings alone",
+    ),
+    "prediction_has_a_final_norm": (
+        ["model.num_nextn_predict_layers=1", "model.norm_placement=post_residual"],
+        "model.num_nextn_predict_layers=1 is not built for B blocks",
+    ),
     "one_data_source": (["data.paths=[a]"], "data.paths and data.mock exclude each other"),
     "weights_match_paths": (
         ["data.mock=false", "data.paths=[a, b]", "data.weights=[1.0]"],
@@ -255,6 +325,21 @@ BROKEN = {
         ["optimizer.name=muon", "optimizer.offload=true"],
         "built for elementwise updates, not for optimizer.name='muon'",
     ),
+    "fim_keys_used": (
+        ["data.fim_fragment_rate=0.5"],
+        "data.fim_fragment_rate=0.5 has no effect with data.fim_rate=0.0",
+    ),
+    "fim_sentinels": (
+        ["data.fim_rate=0.5", "data.fim_prefix_token=1"],
+        "data.fim_rate=0.5 needs data.fim_middle_token=None",
+    ),
+    "fim_tokenizer": (FIM, "needs data.tokenizer=None"),
+    "fim_text": ([*FIM, "data.tokenizer=byte"], "needs text, and data.mock=True has none"),
+    "fim_fragments": (
+        [*FIM, "data.tokenizer=byte", "data.mock=false", "data.paths=[x]"]
+        + ["data.fim_split_sample=7"],
+        "data.fim_split_sample=7 and data.fim_fragment_rate=None belong together",
+    ),
     "min_lr_below_lr": (["schedule.min_lr=1.0"], "schedule.min_lr=1.0 exceeds schedule.lr=0.0003"),
     "warmup_init_below_lr": (["schedule.warmup_init_lr=1.0"], "lower warmup_init_lr"),
     "warmup_before_decay_ends": (["schedule.warmup_steps=1000"], "all 1000 steps"),
@@ -284,6 +369,24 @@ BROKEN = {
     "fp8_skip_pipeline": (
         ["precision.fp8=current", "precision.fp8_skip_layers=1", "mesh.pp=2"],
         "precision.fp8_skip_layers=1 is not built for the chunks of mesh.pp=2",
+    ),
+    "fp16_without_fp8": (
+        ["precision.compute=float16", "precision.fp8=delayed"],
+        "precision.fp8='delayed': its scales are not built for gradients with the loss scale of "
+        "precision.compute='float16'",
+    ),
+    "fp16_masters": (
+        ["precision.compute=float16", "precision.params=bfloat16"]
+        + ["optimizer.stochastic_rounding=true"],
+        "precision.params='bfloat16': precision.compute='float16' needs fp32 masters",
+    ),
+    "loss_scale_used": (
+        ["precision.hysteresis=1"],
+        "precision.hysteresis=1 has no effect with precision.compute='bfloat16'",
+    ),
+    "loss_scale_range": (
+        ["precision.compute=float16", "precision.initial_loss_scale=0.5"],
+        "precision.initial_loss_scale=0.5 is below precision.min_loss_scale=1.0",
     ),
     "offload_kept": (["train.remat=attention", "train.offload=[up]"], "no layer keeps 'up'"),
     "offload_pipeline": (

@@ -1,0 +1,148 @@
+"""The rules about encoders and their objectives: a part of the table of rules (`validate.py`)."""
+
+from mjax.config.mesh_rules import Rule
+from mjax.config.model_schema import BertConfig
+from mjax.config.schema import Config
+
+_OF_ENCODERS = ("masked_lm", "classify")
+_FRAME = ("cls_token_id", "sep_token_id", "pad_token_id")
+_SPECIAL = ("mask_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+
+
+def _is_like_bert(c: Config) -> bool:
+    """Whether the model has a part of encoders."""
+    m = c.model
+    return m.is_encoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
+
+
+ENCODER_RULES: tuple[Rule, ...] = (
+    Rule(
+        "next_token_is_hidden",
+        lambda c: not c.model.is_encoder or c.train.objective != "next_token",
+        "`train.objective` is given away where `model.layer_pattern` has B blocks, which see all "
+        "tokens",
+        "set train.objective=masked_lm, or use G blocks",
+    ),
+    Rule(
+        "hidden_tokens_need_an_encoder",
+        lambda c: c.model.is_encoder or c.train.objective not in _OF_ENCODERS,
+        "`train.objective` is for encoders, but `model.layer_pattern` has no B block",
+        "set model.layer_pattern=B, or train.objective=next_token",
+    ),
+    Rule(
+        "padding_is_not_seen",
+        lambda c: not c.model.is_encoder or c.data.document_mask,
+        "`data.document_mask` keeps padding and other documents out of B blocks",
+        "set it to true",
+    ),
+    Rule(
+        "encoders_continue_nothing",
+        lambda c: not c.model.is_encoder or c.train.sample_prompt is None,
+        "`train.sample_prompt`: an encoder continues no text",
+        "set it to null",
+    ),
+    Rule(
+        "mask_token_known",
+        lambda c: c.train.objective != "masked_lm" or c.data.masked.mask_token_id is not None,
+        "`data.masked.mask_token_id` is unknown",
+        "give the id of [MASK]: any that the tokenizer does not use, below model.vocab_size",
+    ),
+    Rule(
+        "masked_ids_in_vocab",
+        lambda c: all(
+            (getattr(c.data.masked, name) or 0) < c.model.vocab_size for name in _SPECIAL
+        ),
+        "ids of special tokens in data.masked are outside `model.vocab_size`",
+        "change either",
+    ),
+    Rule(
+        "samples_have_specials",
+        lambda c: (
+            not c.data.masked.sentences
+            or all(getattr(c.data.masked, name) is not None for name in _SPECIAL)
+        ),
+        "`data.masked.sentences` needs the ids of [CLS], [SEP], [MASK] and [PAD]",
+        "set cls_token_id, sep_token_id, mask_token_id and pad_token_id of data.masked",
+    ),
+    Rule(
+        "samples_know_words",
+        lambda c: (
+            not c.data.masked.sentences
+            or not c.data.masked.whole_words
+            or c.data.tokenizer is not None
+        ),
+        "`data.masked.whole_words` needs `data.tokenizer`, which says what continues a word",
+        "set data.tokenizer to that of the data, or data.masked.whole_words=false",
+    ),
+    Rule(
+        "sentences_are_masked",
+        lambda c: not c.data.masked.sentences or c.train.objective == "masked_lm",
+        "`data.masked.sentences` makes samples for masked_lm, not for `train.objective`",
+        "set train.objective=masked_lm or data.masked.sentences=false",
+    ),
+    Rule(
+        "fim_is_of_streams",
+        lambda c: (
+            c.data.fim_rate == 0 or not (c.data.masked.sentences or c.train.objective == "classify")
+        ),
+        "`data.fim_rate` rearranges the documents of a stream, not sentences or texts with classes",
+        "set it to 0",
+    ),
+    Rule(
+        "sentence_samples_fit",
+        lambda c: not c.data.masked.sentences or c.data.seq_length >= 8,
+        "`data.seq_length` leaves no room for a sample with `data.masked.sentences`",
+        "make it 8 or more",
+    ),
+    Rule(
+        "pairs_need_sentences",
+        lambda c: (
+            c.train.objective != "masked_lm"
+            or c.model.bert.num_labels == 0
+            or (c.model.bert.num_labels == 2 and (c.data.masked.sentences or c.data.mock))
+        ),
+        "`model.bert.num_labels`: masked_lm tells two classes of rows, of pairs of texts",
+        "set it to 2 with data.masked.sentences=true, or to 0",
+    ),
+    Rule(
+        "classes_given",
+        lambda c: c.train.objective != "classify" or c.model.bert.num_labels >= 2,
+        "`train.objective` has no classes to tell",
+        "set model.bert.num_labels to their number",
+    ),
+    Rule(
+        "classes_are_of_text",
+        lambda c: (
+            c.train.objective != "classify"
+            or c.data.mock
+            or (
+                c.data.text is not None
+                and c.data.tokenizer is not None
+                and not c.data.tokenizer.startswith("train:")
+                and all(getattr(c.data.masked, name) is not None for name in _FRAME)
+            )
+        ),
+        "`train.objective` needs data.text, a file of JSON lines with a label each, its "
+        "data.tokenizer, and the ids of [CLS], [SEP] and [PAD] in data.masked",
+        "set them",
+    ),
+    Rule(
+        "offset_is_of_positions",
+        lambda c: c.model.bert.position_offset == 0 or c.model.position_embedding == "learned",
+        "`model.bert.position_offset` has no effect with `model.position_embedding`",
+        "set it to 0",
+    ),
+    Rule(
+        "bert_head_is_tied",
+        lambda c: not c.model.bert.mlm_head or c.model.tie_word_embeddings,
+        "`model.bert.mlm_head` is built on tied embeddings alone: `model.tie_word_embeddings`",
+        "set model.tie_word_embeddings=true",
+    ),
+    Rule(
+        "prediction_has_a_final_norm",
+        lambda c: c.model.num_nextn_predict_layers == 0 or not _is_like_bert(c),
+        "`model.num_nextn_predict_layers` is not built for B blocks, norm_placement=post_residual "
+        "and model.bert",
+        "set it to 0",
+    ),
+)

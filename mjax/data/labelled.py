@@ -1,0 +1,141 @@
+"""Texts with a class each, for `train.objective=classify`: JSON lines, tokenized into memory.
+
+A line is {"text": .., "label": 0} and may have a second text, "text_pair". Invariant: sample n is a
+pure function of (file, settings, seed, n): epoch e is a shuffle of the split's lines by
+RandomState(seed + e), and lines are dealt to splits in an order of their content.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mjax.config.schema import MaskedDataConfig
+from mjax.data.gpt import Batch, split_range
+from mjax.data.tokenizer import Tokenizer
+from mjax.errors import UserError
+from mjax.json_file import parse_json
+
+# A line's texts as ids, and its class.
+Line = tuple[list[list[int]], int]
+
+
+class LabelledDataset:
+    """`size` samples of `seq_length` tokens: [CLS] text [SEP], and text_pair [SEP], then padding.
+
+    `batch(indices)` gives `tokens`, `token_types`, `segment_ids`, `positions` (int32 [B, S]) and
+    `row_label` (int32 [B]). What is too long loses tokens at the end of its longer text. Raises
+    `UserError` for a line that cannot be used, naming it.
+    """
+
+    max_documents = 2  # the texts, and padding
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        tokenizer: Tokenizer,
+        settings: MaskedDataConfig,
+        split: str,
+        split_fractions: Sequence[float],
+        seq_length: int,
+        size: int,
+        seed: int,
+        num_labels: int,
+        vocab_size: int,
+    ):
+        if tokenizer.vocab_size > vocab_size:
+            raise UserError(
+                f"model.vocab_size {vocab_size} is less than the tokenizer's "
+                f"{tokenizer.vocab_size}: raise it"
+            )
+        self.settings, self.seq_length, self.size, self.seed = settings, seq_length, size, seed
+        lines = read_lines(path, tokenizer, num_labels)
+        begin, end = split_range(split_fractions, split, len(lines))
+        self.lines = sorted(lines, key=_digest)[begin:end]
+        if not self.lines:
+            raise UserError(
+                f"{path}: split {split!r} of {len(lines)} lines has none; change data.split"
+            )
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Samples `indices`, stacked."""
+        shape = len(indices), self.seq_length
+        out = {name: np.zeros(shape, np.int32) for name in ("token_types", "segment_ids")}
+        out["tokens"] = np.full(shape, self.settings.pad_token_id, np.int32)
+        out["positions"] = np.tile(np.arange(self.seq_length, dtype=np.int32), (len(indices), 1))
+        out["row_label"] = np.empty(len(indices), np.int32)
+        for row, line in enumerate(self._numbers(np.asarray(indices, np.int64))):
+            texts, out["row_label"][row] = self.lines[line]
+            tokens, types = self._framed(texts)
+            out["tokens"][row, : len(tokens)] = tokens
+            out["token_types"][row, : len(tokens)] = types
+            out["segment_ids"][row, : len(tokens)] = 1
+        return out
+
+    def _numbers(self, indices: np.ndarray) -> list[int]:
+        """Which line each sample is."""
+        epochs, places = np.divmod(indices, len(self.lines))
+        orders = {}
+        for epoch in set(epochs.tolist()):
+            rng = np.random.RandomState((self.seed + epoch) % 2**32)
+            orders[epoch] = rng.permutation(len(self.lines))
+        pairs = zip(epochs.tolist(), places.tolist(), strict=True)
+        return [int(orders[epoch][place]) for epoch, place in pairs]
+
+    def _framed(self, texts: list[list[int]]) -> tuple[list[int], list[int]]:
+        """(tokens, their types) of a sample without its padding."""
+        room = self.seq_length - 1 - len(texts)
+        sizes = list(map(len, texts))
+        while sum(sizes) > room:
+            longest = sizes.index(max(sizes))
+            others = sum(sizes) - sizes[longest]
+            second = max((size for i, size in enumerate(sizes) if i != longest), default=0)
+            sizes[longest] = max(min(second, sizes[longest] - 1), room - others)
+        tokens, types = [self.settings.cls_token_id], [0]
+        for number, (text, size) in enumerate(zip(texts, sizes, strict=True)):
+            tokens += [*text[:size], self.settings.sep_token_id]
+            types += [number] * (size + 1)
+        return tokens, types
+
+
+def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int) -> list[Line]:
+    """The lines of a file of JSON lines. Raises `UserError` naming the first that is no sample."""
+    try:
+        raw = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"data.text {path}: cannot be read: {e}; give a file of JSON lines") from e
+    texts, sizes, labels = [], [], []
+    for number, line in enumerate(raw, 1):
+        if line.strip():
+            found, label = _parsed(f"{path}:{number}", line, num_labels)
+            texts += found
+            sizes.append(len(found))
+            labels.append(label)
+    ids = iter(tokenizer.encode_batch(texts))
+    return [([next(ids) for _ in range(n)], k) for n, k in zip(sizes, labels, strict=True)]
+
+
+def _parsed(where: str, line: str, num_labels: int) -> tuple[list[str], int]:
+    """(the texts, the class) of a line."""
+    try:
+        row = parse_json(line)
+    except ValueError as e:
+        raise UserError(f"{where}: not a JSON line: {e}") from e
+    row = row if isinstance(row, dict) else {}
+    texts = [row.get("text"), row.get("text_pair")]
+    texts = texts if texts[1] is not None else texts[:1]
+    label = row.get("label")
+    if not all(isinstance(text, str) for text in texts) or type(label) is not int:
+        raise UserError(f'{where}: not {{"text": "..", "label": 0}}, with "text_pair" or without')
+    if not 0 <= label < num_labels:
+        raise UserError(f"{where}: label {label} is none of model.bert.num_labels={num_labels}")
+    return texts, label
+
+
+def _digest(line: Line) -> bytes:
+    return hashlib.blake2b(repr(line).encode(), digest_size=16).digest()

@@ -1,0 +1,84 @@
+"""Tiles of the grouped matmul on Hopper: their sizes, and which rows each holds.
+
+Invariant: the tiles of a group hold each of its rows once, whatever the sizes of groups.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+HALVES = 2  # warpgroups that multiply
+ALIGNED = 8  # rows of a swizzled tile, where TMA begins
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
+
+    Lines are a multiple of 128, columns one of 64. The blocks of a `cluster` take tiles of columns
+    side by side. Each copies its share of their lines to all of them.
+    """
+
+    lines: int
+    columns: int
+    slots: int
+    band: int = 16
+    cluster: int = 1
+
+    @property
+    def half(self) -> int:
+        return self.lines // HALVES
+
+    def across(self, columns: int) -> int:
+        """The clusters that cover so many columns."""
+        return -(-columns // (self.columns * self.cluster))
+
+    def own_column(self, place: jax.Array) -> jax.Array:
+        """The first column of this block's tile in the cluster at `place`."""
+        if self.cluster > 1:
+            place = place * self.cluster + lax.axis_index("neighbor")
+        return place * self.columns
+
+
+# On an H200 no tile was faster by more than 2 % (docs/lab/2026-11-23-grouped-matmul.md).
+WIDE, NARROW = Tile(128, 256, 4), Tile(128, 128, 6)
+
+
+def tile_of(columns: int) -> Tile:
+    """The tile of a product with so many columns: wide where the last is not mostly empty."""
+    covered = WIDE.across(columns) * WIDE.columns
+    return WIDE if covered <= 1.1 * columns else NARROW
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+def tiles_of_rows(sizes: jax.Array, m: int, lines: int) -> tuple[jax.Array, jax.Array]:
+    """(int32 [T, 4] of each tile of rows, int32 [G + 1] whose last is the number of tiles).
+
+    A tile has its group, the row it starts at less `lines` times its own number, and the first and
+    the last row of the group, plus 1. T bounds the number of tiles for all sizes. Group G are the
+    rows of no group. Sums are dense, so XLA makes few kernels of them.
+    """
+    groups = jnp.arange(len(sizes) + 1, dtype=jnp.int32)
+    begins, ends = bounds_of_groups(sizes)
+    begins = jnp.append(begins, ends[-1])
+    ends = jnp.append(ends, jnp.int32(m))
+    aligned = begins // ALIGNED * ALIGNED
+    tiles = jnp.where(ends > begins, (ends - aligned + lines - 1) // lines, 0)
+    last = jnp.sum(jnp.where(groups <= groups[:, None], tiles, 0), 1, dtype=jnp.int32)
+    first = last - tiles
+    facts = jnp.stack([groups, aligned - first * lines, begins, ends], 1)
+    most = (m + (ALIGNED - 1) * len(groups)) // lines + len(groups)
+    index = jnp.arange(most, dtype=jnp.int32)[:, None]
+    own = (index >= first) & (index < last)
+    return jnp.sum(jnp.where(own[..., None], facts, 0), 1, dtype=jnp.int32), last
+
+
+def bounds_of_groups(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the first row int32 [G] of each group, its last row plus 1)."""
+    sizes, groups = sizes.astype(jnp.int32), jnp.arange(len(sizes))
+    ends = jnp.sum(jnp.where(groups <= groups[:, None], sizes, 0), 1, dtype=jnp.int32)
+    return ends - sizes, ends

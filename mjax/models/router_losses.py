@@ -1,0 +1,111 @@
+"""The losses of a router and what the log says of it, from the routing of a layer.
+
+Each is a mean over the tokens of every sequence of the global batch, so it depends on neither the
+mesh nor micro-batches. Masked tokens count in it too, because they load the experts alike; padding
+does not if `model.moe.skip_padding` says so. A sequence of padding alone has 0.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import branches_of
+from mjax.models.router import Routing, one_where
+from mjax.sharding.collectives import DATA_AXES, Parallel
+
+
+def balance_loss(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
+    """This device's share of the balance loss, summed over its sequences: fp32 [].
+
+    The loss is coef * E * sum_e f_e * P_e. f_e is the fraction of the choices that went to expert
+    e, P_e the mean probability of e, each over a sequence (DeepSeek-V3; Megatron-LM's seq_aux_loss)
+    or over the global batch (global_aux_loss). Balanced experts have coef. The choices are those of
+    the best scores, whatever groups and expert bias make of them, as in both.
+
+    The routing is of [B, S/cp/tp] tokens. Shares add up over all devices. f_e is constant and known
+    before the backward, so with several micro-batches the loss over the global batch would need all
+    choices before the first gradient: a second forward pass. The rule
+    `global_balance_needs_one_micro_batch` refuses that.
+    """
+    moe, experts = cfg.moe, routing.probs.shape[-1]
+    constant = jax.lax.stop_gradient(routing.probs)
+    _, best = jax.lax.top_k(constant, moe.num_experts_per_tok)
+    chosen = routing.of_text(one_where(best, experts))
+    probs = routing.of_text(routing.probs)
+    lengths = _text_of_sequences(routing, parallel)
+    tokens = lengths[:, None]
+    counts = chosen.sum(1)
+    counts = parallel.psum(counts, "cp", "tp")  # of all tokens of a sequence
+    if moe.router_aux_loss_over == "global_batch":
+        tokens = lengths.sum()
+        tokens = parallel.psum(tokens, *DATA_AXES)
+        counts = counts.sum(0)
+        counts = parallel.psum(counts, *DATA_AXES)
+    choices = tokens * moe.num_experts_per_tok
+    fractions = counts / choices
+    weighted = fractions * probs.sum(1)
+    means = weighted / lengths[:, None]
+    mean = jnp.sum(means)
+    return moe.router_aux_loss_coef * experts * mean
+
+
+def z_loss(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
+    """This device's share of coef * mean(logsumexp(logits)^2), summed over its sequences: fp32 [].
+
+    It keeps logits small (ST-MoE, arXiv 2202.08906).
+    """
+    sizes = jax.nn.logsumexp(routing.logits, -1)
+    squares = jnp.square(sizes)
+    mean = _mean_of_sequences(squares, routing, parallel)
+    return cfg.moe.router_z_loss_coef * mean
+
+
+def entropy(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
+    """This device's share of the mean entropy of probabilities over E blocks, in nats: fp32 [].
+
+    It is summed over the device's sequences, and moves nothing.
+    """
+    probs = jax.lax.stop_gradient(routing.probs)
+    terms = jax.scipy.special.entr(probs)
+    of_tokens = terms.sum(-1)
+    mean = _mean_of_sequences(of_tokens, routing, parallel)
+    return mean / _expert_blocks(cfg)
+
+
+def dropped_share(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
+    """This device's share of the part of all pairs that is dropped, a mean over E blocks: fp32 [].
+
+    It is summed over the device's sequences.
+    """
+    if routing.is_dropped is None:
+        return jnp.float32(0)
+    of_tokens = jnp.mean(routing.is_dropped, -1, dtype=jnp.float32)
+    mean = _mean_of_sequences(of_tokens, routing, parallel)
+    return mean / _expert_blocks(cfg)
+
+
+def _expert_blocks(cfg: ModelConfig) -> int:
+    """The layers with experts, those of multi-token prediction among them."""
+    kinds = *cfg.layer_kinds, *cfg.prediction_kinds
+    return sum("E" in branches_of(kind) for kind in kinds)
+
+
+def _mean_of_sequences(x: jax.Array, routing: Routing, parallel: Parallel) -> jax.Array:
+    """The mean over its tokens of each sequence of x [B, S/cp/tp], summed: a share, fp32 []."""
+    x = routing.of_text(x)
+    of_sequences = x.sum(1)
+    lengths = _text_of_sequences(routing, parallel)
+    means = of_sequences / lengths
+    return jnp.sum(means)
+
+
+def _text_of_sequences(routing: Routing, parallel: Parallel) -> jax.Array:
+    """The tokens of each sequence that count, over cp and tp, or 1 where none does: fp32 [B]."""
+    rows, columns, _ = routing.probs.shape
+    if routing.is_text is None:
+        length = columns * parallel.size("cp", "tp")
+        return jnp.full(rows, length, jnp.float32)
+    is_text = routing.is_text.astype(jnp.float32)
+    mine = is_text.sum(1)
+    lengths = parallel.psum(mine, "cp", "tp")
+    return jnp.maximum(lengths, 1)

@@ -1,0 +1,193 @@
+"""Does every feature give the same numbers on every mesh? The runs, and what is compared.
+
+For each feature and mesh a small model in fp32 is trained for 20 steps (AdamW, clipping, a short
+schedule) and compared with one device and one micro-batch: loss, gradient norm and every gradient
+of the first step, the loss of all of them, and whether devices that hold the same shard hold the
+same bits at the end. Packed documents, an uneven loss mask and sequences without a single valid
+token included. One compiled step gives all of it: AdamW's first moment after one step is
+(1 - b1) times the clipped gradient, Muon's likewise. The law tests run a part of the same table.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from mjax.config import load
+from mjax.config.mesh_rules import AXES
+from mjax.pipeline.storage import canonical
+from mjax.prove.features import FEATURES, MOST_TP, NO_RING, PERIOD, ROWS, SIX, SMALL, STEPS, VOCAB
+from mjax.sharding.mesh import make_mesh
+from mjax.train import Trainer
+
+BOUND, CURVE_BOUND = 1e-5, 1e-4
+
+
+class Cell(NamedTuple):
+    """Where and how a feature is run; the default is the reference."""
+
+    mesh: dict[str, int] = {}  # axes that are left out have size 1
+    zero: int = 0
+    micro_batches: int = 1
+    rows: int = ROWS[0]
+    cp_type: str = "auto"
+
+    def __str__(self) -> str:
+        mesh = "·".join(f"{axis}{n}" for axis, n in self.mesh.items() if n > 1) or "one device"
+        keys = f", {self.cp_type}" if self.mesh.get("cp", 1) > 1 else ""
+        return f"{mesh} (ZeRO {self.zero}, {self.micro_batches} mb{keys})"
+
+
+def meshes(devices: int) -> list[dict[str, int]]:
+    """Every factorization of `devices` into the five axes."""
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    shapes = itertools.product(divisors, repeat=len(AXES))
+    return [dict(zip(AXES, s, strict=True)) for s in shapes if math.prod(s) == devices]
+
+
+def cells(devices: int, feature: str) -> Iterator[Cell]:
+    """A feature's row: every mesh. ZeRO stage, micro-batches and the exchange of keys take turns
+    along it, beginning elsewhere for each feature."""
+    ways = ("all_gather", "a2a") if feature in NO_RING else ("all_gather", "a2a", "ring")
+    for i, mesh in enumerate(meshes(devices), list(FEATURES).index(feature)):
+        if mesh["tp"] > MOST_TP.get(feature, devices):
+            continue
+        stages = (0, 1, 3) if mesh["pp"] > 1 else (0, 1, 2, 3)
+        parts = mesh["dp"] * mesh["ep"]
+        fits = [(m, r) for m in range(1, 9) for r in ROWS if r % (m * parts) == 0]
+        heads = 2 if feature == "odd widths" else 8
+        way = ways[i % len(ways)]
+        layers = layers_for(mesh, feature)
+        odd = mesh["pp"] > 1 and layers // mesh["pp"] % PERIOD.get(feature, 1)
+        uneven = layers % mesh["pp"] or odd  # where a ring is refused
+        if (way == "a2a" and heads // mesh["tp"] % mesh["cp"]) or (way == "ring" and uneven):
+            way = ways[0]
+        yield Cell(mesh, stages[i % len(stages)], *fits[5 * i % len(fits)], way)
+
+
+def make_batch(rows: int, seed: int = 0, width: int = 16, vocab: int = VOCAB) -> dict:
+    """Packed documents, an uneven loss mask, an eighth of the rows without a valid token.
+
+    The fields of all objectives; a third of the rows has no class.
+    """
+    rng = np.random.default_rng(seed)
+    shape = rows, width
+    segments = np.cumsum(rng.random(shape) < 0.15, axis=1).astype(np.int32) + 1
+    mask = (rng.random(shape) < rng.random((rows, 1))).astype(np.float32)
+    mask[: rows // 8] = 0
+    new = np.diff(segments, axis=1, prepend=0) != 0
+    starts = np.maximum.accumulate(np.where(new, np.arange(width), 0), axis=1)
+    return {
+        "tokens": rng.integers(0, vocab, shape).astype(np.int32),
+        "labels": rng.integers(0, vocab, shape).astype(np.int32),
+        "loss_mask": mask,
+        "segment_ids": segments,
+        "positions": (np.arange(width) - starts).astype(np.int32),
+        "token_types": rng.integers(0, 2, shape).astype(np.int32),
+        "row_label": rng.integers(-1, 2, rows).astype(np.int32),
+    }
+
+
+def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
+    """A trainer of `feature` at step 0 on the first devices."""
+    mesh = dict.fromkeys(AXES, 1) | cell.mesh
+    size = cell.rows // (mesh["dp"] * mesh["ep"]) // cell.micro_batches
+    keys = {f"mesh.{axis}": n for axis, n in mesh.items()}
+    keys |= {"mesh.zero": cell.zero, "mesh.cp_type": cell.cp_type}
+    keys |= {"train.global_batch_size": cell.rows, "train.micro_batch_size": size}
+    given = [f"{key}={value}" for key, value in keys.items()]
+    cfg = load(None, [*SMALL, *FEATURES[feature], *given, *overrides])
+    trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[: math.prod(mesh.values())]))
+    trainer.init()
+    return trainer
+
+
+class Numbers(NamedTuple):
+    """What a run gave: loss, norm and gradients of the first step; losses; replicas identical."""
+
+    first: dict
+    curve: np.ndarray
+    replicas: bool
+
+
+def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
+    """Train from step 0 on one batch, whose loss falls the faster and shows the more."""
+    rows, width = trainer.cfg.train.global_batch_size, trainer.cfg.data.seq_length
+    batch = make_batch(rows, width=width)
+    first = trainer.step(batch)
+    moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
+    first = {
+        name: value for name, value in first.items() if name not in ("tokens", "finite", "accepted")
+    }
+    first = jax.tree.map(np.asarray, {**first, "gradients": moment})
+    losses = [first["loss"], *(trainer.step(batch)["loss"] for _ in range(1, steps))]
+    return Numbers(first, np.array(losses, np.float64), replicas_identical(trainer.state))
+
+
+def replicas_identical(state: dict) -> bool:
+    """Whether all devices that hold the same part of an array hold the same bits."""
+    for leaf in jax.tree.leaves(state):
+        seen: dict[str, bytes] = {}
+        for shard in leaf.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            if seen.setdefault(str(shard.index), bits) != bits:
+                return False
+    return True
+
+
+def deviation(mine: object, one: object) -> float:
+    """Largest |a - b| over the largest |b| of any leaf of two trees."""
+
+    def leaf(a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape, (a.shape, b.shape)
+        return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+
+    return max(jax.tree.leaves(jax.tree.map(leaf, mine, one)))
+
+
+@functools.cache
+def one_device(feature: str, rows: int, steps: int, *overrides: str) -> Numbers:
+    """The reference: one device, one micro-batch."""
+    return measure(make_trainer(feature, Cell(rows=rows), *overrides), steps)
+
+
+def layers_for(mesh: dict[str, int], feature: str) -> int:
+    """Enough for every stage to have one."""
+    long = mesh.get("pp", 1) > 4
+    return (5, 11)[long] if feature == "uneven layers" else (4, 8)[long]
+
+
+def sizes_for(mesh: dict[str, int], feature: str) -> list[str]:
+    """Overrides that make every axis of 6 devices divide what it cuts, and fill long pipelines."""
+    layers = layers_for(mesh, feature)
+    deep = [f"model.num_hidden_layers={layers}"] if mesh.get("pp", 1) > 4 else []
+    if math.prod(mesh.values()) % 3:
+        return deep
+    six = SIX[{"muon": 1, "odd widths": 2}.get(feature, 0) :]  # those two have sizes of their own
+    experts = ["model.moe.num_experts=6"] if "model.moe.num_experts=8" in FEATURES[feature] else []
+    return [*deep, *six, *experts]
+
+
+def compare(feature: str, cell: Cell, *overrides: str, steps: int = STEPS) -> dict:
+    """One cell of the table: its largest deviations from one device, and the replicas. The
+    reference takes those `overrides` that are not about the mesh."""
+    sizes = sizes_for(cell.mesh, feature)
+    mine = measure(make_trainer(feature, cell, *sizes, *overrides), steps)
+    common = (o for o in overrides if not o.startswith("mesh."))
+    one = one_device(feature, cell.rows, steps, *sizes, *common)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(one.first["gradients"])), feature
+    return {
+        "gradient": deviation(mine.first, one.first),
+        "curve": float(np.abs(mine.curve / one.curve - 1).max()),
+        "replicas": mine.replicas,
+    }
+
+
+def holds(record: dict) -> bool:
+    """False for NaN, too."""
+    return record["gradient"] <= BOUND and record["curve"] <= CURVE_BOUND and record["replicas"]

@@ -1,0 +1,159 @@
+"""`python -m mjax.prove`: the table of docs/invariance.md, every feature on every mesh.
+
+Each (number of devices, feature, batch size) runs in a process of its own. Exit code 1 if any cell
+is above the bounds.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from mjax.bench.report import own_commit
+from mjax.errors import UserError, run_cli
+from mjax.prove import BOUND, CURVE_BOUND, cells, compare, holds
+from mjax.prove.features import FEATURES, ROWS, STEPS
+from mjax.sharding.fake_devices import fake_devices
+
+
+def print_cells(devices: int, feature: str, rows: int, done: set[str]) -> None:
+    """A JSON line for every cell of a feature's row that has batches of `rows` sequences.
+
+    Cells in `done` are left out.
+    """
+    for cell in cells(devices, feature):
+        if cell.rows == rows and str(cell) not in done:
+            start = time.time()
+            record = {"feature": feature, "devices": devices, "cell": str(cell)}
+            record |= compare(feature, cell)
+            record |= {"s": round(time.time() - start, 1), "jax": jax.__version__}
+            print(json.dumps(record | {"commit": own_commit()}), flush=True)
+
+
+def prove(devices: list[int], features: list[str], jobs: int, file: Path) -> list[dict]:
+    """Measure each (device count, feature, batch size) in a process of its own, `jobs` at a time.
+
+    Records are appended to `file` as they come. Cells that it has are not run again. Returns the
+    records of all cells asked for, in order.
+    """
+    before = read_records(file)
+    lock = threading.Lock()
+
+    def one(task: tuple[int, str, int]) -> None:
+        size, feature, _ = task
+        wanted = [cell for cell in cells(size, feature) if cell.rows == task[2]]
+        done = [str(cell) for cell in wanted if (feature, size, str(cell)) in before]
+        if len(done) == len(wanted):
+            return
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {fake_devices(size)}"
+        env = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "mjax.prove", "--cells", *map(str, task), *done]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                with lock, file.open("a", encoding="utf-8") as records:
+                    records.write(line)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+
+    tasks = list(itertools.product(devices, features, ROWS))
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, tasks))
+    found = read_records(file)
+    wanted = (
+        (feature, size, str(cell))
+        for size in devices
+        for feature in features
+        for cell in cells(size, feature)
+    )
+    return [found[key] for key in wanted]
+
+
+def read_records(file: Path) -> dict[tuple[str, int, str], dict]:
+    """The records of a file by feature, devices and cell; the last of each counts."""
+    if not file.exists():
+        return {}
+    records = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return {(r["feature"], r["devices"], r["cell"]): r for r in records}
+
+
+def page(records: list[dict]) -> str:
+    """The published table."""
+    lines, devices = [], sorted({r["devices"] for r in records})
+    for feature in dict.fromkeys(r["feature"] for r in records):
+        row = [r for r in records if r["feature"] == feature]
+        worst = {key: max(row, key=lambda r: r[key]) for key in ("gradient", "curve")}  # noqa: B023
+        shown = [f"{r[key]:.1e} at {r['cell']}" for key, r in worst.items()]
+        same = sum(r["replicas"] for r in row)
+        keys = ", ".join(o.removeprefix("model.") for o in FEATURES[feature]) or "Llama-like, GQA"
+        lines.append(f"| {feature}: {keys} | {len(row)} | {' | '.join(shown)} | {same} |")
+    return PAGE.format(
+        devices=" or ".join(map(str, devices)),
+        command=f"python -m mjax.prove --devices {' '.join(map(str, devices))}",
+        jax=", ".join(sorted({r.get("jax", jax.__version__) for r in records})),
+        commits=", ".join(dict.fromkeys(r.get("commit") or "unknown" for r in records)),
+        cells=len(records),
+        held=sum(map(holds, records)),
+        lines="\n".join(lines),
+    )
+
+
+PAGE = f"""# Every mesh, same answer
+
+Every way to split {{devices}} devices into pp, dp, ep, cp and tp, for every feature, fp32 on fake
+CPU devices, against one device and one micro-batch. ZeRO stages 0 to 3, 1 to 8 micro-batches and
+the exchange of keys over cp take turns from mesh to mesh. Written by `{{command}}`
+(jax {{jax}}; code of {{commits}}).
+
+- gradient: largest relative deviation of loss, gradient norm or any gradient (over its largest
+  entry) of the first step; bound {BOUND:.0e}.
+- curve: largest relative deviation of the loss in {STEPS} steps; bound {CURVE_BOUND:.0e}.
+- replicas: in how many runs all devices that hold the same part of parameters and moments hold the
+  same bits at the end.
+
+{{held}} of {{cells}} runs hold all three.
+
+| feature | runs | gradient | curve | replicas |
+|---|---|---|---|---|
+{{lines}}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m mjax.prove", description=__doc__)
+    parser.add_argument("--devices", type=int, nargs="+", default=[8], help="fake CPU devices")
+    parser.add_argument("--out", type=Path, default=Path("docs/invariance.md"))
+    parser.add_argument("--features", nargs="+", choices=list(FEATURES), default=list(FEATURES))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
+    parser.add_argument(
+        "--records",
+        type=Path,
+        help="JSON lines to add to; cells that it has, of whatever code, are not run again",
+    )
+    parser.add_argument("--cells", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.cells:
+        devices, feature, rows, *done = args.cells
+        print_cells(int(devices), feature, int(rows), set(done))
+        return 0
+    for option, path in (("--out", args.out), ("--records", args.records or args.out)):
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{option} {path}: no such folder; create it or name another file")
+    with tempfile.TemporaryDirectory() as folder:
+        file = args.records or Path(folder) / "records.jsonl"
+        records = prove(args.devices, args.features, args.jobs, file)
+    args.out.write_text(page(records), encoding="utf-8")
+    return 0 if all(map(holds, records)) else 1
+
+
+if __name__ == "__main__":
+    run_cli(main)

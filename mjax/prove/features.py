@@ -1,0 +1,205 @@
+"""The features of the proof: a small model, and the keys that each feature sets in it.
+
+A feature's place in the table decides which ZeRO stage, micro-batches and exchange of keys meet
+which mesh. So new ones go to the end.
+"""
+
+STEPS = 20  # of a run
+VOCAB = 251
+ROWS = (24, 40, 56)  # sequences of a batch: between them 1 to 8 micro-batches fit any mesh
+SMALL = [
+    f"model.vocab_size={VOCAB}",
+    "model.hidden_size=32",
+    "model.attention.num_attention_heads=8",
+    "model.attention.num_key_value_heads=2",
+    "model.attention.head_dim=4",
+    "model.intermediate_size=48",
+    "model.num_hidden_layers=4",
+    "model.initializer_range=0.1",
+    "data.mock=true",
+    "data.seq_length=16",
+    "precision.compute=float32",
+    "train.attention=xla",
+    f"train.steps={STEPS}",
+    "schedule.lr=3e-3",
+    "schedule.warmup_steps=4",
+]
+# Sizes that 6 devices divide.
+SIX = ["model.attention.num_attention_heads=12", "model.vocab_multiple=96", "data.seq_length=24"]
+# The parameters of seed 1 keep experts' scores apart for 20 steps. Where two meet, as with those of
+# seed 1234, rounding decides where a token goes, and the curve leaves the reference by 1e-4
+# (docs/lab/2026-11-23-router.md). Rows whose scores are closer have fewer and weaker experts.
+EXPERTS = [
+    "run.seed=1",
+    "model.layer_pattern=E",
+    "model.moe.num_experts_per_tok=2",
+    "model.moe.moe_intermediate_size=24",
+    "model.moe.router_aux_loss_coef=0.1",
+]
+STATES = [
+    "model.mamba.mamba_num_heads=24",
+    "model.mamba.mamba_head_dim=4",
+    "model.mamba.state_size=6",
+    "model.mamba.chunk_size=4",
+]
+# Each is a feature whose sharding could go wrong on its own.
+FEATURES = {
+    "dense": [],
+    "experts": ["model.moe.num_experts=8", *EXPERTS],
+    "tied": ["model.tie_word_embeddings=true", "model.attention.num_key_value_heads=1"],
+    "biases": [
+        "model.attention.attention_bias=true",
+        "model.attention.attention_out_bias=true",
+        "model.mlp_bias=true",
+        "model.norm=layernorm",
+        "model.mlp_gated=false",
+        "model.hidden_act=gelu_tanh",
+    ],
+    "windows": [
+        "model.layer_pattern=LG",
+        "model.attention.sliding_window=5",
+        "model.rope.rope_local_theta=100.0",
+        "model.attention.qk_norm=true",
+        "model.norm_placement=sandwich",
+        "model.norm_zero_centered=true",
+        # unit q and k else make fp32 itself differ by 1e-5
+        "model.attention.attention_multiplier=0.1",
+    ],
+    "learned positions": ["model.position_embedding=learned"],
+    "sinks": [
+        "model.attention.attention_sinks=true",
+        "model.attention.attn_logit_softcapping=2.0",
+        "model.final_logit_softcapping=3.0",
+        "model.embedding_multiplier=4.0",
+        "model.attention.num_key_value_heads=4",
+        "train.loss_chunk=48",
+    ],
+    "dropout": ["model.hidden_dropout=0.2", "model.attention.attention_dropout=0.1"],
+    "muon": [
+        "optimizer.name=muon",
+        "model.attention.num_attention_heads=24",
+        "model.attention.num_key_value_heads=6",
+    ],
+    "uneven layers": ["model.num_hidden_layers=5"],  # 11 where there are more stages: primes
+    "odd widths": [  # which no ZeRO group divides
+        "model.vocab_multiple=254",
+        "model.hidden_size=35",
+        "model.attention.num_attention_heads=2",
+        "model.attention.head_dim=10",
+        "model.intermediate_size=50",
+    ],
+    "gpt-oss": [
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern='window, full, full, window+experts'",
+        "model.moe.routed_scaling_factor=0.5",
+        "model.attention.sliding_window=5",
+        "model.attention.attention_sinks=true",
+        "model.attention.attention_bias=true",
+        "model.moe.router_bias=true",
+        "model.mlp_bias=true",
+        "model.swiglu_limit=0.5",
+    ],
+    "routing": [  # DeepSeek-V3's, with all that a router may have
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.scoring_func=sigmoid",
+        "model.moe.n_group=2",
+        "model.moe.routed_scaling_factor=0.5",
+        "model.moe.router_bias=true",
+        "model.moe.router_z_loss_coef=0.01",
+        "model.moe.shared_expert_intermediate_size=24",
+        "model.moe.shared_expert_gate=true",
+    ],
+    "expert bias": [
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.scoring_func=sigmoid",
+        "model.moe.expert_bias=true",
+        "model.moe.routed_scaling_factor=0.5",
+    ],
+    "multi-token prediction": [  # by two depths of experts
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GE",
+        "model.moe.expert_bias=true",
+        "model.moe.scoring_func=sigmoid",
+        "model.num_nextn_predict_layers=2",
+        "model.hidden_dropout=0.1",
+        "train.mtp_loss_scaling_factor=0.5",
+    ],
+    "capacity": [  # a third of all pairs is dropped
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.capacity_factor=0.75",
+        "model.moe.routed_scaling_factor=0.5",
+    ],
+    "all-to-all": [  # of tokens over ep; some exchanges have more tokens than room, and gather
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "train.expert_exchange=all_to_all",
+    ],
+    "sinkhorn": [  # and jitter
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern=GGGE",
+        "model.moe.router_aux_loss_coef=0.0",
+        "model.moe.sinkhorn=true",
+        "model.moe.router_jitter_noise=0.05",
+        "model.moe.routed_scaling_factor=0.5",
+    ],
+    "unlike layers": [  # a branch a layer, two at once, and a wider MLP
+        "model.layer_pattern='[G][D][G|D]G@1'",
+        "model.layer_sizes=[{intermediate_size: 96}]",
+    ],
+    "frozen": ["train.freeze=[embedding, '*.mlp.*']"],
+    "latent attention": [  # DeepSeek's
+        "model.layer_pattern=A",
+        "model.attention.num_key_value_heads=0",
+        "model.mla.q_lora_rank=20",
+        "model.mla.kv_lora_rank=12",
+        "model.mla.qk_nope_head_dim=6",
+        "model.mla.qk_rope_head_dim=4",
+        "model.mla.v_head_dim=8",
+        "model.rope.rope_scaling={rope_type: yarn, factor: 4.0, mscale: 0.7, "
+        "mscale_all_dim: 1.0, original_max_position_embeddings: 8}",
+    ],
+    "mamba": ["model.layer_pattern=M", "model.mamba.n_groups=2", *STATES],
+    "hybrid": [  # one group for all heads, attention beside a mixer, experts
+        "model.moe.num_experts=8",
+        *EXPERTS,
+        "model.layer_pattern='mamba+mlp, mamba|full, mamba, experts'",
+        *STATES,
+    ],
+    "bert": [  # masked tokens and pairs of texts
+        "model.layer_pattern=B",
+        "model.norm=layernorm",
+        "model.norm_placement=post_residual",
+        "model.position_embedding=learned",
+        "model.bert={type_vocab_size: 2, embedding_norm: true, mlm_head: true, num_labels: 2}",
+        "model.attention.attention_bias=true",
+        "model.tie_word_embeddings=true",
+        "model.mlp_gated=false",
+        "model.hidden_act=gelu",
+        "model.hidden_dropout=0.1",
+        "train.objective=masked_lm",
+        "data.masked.mask_token_id=250",
+    ],
+}
+NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention", "multi-token prediction", "bert")
+MOST_TP = {"odd widths": 2}
+# Layers that differ, in turn.
+PERIOD = {
+    "windows": 2,
+    "multi-token prediction": 2,
+    "gpt-oss": 4,
+    "routing": 4,
+    "expert bias": 4,
+    "capacity": 4,
+    "sinkhorn": 4,
+    "unlike layers": 4,
+    "hybrid": 4,
+}

@@ -1,0 +1,26 @@
+"""What the H200 programs of encoders contain: cuDNN's attention, once a layer, padded or not."""
+
+import pytest
+
+from tests.aot.common import compile_step, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+BERT = "configs/models/bert_base.yaml"
+FOUR_LAYERS = ("model.num_hidden_layers=4", "mesh.dp=1", "model.bert.num_labels=2")
+BATCH = ("train.global_batch_size=32", "train.micro_batch_size=32")
+
+
+@pytest.mark.parametrize("documents", [1, 2], ids=["whole rows", "padding"])
+def test_attention_runs_once_a_layer_without_whole_scores(documents):
+    made = compile_step(BERT, *FOUR_LAYERS, *BATCH, "train.remat=none", documents=documents)
+    assert made.calls("__cudnn$fmhaSoftmax") == 4
+    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 4
+    assert "32,12,512,512]" not in made.text, "whole scores exist"
+    assert made.temp < 8e9
+
+
+def test_context_parallel_encoders_trade_heads():
+    made = compile_step(BERT, *FOUR_LAYERS, *BATCH, "mesh.cp=2", "train.remat=none", documents=2)
+    assert made.calls("__cudnn$fmhaSoftmax") == 4
+    assert "all-to-all" in made.text

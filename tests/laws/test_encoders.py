@@ -1,0 +1,121 @@
+"""Laws of encoders: the losses of rows and of hidden tokens are those of one device.
+
+`python -m mjax.prove` has a row of BERT; here are held-out figures, classification and padding.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.config import load
+from mjax.errors import UserError
+from mjax.models.flops import flops_per_token
+from mjax.models.masked import MaskedTokens
+from mjax.models.objective import objective_of
+from mjax.prove import FEATURES, Cell, deviation, make_batch, make_trainer
+from tests.marks import quick, slow
+
+MASKED = [
+    "model.layer_pattern=B",
+    "train.objective=masked_lm",
+    "data.masked.mask_token_id=9",
+]
+CLASSIFY = [
+    "train.objective=classify",
+    "model.bert={type_vocab_size: 2, embedding_norm: true, num_labels: 3}",
+]
+
+
+def padded(batch: dict, filler: int = 0) -> dict:
+    """The batch with padding behind a part of each row, filled with a token."""
+    rows, width = batch["tokens"].shape
+    real = np.arange(width) < np.arange(rows)[:, None] % width + 1
+    padded = batch | {"segment_ids": real.astype(np.int32)}
+    for name in ("tokens", "labels"):
+        padded[name] = np.where(real, batch[name], filler)
+    return padded | {"loss_mask": batch["loss_mask"] * real}
+
+
+def numbers(cell: Cell, batch: dict, *more: str) -> dict:
+    """Losses and gradients of a step, and all measures of held-out data."""
+    trainer = make_trainer("bert", cell, *more)
+    _, norm, gradients = trainer.grads(batch)
+    sums, counts = trainer.run_program("eval", batch)
+    found = {"norm": norm, "gradients": gradients, "sums": sums, "counts": counts}
+    return jax.device_get(found)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    quick(
+        [
+            Cell({"cp": 2, "tp": 2}, 0, 2, cp_type="all_gather"),
+            Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="all_gather"),
+            Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"),
+            Cell({"pp": 4, "tp": 2}, 1, 3),
+        ],
+        0,
+    ),
+)
+@pytest.mark.parametrize("more", quick([[], CLASSIFY], 0), ids=["masked_lm", "classify"])
+def test_meshes_agree_on_padded_rows(cell, more):
+    batch = padded(make_batch(24))
+    if more:
+        batch["row_label"] = np.arange(24, dtype=np.int32) % 4 - 1
+    found, one = numbers(cell, batch, *more), numbers(Cell(), batch, *more)
+    rows = {"loss", "accuracy"} if more else {"loss", "accuracy", "row_loss", "row_accuracy"}
+    assert set(found["sums"]) == set(found["counts"]) == rows
+    hits = [name for name in rows if name.endswith("accuracy")]
+    assert all(found["sums"][name] == one["sums"][name] for name in hits)
+    assert deviation(found, one) <= 1e-5
+    of_rows = found["counts"]["loss" if more else "row_loss"]
+    assert of_rows == (batch["row_label"] >= 0).sum()
+
+
+@slow
+def test_what_padding_holds_moves_nothing():
+    found = [numbers(Cell(), padded(make_batch(24), filler)) for filler in (0, 7)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_tokens_see_those_behind_them_and_the_flops_say_so():
+    trainer = make_trainer("bert", Cell())
+    batch = make_batch(24) | {"segment_ids": np.ones((24, 16), np.int32)}
+    batch["loss_mask"] = np.zeros((24, 16), np.float32)
+    batch["loss_mask"][:, 0] = 1
+    changed = batch | {"tokens": batch["tokens"].copy()}
+    changed["tokens"][:, -1] += np.where(batch["tokens"][:, -1] > 100, -1, 1)
+    losses = [trainer.run_program("eval", b)[0]["loss"] for b in (batch, changed)]
+    assert losses[0] != losses[1]
+    model = trainer.cfg.model
+    causal = model.model_copy(update={"layer_pattern": "G"})
+    more = flops_per_token(model, 16) - flops_per_token(causal, 16)
+    assert more == model.num_hidden_layers * 12 * 8 * 4 * 16 / 2
+
+
+def test_a_stream_hides_other_tokens_at_each_step_and_alike_for_all_readers():
+    cfg = load(None, ["data.mock=true", *MASKED])
+    objective = objective_of(cfg)
+    assert isinstance(objective, MaskedTokens)
+    tokens = np.random.default_rng(0).integers(10, 200, (64, 256)).astype(np.int32)
+    rows = np.arange(64)
+    made = objective.make_fields({"tokens": tokens}, 1, 5, rows)
+    part = objective.make_fields({"tokens": tokens[40:]}, 1, 5, rows[40:])
+    for name, field in part.items():
+        np.testing.assert_array_equal(made[name][40:], field)
+    later = objective.make_fields({"tokens": tokens}, 1, 6, rows)
+    assert (later["loss_mask"] != made["loss_mask"]).any()
+    counts = made["loss_mask"] == 1
+    np.testing.assert_array_equal(made["tokens"][~counts], tokens[~counts])
+    np.testing.assert_array_equal(made["labels"], tokens)
+    masked, kept = made["tokens"][counts] == 9, (made["tokens"] == tokens)[counts]
+    assert counts.mean() == pytest.approx(0.15, abs=0.01)
+    assert masked.mean() == pytest.approx(0.8, abs=0.03)
+    assert kept.mean() == pytest.approx(0.1, abs=0.03)
+
+
+def test_a_ring_is_refused_by_name():
+    trainer = make_trainer("bert", Cell({"cp": 2}, cp_type="ring"))
+    with pytest.raises(UserError, match="cp_type=ring lacks full masks; set .*all_gather or a2a"):
+        trainer.step(make_batch(24))
+    assert "bert" in FEATURES
