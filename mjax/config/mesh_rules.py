@@ -82,6 +82,7 @@ def not_for_cudnn(c: Config) -> list[str]:
         "model.attention.attn_logit_softcapping": attention.attn_logit_softcapping is not None,
         "model.attention.attention_sinks": attention.attention_sinks,
         "model.attention.attention_dropout": attention.attention_dropout > 0,
+        "model.position_embedding=relative": c.model.position_embedding == "relative",
         "precision.compute=float32": c.precision.compute == "float32",
     }
     return [reason for reason, present in reasons.items() if present]

@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mjax.config.pattern import BRANCHES, branches_of_model, expand, sees_ahead, sizes_of
+from mjax.config.pattern import (
+    BRANCHES,
+    branches_of_model,
+    expand,
+    reads_encoder,
+    sees_ahead,
+    sizes_of,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -121,6 +128,13 @@ class MambaConfig(Group):
     def channels(self) -> int:
         """The channels of all heads."""
         return self.mamba_num_heads * self.mamba_head_dim
+
+
+class RelativeConfig(Group):
+    """T5's biases on scores by distance, where `model.position_embedding` is relative."""
+
+    num_buckets: int = Field(32, ge=4, description="Biases of a head, half of them behind a token.")
+    max_distance: int = Field(128, ge=1, description="Tokens from which on all share a bias.")
 
 
 class RopeConfig(Group):
@@ -265,7 +279,8 @@ class ModelConfig(Group):
         description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
         "window, N full attention without RoPE, B bidirectional attention, A latent attention, "
         "E full attention with experts, M Mamba-2 alone; or branches, as in "
-        "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md).",
+        "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md). "
+        "'B*12, [GXD]*12': an encoder and a decoder that reads it (docs/encoders.md).",
     )
     layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
     num_nextn_predict_layers: int = Field(
@@ -277,8 +292,9 @@ class ModelConfig(Group):
     attention: AttentionConfig = AttentionConfig()
     mla: MlaConfig = MlaConfig()
     mamba: MambaConfig = MambaConfig()
-    position_embedding: Literal["rope", "learned", "none"] = "rope"
+    position_embedding: Literal["rope", "learned", "relative", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
+    relative: RelativeConfig = RelativeConfig()
     moe: MoeConfig = MoeConfig()
     bert: BertConfig = BertConfig()
 
@@ -291,7 +307,7 @@ class ModelConfig(Group):
         "after each (BERT), without a last norm.",
     )
 
-    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
     mlp_bias: bool = False
     mlp_multipliers: list[float] | None = Field(
@@ -351,7 +367,12 @@ class ModelConfig(Group):
     @property
     def is_encoder(self) -> bool:
         """Whether tokens attend to those behind them, so that it continues no text."""
-        return sees_ahead(self.layer_kinds)
+        return sees_ahead(self.layer_kinds) and not self.is_encoder_decoder
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the last layers are a decoder that reads what the first ones made."""
+        return any(map(reads_encoder, self.layer_kinds))
 
     @property
     def only_classifies(self) -> bool:

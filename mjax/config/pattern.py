@@ -78,6 +78,16 @@ BRANCHES: dict[str, Branch] = {
         kept=("attn_out", "attn_lse"),
         rotary="mla.qk_rope_head_dim",
     ),
+    "X": Branch(
+        "cross",
+        "mjax.models.cross_attention:CrossAttention",
+        name="cross_attention",
+        shape="cross",
+        sizes=_ATTENTION["sizes"],
+        matmuls=("cross_q", "cross_kv", "cross_attn_proj"),
+        kept=_ATTENTION["kept"],
+        mask="cross",
+    ),
     "D": Branch(
         "mlp",
         "mjax.models.mlp:MLP",
@@ -222,6 +232,11 @@ def branches_of_model(kinds: Sequence[str]) -> set[str]:
 def sees_ahead(kinds: Sequence[str]) -> bool:
     """Whether tokens attend to tokens behind them in some layer of these kinds."""
     return any(BRANCHES[letter].mask != "causal" for letter in branches_of_model(kinds))
+
+
+def reads_encoder(kind: str) -> bool:
+    """Whether a layer is one of the decoder of an encoder-decoder."""
+    return any(BRANCHES[letter].mask == "cross" for letter in branches_of(kind))
 
 
 def sizes_of(kind: str) -> int:

@@ -95,6 +95,9 @@ class DataConfig(Group):
         None, description="'byte', a tokenizer.json, a SentencePiece .model, or 'train:VOCAB'."
     )
     seq_length: int = Field(1024, ge=1)
+    target_length: int | None = Field(
+        None, ge=8, description="Tokens of a row of the decoder, for span_corruption."
+    )
     document_mask: bool = Field(True, description="Attention stays within documents.")
     reset_position_ids: bool = Field(False, description="Positions restart at each document.")
     eod_token_id: int | None = Field(None, ge=0)

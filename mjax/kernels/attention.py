@@ -28,6 +28,7 @@ from mjax.kernels.attention_call import (
     refuse_masks_but,
 )
 from mjax.kernels.chooser import choose
+from mjax.kernels.relative_bias import relative_bias
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
 _MASKED = -1e30  # the score of a key that is not seen; a softmax over such alone stays finite
@@ -82,6 +83,7 @@ def resolve(
 ) -> AttentionCall:
     """The call with an implementation in place of 'auto' (`chooser.py`)."""
     facts = {"call": call, "sinks": arrays.sinks is not None, "value_size": v.shape[-1]}
+    facts["relative"] = arrays.relative is not None
     choice = choose("attention", q.dtype, q.shape, **facts)
     return replace(call, implementation=choice.name)
 
@@ -155,7 +157,10 @@ def _dense(q, k, v, call, arrays):
     groups = n // k.shape[2]
     q_BSKGH = q.reshape(b, s, k.shape[2], groups, h)
     scores = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k, preferred_element_type=jnp.float32)
-    scores = masked_scores(scores, seen_keys(call, arrays), call)
+    bias = None
+    if arrays.relative is not None:
+        bias = relative_bias(call, arrays).reshape(k.shape[2], groups, s, k.shape[1])
+    scores = masked_scores(scores, seen_keys(call, arrays), call, bias)
     if arrays.sinks is None:
         probs = jax.nn.softmax(scores, axis=-1)
     else:
@@ -170,12 +175,19 @@ def _dense(q, k, v, call, arrays):
     return out.reshape(b, s, n, v.shape[-1])
 
 
-def masked_scores(products: jax.Array, seen: jax.Array | None, call: AttentionCall) -> jax.Array:
-    """What softmax takes: fp32 products of queries and keys, scaled, capped and masked.
+def masked_scores(
+    products: jax.Array,
+    seen: jax.Array | None,
+    call: AttentionCall,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """What softmax takes: fp32 products of queries and keys, scaled, biased, capped and masked.
 
-    `seen` broadcasts to them; None: all keys are seen.
+    `seen` and `bias` broadcast to them. None: all keys are seen; there is no bias.
     """
     scores = products * call.scale
+    if bias is not None:
+        scores = scores + bias
     if call.softcap is not None:
         scores = call.softcap * jnp.tanh(scores / call.softcap)
     return scores if seen is None else jnp.where(seen, scores, _MASKED)

@@ -28,6 +28,7 @@ class AttentionCall:
         prefix: a query sees keys up to its own, and all keys of the prefix.
         cross: a query sees all keys of another sequence, which may have another length.
     dropout: the rate of dropout on attention probabilities.
+    max_distance: of relative positions: tokens from which on all distances share a bias.
     max_documents: a bound on the contiguous segments of a sequence, 0 where it is unknown. 1
         promises that every sequence is one segment.
     implementation: auto, xla, cudnn or mosaic, as `train.attention`.
@@ -38,6 +39,7 @@ class AttentionCall:
     softcap: float | None = None
     mask: str = "causal"
     dropout: float = 0.0
+    max_distance: int = 0
     max_documents: int = 0
     implementation: str = "auto"
 
@@ -68,6 +70,7 @@ class AttentionArrays:
         training segments are contiguous documents.
     sinks: extra logits [N], or None.
     prefix: bool [B, T], or None: the keys of a prefix.
+    relative: fp32 [N, buckets], or None: biases on scores by the distance from query to key.
     dropout: set where the call's rate is above 0.
     """
 
@@ -75,6 +78,7 @@ class AttentionArrays:
     segments: tuple[jax.Array, jax.Array] | None = None
     sinks: jax.Array | None = None
     prefix: jax.Array | None = None
+    relative: jax.Array | None = None
     dropout: DropoutPlaces | None = None
 
     def is_packed(self, call: AttentionCall) -> bool:
@@ -88,6 +92,7 @@ def features_in_use(call: AttentionCall, arrays: AttentionArrays) -> list[str]:
         "attention.attn_logit_softcapping": call.softcap is not None,
         "attention.attention_sinks": arrays.sinks is not None,
         "attention.attention_dropout": call.dropout > 0,
+        "position_embedding": arrays.relative is not None,
     }
     return [name for name, used in features.items() if used]
 

@@ -104,12 +104,18 @@ def _attention(
     call: AttentionCall,
     sinks: bool = False,
     value_size: int | None = None,
+    relative: bool = False,
 ) -> Choice:
-    """Of queries [B, S, N, H]; `value_size` is that of value heads where it is not H."""
+    """Of queries [B, S, N, H]; `value_size` is that of value heads where it is not H.
+
+    `relative` is whether scores have biases by distance.
+    """
     if call.implementation != "auto":
         return Choice(call.implementation, "train.attention asks for it")
     if device.backend == "cpu":
         return Choice("xla", NO_GPU)
+    if relative:
+        return Choice("xla", "no fused kernel of ours adds biases by distance")
     beyond_cudnn = call.softcap is not None or sinks
     if beyond_cudnn and mosaic_computes(dtype, shape[-1], value_size or shape[-1], call, device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from mjax.kernels.attention import masked_scores, seen_keys
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
+from mjax.kernels.relative_bias import relative_bias
 
 
 @jax.named_scope("sdpa")
@@ -28,7 +29,10 @@ def decode_attention(
     q_BKGH = q.reshape(batch, kv_heads, -1, head)
     scores = jnp.einsum("bkgh,bkth->bkgt", q_BKGH, k, preferred_element_type=jnp.float32)
     seen = seen_keys(call, arrays)
-    scores = masked_scores(scores, None if seen is None else seen[..., 0, :], call)
+    bias = None
+    if arrays.relative is not None:
+        bias = relative_bias(call, arrays).reshape(kv_heads, -1, k.shape[2])
+    scores = masked_scores(scores, None if seen is None else seen[..., 0, :], call, bias)
     top = scores.max(-1, keepdims=True)
     sink = None
     if arrays.sinks is not None:

@@ -45,8 +45,12 @@ class KeysValues(NamedTuple):
 class Attention(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D]: attention within segments, of the branch's mask and window.
 
-    `q` is [D, N, H], `kv` [D, 2, K, H] (key, value), `out` [N, H, D].
+    `q` is [D, N, H], `kv` [D, 2, K, H] (key, value), `out` [N, H, D]. The names of the parameters
+    begin with `hf_name` in Hugging Face's words, those of their matmuls with `matmul_prefix`.
     """
+
+    hf_name = "self_attn"
+    matmul_prefix = ""
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -58,33 +62,38 @@ class Attention(BranchModule):
             shape=(width, heads, head),
             axes=("embed", *q_axes),
             role="matrix",
-            matmul="q",
-            hf=_hf_names("q", "weight"),
+            matmul=f"{self.matmul_prefix}q",
+            hf=self._hf_names("q", "weight"),
         )
         kv = ParamSpec(
             shape=(width, 2, kv_heads, head),
             axes=("embed", *kv_axes),
             role="matrix",
-            matmul="kv",
-            hf=_hf_names("kv", "weight"),
+            matmul=f"{self.matmul_prefix}kv",
+            hf=self._hf_names("kv", "weight"),
         )
         init, zero = normal(cfg.initializer_range), constant(0.0)
         self.q = declare(rngs, q, init)
         self.kv = declare(rngs, kv, init)
-        self.out = declare(rngs, output_spec(cfg, head), normal(out_std))
+        out = replace(
+            output_spec(cfg, head),
+            matmul=f"{self.matmul_prefix}attn_proj",
+            hf=self._hf_names("o", "weight"),
+        )
+        self.out = declare(rngs, out, normal(out_std))
         if cfg.attention.attention_bias:
-            q = ParamSpec((heads, head), q_axes, "bias", hf=_hf_names("q", "bias"))
-            kv = ParamSpec((2, kv_heads, head), kv_axes, "bias", hf=_hf_names("kv", "bias"))
+            q = ParamSpec((heads, head), q_axes, "bias", hf=self._hf_names("q", "bias"))
+            kv = ParamSpec((2, kv_heads, head), kv_axes, "bias", hf=self._hf_names("kv", "bias"))
             self.q_bias = declare(rngs, q, zero)
             self.kv_bias = declare(rngs, kv, zero)
         if cfg.attention.attention_out_bias:
-            bias = ParamSpec((width,), ("embed",), "bias", hf=_hf_names("o", "bias"))
+            bias = ParamSpec((width,), ("embed",), "bias", hf=self._hf_names("o", "bias"))
             self.out_bias = declare(rngs, bias, zero)
         if cfg.attention.qk_norm:
             self.q_norm = self._head_norm("q_norm", heads, "heads", rngs)
             self.k_norm = self._head_norm("k_norm", kv_heads, "kv_heads", rngs)
         if cfg.attention.attention_sinks:
-            sinks = ParamSpec((heads,), ("heads",), "scalar", hf=("self_attn.sinks",))
+            sinks = ParamSpec((heads,), ("heads",), "scalar", hf=(f"{self.hf_name}.sinks",))
             self.sinks = declare(rngs, sinks, init)
 
     def _head_norm(self, name: str, heads: int, axis: str, rngs: nnx.Rngs) -> Norm:
@@ -93,7 +102,11 @@ class Attention(BranchModule):
         axes: tuple[str, ...] = ("head_dim",)
         if self.cfg.attention.qk_norm_all_heads:
             sizes, axes = (heads, *sizes), (axis, *axes)
-        return Norm(self.cfg, sizes, axes, f"self_attn.{name}", rngs)
+        return Norm(self.cfg, sizes, axes, f"{self.hf_name}.{name}", rngs)
+
+    def _hf_names(self, letters: str, kind: str) -> tuple[str, ...]:
+        """Hugging Face names of the projections, one for each letter."""
+        return tuple(f"{self.hf_name}.{letter}_proj.{kind}" for letter in letters)
 
     @jax.named_scope("attention")
     def __call__(
@@ -118,8 +131,8 @@ class Attention(BranchModule):
         sinks = self.sinks[...] if cfg.attention.attention_sinks else None
         if cache is not None:
             first = tokens.columns[0]
-            keys = _write_to_cache(cache.keys, k, first)
-            values = _write_to_cache(cache.values, v, first)
+            keys = write_to_cache(cache.keys, k, first)
+            values = write_to_cache(cache.values, v, first)
             cache = KeysValues(keys, values)
             k, v = keys.swapaxes(1, 2), values.swapaxes(1, 2)
             call = replace(call, implementation="xla")
@@ -129,12 +142,15 @@ class Attention(BranchModule):
             out = decode_attention(q, *cache, call, arrays)
         else:
             out = context_attention(q, k, v, call, arrays, ctx)
-        y = row(out, weight_of(self.out), ctx)
-        if cfg.attention.attention_out_bias:
-            y = y + self.out_bias[...]
+        y = self.output(out, ctx)
         if cfg.attention.attention_out_multiplier is not None:
             y = y * cfg.attention.attention_out_multiplier
         return BranchOutput(y, cache=cache)
+
+    def output(self, out: jax.Array, ctx: Context) -> jax.Array:
+        """Heads of values [B, S, N/tp, H] back in the residual stream, [B, S/tp, D]."""
+        y = row(out, weight_of(self.out), ctx)
+        return y + self.out_bias[...] if self.cfg.attention.attention_out_bias else y
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
@@ -170,14 +186,18 @@ class Attention(BranchModule):
 
     def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, N/tp, H] and the k, v [B, S, K', H] that these query heads use."""
-        kv_weight = self._local_kv_weight(ctx.parallel)
+        kv_weight = self.local_kv_weight(ctx.parallel)
         q, kv = column(x, (weight_of(self.q), kv_weight), ctx)
         if self.cfg.attention.attention_bias:
             q = q + self.q_bias[...]
-            kv = kv + _local_kv_heads(self.kv_bias[...], self.cfg, ctx.parallel)
+            kv = kv + self.local_kv_bias(ctx.parallel)
         return q, kv[..., 0, :, :], kv[..., 1, :, :]
 
-    def _local_kv_weight(self, parallel: Parallel) -> Weight:
+    def local_kv_bias(self, parallel: Parallel) -> jax.Array:
+        """The kv bias of this device's query heads."""
+        return _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
+
+    def local_kv_weight(self, parallel: Parallel) -> Weight:
         """The kv weight of this device's query heads.
 
         Where tp does not divide the kv heads it is a part of the weight that the device holds, and
@@ -196,7 +216,7 @@ def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
         role="matrix",
         inputs=2,
         matmul="attn_proj",
-        hf=_hf_names("o", "weight"),
+        hf=("self_attn.o_proj.weight",),
     )
 
 
@@ -208,6 +228,7 @@ def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> Atte
         window=cfg.attention.sliding_window if branch.windowed else None,
         softcap=cfg.attention.attn_logit_softcapping,
         mask=branch.mask,
+        max_distance=cfg.relative.max_distance,
         dropout=cfg.attention.attention_dropout if ctx.dropout else 0.0,
         max_documents=ctx.max_documents,
         implementation=ctx.attention,
@@ -222,18 +243,23 @@ def attention_arrays(
 ) -> AttentionArrays:
     """What a branch of attention reads besides queries, keys and values.
 
-    The keys are those of the same tokens, or of all slots of a cache for `cached` tokens.
+    The keys are those of the same tokens, of a source, or of all slots of a cache for `cached`
+    tokens.
     """
     tokens, ctx = inputs.tokens, inputs.ctx
-    key_columns, key_segments = tokens.columns, tokens.segments
+    reads_source = BRANCHES[inputs.letter].mask == "cross"
+    keys = inputs.source.tokens if reads_source else tokens
+    key_columns, key_segments = keys.columns, keys.segments
     if cached is not None:
         key_columns = jnp.arange(cached, dtype=jnp.int32)
         key_segments = tokens.key_segments
     has_dropout = ctx.dropout and cfg.attention.attention_dropout > 0
+    relative = {} if inputs.shared is None else inputs.shared.relative
     return AttentionArrays(
         columns=(tokens.columns, key_columns),
         segments=None if key_segments is None else (tokens.segments, key_segments),
         sinks=sinks,
+        relative=relative.get(inputs.letter),
         dropout=_dropout_places(cfg, inputs) if has_dropout else None,
     )
 
@@ -247,18 +273,13 @@ def _dropout_places(cfg: ModelConfig, inputs: BranchInputs) -> DropoutPlaces:
     return DropoutPlaces(key, tokens.rows, heads)
 
 
-def _write_to_cache(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
+def write_to_cache(cache: jax.Array, new: jax.Array, first: jax.Array | int) -> jax.Array:
     """A cache [B, K, T, H] with the keys or values `new` [B, S, K', H] from column `first` on."""
     copies = cache.shape[1] // new.shape[2]  # of each kv head (`Attention.cache`)
     new = new.swapaxes(1, 2).astype(cache.dtype)
     if copies > 1:
         new = jnp.repeat(new, copies, 1)
     return jax.lax.dynamic_update_slice(cache, new, (0, 0, first, 0))
-
-
-def _hf_names(letters: str, kind: str) -> tuple[str, ...]:
-    """Hugging Face names of the projections, one for each letter."""
-    return tuple(f"self_attn.{letter}_proj.{kind}" for letter in letters)
 
 
 def _local_kv_heads(w: jax.Array, cfg: ModelConfig, parallel: Parallel) -> jax.Array:

@@ -16,6 +16,7 @@ from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, branches_of
 from mjax.models.context import Context, Tokens
 from mjax.models.params import StatisticCount
+from mjax.models.streams import SharedWeights
 
 # The cache of a branch: a tree of arrays, or None.
 BranchCache = jax.Array | tuple | dict | None
@@ -54,6 +55,14 @@ class HeadSizes(NamedTuple):
         return self.kv_heads * (self.size + self.value_size)
 
 
+class Source(NamedTuple):
+    """What a decoder reads of an encoder: its output x [B, S/tp, D], or None where keys are cached;
+    the facts about its tokens."""
+
+    x: jax.Array | None
+    tokens: Tokens
+
+
 @dataclass(frozen=True)
 class BranchInputs:
     """What a branch reads besides weights and activations.
@@ -61,6 +70,7 @@ class BranchInputs:
     letter: which row of `config.pattern.BRANCHES` it is.
     salt: tells its draws of dropout from those of others.
     layer: the number of its layer in the model.
+    shared, source: of an encoder-decoder (`models/streams.py`); only its decoder has a source.
     """
 
     tokens: Tokens
@@ -69,6 +79,8 @@ class BranchInputs:
     rope: Rope = field(default_factory=dict)
     salt: jax.Array | int = 0
     layer: jax.Array | int = 0
+    shared: SharedWeights | None = None
+    source: Source | None = None
 
 
 class BranchOutput(NamedTuple):

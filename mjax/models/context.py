@@ -72,6 +72,7 @@ class Tokens:
         attention.
     key: of dropout, or None.
     types [B, S] or None: for embeddings of token types; None: all of the first.
+    target: of an encoder-decoder: facts about the decoder's tokens; the others are the encoder's.
     key_segments [B, T] or None: `segments` of the keys of a cache.
     """
 
@@ -82,6 +83,7 @@ class Tokens:
     key: jax.Array | None = None
     key_segments: jax.Array | None = None
     types: jax.Array | None = None
+    target: "Tokens | None" = None
 
 
 def tokens_of(

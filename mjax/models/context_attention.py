@@ -1,4 +1,4 @@
-"""Context parallelism: causal attention of sequences that are split over the mesh axis cp.
+"""Context parallelism: attention of sequences that are split over the mesh axis cp.
 
 A sequence is cut into 2*cp chunks, and device r holds chunks r and 2*cp-1-r (zigzag), so all
 devices see equally many keys. `zigzag` orders a batch once, on the host. Every token carries its
@@ -195,12 +195,17 @@ def _attend_with_own_heads(q, k, v, call, arrays, ctx: Context) -> jax.Array:
     group = KEY_EXCHANGES["a2a"].group(ctx)
     packed = arrays.is_packed(call)
     q, k, v = group.split_heads(q, k, v)
-    column = group.gather(arrays.columns[0], 0)
-    segment = group.gather(arrays.segments[0], 1) if packed else None
+
+    def of_group(pair: tuple[jax.Array, jax.Array], axis: int) -> tuple[jax.Array, jax.Array]:
+        queries, keys = pair
+        queries = group.gather(queries, axis)
+        return queries, group.gather(keys, axis) if call.mask == "cross" else queries
+
     own = AttentionArrays(
-        columns=(column, column),
-        segments=(segment, segment) if packed else None,
+        columns=of_group(arrays.columns, 0),
+        segments=of_group(arrays.segments, 1) if packed else None,
         sinks=group.own_heads(arrays.sinks),
+        relative=group.own_heads(arrays.relative),
         prefix=None if arrays.prefix is None else group.gather(arrays.prefix, 1),
         dropout=group.own_dropout(arrays.dropout),
     )
@@ -232,10 +237,11 @@ _OF_MODEL = frozenset(
         "model.attention.attn_logit_softcapping",
         "model.attention.attention_sinks",
         "model.attention.attention_dropout",
+        "model.position_embedding",
     }
 )
 _OF_BLOCKS = frozenset({PACKED, WINDOWS})
-_ALL = _OF_MODEL | _OF_BLOCKS | {VALUE_HEADS, "full masks", "prefix masks"}
+_ALL = _OF_MODEL | _OF_BLOCKS | {VALUE_HEADS, "full masks", "prefix masks", "cross masks"}
 
 # The ways, by their names in `mesh.cp_type`.
 KEY_EXCHANGES = {
@@ -384,7 +390,7 @@ class AllToAllGroup:
         return natural(x, self.size, axis)
 
     def own_heads(self, x: jax.Array | None) -> jax.Array | None:
-        """This member's part of an array [N] over heads."""
+        """This member's part of an array [N, ...] over heads."""
         if x is None or self.size == 1:
             return x
         heads = x.shape[0] // self.size

@@ -14,20 +14,38 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branch_groups, stack_of, stacks_of
+from mjax.config.pattern import (
+    BRANCHES,
+    branch_groups,
+    branches_of,
+    reads_encoder,
+    stack_of,
+    stacks_of,
+)
 from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy
 from mjax.models.bert import Classifier, MaskedHead, first_tokens
-from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, branch_class
+from mjax.models.branch import (
+    BranchInputs,
+    BranchOutput,
+    LayerCache,
+    Rope,
+    Source,
+    branch_class,
+)
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
+from mjax.models.joint import Joint
 from mjax.models.layers import Caches, LayerInputs, Layers
 from mjax.models.mtp import PredictionLayer, apply_with_policy
 from mjax.models.norm import Norm
 from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import rope_tables
+from mjax.models.streams import Activation, Streams
 from mjax.sharding.spec import ParamSpec
 
-_EMBED_SALT = 0  # dropout call sites; those of blocks are in `_salts`
+# dropout call sites; those of blocks are in `_salts`
+_EMBED_SALT = 0
+_TARGET_SALT = 1 << 24  # of what a decoder reads beside an encoder
 
 
 class Block(nnx.Module):
@@ -56,7 +74,7 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Activation,
         tokens: Tokens,
         ctx: Context,
         *,
@@ -68,21 +86,38 @@ class Block(nnx.Module):
         """The new x [B, S/tp, D], this device's shares of statistics, the new cache.
 
         `layer` is the number of the layer in the model, which dropout is keyed by. A cache has an
-        entry for each branch, by its name.
+        entry for each branch, by its name. Of streams, a layer changes that of its own side.
         """
-        cfg = self.cfg
+        inputs = BranchInputs(tokens, ctx, "", rope, layer=layer)
+        if not isinstance(x, Streams):
+            return self._run(x, inputs, kind, cache)
+        inputs = replace(inputs, shared=x.shared)
+        if reads_encoder(kind):
+            inputs = replace(inputs, tokens=tokens.target, source=Source(x.encoder, tokens))
+            output = self._run(x.decoder, inputs, kind, cache)
+            return output._replace(y=replace(x, decoder=output.y))
+        if x.encoder is None:
+            return BranchOutput(x)
+        output = self._run(x.encoder, inputs, kind, cache)
+        return output._replace(y=replace(x, encoder=output.y))
+
+    def _run(
+        self, x: jax.Array, inputs: BranchInputs, kind: str, cache: LayerCache | None
+    ) -> BranchOutput:
+        """The branches of one stream; those of `inputs` get their own letters and salts."""
+        cfg, ctx = self.cfg, inputs.ctx
         norms_stream = cfg.norm_placement == "post_residual"
         statistics: dict[str, jax.Array] = {}
         new_cache = {}
         for i, group in enumerate(branch_groups(kind)):
-            name, salts = BRANCHES[group[0]].name, _salts(layer, i)
+            name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
             h, x = _fork(getattr(self, f"{name}_norm"), x)
             outputs = []
             for letter in group:
                 branch = BRANCHES[letter].name
-                inputs = BranchInputs(tokens, ctx, letter, rope, salts.inside, layer)
+                of_branch = replace(inputs, letter=letter, salt=salts.inside)
                 held = None if cache is None else cache[branch]
-                output = getattr(self, branch)(h, inputs, held)
+                output = getattr(self, branch)(h, of_branch, held)
                 outputs.append(output.y)
                 statistics |= output.statistics
                 new_cache[branch] = output.cache
@@ -92,7 +127,7 @@ class Block(nnx.Module):
                 h = post_norm(h)
             h = _scaled(h, cfg.residual_multiplier)
             h = ctx.tap(name, h)
-            x = x + dropout(h, cfg.hidden_dropout, tokens, ctx, salts.output)
+            x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
             if norms_stream:
                 x = post_norm(x)
         return BranchOutput(x, statistics, None if cache is None else new_cache)
@@ -193,6 +228,8 @@ class Decoder(nnx.Module):
         if not cfg.tie_word_embeddings:
             head = replace(table, role="head", hf=("lm_head.weight",))
             self.head = declare(rngs, head, init)
+        if cfg.is_encoder_decoder:
+            self.joint = Joint(cfg, rngs)
         if cfg.bert.mlm_head:
             self.masked_head = MaskedHead(cfg, rngs)
         if cfg.bert.num_labels:
@@ -204,15 +241,21 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         types: jax.Array | None = None,
+        target: jax.Array | None = None,
+        target_segments: jax.Array | None = None,
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh).
 
-        `segments` and `types` are as in `Tokens`; padding is a segment of its own.
+        `segments` and `types` are as in `Tokens`; padding is a segment of its own. An
+        encoder-decoder reads `tokens` and gives logits [B, T, V] of its decoder's tokens, `target`
+        int32 [B, T], with segments of their own.
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
-        x, _, _ = self.hidden(tokens, info, ctx)
+        if target is not None:
+            info = replace(info, target=tokens_of(target.shape, segments=target_segments))
+        x, _, _ = self.hidden(tokens, info, ctx, target=target)
         return self.logits(x)
 
     def classify(
@@ -227,15 +270,25 @@ class Decoder(nnx.Module):
         return self.row_logits(x, ctx)
 
     def hidden(
-        self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
+        self,
+        tokens: jax.Array | None,
+        info: Tokens,
+        ctx: Context,
+        caches: Caches | None = None,
+        target: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
         """(final normed activations [B, S, D], shares of statistics, new caches).
 
         `tokens` are int32 [B, S]. The shares are this device's, fp32, summed over layers and
-        sequences. There is a cache for each layer.
+        sequences. There is a cache for each layer. An encoder-decoder gives the activations of its
+        decoder's tokens, `target` [B, T]; without `tokens` it takes what it read from the caches.
         """
-        x = self.embed(tokens, info, ctx)
+        if target is None:
+            x = self.embed(tokens, info, ctx)
+        else:
+            x = self.embed_streams(tokens, target, info, ctx)
         x, statistics, caches = self.layers(x, info, ctx, caches)
+        x = x.decoder if isinstance(x, Streams) else x
         x = ctx.parallel.gather_seq(self.normed(x))
         return x, statistics, caches
 
@@ -244,8 +297,8 @@ class Decoder(nnx.Module):
         return x if self.final_norm is None else self.final_norm(x)
 
     def layers(
-        self, x: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
+        self, x: Activation, info: Tokens, ctx: Context, caches: Caches | None = None
+    ) -> tuple[Activation, dict[str, jax.Array], Caches | None]:
         """`hidden` from the first layer's input x [B, S/tp, D] to the last one's output.
 
         The layers are those that this module holds, stacked. They run in scans, and with caches one
@@ -377,6 +430,17 @@ class Decoder(nnx.Module):
             x = self.embedding_norm(x)
         return dropout(x, cfg.hidden_dropout, info, ctx, salt)
 
+    def embed_streams(
+        self, tokens: jax.Array | None, target: jax.Array, info: Tokens, ctx: Context
+    ) -> Streams:
+        """The input of the first layer of an encoder-decoder, of tokens [B, S] and target [B, T].
+
+        Without tokens the encoder's stream is left out.
+        """
+        encoder = None if tokens is None else self.embed(tokens, info, ctx)
+        decoder = self.embed(target, info.target, ctx, salt=_TARGET_SALT)
+        return Streams(encoder, decoder, self.joint.weights())
+
     def head_table(self) -> jax.Array:
         """The weight of the head, [V/tp, D]: the embedding's, if they are tied."""
         table = self.embedding if self.cfg.tie_word_embeddings else self.head
@@ -411,7 +475,9 @@ class Decoder(nnx.Module):
         if self.cfg.position_embedding != "rope":
             return {}
         tables = {}
-        for letter in sorted(self.cfg.branches):
-            if BRANCHES[letter].rotary:
-                tables[letter] = rope_tables(self.cfg, info.positions, letter, ctx.parallel)
+        for kind in self.kinds:
+            positions = (info.target if reads_encoder(kind) else info).positions
+            for letter in branches_of(kind):
+                if BRANCHES[letter].rotary and letter not in tables:
+                    tables[letter] = rope_tables(self.cfg, positions, letter, ctx.parallel)
         return tables

@@ -46,6 +46,7 @@ from mjax.models.params import Definition
 from mjax.models.remat import remat
 from mjax.models.residuals import switch_layers
 from mjax.models.stacks import cut_group, layers_of_stack, rows_of_group, stack_in_place
+from mjax.models.streams import Activation
 from mjax.models.weight import (
     Weight,
     WeightOrArray,
@@ -313,13 +314,13 @@ class Layers:
     def run(
         self,
         weights: dict,
-        x: jax.Array,
+        x: Activation,
         inputs: LayerInputs,
         *,
         numbers: jax.Array | None = None,
         choices: jax.Array | None = None,
         caches: Caches | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
+    ) -> tuple[Activation, dict[str, jax.Array], Caches | None]:
         """x [B, S/tp, D] through all layers; the shares of statistics, fp32; the new caches.
 
         `weights` are as `load_weights` gives them. Lists of layers may take the place of stacks if

@@ -9,12 +9,20 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from mjax.models.context import Context, Tokens
+from mjax.models.context import Context, Tokens, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
-from mjax.models.objective import Batch, FieldDeriver, Measurer, Objective, Scalars
+from mjax.models.objective import (
+    TARGET_COLUMNS,
+    Batch,
+    FieldDeriver,
+    Measurer,
+    Objective,
+    Scalars,
+)
 from mjax.models.params import ModelDefinition
+from mjax.models.streams import Activation
 from mjax.sharding.rules import Placement
 
 
@@ -37,13 +45,22 @@ class LocalModel:
 
     def tokens(self, micro_batch: Batch, key: jax.Array | None) -> Tokens:
         """Facts about the tokens of a micro-batch; `key` is that of dropout."""
-        return Tokens(
+        place = {"rows": micro_batch["rows"], "key": key}
+        tokens = Tokens(
             positions=micro_batch["positions"],
             segments=micro_batch["segment_ids"] if self.packed else None,
-            rows=micro_batch["rows"],
             columns=micro_batch["columns"],
-            key=key,
+            **place,
         )
+        if TARGET_COLUMNS not in micro_batch:
+            return tokens
+        target = tokens_of(
+            micro_batch["decoder_segment_ids"].shape,
+            segments=micro_batch["decoder_segment_ids"] if self.packed else None,
+            columns=micro_batch[TARGET_COLUMNS],
+            **place,
+        )
+        return replace(tokens, target=target)
 
     def edges(self, weights: dict) -> Decoder:
         """The model without its layers: embedding, final norm and head."""
@@ -57,8 +74,8 @@ class LocalModel:
         scales = fp8_scales(params, buffers.get("fp8", {}), tokens, self.placement, self.execution)
         return load_weights(params, scales, self.placement, self.execution)
 
-    def embed(self, weights: dict, micro_batch: Batch, tokens: Tokens) -> jax.Array:
-        """The input of the first layer, [B, S/tp, D]."""
+    def embed(self, weights: dict, micro_batch: Batch, tokens: Tokens) -> Activation:
+        """The input of the first layer."""
         return self.objective.embed(self.edges(weights), micro_batch, tokens, self.ctx)
 
     def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
@@ -83,7 +100,7 @@ class LocalModel:
         return batch | self.objective.derive_fields(batch, self.placement.parallel)
 
     def head_losses(
-        self, weights: dict, x: jax.Array, micro_batch: Batch, key: jax.Array | None
+        self, weights: dict, x: Activation, micro_batch: Batch, key: jax.Array | None
     ) -> tuple[Scalars, Scalars]:
         """(sums of the losses, equal on all tp devices; this device's shares of statistics).
 

@@ -24,6 +24,8 @@ def activate(x: jax.Array, name: str) -> jax.Array:
     """The activation function `name` (model.hidden_act) of x, in x's shape and dtype."""
     if name == "silu":
         return jax.nn.silu(x)
+    if name == "relu":
+        return jax.nn.relu(x)
     if name == "relu2":
         return jnp.square(jax.nn.relu(x))
     return jax.nn.gelu(x, approximate=name == "gelu_tanh")

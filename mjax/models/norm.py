@@ -39,7 +39,7 @@ class Norm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
-        gain, bias = self._weights()
+        gain, bias = self.weights()
         if len(self.sizes) == 1:
             return kernel.norm(x, gain, bias, eps=self.cfg.norm_eps)
 
@@ -53,10 +53,10 @@ class Norm(nnx.Module):
     @jax.named_scope("norm")
     def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(normed x, x): a residual stream goes on with the second (`kernels/norm.py`)."""
-        gain, bias = self._weights()
+        gain, bias = self.weights()
         return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps)
 
-    def _weights(self) -> tuple[jax.Array, jax.Array | None]:
+    def weights(self) -> tuple[jax.Array, jax.Array | None]:
         """(the factor on x, the bias of LayerNorm), fp32."""
         gain = self.gain[...].astype(jnp.float32)
         if self.cfg.norm_zero_centered:

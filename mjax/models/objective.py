@@ -21,6 +21,7 @@ from mjax.errors import UserError
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.mtp import field_names, shifted_fields, with_weight
+from mjax.models.streams import Activation
 from mjax.sharding.collectives import Parallel
 
 # The fields of an objective, of the layers, and the place of each token (`train/batch.py`).
@@ -37,7 +38,8 @@ Scalars = dict[str, jax.Array]
 class BatchField:
     """One array of a batch.
 
-    axes: logical axes (`sharding/rules.py`), "batch" first and "seq" if it has one.
+    axes: logical axes (`sharding/rules.py`): "batch" first, then "seq", or "target" of what an
+        encoder-decoder's decoder reads, if it has one.
     pad: the value in rows that fill up a batch. They count in no loss.
     """
 
@@ -51,6 +53,10 @@ LAYER_FIELDS = {
     "segment_ids": BatchField(np.int32),
     "positions": BatchField(np.int32),
 }
+
+
+# The columns of the decoder's tokens, in batches with fields of axis "target".
+TARGET_COLUMNS = "decoder_columns"
 
 
 @runtime_checkable
@@ -68,13 +74,13 @@ class Objective(Protocol):
         Its names are those of the losses. One of them is "loss", the one of held-out data.
         """
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
-        """The input of the first layer, [B, S/tp, D]."""
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Activation:
+        """The input of the first layer: [B, S/tp, D], or `Streams` of an encoder-decoder."""
 
     def losses(
         self,
         edges: Decoder,
-        x: jax.Array,
+        x: Activation,
         batch: Batch,
         tokens: Tokens,
         ctx: Context,
@@ -82,7 +88,7 @@ class Objective(Protocol):
     ) -> Scalars:
         """The sum of each loss over this device's rows and columns, fp32 [].
 
-        x [B, S/tp, D] is the output of the last layer. The sums are equal on all tp devices. A sum
+        x is the output of the last layer, as `embed` gives its input. The sums are equal on all tp devices. A sum
         under `jax.lax.stop_gradient` is logged and moves nothing. An entry by the name of a
         statistic of layers is this device's share, and is added to theirs. `chunk` is the number of
         tokens whose logits exist at a time; None: by memory.
@@ -201,6 +207,7 @@ NEXT_TOKEN = "next_token"
 CONFIGURED = {
     "masked_lm": "mjax.models.masked:MaskedTokens",
     "classify": "mjax.models.masked:ClassifyRows",
+    "span_corruption": "mjax.models.spans:CorruptedSpans",
 }
 
 

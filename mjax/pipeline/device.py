@@ -22,6 +22,7 @@ from mjax.models.local import LocalModel
 from mjax.models.objective import Batch, Scalars
 from mjax.models.residuals import VjpLayout, split_vjp
 from mjax.models.stacks import stack_groups
+from mjax.models.streams import Activation
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.schedule import Schedule, UnitTable
 
@@ -149,22 +150,23 @@ class Device:
         last_chunk = self.layout.v - 1
         return on_last_device & (unit.chunk == last_chunk) & (unit.on == 1)
 
-    def embed(self, edge_weights: dict, micro_batch: Batch) -> jax.Array:
+    def embed(self, edge_weights: dict, micro_batch: Batch) -> Activation:
         tokens = self.model.tokens(micro_batch, self.key)
         return self.model.embed(edge_weights, micro_batch, tokens)
 
-    def enter(self, unit: Unit, micro_batch: Batch, y: jax.Array) -> jax.Array:
+    def enter(self, unit: Unit, micro_batch: Batch, y: Activation) -> Activation:
         """The input of a unit's layers: what came in, or the embedding."""
 
-        def embed() -> jax.Array:
-            return self.embed(self.edge_weights, micro_batch).astype(y.dtype)
+        def embed() -> Activation:
+            x = self.embed(self.edge_weights, micro_batch)
+            return jax.tree.map(lambda new, like: new.astype(like.dtype), x, y)
 
         return lax.cond(self.is_first(unit), embed, lambda: y)
 
     def apply(
-        self, layer_weights: dict | list[dict], inputs: UnitInputs, x: jax.Array
-    ) -> tuple[jax.Array, Scalars]:
-        """x [B, S/tp, D] through a chunk; also this device's shares of its statistics."""
+        self, layer_weights: dict | list[dict], inputs: UnitInputs, x: Activation
+    ) -> tuple[Activation, Scalars]:
+        """x through a chunk; also this device's shares of its statistics."""
         y, statistics, _ = self.model.layers.run(
             layer_weights,
             x,
@@ -175,13 +177,13 @@ class Device:
         return y, statistics
 
     def linearize(
-        self, layer_weights: dict | list[dict], inputs: UnitInputs, x: jax.Array
-    ) -> tuple[tuple[jax.Array, Scalars], VjpLayout, list[jax.Array]]:
+        self, layer_weights: dict | list[dict], inputs: UnitInputs, x: Activation
+    ) -> tuple[tuple[Activation, Scalars], VjpLayout, list[jax.Array]]:
         """((y, statistics), layout of the vjp, kept residuals) of a chunk."""
 
         trained, frozen = self.split(layer_weights)
 
-        def chunk(trained: dict | list[dict], x: jax.Array) -> tuple[jax.Array, Scalars]:
+        def chunk(trained: dict | list[dict], x: Activation) -> tuple[Activation, Scalars]:
             return self.apply(join_frozen(trained, frozen), inputs, x)
 
         outputs, vjp = jax.vjp(chunk, trained, x)
@@ -190,8 +192,8 @@ class Device:
 
     # ---- hand-overs and ticks --------------------------------------------------------------------
 
-    def hand_over(self, y: jax.Array, backward: bool = False) -> jax.Array:
-        """The array that a neighbor sends: activations go round the ring, cotangents back."""
+    def hand_over(self, y: Activation, backward: bool = False) -> Activation:
+        """What a neighbor sends: activations go round the ring, cotangents back."""
         devices = self.layout.pp
         ring = [(i, (i + 1) % devices) for i in range(devices)]
         if backward:

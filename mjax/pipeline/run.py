@@ -23,6 +23,7 @@ from mjax.models.local import LocalModel
 from mjax.models.objective import Batch, Denominators, Scalars
 from mjax.models.residuals import VjpLayout, join_vjp
 from mjax.models.stacks import unstack_groups
+from mjax.models.streams import Activation
 from mjax.models.weight import WeightOrArray, add_gradients, is_weight, map_weights
 from mjax.pipeline.device import Device, Unit, row_of
 from mjax.pipeline.layout import Layout
@@ -34,7 +35,7 @@ from mjax.pipeline.schedule import make_schedule
 class Carry:
     """The state of a device between ticks.
 
-    y, dy: the activation and the cotangent that came in, [B, S/tp, D].
+    y, dy: the activation and the cotangent that came in.
     stash: kept residuals, each [slots of the stash, ...].
     losses: this device's shares of losses and statistics.
     sums: of gradients, a tree like the weights.
@@ -42,8 +43,8 @@ class Carry:
         backward; None where a device has one chunk.
     """
 
-    y: jax.Array
-    dy: jax.Array
+    y: Activation
+    dy: Activation
     stash: list[jax.Array]
     losses: Scalars
     sums: dict
@@ -61,12 +62,12 @@ class TrainingTicks:
     device: Device
     denominators: Denominators
 
-    def probe(self) -> tuple[jax.ShapeDtypeStruct, list[jax.ShapeDtypeStruct], VjpLayout]:
+    def probe(self) -> tuple[Activation, list[jax.ShapeDtypeStruct], VjpLayout]:
         """Shapes of an activation and of what a chunk keeps; how to find it again."""
         device = self.device
         layouts = []
 
-        def trace(unit: Unit) -> tuple[jax.Array, list]:
+        def trace(unit: Unit) -> tuple[Activation, list]:
             micro_batch = device.micro_batch(unit.micro)
             inputs = device.unit_inputs(unit, micro_batch)
             x = device.embed(device.edge_weights, micro_batch)
@@ -78,8 +79,8 @@ class TrainingTicks:
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         return *jax.eval_shape(trace, Unit(*[scalar] * 5)), layouts[0]
 
-    def start(self, x: jax.ShapeDtypeStruct, kept: list[jax.ShapeDtypeStruct]) -> Carry:
-        """The carry before the first tick.
+    def start(self, x: Activation, kept: list[jax.ShapeDtypeStruct]) -> Carry:
+        """The carry before the first tick, of activations of the shapes in `x`.
 
         Until its first unit a device holds real weights: zeros as scales of FP8 would make NaN.
         """
@@ -91,8 +92,8 @@ class TrainingTicks:
             forward_weights = device.chunk_weights(jnp.int32(0))
             backward_weights = device.chunk_weights(jnp.int32(chunks - 1))
         return Carry(
-            y=jnp.zeros(x.shape, x.dtype),
-            dy=jnp.zeros(x.shape, x.dtype),
+            y=_zeros_like(x),
+            dy=_zeros_like(x),
             stash=[jnp.zeros((slots, *k.shape), k.dtype) for k in kept],
             losses=self.denominators.zeros(),
             sums=zero_sums(device.split(device.weights).trained, placement, execution),
@@ -135,8 +136,8 @@ class TrainingTicks:
         return shares
 
     def losses(
-        self, unit: Unit, micro_batch: Batch, y: jax.Array, carry: Carry
-    ) -> tuple[Scalars, jax.Array, dict]:
+        self, unit: Unit, micro_batch: Batch, y: Activation, carry: Carry
+    ) -> tuple[Scalars, Activation, dict]:
         """(shares of what the objective gives, cotangent of y, sums of the edges' gradients).
 
         They are those of the last unit of a micro-batch, and else zeros, what came in, and as is.
@@ -145,7 +146,7 @@ class TrainingTicks:
         factors = self.denominators.factors()
         trained, frozen = device.split(device.edge_weights)
 
-        def share(trained: dict, y: jax.Array) -> tuple[jax.Array, Scalars]:
+        def share(trained: dict, y: Activation) -> tuple[jax.Array, Scalars]:
             edge_weights = join_frozen(trained, frozen)
             model, key = device.model, device.key
             losses, statistics = model.head_losses(edge_weights, y, micro_batch, key)
@@ -155,18 +156,19 @@ class TrainingTicks:
                 shares[name] = total * factors[name]
             return self.denominators.differentiated(shares), shares
 
-        def differentiate(sums: dict) -> tuple[Scalars, jax.Array, dict]:
+        def differentiate(sums: dict) -> tuple[Scalars, Activation, dict]:
             value_and_cotangents = jax.value_and_grad(share, (0, 1), has_aux=True)
             (_, shares), (d_edges, dy) = value_and_cotangents(trained, y)
             return shares, dy, _add(sums, d_edges)
 
-        def idle(sums: dict) -> tuple[Scalars, jax.Array, dict]:
-            return self.denominators.zeros(), jnp.zeros_like(y), sums
+        def idle(sums: dict) -> tuple[Scalars, Activation, dict]:
+            return self.denominators.zeros(), _zeros_like(y), sums
 
         edge_sums = {name: carry.sums[name] for name in device.edge_weights}
         is_last = device.is_last(unit)
         shares, dy, edge_sums = lax.cond(is_last, differentiate, idle, edge_sums)
-        return shares, jnp.where(is_last, dy, carry.dy), edge_sums
+        dy = jax.tree.map(lambda new, came: jnp.where(is_last, new, came), dy, carry.dy)
+        return shares, dy, edge_sums
 
     def backward(self, layout: VjpLayout, carry: Carry, unit: Unit) -> Carry:
         """One unit backward: its gradients are added; the first one also has the embedding's."""
@@ -182,7 +184,7 @@ class TrainingTicks:
         def embedding(sums: dict) -> dict:
             trained, frozen = device.split(device.edge_weights)
 
-            def embed(trained: dict) -> jax.Array:
+            def embed(trained: dict) -> Activation:
                 return device.embed(join_frozen(trained, frozen), micro_batch)
 
             _, vjp = jax.vjp(embed, trained)
@@ -294,7 +296,7 @@ def pipeline_losses(
 
     x = jax.eval_shape(device.embed, device.edge_weights, device.micro_batch(0))
     held = None if layout.v == 1 else device.chunk_weights(jnp.int32(0))
-    start = jnp.zeros(x.shape, x.dtype), zeros, nothing, held
+    start = _zeros_like(x), zeros, nothing, held
     _, sums, statistics, _ = device.scan(tick, start, 0, schedule.ticks)
     return sums, statistics
 
@@ -326,6 +328,10 @@ def _gradients(cotangents: dict) -> dict:
         return replace(cotangent, bits=None, transposed=None)
 
     return map_weights(gradient, cotangents)
+
+
+def _zeros_like(x: Activation) -> Activation:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
 
 
 def _add(total: dict, addend: dict) -> dict:

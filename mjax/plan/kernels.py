@@ -61,6 +61,7 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     if heads is not None:
         queries = rows, width, heads.heads // tp, heads.size
         facts = {"sinks": attention.attention_sinks, "value_size": heads.value_size}
+        facts["relative"] = model.position_embedding == "relative"
         choices["attention"] = choose("attention", dtype, queries, call=call, **facts)
     choices |= {
         "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),

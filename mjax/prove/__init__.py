@@ -20,7 +20,18 @@ import numpy as np
 from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.pipeline.storage import canonical
-from mjax.prove.features import FEATURES, MOST_TP, NO_RING, PERIOD, ROWS, SIX, SMALL, STEPS, VOCAB
+from mjax.prove.features import (
+    DEEP,
+    FEATURES,
+    MOST_TP,
+    NO_RING,
+    PERIOD,
+    ROWS,
+    SIX,
+    SMALL,
+    STEPS,
+    VOCAB,
+)
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 
@@ -69,10 +80,17 @@ def cells(devices: int, feature: str) -> Iterator[Cell]:
         yield Cell(mesh, stages[i % len(stages)], *fits[5 * i % len(fits)], way)
 
 
-def make_batch(rows: int, seed: int = 0, width: int = 16, vocab: int = VOCAB) -> dict:
+def make_batch(
+    rows: int,
+    seed: int = 0,
+    width: int = 16,
+    vocab: int = VOCAB,
+    target: int | None = None,
+) -> dict:
     """Packed documents, an uneven loss mask, an eighth of the rows without a valid token.
 
-    The fields of all objectives; a third of the rows has no class.
+    The fields of all objectives; a third of the rows has no class. `target` is the length of those
+    of a decoder beside an encoder, which alone has labels then.
     """
     rng = np.random.default_rng(seed)
     shape = rows, width
@@ -81,7 +99,7 @@ def make_batch(rows: int, seed: int = 0, width: int = 16, vocab: int = VOCAB) ->
     mask[: rows // 8] = 0
     new = np.diff(segments, axis=1, prepend=0) != 0
     starts = np.maximum.accumulate(np.where(new, np.arange(width), 0), axis=1)
-    return {
+    batch = {
         "tokens": rng.integers(0, vocab, shape).astype(np.int32),
         "labels": rng.integers(0, vocab, shape).astype(np.int32),
         "loss_mask": mask,
@@ -90,6 +108,12 @@ def make_batch(rows: int, seed: int = 0, width: int = 16, vocab: int = VOCAB) ->
         "token_types": rng.integers(0, 2, shape).astype(np.int32),
         "row_label": rng.integers(-1, 2, rows).astype(np.int32),
     }
+    if target is None:
+        return batch
+    of_target = make_batch(rows, seed + 1, target, vocab)
+    names = {"decoder_tokens": "tokens", "decoder_segment_ids": "segment_ids"}
+    names |= {"labels": "labels", "loss_mask": "loss_mask"}
+    return batch | {name: of_target[other] for name, other in names.items()}
 
 
 def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
@@ -117,7 +141,7 @@ class Numbers(NamedTuple):
 def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
     """Train from step 0 on one batch, whose loss falls the faster and shows the more."""
     rows, width = trainer.cfg.train.global_batch_size, trainer.cfg.data.seq_length
-    batch = make_batch(rows, width=width)
+    batch = make_batch(rows, width=width, target=trainer.cfg.data.target_length)
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
     first = {
@@ -165,7 +189,9 @@ def layers_for(mesh: dict[str, int], feature: str) -> int:
 def sizes_for(mesh: dict[str, int], feature: str) -> list[str]:
     """Overrides that make every axis of 6 devices divide what it cuts, and fill long pipelines."""
     layers = layers_for(mesh, feature)
-    deep = [f"model.num_hidden_layers={layers}"] if mesh.get("pp", 1) > 4 else []
+    deep = []
+    if mesh.get("pp", 1) > 4:
+        deep = [f"model.num_hidden_layers={layers}", *DEEP.get(feature, [])]
     if math.prod(mesh.values()) % 3:
         return deep
     six = SIX[{"muon": 1, "odd widths": 2}.get(feature, 0) :]  # those two have sizes of their own

@@ -188,8 +188,33 @@ FEATURES = {
         "train.objective=masked_lm",
         "data.masked.mask_token_id=250",
     ],
+    "t5": [  # an encoder, and a decoder of longer sequences
+        "model.layer_pattern='B*2,[GXD]*2'",
+        "model.position_embedding=relative",
+        "model.relative={num_buckets: 8, max_distance: 12}",
+        "model.tie_word_embeddings=true",
+        "model.logits_scaling=5.0",
+        "model.mlp_gated=false",
+        "model.hidden_act=relu",
+        "model.hidden_dropout=0.1",
+        "train.objective=span_corruption",
+        "data.target_length=48",
+        "data.eod_token_id=1",
+        "data.masked.pad_token_id=0",
+        "data.masked.sentinel_ids=[250, 240]",
+    ],
 }
-NO_RING = ("sinks", "dropout", "gpt-oss", "latent attention", "multi-token prediction", "bert")
+# What a row has besides where there are twice as many layers.
+DEEP = {"t5": ["model.layer_pattern='B*4,[GXD]*4'"]}
+NO_RING = (
+    "sinks",
+    "dropout",
+    "gpt-oss",
+    "latent attention",
+    "multi-token prediction",
+    "bert",
+    "t5",
+)
 MOST_TP = {"odd widths": 2}
 # Layers that differ, in turn.
 PERIOD = {
@@ -202,4 +227,5 @@ PERIOD = {
     "sinkhorn": 4,
     "unlike layers": 4,
     "hybrid": 4,
+    "t5": 4,
 }

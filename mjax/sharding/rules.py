@@ -29,6 +29,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # activations
     "batch": ("dp", "ep"),
     "seq": ("cp",),
+    "target": ("cp",),  # the decoder's sequence in an encoder-decoder
     # parameters
     "vocab": ("tp",),
     "heads": ("tp",),

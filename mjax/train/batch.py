@@ -14,7 +14,15 @@ from mjax.config.schema import Config
 from mjax.errors import UserError
 from mjax.kernels.chooser import this_device
 from mjax.models.context_attention import zigzag
-from mjax.models.objective import LAYER_FIELDS, Batch, BatchField, FieldMaker, HostBatch, Objective
+from mjax.models.objective import (
+    LAYER_FIELDS,
+    TARGET_COLUMNS,
+    Batch,
+    BatchField,
+    FieldMaker,
+    HostBatch,
+    Objective,
+)
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import global_array, local_part
 from mjax.sharding.rules import partition
@@ -31,9 +39,17 @@ def given_fields(objective: Objective) -> dict[str, BatchField]:
     return {**objective.fields, **LAYER_FIELDS}
 
 
+def placed_fields(objective: Objective) -> dict[str, BatchField]:
+    """The fields of a placed batch: those that it is given with, and the place of each token."""
+    fields = given_fields(objective) | PLACE_FIELDS
+    if any("target" in field.axes for field in fields.values()):
+        fields[TARGET_COLUMNS] = BatchField(np.int32, ("target",))
+    return fields
+
+
 def batch_partitions(objective: Objective, parallel: Parallel) -> dict[str, PartitionSpec]:
     """The partition of every field of a batch on the mesh."""
-    fields = given_fields(objective) | PLACE_FIELDS
+    fields = placed_fields(objective)
     return {name: partition(field.axes, parallel) for name, field in fields.items()}
 
 
@@ -42,6 +58,7 @@ class BatchPlacer:
     """Places batches of `objective` on `mesh`.
 
     `micro_batch_size` sequences a device must divide their rows; token ids are below `vocab_size`.
+    `target_length` is the length of fields of axis "target".
     """
 
     mesh: Mesh
@@ -49,6 +66,7 @@ class BatchPlacer:
     objective: Objective
     micro_batch_size: int
     vocab_size: int
+    target_length: int | None = None
 
     @property
     def fields(self) -> Mapping[str, BatchField]:
@@ -64,31 +82,30 @@ class BatchPlacer:
         rows = self.global_rows(batch)
         _require_token_ids(batch, self.vocab_size)
         width = batch["positions"].shape[1]
+        lengths = {"seq": width, "target": self.target_length}
         mine = self.local_rows(rows)
         arrays = {name: np.asarray(batch[name], field.dtype) for name, field in self.fields.items()}
         arrays["rows"] = np.arange(rows, dtype=np.int32)[mine]
         arrays["columns"] = np.arange(width, dtype=np.int32)
-        if self.parallel.cp > 1:
-            order = zigzag(width, self.parallel.cp)
-            arrays = {name: self._reordered(name, array, order) for name, array in arrays.items()}
+        fields = placed_fields(self.objective)
+        if TARGET_COLUMNS in fields:
+            arrays[TARGET_COLUMNS] = np.arange(self.target_length, dtype=np.int32)
         shardings = self.shardings()
-        sizes = {name: (rows, mine.start) for name in arrays} | {"columns": (width, 0)}
-        return {
-            name: global_array(array, shardings[name], *sizes[name])
-            for name, array in arrays.items()
-        }
-
-    def _reordered(self, name: str, array: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """A field with its sequence in another order."""
-        axes = (self.fields | PLACE_FIELDS)[name].axes
-        return array.take(order, axes.index("seq")) if "seq" in axes else array
+        placed = {}
+        for name, array in arrays.items():
+            axes = fields[name].axes
+            for axis in {"seq", "target"}.intersection(axes) if self.parallel.cp > 1 else ():
+                array = array.take(zigzag(lengths[axis], self.parallel.cp), axes.index(axis))
+            size, first = (rows, mine.start) if "batch" in axes else (len(array), 0)
+            placed[name] = global_array(array, shardings[name], size, first)
+        return placed
 
     def abstract(self, rows: int, width: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a placed batch of `rows` sequences."""
-        size = {"batch": rows, "seq": width}
+        size = {"batch": rows, "seq": width, "target": self.target_length}
         shardings = self.shardings()
         shapes = {}
-        for name, field in (self.fields | PLACE_FIELDS).items():
+        for name, field in placed_fields(self.objective).items():
             shape = tuple(size[axis] for axis in field.axes)
             shapes[name] = jax.ShapeDtypeStruct(shape, field.dtype, sharding=shardings[name])
         return shapes
@@ -111,7 +128,7 @@ class BatchPlacer:
         shape = np.shape(batch["positions"])
         if len(shape) != 2 or 0 in shape:
             raise UserError(f"batch: positions has shape {shape}; it must be [sequences, tokens]")
-        sizes = dict(zip(("batch", "seq"), shape, strict=True))
+        sizes = {"batch": shape[0], "seq": shape[1], "target": self.target_length}
         for name, field in self.fields.items():
             wanted = tuple(sizes[axis] for axis in field.axes)
             _require_field(name, np.asarray(batch[name]), wanted, np.dtype(field.dtype))
@@ -133,7 +150,7 @@ class BatchPlacer:
 def _require_field(name: str, given: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> None:
     """Raise `UserError` unless a field of a batch has this shape and values that `dtype` holds."""
     if given.shape != shape:
-        raise UserError(f"batch: {name} has shape {given.shape} where positions has {shape}")
+        raise UserError(f"batch: {name} has shape {given.shape}; it must be {shape}")
     if dtype.kind == "i" and given.dtype.kind not in "iub":
         raise UserError(f"batch: {name} holds {given.dtype}; give whole numbers of {dtype}")
     if dtype.kind == "f" and given.dtype.kind not in "fiub":
@@ -142,7 +159,7 @@ def _require_field(name: str, given: np.ndarray, shape: tuple[int, ...], dtype: 
 
 def _require_token_ids(batch: HostBatch, vocab_size: int) -> None:
     """Raise `UserError` for a token id outside the vocabulary, or a label that counts and is."""
-    for name in ("tokens", "labels"):
+    for name in ("tokens", "labels", "decoder_tokens"):
         if name not in batch:
             continue
         ids = np.asarray(batch[name])

@@ -66,7 +66,7 @@ class Trainer:
         self.programs = Programs(
             cfg, self.definition, self.objective, self.state_layout, self.layout
         )
-        sizes = cfg.train.micro_batch_size, cfg.model.vocab_size
+        sizes = cfg.train.micro_batch_size, cfg.model.vocab_size, cfg.data.target_length
         self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes)
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None

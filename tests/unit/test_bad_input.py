@@ -225,7 +225,7 @@ def batch(**changes) -> dict:
         ({"tokens": np.ones((8, 16))}, "tokens holds float64; give whole numbers of int32"),
         (
             {"tokens": np.ones((8, 15), int)},
-            r"tokens has shape (8, 15) where positions has (8, 16)",
+            r"tokens has shape (8, 15); it must be (8, 16)",
         ),
         ({"positions": np.ones(16, int)}, "positions has shape (16,)"),
         ({"positions": np.ones((0, 16), int)}, "positions has shape (0, 16)"),

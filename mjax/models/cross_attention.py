@@ -1,0 +1,80 @@
+"""Cross-attention: a decoder's tokens attend to the output of an encoder (arXiv 1706.03762).
+
+Queries come from the residual stream, keys and values from the encoder's output after its norm. A
+query sees all keys of its own segment, so packed documents stay apart. The keys of a whole text are
+computed once: a cache holds them for the tokens that are made one by one.
+"""
+
+import jax
+
+from mjax.config.model_schema import ModelConfig
+from mjax.kernels import norm
+from mjax.models.attention import (
+    Attention,
+    KeysValues,
+    attention_arrays,
+    attention_call,
+    write_to_cache,
+)
+from mjax.models.branch import BranchInputs, BranchOutput, Source
+from mjax.models.context import Context, dropout
+from mjax.models.context_attention import context_attention
+from mjax.models.linear import column
+from mjax.models.streams import SharedWeights
+from mjax.models.weight import weight_of
+
+_SOURCE_SALT = 2 << 24  # keys dropout of the encoder's output, equal in all layers
+
+
+class CrossAttention(Attention):
+    """[B, T/tp, D] -> [B, T/tp, D]: attention to all tokens of the source's segments.
+
+    The parameters are those of `Attention`.
+    """
+
+    hf_name = "cross_attn"
+    matmul_prefix = "cross_"
+
+    @jax.named_scope("cross_attention")
+    def __call__(
+        self, x: jax.Array, inputs: BranchInputs, cache: KeysValues | None = None
+    ) -> BranchOutput:
+        cfg, ctx, source = self.cfg, inputs.ctx, inputs.source
+        (q,) = column(x, (weight_of(self.q),), ctx)
+        if cfg.attention.attention_bias:
+            q = q + self.q_bias[...]
+        if source.x is not None:
+            k, v = self._keys_and_values(source, inputs)
+            if cache is not None:
+                keys = write_to_cache(cache.keys, k, 0)
+                cache = KeysValues(keys, write_to_cache(cache.values, v, 0))
+        if cache is not None:
+            k, v = cache.keys.swapaxes(1, 2), cache.values.swapaxes(1, 2)
+        scale = cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5
+        call = attention_call(cfg, inputs, scale)
+        out = context_attention(q, k, v, call, attention_arrays(cfg, inputs), ctx)
+        return BranchOutput(self.output(out, ctx), cache=cache)
+
+    def _keys_and_values(self, source: Source, inputs: BranchInputs) -> tuple[jax.Array, jax.Array]:
+        """k, v [B, S, K', H] of the source's tokens, for this device's query heads."""
+        x = normed_source(source, inputs.shared, self.cfg, inputs.ctx)
+        (kv,) = column(x, (self.local_kv_weight(inputs.ctx.parallel),), inputs.ctx)
+        if self.cfg.attention.attention_bias:
+            kv = kv + self.local_kv_bias(inputs.ctx.parallel)
+        return kv[..., 0, :, :], kv[..., 1, :, :]
+
+    @staticmethod
+    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+        """12 * N * H * (the keys that a query sees): all `seq_length` tokens of the source."""
+        return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * seq_length
+
+
+def normed_source(
+    source: Source, shared: SharedWeights, cfg: ModelConfig, ctx: Context
+) -> jax.Array:
+    """The encoder's output after its last norm and dropout, [B, S/tp, D]."""
+    x = source.x
+    if shared.encoder_norm is not None:
+        gain, bias = shared.encoder_norm
+        x = norm.norm(x, gain, bias, eps=cfg.norm_eps)
+    return dropout(x, cfg.hidden_dropout, source.tokens, ctx, _SOURCE_SALT)

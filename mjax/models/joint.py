@@ -1,0 +1,54 @@
+"""The weights that an encoder and its decoder have besides their layers (T5, arXiv 1910.10683).
+
+They belong to the edges of the model: ZeRO gathers them once a step, and FP8 leaves them alone.
+Layers get them with their activations (`models/streams.py`).
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import BRANCHES
+from mjax.models.norm import Norm
+from mjax.models.params import declare, normal
+from mjax.models.streams import SharedWeights
+from mjax.sharding.spec import ParamSpec
+
+
+class Joint(nnx.Module):
+    """The norm of the encoder's output, and biases of attention by distance.
+
+    The biases are one table [buckets, N] for each kind of branch that knows positions. All layers
+    of its side share it.
+    """
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.has_norm = cfg.norm_placement != "post_residual"
+        if self.has_norm:
+            name = "model.encoder_norm"
+            self.encoder_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), name, rngs)
+        self.letters = ""
+        if cfg.position_embedding == "relative":
+            self.letters = "".join(filter(has_positions, sorted(cfg.branches)))
+        for letter in self.letters:
+            table = ParamSpec(
+                shape=(cfg.relative.num_buckets, cfg.attention.num_attention_heads),
+                axes=(None, "heads"),
+                role="embedding",
+                hf=(f"model.relative_bias.{letter}.weight",),
+            )
+            setattr(self, f"relative_{letter}", declare(rngs, table, normal(cfg.initializer_range)))
+
+    def weights(self) -> SharedWeights:
+        """What layers read of it, fp32."""
+        norm = self.encoder_norm.weights() if self.has_norm else None
+        relative = {}
+        for letter in self.letters:
+            table = getattr(self, f"relative_{letter}")[...]
+            relative[letter] = table.astype(jnp.float32).T
+        return SharedWeights(norm, relative)
+
+
+def has_positions(letter: str) -> bool:
+    """Whether a branch is attention that takes positions, if the model has any."""
+    return bool(BRANCHES[letter].rotary)

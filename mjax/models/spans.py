@@ -1,0 +1,57 @@
+"""Span corruption, the objective of T5 (Raffel et al. 2020, arXiv 1910.10683).
+
+Spans of a text are hidden, each behind a sentinel. The encoder reads the text, and the decoder
+gives the hidden spans, each after its sentinel. A data set of sentences (`data/spans.py`) has all
+fields; on a stream of tokens `make_fields` hides spans anew at each step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import numpy as np
+
+from mjax.config.schema import Config
+from mjax.models.context import Context, Tokens
+from mjax.models.decoder import Decoder
+from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
+from mjax.models.streams import Streams
+
+_OF_TARGET = ("batch", "target")
+
+
+@dataclass(frozen=True)
+class CorruptedSpans:
+    """The cross-entropy of the decoder's next token in nats, a mean over unmasked tokens."""
+
+    cfg: Config
+
+    fields: ClassVar[Mapping[str, BatchField]] = {
+        "tokens": BatchField(np.int32),
+        "decoder_tokens": BatchField(np.int32, _OF_TARGET),
+        "decoder_segment_ids": BatchField(np.int32, _OF_TARGET),
+        "labels": BatchField(np.int32, _OF_TARGET),
+        "loss_mask": BatchField(np.float32, _OF_TARGET),
+    }
+
+    @classmethod
+    def of(cls, cfg: Config) -> "CorruptedSpans":
+        return cls(cfg)
+
+    def counts(self, batch: Batch) -> Scalars:
+        return NextToken().counts(batch)
+
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+        return edges.embed_streams(batch["tokens"], batch["decoder_tokens"], tokens, ctx)
+
+    def losses(
+        self,
+        edges: Decoder,
+        x: Streams,
+        batch: Batch,
+        tokens: Tokens,
+        ctx: Context,
+        chunk: int | None,
+    ) -> Scalars:
+        return NextToken().losses(edges, x.decoder, batch, tokens, ctx, chunk)
