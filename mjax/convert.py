@@ -164,13 +164,17 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
     model = getattr(transformers, architecture).from_pretrained(
         hf, dtype=torch.float32, attn_implementation="eager"
     )
+    ids = torch.tensor(tokens)
+    target = {"decoder_input_ids": ids[:, ::2]} if mine.cfg.is_encoder_decoder else {}
     with torch.no_grad():
-        theirs = model.eval()(torch.tensor(tokens))
+        theirs = model.eval()(ids, **target)
     theirs = theirs.get("logits", theirs.get("prediction_logits")).numpy()
 
     def logits(params, tokens):
         model = mine.definition.bind(params)
-        return model.classify(tokens) if mine.cfg.only_classifies else model(tokens)
+        if mine.cfg.only_classifies:
+            return model.classify(tokens)
+        return model(tokens, target=tokens[:, ::2] if target else None)
 
     got = np.asarray(jax.jit(logits)(params, jnp.asarray(tokens, jnp.int32)))
     error = float(np.abs(got - theirs).max() / np.abs(theirs).max())

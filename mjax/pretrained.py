@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from mjax.checkpoint import families
 from mjax.checkpoint.hf_bert import heads_in_file, with_old_names
 from mjax.checkpoint.hf_deepseek import without_missing_predictions
+from mjax.checkpoint.hf_t5 import untied_in_file
 from mjax.checkpoint.huggingface import hf_source, tensor_names
 from mjax.checkpoint.side import tokenizer_dir
 from mjax.checkpoint.source import Source, arrays
@@ -95,6 +96,7 @@ def source_of(path: str | Path) -> Source:
         cfg = families.config_from_hf(read_json(path / "config.json"))
         names = tensor_names(path)
         cfg = heads_in_file(without_missing_predictions(cfg, names), names)
+        cfg = untied_in_file(cfg, names)
         specs = definition_of(cfg).specs
         found = families.slots(cfg, specs)
         if cfg.model_type == "gpt2" and not any(n.startswith(PREFIX) for n in names):

@@ -47,6 +47,7 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v3,
 )
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
+from mjax.checkpoint.hf_t5 import T5
 from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
 from mjax.checkpoint.slots import Slot
 from mjax.config.keys import leaf_keys, nested, value_of
@@ -306,6 +307,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **HYBRIDS,
     **ENCODERS,
+    **T5,
 }
 
 # Keys that say nothing about the function a model computes.
@@ -464,6 +466,8 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
                     name, order = name.replace(part, fused), i
         for old, new in family.rename:
             name = name.replace(old, new)
+        if family.name_of is not None:
+            name = family.name_of(cfg, name)
         yield Slot(name, index, dims, axis=axis, **where), order
 
 

@@ -1,8 +1,10 @@
 """`Family`: a row of the table of Hugging Face's model families (`families.py`)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mjax.checkpoint.hf_config import Part
+from mjax.config.model_schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -10,7 +12,8 @@ class Family:
     """`fixed`: values all its models share, by key. `rename`: replacements on declared names, in
     order. `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are
     [in, out], as in GPT-2. `stacked`: all experts of a layer are one tensor.
-    `interleaved`: it is [E, in, out], and gate and up take turns along its last axis."""
+    `interleaved`: it is [E, in, out], and gate and up take turns along its last axis. `name_of`:
+    makes a tensor's name of a declared one, where replacements do not reach."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -20,3 +23,4 @@ class Family:
     conv1d: bool = False
     stacked: bool = False
     interleaved: bool = False
+    name_of: Callable[[ModelConfig, str], str] | None = None

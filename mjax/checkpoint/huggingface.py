@@ -30,10 +30,11 @@ from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 Slots = Mapping[Leaf, tuple[Slot, ...]]
 
 # Tensors that old files carry and a model has no use for: rotary tables, causal masks (GPT-2),
-# positions and copies of tied tables (BERT).
+# positions and copies of tied tables (BERT, T5).
 IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
     r"|^(cls\.predictions|lm_head)\.decoder\.(weight|bias)$"
+    r"|^(encoder|decoder)\.embed_tokens\.weight$"
 )
 
 

@@ -127,7 +127,7 @@ def _balanced_besides_sinkhorn(c: Config) -> str:
 def _past_positions(c: Config) -> bool:
     """Whether a sequence has more tokens than the model has positions."""
     m = c.model
-    if m.position_embedding == "none":
+    if m.position_embedding in ("none", "relative"):
         return False
     return c.data.seq_length + m.bert.position_offset > m.max_position_embeddings
 

@@ -283,6 +283,9 @@ class ModelConfig(Group):
         "'B*12, [GXD]*12': an encoder and a decoder that reads it (docs/encoders.md).",
     )
     layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
+    decoder_start_token_id: int | None = Field(
+        None, ge=0, description="What the decoder of an encoder-decoder reads first."
+    )
     num_nextn_predict_layers: int = Field(
         0,
         ge=0,

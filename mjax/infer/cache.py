@@ -6,7 +6,7 @@ both is 1 and the key's column is not later, so a row's result does not depend o
 its padding or the size of the cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,19 @@ class KVCache:
 
     real int32 [B, T]: 1 where a slot holds a token, 0 for padding and empty slots. lengths int32
     [B]: tokens of each row, which is its next position. column int32 []: the next slot, equal for
-    all rows.
+    all rows. source int32 [B, S]: `real` of what an encoder reads, or None.
     """
 
     layers: Caches
     real: jax.Array
     lengths: jax.Array
     column: jax.Array
+    source: jax.Array | None = None
 
 
 def require_decoder(cfg: ModelConfig) -> None:
-    """Raise `UserError` for an encoder, whose tokens would have to see those that follow."""
-    if cfg.is_encoder:
+    """Raise `UserError` for a model with an encoder, whose tokens see those that follow."""
+    if cfg.is_encoder or cfg.is_encoder_decoder:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks) continues no text and "
             "gives a text no probability; use it by mjax.from_pretrained (docs/encoders.md)"
@@ -49,35 +50,56 @@ def require_decoder(cfg: ModelConfig) -> None:
 
 
 def empty_cache(
-    cfg: ModelConfig, batch: int, length: int, dtype: jnp.dtype, mesh: Mesh | None = None
+    cfg: ModelConfig,
+    batch: int,
+    length: int,
+    dtype: jnp.dtype,
+    mesh: Mesh | None = None,
+    source: jax.Array | None = None,
 ) -> KVCache:
-    """Room for `length` tokens in each of `batch` rows, heads sharded over tp of `mesh`."""
+    """Room for `length` tokens in each of `batch` rows, heads sharded over tp of `mesh`.
+
+    `source` is that of the cache.
+    """
     tp = 1 if mesh is None else parallel_of(mesh).tp
-    specs = cache_specs(cfg, batch, length, tp)
+    specs = cache_specs(cfg, batch, length, tp, 0 if source is None else source.shape[1])
 
     def empty(spec: CacheSpec) -> jax.Array:
         return jnp.zeros(spec.shape, jnp.float32 if spec.precise else dtype)
 
     layers = jax.tree.map(empty, specs)
     zeros = jnp.zeros((batch, length), jnp.int32)
-    return placed(cfg, KVCache(layers, zeros, zeros[:, 0], jnp.int32(0)), mesh)
+    return placed(cfg, KVCache(layers, zeros, zeros[:, 0], jnp.int32(0), source), mesh)
 
 
 def extend(
-    model: Decoder, cache: KVCache, ids: jax.Array, real: jax.Array, mesh: Mesh | None = None
+    model: Decoder,
+    cache: KVCache,
+    ids: jax.Array,
+    real: jax.Array,
+    mesh: Mesh | None = None,
+    source_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run ids [B, S] behind what the cache holds -> final activations [B, S, D], the new cache.
 
     `real` int32 [B, S] is 0 for padding, whose activations mean nothing. The caller keeps
-    `column` + S within the cache: slots are not checked while tracing.
+    `column` + S within the cache: slots are not checked while tracing. Beside an encoder, `ids` are
+    the decoder's; the encoder reads `source_ids`, given once.
     """
     columns = cache.column + jnp.arange(ids.shape[1], dtype=jnp.int32)
     positions = cache.lengths[:, None] + jnp.maximum(jnp.cumsum(real, 1) - 1, 0)
     keys = jax.lax.dynamic_update_slice(cache.real, real, (0, cache.column))
     info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
-    x, _, layers = model.hidden(ids, info, Context(attention="xla"), cache.layers)
+    ctx = Context(attention="xla")
+    if cache.source is None:
+        x, _, layers = model.hidden(ids, info, ctx, cache.layers)
+    else:
+        places = jnp.maximum(jnp.cumsum(cache.source, 1) - 1, 0)
+        source = tokens_of(cache.source.shape, places, cache.source)
+        info = replace(source, target=info)
+        x, _, layers = model.hidden(source_ids, info, ctx, cache.layers, target=ids)
     lengths = cache.lengths + real.sum(1)
-    new = KVCache(layers, keys, lengths, cache.column + ids.shape[1])
+    new = KVCache(layers, keys, lengths, cache.column + ids.shape[1], cache.source)
     return x, placed(model.cfg, new, mesh)
 
 
@@ -93,7 +115,8 @@ def placed(cfg: ModelConfig, cache: KVCache, mesh: Mesh | None) -> KVCache:
 
     specs = cache_specs(cfg, *cache.real.shape, parallel.tp)
     layers = jax.tree.map(pin, specs, cache.layers)
-    return KVCache(layers, *replicated((cache.real, cache.lengths, cache.column), mesh))
+    rest = cache.real, cache.lengths, cache.column, cache.source
+    return KVCache(layers, *replicated(rest, mesh))
 
 
 def gathered(logits: jax.Array, mesh: Mesh | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Text from a decoder: one jitted prefill, then one jitted step per token, for a batch of prompts.
+"""Text from a decoder, beside an encoder or alone: one jitted prefill, then one jitted step per token, for a batch of prompts.
 
 Parameters are global arrays on any mesh and the model an ordinary function of them, so XLA
 partitions it by their shardings (tp over heads, MLP and vocabulary; the cache over kv heads, which
@@ -9,6 +9,7 @@ depends on its prompt, its settings, the seed and its number alone, not on other
 Lengths of prompts and caches are rounded up to powers of two, so that few programs are compiled.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,13 @@ class Generator:
         and memory holds the model once. Without a tokenizer texts are empty and stop strings
         refused.
         """
-        require_decoder(cfg)
+        if not cfg.is_encoder_decoder:
+            require_decoder(cfg)
+        elif cfg.decoder_start_token_id is None:
+            raise UserError(
+                "model.decoder_start_token_id: generation begins with it; give the id that the "
+                "model was trained with"
+            )
         self.cfg, self.tokenizer = cfg, tokenizer
         self._mesh = mesh = mesh_of(params)
         self._params = take_apart(definition.specs, params, jnp.dtype(dtype), donate)
@@ -99,8 +106,9 @@ class Generator:
     ) -> Iterator[Token]:
         """Continue each of `prompts`, lists of ids, by up to `max_new_tokens`: tokens as they come.
 
-        A row ends with an id of `eos`, or where its text holds one of `stop`. Raises `UserError`
-        for what the model cannot continue.
+        A row ends with an id of `eos`, or where its text holds one of `stop`. An encoder reads the
+        prompts, if the model has one, and what follows is its decoder's. Raises `UserError` for
+        what the model cannot continue.
         """
         self._check(prompts, max_new_tokens, stop)
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
@@ -153,6 +161,8 @@ class Generator:
 
     def _check(self, prompts, max_new_tokens: int, stop: Sequence[str]) -> None:
         limit = self.cfg.max_position_embeddings
+        if self.cfg.position_embedding == "relative":
+            limit = math.inf
         if not prompts or max_new_tokens < 1:
             raise UserError(
                 f"generate: {len(prompts)} prompts, {max_new_tokens} new tokens; give one or more"
@@ -185,12 +195,17 @@ class Programs:
     dtype: jnp.dtype
 
     def prefill(self, params, ids, real, settings: Settings, draws: Draws, seed, length: int):
+        source_ids = source = None
+        if self.cfg.is_encoder_decoder:
+            source_ids, source = ids, real
+            ids = jnp.full_like(ids[:, :1], self.cfg.decoder_start_token_id)
+            real = jnp.ones_like(ids)
         rows = jnp.arange(ids.shape[0])
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
         seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
         seen = seen.at[rows[:, None], ids].max(real > 0)
-        cache = empty_cache(self.cfg, len(rows), length, self.dtype, self.mesh)
-        return self._next(params, settings, draws, cache, ids, real, keys, seen)
+        cache = empty_cache(self.cfg, len(rows), length, self.dtype, self.mesh, source)
+        return self._next(params, settings, draws, cache, ids, real, keys, seen, source_ids)
 
     def step(self, params, settings: Settings, draws: Draws, state: tuple):
         cache, token, keys, seen = state
@@ -198,9 +213,11 @@ class Programs:
         real = jnp.ones_like(ids)
         return self._next(params, settings, draws, cache, ids, real, keys, seen)
 
-    def _next(self, params, settings, draws, cache: KVCache, ids, real, keys, seen):
+    def _next(
+        self, params, settings, draws, cache: KVCache, ids, real, keys, seen, source_ids=None
+    ):
         model = self.definition.bind(params)
-        x, cache = extend(model, cache, ids, real, self.mesh)
+        x, cache = extend(model, cache, ids, real, self.mesh, source_ids)
         logits = gathered(model.logits(x[:, -1]), self.mesh)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
         token, logprob = sample(logits, own, settings, seen, draws)

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branches_of
+from mjax.config.pattern import BRANCHES, branches_of, reads_encoder
 from mjax.models.context import Context, Tokens
 from mjax.models.params import StatisticCount
 from mjax.models.streams import SharedWeights
@@ -137,13 +137,22 @@ def model_heads(cfg: ModelConfig) -> HeadSizes | None:
     return next((heads for heads in found if heads is not None), None)
 
 
-def cache_specs(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> list[LayerCache]:
-    """The caches of all layers, as trees of `CacheSpec` (`BranchModule.cache`)."""
-    specs = []
+def cache_specs(
+    cfg: ModelConfig, batch: int, length: int, tp: int = 1, source_length: int = 0
+) -> list[LayerCache | None]:
+    """The caches of all layers, as trees of `CacheSpec` (`BranchModule.cache`).
+
+    Beside a decoder, an encoder has none. Its decoder also keeps keys of `source_length` tokens.
+    """
+    specs: list[LayerCache | None] = []
     for kind in cfg.layer_kinds:
-        sizes = cfg.of_layer(kind), batch, length, tp
+        if cfg.is_encoder_decoder and not reads_encoder(kind):
+            specs.append(None)
+            continue
         layer: LayerCache = {}
         for letter in branches_of(kind):
+            slots = source_length if BRANCHES[letter].mask == "cross" else length
+            sizes = cfg.of_layer(kind), batch, slots, tp
             layer[BRANCHES[letter].name] = branch_class(letter).cache(*sizes)
         specs.append(layer)
     return specs

@@ -8,11 +8,13 @@ frozen parameters has no need to compute.
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import branches_of
+from mjax.config.pattern import BRANCHES, branches_of, reads_encoder, stack_of
+from mjax.config.schema import Config
 from mjax.models import definition_of
 from mjax.models.branch import branch_class
 from mjax.sharding.spec import ParamSpec, freeze, is_spec
@@ -30,52 +32,90 @@ def matmul_weights(model: ModelConfig) -> float:
     return sum(map(_active_weights, _leaves(_specs(model)))) + _head_weights(model)
 
 
-def flops_per_token(model: ModelConfig, seq_length: int, frozen: Sequence[str] = ()) -> float:
+def flops_of_run(cfg: Config) -> float:
+    """`flops_per_token` of a run."""
+    data = cfg.data
+    return flops_per_token(cfg.model, data.seq_length, cfg.train.freeze, data.target_length)
+
+
+def flops_per_token(
+    model: ModelConfig,
+    seq_length: int,
+    frozen: Sequence[str] = (),
+    target_length: int | None = None,
+) -> float:
     """Model FLOPs of one token, forward and backward, nothing recomputed.
 
     A matmul weight counts 2 forward, 2 for its own gradient and 2 for that of its input. The
     branches of each layer add theirs, as the mean over a sequence of `seq_length` tokens. `frozen`
     is train.freeze: a frozen weight has no gradient, and where nothing before it is trained its
-    input has none.
+    input has none. The tokens of an encoder-decoder are those of its encoder, to each of which
+    comes its part of the work on `target_length` tokens of the decoder.
     """
-    return sum(flops_by_part(model, seq_length, frozen).values())
+    return sum(flops_by_part(model, seq_length, frozen, target_length).values())
 
 
 def flops_by_part(
-    model: ModelConfig, seq_length: int, frozen: Sequence[str] = ()
+    model: ModelConfig,
+    seq_length: int,
+    frozen: Sequence[str] = (),
+    target_length: int | None = None,
 ) -> dict[str, float]:
     """`flops_per_token` of the layers' matmuls, of experts, of the head, and of what the branches
     of layers compute besides products with weights (attention)."""
+    share = 1.0 if target_length is None else target_length / seq_length
     specs = freeze(_specs(model), frozen)
     after = {name: specs[name] for name in _AFTER_LAYERS if name in specs}
     layers = {name: specs[name] for name in specs if name not in after}
     layers_trained = _is_trained(layers)
     parts = {"matmul": 0.0, "experts": 0.0}
-    for spec in _leaves(specs):
-        of_experts = "experts" in spec.axes and spec.role == "matrix"
-        part = "experts" if of_experts else "matmul"
-        per_weight = _flops_per_weight(not spec.frozen, layers_trained)
-        parts[part] += _active_weights(spec) * per_weight
+    of_decoder = {stack_of(kind) for kind in model.layer_kinds if reads_encoder(kind)}
+    for name, declared in specs.items():
+        for spec in _leaves(declared):
+            of_experts = "experts" in spec.axes and spec.role == "matrix"
+            part = "experts" if of_experts else "matmul"
+            per_weight = _flops_per_weight(not spec.frozen, layers_trained)
+            passes = share if name in of_decoder and spec.matmul != "cross_kv" else 1.0
+            parts[part] += _active_weights(spec) * per_weight * passes
     head = specs.get("head", specs["embedding"])
     inputs_trained = layers_trained or _is_trained(after.get("final_norm", {}))
     per_weight = _flops_per_weight(not head.frozen, inputs_trained)
-    parts["head"] = _head_weights(model) * per_weight
+    parts["head"] = _head_weights(model) * per_weight * share
     of_branches = 0.0
-    for _, _, flops in branch_flops(model, seq_length):
-        of_branches += flops
+    for branch in branch_flops(model, seq_length, target_length):
+        of_branches += branch.flops
     parts["attention"] = of_branches if layers_trained else of_branches / 3
     return parts
 
 
-def branch_flops(model: ModelConfig, seq_length: int) -> Iterator[tuple[str, ModelConfig, float]]:
-    """(letter, sizes, FLOPs besides products with weights) of every branch of every layer.
+class BranchWork(NamedTuple):
+    """A branch of a layer: its letter and sizes, and its FLOPs besides products with weights.
+
+    share: the tokens that pass it for each token that is counted.
+    """
+
+    letter: str
+    sizes: ModelConfig
+    flops: float
+    share: float
+
+
+def branch_flops(
+    model: ModelConfig, seq_length: int, target_length: int | None = None
+) -> Iterator[BranchWork]:
+    """Every branch of every layer.
 
     Layers of multi-token prediction are among them.
     """
     for kind in (*model.layer_kinds, *model.prediction_kinds):
-        sizes = model.of_layer(kind)
+        length = seq_length
+        if target_length is not None and reads_encoder(kind):
+            length = target_length
+        sizes, share = model.of_layer(kind), length / seq_length
         for letter in branches_of(kind):
-            yield letter, sizes, branch_class(letter).flops(sizes, letter, seq_length)
+            keys = seq_length if BRANCHES[letter].mask == "cross" else length
+            flops = branch_class(letter).flops(sizes, letter, keys)
+            yield BranchWork(letter, sizes, flops * share, share)
 
 
 def _flops_per_weight(weight_trained: bool, input_trained: bool) -> int:

@@ -286,8 +286,8 @@ def fp8_leaves(tree: dict, specs: dict) -> dict[str, dict]:
 # ---- running -------------------------------------------------------------------------------------
 
 
-# The caches of a model, one for each layer.
-Caches = list[LayerCache]
+# The caches of a model, one for each layer; None: it has none.
+Caches = list[LayerCache | None]
 
 
 class LayerInputs(NamedTuple):

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
 import numpy as np
 
 from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
-from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
+from mjax.models.objective import Batch, BatchField, NextToken, Scalars
 from mjax.models.streams import Streams
 
 _OF_TARGET = ("batch", "target")

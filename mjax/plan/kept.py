@@ -6,6 +6,7 @@ what all layers share are left out.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -14,14 +15,16 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mjax.config.mesh_rules import AXES
-from mjax.config.pattern import BRANCHES, branches_of
+from mjax.config.pattern import BRANCHES, branches_of, reads_encoder
 from mjax.config.remat import kept_names
 from mjax.config.schema import Config
 from mjax.models.context import Context, tokens_of
 from mjax.models.decoder import Block
+from mjax.models.joint import Joint
 from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables
 from mjax.models.remat import all_but_views, remat
+from mjax.models.streams import Activation, Streams
 from mjax.models.weight import Weight
 from mjax.plan.execution import decide_execution, micro_batch_shape
 from mjax.sharding.collectives import Parallel
@@ -61,13 +64,18 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     block = split(nnx.eval_shape(make_block))[0]
     rows, width = micro_batch_shape(cfg, sizes)
     shape = rows, width // parallel.tp, cfg.model.hidden_size
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute))
+    like = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute))
+    x, target = like, None
+    if cfg.model.is_encoder_decoder:
+        target = (cfg.data.target_length or cfg.data.seq_length) // sizes["cp"]
+        x = _streams(cfg, sizes, like, target)
     leaves: list = []
     names: list = []
 
-    def trace(weights: dict, x: jax.Array) -> jax.Array:
+    def trace(weights: dict, x: Activation) -> Activation:
         layer = block, kind, policy
-        residuals, named = _residuals(cfg, parallel, layer, weights, x, (rows, width))
+        lengths = rows, width, target
+        residuals, named = _residuals(cfg, parallel, layer, weights, x, lengths)
         leaves.extend(residuals)
         names.extend(named)
         return x
@@ -82,7 +90,8 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
         check_vma=False,
     )
     jax.eval_shape(mapped, _local_weights(cfg, parallel, block), x)
-    labels = [("input", x), *names]
+    inputs = [leaf for leaf in jax.tree.leaves(x) if leaf.ndim == like.ndim]
+    labels = [*(("input", leaf) for leaf in inputs), *names]
     tensors = []
     for aval in leaves:
         name = _take_label(labels, aval, kept_names(policy))
@@ -95,10 +104,13 @@ def _residuals(
     parallel: Parallel,
     layer: tuple[Definition, str, str],
     weights: dict,
-    x: jax.Array,
-    shape: tuple[int, int],
+    x: Activation,
+    lengths: tuple[int, int, int | None],
 ) -> tuple[list, list]:
-    """(shapes that a layer's vjp holds, (name, shape) of all that its forward names)."""
+    """(shapes that a layer's vjp holds, (name, shape) of all that its forward names).
+
+    `lengths` are the sequences, their tokens, and those of the decoder beside an encoder.
+    """
     block, kind, policy = layer
     ctx = Context(
         parallel=parallel,
@@ -111,27 +123,50 @@ def _residuals(
         capacity=True,
         dropout=True,
     )
-    positions = jnp.zeros(shape, jnp.int32)
-    tokens = tokens_of(shape, positions, key=jax.random.key(0))
+    rows, width, target = lengths
+    positions = jnp.zeros((rows, width), jnp.int32)
+    tokens = tokens_of((rows, width), positions, key=jax.random.key(0))
+    if target is not None:
+        tokens = replace(tokens, target=tokens_of((rows, target), key=tokens.key))
+        positions = tokens.target.positions if reads_encoder(kind) else positions
     rope = {}
     if cfg.model.position_embedding == "rope":
         for letter in branches_of(kind):
             if BRANCHES[letter].rotary:
                 rope[letter] = rope_tables(cfg.model, positions, letter, parallel)
 
-    def apply(weights: dict, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def apply(weights: dict, x: Activation) -> tuple[Activation, dict[str, jax.Array]]:
         output = block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)
         return output.y, output.statistics
 
-    def forward(weights: dict, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def forward(weights: dict, x: Activation) -> tuple[Activation, dict[str, jax.Array]]:
         return jax.vjp(apply, weights, x)[0]
 
     body = all_but_views(apply) if policy == "none" else remat(apply, policy)
     _, vjp = jax.vjp(body, weights, x)
-    shared = {id(a) for a in jax.tree.leaves((weights, tokens, rope))}
+    travels = ()
+    if isinstance(x, Streams):
+        travels = x.shared, x.encoder if reads_encoder(kind) else x.decoder
+    shared = {id(a) for a in jax.tree.leaves((weights, tokens, rope, travels))}
     held = {id(a): a.aval for a in jax.tree.leaves(vjp) if id(a) not in shared}
     named = _named(jax.make_jaxpr(forward)(weights, x).jaxpr)
     return list(held.values()), list(named)
+
+
+def _streams(
+    cfg: Config, sizes: dict[str, int], encoder: jax.ShapeDtypeStruct, target: int
+) -> Streams:
+    """The shapes of an encoder-decoder's activations on a device."""
+    rows, _, width = encoder.shape
+    decoder = jax.ShapeDtypeStruct((rows, target // sizes["tp"], width), encoder.dtype)
+    shared = jax.eval_shape(lambda: Joint(cfg.model, nnx.Rngs(0)).weights())
+
+    def local(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        heads, buckets = table.shape
+        return jax.ShapeDtypeStruct((heads // sizes["tp"], buckets), table.dtype)
+
+    shared = replace(shared, relative={name: local(w) for name, w in shared.relative.items()})
+    return Streams(encoder, decoder, shared)
 
 
 def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:

@@ -237,7 +237,8 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
 def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """The loss's fp32 gradient of the head, and a chunk's logits and their gradient."""
     rows = cfg.model.padded_vocab_size // sizes["tp"]
-    tokens = cfg.train.micro_batch_size * cfg.data.seq_length // sizes["cp"]
+    length = cfg.data.target_length or cfg.data.seq_length
+    tokens = cfg.train.micro_batch_size * length // sizes["cp"]
     chunk = cfg.train.loss_chunk
     fused = fits(tokens, rows, sizes["tp"], chunk)
     cut = cut_of(tokens, rows, chunk, fused=fused)

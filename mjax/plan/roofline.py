@@ -22,7 +22,7 @@ from mjax.models.branch import branch_class, model_heads
 from mjax.models.capacity import expert_capacity
 from mjax.models.execution import Execution
 from mjax.models.expert_exchange import rows_per_peer
-from mjax.models.flops import branch_flops, flops_by_part, flops_per_token
+from mjax.models.flops import branch_flops, flops_by_part, flops_of_run
 from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
@@ -121,7 +121,7 @@ def time_lines(
     """Lines that say how long a step takes by this estimate, and of what that is made."""
     time = total(parts)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length / devices
-    flops = tokens * flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze)
+    flops = tokens * flops_of_run(cfg)
     speed = f"{tokens / time.high:,.0f} to {tokens / time.low:,.0f} tok/s a GPU"
     if peak_tflops:
         shares = [flops / seconds / (peak_tflops * 1e12) for seconds in (time.high, time.low)]
@@ -178,7 +178,7 @@ def _compute(
 ) -> Iterator[Part]:
     """Matmuls, attention and passes over memory of one device, in all micro-batches."""
     tokens = _tokens(cfg, sizes, execution) * stretch
-    flops = flops_by_part(cfg.model, cfg.data.seq_length, cfg.train.freeze)
+    flops = flops_by_part(cfg.model, *_lengths(cfg))
     again = {name: _share_of_policy(execution, name) for name in AGAIN}
     weights_again = 1 + (again["attention"] + again["full"]) / 3
     peak = MATMUL.scaled(chip.bf16_tflops * 1e12)
@@ -218,9 +218,10 @@ def _share_of_policy(execution: Execution, policy: str) -> float:
 
 def _attention_seconds(cfg: Config, chip: Chip) -> float:
     """Seconds of a token's attention in all layers if the share of the peak were 1."""
-    length = cfg.data.seq_length
+    length, _, target = lengths = _lengths(cfg)
+    branches = list(branch_flops(cfg.model, length, target))
     work = 0.0
-    for letter, sizes, flops in branch_flops(cfg.model, length):
+    for letter, sizes, flops, _ in branches:
         window = length
         if BRANCHES[letter].windowed and sizes.attention.sliding_window:
             window = min(length, sizes.attention.sliding_window)
@@ -232,10 +233,15 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
         of_head = head / (head + HEAD_SIZE)
         of_window = window / (window + SEQUENCE)
         work += flops / (of_head * of_window)
-    all_flops = sum(flops for _, _, flops in branch_flops(cfg.model, length))
-    counted = flops_by_part(cfg.model, length, cfg.train.freeze)["attention"]
+    all_flops = sum(branch.flops for branch in branches)
+    counted = flops_by_part(cfg.model, *lengths)["attention"]
     trained = counted / all_flops if all_flops else 0.0  # less where layers are frozen
     return work * trained / (chip.bf16_tflops * 1e12)
+
+
+def _lengths(cfg: Config) -> tuple[int, list[str], int | None]:
+    """What `flops_by_part` is told of a run."""
+    return cfg.data.seq_length, cfg.train.freeze, cfg.data.target_length
 
 
 def _pass_bytes(
@@ -252,15 +258,18 @@ def _pass_bytes(
         passes += copied * cfg.model.num_hidden_layers
     if execution.recipe is not None:
         passes *= ROUNDING
-    return passes + BYTES_A_LOGIT * cfg.model.padded_vocab_size
+    length, _, target = _lengths(cfg)
+    logits = cfg.model.padded_vocab_size * (target or length) / length
+    return passes + BYTES_A_LOGIT * logits
 
 
 def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """Bytes of a token that pass through memory besides matmuls, in all layers."""
-    elements = 0.0
-    for letter, model, _ in branch_flops(cfg.model, cfg.data.seq_length):
+    all_elements = 0.0
+    length, _, target = _lengths(cfg)
+    for letter, model, _, share in branch_flops(cfg.model, length, target):
         heads = branch_class(letter).heads(model)
-        elements += OF_BLOCK / 2 * model.hidden_size
+        elements = OF_BLOCK / 2 * model.hidden_size
         of_ffn = OF_GATE if model.mlp_gated else OF_ACTIVATION
         if heads is not None:
             channels = heads.heads * heads.size + heads.kv_channels
@@ -274,7 +283,8 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
             if expert_choice(cfg, sizes).name not in ("loop", "batched"):
                 pairs = model.moe.num_experts_per_tok
                 elements += OF_PAIR * pairs * model.expert_width
-    return elements * WIDTH[cfg.precision.compute]
+        all_elements += elements * share
+    return all_elements * WIDTH[cfg.precision.compute]
 
 
 def _pipeline_stretch(cfg: Config, execution: Execution) -> float:

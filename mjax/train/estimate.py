@@ -19,7 +19,7 @@ from mjax.config.remat import offloaded
 from mjax.config.schema import Config
 from mjax.errors import INTERRUPTED, UserError, first_line
 from mjax.models.execution import Execution
-from mjax.models.flops import flops_per_token
+from mjax.models.flops import flops_of_run
 from mjax.pipeline.layout import stage_lines
 from mjax.pipeline.schedule import make_schedule, timeline
 from mjax.plan import roofline
@@ -114,7 +114,7 @@ def print_plan(trainer: Trainer, console: Console) -> None:
     for line in [*lines, *pipeline_lines(trainer)]:
         console.print(line, markup=False)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
-    flops = flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze)
+    flops = flops_of_run(cfg)
     console.print(f"parameters  {count_parameters(trainer.specs):,}")
     if cfg.train.freeze:
         console.print(

@@ -26,7 +26,7 @@ from mjax.config.load import dump
 from mjax.config.schema import Config
 from mjax.data.loader import Dataset, build_datasets, make_loader
 from mjax.errors import UserError
-from mjax.models.flops import flops_per_token
+from mjax.models.flops import flops_of_run
 from mjax.models.objective import HostBatch
 from mjax.optim.schedule import batch_range, consumed_samples, rates_of_step
 from mjax.sharding.spec import count_frozen, count_parameters
@@ -411,7 +411,7 @@ def final_step(cfg: Config) -> int:
 def run_summary(trainer: Trainer) -> str:
     """Lines on the model and the mesh of a run, and on what was chosen for "auto"."""
     cfg, mesh = trainer.cfg, trainer.mesh
-    flops = flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze)
+    flops = flops_of_run(cfg)
     axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     shape = " ".join(axes) or "one device"
     parameters = f"{count_parameters(trainer.specs):,} parameters"

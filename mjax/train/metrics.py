@@ -18,7 +18,7 @@ import jax
 
 from mjax.config.schema import Config, LogConfig
 from mjax.errors import UserError
-from mjax.models.flops import flops_per_token
+from mjax.models.flops import flops_of_run
 from mjax.plan.chips import chip_of_kind
 from mjax.train.console import LEGEND, Console
 from mjax.train.log_writer import (
@@ -48,7 +48,7 @@ def peak_tflops(log: LogConfig, device_kind: str) -> float | None:
 def speed(cfg: Config, tokens: int, seconds: float) -> Record:
     """tok/s, TFLOP/s and MFU per device of `tokens` global tokens trained in `seconds`."""
     rate = tokens / seconds / jax.device_count()
-    tflops = rate * flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze) / 1e12
+    tflops = rate * flops_of_run(cfg) / 1e12
     peak = peak_tflops(cfg.log, jax.devices()[0].device_kind)
     mfu = tflops / peak if peak else None
     return {"tokens_per_second": rate, "tflops": tflops, "mfu": mfu}
