@@ -10,6 +10,7 @@ from mjax.config.schema import DataConfig
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.loader import build_datasets, make_loader, stream_hash
 from mjax.data.spans import SpanDataset
+from mjax.data.tokenizer import train_tokenizer, word_continuations
 from mjax.errors import UserError
 from mjax.models.span_fields import span_fields, stream_length
 from tests.unit.test_data_masked import corpus, megatron_mapping, write
@@ -84,7 +85,7 @@ def megatron_sample(parts, target, data, seed, continues):
         ((64, 40), 1234, 500, {}),
         ((128, 64), 7, None, {"whole_words": False, "max_ngram": 3, "short_probability": 0.5}),
         ((24, 30), 2**32 - 40, 1500, {"probability": 0.5, "cls_token_id": 7, "sep_token_id": 220}),
-        ((40, 40), 5, 700, {"short_probability": 0.0, "sentinel_ids": [399, 300]}),
+        ((200, 120), 5, 70, {"probability": 0.3, "sentinel_ids": [399, 300]}),
     ],
 )
 def test_samples_hold_what_megatrons_hold(tmp_path, sizes, seed, wanted, more):
@@ -223,6 +224,7 @@ def test_spans_put_back_give_the_documents(seed):
     fields = span_fields(np.stack(tokens), np.stack(segments), range(8), data)
     for row, texts in enumerate(documents):
         made = examples(fields, row, data)
+        assert len(made) <= len(texts)
         used = np.zeros(2, int)
         for number, (text, (found, spans)) in enumerate(zip(texts, made, strict=False), 1):
             is_last = number == len(made)
@@ -405,3 +407,13 @@ def test_rows_of_a_stream_are_longer_than_what_is_read_of_them(folder):
         assert length > 32
         with pytest.raises(UserError, match=r"=\[300, 300\] are 1 ids, too few for the 2 spans"):
             build_datasets(config(keys, sentinel_ids=[300, 300]), 4, 0)
+
+
+def test_words_are_those_of_the_tokenizer(folder, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(["the small house runs under a large tree"] * 9, 290, path)
+    keys = f"data.paths=[{folder}/a]", f"data.tokenizer={path}"
+    data, _ = build_datasets(config(*keys, sentences="true"), 4, 0)
+    continues = word_continuations(path)
+    assert isinstance(data, SpanDataset) and 0 < continues.sum() < len(continues) < VOCAB
+    np.testing.assert_array_equal(data.continues[: len(continues)], continues)
