@@ -1,5 +1,6 @@
 """The rules about encoders and their objectives: a part of the table of rules (`validate.py`)."""
 
+from mjax.config.keys import value_of
 from mjax.config.mesh_rules import Rule
 from mjax.config.model_schema import BertConfig
 from mjax.config.schema import Config
@@ -7,12 +8,33 @@ from mjax.config.schema import Config
 _OF_ENCODERS = ("masked_lm", "classify")
 _FRAME = ("cls_token_id", "sep_token_id", "pad_token_id")
 _SPECIAL = ("mask_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+_SPANS = "span_corruption"
+_OF_SPANS = (
+    "data.target_length",
+    "data.eod_token_id",
+    "data.masked.decoder_start_token_id",
+    "data.masked.pad_token_id",
+)
 
 
 def _is_like_bert(c: Config) -> bool:
     """Whether the model has a part of encoders."""
     m = c.model
     return m.is_encoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
+
+
+def _missing_for_spans(c: Config) -> list[str]:
+    """The keys that train.objective=span_corruption needs and that are not given."""
+    if c.train.objective != _SPANS:
+        return []
+    missing = [key for key in _OF_SPANS if value_of(c, key) is None]
+    return missing if len(c.data.masked.sentinel_ids) == 2 else ["data.masked.sentinel_ids"]
+
+
+def _special_ids(c: Config) -> list[int]:
+    """The ids in data.masked that are given."""
+    ids = [value for name, value in c.data.masked if name.endswith("_token_id")]
+    return [i for i in (*ids, *c.data.masked.sentinel_ids) if i is not None]
 
 
 ENCODER_RULES: tuple[Rule, ...] = (
@@ -31,8 +53,8 @@ ENCODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "padding_is_not_seen",
-        lambda c: not c.model.is_encoder or c.data.document_mask,
-        "`data.document_mask` keeps padding and other documents out of B blocks",
+        lambda c: c.data.document_mask or not (c.model.is_encoder or c.train.objective == _SPANS),
+        "`data.document_mask` keeps padding and other documents out of an encoder's sight",
         "set it to true",
     ),
     Rule(
@@ -49,9 +71,7 @@ ENCODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "masked_ids_in_vocab",
-        lambda c: all(
-            (getattr(c.data.masked, name) or 0) < c.model.vocab_size for name in _SPECIAL
-        ),
+        lambda c: all(0 <= token < c.model.vocab_size for token in _special_ids(c)),
         "ids of special tokens in data.masked are outside `model.vocab_size`",
         "change either",
     ),
@@ -59,6 +79,7 @@ ENCODER_RULES: tuple[Rule, ...] = (
         "samples_have_specials",
         lambda c: (
             not c.data.masked.sentences
+            or c.train.objective == _SPANS
             or all(getattr(c.data.masked, name) is not None for name in _SPECIAL)
         ),
         "`data.masked.sentences` needs the ids of [CLS], [SEP], [MASK] and [PAD]",
@@ -76,9 +97,28 @@ ENCODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sentences_are_masked",
-        lambda c: not c.data.masked.sentences or c.train.objective == "masked_lm",
-        "`data.masked.sentences` makes samples for masked_lm, not for `train.objective`",
+        lambda c: not c.data.masked.sentences or c.train.objective in ("masked_lm", _SPANS),
+        "`data.masked.sentences` makes samples for masked_lm and span_corruption, not for "
+        "`train.objective`",
         "set train.objective=masked_lm or data.masked.sentences=false",
+    ),
+    Rule(
+        "target_length_used",
+        lambda c: c.data.target_length is None or c.train.objective == _SPANS,
+        "`data.target_length` has no effect with `train.objective`",
+        "remove it, or set train.objective=span_corruption",
+    ),
+    Rule(
+        "spans_have_ids",
+        lambda c: not _missing_for_spans(c),
+        lambda c: f"`train.objective` needs `{_missing_for_spans(c)[0]}`",
+        "set it; sentinel_ids are the first and the last one (docs/encoders.md)",
+    ),
+    Rule(
+        "spans_count_on",
+        lambda c: c.train.objective != _SPANS or not c.data.reset_position_ids,
+        "`data.reset_position_ids` is not built for the decoder of `train.objective`",
+        "set it to false",
     ),
     Rule(
         "fim_is_of_streams",
@@ -90,8 +130,10 @@ ENCODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sentence_samples_fit",
-        lambda c: not c.data.masked.sentences or c.data.seq_length >= 8,
-        "`data.seq_length` leaves no room for a sample with `data.masked.sentences`",
+        lambda c: (
+            c.data.seq_length >= 8 or not (c.data.masked.sentences or c.train.objective == _SPANS)
+        ),
+        "`data.seq_length` leaves no room for a sample of `train.objective`",
         "make it 8 or more",
     ),
     Rule(

@@ -59,7 +59,7 @@ class MeshConfig(Group):
 
 
 class MaskedDataConfig(Group):
-    """Hidden tokens, for train.objective=masked_lm (docs/encoders.md)."""
+    """Hidden tokens, for masked_lm, and spans, for span_corruption (docs/encoders.md)."""
 
     mask_token_id: int | None = Field(None, ge=0, description="In place of hidden tokens: [MASK].")
     cls_token_id: int | None = Field(None, ge=0, description="Before a sample: [CLS].")
@@ -74,8 +74,19 @@ class MaskedDataConfig(Group):
     short_probability: float = Field(
         0.1, ge=0, le=1, description="Samples aimed at a random shorter length."
     )
-    max_ngram: int = Field(3, ge=1, description="Words hidden at once, at most.")
+    max_ngram: int | None = Field(
+        None, ge=1, description="Words hidden at once, at most; None: 3, or 10 in spans."
+    )
     whole_words: bool = Field(True, description="All tokens of a word are hidden or none.")
+    mean_span: float = Field(3.0, ge=1, description="Tokens of a hidden span in streams; a mean.")
+    sentinel_ids: list[int] = Field(
+        [],
+        max_length=2,
+        description="First and last id in place of spans, in the order of use: [32099, 32000].",
+    )
+    decoder_start_token_id: int | None = Field(
+        None, ge=0, description="What the decoder reads before it writes the first label."
+    )
 
 
 class DataConfig(Group):

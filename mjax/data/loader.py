@@ -24,6 +24,8 @@ from mjax.data.text import prepare_text
 from mjax.data.tokenizer import load_tokenizer, word_continuations
 from mjax.errors import UserError
 
+SPAN_CORRUPTION = "span_corruption"
+
 
 class Dataset(Protocol):
     """What the loader reads: `GPTDataset`, or another of this folder with its methods."""
@@ -114,7 +116,7 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
         what = "none is" if not given else f"{' and '.join(given)} are"
         raise UserError(f"data: set exactly one of data.paths, data.text, data.mock; {what} set")
     if data.mock:
-        shape = cfg.model.vocab_size, data.seq_length
+        shape = cfg.model.vocab_size, _tokens_to_read(cfg)
         training = MockDataset(*shape, num_train, seed)
         return training, MockDataset(*shape, num_valid, seed + 1) if num_valid else None
     if cfg.train.objective == "classify":
@@ -203,24 +205,12 @@ def _dataset(
 ) -> Dataset:
     data: DataConfig = cfg.data
     if data.masked.sentences:
-        return MaskedDataset(
-            path,
-            split,
-            shares,
-            data.seq_length,
-            n,
-            cfg.run.seed,
-            data.masked,
-            cfg.model.vocab_size,
-            pairs=cfg.model.bert.num_labels > 0,
-            continues=_continuations(cfg),
-            cache_dir=data.cache_dir,
-        )
+        return _sentence_dataset(cfg, path, split, shares, n)
     return GPTDataset(
         path,
         split,
         shares,
-        data.seq_length,
+        _tokens_to_read(cfg),
         n,
         cfg.run.seed,
         cache_dir=data.cache_dir,
@@ -231,6 +221,35 @@ def _dataset(
         vocab_size=cfg.model.vocab_size,
         fim=fim,
     )
+
+
+def _sentence_dataset(
+    cfg: Config, path: str, split: str, shares: list[float], n: int | None
+) -> Dataset:
+    """Samples of whole sentences, with hidden spans or masked words."""
+    given = path, split, shares, n, cfg.run.seed, cfg.data, cfg.model.vocab_size
+    continues = _continuations(cfg)
+    if cfg.train.objective == SPAN_CORRUPTION:
+        from mjax.data.spans import SpanDataset  # imports jax, as grain does
+
+        return SpanDataset(*given, continues=continues)
+    return MaskedDataset(*given, pairs=cfg.model.bert.num_labels > 0, continues=continues)
+
+
+def _tokens_to_read(cfg: Config) -> int:
+    """The tokens of a row of a stream: more than `data.seq_length` where spans are cut out of it.
+
+    Raises `UserError` where the spans of such a row have too few sentinels.
+    """
+    data = cfg.data
+    if cfg.train.objective != SPAN_CORRUPTION:
+        return data.seq_length
+    from mjax.models.span_fields import sentinels_of, span_counts, stream_length
+
+    sizes = data.masked.probability, data.masked.mean_span
+    length = stream_length(data.seq_length, data.target_length, *sizes)
+    sentinels_of(data, span_counts(length, *sizes)[1])
+    return length
 
 
 def _continuations(cfg: Config) -> np.ndarray | None:

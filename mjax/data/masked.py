@@ -1,93 +1,87 @@
 """Masked samples of sentences, for encoders: by Megatron-LM's rules, draw for draw.
 
 `sentence_index.py` says which sentences make up a sample. Here they become one text or two, are cut
-to the target length, framed by [CLS] and [SEP], and some of their words are hidden. Invariant:
-sample n is a pure function of (corpus, settings, seed, n): its draws come from
-RandomState(seed + n), in the order of Megatron's `bert_dataset.py` and `masked_dataset.py`.
+to the target length, framed by [CLS] and [SEP], and some of their words are hidden. `spans.py` has
+T5's samples, of the same sources. Invariant: sample n is a pure function of (corpus, settings,
+seed, n): its draws come from RandomState(seed + n), in the order of Megatron's `bert_dataset.py`
+and `masked_dataset.py`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from mjax.config.schema import MaskedDataConfig
+from mjax.config.schema import DataConfig
 from mjax.data.cache import cached_arrays
 from mjax.data.gpt import Batch, split_range
 from mjax.data.indexed import REMEDY, IndexedDataset, Watch
 from mjax.data.sentence_index import build_sample_index
 from mjax.errors import UserError
 
-_SPECIALS = 3  # [CLS] and two [SEP]
 
+class Source(NamedTuple):
+    """A sample's sentences before anything is hidden, and where its draws come from.
 
-class MaskedSample(NamedTuple):
-    """A sample without its padding: int arrays of its length, and the class of its order.
-
-    seen: tokens with some replaced. tokens: the true ones. hidden: 1 where the loss counts.
-    types: 0 for the first text, 1 for the second. is_swapped: whether the second came first.
+    number: of the sample. text: int32, the tokens of its sentences. lengths: of each sentence.
+    target: tokens that the sample is cut to.
     """
 
-    seen: np.ndarray
-    tokens: np.ndarray
-    hidden: np.ndarray
-    types: np.ndarray
-    is_swapped: int
+    number: int
+    text: np.ndarray
+    lengths: np.ndarray
+    target: int
+    rng: np.random.RandomState
 
 
-class MaskedDataset:
-    """Samples of `seq_length` tokens, padding included; see the module for how they are made.
+class SentenceDataset:
+    """Samples of up to `data.seq_length` tokens, from documents of a sentence, with `pairs` of two.
 
-    `[i]` gives `tokens`, `labels`, `token_types`, `segment_ids` (1, and 0 for padding), `positions`
-    (int32 [S]), `loss_mask` (float32 [S]) and `row_label` (int32 []): 1 where the two texts were
-    exchanged, 0 where not, -1 without `pairs`. `batch(indices)` gives the same stacked.
-    `continues` bool [V] tells which tokens continue a word (`tokenizer.word_continuations`); None:
-    each token is a word. Raises `UserError` on a corpus or split that cannot be used.
+    Those who inherit give `batch(indices)`. `[i]` is one sample of it. `continues` bool [V] tells
+    which tokens continue a word (`tokenizer.word_continuations`); None: each token is a word.
+    Raises `UserError` on a corpus or split that cannot be used.
     """
 
     max_documents = 2  # the text, and padding
+    frame: int  # tokens that a sample has room for beside its text
 
     def __init__(
         self,
         prefix: str | os.PathLike,
         split: str | int,
         split_fractions: Sequence[float],
-        seq_length: int,
         num_samples: int | None,
         seed: int,
-        settings: MaskedDataConfig,
+        settings: DataConfig,
         vocab_size: int,
         *,
-        pairs: bool,
+        pairs: bool = False,
         continues: np.ndarray | None = None,
-        cache_dir: str | os.PathLike | None = None,
     ):
-        self.prefix, self.seq_length, self.seed = str(prefix), seq_length, seed
-        self.settings, self.vocab_size, self.pairs = settings, vocab_size, pairs
+        self.prefix, self.seed, self.vocab_size = str(prefix), seed, vocab_size
+        self.settings, self.masked, self.pairs = settings, settings.masked, pairs
         self.continues = np.zeros(vocab_size, bool)
         if continues is not None:
             known = continues[:vocab_size]
             self.continues[: len(known)] = known
-        sizes = 1 / np.arange(1, settings.max_ngram + 1)
-        below = np.cumsum(sizes / sizes.sum())
-        self._ngrams = (below / below[-1]).tolist()
         self.dataset = data = IndexedDataset(prefix)
         bounds = self._documents(split, split_fractions)
         stat = data.idx_path.stat()
-        least = 2 if pairs else 1
+        least, longest = 2 if pairs else 1, settings.seq_length - self.frame
         key = {
             "index": [os.path.abspath(data.idx_path), stat.st_size, stat.st_mtime_ns],
             "documents": [int(bounds[0]), int(bounds[-1]), len(bounds)],
-            "max_length": seq_length - _SPECIALS,
+            "max_length": longest,
             "num_samples": num_samples,
             "seed": seed,
-            "short_probability": settings.short_probability,
+            "short_probability": self.masked.short_probability,
             "min_sentences": least,
         }
-        order = num_samples, seq_length - _SPECIALS, settings.short_probability, seed, least
+        order = num_samples, longest, self.masked.short_probability, seed, least
         (self.sample_index,), files = cached_arrays(
-            cache_dir or f"{prefix}.cache",
+            settings.cache_dir or f"{prefix}.cache",
             key,
             ["sentences"],
             lambda: [build_sample_index(bounds, data.lengths, *order)],
@@ -117,8 +111,8 @@ class MaskedDataset:
     def __getitem__(self, i: int) -> Batch:
         return {name: array[0] for name, array in self.batch([i]).items()}
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Samples `indices`, stacked: the fields of `[i]`, each [B, S] or [B]."""
+    def sources(self, indices: Sequence[int] | np.ndarray) -> Iterator[Source]:
+        """Yield what samples `indices` are made of; one call reads all their text."""
         self._watch.check()
         numbers = np.asarray(indices, np.int64)
         first, last, target = self.sample_index[numbers].T.astype(np.int64)
@@ -127,17 +121,94 @@ class MaskedDataset:
         text = data.gather(data.offsets[first], size).astype(np.int32)
         self._check_ids(text)
         texts = np.split(text, np.cumsum(size)[:-1])
-
-        shape = len(numbers), self.seq_length
-        out = {name: np.zeros(shape, np.int32) for name in ("labels", "token_types", "segment_ids")}
-        out["tokens"] = np.full(shape, self.settings.pad_token_id, np.int32)
-        out["loss_mask"] = np.zeros(shape, np.float32)
-        out["positions"] = np.tile(np.arange(self.seq_length, dtype=np.int32), (len(numbers), 1))
-        out["row_label"] = np.full(len(numbers), -1, np.int32)
         for row, number in enumerate(numbers.tolist()):
             lengths = data.lengths[first[row] : last[row]]
             rng = np.random.RandomState((self.seed + number) % 2**32)
-            sample = self._sample(texts[row], lengths, int(target[row]), rng)
+            yield Source(number, texts[row], lengths, int(target[row]), rng)
+
+    def hidden_spans(
+        self, tokens: np.ndarray, target: int, rng: np.random.RandomState, draw: Callable[[], int]
+    ) -> Iterator[np.ndarray]:
+        """Yield the places in `tokens` of words to be hidden at once, in the order of the draws.
+
+        Words are taken in random order, each with up to `draw()` - 1 that follow it, until about
+        `probability` of the tokens are hidden.
+        """
+        # An id that is not given is None, which no token equals.
+        special = (tokens == self.masked.cls_token_id) | (tokens == self.masked.sep_token_id)
+        places = np.flatnonzero(~special)
+        words = self.masked.whole_words
+        begins = ~self.continues[tokens[places]] if words else np.ones(len(places), bool)
+        begins[:1] = True
+        start = np.flatnonzero(begins)
+        stop = np.append(start[1:], len(places)).tolist()
+        order = np.arange(len(start))
+        rng.shuffle(order)
+        start = start.tolist()
+        rounded = max(1, int(round(len(tokens) * self.masked.probability)))
+        most = min(self.masked.probability * target, rounded)
+
+        hidden, count = np.zeros(len(places), bool), 0
+        for word in order.tolist():
+            if count >= most:
+                break
+            begin, end = start[word], None
+            for n in range(draw(), 0, -1):
+                behind = stop[min(word + n, len(stop)) - 1]
+                if most >= count + behind - begin:
+                    end = behind
+                    break
+            if end is None or hidden[begin:end].any():
+                continue
+            hidden[begin:end] = True
+            count += end - begin
+            yield places[begin:end]
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            bad = int(ids.min() if ids.min() < 0 else ids.max())
+            raise UserError(
+                f"{self.dataset.bin_path}: holds token id {bad}, outside the vocabulary of "
+                f"{self.vocab_size}: set model.vocab_size to the tokenizer's, or check the data"
+            )
+
+
+class MaskedSample(NamedTuple):
+    """A sample without its padding: int arrays of its length, and the class of its order.
+
+    seen: tokens with some replaced. tokens: the true ones. hidden: 1 where the loss counts.
+    types: 0 for the first text, 1 for the second. is_swapped: whether the second came first.
+    """
+
+    seen: np.ndarray
+    tokens: np.ndarray
+    hidden: np.ndarray
+    types: np.ndarray
+    is_swapped: int
+
+
+class MaskedDataset(SentenceDataset):
+    """Samples of `seq_length` tokens, padding included; see the module for how they are made.
+
+    `[i]` gives `tokens`, `labels`, `token_types`, `segment_ids` (1, and 0 for padding), `positions`
+    (int32 [S]), `loss_mask` (float32 [S]) and `row_label` (int32 []): 1 where the two texts were
+    exchanged, 0 where not, -1 without `pairs`. `batch(indices)` gives the same stacked.
+    `SentenceDataset` says the rest.
+    """
+
+    frame = 3  # [CLS] and two [SEP]
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Samples `indices`, stacked: the fields of `[i]`, each [B, S] or [B]."""
+        count = len(indices)
+        shape = count, self.settings.seq_length
+        out = {name: np.zeros(shape, np.int32) for name in ("labels", "token_types", "segment_ids")}
+        out["tokens"] = np.full(shape, self.masked.pad_token_id, np.int32)
+        out["loss_mask"] = np.zeros(shape, np.float32)
+        out["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (count, 1))
+        out["row_label"] = np.full(count, -1, np.int32)
+        for row, source in enumerate(self.sources(indices)):
+            sample = self._sample(source)
             n = len(sample.tokens)
             out["tokens"][row, :n] = sample.seen
             out["labels"][row, :n] = np.where(sample.hidden, sample.tokens, 0)
@@ -148,10 +219,9 @@ class MaskedDataset:
                 out["row_label"][row] = sample.is_swapped
         return out
 
-    def _sample(
-        self, text: np.ndarray, lengths: np.ndarray, target: int, rng: np.random.RandomState
-    ) -> MaskedSample:
+    def _sample(self, source: Source) -> MaskedSample:
         """A sample of these sentences; its draws are made in Megatron's order."""
+        _, text, lengths, target, rng = source
         pivot, is_swapped = len(lengths), False
         if self.pairs:
             pivot = rng.randint(1, len(lengths)) if len(lengths) >= 3 else 1
@@ -161,7 +231,7 @@ class MaskedDataset:
         if is_swapped:
             first, second = second, first
         first, second = _trimmed(first, second, target, rng)
-        cls, sep = [self.settings.cls_token_id], [self.settings.sep_token_id]
+        cls, sep = [self.masked.cls_token_id], [self.masked.sep_token_id]
         parts = [cls, first, sep] + ([second, sep] if len(second) else [])
         tokens = np.concatenate(parts).astype(np.int32)
         types = np.zeros(len(tokens), np.int32)
@@ -172,63 +242,32 @@ class MaskedDataset:
     def _hide(
         self, tokens: np.ndarray, target: int, rng: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens with some replaced, 1 where they are to be predicted).
+        """(tokens with some replaced, 1 where they are to be predicted)."""
 
-        Words are taken in random order, each with up to `max_ngram` - 1 that follow it, until about
-        `probability` of the tokens are hidden.
-        """
-        settings = self.settings
-        special = (tokens == settings.cls_token_id) | (tokens == settings.sep_token_id)
-        places = np.flatnonzero(~special)
-        begins = (
-            ~self.continues[tokens[places]] if settings.whole_words else np.ones(len(places), bool)
-        )
-        begins[:1] = True
-        start = np.flatnonzero(begins)
-        stop = np.append(start[1:], len(places)).tolist()
-        order = np.arange(len(start))
-        rng.shuffle(order)
-        start = start.tolist()
-        rounded = max(1, int(round(len(tokens) * settings.probability)))
-        most = min(settings.probability * target, rounded)
-
-        hidden, count = np.zeros(len(places), bool), 0
-        seen = tokens.copy()
-        for word in order.tolist():
-            if count >= most:
-                break
+        def draw_words() -> int:
             draw = rng.random_sample()
-            longest = 1 + sum(below <= draw for below in self._ngrams)
-            begin, end = start[word], None
-            for n in range(longest, 0, -1):
-                behind = stop[min(word + n, len(stop)) - 1]
-                if most >= count + behind - begin:
-                    end = behind
-                    break
-            if end is None or hidden[begin:end].any():
-                continue
-            hidden[begin:end] = True
-            count += end - begin
-            for place in places[begin:end].tolist():
+            return 1 + sum(below <= draw for below in self._ngrams)
+
+        seen, chosen = tokens.copy(), np.zeros(len(tokens), np.int32)
+        for places in self.hidden_spans(tokens, target, rng, draw_words):
+            chosen[places] = 1
+            for place in places.tolist():
                 self._replace(seen, place, rng)
-        chosen = np.zeros(len(tokens), np.int32)
-        chosen[places[hidden]] = 1
         return seen, chosen
+
+    @cached_property
+    def _ngrams(self) -> list[float]:
+        """The probability of at most 1, 2, .. words at once."""
+        chances = 1 / np.arange(1, (self.masked.max_ngram or 3) + 1)
+        below = np.cumsum(chances / chances.sum())
+        return (below / below[-1]).tolist()
 
     def _replace(self, seen: np.ndarray, place: int, rng: np.random.RandomState) -> None:
         """80 %: by [MASK]; 10 %: by any token; 10 %: it stays."""
         if rng.random_sample() < 0.8:
-            seen[place] = self.settings.mask_token_id
+            seen[place] = self.masked.mask_token_id
         elif rng.random_sample() >= 0.5:
             seen[place] = rng.randint(0, self.vocab_size)
-
-    def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            bad = int(ids.min() if ids.min() < 0 else ids.max())
-            raise UserError(
-                f"{self.dataset.bin_path}: holds token id {bad}, outside the vocabulary of "
-                f"{self.vocab_size}: set model.vocab_size to the tokenizer's, or check the data"
-            )
 
 
 def _trimmed(

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from mjax.config.schema import MaskedDataConfig
+from mjax.config.schema import DataConfig, MaskedDataConfig
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.masked import MaskedDataset
 from mjax.data.sentence_index import build_sample_index, swapped_order, twister64
@@ -187,7 +187,7 @@ def megatron_sample(parts, target, settings, size, seed, pairs, continues):
         else:
             words.append([i])
     most = min(settings.probability * target, max(1, round(len(tokens) * settings.probability)))
-    sizes = np.arange(settings.max_ngram) + 1
+    sizes = np.arange(settings.max_ngram or 3) + 1
     chances = (1.0 / sizes) / (1.0 / sizes).sum()
     grams = [[words[i : i + n] for n in sizes] for i in range(len(words))]
     rng.shuffle(grams)
@@ -237,10 +237,9 @@ def test_samples_hold_what_megatrons_hold(tmp_path, pairs, size, seed, more):
         tmp_path / "c",
         "train",
         (1, 0, 0),
-        size,
         200,
         index_seed,
-        settings,
+        DataConfig(seq_length=size, masked=settings),
         VOCAB,
         pairs=pairs,
         continues=continues,
@@ -266,13 +265,11 @@ def test_what_cannot_be_used_is_said(tmp_path):
             tmp_path / "c",
             split,
             (1, 0, 0),
-            32,
             10,
             1,
-            MaskedDataConfig(**IDS),
+            DataConfig(seq_length=32, cache_dir=str(tmp_path / f"cache{len(lengths)}"), masked=IDS),
             vocab,
             pairs=True,
-            cache_dir=tmp_path / f"cache{len(lengths)}",
         )
 
     with pytest.raises(UserError, match="no document of split 'train' has 2 sentences"):
@@ -281,8 +278,7 @@ def test_what_cannot_be_used_is_said(tmp_path):
         data(np.array([5, 5, 5], np.int32), split="valid")
     bounds, lengths = corpus(1)
     write(tmp_path / "d", bounds, lengths)
-    small = MaskedDataset(
-        tmp_path / "d", "train", (1, 0, 0), 32, 10, 1, MaskedDataConfig(**IDS), 100, pairs=True
-    )
+    short = DataConfig(seq_length=32, masked=IDS)
+    small = MaskedDataset(tmp_path / "d", "train", (1, 0, 0), 10, 1, short, 100, pairs=True)
     with pytest.raises(UserError, match="holds token id .*, outside the vocabulary of 100"):
         small.batch(np.arange(10))

@@ -27,6 +27,8 @@ SAMPLES = [  # without a tokenizer
     "data.masked.sep_token_id=3",
     "data.masked.pad_token_id=4",
 ]
+SPANS = ["train.objective=span_corruption", "data.target_length=32", "data.eod_token_id=1"]
+SPANS += ["data.masked={sentinel_ids: [255, 240], decoder_start_token_id: 0, pad_token_id: 0}"]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
@@ -211,7 +213,19 @@ BROKEN = {
     ),
     "sentences_are_masked": (
         ["model.layer_pattern=B", "train.objective=classify", "data.tokenizer=byte", *SAMPLES],
-        "makes samples for masked_lm, not for train.objective='classify'",
+        "makes samples for masked_lm and span_corruption, not for train.objective='classify'",
+    ),
+    "target_length_used": (
+        ["data.target_length=32"],
+        "data.target_length=32 has no effect with train.objective='next_token'",
+    ),
+    "spans_have_ids": (
+        [*SPANS, "data.masked.sentinel_ids=[255]"],
+        "train.objective='span_corruption' needs data.masked.sentinel_ids=[255]",
+    ),
+    "spans_count_on": (
+        [*SPANS, "data.reset_position_ids=true"],
+        "data.reset_position_ids=True is not built for the decoder of train.objective='span_corr",
     ),
     "fim_is_of_streams": (
         [*MASKED, *SAMPLES, "data.tokenizer=byte", "data.fim_rate=0.5"],
@@ -219,7 +233,7 @@ BROKEN = {
     ),
     "sentence_samples_fit": (
         [*MASKED, *SAMPLES, "data.tokenizer=byte", "data.seq_length=7"],
-        "data.seq_length=7 leaves no room",
+        "data.seq_length=7 leaves no room for a sample of train.objective='masked_lm'",
     ),
     "pairs_need_sentences": (
         [*MASKED, "model.bert.num_labels=3"],
