@@ -3,6 +3,7 @@
 from mjax.config.keys import value_of
 from mjax.config.mesh_rules import Rule
 from mjax.config.model_schema import BertConfig
+from mjax.config.pattern import BRANCHES, branches_of_model, has_heads, reads_encoder
 from mjax.config.schema import Config
 
 _OF_ENCODERS = ("masked_lm", "classify")
@@ -12,7 +13,7 @@ _SPANS = "span_corruption"
 _OF_SPANS = (
     "data.target_length",
     "data.eod_token_id",
-    "data.masked.decoder_start_token_id",
+    "model.decoder_start_token_id",
     "data.masked.pad_token_id",
 )
 
@@ -20,7 +21,7 @@ _OF_SPANS = (
 def _is_like_bert(c: Config) -> bool:
     """Whether the model has a part of encoders."""
     m = c.model
-    return m.is_encoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
+    return m.is_encoder or m.is_encoder_decoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
 
 
 def _missing_for_spans(c: Config) -> list[str]:
@@ -34,7 +35,40 @@ def _missing_for_spans(c: Config) -> list[str]:
 def _special_ids(c: Config) -> list[int]:
     """The ids in data.masked that are given."""
     ids = [value for name, value in c.data.masked if name.endswith("_token_id")]
-    return [i for i in (*ids, *c.data.masked.sentinel_ids) if i is not None]
+    ids += [*c.data.masked.sentinel_ids, c.model.decoder_start_token_id]
+    return [i for i in ids if i is not None]
+
+
+def _sides_are_apart(c: Config) -> bool:
+    """Whether an encoder of B branches comes first, and then a decoder that sees no token ahead."""
+    kinds = c.model.layer_kinds
+    if not c.model.is_encoder_decoder:
+        return True
+    encoders = sum(not reads_encoder(kind) for kind in kinds)
+    encoder, decoder = kinds[:encoders], kinds[encoders:]
+    if not encoder or not all(map(reads_encoder, decoder)):
+        return False
+    masks = {BRANCHES[letter].mask for letter in branches_of_model(decoder)}
+    seen = {letter for letter in branches_of_model(encoder) if has_heads(letter)}
+    return seen == {"B"} and masks == {"causal", "cross"}
+
+
+def _not_in_cross_attention(c: Config) -> list[str]:
+    """The keys that change attention and that cross-attention lacks."""
+    attention = c.model.attention
+    keys = {
+        "attention_sinks": attention.attention_sinks,
+        "qk_norm": attention.qk_norm,
+        "key_multiplier": attention.key_multiplier is not None,
+        "attention_in_multiplier": attention.attention_in_multiplier is not None,
+        "attention_out_multiplier": attention.attention_out_multiplier is not None,
+    }
+    return [key for key, given in keys.items() if given and c.model.is_encoder_decoder]
+
+
+def _cuts_of_a_sequence(c: Config) -> int:
+    """The parts that the mesh cuts a sequence into."""
+    return c.mesh.tp if c.mesh.cp == 1 else 2 * c.mesh.cp * c.mesh.tp
 
 
 ENCODER_RULES: tuple[Rule, ...] = (
@@ -44,6 +78,52 @@ ENCODER_RULES: tuple[Rule, ...] = (
         "`train.objective` is given away where `model.layer_pattern` has B blocks, which see all "
         "tokens",
         "set train.objective=masked_lm, or use G blocks",
+    ),
+    Rule(
+        "sides_are_apart",
+        _sides_are_apart,
+        "`model.layer_pattern`: an encoder-decoder has layers of B blocks, and then layers with a "
+        "causal branch and X",
+        "write it as 'B*12, [GXD]*12'",
+    ),
+    Rule(
+        "decoder_writes_spans",
+        lambda c: (
+            not c.model.is_encoder_decoder
+            or c.train.objective not in ("next_token", *_OF_ENCODERS)
+        ),
+        "`train.objective` knows no decoder beside an encoder (X in `model.layer_pattern`)",
+        "set train.objective=span_corruption",
+    ),
+    Rule(
+        "spans_need_a_decoder",
+        lambda c: c.train.objective != _SPANS or c.model.is_encoder_decoder,
+        "`train.objective` needs an encoder and a decoder; `model.layer_pattern` has no X",
+        "set model.layer_pattern to 'B*12, [GXD]*12' or the like",
+    ),
+    Rule(
+        "relative_positions_of_both_sides",
+        lambda c: c.model.position_embedding != "relative" or c.model.is_encoder_decoder,
+        "`model.position_embedding` is built for an encoder-decoder (X in `model.layer_pattern`)",
+        "set it to rope",
+    ),
+    Rule(
+        "distances_reach_all_buckets",
+        lambda c: c.model.relative.max_distance > c.model.relative.num_buckets // 2,
+        "`model.relative.max_distance` is too short for `model.relative.num_buckets`",
+        "make it more than half of their number",
+    ),
+    Rule(
+        "cross_attention_is_plain",
+        lambda c: not _not_in_cross_attention(c),
+        lambda c: f"cross-attention lacks `model.attention.{_not_in_cross_attention(c)[0]}`",
+        "leave it out",
+    ),
+    Rule(
+        "target_length_divides",
+        lambda c: not c.data.target_length or c.data.target_length % _cuts_of_a_sequence(c) == 0,
+        "`data.target_length` is not divisible by `mesh.tp`, and with `mesh.cp` by 2 x both",
+        "change either",
     ),
     Rule(
         "hidden_tokens_need_an_encoder",
@@ -59,7 +139,9 @@ ENCODER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "encoders_continue_nothing",
-        lambda c: not c.model.is_encoder or c.train.sample_prompt is None,
+        lambda c: (
+            not (c.model.is_encoder or c.model.is_encoder_decoder) or c.train.sample_prompt is None
+        ),
         "`train.sample_prompt`: an encoder continues no text",
         "set it to null",
     ),

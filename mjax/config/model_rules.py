@@ -129,7 +129,8 @@ def _past_positions(c: Config) -> bool:
     m = c.model
     if m.position_embedding in ("none", "relative"):
         return False
-    return c.data.seq_length + m.bert.position_offset > m.max_position_embeddings
+    length = max(c.data.seq_length, c.data.target_length or 0)
+    return length + m.bert.position_offset > m.max_position_embeddings
 
 
 MODEL_RULES: tuple[Rule, ...] = (

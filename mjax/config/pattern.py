@@ -239,6 +239,11 @@ def reads_encoder(kind: str) -> bool:
     return any(BRANCHES[letter].mask == "cross" for letter in branches_of(kind))
 
 
+def has_heads(letter: str) -> bool:
+    """Whether a branch is attention."""
+    return "attn_out" in BRANCHES[letter].kept
+
+
 def sizes_of(kind: str) -> int:
     """The entry of `model.layer_sizes` that a layer takes its sizes from, from 1; 0: none."""
     return int(kind.partition("@")[2] or 0)

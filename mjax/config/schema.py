@@ -84,9 +84,6 @@ class MaskedDataConfig(Group):
         max_length=2,
         description="First and last id in place of spans, in the order of use: [32099, 32000].",
     )
-    decoder_start_token_id: int | None = Field(
-        None, ge=0, description="What the decoder reads before it writes the first label."
-    )
 
 
 class DataConfig(Group):
@@ -193,8 +190,8 @@ class TrainConfig(Group):
 
     objective: str = Field(
         "next_token",
-        description="What is trained for: next_token, masked_lm (docs/encoders.md), classify, or "
-        "module.path:Name of a class like those of models/objective.py.",
+        description="What is trained for: next_token, masked_lm (docs/encoders.md), classify, "
+        "span_corruption, or module.path:Name of a class like those of models/objective.py.",
     )
     steps: int = Field(1000, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="Stop after this many tokens.")

@@ -232,7 +232,8 @@ def _sentence_dataset(
     if cfg.train.objective == SPAN_CORRUPTION:
         from mjax.data.spans import SpanDataset  # imports jax, as grain does
 
-        return SpanDataset(*given, continues=continues)
+        start = cfg.model.decoder_start_token_id
+        return SpanDataset(*given, continues=continues, start_token=start)
     return MaskedDataset(*given, pairs=cfg.model.bert.num_labels > 0, continues=continues)
 
 

@@ -21,16 +21,20 @@ _LAST_WORD = 0.2  # probability that a word is the last one of its span
 class SpanDataset(SentenceDataset):
     """Samples of `seq_length` and `target_length` tokens; see the module for how they are made.
 
-    `[i]` gives the fields of `span_fields.packed_fields`, one example a row. `SentenceDataset` says
-    the rest. Reading raises `UserError` on a sample with too many spans or labels.
+    `[i]` gives the fields of `span_fields.packed_fields`, one example a row. The decoder reads
+    `start_token` first. `SentenceDataset` says the rest. Reading raises `UserError` on a sample with too many spans or labels.
     """
 
     frame = 2  # ids of a begin and an end, which Megatron leaves room for
 
+    def __init__(self, *args, start_token: int, **options):
+        super().__init__(*args, **options)
+        self.start_token = start_token
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked: the fields of `[i]`, each [B, S] or [B, T]."""
         rows = [[self._example(source)] for source in self.sources(indices)]
-        return packed_fields(rows, self.settings)
+        return packed_fields(rows, self.settings, self.start_token)
 
     def _example(self, source: Source) -> Example:
         most, rng = self.masked.max_ngram or 10, source.rng

@@ -1,12 +1,12 @@
-"""Text from a decoder, beside an encoder or alone: one jitted prefill, then one jitted step per token, for a batch of prompts.
+"""Text from a decoder, beside an encoder or alone: a jitted prefill, then a jitted step per token.
 
-Parameters are global arrays on any mesh and the model an ordinary function of them, so XLA
-partitions it by their shardings (tp over heads, MLP and vocabulary; the cache over kv heads, which
-are copied where tp does not divide them). The device knows nothing of end tokens and stop strings:
-it runs one step ahead while the host reads, decodes and decides, so a step must not make the host
-wait (`sample.Draws`). Invariant: what a row gives
-depends on its prompt, its settings, the seed and its number alone, not on other rows or padding.
-Lengths of prompts and caches are rounded up to powers of two, so that few programs are compiled.
+A batch of prompts goes together. Parameters are global arrays on any mesh and the model an ordinary
+function of them, so XLA partitions it by their shardings (tp over heads, MLP and vocabulary; the
+cache over kv heads, which are copied where tp does not divide them). The device knows nothing of
+end tokens and stop strings: it runs one step ahead while the host reads, decodes and decides, so a
+step must not make the host wait (`sample.Draws`). Invariant: what a row gives depends on its
+prompt, its settings, the seed and its number alone, not on other rows or padding. Lengths of
+prompts and caches are rounded up to powers of two, so that few programs are compiled.
 """
 
 import math

@@ -116,6 +116,8 @@ def _attention(
         return Choice("xla", NO_GPU)
     if relative:
         return Choice("xla", "no fused kernel of ours adds biases by distance")
+    if call.mask == "cross" and call.max_documents != 1:
+        return Choice("xla", "no fused kernel of ours has segments of cross-attention")
     beyond_cudnn = call.softcap is not None or sinks
     if beyond_cudnn and mosaic_computes(dtype, shape[-1], value_size or shape[-1], call, device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")

@@ -88,10 +88,10 @@ class Objective(Protocol):
     ) -> Scalars:
         """The sum of each loss over this device's rows and columns, fp32 [].
 
-        x is the output of the last layer, as `embed` gives its input. The sums are equal on all tp devices. A sum
-        under `jax.lax.stop_gradient` is logged and moves nothing. An entry by the name of a
-        statistic of layers is this device's share, and is added to theirs. `chunk` is the number of
-        tokens whose logits exist at a time; None: by memory.
+        x is the output of the last layer, as `embed` gives its input. The sums are equal on all tp
+        devices. A sum under `jax.lax.stop_gradient` is logged and moves nothing. An entry by the
+        name of a statistic of layers is this device's share, and is added to theirs. `chunk` is the
+        number of tokens whose logits exist at a time; None: by memory.
         """
 
 

@@ -55,7 +55,7 @@ def span_counts(length: int, probability: float, mean_span: float) -> tuple[int,
 
 
 def span_fields(
-    tokens: np.ndarray, segment_ids: np.ndarray, seeds: Sequence, data: DataConfig
+    tokens: np.ndarray, segment_ids: np.ndarray, seeds: Sequence, data: DataConfig, start: int
 ) -> dict[str, np.ndarray]:
     """The fields of `packed_fields`, from rows of a stream, int32 [B, R] each.
 
@@ -66,7 +66,7 @@ def span_fields(
     rows = []
     for line, segments, seed in zip(tokens, segment_ids, seeds, strict=True):
         rows.append(_examples(line, segments, seed, data))
-    return packed_fields(rows, data)
+    return packed_fields(rows, data, start)
 
 
 def _examples(
@@ -143,15 +143,17 @@ def cut_spans(tokens: np.ndarray, spans: Sequence[np.ndarray], data: DataConfig)
     return np.concatenate([*read, tokens[behind:]]), np.concatenate(written)
 
 
-def packed_fields(rows: Sequence[Iterable[Example]], data: DataConfig) -> dict[str, np.ndarray]:
+def packed_fields(
+    rows: Sequence[Iterable[Example]], data: DataConfig, start: int
+) -> dict[str, np.ndarray]:
     """The fields of rows with some examples each, behind each other; they must fit.
 
     int32 [B, S]: `tokens`, `segment_ids` (examples from 1, padding 0) and `positions`.
     int32 [B, T]: `labels`, `decoder_segment_ids`, and `decoder_tokens`, the labels of each example
-    shifted right behind `decoder_start_token_id`. fp32 [B, T]: `loss_mask`, 0 for padding.
+    shifted right behind the token `start`. fp32 [B, T]: `loss_mask`, 0 for padding.
     """
     encoder, decoder = (len(rows), data.seq_length), (len(rows), data.target_length)
-    padding, start = data.masked.pad_token_id, data.masked.decoder_start_token_id
+    padding = data.masked.pad_token_id
     columns = np.arange(data.seq_length, dtype=np.int32)
     fields = {
         "tokens": np.full(encoder, padding, np.int32),

@@ -15,6 +15,7 @@ from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.objective import Batch, BatchField, NextToken, Scalars
+from mjax.models.span_fields import span_fields
 from mjax.models.streams import Streams
 
 _OF_TARGET = ("batch", "target")
@@ -54,3 +55,11 @@ class CorruptedSpans:
         chunk: int | None,
     ) -> Scalars:
         return NextToken().losses(edges, x.decoder, batch, tokens, ctx, chunk)
+
+    def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
+        """Rows of a stream with spans cut out of them; nothing where the data set has done it."""
+        if "decoder_tokens" in batch:
+            return {}
+        seeds = [(seed, step, row) for row in rows]
+        start = self.cfg.model.decoder_start_token_id
+        return span_fields(batch["tokens"], batch["segment_ids"], seeds, self.cfg.data, start)

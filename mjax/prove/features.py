@@ -200,8 +200,8 @@ FEATURES = {
         "train.objective=span_corruption",
         "data.target_length=48",
         "data.eod_token_id=1",
-        "data.masked.pad_token_id=0",
-        "data.masked.sentinel_ids=[250, 240]",
+        "data.masked={pad_token_id: 0, sentinel_ids: [250, 240]}",
+        "model.decoder_start_token_id=0",
     ],
 }
 # What a row has besides where there are twice as many layers.

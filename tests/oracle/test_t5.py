@@ -1,4 +1,4 @@
-"""T5 in from Hugging Face: equal logits, loss, gradients and greedy tokens; out again, bytes too."""
+"""T5 in from Hugging Face, out byte for byte: equal logits, loss, gradients and greedy tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,9 @@ def make(version: str) -> torch.nn.Module:
             if p.ndim == 1:
                 p.add_(0.1 * torch.randn_like(p))
             if "relative_attention_bias" in name or name.endswith((".o.weight", ".wo.weight")):
-                p.mul_(4.0)  # so that the next token depends on more than the last one
+                p.mul_(4.0)
+            if name == "shared.weight":
+                p.mul_(0.1)  # so that the next token depends on more than the last one
     return model
 
 
@@ -167,7 +169,7 @@ def test_64_greedy_tokens_are_theirs(hf, tp):
             use_cache=False,  # theirs fails where the sides differ in layers
         )
     assert got == want[:, 1:].tolist()
-    assert len(set(got[0])) > 3
+    assert len(set(sum(got, []))) > 3
 
 
 @pytest.mark.parametrize("count,furthest", [(32, 128), (16, 64), (8, 20), (32, 256)])

@@ -17,7 +17,7 @@ from tests.unit.test_data_masked import corpus, megatron_mapping, write
 
 VOCAB = 700
 EOD, START, PAD = 280, 281, 282
-IDS = {"sentinel_ids": [300, 699], "decoder_start_token_id": START, "pad_token_id": PAD}
+IDS = {"sentinel_ids": [300, 699], "pad_token_id": PAD}
 
 
 def settings(seq_length, target_length, **masked):
@@ -57,7 +57,7 @@ def megatron_sample(parts, target, data, seed, continues):
 
     first, last = masked.sentinel_ids
     sentinels = deque(range(first, last + 1) if first < last else range(first, last - 1, -1))
-    encoder, decoder, labels, at = [], [masked.decoder_start_token_id], [], 0
+    encoder, decoder, labels, at = [], [START], [], 0
     for span in sorted(spans):
         sentinel = sentinels.popleft()
         encoder += [*tokens[at : span[0]], sentinel]
@@ -93,7 +93,7 @@ def test_samples_hold_what_megatrons_hold(tmp_path, sizes, seed, wanted, more):
     sentences = write(tmp_path / "c", bounds, lengths)
     data, continues = settings(*sizes, **more), np.arange(VOCAB) >= 200
     given = tmp_path / "c", "train", (1, 0, 0), wanted, seed, data, VOCAB
-    made = SpanDataset(*given, continues=continues)
+    made = SpanDataset(*given, continues=continues, start_token=START)
     short = data.masked.short_probability
     mapping = megatron_mapping(bounds, lengths, wanted, sizes[0] - 2, short, seed, 1)
     np.testing.assert_array_equal(made.sample_index, mapping)
@@ -116,7 +116,8 @@ def test_a_sample_that_does_not_fit_is_said(tmp_path):
 
     def batch(target_length, **masked):
         data = settings(64, target_length, probability=0.5, **masked)
-        return SpanDataset(tmp_path / "c", "train", (1, 0, 0), 5, 1, data, VOCAB).batch(range(5))
+        given = tmp_path / "c", "train", (1, 0, 0), 5, 1, data, VOCAB
+        return SpanDataset(*given, start_token=START).batch(range(5))
 
     batch(64)
     with pytest.raises(UserError, match=r"data.target_length=20, but sample 0 of .* labels: raise"):
@@ -221,7 +222,7 @@ def test_spans_put_back_give_the_documents(seed):
     length = stream_length(*sizes, density, mean_span)
     rows = [random_row(rng, length, is_padded=n % 3 == 0) for n in range(8)]
     tokens, segments, documents = zip(*rows, strict=True)
-    fields = span_fields(np.stack(tokens), np.stack(segments), range(8), data)
+    fields = span_fields(np.stack(tokens), np.stack(segments), range(8), data, START)
     for row, texts in enumerate(documents):
         made = examples(fields, row, data)
         assert len(made) <= len(texts)
@@ -264,7 +265,7 @@ def test_a_row_of_one_document_fits_as_a_whole():
 def test_as_much_is_hidden_as_asked(density, mean_span):
     data = settings(512, 512, probability=density, mean_span=mean_span)
     tokens = np.random.default_rng(0).integers(0, 280, (20, 300), np.int32)
-    fields = span_fields(tokens, np.ones_like(tokens), range(20), data)
+    fields = span_fields(tokens, np.ones_like(tokens), range(20), data, START)
     lengths = [n for row in range(20) for _, spans in examples(fields, row, data) for _, n in spans]
     assert sum(lengths) / tokens.size == pytest.approx(density, rel=0.01)
     assert np.mean(lengths) == pytest.approx(mean_span, rel=0.05)
@@ -275,7 +276,7 @@ def test_all_ways_to_hide_are_equally_likely():
     """Four tokens of eight in two spans: each of 3 x 3 ways."""
     data = settings(16, 16, probability=0.5, mean_span=2)
     tokens = np.tile(np.arange(8, dtype=np.int32), (4500, 1))
-    fields = span_fields(tokens, np.ones_like(tokens), range(4500), data)
+    fields = span_fields(tokens, np.ones_like(tokens), range(4500), data, START)
     ways = Counter(tuple(examples(fields, row, data)[0][1]) for row in range(4500))
     assert len(ways) == 9
     assert all(abs(count - 500) < 5 * np.sqrt(500) for count in ways.values())
@@ -288,10 +289,10 @@ def test_a_row_depends_on_its_seed_and_itself():
     tokens[1] = tokens[0]
     segments = np.ones_like(tokens)
     seeds = [(5, 2, 0), (5, 2, 1), (5, 2, 2), (5, 2, 0)]
-    whole = span_fields(tokens, segments, seeds, data)
-    alone = span_fields(tokens[2:3], segments[2:3], seeds[2:3], data)
+    whole = span_fields(tokens, segments, seeds, data, START)
+    alone = span_fields(tokens[2:3], segments[2:3], seeds[2:3], data, START)
     assert all(np.array_equal(alone[name][0], whole[name][2]) for name in whole)
-    again = span_fields(tokens[1:2], segments[:1], seeds[:1], data)
+    again = span_fields(tokens[1:2], segments[:1], seeds[:1], data, START)
     assert all(np.array_equal(again[name][0], whole[name][0]) for name in whole)
     assert not np.array_equal(whole["tokens"][0], whole["tokens"][1])  # another seed
     kinds = {name: np.float32 if name == "loss_mask" else np.int32 for name in whole}
@@ -307,6 +308,8 @@ KEYS = [
     "data.split=[0.8, 0.2, 0.0]",
     f"data.eod_token_id={EOD}",
     "train.objective=span_corruption",
+    "model.layer_pattern='B*2, [GXD]*2'",
+    f"model.decoder_start_token_id={START}",
 ]
 
 
@@ -319,7 +322,7 @@ def config(*more, **masked):
     "more, masked, said",
     [
         ([], {"sentinel_ids": "[]"}, r"needs data.masked.sentinel_ids=\[\]; set it"),
-        ([], {"decoder_start_token_id": "null"}, "needs data.masked.decoder_start_token_id=None"),
+        (["model.decoder_start_token_id=null"], {}, "needs model.decoder_start_token_id=None"),
         ([], {"pad_token_id": "null"}, "needs data.masked.pad_token_id=None; set it"),
         (["data.eod_token_id=null"], {}, "'span_corruption' needs data.eod_token_id=None; set it"),
         (["data.target_length=null"], {}, "needs data.target_length=None; set it"),
@@ -327,11 +330,16 @@ def config(*more, **masked):
         (["data.seq_length=4"], {}, "data.seq_length=4 leaves no room for a sample"),
         ([], {"sentinel_ids": [300, 700]}, "outside model.vocab_size=700; change either"),
         ([], {"sentinel_ids": [5, -3]}, "outside model.vocab_size=700; change either"),
-        ([], {"decoder_start_token_id": 700}, "outside model.vocab_size=700; change either"),
+        (["model.decoder_start_token_id=700"], {}, "outside model.vocab_size=700; change either"),
         ([], {"sentinel_ids": [1, 2, 3]}, "data.masked.sentinel_ids"),
         ([], {"mean_span": 0.5}, "data.masked.mean_span"),
         (["data.document_mask=false"], {}, "keeps padding and other documents out"),
-        (["train.objective=next_token"], {}, "target_length=20 has no effect with"),
+        (["train.objective=next_token"], {}, "next_token' knows no decoder beside an encoder"),
+        (
+            ["train.objective=next_token", "model.layer_pattern=G"],
+            {},
+            "target_length=20 has no effect with",
+        ),
     ],
 )
 def test_what_is_missing_is_said(more, masked, said):
@@ -347,7 +355,7 @@ def loaded(cfg, first_step=0):
         if "decoder_tokens" in batch:
             return {}
         seeds = [(cfg.run.seed, step, row) for row in rows]
-        return span_fields(batch["tokens"], batch["segment_ids"], seeds, cfg.data)
+        return span_fields(batch["tokens"], batch["segment_ids"], seeds, cfg.data, START)
 
     def batches(data):
         steps = range(first_step, 4)

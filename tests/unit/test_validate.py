@@ -28,7 +28,8 @@ SAMPLES = [  # without a tokenizer
     "data.masked.pad_token_id=4",
 ]
 SPANS = ["train.objective=span_corruption", "data.target_length=32", "data.eod_token_id=1"]
-SPANS += ["data.masked={sentinel_ids: [255, 240], decoder_start_token_id: 0, pad_token_id: 0}"]
+SPANS += ["data.masked={sentinel_ids: [255, 240], pad_token_id: 0}"]
+SPANS += ["model.layer_pattern='B*2, [GXD]*2'", "model.decoder_start_token_id=0"]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
