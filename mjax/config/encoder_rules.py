@@ -21,7 +21,8 @@ _OF_SPANS = (
 def _is_like_bert(c: Config) -> bool:
     """Whether the model has a part of encoders."""
     m = c.model
-    return m.is_encoder or m.is_encoder_decoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
+    has_encoder = m.is_encoder or m.is_encoder_decoder
+    return has_encoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
 
 
 def _missing_for_spans(c: Config) -> list[str]:
@@ -89,8 +90,7 @@ ENCODER_RULES: tuple[Rule, ...] = (
     Rule(
         "decoder_writes_spans",
         lambda c: (
-            not c.model.is_encoder_decoder
-            or c.train.objective not in ("next_token", *_OF_ENCODERS)
+            not c.model.is_encoder_decoder or c.train.objective not in ("next_token", *_OF_ENCODERS)
         ),
         "`train.objective` knows no decoder beside an encoder (X in `model.layer_pattern`)",
         "set train.objective=span_corruption",

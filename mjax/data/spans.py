@@ -22,7 +22,8 @@ class SpanDataset(SentenceDataset):
     """Samples of `seq_length` and `target_length` tokens; see the module for how they are made.
 
     `[i]` gives the fields of `span_fields.packed_fields`, one example a row. The decoder reads
-    `start_token` first. `SentenceDataset` says the rest. Reading raises `UserError` on a sample with too many spans or labels.
+    `start_token` first. `SentenceDataset` says the rest. Reading raises `UserError` on a sample
+    with too many spans or labels.
     """
 
     frame = 2  # ids of a begin and an end, which Megatron leaves room for

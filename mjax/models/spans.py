@@ -14,7 +14,7 @@ import numpy as np
 from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
-from mjax.models.objective import Batch, BatchField, NextToken, Scalars
+from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
 from mjax.models.span_fields import span_fields
 from mjax.models.streams import Streams
 

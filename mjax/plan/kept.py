@@ -90,8 +90,8 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
         check_vma=False,
     )
     jax.eval_shape(mapped, _local_weights(cfg, parallel, block), x)
-    inputs = [leaf for leaf in jax.tree.leaves(x) if leaf.ndim == like.ndim]
-    labels = [*(("input", leaf) for leaf in inputs), *names]
+    labels = [("input", leaf) for leaf in jax.tree.leaves(x) if leaf.ndim == like.ndim]
+    labels += names
     tensors = []
     for aval in leaves:
         name = _take_label(labels, aval, kept_names(policy))

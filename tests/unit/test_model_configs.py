@@ -1,5 +1,6 @@
 """The shipped configs load, and their architectures have the published parameter counts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -21,6 +22,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = {
     "bert_base": 109_514_298,
     "bert_large": 335_174_458,
+    "t5_base": 222_903_552,
+    "t5_3b": 2_851_598_336,
     "gpt2_124m": 124_439_808,
     "gpt_1b3": 1_315_723_264,
     "llama2_7b": 6_738_415_616,
@@ -91,12 +94,17 @@ def test_traces_abstractly_at_full_size(name):
     shape = (1, cfg.data.seq_length)
     fields = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, dtype) for k, dtype in fields.items()}
+    both = cfg.model.is_encoder_decoder  # its two sequences are of one length here
 
     def loss(params, batch):
         edges, info, ctx = definition.edges.bind(params), tokens_of(shape), Context()
+        info = replace(info, target=info) if both else info
+        embed = edges.embed_streams if both else edges.embed
+        tokens = [batch["tokens"]] * (1 + both)
         layers = Layers(definition.blocks, Execution(model_layers(cfg)), ctx)
         inputs = LayerInputs(info, edges.rope(info, ctx))
-        x, *_ = layers.run(params, edges.embed(batch["tokens"], info, ctx), inputs)
+        x, *_ = layers.run(params, embed(*tokens, info, ctx), inputs)
+        x = x.decoder if both else x
         return edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx, None)
 
     grads = jax.eval_shape(jax.grad(loss), params, batch)

@@ -193,6 +193,34 @@ BROKEN = {
         ["model.layer_pattern=B"],
         "train.objective='next_token' is given away where model.layer_pattern='B' has B blocks",
     ),
+    "sides_are_apart": (
+        [*SPANS, "model.layer_pattern='[GXD]*2, B*2'"],
+        "model.layer_pattern='[GXD]*2, B*2': an encoder-decoder has layers of B blocks, and then",
+    ),
+    "decoder_writes_spans": (
+        ["model.layer_pattern='B*2, [GXD]*2'"],
+        "train.objective='next_token' knows no decoder beside an encoder",
+    ),
+    "spans_need_a_decoder": (
+        [*SPANS, "model.layer_pattern=B"],
+        "train.objective='span_corruption' needs an encoder and a decoder",
+    ),
+    "relative_positions_of_both_sides": (
+        ["model.position_embedding=relative"],
+        "model.position_embedding='relative' is built for an encoder-decoder",
+    ),
+    "distances_reach_all_buckets": (
+        ["model.relative.max_distance=16"],
+        "model.relative.max_distance=16 is too short for model.relative.num_buckets=32",
+    ),
+    "cross_attention_is_plain": (
+        [*SPANS, "model.attention.qk_norm=true"],
+        "cross-attention lacks model.attention.qk_norm=True",
+    ),
+    "target_length_divides": (
+        [*SPANS, "mesh.tp=4", "data.target_length=34", "data.seq_length=32"],
+        "data.target_length=34 is not divisible by mesh.tp=4, and with mesh.cp=1 by 2 x both",
+    ),
     "hidden_tokens_need_an_encoder": (
         ["train.objective=masked_lm"],
         "train.objective='masked_lm' is for encoders, but model.layer_pattern='G' has no B block",
