@@ -175,6 +175,9 @@ def nemotron_shape() -> Part:
             only(config, key, False)
         only(config, "sliding_window")
         only(config, "hidden_dropout", 0.0)
+        only(config, "norm_eps", config.get("layer_norm_epsilon"))  # Nemotron 3 says it twice
+        for key in ("partial_rotary_factor", "rope_theta"):  # nothing is turned
+            config.pop(key, None)
         return keys.read(config)
 
     return Part(read, keys.write)
