@@ -7,31 +7,17 @@ stacked and scanned; a scan's body spells out one period of the layer pattern.
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import (
-    BRANCHES,
-    branch_groups,
-    branches_of,
-    reads_encoder,
-    stack_of,
-    stacks_of,
-)
+from mjax.config.pattern import BRANCHES, branches_of, reads_encoder, stack_of, stacks_of
 from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy
 from mjax.models.bert import Classifier, MaskedHead, first_tokens
-from mjax.models.branch import (
-    BranchInputs,
-    BranchOutput,
-    LayerCache,
-    Rope,
-    Source,
-    branch_class,
-)
+from mjax.models.block import Block, scaled
+from mjax.models.branch import BranchOutput, Rope, branch_class
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
 from mjax.models.joint import Joint
@@ -43,137 +29,9 @@ from mjax.models.positions import rope_tables
 from mjax.models.streams import Activation, Streams
 from mjax.sharding.spec import ParamSpec
 
-# dropout call sites; those of blocks are in `_salts`
+# dropout call sites; those of layers are in `block.py`
 _EMBED_SALT = 0
 _TARGET_SALT = 1 << 24  # of what a decoder reads beside an encoder
-
-
-class Block(nnx.Module):
-    """One layer: residual branches, each normed. It serves all kinds of layers in one stack.
-
-    Norms and branches are attributes, named by the table of branches (`config/pattern.py`).
-    """
-
-    def __init__(self, cfg: ModelConfig, kind: str, rngs: nnx.Rngs):
-        cfg = cfg.of_layer(kind)
-        self.cfg = cfg
-        out_std = cfg.initializer_range
-        if cfg.scaled_output_init:
-            out_std = out_std * (2 * cfg.num_hidden_layers) ** -0.5
-        norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
-        before = cfg.norm_placement in ("pre", "sandwich")
-        after = cfg.norm_placement in ("post", "sandwich", "post_residual")
-        for i, group in enumerate(branch_groups(kind)):
-            name = BRANCHES[group[0]].name
-            names = _norm_names(i, after)
-            setattr(self, f"{name}_norm", norm(names.before) if before else None)
-            for letter in group:
-                module = branch_class(letter)(cfg, out_std, rngs)
-                setattr(self, BRANCHES[letter].name, module)
-            setattr(self, f"{name}_post_norm", norm(names.after) if after else None)
-
-    def __call__(
-        self,
-        x: Activation,
-        tokens: Tokens,
-        ctx: Context,
-        *,
-        kind: str,
-        rope: Rope,
-        layer: jax.Array | int = 0,
-        cache: LayerCache | None = None,
-    ) -> BranchOutput:
-        """The new x [B, S/tp, D], this device's shares of statistics, the new cache.
-
-        `layer` is the number of the layer in the model, which dropout is keyed by. A cache has an
-        entry for each branch, by its name. Of streams, a layer changes that of its own side.
-        """
-        inputs = BranchInputs(tokens, ctx, "", rope, layer=layer)
-        if not isinstance(x, Streams):
-            return self._run(x, inputs, kind, cache)
-        inputs = replace(inputs, shared=x.shared)
-        if reads_encoder(kind):
-            inputs = replace(inputs, tokens=tokens.target, source=Source(x.encoder, tokens))
-            output = self._run(x.decoder, inputs, kind, cache)
-            return output._replace(y=replace(x, decoder=output.y))
-        if x.encoder is None:
-            return BranchOutput(x)
-        output = self._run(x.encoder, inputs, kind, cache)
-        return output._replace(y=replace(x, encoder=output.y))
-
-    def _run(
-        self, x: jax.Array, inputs: BranchInputs, kind: str, cache: LayerCache | None
-    ) -> BranchOutput:
-        """The branches of one stream; those of `inputs` get their own letters and salts."""
-        cfg, ctx = self.cfg, inputs.ctx
-        norms_stream = cfg.norm_placement == "post_residual"
-        statistics: dict[str, jax.Array] = {}
-        new_cache = {}
-        for i, group in enumerate(branch_groups(kind)):
-            name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
-            h, x = _fork(getattr(self, f"{name}_norm"), x)
-            outputs = []
-            for letter in group:
-                branch = BRANCHES[letter].name
-                of_branch = replace(inputs, letter=letter, salt=salts.inside)
-                held = None if cache is None else cache[branch]
-                output = getattr(self, branch)(h, of_branch, held)
-                outputs.append(output.y)
-                statistics |= output.statistics
-                new_cache[branch] = output.cache
-            h = functools.reduce(jnp.add, outputs)
-            post_norm = getattr(self, f"{name}_post_norm")
-            if post_norm is not None and not norms_stream:
-                h = post_norm(h)
-            h = _scaled(h, cfg.residual_multiplier)
-            h = ctx.tap(name, h)
-            x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
-            if norms_stream:
-                x = post_norm(x)
-        return BranchOutput(x, statistics, None if cache is None else new_cache)
-
-
-class NormNames(NamedTuple):
-    """Hugging Face's names of the norms before and after a branch, in Llama's and Gemma's words."""
-
-    before: str
-    after: str
-
-
-def _norm_names(i: int, both: bool) -> NormNames:
-    """The names of branch i; `both`: of a model that also has norms after its branches."""
-    if i == 0:
-        return NormNames("input_layernorm", "post_attention_layernorm")
-    suffix = "" if i == 1 else f"_{i}"
-    before = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
-    return NormNames(before + suffix, "post_feedforward_layernorm" + suffix)
-
-
-class Salts(NamedTuple):
-    """What keys the draws of dropout within a branch, and of its output."""
-
-    inside: jax.Array | int
-    output: jax.Array | int
-
-
-def _salts(layer: jax.Array | int, branch: int) -> Salts:
-    """Different for every layer and branch; three numbers a layer serve the first two branches."""
-    first = _EMBED_SALT + 1 + 3 * layer
-    further, second = divmod(branch, 2)
-    return Salts(first + (branch << 26), first + 1 + second + (further << 24))
-
-
-def _fork(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(what a branch reads, the residual stream that passes it by)."""
-    if norm is None:
-        return x, x
-    return norm.fork(x)
-
-
-def _scaled(x: jax.Array, factor: float | None) -> jax.Array:
-    if factor is None:
-        return x
-    return x * jnp.asarray(factor, x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -419,7 +277,7 @@ class Decoder(nnx.Module):
         x = jnp.take(table, jnp.where(is_local, row, 0), axis=0)
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
-        x = _scaled(x, cfg.embedding_multiplier)
+        x = scaled(x, cfg.embedding_multiplier)
         if cfg.position_embedding == "learned":
             positions = parallel.shard_seq(info.positions) + cfg.bert.position_offset
             x = x + jnp.take(self.position_embedding[...], positions, axis=0)
@@ -455,7 +313,7 @@ class Decoder(nnx.Module):
             x = self.masked_head(x)
         if self.cfg.logits_scaling is None:
             return x
-        return _scaled(x, 1 / self.cfg.logits_scaling)
+        return scaled(x, 1 / self.cfg.logits_scaling)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., D] -> fp32 [..., vocab_size], for evaluation and generation outside tp."""

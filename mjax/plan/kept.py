@@ -18,8 +18,8 @@ from mjax.config.mesh_rules import AXES
 from mjax.config.pattern import BRANCHES, branches_of, reads_encoder
 from mjax.config.remat import kept_names
 from mjax.config.schema import Config
+from mjax.models.block import Block
 from mjax.models.context import Context, tokens_of
-from mjax.models.decoder import Block
 from mjax.models.joint import Joint
 from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables

@@ -1,0 +1,158 @@
+"""A layer: residual branches in order, each normed; the unit that stacks and pipelines are made of.
+
+`config/pattern.py` says which branches a kind of layer has. Invariant: what a layer draws for
+dropout depends on its number in the model and on the place of a token, not on where it runs.
+"""
+
+import functools
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import BRANCHES, branch_groups, reads_encoder
+from mjax.models.branch import (
+    BranchInputs,
+    BranchOutput,
+    LayerCache,
+    Rope,
+    Source,
+    branch_class,
+)
+from mjax.models.context import Context, Tokens, dropout
+from mjax.models.norm import Norm
+from mjax.models.streams import Activation, Streams
+
+FIRST_SALT = 1  # of the first layer's draws of dropout; 0 is the embedding's
+
+
+class Block(nnx.Module):
+    """One layer: residual branches, each normed. It serves all kinds of layers in one stack.
+
+    Norms and branches are attributes, named by the table of branches (`config/pattern.py`).
+    """
+
+    def __init__(self, cfg: ModelConfig, kind: str, rngs: nnx.Rngs):
+        cfg = cfg.of_layer(kind)
+        self.cfg = cfg
+        out_std = cfg.initializer_range
+        if cfg.scaled_output_init:
+            out_std = out_std * (2 * cfg.num_hidden_layers) ** -0.5
+        norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
+        before = cfg.norm_placement in ("pre", "sandwich")
+        after = cfg.norm_placement in ("post", "sandwich", "post_residual")
+        for i, group in enumerate(branch_groups(kind)):
+            name = BRANCHES[group[0]].name
+            names = _norm_names(i, after)
+            setattr(self, f"{name}_norm", norm(names.before) if before else None)
+            for letter in group:
+                module = branch_class(letter)(cfg, out_std, rngs)
+                setattr(self, BRANCHES[letter].name, module)
+            setattr(self, f"{name}_post_norm", norm(names.after) if after else None)
+
+    def __call__(
+        self,
+        x: Activation,
+        tokens: Tokens,
+        ctx: Context,
+        *,
+        kind: str,
+        rope: Rope,
+        layer: jax.Array | int = 0,
+        cache: LayerCache | None = None,
+    ) -> BranchOutput:
+        """The new x [B, S/tp, D], this device's shares of statistics, the new cache.
+
+        `layer` is the number of the layer in the model, which dropout is keyed by. A cache has an
+        entry for each branch, by its name. Of streams, a layer changes that of its own side.
+        """
+        inputs = BranchInputs(tokens, ctx, "", rope, layer=layer)
+        if not isinstance(x, Streams):
+            return self._run(x, inputs, kind, cache)
+        inputs = replace(inputs, shared=x.shared)
+        if reads_encoder(kind):
+            inputs = replace(inputs, tokens=tokens.target, source=Source(x.encoder, tokens))
+            output = self._run(x.decoder, inputs, kind, cache)
+            return output._replace(y=replace(x, decoder=output.y))
+        if x.encoder is None:
+            return BranchOutput(x)
+        output = self._run(x.encoder, inputs, kind, cache)
+        return output._replace(y=replace(x, encoder=output.y))
+
+    def _run(
+        self, x: jax.Array, inputs: BranchInputs, kind: str, cache: LayerCache | None
+    ) -> BranchOutput:
+        """The branches of one stream; those of `inputs` get their own letters and salts."""
+        cfg, ctx = self.cfg, inputs.ctx
+        norms_stream = cfg.norm_placement == "post_residual"
+        statistics: dict[str, jax.Array] = {}
+        new_cache = {}
+        for i, group in enumerate(branch_groups(kind)):
+            name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
+            h, x = _fork(getattr(self, f"{name}_norm"), x)
+            outputs = []
+            for letter in group:
+                branch = BRANCHES[letter].name
+                of_branch = replace(inputs, letter=letter, salt=salts.inside)
+                held = None if cache is None else cache[branch]
+                output = getattr(self, branch)(h, of_branch, held)
+                outputs.append(output.y)
+                statistics |= output.statistics
+                new_cache[branch] = output.cache
+            h = functools.reduce(jnp.add, outputs)
+            post_norm = getattr(self, f"{name}_post_norm")
+            if post_norm is not None and not norms_stream:
+                h = post_norm(h)
+            h = scaled(h, cfg.residual_multiplier)
+            h = ctx.tap(name, h)
+            x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
+            if norms_stream:
+                x = post_norm(x)
+        return BranchOutput(x, statistics, None if cache is None else new_cache)
+
+
+class NormNames(NamedTuple):
+    """Hugging Face's names of the norms before and after a branch, in Llama's and Gemma's words."""
+
+    before: str
+    after: str
+
+
+def _norm_names(i: int, both: bool) -> NormNames:
+    """The names of branch i; `both`: of a model that also has norms after its branches."""
+    if i == 0:
+        return NormNames("input_layernorm", "post_attention_layernorm")
+    suffix = "" if i == 1 else f"_{i}"
+    before = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
+    return NormNames(before + suffix, "post_feedforward_layernorm" + suffix)
+
+
+class Salts(NamedTuple):
+    """What keys the draws of dropout within a branch, and of its output."""
+
+    inside: jax.Array | int
+    output: jax.Array | int
+
+
+def _salts(layer: jax.Array | int, branch: int) -> Salts:
+    """Different for every layer and branch; three numbers a layer serve the first two branches."""
+    first = FIRST_SALT + 3 * layer
+    further, second = divmod(branch, 2)
+    return Salts(first + (branch << 26), first + 1 + second + (further << 24))
+
+
+def _fork(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(what a branch reads, the residual stream that passes it by)."""
+    if norm is None:
+        return x, x
+    return norm.fork(x)
+
+
+def scaled(x: jax.Array, factor: float | None) -> jax.Array:
+    """x times a factor of the config, in x's dtype."""
+    if factor is None:
+        return x
+    return x * jnp.asarray(factor, x.dtype)
