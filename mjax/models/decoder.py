@@ -14,6 +14,7 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, branches_of, reads_encoder, stack_of, stacks_of
+from mjax.errors import UserError
 from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy
 from mjax.models.bert import Classifier, MaskedHead, first_tokens
 from mjax.models.block import Block, scaled
@@ -110,6 +111,11 @@ class Decoder(nnx.Module):
         int32 [B, T], with segments of their own.
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
+        if (target is not None) != self.cfg.is_encoder_decoder:
+            raise UserError(
+                f"model.layer_pattern={self.cfg.layer_pattern}: target is for encoder-decoders, "
+                "which need it: the tokens that the decoder reads"
+            )
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
         if target is not None:
             info = replace(info, target=tokens_of(target.shape, segments=target_segments))

@@ -131,6 +131,10 @@ def test_what_is_missing_is_said():
     cfg, model = make(decoder_start_token_id=None)
     with pytest.raises(UserError, match="model.decoder_start_token_id: generation begins"):
         Generator(definition_of(cfg), split(model)[1], cfg)
+    with pytest.raises(UserError, match="target is for encoder-decoders, which need it"):
+        model(rows(0, 8))
+    with pytest.raises(UserError, match="target is for encoder-decoders, which need it"):
+        make(layer_pattern="G", position_embedding="rope")[1](rows(0, 8), target=rows(1, 8))
     with pytest.raises(UserError, match="trace: an encoder-decoder has two streams"):
         trace(model, rows(0, 8))
     trainer = make_trainer("t5", Cell())
