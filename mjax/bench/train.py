@@ -22,8 +22,10 @@ import numpy as np
 
 from mjax.bench import breakdown, measurements, report
 from mjax.config import Config, load
+from mjax.data.loader import tokens_to_read
 from mjax.errors import UserError
 from mjax.train import Trainer
+from mjax.train.batch import field_maker
 from mjax.train.metrics import peak_memory_gb, speed
 
 
@@ -74,6 +76,9 @@ def measure(
     trainer = Trainer(cfg)
     trainer.init()
     batch = random_batch(trainer.cfg, documents)
+    make_fields = field_maker(trainer.cfg, trainer.objective)
+    if make_fields is not None:
+        batch |= make_fields(batch, 0, np.arange(len(batch["tokens"])))
     start = time.perf_counter()
     jax.block_until_ready(trainer.step(batch))
     first, since = time.perf_counter() - start, report.process_seconds()
@@ -148,7 +153,8 @@ def step_seconds(
 def case(trainer: Trainer, documents: int) -> dict:
     """What two runs must share to be compared."""
     cfg = trainer.cfg
-    return {
+    target = cfg.data.target_length
+    return ({} if target is None else {"target": target}) | {
         "layers": cfg.model.num_hidden_layers,
         "hidden": cfg.model.hidden_size,
         "vocab": cfg.model.vocab_size,
@@ -185,8 +191,11 @@ def startup(args: argparse.Namespace) -> dict[str, float]:
 
 
 def random_batch(cfg: Config, documents: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
-    """Uniform random tokens [B, S] in `documents` equal documents per sequence."""
-    shape = cfg.train.global_batch_size, cfg.data.seq_length
+    """Uniform random tokens [B, S] in `documents` equal documents per sequence.
+
+    S is `data.seq_length`, or what spans are cut out of.
+    """
+    shape = cfg.train.global_batch_size, tokens_to_read(cfg)
     ids = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (shape[0], shape[1] + 1))
     place = np.arange(shape[1], dtype=np.int32)
     return {

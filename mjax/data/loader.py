@@ -116,7 +116,7 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
         what = "none is" if not given else f"{' and '.join(given)} are"
         raise UserError(f"data: set exactly one of data.paths, data.text, data.mock; {what} set")
     if data.mock:
-        shape = cfg.model.vocab_size, _tokens_to_read(cfg)
+        shape = cfg.model.vocab_size, tokens_to_read(cfg)
         training = MockDataset(*shape, num_train, seed)
         return training, MockDataset(*shape, num_valid, seed + 1) if num_valid else None
     if cfg.train.objective == "classify":
@@ -210,7 +210,7 @@ def _dataset(
         path,
         split,
         shares,
-        _tokens_to_read(cfg),
+        tokens_to_read(cfg),
         n,
         cfg.run.seed,
         cache_dir=data.cache_dir,
@@ -237,7 +237,7 @@ def _sentence_dataset(
     return MaskedDataset(*given, pairs=cfg.model.bert.num_labels > 0, continues=continues)
 
 
-def _tokens_to_read(cfg: Config) -> int:
+def tokens_to_read(cfg: Config) -> int:
     """The tokens of a row of a stream: more than `data.seq_length` where spans are cut out of it.
 
     Raises `UserError` where the spans of such a row have too few sentinels.
