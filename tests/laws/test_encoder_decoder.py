@@ -20,7 +20,7 @@ from mjax.models.flops import flops_by_part
 from mjax.models.params import split
 from mjax.models.trace import trace
 from mjax.prove import Cell, deviation, make_batch, make_trainer
-from tests.marks import slow
+from tests.marks import quick, slow
 
 MODEL = {
     "vocab_size": 128,
@@ -63,7 +63,7 @@ def test_a_decoder_sees_the_whole_source_and_no_token_ahead():
         assert (np.abs(other - whole).max((0, 2)) > 1e-5).all()
 
 
-@pytest.mark.parametrize("positions", ["relative", "rope"])
+@pytest.mark.parametrize("positions", quick(["relative", "rope"], 0))
 def test_a_packed_row_equals_its_documents_apart(positions):
     _, model = make(position_embedding=positions)
     sources, targets = [rows(0, 7), rows(1, 5)], [rows(2, 4), rows(3, 6)]
@@ -103,7 +103,7 @@ def test_flops_are_those_of_each_side():
     assert parts["attention"] == pytest.approx(12 * heads * head * scores)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", quick([1, 2], 1))
 def test_greedy_tokens_are_those_of_whole_passes(tp):
     from mjax.config.mesh_rules import AXES
     from mjax.config.schema import MeshConfig
