@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.bench.grouped import CANDIDATES, grouped_matmuls
+from mjax.bench.grouped import grouped_matmuls
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.work import Work, draw
 from mjax.config.model_schema import ModelConfig
@@ -60,19 +60,13 @@ def main(argv: list[str]) -> int:
         "--samples", type=int, default=20, help="the median of so many (default 20)"
     )
     parser.add_argument("--no-reference", action="store_true", help="our kernels only")
-    parser.add_argument(
-        "--tiles",
-        choices=[*CANDIDATES],
-        default="usual",
-        help="grouped: candidate tiles besides, of single blocks or of clusters, on Hopper GPUs",
-    )
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.shape and args.kernel == "all":
         raise UserError("--shape: shapes differ among kernels; name one kernel instead of 'all'")
     names = list(SHAPES) if args.kernel == "all" else [args.kernel]
     works = {name: shapes_of(name, args.shape) for name in names}
-    return report(args, measure(works, args.samples, not args.no_reference, args.tiles))
+    return report(args, measure(works, args.samples, not args.no_reference))
 
 
 def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
@@ -87,10 +81,7 @@ def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
 
 
 def measure(
-    shapes: dict[str, list[tuple[int, ...]]],
-    samples: int,
-    with_reference: bool,
-    tiles: str = "usual",
+    shapes: dict[str, list[tuple[int, ...]]], samples: int, with_reference: bool
 ) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
     roof: dict[str, float] = {}
@@ -99,7 +90,7 @@ def measure(
         roof[kind] = getattr(work, kind) / record["ms"]
         yield record
     make = {"attention": attentions, "loss": losses, "norm": norms, "matmul": matmuls}
-    make["grouped"] = functools.partial(grouped_matmuls, tiles=tiles)
+    make["grouped"] = grouped_matmuls
     for kernel, all_shapes in shapes.items():
         for shape in all_shapes:
             done = {}
