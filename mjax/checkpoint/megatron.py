@@ -61,11 +61,6 @@ def _copy(out: np.ndarray, x: np.ndarray) -> None:
         out[..., i : i + step] = x[..., i : i + step]
 
 
-def megatron_config(folder: str | Path) -> ModelConfig:
-    """The architecture in the checkpoint's arguments."""
-    return _config(open_torch_dist(folder))
-
-
 def _config(store: TorchDist) -> ModelConfig:
     where = str(store.folder / "common.pt")
     args = store.common.get("args") if isinstance(store.common, dict) else None

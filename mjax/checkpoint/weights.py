@@ -22,7 +22,7 @@ from mjax.checkpoint import digest
 from mjax.checkpoint.digest import FileDigest
 from mjax.checkpoint.safetensors import write_array
 from mjax.checkpoint.side import SIDE_FILES
-from mjax.checkpoint.source import Index, Source, arrays, block_shape, blocks, flat, run_all
+from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.store import new_folder, require_old
 from mjax.checkpoint.stored import WEIGHTS, StoredArrays, read_record
@@ -107,13 +107,6 @@ def read_weights(folder: str | Path, step: int | None = None) -> Source:
                 )
 
     return Source(cfg, read, check)
-
-
-def restore_params(folder: str | Path, abstract_params: dict, step: int | None = None) -> dict:
-    """The parameters alone of a checkpoint, laid out as `abstract_params` (in layer order) says."""
-    source = read_weights(folder, step)
-    source.check()
-    return arrays(source, abstract_params)
 
 
 def read_config(step_folder: Path) -> ModelConfig:

@@ -5,7 +5,6 @@ says which samples a step takes and `rows` which of them this process reads, so 
 one on other devices or hosts, sees the same stream; there is no loader state to save.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -261,13 +260,3 @@ def _continuations(cfg: Config) -> np.ndarray | None:
     if cfg.data.text:
         name = prepare_text(cfg.data, Path(cfg.run.dir)).tokenizer_path
     return word_continuations(name)
-
-
-def stream_hash(batch: Batch) -> str:
-    """A short digest of every field's name, shape, dtype and bytes."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in sorted(batch):
-        array = np.ascontiguousarray(batch[name])
-        digest.update(f"{name}{array.dtype}{array.shape}".encode())
-        digest.update(array)
-    return digest.hexdigest()

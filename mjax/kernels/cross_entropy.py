@@ -66,30 +66,6 @@ def cross_entropy(
     return _loss(x, w, bias, labels, mask, terms, parallel, cut.part)
 
 
-def token_losses(
-    x: jax.Array,
-    w: jax.Array,
-    labels: jax.Array,
-    *,
-    terms: Terms,
-    parallel: Parallel,
-    chunk: int | None = None,
-) -> jax.Array:
-    """The loss of each token, fp32 [T], for losses that are no plain sum (DPO, perplexity).
-
-    Arguments as for `cross_entropy`. Its backward makes the logits of a chunk again: four matmuls.
-    """
-    tokens = labels.size
-    chunk = chunk_size(tokens, w.shape[0], chunk)
-    x, w, labels, ones = _cut(x, w, labels, jnp.ones(tokens, jnp.float32), chunk)
-
-    @jax.checkpoint
-    def part(xs):
-        return _chunk(xs[0], w, None, *xs[1:], terms, parallel)[0]
-
-    return jax.lax.map(part, (x, labels, ones)).reshape(-1)[:tokens]
-
-
 def count_hits(
     x: jax.Array,
     w: jax.Array,
