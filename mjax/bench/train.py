@@ -3,17 +3,13 @@
 Real training steps of the trainer on random tokens (one document per sequence unless `--documents`
 says otherwise), after warm-up; the median step counts. As in training, a step is handed to the
 device while the one before still runs. `--breakdown` profiles a few more steps and prints where
-their time goes; `--startup` measures the seconds to the first step, cold and warm. `--record`
-adds a line to a file of measurements, of which `python -m mjax.bench table` makes a table.
+their time goes. `--record` adds a line to a file of measurements, of which
+`python -m mjax.bench table` makes a table.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -35,9 +31,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--documents", type=int, default=1, help="documents per sequence")
     parser.add_argument("--breakdown", action="store_true", help="profile: where the time goes")
     parser.add_argument("--top", type=int, default=0, metavar="N", help="and the N longest kernels")
-    parser.add_argument(
-        "--startup", action="store_true", help="seconds to the first step with an empty cache, then"
-    )
     measurements.add_record_arguments(parser)
     report.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
@@ -47,12 +40,11 @@ def main(argv: list[str]) -> int:
     if args.record and not Path(args.record).absolute().parent.is_dir():
         raise UserError(f"--record {args.record}: its folder does not exist; make it first")
     cfg = load(args.config, args.overrides)
-    before = startup(args) if args.startup else {}  # before this process takes the devices
     profiled = 3 if args.breakdown or args.top else 0
     record = measure(cfg, args.steps, args.warmup, args.documents, profiled, args.top)
     if jax.process_index() == 0:
         explain(record)
-    code = report.report(args, [record | before])
+    code = report.report(args, [record])
     if args.record and jax.process_index() == 0:
         keep(record, args, argv)
     return code
@@ -164,24 +156,6 @@ def case(trainer: Trainer, documents: int) -> dict:
         "mesh": {axis: size for axis, size in trainer.mesh.shape.items() if size > 1},
         "devices": trainer.mesh.size,
     }
-
-
-def startup(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds from process start to the end of the first step, in two processes that share a
-    compilation cache that starts empty."""
-    command = [sys.executable, "-m", "mjax.bench", "train", "--steps=1", "--warmup=0"]
-    command += [f"--config={args.config}"] if args.config else []
-    command += [f"--documents={args.documents}", *args.overrides]
-    found = {}
-    with tempfile.TemporaryDirectory() as cache:
-        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
-        for name in ("start_cold_s", "start_warm_s"):
-            done = subprocess.run(command, env=env, capture_output=True, text=True)
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise UserError(f"--startup: a run of one step failed: {last}")
-            found[name] = json.loads(done.stdout.splitlines()[-1])["start_s"]
-    return found
 
 
 def random_batch(cfg: Config, documents: int = 1, seed: int = 0) -> dict[str, np.ndarray]:

@@ -1,9 +1,7 @@
 """The benchmarks: what a profile means, what a baseline lets pass, and that each of them runs."""
 
 import json
-import subprocess
 from argparse import Namespace
-from pathlib import Path
 
 import jax
 import pytest
@@ -149,26 +147,6 @@ def test_train_measures_and_explains(capsys):
     assert record["tokens_per_second"] == pytest.approx(16 / record["ms"] * 1e3, rel=1e-2)
     assert record["start_s"] >= record["first_step_s"] > 0
     assert {"device", "commit", "jaxlib", "driver"} <= record.keys()
-
-
-def test_startup_runs_twice_on_one_cache_that_starts_empty(monkeypatch):
-    seen = []
-
-    def run(command, env, **_):
-        cache = env["JAX_COMPILATION_CACHE_DIR"]
-        seen.append((cache, len(list(Path(cache).iterdir()))))
-        (Path(cache) / "entry").touch()
-        line = json.dumps({"start_s": 20.0 / len(seen)})
-        return subprocess.CompletedProcess(command, 0, f"{line}\n", "")
-
-    monkeypatch.setattr(train.subprocess, "run", run)
-    args = Namespace(config=None, documents=1, overrides=TINY)
-    assert train.startup(args) == {"start_cold_s": 20.0, "start_warm_s": 10.0}
-    assert seen[0][0] == seen[1][0] and [count for _, count in seen] == [0, 1]
-    failed = subprocess.CompletedProcess([], 2, "", "mjax: error: no such file")
-    monkeypatch.setattr(train.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(UserError, match="no such file"):
-        train.startup(args)
 
 
 def made(ms, **case):
