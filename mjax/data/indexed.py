@@ -118,6 +118,17 @@ class IndexedDataset:
                 f"{REMEDY}"
             )
 
+    def require_ids(self, ids: np.ndarray, vocab_size: int) -> None:
+        """Raise `UserError` for ids outside the vocabulary; free where the dtype holds none."""
+        info = np.iinfo(self.dtype)
+        over = info.max >= vocab_size and ids.max(initial=0) >= vocab_size
+        if over or (info.min < 0 and ids.min(initial=0) < 0):
+            bad = int(ids.max() if over else ids.min())
+            raise UserError(
+                f"{self.bin_path}: holds token id {bad}, outside the vocabulary of {vocab_size}: "
+                "set model.vocab_size to the tokenizer's, or check the data"
+            )
+
     def __len__(self) -> int:
         return len(self.lengths)
 

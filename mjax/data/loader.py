@@ -118,19 +118,20 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
         shape = cfg.model.vocab_size, _tokens_to_read(cfg)
         training = MockDataset(*shape, num_train, seed)
         return training, MockDataset(*shape, num_valid, seed + 1) if num_valid else None
-    if cfg.train.objective == "classify":
-        return _labelled_datasets(cfg, num_train, num_valid)
     paths, tokenizer_path = data.paths, None
-    if data.text:
-        corpus = prepare_text(data, Path(cfg.run.dir))
-        if corpus.vocab_size > cfg.model.vocab_size:
-            raise UserError(
-                f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "
-                f"{corpus.vocab_size} ({corpus.tokenizer_path}): raise it"
-            )
-        paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
-    fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
-    make = partial(_dataset, cfg, fim)
+    if cfg.train.objective == "classify":
+        paths, make = [data.text], _labelled(cfg)
+    else:
+        if data.text:
+            corpus = prepare_text(data, Path(cfg.run.dir))
+            if corpus.vocab_size > cfg.model.vocab_size:
+                raise UserError(
+                    f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "
+                    f"{corpus.vocab_size} ({corpus.tokenizer_path}): raise it"
+                )
+            paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
+        fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
+        make = partial(_dataset, cfg, fim)
     shares = [1.0, 0.0, 0.0] if data.valid_paths else data.split
     train = _blend(make, paths, data.weights, "train", shares, num_train)
     if not num_valid:
@@ -140,29 +141,21 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
     return train, _blend(make, paths, data.weights, "valid", shares, num_valid)
 
 
-def _labelled_datasets(
-    cfg: Config, num_train: int, num_valid: int
-) -> tuple[Dataset, Dataset | None]:
-    """Texts with classes; held-out ones are of a file of their own, if one is given."""
-    data = cfg.data
+def _labelled(cfg: Config) -> Callable[..., Dataset]:
+    """Makes the dataset of texts with classes in a file."""
+    tokenizer, data = load_tokenizer(cfg.data.tokenizer), cfg.data
+    labels, vocab = cfg.model.bert.num_labels, cfg.model.vocab_size
     if len(data.valid_paths) > 1:
         raise UserError(
             f"data.valid_paths names {len(data.valid_paths)} files, but train.objective=classify "
             "reads one; put them into one"
         )
-    tokenizer = load_tokenizer(data.tokenizer)
 
     def made(path: str, split: str, shares: list[float], size: int) -> Dataset:
-        labels, vocab = cfg.model.bert.num_labels, cfg.model.vocab_size
         samples = data.seq_length, size, cfg.run.seed, labels, vocab
         return LabelledDataset(path, tokenizer, data.masked, split, shares, *samples)
 
-    if not data.valid_paths:
-        training = made(data.text, "train", data.split, num_train)
-        return training, made(data.text, "valid", data.split, num_valid) if num_valid else None
-    training = made(data.text, "train", [1.0, 0.0, 0.0], num_train)
-    (path,) = data.valid_paths
-    return training, made(path, "valid", [0.0, 1.0, 0.0], num_valid) if num_valid else None
+    return made
 
 
 def _blend(

@@ -119,7 +119,7 @@ class SentenceDataset:
         data = self.dataset
         size = data.offsets[last - 1] + data.lengths[last - 1] - data.offsets[first]
         text = data.gather(data.offsets[first], size).astype(np.int32)
-        self._check_ids(text)
+        data.require_ids(text, self.vocab_size)
         texts = np.split(text, np.cumsum(size)[:-1])
         for row, number in enumerate(numbers.tolist()):
             lengths = data.lengths[first[row] : last[row]]
@@ -163,14 +163,6 @@ class SentenceDataset:
             hidden[begin:end] = True
             count += end - begin
             yield places[begin:end]
-
-    def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            bad = int(ids.min() if ids.min() < 0 else ids.max())
-            raise UserError(
-                f"{self.dataset.bin_path}: holds token id {bad}, outside the vocabulary of "
-                f"{self.vocab_size}: set model.vocab_size to the tokenizer's, or check the data"
-            )
 
 
 class MaskedSample(NamedTuple):
