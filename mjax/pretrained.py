@@ -112,4 +112,4 @@ def source_of(path: str | Path) -> Source:
             f"{path}: no weights here: neither config.json (Hugging Face), nor a checkpoint of "
             "mjax, nor metadata.json (Megatron torch_dist); give the folder that holds one"
         )
-    return read_weights(step.parent, int(step.name))
+    return read_weights(step)

@@ -31,11 +31,11 @@ from mjax.checkpoint.hf_config import (
     one_window,
     only,
     optional_window,
-    phi3_dropout,
     rope,
     same,
     shape,
     softcaps,
+    two_dropouts,
     typed_rope,
     window_of_all,
 )
@@ -135,7 +135,7 @@ FAMILIES: dict[str, Family] = {
             rope(partial=True, original=True),
             one_window(),
             biases(False),
-            phi3_dropout(),
+            two_dropouts(0.0),
         ),
         {},
         fused={
@@ -281,7 +281,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
-        (gpt2_shape(), activation("activation_function", {"gelu_tanh": "gelu_new"})),
+        (
+            gpt2_shape(),
+            two_dropouts(0.1),
+            activation("activation_function", {"gelu_tanh": "gelu_new"}),
+        ),
         {
             "position_embedding": "learned",
             "norm": "layernorm",
