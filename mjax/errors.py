@@ -27,6 +27,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
+def read_numbers(option: str, text: str, kind: type = int) -> list:
+    """The numbers that an option of a command line gives with commas. Raises `UserError`."""
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise UserError(f"{option} {text!r}: give {what} with commas, such as 1,64") from None
+
+
 def run_cli(main: Callable[[], int | None]) -> None:
     """Run `main`, exit with its code (None is 0); a `UserError` prints one line and exits 2.
 

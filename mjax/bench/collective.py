@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
-from mjax.errors import UserError
+from mjax.errors import UserError, read_numbers
 
 _SHARDED, _WHOLE = P("x"), P()
 
@@ -56,10 +56,7 @@ def main(argv: list[str]) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        sizes = [float(size) for size in args.sizes.split(",")]
-    except ValueError as e:
-        raise UserError(f"--sizes: {e}; it takes numbers with commas, in MB") from e
+    sizes = read_numbers("--sizes", args.sizes, float)
     if jax.device_count() < 2:
         raise UserError("bench collective: there is one device; it needs two or more")
     return report(args, measure(jax.devices(), sizes, args.samples, args.only))

@@ -19,7 +19,7 @@ from mjax.bench.grouped import grouped_matmuls
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.work import Work, draw
 from mjax.config.model_schema import ModelConfig
-from mjax.errors import UserError
+from mjax.errors import UserError, read_numbers
 from mjax.kernels.attention import attention
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
@@ -71,10 +71,8 @@ def main(argv: list[str]) -> int:
 
 def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
     words, default = SHAPES[kernel]
-    try:
-        out = [tuple(int(n) for n in text.split(",")) for text in given or ()]
-    except ValueError as e:
-        raise UserError(f"--shape: {e}; {kernel} takes {words}") from e
+    option = f"--shape ({kernel}: {words})"
+    out = [tuple(read_numbers(option, text)) for text in given or ()]
     if any(len(shape) != words.count(",") + 1 or min(shape) < 1 for shape in out):
         raise UserError(f"--shape: {kernel} takes {words}, all positive")
     return out or list(default)

@@ -166,12 +166,10 @@ def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part):
 def _loss_bwd(terms, parallel, part, saved, g):
     g = parallel.psum(g, "tp")  # the sum is one value: its cotangents on the tp devices add up
     if saved[0].dtype != jnp.float16:
-        d_x, d_w, d_bias = jax.tree.map(lambda a: a * g.astype(a.dtype), saved)
-        return d_x, d_w, d_bias, None, None
+        return *jax.tree.map(lambda a: a * g.astype(a.dtype), saved), None, None
     g = g / _FP16_LIFT  # with the loss scale it may exceed 65504, though the product does not
     scaled = jax.tree.map(lambda a: (a.astype(jnp.float32) * g).astype(jnp.float16), saved)
-    d_x, d_w, d_bias = scaled
-    return d_x, d_w, d_bias, None, None
+    return *scaled, None, None
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)

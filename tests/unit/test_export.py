@@ -202,7 +202,7 @@ def test_requests_that_do_not_fit_are_one_line(made, prompts, new, message):
         (["--length", "65"], "--length 65: the model takes model.max_position_embeddings=64"),
         (["--length", "1"], "lengths of 2 or more"),
         (["--platforms", "cpu,tpu", "--length", "8"], "'tpu' is not one of cpu, cuda"),
-        (["--batch", "1,x"], "--batch 1,x: give whole numbers"),
+        (["--batch", "1,x"], "--batch '1,x': give whole numbers"),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(made, tmp_path, argv, message):
