@@ -44,14 +44,9 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """
     try:
         code = main()
-    except UserError as e:
-        line = " ".join(str(e).split())
-        print(f"mjax: error: {line}", file=sys.stderr, flush=True)
-        code = 2
-    except LostProcess as e:
-        line = " ".join(str(e).split())
-        print(f"mjax: {line}", file=sys.stderr, flush=True)
-        code = START_AGAIN
+    except (UserError, LostProcess) as e:
+        kind, code = ("", START_AGAIN) if isinstance(e, LostProcess) else ("error: ", 2)
+        print(f"mjax: {kind}{' '.join(str(e).split())}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         code = 1
     except Exception:

@@ -131,26 +131,7 @@ class ParameterUpdate:
     scale: jax.Array | float
     keep: jax.Array | bool
 
-    def adam(
-        self, grad: jax.Array, param: jax.Array, moments: Moments, offsets: Offsets
-    ) -> tuple[jax.Array, Moments]:
-        """(param, (mu, nu)) after AdamW."""
-        return self._elementwise(self._adam_rows, grad, param, moments, offsets)
-
-    def transformed(
-        self,
-        transformation: Transformation,
-        numbers: dict[str, jax.Array],
-        grad: jax.Array,
-        param: jax.Array,
-        moments: Moments,
-        offsets: Offsets,
-    ) -> tuple[jax.Array, Moments]:
-        """(param, moments) after a transformation whose state holds `numbers` so far."""
-        rows = partial(self._transformed_rows, transformation, numbers)
-        return self._elementwise(rows, grad, param, moments, offsets)
-
-    def _elementwise(
+    def elementwise(
         self,
         update_rows: Callable,
         grad: jax.Array,
@@ -158,7 +139,10 @@ class ParameterUpdate:
         moments: Moments,
         offsets: Offsets,
     ) -> tuple[jax.Array, Moments]:
-        """An update of all rows. Moments in host memory are updated slice by slice."""
+        """(param, moments) after `update_rows` of all rows.
+
+        Moments in host memory are updated slice by slice.
+        """
         rows, *columns = offsets
         update = partial(update_rows, tuple(columns))
         inputs = grad, rows
@@ -166,10 +150,13 @@ class ParameterUpdate:
             return update_in_slices(update, inputs, param, moments)
         return update(inputs, param, moments)
 
-    def _adam_rows(
+    def adam_rows(
         self, columns: Offsets, inputs: tuple, param: jax.Array, moments: Moments
     ) -> tuple[jax.Array, Moments]:
-        """`adam` of some rows; `inputs` are their gradient and their offsets."""
+        """(param, (mu, nu)) of some rows after AdamW.
+
+        `inputs` are their gradient and their offsets.
+        """
         cfg = self.cfg
         grad, rows = inputs
         offsets = rows, *columns
@@ -180,7 +167,7 @@ class ParameterUpdate:
         nu = self._stored(nu, old_nu, "nu", offsets)
         return self._moved(param, direction, offsets), (mu, nu)
 
-    def _transformed_rows(
+    def transformed_rows(
         self,
         transformation: Transformation,
         numbers: dict[str, jax.Array],
@@ -189,7 +176,7 @@ class ParameterUpdate:
         param: jax.Array,
         moments: Moments,
     ) -> tuple[jax.Array, Moments]:
-        """`transformed` of some rows; `inputs` are their gradient and their offsets."""
+        """The same after a transformation whose state holds `numbers` so far."""
         grad, rows = inputs
         offsets = rows, *columns
         grad = self._scaled(grad).astype(jnp.float32)
@@ -317,15 +304,14 @@ class Optimizer:
             moments = tuple(kept[moment][name] for moment in names)
             arrays = grads[name], params[name], moments
             offsets = self._offsets(name, spec, params[name].shape)
-            if self.transformation is not None:
-                numbers = state.get("numbers", {})
-                params[name], moments = one.transformed(
-                    self.transformation, numbers, *arrays, offsets
-                )
-            elif uses_muon(self.cfg, spec.role):
+            if uses_muon(self.cfg, spec.role):
                 params[name], moments = one.muon(*arrays, offsets, self.gather, self.shard)
             else:
-                params[name], moments = one.adam(*arrays, offsets)
+                rows = one.adam_rows
+                if self.transformation is not None:
+                    numbers = state.get("numbers", {})
+                    rows = partial(one.transformed_rows, self.transformation, numbers)
+                params[name], moments = one.elementwise(rows, *arrays, offsets)
             for moment, value in zip(names, moments, strict=True):
                 kept[moment][name] = value
         new = {"count": count} | self._next_numbers(state)
