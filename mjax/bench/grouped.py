@@ -14,11 +14,7 @@ import numpy as np
 
 from mjax.bench.work import Work, draw
 from mjax.kernels import chooser
-from mjax.kernels.grouped import (
-    grouped_matmul,
-    grouped_matmul_transposed,
-    grouped_weight_gradient,
-)
+from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed, grouped_weight_gradient
 
 
 def skewed_sizes(rows: int, groups: int) -> np.ndarray:

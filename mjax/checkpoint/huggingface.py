@@ -40,7 +40,7 @@ IGNORED = re.compile(
 
 def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -> Source:
     """The safetensors of a folder as parameters of `cfg`. Raises `UserError` for damaged files."""
-    tensors, of = mxfp4.unpacked(open_folder(folder)), _real_specs(cfg, specs)
+    tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
     slots = mxfp4.turned(slots, tensors)
     by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
     dtypes: dict[Leaf, np.dtype] = {}
@@ -80,7 +80,7 @@ def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tupl
     """Name -> shape of every tensor that `slots` name, in the order in which they are written."""
     shapes: dict[str, tuple[int, ...]] = {}
     filled: dict[str, int] = {}
-    for path, spec in _real_specs(cfg, specs).items():
+    for path, spec in real_specs(cfg, specs).items():
         for slot in slots[path]:
             sizes = [math.prod(spec.shape[a] for a in axes) for axes in slot.dims]
             filled[slot.tensor] = filled.get(slot.tensor, 0) + math.prod(sizes)
@@ -129,7 +129,7 @@ def _more(names: list) -> str:
 # ---- one slot ----------------------------------------------------------------------------------
 
 
-def _real_specs(cfg: ModelConfig, specs: dict) -> dict[Leaf, ParamSpec]:
+def real_specs(cfg: ModelConfig, specs: dict) -> dict[Leaf, ParamSpec]:
     """Declarations by path, without the rows that pad the vocabulary."""
 
     def real(spec: ParamSpec) -> ParamSpec:
@@ -251,7 +251,7 @@ def export(
     for path, places in slots.items():
         for slot in places:
             pieces.setdefault(slot.tensor, []).append((path, slot))
-    of = _real_specs(cfg, specs)
+    of = real_specs(cfg, specs)
 
     def tensor(name: str, kind: np.dtype) -> np.ndarray:
         out = np.empty(shapes[name], kind)

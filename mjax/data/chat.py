@@ -53,9 +53,10 @@ class ChatTemplate:
         tokens: encode it without adding any. `add_generation_prompt`: open the reply. `tools` are
         JSON schemas; `variables` are further ones that the template reads. Raises `UserError` for
         messages that it refuses."""
-        import_jinja()
-        import jinja2
-
+        try:
+            import jinja2
+        except ImportError as e:
+            raise UserError("chat templates need jinja2: `pip install 'mjax[chat]'`") from e
         try:
             given = json.loads(json.dumps([list(messages), tools, variables]))
             chat = [{k: v for k, v in message.items() if v is not None} for message in given[0]]
@@ -103,13 +104,6 @@ def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> Ch
 
 def _content(token: str | dict[str, Any]) -> str:
     return token["content"] if isinstance(token, dict) else token
-
-
-def import_jinja() -> None:
-    try:
-        import jinja2  # noqa: F401
-    except ImportError as e:
-        raise UserError("chat templates need jinja2: `pip install 'mjax[chat]'`") from e
 
 
 def _repeated(what: object, count: object) -> int:

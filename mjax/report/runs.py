@@ -77,19 +77,32 @@ def names_of(folders: list[Path]) -> list[str]:
     raise UserError("one run is given twice; name each run once")
 
 
-def read_run(folder: Path, name: str) -> Run:
+def records_of(folder: Path) -> list[dict | None]:
+    """The records in a run's log, None for a line that is none; raises `UserError` without log."""
     file = folder / "metrics.jsonl"
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the run.dir of a run")
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no metrics.jsonl here; give the run.dir of a run") from None
+    except (FileNotFoundError, NotADirectoryError):
+        what = "no metrics.jsonl here" if folder.is_dir() else "no such folder"
+        raise UserError(f"{folder}: {what}; give the run.dir of a run") from None
     except OSError as e:
         raise UserError(f"{file}: cannot be read ({e.strerror}); mend its permissions") from e
-    log = _read_log(text)
+    return [_record(line) for line in filter(str.strip, text.split("\n"))]
+
+
+def _record(line: str) -> dict | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and _is_step(record.get("step"))
+    return record if is_record else None
+
+
+def read_run(folder: Path, name: str) -> Run:
+    log = _read_log(records_of(folder))
     if not log.training and not log.held_out:
-        raise UserError(f"{file}: holds no record of a step; train at least one")
+        raise UserError(f"{folder}/metrics.jsonl: holds no record of a step; train at least one")
     return Run(
         name,
         folder,
@@ -101,14 +114,10 @@ def read_run(folder: Path, name: str) -> Run:
     )
 
 
-def _read_log(text: str) -> _Log:
+def _read_log(records: list[dict | None]) -> _Log:
     log = _Log()
-    for line in filter(str.strip, text.split("\n")):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict) or not _is_step(record.get("step")):
+    for record in records:
+        if record is None:
             log.bad_lines += 1
         elif "event" in record:
             when = record.get("time")

@@ -26,13 +26,7 @@ from mjax.plan import roofline
 from mjax.plan.auto import device_memory, estimate_text
 from mjax.plan.balance import advice
 from mjax.plan.chips import chip_of_kind
-from mjax.plan.described import (
-    Described,
-    as_on,
-    cannot_compile,
-    described_devices,
-    parse_described,
-)
+from mjax.plan.described import Described, as_on, cannot_compile, described_devices, parse_described
 from mjax.plan.exchanges import exchange_lines, read_exchanges
 from mjax.plan.execution import execution_lines
 from mjax.plan.kept import kept
