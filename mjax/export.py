@@ -12,10 +12,6 @@ from pathlib import Path
 
 from mjax.errors import read_numbers, run_cli
 
-TOKENIZER = """tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json
-    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json
-    generation_config.json""".split()
-
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
@@ -36,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         dtype=args.dtype,
         block=args.block,
         eos=end_ids(folder, None if tokenizer is None else load_tokenizer(tokenizer)),
-        extras={k: v for k, v in read_side_files(args.ckpt).items() if k in TOKENIZER},
+        extras={k: v for k, v in read_side_files(args.ckpt).items() if k != "config.json"},
     )
     names = ", ".join(f"{b['batch']}x{b['length']}" for b in manifest["buckets"])
     print(f"{args.out}: prefill and decode for {names} as {args.dtype}")

@@ -8,6 +8,7 @@ device's array), 2(n-1)/n for all-reduce, 1 for permute.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +27,15 @@ def collectives(n: int) -> dict[str, tuple[Callable, P, P, float]]:
 
     All take and give the array whose bytes count on one side: sharded or whole on each device.
     """
-    ring = [(i, (i + 1) % n) for i in range(n)]
-    share = (n - 1) / n
+    ring, share = [(i, (i + 1) % n) for i in range(n)], (n - 1) / n
+    tiled = {"axis_name": "x", "tiled": True}
+    all_to_all = partial(lax.all_to_all, split_axis=0, concat_axis=0, **tiled)
     return {
-        "all_gather": (lambda x: lax.all_gather(x, "x", tiled=True), _SHARDED, _WHOLE, share),
-        "reduce_scatter": (
-            lambda x: lax.psum_scatter(x, "x", tiled=True),
-            _WHOLE,
-            _SHARDED,
-            share,
-        ),
-        "all_reduce": (lambda x: lax.psum(x, "x"), _WHOLE, _WHOLE, 2 * share),
-        "permute": (lambda x: lax.ppermute(x, "x", ring), _WHOLE, _WHOLE, 1.0),
-        "all_to_all": (
-            lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True),
-            _WHOLE,
-            _WHOLE,
-            share,
-        ),
+        "all_gather": (partial(lax.all_gather, **tiled), _SHARDED, _WHOLE, share),
+        "reduce_scatter": (partial(lax.psum_scatter, **tiled), _WHOLE, _SHARDED, share),
+        "all_reduce": (partial(lax.psum, axis_name="x"), _WHOLE, _WHOLE, 2 * share),
+        "permute": (partial(lax.ppermute, axis_name="x", perm=ring), _WHOLE, _WHOLE, 1.0),
+        "all_to_all": (all_to_all, _WHOLE, _WHOLE, share),
     }
 
 
@@ -86,10 +78,5 @@ def measure(
             x = draw()
             ms = launch_ms(lambda run=run, x=x: run(x), samples)
             case = {"collective": name, "mb": size, "devices": n}
-            rate = 2 * count * share / ms / 1e6
-            yield {
-                "bench": "collective",
-                "case": case,
-                "ms": rounded(ms),
-                "gb_per_s": rounded(rate),
-            }
+            record = {"bench": "collective", "case": case, "ms": rounded(ms)}
+            yield record | {"gb_per_s": rounded(2 * count * share / ms / 1e6)}

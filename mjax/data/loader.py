@@ -37,29 +37,6 @@ class Dataset(Protocol):
     def max_documents(self) -> int: ...
 
 
-class _Steps:
-    """The random-access source that grain reads: item i is the batch of step first_step + i."""
-
-    def __init__(self, dataset, batch_range, first_step, num_steps, rows, make_fields):
-        self.dataset, self.batch_range, self.rows = dataset, batch_range, rows
-        self.make_fields = make_fields
-        self.first_step, self.num_steps = first_step, num_steps
-
-    def __len__(self) -> int:
-        return self.num_steps
-
-    def __getitem__(self, i: int) -> Batch:
-        step = self.first_step + i
-        first, count = self.batch_range(step)
-        rows = np.arange(count)
-        if self.rows:
-            rows = rows[self.rows(count)]
-        batch = self.dataset.batch(first + rows)
-        if self.make_fields:
-            batch = batch | self.make_fields(batch, step, rows)
-        return batch
-
-
 def make_loader(
     dataset: Dataset,
     batch_range: Callable[[int], tuple[int, int]],
@@ -87,9 +64,16 @@ def make_loader(
             f"data: {len(dataset)} samples, but step {first_step + num_steps} takes number {last}: "
             "lower train.steps, shorten data.seq_length, set data.weights or add data"
         )
-    source = _Steps(dataset, batch_range, first_step, num_steps, rows, make_fields)
+
+    def batch_of(step: int) -> Batch:
+        first, count = batch_range(step)
+        numbers = np.arange(count)[rows(count) if rows else slice(None)]
+        batch = dataset.batch(first + numbers)
+        return batch | make_fields(batch, step, numbers) if make_fields else batch
+
+    steps = grain.MapDataset.range(first_step, first_step + num_steps).map(batch_of)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=prefetch)
-    batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+    batches = iter(steps.to_iter_dataset(options))
     batches.start_prefetch()
     return batches
 
