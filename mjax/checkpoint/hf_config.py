@@ -438,10 +438,8 @@ def experts(count: str, **defaults: Any) -> Part:
         return fields
 
     def write(cfg: ModelConfig) -> dict:
-        values = {count: cfg.moe.num_experts} | keys.write(cfg)
-        return (
-            values if has_width else values | {"intermediate_size": cfg.moe.moe_intermediate_size}
-        )
+        width = {} if has_width else {"intermediate_size": cfg.moe.moe_intermediate_size}
+        return {count: cfg.moe.num_experts} | keys.write(cfg) | width
 
     return Part(read, write)
 
@@ -466,10 +464,9 @@ def gpt2_shape() -> Part:
     )
 
     def read(config: dict) -> dict:
-        for key in [
-            k for k in config if k.startswith("summary_") or k in ("n_ctx", "task_specific_params")
-        ]:
-            del config[key]
+        for key in list(config):
+            if key.startswith("summary_") or key in ("n_ctx", "task_specific_params"):
+                del config[key]
         only(config, "scale_attn_weights", True)
         for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
             only(config, key, False)
