@@ -144,22 +144,21 @@ class ParameterUpdate:
         Moments in host memory are updated slice by slice.
         """
         rows, *columns = offsets
-        update = partial(update_rows, tuple(columns))
+
+        def update(inputs: tuple, param: jax.Array, moments: Moments) -> tuple:
+            grad, rows = inputs
+            return update_rows(grad, param, moments, (rows, *columns))
+
         inputs = grad, rows
         if self.cfg.offload is True:
             return update_in_slices(update, inputs, param, moments)
         return update(inputs, param, moments)
 
     def adam_rows(
-        self, columns: Offsets, inputs: tuple, param: jax.Array, moments: Moments
+        self, grad: jax.Array, param: jax.Array, moments: Moments, offsets: Offsets
     ) -> tuple[jax.Array, Moments]:
-        """(param, (mu, nu)) of some rows after AdamW.
-
-        `inputs` are their gradient and their offsets.
-        """
+        """(param, (mu, nu)) of some rows after AdamW."""
         cfg = self.cfg
-        grad, rows = inputs
-        offsets = rows, *columns
         old_mu, old_nu = moments
         mu, nu = adam_moments(self._scaled(grad), old_mu, old_nu, cfg.b1, cfg.b2)
         direction = adam_direction(mu, nu, self.count, cfg.b1, cfg.b2, cfg.eps)
@@ -171,14 +170,12 @@ class ParameterUpdate:
         self,
         transformation: Transformation,
         numbers: dict[str, jax.Array],
-        columns: Offsets,
-        inputs: tuple,
+        grad: jax.Array,
         param: jax.Array,
         moments: Moments,
+        offsets: Offsets,
     ) -> tuple[jax.Array, Moments]:
         """The same after a transformation whose state holds `numbers` so far."""
-        grad, rows = inputs
-        offsets = rows, *columns
         grad = self._scaled(grad).astype(jnp.float32)
         leaves = transformation.moments
         old = tuple(m.astype(leaf.dtype) for m, leaf in zip(moments, leaves, strict=True))
