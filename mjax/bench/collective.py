@@ -42,7 +42,6 @@ def collectives(n: int) -> dict[str, tuple[Callable, P, P, float]]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench collective", description=__doc__)
     parser.add_argument("--sizes", default="1,16,128,1024", help="MB (1e6 bytes), with commas")
-    parser.add_argument("--only", choices=collectives(2), help="one collective")
     parser.add_argument(
         "--samples", type=int, default=20, help="the median of so many (default 20)"
     )
@@ -51,18 +50,14 @@ def main(argv: list[str]) -> int:
     sizes = read_numbers("--sizes", args.sizes, float)
     if jax.device_count() < 2:
         raise UserError("bench collective: there is one device; it needs two or more")
-    return report(args, measure(jax.devices(), sizes, args.samples, args.only))
+    return report(args, measure(jax.devices(), sizes, args.samples))
 
 
-def measure(
-    devices: Sequence[jax.Device], sizes: list[float], samples: int, only: str | None = None
-) -> Iterator[dict]:
+def measure(devices: Sequence[jax.Device], sizes: list[float], samples: int) -> Iterator[dict]:
     """A record for each collective and size in MB, bf16."""
     n = len(devices)
     mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
     for name, (operation, before, after, share) in collectives(n).items():
-        if only not in (None, name):
-            continue
         for size in sizes:
             count = -(-int(size * 1e6 / 2) // n**2) * n**2  # every shard divides again
             # out_specs P() of values that differ: each device keeps its own

@@ -59,14 +59,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--samples", type=int, default=20, help="the median of so many (default 20)"
     )
-    parser.add_argument("--no-reference", action="store_true", help="our kernels only")
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.shape and args.kernel == "all":
         raise UserError("--shape: shapes differ among kernels; name one kernel instead of 'all'")
     names = list(SHAPES) if args.kernel == "all" else [args.kernel]
     works = {name: shapes_of(name, args.shape) for name in names}
-    return report(args, measure(works, args.samples, not args.no_reference))
+    return report(args, measure(works, args.samples))
 
 
 def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
@@ -78,9 +77,7 @@ def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
     return out or list(default)
 
 
-def measure(
-    shapes: dict[str, list[tuple[int, ...]]], samples: int, with_reference: bool
-) -> Iterator[dict]:
+def measure(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
     roof: dict[str, float] = {}
     for kind, work in ceilings().items():
@@ -93,8 +90,6 @@ def measure(
         for shape in all_shapes:
             done = {}
             for work in make[kernel](*shape):
-                if not with_reference and "reference" in work.name:
-                    continue
                 done[work.name] = timed(kernel, shape, work, samples, roof)
                 yield done[work.name] | beside(done, work.name)
 
@@ -120,8 +115,6 @@ def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: d
     if roof:
         shares = (getattr(work, kind) / ms / best for kind, best in roof.items())
         record["of_ceiling"] = rounded(max(shares))
-    if work.expected is not None:
-        record["error"] = rounded(error_of(work, compiled))
     memory = compiled.memory_analysis()
     return record | {"temp_gb": memory and rounded(memory.temp_size_in_bytes / 1e9)}
 
@@ -139,18 +132,6 @@ def launcher(work: Work, compiled: Callable) -> Callable[[], object]:
         return state[0]
 
     return launch
-
-
-def error_of(work: Work, compiled: Callable) -> float:
-    """How far the output is from the expected one, as a share of that one's norm."""
-
-    @jax.jit
-    def compare(got, expected):
-        got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
-        return jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)
-
-    expected = jax.jit(work.expected)(*work.inputs)
-    return float(compare(compiled(*work.inputs), expected))
 
 
 def ceilings() -> dict[str, Work]:

@@ -206,8 +206,6 @@ def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):
         assert all("gb_per_s" in r for r in records)
     else:
         assert records[0]["tflops"] * records[0]["ms"] * 1e9 == pytest.approx(flops, rel=2e-3)
-    if name == "grouped":
-        assert all(r["error"] < 0.01 for r in records[::2])
     if name == "loss":
         assert "loss_overhead" in records[2] and "ours_is_faster" in records[1]
 
