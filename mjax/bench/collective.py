@@ -61,17 +61,11 @@ def measure(devices: Sequence[jax.Device], sizes: list[float], samples: int) -> 
         for size in sizes:
             count = -(-int(size * 1e6 / 2) // n**2) * n**2  # every shard divides again
             # out_specs P() of values that differ: each device keeps its own
-            run = jax.jit(
-                jax.shard_map(
-                    operation, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
-                )
-            )
-            draw = jax.jit(
-                lambda count=count: jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16),
-                out_shardings=NamedSharding(mesh, before),
-            )
-            x = draw()
-            ms = launch_ms(lambda run=run, x=x: run(x), samples)
+            places = {"mesh": mesh, "in_specs": before, "out_specs": after}
+            run = jax.jit(jax.shard_map(operation, **places, check_vma=False))
+            normal = partial(jax.random.normal, shape=(count,), dtype=jnp.bfloat16)
+            x = jax.jit(normal, out_shardings=NamedSharding(mesh, before))(jax.random.key(0))
+            ms = launch_ms(partial(run, x), samples)
             case = {"collective": name, "mb": size, "devices": n}
             record = {"bench": "collective", "case": case, "ms": rounded(ms)}
             yield record | {"gb_per_s": rounded(2 * count * share / ms / 1e6)}

@@ -80,9 +80,8 @@ def advice(cfg: Config, micro_batches: int) -> list[str]:
     share = 1 - step_time(now, schedule, 0) / time
     cost = f"{head:.2f} layers of FLOPs on the last stage: {share:.1%} of the step"
     lines = [f"head        {cost}"]
-    times = {}
-    for key, layout in candidates(cfg).items():
-        times[key] = step_time(layout, schedule, head)
+    others = candidates(cfg).items()
+    times = {key: step_time(layout, schedule, head) for key, layout in others}
     best = min(times.values(), default=time)
     if best < (1 - SMALLEST_GAIN) * time:
         good_enough = best + SMALLEST_GAIN * time
