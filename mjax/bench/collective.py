@@ -42,9 +42,7 @@ def collectives(n: int) -> dict[str, tuple[Callable, P, P, float]]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench collective", description=__doc__)
     parser.add_argument("--sizes", default="1,16,128,1024", help="MB (1e6 bytes), with commas")
-    parser.add_argument(
-        "--samples", type=int, default=20, help="the median of so many (default 20)"
-    )
+    parser.add_argument("--samples", type=int, default=20, help="the median counts (default 20)")
     add_arguments(parser)
     args = parser.parse_args(argv)
     sizes = read_numbers("--sizes", args.sizes, float)

@@ -56,9 +56,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("kernel", choices=[*SHAPES, "all"])
     shapes = "; ".join(f"{name}: {words}" for name, (words, _) in SHAPES.items())
     parser.add_argument("--shape", action="append", help=f"numbers with commas ({shapes})")
-    parser.add_argument(
-        "--samples", type=int, default=20, help="the median of so many (default 20)"
-    )
+    parser.add_argument("--samples", type=int, default=20, help="the median counts (default 20)")
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.shape and args.kernel == "all":

@@ -132,15 +132,6 @@ def _compiled(source: str):
     def refuse(message: str):
         raise TemplateError(message)
 
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
     class Sandbox(ImmutableSandboxedEnvironment):
         """The sandbox, which also refuses operators whose result fills the memory."""
 
@@ -158,7 +149,7 @@ def _compiled(source: str):
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)

@@ -182,21 +182,10 @@ def _dataset(
     data: DataConfig = cfg.data
     if data.masked.sentences:
         return _sentence_dataset(cfg, path, split, shares, n)
-    return GPTDataset(
-        path,
-        split,
-        shares,
-        _tokens_to_read(cfg),
-        n,
-        cfg.run.seed,
-        cache_dir=data.cache_dir,
-        document_mask=data.document_mask,
-        reset_position_ids=data.reset_position_ids,
-        eod_token_id=data.eod_token_id,
-        eod_mask_loss=data.eod_mask_loss,
-        vocab_size=cfg.model.vocab_size,
-        fim=fim,
-    )
+    of_documents = {"document_mask", "reset_position_ids", "eod_token_id", "eod_mask_loss"}
+    options = data.model_dump(include={"cache_dir", *of_documents})
+    given = path, split, shares, _tokens_to_read(cfg), n, cfg.run.seed
+    return GPTDataset(*given, **options, vocab_size=cfg.model.vocab_size, fim=fim)
 
 
 def _sentence_dataset(

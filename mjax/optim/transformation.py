@@ -157,8 +157,8 @@ def _examined(name: str, args: tuple[tuple[str, object], ...]) -> Transformation
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in args) or "none"
         raise UserError(
-            f"optimizer.args: {name} refuses {given} ({type(error).__name__}: {first_line(error)}); "
-            "correct the values"
+            f"optimizer.args: {name} refuses {given} ({type(error).__name__}: "
+            f"{first_line(error)}); correct the values"
         ) from error
     return examine(name, inner, slow, -1.0 if has_rate else 1.0)
 

@@ -45,25 +45,18 @@ class Checkpoints:
 
     @cached_property
     def store(self) -> Store:
-        cfg = self.cfg.checkpoint
-        return Store(
-            Path(self.cfg.run.dir) / "checkpoints",
-            self.cfg,
-            keep=cfg.keep,
-            keep_every=cfg.keep_every,
-            keep_best=cfg.keep_best,
-            async_save=cfg.async_save,
-            digests=cfg.digests,
-        )
+        names = {"keep", "keep_every", "keep_best", "async_save", "digests"}
+        options = self.cfg.checkpoint.model_dump(include=names)
+        return Store(Path(self.cfg.run.dir) / "checkpoints", self.cfg, **options)
 
     @property
     def local(self) -> Store | None:
         """The checkpoints of the local tier, or None if this run has no such tier."""
-        folder, cfg = local_folder(self.cfg), self.cfg.checkpoint
+        folder = local_folder(self.cfg)
         if folder is None:
             return None
         if self._local is None or self._local.directory != folder.absolute():
-            options = {"async_save": cfg.async_save, "digests": cfg.digests}
+            options = self.cfg.checkpoint.model_dump(include={"async_save", "digests"})
             self._local = Store(folder, self.cfg, keep=1, keep_every=None, **options)
         return self._local
 
