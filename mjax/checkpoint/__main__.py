@@ -123,7 +123,8 @@ def show(step: Path, config: bool) -> int:
         digest = " ".join(f"{crc:08x}" for crc in corpus["idx_crc32"])
         print(f"data: {corpus['path']} ({sizes}, CRC-32 {digest})")
     side = sorted((step / SIDE_FILES).glob("*"))
-    print("side files: " + (", ".join(_file(p) for p in side) or "none"))
+    named = [f"{path.name} ({decimal(path.stat().st_size)})" for path in side]
+    print("side files: " + (", ".join(named) or "none"))
     opened = {path: stored.open(path) for path in stored.paths()}
     total = sum(_bytes(array) for array in opened.values())
     numbers = sum(array.size for path, array in opened.items() if path[0] == "params")
@@ -138,10 +139,6 @@ def show(step: Path, config: bool) -> int:
 
         print(yaml.safe_dump(record["config"], sort_keys=False), end="")
     return 0
-
-
-def _file(path: Path) -> str:
-    return f"{path.name} ({decimal(path.stat().st_size)})"
 
 
 def _bytes(array) -> int:

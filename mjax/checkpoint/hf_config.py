@@ -80,10 +80,8 @@ def activation(
     it (Gemma's config.json may hold two, and hidden_activation is the one that counts)."""
 
     def read(config: dict) -> dict:
-        other = config.pop(key, None)
-        name = config.pop(first, None) or other or default
-        if name is REQUIRED:
-            raise UserError(f"config.json lacks {key!r}, which its model_type needs; add it")
+        config[key] = config.pop(first, None) or config.get(key)
+        name = take(config, key, default)
         if name not in ACTIVATIONS:
             raise UserError(
                 f"config.json: {key}={name!r} is not supported (only {', '.join(ACTIVATIONS)})"

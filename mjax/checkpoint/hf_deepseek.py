@@ -48,14 +48,8 @@ def dense_first(dense: str, routed: str) -> Part:
 
 def prediction_layers() -> Part:
     """Layers of multi-token prediction. transformers drops their weights, and keeps the number."""
-
-    def read(config: dict) -> dict:
-        return {"num_nextn_predict_layers": take(config, "num_nextn_predict_layers", 0) or 0}
-
-    def write(cfg: ModelConfig) -> dict:
-        return {"num_nextn_predict_layers": cfg.num_nextn_predict_layers}
-
-    return Part(read, write)
+    name = "num_nextn_predict_layers"
+    return same({name: name}, {name: 0})
 
 
 def without_missing_predictions(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:

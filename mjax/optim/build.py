@@ -269,14 +269,9 @@ class Optimizer:
 
     def first_values(self) -> dict:
         """For each leaf of the state the value of all its entries before the first step."""
-
-        def number(first: float, dtype: np.dtype) -> float:
-            return first
-
-        def moment(name: Name, kept: Moment) -> float:
-            return kept.first
-
-        return state_like(self.cfg, self.specs, number, moment)
+        return state_like(
+            self.cfg, self.specs, lambda first, dtype: first, lambda name, moment: moment.first
+        )
 
     def update(
         self,

@@ -43,11 +43,8 @@ def update_in_slices(
         slices = jax.tree.map(cut, inputs), cut(param), on_device
         new_param, new_moments = update(*slices)
         param = put(param, new_param)
-        on_host = []
-        for moment, new in zip(moments, new_moments, strict=True):
-            new = jax.device_put(new, jax.memory.Space.Host)
-            on_host.append(put(moment, new))
-        return param, tuple(on_host)
+        on_host = [jax.device_put(new, jax.memory.Space.Host) for new in new_moments]
+        return param, tuple(map(put, moments, on_host))
 
     def iteration(i: jax.Array, state: tuple) -> tuple:
         return step(i * rows_per_slice, rows_per_slice, state)

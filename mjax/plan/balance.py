@@ -65,9 +65,7 @@ def _layout_text(layers: int, stages: int, last: int) -> str:
     """Megatron's string for `last` layers in the last stage and the rest in equal stages."""
     each, longer = divmod(layers - last, stages - 1)
     equal = [each + 1] * longer + [each] * (stages - 1 - longer)
-    texts = []
-    for size in (*equal, last):
-        texts.append(f"t*{size}" if size > 1 else "t" * size)
+    texts = [f"t*{size}" if size > 1 else "t" * size for size in (*equal, last)]
     return f"E{'|'.join(texts)}L"
 
 
