@@ -94,24 +94,9 @@ def _config(args: argparse.Namespace) -> int:
     require_files(args.hf)
     path = args.hf / "config.json" if args.hf.is_dir() else args.hf
     cfg = config_from_hf(read_json(path))
-    said = _differing(cfg.model_dump(exclude_none=True), ModelConfig().model_dump())
+    said = cfg.model_dump(exclude_none=True, exclude_defaults=True)
     print(yaml.safe_dump({"model": said}, sort_keys=False), end="")
     return 0
-
-
-def _differing(values: dict, defaults: dict) -> dict:
-    """The values of a group that are not the defaults, and all those that a config may derive."""
-    derived = "intermediate_size", "num_key_value_heads", "head_dim", "moe_intermediate_size"
-    found = {}
-    for name, value in values.items():
-        default = defaults.get(name)
-        if isinstance(value, dict) and isinstance(default, dict):
-            inside = _differing(value, default)
-            if inside:
-                found[name] = inside
-        elif name in derived or value != default:
-            found[name] = value
-    return found
 
 
 def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:

@@ -27,6 +27,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
+def read_numbers(option: str, text: str, kind: type = int) -> list:
+    """The numbers that an option of a command line gives with commas. Raises `UserError`."""
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise UserError(f"{option} {text!r}: give {what} with commas, such as 1,64") from None
+
+
 def run_cli(main: Callable[[], int | None]) -> None:
     """Run `main`, exit with its code (None is 0); a `UserError` prints one line and exits 2.
 
@@ -35,14 +44,9 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """
     try:
         code = main()
-    except UserError as e:
-        line = " ".join(str(e).split())
-        print(f"mjax: error: {line}", file=sys.stderr, flush=True)
-        code = 2
-    except LostProcess as e:
-        line = " ".join(str(e).split())
-        print(f"mjax: {line}", file=sys.stderr, flush=True)
-        code = START_AGAIN
+    except (UserError, LostProcess) as e:
+        kind, code = ("", START_AGAIN) if isinstance(e, LostProcess) else ("error: ", 2)
+        print(f"mjax: {kind}{' '.join(str(e).split())}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         code = 1
     except Exception:

@@ -137,9 +137,8 @@ class HarnessModel(LM):
     def _template(self, name: bool | str):
         if self._model.tokenizer_dir is None:
             raise UserError("the model's folder holds no chat template; leave out --chat")
-        return load_chat_template(
-            self._model.tokenizer_dir, name if isinstance(name, str) else None
-        )
+        named = name if isinstance(name, str) else None
+        return load_chat_template(self._model.tokenizer_dir, named)
 
     # ---- rows ----
 

@@ -81,19 +81,16 @@ def _perplexity(args: argparse.Namespace) -> None:
         size -= len(tokenizer.decode(ids[:1]).encode())
     whole = [*first[-1:], *ids]
     nll, tokens = score(model, whole, length, stride, args.batch_size)
-    print(
-        json.dumps(
-            {
-                "file": str(args.file),
-                "seq_length": length,
-                "stride": stride,
-                "tokens": tokens,
-                "nll_per_token": nll / tokens,
-                "perplexity": math.exp(nll / tokens),
-                "bits_per_byte": nll / math.log(2) / size,
-            }
-        )
-    )
+    found = {
+        "file": str(args.file),
+        "seq_length": length,
+        "stride": stride,
+        "tokens": tokens,
+        "nll_per_token": nll / tokens,
+        "perplexity": math.exp(nll / tokens),
+        "bits_per_byte": nll / math.log(2) / size,
+    }
+    print(json.dumps(found))
 
 
 def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -> tuple[float, int]:

@@ -10,11 +10,7 @@ with the calling convention, and the tokenizer (mjax/infer/export.py says how th
 import argparse
 from pathlib import Path
 
-from mjax.errors import UserError, run_cli
-
-TOKENIZER = """tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json
-    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json
-    generation_config.json""".split()
+from mjax.errors import read_numbers, run_cli
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -30,13 +26,13 @@ def main(argv: list[str] | None = None) -> None:
     manifest = export_model(
         source,
         args.out,
-        batches=_numbers("--batch", args.batch),
-        lengths=_numbers("--length", args.length),
+        batches=read_numbers("--batch", args.batch),
+        lengths=read_numbers("--length", args.length),
         platforms=args.platforms.split(","),
         dtype=args.dtype,
         block=args.block,
         eos=end_ids(folder, None if tokenizer is None else load_tokenizer(tokenizer)),
-        extras={k: v for k, v in read_side_files(args.ckpt).items() if k in TOKENIZER},
+        extras={k: v for k, v in read_side_files(args.ckpt).items() if k != "config.json"},
     )
     names = ", ".join(f"{b['batch']}x{b['length']}" for b in manifest["buckets"])
     print(f"{args.out}: prefill and decode for {names} as {args.dtype}")
@@ -55,15 +51,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--platforms", default="cpu,cuda", help=platforms)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     return parser.parse_args(argv)
-
-
-def _numbers(flag: str, text: str) -> list[int]:
-    try:
-        return [int(n) for n in text.split(",")]
-    except ValueError:
-        raise UserError(
-            f"{flag} {text}: give whole numbers with commas between, as in 1,8"
-        ) from None
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def from_pretrained(
     definition = definition_of(source.cfg)
     if mesh is None:
         one = SingleDeviceSharding(jax.devices()[0])
-        shardings = jax.tree.map(lambda _: one, abstract_params(definition, dtype))
+        shardings = jax.tree.map(lambda _: one, definition.specs, is_leaf=is_spec)
     else:
         partitions = param_partitions(definition.specs, parallel_of(mesh))
         shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), partitions)
@@ -74,12 +74,10 @@ def from_pretrained(
     return Pretrained(source.cfg, definition, params, mesh, tokenizer_dir(path))
 
 
-def abstract_params(definition: Definition, dtype: str, shardings: dict | None = None) -> dict:
+def abstract_params(definition: Definition, dtype: str, shardings: dict) -> dict:
     """`ShapeDtypeStruct`s of all parameters."""
-    if shardings is None:
-        shardings = jax.tree.map(lambda _: None, definition.specs, is_leaf=is_spec)
 
-    def abstract(spec: ParamSpec, where: Sharding | None) -> jax.ShapeDtypeStruct:
+    def abstract(spec: ParamSpec, where: Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype), sharding=where)
 
     return jax.tree.map(abstract, definition.specs, shardings, is_leaf=is_spec)
@@ -112,4 +110,4 @@ def source_of(path: str | Path) -> Source:
             f"{path}: no weights here: neither config.json (Hugging Face), nor a checkpoint of "
             "mjax, nor metadata.json (Megatron torch_dist); give the folder that holds one"
         )
-    return read_weights(step.parent, int(step.name))
+    return read_weights(step)

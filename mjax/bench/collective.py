@@ -8,6 +8,7 @@ device's array), 2(n-1)/n for all-reduce, 1 for permute.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
-from mjax.errors import UserError
+from mjax.errors import UserError, read_numbers
 
 _SHARDED, _WHOLE = P("x"), P()
 
@@ -26,73 +27,43 @@ def collectives(n: int) -> dict[str, tuple[Callable, P, P, float]]:
 
     All take and give the array whose bytes count on one side: sharded or whole on each device.
     """
-    ring = [(i, (i + 1) % n) for i in range(n)]
-    share = (n - 1) / n
+    ring, share = [(i, (i + 1) % n) for i in range(n)], (n - 1) / n
+    tiled = {"axis_name": "x", "tiled": True}
+    all_to_all = partial(lax.all_to_all, split_axis=0, concat_axis=0, **tiled)
     return {
-        "all_gather": (lambda x: lax.all_gather(x, "x", tiled=True), _SHARDED, _WHOLE, share),
-        "reduce_scatter": (
-            lambda x: lax.psum_scatter(x, "x", tiled=True),
-            _WHOLE,
-            _SHARDED,
-            share,
-        ),
-        "all_reduce": (lambda x: lax.psum(x, "x"), _WHOLE, _WHOLE, 2 * share),
-        "permute": (lambda x: lax.ppermute(x, "x", ring), _WHOLE, _WHOLE, 1.0),
-        "all_to_all": (
-            lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True),
-            _WHOLE,
-            _WHOLE,
-            share,
-        ),
+        "all_gather": (partial(lax.all_gather, **tiled), _SHARDED, _WHOLE, share),
+        "reduce_scatter": (partial(lax.psum_scatter, **tiled), _WHOLE, _SHARDED, share),
+        "all_reduce": (partial(lax.psum, axis_name="x"), _WHOLE, _WHOLE, 2 * share),
+        "permute": (partial(lax.ppermute, axis_name="x", perm=ring), _WHOLE, _WHOLE, 1.0),
+        "all_to_all": (all_to_all, _WHOLE, _WHOLE, share),
     }
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench collective", description=__doc__)
     parser.add_argument("--sizes", default="1,16,128,1024", help="MB (1e6 bytes), with commas")
-    parser.add_argument("--only", choices=collectives(2), help="one collective")
-    parser.add_argument(
-        "--samples", type=int, default=20, help="the median of so many (default 20)"
-    )
+    parser.add_argument("--samples", type=int, default=20, help="the median counts (default 20)")
     add_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        sizes = [float(size) for size in args.sizes.split(",")]
-    except ValueError as e:
-        raise UserError(f"--sizes: {e}; it takes numbers with commas, in MB") from e
+    sizes = read_numbers("--sizes", args.sizes, float)
     if jax.device_count() < 2:
         raise UserError("bench collective: there is one device; it needs two or more")
-    return report(args, measure(jax.devices(), sizes, args.samples, args.only))
+    return report(args, measure(jax.devices(), sizes, args.samples))
 
 
-def measure(
-    devices: Sequence[jax.Device], sizes: list[float], samples: int, only: str | None = None
-) -> Iterator[dict]:
+def measure(devices: Sequence[jax.Device], sizes: list[float], samples: int) -> Iterator[dict]:
     """A record for each collective and size in MB, bf16."""
     n = len(devices)
     mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
     for name, (operation, before, after, share) in collectives(n).items():
-        if only not in (None, name):
-            continue
         for size in sizes:
             count = -(-int(size * 1e6 / 2) // n**2) * n**2  # every shard divides again
             # out_specs P() of values that differ: each device keeps its own
-            run = jax.jit(
-                jax.shard_map(
-                    operation, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
-                )
-            )
-            draw = jax.jit(
-                lambda count=count: jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16),
-                out_shardings=NamedSharding(mesh, before),
-            )
-            x = draw()
-            ms = launch_ms(lambda run=run, x=x: run(x), samples)
+            places = {"mesh": mesh, "in_specs": before, "out_specs": after}
+            run = jax.jit(jax.shard_map(operation, **places, check_vma=False))
+            normal = partial(jax.random.normal, shape=(count,), dtype=jnp.bfloat16)
+            x = jax.jit(normal, out_shardings=NamedSharding(mesh, before))(jax.random.key(0))
+            ms = launch_ms(partial(run, x), samples)
             case = {"collective": name, "mb": size, "devices": n}
-            rate = 2 * count * share / ms / 1e6
-            yield {
-                "bench": "collective",
-                "case": case,
-                "ms": rounded(ms),
-                "gb_per_s": rounded(rate),
-            }
+            record = {"bench": "collective", "case": case, "ms": rounded(ms)}
+            yield record | {"gb_per_s": rounded(2 * count * share / ms / 1e6)}

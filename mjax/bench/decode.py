@@ -23,7 +23,7 @@ import numpy as np
 from mjax.bench.report import add_arguments, report, rounded
 from mjax.config import load
 from mjax.config.model_schema import ModelConfig
-from mjax.errors import UserError
+from mjax.errors import UserError, read_numbers
 from mjax.infer.generate import Generator
 from mjax.models import definition_of
 from mjax.models.branch import cache_specs
@@ -49,12 +49,7 @@ def main(argv: list[str]) -> int:
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     args = parser.parse_intermixed_args(argv)
-    try:
-        batches = [int(batch) for batch in args.batch.split(",")]
-    except ValueError as e:
-        raise UserError(
-            f"--batch {args.batch!r}: give whole numbers with commas, such as 1,64"
-        ) from e
+    batches = read_numbers("--batch", args.batch)
     check_sizes(batches, args)
     if args.config is None and not args.overrides:
         raise UserError("bench decode: no model; give --config configs/models/llama3_8b.yaml")

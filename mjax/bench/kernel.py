@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.bench.grouped import CANDIDATES, grouped_matmuls
+from mjax.bench.grouped import grouped_matmuls
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.work import Work, draw
 from mjax.config.model_schema import ModelConfig
-from mjax.errors import UserError
+from mjax.errors import UserError, read_numbers
 from mjax.kernels.attention import attention
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
@@ -56,42 +56,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("kernel", choices=[*SHAPES, "all"])
     shapes = "; ".join(f"{name}: {words}" for name, (words, _) in SHAPES.items())
     parser.add_argument("--shape", action="append", help=f"numbers with commas ({shapes})")
-    parser.add_argument(
-        "--samples", type=int, default=20, help="the median of so many (default 20)"
-    )
-    parser.add_argument("--no-reference", action="store_true", help="our kernels only")
-    parser.add_argument(
-        "--tiles",
-        choices=[*CANDIDATES],
-        default="usual",
-        help="grouped: candidate tiles besides, of single blocks or of clusters, on Hopper GPUs",
-    )
+    parser.add_argument("--samples", type=int, default=20, help="the median counts (default 20)")
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.shape and args.kernel == "all":
         raise UserError("--shape: shapes differ among kernels; name one kernel instead of 'all'")
     names = list(SHAPES) if args.kernel == "all" else [args.kernel]
     works = {name: shapes_of(name, args.shape) for name in names}
-    return report(args, measure(works, args.samples, not args.no_reference, args.tiles))
+    return report(args, measure(works, args.samples))
 
 
 def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
     words, default = SHAPES[kernel]
-    try:
-        out = [tuple(int(n) for n in text.split(",")) for text in given or ()]
-    except ValueError as e:
-        raise UserError(f"--shape: {e}; {kernel} takes {words}") from e
+    option = f"--shape ({kernel}: {words})"
+    out = [tuple(read_numbers(option, text)) for text in given or ()]
     if any(len(shape) != words.count(",") + 1 or min(shape) < 1 for shape in out):
         raise UserError(f"--shape: {kernel} takes {words}, all positive")
     return out or list(default)
 
 
-def measure(
-    shapes: dict[str, list[tuple[int, ...]]],
-    samples: int,
-    with_reference: bool,
-    tiles: str = "usual",
-) -> Iterator[dict]:
+def measure(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
     roof: dict[str, float] = {}
     for kind, work in ceilings().items():
@@ -99,13 +83,11 @@ def measure(
         roof[kind] = getattr(work, kind) / record["ms"]
         yield record
     make = {"attention": attentions, "loss": losses, "norm": norms, "matmul": matmuls}
-    make["grouped"] = functools.partial(grouped_matmuls, tiles=tiles)
+    make["grouped"] = grouped_matmuls
     for kernel, all_shapes in shapes.items():
         for shape in all_shapes:
             done = {}
             for work in make[kernel](*shape):
-                if not with_reference and "reference" in work.name:
-                    continue
                 done[work.name] = timed(kernel, shape, work, samples, roof)
                 yield done[work.name] | beside(done, work.name)
 
@@ -131,8 +113,6 @@ def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: d
     if roof:
         shares = (getattr(work, kind) / ms / best for kind, best in roof.items())
         record["of_ceiling"] = rounded(max(shares))
-    if work.expected is not None:
-        record["error"] = rounded(error_of(work, compiled))
     memory = compiled.memory_analysis()
     return record | {"temp_gb": memory and rounded(memory.temp_size_in_bytes / 1e9)}
 
@@ -150,18 +130,6 @@ def launcher(work: Work, compiled: Callable) -> Callable[[], object]:
         return state[0]
 
     return launch
-
-
-def error_of(work: Work, compiled: Callable) -> float:
-    """How far the output is from the expected one, as a share of that one's norm."""
-
-    @jax.jit
-    def compare(got, expected):
-        got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
-        return jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)
-
-    expected = jax.jit(work.expected)(*work.inputs)
-    return float(compare(compiled(*work.inputs), expected))
 
 
 def ceilings() -> dict[str, Work]:

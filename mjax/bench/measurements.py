@@ -31,19 +31,6 @@ CODE = {
     "data": ("data",),
 }
 
-HEADINGS = [
-    "workload",
-    "GPUs",
-    "tok/s a GPU",
-    "TFLOP/s a GPU",
-    "MFU",
-    "GB",
-    "ms",
-    "besides",
-    "best public",
-    "measured",
-]
-
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -121,13 +108,15 @@ def newest(lines: Sequence[dict]) -> list[dict]:
 
 def table(lines: Sequence[dict], is_stale: Callable[[dict], bool]) -> list[str]:
     """The rows of the table in Markdown."""
-    rows = [HEADINGS, ["---"] * len(HEADINGS)]
-    for line in newest(lines):
-        rows.append(_cells(line, STALE if is_stale(line) else ""))
+    found = [_cells(line, STALE if is_stale(line) else "") for line in newest(lines)]
+    headings = list(found[0]) if found else []
+    rows = [headings, ["---"] * len(headings), *(cells.values() for cells in found)]
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def _cells(line: dict, mark: str) -> list[str]:
+def _cells(line: dict, mark: str) -> dict[str, str]:
+    """The cells of a row by their headings."""
+
     def number(name: str, form: str) -> str:
         return format(line[name], form) if name in line else ""
 
@@ -135,18 +124,18 @@ def _cells(line: dict, mark: str) -> list[str]:
     if "best_public_link" in line:
         public = f"[{public}]({line['best_public_link']})"
     commit = f", {line['commit']}" if "commit" in line else ""
-    return [
-        line["workload"],
-        str(line["gpus"]),
-        number("tokens_per_second_per_gpu", ",.0f"),
-        number("tflops_per_gpu", ",.0f"),
-        number("mfu", ".1%"),
-        number("gb", ".4g"),
-        number("ms", ",.5g"),
-        line.get("other", ""),
-        public,
-        f"{line['date']}{commit}{mark}",
-    ]
+    return {
+        "workload": line["workload"],
+        "GPUs": str(line["gpus"]),
+        "tok/s a GPU": number("tokens_per_second_per_gpu", ",.0f"),
+        "TFLOP/s a GPU": number("tflops_per_gpu", ",.0f"),
+        "MFU": number("mfu", ".1%"),
+        "GB": number("gb", ".4g"),
+        "ms": number("ms", ",.5g"),
+        "besides": line.get("other", ""),
+        "best public": public,
+        "measured": f"{line['date']}{commit}{mark}",
+    }
 
 
 def changed_since(line: dict) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from rich.filesize import decimal
 
 from mjax.checkpoint.digest import read_digests, require_never_made
 from mjax.checkpoint.side import SIDE_FILES
@@ -92,7 +93,7 @@ def ls(steps: list[Path]) -> int:
             holds += "" if record.get("digests") else "; no digests"
         except UserError as e:
             loss, holds = None, str(e)
-        size = size_text(sum(p.stat().st_size for p in step.rglob("*") if p.is_file()))
+        size = decimal(sum(p.stat().st_size for p in step.rglob("*") if p.is_file()))
         shown = "" if loss is None else f"{loss:.4f}"
         print(row.format(step.name, size, _saved(step), shown, holds))
     for other in sorted(steps[0].parent.glob("damaged-*")):
@@ -100,15 +101,6 @@ def ls(steps: list[Path]) -> int:
             f"{other.name}: set aside because it could not be read; remove it when it is not needed"
         )
     return 0
-
-
-def size_text(count: float) -> str:
-    """A number of bytes in the largest fitting unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
 
 
 def _saved(step: Path) -> str:
@@ -127,31 +119,26 @@ def show(step: Path, config: bool) -> int:
     if record.get("held_out_loss") is not None:
         print(f"held-out loss: {record['held_out_loss']:.6f}")
     for corpus in record.get("data", ()):
-        sizes = (
-            f"{size_text(corpus['bin_bytes'])} of tokens, {size_text(corpus['idx_bytes'])} of index"
-        )
+        sizes = f"{decimal(corpus['bin_bytes'])} of tokens, {decimal(corpus['idx_bytes'])} of index"
         digest = " ".join(f"{crc:08x}" for crc in corpus["idx_crc32"])
         print(f"data: {corpus['path']} ({sizes}, CRC-32 {digest})")
     side = sorted((step / SIDE_FILES).glob("*"))
-    print("side files: " + (", ".join(_file(p) for p in side) or "none"))
+    named = [f"{path.name} ({decimal(path.stat().st_size)})" for path in side]
+    print("side files: " + (", ".join(named) or "none"))
     opened = {path: stored.open(path) for path in stored.paths()}
     total = sum(_bytes(array) for array in opened.values())
     numbers = sum(array.size for path, array in opened.items() if path[0] == "params")
-    print(f"arrays: {len(opened)}, {size_text(total)}; {numbers:,} parameters")
+    print(f"arrays: {len(opened)}, {decimal(total)}; {numbers:,} parameters")
     width = max(len(".".join(path)) for path in opened)
     for path, array in opened.items():
         shape = " x ".join(map(str, array.shape)) or "scalar"
         kind = array.dtype.numpy_dtype.name
-        print(f"  {'.'.join(path):{width}}  {kind:8}  {size_text(_bytes(array)):>8}  {shape}")
+        print(f"  {'.'.join(path):{width}}  {kind:8}  {decimal(_bytes(array)):>8}  {shape}")
     if config:
         import yaml
 
         print(yaml.safe_dump(record["config"], sort_keys=False), end="")
     return 0
-
-
-def _file(path: Path) -> str:
-    return f"{path.name} ({size_text(path.stat().st_size)})"
 
 
 def _bytes(array) -> int:
@@ -236,8 +223,8 @@ def verify(steps: list[Path]) -> int:
             print(e)
             continue
         size = sum(one.bytes for one in digests.files.values())
-        speed = size_text(size / max(time.monotonic() - began, 1e-9))
-        print(f"{step}: intact, {len(digests.files)} files, {size_text(size)}, {speed}/s")
+        speed = decimal(int(size / max(time.monotonic() - began, 1e-9)))
+        print(f"{step}: intact, {len(digests.files)} files, {decimal(size)}, {speed}/s")
     return int(damaged > 0)
 
 

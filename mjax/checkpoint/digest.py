@@ -11,7 +11,7 @@ run side by side; tensorstore's own CRC-32C (zarr3) is out of reach behind orbax
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,13 +53,12 @@ class DigestList:
 
         Of several processes each reads its part of the blocks. Raises `DamagedCheckpoint`.
         """
-        names = (name for name in self.files if name.startswith(prefixes or ""))
-        tasks = [task for name in sorted(names) for task in self._tasks(name)]
+        tasks = []
+        for name in sorted(self.files):
+            if name.startswith(prefixes or ""):
+                blocks = range(max(1, len(self.files[name].blocks)))
+                tasks += [partial(self._verify_block, name, number) for number in blocks]
         run_all(tasks[process::processes])
-
-    def _tasks(self, name: str) -> Iterator[partial]:
-        for number in range(max(1, len(self.files[name].blocks))):
-            yield partial(self._verify_block, name, number)
 
     def _verify_block(self, name: str, number: int) -> None:
         wanted = self.files[name]

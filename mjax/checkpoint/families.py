@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-import jax
 import numpy as np
 from pydantic import ValidationError
 
@@ -31,11 +30,11 @@ from mjax.checkpoint.hf_config import (
     one_window,
     only,
     optional_window,
-    phi3_dropout,
     rope,
     same,
     shape,
     softcaps,
+    two_dropouts,
     typed_rope,
     window_of_all,
 )
@@ -50,6 +49,7 @@ from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.checkpoint.hf_t5 import T5
 from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
 from mjax.checkpoint.slots import Slot
+from mjax.checkpoint.source import flat
 from mjax.config.keys import leaf_keys, nested, value_of
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import stack_of
@@ -135,7 +135,7 @@ FAMILIES: dict[str, Family] = {
             rope(partial=True, original=True),
             one_window(),
             biases(False),
-            phi3_dropout(),
+            two_dropouts(0.0),
         ),
         {},
         fused={
@@ -281,7 +281,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
-        (gpt2_shape(), activation("activation_function", {"gelu_tanh": "gelu_new"})),
+        (
+            gpt2_shape(),
+            two_dropouts(0.1),
+            activation("activation_function", {"gelu_tanh": "gelu_new"}),
+        ),
         {
             "position_embedding": "learned",
             "norm": "layernorm",
@@ -400,12 +404,9 @@ def _meaning(cfg: ModelConfig, key: str) -> object:
 def slots(cfg: ModelConfig, specs: dict) -> dict[Path, tuple[Slot, ...]]:
     """For each parameter, where its matrices and vectors lie in a checkpoint of the family."""
     family = family_of(cfg)
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        specs, is_leaf=lambda s: isinstance(s, ParamSpec)
-    )
     found = {
-        tuple(key.key for key in path): (spec, list(_places(cfg, family, path[0].key, spec)))
-        for path, spec in flat
+        path: (spec, list(_places(cfg, family, path[0], spec)))
+        for path, spec in flat(specs).items()
     }
     sizes: dict[str, dict[int, int]] = {}  # of fused tensors: position -> length
     for spec, places in found.values():

@@ -80,10 +80,8 @@ def activation(
     it (Gemma's config.json may hold two, and hidden_activation is the one that counts)."""
 
     def read(config: dict) -> dict:
-        other = config.pop(key, None)
-        name = config.pop(first, None) or other or default
-        if name is REQUIRED:
-            raise UserError(f"config.json lacks {key!r}, which its model_type needs; add it")
+        config[key] = config.pop(first, None) or config.get(key)
+        name = take(config, key, default)
         if name not in ACTIVATIONS:
             raise UserError(
                 f"config.json: {key}={name!r} is not supported (only {', '.join(ACTIVATIONS)})"
@@ -397,11 +395,14 @@ def softcaps() -> Part:
     return same(fields, dict.fromkeys(fields))
 
 
-def phi3_dropout() -> Part:
-    """Phi-3 drops residual branches and embeddings apart; we at one rate."""
+def two_dropouts(rate: float) -> Part:
+    """Phi-3 and GPT-2 drop residual branches and embeddings apart; we at one rate.
+
+    `rate` is the family's for keys left out.
+    """
 
     def read(config: dict) -> dict:
-        rates = take(config, "resid_pdrop", 0.0), take(config, "embd_pdrop", 0.0)
+        rates = take(config, "resid_pdrop", rate), take(config, "embd_pdrop", rate)
         if rates[0] != rates[1]:
             raise UserError(f"config.json: resid_pdrop, embd_pdrop={rates} differ: not supported")
         return {"hidden_dropout": rates[0]}
@@ -435,16 +436,14 @@ def experts(count: str, **defaults: Any) -> Part:
         return fields
 
     def write(cfg: ModelConfig) -> dict:
-        values = {count: cfg.moe.num_experts} | keys.write(cfg)
-        return (
-            values if has_width else values | {"intermediate_size": cfg.moe.moe_intermediate_size}
-        )
+        width = {} if has_width else {"intermediate_size": cfg.moe.moe_intermediate_size}
+        return {count: cfg.moe.num_experts} | keys.write(cfg) | width
 
     return Part(read, write)
 
 
 def gpt2_shape() -> Part:
-    """GPT-2's own names; three dropouts, of which ours covers two."""
+    """GPT-2's own names, besides `two_dropouts`."""
     renamed = same(
         {
             "vocab_size": "vocab_size",
@@ -455,32 +454,22 @@ def gpt2_shape() -> Part:
             "layer_norm_epsilon": "norm_eps",
             "initializer_range": "initializer_range",
             "tie_word_embeddings": "tie_word_embeddings",
+            "n_inner": "intermediate_size",
+            "attn_pdrop": "attention.attention_dropout",
         },
-        {"tie_word_embeddings": True, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5},
+        {"tie_word_embeddings": True, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5}
+        | {"attn_pdrop": 0.1},
     )
 
     def read(config: dict) -> dict:
-        for key in [
-            k for k in config if k.startswith("summary_") or k in ("n_ctx", "task_specific_params")
-        ]:
-            del config[key]
+        for key in list(config):
+            if key.startswith("summary_") or key in ("n_ctx", "task_specific_params"):
+                del config[key]
         only(config, "scale_attn_weights", True)
         for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
             only(config, key, False)
         config.pop("reorder_and_upcast_attn", None)  # the same numbers in another order
-        inner = take(config, "n_inner", 4 * config["n_embd"])
-        residual = take(config, "resid_pdrop", 0.1), take(config, "embd_pdrop", 0.1)
-        if residual[0] != residual[1]:
-            raise UserError("config.json: resid_pdrop and embd_pdrop differ: not supported")
-        dropout = {
-            "hidden_dropout": residual[0],
-            "attention.attention_dropout": take(config, "attn_pdrop", 0.1),
-        }
-        return renamed.read(config) | dropout | {"intermediate_size": inner}
+        config["n_inner"] = take(config, "n_inner", 4 * config["n_embd"])
+        return renamed.read(config)
 
-    def write(cfg: ModelConfig) -> dict:
-        dropout = {"resid_pdrop": cfg.hidden_dropout, "embd_pdrop": cfg.hidden_dropout}
-        dropout |= {"attn_pdrop": cfg.attention.attention_dropout, "n_inner": cfg.intermediate_size}
-        return renamed.write(cfg) | dropout
-
-    return Part(read, write)
+    return Part(read, renamed.write)

@@ -7,13 +7,22 @@ attention. Layers of multi-token prediction follow the others, under their numbe
 
 from collections.abc import Collection
 
-from mjax.checkpoint.hf_config import Part, only, take
+from mjax.checkpoint.hf_config import Part, only, same, take
 from mjax.config.model_schema import MlaConfig, ModelConfig
 
 # Keys that say nothing where all layers are dense, and others that never do.
 _OF_EXPERTS = """aux_loss_alpha ep_size moe_intermediate_size moe_layer_freq n_group
     n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok output_router_logits
     routed_scaling_factor scoring_func seq_aux topk_group topk_method""".split()
+# Those of experts that DeepSeek and Nemotron 3 call by the same names.
+ROUTED = {
+    "n_routed_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.num_experts_per_tok",
+    "moe_intermediate_size": "moe.moe_intermediate_size",
+    "n_group": "moe.n_group",
+    "topk_group": "moe.topk_group",
+    "routed_scaling_factor": "moe.routed_scaling_factor",
+}
 _UNUSED = ("ep_size", "num_mtp_layers", "output_router_logits")
 
 
@@ -39,14 +48,8 @@ def dense_first(dense: str, routed: str) -> Part:
 
 def prediction_layers() -> Part:
     """Layers of multi-token prediction. transformers drops their weights, and keeps the number."""
-
-    def read(config: dict) -> dict:
-        return {"num_nextn_predict_layers": take(config, "num_nextn_predict_layers", 0) or 0}
-
-    def write(cfg: ModelConfig) -> dict:
-        return {"num_nextn_predict_layers": cfg.num_nextn_predict_layers}
-
-    return Part(read, write)
+    name = "num_nextn_predict_layers"
+    return same({name: name}, {name: 0})
 
 
 def without_missing_predictions(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
@@ -81,6 +84,7 @@ def latent_attention() -> Part:
 
 def routed_experts_v2() -> Part:
     """DeepSeek-V2's experts: softmax scores, a group as good as its best expert."""
+    sizes = _sizes(1.0)
 
     def read(config: dict) -> dict:
         if "n_routed_experts" not in config:  # dense layers only
@@ -93,15 +97,14 @@ def routed_experts_v2() -> Part:
             only(config, "topk_method", "group_limited_greedy")
         only(config, "scoring_func", "softmax")
         only(config, "norm_topk_prob", False)
-        values = _read_sizes(config, 1.0)
-        return values | {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}
+        return sizes.read(config) | {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}
 
     def write(cfg: ModelConfig) -> dict:
         if not cfg.moe.num_experts:
             return {}
         grouped = cfg.moe.n_group > 1
         method = "group_limited_greedy" if grouped else "greedy"
-        return _write_sizes(cfg) | {"topk_method": method, "norm_topk_prob": False}
+        return sizes.write(cfg) | {"topk_method": method, "norm_topk_prob": False}
 
     return Part(read, write)
 
@@ -111,6 +114,7 @@ def routed_experts_v3(factor: float = 2.5) -> Part:
 
     `factor` is the family's routed_scaling_factor, where it is left out.
     """
+    sizes = _sizes(factor)
 
     def read(config: dict) -> dict:
         if "n_routed_experts" not in config:
@@ -118,7 +122,7 @@ def routed_experts_v3(factor: float = 2.5) -> Part:
         only(config, "topk_method", "noaux_tc")
         only(config, "scoring_func", "sigmoid")
         normalized = take(config, "norm_topk_prob", True)
-        return _read_sizes(config, factor) | {
+        return sizes.read(config) | {
             "moe.norm_topk_prob": normalized,
             "moe.scoring_func": "sigmoid",
             "moe.expert_bias": True,
@@ -128,35 +132,27 @@ def routed_experts_v3(factor: float = 2.5) -> Part:
         if not cfg.moe.num_experts:
             return {}
         named = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        return _write_sizes(cfg) | named | {"norm_topk_prob": cfg.moe.norm_topk_prob}
+        return sizes.write(cfg) | named | {"norm_topk_prob": cfg.moe.norm_topk_prob}
 
     return Part(read, write)
 
 
-def _read_sizes(config: dict, factor: float) -> dict:
-    width = take(config, "moe_intermediate_size")
-    only(config, "seq_aux", True)
-    return {
-        "moe.num_experts": take(config, "n_routed_experts"),
-        "moe.num_experts_per_tok": take(config, "num_experts_per_tok"),
-        "moe.moe_intermediate_size": width,
-        "moe.shared_expert_intermediate_size": take(config, "n_shared_experts") * width,
-        "moe.n_group": take(config, "n_group", 1) or 1,
-        "moe.topk_group": take(config, "topk_group", 1) or 1,
-        "moe.routed_scaling_factor": take(config, "routed_scaling_factor", factor),
-        "moe.router_aux_loss_coef": take(config, "aux_loss_alpha", 0.0),
-    }
+def _sizes(factor: float) -> Part:
+    """What both have under the same names; `factor` stands for a routed_scaling_factor left out."""
+    keys = same(
+        ROUTED | {"aux_loss_alpha": "moe.router_aux_loss_coef"},
+        {"n_group": 1, "topk_group": 1, "routed_scaling_factor": factor, "aux_loss_alpha": 0.0},
+    )
 
+    def read(config: dict) -> dict:
+        only(config, "seq_aux", True)
+        shared = take(config, "n_shared_experts")
+        fields = keys.read(config)
+        width = shared * fields["moe.moe_intermediate_size"]
+        return fields | {"moe.shared_expert_intermediate_size": width}
 
-def _write_sizes(cfg: ModelConfig) -> dict:
-    moe = cfg.moe
-    return {
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_tok,
-        "moe_intermediate_size": moe.moe_intermediate_size,
-        "n_shared_experts": moe.shared_expert_intermediate_size // moe.moe_intermediate_size,
-        "n_group": moe.n_group,
-        "topk_group": moe.topk_group,
-        "routed_scaling_factor": moe.routed_scaling_factor,
-        "aux_loss_alpha": moe.router_aux_loss_coef,
-    }
+    def write(cfg: ModelConfig) -> dict:
+        shared = cfg.moe.shared_expert_intermediate_size // cfg.moe.moe_intermediate_size
+        return keys.write(cfg) | {"n_shared_experts": shared}
+
+    return Part(read, write)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from mjax.checkpoint.hf_config import Part, only, same, shortest, take
+from mjax.checkpoint.hf_deepseek import ROUTED
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
@@ -188,15 +189,10 @@ def nemotron_experts() -> Part:
     defaults = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
     defaults |= {"routed_scaling_factor": 1.0, "moe_latent_size": None}
     keys = same(
-        {
-            "n_routed_experts": "moe.num_experts",
-            "num_experts_per_tok": "moe.num_experts_per_tok",
-            "moe_intermediate_size": "moe.moe_intermediate_size",
+        ROUTED
+        | {
             "moe_shared_expert_intermediate_size": "moe.shared_expert_intermediate_size",
-            "n_group": "moe.n_group",
-            "topk_group": "moe.topk_group",
             "norm_topk_prob": "moe.norm_topk_prob",
-            "routed_scaling_factor": "moe.routed_scaling_factor",
             "moe_latent_size": "moe.latent_size",
         },
         defaults,

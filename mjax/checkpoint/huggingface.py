@@ -25,7 +25,7 @@ from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.store import new_folder
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
-from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
+from mjax.sharding.spec import ParamSpec
 
 Slots = Mapping[Leaf, tuple[Slot, ...]]
 
@@ -40,7 +40,7 @@ IGNORED = re.compile(
 
 def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -> Source:
     """The safetensors of a folder as parameters of `cfg`. Raises `UserError` for damaged files."""
-    tensors, of = mxfp4.unpacked(open_folder(folder)), _real_specs(cfg, specs)
+    tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
     slots = mxfp4.turned(slots, tensors)
     by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
     dtypes: dict[Leaf, np.dtype] = {}
@@ -59,7 +59,7 @@ def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -
         out = np.empty([hi - lo for lo, hi in ranges], dtype_of(path))
         if real != ranges:
             out[...] = 0
-        batch = _batch(spec)
+        batch = spec.matrix_view()[0]
         for at in product(*(range(*real[axis]) for axis in batch)):
             cut = [slice(0, hi - lo) for lo, hi in real]
             for axis, i in zip(batch, at, strict=True):
@@ -80,7 +80,7 @@ def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tupl
     """Name -> shape of every tensor that `slots` name, in the order in which they are written."""
     shapes: dict[str, tuple[int, ...]] = {}
     filled: dict[str, int] = {}
-    for path, spec in _real_specs(cfg, specs).items():
+    for path, spec in real_specs(cfg, specs).items():
         for slot in slots[path]:
             sizes = [math.prod(spec.shape[a] for a in axes) for axes in slot.dims]
             filled[slot.tensor] = filled.get(slot.tensor, 0) + math.prod(sizes)
@@ -129,7 +129,7 @@ def _more(names: list) -> str:
 # ---- one slot ----------------------------------------------------------------------------------
 
 
-def _real_specs(cfg: ModelConfig, specs: dict) -> dict[Leaf, ParamSpec]:
+def real_specs(cfg: ModelConfig, specs: dict) -> dict[Leaf, ParamSpec]:
     """Declarations by path, without the rows that pad the vocabulary."""
 
     def real(spec: ParamSpec) -> ParamSpec:
@@ -137,10 +137,6 @@ def _real_specs(cfg: ModelConfig, specs: dict) -> dict[Leaf, ParamSpec]:
         return replace(spec, shape=tuple(cfg.vocab_size if a == "vocab" else n for a, n in sizes))
 
     return {path: real(spec) for path, spec in flat(specs).items()}
-
-
-def _batch(spec: ParamSpec) -> tuple[int, ...]:
-    return tuple(i for i, axis in enumerate(spec.axes) if axis in ENUMERATING_AXES)
 
 
 def _read_slot(
@@ -170,7 +166,7 @@ def _read_slot(
 
 def _matrix(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:
     """[axes that are no batch] -> [rows, columns] as in the tensor; a vector is one row."""
-    rest = [i for i in range(len(spec.shape)) if i not in _batch(spec)]
+    rest = [i for i in range(len(spec.shape)) if i not in spec.matrix_view()[0]]
     order = [rest.index(axis) for axes in slot.dims for axis in axes]
     sizes = [math.prod(array.shape[rest.index(a)] for a in axes) for axes in slot.dims if axes]
     return array.transpose(order).reshape([1] * (2 - len(sizes)) + sizes)
@@ -251,7 +247,7 @@ def export(
     for path, places in slots.items():
         for slot in places:
             pieces.setdefault(slot.tensor, []).append((path, slot))
-    of = _real_specs(cfg, specs)
+    of = real_specs(cfg, specs)
 
     def tensor(name: str, kind: np.dtype) -> np.ndarray:
         out = np.empty(shapes[name], kind)
@@ -312,14 +308,14 @@ def _write_slot(
     out: np.ndarray, slot: Slot, spec: ParamSpec, read: Callable[[Index], np.ndarray]
 ) -> Iterator[Callable[[], None]]:
     """Tasks that fill the slot's part of the tensor `out`, each with a block of the parameter."""
-    batch = dict(zip(_batch(spec), slot.batch, strict=True))
+    batch = dict(zip(spec.matrix_view()[0], slot.batch, strict=True))
     first = tuple(batch.get(axis, 0) for axis in range(len(spec.shape)))
     shape = tuple(1 if axis in batch else n for axis, n in enumerate(spec.shape))
     whole = out[slot.lead] if slot.lead else out
     whole = whole.reshape(-1, whole.shape[-1])
 
     def fill(index: Index) -> None:
-        matrix = _matrix(read(index).squeeze(_batch(spec)), slot, spec)
+        matrix = _matrix(read(index).squeeze(spec.matrix_view()[0]), slot, spec)
         ranges = [(s.start, s.stop) for s in index]
         for rows, cols, at_rows, at_cols in _spans(slot, spec, ranges):
             _assign(whole[rows, cols], matrix[at_rows, at_cols])

@@ -29,6 +29,11 @@ _BACKBONE = (
     ("mlp.shared_expert.", "mlp.shared_experts."),
     *((f".{name}.", ".mixer.") for name in ("mamba", "self_attn", "mlp")),
 )
+_FEED_FORWARD = (
+    ("model.norm.", "model.final_layernorm."),
+    ("post_attention_layernorm", "pre_ff_layernorm"),
+    (".mlp.", ".feed_forward."),
+)
 MULTIPLIERS = {
     "embedding_multiplier": "embedding_multiplier",
     "attention_multiplier": "attention.attention_multiplier",
@@ -69,11 +74,7 @@ HYBRIDS: dict[str, Family] = {
             biases(mlp=True),
         ),
         {},
-        rename=(
-            ("model.norm.", "model.final_layernorm."),
-            ("post_attention_layernorm", "pre_ff_layernorm"),
-            (".mlp.", ".feed_forward."),
-        ),
+        rename=_FEED_FORWARD,
         fused=_MIXER,
     ),
     "granitemoehybrid": Family(
@@ -119,11 +120,7 @@ HYBRIDS: dict[str, Family] = {
             biases(mlp=True),
         ),
         {},
-        rename=(
-            ("model.norm.", "model.final_layernorm."),
-            ("post_attention_layernorm", "pre_ff_layernorm"),
-            (".mlp.", ".feed_forward."),
-        ),
+        rename=_FEED_FORWARD,
         fused=_MIXER,
     ),
 }

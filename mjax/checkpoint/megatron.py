@@ -61,11 +61,6 @@ def _copy(out: np.ndarray, x: np.ndarray) -> None:
         out[..., i : i + step] = x[..., i : i + step]
 
 
-def megatron_config(folder: str | Path) -> ModelConfig:
-    """The architecture in the checkpoint's arguments."""
-    return _config(open_torch_dist(folder))
-
-
 def _config(store: TorchDist) -> ModelConfig:
     where = str(store.folder / "common.pt")
     args = store.common.get("args") if isinstance(store.common, dict) else None
@@ -147,12 +142,8 @@ def _vocab(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
 
 PLAIN = Layout(lambda cfg, ours: ours, lambda fetch, cfg, box: fetch(*box))
 TRANSPOSED = Layout(lambda cfg, ours: ours[::-1], lambda fetch, cfg, box: fetch(*box[::-1]).T)
-Q, KV, Q_BIAS, KV_BIAS = (
-    _fused(_q, "hidden_size"),
-    _fused(_kv, "hidden_size"),
-    _fused(_q),
-    _fused(_kv),
-)
+Q, Q_BIAS = _fused(_q, "hidden_size"), _fused(_q)
+KV, KV_BIAS = _fused(_kv, "hidden_size"), _fused(_kv)
 OUT = Layout(lambda cfg, ours: (ours[2], ours[0] * ours[1]), _out)
 GATED = Layout(lambda cfg, ours: (2 * ours[-1], *ours[:-2]), _gated, parts=2)
 VOCAB = Layout(lambda cfg, ours: ours, _vocab)

@@ -184,12 +184,12 @@ def _layers(args: _Args) -> dict:
         left, right = window
         if right not in (0, -1):
             raise args.refuse("window_size", "sees keys to the right")
-        full = _every(args, "window_attn_skip_freq", invert=True) or [False] * n
+        full = _every(args, "window_attn_skip_freq", n, marked=False) or [False] * n
         marks["L"] = [left >= 0 and not whole for whole in full]
     if args("no_rope_freq"):
-        marks["N"] = _every(args, "no_rope_freq")
+        marks["N"] = _every(args, "no_rope_freq", n)
     if args("num_experts"):
-        marks["E"] = _moe_layers(args)
+        marks["E"] = _every(args, "moe_layer_freq", n, first=0) or [True] * n
     kinds = []
     for layer in range(n):
         letters = [letter for letter, mark in marks.items() if mark[layer]]
@@ -203,25 +203,22 @@ def _layers(args: _Args) -> dict:
     return {**found, "attention.sliding_window": window[0] + 1} if "L" in kinds else found
 
 
-def _every(args: _Args, name: str, invert: bool = False) -> list[bool] | None:
-    """Of an int: the layers N, 2N, ... counted from one. Of a list: one mark a layer."""
-    value, n = args(name), args.need("num_layers")
+def _every(
+    args: _Args, name: str, layers: int, first: int = 1, marked: bool = True
+) -> list[bool] | None:
+    """The layers that an argument chooses; None: it is not given.
+
+    A number N chooses each N-th layer, the first of which has the number `first`. A list has a mark
+    a layer; those that are `marked` are chosen.
+    """
+    value = args(name)
     if value is None:
         return None
     if isinstance(value, int):
-        return [(layer + 1) % value == 0 for layer in range(n)]
-    if not isinstance(value, list | tuple) or len(value) != n:
-        raise args.refuse(name, f"is neither a number nor a list of {n}")
-    return [bool(mark) != invert for mark in value]
-
-
-def _moe_layers(args: _Args) -> list[bool]:
-    value, n = args("moe_layer_freq", 1), args.need("num_layers")
-    if isinstance(value, int):
-        return [layer % value == 0 for layer in range(n)]
-    if not isinstance(value, list | tuple) or len(value) != n:
-        raise args.refuse("moe_layer_freq", f"is neither a number nor a list of {n}")
-    return [bool(mark) for mark in value]
+        return [(layer + first) % value == 0 for layer in range(layers)]
+    if not isinstance(value, list | tuple) or len(value) != layers:
+        raise args.refuse(name, f"is neither a number nor a list of {layers}")
+    return [bool(mark) == marked for mark in value]
 
 
 def _experts(args: _Args, bias: bool) -> dict:

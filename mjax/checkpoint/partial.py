@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.checkpoint.continuation import require_same_model
-from mjax.checkpoint.source import Index, Path, Source, flat
+from mjax.checkpoint.huggingface import real_specs
+from mjax.checkpoint.source import Index, Path, Source
 from mjax.checkpoint.upcycle import upcycled
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models import definition_of
-from mjax.sharding.spec import ParamSpec
 
 # What may differ -> the keys of a model that say it.
 CHANGES = {
@@ -162,9 +162,4 @@ def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig) -> None:
 
 def _shapes(specs: dict, cfg: ModelConfig) -> dict[Path, tuple[int, ...]]:
     """Shapes by path; a vocabulary counts without its padding."""
-
-    def shape(spec: ParamSpec) -> tuple[int, ...]:
-        sizes = zip(spec.axes, spec.shape, strict=True)
-        return tuple(cfg.vocab_size if axis == "vocab" else n for axis, n in sizes)
-
-    return {path: shape(spec) for path, spec in flat(specs).items()}
+    return {path: spec.shape for path, spec in real_specs(cfg, specs).items()}

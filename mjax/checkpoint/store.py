@@ -239,7 +239,7 @@ class Store:
             digests = read_digests(where) if self._digests else None
             if digests is not None:
                 digests.verify("meta/")
-            meta = self._read_meta(step)
+            meta = self.read_meta(step)
         require_continuation(self.cfg, meta, where)
         with _agreed_damage(where):
             if digests is not None:
@@ -256,13 +256,6 @@ class Store:
             raise UserError(
                 f"checkpoint {where} is intact but cannot be loaded: {first_line(e.__cause__ or e)}"
             ) from e
-
-    def read_meta(self, step: int | None = None) -> dict:
-        """The JSON record of `step` (default: the newest): config, step, versions."""
-        step = self.latest_step() if step is None else step
-        if step is None:
-            raise UserError(f"no checkpoint in {self.directory}")
-        return self._read_meta(step)
 
     def set_aside(self) -> Path | None:
         """Rename the folder to a free `NAME.old-N`, so that a run can start over; None if empty."""
@@ -313,7 +306,7 @@ class Store:
     def _loss_of(self, step: int) -> float | None:
         """The held-out loss in the record of a step."""
         if step not in self._losses:
-            self._losses[step] = self._read_meta(step).get(HELD_OUT_LOSS)
+            self._losses[step] = self.read_meta(step).get(HELD_OUT_LOSS)
         return self._losses[step]
 
     @cached_property
@@ -336,7 +329,8 @@ class Store:
             "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
         }
 
-    def _read_meta(self, step: int) -> dict:
+    def read_meta(self, step: int) -> dict:
+        """The JSON record of a step: config, step, versions."""
         items = ocp.args.Composite(meta=ocp.args.JsonRestore())
         meta = self._manager.restore(step, args=items)["meta"]
         move_keys(meta["config"], str(self.directory))

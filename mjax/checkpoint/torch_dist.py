@@ -9,11 +9,13 @@ Sources: torch.distributed.checkpoint (metadata.py, filesystem.py), torch.serial
 
 import argparse
 import collections
+import contextlib
 import io
 import pickle
 import re
 import struct
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +103,7 @@ class TorchDist:
     def _chunk(self, name: str, chunk: Chunk) -> np.ndarray:
         """The chunk's array, mapped from its file."""
         path = self.folder / chunk.file
-        try:
+        with _reading(f"{path}: cannot read {name!r} at byte {chunk.offset:,}"):
             with path.open("rb") as file:
                 part = _Part(file, chunk.offset, chunk.length)
                 (storage, key), offset, shape, strides = _load_archive(part)
@@ -118,34 +120,31 @@ class TorchDist:
             strides = [s * dtype.itemsize for s in strides]
             whole = np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)
             return whole.reshape(chunk.shape)
-        except UserError:
-            raise
-        except _DAMAGE as e:
-            raise UserError(
-                f"{path}: cannot read {name!r} at byte {chunk.offset:,} ({type(e).__name__}: {e}); "
-                "copy the checkpoint again"
-            ) from e
 
 
 def open_torch_dist(path: str | Path) -> TorchDist:
     """Open a run folder (its latest iteration) or one iteration's folder. Reads no tensor."""
     folder = _iteration_folder(Path(path))
     _check_format(folder)
-    try:
+    with _reading(f"{folder}: cannot read common.pt or .metadata"):
         with (folder / "common.pt").open("rb") as file:
             common = _load_archive(_Part(file, 0, (folder / "common.pt").stat().st_size))
         with (folder / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
         return TorchDist(folder, _tensors(metadata), common)
+
+
+@contextlib.contextmanager
+def _reading(failed: str) -> Iterator[None]:
+    """What damage raises, as one line that says what `failed`."""
+    try:
+        yield
     except UserError:
         raise
     except FileNotFoundError as e:
         raise UserError(f"{e.filename} is missing; copy the checkpoint again, whole") from e
     except _DAMAGE as e:
-        raise UserError(
-            f"{folder}: cannot read common.pt or .metadata ({type(e).__name__}: {e}); "
-            "copy the checkpoint again"
-        ) from e
+        raise UserError(f"{failed} ({type(e).__name__}: {e}); copy the checkpoint again") from e
 
 
 def _iteration_folder(path: Path) -> Path:

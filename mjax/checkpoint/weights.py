@@ -22,8 +22,9 @@ from mjax.checkpoint import digest
 from mjax.checkpoint.digest import FileDigest
 from mjax.checkpoint.safetensors import write_array
 from mjax.checkpoint.side import SIDE_FILES
-from mjax.checkpoint.source import Index, Source, arrays, block_shape, blocks, flat, run_all
+from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
+from mjax.checkpoint.steps import newest_step
 from mjax.checkpoint.store import new_folder, require_old
 from mjax.checkpoint.stored import WEIGHTS, StoredArrays, read_record
 from mjax.config.model_schema import ModelConfig
@@ -72,12 +73,13 @@ def write_weights(
         digest.write_digests(temporary / "0", digests)
 
 
-def read_weights(folder: str | Path, step: int | None = None) -> Source:
-    """The parameters in checkpoint `step` (default: the newest) of a checkpoint folder.
+def read_weights(folder: Path) -> Source:
+    """The parameters in the newest checkpoint of a run or checkpoint folder; a step is its own.
 
     `check` of the source reads all files of the step once, to compare them with their digests.
     """
-    where = _step_folder(Path(folder), step)
+    where = newest_step(folder)
+    assert where is not None, folder
     digests = digest.read_digests(where)
     if digests is not None:
         digests.verify("meta/", f"{SIDE_FILES}/", "state/_METADATA")
@@ -109,13 +111,6 @@ def read_weights(folder: str | Path, step: int | None = None) -> Source:
     return Source(cfg, read, check)
 
 
-def restore_params(folder: str | Path, abstract_params: dict, step: int | None = None) -> dict:
-    """The parameters alone of a checkpoint, laid out as `abstract_params` (in layer order) says."""
-    source = read_weights(folder, step)
-    source.check()
-    return arrays(source, abstract_params)
-
-
 def read_config(step_folder: Path) -> ModelConfig:
     """The model of the checkpoint in `step_folder`."""
     meta = read_record(step_folder)
@@ -128,15 +123,6 @@ def read_config(step_folder: Path) -> ModelConfig:
             f"{step_folder}: its config has model.{where}: {first['msg']}; read it with the mjax "
             f"that wrote it, {meta['versions']['mjax']}"
         ) from None
-
-
-def _step_folder(folder: Path, step: int | None) -> Path:
-    names = folder.iterdir() if folder.is_dir() else ()
-    steps = sorted(int(p.name) for p in names if p.name.isdigit())
-    if not steps or (step is not None and step not in steps):
-        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise UserError(f"no {wanted} in {folder} (steps there: {steps})")
-    return folder / str(steps[-1] if step is None else step)
 
 
 def _name(path: Leaf) -> str:

@@ -104,9 +104,6 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.dataset_index)
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        return self.datasets[self.dataset_index[i]][self.dataset_sample_index[i]]
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Samples `indices`, stacked to [B, S]."""
         chosen = self.dataset_index[np.asarray(indices, np.int64)]

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -51,9 +51,9 @@ def cached_arrays(
 
 def _publish(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
+    temporary = entry.with_name(f"{entry.name}.{uuid.uuid4().hex}")
     try:
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp's 0700 would shut out other users
+        temporary.mkdir()
         for name, array in arrays.items():
             np.save(temporary / f"{name}.npy", array)
         (temporary / "description.json").write_text(description + "\n")
@@ -64,9 +64,3 @@ def _publish(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> No
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -53,9 +53,10 @@ class ChatTemplate:
         tokens: encode it without adding any. `add_generation_prompt`: open the reply. `tools` are
         JSON schemas; `variables` are further ones that the template reads. Raises `UserError` for
         messages that it refuses."""
-        import_jinja()
-        import jinja2
-
+        try:
+            import jinja2
+        except ImportError as e:
+            raise UserError("chat templates need jinja2: `pip install 'mjax[chat]'`") from e
         try:
             given = json.loads(json.dumps([list(messages), tools, variables]))
             chat = [{k: v for k, v in message.items() if v is not None} for message in given[0]]
@@ -105,13 +106,6 @@ def _content(token: str | dict[str, Any]) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-def import_jinja() -> None:
-    try:
-        import jinja2  # noqa: F401
-    except ImportError as e:
-        raise UserError("chat templates need jinja2: `pip install 'mjax[chat]'`") from e
-
-
 def _repeated(what: object, count: object) -> int:
     """The length of `what` repeated `count` times; 0 if it is no sequence."""
     is_repeat = isinstance(what, (str, list, tuple)) and isinstance(count, int)
@@ -138,15 +132,6 @@ def _compiled(source: str):
     def refuse(message: str):
         raise TemplateError(message)
 
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
     class Sandbox(ImmutableSandboxedEnvironment):
         """The sandbox, which also refuses operators whose result fills the memory."""
 
@@ -164,7 +149,7 @@ def _compiled(source: str):
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)

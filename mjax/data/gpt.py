@@ -137,7 +137,8 @@ class GPTDataset:
             raise UserError(f"run.seed {seed}: the data order takes a seed from 0 to 2**32 - 1")
         self.dataset = data = IndexedDataset(prefix)
         begin, end = self._sequences(split, split_fractions)
-        self._check_ids(data.tokens[:OPENING_CHECK])
+        if vocab_size is not None:
+            data.require_ids(data.tokens[:OPENING_CHECK], vocab_size)
         stat = data.idx_path.stat()
         key = {
             "index": [os.path.abspath(data.idx_path), stat.st_size, stat.st_mtime_ns],
@@ -203,7 +204,8 @@ class GPTDataset:
         start = np.cumsum(size) - size  # where each piece lands in the flat batch
         text = self.dataset.gather(self.dataset.offsets[sequence] + begin, size)
         text = text.reshape(b, s + 1)
-        self._check_ids(text)
+        if self.vocab_size is not None:
+            self.dataset.require_ids(text, self.vocab_size)
         if self.fim is not None:
             text, size, n = self._filled(indices, text, size, n)
             head = np.cumsum(n) - n
@@ -263,19 +265,6 @@ class GPTDataset:
         most = int((rank[last] - (offset == 0) - rank[first] + held[first]).max())
         # Padding is a segment, and text that got shorter may bring in one that was a label alone.
         return most if self.fim is None else most + 2
-
-    def _check_ids(self, ids: np.ndarray) -> None:
-        """Refuse ids outside the vocabulary; free where the file's dtype cannot hold any."""
-        if self.vocab_size is None or ids.size == 0:
-            return
-        info = np.iinfo(ids.dtype)
-        over = info.max >= self.vocab_size and ids.max() >= self.vocab_size
-        if over or (info.min < 0 and ids.min() < 0):
-            bad = int(ids.max() if over else ids.min())
-            raise UserError(
-                f"{self.dataset.bin_path}: holds token id {bad}, outside the vocabulary of "
-                f"{self.vocab_size}: set model.vocab_size to the tokenizer's, or check the data"
-            )
 
 
 def split_tokens(

@@ -118,19 +118,23 @@ class IndexedDataset:
                 f"{REMEDY}"
             )
 
+    def require_ids(self, ids: np.ndarray, vocab_size: int) -> None:
+        """Raise `UserError` for ids outside the vocabulary; free where the dtype holds none."""
+        info = np.iinfo(self.dtype)
+        over = info.max >= vocab_size and ids.max(initial=0) >= vocab_size
+        if over or (info.min < 0 and ids.min(initial=0) < 0):
+            bad = int(ids.max() if over else ids.min())
+            raise UserError(
+                f"{self.bin_path}: holds token id {bad}, outside the vocabulary of {vocab_size}: "
+                "set model.vocab_size to the tokenizer's, or check the data"
+            )
+
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        return self.get(i)
-
-    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of sequence i (to its end if `length` is None)."""
-        start, size = int(self.offsets[i]), int(self.lengths[i])
-        stop = size if length is None else offset + length
-        if not 0 <= offset <= stop <= size:
-            raise IndexError(f"tokens [{offset}, {stop}) of sequence {i}, which has {size}")
-        return self.tokens[start + offset : start + stop]
+        start = int(self.offsets[i])
+        return self.tokens[start : start + int(self.lengths[i])]
 
     def gather(self, begin: np.ndarray, size: np.ndarray) -> np.ndarray:
         """Tokens [begin, begin + size) of `.bin` for each of many pieces, end to end.
@@ -205,14 +209,6 @@ class IndexedDatasetWriter:
         before = self._sequences
         self._append(self._cast(tokens), lengths.astype(np.int32))
         self._bounds.append(before + np.cumsum(counts, dtype=np.int64))
-
-    def merge(self, prefix: str | os.PathLike) -> None:
-        """Append all of another pair, which must have the same dtype."""
-        other = IndexedDataset(prefix)
-        if other.dtype != self.dtype:
-            raise UserError(f"{prefix}: holds {other.dtype}, cannot be merged into {self.dtype}")
-        self._bounds.append(self._sequences + other.document_indices[1:])
-        self._append(other.tokens, other.lengths)
 
     def close(self) -> None:
         """Write the index and give both files their names."""

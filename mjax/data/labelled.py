@@ -14,6 +14,7 @@ import numpy as np
 
 from mjax.config.schema import MaskedDataConfig
 from mjax.data.gpt import Batch, split_range
+from mjax.data.masked import padded_rows
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.json_file import parse_json
@@ -64,11 +65,7 @@ class LabelledDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked."""
-        shape = len(indices), self.seq_length
-        out = {name: np.zeros(shape, np.int32) for name in ("token_types", "segment_ids")}
-        out["tokens"] = np.full(shape, self.settings.pad_token_id, np.int32)
-        out["positions"] = np.tile(np.arange(self.seq_length, dtype=np.int32), (len(indices), 1))
-        out["row_label"] = np.empty(len(indices), np.int32)
+        out = padded_rows(len(indices), self.seq_length, self.settings.pad_token_id)
         for row, line in enumerate(self._numbers(np.asarray(indices, np.int64))):
             texts, out["row_label"][row] = self.lines[line]
             tokens, types = self._framed(texts)

@@ -5,7 +5,6 @@ says which samples a step takes and `rows` which of them this process reads, so 
 one on other devices or hosts, sees the same stream; there is no loader state to save.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,29 +37,6 @@ class Dataset(Protocol):
     def max_documents(self) -> int: ...
 
 
-class _Steps:
-    """The random-access source that grain reads: item i is the batch of step first_step + i."""
-
-    def __init__(self, dataset, batch_range, first_step, num_steps, rows, make_fields):
-        self.dataset, self.batch_range, self.rows = dataset, batch_range, rows
-        self.make_fields = make_fields
-        self.first_step, self.num_steps = first_step, num_steps
-
-    def __len__(self) -> int:
-        return self.num_steps
-
-    def __getitem__(self, i: int) -> Batch:
-        step = self.first_step + i
-        first, count = self.batch_range(step)
-        rows = np.arange(count)
-        if self.rows:
-            rows = rows[self.rows(count)]
-        batch = self.dataset.batch(first + rows)
-        if self.make_fields:
-            batch = batch | self.make_fields(batch, step, rows)
-        return batch
-
-
 def make_loader(
     dataset: Dataset,
     batch_range: Callable[[int], tuple[int, int]],
@@ -88,9 +64,16 @@ def make_loader(
             f"data: {len(dataset)} samples, but step {first_step + num_steps} takes number {last}: "
             "lower train.steps, shorten data.seq_length, set data.weights or add data"
         )
-    source = _Steps(dataset, batch_range, first_step, num_steps, rows, make_fields)
+
+    def batch_of(step: int) -> Batch:
+        first, count = batch_range(step)
+        numbers = np.arange(count)[rows(count) if rows else slice(None)]
+        batch = dataset.batch(first + numbers)
+        return batch | make_fields(batch, step, numbers) if make_fields else batch
+
+    steps = grain.MapDataset.range(first_step, first_step + num_steps).map(batch_of)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=prefetch)
-    batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+    batches = iter(steps.to_iter_dataset(options))
     batches.start_prefetch()
     return batches
 
@@ -119,19 +102,20 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
         shape = cfg.model.vocab_size, tokens_to_read(cfg)
         training = MockDataset(*shape, num_train, seed)
         return training, MockDataset(*shape, num_valid, seed + 1) if num_valid else None
-    if cfg.train.objective == "classify":
-        return _labelled_datasets(cfg, num_train, num_valid)
     paths, tokenizer_path = data.paths, None
-    if data.text:
-        corpus = prepare_text(data, Path(cfg.run.dir))
-        if corpus.vocab_size > cfg.model.vocab_size:
-            raise UserError(
-                f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "
-                f"{corpus.vocab_size} ({corpus.tokenizer_path}): raise it"
-            )
-        paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
-    fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
-    make = partial(_dataset, cfg, fim)
+    if cfg.train.objective == "classify":
+        paths, make = [data.text], _labelled(cfg)
+    else:
+        if data.text:
+            corpus = prepare_text(data, Path(cfg.run.dir))
+            if corpus.vocab_size > cfg.model.vocab_size:
+                raise UserError(
+                    f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "
+                    f"{corpus.vocab_size} ({corpus.tokenizer_path}): raise it"
+                )
+            paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
+        fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
+        make = partial(_dataset, cfg, fim)
     shares = [1.0, 0.0, 0.0] if data.valid_paths else data.split
     train = _blend(make, paths, data.weights, "train", shares, num_train)
     if not num_valid:
@@ -141,29 +125,21 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
     return train, _blend(make, paths, data.weights, "valid", shares, num_valid)
 
 
-def _labelled_datasets(
-    cfg: Config, num_train: int, num_valid: int
-) -> tuple[Dataset, Dataset | None]:
-    """Texts with classes; held-out ones are of a file of their own, if one is given."""
-    data = cfg.data
+def _labelled(cfg: Config) -> Callable[..., Dataset]:
+    """Makes the dataset of texts with classes in a file."""
+    tokenizer, data = load_tokenizer(cfg.data.tokenizer), cfg.data
+    labels, vocab = cfg.model.bert.num_labels, cfg.model.vocab_size
     if len(data.valid_paths) > 1:
         raise UserError(
             f"data.valid_paths names {len(data.valid_paths)} files, but train.objective=classify "
             "reads one; put them into one"
         )
-    tokenizer = load_tokenizer(data.tokenizer)
 
     def made(path: str, split: str, shares: list[float], size: int) -> Dataset:
-        labels, vocab = cfg.model.bert.num_labels, cfg.model.vocab_size
         samples = data.seq_length, size, cfg.run.seed, labels, vocab
         return LabelledDataset(path, tokenizer, data.masked, split, shares, *samples)
 
-    if not data.valid_paths:
-        training = made(data.text, "train", data.split, num_train)
-        return training, made(data.text, "valid", data.split, num_valid) if num_valid else None
-    training = made(data.text, "train", [1.0, 0.0, 0.0], num_train)
-    (path,) = data.valid_paths
-    return training, made(path, "valid", [0.0, 1.0, 0.0], num_valid) if num_valid else None
+    return made
 
 
 def _blend(
@@ -206,21 +182,10 @@ def _dataset(
     data: DataConfig = cfg.data
     if data.masked.sentences:
         return _sentence_dataset(cfg, path, split, shares, n)
-    return GPTDataset(
-        path,
-        split,
-        shares,
-        tokens_to_read(cfg),
-        n,
-        cfg.run.seed,
-        cache_dir=data.cache_dir,
-        document_mask=data.document_mask,
-        reset_position_ids=data.reset_position_ids,
-        eod_token_id=data.eod_token_id,
-        eod_mask_loss=data.eod_mask_loss,
-        vocab_size=cfg.model.vocab_size,
-        fim=fim,
-    )
+    of_documents = {"document_mask", "reset_position_ids", "eod_token_id", "eod_mask_loss"}
+    options = data.model_dump(include={"cache_dir", *of_documents})
+    given = path, split, shares, tokens_to_read(cfg), n, cfg.run.seed
+    return GPTDataset(*given, **options, vocab_size=cfg.model.vocab_size, fim=fim)
 
 
 def _sentence_dataset(
@@ -261,13 +226,3 @@ def _continuations(cfg: Config) -> np.ndarray | None:
     if cfg.data.text:
         name = prepare_text(cfg.data, Path(cfg.run.dir)).tokenizer_path
     return word_continuations(name)
-
-
-def stream_hash(batch: Batch) -> str:
-    """A short digest of every field's name, shape, dtype and bytes."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in sorted(batch):
-        array = np.ascontiguousarray(batch[name])
-        digest.update(f"{name}{array.dtype}{array.shape}".encode())
-        digest.update(array)
-    return digest.hexdigest()

@@ -119,7 +119,7 @@ class SentenceDataset:
         data = self.dataset
         size = data.offsets[last - 1] + data.lengths[last - 1] - data.offsets[first]
         text = data.gather(data.offsets[first], size).astype(np.int32)
-        self._check_ids(text)
+        data.require_ids(text, self.vocab_size)
         texts = np.split(text, np.cumsum(size)[:-1])
         for row, number in enumerate(numbers.tolist()):
             lengths = data.lengths[first[row] : last[row]]
@@ -164,13 +164,13 @@ class SentenceDataset:
             count += end - begin
             yield places[begin:end]
 
-    def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            bad = int(ids.min() if ids.min() < 0 else ids.max())
-            raise UserError(
-                f"{self.dataset.bin_path}: holds token id {bad}, outside the vocabulary of "
-                f"{self.vocab_size}: set model.vocab_size to the tokenizer's, or check the data"
-            )
+
+def padded_rows(count: int, length: int, pad: int) -> Batch:
+    """The fields of rows that hold no token yet: [count, length], and `row_label` [count]."""
+    fields = {name: np.zeros((count, length), np.int32) for name in ("token_types", "segment_ids")}
+    fields["tokens"] = np.full((count, length), pad, np.int32)
+    fields["positions"] = np.tile(np.arange(length, dtype=np.int32), (count, 1))
+    return fields | {"row_label": np.full(count, -1, np.int32)}
 
 
 class MaskedSample(NamedTuple):
@@ -200,13 +200,9 @@ class MaskedDataset(SentenceDataset):
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked: the fields of `[i]`, each [B, S] or [B]."""
-        count = len(indices)
-        shape = count, self.settings.seq_length
-        out = {name: np.zeros(shape, np.int32) for name in ("labels", "token_types", "segment_ids")}
-        out["tokens"] = np.full(shape, self.masked.pad_token_id, np.int32)
-        out["loss_mask"] = np.zeros(shape, np.float32)
-        out["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (count, 1))
-        out["row_label"] = np.full(count, -1, np.int32)
+        shape = len(indices), self.settings.seq_length
+        out = padded_rows(*shape, self.masked.pad_token_id)
+        out["labels"], out["loss_mask"] = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for row, source in enumerate(self.sources(indices)):
             sample = self._sample(source)
             n = len(sample.tokens)

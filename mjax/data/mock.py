@@ -19,9 +19,6 @@ class MockDataset:
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        return {name: array[0] for name, array in self.batch([i]).items()}
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Samples `indices`, stacked to [B, S]."""
         rows = np.asarray(indices, np.uint64)[:, None] * np.uint64(self.seq_length + 1)

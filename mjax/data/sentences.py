@@ -29,15 +29,10 @@ def split_sentences(text: str) -> list[str]:
     found, begin = [], 0
     for match in _END.finditer(text):
         stop = match["stop"]
-        if (
-            stop is not None
-            and stop.startswith(".")
-            and _abbreviates(text[begin : match.start()], stop)
-        ):
+        if stop and _abbreviates(text[begin : match.start()], stop):
             continue
-        behind = (
-            match.end("stop") if stop else match.end("wide") if match["wide"] else match.start()
-        )
+        group = "stop" if stop else "wide"
+        behind = match.end(group) if match[group] else match.start()
         found.append(text[begin:behind])
         begin = match.end()
     found.append(text[begin:])
@@ -45,8 +40,8 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _abbreviates(before: str, stop: str) -> bool:
-    """Whether the full stop behind this text belongs to its last word."""
-    if stop.startswith(".."):
+    """Whether the marks behind this text are a full stop that belongs to its last word."""
+    if not stop.startswith(".") or stop.startswith(".."):
         return False
     word = _LAST_WORD.search(before[-20:])[0]
     return word.lower() in _ABBREVIATIONS or _INITIALS.fullmatch(word) is not None

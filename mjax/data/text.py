@@ -34,7 +34,6 @@ class TextCorpus:
     prefix: str
     tokenizer_path: str
     vocab_size: int
-    eod_id: int | None
 
 
 def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
@@ -59,8 +58,7 @@ def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
                 _rebuild(data.text, data.tokenizer, settings, folder)
     except OSError as e:
         raise UserError(f"{run_dir}: cannot be written ({e.strerror}): set run.dir") from e
-    tokenizer = load_tokenizer(spec)
-    return TextCorpus(str(folder / "corpus"), spec, tokenizer.vocab_size, tokenizer.eod_id)
+    return TextCorpus(str(folder / "corpus"), spec, load_tokenizer(spec).vocab_size)
 
 
 def _was_made_with(stamp: Path, settings: dict) -> bool:

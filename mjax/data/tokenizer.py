@@ -27,7 +27,7 @@ class Tokenizer:
     dropped; `eod_id` None where the vocabulary has no end-of-document token; `prefix`: ids that
     the model wants before a text (a BOS), which `encode_batch` does not add; `decode_whole(ids)` ->
     text with the texts of special ids that have one; `id_of(token)` -> the id of a token, or
-    None."""
+    None; `piece_of(id)` -> the entry of the vocabulary, None where it has none but bytes."""
 
     vocab_size: int
     eod_id: int | None
@@ -36,6 +36,7 @@ class Tokenizer:
     prefix: tuple[int, ...] = ()
     decode_whole: Callable[[Sequence[int]], str] | None = None
     id_of: Callable[[str], int | None] = lambda token: None
+    piece_of: Callable[[int], str | None] | None = None
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -106,6 +107,7 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
         prefix,
         decode_whole,
         vocabulary.get,
+        inner.id_to_token,
     )
 
 
@@ -137,7 +139,7 @@ def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
         return found if inner.id_to_piece(found) == token else None
 
     return Tokenizer(
-        inner.get_piece_size(), eod, encode_batch, decode, decode_whole=decode, id_of=id_of
+        inner.get_piece_size(), eod, encode_batch, decode, (), decode, id_of, inner.id_to_piece
     )
 
 
@@ -204,9 +206,10 @@ def word_continuations(spec: str | os.PathLike) -> np.ndarray | None:
     WordPiece marks those with ##. SentencePiece and byte-level BPE mark the others, which begin
     with a space.
     """
-    pieces = _pieces(spec)
-    if pieces is None:
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.piece_of is None:
         return None
+    pieces = [tokenizer.piece_of(i) for i in range(tokenizer.vocab_size)]
     marks = [mark for mark in ("##", "▁", "Ġ") if any(p.startswith(mark) for p in pieces if p)]
     if not marks:
         return None
@@ -214,21 +217,3 @@ def word_continuations(spec: str | os.PathLike) -> np.ndarray | None:
     marked = np.array([bool(piece) and piece.startswith(mark) for piece in pieces])
     special = np.array([not piece or piece.startswith(("<", "[")) for piece in pieces])
     return marked if mark == "##" else ~marked & ~special
-
-
-def _pieces(spec: str | os.PathLike) -> list[str | None] | None:
-    """The vocabulary of a tokenizer by id; None for bytes."""
-    if spec == "byte":
-        return None
-    tokenizer, path = load_tokenizer(spec), Path(spec)
-    if path.suffix == ".model" or (path / "tokenizer.model").is_file():
-        import sentencepiece
-
-        file = path if path.is_file() else path / "tokenizer.model"
-        inner = sentencepiece.SentencePieceProcessor(model_file=str(file))
-        return [inner.id_to_piece(i) for i in range(inner.get_piece_size())]
-    import tokenizers
-
-    file = path / "tokenizer.json" if path.is_dir() else path
-    inner = tokenizers.Tokenizer.from_file(str(file))
-    return [inner.id_to_token(i) for i in range(tokenizer.vocab_size)]

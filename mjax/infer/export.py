@@ -26,6 +26,7 @@ import mjax
 from mjax.checkpoint.safetensors import write_file
 from mjax.checkpoint.source import Source, block_shape, blocks, flat
 from mjax.checkpoint.store import new_folder
+from mjax.config.keys import nested
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer import artifact
@@ -159,14 +160,7 @@ def _program(
     names = [name for name in cache if name.startswith("layers.")]
 
     def run(weights, cache, ids, real):
-        params: dict = {}
-        for name, array in weights.items():
-            *path, last = name.split(".")
-            inner = params
-            for key in path:
-                inner = inner.setdefault(key, {})
-            inner[last] = array
-        model = definition.bind(params)
+        model = definition.bind(nested(weights))
         tree = jax.tree.structure(cache_specs(model.cfg, "B", "T"))
         layers = jax.tree.unflatten(tree, [cache[name] for name in names])
         old = KVCache(layers, cache["real"], cache["lengths"], cache["column"])

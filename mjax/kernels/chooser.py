@@ -118,8 +118,9 @@ def _attention(
         return Choice("xla", "no fused kernel of ours adds biases by distance")
     if call.mask == "cross" and call.max_documents != 1:
         return Choice("xla", "no fused kernel of ours has segments of cross-attention")
+    sizes = shape[-1], value_size or shape[-1]
     beyond_cudnn = call.softcap is not None or sinks
-    if beyond_cudnn and mosaic_computes(dtype, shape[-1], value_size or shape[-1], call, device):
+    if beyond_cudnn and not mosaic_attention_lacks(dtype, *sizes, call, device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
     if value_size not in (None, shape[-1]):
         heads = f"heads of {shape[-1]} and values of {value_size}"
@@ -127,12 +128,23 @@ def _attention(
     return Choice("cudnn", "whole steps are no faster with mosaic")
 
 
-def mosaic_computes(
+def mosaic_attention_lacks(
     dtype: jnp.dtype, size: int, value_size: int, call: AttentionCall, device: Device
-) -> bool:
-    """Whether our Hopper attention computes a call with heads of these sizes."""
-    lacks = call.dropout > 0 or call.mask != "causal" or value_size != size
-    return device.hopper and dtype == jnp.bfloat16 and size in HEAD_SIZES and not lacks
+) -> str | None:
+    """Why our Hopper attention cannot compute a call with heads of these sizes, or None."""
+    if not device.hopper:
+        return "it needs a Hopper GPU and jax >= 0.11"
+    if call.dropout > 0:
+        return "it has no model.attention.attention_dropout"
+    if call.mask != "causal":
+        return f"it has causal masks only, no {call.mask} mask"
+    if dtype != jnp.bfloat16:
+        return f"it computes bfloat16, not precision.compute={dtype}"
+    if size not in HEAD_SIZES:
+        return f"it has heads of {HEAD_SIZES}, not model.attention.head_dim={size}"
+    if value_size != size:
+        return f"it has no value heads of size {value_size} beside queries of {size}"
+    return None
 
 
 def _grouped_matmul(

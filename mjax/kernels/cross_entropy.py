@@ -66,30 +66,6 @@ def cross_entropy(
     return _loss(x, w, bias, labels, mask, terms, parallel, cut.part)
 
 
-def token_losses(
-    x: jax.Array,
-    w: jax.Array,
-    labels: jax.Array,
-    *,
-    terms: Terms,
-    parallel: Parallel,
-    chunk: int | None = None,
-) -> jax.Array:
-    """The loss of each token, fp32 [T], for losses that are no plain sum (DPO, perplexity).
-
-    Arguments as for `cross_entropy`. Its backward makes the logits of a chunk again: four matmuls.
-    """
-    tokens = labels.size
-    chunk = chunk_size(tokens, w.shape[0], chunk)
-    x, w, labels, ones = _cut(x, w, labels, jnp.ones(tokens, jnp.float32), chunk)
-
-    @jax.checkpoint
-    def part(xs):
-        return _chunk(xs[0], w, None, *xs[1:], terms, parallel)[0]
-
-    return jax.lax.map(part, (x, labels, ones)).reshape(-1)[:tokens]
-
-
 def count_hits(
     x: jax.Array,
     w: jax.Array,
@@ -190,12 +166,10 @@ def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part):
 def _loss_bwd(terms, parallel, part, saved, g):
     g = parallel.psum(g, "tp")  # the sum is one value: its cotangents on the tp devices add up
     if saved[0].dtype != jnp.float16:
-        d_x, d_w, d_bias = jax.tree.map(lambda a: a * g.astype(a.dtype), saved)
-        return d_x, d_w, d_bias, None, None
+        return *jax.tree.map(lambda a: a * g.astype(a.dtype), saved), None, None
     g = g / _FP16_LIFT  # with the loss scale it may exceed 65504, though the product does not
     scaled = jax.tree.map(lambda a: (a.astype(jnp.float32) * g).astype(jnp.float16), saved)
-    d_x, d_w, d_bias = scaled
-    return d_x, d_w, d_bias, None, None
+    return *scaled, None, None
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)

@@ -28,7 +28,7 @@ def grouped_matmul(
         return multiply_rows(x, w, sizes, tile_of(w.shape[2]), transposed=False)
     if implementation == "batched":
         return _batched("gmk,gkn->gmn", x, w)
-    return reference_matmul(x, w, sizes)
+    return reference_rows(x, w, sizes, 1)
 
 
 def grouped_matmul_transposed(
@@ -41,7 +41,7 @@ def grouped_matmul_transposed(
         return multiply_rows(g, w, sizes, tile_of(w.shape[1]), transposed=True)
     if implementation == "batched":
         return _batched("gmn,gkn->gmk", g, w)
-    return reference_transposed(g, w, sizes)
+    return reference_rows(g, w, sizes, 2)
 
 
 def grouped_weight_gradient(
@@ -96,14 +96,16 @@ def _batched(products: str, rows: jax.Array, w: jax.Array) -> jax.Array:
 # ---- in plain JAX ------------------------------------------------------------------------------
 
 
-def reference_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul` in plain JAX."""
-    return _rows_by_group(x, w, sizes, 1)
-
-
-def reference_transposed(g: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul_transposed` in plain JAX."""
-    return _rows_by_group(g, w, sizes, 2)
+def reference_rows(rows: jax.Array, w: jax.Array, sizes: jax.Array, contracted: int) -> jax.Array:
+    """`grouped_matmul` in plain JAX, and transposed: over axis 1 or 2 of w."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (contracted,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    y = lax.ragged_dot_general(rows, w, sizes, numbers, preferred_element_type=jnp.float32)
+    grouped = jnp.arange(len(rows)) < jnp.sum(sizes)
+    return jnp.where(grouped[:, None], y, 0).astype(rows.dtype)
 
 
 def reference_weight_gradient(
@@ -117,15 +119,3 @@ def reference_weight_gradient(
     )
     product = lax.ragged_dot_general(x, g, sizes, numbers, preferred_element_type=jnp.float32)
     return product.astype(x.dtype) if total is None else total + product
-
-
-def _rows_by_group(rows: jax.Array, w: jax.Array, sizes: jax.Array, contracted: int) -> jax.Array:
-    """Rows times w of their group, over an axis of w."""
-    numbers = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (contracted,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-    y = lax.ragged_dot_general(rows, w, sizes, numbers, preferred_element_type=jnp.float32)
-    grouped = jnp.arange(len(rows)) < jnp.sum(sizes)
-    return jnp.where(grouped[:, None], y, 0).astype(rows.dtype)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 HALVES = 2  # warpgroups that multiply
 ALIGNED = 8  # rows of a swizzled tile, where TMA begins
@@ -17,29 +16,21 @@ ALIGNED = 8  # rows of a swizzled tile, where TMA begins
 class Tile:
     """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
 
-    Lines are a multiple of 128, columns one of 64. The blocks of a `cluster` take tiles of columns
-    side by side. Each copies its share of their lines to all of them.
+    Lines are a multiple of 128, columns one of 64.
     """
 
     lines: int
     columns: int
     slots: int
     band: int = 16
-    cluster: int = 1
 
     @property
     def half(self) -> int:
         return self.lines // HALVES
 
     def across(self, columns: int) -> int:
-        """The clusters that cover so many columns."""
-        return -(-columns // (self.columns * self.cluster))
-
-    def own_column(self, place: jax.Array) -> jax.Array:
-        """The first column of this block's tile in the cluster at `place`."""
-        if self.cluster > 1:
-            place = place * self.cluster + lax.axis_index("neighbor")
-        return place * self.columns
+        """The tiles that cover so many columns."""
+        return -(-columns // self.columns)
 
 
 # On an H200 no tile was faster by more than 2 % (docs/lab/2026-11-23-grouped-matmul.md).

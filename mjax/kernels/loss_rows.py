@@ -47,19 +47,19 @@ class Tile:
         return 4 * 32 * self.warps
 
 
-def supports(tokens: int, rows: int, tp: int, chunk: int | None = None) -> bool:
+def supports(
+    tokens: int, rows: int, tp: int, chunk: int | None = None, device: Device | None = None
+) -> bool:
     """Whether the kernel does the loss of `tokens`, `rows` of the vocabulary on each of `tp`
     devices, in chunks of `chunk` tokens if that is given."""
-    choice = choose("loss_rows", jnp.float32, (tokens, rows), tp=tp, chunk=chunk)
+    choice = choose("loss_rows", jnp.float32, (tokens, rows), device, tp=tp, chunk=chunk)
     return choice.name == "triton"
 
 
 def fits(tokens: int, rows: int, tp: int, chunk: int | None = None) -> bool:
     """Whether it would on a GPU."""
-    here, shape = this_device(), (tokens, rows)
-    device = here if here.backend == "gpu" else Device("gpu")
-    choice = choose("loss_rows", jnp.float32, shape, device, tp=tp, chunk=chunk)
-    return choice.name == "triton"
+    here = this_device()
+    return supports(tokens, rows, tp, chunk, here if here.backend == "gpu" else Device("gpu"))
 
 
 def rows(

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
 from mjax.kernels import chooser
-from mjax.kernels.attention_call import AttentionCall, refuse_masks_but
-from mjax.kernels.chooser import HEAD_SIZES, mosaic_computes
+from mjax.kernels.attention_call import AttentionCall
+from mjax.kernels.chooser import mosaic_attention_lacks
 
 _MULTIPLE = 128  # of both sequence lengths
 _LOG2E = math.log2(math.e)
@@ -28,37 +28,18 @@ _D_KEYS = {64: (2, 64, 4), 128: (2, 64, 2), 256: (1, 64, 2)}
 
 def require_mosaic(q: jax.Array, v: jax.Array, call: AttentionCall) -> None:
     """Raise `UserError` where the kernels lack a device, dtype, head size, mask or feature."""
-    remedy = "set train.attention=auto"
-    if not chooser.this_device().hopper:
-        raise UserError(
-            f"train.attention=mosaic: needs a Hopper GPU and jax >= 0.11, not "
-            f"{jax.default_backend()} and jax {jax.__version__}; {remedy}"
-        )
-    if call.dropout > 0:
-        raise UserError(
-            "model.attention.attention_dropout: mosaic attention lacks it; set train.attention=xla"
-        )
-    refuse_masks_but(("causal",), call, "mosaic attention")
-    if q.dtype != jnp.bfloat16:
-        raise UserError(
-            f"precision.compute={q.dtype}: mosaic attention needs bfloat16; "
-            "set precision.compute=bfloat16 or train.attention=xla"
-        )
-    if q.shape[-1] not in HEAD_SIZES:
-        raise UserError(
-            f"model.attention.head_dim={q.shape[-1]}: mosaic attention needs one of {HEAD_SIZES}; "
-            f"{remedy}"
-        )
-    if v.shape[-1] != q.shape[-1]:
-        raise UserError(
-            f"value heads of size {v.shape[-1]}: mosaic attention needs that of queries and keys, "
-            f"{q.shape[-1]}; {remedy}"
-        )
+    if lacks := _lacks(q, v, call):
+        raise UserError(f"train.attention=mosaic: {lacks}; set train.attention=auto or xla")
 
 
 def supports(q: jax.Array, v: jax.Array, call: AttentionCall) -> bool:
     """Whether `require_mosaic` raises nothing."""
-    return mosaic_computes(q.dtype, q.shape[-1], v.shape[-1], call, chooser.this_device())
+    return _lacks(q, v, call) is None
+
+
+def _lacks(q: jax.Array, v: jax.Array, call: AttentionCall) -> str | None:
+    sizes = q.shape[-1], v.shape[-1]
+    return mosaic_attention_lacks(q.dtype, *sizes, call, chooser.this_device())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

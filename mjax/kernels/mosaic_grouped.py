@@ -42,7 +42,6 @@ def multiply_rows(
     most = len(tiles) * tile.across(columns)
     shape = (tile.columns, DEPTH) if transposed else (DEPTH, tile.columns)
     return _launch(
-        tile,
         most,
         partial(_item_of_rows, tile, depth // DEPTH, tile.across(columns), len(w)),
         partial(_move_rows, tile, transposed),
@@ -67,7 +66,6 @@ def weight_gradient(
     if total is not None:
         operands["out"] = jax.new_ref(total)
     made = _launch(
-        tile,
         groups * grid[0] * grid[1],
         partial(_item_of_weights, tile, groups, grid),
         partial(_move_weights, tile),
@@ -95,17 +93,9 @@ def _scratch(tile, dtype, left, right, out_dtype):
         left=ring(HALVES, *left),
         right=ring(*right),
         ready=plgpu.Barrier(num_arrivals=HALVES + 1, num_barriers=tile.slots),
-        free=_free_barriers(tile),
+        free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=tile.slots),
         stages=[plgpu.RefUnion(swizzled, plain) for _ in range(HALVES)],
     )
-
-
-def _free_barriers(tile):
-    """Slots whose readers are done, in all blocks that a copy reaches."""
-    arrivals = dict(num_arrivals=HALVES, num_barriers=tile.slots)
-    if tile.cluster == 1:
-        return plgpu.Barrier(**arrivals)
-    return plgpu.ClusterBarrier(collective_axes=("neighbor",), **arrivals)
 
 
 def _swizzled(dtype):
@@ -113,17 +103,14 @@ def _swizzled(dtype):
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(SLICE)
 
 
-def _launch(tile, most, item, move, multiply, operands, out, scratch):
+def _launch(most, item, move, multiply, operands, out, scratch):
     """Run `move` in one warpgroup and `multiply` in the others for every item.
 
     `most` bounds the items. `item(refs)` gives their number, a function that reads what is known of
     one from memory, and a function that makes its facts of that. An item is read one ahead.
     """
     names = [*operands, *(() if out is None else ("out",))]
-    width = min(BLOCKS // tile.cluster, most)
-    cluster = {}
-    if tile.cluster > 1:
-        cluster = dict(cluster=(tile.cluster,), cluster_names=("neighbor",))
+    width = min(BLOCKS, most)
 
     def body(*gmem, **smem):
         refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
@@ -160,7 +147,6 @@ def _launch(tile, most, item, move, multiply, operands, out, scratch):
         scratch_types=scratch,
         grid=(width,),
         grid_names=("block",),
-        **cluster,
         num_threads=HALVES + 1,
         thread_name="half",
     )
@@ -180,12 +166,7 @@ def _fill(tile, refs, count, halves, right):
     slot = lax.rem(count, tile.slots)
     pl.when(count >= tile.slots)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
     for i, half in enumerate(halves):
-        plgpu.copy_gmem_to_smem(
-            half,
-            refs.left.at[slot, i],
-            refs.ready.at[slot],
-            collective_axes="neighbor" if tile.cluster > 1 else None,
-        )
+        plgpu.copy_gmem_to_smem(half, refs.left.at[slot, i], refs.ready.at[slot])
     plgpu.copy_gmem_to_smem(right, refs.right.at[slot], refs.ready.at[slot])
 
 
@@ -280,7 +261,7 @@ def _item_of_rows(tile, steps, columns, groups, refs):
             start=pl.multiple_of(start, ALIGNED),
             first=begin - start,
             stop=end - start,
-            column=tile.own_column(column),
+            column=column * tile.columns,
             steps=jnp.where(group < groups, steps, 0),
         )
 
@@ -366,7 +347,7 @@ def _item_of_weights(tile, groups, grid, refs):
             first=first - start,
             stop=stop - start,
             line=line * tile.lines,
-            column=tile.own_column(column),
+            column=column * tile.columns,
             steps=jnp.where(stop > first, steps, 0),
         )
 

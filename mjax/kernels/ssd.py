@@ -1,9 +1,9 @@
 """The scan of Mamba-2 (state-space duality, arXiv 2405.21060, section 6), in matmuls over chunks.
 
 A head has a state h [P, N]. With a token it becomes exp(dt * a) * h + dt * outer(x, b), and gives
-y = h c. A token that starts a document forgets the state before. `ssd_recurrence` computes just
-that, a token after the other. `ssd` cuts the sequence in chunks. Within a chunk y is a masked
-matrix of products of c and b, times x. From chunk to chunk goes the state alone.
+y = h c. A token that starts a document forgets the state before. `ssd_step` computes just that,
+and the tests do so for whole sequences. `ssd` cuts the sequence in chunks. Within a chunk y is a
+masked matrix of products of c and b, times x. From chunk to chunk goes the state alone.
 
 Invariant: states, decays and sums are fp32 (fp64 for inputs of fp64). Matmuls read their operands
 in x's dtype. The backward keeps the inputs and the states between chunks, [B, chunks, H, P, N], and
@@ -281,26 +281,6 @@ def ssd_final(inputs: SsdInputs, starts: jax.Array | None) -> tuple[jax.Array, j
     x = _by_group(x * share[..., None], b).astype(x.dtype)
     state = jnp.einsum("zqgrp,zqgn->zgrpn", x, b, preferred_element_type=wide)
     return state.reshape(len(x), -1, *state.shape[-2:]), left
-
-
-def ssd_recurrence(
-    inputs: SsdInputs, starts: jax.Array | None = None, initial: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """`ssd`, a token after the other: the oracle of the form in chunks."""
-    x, dt, a, b, c = inputs
-    if initial is None:
-        initial = jnp.zeros((*x.shape[:1], *x.shape[2:], b.shape[-1]), _wide(x.dtype))
-    if starts is None:
-        starts = jnp.zeros(x.shape[:2], bool)
-
-    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array]:
-        x, dt, b, c, start = token
-        state = jnp.where(start[:, None, None, None], 0, state)
-        return ssd_step(state, SsdInputs(x, dt, a, b, c))
-
-    tokens = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, b, c, starts))
-    final, y = lax.scan(step, initial, tokens)
-    return jnp.moveaxis(y, 0, 1), final
 
 
 def ssd_step(state: jax.Array, token: SsdInputs) -> tuple[jax.Array, jax.Array]:

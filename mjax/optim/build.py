@@ -131,26 +131,7 @@ class ParameterUpdate:
     scale: jax.Array | float
     keep: jax.Array | bool
 
-    def adam(
-        self, grad: jax.Array, param: jax.Array, moments: Moments, offsets: Offsets
-    ) -> tuple[jax.Array, Moments]:
-        """(param, (mu, nu)) after AdamW."""
-        return self._elementwise(self._adam_rows, grad, param, moments, offsets)
-
-    def transformed(
-        self,
-        transformation: Transformation,
-        numbers: dict[str, jax.Array],
-        grad: jax.Array,
-        param: jax.Array,
-        moments: Moments,
-        offsets: Offsets,
-    ) -> tuple[jax.Array, Moments]:
-        """(param, moments) after a transformation whose state holds `numbers` so far."""
-        rows = partial(self._transformed_rows, transformation, numbers)
-        return self._elementwise(rows, grad, param, moments, offsets)
-
-    def _elementwise(
+    def elementwise(
         self,
         update_rows: Callable,
         grad: jax.Array,
@@ -158,21 +139,26 @@ class ParameterUpdate:
         moments: Moments,
         offsets: Offsets,
     ) -> tuple[jax.Array, Moments]:
-        """An update of all rows. Moments in host memory are updated slice by slice."""
+        """(param, moments) after `update_rows` of all rows.
+
+        Moments in host memory are updated slice by slice.
+        """
         rows, *columns = offsets
-        update = partial(update_rows, tuple(columns))
+
+        def update(inputs: tuple, param: jax.Array, moments: Moments) -> tuple:
+            grad, rows = inputs
+            return update_rows(grad, param, moments, (rows, *columns))
+
         inputs = grad, rows
         if self.cfg.offload is True:
             return update_in_slices(update, inputs, param, moments)
         return update(inputs, param, moments)
 
-    def _adam_rows(
-        self, columns: Offsets, inputs: tuple, param: jax.Array, moments: Moments
+    def adam_rows(
+        self, grad: jax.Array, param: jax.Array, moments: Moments, offsets: Offsets
     ) -> tuple[jax.Array, Moments]:
-        """`adam` of some rows; `inputs` are their gradient and their offsets."""
+        """(param, (mu, nu)) of some rows after AdamW."""
         cfg = self.cfg
-        grad, rows = inputs
-        offsets = rows, *columns
         old_mu, old_nu = moments
         mu, nu = adam_moments(self._scaled(grad), old_mu, old_nu, cfg.b1, cfg.b2)
         direction = adam_direction(mu, nu, self.count, cfg.b1, cfg.b2, cfg.eps)
@@ -180,18 +166,16 @@ class ParameterUpdate:
         nu = self._stored(nu, old_nu, "nu", offsets)
         return self._moved(param, direction, offsets), (mu, nu)
 
-    def _transformed_rows(
+    def transformed_rows(
         self,
         transformation: Transformation,
         numbers: dict[str, jax.Array],
-        columns: Offsets,
-        inputs: tuple,
+        grad: jax.Array,
         param: jax.Array,
         moments: Moments,
+        offsets: Offsets,
     ) -> tuple[jax.Array, Moments]:
-        """`transformed` of some rows; `inputs` are their gradient and their offsets."""
-        grad, rows = inputs
-        offsets = rows, *columns
+        """The same after a transformation whose state holds `numbers` so far."""
         grad = self._scaled(grad).astype(jnp.float32)
         leaves = transformation.moments
         old = tuple(m.astype(leaf.dtype) for m, leaf in zip(moments, leaves, strict=True))
@@ -285,14 +269,9 @@ class Optimizer:
 
     def first_values(self) -> dict:
         """For each leaf of the state the value of all its entries before the first step."""
-
-        def number(first: float, dtype: np.dtype) -> float:
-            return first
-
-        def moment(name: Name, kept: Moment) -> float:
-            return kept.first
-
-        return state_like(self.cfg, self.specs, number, moment)
+        return state_like(
+            self.cfg, self.specs, lambda first, dtype: first, lambda name, moment: moment.first
+        )
 
     def update(
         self,
@@ -317,15 +296,14 @@ class Optimizer:
             moments = tuple(kept[moment][name] for moment in names)
             arrays = grads[name], params[name], moments
             offsets = self._offsets(name, spec, params[name].shape)
-            if self.transformation is not None:
-                numbers = state.get("numbers", {})
-                params[name], moments = one.transformed(
-                    self.transformation, numbers, *arrays, offsets
-                )
-            elif uses_muon(self.cfg, spec.role):
+            if uses_muon(self.cfg, spec.role):
                 params[name], moments = one.muon(*arrays, offsets, self.gather, self.shard)
             else:
-                params[name], moments = one.adam(*arrays, offsets)
+                rows = one.adam_rows
+                if self.transformation is not None:
+                    numbers = state.get("numbers", {})
+                    rows = partial(one.transformed_rows, self.transformation, numbers)
+                params[name], moments = one.elementwise(rows, *arrays, offsets)
             for moment, value in zip(names, moments, strict=True):
                 kept[moment][name] = value
         new = {"count": count} | self._next_numbers(state)

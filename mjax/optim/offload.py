@@ -39,17 +39,12 @@ def update_in_slices(
             return lax.dynamic_update_slice_in_dim(x, new, first, 0)
 
         param, moments = state
-        on_device = []
-        for moment in moments:
-            on_device.append(jax.device_put(cut(moment), jax.memory.Space.Device))
-        slices = jax.tree.map(cut, inputs), cut(param), tuple(on_device)
+        on_device = tuple(jax.device_put(cut(m), jax.memory.Space.Device) for m in moments)
+        slices = jax.tree.map(cut, inputs), cut(param), on_device
         new_param, new_moments = update(*slices)
         param = put(param, new_param)
-        on_host = []
-        for moment, new in zip(moments, new_moments, strict=True):
-            new = jax.device_put(new, jax.memory.Space.Host)
-            on_host.append(put(moment, new))
-        return param, tuple(on_host)
+        on_host = [jax.device_put(new, jax.memory.Space.Host) for new in new_moments]
+        return param, tuple(map(put, moments, on_host))
 
     def iteration(i: jax.Array, state: tuple) -> tuple:
         return step(i * rows_per_slice, rows_per_slice, state)

@@ -21,7 +21,7 @@ import optax
 
 from mjax.config.optax_arguments import optax_function
 from mjax.config.schema import OptimizerConfig
-from mjax.errors import UserError
+from mjax.errors import UserError, first_line
 
 # Names in optax of the moments whose dtypes are `optimizer.mu_dtype` and `nu_dtype`.
 FIRST_MOMENTS = frozenset({"mu", "trace"})
@@ -110,9 +110,7 @@ class Transformation:
     def _state(self, moments: tuple, numbers: dict[str, jax.Array]) -> optax.OptState:
         """The state of one array as optax has it."""
         next_moment = iter(moments)
-        leaves = []
-        for leaf in self.leaves:
-            leaves.append(next(next_moment) if leaf.is_moment else numbers[leaf.name])
+        leaves = [next(next_moment) if e.is_moment else numbers[e.name] for e in self.leaves]
         return jax.tree.unflatten(self.tree, leaves)
 
 
@@ -159,7 +157,8 @@ def _examined(name: str, args: tuple[tuple[str, object], ...]) -> Transformation
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in args) or "none"
         raise UserError(
-            f"optimizer.args: {name} refuses {given} ({_first_line(error)}); correct the values"
+            f"optimizer.args: {name} refuses {given} ({type(error).__name__}: "
+            f"{first_line(error)}); correct the values"
         ) from error
     return examine(name, inner, slow, -1.0 if has_rate else 1.0)
 
@@ -184,7 +183,8 @@ def examine(
         trial = jax.jit(_try, static_argnums=(0, 1))(inner, slow or inner, grads, param)
         trial = jax.tree.map(np.asarray, trial)
     except Exception as error:
-        why = f"it cannot run on gradients and parameters alone ({_first_line(error)})"
+        said = f"{type(error).__name__}: {first_line(error)}"
+        why = f"it cannot run on gradients and parameters alone ({said})"
         raise refused(name, why) from error
     factor = SMALL_RATE if slow is not None else 1.0
     for view, updates in zip(VIEWS, trial["of_views"], strict=True):
@@ -277,7 +277,3 @@ def _free_name(path: tuple, taken: set[str]) -> str:
         free = f"{field}_{number}"
         number += 1
     return free
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -70,9 +70,7 @@ def propose_mesh(cfg: Config, devices: int, memory: float, specs: dict) -> tuple
     tried, traced = [], {}
     for policy in memory_policies(cfg):
         for mesh in mesh_candidates(cfg, devices):
-            try:
-                validate(policy.model_copy(update={"mesh": mesh}), devices)
-            except UserError:
+            if not _is_legal(policy.model_copy(update={"mesh": mesh}), devices):
                 continue  # heads, layers or batch do not divide
             sizes = tuple(mesh_sizes(mesh, devices).values())
             traced_on_mesh = traced.setdefault(sizes, {})
@@ -148,9 +146,9 @@ def memory_policies(
                 yield option
 
 
-def _is_legal(cfg: Config) -> bool:
+def _is_legal(cfg: Config, devices: int | None = None) -> bool:
     try:
-        validate(cfg)
+        validate(cfg, devices)
     except UserError:  # muon's moments stay, a policy keeps none of train.offload
         return False
     return True

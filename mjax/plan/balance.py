@@ -65,9 +65,7 @@ def _layout_text(layers: int, stages: int, last: int) -> str:
     """Megatron's string for `last` layers in the last stage and the rest in equal stages."""
     each, longer = divmod(layers - last, stages - 1)
     equal = [each + 1] * longer + [each] * (stages - 1 - longer)
-    texts = []
-    for size in (*equal, last):
-        texts.append(f"t*{size}" if size > 1 else "t" * size)
+    texts = [f"t*{size}" if size > 1 else "t" * size for size in (*equal, last)]
     return f"E{'|'.join(texts)}L"
 
 
@@ -80,9 +78,8 @@ def advice(cfg: Config, micro_batches: int) -> list[str]:
     share = 1 - step_time(now, schedule, 0) / time
     cost = f"{head:.2f} layers of FLOPs on the last stage: {share:.1%} of the step"
     lines = [f"head        {cost}"]
-    times = {}
-    for key, layout in candidates(cfg).items():
-        times[key] = step_time(layout, schedule, head)
+    others = candidates(cfg).items()
+    times = {key: step_time(layout, schedule, head) for key, layout in others}
     best = min(times.values(), default=time)
     if best < (1 - SMALLEST_GAIN) * time:
         good_enough = best + SMALLEST_GAIN * time

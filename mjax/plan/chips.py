@@ -6,7 +6,7 @@ memory in bytes of the H200 (143,771 MiB). Rates are decimal: GB/s are 1e9 bytes
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mjax.errors import UserError
 
@@ -89,17 +89,7 @@ _H100 = Details(
     l2_bytes=52_428_800,
     shared_bytes=232_448,
 )
-_H200 = Details(
-    fp8_tflops=1979,
-    memory=150_754_820_096,
-    memory_gbs=4800,
-    link_gbs=450,
-    capability=(9, 0),
-    multiprocessors=132,
-    clock_ghz=1.98,
-    l2_bytes=62_914_560,
-    shared_bytes=232_448,
-)
+_H200 = replace(_H100, memory=150_754_820_096, memory_gbs=4800, l2_bytes=62_914_560)
 _B200 = Details(
     fp8_tflops=4500,
     memory=192_000_000_000,

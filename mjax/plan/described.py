@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
@@ -164,24 +165,16 @@ def compiler_told(capability: tuple[int, int]) -> Iterator[None]:
         return tuple(map(int, wanted.split("."))) <= capability
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(fused, "check_compute_capability", is_at_least))
+        stack.enter_context(mock.patch.object(fused, "check_compute_capability", is_at_least))
         if has_triton():
             from jax_triton import triton_lib
 
             calls, told = triton_lib.triton_kernel_call_lib, 10 * major + minor
-            stack.enter_context(_replaced(calls, "get_compute_capability", lambda device: told))
+            stack.enter_context(
+                mock.patch.object(calls, "get_compute_capability", lambda device: told)
+            )
         stack.enter_context(_host_memory_described())
         yield
-
-
-@contextlib.contextmanager
-def _replaced(holder: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)
 
 
 class _HostSharding(NamedSharding):
@@ -216,6 +209,6 @@ def _host_memory_described() -> Iterator[None]:
             "_maybe_get_and_check_in_shardings",
             "_maybe_get_and_check_out_shardings",
         ):
-            stack.enter_context(_replaced(pxla, check, unchecked))
-        stack.enter_context(_replaced(NamedSharding, "with_memory_kind", to_sharding))
+            stack.enter_context(mock.patch.object(pxla, check, unchecked))
+        stack.enter_context(mock.patch.object(NamedSharding, "with_memory_kind", to_sharding))
         yield

@@ -49,11 +49,6 @@ def read_exchanges(text: str, sizes: dict[str, int]) -> list[Collective]:
     return found
 
 
-def loop_bodies(text: str) -> set[str]:
-    """The names of the computations that are bodies of loops."""
-    return set(re.findall(r"body=%?([\w.\-]+)", text))
-
-
 def exchange_lines(exchanges: list[Collective]) -> list[str]:
     """A line for each kind of exchange, the exposed first; what a step moves, MB of 1e6 bytes."""
     moved: Counter = Counter()

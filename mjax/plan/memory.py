@@ -211,10 +211,8 @@ def _parameter_bytes(
 
 def _moment_bytes(optimizer: OptimizerConfig, count: Counts) -> int:
     """The bytes of all moments on one device; Muon keeps fewer of matrices."""
-    total = 0
-    for role, stored in count.trained_of_role.items():
-        total += stored * moment_bytes(optimizer, role)
-    return total
+    of_roles = count.trained_of_role.items()
+    return sum(stored * moment_bytes(optimizer, role) for role, stored in of_roles)
 
 
 def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -> float:

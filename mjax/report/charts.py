@@ -76,12 +76,9 @@ const shown = value => Math.abs(value) >= 9999.5
   ? value.toLocaleString("en", {maximumFractionDigits: 0}) : `${Number(value.toPrecision(4))}`
 const parts = sources.map((source, i) => {
   const steps = source.data.step
-  let low = 0, high = steps.length - 1
-  while (high - low > 1) {
-    const middle = (low + high) >> 1
-    if (steps[middle] < step) low = middle; else high = middle
-  }
-  const at = step - steps[low] < steps[high] - step ? low : high
+  let at = steps.findIndex(one => one >= step)
+  if (at < 0) at = steps.length - 1
+  if (at > 0 && step - steps[at - 1] < steps[at] - step) at -= 1
   const value = (source.data.mean ?? source.data.value)[at]
   const part = document.createElement("span")
   part.style.color = colors[i]
@@ -226,8 +223,6 @@ def _empty(axis: str, steps: Range1d, height: int) -> figure:
         y_axis_type="log" if axis == "log" else "linear",
         tools=tools,
         active_drag=tools[0],
-        background_fill_color="#ffffff",
-        border_fill_color="#ffffff",
         outline_line_color=None,
         min_border_left=64,
         min_border_right=18,

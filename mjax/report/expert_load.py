@@ -6,11 +6,11 @@ network and no package. The largest load over the mean stands beside each panel.
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 
 from mjax.errors import UserError, run_cli
+from mjax.report.runs import records_of
 
 _FIELD = "expert_load/layers."
 WIDTH, ROOM, GAP, LEFT, RIGHT, TOP = 640, 96, 14, 64, 110, 44  # pixels
@@ -44,24 +44,15 @@ Loads = dict[int, list[float]]
 
 def read_loads(run: Path) -> dict[int, Loads]:
     """The loads in a run's log by layer; lines that are no records are passed over."""
-    file = run / "metrics.jsonl"
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as e:
-        raise UserError(f"{file}: cannot be read ({e.strerror}); give the run.dir of a run") from e
     found: dict[int, Loads] = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        for name, values in record.items() if isinstance(record, dict) else ():
+    for record in filter(None, records_of(run)):
+        for name, values in record.items():
             if name.startswith(_FIELD):
                 of_layer = found.setdefault(int(name.removeprefix(_FIELD)), {})
                 of_layer[record["step"]] = values
     if not found:
         raise UserError(
-            f"{file}: has no loads of experts; train a model with experts and "
+            f"{run}/metrics.jsonl: has no loads of experts; train a model with experts and "
             "log.diagnostics_interval=N"
         )
     return dict(sorted(found.items()))

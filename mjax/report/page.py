@@ -13,14 +13,7 @@ from bokeh.resources import Resources
 
 from mjax.config.difference import shown
 from mjax.report.charts import Look, charts, events_chart, look_of, shared_steps
-from mjax.report.runs import (
-    Run,
-    best_held_out,
-    config_differences,
-    last_finite,
-    median,
-    restarts,
-)
+from mjax.report.runs import Run, best_held_out, config_differences, last_finite, median, restarts
 
 MOST_EVENTS = 200  # of a run in the list
 

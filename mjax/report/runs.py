@@ -6,7 +6,7 @@ out, values that are no numbers become NaN; nothing else is guessed.
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,6 @@ class Run:
     """
 
     name: str
-    folder: Path
     training: dict[str, Column]
     held_out: dict[str, Column]
     events: list[Event]
@@ -52,14 +51,6 @@ class Run:
         if name not in records:
             return np.empty(0), np.empty(0)
         return records["step"], records[name]
-
-
-@dataclass
-class _Log:
-    training: list[dict] = field(default_factory=list)
-    held_out: list[dict] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    bad_lines: int = 0
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
@@ -77,48 +68,45 @@ def names_of(folders: list[Path]) -> list[str]:
     raise UserError("one run is given twice; name each run once")
 
 
-def read_run(folder: Path, name: str) -> Run:
+def records_of(folder: Path) -> list[dict | None]:
+    """The records in a run's log, None for a line that is none; raises `UserError` without log."""
     file = folder / "metrics.jsonl"
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the run.dir of a run")
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no metrics.jsonl here; give the run.dir of a run") from None
+    except (FileNotFoundError, NotADirectoryError):
+        what = "no metrics.jsonl here" if folder.is_dir() else "no such folder"
+        raise UserError(f"{folder}: {what}; give the run.dir of a run") from None
     except OSError as e:
         raise UserError(f"{file}: cannot be read ({e.strerror}); mend its permissions") from e
-    log = _read_log(text)
-    if not log.training and not log.held_out:
-        raise UserError(f"{file}: holds no record of a step; train at least one")
-    return Run(
-        name,
-        folder,
-        _columns(log.training),
-        _columns(log.held_out),
-        log.events,
-        _read_config(folder / "config.yaml"),
-        log.bad_lines,
-    )
+    return [_record(line) for line in filter(str.strip, text.split("\n"))]
 
 
-def _read_log(text: str) -> _Log:
-    log = _Log()
-    for line in filter(str.strip, text.split("\n")):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict) or not _is_step(record.get("step")):
-            log.bad_lines += 1
+def _record(line: str) -> dict | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and _is_step(record.get("step"))
+    return record if is_record else None
+
+
+def read_run(folder: Path, name: str) -> Run:
+    training, held_out, events, bad_lines = [], [], [], 0
+    for record in records_of(folder):
+        if record is None:
+            bad_lines += 1
         elif "event" in record:
             when = record.get("time")
             text = str(record["event"])
-            log.events.append(Event(record["step"], when if _is_number(when) else None, text))
+            events.append(Event(record["step"], when if _is_number(when) else None, text))
         elif "eval_loss" in record:
-            log.held_out.append(record)
+            held_out.append(record)
         elif "loss" in record:  # others are norms by layer, often of steps between
-            log.training.append(record)
-    return log
+            training.append(record)
+    if not training and not held_out:
+        raise UserError(f"{folder}/metrics.jsonl: holds no record of a step; train at least one")
+    config = _read_config(folder / "config.yaml")
+    return Run(name, _columns(training), _columns(held_out), events, config, bad_lines)
 
 
 def _is_step(value: object) -> bool:

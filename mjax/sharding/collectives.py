@@ -287,7 +287,5 @@ def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
         axes = parallel.live(*mesh_axes(partition))
         squares = jnp.square(x.astype(jnp.float32))
         sums[axes] = sums.get(axes, 0.0) + jnp.sum(squares)
-    totals = []
-    for axes, local_sum in sums.items():
-        totals.append(parallel.psum(local_sum, *axes))
+    totals = [parallel.psum(local_sum, *axes) for axes, local_sum in sums.items()]
     return jnp.sqrt(functools.reduce(jnp.add, totals))

@@ -203,10 +203,8 @@ class ParamPlacement:
         return self._local_size(self.stored)
 
     def _local_size(self, cut: PartitionSpec) -> int:
-        size = 1
-        for length, entry in zip(self.spec.shape, cut, strict=True):
-            size *= -(-length // self.parallel.size(*mesh_axes((entry,))))
-        return size
+        shards = [self.parallel.size(*mesh_axes((entry,))) for entry in cut]
+        return math.prod(-(-n // s) for n, s in zip(self.spec.shape, shards, strict=True))
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The weight from its stored shards."""

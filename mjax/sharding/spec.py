@@ -95,14 +95,9 @@ class ParamSpec:
 
     def matrix_view(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Positions of the (enumerating, input, output) axes: a matrix for each enumerated one."""
-        batch, rest = [], []
-        for i, axis in enumerate(self.axes):
-            if axis in ENUMERATING_AXES:
-                batch.append(i)
-            else:
-                rest.append(i)
-        inputs, outputs = rest[: self.inputs], rest[self.inputs :]
-        return tuple(batch), tuple(inputs), tuple(outputs)
+        batch = tuple(i for i, axis in enumerate(self.axes) if axis in ENUMERATING_AXES)
+        rest = tuple(i for i in range(len(self.axes)) if i not in batch)
+        return batch, rest[: self.inputs], rest[self.inputs :]
 
 
 def is_spec(x: object) -> bool:
@@ -144,12 +139,8 @@ def freeze(specs: dict, patterns: Sequence[str]) -> dict:
 
 def trained_only(tree: dict, specs: dict) -> dict:
     """The entries of `tree`, a tree like `specs`, whose parameters are trained."""
-    flat_specs = flatten_dict(specs)
-    trained = {}
-    for path, entry in flatten_dict(tree).items():
-        if flat_specs[path].is_trained:
-            trained[path] = entry
-    return unflatten_dict(trained)
+    flat_specs, entries = flatten_dict(specs), flatten_dict(tree).items()
+    return unflatten_dict({path: e for path, e in entries if flat_specs[path].is_trained})
 
 
 def count_frozen(specs: dict) -> int:

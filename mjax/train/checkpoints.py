@@ -41,25 +41,24 @@ class Checkpoints:
     cfg: Config
     layout: StateLayout
     source: Store | None = None
+    _local: Store | None = None
 
     @cached_property
     def store(self) -> Store:
-        cfg = self.cfg.checkpoint
-        return Store(
-            Path(self.cfg.run.dir) / "checkpoints",
-            self.cfg,
-            keep=cfg.keep,
-            keep_every=cfg.keep_every,
-            keep_best=cfg.keep_best,
-            async_save=cfg.async_save,
-            digests=cfg.digests,
-        )
+        names = {"keep", "keep_every", "keep_best", "async_save", "digests"}
+        options = self.cfg.checkpoint.model_dump(include=names)
+        return Store(Path(self.cfg.run.dir) / "checkpoints", self.cfg, **options)
 
     @property
     def local(self) -> Store | None:
         """The checkpoints of the local tier, or None if this run has no such tier."""
         folder = local_folder(self.cfg)
-        return None if folder is None else self._local_store(folder)
+        if folder is None:
+            return None
+        if self._local is None or self._local.directory != folder.absolute():
+            options = self.cfg.checkpoint.model_dump(include={"async_save", "digests"})
+            self._local = Store(folder, self.cfg, keep=1, keep_every=None, **options)
+        return self._local
 
     def save(
         self, step: int, state: State, held_out_loss: float | None, store: Store | None = None
@@ -114,7 +113,7 @@ class Checkpoints:
         self.wait_local()
         if self.local is not None:
             shutil.rmtree(self.local.directory, ignore_errors=True)
-            self._stores.clear()
+            self._local = None
 
     def wait_local(self) -> str:
         """Return when no local save is under way; why the last one failed, or ""."""
@@ -135,23 +134,6 @@ class Checkpoints:
     def _is_newest(self, local: Store) -> bool:
         ours, theirs = local.latest_step(), self.store.latest_step()
         return ours is not None and (theirs is None or ours >= theirs)
-
-    def _local_store(self, folder: Path) -> Store:
-        if folder not in self._stores:
-            cfg = self.cfg.checkpoint
-            self._stores[folder] = Store(
-                folder,
-                self.cfg,
-                keep=1,
-                keep_every=None,
-                async_save=cfg.async_save,
-                digests=cfg.digests,
-            )
-        return self._stores[folder]
-
-    @cached_property
-    def _stores(self) -> dict[Path, Store]:
-        return {}
 
     def load_weights(self, source: Source) -> tuple[dict, str]:
         """(stored parameters from the weights of `source`, lines on what was and was not loaded).

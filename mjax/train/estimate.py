@@ -11,9 +11,9 @@ import argparse
 import contextlib
 import sys
 from collections import Counter
+from collections.abc import Iterable
 
 import jax
-from rich.console import Console
 
 from mjax.config.remat import offloaded
 from mjax.config.schema import Config
@@ -26,13 +26,7 @@ from mjax.plan import roofline
 from mjax.plan.auto import device_memory, estimate_text
 from mjax.plan.balance import advice
 from mjax.plan.chips import chip_of_kind
-from mjax.plan.described import (
-    Described,
-    as_on,
-    cannot_compile,
-    described_devices,
-    parse_described,
-)
+from mjax.plan.described import Described, as_on, cannot_compile, described_devices, parse_described
 from mjax.plan.exchanges import exchange_lines, read_exchanges
 from mjax.plan.execution import execution_lines
 from mjax.plan.kept import kept
@@ -58,78 +52,69 @@ def plan_elsewhere(cfg: Config, args: argparse.Namespace) -> int:
     return 0
 
 
-def dry_run(
-    cfg: Config,
-    console: Console | None = None,
-    described: Described | None = None,
-    compiles: bool = True,
-) -> None:
+def dry_run(cfg: Config, described: Described | None = None, compiles: bool = True) -> None:
     """Print the plan of a run on `described` devices, or on those of this machine.
 
     That is mesh, sharding, what layers keep, FLOPs, estimates of memory and time, and, if it
     `compiles`, what the compiler says of memory and exchanges.
     """
-    quiet = jax.process_index() != 0
-    console = console or Console(quiet=quiet, soft_wrap=True, highlight=False)
     with as_on(described.chip) if described else contextlib.nullcontext():
         devices = described_devices(described) if described else None
         trainer = Trainer(cfg, devices=devices)
         trainer.programs.bound_documents(1)  # as the estimate has it; the data is not looked at
-        print_plan(trainer, console)
+        say(plan_lines(trainer))
         reason = cannot_compile() if described else None
         if not compiles or reason:
-            why = reason if compiles else "--no-compile"
-            console.print(f"compiled    not: {why}", markup=False)
+            say([f"compiled    not: {reason if compiles else '--no-compile'}"])
             return
-        if described is None:
-            print_compiled(trainer, console)
-            return
-        devices_text = f"{described.count} x {described.chip.kind}"
-        print(
-            f"mjax: compiling for {devices_text}; a large model takes minutes (--no-compile leaves "
-            "it out)",
-            file=sys.stderr,
-            flush=True,
-        )
+        if described is not None:
+            print(
+                f"mjax: compiling for {described.count} x {described.chip.kind}; a large model "
+                "takes minutes (--no-compile leaves it out)",
+                file=sys.stderr,
+                flush=True,
+            )
         try:
-            print_compiled(trainer, console)
+            say(compiled_lines(trainer))
         except jax.errors.JaxRuntimeError as error:
-            console.print(f"compiled    not: the compiler says {first_line(error)}", markup=False)
+            if described is None:
+                raise
+            say([f"compiled    not: the compiler says {first_line(error)}"])
 
 
-def print_plan(trainer: Trainer, console: Console) -> None:
-    """Print all that needs no compiler."""
+def say(lines: Iterable[str]) -> None:
+    """Print lines, in process 0 only; the others compute them too."""
+    for line in lines:
+        if jax.process_index() == 0:
+            print(line, flush=True)
+
+
+def plan_lines(trainer: Trainer) -> list[str]:
+    """All that needs no compiler."""
     cfg = trainer.cfg  # mesh: auto is resolved in it
-    if trainer.why:
-        console.print(trainer.why, markup=False)
-    sizes = " x ".join(f"{axis}={n}" for axis, n in trainer.mesh.shape.items())
+    sizes = dict(trainer.mesh.shape)
     kind = trainer.mesh.devices.flat[0].device_kind
-    console.print(f"mesh        {sizes}: {trainer.mesh.size} x {kind}", markup=False)
-    print_table(console, sharding_table(trainer))
-    print_table(console, kept_table(trainer))
-    rows = cfg.train.global_batch_size
-    execution = trainer.programs.program(rows).execution
-    lines = execution_lines(execution)
-    lines += kernel_lines(cfg, dict(trainer.mesh.shape))
-    for line in [*lines, *pipeline_lines(trainer)]:
-        console.print(line, markup=False)
+    named = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
+    lines = [trainer.why] if trainer.why else []
+    lines.append(f"mesh        {named}: {trainer.mesh.size} x {kind}")
+    lines += aligned(sharding_table(trainer))
+    lines += aligned(kept_table(trainer))
+    execution = trainer.programs.program(cfg.train.global_batch_size).execution
+    lines += execution_lines(execution)
+    lines += kernel_lines(cfg, sizes)
+    lines += pipeline_lines(trainer)
     tokens = cfg.train.global_batch_size * cfg.data.seq_length
     flops = flops_of_run(cfg)
-    console.print(f"parameters  {count_parameters(trainer.specs):,}")
+    lines.append(f"parameters  {count_parameters(trainer.specs):,}")
     if cfg.train.freeze:
-        console.print(
-            f"frozen      {count_frozen(trainer.specs):,} of them, by train.freeze", markup=False
-        )
-    console.print(f"tokens      {tokens:,} a step")
-    console.print(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
+        lines.append(f"frozen      {count_frozen(trainer.specs):,} of them, by train.freeze")
+    lines.append(f"tokens      {tokens:,} a step")
+    lines.append(f"FLOPs       {flops:.4g} a token, {flops * tokens:.4g} a step")
     peak = metrics.peak_tflops(cfg.log, kind)
     if peak:
         fastest = 1000 * flops * tokens / (trainer.mesh.size * peak * 1e12)
-        console.print(
-            f"            {fastest:,.1f} ms a step at the chip's peak of {peak:g} TFLOP/s"
-        )
-    for line in estimate_lines(trainer, execution):
-        console.print(line, markup=False)
+        lines.append(f"            {fastest:,.1f} ms a step at the chip's peak of {peak:g} TFLOP/s")
+    return lines + estimate_lines(trainer, execution)
 
 
 def estimate_lines(trainer: Trainer, execution: Execution) -> list[str]:
@@ -156,28 +141,29 @@ def estimate_lines(trainer: Trainer, execution: Execution) -> list[str]:
     return lines
 
 
-def print_compiled(trainer: Trainer, console: Console) -> None:
-    """Compile the step; print its memory, and its exchanges where they run as on GPUs."""
+def compiled_lines(trainer: Trainer) -> list[str]:
+    """The memory of the compiled step, and its exchanges where they run as on GPUs."""
     compiled = trainer.lower().compile()
     devices = list(trainer.mesh.devices.flat)
     sizes = memory_per_device(compiled)
-    for name, size in sizes.items():
-        console.print(f"{name:<11} {size / 1e9:.3f} GB a device")
+    lines = [f"{name:<11} {size / 1e9:.3f} GB a device" for name, size in sizes.items()]
     limit = device_memory(devices)
     if limit:
-        console.print(
-            f"            {sizes['total'] / limit:.1%} of the {limit / 1e9:.1f} GB that JAX may use"
-        )
+        share = f"{sizes['total'] / limit:.1%} of the {limit / 1e9:.1f} GB"
+        lines.append(f"            {share} that JAX may use")
     if devices[0].platform != "cpu":
-        for line in exchange_lines(read_exchanges(compiled.as_text(), dict(trainer.mesh.shape))):
-            console.print(line, markup=False)
+        lines += exchange_lines(read_exchanges(compiled.as_text(), dict(trainer.mesh.shape)))
+    return lines
 
 
-def print_table(console: Console, rows: list[tuple[str, ...]]) -> None:
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """The rows of a table, its columns one below the other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
     for row in rows:
         cells = (cell.ljust(n) for cell, n in zip(row, widths, strict=True))
-        console.print("  " + "  ".join(cells).rstrip(), markup=False)
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
 
 
 def kept_table(trainer: Trainer) -> list[tuple[str, ...]]:

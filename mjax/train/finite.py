@@ -26,6 +26,4 @@ def nonfinite_counts(state_layout: StateLayout) -> jax.stages.Wrapped:
 def first_nonfinite(counts: dict) -> str | None:
     """The name of the first parameter whose count is not zero."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(counts))
-    found = (path for path, count in leaves if count)
-    path = next(found, None)
-    return path and ".".join(key.key for key in path)
+    return next((".".join(key.key for key in path) for path, count in leaves if count), None)

@@ -56,11 +56,8 @@ def speed(cfg: Config, tokens: int, seconds: float) -> Record:
 
 def peak_memory_gb() -> float | None:
     """The most memory that any of this process's devices has used so far, in 1e9 bytes."""
-    peaks = []
-    for device in jax.local_devices():
-        stats = device.memory_stats() or {}
-        if "peak_bytes_in_use" in stats:
-            peaks.append(stats["peak_bytes_in_use"])
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
     return max(peaks) / 1e9 if peaks else None
 
 

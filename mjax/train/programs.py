@@ -67,13 +67,14 @@ class Programs:
         self.max_documents = max(self.max_documents, bound_of_documents(self.cfg, most))
 
     def jitted(self, kind: str, rows: int) -> jax.stages.Wrapped:
-        """The program `kind` on global arrays, as `jit_program` says."""
+        """The program `kind` on global arrays, jitted.
+
+        That is the function of `train/step.py` (train, grads or eval), of `train/norms.py` (norms)
+        or of `train/seen_experts.py` (experts). "train" takes over the memory of its state.
+        """
         key = ProgramKey(kind, rows, self.max_documents)
         if key not in self._jitted:
-            program = self.program(rows)
-            self._jitted[key] = jit_program(
-                kind, program, self.state_layout, self.xla_options, self.cfg.run.deterministic
-            )
+            self._jitted[key] = self._jit(kind, self.program(rows))
         return self._jitted[key]
 
     def recompile(self, xla_options: dict) -> None:
@@ -132,38 +133,27 @@ class Programs:
             scaler=self.state_layout.scaler,
         )
 
-
-def jit_program(
-    kind: str,
-    program: steps.Program,
-    state_layout: StateLayout,
-    xla_options: dict,
-    deterministic: bool = False,
-) -> jax.stages.Wrapped:
-    """The function `kind` of `train/step.py` (train, grads or eval), of `train/norms.py` (norms) or
-    of `train/seen_experts.py` (experts).
-
-    It runs on the whole mesh, takes and returns global arrays. "train" takes over the memory of the
-    state it is given. `xla_options` come on top of those that `plan/xla_options.py` picks.
-    """
-    mesh = state_layout.mesh
-    devices = list(mesh.devices.flat)
-    state = state_layout.partitions()
-    batch = batch_partitions(program.model.objective, program.parallel)
-    inputs = without_moments(state), batch
-    gradients = steps.Gradients(P(), P(), P(), program.placement.of_gradients)
-    function, inputs, outputs = {
-        "train": (steps.train_step, (state, batch, P(), P(), P()), (state, P())),
-        "grads": (steps.gradients, inputs, gradients),
-        "eval": (steps.batch_losses, inputs, P()),
-        "experts": (seen_experts, inputs, P()),
-        "norms": (step_norms, (state, batch, P(), P()), P()),
-    }[kind]
-    body = functools.partial(function, program)
-    if devices[0].platform == "cpu" and len(devices) > 1:
-        body = in_program_order(body)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-    tp_overlaps = program.model.ctx.overlap_rows is not None
-    options = compiler_options(program.execution, tp_overlaps, devices, deterministic) | xla_options
-    donate = 0 if kind == "train" else None
-    return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
+    def _jit(self, kind: str, program: steps.Program) -> jax.stages.Wrapped:
+        mesh = self.state_layout.mesh
+        devices = list(mesh.devices.flat)
+        state = self.state_layout.partitions()
+        batch = batch_partitions(program.model.objective, program.parallel)
+        inputs = without_moments(state), batch
+        gradients = steps.Gradients(P(), P(), P(), program.placement.of_gradients)
+        function, inputs, outputs = {
+            "train": (steps.train_step, (state, batch, P(), P(), P()), (state, P())),
+            "grads": (steps.gradients, inputs, gradients),
+            "eval": (steps.batch_losses, inputs, P()),
+            "experts": (seen_experts, inputs, P()),
+            "norms": (step_norms, (state, batch, P(), P()), P()),
+        }[kind]
+        body = functools.partial(function, program)
+        if devices[0].platform == "cpu" and len(devices) > 1:
+            body = in_program_order(body)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        overlaps = program.model.ctx.overlap_rows is not None
+        deterministic = self.cfg.run.deterministic
+        options = compiler_options(program.execution, overlaps, devices, deterministic)
+        donate = 0 if kind == "train" else None
+        options |= self.xla_options
+        return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)

@@ -39,12 +39,9 @@ def changes(trainer: Trainer) -> str:
     cfg = trainer.cfg
     source = trainer.checkpoints.source or trainer.store
     saved = source.read_meta(trainer.step_number)["config"]
-    found = differences(saved, cfg.model_dump(mode="json"), _defaults())
+    ours, defaults = cfg.model_dump(mode="json"), Config().model_dump(mode="json")
+    found = differences(saved, ours, defaults)
     found = [line for line in found if not line.startswith(SILENT_KEYS)]
     if not found:
         return ""
     return f"changed since step {trainer.step_number}: {', '.join(found)}"
-
-
-def _defaults() -> dict:
-    return Config().model_dump(mode="json")

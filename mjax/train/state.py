@@ -120,8 +120,7 @@ class StateLayout:
 
     def start_loss_scale(self) -> LossScaleState:
         """The state of the loss scale before the first step, on the mesh."""
-        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_loss_scale())
-        return jax.jit(self.scaler.start, out_shardings=shardings)()
+        return jax.jit(self.scaler.start, out_shardings=NamedSharding(self.mesh, PartitionSpec()))()
 
     def draw(self) -> dict:
         """Parameters drawn from run.seed, on the mesh."""
@@ -143,19 +142,16 @@ class StateLayout:
             values["loss_scale"] = self.scaler.first_values()
         leaves, tree = jax.tree.flatten(rest)
         values = jax.tree.leaves(values)
-        on_device = [a for a in leaves if not _is_on_host(a)]
-        shardings = [a.sharding for a in on_device]
+        pairs = list(zip(leaves, values, strict=True))
+        on_device = [(a, value) for a, value in pairs if not _is_on_host(a)]
+        shardings = [a.sharding for a, _ in on_device]
 
         def make() -> list[jax.Array]:
-            made = []
-            for a, value in zip(leaves, values, strict=True):
-                if not _is_on_host(a):
-                    made.append(jnp.full(a.shape, value, a.dtype))
-            return made
+            return [jnp.full(a.shape, value, a.dtype) for a, value in on_device]
 
         next_made = iter(jax.jit(make, out_shardings=shardings)())
         started = []
-        for a, value in zip(leaves, values, strict=True):
+        for a, value in pairs:
             started.append(_host_full(a, value) if _is_on_host(a) else next(next_made))
         state = {"params": params} | jax.tree.unflatten(tree, started)
         if abstract_buffers:

@@ -180,7 +180,7 @@ class Trainer:
         return sums["loss"], counts["loss"]
 
     def run_program(self, kind: str, batch: HostBatch) -> tuple | dict:
-        """The result of a program on a global batch, without moments (`jit_program`)."""
+        """The result of a program on a global batch, without moments (`Programs.jitted`)."""
         placed = self._place(batch)
         return self._program(kind, placed)(without_moments(self._live()), placed)
 

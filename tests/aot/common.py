@@ -15,7 +15,7 @@ from mjax.config.mesh_rules import AXES, mesh_sizes
 from mjax.plan import auto
 from mjax.plan.chips import named_chips
 from mjax.plan.described import cannot_compile, compiler_devices, compiler_told
-from mjax.plan.exchanges import Collective, loop_bodies, read_exchanges
+from mjax.plan.exchanges import Collective, read_exchanges
 from mjax.train import Trainer
 
 H200 = named_chips()["h200"]
@@ -64,6 +64,11 @@ class Compiled:
 
     def _exposed(self) -> list[Collective]:
         return sorted((e for e in read_exchanges(self.text, self.sizes) if e.exposed), key=label)
+
+
+def loop_bodies(text: str) -> set[str]:
+    """The names of the computations that are bodies of loops."""
+    return set(re.findall(r"body=%?([\w.\-]+)", text))
 
 
 def label(exchange: Collective) -> str:

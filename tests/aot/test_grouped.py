@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from mjax.bench.grouped import ALL_CANDIDATES
 from mjax.kernels.grouped import (
     grouped_matmul,
     grouped_matmul_transposed,
     grouped_weight_gradient,
 )
-from mjax.kernels.grouped_tiles import Tile
 from mjax.plan.described import as_on, compiler_devices
 from tests.aot.common import H200, missing
 from tests.marks import slow
@@ -58,18 +56,3 @@ def test_products_are_one_call_each_and_copy_nothing(monkeypatch, capfd, shape, 
     said = told.out + told.err
     assert said.count("spill stores") == said.count(" 0 bytes spill stores") == len(products)
     assert "C7510" not in said  # the compiler would have made wgmma wait for each other
-
-
-@slow
-@pytest.mark.parametrize("candidate", ALL_CANDIDATES, ids=lambda c: "x".join(map(str, c)))
-def test_every_candidate_tile_compiles(candidate):
-    from mjax.kernels.mosaic_grouped import multiply_rows, weight_gradient
-
-    m, groups, k, n = SHAPES[1]
-    x, w, g = ((s, jnp.bfloat16) for s in ((m, k), (groups, k, n), (m, n)))
-    sizes, total = ((groups,), jnp.int32), ((groups, k, n), jnp.float32)
-    tile = Tile(*candidate)
-    rows = functools.partial(multiply_rows, tile=tile)
-    compiled(functools.partial(rows, transposed=False), x, w, sizes)
-    compiled(functools.partial(rows, transposed=True), g, w, sizes)
-    compiled(functools.partial(weight_gradient, tile=tile), x, g, sizes, total, donate_argnums=3)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.nn import functional as F
 
-from mjax.checkpoint.megatron import megatron_config, megatron_source
+from mjax.checkpoint.megatron import megatron_source
 from mjax.checkpoint.source import flat
 from mjax.config.schema import MeshConfig
 from mjax.errors import UserError
@@ -467,7 +467,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MJAX_BOMB", str(tmp_path / "ran"))
     args = argparse.Namespace(**arguments("llama"), tokenizer=Bomb())
     torch.save({"args": args}, tmp_path / "c" / "common.pt")
-    megatron_config(tmp_path / "c")
+    megatron_source(tmp_path / "c")
     assert not (tmp_path / "ran").exists()
     pickle.loads(pickle.dumps(Bomb()))
     assert (tmp_path / "ran").exists()  # the bomb works
@@ -505,7 +505,7 @@ def test_an_argument_that_we_cannot_honor_is_named(tmp_path, arg):
     torch.save({"args": argparse.Namespace(**values)}, tmp_path / "common.pt")
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     with pytest.raises(UserError, match=rf"common\.pt: args\.{arg}\b.*(imported|newer)"):
-        megatron_config(tmp_path)
+        megatron_source(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -606,16 +606,16 @@ def test_tensors_that_the_arguments_contradict_are_named(tmp_path, change, messa
 
 def test_run_folders(tmp_path):
     with pytest.raises(UserError, match="is not a folder"):
-        megatron_config(tmp_path / "nowhere")
+        megatron_source(tmp_path / "nowhere")
     with pytest.raises(UserError, match="has no metadata.json; give"):
-        megatron_config(tmp_path)
+        megatron_source(tmp_path)
     (tmp_path / "mp_rank_00").mkdir()
     with pytest.raises(UserError, match="legacy format 'torch'.*--ckpt-convert-format"):
-        megatron_config(tmp_path)
+        megatron_source(tmp_path)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("12")
     with pytest.raises(UserError, match="names iter_0000012, which is absent"):
-        megatron_config(tmp_path)
+        megatron_source(tmp_path)
     tracker.write_text("release")
     rewrite(tmp_path / "release")
-    assert megatron_config(tmp_path) == megatron_config(tmp_path / "release")
+    assert megatron_source(tmp_path).cfg == megatron_source(tmp_path / "release").cfg

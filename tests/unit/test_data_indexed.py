@@ -26,9 +26,6 @@ def test_round_trip_in_every_dtype(tmp_path, dtype):
     assert [list(data[i]) for i in range(4)] == DOCUMENTS
     assert data.lengths.tolist() == [3, 0, 1, 20]
     assert data.document_indices.tolist() == [0, 1, 2, 3, 4]
-    assert data.get(3, 2, 5).tolist() == [2, 3, 4, 5, 6]
-    with pytest.raises(IndexError):
-        data.get(0, 1, 3)
 
 
 def test_bytes_are_megatrons(tmp_path):
@@ -39,13 +36,11 @@ def test_bytes_are_megatrons(tmp_path):
     assert (tmp_path / "c.bin").read_bytes() == struct.pack("<3H", 1, 2, 3)
 
 
-def test_bulk_items_and_merge_equal_one_by_one(tmp_path):
-    one = IndexedDataset(write(tmp_path / "one", DOCUMENTS + DOCUMENTS))
-    write(tmp_path / "half")
+def test_bulk_items_equal_one_by_one(tmp_path):
+    write(tmp_path / "one")
     flat = np.concatenate([np.array(d, int) for d in DOCUMENTS])
     with IndexedDatasetWriter(tmp_path / "two", np.uint16) as writer:
         writer.add_documents(flat, np.array([3, 0, 1, 20]))
-        writer.merge(tmp_path / "half")
     for suffix in (".bin", ".idx"):
         ours = (tmp_path / f"two{suffix}").read_bytes()
         assert ours == (tmp_path / f"one{suffix}").read_bytes()
@@ -54,10 +49,7 @@ def test_bulk_items_and_merge_equal_one_by_one(tmp_path):
         writer.add_item([2, 3])
         writer.end_document()
     several = IndexedDataset(tmp_path / "three")
-    assert several.document_indices.tolist() == [0, 2] and len(several) == 2 and len(one) == 8
-    with pytest.raises(UserError, match="cannot be merged"):
-        with IndexedDatasetWriter(tmp_path / "four", np.int32) as writer:
-            writer.merge(tmp_path / "half")
+    assert several.document_indices.tolist() == [0, 2] and len(several) == 2
 
 
 def test_an_exception_leaves_nothing(tmp_path):

@@ -11,9 +11,10 @@ from mjax.config.schema import Config
 from mjax.data import IndexedDatasetWriter
 from mjax.data.blend import BlendedDataset
 from mjax.data.gpt import GPTDataset
-from mjax.data.loader import build_datasets, make_loader, stream_hash
+from mjax.data.loader import build_datasets, make_loader
 from mjax.data.mock import MockDataset
 from mjax.errors import UserError
+from tests.batches import stream_hash
 
 
 def ramp(step):

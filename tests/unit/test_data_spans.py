@@ -8,11 +8,12 @@ import pytest
 from mjax.config import load
 from mjax.config.schema import DataConfig
 from mjax.data.indexed import IndexedDatasetWriter
-from mjax.data.loader import build_datasets, make_loader, stream_hash
+from mjax.data.loader import build_datasets, make_loader
 from mjax.data.spans import SpanDataset
 from mjax.data.tokenizer import train_tokenizer, word_continuations
 from mjax.errors import UserError
 from mjax.models.span_fields import span_fields, stream_length
+from tests.batches import stream_hash
 from tests.unit.test_data_masked import corpus, megatron_mapping, write
 
 VOCAB = 700

@@ -13,13 +13,13 @@ import pytest
 
 from mjax.checkpoint import digest
 from mjax.checkpoint.digest import DamagedCheckpoint, read_digests
-from mjax.checkpoint.source import array_source
 from mjax.checkpoint.store import Store
-from mjax.checkpoint.weights import read_weights, restore_params, write_weights
+from mjax.checkpoint.weights import read_weights, write_weights
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.models import definition_of
 from tests.marks import quick
+from tests.sources import array_source, restore_params
 
 CFG = load(
     None,
@@ -167,7 +167,7 @@ def test_weights_are_not_taken_from_a_damaged_training_checkpoint(trained, tmp_p
     flip(largest(tmp_path / "c" / "3"))
     with pytest.raises(UserError, match="c/3 is damaged: bytes"):
         read_weights(tmp_path / "c").check()
-    read_weights(tmp_path / "c", step=2).check()
+    read_weights(tmp_path / "c" / "2").check()
 
 
 def test_a_list_covers_every_file_and_every_block(trained, monkeypatch, tmp_path):

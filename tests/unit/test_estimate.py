@@ -4,7 +4,6 @@ import math
 
 import jax
 import pytest
-from rich.console import Console
 
 from mjax.config import load
 from mjax.train import Trainer
@@ -23,13 +22,12 @@ OVERRIDES = [
 ]
 
 
-def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch):
+def test_dry_run_prints_the_plan_and_runs_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Trainer, "init", lambda self: pytest.fail("state was made"))
     monkeypatch.setattr(Trainer, "step", lambda self, batch: pytest.fail("a step was run"))
-    console = Console(record=True, quiet=False, width=200)
     more = f"run.dir={tmp_path / 'run'}", "train.freeze=[embedding]"
-    dry_run(load(None, [*OVERRIDES, *more]), console)
-    text = console.export_text()
+    dry_run(load(None, [*OVERRIDES, *more]))
+    text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
     assert "pp=1 x dp=2 x ep=1 x cp=1 x tp=4: 8 x cpu" in text
     assert "dense.mlp.down 2 128 64 layers mlp embed - tp - - tp+dp - 2 16 64".split() in lines

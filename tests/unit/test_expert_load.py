@@ -52,5 +52,5 @@ def test_a_run_without_loads_is_named(tmp_path):
     write_log(tmp_path / "run", {"step": 1, "loss": 2.0})
     with pytest.raises(UserError, match="has no loads of experts; train .*diagnostics_interval"):
         main([str(tmp_path / "run")])
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="no such folder"):
         main([str(tmp_path / "none")])

@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 from mjax import export as command
-from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import train_tokenizer
@@ -21,6 +20,7 @@ from mjax.infer.artifact import Artifact, ArtifactError
 from mjax.infer.generate import Generator
 from mjax.models import build, split
 from tests.marks import slow
+from tests.sources import array_source
 
 CFG = ModelConfig(
     vocab_size=251,
@@ -202,7 +202,7 @@ def test_requests_that_do_not_fit_are_one_line(made, prompts, new, message):
         (["--length", "65"], "--length 65: the model takes model.max_position_embeddings=64"),
         (["--length", "1"], "lengths of 2 or more"),
         (["--platforms", "cpu,tpu", "--length", "8"], "'tpu' is not one of cpu, cuda"),
-        (["--batch", "1,x"], "--batch 1,x: give whole numbers"),
+        (["--batch", "1,x"], "--batch '1,x': give whole numbers"),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(made, tmp_path, argv, message):

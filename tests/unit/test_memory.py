@@ -1,7 +1,6 @@
 """Memory policies: how they are written, what a layer keeps, what `auto` makes of an estimate."""
 
 import pytest
-from rich.console import Console
 
 from mjax.config import load
 from mjax.config.mesh_rules import AXES
@@ -174,8 +173,7 @@ def test_auto_sends_no_more_than_matmul_outputs_through_a_pipeline_s_stash():
     assert choose_memory_policy(cfg, 4, 1e15, SPECS)[0].train.remat == "dots"
 
 
-def test_dry_run_says_what_is_kept_and_where(tmp_path):
-    console = Console(record=True, quiet=False, width=200)
+def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
     overrides = [
         "model.vocab_size=256",
         "model.hidden_size=64",
@@ -190,8 +188,8 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path):
         "train.offload=[up]",
         f"run.dir={tmp_path}",
     ]
-    dry_run(load(None, overrides), console)
-    lines = [line.split() for line in console.export_text().splitlines()]
+    dry_run(load(None, overrides))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert "full 1 x G input bfloat16 2 32 64 0.008 device 0.000".split() in lines
     assert "dots 2 x G up bfloat16 2 64 2 64 0.033 host 0.000".split() in lines
     assert ["memory:", "train.remat=full*1,dots", "optimizer.offload=false:"] in [

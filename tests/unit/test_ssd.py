@@ -7,7 +7,7 @@ import pytest
 
 from mjax.kernels import ssd as kernel
 from mjax.kernels.causal_conv import causal_conv, last_tokens, plain_conv
-from mjax.kernels.ssd import SsdInputs, ssd, ssd_final, ssd_recurrence, ssd_step
+from mjax.kernels.ssd import SsdInputs, ssd, ssd_final, ssd_step
 from tests.marks import slow
 
 
@@ -32,6 +32,26 @@ def draw(length, heads, groups, decay=1.0, batch=2, size=3, state=5, dtype=np.fl
     starts = jnp.asarray(rng.random((batch, length)) < 0.2)
     initial = jnp.asarray(rng.normal(size=(batch, heads, size, state)), dtype)
     return inputs, starts, initial
+
+
+def ssd_recurrence(inputs, starts=None, initial=None):
+    """`ssd`, a token after the other: the oracle of the form in chunks."""
+    x, dt, a, b, c = inputs
+    if initial is None:
+        initial = jnp.zeros(
+            (*x.shape[:1], *x.shape[2:], b.shape[-1]), jnp.promote_types(x.dtype, jnp.float32)
+        )
+    if starts is None:
+        starts = jnp.zeros(x.shape[:2], bool)
+
+    def step(state, token):
+        x, dt, b, c, start = token
+        state = jnp.where(start[:, None, None, None], 0, state)
+        return ssd_step(state, SsdInputs(x, dt, a, b, c))
+
+    tokens = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, b, c, starts))
+    final, y = jax.lax.scan(step, initial, tokens)
+    return jnp.moveaxis(y, 0, 1), final
 
 
 def gradients(function, inputs, initial, seed=1):

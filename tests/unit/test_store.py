@@ -206,7 +206,7 @@ def test_what_does_not_shape_the_state_may_change(tmp_path):
 
 def test_the_record_beside_the_arrays_says_what_made_them(tmp_path):
     store(tmp_path, async_save=False).save(5, make_state(5))
-    meta = store(tmp_path).read_meta()
+    meta = store(tmp_path).read_meta(5)
     assert type(CFG).model_validate(meta["config"]) == CFG
     assert (meta["step"], meta["consumed_samples"]) == (5, 40)
     assert set(meta["versions"]) == {"mjax", "jax"}
@@ -301,7 +301,7 @@ def test_side_files_and_data_of_the_run_travel_in_every_step(tmp_path):
         return {p.name: p.read_bytes() for p in found if p.name in side}
 
     assert files(1) == side
-    (identity,) = store(tmp_path / "c").read_meta()["data"]
+    (identity,) = store(tmp_path / "c").read_meta(1)["data"]
     assert identity["path"] == f"{data}/a" and identity["idx_crc32"] == [zlib.crc32(b"index")]
     assert (identity["bin_bytes"], identity["idx_bytes"]) == (6, 5)
 
