@@ -12,12 +12,9 @@ def retention(
     keep: int, keep_every: int | None, keep_best: int, loss_of: LossOf
 ) -> AnyPreservationPolicy:
     """Keep the newest `keep` steps, those `keep_every` divides, the `keep_best` of lowest loss."""
-    policies = [LatestN(keep)]
-    if keep_every:
-        policies.append(EveryNSteps(keep_every))
-    if keep_best:
-        policies.append(LowestLoss(keep_best, loss_of))
-    return AnyPreservationPolicy(policies)
+    multiples = [EveryNSteps(keep_every)] if keep_every else []
+    best = [LowestLoss(keep_best, loss_of)] if keep_best else []
+    return AnyPreservationPolicy([LatestN(keep), *multiples, *best])
 
 
 @dataclass(frozen=True)

@@ -306,16 +306,11 @@ class Optimizer:
                 params[name], moments = one.elementwise(rows, *arrays, offsets)
             for moment, value in zip(names, moments, strict=True):
                 kept[moment][name] = value
-        new = {"count": count} | self._next_numbers(state)
+        new = {"count": count}
+        if "numbers" in state:
+            new["numbers"] = self.transformation.next_numbers(state["numbers"])
         new = jax.tree.map(partial(jnp.where, keep), new, {part: state[part] for part in new})
         return unflatten_dict(params), new | {part: unflatten_dict(of) for part, of in kept.items()}
-
-    def _next_numbers(self, state: dict) -> dict:
-        """The part "numbers" of the state after a step, if it has one."""
-        if "numbers" not in state:
-            return {}
-        assert self.transformation is not None
-        return {"numbers": self.transformation.next_numbers(state["numbers"])}
 
     def _offsets(self, name: Name, spec: ParamSpec, shape: tuple[int, ...]) -> Offsets:
         """The numbers of a parameter's local entries; `shape` is that of its shard."""

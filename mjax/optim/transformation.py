@@ -9,6 +9,7 @@ parameter's.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -271,9 +272,5 @@ def _free_name(path: tuple, taken: set[str]) -> str:
     """The last field that a key path names, with a number where that is taken."""
     fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
     field = fields[-1] if fields else "state"
-    number = 2
-    free = field
-    while free in taken:
-        free = f"{field}_{number}"
-        number += 1
-    return free
+    numbered = (f"{field}_{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([field], numbered) if name not in taken)

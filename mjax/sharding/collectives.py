@@ -225,9 +225,7 @@ def _padded(x: jax.Array, dim: int, shards: int) -> jax.Array:
     missing = -x.shape[dim] % shards
     if missing == 0:
         return x
-    widths = [(0, 0)] * x.ndim
-    widths[dim] = 0, missing
-    return jnp.pad(x, widths)
+    return jnp.pad(x, [(0, missing if axis == dim else 0) for axis in range(x.ndim)])
 
 
 class ExtraAxes(NamedTuple):
