@@ -40,7 +40,7 @@ def grouped_matmuls(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
     for name, (product, inputs) in products.items():
         facts = {"inputs": inputs, "flops": 2.0 * m * k * n, "kept": len(inputs) == 4}
         run = functools.partial(product, implementation=implementation)
-        yield Work(name, run, **facts)
+        yield Work(name, run, expected=loops[name], **facts)
         yield Work(f"reference {name}", loops[name], **facts)
 
 

@@ -113,6 +113,8 @@ def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: d
     if roof:
         shares = (getattr(work, kind) / ms / best for kind, best in roof.items())
         record["of_ceiling"] = rounded(max(shares))
+    if work.expected is not None:
+        record["error"] = rounded(error_of(work, compiled))
     memory = compiled.memory_analysis()
     return record | {"temp_gb": memory and rounded(memory.temp_size_in_bytes / 1e9)}
 
@@ -130,6 +132,18 @@ def launcher(work: Work, compiled: Callable) -> Callable[[], object]:
         return state[0]
 
     return launch
+
+
+def error_of(work: Work, compiled: Callable) -> float:
+    """How far the output is from the expected one, as a share of that one's norm."""
+
+    @jax.jit
+    def compare(got, expected):
+        got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
+        return jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)
+
+    expected = jax.jit(work.expected)(*work.inputs)
+    return float(compare(compiled(*work.inputs), expected))
 
 
 def ceilings() -> dict[str, Work]:

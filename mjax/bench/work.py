@@ -10,6 +10,7 @@ import jax
 class Work:
     """One thing to time: `run(*inputs)` under jit, and what it must compute and move.
 
+    expected: what `run` computes, by other means; the record then has the relative error.
     kept: the last input is donated, and the output takes its place in the next run.
     """
 
@@ -18,6 +19,7 @@ class Work:
     inputs: tuple
     flops: float = 0.0
     bytes: float = 0.0
+    expected: Callable | None = None
     kept: bool = False
 
 
