@@ -21,14 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.infer.cache import (
-    KVCache,
-    empty_cache,
-    extend,
-    gathered,
-    replicated,
-    require_decoder,
-)
+from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated, require_decoder
 from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, settings_of
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart

@@ -17,13 +17,7 @@ from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
 from mjax.kernels.decode_attention import decode_attention
-from mjax.models.branch import (
-    BranchInputs,
-    BranchModule,
-    BranchOutput,
-    CacheSpec,
-    HeadSizes,
-)
+from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec, HeadSizes
 from mjax.models.context import Context
 from mjax.models.context_attention import context_attention
 from mjax.models.linear import column, row
@@ -157,13 +151,14 @@ class Attention(BranchModule):
         """12 * N * H * (the mean number of keys that a query sees).
 
         That is s/2 under a causal mask, w - w^2/(2s) in a sliding window of w < s keys, and s
-        where a query sees all. Document masks are not discounted.
+        where a query sees all: those of its sequence, or of the source. Document masks are not
+        discounted.
         """
         window = seq_length
         if BRANCHES[letter].windowed and cfg.attention.sliding_window:
             window = min(cfg.attention.sliding_window, seq_length)
         keys = window - window * window / (2 * seq_length)
-        if BRANCHES[letter].mask == "full":
+        if BRANCHES[letter].mask != "causal":
             keys = seq_length
         return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * keys
 

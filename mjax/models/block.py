@@ -14,14 +14,7 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, branch_groups, reads_encoder
-from mjax.models.branch import (
-    BranchInputs,
-    BranchOutput,
-    LayerCache,
-    Rope,
-    Source,
-    branch_class,
-)
+from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, Source, branch_class
 from mjax.models.context import Context, Tokens, dropout
 from mjax.models.norm import Norm
 from mjax.models.streams import Activation, Streams

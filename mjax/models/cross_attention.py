@@ -63,11 +63,6 @@ class CrossAttention(Attention):
             kv = kv + self.local_kv_bias(inputs.ctx.parallel)
         return kv[..., 0, :, :], kv[..., 1, :, :]
 
-    @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
-        """12 * N * H * (the keys that a query sees): all `seq_length` tokens of the source."""
-        return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * seq_length
-
 
 def normed_source(
     source: Source, shared: SharedWeights, cfg: ModelConfig, ctx: Context

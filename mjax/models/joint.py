@@ -29,7 +29,8 @@ class Joint(nnx.Module):
             self.encoder_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), name, rngs)
         self.letters = ""
         if cfg.position_embedding == "relative":
-            self.letters = "".join(filter(has_positions, sorted(cfg.branches)))
+            knowing = [letter for letter in sorted(cfg.branches) if BRANCHES[letter].rotary]
+            self.letters = "".join(knowing)
         for letter in self.letters:
             table = ParamSpec(
                 shape=(cfg.relative.num_buckets, cfg.attention.num_attention_heads),
@@ -47,8 +48,3 @@ class Joint(nnx.Module):
             table = getattr(self, f"relative_{letter}")[...]
             relative[letter] = table.astype(jnp.float32).T
         return SharedWeights(norm, relative)
-
-
-def has_positions(letter: str) -> bool:
-    """Whether a branch is attention that takes positions, if the model has any."""
-    return bool(BRANCHES[letter].rotary)

@@ -47,14 +47,7 @@ from mjax.models.remat import remat
 from mjax.models.residuals import switch_layers
 from mjax.models.stacks import cut_group, layers_of_stack, rows_of_group, stack_in_place
 from mjax.models.streams import Activation
-from mjax.models.weight import (
-    Weight,
-    WeightOrArray,
-    is_weight,
-    values_of,
-    with_values,
-    without_fp8,
-)
+from mjax.models.weight import Weight, WeightOrArray, is_weight, values_of, with_values, without_fp8
 from mjax.sharding.collectives import reduce_gradients
 from mjax.sharding.rules import ParamPlacement, Placement
 from mjax.sharding.spec import ParamSpec, is_spec, trained_only

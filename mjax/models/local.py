@@ -13,14 +13,7 @@ from mjax.models.context import Context, Tokens, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
-from mjax.models.objective import (
-    TARGET_COLUMNS,
-    Batch,
-    FieldDeriver,
-    Measurer,
-    Objective,
-    Scalars,
-)
+from mjax.models.objective import TARGET_COLUMNS, Batch, FieldDeriver, Measurer, Objective, Scalars
 from mjax.models.params import ModelDefinition
 from mjax.models.streams import Activation
 from mjax.sharding.rules import Placement

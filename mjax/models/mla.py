@@ -21,13 +21,7 @@ from mjax.config.model_schema import ModelConfig
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.decode_attention import decode_attention
 from mjax.models.attention import attention_arrays, attention_call, output_spec
-from mjax.models.branch import (
-    BranchInputs,
-    BranchModule,
-    BranchOutput,
-    CacheSpec,
-    HeadSizes,
-)
+from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec, HeadSizes
 from mjax.models.context import Context
 from mjax.models.context_attention import latent_attention
 from mjax.models.linear import column, local_product, row

@@ -13,15 +13,7 @@ from mjax.models.experts import ExpertWeights, run_experts
 from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, constant, declare, normal
-from mjax.models.router import (
-    Router,
-    Routing,
-    balanced,
-    counted,
-    rerouted,
-    route,
-    without_padding,
-)
+from mjax.models.router import Router, Routing, balanced, counted, rerouted, route, without_padding
 from mjax.models.router_losses import balance_loss, dropped_share, entropy, z_loss
 from mjax.models.sinkhorn import sinkhorn_experts
 from mjax.models.weight import weight_of

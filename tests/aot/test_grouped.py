@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from mjax.kernels.grouped import (
-    grouped_matmul,
-    grouped_matmul_transposed,
-    grouped_weight_gradient,
-)
+from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed, grouped_weight_gradient
 from mjax.plan.described import as_on, compiler_devices
 from tests.aot.common import H200, missing
 from tests.marks import slow

@@ -9,15 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mjax.kernels import te
-from mjax.kernels.quantize import (
-    E4M3,
-    E5M2,
-    Recipe,
-    amax_of,
-    quantize,
-    quantize_stack,
-    scale_of,
-)
+from mjax.kernels.quantize import E4M3, E5M2, Recipe, amax_of, quantize, quantize_stack, scale_of
 from mjax.models import mlp_fp8
 from mjax.models.weight import Weight, matmul
 from mjax.plan.xla_options import CUBLAS

@@ -15,16 +15,7 @@ from mjax.models.experts import Expert, multiply_down, multiply_up
 from mjax.models.router import Routing
 from mjax.models.router_losses import dropped_share
 from mjax.models.weight import Weight
-from mjax.prove import (
-    FEATURES,
-    SMALL,
-    Cell,
-    compare,
-    deviation,
-    holds,
-    make_batch,
-    make_trainer,
-)
+from mjax.prove import FEATURES, SMALL, Cell, compare, deviation, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.laws.test_dispatch import ROUTINGS, E, operands
 from tests.marks import quick, slow

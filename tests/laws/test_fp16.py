@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.config import load
-from mjax.prove import (
-    Cell,
-    deviation,
-    make_batch,
-    make_trainer,
-    replicas_identical,
-    sizes_for,
-)
+from mjax.prove import Cell, deviation, make_batch, make_trainer, replicas_identical, sizes_for
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import train
