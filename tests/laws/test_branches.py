@@ -78,9 +78,7 @@ SIZES = [
 ]
 CASES = [
     ("experts", {"pp": 2, "ep": 2, "tp": 2}, 1, 2, GPT_OSS),
-    ("experts", {"pp": 2, "dp": 2, "ep": 2}, 1, 3, ["model.layer_pattern=GEEE"]),
     ("dense", {"pp": 2, "dp": 2, "tp": 2}, 3, 3, ["model.layer_pattern='G[G|D][D]G'"]),
-    ("dense", {"dp": 2, "cp": 2, "tp": 2}, 3, 2, ["model.layer_pattern='[G][G|D]'"]),
     ("dense", {"pp": 2, "dp": 2, "tp": 2}, 1, 2, SIZES),
     ("experts", {"pp": 4, "ep": 2}, 1, 4, ["model.layer_pattern='megatron:*-*E-E*-'"]),
 ]

@@ -81,8 +81,6 @@ CASES = [
     ({"ep": 2, "cp": 2, "tp": 2}, 3, 2, []),
     ({"dp": 2, "ep": 2, "cp": 2}, 1, 4, ["model.moe.drop_policy=position"]),
     ({"pp": 2, "ep": 2, "tp": 2}, 1, 3, ["train.experts=batched"]),
-    ({"ep": 4, "cp": 2}, 0, 2, ["train.experts=batched", "model.moe.capacity_factor=2.0"]),
-    ({"tp": 4, "ep": 2}, 2, 1, ["train.experts=loop"]),
     ({"dp": 2, "cp": 4}, 2, 1, ["model.mlp_bias=true", "train.experts=batched"]),
 ]
 

@@ -36,15 +36,11 @@ TWO = "model.num_hidden_layers=2"
 
 
 def cases():
-    """Windows in packed documents with every type on cp x tp x dp; one kv head; what rings lack."""
+    """Windows in packed documents with every type; a2a_ring, which the proof lacks, oftener."""
     for cp_type in TYPES:
-        for dp, cp, tp in [(1, 8, 1), (2, 2, 2), (1, 4, 2)]:
-            if (cp, cp_type) != (2, "a2a_ring"):
-                yield "windows", dp, cp, tp, cp_type
-        yield "tied", 1, 4, 2, cp_type
-    for feature in ("sinks", "dropout"):
-        yield feature, 1, 4, 2, "all_gather"
-        yield feature, 1, 4, 2, "a2a"
+        yield "windows", 1, 4, 2, cp_type
+    yield "windows", 1, 8, 1, "a2a_ring"
+    yield "tied", 1, 4, 2, "a2a_ring"
 
 
 def cell(dp: int, cp: int, tp: int, cp_type: str, zero: int = 1) -> tuple[Cell, str]:
@@ -54,7 +50,7 @@ def cell(dp: int, cp: int, tp: int, cp_type: str, zero: int = 1) -> tuple[Cell, 
     return Cell(mesh, zero, 2, cp_type=cp_type), group
 
 
-@pytest.mark.parametrize("feature,dp,cp,tp,cp_type", quick(cases(), 5, 12))
+@pytest.mark.parametrize("feature,dp,cp,tp,cp_type", quick(cases(), 1, 4))
 def test_gradients_equal_one_device(feature, dp, cp, tp, cp_type):
     record = compare(feature, *cell(dp, cp, tp, cp_type), TWO, steps=1)
     assert holds(record), record
@@ -194,7 +190,7 @@ def test_blocks_merge_to_the_whole(chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("cp", quick([2, 4, 8], 0, 1))
+@pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("packed,window", [(False, None), (True, None), (True, 9)])
 def test_ring_equals_whole_attention(cp, at_once, packed, window):
     """Both transports of the block kernels, as cuDNN runs them, on the XLA blocks."""

@@ -149,12 +149,11 @@ def test_what_is_missing_is_said():
 
 
 @slow
-@pytest.mark.parametrize("recompute", ["full", "dots"])
-def test_recomputing_changes_nothing_beyond_rounding(recompute):
+def test_recomputing_changes_nothing_beyond_rounding():
     batch = make_batch(24, target=48)
     where = Cell({"pp": 2, "tp": 2}, 0, 2)
     found = []
-    for policy in (recompute, "none"):
+    for policy in ("full", "none"):
         trainer = make_trainer("t5", where, f"train.remat={policy}")
         found.append(jax.device_get(trainer.grads(batch)))
     assert deviation(*found) <= 1e-6

@@ -42,18 +42,13 @@ def config(name: str, *overrides: str):
 
 CASES = [
     ("mixed", {"ep": 8}, 1, 1),
-    ("mixed", {"dp": 4, "ep": 2}, 2, 2),
-    ("mixed", {"ep": 4, "tp": 2}, 0, 3),
-    ("mixed", {"ep": 2, "tp": 4}, 3, 4),
-    ("mixed", {"ep": 2, "cp": 2, "tp": 2}, 3, 2),
     ("mixed", {"pp": 2, "ep": 2, "tp": 2}, 1, 4),
-    ("mixed", {"pp": 2, "dp": 2, "ep": 2}, 1, 3),
     ("whole_softmax", {"dp": 2, "ep": 4}, 1, 1),
     ("whole_softmax", {"dp": 2, "ep": 2, "tp": 2}, 3, 2),
 ]
 
 
-@pytest.mark.parametrize("name,mesh,zero,micro_batches", quick(CASES, 5))
+@pytest.mark.parametrize("name,mesh,zero,micro_batches", quick(CASES, 1))
 def test_gradients_equal_one_device(name, mesh, zero, micro_batches):
     record = compare("experts", Cell(mesh, zero, micro_batches), *MODELS[name], steps=1)
     assert holds(record), record
@@ -162,8 +157,6 @@ def test_forced_balance_uses_all_experts_alike():
 
 
 ROUTING = [
-    ({"ep": 2, "tp": 2, "cp": 2}, 3, 2, []),
-    ({"pp": 2, "ep": 2, "tp": 2}, 1, 3, []),
     ({"dp": 2, "ep": 2, "tp": 2}, 1, 1, ["model.moe.router_aux_loss_over=global_batch"]),
     ({"ep": 2, "cp": 4}, 2, 3, ["model.moe.force_balanced=true"]),
 ]

@@ -81,8 +81,6 @@ CASES = [
     ("experts", {"ep": 8}, 3, 1, 0.3),  # most exchanges overflow
     ("gpt-oss", {"pp": 2, "ep": 2, "tp": 2}, 1, 3, 0.6),
     ("routing", {"dp": 2, "ep": 2, "cp": 2}, 2, 2, 0.9),
-    ("capacity", {"ep": 4, "cp": 2}, 0, 2, 1.5),
-    ("expert bias", {"dp": 2, "ep": 4}, 3, 3, 1.0),
 ]
 
 

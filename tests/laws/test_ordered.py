@@ -23,9 +23,7 @@ INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? [a-z][\w\-]*\(([^)]*)
 PIPELINE = {"pp": 2, "dp": 2, "tp": 2}
 CASES = [
     ("dense", Cell(PIPELINE, 1, 1, 24), ["train.remat=full"]),
-    ("dense", Cell({"pp": 2, "cp": 2, "dp": 2}, 1, 2, 24), []),
     ("experts", Cell({"pp": 2, "ep": 2, "tp": 2}, 1, 2, 24), []),
-    ("dense", Cell({"dp": 4, "tp": 2}, 3, 2, 24), ["train.unroll=0"]),
     ("dense", Cell({"tp": 2, "cp": 4}, 0, 1, 24, "ring"), ["mesh.tp_overlap=always"]),
 ]
 

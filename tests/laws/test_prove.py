@@ -37,14 +37,9 @@ SAMPLE = [
     ("frozen", Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 4)),
     ("latent attention", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
     ("bert", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
-    ("bert", Cell({"dp": 2, "cp": 4}, 3, 3, cp_type="a2a")),
     ("t5", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
-    ("t5", Cell({"dp": 2, "cp": 4}, 3, 3, cp_type="a2a")),
-    ("mamba", Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 2)),
-    ("mamba", Cell({"pp": 2, "tp": 4}, 1, 4)),
     ("mamba", Cell({"cp": 8}, 1, 1)),
     ("hybrid", Cell({"pp": 2, "ep": 2, "tp": 2}, 1, 3)),
-    ("hybrid", Cell({"pp": 2, "cp": 2, "tp": 2}, 0, 2, cp_type="all_gather")),
 ]
 
 

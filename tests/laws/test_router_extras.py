@@ -78,7 +78,6 @@ def test_evaluation_has_neither():
 
 
 CASES = [
-    ({"ep": 2, "cp": 2, "tp": 2}, 1, 3, []),
     ({"pp": 2, "dp": 2, "cp": 2}, 0, 2, ["model.moe.sinkhorn=false"]),
     ({"ep": 2, "tp": 4}, 3, 1, ["model.moe.capacity_factor=1.0"]),
 ]
