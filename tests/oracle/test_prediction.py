@@ -14,11 +14,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.masking_utils import create_causal_mask
 
-from mjax.config.schema import TrainConfig
 from mjax.convert import main as convert
 from mjax.errors import UserError
 from mjax.models.context import Context, tokens_of
-from mjax.models.objective import objective_of
+from mjax.models.objective import MultiToken
 from mjax.pretrained import from_pretrained
 from mjax.sharding.collectives import LOCAL
 from tests.oracle.families import make
@@ -129,7 +128,7 @@ def test_losses_and_gradients(saved):
 
     ours = from_pretrained(folder)
     assert ours.cfg.num_nextn_predict_layers == DEPTHS
-    objective = objective_of(TrainConfig(mtp_loss_scaling_factor=FACTOR), ours.cfg)
+    objective = MultiToken(DEPTHS, FACTOR)
     ids = ids.astype(np.int32)
     batch = {
         "tokens": jnp.asarray(ids[:, :-1]),
