@@ -43,6 +43,12 @@ def flat(tree: dict) -> dict[Path, object]:
     return {tuple(key.key for key in path): leaf for path, leaf in leaves}
 
 
+def array_source(cfg: ModelConfig, params: dict) -> Source:
+    """The parameters of a live model, all of whose shards this process can read."""
+    leaves = flat(params)
+    return Source(cfg, lambda path, index: np.asarray(leaves[path][index]), lambda: None)
+
+
 def block_shape(
     shape: tuple[int, ...], itemsize: int, first: tuple[int, ...] = (0,)
 ) -> tuple[int, ...]:

@@ -34,8 +34,7 @@ def matmul_weights(model: ModelConfig) -> float:
 
 def flops_of_run(cfg: Config) -> float:
     """`flops_per_token` of a run."""
-    data = cfg.data
-    return flops_per_token(cfg.model, data.seq_length, cfg.train.freeze, data.target_length)
+    return flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze, cfg.data.target_length)
 
 
 def flops_per_token(

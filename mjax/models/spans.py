@@ -22,7 +22,7 @@ _OF_TARGET = ("batch", "target")
 
 
 @dataclass(frozen=True)
-class CorruptedSpans:
+class CorruptedSpans(NextToken):
     """The cross-entropy of the decoder's next token in nats, a mean over unmasked tokens."""
 
     cfg: Config
@@ -39,9 +39,6 @@ class CorruptedSpans:
     def of(cls, cfg: Config) -> "CorruptedSpans":
         return cls(cfg)
 
-    def counts(self, batch: Batch) -> Scalars:
-        return NextToken().counts(batch)
-
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         return edges.embed_streams(batch["tokens"], batch["decoder_tokens"], tokens, ctx)
 
@@ -54,7 +51,7 @@ class CorruptedSpans:
         ctx: Context,
         chunk: int | None,
     ) -> Scalars:
-        return NextToken().losses(edges, x.decoder, batch, tokens, ctx, chunk)
+        return super().losses(edges, x.decoder, batch, tokens, ctx, chunk)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Rows of a stream with spans cut out of them; nothing where the data set has done it."""

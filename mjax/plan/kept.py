@@ -24,7 +24,7 @@ from mjax.models.joint import Joint
 from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables
 from mjax.models.remat import all_but_views, remat
-from mjax.models.streams import Activation, Streams
+from mjax.models.streams import Activation, SharedWeights, Streams
 from mjax.models.weight import Weight
 from mjax.plan.execution import decide_execution, micro_batch_shape
 from mjax.sharding.collectives import Parallel
@@ -159,14 +159,13 @@ def _streams(
     """The shapes of an encoder-decoder's activations on a device."""
     rows, _, width = encoder.shape
     decoder = jax.ShapeDtypeStruct((rows, target // sizes["tp"], width), encoder.dtype)
-    shared = jax.eval_shape(lambda: Joint(cfg.model, nnx.Rngs(0)).weights())
+    heads = cfg.model.attention.num_attention_heads // sizes["tp"]
 
-    def local(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        heads, buckets = table.shape
-        return jax.ShapeDtypeStruct((heads // sizes["tp"], buckets), table.dtype)
+    def shared() -> SharedWeights:
+        weights = Joint(cfg.model, nnx.Rngs(0)).weights()
+        return replace(weights, relative={name: w[:heads] for name, w in weights.relative.items()})
 
-    shared = replace(shared, relative={name: local(w) for name, w in shared.relative.items()})
-    return Streams(encoder, decoder, shared)
+    return Streams(encoder, decoder, jax.eval_shape(shared))
 
 
 def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:

@@ -13,13 +13,14 @@ import pytest
 
 from mjax.checkpoint import digest
 from mjax.checkpoint.digest import DamagedCheckpoint, read_digests
+from mjax.checkpoint.source import array_source
 from mjax.checkpoint.store import Store
 from mjax.checkpoint.weights import read_weights, write_weights
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.models import definition_of
 from tests.marks import quick
-from tests.sources import array_source, restore_params
+from tests.sources import restore_params
 
 CFG = load(
     None,

@@ -8,12 +8,12 @@ import pytest
 from flax import nnx
 
 from mjax import convert
+from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import expand
 from mjax.models import build, split
 from tests.marks import slow
-from tests.sources import array_source
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = ModelConfig(

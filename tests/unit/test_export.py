@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from mjax import export as command
+from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import train_tokenizer
@@ -20,7 +21,6 @@ from mjax.infer.artifact import Artifact, ArtifactError
 from mjax.infer.generate import Generator
 from mjax.models import build, split
 from tests.marks import slow
-from tests.sources import array_source
 
 CFG = ModelConfig(
     vocab_size=251,

@@ -9,6 +9,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from mjax import convert, export
+from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
@@ -16,7 +17,6 @@ from mjax.infer.artifact import Artifact
 from mjax.infer.generate import Generator
 from mjax.models import build, split
 from mjax.pretrained import from_pretrained
-from tests.sources import array_source
 
 CFG = ModelConfig(
     vocab_size=251,

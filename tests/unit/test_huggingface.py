@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.checkpoint.huggingface import export, hf_source
 from mjax.checkpoint.safetensors import INDEX
 from mjax.checkpoint.slots import Slot
-from mjax.checkpoint.source import Source, arrays, block_shape, blocks, flat
+from mjax.checkpoint.source import Source, array_source, arrays, block_shape, blocks, flat
 from mjax.checkpoint.store import Store
 from mjax.checkpoint.weights import read_weights, write_weights
 from mjax.config import load
@@ -34,7 +34,7 @@ from mjax.sharding.rules import stored_partitions
 from mjax.train.resume import resume
 from mjax.train.trainer import Trainer
 from tests.marks import slow
-from tests.sources import array_source, restore_params
+from tests.sources import restore_params
 
 L, D, N, K, H, F, V = 4, 16, 4, 2, 6, 20, 251
 MODEL = [

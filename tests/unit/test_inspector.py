@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mjax.checkpoint.__main__ import main
+from mjax.checkpoint.source import array_source
 from mjax.checkpoint.store import Store
 from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.models import definition_of
-from tests.sources import array_source
 
 MODEL = """data.mock=true model.vocab_size=97 model.hidden_size=32 model.num_attention_heads=4
     model.intermediate_size=48 model.num_hidden_layers=2""".split()

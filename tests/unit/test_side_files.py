@@ -10,6 +10,7 @@ from flax import nnx
 
 from mjax import convert, generate
 from mjax.checkpoint.side import read_side_files, tokenizer_dir, tokenizer_of
+from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.config.model_schema import ModelConfig
@@ -18,7 +19,6 @@ from mjax.models import build, split
 from mjax.sharding.mesh import make_mesh
 from mjax.train.loop import train
 from tests.marks import quick
-from tests.sources import array_source
 
 MODEL = ModelConfig(
     model_type="llama",

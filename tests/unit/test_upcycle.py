@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.checkpoint.source import array_source
 from mjax.checkpoint.upcycle import scale_of_down
 from mjax.config import load
 from mjax.config.model_schema import MoeConfig
@@ -14,7 +15,6 @@ from mjax.sharding.mesh import make_mesh
 from mjax.sharding.spec import is_spec
 from mjax.train import Trainer
 from tests.marks import quick
-from tests.sources import array_source
 
 BASE = """data.mock=true data.seq_length=16 model.vocab_size=97 model.hidden_size=32
     model.attention.num_attention_heads=4 model.intermediate_size=48 model.num_hidden_layers=3
