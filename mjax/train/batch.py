@@ -174,9 +174,10 @@ def _require_token_ids(batch: HostBatch, vocab_size: int) -> None:
             )
 
 
-def most_documents(segment_ids: np.ndarray) -> int:
-    """The largest number of documents in a sequence of [B, S]."""
-    return 1 + int((np.diff(segment_ids, axis=1) != 0).sum(1).max(initial=0))
+def most_documents(batch: HostBatch) -> int:
+    """The largest number of documents in a sequence of a batch, a decoder's beside an encoder's."""
+    fields = [np.asarray(batch[name]) for name in batch if name.endswith("segment_ids")]
+    return 1 + max(int((np.diff(ids, axis=1) != 0).sum(1).max(initial=0)) for ids in fields)
 
 
 def bound_of_documents(cfg: Config, most: int) -> int:

@@ -191,7 +191,7 @@ class Trainer:
 
     def _place(self, batch: HostBatch) -> dict[str, jax.Array]:
         placed = self.placer.place(batch)
-        self.programs.bound_documents(most_documents(np.asarray(batch["segment_ids"])))
+        self.programs.bound_documents(most_documents(batch))
         return placed
 
     def _program(self, kind: str, batch: dict) -> jax.stages.Wrapped:

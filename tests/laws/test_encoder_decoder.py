@@ -20,6 +20,7 @@ from mjax.models.flops import flops_by_part
 from mjax.models.params import split
 from mjax.models.trace import trace
 from mjax.prove import Cell, deviation, make_batch, make_trainer
+from mjax.train.batch import most_documents
 from tests.marks import quick, slow
 
 MODEL = {
@@ -209,3 +210,10 @@ def test_a_stream_gives_each_step_other_spans():
     np.testing.assert_array_equal(made[0]["tokens"], made[1]["tokens"])
     assert (made[0]["labels"] != made[2]["labels"]).any()
     assert objective.make_fields(made[0], 1, 5, np.arange(4)) == {}
+
+
+def test_documents_are_bounded_on_both_sides():
+    """Fused attention is compiled for a bound, and would pass over documents beyond it."""
+    encoder, decoder = np.array([[1, 1, 2, 2], [1, 1, 1, 1]]), np.array([[1, 2, 0], [1, 1, 0]])
+    assert most_documents({"segment_ids": encoder}) == 2
+    assert most_documents({"segment_ids": encoder, "decoder_segment_ids": decoder}) == 3
