@@ -1,6 +1,5 @@
 """run.deterministic on GPUs: two runs, each compiled in a process of its own, give equal bits."""
 
-import glob
 import json
 import os
 import subprocess
@@ -8,7 +7,9 @@ import sys
 
 import pytest
 
-GPUS = len(glob.glob("/dev/nvidia[0-9]*"))
+from tests.gpu import count_gpus
+
+GPUS = count_gpus()
 pytestmark = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 
 # Tokens that repeat within a batch, so that the embedding's gradient has sums.

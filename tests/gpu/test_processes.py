@@ -1,7 +1,6 @@
 """One process a GPU against one process for all: the same run, saved by one and resumed by the
 other. JAX is not started here, or this process would hold memory on every GPU."""
 
-import glob
 import json
 import os
 import socket
@@ -9,9 +8,10 @@ import sys
 
 import pytest
 
+from tests.gpu import count_gpus
 from tests.processes import start_process
 
-GPUS = len(glob.glob("/dev/nvidia[0-9]*"))
+GPUS = count_gpus()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 BASE = [
