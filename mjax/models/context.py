@@ -29,8 +29,8 @@ class Context:
     dropout: whether dropout, the jitter of routers and Sinkhorn's routing are on: in training.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     head_remat: the remat policy of layers that an objective applies.
-    seen_experts: (layers, experts) of a model whose routing is looked at, or None
-        (`models/expert_loads.py`).
+    seen_layers: (layers, experts) of a model whose layers are looked at, or None
+        (`models/layer_figures.py`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
         (`models/trace.py`).
     """
@@ -49,7 +49,7 @@ class Context:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     head_remat: str = "none"
-    seen_experts: tuple[int, int] | None = None
+    seen_layers: tuple[int, int] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
 
     def overlaps(self, rows: int) -> bool:

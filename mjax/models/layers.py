@@ -40,8 +40,8 @@ from mjax.models.execution import (
     scan_groups,
     stack_rows,
 )
-from mjax.models.expert_loads import nothing_seen
 from mjax.models.frozen import WeightParts, join_frozen, map_parameters, split_frozen_layer
+from mjax.models.layer_figures import nothing_seen, see_activations
 from mjax.models.params import Definition
 from mjax.models.remat import remat
 from mjax.models.residuals import switch_layers
@@ -326,8 +326,8 @@ class Layers:
         if choices is None:
             choices = jnp.zeros(len(self.execution.layers), jnp.int32)
         statistics = {name: jnp.float32(0) for name in self.statistics}
-        if self.ctx.seen_experts is not None:
-            statistics |= nothing_seen(*self.ctx.seen_experts)
+        if self.ctx.seen_layers is not None:
+            statistics |= nothing_seen(*self.ctx.seen_layers)
         carry = x, statistics
         if self.execution.overlap:
             carry = *carry, jnp.float32(0)
@@ -403,6 +403,9 @@ class Layers:
                 options = {"kind": kind, "rope": inputs.rope, "layer": number, "cache": cache}
                 output = block(x, inputs.tokens, self.ctx, **options)
                 statistics = _add_found(statistics, output.statistics)
+                if self.ctx.seen_layers is not None:
+                    seen = see_activations(output.y, kind, number, self.ctx.seen_layers[0])
+                    statistics = _add_found(statistics, seen)
                 return (output.y, statistics, *ready), output.cache
 
             return remat(apply, plan.remat, self.execution.offload, in_loop)

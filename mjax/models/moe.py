@@ -8,8 +8,8 @@ from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.capacity import within_capacity
 from mjax.models.context import Context, jitter
-from mjax.models.expert_loads import see_experts
 from mjax.models.experts import ExpertWeights, run_experts
+from mjax.models.layer_figures import see_experts
 from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, constant, declare, normal
@@ -167,9 +167,9 @@ class MoE(BranchModule):
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
         statistics = self._statistics(routing, parallel)
-        if inputs.ctx.seen_experts is not None:
-            sizes = inputs.ctx.seen_experts
-            statistics |= see_experts(routing, router.expert_bias, inputs.layer, sizes)
+        if inputs.ctx.seen_layers is not None:
+            layers, _ = inputs.ctx.seen_layers
+            statistics |= see_experts(routing, router.expert_bias, inputs.layer, layers)
         return BranchOutput(y, statistics)
 
     def _experts_output(self, x: jax.Array, routing: Routing, ctx: Context) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Records of the norms of each layer, of its experts and of the gradient noise, every k steps.
+"""Records of norms, activations, experts and gradient noise, layer by layer, every k steps.
 
 `train/norms.py` computes the norms. The noise is the simple noise scale of McCandlish et al. 2018
 (arXiv:1812.06162, appendix A): the batch size at which the noise of the gradient is as large as the
@@ -16,7 +16,7 @@ from mjax.config.pattern import stack_of
 from mjax.models.objective import HostBatch, NextToken
 from mjax.train.metrics import Log, Record
 from mjax.train.norms import Norms
-from mjax.train.seen_experts import expert_record
+from mjax.train.seen_layers import layer_record
 from mjax.train.trainer import Trainer
 
 
@@ -29,7 +29,7 @@ class Diagnostics:
     interval: int | None
     # Asked for, by step: the norms of its batch, then those of the halves.
     _asked: dict[int, list[Norms]] = field(default_factory=dict)
-    _experts: dict[int, dict] = field(default_factory=dict)
+    _seen: dict[int, dict] = field(default_factory=dict)
 
     def ask_if_due(self, step: int, batch: HostBatch) -> None:
         """Let the devices compute the norms of the step that comes next; they are not awaited."""
@@ -37,8 +37,7 @@ class Diagnostics:
             return
         batches = batch, *(halves(batch) if has_noise_scale(self.trainer, batch) else ())
         self._asked[step] = [self.trainer.norms(one) for one in batches]
-        if "E" in self.trainer.cfg.model.branches:
-            self._experts[step] = self.trainer.run_program("experts", batch)
+        self._seen[step] = self.trainer.run_program("layers", batch)
 
     def write(self, step: int) -> None:
         """Log what was asked for at this step, if anything was."""
@@ -47,9 +46,8 @@ class Diagnostics:
             record = {"step": step} | norm_record(self.trainer, found[0])
             if len(found) > 1:
                 record |= noise_record(*found)
-            if step in self._experts:
-                seen = jax.device_get(self._experts.pop(step))
-                record |= expert_record(self.trainer.cfg.model, seen)
+            seen = jax.device_get(self._seen.pop(step))
+            record |= layer_record(self.trainer.cfg.model, seen)
             self.log.keep_figures(record | {"time": time.time()})
 
 

@@ -25,7 +25,7 @@ from mjax.sharding.ordered import in_program_order
 from mjax.train import step as steps
 from mjax.train.batch import batch_partitions, bound_of_documents
 from mjax.train.norms import step_norms
-from mjax.train.seen_experts import seen_experts
+from mjax.train.seen_layers import seen_layers
 from mjax.train.state import StateLayout, without_moments
 
 
@@ -70,7 +70,7 @@ class Programs:
         """The program `kind` on global arrays, jitted.
 
         That is the function of `train/step.py` (train, grads or eval), of `train/norms.py` (norms)
-        or of `train/seen_experts.py` (experts). "train" takes over the memory of its state.
+        or of `train/seen_layers.py` (layers). "train" takes over the memory of its state.
         """
         key = ProgramKey(kind, rows, self.max_documents)
         if key not in self._jitted:
@@ -128,7 +128,8 @@ class Programs:
             seed=cfg.run.seed,
             clip_grad_norm=cfg.optimizer.clip_grad_norm,
             expert_bias_rate=cfg.model.moe.expert_bias_update_rate,
-            expert_sizes=(cfg.model.num_hidden_layers, cfg.model.moe.num_experts),
+            layers=cfg.model.num_hidden_layers,
+            experts=cfg.model.moe.num_experts if "E" in cfg.model.branches else 0,
             layout=self.layout,
             scaler=self.state_layout.scaler,
         )
@@ -144,7 +145,7 @@ class Programs:
             "train": (steps.train_step, (state, batch, P(), P(), P()), (state, P())),
             "grads": (steps.gradients, inputs, gradients),
             "eval": (steps.batch_losses, inputs, P()),
-            "experts": (seen_experts, inputs, P()),
+            "layers": (seen_layers, inputs, P()),
             "norms": (step_norms, (state, batch, P(), P()), P()),
         }[kind]
         body = functools.partial(function, program)

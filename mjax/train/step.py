@@ -49,7 +49,7 @@ class Program:
     evaluation: how a forward pass without gradients runs.
     buffers: of the state, by name.
     expert_bias_rate: the step of experts' biases.
-    expert_sizes: the layers of the model, and the experts of one.
+    layers, experts: of the model; the experts are those of a layer.
     layout: of the pipeline, or None.
     scaler: of the loss, in fp16.
     """
@@ -61,7 +61,8 @@ class Program:
     seed: int
     clip_grad_norm: float
     expert_bias_rate: float = 0.0
-    expert_sizes: tuple[int, int] = (0, 0)
+    layers: int = 0
+    experts: int = 0
     layout: Layout | None = None
     scaler: LossScaler | None = None
 

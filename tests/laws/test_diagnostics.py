@@ -10,14 +10,15 @@ import pytest
 
 from mjax.config import load
 from mjax.config.pattern import branches_of
-from mjax.models.expert_loads import see_experts
+from mjax.models.layer_figures import see_activations, see_experts
 from mjax.models.router import Routing
+from mjax.models.trace import trace
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.sharding.mesh import make_mesh
 from mjax.train.diagnostics import Diagnostics, halves, noise_record, norm_record
 from mjax.train.loop import train
 from mjax.train.metrics import _scalars
-from mjax.train.seen_experts import expert_record
+from mjax.train.seen_layers import expert_record, layer_record
 from tests.laws.test_failures import records
 from tests.marks import quick, slow
 from tests.tiny import TINY
@@ -41,7 +42,8 @@ def figures(trainer, batch) -> dict:
 def drawn(feature, cell):
     """A trainer at step 0, whose first learning rate is not zero, and a batch."""
     trainer = make_trainer(feature, cell, "schedule.warmup_steps=0")
-    return trainer, make_batch(cell.rows, width=trainer.cfg.data.seq_length)
+    data = trainer.cfg.data
+    return trainer, make_batch(cell.rows, width=data.seq_length, target=data.target_length)
 
 
 @pytest.mark.parametrize("feature,cell", quick(CELLS, 0), ids=[f"{f}, {c}" for f, c in CELLS])
@@ -67,6 +69,58 @@ EXPERTS = [
 ]
 
 
+ACTIVATIONS = [
+    ("dense", Cell({"dp": 2, "tp": 2, "pp": 2}, 1, 3)),
+    ("dense", Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 2)),
+    ("uneven layers", Cell({"pp": 4, "tp": 2}, 1, 4)),
+    ("t5", Cell({"pp": 2, "tp": 2}, 1, 2)),
+    ("hybrid", Cell({"pp": 2, "cp": 2}, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    "feature,cell", quick(ACTIVATIONS, 0), ids=[f"{f}, {c}" for f, c in ACTIVATIONS]
+)
+def test_figures_of_activations_are_those_of_one_device(feature, cell):
+    got, want = (seen_record(feature, where) for where in (cell, Cell(rows=cell.rows)))
+    assert got.keys() == want.keys() and len(want) >= 8
+    for name, value in want.items():
+        assert got[name] == pytest.approx(value, rel=1e-5), name
+
+
+def seen_record(feature, cell) -> dict:
+    trainer, batch = drawn(feature, cell)
+    seen = jax.device_get(trainer.run_program("layers", batch))
+    return layer_record(trainer.cfg.model, seen)
+
+
+def test_figures_of_activations_are_those_of_the_model():
+    trainer, batch = drawn("dense", Cell())
+    batch["segment_ids"] = np.ones_like(batch["tokens"])
+    batch["positions"] = np.broadcast_to(np.arange(16, dtype=np.int32), batch["tokens"].shape)
+    record = layer_record(trainer.cfg.model, jax.device_get(trainer.run_program("layers", batch)))
+    model = trainer.definition.bind(trainer.params())
+    _, kept = trace(model, jnp.asarray(batch["tokens"]), keep=["layers.?"])
+    for layer in range(4):
+        x = np.asarray(kept[f"layers.{layer}"], np.float64)
+        assert record[f"activation_rms/layers.{layer}"] == pytest.approx((x**2).mean() ** 0.5)
+        kurtosis = (x**4).mean() / (x**2).mean() ** 2
+        assert record[f"activation_kurtosis/layers.{layer}"] == pytest.approx(kurtosis)
+
+
+def test_an_outlier_shows_in_the_kurtosis_of_its_layer_alone():
+    cfg = load(None, ["data.mock=true", "model.num_hidden_layers=2"]).model
+    x = np.random.default_rng(0).normal(size=(2, 64, 256)).astype(np.float32)
+    plain = see_activations(jnp.asarray(x), "G", 0, 2)
+    x[0, 3, 7] = 1000
+    outlier = see_activations(jnp.asarray(x), "G", 1, 2)
+    seen = {name: np.asarray(plain[name] + outlier[name]) for name in plain}
+    record = layer_record(cfg, seen)
+    assert record["activation_rms/layers.0"] == pytest.approx(1, abs=0.01)
+    assert record["activation_kurtosis/layers.0"] == pytest.approx(3, abs=0.1)
+    assert record["activation_kurtosis/layers.1"] > 1000
+
+
 @pytest.mark.parametrize(
     "feature,cell", quick(EXPERTS, 0, 1), ids=[f"{f}, {c}" for f, c in EXPERTS]
 )
@@ -75,7 +129,7 @@ def test_loads_of_experts_are_those_of_one_device(feature, cell):
     for where in (cell, Cell(rows=cell.rows)):
         trainer, batch = drawn(feature, where)
         model = trainer.cfg.model
-        seen = jax.device_get(trainer.run_program("experts", batch))
+        seen = jax.device_get(trainer.run_program("layers", batch))
         with_experts = ["E" in branches_of(kind) for kind in model.layer_kinds]
         tokens = batch["tokens"].size * np.asarray(with_experts)
         np.testing.assert_array_equal(seen["layer_tokens"], tokens)
@@ -117,7 +171,7 @@ def test_a_record_of_experts_says_what_the_router_did():
         probs=jnp.broadcast_to(probs, (2, 3, 4)),
         logits=jnp.zeros((2, 3, 4)),
     )
-    seen = see_experts(routing, jnp.asarray([0.0, -1.0, 2.0, 0.5]), 1, (2, 4))
+    seen = see_experts(routing, jnp.asarray([0.0, -1.0, 2.0, 0.5]), 1, 2)
     record = expert_record(cfg, jax.device_get(seen))
     assert record.pop("expert_load/layers.1") == [0, 4, 0, 0]
     assert record == {
@@ -185,6 +239,7 @@ def test_a_run_with_diagnostics_is_the_same_run_and_the_same_program(tmp_path, c
         assert (plain["loss"], plain["grad_norm"]) == (seen["loss"], seen["grad_norm"])
     extra = [r for r in records(tmp_path / "seen") if "grad_noise/variance" in r]
     assert [r["step"] for r in extra] == [2, 4] and "update_norm/layers.0.mlp.up" in extra[0]
+    assert extra[0]["activation_rms/layers.0"] > 0
 
 
 def test_the_step_is_the_same_program_with_the_key():

@@ -1,4 +1,4 @@
-"""The load of each expert, layer by layer: a program of its own, and its record in the log.
+"""What each layer and its experts do: a program of its own, and its record in the log.
 
 The program is a forward pass without dropout. So the step's own program stays as it is. Invariant:
 figures are those of the global batch, equal on every mesh.
@@ -12,21 +12,22 @@ import numpy as np
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import branches_of
-from mjax.models.expert_loads import nothing_seen
+from mjax.models.layer_figures import nothing_seen
 from mjax.models.objective import Batch
 from mjax.pipeline.run import pipeline_losses
 from mjax.sharding.collectives import AXES
 from mjax.train.step import Program, State, global_denominators, split_batch
 
 
-def seen_experts(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
+def seen_layers(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
     """The sums of `nothing_seen` over the global batch and all layers, on local shards."""
     model = program.model.for_evaluation(program.evaluation)
-    model = replace(model, ctx=replace(model.ctx, seen_experts=program.expert_sizes))
+    sizes = program.layers, program.experts
+    model = replace(model, ctx=replace(model.ctx, seen_layers=sizes))
     weights = model.load(state["params"], state.get("buffers", {}))
     batch = model.with_derived_fields(batch)
     micro_batches = split_batch(batch, program.evaluation.micro_batches)
-    nothing = nothing_seen(*program.expert_sizes)
+    nothing = nothing_seen(*sizes)
     if program.layout is not None:
         zeros = global_denominators(model, batch).zeros()
         _, totals = pipeline_losses(
@@ -45,6 +46,23 @@ def seen_experts(program: Program, state: State, batch: Batch) -> dict[str, jax.
 
         totals, _ = jax.lax.scan(add, nothing, micro_batches)
     return {name: program.parallel.psum(total, *AXES) for name, total in totals.items()}
+
+
+def layer_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
+    """{"activation_rms/layers.3": ..}: figures of each layer, and of its experts if it has some.
+
+    activation_rms: the root of the mean square of the layer's output. activation_kurtosis: the mean
+    of its fourth power over the square of its mean square: 3 for normal numbers, more where some
+    stand out.
+    """
+    record: dict = {}
+    mean = {name: seen[name] / seen["activations"] for name in seen if "activation" in name}
+    square, fourth = mean["activation_square"], mean["activation_fourth"]
+    for number in range(cfg.num_hidden_layers):
+        record[f"activation_rms/layers.{number}"] = float(square[number] ** 0.5)
+        kurtosis = fourth[number] / max(square[number] ** 2, 1e-30)
+        record[f"activation_kurtosis/layers.{number}"] = float(kurtosis)
+    return record | expert_record(cfg, seen)
 
 
 def expert_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
