@@ -1,9 +1,9 @@
 """The checkpoints of a trainer: its state as any mesh can read it, and weights to start from.
 
 There may be two tiers: those in run.dir, and between them faster and more frequent ones
-(`checkpoint.local_dir`), of which the newest alone is kept. Invariant: a state is saved only if all
-its weights are finite. The tier is chosen as Megatron-LM does: the local one counts if its step is
-not older, and an explicit step is always of run.dir.
+(`checkpoint.local_dir`), near the devices (`checkpoint/node_store.py`). Invariant: a state is saved
+only if all its weights are finite. The tier is chosen as Megatron-LM does: the local one counts if
+its step is not older, and an explicit step is always of run.dir.
 """
 
 import contextlib
@@ -16,14 +16,15 @@ from pathlib import Path
 import jax
 
 from mjax.checkpoint.digest import DamagedCheckpoint
+from mjax.checkpoint.node_store import NodeStore
 from mjax.checkpoint.partial import fit
-from mjax.checkpoint.quiet import plain_reason
 from mjax.checkpoint.source import Source, arrays
 from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema import Config
+from mjax.errors import UserError
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.train.finite import first_nonfinite, nonfinite_counts
-from mjax.train.local_tier import local_folder
+from mjax.train.local_tier import claim, local_folder
 from mjax.train.resilience import NonFiniteLoss
 from mjax.train.state import StateLayout
 from mjax.train.step import State
@@ -40,8 +41,7 @@ class Checkpoints:
 
     cfg: Config
     layout: StateLayout
-    source: Store | None = None
-    _local: Store | None = None
+    source: Store | NodeStore | None = None
 
     @cached_property
     def store(self) -> Store:
@@ -49,56 +49,74 @@ class Checkpoints:
         options = self.cfg.checkpoint.model_dump(include=names)
         return Store(Path(self.cfg.run.dir) / "checkpoints", self.cfg, **options)
 
-    @property
-    def local(self) -> Store | None:
-        """The checkpoints of the local tier, or None if this run has no such tier."""
+    @cached_property
+    def local(self) -> NodeStore | None:
+        """The checkpoints of the local tier, or None if this run has no such tier (yet)."""
         folder = local_folder(self.cfg)
-        if folder is None:
-            return None
-        if self._local is None or self._local.directory != folder.absolute():
-            options = self.cfg.checkpoint.model_dump(include={"async_save", "digests"})
-            self._local = Store(folder, self.cfg, keep=1, keep_every=None, **options)
-        return self._local
+        return None if folder is None else NodeStore(folder, self.cfg)
 
-    def save(
-        self, step: int, state: State, held_out_loss: float | None, store: Store | None = None
-    ) -> None:
-        """Start an asynchronous checkpoint; `held_out_loss` is that of the step.
+    def claim_local(self) -> None:
+        """Give this run a local tier, if the config wants one."""
+        claim(self.cfg)
+        self.__dict__.pop("local", None)
+        if self.local is not None:
+            self.local.remove_remains()
 
-        `store` is the tier, by default that of run.dir. Raises `NonFiniteLoss`, in all processes,
-        if a parameter holds a number that is not finite, and `SaveFailed` if the files cannot be
-        written or those of the save before could not.
+    def save(self, step: int, state: State, held_out_loss: float | None) -> None:
+        """Start an asynchronous checkpoint in run.dir; `held_out_loss` is that of the step.
+
+        Raises `NonFiniteLoss`, in all processes, if a parameter holds a number that is not finite,
+        and `SaveFailed` if the files cannot be written or those of the save before could not.
         """
+        self._require_finite(step, state)
+        self.store.save(step, canonical(self.layout.storage, state), held_out_loss)
+
+    def save_local(self, step: int, state: State) -> None:
+        """Start to save a step in the local tier. Raises `NonFiniteLoss` as `save` does."""
+        self._require_finite(step, state)
+        self.local.save(step, state)
+
+    def _require_finite(self, step: int, state: State) -> None:
         bad = first_nonfinite(self._count_nonfinite(state["params"]))
         if bad is not None:
             raise self._nonfinite(step, bad)
-        saved = canonical(self.layout.storage, state)
-        (store or self.store).save(step, saved, held_out_loss)
 
     def latest_step(self) -> int | None:
         """The newest step of both tiers, or None."""
-        steps = [store.latest_step() for store in (self.store, self.local) if store is not None]
-        return max((step for step in steps if step is not None), default=None)
+        newest = self.store.latest_step()
+        steps = [] if self.local is None else self.local.steps()
+        return max(steps if newest is None else [newest, *steps], default=None)
 
     def restore(self, step: int | None) -> State:
         """The state of checkpoint `step` of run.dir, or of the newest of both tiers."""
         abstract = self.layout.abstract()
-        wanted, local, saved = canonical_abstract(self.layout.storage, abstract), self.local, None
+        if step is None and self.local is not None and (state := self._restore_local(abstract)):
+            return state
+        wanted = canonical_abstract(self.layout.storage, abstract)
         wanted["loss_scale"] = self.layout.abstract_loss_scale()
-        self.wait_local()
-        if step is None and local is not None and self._is_newest(local):
-            try:
-                saved = local.restore(wanted, local.latest_step())
-                self.source = local
-            except DamagedCheckpoint as e:
-                log.warning("%s; taking the newest of %s", e, self.store.directory)
-        if saved is None:
-            saved = self.store.restore(wanted, step)
-            self.source = self.store
-            if local is not None:  # of steps that are not this run's any more
-                self.clear_local()
+        saved = self.store.restore(wanted, step)
+        self.source = self.store
+        self.clear_local()  # its steps are not this run's any more
         saved = self._with_own_loss_scale(saved)
         return from_canonical(self.layout.storage, saved, abstract)
+
+    def _restore_local(self, abstract: State) -> State | None:
+        """The newest intact state of the local tier, or None if run.dir has a newer one."""
+        newest, error = self.store.latest_step(), "the local tier holds no step"
+        for step in self.local.steps():
+            if newest is not None and step < newest:
+                return None
+            try:
+                state = self.local.restore(abstract, step)
+            except DamagedCheckpoint as e:
+                log.warning("%s; taking the newest before it", e)
+                error = e
+                continue
+            self.source = self.local
+            return state
+        if newest is None:
+            raise UserError(f"{error}; repair it, or start over with checkpoint.resume=never")
+        return None
 
     def _with_own_loss_scale(self, saved: State) -> State:
         """A restored state with the loss scale that this run keeps: the saved one, a new one where
@@ -109,31 +127,10 @@ class Checkpoints:
         return rest | {"loss_scale": saved.get("loss_scale") or self.layout.start_loss_scale()}
 
     def clear_local(self) -> None:
-        """Remove the local tier's folder, once run.dir holds what counts."""
-        self.wait_local()
+        """Remove the steps of the local tier, once run.dir holds what counts."""
         if self.local is not None:
-            shutil.rmtree(self.local.directory, ignore_errors=True)
-            self._local = None
-
-    def wait_local(self) -> str:
-        """Return when no local save is under way; why the last one failed, or ""."""
-        if self.local is None:
-            return ""
-        try:
             self.local.wait()
-        except SaveFailed as e:
-            self.drop_local_failure()
-            return plain_reason(e.cause)
-        return ""
-
-    def drop_local_failure(self) -> None:
-        """Remove what a failed local save left."""
-        self.local.remove_remains()
-        self.local.forget_steps()
-
-    def _is_newest(self, local: Store) -> bool:
-        ours, theirs = local.latest_step(), self.store.latest_step()
-        return ours is not None and (theirs is None or ours >= theirs)
+            shutil.rmtree(self.local.directory, ignore_errors=True)
 
     def load_weights(self, source: Source) -> tuple[dict, str]:
         """(stored parameters from the weights of `source`, lines on what was and was not loaded).

@@ -35,7 +35,6 @@ from mjax.train.batch import field_maker
 from mjax.train.diagnostics import Diagnostics
 from mjax.train.held_out import HeldOut, held_out_samples, read_prompt, sample_text
 from mjax.train.host_time import HostTime, figures_of
-from mjax.train.local_tier import claim, require_one_process
 from mjax.train.log_writer import reason, replace_text, warn
 from mjax.train.profile import Profiler
 from mjax.train.replicas import ReplicaCheck
@@ -105,7 +104,6 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
     """
     stopper = Stopper(cfg.train.max_minutes)
     metrics.require_sinks(cfg.log)
-    require_one_process(cfg)
     trainer = Trainer(cfg, mesh)
     cfg = trainer.cfg  # mesh: auto is resolved in it
     with (
@@ -157,7 +155,7 @@ def start_run(
     old = store.set_aside() if cfg.checkpoint.resume == "never" else None
     if trainer.checkpoints.source is not trainer.checkpoints.local:
         trainer.checkpoints.clear_local()
-    claim(cfg)
+    trainer.checkpoints.claim_local()
     if jax.process_index() == 0:
         store.remove_remains()
     log.open(cfg, lock.path.parent, last, start)

@@ -67,18 +67,14 @@ class Saver:
 
         Raises `NonFiniteLoss` as `save` does.
         """
-        checkpoints = self.trainer.checkpoints
-        error = checkpoints.wait_local()
-        if not error:
-            try:
-                self.trainer.save(store=checkpoints.local)
-            except SaveFailed as e:
-                checkpoints.drop_local_failure()
-                error = plain_reason(e.cause)
+        local = self.trainer.checkpoints.local
+        self.watchdog.doing("waiting for the save in the local tier to end")
+        error = local.wait()
+        self.trainer.save_local()
         if error and error != self._local_error:
-            where = checkpoints.local.directory
+            where = local.directory
             line = f"saving in {where} failed: {error}; training goes on with the saves in run.dir"
-            self.log.event(self.trainer.step_number, line)
+            warn(line) if jax.process_index() else self.log.event(self.trainer.step_number, line)
         self._local_error = error
 
     def news(self) -> int:

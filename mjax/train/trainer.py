@@ -101,14 +101,17 @@ class Trainer:
         """Parameters in `precision.params`, a nested dict of global arrays."""
         return canonical(self.storage, self._live()["params"])
 
-    def save(self, held_out_loss: float | None = None, store: Store | None = None) -> None:
+    def save(self, held_out_loss: float | None = None) -> None:
         """Start an asynchronous checkpoint of the current step under run.dir/checkpoints.
 
-        `held_out_loss` is that of this step, for `checkpoint.keep_best`; `store` another place.
-        Raises `NonFiniteLoss` if a parameter holds a number that is not finite; nothing is saved
-        then.
+        `held_out_loss` is that of this step, for `checkpoint.keep_best`. Raises `NonFiniteLoss` if
+        a parameter holds a number that is not finite; nothing is saved then.
         """
-        self.checkpoints.save(self.step_number, self._live(), held_out_loss, store)
+        self.checkpoints.save(self.step_number, self._live(), held_out_loss)
+
+    def save_local(self) -> None:
+        """Start to save the current step in the local tier; it raises as `save` does."""
+        self.checkpoints.save_local(self.step_number, self._live())
 
     def restore(self, step: int | None = None) -> int:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""

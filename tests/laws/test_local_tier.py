@@ -1,17 +1,19 @@
 """Laws of the local tier: what it saved between is resumed bit for bit, or costs nothing."""
 
+import shutil
 import signal
 
 import jax
 import pytest
 
-from mjax.checkpoint.store import Store
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer, local_tier
 from mjax.train.local_tier import local_folder
+from tests.laws import test_processes as processes
 from tests.laws.test_failures import events, losses, run, start, steps, wait_until
+from tests.laws.test_processes import finish
 from tests.marks import slow
 from tests.tiny import TINY
 
@@ -44,7 +46,8 @@ def run_killed(folder, local, monkeypatch, step, *more) -> None:
     def step_or_die(self, batch, *gate):
         if self.step_number == step:
             self.store.wait()
-            self.checkpoints.wait_local()
+            if self.checkpoints.local is not None:
+                self.checkpoints.local.wait()
             raise Killed
         return compute(self, batch, *gate)
 
@@ -56,7 +59,7 @@ def run_killed(folder, local, monkeypatch, step, *more) -> None:
 
 def local_steps(folder, local) -> list[str]:
     where = local_folder(config(folder, *KEYS, f"checkpoint.local_dir={local}"))
-    return sorted(p.name for p in where.iterdir()) if where.is_dir() else []
+    return sorted(p.name for p in where.glob("process-0/*"))
 
 
 def same_end(folder, unbroken) -> None:
@@ -69,7 +72,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_local_step(
 ):
     folder, local = tmp_path / "run", tmp_path / "local"
     run_killed(folder, local, monkeypatch, 7)
-    assert local_steps(folder, local) == ["7"], "of several, the newest alone stays"
+    assert local_steps(folder, local) == ["6", "7"], "the one before goes when the next begins"
     assert steps(folder) == ["4"]
     capfd.readouterr()
     run(folder, *KEYS, f"checkpoint.local_dir={local}")
@@ -90,44 +93,39 @@ def test_the_newest_of_both_tiers_is_taken(tmp_path, monkeypatch, capfd):
     assert local_steps(folder, local) == [], "what is older than run.dir's is removed"
     for step in (4, 6):
         trainer.set_step(step)
-        trainer.save(store=trainer.checkpoints.local)
-        trainer.checkpoints.wait_local()
+        trainer.save_local()
+        assert trainer.checkpoints.local.wait() == ""
         fresh = new_trainer(config(folder, *keys))
         assert fresh.restore() == step
         assert fresh.checkpoints.source is fresh.checkpoints.local
     assert fresh.restore(4) == 4 and fresh.checkpoints.source is fresh.store
 
 
+@pytest.mark.parametrize("damaged,source", [([7], "/6\n"), ([7, 6], "checkpoints/4\n")])
 def test_damage_in_the_local_tier_costs_the_steps_it_held(
-    tmp_path, unbroken, monkeypatch, capfd, caplog
+    tmp_path, unbroken, monkeypatch, capfd, caplog, damaged, source
 ):
     folder, local = tmp_path / "run", tmp_path / "local"
-    run_killed(folder, local, monkeypatch, 6)
-    file = max(local.glob("*/6/state/ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    run_killed(folder, local, monkeypatch, 7)
+    for step in damaged:
+        (file,) = local.glob(f"*/process-0/{step}/own.bin")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
     capfd.readouterr()
     run(folder, *KEYS, f"checkpoint.local_dir={local}")
-    assert f"resumed from {folder / 'checkpoints' / '4'}" in capfd.readouterr().out
-    assert "is damaged" in caplog.text and "taking the newest of" in caplog.text
+    assert source in capfd.readouterr().out
+    assert "is damaged" in caplog.text and "taking the newest before it" in caplog.text
     same_end(folder, unbroken)
 
 
-def test_a_local_tier_that_cannot_be_written_is_one_line(tmp_path, unbroken, monkeypatch):
-    folder, local = tmp_path / "run", tmp_path / "local"
-    prepare = Store._prepare
-
-    def refused(self, step):
-        if self.directory.is_relative_to(local):
-            self.directory = tmp_path / "file" / "below"
-        prepare(self, step)
-
+def test_a_local_tier_that_cannot_be_written_is_one_line(tmp_path, unbroken):
+    folder = tmp_path / "run"
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(Store, "_prepare", refused)
-    run(folder, *KEYS, f"checkpoint.local_dir={local}")
+    run(folder, *KEYS, f"checkpoint.local_dir={tmp_path / 'file' / 'below'}")
     (line,) = events(folder)
-    assert "failed: " in line and "training goes on with the saves in run.dir" in line
+    assert "failed: Not a directory" in line
+    assert "training goes on with the saves in run.dir" in line
     same_end(folder, unbroken)
 
 
@@ -143,7 +141,7 @@ def test_local_steps_of_another_run_are_not_taken(tmp_path, monkeypatch):
     (folder / local_tier.TOKEN).unlink()  # as with a run.dir that was removed and made again
     assert new_trainer(cfg).checkpoints.latest_step() is None
     local_tier.claim(cfg)
-    assert local_folder(cfg) != mine and (mine / "3").is_dir()
+    assert local_folder(cfg) != mine and (mine / "process-0" / "3").is_dir()
 
 
 @slow
@@ -156,11 +154,73 @@ def test_starting_over_starts_without_local_steps(tmp_path, unbroken, monkeypatc
     same_end(folder, unbroken)
 
 
-def test_several_processes_are_told_that_they_cannot_have_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_tier.jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="checkpoint.local_dir needs one process: this job has 2"):
-        run(tmp_path / "run", *KEYS, f"checkpoint.local_dir={tmp_path / 'local'}")
-    assert not (tmp_path / "run").exists()
+def test_an_unfit_local_tier_alone_ends_in_one_line(tmp_path, monkeypatch):
+    """Nothing in run.dir, and local steps of another mesh: no quiet start at step 0."""
+    folder, local = tmp_path / "run", tmp_path / "local"
+    run_killed(folder, local, monkeypatch, 3)
+    cfg = config(folder, *KEYS, f"checkpoint.local_dir={local}", "mesh.tp=2", "mesh.dp=1")
+    trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
+    with pytest.raises(UserError, match="another mesh has saved it.*checkpoint.resume=never"):
+        trainer.restore()
+
+
+NODES = [*KEYS[:2], "checkpoint.local_interval=1", "checkpoint.local_dir=local", "train.steps=8"]
+SHARDED = ["mesh.dp=8", "mesh.zero=1", "train.eval_interval=8"]
+
+
+@pytest.fixture(scope="module")
+def nodes_before(tmp_path_factory):
+    """(a run of two processes that ends, the folder of one that was killed after step 4).
+
+    Each process of the latter has its own folder `local`, as on a node of its own.
+    """
+    base = tmp_path_factory.mktemp("nodes")
+    finish(base / "whole", processes.start(base / "whole", 2, *SHARDED, "train.steps=8"))
+    nodes = [base / "node-0", base / "node-1"]
+    for node in nodes:
+        node.mkdir()
+    more = ["train.steps=1000000", "checkpoint.interval=1000000"]
+    started = processes.start(base / "run", 2, *SHARDED, *NODES, *more, nodes=nodes)
+    wait_until(lambda: list(nodes[0].glob("local/*/process-0/5")))
+    for process in started:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return base
+
+
+LOST = {
+    "none": lambda nodes: None,
+    "the first node": lambda nodes: shutil.rmtree(nodes[0] / "local"),
+    "the second node": lambda nodes: shutil.rmtree(nodes[1] / "local"),
+    "nodes change places": lambda nodes: swap(*nodes),
+}
+
+
+def swap(one, two) -> None:
+    one.rename(one.with_name("other"))
+    two.rename(one)
+    one.with_name("other").rename(two)
+
+
+@slow
+@pytest.mark.parametrize("lost", LOST)
+def test_a_lost_node_costs_no_local_step(tmp_path, nodes_before, lost):
+    base = tmp_path / "nodes"
+    shutil.copytree(nodes_before, base)
+    # The name of the tier's folder comes from the place of run.dir.
+    folder, nodes = nodes_before / "run", [base / "node-0", base / "node-1"]
+    kept = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    LOST[lost](nodes)
+    finish(folder, processes.start(folder, 2, *SHARDED, *NODES, nodes=nodes))
+    said = (folder.parent / "run.0").read_text()
+    assert "resumed from local" in said.replace(str(nodes[0]) + "/", "") and "mjax-run" in said
+    got, want = processes.losses(folder), processes.losses(nodes_before / "whole")
+    for path in folder.iterdir():  # as it was, for the next case
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path, content in kept.items():
+        path.write_bytes(content)
+    assert got[-3:] == want[-3:]
+    assert not list(base.glob("node-*/local/*")), "removed once run.dir holds the end"
 
 
 @slow
@@ -169,7 +229,7 @@ def test_kill_9_between_the_saves_in_run_dir_loses_local_steps_only(tmp_path):
     keys = ["train.steps=400", "checkpoint.interval=100000", "checkpoint.local_interval=5"]
     keys += [f"checkpoint.local_dir={local}"]
     first = start(folder, *keys)
-    wait_until(lambda: first.poll() is not None or len(list(local.glob("*/[0-9]*[05]"))) > 0)
+    wait_until(lambda: first.poll() is not None or len(list(local.glob("*/process-0/[0-9]*[05]"))) > 0)
     first.send_signal(signal.SIGKILL)
     first.wait()
     assert not (folder / "checkpoints").is_dir()

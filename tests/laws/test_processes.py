@@ -36,8 +36,11 @@ BASE = [
 ]
 
 
-def start(folder, processes, *overrides):
-    """`python -m mjax.train` as `processes` processes with 8 CPU devices in all."""
+def start(folder, processes, *overrides, nodes=None):
+    """`python -m mjax.train` as `processes` processes with 8 CPU devices in all.
+
+    `nodes` are the folders that they run in, by default this one.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -51,6 +54,7 @@ def start(folder, processes, *overrides):
         start_process(
             command,
             env=env | {"JAX_PROCESS_ID": str(i)},
+            cwd=None if nodes is None else nodes[i],
             stdout=open(folder.parent / f"{folder.name}.{i}", "w"),  # noqa: SIM115
             stderr=subprocess.STDOUT,
         )
