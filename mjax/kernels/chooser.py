@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from mjax.kernels.attention_call import AttentionCall
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
-GATES = ("silu", "gelu_tanh")  # all that are x * sigmoid(p(x))
+GATES = ("silu", "gelu_tanh", "gelu")
 
 FEWEST = {  # elements of the widest input: with less, nothing is won
     "norm": 2**20,
@@ -195,7 +195,7 @@ def _gate(
 ) -> Choice:
     """Of inputs [M, ...] of an activation function, taken by so many `rows`."""
     if act not in GATES:
-        return Choice("xla", f"our kernel computes {' and '.join(GATES)} only")
+        return Choice("xla", f"our kernel computes {', '.join(GATES)} only")
     if shape[0] % rows:
         return Choice("xla", f"our kernel takes {rows} rows at a time")
     return _elementwise("gate", dtype, shape, device)

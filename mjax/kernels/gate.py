@@ -193,24 +193,27 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def _inner(name, x):
-    """p of act(x) = x * sigmoid(p(x)), and its derivative."""
+def _share(name, x):
+    """s of act(x) = x * s(x), and its derivative."""
+    if name == "gelu":
+        return 0.5 * lax.erfc(-math.sqrt(0.5) * x), jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     if name == "silu":
-        return x, 1.0
+        s = lax.logistic(x)
+        return s, s * (1 - s)
     outer, cube = 2 * math.sqrt(2 / math.pi), 0.044715  # (1 + tanh(y)) / 2 = sigmoid(2 * y)
-    return outer * (x + cube * x * x * x), outer * (1 + 3 * cube * x * x)
+    s = lax.logistic(outer * (x + cube * x * x * x))
+    return s, outer * (1 + 3 * cube * x * x) * s * (1 - s)
 
 
 def _product(name, gate, up):
-    return gate * lax.logistic(_inner(name, gate)[0]) * up
+    return gate * _share(name, gate)[0] * up
 
 
 def _gradients(name, gate, up, d):
     """act(gate) * up; by d, the gradients of gate and of up."""
-    inner, slope = _inner(name, gate)
-    s = lax.logistic(inner)
-    act = gate * s
-    return act * up, d * up * (s + act * slope * (1 - s)), d * act
+    share, slope = _share(name, gate)
+    act = gate * share
+    return act * up, d * up * (share + gate * slope), d * act
 
 
 def _as(dtype: jnp.dtype, x: jax.Array) -> jax.Array:

@@ -27,8 +27,8 @@ def act_forward(
     x = _load(h + place, mask)
     if BIASED:
         x += _load(bias + columns, _within(columns, F, COLUMNS))
-    inner, _ = _inner(x, ACT)
-    tl.store(out + place, (x * sigmoid(inner)).to(out.dtype.element_ty), mask=mask)
+    share, _ = _share(x, ACT)
+    tl.store(out + place, (x * share).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -106,8 +106,8 @@ def gate_forward8(
     wide = rows * (2 * F) + columns
     gate = _load(h + wide, mask)
     up = _load(h + wide + F, mask)
-    inner, _ = _inner(gate, ACT)
-    made = _rounded(gate * sigmoid(inner) * up, h.dtype.element_ty)
+    share, _ = _share(gate, ACT)
+    made = _rounded(gate * share * up, h.dtype.element_ty)
     made8 = (made * tl.load(scale)).to(out.dtype.element_ty)
     tl.store(out + rows * F + columns, made8, mask=mask)
     tl.store(tops + tl.program_id(0), tl.max(_magnitude(made)))
@@ -286,26 +286,50 @@ def _magnitude(x):
 
 
 @triton.jit
-def _inner(x, ACT: tl.constexpr):
-    """p of act(x) = x * sigmoid(p(x)), and its derivative."""
-    if ACT == "silu":
-        return x, 1.0
+def _share(x, ACT: tl.constexpr):
+    """s of act(x) = x * s(x), and its derivative."""
+    if ACT == "gelu":
+        return _normal_distribution(x)
+    elif ACT == "silu":
+        s = sigmoid(x)
+        return s, s * (1 - s)
     else:
         tl.static_assert(ACT == "gelu_tanh")
         cube: tl.constexpr = 0.044715
         outer: tl.constexpr = (
             1.5957691216057308  # 2 * sqrt(2 / pi): (1 + tanh(y)) / 2 = sigmoid(2y)
         )
-        return outer * (x + cube * x * x * x), outer * (1 + 3 * cube * x * x)
+        s = sigmoid(outer * (x + cube * x * x * x))
+        return s, outer * (1 + 3 * cube * x * x) * s * (1 - s)
+
+
+@triton.jit
+def _normal_distribution(x):
+    """The normal distribution function, to 2e-7 of itself, and its density.
+
+    The tail is that of erfc in Press et al., Numerical Recipes, section 6.2.
+    """
+    exponent = -0.7213475204 * x * x  # of 2
+    t = 1.0 / (1.0 + 0.3535533906 * tl.abs(x))
+    p = 0.17087277 * t - 0.82215223
+    p = p * t + 1.48851587
+    p = p * t - 1.13520398
+    p = p * t + 0.27886807
+    p = p * t - 0.18628806
+    p = p * t + 0.09678418
+    p = p * t + 0.37409196
+    p = p * t + 1.00002368
+    p = p * t - 1.26551223
+    tail = 0.5 * t * tl.exp2(1.442695041 * p + exponent)
+    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804 * tl.exp2(exponent)
 
 
 @triton.jit
 def _gradients(gate, up, d, ACT: tl.constexpr):
     """act(gate) * up; by d, the gradients of gate and of up."""
-    inner, slope = _inner(gate, ACT)
-    s = sigmoid(inner)
-    act = gate * s
-    return act * up, d * up * (s + act * slope * (1 - s)), d * act
+    share, slope = _share(gate, ACT)
+    act = gate * share
+    return act * up, d * up * (share + gate * slope), d * act
 
 
 @triton.jit

@@ -26,6 +26,8 @@ PASSES = {
     "act_forward": lambda h, d, s: [gate.act_forward(h, h[0] / s, "gelu_tanh")],
     "act_backward": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "gelu_tanh")),
     "backward": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "silu")],
+    "act_forward exact": lambda h, d, s: [gate.act_forward(h, h[0] / s, "gelu")],
+    "act_backward exact": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "gelu")),
     "backward gelu": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
     "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
     "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),

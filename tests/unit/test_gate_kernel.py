@@ -26,11 +26,14 @@ CASES = [
     ((50, 72), Tile(64, 64, 4)),
     ((34, 17), Tile(8, 8, 1)),
 ]
-OTHERS = [("gelu", 0), ("relu2", 0)]  # activations that the kernel does not know
+OTHERS = [("relu", 0), ("relu2", 0)]  # activations that the kernel does not know
 PASSES = {
     "act_forward": lambda h, d, s: [gate.act_forward(h, 8 * h[0] / s, "gelu_tanh")],
     "act_backward": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "silu")),
     "backward": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
+    "act_forward gelu": lambda h, d, s: [gate.act_forward(h, 8 * h[0] / s, "gelu")],
+    "act_backward gelu": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "gelu")),
+    "backward gelu": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu")],
     "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
     "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
     "plain": lambda h, d, s: gate.quantize_rows(h, s, E4M3),
@@ -176,7 +179,7 @@ def test_only_what_pays_and_fits_takes_it(monkeypatch):
     choose_for(monkeypatch, GPU, "gate")
     assert gate.supports(shaped(2**10, 2**10)) and not gate.supports(shaped(2**10, 2**10 - 1))
     assert gate.supports(shaped(2**19, 4095)) and not gate.supports(shaped(2**19, 4096))
-    assert not gate.supports(shaped(2**14, 2**10), "gelu")
+    assert not gate.supports(shaped(2**14, 2**10), "relu")
     assert not gate.supports(shaped(2**14, 2**10, dtype="float8_e4m3fn"))
     assert not gate.supports(shaped(2**14 + 1, 2**10), rows=2)
 
