@@ -41,7 +41,7 @@ from mjax.train.replicas import ReplicaCheck
 from mjax.train.resilience import GO_ON, REASONS, SIGNALED, Stopper
 from mjax.train.resume import changes, resume
 from mjax.train.run_lock import LOCK_NAME, RunLock
-from mjax.train.saving import Saver
+from mjax.train.saving import Saver, reserve_host_memory
 from mjax.train.supervisor import RESTART_NOTE
 from mjax.train.suspect import Figures, Judge, Suspects
 from mjax.train.trainer import Trainer
@@ -163,6 +163,8 @@ def start_run(
         log.event(start, line)
     if old is not None:
         log.event(start, f"earlier checkpoints are now in {old}")
+    if cfg.checkpoint.async_save:
+        reserve_host_memory(trainer.abstract_state())
     watchdog = Watchdog(cfg.train.step_timeout_minutes)
     limit = cfg.checkpoint.max_failed_saves
     saver = Saver(trainer, lock, log, watchdog, cfg.checkpoint.interval, limit)

@@ -5,10 +5,14 @@ with the next step's agreement, and counted by all of them alike. Every failure 
 says what would be lost. `checkpoint.max_failed_saves` in a row end the run.
 """
 
+import math
+import threading
 import time
 from dataclasses import dataclass, field
 
 import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from mjax.checkpoint.quiet import plain_reason
 from mjax.checkpoint.store import SaveFailed
@@ -17,11 +21,38 @@ from mjax.train.log_writer import warn
 from mjax.train.metrics import Log
 from mjax.train.resilience import GO_ON, SAVE_FAILED, TAKEN_OVER, largest_of_all
 from mjax.train.run_lock import RunLock
+from mjax.train.step import State
 from mjax.train.trainer import Trainer
 from mjax.train.watchdog import Watchdog
 
 LAST_TRIES = 3  # at saving the last step of a run
 PAUSE = 10.0  # seconds between them
+
+
+def reserve_host_memory(state: State) -> threading.Thread | None:
+    """Take the pinned memory that saves copy an abstract state to, in a thread; None on CPUs.
+
+    The driver needs half a second for a GB of it, and JAX keeps what it has: so the first step
+    compiles meanwhile, and the first save does not wait. It is on no device.
+    """
+    if jax.default_backend() == "cpu":
+        return None
+
+    def reserve() -> None:
+        taken = []
+        for leaf in jax.tree.leaves(state):
+            where = leaf.sharding.devices_indices_map(leaf.shape)
+            copies = len(where) // len(set(map(str, where.values())))  # each saves its part
+            shard = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            empty = np.zeros(-(-shard // copies), leaf.dtype)
+            for device in leaf.sharding.addressable_devices:
+                pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+                taken.append(jax.device_put(empty, pinned))
+        jax.block_until_ready(taken)
+
+    thread = threading.Thread(target=reserve, daemon=True)
+    thread.start()
+    return thread
 
 
 @dataclass

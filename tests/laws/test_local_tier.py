@@ -229,7 +229,8 @@ def test_kill_9_between_the_saves_in_run_dir_loses_local_steps_only(tmp_path):
     keys = ["train.steps=400", "checkpoint.interval=100000", "checkpoint.local_interval=5"]
     keys += [f"checkpoint.local_dir={local}"]
     first = start(folder, *keys)
-    wait_until(lambda: first.poll() is not None or len(list(local.glob("*/process-0/[0-9]*[05]"))) > 0)
+    saved = "*/process-0/[0-9]*[05]"
+    wait_until(lambda: first.poll() is not None or len(list(local.glob(saved))) > 0)
     first.send_signal(signal.SIGKILL)
     first.wait()
     assert not (folder / "checkpoints").is_dir()
