@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 
 from mjax.config.schema import Config
-from mjax.errors import UserError
-from mjax.train.log_writer import reason, replace_text
+from mjax.errors import UserError, or_user_error
+from mjax.train.log_writer import replace_text
 
 TOKEN = "local_token"  # file in run.dir
 
@@ -33,10 +33,8 @@ def local_folder(cfg: Config) -> Path | None:
     run = Path(cfg.run.dir).absolute()
     if cfg.checkpoint.local_dir is None or not (run / TOKEN).is_file():
         return None
-    try:
+    with or_user_error(f"{run / TOKEN} cannot be read: {{reason}}; mend the folder"):
         token = (run / TOKEN).read_text(encoding="utf-8").strip()
-    except OSError as e:
-        raise UserError(f"{run / TOKEN} cannot be read: {reason(e)}; mend the folder") from e
     place = zlib.crc32(str(run).encode())
     return Path(cfg.checkpoint.local_dir) / f"mjax-{run.name}-{token}-{place:08x}"
 
@@ -46,7 +44,5 @@ def claim(cfg: Config) -> None:
     token = Path(cfg.run.dir) / TOKEN
     if cfg.checkpoint.local_dir is None or token.is_file():
         return
-    try:
+    with or_user_error(f"{token} cannot be written: {{reason}}; free space or mend it"):
         replace_text(token, uuid.uuid4().hex[:12])
-    except OSError as e:
-        raise UserError(f"{token} cannot be written: {reason(e)}; free space or mend it") from e
