@@ -34,10 +34,7 @@ def dense_first(dense: str, routed: str) -> Part:
         before = dense if first == 1 else f"{dense}*{first}"
         return {"layer_pattern": f"{before},{routed}*{layers - first}"}
 
-    def write(cfg: ModelConfig) -> dict:
-        return {"first_k_dense_replace": cfg.layer_kinds.count(dense)}
-
-    return Part(read, write)
+    return Part(read, lambda cfg: {"first_k_dense_replace": cfg.layer_kinds.count(dense)})
 
 
 def prediction_layers() -> Part:

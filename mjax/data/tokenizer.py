@@ -89,12 +89,6 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in inner.encode_batch(list(texts), add_special_tokens=False)]
 
-    def decode(ids):
-        return inner.decode([int(i) for i in ids])
-
-    def decode_whole(ids):
-        return inner.decode([int(i) for i in ids], skip_special_tokens=False)
-
     whole, bare = inner.encode("a").ids, encode_batch(["a"])[0]
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     prefix = tuple(whole[: next(starts, 0)])
@@ -102,9 +96,9 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
         max(vocabulary.values()) + 1,
         eod,
         encode_batch,
-        decode,
+        lambda ids: inner.decode([int(i) for i in ids]),
         prefix,
-        decode_whole,
+        lambda ids: inner.decode([int(i) for i in ids], skip_special_tokens=False),
         vocabulary.get,
         inner.id_to_token,
     )

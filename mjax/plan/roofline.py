@@ -178,7 +178,8 @@ def _compute(
     """Matmuls, attention and passes over memory of one device, in all micro-batches."""
     tokens = _tokens(cfg, sizes, execution) * stretch
     flops = flops_by_part(cfg.model, *_lengths(cfg))
-    again = {name: _share_of_policy(execution, name) for name in AGAIN}
+    remat = [plan.remat for plan in execution.layers]
+    again = {name: remat.count(name) / len(remat) for name in AGAIN}  # shares of the layers
     weights_again = 1 + (again["attention"] + again["full"]) / 3
     peak = MATMUL.scaled(chip.bf16_tflops * 1e12)
     rate = peak
@@ -208,11 +209,6 @@ def _tokens(cfg: Config, sizes: dict[str, int], execution: Execution) -> float:
     rows, width = micro_batch_shape(cfg, sizes)
     of_step = rows * width * execution.micro_batches
     return of_step / (sizes["tp"] * sizes["pp"])
-
-
-def _share_of_policy(execution: Execution, policy: str) -> float:
-    """The share of the layers that have a policy of recomputation."""
-    return sum(plan.remat == policy for plan in execution.layers) / len(execution.layers)
 
 
 def _attention_seconds(cfg: Config, chip: Chip) -> float:

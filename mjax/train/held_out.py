@@ -56,13 +56,9 @@ class HeldOut:
         """The batches of an evaluation, numpy [B, S] fields; `rows`: the part of this process."""
         cfg = self.trainer.cfg
         size = cfg.train.global_batch_size
-
-        def samples(batch: int) -> tuple[int, int]:
-            return batch * size, size
-
         return make_loader(
             self.data,
-            samples,
+            lambda batch: (batch * size, size),
             0,
             cfg.train.eval_steps,
             rows=rows,
