@@ -60,7 +60,6 @@ from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 Path = tuple[str, ...]
 
 
-_SILU = activation("hidden_act")
 _GELU = activation("hidden_act", default="gelu_pytorch_tanh", first="hidden_activation")
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh", first="hidden_act")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -86,13 +85,12 @@ _SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 _GEMMA = {"norm_zero_centered": True}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family.of("LlamaForCausalLM", shape(), _SILU, rope(), biases(mlp=True)),
-    "mistral": Family.of("MistralForCausalLM", shape(), _SILU, rope(), one_window()),
+    "llama": Family.of("LlamaForCausalLM", shape(), rope(), biases(mlp=True)),
+    "mistral": Family.of("MistralForCausalLM", shape(), rope(), one_window()),
     "qwen2": Family.of(
         "Qwen2ForCausalLM",
         layer_types(optional_window),
         shape(),
-        _SILU,
         rope(),
         biases(True, out=False),
     ),
@@ -100,7 +98,6 @@ FAMILIES: dict[str, Family] = {
         "Qwen3ForCausalLM",
         layer_types(optional_window),
         shape(head_dim=128),
-        _SILU,
         rope(),
         biases(),
         fixed={"attention.qk_norm": True},
@@ -108,8 +105,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family.of(
         "GemmaForCausalLM",
         gemma_scales(False),
-        shape(**_GEMMA_SHAPE),
-        _GELU,
+        shape(_GELU, **_GEMMA_SHAPE),
         rope(),
         biases(),
         fixed=_GEMMA,
@@ -118,8 +114,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma2ForCausalLM",
         gemma_scales(True),
         layer_types(every_second),
-        shape(**_GEMMA_SHAPE),
-        _GELU2,
+        shape(_GELU2, **_GEMMA_SHAPE),
         rope(),
         biases(),
         softcaps(),
@@ -129,8 +124,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         gemma_scales(True),
         layer_types(all_but_every_sixth),
-        shape(**_GEMMA_SHAPE, vocab_size=262208, max_position_embeddings=131072),
-        _GELU2,
+        shape(_GELU2, **_GEMMA_SHAPE, vocab_size=262208, max_position_embeddings=131072),
         typed_rope(1e6, 1e4),
         biases(),
         softcaps(),
@@ -139,7 +133,6 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family.of(
         "Phi3ForCausalLM",
         shape(rms_norm_eps=1e-5),
-        _SILU,
         rope(partial=True, original=True),
         one_window(),
         biases(False),
@@ -152,7 +145,6 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family.of(
         "Olmo2ForCausalLM",
         shape(rms_norm_eps=1e-5),
-        _SILU,
         rope(),
         biases(),
         fixed={
@@ -165,18 +157,16 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3ForCausalLM",
         layer_types(optional_window, nope=True),
         shape(tie_word_embeddings=True),
-        _SILU,
         rope(2e6),
         biases(mlp=True),
     ),
     "granite": Family.of(
-        "GraniteForCausalLM", shape(), _SILU, rope(), biases(mlp=True), same(MULTIPLIERS)
+        "GraniteForCausalLM", shape(), rope(), biases(mlp=True), same(MULTIPLIERS)
     ),
     "mixtral": Family.of(
         "MixtralForCausalLM",
         experts("num_local_experts", **_MIXTRAL),
         shape(rms_norm_eps=1e-5),
-        _SILU,
         rope(1e6),
         rename=(
             ("mlp.gate.", "block_sparse_moe.gate."),
@@ -192,7 +182,6 @@ FAMILIES: dict[str, Family] = {
         latent_attention(),
         routed_experts_v2(),
         shape(),
-        _SILU,
         rope(),
         biases(False, mlp=True),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
@@ -204,7 +193,6 @@ FAMILIES: dict[str, Family] = {
         latent_attention(),
         routed_experts_v3(),
         shape(),
-        _SILU,
         rope(),
         biases(False),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
@@ -215,7 +203,6 @@ FAMILIES: dict[str, Family] = {
         prediction_layers(),
         routed_experts_v3(factor=1.0),
         shape(rms_norm_eps=1e-5),
-        _SILU,
         rope(partial=True),
         biases(out=False),
         same({"use_qk_norm": "attention.qk_norm"}, {"use_qk_norm": False}),
@@ -226,7 +213,6 @@ FAMILIES: dict[str, Family] = {
         layer_types(every_second, kinds=("E", "[LE]")),
         gpt_oss(),
         shape(rms_norm_eps=1e-5, head_dim=64),
-        _SILU,
         rope(150000.0),
         fixed={"attention.attention_sinks": True, "mlp_bias": True, "moe.router_bias": True},
         rename=GPT_OSS_RENAMES,
@@ -237,7 +223,6 @@ FAMILIES: dict[str, Family] = {
         "OlmoeForCausalLM",
         experts("num_experts", **_OLMOE, norm_topk_prob=False),
         shape(rms_norm_eps=1e-5),
-        _SILU,
         rope(),
         biases(),
         fixed={"attention.qk_norm": True, "attention.qk_norm_all_heads": True},
@@ -247,7 +232,6 @@ FAMILIES: dict[str, Family] = {
         expert_layers(every_second_below, typed=True),
         experts("num_experts", **_QWEN2_MOE),
         shape(),
-        _SILU,
         rope(),
         same({"qkv_bias": "attention.attention_bias"}, {"qkv_bias": True}),
         fixed={"moe.shared_expert_gate": True},
@@ -257,7 +241,6 @@ FAMILIES: dict[str, Family] = {
         expert_layers(window_of_all, typed=False),
         experts("num_experts", **_QWEN3_MOE),
         shape(),
-        _SILU,
         rope(),
         biases(),
         fixed={"attention.qk_norm": True},

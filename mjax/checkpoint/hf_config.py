@@ -79,16 +79,6 @@ def ignored(*keys: str) -> Part:
     return Part(read, lambda cfg: {})
 
 
-def shape(**defaults: Any) -> Part:
-    """What most families call by the same names; `defaults` of a family for keys left out."""
-    common = dict(num_key_value_heads=None, head_dim=None, tie_word_embeddings=False)
-    common |= dict(rms_norm_eps=1e-6, initializer_range=0.02, attention_dropout=0.0)
-    sizes = """vocab_size hidden_size intermediate_size num_hidden_layers max_position_embeddings
-        tie_word_embeddings initializer_range"""
-    fields = alike(sizes) | alike(HEADS, "attention.") | {"rms_norm_eps": "norm_eps"}
-    return same(fields, common | defaults)
-
-
 ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -116,6 +106,24 @@ def activation(
 
     names = {ours: hf for hf, ours in reversed(ACTIVATIONS.items())} | (written or {})
     return Part(read, lambda cfg: {key: names[cfg.hidden_act]})
+
+
+def shape(hidden_act: Part | None = None, **defaults: Any) -> Part:
+    """What most families call by the same names; `defaults` of a family for keys left out.
+
+    The activation is under its usual key, if no part of its own reads it.
+    """
+    hidden_act = hidden_act or activation("hidden_act")
+    common = dict(num_key_value_heads=None, head_dim=None, tie_word_embeddings=False)
+    common |= dict(rms_norm_eps=1e-6, initializer_range=0.02, attention_dropout=0.0)
+    names = """vocab_size hidden_size intermediate_size num_hidden_layers max_position_embeddings
+        tie_word_embeddings initializer_range"""
+    fields = alike(names) | alike(HEADS, "attention.") | {"rms_norm_eps": "norm_eps"}
+    sizes = same(fields, common | defaults)
+    return Part(
+        lambda config: sizes.read(config) | hidden_act.read(config),
+        lambda cfg: sizes.write(cfg) | hidden_act.write(cfg),
+    )
 
 
 def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool = False) -> Part:

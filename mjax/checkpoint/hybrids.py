@@ -17,7 +17,6 @@ from mjax.checkpoint.hf_mamba import (
     one_branch_a_layer,
 )
 
-_SILU = activation("hidden_act")
 _MIXER = {
     "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
     "mamba.conv1d": tuple(f"mamba.{name}_conv" for name in "xbc"),
@@ -67,7 +66,6 @@ HYBRIDS: dict[str, Family] = {
         mixer("bamba", mamba_conv_bias=True),
         bamba_positions(),
         shape(rms_norm_eps=1e-5),
-        _SILU,
         rope(partial=True),
         biases(mlp=True),
         rename=_FEED_FORWARD,
@@ -80,7 +78,6 @@ HYBRIDS: dict[str, Family] = {
         granite_positions(),
         granite_experts(),
         shape(),
-        _SILU,
         rope(),
         biases(),
         same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
@@ -107,7 +104,6 @@ HYBRIDS: dict[str, Family] = {
         falcon_layers(),
         mixer("bamba", mamba_conv_bias=True),
         shape(rms_norm_eps=1e-5),
-        _SILU,
         rope(),
         biases(mlp=True),
         rename=_FEED_FORWARD,
