@@ -107,8 +107,6 @@ def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
     name = cfg.data.tokenizer
     if cfg.data.text:
         name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
-    if name is None:
-        raise UserError("train.sample_prompt needs a tokenizer; set data.tokenizer")
     tokenizer = load_tokenizer(name)
     ids = tokenizer.encode(text)
     if not ids or len(ids) + count > cfg.model.max_position_embeddings:
