@@ -17,7 +17,7 @@ import numpy as np
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.paths import require_files
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, or_user_error, run_cli
 from mjax.json_file import read_json
 
 BOUND = 2e-4  # of --verify: largest difference of logits over the largest logit
@@ -130,11 +130,11 @@ def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
 def verify(ours: Path, hf: Path, dtype: str) -> int:
     """Compare the logits of the model in `ours`, its weights rounded to `dtype`, with those that
     transformers computes from `hf`; 0 if they agree to `BOUND` in fp32, else 1."""
-    try:
+    with or_user_error(
+        "--verify needs transformers and torch: {reason}; install mjax[oracle]", ImportError
+    ):
         import torch
         import transformers
-    except ImportError as e:
-        raise UserError(f"--verify needs transformers and torch: {e}; install mjax[oracle]") from e
     import jax
     import jax.numpy as jnp
 

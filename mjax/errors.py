@@ -8,8 +8,10 @@ mended: exit code 3. Every other exception is a defect in mjax and keeps its tra
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+UNREADABLE = (OSError, ValueError)  # what reading a file as text or JSON raises
 START_AGAIN = 3  # exit code: nothing to mend, the same command goes on
 INTERRUPTED = 130  # exit code: before the first step, or twice
 
@@ -25,6 +27,25 @@ class UserError(ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of what an error of another library says, cut at 300 letters."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def reason(error: BaseException) -> str:
+    """The words of an error in one line, without a number or file name."""
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(words).split())
+
+
+@contextmanager
+def or_user_error(
+    message: str, kinds: type[Exception] | tuple[type[Exception], ...] = OSError
+) -> Iterator[None]:
+    """Raise errors of these kinds as a `UserError`; {reason} in its message is what they say."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as e:
+        raise UserError(message.replace("{reason}", reason(e))) from e
 
 
 def read_numbers(option: str, text: str, kind: type = int) -> list:

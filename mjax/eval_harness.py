@@ -18,7 +18,7 @@ import numpy as np
 
 from mjax.data.chat import load_chat_template
 from mjax.data.tokenizer import Tokenizer
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.infer.cache import require_decoder
 from mjax.infer.cli import end_ids
 from mjax.infer.generate import Generator, bucket
@@ -27,10 +27,10 @@ from mjax.infer.text import windows
 from mjax.models.context import Context, tokens_of
 from mjax.pretrained import Pretrained
 
-try:
+with or_user_error(
+    "the harness needs lm-evaluation-harness ({reason}); install mjax[lm-eval]", ImportError
+):
     from lm_eval.api.model import LM
-except ImportError as e:
-    raise UserError(f"the harness needs lm-evaluation-harness ({e}); install mjax[lm-eval]") from e
 
 Row = tuple[list[int], int]  # ids, and how many at their end are scored
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

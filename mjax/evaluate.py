@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.errors import UserError, run_cli
+from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
 from mjax.infer.cli import add_model_arguments, load_model
 from mjax.infer.text import windows
 
@@ -68,10 +68,8 @@ def _harness(args: argparse.Namespace) -> None:
 
 
 def _perplexity(args: argparse.Namespace) -> None:
-    try:
+    with or_user_error(f"--file {args.file}: {{reason}}; give a UTF-8 file", UNREADABLE):
         text = args.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--file {args.file}: {e}; give a UTF-8 file") from e
     model, _, tokenizer = load_model(args)
     length = args.seq_length or min(model.cfg.max_position_embeddings, 4096)
     stride = args.stride or max(1, length // 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mjax.data.chat import load_chat_template
 from mjax.data.tokenizer import Tokenizer
-from mjax.errors import UserError, run_cli
+from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
 from mjax.infer.cli import add_model_arguments, end_ids, load_model
 from mjax.infer.sample import Sampling
 from mjax.json_file import parse_json
@@ -81,10 +81,9 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     """What --prompt and --prompt-file give, in that order."""
     out: list[Prompt] = list(args.prompt)
     if args.prompt_file is not None:
-        try:
+        wrong = f"--prompt-file {args.prompt_file}: {{reason}}; give a UTF-8 file"
+        with or_user_error(wrong, UNREADABLE):
             text = args.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"--prompt-file {args.prompt_file}: {e}; give a UTF-8 file") from e
         lines = args.prompt_file.suffix == ".jsonl"
         out += list(_json_prompts(args.prompt_file, text)) if lines else [text]
     if not out:

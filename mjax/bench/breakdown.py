@@ -92,7 +92,8 @@ def profile(run: Callable[[], object]) -> tuple[list[Event], str]:
 def _read(path: Path) -> tuple[list[Event], str]:
     """Events of the first device plane, in order, and the commonest module among them."""
     events, modules = [], defaultdict(float)
-    planes = [p for p in jax.profiler.ProfileData.from_file(str(path)).planes if _is_gpu(p.name)]
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    planes = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     for line in min(planes, key=lambda p: p.name).lines if planes else ():
         if not line.name.startswith("Stream"):
             continue  # lines that tools derive from the streams
@@ -102,10 +103,6 @@ def _read(path: Path) -> tuple[list[Event], str]:
             modules[str(stats.get("hlo_module", ""))] += e.duration_ns
     modules.pop("", None)
     return sorted(events, key=lambda e: e.start), max(modules, key=modules.get, default="")
-
-
-def _is_gpu(plane: str) -> bool:
-    return plane.startswith("/device:GPU")
 
 
 def program_text(module: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mjax.bench.report import own_commit
-from mjax.errors import UserError
+from mjax.errors import UNREADABLE, UserError, or_user_error
 
 PACKAGE = Path(__file__).parents[1]
 BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
@@ -81,12 +81,11 @@ def append(path: Path, line: dict) -> None:
 
 def read_measurements(path: Path) -> list[dict]:
     """The lines of a file. Raises `UserError` where it is not what it should be."""
-    try:
+    with or_user_error(
+        f"{path}: {{reason}}; give a file of JSON lines, such as docs/measurements.jsonl",
+        UNREADABLE,
+    ):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as e:
-        raise UserError(
-            f"{path}: {e}; give a file of JSON lines, such as docs/measurements.jsonl"
-        ) from e
     for number, line in enumerate(lines, 1):
         missing = {"workload", "bench", "gpus", "date"} - set(line)
         if missing:

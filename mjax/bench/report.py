@@ -21,7 +21,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from mjax.errors import UserError
+from mjax.errors import UNREADABLE, UserError, or_user_error
 
 _LIBRARIES = "jaxlib", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-nccl-cu13"
 
@@ -80,11 +80,10 @@ def compare(new: Sequence[dict], old: Sequence[dict], tolerance: float) -> list[
 
 def read(path: str) -> list[dict]:
     """The records of a JSON-lines file that have a time."""
-    try:
+    wrong = f"--baseline {path}: {{reason}}; give the JSON lines of an earlier run"
+    with or_user_error(wrong, UNREADABLE):
         lines = Path(path).read_text().splitlines()
         records = [json.loads(line) for line in lines if line.startswith("{")]
-    except (OSError, ValueError) as e:
-        raise UserError(f"--baseline {path}: {e}; give the JSON lines of an earlier run") from e
     return [record for record in records if {"bench", "case", "ms"} <= record.keys()]
 
 

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from mjax.bench import measurements
-from mjax.errors import UserError
+from mjax.errors import or_user_error
 
 
 def main(argv: list[str]) -> int:
@@ -19,10 +19,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     lines = measurements.read_measurements(args.measurements)
     rows = measurements.table(lines, measurements.changed_since)
-    try:
+    with or_user_error(f"--page {args.page}: {{reason}}; give the page to write to"):
         page = args.page.read_text(encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"--page {args.page}: {e.strerror}; give the page to write to") from e
     new = measurements.with_table(page, rows)
     if args.check:
         return int(new != page)

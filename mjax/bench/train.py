@@ -103,11 +103,7 @@ def measure(
             trainer.programs.recompile(breakdown.XLA_OPTIONS)
             jax.clear_caches()
             jax.block_until_ready(trainer.step(batch))
-
-        def run():
-            return [trainer.step(batch) for _ in range(profiled)]
-
-        events, text = breakdown.profile(run)
+        events, text = breakdown.profile(lambda: [trainer.step(batch) for _ in range(profiled)])
         record["breakdown"] = breakdown.breakdown(events, text, profiled) if events else None
         record["top"] = breakdown.top(events, text, profiled, longest) if events else None
     return record

@@ -26,6 +26,7 @@ from mjax.checkpoint.hf_config import (
     experts,
     gemma_scales,
     gpt2_shape,
+    ignored,
     layer_types,
     one_window,
     only,
@@ -59,7 +60,6 @@ from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 Path = tuple[str, ...]
 
 
-_SILU = activation("hidden_act")
 _GELU = activation("hidden_act", default="gelu_pytorch_tanh", first="hidden_activation")
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh", first="hidden_act")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -81,103 +81,93 @@ _QWEN3_MOE = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,
 }
+_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 _GEMMA = {"norm_zero_centered": True}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", (shape(), _SILU, rope(), biases(mlp=True)), {}),
-    "mistral": Family("MistralForCausalLM", (shape(), _SILU, rope(), one_window()), {}),
-    "qwen2": Family(
+    "llama": Family.of("LlamaForCausalLM", shape(), rope(), biases(mlp=True)),
+    "mistral": Family.of("MistralForCausalLM", shape(), rope(), one_window()),
+    "qwen2": Family.of(
         "Qwen2ForCausalLM",
-        (layer_types(optional_window), shape(), _SILU, rope(), biases(True, out=False)),
-        {},
+        layer_types(optional_window),
+        shape(),
+        rope(),
+        biases(True, out=False),
     ),
-    "qwen3": Family(
+    "qwen3": Family.of(
         "Qwen3ForCausalLM",
-        (layer_types(optional_window), shape(head_dim=128), _SILU, rope(), biases()),
-        {"attention.qk_norm": True},
+        layer_types(optional_window),
+        shape(head_dim=128),
+        rope(),
+        biases(),
+        fixed={"attention.qk_norm": True},
     ),
-    "gemma": Family(
+    "gemma": Family.of(
         "GemmaForCausalLM",
-        (gemma_scales(False), shape(**_GEMMA_SHAPE), _GELU, rope(), biases()),
-        _GEMMA,
+        gemma_scales(False),
+        shape(_GELU, **_GEMMA_SHAPE),
+        rope(),
+        biases(),
+        fixed=_GEMMA,
     ),
-    "gemma2": Family(
+    "gemma2": Family.of(
         "Gemma2ForCausalLM",
-        (
-            gemma_scales(True),
-            layer_types(every_second),
-            shape(**_GEMMA_SHAPE),
-            _GELU2,
-            rope(),
-            biases(),
-            softcaps(),
-        ),
-        {**_GEMMA, "norm_placement": "sandwich"},
+        gemma_scales(True),
+        layer_types(every_second),
+        shape(_GELU2, **_GEMMA_SHAPE),
+        rope(),
+        biases(),
+        softcaps(),
+        fixed={**_GEMMA, "norm_placement": "sandwich"},
     ),
-    "gemma3_text": Family(
+    "gemma3_text": Family.of(
         "Gemma3ForCausalLM",
-        (
-            gemma_scales(True),
-            layer_types(all_but_every_sixth),
-            shape(**_GEMMA_SHAPE, vocab_size=262208, max_position_embeddings=131072),
-            _GELU2,
-            typed_rope(1e6, 1e4),
-            biases(),
-            softcaps(),
-        ),
-        {**_GEMMA, "norm_placement": "sandwich", "attention.qk_norm": True},
+        gemma_scales(True),
+        layer_types(all_but_every_sixth),
+        shape(_GELU2, **_GEMMA_SHAPE, vocab_size=262208, max_position_embeddings=131072),
+        typed_rope(1e6, 1e4),
+        biases(),
+        softcaps(),
+        fixed={**_GEMMA, "norm_placement": "sandwich", "attention.qk_norm": True},
     ),
-    "phi3": Family(
+    "phi3": Family.of(
         "Phi3ForCausalLM",
-        (
-            shape(rms_norm_eps=1e-5),
-            _SILU,
-            rope(partial=True, original=True),
-            one_window(),
-            biases(False),
-            two_dropouts(0.0),
-        ),
-        {},
+        shape(rms_norm_eps=1e-5),
+        rope(partial=True, original=True),
+        one_window(),
+        biases(False),
+        two_dropouts(0.0),
         fused={
             "self_attn.qkv_proj": _QKV,
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         },
     ),
-    "olmo2": Family(
+    "olmo2": Family.of(
         "Olmo2ForCausalLM",
-        (shape(rms_norm_eps=1e-5), _SILU, rope(), biases()),
-        {
+        shape(rms_norm_eps=1e-5),
+        rope(),
+        biases(),
+        fixed={
             "norm_placement": "post",
             "attention.qk_norm": True,
             "attention.qk_norm_all_heads": True,
         },
     ),
-    "smollm3": Family(
+    "smollm3": Family.of(
         "SmolLM3ForCausalLM",
-        (
-            layer_types(optional_window, nope=True),
-            shape(tie_word_embeddings=True),
-            _SILU,
-            rope(2e6),
-            biases(mlp=True),
-        ),
-        {},
+        layer_types(optional_window, nope=True),
+        shape(tie_word_embeddings=True),
+        rope(2e6),
+        biases(mlp=True),
     ),
-    "granite": Family(
-        "GraniteForCausalLM",
-        (
-            shape(),
-            _SILU,
-            rope(),
-            biases(mlp=True),
-            same(MULTIPLIERS),
-        ),
-        {},
+    "granite": Family.of(
+        "GraniteForCausalLM", shape(), rope(), biases(mlp=True), same(MULTIPLIERS)
     ),
-    "mixtral": Family(
+    "mixtral": Family.of(
         "MixtralForCausalLM",
-        (experts("num_local_experts", **_MIXTRAL), shape(rms_norm_eps=1e-5), _SILU, rope(1e6)),
-        {},
+        experts("num_local_experts", **_MIXTRAL),
+        shape(rms_norm_eps=1e-5),
+        rope(1e6),
         rename=(
             ("mlp.gate.", "block_sparse_moe.gate."),
             ("mlp.experts.", "block_sparse_moe.experts."),
@@ -186,107 +176,82 @@ FAMILIES: dict[str, Family] = {
             (".down_proj.", ".w2."),
         ),
     ),
-    "deepseek_v2": Family(
+    "deepseek_v2": Family.of(
         "DeepseekV2ForCausalLM",
-        (
-            dense_first("A", "[AE]"),
-            latent_attention(),
-            routed_experts_v2(),
-            shape(),
-            _SILU,
-            rope(),
-            biases(False, mlp=True),
-        ),
-        {},
+        dense_first("A", "[AE]"),
+        latent_attention(),
+        routed_experts_v2(),
+        shape(),
+        rope(),
+        biases(False, mlp=True),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
     ),
-    "deepseek_v3": Family(
+    "deepseek_v3": Family.of(
         "DeepseekV3ForCausalLM",
-        (
-            dense_first("A", "[AE]"),
-            prediction_layers(),
-            latent_attention(),
-            routed_experts_v3(),
-            shape(),
-            _SILU,
-            rope(),
-            biases(False),
-        ),
-        {},
+        dense_first("A", "[AE]"),
+        prediction_layers(),
+        latent_attention(),
+        routed_experts_v3(),
+        shape(),
+        rope(),
+        biases(False),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
     ),
-    "glm4_moe": Family(
+    "glm4_moe": Family.of(
         "Glm4MoeForCausalLM",
-        (
-            dense_first("G", "E"),
-            prediction_layers(),
-            routed_experts_v3(factor=1.0),
-            shape(rms_norm_eps=1e-5),
-            _SILU,
-            rope(partial=True),
-            biases(out=False),
-            same({"use_qk_norm": "attention.qk_norm"}, {"use_qk_norm": False}),
-        ),
-        {},
+        dense_first("G", "E"),
+        prediction_layers(),
+        routed_experts_v3(factor=1.0),
+        shape(rms_norm_eps=1e-5),
+        rope(partial=True),
+        biases(out=False),
+        same({"use_qk_norm": "attention.qk_norm"}, {"use_qk_norm": False}),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
     ),
-    "gpt_oss": Family(
+    "gpt_oss": Family.of(
         "GptOssForCausalLM",
-        (
-            layer_types(every_second, kinds=("E", "[LE]")),
-            gpt_oss(),
-            shape(rms_norm_eps=1e-5, head_dim=64),
-            _SILU,
-            rope(150000.0),
-        ),
-        {"attention.attention_sinks": True, "mlp_bias": True, "moe.router_bias": True},
+        layer_types(every_second, kinds=("E", "[LE]")),
+        gpt_oss(),
+        shape(rms_norm_eps=1e-5, head_dim=64),
+        rope(150000.0),
+        fixed={"attention.attention_sinks": True, "mlp_bias": True, "moe.router_bias": True},
         rename=GPT_OSS_RENAMES,
         stacked=True,
         interleaved=True,
     ),
-    "olmoe": Family(
+    "olmoe": Family.of(
         "OlmoeForCausalLM",
-        (
-            experts("num_experts", **_OLMOE, norm_topk_prob=False),
-            shape(rms_norm_eps=1e-5),
-            _SILU,
-            rope(),
-            biases(),
-        ),
-        {"attention.qk_norm": True, "attention.qk_norm_all_heads": True},
+        experts("num_experts", **_OLMOE, norm_topk_prob=False),
+        shape(rms_norm_eps=1e-5),
+        rope(),
+        biases(),
+        fixed={"attention.qk_norm": True, "attention.qk_norm_all_heads": True},
     ),
-    "qwen2_moe": Family(
+    "qwen2_moe": Family.of(
         "Qwen2MoeForCausalLM",
-        (
-            expert_layers(every_second_below, typed=True),
-            experts("num_experts", **_QWEN2_MOE),
-            shape(),
-            _SILU,
-            rope(),
-            same({"qkv_bias": "attention.attention_bias"}, {"qkv_bias": True}),
-        ),
-        {"moe.shared_expert_gate": True},
+        expert_layers(every_second_below, typed=True),
+        experts("num_experts", **_QWEN2_MOE),
+        shape(),
+        rope(),
+        same({"qkv_bias": "attention.attention_bias"}, {"qkv_bias": True}),
+        fixed={"moe.shared_expert_gate": True},
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": Family.of(
         "Qwen3MoeForCausalLM",
-        (
-            expert_layers(window_of_all, typed=False),
-            experts("num_experts", **_QWEN3_MOE),
-            shape(),
-            _SILU,
-            rope(),
-            biases(),
-        ),
-        {"attention.qk_norm": True},
+        expert_layers(window_of_all, typed=False),
+        experts("num_experts", **_QWEN3_MOE),
+        shape(),
+        rope(),
+        biases(),
+        fixed={"attention.qk_norm": True},
     ),
-    "gpt2": Family(
+    "gpt2": Family.of(
         "GPT2LMHeadModel",
-        (
-            gpt2_shape(),
-            two_dropouts(0.1),
-            activation("activation_function", {"gelu_tanh": "gelu_new"}),
-        ),
-        {
+        ignored("n_ctx", *(f"summary_{name}" for name in _SUMMARY)),
+        gpt2_shape(),
+        two_dropouts(0.1),
+        activation("activation_function", {"gelu_tanh": "gelu_new"}),
+        fixed={
             "position_embedding": "learned",
             "norm": "layernorm",
             "mlp_gated": False,
@@ -317,10 +282,31 @@ FAMILIES: dict[str, Family] = {
 # Keys that say nothing about the function a model computes.
 MEANINGLESS = frozenset(
     """_name_or_path architectures auto_map bos_token_id cache_implementation
-    chunk_size_feed_forward dtype eos_token_id finetuning_task id2label is_encoder_decoder label2id
-    max_length model_type output_attentions output_hidden_states pad_token_id problem_type
-    return_dict torch_dtype transformers_version unsloth_version use_cache""".split()
+    chunk_size_feed_forward classifier_dropout dtype eos_token_id ep_size finetuning_task
+    gradient_checkpointing id2label is_encoder_decoder label2id mamba_ssm_cache_dtype
+    max_length model_type num_logits_to_keep output_attentions output_hidden_states
+    output_router_logits pad_token_id problem_type reorder_and_upcast_attn
+    rescale_prenorm_residual residual_in_fp32 return_dict task_specific_params torch_dtype
+    transformers_version unsloth_version use_cache use_mamba_kernels""".split()
 )
+# Keys that have one value in all models that mjax can express; a family may read them itself.
+SETTLED = {
+    "add_cross_attention": False,
+    "clip_qkv": 0.0,
+    "is_decoder": False,
+    "mamba_proj_bias": False,
+    "mamba_hidden_act": "silu",
+    "moe_layer_freq": 1,
+    "pretraining_tp": 1,
+    "projectors_bias": False,
+    "router_jitter_noise": 0.0,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "use_bias": False,
+    "use_bidirectional_attention": False,
+    "use_mrope": False,
+    "z_loss_coefficient": 0.0,
+}
 # Keys of ours that a config.json does not carry, or that do not change the trained function.
 UNSAID = frozenset(
     """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
@@ -340,11 +326,11 @@ def config_from_hf(config: dict) -> ModelConfig:
         )
     family = FAMILIES[name]
     rest = dict(config)
-    only(rest, "pretraining_tp", 1)
-    only(rest, "use_mrope", False)
     fields: dict = dict(family.fixed)
     for part in family.parts:
         fields |= part.read(rest)
+    for key, value in SETTLED.items():
+        only(rest, key, value)
     unread = sorted(k for k, v in rest.items() if v is not None and k not in MEANINGLESS)
     if unread:
         raise UserError(

@@ -1,7 +1,8 @@
 """`Family`: a row of the table of Hugging Face's model families (`families.py`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from mjax.checkpoint.hf_config import Part
 from mjax.config.model_schema import ModelConfig
@@ -17,10 +18,15 @@ class Family:
 
     architecture: str
     parts: tuple[Part, ...]
-    fixed: dict[str, object]
+    fixed: dict[str, object] = field(default_factory=dict)
     rename: tuple[tuple[str, str], ...] = ()
     fused: dict[str, tuple[str, ...]] | None = None
     conv1d: bool = False
     stacked: bool = False
     interleaved: bool = False
     name_of: Callable[[ModelConfig, str], str] | None = None
+
+    @classmethod
+    def of(cls, architecture: str, *parts: Part, **others: Any) -> "Family":
+        """A row of the table, its parts in the order in which they read."""
+        return cls(architecture, parts, **others)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mjax.checkpoint.family import Family
-from mjax.checkpoint.hf_config import Part, activation, only, same, take
+from mjax.checkpoint.hf_config import Part, activation, alike, required, same, take
 from mjax.checkpoint.slots import Slot
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
@@ -54,31 +54,24 @@ def _trunk(prefix: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _shape(**defaults: object) -> Part:
-    """BERT's sizes, in its own words."""
-    names = """vocab_size hidden_size intermediate_size num_hidden_layers max_position_embeddings
-        initializer_range""".split()
-    fields = {name: name for name in names} | {
-        "num_attention_heads": "attention.num_attention_heads",
+_SHAPE = same(
+    alike("vocab_size hidden_size intermediate_size num_hidden_layers")
+    | alike("max_position_embeddings initializer_range")
+    | alike("num_attention_heads", "attention.")
+    | alike("type_vocab_size", "bert.")
+    | {
         "layer_norm_eps": "norm_eps",
-        "type_vocab_size": "bert.type_vocab_size",
         "hidden_dropout_prob": "hidden_dropout",
         "attention_probs_dropout_prob": "attention.attention_dropout",
-    }
-    common = {"initializer_range": 0.02, "layer_norm_eps": 1e-12, "type_vocab_size": 2}
-    common |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    part = same(fields, common | defaults)
-
-    def read(config: dict) -> dict:
-        only(config, "position_embedding_type", "absolute")
-        only(config, "tie_word_embeddings", True)
-        for key in ("is_decoder", "add_cross_attention"):
-            only(config, key, False)
-        for key in ("gradient_checkpointing", "classifier_dropout"):  # of a run, not of a model
-            config.pop(key, None)
-        return part.read(config)
-
-    return Part(read, part.write)
+    },
+    {"initializer_range": 0.02, "layer_norm_eps": 1e-12, "type_vocab_size": 2}
+    | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+)
+_PARTS = (
+    required(position_embedding_type="absolute", tie_word_embeddings=True),
+    _SHAPE,
+    activation("hidden_act", default="gelu"),
+)
 
 
 def _heads(name: str) -> Part:
@@ -116,13 +109,12 @@ def _positions_behind_padding() -> Part:
     return Part(read, lambda cfg: {"pad_token_id": cfg.bert.position_offset - 1})
 
 
-_GELU = activation("hidden_act", default="gelu")
-
 ENCODERS: dict[str, Family] = {
-    "bert": Family(
+    "bert": Family.of(
         "BertForMaskedLM",
-        (_heads("Bert"), _shape(), _GELU),
-        _FIXED,
+        _heads("Bert"),
+        *_PARTS,
+        fixed=_FIXED,
         rename=(
             *_trunk("bert"),
             ("lm_head.dense", "cls.predictions.transform.dense"),
@@ -132,10 +124,12 @@ ENCODERS: dict[str, Family] = {
             ("seq_relationship.", "cls.seq_relationship."),
         ),
     ),
-    "roberta": Family(
+    "roberta": Family.of(
         "RobertaForMaskedLM",
-        (_heads("Roberta"), _positions_behind_padding(), _shape(), _GELU),
-        _FIXED,
+        _heads("Roberta"),
+        _positions_behind_padding(),
+        *_PARTS,
+        fixed=_FIXED,
         rename=(
             *_trunk("roberta"),
             ("classifier.", "classifier.out_proj."),

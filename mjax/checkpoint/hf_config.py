@@ -14,6 +14,7 @@ from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
 REQUIRED = object()
+HEADS = "num_attention_heads num_key_value_heads head_dim attention_dropout"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,13 @@ def only(config: dict, key: str, *values: Any) -> None:
     """Remove a key that must be missing, null or one of `values`."""
     value = config.pop(key, None)
     if value is not None and value not in values:
-        wanted = " or ".join(map(repr, values)) or "null"
+        wanted = " or ".join(repr(v) for v in values if v is not None) or "null"
         raise UserError(f"config.json: {key}={value!r} is not supported (only {wanted})")
+
+
+def alike(names: str, group: str = "") -> dict[str, str]:
+    """{theirs: ours} of keys that are called alike; ours are in `group`, as in "attention."."""
+    return {name: group + name for name in names.split()}
 
 
 def same(fields: dict[str, str], defaults: dict[str, Any] | None = None) -> Part:
@@ -51,16 +57,26 @@ def same(fields: dict[str, str], defaults: dict[str, Any] | None = None) -> Part
     return Part(read, lambda cfg: {hf: value_of(cfg, ours) for hf, ours in fields.items()})
 
 
-def shape(**defaults: Any) -> Part:
-    """What all but GPT-2 call by the same names; `defaults` of a family for keys left out."""
-    common = dict(num_key_value_heads=None, head_dim=None, tie_word_embeddings=False)
-    common |= dict(rms_norm_eps=1e-6, initializer_range=0.02, attention_dropout=0.0)
-    defaults = common | defaults
-    names = """vocab_size hidden_size intermediate_size num_hidden_layers max_position_embeddings
-        tie_word_embeddings initializer_range""".split()
-    of_attention = "num_attention_heads", "num_key_value_heads", "head_dim", "attention_dropout"
-    fields = {name: name for name in names} | {"rms_norm_eps": "norm_eps"}
-    return same(fields | {name: f"attention.{name}" for name in of_attention}, defaults)
+def required(**values: Any) -> Part:
+    """Keys that must be missing, null or have this value. An export leaves them out."""
+
+    def read(config: dict) -> dict:
+        for key, value in values.items():
+            only(config, key, value)
+        return {}
+
+    return Part(read, lambda cfg: {})
+
+
+def ignored(*keys: str) -> Part:
+    """Keys that say nothing about the models of this family."""
+
+    def read(config: dict) -> dict:
+        for key in keys:
+            config.pop(key, None)
+        return {}
+
+    return Part(read, lambda cfg: {})
 
 
 ACTIVATIONS = {
@@ -90,6 +106,24 @@ def activation(
 
     names = {ours: hf for hf, ours in reversed(ACTIVATIONS.items())} | (written or {})
     return Part(read, lambda cfg: {key: names[cfg.hidden_act]})
+
+
+def shape(hidden_act: Part | None = None, **defaults: Any) -> Part:
+    """What most families call by the same names; `defaults` of a family for keys left out.
+
+    The activation is under its usual key, if no part of its own reads it.
+    """
+    hidden_act = hidden_act or activation("hidden_act")
+    common = dict(num_key_value_heads=None, head_dim=None, tie_word_embeddings=False)
+    common |= dict(rms_norm_eps=1e-6, initializer_range=0.02, attention_dropout=0.0)
+    names = """vocab_size hidden_size intermediate_size num_hidden_layers max_position_embeddings
+        tie_word_embeddings initializer_range"""
+    fields = alike(names) | alike(HEADS, "attention.") | {"rms_norm_eps": "norm_eps"}
+    sizes = same(fields, common | defaults)
+    return Part(
+        lambda config: sizes.read(config) | hidden_act.read(config),
+        lambda cfg: sizes.write(cfg) | hidden_act.write(cfg),
+    )
 
 
 def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool = False) -> Part:
@@ -369,7 +403,6 @@ def gemma_scales(scalar: bool) -> Part:
     before `shape`."""
 
     def read(config: dict) -> dict:
-        only(config, "use_bidirectional_attention", False)
         fields = {"embedding_multiplier": config["hidden_size"] ** 0.5}
         if scalar:
             value, own = take(config, "query_pre_attn_scalar"), config.get("head_dim", 256)
@@ -388,10 +421,7 @@ def gemma_scales(scalar: bool) -> Part:
 
 
 def softcaps() -> Part:
-    fields = {
-        "attn_logit_softcapping": "attention.attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-    }
+    fields = alike("attn_logit_softcapping", "attention.") | alike("final_logit_softcapping")
     return same(fields, dict.fromkeys(fields))
 
 
@@ -419,13 +449,10 @@ def experts(count: str, **defaults: Any) -> Part:
     experts, whose width stands as intermediate_size (Mixtral, OLMoE). Reads before `shape`.
     """
     names = {"num_experts_per_tok", "router_aux_loss_coef", *defaults} - {"num_experts"}
-    keys = same({name: f"moe.{name}" for name in sorted(names)}, defaults)
+    keys = same(alike(" ".join(sorted(names)), "moe."), defaults)
     has_width = "moe_intermediate_size" in defaults
 
     def read(config: dict) -> dict:
-        for key in ("router_jitter_noise", "clip_qkv"):
-            only(config, key, 0.0)
-        config.pop("output_router_logits", None)
         numbers = [config.pop(key, None) for key in ("num_experts", "num_local_experts")]
         fields = {"moe.num_experts": numbers[0] or numbers[1] or defaults["num_experts"]}
         fields |= keys.read(config)
@@ -444,16 +471,14 @@ def experts(count: str, **defaults: Any) -> Part:
 
 def gpt2_shape() -> Part:
     """GPT-2's own names, besides `two_dropouts`."""
-    renamed = same(
-        {
-            "vocab_size": "vocab_size",
+    keys = same(
+        alike("vocab_size initializer_range tie_word_embeddings")
+        | {
             "n_embd": "hidden_size",
             "n_layer": "num_hidden_layers",
             "n_head": "attention.num_attention_heads",
             "n_positions": "max_position_embeddings",
             "layer_norm_epsilon": "norm_eps",
-            "initializer_range": "initializer_range",
-            "tie_word_embeddings": "tie_word_embeddings",
             "n_inner": "intermediate_size",
             "attn_pdrop": "attention.attention_dropout",
         },
@@ -462,14 +487,7 @@ def gpt2_shape() -> Part:
     )
 
     def read(config: dict) -> dict:
-        for key in list(config):
-            if key.startswith("summary_") or key in ("n_ctx", "task_specific_params"):
-                del config[key]
-        only(config, "scale_attn_weights", True)
-        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-            only(config, key, False)
-        config.pop("reorder_and_upcast_attn", None)  # the same numbers in another order
         config["n_inner"] = take(config, "n_inner", 4 * config["n_embd"])
-        return renamed.read(config)
+        return keys.read(config)
 
-    return Part(read, renamed.write)
+    return Part(read, keys.write)

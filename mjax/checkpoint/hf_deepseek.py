@@ -7,23 +7,17 @@ attention. Layers of multi-token prediction follow the others, under their numbe
 
 from collections.abc import Collection
 
-from mjax.checkpoint.hf_config import Part, only, same, take
+from mjax.checkpoint.hf_config import Part, alike, only, same, take
 from mjax.config.model_schema import MlaConfig, ModelConfig
 
-# Keys that say nothing where all layers are dense, and others that never do.
-_OF_EXPERTS = """aux_loss_alpha ep_size moe_intermediate_size moe_layer_freq n_group
-    n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok output_router_logits
-    routed_scaling_factor scoring_func seq_aux topk_group topk_method""".split()
+# Keys that say nothing where all layers are dense.
+_OF_EXPERTS = """aux_loss_alpha moe_intermediate_size moe_layer_freq n_group n_routed_experts
+    n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor scoring_func seq_aux
+    topk_group topk_method""".split()
 # Those of experts that DeepSeek and Nemotron 3 call by the same names.
-ROUTED = {
-    "n_routed_experts": "moe.num_experts",
-    "num_experts_per_tok": "moe.num_experts_per_tok",
-    "moe_intermediate_size": "moe.moe_intermediate_size",
-    "n_group": "moe.n_group",
-    "topk_group": "moe.topk_group",
-    "routed_scaling_factor": "moe.routed_scaling_factor",
-}
-_UNUSED = ("ep_size", "num_mtp_layers", "output_router_logits")
+ROUTED = {"n_routed_experts": "moe.num_experts"} | alike(
+    "num_experts_per_tok moe_intermediate_size n_group topk_group routed_scaling_factor", "moe."
+)
 
 
 def dense_first(dense: str, routed: str) -> Part:
@@ -32,18 +26,15 @@ def dense_first(dense: str, routed: str) -> Part:
     def read(config: dict) -> dict:
         layers = config["num_hidden_layers"]
         first = min(take(config, "first_k_dense_replace", 0), layers)
-        for key in _UNUSED if first < layers else (*_UNUSED, *_OF_EXPERTS):
+        config.pop("num_mtp_layers", None)
+        for key in _OF_EXPERTS if first == layers else ():
             config.pop(key, None)
-        only(config, "moe_layer_freq", 1)
         if first in (0, layers):
             return {"layer_pattern": dense if first else routed}
         before = dense if first == 1 else f"{dense}*{first}"
         return {"layer_pattern": f"{before},{routed}*{layers - first}"}
 
-    def write(cfg: ModelConfig) -> dict:
-        return {"first_k_dense_replace": cfg.layer_kinds.count(dense)}
-
-    return Part(read, write)
+    return Part(read, lambda cfg: {"first_k_dense_replace": cfg.layer_kinds.count(dense)})
 
 
 def prediction_layers() -> Part:
@@ -84,11 +75,8 @@ def latent_attention() -> Part:
 
 def routed_experts_v2() -> Part:
     """DeepSeek-V2's experts: softmax scores, a group as good as its best expert."""
-    sizes = _sizes(1.0)
 
     def read(config: dict) -> dict:
-        if "n_routed_experts" not in config:  # dense layers only
-            return {}
         method = take(config, "topk_method", "greedy")
         if method == "greedy":
             config["n_group"] = config["topk_group"] = 1
@@ -97,16 +85,14 @@ def routed_experts_v2() -> Part:
             only(config, "topk_method", "group_limited_greedy")
         only(config, "scoring_func", "softmax")
         only(config, "norm_topk_prob", False)
-        return sizes.read(config) | {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}
+        return {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}
 
     def write(cfg: ModelConfig) -> dict:
-        if not cfg.moe.num_experts:
-            return {}
         grouped = cfg.moe.n_group > 1
         method = "group_limited_greedy" if grouped else "greedy"
-        return sizes.write(cfg) | {"topk_method": method, "norm_topk_prob": False}
+        return {"topk_method": method, "norm_topk_prob": False}
 
-    return Part(read, write)
+    return _routed_experts(Part(read, write), 1.0)
 
 
 def routed_experts_v3(factor: float = 2.5) -> Part:
@@ -114,45 +100,44 @@ def routed_experts_v3(factor: float = 2.5) -> Part:
 
     `factor` is the family's routed_scaling_factor, where it is left out.
     """
-    sizes = _sizes(factor)
 
     def read(config: dict) -> dict:
-        if "n_routed_experts" not in config:
-            return {}
         only(config, "topk_method", "noaux_tc")
         only(config, "scoring_func", "sigmoid")
         normalized = take(config, "norm_topk_prob", True)
-        return sizes.read(config) | {
-            "moe.norm_topk_prob": normalized,
-            "moe.scoring_func": "sigmoid",
-            "moe.expert_bias": True,
-        }
+        scores = {"moe.scoring_func": "sigmoid", "moe.expert_bias": True}
+        return scores | {"moe.norm_topk_prob": normalized}
 
     def write(cfg: ModelConfig) -> dict:
-        if not cfg.moe.num_experts:
-            return {}
         named = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        return sizes.write(cfg) | named | {"norm_topk_prob": cfg.moe.norm_topk_prob}
+        return named | {"norm_topk_prob": cfg.moe.norm_topk_prob}
 
-    return Part(read, write)
+    return _routed_experts(Part(read, write), factor)
 
 
-def _sizes(factor: float) -> Part:
-    """What both have under the same names; `factor` stands for a routed_scaling_factor left out."""
+def _routed_experts(routing: Part, factor: float) -> Part:
+    """The experts of layers that are not dense, with the `routing` of a version.
+
+    `factor` stands for a routed_scaling_factor left out.
+    """
     keys = same(
         ROUTED | {"aux_loss_alpha": "moe.router_aux_loss_coef"},
         {"n_group": 1, "topk_group": 1, "routed_scaling_factor": factor, "aux_loss_alpha": 0.0},
     )
 
     def read(config: dict) -> dict:
+        if "n_routed_experts" not in config:  # dense layers only
+            return {}
         only(config, "seq_aux", True)
         shared = take(config, "n_shared_experts")
-        fields = keys.read(config)
+        fields = routing.read(config) | keys.read(config)
         width = shared * fields["moe.moe_intermediate_size"]
         return fields | {"moe.shared_expert_intermediate_size": width}
 
     def write(cfg: ModelConfig) -> dict:
+        if not cfg.moe.num_experts:
+            return {}
         shared = cfg.moe.shared_expert_intermediate_size // cfg.moe.moe_intermediate_size
-        return keys.write(cfg) | {"n_shared_experts": shared}
+        return keys.write(cfg) | routing.write(cfg) | {"n_shared_experts": shared}
 
     return Part(read, write)

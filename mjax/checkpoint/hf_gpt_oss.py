@@ -4,7 +4,7 @@ Its windows are read by `layer_types`. The published weights of its experts are 
 (`mxfp4.py`); an export has them in bfloat16.
 """
 
-from mjax.checkpoint.hf_config import Part, only, same, take
+from mjax.checkpoint.hf_config import Part, alike, only, same, take
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models.experts import GPT_OSS_SHARPNESS
@@ -17,12 +17,11 @@ GPT_OSS_RENAMES = (
     ("experts.down_proj.weight", "experts.down_proj"),
     ("experts.down_proj.bias", "experts.down_proj_bias"),
 )
-_KEYS = {
-    "num_local_experts": "moe.num_experts",
-    "num_experts_per_tok": "moe.num_experts_per_tok",
-    "router_aux_loss_coef": "moe.router_aux_loss_coef",
-    "swiglu_limit": "swiglu_limit",
-}
+_KEYS = (
+    {"num_local_experts": "moe.num_experts"}
+    | alike("num_experts_per_tok router_aux_loss_coef", "moe.")
+    | alike("swiglu_limit")
+)
 _DEFAULTS = {"num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "swiglu_limit": 7.0}
 _ROPE = {  # where a config.json has none
     "rope_type": "yarn",
@@ -41,8 +40,7 @@ def gpt_oss() -> Part:
     def read(config: dict) -> dict:
         _require_mxfp4(config.pop("quantization_config", None))
         only(config, "swiglu_alpha", GPT_OSS_SHARPNESS)
-        for key in ("output_router_logits", "initial_context_length"):  # rope_scaling has it
-            config.pop(key, None)
+        config.pop("initial_context_length", None)  # rope_scaling has it
         only(config, "experts_per_token", config.get("num_experts_per_tok"))
         if not (config.get("rope_parameters") or config.get("rope_scaling")):
             config["rope_scaling"] = dict(_ROPE)

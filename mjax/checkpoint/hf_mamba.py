@@ -8,14 +8,12 @@ Biases of the projections are refused: no published model has them.
 import math
 from collections.abc import Callable
 
-from mjax.checkpoint.hf_config import Part, only, same, shortest, take
+from mjax.checkpoint.hf_config import HEADS, Part, alike, ignored, only, same, shortest, take
 from mjax.checkpoint.hf_deepseek import ROUTED
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
-_UNUSED = """rescale_prenorm_residual residual_in_fp32 time_step_rank use_mamba_kernels
-    mamba_ssm_cache_dtype num_logits_to_keep output_router_logits""".split()
-_STEPS = {f"time_step_{name}": f"mamba.time_step_{name}" for name in ("min", "max", "floor")}
+_STEPS = alike("time_step_min time_step_max time_step_floor", "mamba.")
 _STEPS_LEFT_OUT = {"time_step_min": 1e-3, "time_step_max": 0.1, "time_step_floor": 1e-4}
 
 
@@ -29,11 +27,7 @@ def mixer(spelling: str, **defaults: object) -> Part:
     expand = "mamba_expand" if spelling == "bamba" else "expand"
 
     def read(config: dict) -> dict:
-        for key in _UNUSED:
-            config.pop(key, None)
-        for key in ("use_bias", "mamba_proj_bias", "projectors_bias"):
-            only(config, key, False)
-        only(config, "mamba_hidden_act", "silu")
+        config.pop("time_step_rank", None)
         config.pop(expand, None)  # heads times their size say it
         fields = keys.read(config) | {"mamba.time_step_limit": _limit(config)}
         if fields.get("mamba.mamba_head_dim") == "auto":
@@ -52,8 +46,7 @@ def mixer(spelling: str, **defaults: object) -> Part:
     return Part(read, write)
 
 
-_COMMON = {"n_groups": "mamba.n_groups", "conv_kernel": "mamba.conv_kernel"}
-_COMMON |= {"chunk_size": "mamba.chunk_size", "use_conv_bias": "mamba.use_conv_bias"}
+_COMMON = alike("n_groups conv_kernel chunk_size use_conv_bias", "mamba.")
 _SPELLINGS = {
     "mamba2": {
         "num_heads": "mamba.mamba_num_heads",
@@ -62,8 +55,7 @@ _SPELLINGS = {
         **_COMMON,
     },
     "nemotron_h": {
-        "mamba_num_heads": "mamba.mamba_num_heads",
-        "mamba_head_dim": "mamba.mamba_head_dim",
+        **alike("mamba_num_heads mamba_head_dim", "mamba."),
         "ssm_state_size": "mamba.state_size",
         **_COMMON,
     },
@@ -92,21 +84,14 @@ def _limit(config: dict) -> list[float] | None:
     return [low, high]
 
 
-def mamba2_shape() -> Part:
-    """Mamba-2's own keys; every layer is a mixer alone. A length is not among them: ours is."""
-    names = "vocab_size hidden_size num_hidden_layers tie_word_embeddings initializer_range".split()
-    fields = {name: name for name in [*names, "max_position_embeddings"]}
-    defaults = {"tie_word_embeddings": False, "initializer_range": 0.1}
-    keys = same(
-        fields | {"layer_norm_epsilon": "norm_eps"},
-        defaults | {"layer_norm_epsilon": 1e-5, "max_position_embeddings": 2048},
-    )
-
-    def read(config: dict) -> dict:
-        only(config, "hidden_act", "silu")
-        return keys.read(config) | {"layer_pattern": "M"}
-
-    return Part(read, keys.write)
+# Mamba-2's own keys. A length is not among them: ours is.
+MAMBA2_SHAPE = same(
+    alike("vocab_size hidden_size num_hidden_layers max_position_embeddings")
+    | alike("tie_word_embeddings initializer_range")
+    | {"layer_norm_epsilon": "norm_eps"},
+    {"tie_word_embeddings": False, "initializer_range": 0.1}
+    | {"layer_norm_epsilon": 1e-5, "max_position_embeddings": 2048},
+)
 
 
 # ---- which layers have what ----------------------------------------------------------------------
@@ -128,10 +113,6 @@ def one_branch_a_layer() -> Part:
     of_word = {word: letter for word, letter in _BRANCHES.values()}
 
     def read(config: dict) -> dict:
-        config.pop("mtp_layers_block_type", None)
-        config.pop("num_nextn_predict_layers", None)
-        config.pop("mtp_hybrid_override_pattern", None)
-        config.pop("moe_shared_expert_overlap", None)
         letters = config.pop("hybrid_override_pattern", None)
         words = config.pop("layers_block_type", None)
         if words is not None:
@@ -162,26 +143,31 @@ def one_branch_a_layer() -> Part:
 
 def nemotron_shape() -> Part:
     """Nemotron-H's keys besides its mixers'."""
-    names = """vocab_size hidden_size intermediate_size max_position_embeddings tie_word_embeddings
-        initializer_range""".split()
-    heads = "num_attention_heads", "num_key_value_heads", "head_dim", "attention_dropout"
-    fields = {name: name for name in names} | {name: f"attention.{name}" for name in heads}
-    defaults = {"tie_word_embeddings": False, "initializer_range": 0.02, "attention_dropout": 0.0}
     keys = same(
-        fields | {"layer_norm_epsilon": "norm_eps"}, defaults | {"layer_norm_epsilon": 1e-5}
+        alike("vocab_size hidden_size intermediate_size max_position_embeddings")
+        | alike("tie_word_embeddings initializer_range")
+        | alike(HEADS, "attention.")
+        | {"layer_norm_epsilon": "norm_eps"},
+        {"tie_word_embeddings": False, "initializer_range": 0.02}
+        | {"attention_dropout": 0.0, "layer_norm_epsilon": 1e-5},
     )
 
     def read(config: dict) -> dict:
-        for key in ("attention_bias", "mlp_bias"):
-            only(config, key, False)
-        only(config, "sliding_window")
-        only(config, "hidden_dropout", 0.0)
         only(config, "norm_eps", config.get("layer_norm_epsilon"))  # Nemotron 3 says it twice
-        for key in ("partial_rotary_factor", "rope_theta"):  # nothing is turned
-            config.pop(key, None)
         return keys.read(config)
 
     return Part(read, keys.write)
+
+
+# Multi-token prediction is left out, and nothing is turned.
+NEMOTRON_IGNORED = ignored(
+    "mtp_layers_block_type",
+    "num_nextn_predict_layers",
+    "mtp_hybrid_override_pattern",
+    "moe_shared_expert_overlap",
+    "partial_rotary_factor",
+    "rope_theta",
+)
 
 
 def nemotron_experts() -> Part:
@@ -192,9 +178,9 @@ def nemotron_experts() -> Part:
         ROUTED
         | {
             "moe_shared_expert_intermediate_size": "moe.shared_expert_intermediate_size",
-            "norm_topk_prob": "moe.norm_topk_prob",
             "moe_latent_size": "moe.latent_size",
-        },
+        }
+        | alike("norm_topk_prob", "moe."),
         defaults,
     )
 
@@ -249,7 +235,6 @@ def bamba_positions() -> Part:
         said = config.get("rope_parameters") or {}
         if "partial_rotary_factor" not in said:
             config.setdefault("partial_rotary_factor", 0.5)
-        only(config, "z_loss_coefficient", 0.0)
         return {}
 
     return Part(read, lambda cfg: {})
@@ -274,17 +259,9 @@ def falcon_layers() -> Part:
     """Falcon-H1: a mixer and attention side by side, then an MLP; a width and multipliers of its
     own. Reads first."""
     keys = same(
-        {
-            "key_multiplier": "attention.key_multiplier",
-            "attention_in_multiplier": "attention.attention_in_multiplier",
-            "attention_out_multiplier": "attention.attention_out_multiplier",
-            "ssm_in_multiplier": "mamba.ssm_in_multiplier",
-            "ssm_out_multiplier": "mamba.ssm_out_multiplier",
-            "embedding_multiplier": "embedding_multiplier",
-            "mamba_rms_norm": "mamba.mamba_rms_norm",
-            "ssm_multipliers": "mamba.ssm_multipliers",
-            "mlp_multipliers": "mlp_multipliers",
-        },
+        _FALCON_FACTORS
+        | alike("mamba_rms_norm ssm_multipliers", "mamba.")
+        | alike("mlp_multipliers"),
         dict.fromkeys(_FALCON_FACTORS, 1.0)
         | {"mamba_rms_norm": False, "ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2},
     )
@@ -310,8 +287,11 @@ def falcon_layers() -> Part:
     return Part(read, write)
 
 
-_FALCON_FACTORS = """key_multiplier attention_in_multiplier attention_out_multiplier
-    ssm_in_multiplier ssm_out_multiplier embedding_multiplier""".split()
+_FALCON_FACTORS = (
+    alike("key_multiplier attention_in_multiplier attention_out_multiplier", "attention.")
+    | alike("ssm_in_multiplier ssm_out_multiplier", "mamba.")
+    | alike("embedding_multiplier")
+)
 
 
 def granite_kinds(config: dict) -> tuple[str, str]:
@@ -324,10 +304,9 @@ def granite_experts() -> Part:
     keys = same(
         {
             "num_local_experts": "moe.num_experts",
-            "num_experts_per_tok": "moe.num_experts_per_tok",
-            "router_aux_loss_coef": "moe.router_aux_loss_coef",
             "shared_intermediate_size": "moe.shared_expert_intermediate_size",
-        },
+        }
+        | alike("num_experts_per_tok router_aux_loss_coef", "moe."),
         {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "num_local_experts": 8},
     )
 

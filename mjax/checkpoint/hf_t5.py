@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from mjax.checkpoint.family import Family
-from mjax.checkpoint.hf_config import ACTIVATIONS, Part, only, same, take
+from mjax.checkpoint.hf_config import ACTIVATIONS, Part, alike, ignored, same, take
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import reads_encoder
 from mjax.errors import UserError
@@ -37,13 +37,11 @@ _EDGES = {
     "model.encoder_norm.weight": "encoder.final_layer_norm.weight",
 }
 _BIASES = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-_OF_TASKS = ("task_specific_params", "output_past", "classifier_dropout", "dense_act_fn")
 
 
 def _shape() -> Part:
     """T5's sizes, in its own words."""
     names = {
-        "vocab_size": "vocab_size",
         "d_model": "hidden_size",
         "d_ff": "intermediate_size",
         "n_positions": "max_position_embeddings",
@@ -52,23 +50,17 @@ def _shape() -> Part:
         "layer_norm_epsilon": "norm_eps",
         "relative_attention_num_buckets": "relative.num_buckets",
         "relative_attention_max_distance": "relative.max_distance",
-        "decoder_start_token_id": "decoder_start_token_id",
         "dropout_rate": "hidden_dropout",
-    }
+    } | alike("vocab_size decoder_start_token_id")
     defaults = {"n_positions": 512, "layer_norm_epsilon": 1e-6, "decoder_start_token_id": 0}
     defaults |= {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
-    part = same(names, defaults | {"dropout_rate": 0.1})
+    keys = same(names, defaults | {"dropout_rate": 0.1})
 
     def read(config: dict) -> dict:
-        for key in (*_OF_TASKS, "initializer_factor", "is_gated_act"):
-            config.pop(key, None)
-        only(config, "is_decoder", False)
-        fields = part.read(config)
-        fields["attention.attention_dropout"] = fields["hidden_dropout"]
-        fields["attention.num_key_value_heads"] = fields["attention.num_attention_heads"]
-        return fields
+        fields = keys.read(config)
+        return fields | {"attention.attention_dropout": fields["hidden_dropout"]}
 
-    return Part(read, part.write)
+    return Part(read, keys.write)
 
 
 def _head() -> Part:
@@ -164,10 +156,14 @@ def _names(cfg: ModelConfig, name: str) -> str:
 
 
 T5: dict[str, Family] = {
-    "t5": Family(
+    "t5": Family.of(
         "T5ForConditionalGeneration",
-        (_head(), _layers(), _shape(), _feed_forward()),
-        {"position_embedding": "relative", "attention.attention_multiplier": 1.0},
+        ignored("output_past", "dense_act_fn", "is_gated_act", "initializer_factor"),
+        _head(),
+        _layers(),
+        _shape(),
+        _feed_forward(),
+        fixed={"position_embedding": "relative", "attention.attention_multiplier": 1.0},
         name_of=_names,
     )
 }

@@ -24,7 +24,7 @@ from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.store import new_folder
 from mjax.config.model_schema import ModelConfig
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.sharding.spec import ParamSpec
 
 Slots = Mapping[Leaf, tuple[Slot, ...]]
@@ -147,7 +147,7 @@ def _read_slot(
         return
     matrix, first, width = _matrix(out, slot, spec), *_place(tensor.shape, slot)
     assert np.may_share_memory(matrix, out), "not a view"
-    try:
+    with or_user_error(f"{tensor.file}: cannot read tensor {tensor.name}: {{reason}}"):
         file = os.open(tensor.file, os.O_RDONLY)
         try:
             for rows, cols, at_rows, at_cols in _spans(slot, spec, ranges):
@@ -160,8 +160,6 @@ def _read_slot(
                     _assign(matrix[begin : begin + len(part), at_cols], part)
         finally:
             os.close(file)
-    except OSError as e:
-        raise UserError(f"{tensor.file}: cannot read tensor {tensor.name}: {e.strerror}") from None
 
 
 def _matrix(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:

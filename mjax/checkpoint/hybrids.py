@@ -1,22 +1,22 @@
 """Families with state-space mixers: rows of the table of families (`families.py`)."""
 
 from mjax.checkpoint.family import Family
-from mjax.checkpoint.hf_config import activation, biases, rope, same, shape
+from mjax.checkpoint.hf_config import activation, alike, biases, required, rope, same, shape
 from mjax.checkpoint.hf_mamba import (
+    MAMBA2_SHAPE,
+    NEMOTRON_IGNORED,
     attention_among,
     bamba_positions,
     falcon_layers,
     granite_experts,
     granite_kinds,
     granite_positions,
-    mamba2_shape,
     mixer,
     nemotron_experts,
     nemotron_shape,
     one_branch_a_layer,
 )
 
-_SILU = activation("hidden_act")
 _MIXER = {
     "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
     "mamba.conv1d": tuple(f"mamba.{name}_conv" for name in "xbc"),
@@ -34,63 +34,53 @@ _FEED_FORWARD = (
     ("post_attention_layernorm", "pre_ff_layernorm"),
     (".mlp.", ".feed_forward."),
 )
-MULTIPLIERS = {
-    "embedding_multiplier": "embedding_multiplier",
-    "attention_multiplier": "attention.attention_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "logits_scaling": "logits_scaling",
-}
+MULTIPLIERS = alike("embedding_multiplier residual_multiplier logits_scaling")
+MULTIPLIERS |= alike("attention_multiplier", "attention.")
 
 HYBRIDS: dict[str, Family] = {
-    "mamba2": Family(
+    "mamba2": Family.of(
         "Mamba2ForCausalLM",
-        (mixer("mamba2", n_groups=8, chunk_size=256, use_conv_bias=True), mamba2_shape()),
-        {"position_embedding": "none"},
+        mixer("mamba2", n_groups=8, chunk_size=256, use_conv_bias=True),
+        required(hidden_act="silu"),
+        MAMBA2_SHAPE,
+        fixed={"position_embedding": "none", "layer_pattern": "M"},
         rename=_BACKBONE,
         fused=_MIXER,
     ),
-    "nemotron_h": Family(
+    "nemotron_h": Family.of(
         "NemotronHForCausalLM",
-        (
-            one_branch_a_layer(),
-            mixer("nemotron_h", use_conv_bias=True),
-            nemotron_experts(),
-            nemotron_shape(),
-            activation("mlp_hidden_act", default="relu2"),
-        ),
-        {"position_embedding": "none", "mlp_gated": False},
+        one_branch_a_layer(),
+        mixer("nemotron_h", use_conv_bias=True),
+        nemotron_experts(),
+        NEMOTRON_IGNORED,
+        required(attention_bias=False, mlp_bias=False, hidden_dropout=0.0, sliding_window=None),
+        nemotron_shape(),
+        activation("mlp_hidden_act", default="relu2"),
+        fixed={"position_embedding": "none", "mlp_gated": False},
         rename=_BACKBONE,
         fused=_MIXER,
     ),
-    "bamba": Family(
+    "bamba": Family.of(
         "BambaForCausalLM",
-        (
-            attention_among(True, lambda config: ("[MD]", "G")),
-            mixer("bamba", mamba_conv_bias=True),
-            bamba_positions(),
-            shape(rms_norm_eps=1e-5),
-            _SILU,
-            rope(partial=True),
-            biases(mlp=True),
-        ),
-        {},
+        attention_among(True, lambda config: ("[MD]", "G")),
+        mixer("bamba", mamba_conv_bias=True),
+        bamba_positions(),
+        shape(rms_norm_eps=1e-5),
+        rope(partial=True),
+        biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
     ),
-    "granitemoehybrid": Family(
+    "granitemoehybrid": Family.of(
         "GraniteMoeHybridForCausalLM",
-        (
-            attention_among(False, granite_kinds),
-            mixer("bamba", mamba_conv_bias=True),
-            granite_positions(),
-            granite_experts(),
-            shape(),
-            _SILU,
-            rope(),
-            biases(),
-            same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
-        ),
-        {},
+        attention_among(False, granite_kinds),
+        mixer("bamba", mamba_conv_bias=True),
+        granite_positions(),
+        granite_experts(),
+        shape(),
+        rope(),
+        biases(),
+        same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
         rename=(
             ("mlp.shared_expert.down_proj", "shared_mlp.output_linear"),
             ("mlp.shared_expert.", "shared_mlp."),
@@ -109,17 +99,13 @@ HYBRIDS: dict[str, Family] = {
         },
         stacked=True,
     ),
-    "falcon_h1": Family(
+    "falcon_h1": Family.of(
         "FalconH1ForCausalLM",
-        (
-            falcon_layers(),
-            mixer("bamba", mamba_conv_bias=True),
-            shape(rms_norm_eps=1e-5),
-            _SILU,
-            rope(),
-            biases(mlp=True),
-        ),
-        {},
+        falcon_layers(),
+        mixer("bamba", mamba_conv_bias=True),
+        shape(rms_norm_eps=1e-5),
+        rope(),
+        biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
     ),

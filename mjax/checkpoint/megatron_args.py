@@ -106,10 +106,6 @@ def _idle(name: str, dense: bool) -> bool:
     return dense and name.startswith("moe_")
 
 
-def _float(value: object) -> float | None:
-    return None if value is None else float(value)
-
-
 def _sizes(args: _Args) -> dict:
     hidden, heads = args.need("hidden_size"), args.need("num_attention_heads")
     padded = args.need("padded_vocab_size")
@@ -139,7 +135,7 @@ def _attention(args: _Args, bias: bool) -> dict:
         "attention.attention_out_bias": bias,
         "attention.qk_norm": bool(args("qk_layernorm", False)),
         "attention.attention_sinks": args("softmax_type") == "learnable",
-        "attention.attention_multiplier": _float(args("softmax_scale")),
+        "attention.attention_multiplier": args("softmax_scale"),
         "attention.attention_dropout": float(args("attention_dropout", 0.0)),
     }
 

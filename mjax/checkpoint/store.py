@@ -36,7 +36,7 @@ from mjax.config.keys import move_keys
 from mjax.config.paths import require_files
 from mjax.config.pattern import stacks_of
 from mjax.config.schema import Config
-from mjax.errors import UserError, first_line
+from mjax.errors import UserError, first_line, or_user_error
 from mjax.optim.schedule import consumed_samples
 from mjax.sharding.agreement import on_process_0, wait_for_every_process
 
@@ -379,14 +379,12 @@ class Store:
 def ensure_writable(directory: str | Path) -> Path:
     """Create `directory` and prove that files can be made in it; raises `UserError`."""
     path = Path(directory)
-    try:
+    with or_user_error(
+        f"cannot write in folder {path}: {{reason}}; set run.dir to a folder you may write"
+    ):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except OSError as e:
-        raise UserError(
-            f"cannot write in folder {path}: {e.strerror}; set run.dir to a folder you may write"
-        ) from None
     return path
 
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from mjax.config import yaml_text
 from mjax.config.keys import describe_moves, move_keys
 from mjax.config.schema import Config
-from mjax.config.sizes import require_sane_sizes, shortened
+from mjax.config.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
 from mjax.errors import UserError
 
@@ -36,7 +36,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     tree = {} if path is None else _read_file(Path(path), (), places)
     for override in _read_overrides(overrides, places):
         _merge_into(tree, override)
-    require_sane_sizes(tree, places)
+    require_sane_patterns(tree, places)
     try:
         cfg = Config.model_validate(tree)
     except ValidationError as e:

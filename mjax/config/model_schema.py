@@ -17,6 +17,7 @@ from mjax.config.pattern import (
     sees_ahead,
     sizes_of,
 )
+from mjax.config.sizes import UpTo16, UpTo20, UpTo24
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -67,9 +68,9 @@ class RopeScaling(Group):
 class AttentionConfig(Group):
     """Self-attention: heads, window, and what is done to queries, keys and logits."""
 
-    num_attention_heads: int = Field(4, ge=1)
-    num_key_value_heads: int = Field(0, ge=0, description="GQA/MQA; 0: num_attention_heads.")
-    head_dim: int = Field(0, ge=0, description="0: hidden_size / num_attention_heads.")
+    num_attention_heads: UpTo16 = Field(4, ge=1)
+    num_key_value_heads: UpTo16 = Field(0, ge=0, description="GQA/MQA; 0: num_attention_heads.")
+    head_dim: UpTo20 = Field(0, ge=0, description="0: hidden_size / num_attention_heads.")
     sliding_window: int | None = Field(None, ge=1, description="Keys an L block sees, itself in.")
     attention_bias: bool = Field(False, description="Bias on the q, k and v projections.")
     attention_out_bias: bool = Field(False, description="Bias on the attention output projection.")
@@ -87,15 +88,15 @@ class AttentionConfig(Group):
 class MlaConfig(Group):
     """Multi-head latent attention, of A blocks: queries and keys come from low-rank latents."""
 
-    q_lora_rank: int | None = Field(
+    q_lora_rank: UpTo24 | None = Field(
         None, ge=1, description="Width of the latent of queries; None: they come from the input."
     )
-    kv_lora_rank: int = Field(0, ge=0, description="Width of the latent of keys and values.")
-    qk_nope_head_dim: int = Field(0, ge=0, description="Part of a query or key without RoPE.")
-    qk_rope_head_dim: int = Field(
+    kv_lora_rank: UpTo24 = Field(0, ge=0, description="Width of the latent of keys and values.")
+    qk_nope_head_dim: UpTo20 = Field(0, ge=0, description="Part of a query or key without RoPE.")
+    qk_rope_head_dim: UpTo20 = Field(
         0, ge=0, description="Part of them with RoPE; that of keys is one for all heads."
     )
-    v_head_dim: int = Field(0, ge=0, description="Size of a head of values.")
+    v_head_dim: UpTo20 = Field(0, ge=0, description="Size of a head of values.")
 
     @property
     def qk_head_dim(self) -> int:
@@ -149,10 +150,12 @@ class RopeConfig(Group):
 class MoeConfig(Group):
     """The experts of E blocks and their router."""
 
-    num_experts: int = Field(0, ge=0, description="Experts of an E block.")
+    num_experts: UpTo20 = Field(0, ge=0, description="Experts of an E block.")
     num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token is sent to.")
-    moe_intermediate_size: int = Field(0, ge=0, description="Width of one; 0: intermediate_size.")
-    shared_expert_intermediate_size: int = Field(
+    moe_intermediate_size: UpTo24 = Field(
+        0, ge=0, description="Width of one; 0: intermediate_size."
+    )
+    shared_expert_intermediate_size: UpTo24 = Field(
         0, ge=0, description="Width of an MLP beside the experts, for all tokens; 0: none."
     )
     shared_expert_gate: bool = Field(False, description="Weigh it by a sigmoid of the token.")
@@ -239,15 +242,15 @@ class BertConfig(Group):
 class AttentionSizes(Group):
     """The part of `AttentionConfig` that may differ from layer to layer; None: as the model."""
 
-    num_attention_heads: int | None = Field(None, ge=1)
-    num_key_value_heads: int | None = Field(None, ge=1)
+    num_attention_heads: UpTo16 | None = Field(None, ge=1)
+    num_key_value_heads: UpTo16 | None = Field(None, ge=1)
     sliding_window: int | None = Field(None, ge=1)
 
 
 class MoeSizes(Group):
     """The part of `MoeConfig` that may differ from layer to layer; None: as the model."""
 
-    moe_intermediate_size: int | None = Field(None, ge=1)
+    moe_intermediate_size: UpTo24 | None = Field(None, ge=1)
 
 
 class LayerSizes(Group):
@@ -256,7 +259,7 @@ class LayerSizes(Group):
     `layer_pattern` says which layers take them.
     """
 
-    intermediate_size: int | None = Field(None, ge=1)
+    intermediate_size: UpTo24 | None = Field(None, ge=1)
     attention: AttentionSizes = AttentionSizes()
     moe: MoeSizes = MoeSizes()
 
@@ -267,11 +270,11 @@ class ModelConfig(Group):
     model_type: str | None = Field(
         None, description="Hugging Face family to export as; None: the first that can express it."
     )
-    vocab_size: int = Field(256, ge=2, description="Ids the tokenizer may produce.")
+    vocab_size: int = Field(256, ge=2, le=2**26, description="Ids the tokenizer may produce.")
     vocab_multiple: int = Field(128, ge=1, description="Pad the vocabulary to a multiple of this.")
-    hidden_size: int = Field(256, ge=1)
-    num_hidden_layers: int = Field(4, ge=1)
-    intermediate_size: int = Field(0, ge=0, description="FFN width; 0: 4 x hidden_size.")
+    hidden_size: UpTo24 = Field(256, ge=1)
+    num_hidden_layers: int = Field(4, ge=1, le=10_000)
+    intermediate_size: UpTo24 = Field(0, ge=0, description="FFN width; 0: 4 x hidden_size.")
     max_position_embeddings: int = Field(2048, ge=1)
 
     layer_pattern: str = Field(

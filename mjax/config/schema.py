@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mjax.config.model_schema import Dtype, Group, ModelConfig
+from mjax.config.sizes import UpTo20, UpTo24, UpTo28
 
 
 class RunConfig(Group):
@@ -27,21 +28,23 @@ class MeshConfig(Group):
 
     auto: bool = Field(False, description="Propose sizes from the memory estimate, and say why.")
 
-    dp: int | Literal["auto"] = Field("auto", description="Data; auto: what the others leave.")
-    tp: int = Field(1, ge=1, description="Tensor (with sequence parallelism).")
+    dp: UpTo20 | Literal["auto"] = Field("auto", description="Data; auto: what the others leave.")
+    tp: UpTo20 = Field(1, ge=1, description="Tensor (with sequence parallelism).")
     tp_overlap: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Exchange over tp in pieces, under the matmuls; auto: where GPUs can copy to "
         "each other and shards are long enough to pay (models/tp_overlap.py).",
     )
-    pp: int = Field(1, ge=1, description="Pipeline.")
-    cp: int = Field(1, ge=1, description="Context.")
+    pp: UpTo20 = Field(1, ge=1, description="Pipeline.")
+    cp: UpTo20 = Field(1, ge=1, description="Context.")
     cp_type: Literal["auto", "all_gather", "ring", "a2a", "a2a_ring"] = Field(
         "auto", description="How attention meets keys of other devices (docs/context.md)."
     )
     cp_a2a: int = Field(1, ge=1, description="Size of the inner groups of a2a_ring.")
-    ep: int = Field(1, ge=1, description="Expert; also splits the batch.")
-    virtual_stages: int = Field(1, ge=1, description="Chunks of layers a pipeline device holds.")
+    ep: UpTo20 = Field(1, ge=1, description="Expert; also splits the batch.")
+    virtual_stages: int = Field(
+        1, ge=1, le=10_000, description="Chunks of layers a pipeline device holds."
+    )
     pipeline_layout: str | None = Field(
         None,
         description="Layers of every stage in Megatron's notation: 'E|(tt|)*2,(t|)*4,L'. It sets "
@@ -102,7 +105,7 @@ class DataConfig(Group):
     tokenizer: str | None = Field(
         None, description="'byte', a tokenizer.json, a SentencePiece .model, or 'train:VOCAB'."
     )
-    seq_length: int = Field(1024, ge=1)
+    seq_length: UpTo28 = Field(1024, ge=1)
     target_length: int | None = Field(
         None, ge=8, description="Tokens of a row of the decoder, for span_corruption."
     )
@@ -131,8 +134,8 @@ class DataConfig(Group):
         None, description="What begins with this text stays as it is."
     )
     masked: MaskedDataConfig = MaskedDataConfig()
-    prefetch: int = Field(4, ge=1, description="Batches prepared ahead.")
-    workers: int = Field(2, ge=1, description="Loader threads.")
+    prefetch: int = Field(4, ge=1, le=10_000, description="Batches prepared ahead.")
+    workers: int = Field(2, ge=1, le=1024, description="Loader threads.")
 
 
 class OptimizerConfig(Group):
@@ -193,14 +196,14 @@ class TrainConfig(Group):
         description="What is trained for: next_token, masked_lm (docs/encoders.md), classify, "
         "span_corruption, or module.path:Name of a class like those of models/objective.py.",
     )
-    steps: int = Field(1000, ge=1)
+    steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1, description="Stop after this many tokens.")
     max_minutes: float | None = Field(None, gt=0, description="Save and stop after this long.")
     step_timeout_minutes: float | None = Field(
         30.0, gt=0, description="Exit, not hang, when no step ends in this long (with compiling)."
     )
-    global_batch_size: int = Field(8, ge=1, description="Sequences per step.")
-    micro_batch_size: int = Field(8, ge=1, description="Sequences per device and micro-batch.")
+    global_batch_size: UpTo28 = Field(8, ge=1, description="Sequences per step.")
+    micro_batch_size: UpTo28 = Field(8, ge=1, description="Sequences per device and micro-batch.")
     rampup_batch_size: list[int] | None = Field(
         None, min_length=3, max_length=3, description="[start, increment, samples], as Megatron."
     )
@@ -223,7 +226,7 @@ class TrainConfig(Group):
         "before each save (docs/failures.md).",
     )
     eval_interval: int | None = Field(None, ge=1, description="Steps between evaluations.")
-    eval_steps: int = Field(10, ge=1)
+    eval_steps: UpTo28 = Field(10, ge=1)
     remat: str = Field(
         "auto",
         description="What a layer keeps for its backward: none (all), dots (matmul outputs and "
@@ -261,7 +264,7 @@ class TrainConfig(Group):
         description="Parameters that stay as they are: roles, or names with * such as dense.mlp.*.",
     )
     sample_prompt: str | None = Field(None, description="Text continued at the end of the run.")
-    sample_tokens: int = Field(64, ge=1)
+    sample_tokens: UpTo24 = Field(64, ge=1)
 
 
 class CheckpointConfig(Group):

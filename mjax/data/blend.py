@@ -90,8 +90,6 @@ class BlendedDataset:
     """`size` samples drawn from `datasets` by `weights`; fields and shapes are the datasets'."""
 
     def __init__(self, datasets: Sequence, weights: Sequence[float], size: int):
-        if len(datasets) != len(weights):
-            raise UserError(f"data.weights: {len(weights)} weights for {len(datasets)} data.paths")
         self.datasets = list(datasets)
         self.dataset_index, self.dataset_sample_index = blend_indices(normalize(weights), size)
         for k, need in enumerate(np.bincount(self.dataset_index, minlength=len(datasets))):

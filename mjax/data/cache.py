@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 
 VERSION = 1  # raise it when the meaning of a cached array changes
 
@@ -35,13 +35,11 @@ def cached_arrays(
     entry = Path(folder) / digest
     if not entry.is_dir():
         arrays = build()
-        try:
+        with or_user_error(
+            f"{folder}: the index cache cannot be written ({{reason}}): "
+            "set data.cache_dir to a folder you may write"
+        ):
             _publish(entry, description, dict(zip(names, arrays, strict=True)))
-        except OSError as e:
-            raise UserError(
-                f"{folder}: the index cache cannot be written ({e.strerror}): "
-                "set data.cache_dir to a folder you may write"
-            ) from e
     files = [entry / f"{name}.npy" for name in names]
     try:
         return [np.asarray(np.load(file, mmap_mode="r")) for file in files], files

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.data.time_limit import time_limit
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
 LONGEST_RENDERING = 5.0  # seconds; real templates take milliseconds
@@ -53,10 +53,8 @@ class ChatTemplate:
         tokens: encode it without adding any. `add_generation_prompt`: open the reply. `tools` are
         JSON schemas; `variables` are further ones that the template reads. Raises `UserError` for
         messages that it refuses."""
-        try:
+        with or_user_error("chat templates need jinja2: `pip install 'mjax[chat]'`", ImportError):
             import jinja2
-        except ImportError as e:
-            raise UserError("chat templates need jinja2: `pip install 'mjax[chat]'`") from e
         try:
             given = json.loads(json.dumps([list(messages), tools, variables]))
             chat = [{k: v for k, v in message.items() if v is not None} for message in given[0]]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
@@ -145,17 +145,15 @@ class IndexedDataset:
         self._watch.check()
         tokens = np.empty(size.sum(), self.dtype)
         raw, width, at = memoryview(tokens.view(np.uint8)), self.dtype.itemsize, 0
-        try:
+        with or_user_error(
+            f"{self.bin_path}: cannot be read: {{reason}}; mend the disk or copy the file"
+        ):
             pieces = zip((begin * width).tolist(), (size * width).tolist(), strict=True)
             with open(self.bin_path, "rb", buffering=0) as file:
                 for start, count in pieces:
                     if os.preadv(file.fileno(), [raw[at : at + count]], start) != count:
                         raise UserError(f"{self.bin_path}: ends too early; {REMEDY}")
                     at += count
-        except OSError as e:
-            raise UserError(
-                f"{self.bin_path}: cannot be read: {e.strerror}; mend the disk or copy the file"
-            ) from e
         return tokens
 
 
@@ -176,11 +174,9 @@ class IndexedDatasetWriter:
         self._bounds: list[np.ndarray] = [np.zeros(1, np.int64)]
         self._sequences = 0
         self._temporary = {s: f"{prefix}{s}.{os.getpid()}.tmp" for s in (".bin", ".idx")}
-        try:
+        with or_user_error(f"{prefix}.bin: cannot be written: {{reason}}"):
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(self._temporary[".bin"], "wb")
-        except OSError as e:
-            raise UserError(f"{prefix}.bin: cannot be written: {e.strerror}") from e
 
     def add_item(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append one sequence to the document in progress."""
@@ -248,10 +244,8 @@ class IndexedDatasetWriter:
             Path(path).unlink(missing_ok=True)
 
     def _append(self, data: np.ndarray, lengths: np.ndarray) -> None:
-        try:
+        with or_user_error(f"{self.prefix}.bin: cannot be written: {{reason}}"):
             data.tofile(self._bin)
-        except OSError as e:
-            raise UserError(f"{self.prefix}.bin: cannot be written: {e.strerror or e}") from e
         self._lengths.append(lengths)
         self._sequences += len(lengths)
 
@@ -270,10 +264,8 @@ class IndexedDatasetWriter:
 
 
 def _look(path: Path) -> tuple[int, int]:
-    try:
+    with or_user_error(f"{path}: cannot be read: {{reason}}; put the file back"):
         stat = path.stat()
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}; put the file back") from e
     return stat.st_size, stat.st_mtime_ns
 
 

@@ -16,7 +16,7 @@ from mjax.config.schema import MaskedDataConfig
 from mjax.data.gpt import Batch, split_range
 from mjax.data.masked import padded_rows
 from mjax.data.tokenizer import Tokenizer
-from mjax.errors import UserError
+from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import parse_json
 
 # A line's texts as ids, and its class.
@@ -102,10 +102,9 @@ class LabelledDataset:
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int) -> list[Line]:
     """The lines of a file of JSON lines. Raises `UserError` naming the first that is no sample."""
-    try:
+    wrong = f"data.text {path}: cannot be read: {{reason}}; give a file of JSON lines"
+    with or_user_error(wrong, UNREADABLE):
         raw = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"data.text {path}: cannot be read: {e}; give a file of JSON lines") from e
     texts, sizes, labels = [], [], []
     for number, line in enumerate(raw, 1):
         if line.strip():
@@ -119,10 +118,8 @@ def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int) -
 
 def _parsed(where: str, line: str, num_labels: int) -> tuple[list[str], int]:
     """(the texts, the class) of a line."""
-    try:
+    with or_user_error(f"{where}: not a JSON line: {{reason}}", ValueError):
         row = parse_json(line)
-    except ValueError as e:
-        raise UserError(f"{where}: not a JSON line: {e}") from e
     row = row if isinstance(row, dict) else {}
     texts = [row.get("text"), row.get("text_pair")]
     texts = texts if texts[1] is not None else texts[:1]

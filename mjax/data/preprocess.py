@@ -32,7 +32,7 @@ from mjax.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, or_user_error, run_cli
 from mjax.json_file import parse_json
 
 try:
@@ -88,7 +88,7 @@ def _files_in(folder: Path) -> list[str]:
 def read_documents(files: Iterable[str]) -> Iterator[Document]:
     """Every document of the files, in order. Raises `UserError` on an unreadable file."""
     for path in files:
-        try:
+        with or_user_error(f"{path}: cannot be read: {{reason}}", READ_ERRORS):
             with _open(path) as f:
                 if _is_jsonl(path, f):
                     for n, line in enumerate(f, 1):
@@ -96,8 +96,6 @@ def read_documents(files: Iterable[str]) -> Iterator[Document]:
                             yield Document(f"{path}:{n}", line, True)
                 else:
                     yield Document(path, f.read(), False)
-        except READ_ERRORS as e:
-            raise UserError(f"{path}: cannot be read: {e}") from e
 
 
 def _open(path: str) -> BinaryIO:

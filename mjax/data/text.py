@@ -21,7 +21,7 @@ from mjax.config.schema import DataConfig
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.preprocess import expand, preprocess, read_texts
 from mjax.data.tokenizer import load_tokenizer, train_tokenizer
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
 VERSION = 1  # raise it when the same settings give other files
@@ -52,12 +52,10 @@ def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
     if data.masked.sentences:
         settings["sentences"] = True
     stamp = folder / "settings.json"
-    try:
+    with or_user_error(f"{run_dir}: cannot be written ({{reason}}): set run.dir"):
         with _lock(folder.with_name("data.lock")):
             if not _was_made_with(stamp, settings):
                 _rebuild(data.text, data.tokenizer, settings, folder)
-    except OSError as e:
-        raise UserError(f"{run_dir}: cannot be written ({e.strerror}): set run.dir") from e
     return TextCorpus(str(folder / "corpus"), spec, load_tokenizer(spec).vocab_size)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -75,10 +75,9 @@ def _byte_tokenizer() -> Tokenizer:
 def _huggingface_tokenizer(path: Path) -> Tokenizer:
     import tokenizers
 
-    try:
+    # The library raises plain Exception.
+    with or_user_error(f"{path}: not a Hugging Face tokenizer.json: {{reason}}", Exception):
         inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises plain Exception
-        raise UserError(f"{path}: not a Hugging Face tokenizer.json: {e}") from e
     inner.no_truncation()  # files often carry the limits of some chat model
     inner.no_padding()
     vocabulary = inner.get_vocab(with_added_tokens=True)
@@ -90,12 +89,6 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in inner.encode_batch(list(texts), add_special_tokens=False)]
 
-    def decode(ids):
-        return inner.decode([int(i) for i in ids])
-
-    def decode_whole(ids):
-        return inner.decode([int(i) for i in ids], skip_special_tokens=False)
-
     whole, bare = inner.encode("a").ids, encode_batch(["a"])[0]
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     prefix = tuple(whole[: next(starts, 0)])
@@ -103,9 +96,9 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
         max(vocabulary.values()) + 1,
         eod,
         encode_batch,
-        decode,
+        lambda ids: inner.decode([int(i) for i in ids]),
         prefix,
-        decode_whole,
+        lambda ids: inner.decode([int(i) for i in ids], skip_special_tokens=False),
         vocabulary.get,
         inner.id_to_token,
     )
@@ -118,14 +111,10 @@ def _declared_eod(config: Path) -> str | None:
 
 
 def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
-    try:
+    with or_user_error(f"{path}: needs `pip install sentencepiece`", ImportError):
         import sentencepiece
-    except ImportError as e:
-        raise UserError(f"{path}: needs `pip install sentencepiece`") from e
-    try:
+    with or_user_error(f"{path}: not a SentencePiece model: {{reason}}", (RuntimeError, OSError)):
         inner = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as e:
-        raise UserError(f"{path}: not a SentencePiece model: {e}") from e
     eod = inner.eos_id() if inner.eos_id() >= 0 else None
 
     def encode_batch(texts):
@@ -165,12 +154,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | os.PathLik
     )
     inner.train_from_iterator(texts, trainer)
     temporary = f"{out}.{os.getpid()}.tmp"
-    try:
+    with or_user_error(f"{out}: cannot be written: {{reason}}"):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(temporary).write_text(inner.to_str(), encoding="utf-8")
         os.replace(temporary, out)
-    except OSError as e:
-        raise UserError(f"{out}: cannot be written: {e.strerror}") from e
     return load_tokenizer(out)
 
 

@@ -85,7 +85,8 @@ class Block(nnx.Module):
         new_cache = {}
         for i, group in enumerate(branch_groups(kind)):
             name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
-            h, x = _fork(getattr(self, f"{name}_norm"), x)
+            norm = getattr(self, f"{name}_norm")
+            h, x = (x, x) if norm is None else norm.fork(x)  # for a branch; the residual stream
             outputs = []
             for letter in group:
                 branch = BRANCHES[letter].name
@@ -135,13 +136,6 @@ def _salts(layer: jax.Array | int, branch: int) -> Salts:
     first = FIRST_SALT + 3 * layer
     further, second = divmod(branch, 2)
     return Salts(first + (branch << 26), first + 1 + second + (further << 24))
-
-
-def _fork(norm: Norm | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(what a branch reads, the residual stream that passes it by)."""
-    if norm is None:
-        return x, x
-    return norm.fork(x)
 
 
 def scaled(x: jax.Array, factor: float | None) -> jax.Array:

@@ -35,6 +35,16 @@ _EMBED_SALT = 0
 _TARGET_SALT = 1 << 24  # of what a decoder reads beside an encoder
 
 
+def _table(cfg: ModelConfig, rows: int, axis: str | None, of: str) -> ParamSpec:
+    """The declaration of a table of embeddings."""
+    return ParamSpec(
+        shape=(rows, cfg.hidden_size),
+        axes=(axis, "embed"),
+        role="embedding",
+        hf=(f"model.embed_{of}.weight",),
+    )
+
+
 class Decoder(nnx.Module):
     """A language model of one stack of layers: a decoder, or an encoder where they see ahead.
 
@@ -45,29 +55,14 @@ class Decoder(nnx.Module):
         self.cfg = cfg
         self.kinds = cfg.layer_kinds
         init = normal(cfg.initializer_range)
-        table = ParamSpec(
-            shape=(cfg.padded_vocab_size, cfg.hidden_size),
-            axes=("vocab", "embed"),
-            role="embedding",
-            hf=("model.embed_tokens.weight",),
-        )
+        table = _table(cfg, cfg.padded_vocab_size, "vocab", "tokens")
         self.embedding = declare(rngs, table, init)
         if cfg.position_embedding == "learned":
-            positions = ParamSpec(
-                shape=(cfg.max_position_embeddings, cfg.hidden_size),
-                axes=("positions", "embed"),
-                role="embedding",
-                hf=("model.embed_positions.weight",),
-            )
+            positions = _table(cfg, cfg.max_position_embeddings, "positions", "positions")
             self.position_embedding = declare(rngs, positions, init)
         norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
         if cfg.bert.type_vocab_size:
-            types = ParamSpec(
-                shape=(cfg.bert.type_vocab_size, cfg.hidden_size),
-                axes=(None, "embed"),
-                role="embedding",
-                hf=("model.embed_types.weight",),
-            )
+            types = _table(cfg, cfg.bert.type_vocab_size, None, "types")
             self.type_embedding = declare(rngs, types, init)
         if cfg.bert.embedding_norm:
             self.embedding_norm = norm("model.embed_norm")

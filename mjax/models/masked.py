@@ -8,6 +8,7 @@ anew at each step, as RoBERTa does (arXiv 1907.11692).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,18 @@ ROW_LABEL = BatchField(np.int32, ("batch",), pad=-1)
 TOKEN_TYPES = BatchField(np.int32)
 
 
+class _OfEncoder:
+    """What the objectives of encoders have in common: types of tokens, and further measures."""
+
+    def for_evaluation(self) -> Self:
+        return replace(self, measures=True)
+
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
+        return edges.embed(batch["tokens"], replace(tokens, types=batch.get("token_types")), ctx)
+
+
 @dataclass(frozen=True)
-class MaskedTokens:
+class MaskedTokens(_OfEncoder):
     """The cross-entropy of hidden tokens in nats, and with `pairs` that of rows' classes.
 
     They are "loss", a mean over hidden tokens, and "row_loss", a mean over rows. With `measures`
@@ -53,9 +64,6 @@ class MaskedTokens:
     def fields(self) -> Mapping[str, BatchField]:
         return dict(NextToken.fields) | _further_fields(self.types, self.pairs)
 
-    def for_evaluation(self) -> "MaskedTokens":
-        return replace(self, measures=True)
-
     def counts(self, batch: Batch) -> Scalars:
         counts = {"loss": jnp.sum(batch["loss_mask"].astype(jnp.float32))}
         if self.pairs:
@@ -65,9 +73,6 @@ class MaskedTokens:
         if self.measures and self.pairs:
             counts["row_accuracy"] = counts["row_loss"]
         return counts
-
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
-        return _embed(edges, batch, tokens, ctx)
 
     def losses(
         self,
@@ -120,7 +125,7 @@ class MaskedTokens:
 
 
 @dataclass(frozen=True)
-class ClassifyRows:
+class ClassifyRows(_OfEncoder):
     """The cross-entropy of rows' classes in nats, a mean over rows whose "row_label" is not -1.
 
     The field is int32 [B]. With `measures` there is also the part of rows that the model gets
@@ -139,15 +144,9 @@ class ClassifyRows:
     def fields(self) -> Mapping[str, BatchField]:
         return {"tokens": BatchField(np.int32)} | _further_fields(self.types, pairs=True)
 
-    def for_evaluation(self) -> "ClassifyRows":
-        return replace(self, measures=True)
-
     def counts(self, batch: Batch) -> Scalars:
         counts = {"loss": jnp.sum(_rows_that_count(batch))}
         return counts | ({"accuracy": counts["loss"]} if self.measures else {})
-
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
-        return _embed(edges, batch, tokens, ctx)
 
     def losses(
         self,
@@ -173,10 +172,6 @@ def _further_fields(types: bool, pairs: bool) -> dict[str, BatchField]:
     """The fields of token types and of rows' classes, where a model has them."""
     fields = {"token_types": TOKEN_TYPES} if types else {}
     return fields | ({"row_label": ROW_LABEL} if pairs else {})
-
-
-def _embed(edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
-    return edges.embed(batch["tokens"], replace(tokens, types=batch.get("token_types")), ctx)
 
 
 def _rows_that_count(batch: Batch) -> jax.Array:

@@ -109,7 +109,8 @@ class MLA(BranchModule):
             arrays = attention_arrays(self.cfg, inputs)
             out = self._attend(q, latent, call, arrays, ctx)
         else:
-            cache = _write_latent(cache, latent, inputs.tokens.columns[0])
+            first = inputs.tokens.columns[0]
+            cache = jax.lax.dynamic_update_slice(cache, latent.astype(cache.dtype), (0, first, 0))
             call = replace(call, implementation="xla")
             arrays = attention_arrays(self.cfg, inputs, cache.shape[1])
             attend = self._decode if x.shape[1] == 1 else self._attend
@@ -218,12 +219,6 @@ class MLA(BranchModule):
         found = decode_attention(q, slots, slots, call, arrays)
         found, _ = _cut_channels(found, sizes.kv_lora_rank)
         return jnp.einsum("bsnr,rnu->bsnu", found, to_value)
-
-
-def _write_latent(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
-    """A cache [B, T, R + P] with the latents `new` [B, S, R + P] from column `first` on."""
-    new = new.astype(cache.dtype)
-    return jax.lax.dynamic_update_slice(cache, new, (0, first, 0))
 
 
 def _cut_channels(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

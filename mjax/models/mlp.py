@@ -55,12 +55,8 @@ def _activated_backward(name, residuals, dy):
     h, bias = residuals
     if gate.supports(h, name):
         return gate.act_backward(h, bias, dy, name)
-
-    def forward(h, bias):
-        return activated.fun(h, bias, name)
-
     h, bias = compute_again(h, bias)
-    _, vjp = jax.vjp(forward, h, bias)
+    _, vjp = jax.vjp(lambda h, bias: activated.fun(h, bias, name), h, bias)
     return vjp(dy)
 
 

@@ -151,7 +151,7 @@ class NextToken:
 
 
 @dataclass(frozen=True)
-class MultiToken:
+class MultiToken(NextToken):
     """Next-token prediction, and that of tokens further ahead by `depths` layers (`mtp.py`).
 
     "loss" is the former. "mtp_1", .. are the mean cross-entropies of the depths. The gradient of
@@ -161,22 +161,15 @@ class MultiToken:
     depths: int
     factor: float
 
-    @property
-    def fields(self) -> Mapping[str, BatchField]:
-        return NextToken.fields
-
     def derive_fields(self, batch: Batch, parallel: Parallel) -> Batch:
         return shifted_fields(batch, self.depths, parallel)
 
     def counts(self, batch: Batch) -> Scalars:
-        counts = NextToken().counts(batch)
+        counts = super().counts(batch)
         for depth in range(1, self.depths + 1):
             _, _, mask = field_names(depth)
             counts[f"mtp_{depth}"] = jnp.sum(batch[mask].astype(jnp.float32))
         return counts
-
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
-        return NextToken().embed(edges, batch, tokens, ctx)
 
     def losses(
         self,

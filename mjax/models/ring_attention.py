@@ -73,11 +73,7 @@ class Ring:
         pairs = []
         for device in range(self.cp):
             pairs.append((device, (device + self.group_size) % self.cp))
-
-        def shift(x: jax.Array) -> jax.Array:
-            return lax.ppermute(x, CP_AXIS, pairs)
-
-        return jax.tree.map(shift, tree)
+        return jax.tree.map(lambda x: lax.ppermute(x, CP_AXIS, pairs), tree)
 
     def shift_both(self, keys: Keys, d_kv: jax.Array) -> tuple[Keys, jax.Array]:
         """`shift` keys and fp32 gradients as one transfer: two would not overlap."""

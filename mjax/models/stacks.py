@@ -141,7 +141,4 @@ def unstack_groups(groups: Sequence[dict], plans: Sequence[LayerPlan]) -> LayerL
 
 
 def _entry(stacks: dict, place: int | tuple[int, int]) -> dict:
-    def take(stack: jax.Array) -> jax.Array:
-        return stack[place]
-
-    return jax.tree.map(take, stacks)
+    return jax.tree.map(lambda stack: stack[place], stacks)

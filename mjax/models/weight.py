@@ -308,8 +308,4 @@ def with_values(weights: dict, values: dict) -> dict:
 
 def without_fp8(weights: dict) -> dict:
     """`weights` as matmuls in the dtype of the computation read them."""
-
-    def plain(w: WeightOrArray) -> WeightOrArray:
-        return replace(w, recipe=None) if is_weight(w) else w
-
-    return map_weights(plain, values_of(weights))
+    return map_weights(lambda w: replace(w, recipe=None) if is_weight(w) else w, values_of(weights))

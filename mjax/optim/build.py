@@ -10,7 +10,7 @@ once: clipping, update, rounding and the choice to keep the old state are one el
 expression.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -111,6 +111,18 @@ def state_like(
     return state | {kept: unflatten_dict(tree) for kept, tree in trees.items()}
 
 
+class Rows(NamedTuple):
+    """Some rows of a parameter, or all: their gradient, values, moments, and where they lie."""
+
+    grad: jax.Array
+    param: jax.Array
+    moments: Moments
+    offsets: Offsets
+
+
+Updated = tuple[jax.Array, Moments]  # the rows of a parameter and their moments
+
+
 @dataclass(frozen=True)
 class ParameterUpdate:
     """The update of one parameter in one step.
@@ -131,90 +143,66 @@ class ParameterUpdate:
     scale: jax.Array | float
     keep: jax.Array | bool
 
-    def elementwise(
-        self,
-        update_rows: Callable,
-        grad: jax.Array,
-        param: jax.Array,
-        moments: Moments,
-        offsets: Offsets,
-    ) -> tuple[jax.Array, Moments]:
-        """(param, moments) after `update_rows` of all rows.
+    def elementwise(self, update_rows: Callable[[Rows], Updated], rows: Rows) -> Updated:
+        """The update of all rows by `update_rows`.
 
         Moments in host memory are updated slice by slice.
         """
-        rows, *columns = offsets
+        first, *others = rows.offsets
 
-        def update(inputs: tuple, param: jax.Array, moments: Moments) -> tuple:
-            grad, rows = inputs
-            return update_rows(grad, param, moments, (rows, *columns))
+        def update(inputs: tuple, param: jax.Array, moments: Moments) -> Updated:
+            grad, first = inputs
+            return update_rows(Rows(grad, param, moments, (first, *others)))
 
-        inputs = grad, rows
+        inputs = rows.grad, first
         if self.cfg.offload is True:
-            return update_in_slices(update, inputs, param, moments)
-        return update(inputs, param, moments)
+            return update_in_slices(update, inputs, rows.param, rows.moments)
+        return update(inputs, rows.param, rows.moments)
 
-    def adam_rows(
-        self, grad: jax.Array, param: jax.Array, moments: Moments, offsets: Offsets
-    ) -> tuple[jax.Array, Moments]:
-        """(param, (mu, nu)) of some rows after AdamW."""
+    def adam_rows(self, rows: Rows) -> Updated:
+        """AdamW, whose moments are mu and nu."""
         cfg = self.cfg
-        old_mu, old_nu = moments
-        mu, nu = adam_moments(self._scaled(grad), old_mu, old_nu, cfg.b1, cfg.b2)
+        mu, nu = adam_moments(self._scaled(rows.grad), *rows.moments, cfg.b1, cfg.b2)
         direction = adam_direction(mu, nu, self.count, cfg.b1, cfg.b2, cfg.eps)
-        mu = self._stored(mu, old_mu, "mu", offsets)
-        nu = self._stored(nu, old_nu, "nu", offsets)
-        return self._moved(param, direction, offsets), (mu, nu)
+        return self._moved(rows, direction), self._kept(rows, ("mu", "nu"), (mu, nu))
 
     def transformed_rows(
-        self,
-        transformation: Transformation,
-        numbers: dict[str, jax.Array],
-        grad: jax.Array,
-        param: jax.Array,
-        moments: Moments,
-        offsets: Offsets,
-    ) -> tuple[jax.Array, Moments]:
-        """The same after a transformation whose state holds `numbers` so far."""
-        grad = self._scaled(grad).astype(jnp.float32)
+        self, transformation: Transformation, numbers: dict[str, jax.Array], rows: Rows
+    ) -> Updated:
+        """A transformation whose state holds `numbers` so far."""
+        grad = self._scaled(rows.grad).astype(jnp.float32)
         leaves = transformation.moments
-        old = tuple(m.astype(leaf.dtype) for m, leaf in zip(moments, leaves, strict=True))
-        direction, new = transformation.step(grad, param.astype(jnp.float32), old, numbers)
-        stored = []
-        for leaf, value, before in zip(leaves, new, moments, strict=True):
-            stored.append(self._stored(value, before, leaf.name, offsets))
-        return self._moved(param, direction, offsets), tuple(stored)
+        old = tuple(m.astype(leaf.dtype) for m, leaf in zip(rows.moments, leaves, strict=True))
+        direction, new = transformation.step(grad, rows.param.astype(jnp.float32), old, numbers)
+        return self._moved(rows, direction), self._kept(rows, [leaf.name for leaf in leaves], new)
 
-    def muon(
-        self,
-        grad: jax.Array,
-        param: jax.Array,
-        moments: Moments,
-        offsets: Offsets,
-        gather: Resharder,
-        shard: Resharder,
-    ) -> tuple[jax.Array, Moments]:
-        """(param, (mu,)) after Muon."""
+    def muon(self, rows: Rows, gather: Resharder, shard: Resharder) -> Updated:
+        """Muon, whose moment is mu."""
         cfg = self.cfg
-        (old_mu,) = moments
-        grad = self._scaled(grad)
-        matrix, mu = muon_momentum(grad, old_mu, cfg.muon_momentum, cfg.muon_nesterov)
+        grad = self._scaled(rows.grad)
+        matrix, mu = muon_momentum(grad, *rows.moments, cfg.muon_momentum, cfg.muon_nesterov)
         matrix = matrix.astype(cfg.mu_dtype)
         steps, mode = cfg.muon_steps, cfg.muon_scale
         direction = muon_direction(matrix, self.spec, steps, mode, gather, shard)
-        param = self._moved(param, direction, offsets)
-        return param, (self._stored(mu, old_mu, "mu", offsets),)
+        return self._moved(rows, direction), self._kept(rows, ("mu",), (mu,))
 
     def _scaled(self, grad: jax.Array) -> jax.Array:
         return grad * jnp.asarray(self.scale, grad.dtype)
 
-    def _moved(self, param: jax.Array, direction: jax.Array, offsets: Offsets) -> jax.Array:
+    def _moved(self, rows: Rows, direction: jax.Array) -> jax.Array:
         """The parameter after a step against `direction`, fp32."""
-        old = param.astype(jnp.float32)
+        old = rows.param.astype(jnp.float32)
         if self.spec.role in self.cfg.weight_decay_roles:
             direction += self.weight_decay * old
         lr = self.lr * lr_multiplier(self.cfg, self.spec)
-        return self._stored(old - lr * direction, param, "param", offsets)
+        return self._stored(old - lr * direction, rows.param, "param", rows.offsets)
+
+    def _kept(self, rows: Rows, names: Sequence[str], new: Moments) -> Moments:
+        """The moments `new`, fp32, as they are stored."""
+        stored = []
+        for name, value, old in zip(names, new, rows.moments, strict=True):
+            stored.append(self._stored(value, old, name, rows.offsets))
+        return tuple(stored)
 
     def _stored(self, new: jax.Array, old: jax.Array, tensor: str, offsets: Offsets) -> jax.Array:
         """The replacement of `old`: fp32 `new` in the dtype of `old`, or `old` itself."""
@@ -294,16 +282,16 @@ class Optimizer:
             )
             names = [moment.name for moment in moments_of(self.cfg, spec.role)]
             moments = tuple(kept[moment][name] for moment in names)
-            arrays = grads[name], params[name], moments
             offsets = self._offsets(name, spec, params[name].shape)
+            rows = Rows(grads[name], params[name], moments, offsets)
             if uses_muon(self.cfg, spec.role):
-                params[name], moments = one.muon(*arrays, offsets, self.gather, self.shard)
+                params[name], moments = one.muon(rows, self.gather, self.shard)
             else:
-                rows = one.adam_rows
+                update_rows = one.adam_rows
                 if self.transformation is not None:
                     numbers = state.get("numbers", {})
-                    rows = partial(one.transformed_rows, self.transformation, numbers)
-                params[name], moments = one.elementwise(rows, *arrays, offsets)
+                    update_rows = partial(one.transformed_rows, self.transformation, numbers)
+                params[name], moments = one.elementwise(update_rows, rows)
             for moment, value in zip(names, moments, strict=True):
                 kept[moment][name] = value
         new = {"count": count}

@@ -206,10 +206,6 @@ class TrainingTicks:
         Rows keep an axis of length 1. Without it XLA copies a row of sums before it adds to it.
         """
         device = self.device
-
-        def row_of_gradients(g: jax.Array) -> jax.Array:
-            return jnp.where(unit.on == 1, g, 0)[None]
-
         execution = device.model.execution
         cotangents = _gradients(cotangents)
         if execution.loops:
@@ -218,7 +214,7 @@ class TrainingTicks:
         for stack in device.layout.stacks:
             total, chunk = sums[stack], cotangents[stack]
             for slot, row in enumerate(device.rows(stack, unit.chunk)):
-                layer = jax.tree.map(row_of_gradients, chunk[slot])
+                layer = jax.tree.map(lambda g: jnp.where(unit.on == 1, g, 0)[None], chunk[slot])
                 layer = add_gradients(_row_of_stack(total, row), layer)
                 total = _with_row(total, layer, row)
             added[stack] = total
@@ -303,11 +299,7 @@ def pipeline_losses(
 
 def _row_of_stack(tree, row: jax.Array | int):
     """One row of every stack in a tree, as a stack [1, ...]."""
-
-    def take(stack: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(stack, row, 1)
-
-    return jax.tree.map(take, tree)
+    return jax.tree.map(lambda stack: lax.dynamic_slice_in_dim(stack, row, 1), tree)
 
 
 def _with_row(tree, new, row: jax.Array | int):
@@ -335,7 +327,4 @@ def _zeros_like(x: Activation) -> Activation:
 
 
 def _add(total: dict, addend: dict) -> dict:
-    def add(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b.astype(a.dtype)
-
-    return jax.tree.map(add, total, addend)
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, addend)

@@ -73,20 +73,12 @@ def to_storage(storage: Storage, tree: dict) -> dict:
 
     Stacks go from [L, ...] to [pp * v * slots, ...]; padding is zero.
     """
-
-    def store(path: tuple, x: jax.Array) -> jax.Array:
-        return _store(x, storage.form(path))
-
-    return jax.tree_util.tree_map_with_path(store, tree)
+    return jax.tree_util.tree_map_with_path(lambda path, x: _store(x, storage.form(path)), tree)
 
 
 def to_canonical(storage: Storage, tree: dict) -> dict:
     """The inverse of `to_storage`."""
-
-    def restore(path: tuple, x: jax.Array) -> jax.Array:
-        return _restore(x, storage.form(path))
-
-    return jax.tree_util.tree_map_with_path(restore, tree)
+    return jax.tree_util.tree_map_with_path(lambda path, x: _restore(x, storage.form(path)), tree)
 
 
 def _store(x: jax.Array, form: StoredForm) -> jax.Array:

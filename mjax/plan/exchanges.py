@@ -41,7 +41,8 @@ class Collective(NamedTuple):
 def read_exchanges(text: str, sizes: dict[str, int]) -> list[Collective]:
     """The exchanges of a program on a mesh of these sizes, in the order of the text."""
     computations = dict(_computations(text))
-    times = _times(computations, _entry_name(text))
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1]
+    times = _times(computations, entry)
     found = []
     for name, lines in computations.items():
         if times[name]:
@@ -80,10 +81,6 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
             yield name, lines
         else:
             lines.append(line)
-
-
-def _entry_name(text: str) -> str:
-    return re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1]
 
 
 def _times(computations: dict[str, list[str]], entry: str) -> Counter:

@@ -202,15 +202,15 @@ def _parameter_bytes(
     of_micro_batch = count.tables if execution.sums_in_matmuls else count.tables + read
     return {
         "masters": WIDTH[precision.params] * count.shard,
-        "moments": (optimizer.offload is not True) * _moment_bytes(optimizer, count),
+        "moments": (optimizer.offload is not True) * moment_bytes_on_device(optimizer, count),
         "weights": 0.0 if alone else weights,
         "gradients": share * (accumulate * summed + compute * chosen),
         "gradients of a micro-batch": 0.0 if once else share * compute * of_micro_batch,
     }
 
 
-def _moment_bytes(optimizer: OptimizerConfig, count: Counts) -> int:
-    """The bytes of all moments on one device; Muon keeps fewer of matrices."""
+def moment_bytes_on_device(optimizer: OptimizerConfig, count: Counts) -> int:
+    """The bytes of moments on one device, or on the host for it; Muon keeps fewer of matrices."""
     of_roles = count.trained_of_role.items()
     return sum(stored * moment_bytes(optimizer, role) for role, stored in of_roles)
 

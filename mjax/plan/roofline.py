@@ -23,14 +23,13 @@ from mjax.models.capacity import expert_capacity
 from mjax.models.execution import Execution
 from mjax.models.expert_exchange import rows_per_peer
 from mjax.models.flops import branch_flops, flops_by_part, flops_of_run
-from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.plan.balance import head_in_layers, step_time
 from mjax.plan.chips import Chip
 from mjax.plan.execution import micro_batch_shape
 from mjax.plan.kernels import exchange_choice, expert_choice
-from mjax.plan.memory import WIDTH, Counts, counts_on_device
+from mjax.plan.memory import WIDTH, Counts, counts_on_device, moment_bytes_on_device
 
 MEASURED_ON = "h200"  # the chip of all shares below
 NETWORK_GBS = 50.0  # of a GPU to other nodes: 400 Gb/s, an assumption
@@ -101,7 +100,7 @@ def step_parts(
         *_exchanges(cfg, sizes, execution, counts, chip),
     ]
     if cfg.optimizer.offload is True:
-        moved = 2 * _moments(cfg, counts)
+        moved = 2 * moment_bytes_on_device(cfg.optimizer, counts)
         parts.append(Part("moments from and to the host", _time(moved, HOST_GBS.scaled(1e9))))
     return [part for part in parts if part.time.high > 0]
 
@@ -179,7 +178,8 @@ def _compute(
     """Matmuls, attention and passes over memory of one device, in all micro-batches."""
     tokens = _tokens(cfg, sizes, execution) * stretch
     flops = flops_by_part(cfg.model, *_lengths(cfg))
-    again = {name: _share_of_policy(execution, name) for name in AGAIN}
+    remat = [plan.remat for plan in execution.layers]
+    again = {name: remat.count(name) / len(remat) for name in AGAIN}  # shares of the layers
     weights_again = 1 + (again["attention"] + again["full"]) / 3
     peak = MATMUL.scaled(chip.bf16_tflops * 1e12)
     rate = peak
@@ -209,11 +209,6 @@ def _tokens(cfg: Config, sizes: dict[str, int], execution: Execution) -> float:
     rows, width = micro_batch_shape(cfg, sizes)
     of_step = rows * width * execution.micro_batches
     return of_step / (sizes["tp"] * sizes["pp"])
-
-
-def _share_of_policy(execution: Execution, policy: str) -> float:
-    """The share of the layers that have a policy of recomputation."""
-    return sum(plan.remat == policy for plan in execution.layers) / len(execution.layers)
 
 
 def _attention_seconds(cfg: Config, chip: Chip) -> float:
@@ -299,14 +294,6 @@ def _pipeline_stretch(cfg: Config, execution: Execution) -> float:
     return step_time(layout, schedule, head) / ideal
 
 
-def _moments(cfg: Config, counts: Counts) -> float:
-    """Bytes of moments on one device, or on the host for it."""
-    total_bytes = 0
-    for role, stored in counts.trained_of_role.items():
-        total_bytes += stored * moment_bytes(cfg.optimizer, role)
-    return total_bytes
-
-
 def _update(cfg: Config, execution: Execution, counts: Counts, chip: Chip) -> Span:
     """The optimizer reads and writes masters and moments, reads gradients twice and writes weights.
 
@@ -318,7 +305,7 @@ def _update(cfg: Config, execution: Execution, counts: Counts, chip: Chip) -> Sp
     masters = 2 * WIDTH[cfg.precision.params]
     added = 2 * accumulate + compute
     moved = trained * (masters + added)
-    moved += 2 * _moments(cfg, counts)
+    moved += 2 * moment_bytes_on_device(cfg.optimizer, counts)
     if execution.micro_batches > 1:
         by_hand = counts.tables
         if execution.sums_in_matmuls:

@@ -32,6 +32,7 @@ SIX = ["model.attention.num_attention_heads=12", "model.vocab_multiple=96", "dat
 EXPERTS = [
     "run.seed=1",
     "model.layer_pattern=E",
+    "model.moe.num_experts=8",
     "model.moe.num_experts_per_tok=2",
     "model.moe.moe_intermediate_size=24",
     "model.moe.router_aux_loss_coef=0.1",
@@ -45,7 +46,7 @@ STATES = [
 # Each is a feature whose sharding could go wrong on its own.
 FEATURES = {
     "dense": [],
-    "experts": ["model.moe.num_experts=8", *EXPERTS],
+    "experts": EXPERTS,
     "tied": ["model.tie_word_embeddings=true", "model.attention.num_key_value_heads=1"],
     "biases": [
         "model.attention.attention_bias=true",
@@ -89,7 +90,6 @@ FEATURES = {
         "model.intermediate_size=50",
     ],
     "gpt-oss": [
-        "model.moe.num_experts=8",
         *EXPERTS,
         "model.layer_pattern='window, full, full, window+experts'",
         "model.moe.routed_scaling_factor=0.5",
@@ -101,7 +101,6 @@ FEATURES = {
         "model.swiglu_limit=0.5",
     ],
     "routing": [  # DeepSeek-V3's, with all that a router may have
-        "model.moe.num_experts=8",
         *EXPERTS,
         "model.layer_pattern=GGGE",
         "model.moe.scoring_func=sigmoid",
@@ -113,7 +112,6 @@ FEATURES = {
         "model.moe.shared_expert_gate=true",
     ],
     "expert bias": [
-        "model.moe.num_experts=8",
         *EXPERTS,
         "model.layer_pattern=GGGE",
         "model.moe.scoring_func=sigmoid",
@@ -121,7 +119,6 @@ FEATURES = {
         "model.moe.routed_scaling_factor=0.5",
     ],
     "multi-token prediction": [  # by two depths of experts
-        "model.moe.num_experts=8",
         *EXPERTS,
         "model.layer_pattern=GE",
         "model.moe.expert_bias=true",
@@ -131,19 +128,16 @@ FEATURES = {
         "train.mtp_loss_scaling_factor=0.5",
     ],
     "capacity": [  # a third of all pairs is dropped
-        "model.moe.num_experts=8",
         *EXPERTS,
         "model.layer_pattern=GGGE",
         "model.moe.capacity_factor=0.75",
         "model.moe.routed_scaling_factor=0.5",
     ],
     "all-to-all": [  # of tokens over ep; some exchanges have more tokens than room, and gather
-        "model.moe.num_experts=8",
         *EXPERTS,
         "train.expert_exchange=all_to_all",
     ],
     "sinkhorn": [  # and jitter
-        "model.moe.num_experts=8",
         *EXPERTS,
         "model.layer_pattern=GGGE",
         "model.moe.router_aux_loss_coef=0.0",
@@ -169,7 +163,6 @@ FEATURES = {
     ],
     "mamba": ["model.layer_pattern=M", "model.mamba.n_groups=2", *STATES],
     "hybrid": [  # one group for all heads, attention beside a mixer, experts
-        "model.moe.num_experts=8",
         *EXPERTS,
         "model.layer_pattern='mamba+mlp, mamba|full, mamba, experts'",
         *STATES,

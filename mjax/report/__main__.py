@@ -7,7 +7,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import read_runs
 
 
@@ -24,10 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     from mjax.report.page import page
 
     text = page(runs)
-    try:
+    with or_user_error(f"--out {args.out}: cannot be written ({{reason}})"):
         args.out.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"--out {args.out}: cannot be written ({e.strerror})") from e
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     print(f"{args.out}: {count}, {len(text) / 1e6:.1f} MB")
     return 0

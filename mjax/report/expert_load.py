@@ -9,7 +9,7 @@ import argparse
 import math
 from pathlib import Path
 
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import records_of
 
 _FIELD = "expert_load/layers."
@@ -29,10 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("expert_load.svg"))
     args = parser.parse_args(argv)
     loads = read_loads(args.run)
-    try:
+    with or_user_error(f"--out {args.out}: cannot be written ({{reason}})"):
         args.out.write_text(drawing(loads), encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"--out {args.out}: cannot be written ({e.strerror})") from e
     steps = sorted({step for of_layer in loads.values() for step in of_layer})
     print(f"{args.out}: {len(loads)} layers, {len(steps)} records to step {steps[-1]}")
     return 0

@@ -134,10 +134,7 @@ def _checkpoint(params: dict, operands: Sequence, token: jax.Array) -> Results:
 
 def _cond(params: dict, operands: Sequence, token: jax.Array) -> Results:
     def branch(program: ClosedJaxpr) -> Callable:
-        def evaluate(token, *args):
-            return _evaluate(program, args, token)
-
-        return evaluate
+        return lambda token, *args: _evaluate(program, args, token)
 
     choice, *args = operands
     branches = [branch(program) for program in params["branches"]]

@@ -198,8 +198,4 @@ def field_maker(cfg: Config, objective: Objective) -> Callable | None:
     """The `make_fields` of `make_loader` for this objective; None: a data set has its fields."""
     if not isinstance(objective, FieldMaker):
         return None
-
-    def make_fields(batch: HostBatch, step: int, rows: np.ndarray) -> HostBatch:
-        return objective.make_fields(batch, cfg.run.seed, step, rows)
-
-    return make_fields
+    return lambda batch, step, rows: objective.make_fields(batch, cfg.run.seed, step, rows)

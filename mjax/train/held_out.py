@@ -56,13 +56,9 @@ class HeldOut:
         """The batches of an evaluation, numpy [B, S] fields; `rows`: the part of this process."""
         cfg = self.trainer.cfg
         size = cfg.train.global_batch_size
-
-        def samples(batch: int) -> tuple[int, int]:
-            return batch * size, size
-
         return make_loader(
             self.data,
-            samples,
+            lambda batch: (batch * size, size),
             0,
             cfg.train.eval_steps,
             rows=rows,
@@ -111,8 +107,6 @@ def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
     name = cfg.data.tokenizer
     if cfg.data.text:
         name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path
-    if name is None:
-        raise UserError("train.sample_prompt needs a tokenizer; set data.tokenizer")
     tokenizer = load_tokenizer(name)
     ids = tokenizer.encode(text)
     if not ids or len(ids) + count > cfg.model.max_position_embeddings:

@@ -12,9 +12,9 @@ from pathlib import Path
 from mjax.checkpoint.node_store import NONE
 from mjax.checkpoint.peers import gather_numbers
 from mjax.config.schema import Config
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.sharding.agreement import on_process_0
-from mjax.train.log_writer import reason, replace_text
+from mjax.train.log_writer import replace_text
 
 TOKEN = "local_token"  # file in run.dir
 
@@ -35,11 +35,14 @@ def local_folder(cfg: Config) -> Path | None:
 
 
 def _read_token(file: Path) -> int:
+    if not file.is_file():
+        return NONE
+    with or_user_error(f"{file} cannot be read: {{reason}}; mend the folder"):
+        text = file.read_text(encoding="utf-8")
     try:
-        return int(file.read_text(encoding="utf-8"), 16) if file.is_file() else NONE
-    except (OSError, ValueError) as e:
-        why = reason(e) if isinstance(e, OSError) else "it holds no token"
-        raise UserError(f"{file} cannot be read: {why}; mend the folder, or remove the file") from e
+        return int(text, 16)
+    except ValueError:
+        raise UserError(f"{file} holds no token; remove it to start a new local tier") from None
 
 
 def claim(cfg: Config) -> None:
@@ -47,12 +50,9 @@ def claim(cfg: Config) -> None:
     token = Path(cfg.run.dir) / TOKEN
 
     def write() -> None:
-        if token.is_file():
-            return
-        try:
-            replace_text(token, uuid.uuid4().hex[:12])
-        except OSError as e:
-            raise UserError(f"{token} cannot be written: {reason(e)}; free space or mend it") from e
+        with or_user_error(f"{token} cannot be written: {{reason}}; free space or mend it"):
+            if not token.is_file():
+                replace_text(token, uuid.uuid4().hex[:12])
 
     if cfg.checkpoint.local_dir is not None:
         on_process_0(write)

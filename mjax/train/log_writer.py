@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mjax.errors import reason
+
 MOST_WAITING = 10_000  # records kept for a place that cannot be written
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF)  # of a terminal or pipe
 CLOSING = 10.0  # seconds that a place has for its last records at the end of a run
@@ -157,9 +159,3 @@ def warn(text: str) -> None:
     """A line on standard error, if that can be written. It may be called in a signal handler."""
     with contextlib.suppress(OSError):
         os.write(2, f"mjax: {text}\n".encode())
-
-
-def reason(error: BaseException) -> str:
-    """The words of an error in one line, without a number or file name."""
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(str(words).split())

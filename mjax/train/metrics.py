@@ -17,19 +17,11 @@ from pathlib import Path
 import jax
 
 from mjax.config.schema import Config, LogConfig
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.models.flops import flops_of_run
 from mjax.plan.chips import chip_of_kind
 from mjax.train.console import LEGEND, Console
-from mjax.train.log_writer import (
-    JsonLines,
-    LogWriter,
-    Sink,
-    close_output,
-    print_line,
-    reason,
-    replace_text,
-)
+from mjax.train.log_writer import JsonLines, LogWriter, Sink, close_output, print_line, replace_text
 
 Record = dict[str, float | int | str | list[float] | None]
 
@@ -122,17 +114,15 @@ class Log:
             return
         self._lines = Console(last_step)
         self.say(LEGEND)
-        try:
+        with or_user_error(
+            f"{run_dir}: the log cannot be opened: {{reason}}; free space or mend the folder"
+        ):
             self._events = LogWriter("metrics.jsonl", *jsonl_sink(run_dir, start_step))
             if cfg.log.tensorboard:
                 sink = tensorboard_sink(run_dir / "tensorboard", start_step)
                 self._figures.append(LogWriter("tensorboard", *sink))
             if cfg.log.wandb_project:
                 self._figures.append(LogWriter("wandb", *wandb_sink(cfg, run_dir, start_step)))
-        except OSError as e:
-            raise UserError(
-                f"{run_dir}: the log cannot be opened: {reason(e)}; free space or mend the folder"
-            ) from e
 
     def say(self, text: str) -> None:
         """Print a line on the console only."""

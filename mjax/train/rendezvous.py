@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mjax.errors import UserError
+from mjax.errors import or_user_error
 from mjax.train.log_writer import replace_text, warn
 
 LOOK = 0.5  # seconds between two looks at the files of the others
@@ -51,13 +51,10 @@ class Rendezvous:
 
     def meet(self, is_over: Callable[[], bool]) -> Round | None:
         """The next round; None once `is_over`, if one has `ended`, or if too few came in time."""
-        try:
+        with or_user_error(
+            f"cannot make folder {self.folder}: {{reason}}; set run.dir to a folder you may write"
+        ):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UserError(
-                f"cannot make folder {self.folder}: {e.strerror}; set run.dir to a folder you may "
-                "write"
-            ) from None
         self._round = self._lead(is_over) if self.index == 0 else self._follow(is_over)
         return self._round if self._round.members else None
 

@@ -120,7 +120,7 @@ def train_step(
     computed, seen = compute_gradients(program, state, batch)
     with jax.named_scope("optimizer"):
         scale = clip_factor(program, computed.norm)
-        finite = all_finite(computed)
+        finite = are_finite(*computed.losses.values(), computed.norm)
         apart = "params", "opt", "loss_scale"
         rest = {name: part for name, part in state.items() if name not in apart}
         new = {"step": state["step"] + 1}
@@ -183,11 +183,6 @@ def clip_factor(program: Program, norm: jax.Array) -> jax.Array | float:
     """The factor on gradients of this norm that clips them."""
     clip = program.clip_grad_norm
     return jnp.minimum(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
-
-
-def all_finite(computed: Gradients) -> jax.Array:
-    """Whether all losses and the norm are finite."""
-    return are_finite(*computed.losses.values(), computed.norm)
 
 
 def are_finite(*values: jax.Array) -> jax.Array:
