@@ -52,6 +52,13 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 LONGEST = 300.0  # seconds for the event that a kill waits for, and for others to notice a death
 
 
+def replaced(text: str, places: dict[str, str]) -> str:
+    """`text` with values for the names in braces."""
+    for name, value in places.items():
+        text = text.replace(name, value)
+    return text
+
+
 @dataclass
 class Torture:
     """Kills and what was seen. Seconds are those of the uninterrupted run."""
@@ -81,12 +88,15 @@ class Torture:
         env = {"JAX_NUM_PROCESSES": str(self.processes)}
         env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
         steps = [f"train.steps={self.steps}", f"schedule.decay_steps={self.steps}"]
-        overrides = [text.replace("{run}", str(folder)) for text in self.overrides]
-        argv = ["mjax.train", *BASE, *steps, f"run.dir={folder}", *overrides]
         pids = []
         for index in range(self.processes):
+            places = {"{run}": str(folder), "{process}": str(index)}
+            overrides = [replaced(text, places) for text in self.overrides]
+            argv = ["mjax.train", *BASE, *steps, f"run.dir={folder}", *overrides]
             said = folder.with_name(f"{folder.name}.said.{index}")
-            pids.append(fork(lambda i=index: _train(argv, env | {"JAX_PROCESS_ID": str(i)}), said))
+            pids.append(
+                fork(lambda a=argv, i=index: _train(a, env | {"JAX_PROCESS_ID": str(i)}), said)
+            )
         return pids
 
     # ---- one life --------------------------------------------------------------------------------
@@ -449,16 +459,20 @@ def main() -> int:
     import mjax.train.loop  # noqa: F401
 
     print(f"torture: seed {args.seed}, {args.kills} kills", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(args.folder or folder)
-        home.mkdir(parents=True, exist_ok=True)
-        if any(home.iterdir()):
-            raise SystemExit(f"{home} is not empty")
-        if args.devices == 1:  # with several, collectives of a cached program can go astray
-            jax.config.update("jax_compilation_cache_dir", str(home / "cache"))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # No `TemporaryDirectory`: the processes forked from this one would remove it as they end.
+    home = Path(args.folder or tempfile.mkdtemp())
+    home.mkdir(parents=True, exist_ok=True)
+    if any(home.iterdir()):
+        raise SystemExit(f"{home} is not empty")
+    if args.devices == 1:  # with several, collectives of a cached program can go astray
+        jax.config.update("jax_compilation_cache_dir", str(home / "cache"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    try:
         return torture(args, home)
+    finally:
+        if args.folder is None:
+            shutil.rmtree(home, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from tests.marks import slow
         "--kills 8 --seed 2",
         "--kills 4 --seed 3 --devices 4 --steps 60",
         "--kills 4 --seed 4 --devices 2 --processes 2 --steps 60",
+        "--kills 4 --seed 5 --devices 2 --processes 2 --steps 60 checkpoint.interval=10"
+        " checkpoint.local_interval=1 checkpoint.local_dir={run}/node-{process}",
     ],
 )
 def test_kills_at_random_instants_lose_nothing(tmp_path, arguments):
