@@ -77,12 +77,12 @@ class Attention(BranchModule):
         self.out = declare(rngs, out, normal(out_std))
         if cfg.attention.attention_bias:
             names = self._hf_names("q", "bias")
-            self.q_bias = declare_bias(rngs, (heads, head), q_axes, names)
+            self.q_bias = declare_bias(rngs, (heads, head), q_axes, *names)
             names = self._hf_names("kv", "bias")
-            self.kv_bias = declare_bias(rngs, (2, kv_heads, head), kv_axes, names)
+            self.kv_bias = declare_bias(rngs, (2, kv_heads, head), kv_axes, *names)
         if cfg.attention.attention_out_bias:
             names = self._hf_names("o", "bias")
-            self.out_bias = declare_bias(rngs, (width,), ("embed",), names)
+            self.out_bias = declare_bias(rngs, (width,), ("embed",), *names)
         if cfg.attention.qk_norm:
             self.q_norm = self._head_norm("q_norm", heads, "heads", rngs)
             self.k_norm = self._head_norm("k_norm", kv_heads, "kv_heads", rngs)

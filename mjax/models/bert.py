@@ -34,7 +34,7 @@ class Dense(nnx.Module):
             hf=(f"{hf}.weight",),
         )
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
-        self.bias = declare_bias(rngs, (width,), ("embed",), (f"{hf}.bias",))
+        self.bias = declare_bias(rngs, (width,), ("embed",), f"{hf}.bias")
 
 
 class MaskedHead(nnx.Module):
@@ -47,7 +47,7 @@ class MaskedHead(nnx.Module):
         self.cfg = cfg
         self.projection = Dense(cfg, "lm_head.dense", rngs)
         self.norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "lm_head.layer_norm", rngs)
-        self.bias = declare_bias(rngs, (cfg.padded_vocab_size,), ("vocab",), ("lm_head.bias",))
+        self.bias = declare_bias(rngs, (cfg.padded_vocab_size,), ("vocab",), "lm_head.bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dense = self.projection
@@ -61,15 +61,16 @@ class Classifier(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         # BertForPreTraining and BertForSequenceClassification call it differently.
         name = "seq_relationship" if cfg.bert.mlm_head else "classifier"
+        labels = cfg.bert.num_labels
         weight = ParamSpec(
-            shape=(cfg.bert.num_labels, cfg.hidden_size),
+            shape=(labels, cfg.hidden_size),
             axes=(None, "embed"),
             role="head",
             hf=(f"{name}.weight",),
         )
         self.pooler = Dense(cfg, "pooler.dense", rngs, active=0.0)  # one token of a row
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
-        self.bias = declare_bias(rngs, (cfg.bert.num_labels,), (None,), (f"{name}.bias",))
+        self.bias = declare_bias(rngs, (labels,), (None,), f"{name}.bias")
 
     def __call__(self, first: jax.Array) -> jax.Array:
         """fp32 logits [B, C] of the first tokens [B, D]."""

@@ -143,9 +143,9 @@ class MLP(BranchModule):
         self.up = declare(rngs, up, normal(cfg.initializer_range))
         self.down = declare(rngs, down, normal(out_std))
         if cfg.mlp_bias:
-            self.up_bias = declare_bias(rngs, shape, axes, up_names(cfg, prefix, "bias"))
-            names = (f"{prefix}.down_proj.bias",)
-            self.down_bias = declare_bias(rngs, (width,), ("embed",), names)
+            self.up_bias = declare_bias(rngs, shape, axes, *up_names(cfg, prefix, "bias"))
+            name = f"{prefix}.down_proj.bias"
+            self.down_bias = declare_bias(rngs, (width,), ("embed",), name)
 
     @jax.named_scope("mlp")
     def __call__(

@@ -72,9 +72,9 @@ class MoE(BranchModule):
         if cfg.mlp_bias:
             self._declare_biases(rngs)
         if cfg.moe.router_bias:
-            self.router_bias = declare_bias(rngs, (experts,), ("router",), ("mlp.gate.bias",))
+            self.router_bias = declare_bias(rngs, (experts,), ("router",), "mlp.gate.bias")
         if cfg.moe.expert_bias:
-            hf = ("mlp.gate.e_score_correction_bias",)
+            hf = "mlp.gate.e_score_correction_bias"
             self.expert_bias = declare_bias(rngs, (experts,), ("router",), hf, counts=True)
         if cfg.moe.shared_expert_intermediate_size:
             self._declare_shared(out_std, rngs)
@@ -103,10 +103,10 @@ class MoE(BranchModule):
         experts, ffn = cfg.moe.num_experts, cfg.moe.moe_intermediate_size
         shape, axes = up_axes(cfg, ffn)
         names = up_names(cfg, prefix, "bias")
-        self.up_bias = declare_bias(rngs, (experts, *shape), ("experts", *axes), names)
+        self.up_bias = declare_bias(rngs, (experts, *shape), ("experts", *axes), *names)
         shape = experts, cfg.expert_width
         axes = "experts", "latent" if cfg.moe.latent_size else "embed"
-        self.down_bias = declare_bias(rngs, shape, axes, (f"{prefix}.down_proj.bias",))
+        self.down_bias = declare_bias(rngs, shape, axes, f"{prefix}.down_proj.bias")
 
     def _declare_shared(self, out_std: float, rngs: nnx.Rngs) -> None:
         cfg = self.cfg

@@ -47,7 +47,7 @@ def declare_bias(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
-    hf: tuple[str, ...],
+    *hf: str,
     counts: bool = False,
 ) -> nnx.Param:
     """A bias, which begins at zero; the arguments are as in `ParamSpec`."""
