@@ -22,7 +22,7 @@ from mjax.models.context import Context
 from mjax.models.context_attention import context_attention
 from mjax.models.linear import column, row
 from mjax.models.norm import Norm
-from mjax.models.params import constant, declare, normal
+from mjax.models.params import declare, declare_bias, normal
 from mjax.models.positions import apply_rope
 from mjax.models.weight import Weight, weight_of
 from mjax.sharding.collectives import Parallel
@@ -66,7 +66,7 @@ class Attention(BranchModule):
             matmul=f"{self.matmul_prefix}kv",
             hf=self._hf_names("kv", "weight"),
         )
-        init, zero = normal(cfg.initializer_range), constant(0.0)
+        init = normal(cfg.initializer_range)
         self.q = declare(rngs, q, init)
         self.kv = declare(rngs, kv, init)
         out = replace(
@@ -76,13 +76,13 @@ class Attention(BranchModule):
         )
         self.out = declare(rngs, out, normal(out_std))
         if cfg.attention.attention_bias:
-            q = ParamSpec((heads, head), q_axes, "bias", hf=self._hf_names("q", "bias"))
-            kv = ParamSpec((2, kv_heads, head), kv_axes, "bias", hf=self._hf_names("kv", "bias"))
-            self.q_bias = declare(rngs, q, zero)
-            self.kv_bias = declare(rngs, kv, zero)
+            names = self._hf_names("q", "bias")
+            self.q_bias = declare_bias(rngs, (heads, head), q_axes, *names)
+            names = self._hf_names("kv", "bias")
+            self.kv_bias = declare_bias(rngs, (2, kv_heads, head), kv_axes, *names)
         if cfg.attention.attention_out_bias:
-            bias = ParamSpec((width,), ("embed",), "bias", hf=self._hf_names("o", "bias"))
-            self.out_bias = declare(rngs, bias, zero)
+            names = self._hf_names("o", "bias")
+            self.out_bias = declare_bias(rngs, (width,), ("embed",), *names)
         if cfg.attention.qk_norm:
             self.q_norm = self._head_norm("q_norm", heads, "heads", rngs)
             self.k_norm = self._head_norm("k_norm", kv_heads, "kv_heads", rngs)

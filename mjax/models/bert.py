@@ -14,7 +14,7 @@ from mjax.config.model_schema import ModelConfig
 from mjax.models.context import Context
 from mjax.models.mlp import activated
 from mjax.models.norm import Norm
-from mjax.models.params import constant, declare, normal
+from mjax.models.params import declare, declare_bias, normal
 from mjax.sharding.spec import ParamSpec
 
 
@@ -33,14 +33,8 @@ class Dense(nnx.Module):
             active=active,
             hf=(f"{hf}.weight",),
         )
-        bias = ParamSpec(
-            shape=(width,),
-            axes=("embed",),
-            role="bias",
-            hf=(f"{hf}.bias",),
-        )
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
-        self.bias = declare(rngs, bias, constant(0.0))
+        self.bias = declare_bias(rngs, (width,), ("embed",), f"{hf}.bias")
 
 
 class MaskedHead(nnx.Module):
@@ -53,13 +47,7 @@ class MaskedHead(nnx.Module):
         self.cfg = cfg
         self.projection = Dense(cfg, "lm_head.dense", rngs)
         self.norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "lm_head.layer_norm", rngs)
-        bias = ParamSpec(
-            shape=(cfg.padded_vocab_size,),
-            axes=("vocab",),
-            role="bias",
-            hf=("lm_head.bias",),
-        )
-        self.bias = declare(rngs, bias, constant(0.0))
+        self.bias = declare_bias(rngs, (cfg.padded_vocab_size,), ("vocab",), "lm_head.bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dense = self.projection
@@ -73,21 +61,16 @@ class Classifier(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         # BertForPreTraining and BertForSequenceClassification call it differently.
         name = "seq_relationship" if cfg.bert.mlm_head else "classifier"
+        labels = cfg.bert.num_labels
         weight = ParamSpec(
-            shape=(cfg.bert.num_labels, cfg.hidden_size),
+            shape=(labels, cfg.hidden_size),
             axes=(None, "embed"),
             role="head",
             hf=(f"{name}.weight",),
         )
-        bias = ParamSpec(
-            shape=(cfg.bert.num_labels,),
-            axes=(None,),
-            role="bias",
-            hf=(f"{name}.bias",),
-        )
         self.pooler = Dense(cfg, "pooler.dense", rngs, active=0.0)  # one token of a row
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
-        self.bias = declare(rngs, bias, constant(0.0))
+        self.bias = declare_bias(rngs, (labels,), (None,), f"{name}.bias")
 
     def __call__(self, first: jax.Array) -> jax.Array:
         """fp32 logits [B, C] of the first tokens [B, D]."""

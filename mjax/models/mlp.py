@@ -15,7 +15,7 @@ from mjax.models.barriers import compute_again
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.context import Context
 from mjax.models.linear import column, row
-from mjax.models.params import constant, declare, normal
+from mjax.models.params import declare, declare_bias, normal
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
@@ -143,11 +143,9 @@ class MLP(BranchModule):
         self.up = declare(rngs, up, normal(cfg.initializer_range))
         self.down = declare(rngs, down, normal(out_std))
         if cfg.mlp_bias:
-            names = up_names(cfg, prefix, "bias")
-            up = ParamSpec(shape, axes, "bias", hf=names)
-            down = ParamSpec((width,), ("embed",), "bias", hf=(f"{prefix}.down_proj.bias",))
-            self.up_bias = declare(rngs, up, constant(0.0))
-            self.down_bias = declare(rngs, down, constant(0.0))
+            self.up_bias = declare_bias(rngs, shape, axes, *up_names(cfg, prefix, "bias"))
+            name = f"{prefix}.down_proj.bias"
+            self.down_bias = declare_bias(rngs, (width,), ("embed",), name)
 
     @jax.named_scope("mlp")
     def __call__(

@@ -12,7 +12,7 @@ from mjax.models.experts import ExpertWeights, run_experts
 from mjax.models.layer_figures import see_experts
 from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
-from mjax.models.params import StatisticCount, constant, declare, normal
+from mjax.models.params import StatisticCount, declare, declare_bias, normal
 from mjax.models.router import Router, Routing, balanced, counted, rerouted, route, without_padding
 from mjax.models.router_losses import balance_loss, dropped_share, entropy, z_loss
 from mjax.models.sinkhorn import sinkhorn_experts
@@ -72,12 +72,10 @@ class MoE(BranchModule):
         if cfg.mlp_bias:
             self._declare_biases(rngs)
         if cfg.moe.router_bias:
-            bias = ParamSpec((experts,), ("router",), "bias", hf=("mlp.gate.bias",))
-            self.router_bias = declare(rngs, bias, constant(0.0))
+            self.router_bias = declare_bias(rngs, (experts,), ("router",), "mlp.gate.bias")
         if cfg.moe.expert_bias:
-            name = "mlp.gate.e_score_correction_bias"
-            bias = ParamSpec((experts,), ("router",), "bias", hf=(name,), counts=True)
-            self.expert_bias = declare(rngs, bias, constant(0.0))
+            hf = "mlp.gate.e_score_correction_bias"
+            self.expert_bias = declare_bias(rngs, (experts,), ("router",), hf, counts=True)
         if cfg.moe.shared_expert_intermediate_size:
             self._declare_shared(out_std, rngs)
 
@@ -104,20 +102,11 @@ class MoE(BranchModule):
         cfg, prefix = self.cfg, "mlp.experts.{expert}"
         experts, ffn = cfg.moe.num_experts, cfg.moe.moe_intermediate_size
         shape, axes = up_axes(cfg, ffn)
-        up = ParamSpec(
-            shape=(experts, *shape),
-            axes=("experts", *axes),
-            role="bias",
-            hf=up_names(cfg, prefix, "bias"),
-        )
-        down = ParamSpec(
-            shape=(experts, cfg.expert_width),
-            axes=("experts", "latent" if cfg.moe.latent_size else "embed"),
-            role="bias",
-            hf=(f"{prefix}.down_proj.bias",),
-        )
-        self.up_bias = declare(rngs, up, constant(0.0))
-        self.down_bias = declare(rngs, down, constant(0.0))
+        names = up_names(cfg, prefix, "bias")
+        self.up_bias = declare_bias(rngs, (experts, *shape), ("experts", *axes), *names)
+        shape = experts, cfg.expert_width
+        axes = "experts", "latent" if cfg.moe.latent_size else "embed"
+        self.down_bias = declare_bias(rngs, shape, axes, f"{prefix}.down_proj.bias")
 
     def _declare_shared(self, out_std: float, rngs: nnx.Rngs) -> None:
         cfg = self.cfg

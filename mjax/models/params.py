@@ -43,6 +43,17 @@ def declare(rngs: nnx.Rngs, spec: ParamSpec, init: Initializer) -> nnx.Param:
     return nnx.Param(value, spec=spec)
 
 
+def declare_bias(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *hf: str,
+    counts: bool = False,
+) -> nnx.Param:
+    """A bias, which begins at zero; the arguments are as in `ParamSpec`."""
+    return declare(rngs, ParamSpec(shape, axes, "bias", hf=hf, counts=counts), constant(0.0))
+
+
 def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
     """One module whose every parameter holds those of that many independent layers, stacked."""
 
