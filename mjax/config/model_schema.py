@@ -29,9 +29,15 @@ EXPERTS_GROUP = "experts"
 
 
 class Group(BaseModel):
-    """Base of all groups: frozen, strict about keys and types."""
+    """Base of all groups: frozen, strict about keys and types. A text below a key describes it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
 
 
 def _with_defaults(group: type[Group], given: Any) -> dict[str, Any]:
@@ -48,55 +54,75 @@ class RopeScaling(Group):
 
     rope_type: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float = Field(1.0, ge=1.0)
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3")
-    original_max_position_embeddings: int = Field(8192, ge=1, description="all but linear")
-    beta_fast: float = Field(32.0, gt=0, description="yarn")
-    beta_slow: float = Field(1.0, gt=0, description="yarn")
-    mscale: float | None = Field(None, description="yarn: attention temperature numerator")
-    mscale_all_dim: float | None = Field(None, description="yarn: its denominator")
-    attention_factor: float | None = Field(
-        None, gt=0, description="yarn: overrides both mscales; longrope: its own"
-    )
-    truncate: bool = Field(True, description="yarn: round the correction range to whole dims")
-    short_factor: list[float] | None = Field(None, description="longrope: one per channel pair")
-    long_factor: list[float] | None = Field(
-        None, description="longrope: beyond the original length"
-    )
+    low_freq_factor: float = Field(1.0, gt=0)
+    """llama3"""
+    high_freq_factor: float = Field(4.0, gt=0)
+    """llama3"""
+    original_max_position_embeddings: int = Field(8192, ge=1)
+    """all but linear"""
+    beta_fast: float = Field(32.0, gt=0)
+    """yarn"""
+    beta_slow: float = Field(1.0, gt=0)
+    """yarn"""
+    mscale: float | None = None
+    """yarn: attention temperature numerator"""
+    mscale_all_dim: float | None = None
+    """yarn: its denominator"""
+    attention_factor: float | None = Field(None, gt=0)
+    """yarn: overrides both mscales; longrope: its own"""
+    truncate: bool = True
+    """yarn: round the correction range to whole dims"""
+    short_factor: list[float] | None = None
+    """longrope: one per channel pair"""
+    long_factor: list[float] | None = None
+    """longrope: beyond the original length"""
 
 
 class AttentionConfig(Group):
     """Self-attention: heads, window, and what is done to queries, keys and logits."""
 
     num_attention_heads: UpTo16 = Field(4, ge=1)
-    num_key_value_heads: UpTo16 = Field(0, ge=0, description="GQA/MQA; 0: num_attention_heads.")
-    head_dim: UpTo20 = Field(0, ge=0, description="0: hidden_size / num_attention_heads.")
-    sliding_window: int | None = Field(None, ge=1, description="Keys an L block sees, itself in.")
-    attention_bias: bool = Field(False, description="Bias on the q, k and v projections.")
-    attention_out_bias: bool = Field(False, description="Bias on the attention output projection.")
-    qk_norm: bool = Field(False, description="Norm over head_dim on q and k before RoPE.")
-    qk_norm_all_heads: bool = Field(False, description="qk_norm over all heads together (OLMo-2).")
-    attention_sinks: bool = Field(False, description="One learned extra softmax logit per head.")
+    num_key_value_heads: UpTo16 = Field(0, ge=0)
+    """GQA/MQA; 0: num_attention_heads."""
+    head_dim: UpTo20 = Field(0, ge=0)
+    """0: hidden_size / num_attention_heads."""
+    sliding_window: int | None = Field(None, ge=1)
+    """Keys an L block sees, itself in."""
+    attention_bias: bool = False
+    """Bias on the q, k and v projections."""
+    attention_out_bias: bool = False
+    """Bias on the attention output projection."""
+    qk_norm: bool = False
+    """Norm over head_dim on q and k before RoPE."""
+    qk_norm_all_heads: bool = False
+    """qk_norm over all heads together (OLMo-2)."""
+    attention_sinks: bool = False
+    """One learned extra softmax logit per head."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
-    attention_multiplier: float | None = Field(None, gt=0, description="None: head_dim ** -0.5.")
+    attention_multiplier: float | None = Field(None, gt=0)
+    """None: head_dim ** -0.5."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
-    key_multiplier: float | None = Field(None, gt=0, description="Falcon-H1: scales keys.")
-    attention_in_multiplier: float | None = Field(None, gt=0, description="Scales the input.")
-    attention_out_multiplier: float | None = Field(None, gt=0, description="Scales the output.")
+    key_multiplier: float | None = Field(None, gt=0)
+    """Falcon-H1: scales keys."""
+    attention_in_multiplier: float | None = Field(None, gt=0)
+    """Scales the input."""
+    attention_out_multiplier: float | None = Field(None, gt=0)
+    """Scales the output."""
 
 
 class MlaConfig(Group):
     """Multi-head latent attention, of A blocks: queries and keys come from low-rank latents."""
 
-    q_lora_rank: UpTo24 | None = Field(
-        None, ge=1, description="Width of the latent of queries; None: they come from the input."
-    )
-    kv_lora_rank: UpTo24 = Field(0, ge=0, description="Width of the latent of keys and values.")
-    qk_nope_head_dim: UpTo20 = Field(0, ge=0, description="Part of a query or key without RoPE.")
-    qk_rope_head_dim: UpTo20 = Field(
-        0, ge=0, description="Part of them with RoPE; that of keys is one for all heads."
-    )
-    v_head_dim: UpTo20 = Field(0, ge=0, description="Size of a head of values.")
+    q_lora_rank: UpTo24 | None = Field(None, ge=1)
+    """Width of the latent of queries; None: they come from the input."""
+    kv_lora_rank: UpTo24 = Field(0, ge=0)
+    """Width of the latent of keys and values."""
+    qk_nope_head_dim: UpTo20 = Field(0, ge=0)
+    """Part of a query or key without RoPE."""
+    qk_rope_head_dim: UpTo20 = Field(0, ge=0)
+    """Part of them with RoPE; that of keys is one for all heads."""
+    v_head_dim: UpTo20 = Field(0, ge=0)
+    """Size of a head of values."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -107,23 +133,35 @@ class MlaConfig(Group):
 class MambaConfig(Group):
     """Mamba-2, of M blocks: a scan over states, a convolution before it, a gated norm behind."""
 
-    mamba_num_heads: int = Field(0, ge=0, description="Heads of an M block.")
-    mamba_head_dim: int = Field(64, ge=1, description="Channels of a head.")
-    state_size: int = Field(128, ge=1, description="Numbers of the state of a channel.")
-    n_groups: int = Field(1, ge=1, description="Groups of heads that share B, C and a norm.")
-    conv_kernel: int = Field(4, ge=2, description="Tokens that the convolution sees, itself in.")
+    mamba_num_heads: int = Field(0, ge=0)
+    """Heads of an M block."""
+    mamba_head_dim: int = Field(64, ge=1)
+    """Channels of a head."""
+    state_size: int = Field(128, ge=1)
+    """Numbers of the state of a channel."""
+    n_groups: int = Field(1, ge=1)
+    """Groups of heads that share B, C and a norm."""
+    conv_kernel: int = Field(4, ge=2)
+    """Tokens that the convolution sees, itself in."""
     use_conv_bias: bool = True
-    chunk_size: int = Field(256, ge=1, description="Tokens of a chunk of the scan: speed only.")
-    time_step_min: float = Field(1e-3, gt=0, description="Smallest initial step.")
-    time_step_max: float = Field(0.1, gt=0, description="Largest initial step.")
-    time_step_floor: float = Field(1e-4, gt=0, description="Bound below initial steps.")
-    time_step_limit: list[float] | None = Field(
-        None, description="[smallest, largest] step; null: any."
-    )
-    mamba_rms_norm: bool = Field(True, description="Norm behind the gate; Falcon-H1 has none.")
-    ssm_in_multiplier: float | None = Field(None, gt=0, description="Scales the input.")
-    ssm_out_multiplier: float | None = Field(None, gt=0, description="Scales the output.")
-    ssm_multipliers: list[float] | None = Field(None, description="Scale z, x, B, C and dt.")
+    chunk_size: int = Field(256, ge=1)
+    """Tokens of a chunk of the scan: speed only."""
+    time_step_min: float = Field(1e-3, gt=0)
+    """Smallest initial step."""
+    time_step_max: float = Field(0.1, gt=0)
+    """Largest initial step."""
+    time_step_floor: float = Field(1e-4, gt=0)
+    """Bound below initial steps."""
+    time_step_limit: list[float] | None = None
+    """[smallest, largest] step; null: any."""
+    mamba_rms_norm: bool = True
+    """Norm behind the gate; Falcon-H1 has none."""
+    ssm_in_multiplier: float | None = Field(None, gt=0)
+    """Scales the input."""
+    ssm_out_multiplier: float | None = Field(None, gt=0)
+    """Scales the output."""
+    ssm_multipliers: list[float] | None = None
+    """Scale z, x, B, C and dt."""
 
     @property
     def channels(self) -> int:
@@ -134,109 +172,94 @@ class MambaConfig(Group):
 class RelativeConfig(Group):
     """T5's biases on scores by distance, where `model.position_embedding` is relative."""
 
-    num_buckets: int = Field(32, ge=4, description="Biases of a head, half of them behind a token.")
-    max_distance: int = Field(128, ge=1, description="Tokens from which on all share a bias.")
+    num_buckets: int = Field(32, ge=4)
+    """Biases of a head, half of them behind a token."""
+    max_distance: int = Field(128, ge=1)
+    """Tokens from which on all share a bias."""
 
 
 class RopeConfig(Group):
     """Rotary positions, where `model.position_embedding` is rope."""
 
     rope_theta: float = Field(10000.0, gt=0)
-    rope_local_theta: float | None = Field(None, gt=0, description="rope_theta of L blocks.")
-    rope_scaling: RopeScaling | None = Field(None, description="Applies to G blocks.")
+    rope_local_theta: float | None = Field(None, gt=0)
+    """rope_theta of L blocks."""
+    rope_scaling: RopeScaling | None = None
+    """Applies to G blocks."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
 
 
 class MoeConfig(Group):
     """The experts of E blocks and their router."""
 
-    num_experts: UpTo20 = Field(0, ge=0, description="Experts of an E block.")
-    num_experts_per_tok: int = Field(2, ge=1, description="Experts that a token is sent to.")
-    moe_intermediate_size: UpTo24 = Field(
-        0, ge=0, description="Width of one; 0: intermediate_size."
-    )
-    shared_expert_intermediate_size: UpTo24 = Field(
-        0, ge=0, description="Width of an MLP beside the experts, for all tokens; 0: none."
-    )
-    shared_expert_gate: bool = Field(False, description="Weigh it by a sigmoid of the token.")
+    num_experts: UpTo20 = Field(0, ge=0)
+    """Experts of an E block."""
+    num_experts_per_tok: int = Field(2, ge=1)
+    """Experts that a token is sent to."""
+    moe_intermediate_size: UpTo24 = Field(0, ge=0)
+    """Width of one; 0: intermediate_size."""
+    shared_expert_intermediate_size: UpTo24 = Field(0, ge=0)
+    """Width of an MLP beside the experts, for all tokens; 0: none."""
+    shared_expert_gate: bool = False
+    """Weigh it by a sigmoid of the token."""
 
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    norm_topk_prob: bool = Field(
-        True, description="Gates: divided by their sum; for softmax the one over the chosen logits."
-    )
-    latent_size: int | None = Field(
-        None,
-        ge=1,
-        description="Width of what experts read and write, between projections from and to "
-        "hidden_size; None: hidden_size itself.",
-    )
-    routed_scaling_factor: float = Field(1.0, gt=0, description="Factor on the gates.")
-    router_bias: bool = Field(False, description="Bias on the router's logits (gpt-oss).")
-    n_group: int = Field(1, ge=1, description="Groups of experts; a token goes to topk_group.")
-    topk_group: int = Field(1, ge=1, description="Groups that a token is sent to.")
-    group_score_topk: int = Field(
-        2, ge=1, description="A group's score sums its best ones: DeepSeek-V3: 2, DeepSeek-V2: 1."
-    )
-    router_jitter_noise: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Training multiplies the router's input by numbers within this of 1.",
-    )
-    sinkhorn: bool = Field(
-        False,
-        description="Training balances each sequence's choice of experts by Sinkhorn's method.",
-    )
-    expert_bias: bool = Field(
-        False, description="Bias on the scores that choose experts; no gradient moves it."
-    )
-    expert_bias_update_rate: float = Field(
-        1e-3, ge=0, description="Step of expert_bias towards equal loads; 0: it stays."
-    )
-    capacity_factor: float | None = Field(
-        None,
-        gt=0,
-        description="An expert takes this many times its share of a sequence's tokens, and drops "
-        "the others; None: it drops none.",
-    )
-    drop_policy: Literal["probs", "position"] = Field(
-        "probs", description="Whom it keeps: the tokens of the largest gates, or the first."
-    )
-    skip_padding: bool = Field(
-        False,
-        description="Padding (segment 0) goes to no expert and counts in no loss of the router.",
-    )
-    force_balanced: bool = Field(
-        False, description="Benchmarks only: experts take turns, whatever the router says."
-    )
+    norm_topk_prob: bool = True
+    """Gates: divided by their sum; for softmax the one over the chosen logits."""
+    latent_size: int | None = Field(None, ge=1)
+    """Width of what experts read and write, between projections from and to hidden_size; None:
+    hidden_size itself.
+    """
+    routed_scaling_factor: float = Field(1.0, gt=0)
+    """Factor on the gates."""
+    router_bias: bool = False
+    """Bias on the router's logits (gpt-oss)."""
+    n_group: int = Field(1, ge=1)
+    """Groups of experts; a token goes to topk_group."""
+    topk_group: int = Field(1, ge=1)
+    """Groups that a token is sent to."""
+    group_score_topk: int = Field(2, ge=1)
+    """A group's score sums its best ones: DeepSeek-V3: 2, DeepSeek-V2: 1."""
+    router_jitter_noise: float = Field(0.0, ge=0, lt=1)
+    """Training multiplies the router's input by numbers within this of 1."""
+    sinkhorn: bool = False
+    """Training balances each sequence's choice of experts by Sinkhorn's method."""
+    expert_bias: bool = False
+    """Bias on the scores that choose experts; no gradient moves it."""
+    expert_bias_update_rate: float = Field(1e-3, ge=0)
+    """Step of expert_bias towards equal loads; 0: it stays."""
+    capacity_factor: float | None = Field(None, gt=0)
+    """An expert takes this many times its share of a sequence's tokens, and drops the others; None:
+    it drops none.
+    """
+    drop_policy: Literal["probs", "position"] = "probs"
+    """Whom it keeps: the tokens of the largest gates, or the first."""
+    skip_padding: bool = False
+    """Padding (segment 0) goes to no expert and counts in no loss of the router."""
+    force_balanced: bool = False
+    """Benchmarks only: experts take turns, whatever the router says."""
 
-    router_aux_loss_coef: float = Field(
-        0.0, ge=0, description="Weight of the balance loss, summed over E blocks."
-    )
-    router_aux_loss_over: Literal["sequence", "global_batch"] = Field(
-        "sequence", description="What the balance loss balances."
-    )
-    router_z_loss_coef: float = Field(
-        0.0, ge=0, description="Weight of the mean of logsumexp(logits)^2, summed over E blocks."
-    )
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the balance loss, summed over E blocks."""
+    router_aux_loss_over: Literal["sequence", "global_batch"] = "sequence"
+    """What the balance loss balances."""
+    router_z_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the mean of logsumexp(logits)^2, summed over E blocks."""
 
 
 class BertConfig(Group):
     """What BERT and its kin have besides a decoder's parts: token types, and heads."""
 
-    type_vocab_size: int = Field(
-        0, ge=0, description="Types of a token, as first or second text; 0: no embedding of them."
-    )
-    embedding_norm: bool = Field(False, description="Norm of the sum of all embeddings.")
-    position_offset: int = Field(
-        0, ge=0, description="Row of the first learned position (RoBERTa: 2)."
-    )
-    mlm_head: bool = Field(
-        False, description="Dense layer, hidden_act and norm before the vocabulary, bias behind it."
-    )
-    num_labels: int = Field(
-        0, ge=0, description="Classes told from a row's first token, by pooler and head; 0: none."
-    )
+    type_vocab_size: int = Field(0, ge=0)
+    """Types of a token, as first or second text; 0: no embedding of them."""
+    embedding_norm: bool = False
+    """Norm of the sum of all embeddings."""
+    position_offset: int = Field(0, ge=0)
+    """Row of the first learned position (RoBERTa: 2)."""
+    mlm_head: bool = False
+    """Dense layer, hidden_act and norm before the vocabulary, bias behind it."""
+    num_labels: int = Field(0, ge=0)
+    """Classes told from a row's first token, by pooler and head; 0: none."""
 
 
 class AttentionSizes(Group):
@@ -267,33 +290,31 @@ class LayerSizes(Group):
 class ModelConfig(Group):
     """The architecture of a decoder."""
 
-    model_type: str | None = Field(
-        None, description="Hugging Face family to export as; None: the first that can express it."
-    )
-    vocab_size: int = Field(256, ge=2, le=2**26, description="Ids the tokenizer may produce.")
-    vocab_multiple: int = Field(128, ge=1, description="Pad the vocabulary to a multiple of this.")
+    model_type: str | None = None
+    """Hugging Face family to export as; None: the first that can express it."""
+    vocab_size: int = Field(256, ge=2, le=2**26)
+    """Ids the tokenizer may produce."""
+    vocab_multiple: int = Field(128, ge=1)
+    """Pad the vocabulary to a multiple of this."""
     hidden_size: UpTo24 = Field(256, ge=1)
     num_hidden_layers: int = Field(4, ge=1, le=10_000)
-    intermediate_size: UpTo24 = Field(0, ge=0, description="FFN width; 0: 4 x hidden_size.")
+    intermediate_size: UpTo24 = Field(0, ge=0)
+    """FFN width; 0: 4 x hidden_size."""
     max_position_embeddings: int = Field(2048, ge=1)
 
-    layer_pattern: str = Field(
-        "G",
-        description="Blocks in order, repeated to num_hidden_layers: G full attention, L sliding "
-        "window, N full attention without RoPE, B bidirectional attention, A latent attention, "
-        "E full attention with experts, M Mamba-2 alone; or branches, as in "
-        "'window+experts, full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md). "
-        "'B*12, [GXD]*12': an encoder and a decoder that reads it (docs/encoders.md).",
-    )
-    layer_sizes: list[LayerSizes] = Field([], description="Sizes of the layers marked '@1', ...")
-    decoder_start_token_id: int | None = Field(
-        None, ge=0, description="What the decoder of an encoder-decoder reads first."
-    )
-    num_nextn_predict_layers: int = Field(
-        0,
-        ge=0,
-        description="Layers that predict tokens further ahead, in training (docs/models.md).",
-    )
+    layer_pattern: str = "G"
+    """Blocks in order, repeated to num_hidden_layers: G full attention, L sliding window, N full
+    attention without RoPE, B bidirectional attention, A latent attention, E full attention with
+    experts, M Mamba-2 alone; or branches, as in 'window+experts, full+experts'. Groups repeat as in
+    '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an encoder and a decoder that reads it
+    (docs/encoders.md).
+    """
+    layer_sizes: list[LayerSizes] = []
+    """Sizes of the layers marked '@1', ..."""
+    decoder_start_token_id: int | None = Field(None, ge=0)
+    """What the decoder of an encoder-decoder reads first."""
+    num_nextn_predict_layers: int = Field(0, ge=0)
+    """Layers that predict tokens further ahead, in training (docs/models.md)."""
 
     attention: AttentionConfig = AttentionConfig()
     mla: MlaConfig = MlaConfig()
@@ -306,33 +327,36 @@ class ModelConfig(Group):
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
-    norm_zero_centered: bool = Field(False, description="Gain is stored as offset from one.")
-    norm_placement: Literal["pre", "post", "sandwich", "post_residual"] = Field(
-        "pre",
-        description="Norms before attention and MLP, after them, both, or of the residual stream "
-        "after each (BERT), without a last norm.",
-    )
+    norm_zero_centered: bool = False
+    """Gain is stored as offset from one."""
+    norm_placement: Literal["pre", "post", "sandwich", "post_residual"] = "pre"
+    """Norms before attention and MLP, after them, both, or of the residual stream after each
+    (BERT), without a last norm.
+    """
 
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
-    mlp_gated: bool = Field(True, description="SwiGLU/GEGLU: act(gate) * up.")
+    mlp_gated: bool = True
+    """SwiGLU/GEGLU: act(gate) * up."""
     mlp_bias: bool = False
-    mlp_multipliers: list[float] | None = Field(
-        None, description="Falcon-H1: scale the gate, and the output, of an MLP."
-    )
-    swiglu_limit: float | None = Field(
-        None, gt=0, description="gpt-oss: experts clamp gate and up at it, and add 1 to up."
-    )
+    mlp_multipliers: list[float] | None = None
+    """Falcon-H1: scale the gate, and the output, of an MLP."""
+    swiglu_limit: float | None = Field(None, gt=0)
+    """gpt-oss: experts clamp gate and up at it, and add 1 to up."""
 
     tie_word_embeddings: bool = False
-    embedding_multiplier: float | None = Field(None, gt=0, description="Scales embeddings.")
-    residual_multiplier: float | None = Field(None, gt=0, description="Scales what a block adds.")
-    logits_scaling: float | None = Field(None, gt=0, description="Logits are divided by it.")
+    embedding_multiplier: float | None = Field(None, gt=0)
+    """Scales embeddings."""
+    residual_multiplier: float | None = Field(None, gt=0)
+    """Scales what a block adds."""
+    logits_scaling: float | None = Field(None, gt=0)
+    """Logits are divided by it."""
     final_logit_softcapping: float | None = Field(None, gt=0)
-    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="Embedding and residual branches.")
-    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of weights.")
-    scaled_output_init: bool = Field(
-        True, description="Megatron: output projections use std / sqrt(2 * num_hidden_layers)."
-    )
+    hidden_dropout: float = Field(0.0, ge=0, lt=1)
+    """Embedding and residual branches."""
+    initializer_range: float = Field(0.02, gt=0)
+    """Standard deviation of weights."""
+    scaled_output_init: bool = True
+    """Megatron: output projections use std / sqrt(2 * num_hidden_layers)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -16,162 +16,167 @@ from mjax.config.sizes import UpTo20, UpTo24, UpTo28
 class RunConfig(Group):
     """Where a run lives and what makes it repeatable."""
 
-    dir: str = Field("runs/default", description="Run folder: config, logs, checkpoints, data.")
-    seed: int = Field(1234, ge=0, description="Seed of parameters, dropout and data order.")
-    deterministic: bool = Field(
-        False, description="Equal runs give equal bits on GPUs too, at a cost (docs/debugging.md)."
-    )
+    dir: str = "runs/default"
+    """Run folder: config, logs, checkpoints, data."""
+    seed: int = Field(1234, ge=0)
+    """Seed of parameters, dropout and data order."""
+    deterministic: bool = False
+    """Equal runs give equal bits on GPUs too, at a cost (docs/debugging.md)."""
 
 
 class MeshConfig(Group):
     """Devices per axis; their product is the device count. `mesh: auto` stands for `auto: true`."""
 
-    auto: bool = Field(False, description="Propose sizes from the memory estimate, and say why.")
+    auto: bool = False
+    """Propose sizes from the memory estimate, and say why."""
 
-    dp: UpTo20 | Literal["auto"] = Field("auto", description="Data; auto: what the others leave.")
-    tp: UpTo20 = Field(1, ge=1, description="Tensor (with sequence parallelism).")
-    tp_overlap: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Exchange over tp in pieces, under the matmuls; auto: where GPUs can copy to "
-        "each other and shards are long enough to pay (models/tp_overlap.py).",
-    )
-    pp: UpTo20 = Field(1, ge=1, description="Pipeline.")
-    cp: UpTo20 = Field(1, ge=1, description="Context.")
-    cp_type: Literal["auto", "all_gather", "ring", "a2a", "a2a_ring"] = Field(
-        "auto", description="How attention meets keys of other devices (docs/context.md)."
-    )
-    cp_a2a: int = Field(1, ge=1, description="Size of the inner groups of a2a_ring.")
-    ep: UpTo20 = Field(1, ge=1, description="Expert; also splits the batch.")
-    virtual_stages: int = Field(
-        1, ge=1, le=10_000, description="Chunks of layers a pipeline device holds."
-    )
-    pipeline_layout: str | None = Field(
-        None,
-        description="Layers of every stage in Megatron's notation: 'E|(tt|)*2,(t|)*4,L'. It sets "
-        "virtual_stages too; None: as equal as can be.",
-    )
-    pipeline_account_for: list[Literal["embedding", "loss"]] = Field(
-        [], description="Count as one layer when layers are split over stages."
-    )
-    zero: Literal[0, 1, 2, 3] = Field(
-        1, description="ZeRO stage: what is sharded over dp, ep and cp (sharding/rules.py)."
-    )
-    zero_group: int | None = Field(
-        None, ge=1, description="Shard within groups of this many devices; None: all of them."
-    )
+    dp: UpTo20 | Literal["auto"] = "auto"
+    """Data; auto: what the others leave."""
+    tp: UpTo20 = Field(1, ge=1)
+    """Tensor (with sequence parallelism)."""
+    tp_overlap: Literal["auto", "always", "never"] = "auto"
+    """Exchange over tp in pieces, under the matmuls; auto: where GPUs can copy to each other and
+    shards are long enough to pay (models/tp_overlap.py).
+    """
+    pp: UpTo20 = Field(1, ge=1)
+    """Pipeline."""
+    cp: UpTo20 = Field(1, ge=1)
+    """Context."""
+    cp_type: Literal["auto", "all_gather", "ring", "a2a", "a2a_ring"] = "auto"
+    """How attention meets keys of other devices (docs/context.md)."""
+    cp_a2a: int = Field(1, ge=1)
+    """Size of the inner groups of a2a_ring."""
+    ep: UpTo20 = Field(1, ge=1)
+    """Expert; also splits the batch."""
+    virtual_stages: int = Field(1, ge=1, le=10_000)
+    """Chunks of layers a pipeline device holds."""
+    pipeline_layout: str | None = None
+    """Layers of every stage in Megatron's notation: 'E|(tt|)*2,(t|)*4,L'. It sets virtual_stages
+    too; None: as equal as can be.
+    """
+    pipeline_account_for: list[Literal["embedding", "loss"]] = []
+    """Count as one layer when layers are split over stages."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage: what is sharded over dp, ep and cp (sharding/rules.py)."""
+    zero_group: int | None = Field(None, ge=1)
+    """Shard within groups of this many devices; None: all of them."""
 
 
 class MaskedDataConfig(Group):
     """Hidden tokens, for masked_lm, and spans, for span_corruption (docs/encoders.md)."""
 
-    mask_token_id: int | None = Field(None, ge=0, description="In place of hidden tokens: [MASK].")
-    cls_token_id: int | None = Field(None, ge=0, description="Before a sample: [CLS].")
-    sep_token_id: int | None = Field(None, ge=0, description="Behind each text: [SEP].")
-    pad_token_id: int | None = Field(None, ge=0, description="Fills a sample up: [PAD].")
-    probability: float = Field(0.15, gt=0, lt=1, description="Part of the tokens to be hidden.")
-    sentences: bool = Field(
-        False,
-        description="Samples of whole sentences by Megatron's rules, from data with sentence "
-        "bounds (preprocess --split-sentences); false: a stream of tokens.",
-    )
-    short_probability: float = Field(
-        0.1, ge=0, le=1, description="Samples aimed at a random shorter length."
-    )
-    max_ngram: int | None = Field(
-        None, ge=1, description="Words hidden at once, at most; None: 3, or 10 in spans."
-    )
-    whole_words: bool = Field(True, description="All tokens of a word are hidden or none.")
-    mean_span: float = Field(3.0, ge=1, description="Tokens of a hidden span in streams; a mean.")
-    sentinel_ids: list[int] = Field(
-        [],
-        max_length=2,
-        description="First and last id in place of spans, in the order of use: [32099, 32000].",
-    )
+    mask_token_id: int | None = Field(None, ge=0)
+    """In place of hidden tokens: [MASK]."""
+    cls_token_id: int | None = Field(None, ge=0)
+    """Before a sample: [CLS]."""
+    sep_token_id: int | None = Field(None, ge=0)
+    """Behind each text: [SEP]."""
+    pad_token_id: int | None = Field(None, ge=0)
+    """Fills a sample up: [PAD]."""
+    probability: float = Field(0.15, gt=0, lt=1)
+    """Part of the tokens to be hidden."""
+    sentences: bool = False
+    """Samples of whole sentences by Megatron's rules, from data with sentence bounds (preprocess
+    --split-sentences); false: a stream of tokens.
+    """
+    short_probability: float = Field(0.1, ge=0, le=1)
+    """Samples aimed at a random shorter length."""
+    max_ngram: int | None = Field(None, ge=1)
+    """Words hidden at once, at most; None: 3, or 10 in spans."""
+    whole_words: bool = True
+    """All tokens of a word are hidden or none."""
+    mean_span: float = Field(3.0, ge=1)
+    """Tokens of a hidden span in streams; a mean."""
+    sentinel_ids: list[int] = Field([], max_length=2)
+    """First and last id in place of spans, in the order of use: [32099, 32000]."""
 
 
 class DataConfig(Group):
     """The training data. Exactly one of `paths`, `text`, `mock` is used."""
 
-    paths: list[str] = Field([], description="Prefixes of Megatron .bin/.idx pairs.")
-    weights: list[float] | None = Field(None, description="Blend weights; None: by token count.")
-    valid_paths: list[str] = Field([], description="Held-out prefixes; empty: use `split`.")
+    paths: list[str] = []
+    """Prefixes of Megatron .bin/.idx pairs."""
+    weights: list[float] | None = None
+    """Blend weights; None: by token count."""
+    valid_paths: list[str] = []
+    """Held-out prefixes; empty: use `split`."""
     split: list[float] = Field([0.969, 0.03, 0.001], min_length=3, max_length=3)
-    text: str | None = Field(
-        None,
-        description="Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) file, or 'stdlib' "
-        "(Python's own sources). Tokenized once into run.dir/data.",
-    )
-    mock: bool = Field(False, description="Random tokens, for speed tests.")
-    tokenizer: str | None = Field(
-        None, description="'byte', a tokenizer.json, a SentencePiece .model, or 'train:VOCAB'."
-    )
+    text: str | None = None
+    """Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) file, or 'stdlib' (Python's own
+    sources). Tokenized once into run.dir/data.
+    """
+    mock: bool = False
+    """Random tokens, for speed tests."""
+    tokenizer: str | None = None
+    """'byte', a tokenizer.json, a SentencePiece .model, or 'train:VOCAB'."""
     seq_length: UpTo28 = Field(1024, ge=1)
-    target_length: int | None = Field(
-        None, ge=8, description="Tokens of a row of the decoder, for span_corruption."
-    )
-    document_mask: bool = Field(True, description="Attention stays within documents.")
-    reset_position_ids: bool = Field(False, description="Positions restart at each document.")
+    target_length: int | None = Field(None, ge=8)
+    """Tokens of a row of the decoder, for span_corruption."""
+    document_mask: bool = True
+    """Attention stays within documents."""
+    reset_position_ids: bool = False
+    """Positions restart at each document."""
     eod_token_id: int | None = Field(None, ge=0)
-    eod_mask_loss: bool = Field(False, description="No loss on predicting from an EOD token.")
-    cache_dir: str | None = Field(None, description="Index cache; None: beside the data.")
-    fim_rate: float = Field(
-        0.0, ge=0, le=1, description="Share of documents made fill-in-the-middle (data/fim.py)."
-    )
-    fim_spm_rate: float = Field(
-        0.5, ge=0, le=1, description="Share of those whose suffix comes first."
-    )
-    fim_prefix_token: str | int | None = Field(None, description="A token's text, or its id.")
+    eod_mask_loss: bool = False
+    """No loss on predicting from an EOD token."""
+    cache_dir: str | None = None
+    """Index cache; None: beside the data."""
+    fim_rate: float = Field(0.0, ge=0, le=1)
+    """Share of documents made fill-in-the-middle (data/fim.py)."""
+    fim_spm_rate: float = Field(0.5, ge=0, le=1)
+    """Share of those whose suffix comes first."""
+    fim_prefix_token: str | int | None = None
+    """A token's text, or its id."""
     fim_middle_token: str | int | None = None
     fim_suffix_token: str | int | None = None
-    fim_pad_token: str | int | None = Field(None, description="None: the end of a document.")
-    fim_split_sample: str | int | None = Field(
-        None, description="Token between the files of a document; each is then permuted by itself."
-    )
-    fim_fragment_rate: float | None = Field(
-        None, ge=0, le=1, description="Share of those files, in a document that fim_rate draws."
-    )
-    fim_no_prefix: str | None = Field(
-        None, description="What begins with this text stays as it is."
-    )
+    fim_pad_token: str | int | None = None
+    """None: the end of a document."""
+    fim_split_sample: str | int | None = None
+    """Token between the files of a document; each is then permuted by itself."""
+    fim_fragment_rate: float | None = Field(None, ge=0, le=1)
+    """Share of those files, in a document that fim_rate draws."""
+    fim_no_prefix: str | None = None
+    """What begins with this text stays as it is."""
     masked: MaskedDataConfig = MaskedDataConfig()
-    prefetch: int = Field(4, ge=1, le=10_000, description="Batches prepared ahead.")
-    workers: int = Field(2, ge=1, le=1024, description="Loader threads.")
+    prefetch: int = Field(4, ge=1, le=10_000)
+    """Batches prepared ahead."""
+    workers: int = Field(2, ge=1, le=1024)
+    """Loader threads."""
 
 
 class OptimizerConfig(Group):
     """Optimizer, decay and clipping; groups go by a parameter's role, never by its rank."""
 
-    name: str = Field(
-        "adamw",
-        description="adamw, muon, or an elementwise transformation of optax: optax.lion, optax.sgd "
-        "(docs/optimizers.md).",
-    )
-    args: dict[str, bool | int | float | str | None] = Field(
-        {}, description="Arguments of that function of optax, e.g. {momentum: 0.9}."
-    )
+    name: str = "adamw"
+    """adamw, muon, or an elementwise transformation of optax: optax.lion, optax.sgd
+    (docs/optimizers.md).
+    """
+    args: dict[str, bool | int | float | str | None] = {}
+    """Arguments of that function of optax, e.g. {momentum: 0.9}."""
     b1: float = Field(0.9, ge=0, lt=1)
     b2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
-    weight_decay_end: float | None = Field(None, ge=0, description="Ramp target; None: constant.")
+    weight_decay_end: float | None = Field(None, ge=0)
+    """Ramp target; None: constant."""
     weight_decay_style: Literal["linear", "cosine"] = "linear"
     weight_decay_roles: list[str] = Field(["matrix", "embedding", "head", "router", "conv"])
-    lr_multipliers: dict[str, float] = Field(
-        {}, description="Per role, e.g. {embedding: 0.5}; experts: of all parameters of experts."
-    )
-    clip_grad_norm: float = Field(1.0, ge=0, description="Global L2 norm; 0: off.")
+    lr_multipliers: dict[str, float] = {}
+    """Per role, e.g. {embedding: 0.5}; experts: of all parameters of experts."""
+    clip_grad_norm: float = Field(1.0, ge=0)
+    """Global L2 norm; 0: off."""
     mu_dtype: Dtype = "float32"
     nu_dtype: Dtype = "float32"
-    stochastic_rounding: bool = Field(
-        False, description="Round what is stored in bf16 (moments, weights) up or down at random."
-    )
-    offload: bool | Literal["auto"] = Field(
-        "auto", description="Moments wait in pinned host memory; auto: where they do not fit."
-    )
+    stochastic_rounding: bool = False
+    """Round what is stored in bf16 (moments, weights) up or down at random."""
+    offload: bool | Literal["auto"] = "auto"
+    """Moments wait in pinned host memory; auto: where they do not fit."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     muon_nesterov: bool = True
-    muon_steps: int = Field(5, ge=1, description="Newton-Schulz iterations.")
-    muon_roles: list[str] = Field(["matrix"], description="The rest is trained by AdamW.")
+    muon_steps: int = Field(5, ge=1)
+    """Newton-Schulz iterations."""
+    muon_roles: list[str] = ["matrix"]
+    """The rest is trained by AdamW."""
     muon_scale: Literal["match_adamw", "spectral", "original"] = "match_adamw"
 
 
@@ -183,169 +188,153 @@ class ScheduleConfig(Group):
     decay: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     warmup_steps: int = Field(0, ge=0)
     warmup_init_lr: float = Field(0.0, ge=0)
-    decay_steps: int | None = Field(None, ge=1, description="None: train.steps.")
-    wsd_decay_steps: int = Field(0, ge=0, description="Length of the final decay of wsd.")
+    decay_steps: int | None = Field(None, ge=1)
+    """None: train.steps."""
+    wsd_decay_steps: int = Field(0, ge=0)
+    """Length of the final decay of wsd."""
     wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
 
 
 class TrainConfig(Group):
     """Batch, length of the run, memory policy, evaluation."""
 
-    objective: str = Field(
-        "next_token",
-        description="What is trained for: next_token, masked_lm (docs/encoders.md), classify, "
-        "span_corruption, or module.path:Name of a class like those of models/objective.py.",
-    )
+    objective: str = "next_token"
+    """What is trained for: next_token, masked_lm (docs/encoders.md), classify, span_corruption, or
+    module.path:Name of a class like those of models/objective.py.
+    """
     steps: int = Field(1000, ge=1, le=10**12)
-    max_tokens: int | None = Field(None, ge=1, description="Stop after this many tokens.")
-    max_minutes: float | None = Field(None, gt=0, description="Save and stop after this long.")
-    step_timeout_minutes: float | None = Field(
-        30.0, gt=0, description="Exit, not hang, when no step ends in this long (with compiling)."
-    )
-    global_batch_size: UpTo28 = Field(8, ge=1, description="Sequences per step.")
-    micro_batch_size: UpTo28 = Field(8, ge=1, description="Sequences per device and micro-batch.")
-    rampup_batch_size: list[int] | None = Field(
-        None, min_length=3, max_length=3, description="[start, increment, samples], as Megatron."
-    )
-    on_suspect: Literal["stop", "skip", "roll_back"] = Field(
-        "stop",
-        description="After a loss that is not finite, or a spike, and is so again when the step is "
-        "repeated: end the run, leave the batch out, or also go back to the newest checkpoint's "
-        "weights (docs/failures.md).",
-    )
-    spike_factor: float | None = Field(
-        None, gt=1, description="A loss above this many times the median of the last is a spike."
-    )
-    max_suspects: int = Field(
-        10, ge=1, description="Suspect steps within 100 after which the run ends in any case."
-    )
-    check_replicas_interval: int | None = Field(
-        None,
-        ge=1,
-        description="Steps between comparisons of devices that must hold the same bits; also done "
-        "before each save (docs/failures.md).",
-    )
-    eval_interval: int | None = Field(None, ge=1, description="Steps between evaluations.")
+    max_tokens: int | None = Field(None, ge=1)
+    """Stop after this many tokens."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Save and stop after this long."""
+    step_timeout_minutes: float | None = Field(30.0, gt=0)
+    """Exit, not hang, when no step ends in this long (with compiling)."""
+    global_batch_size: UpTo28 = Field(8, ge=1)
+    """Sequences per step."""
+    micro_batch_size: UpTo28 = Field(8, ge=1)
+    """Sequences per device and micro-batch."""
+    rampup_batch_size: list[int] | None = Field(None, min_length=3, max_length=3)
+    """[start, increment, samples], as Megatron."""
+    on_suspect: Literal["stop", "skip", "roll_back"] = "stop"
+    """After a loss that is not finite, or a spike, and is so again when the step is repeated: end
+    the run, leave the batch out, or also go back to the newest checkpoint's weights
+    (docs/failures.md).
+    """
+    spike_factor: float | None = Field(None, gt=1)
+    """A loss above this many times the median of the last is a spike."""
+    max_suspects: int = Field(10, ge=1)
+    """Suspect steps within 100 after which the run ends in any case."""
+    check_replicas_interval: int | None = Field(None, ge=1)
+    """Steps between comparisons of devices that must hold the same bits; also done before each save
+    (docs/failures.md).
+    """
+    eval_interval: int | None = Field(None, ge=1)
+    """Steps between evaluations."""
     eval_steps: UpTo28 = Field(10, ge=1)
-    remat: str = Field(
-        "auto",
-        description="What a layer keeps for its backward: none (all), dots (matmul outputs and "
-        "attention), attention, full (nothing); counts go in layer order: 'full*8,dots'. auto: the "
-        "fastest that fits by the memory estimate (docs/memory.md).",
-    )
-    offload: Literal["all"] | list[str] = Field(
-        [], description="Kept tensors that wait in pinned host memory, e.g. [up, attn_out]; or all."
-    )
+    remat: str = "auto"
+    """What a layer keeps for its backward: none (all), dots (matmul outputs and attention),
+    attention, full (nothing); counts go in layer order: 'full*8,dots'. auto: the fastest that fits
+    by the memory estimate (docs/memory.md).
+    """
+    offload: Literal["all"] | list[str] = []
+    """Kept tensors that wait in pinned host memory, e.g. [up, attn_out]; or all."""
     attention: Literal["auto", "xla", "cudnn", "mosaic"] = "auto"
-    experts: Literal["auto", "loop", "xla", "mosaic", "batched"] = Field(
-        "auto",
-        description="loop: every expert runs on all tokens; xla, mosaic: a grouped matmul runs "
-        "each on its own; batched: with model.moe.capacity_factor, each on as many rows as it has "
-        "capacity.",
-    )
-    expert_exchange: Literal["auto", "all_gather", "all_to_all"] = Field(
-        "auto",
-        description="How tokens reach experts over ep: all tokens to all devices, or each to those "
-        "of its experts; auto: by ep, experts of a token and bytes (docs/moe.md).",
-    )
-    unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        "auto", description="Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."
-    )
-    mtp_loss_scaling_factor: float = Field(
-        0.1, ge=0, description="Weight of the mean loss of model.num_nextn_predict_layers."
-    )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the logged loss.")
-    z_loss: float = Field(
-        0.0, ge=0, description="Weight of log(sum exp logits)^2; part of the logged loss."
-    )
-    loss_chunk: int | None = Field(None, ge=1, description="Tokens per chunk of the loss.")
-    freeze: list[str] = Field(
-        [],
-        description="Parameters that stay as they are: roles, or names with * such as dense.mlp.*.",
-    )
-    sample_prompt: str | None = Field(None, description="Text continued at the end of the run.")
+    experts: Literal["auto", "loop", "xla", "mosaic", "batched"] = "auto"
+    """loop: every expert runs on all tokens; xla, mosaic: a grouped matmul runs each on its own;
+    batched: with model.moe.capacity_factor, each on as many rows as it has capacity.
+    """
+    expert_exchange: Literal["auto", "all_gather", "all_to_all"] = "auto"
+    """How tokens reach experts over ep: all tokens to all devices, or each to those of its experts;
+    auto: by ep, experts of a token and bytes (docs/moe.md).
+    """
+    unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."""
+    mtp_loss_scaling_factor: float = Field(0.1, ge=0)
+    """Weight of the mean loss of model.num_nextn_predict_layers."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Part of the logged loss."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of log(sum exp logits)^2; part of the logged loss."""
+    loss_chunk: int | None = Field(None, ge=1)
+    """Tokens per chunk of the loss."""
+    freeze: list[str] = []
+    """Parameters that stay as they are: roles, or names with * such as dense.mlp.*."""
+    sample_prompt: str | None = None
+    """Text continued at the end of the run."""
     sample_tokens: UpTo24 = Field(64, ge=1)
 
 
 class CheckpointConfig(Group):
     """Orbax checkpoints under run.dir/checkpoints."""
 
-    interval: int | None = Field(None, ge=1, description="Steps between saves; None: only at end.")
-    keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
-    keep_every: int | None = Field(None, ge=1, description="Also keep steps divisible by this.")
-    keep_best: int = Field(0, ge=0, description="Also keep this many of lowest held-out loss.")
-    digests: bool = Field(
-        True, description="Make and check digests of all files; false: damage is loaded unseen."
-    )
+    interval: int | None = Field(None, ge=1)
+    """Steps between saves; None: only at end."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Also keep steps divisible by this."""
+    keep_best: int = Field(0, ge=0)
+    """Also keep this many of lowest held-out loss."""
+    digests: bool = True
+    """Make and check digests of all files; false: damage is loaded unseen."""
     async_save: bool = True
-    max_failed_saves: int | None = Field(
-        3, ge=1, description="Failed saves in a row that end the run; None: it goes on."
-    )
-    local_dir: str | None = Field(
-        None, description="Folder of a fast disk or in memory (/dev/shm) for saves in between."
-    )
-    local_interval: int | None = Field(None, ge=1, description="Steps between saves there.")
+    max_failed_saves: int | None = Field(3, ge=1)
+    """Failed saves in a row that end the run; None: it goes on."""
+    local_dir: str | None = None
+    """Folder of a fast disk or in memory (/dev/shm) for saves in between."""
+    local_interval: int | None = Field(None, ge=1)
+    """Steps between saves there."""
     resume: Literal["auto", "never", "require"] = "auto"
-    init_from: str | None = Field(
-        None,
-        description="Start step 0 from the weights in this Hugging Face, mjax or Megatron folder.",
-    )
-    init_changes: list[Literal["vocab_size", "num_hidden_layers", "experts", "heads"]] = Field(
-        [],
-        description="In what the model may differ from those weights; what they lack is drawn. "
-        "experts: it has experts where they have MLPs (docs/moe.md); heads: of model.bert "
-        "(docs/encoders.md).",
-    )
+    init_from: str | None = None
+    """Start step 0 from the weights in this Hugging Face, mjax or Megatron folder."""
+    init_changes: list[Literal["vocab_size", "num_hidden_layers", "experts", "heads"]] = []
+    """In what the model may differ from those weights; what they lack is drawn. experts: it has
+    experts where they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md).
+    """
 
 
 class PrecisionConfig(Group):
     """Masters are kept in `params`; the forward and backward pass run in `compute`."""
 
-    compute: Dtype | Literal["float16"] = Field(
-        "bfloat16", description="float16: with a loss scale (docs/precision.md)."
-    )
-    params: Dtype = Field(
-        "float32", description="Dtype of the weights between steps; bfloat16: no fp32 master."
-    )
-    grad_accum: Dtype = Field("float32", description="Dtype gradients accumulate and reduce in.")
-    initial_loss_scale: float = Field(
-        2.0**32, gt=0, description="Of float16: the factor on the loss before the backward."
-    )
+    compute: Dtype | Literal["float16"] = "bfloat16"
+    """float16: with a loss scale (docs/precision.md)."""
+    params: Dtype = "float32"
+    """Dtype of the weights between steps; bfloat16: no fp32 master."""
+    grad_accum: Dtype = "float32"
+    """Dtype gradients accumulate and reduce in."""
+    initial_loss_scale: float = Field(2.0**32, gt=0)
+    """Of float16: the factor on the loss before the backward."""
     min_loss_scale: float = Field(1.0, gt=0)
-    loss_scale_window: int = Field(
-        1000, ge=1, description="Steps in a row without overflow that double the scale."
-    )
-    hysteresis: int = Field(
-        2, ge=1, description="Overflows until the scale is halved; then each one halves it."
-    )
-    fp8: Literal["none", "current", "delayed", "mxfp8", "nvfp4"] = Field(
-        "none",
-        description="Blocks multiply in 8 bits, scaled by the tensor's maximum or by that of the "
-        "last steps; mxfp8 and nvfp4 (block-scaled) need Blackwell.",
-    )
-    fp8_backend: Literal["xla", "te"] = Field(
-        "xla", description="Who rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."
-    )
-    fp8_amax_history: int = Field(1024, ge=1, description="Steps that delayed scaling looks back.")
-    fp8_skip_layers: int = Field(0, ge=0, description="First and last layers left in `compute`.")
+    loss_scale_window: int = Field(1000, ge=1)
+    """Steps in a row without overflow that double the scale."""
+    hysteresis: int = Field(2, ge=1)
+    """Overflows until the scale is halved; then each one halves it."""
+    fp8: Literal["none", "current", "delayed", "mxfp8", "nvfp4"] = "none"
+    """Blocks multiply in 8 bits, scaled by the tensor's maximum or by that of the last steps; mxfp8
+    and nvfp4 (block-scaled) need Blackwell.
+    """
+    fp8_backend: Literal["xla", "te"] = "xla"
+    """Who rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."""
+    fp8_amax_history: int = Field(1024, ge=1)
+    """Steps that delayed scaling looks back."""
+    fp8_skip_layers: int = Field(0, ge=0)
+    """First and last layers left in `compute`."""
 
 
 class LogConfig(Group):
     """Sinks; JSON lines and the console are always on."""
 
     interval: int = Field(10, ge=1)
-    diagnostics_interval: int | None = Field(
-        None,
-        ge=1,
-        description="Steps between records of the norms of each layer and of the gradient noise; "
-        "each costs up to three steps (docs/debugging.md).",
-    )
+    diagnostics_interval: int | None = Field(None, ge=1)
+    """Steps between records of the norms of each layer and of the gradient noise; each costs up to
+    three steps (docs/debugging.md).
+    """
     tensorboard: bool = False
     wandb_project: str | None = None
-    peak_tflops: float | None = Field(None, gt=0, description="For MFU; None: known chips.")
-    profile_steps: list[int] | None = Field(
-        None, description="[first, last] step of a trace in run.dir/profile."
-    )
+    peak_tflops: float | None = Field(None, gt=0)
+    """For MFU; None: known chips."""
+    profile_steps: list[int] | None = None
+    """[first, last] step of a trace in run.dir/profile."""
 
 
 class Config(Group):

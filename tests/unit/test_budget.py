@@ -28,10 +28,12 @@ SMALL = 40  # lines of code; an average over fewer says little
 
 
 def count(text: str) -> tuple[int, int]:
-    """(lines with code, tokens in them): without blank lines, comments and docstrings."""
-    bodies = [n.body for n in ast.walk(ast.parse(text)) if isinstance(getattr(n, "body", 0), list)]
-    first = [body[0] for body in bodies if body and isinstance(body[0], ast.Expr)]
-    docs = [e for e in first if isinstance(getattr(e.value, "value", None), str)]
+    """(lines with code, tokens in them): without blank lines, comments and docstrings.
+
+    Docstrings are those of attributes (PEP 257), too: statements that are a text and no more.
+    """
+    statements = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Expr)]
+    docs = [e for e in statements if isinstance(getattr(e.value, "value", None), str)]
     said = {line for e in docs for line in range(e.lineno, e.end_lineno + 1)}
     tokens = [t for t in tokens_of(text) if t.type not in NO_CODE and t.start[0] not in said]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
