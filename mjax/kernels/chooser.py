@@ -32,6 +32,9 @@ MOST = 2**31 - 1  # elements that a 32-bit offset reaches
 WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
 ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
 
+SSD_CHANNELS = 64  # of a head that a program of the scan takes
+SSD_STATES = (64, 128, 256)
+
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 
 NO_GPU = "there is no GPU"
@@ -275,11 +278,15 @@ def _experts(
     return _mosaic_or("loop", dtype, shape, device)
 
 
-def _ssd(dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:
-    """Of x [B, S, H, P] of a scan of Mamba-2."""
-    if device.backend == "cpu":
-        return Choice("xla", NO_GPU)
-    return Choice("xla", "it is matmuls over chunks; there is no kernel of ours yet")
+def _ssd(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, state: int) -> Choice:
+    """Of x [B, S, H, P] of a scan of Mamba-2 with states [P, `state`]."""
+    if dtype != jnp.bfloat16:
+        return Choice("xla", f"our kernel takes no {dtype}")
+    if shape[-1] % SSD_CHANNELS:
+        return Choice("xla", f"heads of {shape[-1]} are no multiple of {SSD_CHANNELS} channels")
+    if state not in SSD_STATES:
+        return Choice("xla", f"our kernel takes states of {SSD_STATES}, not {state}")
+    return _on_gpu(device, "a program walks the chunks of a head with its state")
 
 
 RULES = {

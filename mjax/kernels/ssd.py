@@ -25,6 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.chooser import choose
+from mjax.kernels.ssd_fused import fused
 
 OUTPUT, STATES = "ssd_out", "ssd_states"  # names of what the forward leaves (`config/remat.py`)
 
@@ -60,10 +61,11 @@ def ssd(
     """
     x, b = inputs.x, inputs.b
     batch, length, heads, size = x.shape
-    choice = choose("ssd", x.dtype, x.shape)
-    assert choice.name == "xla", choice
     if initial is None:
         initial = jnp.zeros((batch, heads, size, b.shape[-1]), _wide(x.dtype))
+    if choose("ssd", x.dtype, x.shape, state=b.shape[-1]).name == "triton":
+        y, final = fused(*inputs, starts=starts, initial=initial)
+        return checkpoint_name(y, OUTPUT), final
     if starts is None:
         documents = jnp.zeros((batch, length), jnp.int32)
     else:
