@@ -33,7 +33,7 @@ WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA
 ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
 
 SSD_CHANNELS = 64  # of a head that a program of the scan takes
-SSD_STATES = (64, 128, 256)
+SSD_STATES = (64, 128)  # a larger one does not fit the registers
 
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 

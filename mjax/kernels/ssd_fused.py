@@ -39,9 +39,9 @@ class Tiles:
     """The tile of each kernel. All but the forward's have the same chunk."""
 
     forward: Tile = Tile(64, 4, 2)
-    states: Tile = Tile(64, 4, 3)
-    gradients: Tile = Tile(64, 4, 2)
-    gradient_c: Tile = Tile(64, 4, 2)
+    states: Tile = Tile(64, 4, 2)
+    gradients: Tile = Tile(64, 8, 3)
+    gradient_c: Tile = Tile(64, 4, 3)
 
 
 def fused(

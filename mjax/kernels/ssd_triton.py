@@ -1,10 +1,12 @@
 """The scan of Mamba-2 as Triton kernels; `ssd_fused.py` says what they compute and calls them.
 
-A kernel sees heads in slices of P channels, `CUT` slices a head, and tokens in chunks of Q. `steps`
+A kernel sees heads in slices of P channels, CUT slices a head, and tokens in chunks of Q. `steps`
 are dt and `log` their logarithms of decays, summed within a chunk: fp32 [B, H, chunks * Q], where
 steps beyond the sequence are 0. `begins` int32 [B, chunks * Q] are the tokens at which documents
-begin, -1 for one that began before; they are read if PACKED. A state is [N, P] in registers and between chunks, [P, N] at both ends. Matrices of a chunk are [s, t] in the backward, [t, s] in the forward:
-so the matmul that reads one finds it in registers.
+begin, -1 for one that began before; they are read if PACKED. A state is [N, P] in registers and
+between chunks, [P, N] at both ends. Matrices of a chunk are [s, t] in the backward, [t, s] in the
+forward: so the matmul that reads one finds it in registers. No mask lives through a loop: it would
+take as many registers as floats.
 """
 
 import math
@@ -60,7 +62,7 @@ def ssd_forward(
         logs, left, share, decay = _decays(log, begins, first, Q, PACKED)
         step = tl.load(steps + first + t)
         taken = (x_s * (share * step)[:, None]).to(x.dtype.element_ty)
-        at = first + t  # anew for each chunk: a mask that is kept takes as many registers as floats
+        at = first + t
         seen = at[:, None] >= at[None]
         if PACKED:
             seen &= at[None] >= tl.load(begins + at)[:, None]

@@ -68,8 +68,20 @@ TABLE = [
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),
-    ("ssd", "bfloat16", (8, 4096, 80, 64), CPU, {}, "xla", NO_GPU),
-    ("ssd", "bfloat16", (8, 4096, 80, 64), HOPPER, {}, "xla", "matmuls over chunks"),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), CPU, {"state": 128}, "xla", NO_GPU),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), HOPPER, {"state": 128}, "triton", "walks the chunks"),
+    (
+        "ssd",
+        "bfloat16",
+        (8, 4096, 80, 64),
+        Device("gpu", triton=False),
+        {"state": 64},
+        "xla",
+        "pip",
+    ),
+    ("ssd", "float32", (8, 4096, 80, 64), HOPPER, {"state": 128}, "xla", "no float32"),
+    ("ssd", "bfloat16", (8, 4096, 80, 80), HOPPER, {"state": 128}, "xla", "multiple of 64"),
+    ("ssd", "bfloat16", (8, 4096, 80, 128), HOPPER, {"state": 256}, "xla", "not 256"),
 ]
 
 
