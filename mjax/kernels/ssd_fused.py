@@ -122,8 +122,10 @@ def _padded(begins: jax.Array | None, chunk: int) -> jax.Array:
 
 
 def _states(tiles: Tiles, v, decays, w, initial, d_states, **constants: bool) -> list[jax.Array]:
-    """(states between chunks [B, H, P / 64, chunks, N, 64] in v's dtype, the state at the end); with
-    `d_states` also the gradients of logarithms of the decays of chunks [B, H, chunks]."""
+    """(States between chunks [B, H, P / 64, chunks, N, 64] in v's dtype, the state at the end).
+
+    With `d_states` also the gradients of logarithms of the decays of chunks [B, H, chunks].
+    """
     from mjax.kernels import ssd_triton
 
     tile, state = tiles.states, w.shape[-1]

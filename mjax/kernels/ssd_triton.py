@@ -283,8 +283,8 @@ def ssd_gradient_c(
 
 @triton.jit
 def _decays(log, begins, first, Q: tl.constexpr, PACKED: tl.constexpr):
-    """Logarithms of 2 [Q], what is left of the state before a chunk at each token [Q], of each token
-    at the end of the chunk [Q], of the state at the end."""
+    """(`log` to the base 2 [Q], what is left of the state before a chunk at each token [Q], of each
+    token at the end of the chunk [Q], of the state at the end)."""
     t = tl.arange(0, Q)
     logs = tl.load(log + first + t) * _LOG2_E
     last = tl.load(log + first + Q - 1) * _LOG2_E
