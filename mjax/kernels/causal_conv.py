@@ -92,9 +92,10 @@ def _backward(saved: tuple, gradient: jax.Array):
     def convolve(x, weight, bias, history):
         return plain_conv(x, weight, bias, starts, history)
 
-    _, through = jax.vjp(convolve, x, weight, bias, history)
-    d_x, d_weight, d_bias, d_history = through(gradient)
-    return d_x, d_weight, d_bias, None, d_history
+    wide = jnp.promote_types(x.dtype, jnp.float32)  # else each tap's part is rounded
+    _, through = jax.vjp(convolve, x.astype(wide), weight, bias, history.astype(wide))
+    d_x, d_weight, d_bias, d_history = through(gradient.astype(wide))
+    return d_x.astype(x.dtype), d_weight, d_bias, None, d_history.astype(history.dtype)
 
 
 _convolve.defvjp(_forward, _backward)
