@@ -38,6 +38,10 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         values = [np.sum(a.handle.data, self.axis, keepdims=self.keep_dims) for a in inputs]
         return [self.to_tensor(v, a.dtype) for v, a in zip(values, inputs, strict=True)]
 
+    def splat(self, type_, value):  # the interpreter's own makes integers of a comparison
+        data = np.full(type_.shape, value.data, value.data.dtype)
+        return interpreter.TensorHandle(data, value.dtype.scalar)
+
     names = []
 
     def triton_call(
@@ -59,6 +63,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "jax_triton", module)
     monkeypatch.setattr(JITFunction, "__call__", call)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", sums)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", splat)
     monkeypatch.setattr(interpreter, "_convert_float", _converted)
     return names
 

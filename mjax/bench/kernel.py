@@ -1,4 +1,4 @@
-"""`python -m mjax.bench kernel attention|loss|norm|matmul|grouped|all`: our kernels, one at a time.
+"""`python -m mjax.bench kernel attention|loss|norm|matmul|grouped|ssd|all`: one kernel at a time.
 
 Forward and backward of each on random inputs, in milliseconds and in TFLOP/s or GB/s, as a share of
 what this device reaches in the same run: its fastest large matmul, or a copy that is read and
@@ -17,6 +17,7 @@ import numpy as np
 
 from mjax.bench.grouped import grouped_matmuls
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
+from mjax.bench.ssd import scans
 from mjax.bench.work import Work, draw
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, read_numbers
@@ -48,6 +49,7 @@ SHAPES = {
         ((16384, 8, 4096, 14336), (16384, 8, 14336, 4096), (65536, 64, 2048, 1408))
         + ((65536, 64, 1408, 2048), (65536, 128, 2048, 768), (65536, 128, 768, 2048)),
     ),
+    "ssd": ("batch,seq,heads,groups,head_dim,state", ((8, 4096, 80, 8, 64, 128),)),
 }
 
 
@@ -83,7 +85,7 @@ def measure(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[
         roof[kind] = getattr(work, kind) / record["ms"]
         yield record
     make = {"attention": attentions, "loss": losses, "norm": norms, "matmul": matmuls}
-    make["grouped"] = grouped_matmuls
+    make |= {"grouped": grouped_matmuls, "ssd": scans}
     for kernel, all_shapes in shapes.items():
         for shape in all_shapes:
             done = {}

@@ -111,7 +111,7 @@ BRANCHES: dict[str, Branch] = {
         name="mamba",
         shape="mamba",
         matmuls=("ssm_in", "ssm_bc", "ssm_dt", "ssm_proj"),
-        kept=("ssd_out", "ssd_states"),
+        kept=("ssd_out", "ssd_states"),  # our kernels make the states again, and keep none
     ),
 }
 

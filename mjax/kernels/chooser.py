@@ -27,10 +27,16 @@ FEWEST = {  # elements of the widest input: with less, nothing is won
     "gate": 2**20,
     "quantize": 2**20,
     "loss_rows": 2**24,
+    "causal_conv": 2**20,
 }
 MOST = 2**31 - 1  # elements that a 32-bit offset reaches
 WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
 ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
+
+CONV_TAPS = 4  # of our causal convolution: it holds as many tokens in registers
+
+SSD_CHANNELS = 64  # of a head that a program of the scan takes
+SSD_STATES = (64, 128)  # a larger one does not fit the registers
 
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 
@@ -275,15 +281,27 @@ def _experts(
     return _mosaic_or("loop", dtype, shape, device)
 
 
-def _ssd(dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:
-    """Of x [B, S, H, P] of a scan of Mamba-2."""
-    if device.backend == "cpu":
-        return Choice("xla", NO_GPU)
-    return Choice("xla", "it is matmuls over chunks; there is no kernel of ours yet")
+def _ssd(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, state: int) -> Choice:
+    """Of x [B, S, H, P] of a scan of Mamba-2 with states [P, `state`]."""
+    if dtype != jnp.bfloat16:
+        return Choice("xla", f"our kernel takes no {dtype}")
+    if shape[-1] % SSD_CHANNELS:
+        return Choice("xla", f"heads of {shape[-1]} are no multiple of {SSD_CHANNELS} channels")
+    if state not in SSD_STATES:
+        return Choice("xla", f"our kernel takes states of {SSD_STATES}, not {state}")
+    return _on_gpu(device, "a program walks the chunks of a head with its state")
+
+
+def _causal_conv(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, taps: int) -> Choice:
+    """Of x [B, S, ...] with any channels."""
+    if taps != CONV_TAPS:
+        return Choice("xla", f"our kernel has {CONV_TAPS} taps, not {taps}")
+    return _elementwise("causal_conv", dtype, shape, device)
 
 
 RULES = {
     "attention": _attention,
+    "causal_conv": _causal_conv,
     "experts": _experts,
     "grouped_matmul": _grouped_matmul,
     "norm": _norm,

@@ -9,7 +9,8 @@ Invariant: states, decays and sums are fp32 (fp64 for inputs of fp64). Matmuls r
 in x's dtype. The backward keeps the inputs and the states between chunks, [B, chunks, H, P, N], and
 computes all else again. The matrices of a chunk, [H, Q, Q], exist for a few chunks at a time
 (`_BLOCK_BYTES`). So memory is linear in the length. All heads of a group share b and c, and the
-matmuls of states take them together: [heads of a group x P, Q] times [Q, N].
+matmuls of states take them together: [heads of a group x P, Q] times [Q, N]. On GPUs our Triton
+kernels (`ssd_fused.py`) take the place of all this where the chooser says so.
 
 Letters: B batch, S sequence, Q tokens of a chunk, H heads, G groups, R heads of a group, P channels
 of a head, N state.
@@ -25,8 +26,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.chooser import choose
+from mjax.kernels.ssd_fused import fused
 
-OUTPUT, STATES = "ssd_out", "ssd_states"  # names of what the forward leaves (`config/remat.py`)
+# Names of what the forward leaves (`config/remat.py`); our kernels leave no states.
+OUTPUT, STATES = "ssd_out", "ssd_states"
 
 _BLOCK_BYTES = 2**28  # of the fp32 matrices of the chunks that are computed at a time
 
@@ -60,10 +63,11 @@ def ssd(
     """
     x, b = inputs.x, inputs.b
     batch, length, heads, size = x.shape
-    choice = choose("ssd", x.dtype, x.shape)
-    assert choice.name == "xla", choice
     if initial is None:
         initial = jnp.zeros((batch, heads, size, b.shape[-1]), _wide(x.dtype))
+    if choose("ssd", x.dtype, x.shape, state=b.shape[-1]).name == "triton":
+        y, final = fused(*inputs, starts=starts, initial=initial)
+        return checkpoint_name(y, OUTPUT), final
     if starts is None:
         documents = jnp.zeros((batch, length), jnp.int32)
     else:

@@ -75,7 +75,8 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     if "M" in model.branches:
         mamba = model.mamba
         scanned = rows, width, mamba.mamba_num_heads // tp, mamba.mamba_head_dim
-        choices["ssd"] = choose("ssd", dtype, scanned)
+        choices["causal conv"] = choose("causal_conv", dtype, scanned, taps=mamba.conv_kernel)
+        choices["ssd"] = choose("ssd", dtype, scanned, state=mamba.state_size)
     recipe = decide_execution(cfg, sizes).recipe
     if recipe is not None:
         gradient = tokens, up[-1]

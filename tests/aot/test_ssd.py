@@ -1,9 +1,7 @@
-"""The scan of Mamba-2, compiled for H200: products once or twice, and memory that has a bound.
-
-It has not run on a GPU: these tests hold what the compiler made of it.
-"""
+"""Mamba-2 compiled for H200: which kernels a step calls; the plain scan's products and memory."""
 
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,9 @@ import pytest
 
 from mjax.kernels.ssd import SsdInputs, ssd
 from mjax.plan.described import compiler_devices
-from tests.aot.common import H200, missing
+from tests.aot.common import H200, compile_step, missing
+from tests.devices import GPU, choose_for
+from tests.marks import quick
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -42,7 +42,26 @@ def compiled(length, batch=8, heads=80, groups=8, size=64, state=128, chunk=256)
     return jax.jit(scan).lower(inputs, starts, inputs.x).compile()
 
 
-def test_memory_is_bounded():
+@pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+@pytest.mark.parametrize("remat", quick(["none", "dots", "full"], 1))
+def test_a_layer_calls_each_kernel_once_but_what_it_computes_again(monkeypatch, remat):
+    """The convolution goes over x, and over B and C. `dots` keeps what the scan gives."""
+    choose_for(monkeypatch, GPU, "ssd", "causal_conv")
+    small = ["model.num_hidden_layers=1", "model.hidden_size=512", "model.vocab_size=512"]
+    small += ["model.mamba.mamba_num_heads=16", "mesh.dp=1", "train.micro_batch_size=4"]
+    step = compile_step("configs/models/mamba2_2_7b.yaml", *small, f"train.remat={remat}")
+    calls = re.findall(r" custom-call\(.*/(\w+)/triton_kernel_call", step.text)
+    assert Counter(calls) == {
+        "ssd_forward": 2 if remat == "full" else 1,
+        "ssd_states": 2,  # from the start, and from the end
+        "ssd_gradients": 1,
+        "ssd_gradient_c": 1,
+        "conv_forward": 2 if remat == "none" else 4,
+        "conv_backward": 2,
+    }
+
+
+def test_memory_of_the_plain_scan_is_bounded():
     """Eight rows of 4096 tokens of 80 heads hold 0.8 GiB of inputs; chunks add a bound."""
     program = compiled(4096)
     assert len(re.findall(r" dot\(", program.as_text())) <= 24  # each product once or twice

@@ -16,7 +16,9 @@ from mjax.optim.build import moments_of
 from mjax.plan.kept import kept
 from mjax.prove import SMALL, Cell, compare, holds, make_trainer
 from mjax.prove.features import STATES
+from tests.devices import GPU, choose_for
 from tests.marks import quick, slow
+from tests.triton_interpreter import interpret
 
 HYBRID = ["model.layer_pattern='mamba+mlp, mamba|full'", "model.mamba.n_groups=2", *STATES]
 
@@ -81,6 +83,20 @@ def test_a_layer_keeps_its_scan_and_counts_it():
     assert held["ssd_states"].shape == (rows, width // 4, heads, size, state)
     alone = model_of("model.layer_pattern=M", *STATES)
     assert flops_by_part(alone, 16)["attention"] == 4 * 21 * heads * size * state
+
+
+def test_with_the_kernels_a_layer_keeps_no_states(monkeypatch):
+    """The backward of the Triton scan makes them again; the estimate of memory asks `kept`, too."""
+    keys = ["precision.compute=bfloat16", "model.mamba.mamba_head_dim=64"]
+    keys += ["model.mamba.state_size=64", "train.remat=dots"]
+    cfg, sizes = load(None, [*SMALL, *HYBRID, *keys]), dict.fromkeys(AXES, 1)
+    plain = kept(cfg, sizes, "M", "dots")
+    interpret(monkeypatch)
+    choose_for(monkeypatch, GPU, "ssd")
+    held = kept(cfg, sizes, "M", "dots")
+    (states,) = (t for t in plain if t.name == "ssd_states")
+    assert {t.name for t in held} == {t.name for t in plain} - {"ssd_states"}
+    assert sum(t.bytes for t in plain) - sum(t.bytes for t in held) == states.bytes
 
 
 def test_decays_are_fp32_and_do_not_decay():

@@ -212,6 +212,7 @@ def test_baseline_that_cannot_be_read_is_refused(tmp_path):
         ("matmul", (32, 8, 16), 2 * 32 * 8 * 16, 3),
         ("norm", (64, 8, 1), None, 17),
         ("grouped", (32, 3, 8, 16), 2 * 32 * 8 * 16, 8),
+        ("ssd", (1, 48, 4, 2, 8, 16), 48 * (2 * 16 * 64 + 4 * 8 * (64 + 4 * 16)), 8),
     ],
 )
 def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):
@@ -230,6 +231,9 @@ def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):
         assert records[0]["tflops"] * records[0]["ms"] * 1e9 == pytest.approx(flops, rel=2e-3)
     if name == "grouped":
         assert all(r["error"] < 0.01 for r in records[::2])
+    if name == "ssd":
+        assert records[0]["error"] == records[4]["error"] == 0  # on CPUs both are plain JAX
+        assert "ours_is_faster" in records[1] and "gb_per_s" in records[7]
     if name == "loss":
         assert "loss_overhead" in records[2] and "ours_is_faster" in records[1]
 

@@ -68,8 +68,17 @@ TABLE = [
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),
-    ("ssd", "bfloat16", (8, 4096, 80, 64), CPU, {}, "xla", NO_GPU),
-    ("ssd", "bfloat16", (8, 4096, 80, 64), HOPPER, {}, "xla", "matmuls over chunks"),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), CPU, {"state": 128}, "xla", NO_GPU),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), HOPPER, {"state": 128}, "triton", "walks the chunks"),
+    ("ssd", "bfloat16", (8, 4096, 80, 64), BARE, {"state": 64}, "xla", "pip install"),
+    ("ssd", "float32", (8, 4096, 80, 64), HOPPER, {"state": 128}, "xla", "no float32"),
+    ("ssd", "bfloat16", (8, 4096, 80, 80), HOPPER, {"state": 128}, "xla", "multiple of 64"),
+    ("ssd", "bfloat16", (8, 4096, 80, 128), HOPPER, {"state": 256}, "xla", "not 256"),
+    ("causal_conv", "bfloat16", BIG, CPU, {"taps": 4}, "xla", NO_GPU),
+    ("causal_conv", "bfloat16", BIG, GPU, {"taps": 4}, "triton", "one pass"),
+    ("causal_conv", "bfloat16", BIG, BARE, {"taps": 4}, "xla", "pip install"),
+    ("causal_conv", "bfloat16", BIG, GPU, {"taps": 3}, "xla", "4 taps, not 3"),
+    ("causal_conv", "bfloat16", (1, 1024), GPU, {"taps": 4}, "xla", "launch"),
 ]
 
 
