@@ -275,7 +275,8 @@ class Decoder(nnx.Module):
         rows = table.shape[0]
         row = tokens - parallel.index("tp") * rows
         is_local = (row >= 0) & (row < rows)
-        x = jnp.take(table, jnp.where(is_local, row, 0), axis=0)
+        # The rows of other devices are spread: GPUs add the gradients of one row one by one.
+        x = jnp.take(table, row % rows, axis=0)
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
         x = scaled(x, cfg.embedding_multiplier)
@@ -284,7 +285,10 @@ class Decoder(nnx.Module):
             x = x + jnp.take(self.position_embedding[...], positions, axis=0)
         if cfg.bert.type_vocab_size:
             types = jnp.zeros_like(tokens) if info.types is None else info.types
-            x = x + jnp.take(self.type_embedding[...], parallel.shard_seq(types), axis=0)
+            # A product, whose backward sums all tokens' gradients at once: there are few rows.
+            table = self.type_embedding[...]
+            one_hot = jax.nn.one_hot(parallel.shard_seq(types), len(table), dtype=table.dtype)
+            x = x + jnp.matmul(one_hot, table, precision="highest")
         if cfg.bert.embedding_norm:
             x = self.embedding_norm(x)
         return dropout(x, cfg.hidden_dropout, info, ctx, salt)
