@@ -75,18 +75,12 @@ class MaskedTokens(_OfEncoder):
         return counts
 
     def losses(
-        self,
-        edges: Decoder,
-        x: jax.Array,
-        batch: Batch,
-        tokens: Tokens,
-        ctx: Context,
-        chunk: int | None,
+        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         labels, mask = batch["labels"], batch["loss_mask"]
-        found = {"loss": edges.head_loss(x, labels, mask, ctx, chunk)}
+        found = {"loss": edges.head_loss(x, labels, mask, ctx)}
         if self.measures:
-            found["accuracy"] = edges.token_hits(x, labels, mask, ctx, chunk)
+            found["accuracy"] = edges.token_hits(x, labels, mask, ctx)
         if self.pairs:
             row_loss, hits = _row_losses(edges, x, batch, ctx)
             found["row_loss"] = row_loss
@@ -149,13 +143,7 @@ class ClassifyRows(_OfEncoder):
         return counts | ({"accuracy": counts["loss"]} if self.measures else {})
 
     def losses(
-        self,
-        edges: Decoder,
-        x: jax.Array,
-        batch: Batch,
-        tokens: Tokens,
-        ctx: Context,
-        chunk: int | None,
+        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         loss, hits = _row_losses(edges, x, batch, ctx)
         return {"loss": loss} | ({"accuracy": hits} if self.measures else {})
