@@ -121,7 +121,7 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
         decoder, info = model.definition.bind(params), tokens_of(part["tokens"].shape)
         x = objective.embed(decoder, part, info, ctx)
         x, *_ = decoder.layers(x, info, ctx)
-        return objective.losses(decoder, x, part, info, ctx, None)["loss"]
+        return objective.losses(decoder, x, part, info, ctx)["loss"]
 
     parts = list(windows(len(stream) - 1, min(length, len(stream) - 1), stride))
     total = 0.0

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from mjax.kernels import chooser
-from mjax.kernels.chooser import Choice, Device
+from mjax.kernels.chooser import Choice, Device, Inputs
 
 CPU = Device("cpu")
 GPU = Device("gpu")
@@ -15,8 +15,8 @@ HOPPER = Device("gpu", hopper=True)
 def choose_for(monkeypatch: pytest.MonkeyPatch, device: Device, *ops: str) -> None:
     """Let these ops be chosen for `device`, and all others for the real one."""
 
-    def elsewhere(rule, dtype, shape, _: Device, **facts) -> Choice:
-        return rule(dtype, shape, device, **facts)
+    def elsewhere(rule, x: Inputs, **facts) -> Choice:
+        return rule(x._replace(device=device), **facts)
 
     for op in ops:
         rule = functools.partial(elsewhere, chooser.RULES[op])

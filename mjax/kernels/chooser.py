@@ -61,6 +61,14 @@ class Choice(NamedTuple):
     why: str
 
 
+class Inputs(NamedTuple):
+    """What the rules read of an op's widest input: its dtype and shape, and where it lies."""
+
+    dtype: jnp.dtype
+    shape: tuple[int, ...]
+    device: Device
+
+
 _BELIEVED: ContextVar[Device | None] = ContextVar("believed", default=None)
 
 
@@ -99,13 +107,11 @@ def choose(
 
     `device` is the default one unless given. `facts` are the keyword arguments of the op's rule.
     """
-    return RULES[op](jnp.dtype(dtype), shape, device or this_device(), **facts)
+    return RULES[op](Inputs(jnp.dtype(dtype), shape, device or this_device()), **facts)
 
 
 def _attention(
-    dtype: jnp.dtype,
-    shape: tuple[int, ...],
-    device: Device,
+    x: Inputs,
     *,
     call: AttentionCall,
     sinks: bool = False,
@@ -118,18 +124,18 @@ def _attention(
     """
     if call.implementation != "auto":
         return Choice(call.implementation, "train.attention asks for it")
-    if device.backend == "cpu":
+    if x.device.backend == "cpu":
         return Choice("xla", NO_GPU)
     if relative:
         return Choice("xla", "no fused kernel of ours adds biases by distance")
     if call.mask == "cross" and call.max_documents != 1:
         return Choice("xla", "no fused kernel of ours has segments of cross-attention")
-    sizes = shape[-1], value_size or shape[-1]
+    sizes = x.shape[-1], value_size or x.shape[-1]
     beyond_cudnn = call.softcap is not None or sinks
-    if beyond_cudnn and not mosaic_attention_lacks(dtype, *sizes, call, device):
+    if beyond_cudnn and not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
-    if value_size not in (None, shape[-1]):
-        heads = f"heads of {shape[-1]} and values of {value_size}"
+    if value_size not in (None, x.shape[-1]):
+        heads = f"heads of {x.shape[-1]} and values of {value_size}"
         return Choice("cudnn", f"it takes {heads} as they are (padded, in packed documents)")
     return Choice("cudnn", "whole steps are no faster with mosaic")
 
@@ -153,20 +159,18 @@ def mosaic_attention_lacks(
     return None
 
 
-def _grouped_matmul(
-    dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, implementation: str = "auto"
-) -> Choice:
+def _grouped_matmul(x: Inputs, *, implementation: str = "auto") -> Choice:
     """Of rows and weights, as sizes (M, G, K, N)."""
     if implementation != "auto":
         return Choice(implementation, "it is asked for")
-    if device.backend == "cpu":
+    if x.device.backend == "cpu":
         return Choice("xla", NO_GPU)
-    return _mosaic_or("xla", dtype, shape, device)
+    return _mosaic_or("xla", x)
 
 
-def _mosaic_or(other: str, dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:
+def _mosaic_or(other: str, x: Inputs) -> Choice:
     """Our Hopper grouped matmul, or the name of another where it cannot compute the sizes."""
-    lacks = mosaic_grouped_lacks(dtype, shape, device)
+    lacks = mosaic_grouped_lacks(*x)
     if lacks:
         return Choice(other, f"mosaic does not compute it: {lacks}")
     return Choice("mosaic", "it multiplies each row by its own expert's weights only")
@@ -186,63 +190,50 @@ def mosaic_grouped_lacks(dtype: jnp.dtype, shape: tuple[int, ...], device: Devic
     return None
 
 
-def _norm(
-    dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, layernorm: bool = False
-) -> Choice:
+def _norm(x: Inputs, *, layernorm: bool = False) -> Choice:
     """Of rows x [..., D]: who computes the backward."""
     widest = WIDEST["layernorm" if layernorm else "rmsnorm"]
-    if shape[-1] > widest:
+    if x.shape[-1] > widest:
         return Choice("xla", f"it is faster beyond {widest} columns")
-    return _elementwise("norm", dtype, shape, device)
+    return _elementwise("norm", x)
 
 
-def _gate(
-    dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, act: str = GATES[0], rows: int = 1
-) -> Choice:
+def _gate(x: Inputs, *, act: str = GATES[0], rows: int = 1) -> Choice:
     """Of inputs [M, ...] of an activation function, taken by so many `rows`."""
     if act not in GATES:
         return Choice("xla", f"our kernel computes {', '.join(GATES)} only")
-    if shape[0] % rows:
+    if x.shape[0] % rows:
         return Choice("xla", f"our kernel takes {rows} rows at a time")
-    return _elementwise("gate", dtype, shape, device)
+    return _elementwise("gate", x)
 
 
-def _quantize(
-    dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, delayed: bool, backend: str
-) -> Choice:
+def _quantize(x: Inputs, *, delayed: bool, backend: str) -> Choice:
     """Of a gradient [M, N] and its transpose, in 8 bits; `backend` is that of the matmuls."""
     if backend != "xla":
         return Choice(backend, "precision.fp8_backend asks for it")
     if not delayed:
         return Choice("xla", "current scaling needs the maximum first")
-    if shape[0] % 2:
+    if x.shape[0] % 2:
         return Choice("xla", "our kernel takes 2 rows at a time")
-    return _elementwise("quantize", dtype, shape, device)
+    return _elementwise("quantize", x)
 
 
-def _elementwise(op: str, dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> Choice:
+def _elementwise(op: str, x: Inputs) -> Choice:
     """What our kernels of one pass over their inputs have in common."""
-    size = math.prod(shape)
+    size = math.prod(x.shape)
     # In fp16 nothing is rounded to 8 bits (config/validate.py).
-    if dtype not in (jnp.bfloat16, jnp.float32) and (dtype != jnp.float16 or op == "quantize"):
-        return Choice("xla", f"our kernel takes no {dtype}")
+    if x.dtype not in (jnp.bfloat16, jnp.float32) and (x.dtype != jnp.float16 or op == "quantize"):
+        return Choice("xla", f"our kernel takes no {x.dtype}")
     if size < FEWEST[op]:
         return Choice("xla", f"a launch costs more for less than {FEWEST[op]:,} elements")
     if size > MOST:
         return Choice("xla", "32-bit offsets do not reach all elements")
-    return _on_gpu(device, "one pass over the inputs")
+    return _on_gpu(x.device, "one pass over the inputs")
 
 
-def _loss_rows(
-    dtype: jnp.dtype,
-    shape: tuple[int, ...],
-    device: Device,
-    *,
-    tp: int,
-    chunk: int | None = None,
-) -> Choice:
+def _loss_rows(x: Inputs, *, tp: int, chunk: int | None = None) -> Choice:
     """Of logits [tokens, rows of the vocabulary] on each of `tp` devices, `chunk` at a time."""
-    tokens, rows = shape
+    tokens, rows = x.shape
     if tp > 1:
         return Choice("xla", "tp cuts the vocabulary")
     if rows % ALIGNED:
@@ -251,7 +242,7 @@ def _loss_rows(
         return Choice("xla", f"nothing is won for less than {FEWEST['loss_rows']:,} logits")
     if 2 * (chunk or 1) * rows > MOST:  # up to whole parts, a chunk may nearly double
         return Choice("xla", "32-bit offsets do not reach all logits of a chunk")
-    return _on_gpu(device, "one read of the logits")
+    return _on_gpu(x.device, "one read of the logits")
 
 
 def _on_gpu(device: Device, why: str) -> Choice:
@@ -260,43 +251,36 @@ def _on_gpu(device: Device, why: str) -> Choice:
     return Choice("triton", why) if device.triton else Choice("xla", NO_TRITON)
 
 
-def _experts(
-    dtype: jnp.dtype,
-    shape: tuple[int, ...],
-    device: Device,
-    *,
-    asked: str,
-    has_capacity: bool = False,
-) -> Choice:
+def _experts(x: Inputs, *, asked: str, has_capacity: bool = False) -> Choice:
     """Of the rows and weights of a device's experts, as sizes (M, E, D, F): what multiplies both.
 
     F counts the width of one matrix; a gated expert has two, side by side.
     """
     if asked != "auto":
         return Choice(asked, "train.experts asks for it")
-    if device.backend == "cpu":
+    if x.device.backend == "cpu":
         return Choice("xla", NO_GPU)
     if has_capacity:
         return Choice("batched", "capacity bounds the rows of an expert")
-    return _mosaic_or("loop", dtype, shape, device)
+    return _mosaic_or("loop", x)
 
 
-def _ssd(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, state: int) -> Choice:
+def _ssd(x: Inputs, *, state: int) -> Choice:
     """Of x [B, S, H, P] of a scan of Mamba-2 with states [P, `state`]."""
-    if dtype != jnp.bfloat16:
-        return Choice("xla", f"our kernel takes no {dtype}")
-    if shape[-1] % SSD_CHANNELS:
-        return Choice("xla", f"heads of {shape[-1]} are no multiple of {SSD_CHANNELS} channels")
+    if x.dtype != jnp.bfloat16:
+        return Choice("xla", f"our kernel takes no {x.dtype}")
+    if x.shape[-1] % SSD_CHANNELS:
+        return Choice("xla", f"heads of {x.shape[-1]} are no multiple of {SSD_CHANNELS} channels")
     if state not in SSD_STATES:
         return Choice("xla", f"our kernel takes states of {SSD_STATES}, not {state}")
-    return _on_gpu(device, "a program walks the chunks of a head with its state")
+    return _on_gpu(x.device, "a program walks the chunks of a head with its state")
 
 
-def _causal_conv(dtype: jnp.dtype, shape: tuple[int, ...], device: Device, *, taps: int) -> Choice:
+def _causal_conv(x: Inputs, *, taps: int) -> Choice:
     """Of x [B, S, ...] with any channels."""
     if taps != CONV_TAPS:
         return Choice("xla", f"our kernel has {CONV_TAPS} taps, not {taps}")
-    return _elementwise("causal_conv", dtype, shape, device)
+    return _elementwise("causal_conv", x)
 
 
 RULES = {

@@ -6,6 +6,7 @@ backward last.
 """
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,6 +14,17 @@ from triton.language.extra import libdevice
 
 _LOWEST = tl.constexpr(-1e30)  # where a running maximum starts
 _LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+class Sweep(NamedTuple):
+    """The constants of `loss_rows` by which all its functions are compiled."""
+
+    WIDTH: tl.constexpr
+    VOCAB: tl.constexpr
+    LANES: tl.constexpr
+    LOADS: tl.constexpr
+    SOFTCAP: tl.constexpr
+    SMOOTHING: tl.constexpr
 
 
 @triton.jit
@@ -36,12 +48,13 @@ def loss_rows(
 ):
     """Every PROGRAMS-th of the TOKENS rows; the gradient's begin at row `first` of `d_z`, which is
     an output too (`d_z_again`, if not None). SOFTCAP may be None."""
+    how: tl.constexpr = Sweep(WIDTH, VOCAB, LANES, LOADS, SOFTCAP, SMOOTHING)
     begin = tl.load(first)
     for at in range(tl.program_id(0), TOKENS, PROGRAMS):
         row = z + at * WIDTH
         label = tl.load(labels + at)
         weight = tl.load(masks + at)
-        top, total, whole = _sums(row, WIDTH, VOCAB, LANES, LOADS, SOFTCAP, SMOOTHING)
+        top, total, whole = _sums(row, how)
         here = (label >= 0) & (label < WIDTH)
         target = _capped(tl.load(row + tl.minimum(tl.maximum(label, 0), WIDTH - 1)), SOFTCAP)
         log_z = top + tl.log(total)
@@ -55,141 +68,86 @@ def loss_rows(
         tl.store(losses + at, loss * weight)
         token = label, weight, top, scale * weight
         out = d_z + (begin + at) * WIDTH
-        _gradient(out, row, token, WIDTH, VOCAB, LANES, LOADS, SOFTCAP, SMOOTHING)
+        _gradient(out, row, token, how)
 
 
 @triton.jit
-def _sums(
-    row,
-    WIDTH: tl.constexpr,
-    VOCAB: tl.constexpr,
-    LANES: tl.constexpr,
-    LOADS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-):
+def _sums(row, how: tl.constexpr):
     """Over a row: maximum, sum of exp(z - maximum), sum of z if the loss takes it."""
-    full: tl.constexpr = VOCAB // (LANES * LOADS)
-    blocks: tl.constexpr = (WIDTH + LANES * LOADS - 1) // (LANES * LOADS)
-    tops = tl.full((LANES,), _LOWEST, tl.float32)
-    totals = tl.zeros((LANES,), tl.float32)
-    sums = tl.zeros((LANES,), tl.float32)
+    full: tl.constexpr = how.VOCAB // (how.LANES * how.LOADS)
+    blocks: tl.constexpr = (how.WIDTH + how.LANES * how.LOADS - 1) // (how.LANES * how.LOADS)
+    tops = tl.full((how.LANES,), _LOWEST, tl.float32)
+    totals = tl.zeros((how.LANES,), tl.float32)
+    sums = tl.zeros((how.LANES,), tl.float32)
     for i in range(full, blocks):
-        lanes = tops, totals, sums
-        tops, totals, sums = _add(
-            lanes, row, i, True, WIDTH, VOCAB, LANES, LOADS, SOFTCAP, SMOOTHING
-        )
+        tops, totals, sums = _add((tops, totals, sums), row, i, True, how)
     for i in range(full):
-        lanes = tops, totals, sums
-        tops, totals, sums = _add(
-            lanes, row, i, False, WIDTH, VOCAB, LANES, LOADS, SOFTCAP, SMOOTHING
-        )
+        tops, totals, sums = _add((tops, totals, sums), row, i, False, how)
     top = tl.max(tops)
     return top, tl.sum(totals * _exp(tops - top)), tl.sum(sums)
 
 
 @triton.jit
-def _add(
-    lanes,
-    row,
-    block,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VOCAB: tl.constexpr,
-    LANES: tl.constexpr,
-    LOADS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-):
+def _add(lanes, row, block, PADDED: tl.constexpr, how: tl.constexpr):
     """`lanes`, the maximum, sum of exp(z - maximum) and sum of z of each, with those of a block."""
     tops, totals, sums = lanes
     parts = ()
     new = tops
-    for i in tl.static_range(LOADS):
-        columns = (block * LOADS + i) * LANES + tl.arange(0, LANES)
-        part = _logits(row, columns, "evict_last", PADDED, WIDTH, VOCAB, SOFTCAP)
+    for i in tl.static_range(how.LOADS):
+        columns = (block * how.LOADS + i) * how.LANES + tl.arange(0, how.LANES)
+        part = _logits(row, columns, "evict_last", PADDED, how)
         parts = parts + (part,)
         new = tl.maximum(new, part)
     totals *= _exp(tops - new)
-    for i in tl.static_range(LOADS):
+    for i in tl.static_range(how.LOADS):
         totals += _exp(parts[i] - new)
-        if SMOOTHING > 0:
-            columns = (block * LOADS + i) * LANES + tl.arange(0, LANES)
-            sums += tl.where(columns < VOCAB, parts[i], 0.0) if PADDED else parts[i]
+        if how.SMOOTHING > 0:
+            columns = (block * how.LOADS + i) * how.LANES + tl.arange(0, how.LANES)
+            sums += tl.where(columns < how.VOCAB, parts[i], 0.0) if PADDED else parts[i]
     return new, totals, sums
 
 
 @triton.jit
-def _gradient(
-    out,
-    row,
-    token,
-    WIDTH: tl.constexpr,
-    VOCAB: tl.constexpr,
-    LANES: tl.constexpr,
-    LOADS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-):
+def _gradient(out, row, token, how: tl.constexpr):
     """Of `weight` times the loss, by a row of logits, from its end, which was read last."""
-    full: tl.constexpr = VOCAB // (LANES * LOADS)
-    blocks: tl.constexpr = (WIDTH + LANES * LOADS - 1) // (LANES * LOADS)
+    full: tl.constexpr = how.VOCAB // (how.LANES * how.LOADS)
+    blocks: tl.constexpr = (how.WIDTH + how.LANES * how.LOADS - 1) // (how.LANES * how.LOADS)
     for i in range(full):
         j = full - 1 - i
-        _write(out, row, token, j, False, WIDTH, VOCAB, LANES, LOADS, SOFTCAP, SMOOTHING)
+        _write(out, row, token, j, False, how)
     for i in range(full, blocks):
         j = full + blocks - 1 - i
-        _write(out, row, token, j, True, WIDTH, VOCAB, LANES, LOADS, SOFTCAP, SMOOTHING)
+        _write(out, row, token, j, True, how)
 
 
 @triton.jit
-def _write(
-    out,
-    row,
-    token,
-    block,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VOCAB: tl.constexpr,
-    LANES: tl.constexpr,
-    LOADS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-):
+def _write(out, row, token, block, PADDED: tl.constexpr, how: tl.constexpr):
     """A block of the gradient."""
     label, weight, top, factor = token
-    for i in tl.static_range(LOADS):
-        columns = (block * LOADS + i) * LANES + tl.arange(0, LANES)
-        z = _logits(row, columns, "evict_first", PADDED, WIDTH, VOCAB, SOFTCAP)
+    for i in tl.static_range(how.LOADS):
+        columns = (block * how.LOADS + i) * how.LANES + tl.arange(0, how.LANES)
+        z = _logits(row, columns, "evict_first", PADDED, how)
         d = _exp(z - top) * factor
-        d -= tl.where(columns == label, (1 - SMOOTHING) * weight, 0.0)
-        if SMOOTHING > 0:
-            d -= SMOOTHING / VOCAB * weight
-        if SOFTCAP is not None:
-            d *= 1.0 - (z / SOFTCAP) * (z / SOFTCAP)
+        d -= tl.where(columns == label, (1 - how.SMOOTHING) * weight, 0.0)
+        if how.SMOOTHING > 0:
+            d -= how.SMOOTHING / how.VOCAB * weight
+        if how.SOFTCAP is not None:
+            d *= 1.0 - (z / how.SOFTCAP) * (z / how.SOFTCAP)
         if PADDED:
-            d = tl.where(columns < VOCAB, d, 0.0)
+            d = tl.where(columns < how.VOCAB, d, 0.0)
         d = d.to(out.dtype.element_ty)
-        mask = columns < WIDTH if PADDED else None
+        mask = columns < how.WIDTH if PADDED else None
         tl.store(out + columns, d, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
-def _logits(
-    row,
-    columns,
-    EVICT: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VOCAB: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
+def _logits(row, columns, EVICT: tl.constexpr, PADDED: tl.constexpr, how: tl.constexpr):
     """Those of `columns`, capped; -inf beyond the vocabulary."""
     if PADDED:
-        z = tl.load(row + columns, mask=columns < WIDTH, other=0.0, eviction_policy=EVICT)
-        return tl.where(columns < VOCAB, _capped(z, SOFTCAP), float("-inf"))
+        z = tl.load(row + columns, mask=columns < how.WIDTH, other=0.0, eviction_policy=EVICT)
+        return tl.where(columns < how.VOCAB, _capped(z, how.SOFTCAP), float("-inf"))
     else:
-        return _capped(tl.load(row + columns, eviction_policy=EVICT), SOFTCAP)
+        return _capped(tl.load(row + columns, eviction_policy=EVICT), how.SOFTCAP)
 
 
 @triton.jit

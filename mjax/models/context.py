@@ -28,6 +28,7 @@ class Context:
         evaluation. Generation sees a part of a sequence at a time, and drops nothing.
     dropout: whether dropout, the jitter of routers and Sinkhorn's routing are on: in training.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
+    loss_chunk: tokens whose logits exist at a time (`train.loss_chunk`); None: by memory.
     head_remat: the remat policy of layers that an objective applies.
     seen_layers: (layers, experts) of a model whose layers are looked at, or None
         (`models/layer_figures.py`).
@@ -48,6 +49,7 @@ class Context:
     dropout: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    loss_chunk: int | None = None
     head_remat: str = "none"
     seen_layers: tuple[int, int] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None

@@ -181,44 +181,28 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("head")
     def head_loss(
-        self,
-        x: jax.Array,
-        labels: jax.Array,
-        mask: jax.Array,
-        ctx: Context,
-        chunk: int | None,
+        self, x: jax.Array, labels: jax.Array, mask: jax.Array, ctx: Context
     ) -> jax.Array:
         """The sum of mask * cross-entropy, fp32 [], equal on all tp devices.
 
         x [B, S/tp, D] is the last layer's output, `labels` int32 and `mask` fp32 are [B, S].
-        `chunk` is the number of tokens whose logits exist at a time; None: by memory.
         """
-        return self.token_loss(self.normed(x), labels, mask, ctx, chunk)
+        return self.token_loss(self.normed(x), labels, mask, ctx)
 
     def token_loss(
-        self,
-        x: jax.Array,
-        labels: jax.Array,
-        mask: jax.Array,
-        ctx: Context,
-        chunk: int | None,
+        self, x: jax.Array, labels: jax.Array, mask: jax.Array, ctx: Context
     ) -> jax.Array:
         """`head_loss` of x [B, S/tp, D] that is normed already."""
-        return self._of_tokens(cross_entropy, x, labels, mask, ctx, chunk)
+        return self._of_tokens(cross_entropy, x, labels, mask, ctx)
 
     @jax.named_scope("head")
     def token_hits(
-        self,
-        x: jax.Array,
-        labels: jax.Array,
-        mask: jax.Array,
-        ctx: Context,
-        chunk: int | None,
+        self, x: jax.Array, labels: jax.Array, mask: jax.Array, ctx: Context
     ) -> jax.Array:
         """The sum of mask where the likeliest token is the label; arguments as `head_loss`."""
-        return self._of_tokens(count_hits, self.normed(x), labels, mask, ctx, chunk)
+        return self._of_tokens(count_hits, self.normed(x), labels, mask, ctx)
 
-    def _of_tokens(self, function, x, labels, mask, ctx: Context, chunk: int | None) -> jax.Array:
+    def _of_tokens(self, function, x, labels, mask, ctx: Context) -> jax.Array:
         """A function of tokens' logits, given what they are made from; x is normed."""
         x = ctx.parallel.gather_seq(self._head_input(x))
         terms = Terms(
@@ -235,7 +219,7 @@ class Decoder(nnx.Module):
             bias=self.head_bias(),
             terms=terms,
             parallel=ctx.parallel,
-            chunk=chunk,
+            chunk=ctx.loss_chunk,
         )
 
     @jax.named_scope("classifier")

@@ -25,7 +25,6 @@ class LocalModel:
 
     objective: what it is trained for.
     packed: whether sequences hold several documents, which do not attend to each other.
-    loss_chunk: tokens of a chunk of the loss; None: by memory.
     """
 
     definition: ModelDefinition
@@ -34,7 +33,6 @@ class LocalModel:
     ctx: Context
     objective: Objective
     packed: bool
-    loss_chunk: int | None
 
     def tokens(self, micro_batch: Batch, key: jax.Array | None) -> Tokens:
         """Facts about the tokens of a micro-batch; `key` is that of dropout."""
@@ -102,7 +100,7 @@ class LocalModel:
         """
         edges, tokens = self.edges(weights), self.tokens(micro_batch, key)
         ctx = replace(self.ctx, head_remat=self.execution.layers[-1].remat)
-        found = self.objective.losses(edges, x, micro_batch, tokens, ctx, self.loss_chunk)
+        found = self.objective.losses(edges, x, micro_batch, tokens, ctx)
         losses = {name: total for name, total in found.items() if name not in edges.statistics}
         zero = jnp.float32(0)
         return losses, {name: found.get(name, zero) for name in self.definition.statistics}

@@ -75,18 +75,12 @@ class MaskedTokens(_OfEncoder):
         return counts
 
     def losses(
-        self,
-        edges: Decoder,
-        x: jax.Array,
-        batch: Batch,
-        tokens: Tokens,
-        ctx: Context,
-        chunk: int | None,
+        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         labels, mask = batch["labels"], batch["loss_mask"]
-        found = {"loss": edges.head_loss(x, labels, mask, ctx, chunk)}
+        found = {"loss": edges.head_loss(x, labels, mask, ctx)}
         if self.measures:
-            found["accuracy"] = edges.token_hits(x, labels, mask, ctx, chunk)
+            found["accuracy"] = edges.token_hits(x, labels, mask, ctx)
         if self.pairs:
             row_loss, hits = _row_losses(edges, x, batch, ctx)
             found["row_loss"] = row_loss
@@ -146,26 +140,27 @@ class ClassifyRows(_OfEncoder):
 
     def counts(self, batch: Batch) -> Scalars:
         counts = {"loss": jnp.sum(_rows_that_count(batch))}
-        return counts | ({"accuracy": counts["loss"]} if self.measures else {})
+        if self.measures:
+            counts["accuracy"] = counts["loss"]
+        return counts
 
     def losses(
-        self,
-        edges: Decoder,
-        x: jax.Array,
-        batch: Batch,
-        tokens: Tokens,
-        ctx: Context,
-        chunk: int | None,
+        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         loss, hits = _row_losses(edges, x, batch, ctx)
-        return {"loss": loss} | ({"accuracy": hits} if self.measures else {})
+        found = {"loss": loss}
+        if self.measures:
+            found["accuracy"] = hits
+        return found
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Classes of random tokens, for speed tests; nothing where the data set has them."""
         if "row_label" in batch:
             return {}
         made = {"row_label": (rows % self.classes).astype(np.int32)}
-        return made | ({"token_types": np.zeros_like(batch["tokens"])} if self.types else {})
+        if self.types:
+            made["token_types"] = np.zeros_like(batch["tokens"])
+        return made
 
 
 def _further_fields(types: bool, pairs: bool) -> dict[str, BatchField]:

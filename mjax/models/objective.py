@@ -78,20 +78,13 @@ class Objective(Protocol):
         """The input of the first layer: [B, S/tp, D], or `Streams` of an encoder-decoder."""
 
     def losses(
-        self,
-        edges: Decoder,
-        x: Activation,
-        batch: Batch,
-        tokens: Tokens,
-        ctx: Context,
-        chunk: int | None,
+        self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         """The sum of each loss over this device's rows and columns, fp32 [].
 
         x is the output of the last layer, as `embed` gives its input. The sums are equal on all tp
         devices. A sum under `jax.lax.stop_gradient` is logged and moves nothing. An entry by the
-        name of a statistic of layers is this device's share, and is added to theirs. `chunk` is the
-        number of tokens whose logits exist at a time; None: by memory.
+        name of a statistic of layers is this device's share, and is added to theirs.
         """
 
 
@@ -138,15 +131,9 @@ class NextToken:
         return edges.embed(batch["tokens"], tokens, ctx)
 
     def losses(
-        self,
-        edges: Decoder,
-        x: jax.Array,
-        batch: Batch,
-        tokens: Tokens,
-        ctx: Context,
-        chunk: int | None,
+        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
-        loss = edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx, chunk)
+        loss = edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx)
         return {"loss": loss}
 
 
@@ -172,22 +159,16 @@ class MultiToken(NextToken):
         return counts
 
     def losses(
-        self,
-        edges: Decoder,
-        x: jax.Array,
-        batch: Batch,
-        tokens: Tokens,
-        ctx: Context,
-        chunk: int | None,
+        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         x = edges.final_norm(x)
-        loss = edges.token_loss(x, batch["labels"], batch["loss_mask"], ctx, chunk)
+        loss = edges.token_loss(x, batch["labels"], batch["loss_mask"], ctx)
         found = {"loss": loss}
         for depth in range(1, self.depths + 1):
             ahead, labels, mask = (batch[name] for name in field_names(depth))
             output = edges.predict(depth, x, ahead, tokens, ctx)
             x = output.y
-            loss = edges.token_loss(x, labels, mask, ctx, chunk)
+            loss = edges.token_loss(x, labels, mask, ctx)
             found[f"mtp_{depth}"] = with_weight(loss, self.factor / self.depths)
             for name in edges.statistics:
                 found[name] = found.get(name, 0.0) + output.statistics.get(name, 0.0)

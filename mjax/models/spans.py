@@ -43,15 +43,9 @@ class CorruptedSpans(NextToken):
         return edges.embed_streams(batch["tokens"], batch["decoder_tokens"], tokens, ctx)
 
     def losses(
-        self,
-        edges: Decoder,
-        x: Streams,
-        batch: Batch,
-        tokens: Tokens,
-        ctx: Context,
-        chunk: int | None,
+        self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
-        return super().losses(edges, x.decoder, batch, tokens, ctx, chunk)
+        return super().losses(edges, x.decoder, batch, tokens, ctx)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Rows of a stream with spans cut out of them; nothing where the data set has done it."""

@@ -110,6 +110,7 @@ class Programs:
             dropout=True,
             label_smoothing=cfg.train.label_smoothing,
             z_loss=cfg.train.z_loss,
+            loss_chunk=cfg.train.loss_chunk,
         )
         model = LocalModel(
             self.definition,
@@ -118,7 +119,6 @@ class Programs:
             ctx,
             self.objective,
             packed=cfg.data.document_mask and self.max_documents != 1,
-            loss_chunk=cfg.train.loss_chunk,
         )
         return steps.Program(
             model,

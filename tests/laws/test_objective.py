@@ -44,9 +44,9 @@ class Denoise:
         seen = jnp.where(batch["hidden"] == 1, HIDDEN, batch["tokens"])
         return edges.embed(seen, tokens, ctx)
 
-    def losses(self, edges, x, batch, tokens, ctx, chunk):
+    def losses(self, edges, x, batch, tokens, ctx):
         hidden = self.weights(batch)
-        loss = edges.head_loss(x, batch["tokens"], hidden, ctx, chunk)
+        loss = edges.head_loss(x, batch["tokens"], hidden, ctx)
         return {"loss": loss, "hidden": jnp.sum(hidden)}
 
     def weights(self, batch):

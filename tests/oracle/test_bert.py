@@ -109,7 +109,7 @@ def ours_of(name: str, model, params: dict, fields: dict):
     info = tokens_of((ROWS, SEQ), segments=fields["segment_ids"])
     x = objective.embed(decoder, fields, info, ctx)
     x, *_ = decoder.layers(x, info, ctx)
-    sums, counts = objective.losses(decoder, x, fields, info, ctx, None), objective.counts(fields)
+    sums, counts = objective.losses(decoder, x, fields, info, ctx), objective.counts(fields)
     loss = sum(sums[key] / counts[key] for key in sums)
     return loss, (decoder.logits(decoder.normed(x)), decoder.row_logits(x, ctx) if rows else None)
 

@@ -106,7 +106,7 @@ def test_traces_abstractly_at_full_size(name):
         inputs = LayerInputs(info, edges.rope(info, ctx))
         x, *_ = layers.run(params, embed(*tokens, info, ctx), inputs)
         x = x.decoder if both else x
-        return edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx, None)
+        return edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx)
 
     grads = jax.eval_shape(jax.grad(loss), params, batch)
     assert jax.tree.map(lambda g: g.shape, grads) == jax.tree.map(lambda p: p.shape, params)
