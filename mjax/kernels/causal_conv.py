@@ -19,16 +19,20 @@ from jax import lax
 from mjax.kernels.chooser import choose
 from mjax.kernels.triton_call import triton_call
 
-_PROGRAMS = 792  # six for each of an H200's multiprocessors: with fewer, walks are shorter
-
 
 @dataclass(frozen=True)
 class Tile:
     """Tokens that a program walks, its channels, and its warps."""
 
-    tokens: int = 128
-    width: int = 512
-    warps: int = 4
+    tokens: int
+    width: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    forward: Tile = Tile(128, 512, 4)
+    backward: Tile = Tile(128, 512, 4)
 
 
 def causal_conv(
@@ -38,19 +42,15 @@ def causal_conv(
     *,
     starts: jax.Array | None = None,
     history: jax.Array | None = None,
-    part: int | None = None,
 ) -> jax.Array:
     """silu(bias + sum over k of weight[..., k] * x of K - 1 - k tokens before): like x.
 
     x is [B, S, ...] with any axes of channels, weight [..., K], bias [...]. `starts` bool [B, S]
     marks tokens that start a document. `history` [B, K - 1, ...] are the tokens before the first
-    one, zero where they are of another document; None: there are none. With `part`, x [B, S, parts,
-    ...] is x[:, :, part]; a slice of x would have to be copied for a kernel.
+    one, zero where they are of another document; None: there are none.
     """
-    shape = *x.shape[:2], *weight.shape[:-1]
-    if choose("causal_conv", x.dtype, shape, taps=weight.shape[-1]).name == "triton":
-        return fused(x, weight, bias, starts=starts, history=history, part=part)
-    x = x if part is None else x[:, :, part]
+    if choose("causal_conv", x.dtype, x.shape, taps=weight.shape[-1]).name == "triton":
+        return fused(x, weight, bias, starts=starts, history=history)
     if history is None:
         history = jnp.zeros((x.shape[0], weight.shape[-1] - 1, *x.shape[2:]), x.dtype)
     return _convolve(x, weight, bias, starts, history)
@@ -104,15 +104,6 @@ _convolve.defvjp(_forward, _backward)
 # ---- the kernels ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class How:
-    """Static arguments of the kernels: tiles of both, and which part of x they read."""
-
-    forward: Tile
-    backward: Tile
-    part: int
-
-
 def fused(
     x: jax.Array,
     weight: jax.Array,
@@ -120,10 +111,9 @@ def fused(
     *,
     starts: jax.Array | None,
     history: jax.Array | None,
-    part: int | None = None,
-    tiles: tuple[Tile, Tile] = (Tile(), Tile()),
+    tiles: Tiles | None = None,
 ) -> jax.Array:
-    """`causal_conv` by the kernels. `tiles` are those of the forward and of the backward."""
+    """`causal_conv` by the kernels."""
     channels = weight.shape[:-1]
     wide = weight.astype(jnp.float32)
     bias = jnp.zeros(channels) if bias is None else bias.astype(jnp.float32)
@@ -134,62 +124,46 @@ def fused(
         begins = lax.cummax(jnp.where(starts, tokens, 1 - wide.shape[-1]), 1)
     if history is not None:
         history = history.astype(x.dtype)
-    if part is None:
-        x = x[:, :, None]
-    how = How(*(fitted(tile, *x.shape[:2], bias.size) for tile in tiles), part or 0)
-    return _fused(how, x, weight, begins, history)
-
-
-def fitted(tile: Tile, rows: int, length: int, channels: int) -> Tile:
-    """A tile for so many channels, whose programs are many enough to fill a GPU."""
-    width = min(tile.width, 1 << (channels - 1).bit_length())
-    warps = max(tile.warps * width // tile.width, 1)
-    tokens, across = tile.tokens, -(-channels // width)
-    while tokens > 16 and rows * -(-length // tokens) * across < _PROGRAMS:
-        tokens //= 2
-    return Tile(tokens, width, warps)
+    return _fused(tiles or Tiles(), x, weight, begins, history)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(how: How, x, weight, begins, history) -> jax.Array:
-    """`fused` of x [B, S, parts, ...]. `weight` fp32 [K + 1, ...] are taps and bias; `begins`
-    [B, S], where documents begin."""
+def _fused(tiles: Tiles, x, weight, begins, history) -> jax.Array:
+    """`weight` fp32 [K + 1, ...] are taps and bias; `begins` [B, S], where documents begin."""
     from mjax.kernels import causal_conv_triton
 
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     kernel = causal_conv_triton.conv_forward
-    like = jax.ShapeDtypeStruct((*x.shape[:2], *x.shape[3:]), x.dtype)
-    return _call(kernel, how.part, how.forward, [x, weight, begins, history], [], [like])[0]
+    return _call(kernel, tiles.forward, [x, weight, begins, history], [], [like])[0]
 
 
-def _fused_forward(how: How, *inputs):
-    return _fused(how, *inputs), inputs
+def _fused_forward(tiles: Tiles, *inputs):
+    return _fused(tiles, *inputs), inputs
 
 
-def _fused_backward(how: How, inputs: tuple, gradient: jax.Array):
+def _fused_backward(tiles: Tiles, inputs: tuple, gradient: jax.Array):
     from mjax.kernels import causal_conv_triton
 
     x, weight, _, history = inputs
-    sums = len(x) * -(-x.shape[1] // how.backward.tokens), *weight.shape
-    outputs = [gradient, jax.ShapeDtypeStruct(sums, jnp.float32)]
+    parts = len(x) * -(-x.shape[1] // tiles.backward.tokens), *weight.shape
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(parts, jnp.float32)]
     if history is not None:
-        outputs.append(history)
-    outputs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in outputs]
+        outputs.append(jax.ShapeDtypeStruct(history.shape, x.dtype))
     kernel = causal_conv_triton.conv_backward
-    d_x, sums, *d_history = _call(kernel, how.part, how.backward, [*inputs], [gradient], outputs)
-    others = [(0, 0)] * x.ndim
-    others[2] = how.part, x.shape[2] - 1 - how.part
-    d_x = jnp.pad(d_x[:, :, None], others)
-    return d_x, jnp.sum(sums, 0), None, *(d_history or [None])
+    d_x, parts, *d_history = _call(kernel, tiles.backward, [*inputs], [gradient], outputs)
+    return d_x, jnp.sum(parts, 0), None, *(d_history or [None])
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
-def _call(kernel, part: int, tile: Tile, inputs: list, more: list, outputs: list):
+def _call(kernel, tile: Tile, inputs: list, more: list, outputs: list) -> list[jax.Array]:
     x, weight, begins, history = inputs
     channels = weight[0].size
+    without = {}
+    if history is None and len(outputs) > 1:
+        without = {"d_history": None}
     nothing = jnp.zeros((1,), jnp.int32)
-    no_history = {"d_history": None} if history is None and more else {}
     return triton_call(
         kernel,
         [x, weight, *(nothing if v is None else v for v in (begins, history)), *more],
@@ -198,13 +172,11 @@ def _call(kernel, part: int, tile: Tile, inputs: list, more: list, outputs: list
         warps=tile.warps,
         LENGTH=x.shape[1],
         CHANNELS=channels,
-        PARTS=x.shape[2],
-        PART=part,
         TOKENS=tile.tokens,
         WIDTH=tile.width,
         PACKED=begins is not None,
         HISTORY=history is not None,
-        **no_history,
+        **without,
     )
 
 

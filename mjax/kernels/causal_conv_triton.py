@@ -4,8 +4,7 @@ A program walks TOKENS tokens of a row and WIDTH channels, with the 3 tokens bef
 it loads each token once. Its backward walks 4 tokens more, for the gradients of its last ones. A
 turn takes 4 tokens and loads them all first, since loads do not pass stores. `weight` fp32 [5,
 CHANNELS] are taps and bias. `begins` int32 [B, LENGTH] are the tokens at which documents begin, -3
-for one that began before all; they are read if PACKED, `history` [B, 3, CHANNELS] if HISTORY. `x`
-[B, LENGTH, PARTS, CHANNELS] is read in place: a slice of it as an input would be a copy.
+for one that began before all; they are read if PACKED, `history` [B, 3, CHANNELS] if HISTORY.
 """
 
 import triton
@@ -23,8 +22,6 @@ def conv_forward(
     y,
     LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
@@ -32,14 +29,14 @@ def conv_forward(
 ):
     batch, first, channel, _ = _tile(LENGTH, CHANNELS, TOKENS, WIDTH)
     real = channel < CHANNELS
-    x += (batch * LENGTH * PARTS + PART) * CHANNELS + channel
+    x += batch * LENGTH * CHANNELS + channel
     y += batch * LENGTH * CHANNELS + channel
     history += batch * 3 * CHANNELS + channel
     begins += batch * LENGTH
     w = _rows(weight + channel, 0, real, 5, 5, CHANNELS)
-    before = _before(x, history, first, real, LENGTH, CHANNELS, PARTS, HISTORY)
+    before = _before(x, history, first, real, LENGTH, CHANNELS, HISTORY)
     for i in range(TOKENS // 4):
-        new = _rows(x, first + 4 * i, real, 4, LENGTH, PARTS * CHANNELS)
+        new = _rows(x, first + 4 * i, real, 4, LENGTH, CHANNELS)
         for j in tl.static_range(4):
             t = first + 4 * i + j
             seen = _seen(t, before, begins, LENGTH, PACKED)
@@ -61,8 +58,6 @@ def conv_backward(
     d_history,
     LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
@@ -72,18 +67,18 @@ def conv_backward(
     `d_before` are the gradients of the 3 tokens before, as far as they are known."""
     batch, first, channel, part = _tile(LENGTH, CHANNELS, TOKENS, WIDTH)
     real = channel < CHANNELS
-    x += (batch * LENGTH * PARTS + PART) * CHANNELS + channel
+    x += batch * LENGTH * CHANNELS + channel
     d_y += batch * LENGTH * CHANNELS + channel
     d_x += batch * LENGTH * CHANNELS + channel
     history += batch * 3 * CHANNELS + channel
     begins += batch * LENGTH
     w = _rows(weight + channel, 0, real, 5, 5, CHANNELS)
-    before = _before(x, history, first, real, LENGTH, CHANNELS, PARTS, HISTORY)
+    before = _before(x, history, first, real, LENGTH, CHANNELS, HISTORY)
     zero = tl.zeros((WIDTH,), tl.float32)
     d_before = (zero, zero, zero)
     sums = (zero, zero, zero, zero, zero)
     for i in range(TOKENS // 4 + 1):
-        new = _rows(x, first + 4 * i, real, 4, LENGTH, PARTS * CHANNELS)
+        new = _rows(x, first + 4 * i, real, 4, LENGTH, CHANNELS)
         d_new = _rows(d_y, first + 4 * i, real, 4, LENGTH, CHANNELS)
         for j in tl.static_range(4):
             t = first + 4 * i + j
@@ -122,29 +117,22 @@ def _tile(LENGTH: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, WI
 
 
 @triton.jit
-def _rows(x, t, real, COUNT: tl.constexpr, LENGTH: tl.constexpr, APART: tl.constexpr):
-    """COUNT rows from t, in fp32, APART elements from each to the next; zeros outside of LENGTH."""
+def _rows(x, t, real, COUNT: tl.constexpr, LENGTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """COUNT rows from t, in fp32; zeros outside of LENGTH."""
     rows = ()
     for j in tl.static_range(COUNT):
         mask = real & (t + j >= 0) & (t + j < LENGTH)
-        row = tl.load(x + (t + j) * APART, mask=mask, other=0.0)
+        row = tl.load(x + (t + j) * CHANNELS, mask=mask, other=0.0)
         rows = rows + (row.to(tl.float32),)
     return rows
 
 
 @triton.jit
 def _before(
-    x,
-    history,
-    first,
-    real,
-    LENGTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PARTS: tl.constexpr,
-    HISTORY: tl.constexpr,
+    x, history, first, real, LENGTH: tl.constexpr, CHANNELS: tl.constexpr, HISTORY: tl.constexpr
 ):
     """The 3 tokens before a tile."""
-    rows = _rows(x, first - 3, real, 3, LENGTH, PARTS * CHANNELS)
+    rows = _rows(x, first - 3, real, 3, LENGTH, CHANNELS)
     if HISTORY:
         old = _rows(history, 0, real & (first == 0), 3, 3, CHANNELS)
         rows = (rows[0] + old[0], rows[1] + old[1], rows[2] + old[2])

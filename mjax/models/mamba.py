@@ -130,12 +130,13 @@ class Mamba(BranchModule):
         bc = replace(bc, value=self._own_groups(bc.value, 2, ctx.parallel))
         zx, bc, dt = column(x, (weight_of(self.inner), bc, weight_of(self.dt)), ctx)
         zx, bc, dt = self._scaled_parts(zx, bc, dt)
+        z, x = _of_pair(zx)
         steps = self._steps(dt)
         if cache is None:
-            mixed = self._scan(zx, bc, steps, inputs)
+            mixed = self._scan(x, bc, steps, inputs)
         else:
-            mixed, cache = self._continue(zx, bc, steps, inputs, cache)
-        y = self._gated_norm(mixed, zx, ctx)
+            mixed, cache = self._continue(x, bc, steps, inputs, cache)
+        y = self._gated_norm(mixed, z, ctx)
         y = row(y, weight_of(self.out), ctx)
         if self.cfg.mamba.ssm_out_multiplier is not None:
             y = y * self.cfg.mamba.ssm_out_multiplier
@@ -160,15 +161,14 @@ class Mamba(BranchModule):
         limit = self.cfg.mamba.time_step_limit
         return dt if limit is None else jnp.clip(dt, *limit)
 
-    def _scan(self, zx: jax.Array, bc: jax.Array, dt: jax.Array, inputs: BranchInputs) -> Mixed:
+    def _scan(self, x: jax.Array, bc: jax.Array, dt: jax.Array, inputs: BranchInputs) -> Mixed:
         """Convolution and scan of whole sequences."""
         ctx = inputs.ctx
         starts = document_starts(inputs.tokens, ctx)
-        zx, bc, dt = (to_pieces(v, ctx) for v in (zx, bc, dt))
+        x, bc, dt = (to_pieces(v, ctx) for v in (x, bc, dt))
         count = self.cfg.mamba.conv_kernel - 1
-        _, x = _of_pair(zx)
         histories = [history_of(v, starts, count, ctx) for v in (x, bc)]
-        read = self._convolve(zx, bc, dt, starts, histories, ctx.parallel)
+        read = self._convolve(x, bc, dt, starts, histories, ctx.parallel)
         initial = None
         if ctx.parallel.cp > 1:
             initial = states_before(*ssd_final(read, starts), ctx)
@@ -178,7 +178,7 @@ class Mamba(BranchModule):
 
     def _continue(
         self,
-        zx: jax.Array,
+        x: jax.Array,
         bc: jax.Array,
         dt: jax.Array,
         inputs: BranchInputs,
@@ -186,10 +186,10 @@ class Mamba(BranchModule):
     ) -> tuple[Mixed, RecurrentCache]:
         """Convolution and scan behind what the cache holds. Padding leaves the state as it is."""
         real = inputs.tokens.segments > 0
-        zx, bc, dt = (_where_real(real, v) for v in (zx, bc, dt))
+        x, bc, dt = (_where_real(real, v) for v in (x, bc, dt))
         histories = cache.x, cache.bc
-        read = self._convolve(zx, bc, dt, None, histories, inputs.ctx.parallel)
-        if zx.shape[1] == 1:
+        read = self._convolve(x, bc, dt, None, histories, inputs.ctx.parallel)
+        if x.shape[1] == 1:
             token = SsdInputs(
                 x=read.x[:, 0],
                 dt=read.dt[:, 0],
@@ -202,7 +202,6 @@ class Mamba(BranchModule):
         else:
             chunk = self.cfg.mamba.chunk_size
             y, state = ssd(read, chunk=chunk, initial=cache.state)
-        _, x = _of_pair(zx)
         new_cache = RecurrentCache(
             last_tokens(x, cache.x),
             last_tokens(bc, cache.bc),
@@ -210,34 +209,18 @@ class Mamba(BranchModule):
         )
         return Mixed(read.x, y), new_cache
 
-    def _convolve(self, zx, bc, dt, starts, histories, parallel: Parallel) -> SsdInputs:
-        """What the scan reads of zx [B, S, 2, H, P] and bc [B, S, 2, G, N]."""
-        x_bias, bc_bias = None, (None, None)
+    def _convolve(self, x, bc, dt, starts, histories, parallel: Parallel) -> SsdInputs:
+        """What the scan reads of x [B, S, H, P] and bc [B, S, 2, G, N]."""
+        x_bias = bc_bias = None
         bc_conv = self._own_groups(self.bc_conv[...], 1, parallel)
         if self.cfg.mamba.use_conv_bias:
             x_bias = self.x_conv_bias[...]
             bc_bias = self._own_groups(self.bc_conv_bias[...], 1, parallel)
-        before, bc_before = histories
-        x = causal_conv(
-            zx,
-            self.x_conv[...],
-            x_bias,
-            starts=starts,
-            history=before,
-            part=1,
-        )
-        b, c = (
-            causal_conv(
-                bc,
-                bc_conv[part],
-                bc_bias[part],
-                starts=starts,
-                history=None if bc_before is None else bc_before[:, :, part],
-                part=part,
-            )
-            for part in range(2)
-        )
+        x_before, bc_before = histories
+        x = causal_conv(x, self.x_conv[...], x_bias, starts=starts, history=x_before)
+        bc = causal_conv(bc, bc_conv, bc_bias, starts=starts, history=bc_before)
         a = -jnp.exp(_wide(self.A_log[...]))
+        b, c = _of_pair(bc)
         return SsdInputs(x, dt, a, b, c)
 
     def _own_groups(self, w: jax.Array, axis: int, parallel: Parallel) -> jax.Array:
@@ -261,15 +244,11 @@ class Mamba(BranchModule):
         first = parallel.index("tp") * heads
         return (first + jnp.arange(heads)) // (sizes.mamba_num_heads // sizes.n_groups)
 
-    def _gated_norm(self, mixed: Mixed, zx: jax.Array, ctx: Context) -> jax.Array:
-        """RMSNorm over each group of heads of (y + D x) silu(z); its backward keeps y, x and zx.
-
-        z is sliced within, since the backward would otherwise copy it.
-        """
+    def _gated_norm(self, mixed: Mixed, z: jax.Array, ctx: Context) -> jax.Array:
+        """RMSNorm over each group of heads of (y + D x) silu(z); its backward keeps y, x and z."""
 
         @jax.checkpoint
-        def gated(mixed: Mixed, zx: jax.Array, d: jax.Array, gain: jax.Array | None) -> jax.Array:
-            z, _ = _of_pair(zx)
+        def gated(mixed: Mixed, z: jax.Array, d: jax.Array, gain: jax.Array | None) -> jax.Array:
             passed_by = _wide(mixed.x) * _wide(d)[:, None]
             h = _wide(mixed.y) + passed_by
             h = h * jax.nn.silu(_wide(z))
@@ -282,7 +261,7 @@ class Mamba(BranchModule):
             return h.astype(z.dtype)
 
         gain = self.norm[...] if self.cfg.mamba.mamba_rms_norm else None
-        return gated(mixed, zx, self.D[...], gain)
+        return gated(mixed, z, self.D[...], gain)
 
     def _mean_of_groups(self, sums: jax.Array, parallel: Parallel) -> jax.Array:
         """Sums of heads [B, S, H] -> for each head the mean over the channels of its group."""

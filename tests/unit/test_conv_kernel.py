@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.kernels import chooser
-from mjax.kernels.causal_conv import Tile, causal_conv, fitted, fused, plain_conv
+from mjax.kernels.causal_conv import Tile, Tiles, causal_conv, fused, plain_conv
 from tests.devices import GPU, choose_for
 from tests.triton_interpreter import interpret
 
@@ -60,7 +60,7 @@ CASES = [
 def test_equals_fp64(monkeypatch, dtype, length, channels, tile, packed, history):
     interpret(monkeypatch)
     inputs, starts, d_y = draw(length, channels, dtype, packed, history)
-    mine = functools.partial(fused, starts=starts, tiles=(tile, tile))
+    mine = functools.partial(fused, starts=starts, tiles=Tiles(tile, tile))
     y, pull = jax.vjp(lambda x, w, b, history: mine(x, w, b, history=history), *inputs)
     got = y, *pull(d_y)
     ulp = float(jnp.finfo(dtype).eps)
@@ -90,32 +90,3 @@ def test_the_chooser_decides_forward_and_backward(monkeypatch):
     np.testing.assert_allclose(mine, plain, atol=1e-5)
     gradient(inputs[0], inputs[1][:, :3])
     assert len(names) == 2  # three taps
-
-
-def test_a_part_is_read_in_place(monkeypatch):
-    """It equals its slice, and the gradient of the other parts is zero."""
-    interpret(monkeypatch)
-    (x, weight, bias, history), starts, d_y = draw(9, (3, 40), "float32", True, True)
-    weight, bias, d_y = weight[0], bias[0], d_y[:, :, 0]
-    facts = {"starts": starts, "tiles": (Tile(4, 16, 1), Tile(8, 32, 1))}
-    for part in range(3):
-
-        def of_part(x, weight, history, part=part):
-            return fused(x, weight, bias, history=history[:, :, part], part=part, **facts)
-
-        def of_slice(x, weight, history, part=part):
-            return fused(x[:, :, part], weight, bias, history=history[:, :, part], **facts)
-
-        results = []
-        for function in (of_part, of_slice):
-            y, pull = jax.vjp(function, x, weight, history)
-            results.append((y, *pull(d_y)))
-        for mine, right in zip(*results, strict=True):
-            np.testing.assert_array_equal(mine, right)
-
-
-def test_tiles_fit_few_channels_and_fill_a_gpu():
-    tile = Tile(128, 512, 4)
-    assert fitted(tile, 8, 4096, 5120) == tile
-    assert fitted(tile, 8, 4096, 1000) == Tile(64, 512, 4)
-    assert fitted(tile, 8, 4096, 100) == Tile(32, 128, 1)
