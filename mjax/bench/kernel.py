@@ -18,7 +18,7 @@ import numpy as np
 from mjax.bench.grouped import grouped_matmuls
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.ssd import scans
-from mjax.bench.work import Work, draw
+from mjax.bench.work import Work, draw, pulled
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, read_numbers
 from mjax.kernels.attention import attention
@@ -154,13 +154,6 @@ def ceilings() -> dict[str, Work]:
     x, w, a = draw((n, n)), draw((n, n), 1), draw((m,), 2)
     matmul = Work("matmul", jnp.matmul, (x, w), flops=2.0 * n**3)
     return {"flops": matmul, "bytes": Work("copy", jnp.copy, (a,), bytes=4.0 * m)}
-
-
-def pulled(fn: Callable, inputs: tuple, name: str, flops: float = 0.0, moved: float = 0.0) -> Work:
-    """The backward of `fn` alone: its residuals are made beforehand."""
-    out, pull = jax.jit(functools.partial(jax.vjp, fn))(*inputs)
-    grads = jax.tree.map(lambda o: draw(o.shape, 9, o.dtype), out)
-    return Work(name, lambda pull, g: pull(g), (pull, grads), flops, moved)
 
 
 def attentions(b: int, s: int, n: int, k: int, h: int, documents: int) -> Iterator[Work]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from mjax.bench.work import Work, draw
+from mjax.bench.work import Work, draw, pulled
 from mjax.kernels.causal_conv import causal_conv
 from mjax.kernels.chooser import Device, believed
 from mjax.kernels.ssd import SsdInputs, ssd
@@ -22,7 +22,7 @@ _TAPS = 4
 
 def scans(b: int, s: int, heads: int, groups: int, size: int, state: int) -> Iterator[Work]:
     """Of x [B, S, H, P] with states [P, N], in bf16."""
-    x, d_y = draw((b, s, heads, size)), draw((b, s, heads, size), 1)
+    x = draw((b, s, heads, size))
     dt = jax.nn.softplus(draw((b, s, heads), 2, "float32") - 3)
     of_groups = [draw((b, s, groups, state), seed) * state**-0.25 for seed in (3, 4)]
     inputs = SsdInputs(x, dt, -jnp.linspace(1.0, 16.0, heads), *of_groups)
@@ -33,42 +33,23 @@ def scans(b: int, s: int, heads: int, groups: int, size: int, state: int) -> Ite
     of_token = groups * state * _CHUNK + heads * size * (_CHUNK + 4.0 * state)
     flops = b * s * of_token
     small = dt.nbytes + 2.0 * of_groups[0].nbytes
-    forward, backward = 2 * x.nbytes + small, 3 * x.nbytes + 2 * small
-    facts = (
-        {"flops": flops, "bytes": forward},
-        {"flops": 3 * flops, "bytes": forward + backward},
-    )
-    yield from _both_ways("", scan, inputs, d_y, facts)
-
+    moved = 2 * x.nbytes + small, 3 * x.nbytes + 2 * small
+    yield from _both_ways("", scan, inputs, moved, flops)
     channels = draw((b, s, heads * size + 2 * groups * state), 5)
     weight = draw((channels.shape[-1], _TAPS), 6, "float32")
-    moved = 1.0 * channels.nbytes
-    facts = {"bytes": 2 * moved}, {"bytes": 5 * moved}
-    yield from _both_ways("convolution ", causal_conv, (channels, weight), channels, facts)
+    moved = 2.0 * channels.nbytes, 3.0 * channels.nbytes
+    yield from _both_ways("convolution ", causal_conv, (channels, weight), moved)
 
 
 def _both_ways(
-    name: str, run: Callable, inputs: tuple, gradient: jax.Array, facts: tuple[dict, dict]
+    name: str, run: Callable, inputs: tuple, moved: tuple[float, float], flops: float = 0.0
 ) -> Iterator[Work]:
-    """The forward, then forward and backward in one program, each by ours and by the reference."""
+    """Forward and backward, by ours and by the reference; `moved` are the bytes of each."""
 
     def plain(*inputs: jax.Array) -> jax.Array:
         with believed(Device("cpu")):
             return run(*inputs)
 
-    def pulled(run: Callable) -> Callable:
-        def both(gradient: jax.Array, *inputs: jax.Array) -> tuple:
-            y, pull = jax.vjp(run, *inputs)
-            return y, pull(gradient)
-
-        return both
-
-    def plain_both(*given: jax.Array) -> tuple:
-        with believed(Device("cpu")):  # the backward is traced within
-            return pulled(run)(*given)
-
-    forward, backward = facts
-    yield Work(f"{name}forward", run, inputs, **forward, expected=plain)
-    yield Work(f"reference {name}forward", plain, inputs, **forward)
-    yield Work(f"{name}forward and backward", pulled(run), (gradient, *inputs), **backward)
-    yield Work(f"reference {name}forward and backward", plain_both, (gradient, *inputs), **backward)
+    for prefix, f, expected in (("", run, plain), ("reference ", plain, None)):
+        yield Work(f"{prefix}{name}forward", f, inputs, flops, moved[0], expected)
+        yield pulled(f, inputs, f"{prefix}{name}backward", 2 * flops, moved[1])
