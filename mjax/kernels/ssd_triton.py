@@ -7,6 +7,11 @@ begin, -1 for one that began before; they are read if PACKED. A state is [N, P] 
 between chunks, [P, N] at both ends. Matrices of a chunk are [s, t] in the backward, [t, s] in the
 forward: so the matmul that reads one finds it in registers. No mask lives through a loop: it would
 take as many registers as floats.
+
+In the gradients `products` fp32 [B, chunks, GROUPS, Q, Q] are those of b and c, 0 where t does not
+see s. `d_b`, `d_c` [B, S, GROUPS * PARTS, N] and `d_products` [B, chunks, GROUPS * PARTS, Q, Q] are
+sums over slices. `d_steps` and `d_log` [B, SLICES, chunks * Q] are what goes through x, or through
+the state. `d_states` are the gradients of states after each chunk.
 """
 
 import math
@@ -161,69 +166,91 @@ def ssd_gradients(
     STAGES: tl.constexpr,
 ):
     """The gradients of x and b, and of products of b and c, for a chunk of a group's slices, or of
-    one of the PARTS of those.
-
-    `products` fp32 [B, chunks, GROUPS, Q, Q] are 0 where t does not see s. `d_b` [B, S, GROUPS *
-    PARTS, N] and `d_products` [B, chunks, GROUPS * PARTS, Q, Q] are sums over slices; `d_steps` and
-    `d_log` [B, SLICES, chunks * Q] are what goes through x. `d_states` are the gradients of states
-    after each chunk.
-    """
+    one of the PARTS of those; `_of_slice` does a slice."""
     chunks: tl.constexpr = (LENGTH + Q - 1) // Q
     count: tl.constexpr = SLICES // (GROUPS * PARTS)
-    program = tl.program_id(0).to(tl.int64)
-    part = program % (GROUPS * PARTS)
-    batch = program // (GROUPS * PARTS * chunks)
-    first = (program // (GROUPS * PARTS) % chunks) * Q
-    x += batch * LENGTH * SLICES * P
-    d_x += batch * LENGTH * SLICES * P
-    d_y += batch * LENGTH * SLICES * P
-    b += batch * LENGTH * GROUPS * N + part // PARTS * N
-    c += batch * LENGTH * GROUPS * N + part // PARTS * N
-    d_b += batch * LENGTH * GROUPS * PARTS * N + part * N
+    program, part, batch, first = _chunk_of_group(LENGTH, GROUPS, PARTS, Q)
+    of_group = batch * LENGTH * GROUPS * N + part // PARTS * N
     begins += batch * chunks * Q
-    t = tl.arange(0, Q)
-    b_s = _load(b, first, GROUPS * N, LENGTH, Q, N)
+    b_s = _load(b + of_group, first, GROUPS * N, LENGTH, Q, N)
     weights = tl.load(products + (program // PARTS) * Q * Q + _places(Q, Q, Q))
     summed = tl.zeros((Q, Q), tl.float32)
     sum_b = tl.zeros((Q, N), tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         piece = part * count + i
         row = batch * SLICES + piece
-        x_s = _load(x + piece * P, first, SLICES * P, LENGTH, Q, P)
-        d_y_t = _load(d_y + piece * P, first, SLICES * P, LENGTH, Q, P)
+        of_piece = batch * LENGTH * SLICES * P + piece * P
+        x_s = _load(x + of_piece, first, SLICES * P, LENGTH, Q, P)
+        d_y_t = _load(d_y + of_piece, first, SLICES * P, LENGTH, Q, P)
         after = tl.load(d_states + (row * chunks + first // Q) * P * N + _places(P, N, P))
         of_head = (row // CUT) * chunks * Q
-        step = tl.load(steps + of_head + first + t)
-        logs, _, share, _ = _decays(log + of_head, begins, first, Q, PACKED)
-        kept = tl.exp2(tl.minimum(logs[None] - logs[:, None], 0.0))  # masked by weights
-
-        d_weights = tl.dot(x_s, tl.trans(d_y_t)) * kept
-        summed += d_weights * step[:, None]
-        d_weights *= weights
-        d_step = tl.sum(d_weights, 1)
-        d_logs = tl.sum(d_weights * step[:, None], 0)
-        through = (weights * kept).to(x.dtype.element_ty)
-
-        d_taken = tl.dot(b_s, after) * share[:, None]
-        d_share = tl.sum(d_taken * x_s, 1)
-        d_taken = tl.dot(through, d_y_t) * step[:, None] + d_taken * step[:, None]
-        _store(d_x + piece * P, d_taken, first, SLICES * P, LENGTH, Q, P)
-        taken = (x_s * (share * step)[:, None]).to(x.dtype.element_ty)
+        step = tl.load(steps + of_head + first + tl.arange(0, Q))
+        decays = _decays(log + of_head, begins, first, Q, PACKED)
+        added, d_v, of_steps = _of_slice(x_s, d_y_t, b_s, after, weights, step, decays)
+        summed += added
+        _store(d_x + of_piece, d_v, first, SLICES * P, LENGTH, Q, P)
+        taken = (x_s * (decays[2] * step)[:, None]).to(x.dtype.element_ty)
         sum_b = tl.dot(taken, tl.trans(after), sum_b)
+        d_step, d_logs = _with_share(of_steps, step, Q)
+        tl.store(d_steps + row * chunks * Q + first + tl.arange(0, Q), d_step)
+        tl.store(d_log + row * chunks * Q + first + tl.arange(0, Q), d_logs)
+    summed = _where_seen(summed, begins, first, Q, PACKED).to(x.dtype.element_ty)
+    tl.store(d_products + program * Q * Q + _places(Q, Q, Q), summed)
+    sum_b = tl.dot(summed, _load(c + of_group, first, GROUPS * N, LENGTH, Q, N), sum_b)
+    d_b += batch * LENGTH * GROUPS * PARTS * N + part * N
+    _store(d_b, sum_b, first, GROUPS * PARTS * N, LENGTH, Q, N)
 
-        d_step += d_share
-        d_logs -= d_step * step
-        d_logs += tl.where(t == Q - 1, tl.sum(d_share * step, 0), 0.0)
-        tl.store(d_steps + row * chunks * Q + first + t, d_step)
-        tl.store(d_log + row * chunks * Q + first + t, d_logs)
+
+@triton.jit
+def _of_slice(x_s, d_y_t, b_s, after, weights, step, decays):
+    """(Gradients of products of b and c, of x, (of steps, of logarithms, of shares)) for a slice.
+
+    `weights` are the products; `after` is the gradient of the state after the chunk."""
+    logs, _, share, _ = decays
+    kept = tl.exp2(tl.minimum(logs[None] - logs[:, None], 0.0))  # masked by weights
+
+    d_weights = tl.dot(x_s, tl.trans(d_y_t)) * kept
+    added = d_weights * step[:, None]
+    d_weights *= weights
+    d_step = tl.sum(d_weights, 1)
+    d_logs = tl.sum(d_weights * step[:, None], 0)
+    through = (weights * kept).to(x_s.dtype)
+
+    d_taken = tl.dot(b_s, after) * share[:, None]
+    d_share = tl.sum(d_taken * x_s, 1)
+    d_taken = tl.dot(through, d_y_t) * step[:, None] + d_taken * step[:, None]
+    return added, d_taken, (d_step, d_logs, d_share)
+
+
+@triton.jit
+def _with_share(of_steps, step, Q: tl.constexpr):
+    """The gradients of steps and of logarithms with what goes through a slice's state."""
+    d_step, d_logs, d_share = of_steps
+    d_step += d_share
+    d_logs -= d_step * step
+    d_logs += tl.where(tl.arange(0, Q) == Q - 1, tl.sum(d_share * step, 0), 0.0)
+    return d_step, d_logs
+
+
+@triton.jit
+def _where_seen(matrix, begins, first, Q: tl.constexpr, PACKED: tl.constexpr):
+    """[s, t], and 0 where t does not see s."""
+    t = tl.arange(0, Q)
     seen = t[:, None] <= t[None]
     if PACKED:
         seen &= first + t[:, None] >= tl.load(begins + first + t)[None]
-    summed = tl.where(seen, summed, 0.0).to(x.dtype.element_ty)
-    tl.store(d_products + program * Q * Q + _places(Q, Q, Q), summed)
-    c_t = _load(c, first, GROUPS * N, LENGTH, Q, N)
-    sum_b = tl.dot(summed, c_t, sum_b)
-    _store(d_b, sum_b, first, GROUPS * PARTS * N, LENGTH, Q, N)
+    return tl.where(seen, matrix, 0.0)
+
+
+@triton.jit
+def _chunk_of_group(
+    LENGTH: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, Q: tl.constexpr
+):
+    """(The program, its part of all groups' slices, its row, its chunk's first token)."""
+    chunks: tl.constexpr = (LENGTH + Q - 1) // Q
+    program = tl.program_id(0).to(tl.int64)
+    chunk = program // (GROUPS * PARTS) % chunks
+    return program, program % (GROUPS * PARTS), program // (GROUPS * PARTS * chunks), chunk * Q
 
 
 @triton.jit
@@ -253,10 +280,7 @@ def ssd_gradient_c(
     `ssd_gradients`."""
     chunks: tl.constexpr = (LENGTH + Q - 1) // Q
     count: tl.constexpr = SLICES // (GROUPS * PARTS)
-    program = tl.program_id(0).to(tl.int64)
-    part = program % (GROUPS * PARTS)
-    batch = program // (GROUPS * PARTS * chunks)
-    first = (program // (GROUPS * PARTS) % chunks) * Q
+    program, part, batch, first = _chunk_of_group(LENGTH, GROUPS, PARTS, Q)
     d_y += batch * LENGTH * SLICES * P
     b += batch * LENGTH * GROUPS * N + part // PARTS * N
     c += batch * LENGTH * GROUPS * N + part // PARTS * N
