@@ -19,15 +19,16 @@ from mjax.config.pattern import BRANCHES, branches_of, reads_encoder
 from mjax.config.remat import kept_names
 from mjax.config.schema import Config
 from mjax.models.block import Block
-from mjax.models.context import Context, tokens_of
+from mjax.models.context import tokens_of
 from mjax.models.joint import Joint
 from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables
 from mjax.models.remat import all_but_views, remat
 from mjax.models.streams import Activation, SharedWeights, Streams
 from mjax.models.weight import Weight
-from mjax.plan.execution import decide_execution, micro_batch_shape
+from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
 from mjax.sharding.collectives import Parallel
+from mjax.sharding.mesh import on_shards
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import ParamSpec
 
@@ -82,13 +83,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
 
     along = tuple(sizes[axis] for axis in AXES)
     mesh = AbstractMesh(along, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    mapped = jax.shard_map(
-        trace,
-        mesh=mesh,
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
+    mapped = on_shards(trace, mesh, PartitionSpec(), PartitionSpec())
     jax.eval_shape(mapped, _local_weights(cfg, parallel, block), x)
     labels = [("input", leaf) for leaf in jax.tree.leaves(x) if leaf.ndim == like.ndim]
     labels += names
@@ -112,17 +107,7 @@ def _residuals(
     `lengths` are the sequences, their tokens, and those of the decoder beside an encoder.
     """
     block, kind, policy = layer
-    ctx = Context(
-        parallel=parallel,
-        attention=cfg.train.attention,
-        experts=cfg.train.experts,
-        expert_exchange=cfg.train.expert_exchange,
-        cp_type=cfg.mesh.cp_type,
-        cp_a2a=cfg.mesh.cp_a2a,
-        max_documents=1,
-        capacity=True,
-        dropout=True,
-    )
+    ctx = training_context(cfg, parallel, max_documents=1)
     rows, width, target = lengths
     positions = jnp.zeros((rows, width), jnp.int32)
     tokens = tokens_of((rows, width), positions, key=jax.random.key(0))
