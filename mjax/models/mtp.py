@@ -9,6 +9,7 @@ the computation. Invariant: no prediction reaches over the end of its document.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,9 @@ class PredictionLayer(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, kind: str, block: nnx.Module, rngs: nnx.Rngs):
         self.kind = kind
-        self.embedding_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "enorm", rngs)
-        self.hidden_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "hnorm", rngs)
+        norm = partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
+        self.embedding_norm = norm("enorm")
+        self.hidden_norm = norm("hnorm")
         projection = ParamSpec(
             shape=(2, cfg.hidden_size, cfg.hidden_size),
             axes=(None, "embed", None),
@@ -47,7 +49,7 @@ class PredictionLayer(nnx.Module):
         )
         self.projection = declare(rngs, projection, normal(cfg.initializer_range))
         self.block = block
-        self.final_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "shared_head.norm", rngs)
+        self.final_norm = norm("shared_head.norm")
 
     def __call__(
         self,
