@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.errors import UserError, read_numbers
+from mjax.sharding.mesh import on_shards
 
 _SHARDED, _WHOLE = P("x"), P()
 
@@ -59,8 +60,7 @@ def measure(devices: Sequence[jax.Device], sizes: list[float], samples: int) -> 
         for size in sizes:
             count = -(-int(size * 1e6 / 2) // n**2) * n**2  # every shard divides again
             # out_specs P() of values that differ: each device keeps its own
-            places = {"mesh": mesh, "in_specs": before, "out_specs": after}
-            run = jax.jit(jax.shard_map(operation, **places, check_vma=False))
+            run = jax.jit(on_shards(operation, mesh, before, after))
             normal = partial(jax.random.normal, shape=(count,), dtype=jnp.bfloat16)
             x = jax.jit(normal, out_shardings=NamedSharding(mesh, before))(jax.random.key(0))
             ms = launch_ms(partial(run, x), samples)

@@ -34,25 +34,22 @@ class FilledRow(NamedTuple):
 class FillInTheMiddle:
     """The rules for the documents of a sample.
 
-    rate: the share that is permuted. spm_rate: the share of those in the order SPM.
+    data: the shares `fim_rate` that is permuted and `fim_spm_rate` of those in the order SPM;
+    `fim_no_prefix`: the text of what is never permuted begins so.
     split_id: a token between the files of a document, or None. A document that has it is permuted
-    file by file: with `rate` at all, then each file with `fragment_rate`.
-    no_prefix: the text of what is never permuted begins so.
+    file by file: with `fim_rate` at all, then each file with `fim_fragment_rate`.
     eod_id: of the token that ends documents, None if they end with the index's sequences alone.
     """
 
     tokenizer: Tokenizer
     seed: int
-    rate: float
-    spm_rate: float
+    data: DataConfig
     prefix_id: int
     middle_id: int
     suffix_id: int
+    split_id: int | None
     pad_id: int
     eod_id: int | None
-    split_id: int | None = None
-    fragment_rate: float = 0.0
-    no_prefix: str | None = None
 
     def fill(self, sample: int, pieces: Sequence[np.ndarray]) -> FilledRow:
         """Sample number `sample`, given as its pieces, one of each sequence of the index.
@@ -76,11 +73,12 @@ class FillInTheMiddle:
 
     def _permute_document(self, document: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if self.split_id is None or self.split_id not in document:
-            return self._permute(document, self.rate, rng)
-        if rng.random() >= self.rate:
+            return self._permute(document, self.data.fim_rate, rng)
+        if rng.random() >= self.data.fim_rate:
             return document
         files = _cut(document, self.split_id)
-        parts = [self._permute(part, self.fragment_rate, rng) for part in files]
+        rate = self.data.fim_fragment_rate or 0.0
+        parts = [self._permute(part, rate, rng) for part in files]
         return _join(parts, document, self.split_id)
 
     def _permute(self, ids: np.ndarray, rate: float, rng: np.random.Generator) -> np.ndarray:
@@ -88,12 +86,13 @@ class FillInTheMiddle:
         if rng.random() >= rate:
             return ids
         text = self.tokenizer.decode_whole(ids)
-        if self.no_prefix is not None and text.startswith(self.no_prefix):
+        never = self.data.fim_no_prefix
+        if never is not None and text.startswith(never):
             return ids
         first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())
         texts = [text[:first], text[first:second], text[second:]]
         prefix, middle, suffix = self.tokenizer.encode_batch(texts)
-        if rng.random() < self.spm_rate:
+        if rng.random() < self.data.fim_spm_rate:
             order = [self.prefix_id, self.suffix_id, *suffix, self.middle_id, *prefix, *middle]
         else:
             order = [self.prefix_id, *prefix, self.suffix_id, *suffix, self.middle_id, *middle]
@@ -148,20 +147,7 @@ def fill_in_the_middle(
         if number is not None and number in taken:
             raise UserError(f"data.{key}: id {number} is {taken[number]}, too; take another token")
         taken[number] = f"data.{key}"
-    return FillInTheMiddle(
-        tokenizer,
-        seed,
-        data.fim_rate,
-        data.fim_spm_rate,
-        ids["fim_prefix_token"],
-        ids["fim_middle_token"],
-        ids["fim_suffix_token"],
-        pad,
-        eod,
-        ids["fim_split_sample"],
-        data.fim_fragment_rate or 0.0,
-        data.fim_no_prefix,
-    )
+    return FillInTheMiddle(tokenizer, seed, data, *ids.values(), pad, eod)
 
 
 def _token_id(key: str, token: str | int | None, tokenizer: Tokenizer, size: int) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.config.schema import MaskedDataConfig
+from mjax.config.schema import Config
 from mjax.data.gpt import Batch, split_range
 from mjax.data.masked import padded_rows
 from mjax.data.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ Line = tuple[list[list[int]], int]
 
 
 class LabelledDataset:
-    """`size` samples of `seq_length` tokens: [CLS] text [SEP], and text_pair [SEP], then padding.
+    """`size` samples: [CLS] text [SEP], and text_pair [SEP], then padding to `data.seq_length`.
 
     `batch(indices)` gives `tokens`, `token_types`, `segment_ids`, `positions` (int32 [B, S]) and
     `row_label` (int32 [B]). What is too long loses tokens at the end of its longer text. Raises
@@ -36,23 +36,21 @@ class LabelledDataset:
     def __init__(
         self,
         path: str | os.PathLike,
-        tokenizer: Tokenizer,
-        settings: MaskedDataConfig,
         split: str,
         split_fractions: Sequence[float],
-        seq_length: int,
         size: int,
-        seed: int,
-        num_labels: int,
-        vocab_size: int,
+        cfg: Config,
+        tokenizer: Tokenizer,
     ):
-        if tokenizer.vocab_size > vocab_size:
+        model, data = cfg.model, cfg.data
+        if tokenizer.vocab_size > model.vocab_size:
             raise UserError(
-                f"model.vocab_size {vocab_size} is less than the tokenizer's "
+                f"model.vocab_size {model.vocab_size} is less than the tokenizer's "
                 f"{tokenizer.vocab_size}: raise it"
             )
-        self.settings, self.seq_length, self.size, self.seed = settings, seq_length, size, seed
-        lines = read_lines(path, tokenizer, num_labels)
+        self.settings, self.seq_length = data.masked, data.seq_length
+        self.size, self.seed = size, cfg.run.seed
+        lines = read_lines(path, tokenizer, model.bert.num_labels)
         begin, end = split_range(split_fractions, split, len(lines))
         self.lines = sorted(lines, key=_digest)[begin:end]
         if not self.lines:

@@ -127,19 +127,13 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
 
 def _labelled(cfg: Config) -> Callable[..., Dataset]:
     """Makes the dataset of texts with classes in a file."""
-    tokenizer, data = load_tokenizer(cfg.data.tokenizer), cfg.data
-    labels, vocab = cfg.model.bert.num_labels, cfg.model.vocab_size
-    if len(data.valid_paths) > 1:
+    tokenizer, files = load_tokenizer(cfg.data.tokenizer), len(cfg.data.valid_paths)
+    if files > 1:
         raise UserError(
-            f"data.valid_paths names {len(data.valid_paths)} files, but train.objective=classify "
-            "reads one; put them into one"
+            f"data.valid_paths names {files} files, but train.objective=classify reads one; put "
+            "them into one"
         )
-
-    def made(path: str, split: str, shares: list[float], size: int) -> Dataset:
-        samples = data.seq_length, size, cfg.run.seed, labels, vocab
-        return LabelledDataset(path, tokenizer, data.masked, split, shares, *samples)
-
-    return made
+    return partial(LabelledDataset, cfg=cfg, tokenizer=tokenizer)
 
 
 def _blend(

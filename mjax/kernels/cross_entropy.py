@@ -62,7 +62,7 @@ def cross_entropy(
     """
     size = x.shape[0], w.shape[0]
     cut = cut_of(*size, chunk, fused=loss_rows.supports(*size, parallel.tp, chunk))
-    x, w, labels, mask = _cut(x, w, labels, mask, cut.chunk)
+    x, labels, mask = (_chunks(a, cut.chunk) for a in (x, labels, mask))
     return _loss(x, w, bias, labels, mask, terms, parallel, cut.part)
 
 
@@ -82,7 +82,7 @@ def count_hits(
     Arguments as for `cross_entropy`. Rounding may let two tokens be largest at once.
     """
     size = chunk_size(labels.size, w.shape[0], chunk)
-    x, w, labels, mask = _cut(x, w, labels, mask, size)
+    x, labels, mask = (_chunks(a, size) for a in (x, labels, mask))
 
     def body(total, cut):
         z, _, _ = _logits(cut[0], w, bias, terms, parallel)
@@ -119,15 +119,10 @@ def chunk_size(
     return min(tokens, size(parts))
 
 
-def _cut(x, w, labels, mask, chunk):
-    """x, labels and mask padded and cut into chunks of tokens; w as it is."""
-    pad = -x.shape[0] % chunk
-
-    def cut(a):
-        a = jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1))
-        return a.reshape(-1, chunk, *a.shape[1:])
-
-    return cut(x), w, cut(labels), cut(mask)
+def _chunks(a, chunk):
+    """[T, ...] padded and cut into chunks of tokens."""
+    a = jnp.pad(a, ((0, -len(a) % chunk),) + ((0, 0),) * (a.ndim - 1))
+    return a.reshape(-1, chunk, *a.shape[1:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -139,7 +134,7 @@ def _loss(x, w, bias, labels, mask, terms, parallel, part):
 
 
 def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part):
-    lift = _lift(x.dtype)
+    lift = _FP16_LIFT if x.dtype == jnp.float16 else 1.0
     mask = mask * lift
 
     def body(carry, chunk):
@@ -173,11 +168,6 @@ def _loss_bwd(terms, parallel, part, saved, g):
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
-
-
-def _lift(dtype: jnp.dtype) -> float:
-    """The factor on gradients that are kept in this dtype."""
-    return _FP16_LIFT if dtype == jnp.float16 else 1.0
 
 
 def _by_parts(x, w, bias, labels, mask, terms, part):

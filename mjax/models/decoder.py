@@ -23,7 +23,7 @@ from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
 from mjax.models.joint import Joint
 from mjax.models.layers import Caches, LayerInputs, Layers
-from mjax.models.mtp import PredictionLayer, apply_with_policy
+from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
 from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import rope_tables
@@ -243,7 +243,7 @@ class Decoder(nnx.Module):
         layer = getattr(self, f"mtp_{depth}")
         number = self.cfg.num_hidden_layers + depth - 1
         rope = self.rope(info, ctx)
-        return apply_with_policy(layer, x, embedding, info, ctx, rope=rope, number=number)
+        return layer(x, embedding, info, ctx, rope=rope, layer=number)
 
     @jax.named_scope("embed")
     def embed(

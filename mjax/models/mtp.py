@@ -9,6 +9,7 @@ the computation. Invariant: no prediction reaches over the end of its document.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,9 @@ class PredictionLayer(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, kind: str, block: nnx.Module, rngs: nnx.Rngs):
         self.kind = kind
-        self.embedding_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "enorm", rngs)
-        self.hidden_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "hnorm", rngs)
+        norm = partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
+        self.embedding_norm = norm("enorm")
+        self.hidden_norm = norm("hnorm")
         projection = ParamSpec(
             shape=(2, cfg.hidden_size, cfg.hidden_size),
             axes=(None, "embed", None),
@@ -47,7 +49,7 @@ class PredictionLayer(nnx.Module):
         )
         self.projection = declare(rngs, projection, normal(cfg.initializer_range))
         self.block = block
-        self.final_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "shared_head.norm", rngs)
+        self.final_norm = norm("shared_head.norm")
 
     def __call__(
         self,
@@ -62,36 +64,23 @@ class PredictionLayer(nnx.Module):
         """The normed output [B, S/tp, D], and this device's shares of the block's statistics.
 
         hidden [B, S/tp, D] is the normed output of the depth before, embedding [B, S/tp, D] that of
-        the tokens that follow. `layer` is the number that keys the block's dropout.
+        the tokens that follow. `layer` is the number that keys the block's dropout. The layer keeps
+        for its backward what `ctx.head_remat` says.
         """
         if ctx.parallel.pp > 1:  # only the last stage runs it, and a permute waits for all
             ctx = replace(ctx, permute=False, overlap_rows=None)
-        both = self.embedding_norm(embedding), self.hidden_norm(hidden)
-        x = jnp.concatenate(both, -1)
-        weight = self.projection[...]
-        x = x @ weight.reshape(-1, weight.shape[-1])
-        output = self.block(x, tokens, ctx, kind=self.kind, rope=rope, layer=layer)
-        return output._replace(y=self.final_norm(output.y))
+        graph, state = nnx.split(self)
 
+        def apply(state: nnx.State, hidden: jax.Array, embedding: jax.Array) -> BranchOutput:
+            own = nnx.merge(graph, state)
+            both = own.embedding_norm(embedding), own.hidden_norm(hidden)
+            x = jnp.concatenate(both, -1)
+            weight = own.projection[...]
+            x = x @ weight.reshape(-1, weight.shape[-1])
+            output = own.block(x, tokens, ctx, kind=own.kind, rope=rope, layer=layer)
+            return output._replace(y=own.final_norm(output.y))
 
-def apply_with_policy(
-    layer: PredictionLayer,
-    hidden: jax.Array,
-    embedding: jax.Array,
-    tokens: Tokens,
-    ctx: Context,
-    *,
-    rope: Rope,
-    number: int,
-) -> BranchOutput:
-    """`PredictionLayer.__call__`, which keeps for its backward what `ctx.head_remat` says."""
-    graph, state = nnx.split(layer)
-
-    def apply(state: nnx.State, hidden: jax.Array, embedding: jax.Array) -> BranchOutput:
-        layer = nnx.merge(graph, state)
-        return layer(hidden, embedding, tokens, ctx, rope=rope, layer=number)
-
-    return remat(apply, ctx.head_remat, in_loop=False)(state, hidden, embedding)
+        return remat(apply, ctx.head_remat, in_loop=False)(state, hidden, embedding)
 
 
 # ---- the fields of each depth --------------------------------------------------------------------

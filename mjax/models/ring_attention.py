@@ -128,10 +128,7 @@ def _ring_forward(q, k, v, places, ring):
     keys, next_keys = ring.exchange(local)  # under way during the diagonal
     both_places = None if places is None else (places, places)
     out, lse = block_forward(q, k, v, both_places, ring.call, diagonal=True)
-    low_out, high_out = _halves(out, 1)
-    low_lse, high_lse = _halves(lse, 2)
-    low = PartialSoftmax(low_out, low_lse)
-    high = PartialSoftmax(high_out, high_lse)
+    low, high = map(PartialSoftmax, _halves(out, 1), _halves(lse, 2))
     for step in range(1, ring.size):
         keys, low, high = wait_for_all(keys, low, high)  # one transfer at a time
         arrived = keys
@@ -140,10 +137,7 @@ def _ring_forward(q, k, v, places, ring):
         earlier = ring.is_earlier(step)
         queries, kv, pair_places = _block_pair(q, places, arrived, earlier)
         out, lse = block_forward(queries, *kv, pair_places, ring.call, diagonal=False)
-        first_out, second_out = _halves(out, 0)
-        first_lse, second_lse = _halves(lse, 0)
-        first = PartialSoftmax(first_out, first_lse)
-        second = PartialSoftmax(second_out, second_lse)
+        first, second = map(PartialSoftmax, _halves(out, 0), _halves(lse, 0))
         low = _merge_softmax(low, _only_if(earlier, second))
         high = _merge_softmax(high, first)
         high = _merge_softmax(high, _only_if(~earlier, second))

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mjax.pipeline.layout import Layout
 from mjax.sharding.collectives import Parallel, mesh_axes
+from mjax.sharding.mesh import on_shards
 from mjax.sharding.rules import Padding
 from mjax.sharding.spec import ParamSpec, is_spec
 
@@ -263,14 +264,7 @@ def _convert_and_reshard(
             x = jax.lax.dynamic_slice_in_dim(x, first, size, dim)
         return x
 
-    mapped = jax.shard_map(
-        body,
-        mesh=want.mesh,
-        in_specs=PartitionSpec(*old),
-        out_specs=PartitionSpec(*new),
-        check_vma=False,
-    )
-    return mapped(x)
+    return on_shards(body, want.mesh, PartitionSpec(*old), PartitionSpec(*new))(x)
 
 
 def canonical_abstract(storage: Storage, tree: dict) -> dict:

@@ -201,11 +201,12 @@ def _host_memory_described() -> Iterator[None]:
         made = _HostSharding if kind == "pinned_host" else NamedSharding
         return made(s.mesh, s.spec)
 
-    with contextlib.ExitStack() as stack:
-        for check in (
-            "_maybe_get_and_check_in_shardings",
-            "_maybe_get_and_check_out_shardings",
-        ):
-            stack.enter_context(mock.patch.object(pxla, check, lambda made, given, *rest: given))
-        stack.enter_context(mock.patch.object(NamedSharding, "with_memory_kind", to_sharding))
+    def as_given(made: object, given: object, *_: object) -> object:
+        return given
+
+    checks = [f"_maybe_get_and_check_{side}_shardings" for side in ("in", "out")]
+    with (
+        mock.patch.multiple(pxla, **dict.fromkeys(checks, as_given)),
+        mock.patch.object(NamedSharding, "with_memory_kind", to_sharding),
+    ):
         yield

@@ -25,10 +25,12 @@ from mjax.config.remat import offloaded, remat_policies
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
 from mjax.kernels.quantize import Recipe
+from mjax.models.context import Context
 from mjax.models.execution import Execution, LayerPlan
 from mjax.models.remat import STASHED
 from mjax.models.tp_overlap import MIN_ROWS
 from mjax.pipeline.layout import layout_of
+from mjax.sharding.collectives import Parallel
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +106,24 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
         sums_in_matmuls=False,
         overlap=False,
         offload=(),
+    )
+
+
+def training_context(cfg: Config, parallel: Parallel, **choices) -> Context:
+    """The static choices of a training step; `choices` are those that the config does not make."""
+    return Context(
+        parallel=parallel,
+        attention=cfg.train.attention,
+        experts=cfg.train.experts,
+        expert_exchange=cfg.train.expert_exchange,
+        cp_type=cfg.mesh.cp_type,
+        cp_a2a=cfg.mesh.cp_a2a,
+        capacity=True,
+        dropout=True,
+        label_smoothing=cfg.train.label_smoothing,
+        z_loss=cfg.train.z_loss,
+        loss_chunk=cfg.train.loss_chunk,
+        **choices,
     )
 
 

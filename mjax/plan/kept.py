@@ -19,15 +19,16 @@ from mjax.config.pattern import BRANCHES, branches_of, reads_encoder
 from mjax.config.remat import kept_names
 from mjax.config.schema import Config
 from mjax.models.block import Block
-from mjax.models.context import Context, tokens_of
+from mjax.models.context import tokens_of
 from mjax.models.joint import Joint
 from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables
 from mjax.models.remat import all_but_views, remat
 from mjax.models.streams import Activation, SharedWeights, Streams
 from mjax.models.weight import Weight
-from mjax.plan.execution import decide_execution, micro_batch_shape
+from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
 from mjax.sharding.collectives import Parallel
+from mjax.sharding.mesh import on_shards
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import ParamSpec
 
@@ -82,21 +83,21 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
 
     along = tuple(sizes[axis] for axis in AXES)
     mesh = AbstractMesh(along, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    mapped = jax.shard_map(
-        trace,
-        mesh=mesh,
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
+    mapped = on_shards(trace, mesh, PartitionSpec(), PartitionSpec())
     jax.eval_shape(mapped, _local_weights(cfg, parallel, block), x)
-    labels = [("input", leaf) for leaf in jax.tree.leaves(x) if leaf.ndim == like.ndim]
+    labels = []
+    for leaf in jax.tree.leaves(x):
+        if leaf.ndim == like.ndim:
+            labels.append(("input", leaf))
     labels += names
     tensors = []
     for aval in leaves:
         name = _take_label(labels, aval, kept_names(policy))
         tensors.append(Kept(name, aval.shape, str(aval.dtype)))
     return tensors
+
+
+LayerOutput = tuple[Activation, dict[str, jax.Array]]  # and statistics
 
 
 def _residuals(
@@ -112,22 +113,13 @@ def _residuals(
     `lengths` are the sequences, their tokens, and those of the decoder beside an encoder.
     """
     block, kind, policy = layer
-    ctx = Context(
-        parallel=parallel,
-        attention=cfg.train.attention,
-        experts=cfg.train.experts,
-        expert_exchange=cfg.train.expert_exchange,
-        cp_type=cfg.mesh.cp_type,
-        cp_a2a=cfg.mesh.cp_a2a,
-        max_documents=1,
-        capacity=True,
-        dropout=True,
-    )
+    ctx = training_context(cfg, parallel, max_documents=1)
     rows, width, target = lengths
     positions = jnp.zeros((rows, width), jnp.int32)
     tokens = tokens_of((rows, width), positions, key=jax.random.key(0))
     if target is not None:
-        tokens = replace(tokens, target=tokens_of((rows, target), key=tokens.key))
+        of_decoder = tokens_of((rows, target), key=tokens.key)
+        tokens = replace(tokens, target=of_decoder)
         positions = tokens.target.positions if reads_encoder(kind) else positions
     rope = {}
     if cfg.model.position_embedding == "rope":
@@ -135,11 +127,12 @@ def _residuals(
             if BRANCHES[letter].rotary:
                 rope[letter] = rope_tables(cfg.model, positions, letter, parallel)
 
-    def apply(weights: dict, x: Activation) -> tuple[Activation, dict[str, jax.Array]]:
-        output = block.bind(weights)(x, tokens, ctx, kind=kind, rope=rope)
+    def apply(weights: dict, x: Activation) -> LayerOutput:
+        bound = block.bind(weights)
+        output = bound(x, tokens, ctx, kind=kind, rope=rope)
         return output.y, output.statistics
 
-    def forward(weights: dict, x: Activation) -> tuple[Activation, dict[str, jax.Array]]:
+    def forward(weights: dict, x: Activation) -> LayerOutput:
         return jax.vjp(apply, weights, x)[0]
 
     body = all_but_views(apply) if policy == "none" else remat(apply, policy)
@@ -148,7 +141,10 @@ def _residuals(
     if isinstance(x, Streams):
         travels = x.shared, x.encoder if reads_encoder(kind) else x.decoder
     shared = {id(a) for a in jax.tree.leaves((weights, tokens, rope, travels))}
-    held = {id(a): a.aval for a in jax.tree.leaves(vjp) if id(a) not in shared}
+    held = {}
+    for array in jax.tree.leaves(vjp):
+        if id(array) not in shared:
+            held[id(array)] = array.aval
     named = _named(jax.make_jaxpr(forward)(weights, x).jaxpr)
     return list(held.values()), list(named)
 
@@ -163,7 +159,8 @@ def _streams(
 
     def shared() -> SharedWeights:
         weights = Joint(cfg.model, nnx.Rngs(0)).weights()
-        return replace(weights, relative={name: w[:heads] for name, w in weights.relative.items()})
+        relative = {name: bias[:heads] for name, bias in weights.relative.items()}
+        return replace(weights, relative=relative)
 
     return Streams(encoder, decoder, jax.eval_shape(shared))
 

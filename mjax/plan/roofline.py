@@ -107,11 +107,7 @@ def step_parts(
 
 def total(parts: list[Part]) -> Span:
     """The time of a step in seconds."""
-    low = high = 0.0
-    for part in parts:
-        low += part.time.low
-        high += part.time.high
-    return Span(low, high)
+    return Span(sum(part.time.low for part in parts), sum(part.time.high for part in parts))
 
 
 def time_lines(
@@ -243,9 +239,7 @@ def _pass_bytes(
     cfg: Config, sizes: dict[str, int], execution: Execution, again: dict[str, float]
 ) -> float:
     """Bytes of a token that pass through memory besides matmuls; `again` are shares of layers."""
-    repeated = 1.0
-    for name, share in again.items():
-        repeated += AGAIN[name] * share
+    repeated = 1 + sum(AGAIN[name] * share for name, share in again.items())
     passes = _layer_bytes(cfg, sizes) * repeated
     if execution.loops:
         elements = OF_LOOP * cfg.model.hidden_size

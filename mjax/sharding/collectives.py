@@ -63,16 +63,12 @@ class Parallel:
     def all_gather(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """The shards of `dim` concatenated (transpose: reduce-scatter). Axes go outer to inner."""
         axes = self._live_in_order(axes)
-        if not axes:
-            return x
-        return lax.all_gather(x, axes, axis=dim, tiled=True)
+        return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
     def reduce_scatter(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """The sum over `axes`, each device keeping its shard of `dim` (transpose: all-gather)."""
         axes = self._live_in_order(axes)
-        if not axes:
-            return x
-        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
     def reduce_scatter_low(self, x: jax.Array, axes: Axes, dim: int, dtype: jnp.dtype) -> jax.Array:
         """`reduce_scatter` summed in `dtype` of shards that travel in the lower dtype of x."""

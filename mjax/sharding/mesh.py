@@ -7,11 +7,11 @@ data-parallel size equals our dp * ep. A run is one process, or one for each nod
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import MeshConfig
@@ -31,6 +31,15 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
 def parallel_of(mesh: Mesh) -> Parallel:
     """The static handle of a mesh; axes it lacks have size 1."""
     return Parallel(**{axis: mesh.shape.get(axis, 1) for axis in AXES})
+
+
+def on_shards(function: Callable, mesh: Mesh | AbstractMesh, inputs, outputs) -> Callable:
+    """`function` of local shards, manual over all axes of `mesh`, as one of global arrays.
+
+    `inputs` (a tuple, if there are several) and `outputs` are partitions, or prefixes of their
+    trees. JAX does not check what is replicated: the gradient rule relies on that.
+    """
+    return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
 def local_part(sharding: NamedSharding, length: int) -> slice:

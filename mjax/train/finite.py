@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from mjax.sharding.mesh import on_shards
 from mjax.train.state import StateLayout
 
 
@@ -19,8 +20,7 @@ def nonfinite_counts(state_layout: StateLayout) -> jax.stages.Wrapped:
         counts = jnp.stack([jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in leaves])
         return jax.tree.unflatten(tree, jax.lax.psum(counts, mesh.axis_names))
 
-    mapped = jax.shard_map(count, mesh=mesh, in_specs=(stored,), out_specs=P(), check_vma=False)
-    return jax.jit(mapped)
+    return jax.jit(on_shards(count, mesh, (stored,), P()))
 
 
 def first_nonfinite(counts: dict) -> str | None:

@@ -404,10 +404,7 @@ def final_step(cfg: Config) -> int:
     if cfg.train.max_tokens is None:
         return cfg.train.steps
     samples = -(-cfg.train.max_tokens // cfg.data.seq_length)
-
-    def consumed(step: int) -> int:
-        return consumed_samples(cfg.train, step)
-
+    consumed = partial(consumed_samples, cfg.train)
     return bisect.bisect_left(range(cfg.train.steps), samples, key=consumed)
 
 

@@ -14,13 +14,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.schema import Config
-from mjax.models.context import Context
 from mjax.models.local import LocalModel
 from mjax.models.objective import Batch, Objective
 from mjax.models.params import ModelDefinition
 from mjax.pipeline.layout import Layout
-from mjax.plan.execution import decide_evaluation, decide_execution, tp_overlap_rows
+from mjax.plan.execution import (
+    decide_evaluation,
+    decide_execution,
+    tp_overlap_rows,
+    training_context,
+)
 from mjax.plan.xla_options import compiler_options, device_facts
+from mjax.sharding.mesh import on_shards
 from mjax.sharding.ordered import in_program_order
 from mjax.train import step as steps
 from mjax.train.batch import batch_partitions, bound_of_documents
@@ -96,21 +101,12 @@ class Programs:
         cfg, mesh, placement = self.cfg, self.state_layout.mesh, self.state_layout.placement
         sizes, facts = dict(mesh.shape), device_facts(list(mesh.devices.flat))
         uniform = self.layout is None or self.layout.uniform
-        ctx = Context(
-            parallel=placement.parallel,
-            attention=cfg.train.attention,
-            experts=cfg.train.experts,
-            expert_exchange=cfg.train.expert_exchange,
-            cp_type=cfg.mesh.cp_type,
-            cp_a2a=cfg.mesh.cp_a2a,
+        ctx = training_context(
+            cfg,
+            placement.parallel,
             permute=uniform,
             max_documents=self.max_documents,
             overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
-            capacity=True,
-            dropout=True,
-            label_smoothing=cfg.train.label_smoothing,
-            z_loss=cfg.train.z_loss,
-            loss_chunk=cfg.train.loss_chunk,
         )
         model = LocalModel(
             self.definition,
@@ -151,7 +147,7 @@ class Programs:
         body = functools.partial(function, program)
         if devices[0].platform == "cpu" and len(devices) > 1:
             body = in_program_order(body)
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        mapped = on_shards(body, mesh, inputs, outputs)
         overlaps = program.model.ctx.overlap_rows is not None
         deterministic = self.cfg.run.deterministic
         options = compiler_options(program.execution, overlaps, devices, deterministic)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from mjax.sharding.collectives import AXES, mesh_axes
+from mjax.sharding.mesh import on_shards
 from mjax.train.metrics import Log
 from mjax.train.resilience import ReplicasDiffer
 from mjax.train.saving import Saver
@@ -97,11 +98,7 @@ def digests_of(layout: StateLayout, leaves: list[ReplicatedLeaf]) -> jax.stages.
         mine = jnp.stack([digest(arrays[leaf.path]) for leaf in leaves])
         return lax.all_gather(mine, AXES)
 
-    partitions = (layout.partitions(),)
-    mapped = jax.shard_map(
-        table, mesh=layout.mesh, in_specs=partitions, out_specs=PartitionSpec(), check_vma=False
-    )
-    return jax.jit(mapped)
+    return jax.jit(on_shards(table, layout.mesh, (layout.partitions(),), PartitionSpec()))
 
 
 def differing_replicas(

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mjax.config import load
+from mjax.config.schema import DataConfig
 from mjax.config.validate import validate
 from mjax.data import GPTDataset, IndexedDatasetWriter
 from mjax.data.fim import FillInTheMiddle, fill_in_the_middle
@@ -57,12 +58,12 @@ def corpus(tokenizer, tmp_path_factory):
     return prefix
 
 
-def rules(tokenizer, **given) -> FillInTheMiddle:
+def rules(tokenizer, split_id=None, **given) -> FillInTheMiddle:
     known = {"rate": 0.5, "spm_rate": 0.5} | given
+    data = DataConfig(**{f"fim_{key}": value for key, value in known.items()})
     return FillInTheMiddle(
-        load_tokenizer(tokenizer), 7, prefix_id=PREFIX, middle_id=MIDDLE, suffix_id=SUFFIX,
-        pad_id=PAD, eod_id=EOD, **known,
-    )  # fmt: skip
+        load_tokenizer(tokenizer), 7, data, PREFIX, MIDDLE, SUFFIX, split_id, PAD, EOD
+    )
 
 
 def megatron_sample(ids, tokenizer, rng, rate, spm, split=None, fragment=0.0, no_prefix=None):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mjax.config import load
-from mjax.config.schema import MaskedDataConfig
+from mjax.config.schema import Config, MaskedDataConfig
 from mjax.data.labelled import LabelledDataset
 from mjax.data.loader import build_datasets
 from mjax.data.tokenizer import load_tokenizer
@@ -18,10 +18,10 @@ IDS = MaskedDataConfig(cls_token_id=257, sep_token_id=258, pad_token_id=259)
 def dataset(path, rows, length=16, split="train", shares=(1, 0, 0), labels=3, size=50, seed=1):
     text = rows if isinstance(rows, str) else "\n".join(json.dumps(row) for row in rows)
     path.write_text(text + "\n\n")
-    tokenizer = load_tokenizer("byte")
-    return LabelledDataset(
-        path, tokenizer, IDS, split, shares, length, size, seed, labels, vocab_size=300
-    )
+    model = {"vocab_size": 300, "bert": {"num_labels": labels}}
+    data = {"seq_length": length, "masked": IDS}
+    cfg = Config(model=model, data=data, run={"seed": seed})
+    return LabelledDataset(path, split, shares, size, cfg, load_tokenizer("byte"))
 
 
 def texts_of(tokens: np.ndarray) -> list[str]:
