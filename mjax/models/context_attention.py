@@ -145,7 +145,7 @@ class Exchange:
 
     attend: Callable[..., jax.Array]
     supports: frozenset[str]
-    supports_fused: frozenset[str]
+    supports_fused: frozenset[str] = frozenset()
     permutes: bool = False
     trades: str = "none"
 
@@ -245,18 +245,16 @@ _ALL = _OF_MODEL | _OF_BLOCKS | {VALUE_HEADS, "full masks", "prefix masks", "cro
 
 # The ways, by their names in `mesh.cp_type`.
 KEY_EXCHANGES = {
-    "all_gather": Exchange(_attend_to_all, supports=_ALL, supports_fused=frozenset()),
+    "all_gather": Exchange(_attend_to_all, supports=_ALL),
     "ring": Exchange(
         functools.partial(_attend_by_blocks, "ring"),
         supports=_OF_BLOCKS,
-        supports_fused=frozenset(),
         permutes=True,
     ),
     "a2a": Exchange(_attend_with_own_heads, supports=_ALL, supports_fused=_ALL, trades="all"),
     "a2a_ring": Exchange(
         functools.partial(_attend_by_blocks, "a2a_ring"),
         supports=_OF_BLOCKS,
-        supports_fused=frozenset(),
         permutes=True,
         trades="groups",
     ),

@@ -122,10 +122,7 @@ CHIPS = (
 
 def chip_of_kind(device_kind: str) -> Chip | None:
     """The chip of jax's device_kind; None: not known."""
-    for chip in CHIPS:
-        if re.match(rf"{chip.kind}\b", device_kind):
-            return chip
-    return None
+    return next((chip for chip in CHIPS if re.match(rf"{chip.kind}\b", device_kind)), None)
 
 
 def named_chips() -> dict[str, Chip]:

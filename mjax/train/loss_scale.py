@@ -25,20 +25,18 @@ class LossScaler:
     """The rules of a scale.
 
     Each overflow uses up one of `hysteresis`. Once none is left, it halves the scale, down to
-    `minimum`. `window` steps in a row without one double the scale, and give back the hysteresis.
+    `min_loss_scale`. `loss_scale_window` steps in a row without one double the scale, and give back
+    the hysteresis.
     """
 
-    initial: float
-    minimum: float
-    window: int
-    hysteresis: int
+    precision: PrecisionConfig
 
     def first_values(self) -> dict[str, float]:
         """The state before the first step."""
         return {
-            "scale": self.initial,
+            "scale": self.precision.initial_loss_scale,
             "growth_tracker": 0,
-            "hysteresis_tracker": self.hysteresis,
+            "hysteresis_tracker": self.precision.hysteresis,
             "skipped_samples": 0,
         }
 
@@ -50,15 +48,15 @@ class LossScaler:
 
     def can_shrink(self, state: LossScaleState) -> jax.Array:
         """Whether a further overflow may lead to a smaller scale."""
-        return state["scale"] > self.minimum
+        return state["scale"] > self.precision.min_loss_scale
 
     def update(self, state: LossScaleState, overflowed: jax.Array) -> LossScaleState:
         """The state after a step, `overflowed` or not; skipped samples are the caller's."""
-        scale = state["scale"]
+        scale, rules = state["scale"], self.precision
         left = state["hysteresis_tracker"] - 1
-        smaller = jnp.maximum(scale * BACKOFF, self.minimum)
+        smaller = jnp.maximum(scale * BACKOFF, rules.min_loss_scale)
         clean = state["growth_tracker"] + 1
-        grows = clean == self.window
+        grows = clean == rules.loss_scale_window
         on_overflow = {
             "scale": jnp.where(left <= 0, smaller, scale),
             "growth_tracker": jnp.int32(0),
@@ -67,7 +65,7 @@ class LossScaler:
         on_clean = {
             "scale": jnp.where(grows, scale * GROWTH, scale),
             "growth_tracker": jnp.where(grows, 0, clean),
-            "hysteresis_tracker": jnp.where(grows, self.hysteresis, left + 1),
+            "hysteresis_tracker": jnp.where(grows, rules.hysteresis, left + 1),
         }
         new = jax.tree.map(lambda a, b: jnp.where(overflowed, a, b), on_overflow, on_clean)
         return new | {"skipped_samples": state["skipped_samples"]}
@@ -75,14 +73,7 @@ class LossScaler:
 
 def loss_scaler(precision: PrecisionConfig) -> LossScaler | None:
     """The scaler of a run; None unless it computes in fp16."""
-    if precision.compute != "float16":
-        return None
-    return LossScaler(
-        precision.initial_loss_scale,
-        precision.min_loss_scale,
-        precision.loss_scale_window,
-        precision.hysteresis,
-    )
+    return LossScaler(precision) if precision.compute == "float16" else None
 
 
 def skipped_samples(state: dict) -> int:

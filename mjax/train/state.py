@@ -111,7 +111,7 @@ class StateLayout:
 
     def abstract_loss_scale(self) -> LossScaleState:
         """The state of a loss scale as `ShapeDtypeStruct`s, whether or not the run has one."""
-        scaler = self.scaler or LossScaler(1.0, 1.0, 1, 1)
+        scaler = self.scaler or LossScaler(self.cfg.precision)
         sharding = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.config import load
+from mjax.config.schema import PrecisionConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
 from mjax.train.loss_scale import LossScaler, loss_scaler
@@ -40,8 +41,19 @@ TABLE = [
 ]
 
 
+def scaler_of(initial: float, minimum: float, window: int, hysteresis: int) -> LossScaler:
+    precision = PrecisionConfig(
+        compute="float16",
+        initial_loss_scale=initial,
+        min_loss_scale=minimum,
+        loss_scale_window=window,
+        hysteresis=hysteresis,
+    )
+    return LossScaler(precision)
+
+
 def test_the_scale_follows_the_table():
-    scaler = LossScaler(16.0, 1.0, 3, 2)
+    scaler = scaler_of(16.0, 1.0, 3, 2)
     state = scaler.start()
     for row, (overflowed, *want) in enumerate(TABLE):
         state = scaler.update(state, jnp.bool_(overflowed))
@@ -51,7 +63,7 @@ def test_the_scale_follows_the_table():
 
 
 def test_hysteresis_of_one_halves_at_once_down_to_a_minimum_between_powers():
-    scaler, scales = LossScaler(20.0, 6.0, 2, 1), []
+    scaler, scales = scaler_of(20.0, 6.0, 2, 1), []
     state = scaler.start()
     for overflowed in (OVER, OVER, OVER, CLEAN, CLEAN):
         state = scaler.update(state, jnp.bool_(overflowed))
@@ -61,7 +73,10 @@ def test_hysteresis_of_one_halves_at_once_down_to_a_minimum_between_powers():
 
 def test_the_defaults_are_those_of_megatron():
     cfg = load(None, ["precision.compute=float16", "data.mock=true"])
-    assert loss_scaler(cfg.precision) == LossScaler(2.0**32, 1.0, 1000, 2)
+    want = scaler_of(2.0**32, 1.0, 1000, 2)
+    assert loss_scaler(cfg.precision).first_values() == want.first_values()
+    rules = "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
+    assert all(getattr(cfg.precision, n) == getattr(want.precision, n) for n in rules)
     assert loss_scaler(load(None, ["data.mock=true"]).precision) is None
 
 
