@@ -13,7 +13,7 @@ and computes 300 GFLOP (1.4 ms), of which 3.3 GB are states, written twice and r
 """
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,7 @@ from mjax.kernels.triton_call import triton_call
 _PROGRAMS = 528  # four for each of an H200's multiprocessors: fewer, and a group's heads are parted
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Tokens of a chunk, warps of a program, and stages of its loads."""
 
     chunk: int
@@ -34,14 +33,11 @@ class Tile:
     stages: int
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The tile of each kernel. All but the forward's have the same chunk."""
-
-    forward: Tile = Tile(64, 4, 2)
-    states: Tile = Tile(64, 4, 4)
-    gradients: Tile = Tile(64, 8, 3)
-    gradient_c: Tile = Tile(64, 4, 3)
+# Fastest on an H200. All but the forward's have the same chunk.
+FORWARD = Tile(64, 4, 2)
+STATES = Tile(64, 4, 4)
+GRADIENTS = Tile(64, 8, 3)
+GRADIENT_C = Tile(64, 4, 3)
 
 
 def fused(
@@ -53,26 +49,25 @@ def fused(
     *,
     starts: jax.Array | None,
     initial: jax.Array,
-    tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`ssd` of arrays as they are."""
     begins = None
     if starts is not None:
         tokens = jnp.arange(starts.shape[1], dtype=jnp.int32)
         begins = lax.cummax(jnp.where(starts, tokens, -1), 1)
-    return _fused(tiles or Tiles(), x, dt, a, b, c, begins, initial)
+    return _fused(x, dt, a, b, c, begins, initial)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(tiles: Tiles, x, dt, a, b, c, begins, initial):
-    return _forward(tiles, x, dt, a, b, c, begins, initial)[0]
+@jax.custom_vjp
+def _fused(x, dt, a, b, c, begins, initial):
+    return _forward(x, dt, a, b, c, begins, initial)[0]
 
 
-def _forward(tiles: Tiles, *inputs: jax.Array):
+def _forward(*inputs: jax.Array):
     from mjax.kernels import ssd_triton
 
     x, dt, a, b, c, begins, initial = inputs
-    tile = tiles.forward
+    tile = FORWARD
     steps, log = _steps(dt, a, tile.chunk)
     y, final = _call(
         ssd_triton.ssd_forward,
@@ -85,18 +80,18 @@ def _forward(tiles: Tiles, *inputs: jax.Array):
     return (y, final), inputs
 
 
-def _backward(tiles: Tiles, inputs: tuple, gradients: tuple):
+def _backward(inputs: tuple, gradients: tuple):
     x, dt, a, b, c, begins, initial = inputs
     d_y, d_final = gradients
-    chunk = tiles.states.chunk
+    chunk = STATES.chunk
     (steps, log), through_steps = jax.vjp(functools.partial(_steps, chunk=chunk), dt, a)
     packed = {"PACKED": begins is not None}
     begins = None if begins is None else _padded(begins, chunk)
     decays = steps, log, _padded(begins, chunk)
-    d_states, d_initial = _states(tiles, d_y, decays, c, d_final, None, **packed)
-    states, _, d_decays = _states(tiles, x, decays, b, initial, d_states, **packed)
+    d_states, d_initial = _states(d_y, decays, c, d_final, None, **packed)
+    states, _, d_decays = _states(x, decays, b, initial, d_states, **packed)
     d_x, d_steps, d_log, d_b, d_c = _gradients(
-        tiles, x, decays, begins, b, c, d_y, states, d_states, **packed
+        x, decays, begins, b, c, d_y, states, d_states, **packed
     )
     d_log = d_log.at[..., chunk - 1 :: chunk].add(d_decays)
     d_dt, d_a = through_steps((d_steps, d_log))
@@ -121,14 +116,14 @@ def _padded(begins: jax.Array | None, chunk: int) -> jax.Array:
     return jnp.pad(begins, [(0, 0), (0, -begins.shape[1] % chunk)], mode="edge")
 
 
-def _states(tiles: Tiles, v, decays, w, initial, d_states, **constants: bool) -> list[jax.Array]:
+def _states(v, decays, w, initial, d_states, **constants: bool) -> list[jax.Array]:
     """(States between chunks [B, H, P / 64, chunks, N, 64] in v's dtype, the state at the end).
 
     With `d_states` also the gradients of logarithms of the decays of chunks [B, H, chunks].
     """
     from mjax.kernels import ssd_triton
 
-    tile, state = tiles.states, w.shape[-1]
+    tile, state = STATES, w.shape[-1]
     programs = initial.size // (CHANNELS * state)
     (batch, length, heads, size), reverse = v.shape, d_states is None
     cut, chunks = size // CHANNELS, -(-length // tile.chunk)
@@ -147,13 +142,13 @@ def _states(tiles: Tiles, v, decays, w, initial, d_states, **constants: bool) ->
     return [states, final, *(jnp.sum(v, 2) for v in d_decays)]
 
 
-def _gradients(tiles: Tiles, x, decays, begins, b, c, d_y, states, d_states, **constants: bool):
+def _gradients(x, decays, begins, b, c, d_y, states, d_states, **constants: bool):
     """The gradients of x, steps, logarithms, b and c."""
     from mjax.kernels import ssd_triton
 
     batch, length, groups, state = b.shape
     heads, cut = x.shape[2], x.shape[3] // CHANNELS
-    tokens, chunk = decays[0].shape[2], tiles.states.chunk
+    tokens, chunk = decays[0].shape[2], STATES.chunk
     programs = batch * groups * (tokens // chunk)
     parts = _parts(heads * cut // groups, programs)
     of_slices = jax.ShapeDtypeStruct((batch, heads, cut, tokens), jnp.float32)
@@ -163,14 +158,14 @@ def _gradients(tiles: Tiles, x, decays, begins, b, c, d_y, states, d_states, **c
     more = {"programs": programs * parts, "PARTS": parts} | constants
     d_x, d_steps, d_log, d_b, d_products = _call(
         ssd_triton.ssd_gradients,
-        tiles.gradients,
+        GRADIENTS,
         [x, *decays, b, c, _products(begins, b, c, chunk), d_y, d_states],
         [_like(x), of_slices, of_slices, of_parts, of_products],
         **more,
     )
     d_log_too, d_c = _call(
         ssd_triton.ssd_gradient_c,
-        tiles.gradient_c,
+        GRADIENT_C,
         [d_y, *decays, b, c, states, d_products],
         [of_slices, of_parts],
         **more,
