@@ -7,16 +7,14 @@ figures are those of the global batch, equal on every mesh.
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import branches_of
 from mjax.models.layer_figures import nothing_seen
 from mjax.models.objective import Batch
-from mjax.pipeline.run import pipeline_losses
 from mjax.sharding.collectives import AXES
-from mjax.train.step import Program, State, global_denominators, split_batch
+from mjax.train.step import Program, State, evaluation_sums
 
 
 def seen_layers(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
@@ -24,27 +22,7 @@ def seen_layers(program: Program, state: State, batch: Batch) -> dict[str, jax.A
     model = program.model.for_evaluation(program.evaluation)
     sizes = program.layers, program.experts
     model = replace(model, ctx=replace(model.ctx, seen_layers=sizes))
-    weights = model.load(state["params"], state.get("buffers", {}))
-    batch = model.with_derived_fields(batch)
-    micro_batches = split_batch(batch, program.evaluation.micro_batches)
-    nothing = nothing_seen(*sizes)
-    if program.layout is not None:
-        zeros = global_denominators(model, batch).zeros()
-        _, totals = pipeline_losses(
-            model,
-            program.layout,
-            weights,
-            micro_batches,
-            zeros,
-            nothing,
-        )
-    else:
-
-        def add(totals: dict, micro_batch: Batch) -> tuple[dict, None]:
-            _, found = model.losses(weights, micro_batch, None)
-            return jax.tree.map(jnp.add, totals, found), None
-
-        totals, _ = jax.lax.scan(add, nothing, micro_batches)
+    _, totals, _ = evaluation_sums(program, model, state, batch, nothing_seen(*sizes))
     return {name: program.parallel.psum(total, *AXES) for name, total in totals.items()}
 
 
@@ -55,14 +33,16 @@ def layer_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
     of its fourth power over the square of its mean square: 3 for normal numbers, more where some
     stand out.
     """
-    record: dict = {}
-    mean = {name: seen[name] / seen["activations"] for name in seen if "activation" in name}
-    square, fourth = mean["activation_square"], mean["activation_fourth"]
+    count = seen["activations"]
+    square = seen["activation_square"] / count
+    fourth = seen["activation_fourth"] / count
+    kurtosis = fourth / np.maximum(square**2, 1e-30)
+    record = expert_record(cfg, seen)
     for number in range(cfg.num_hidden_layers):
-        record[f"activation_rms/layers.{number}"] = float(square[number] ** 0.5)
-        kurtosis = fourth[number] / max(square[number] ** 2, 1e-30)
-        record[f"activation_kurtosis/layers.{number}"] = float(kurtosis)
-    return record | expert_record(cfg, seen)
+        layer = f"layers.{number}"
+        record[f"activation_rms/{layer}"] = float(square[number] ** 0.5)
+        record[f"activation_kurtosis/{layer}"] = float(kurtosis[number])
+    return record
 
 
 def expert_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:

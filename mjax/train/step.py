@@ -249,24 +249,33 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
 
 def batch_losses(program: Program, state: State, batch: Batch) -> tuple[Scalars, Scalars]:
     """(sums, counts) of the objective's losses in the global batch, without dropout."""
-    model = program.model.for_evaluation(program.evaluation)
-    parallel = program.parallel
+    model, parallel = program.model.for_evaluation(program.evaluation), program.parallel
+    totals, _, denominators = evaluation_sums(program, model, state, batch, {})
+    sums = {name: parallel.psum(total / parallel.tp, *AXES) for name, total in totals.items()}
+    return sums, denominators.counts
+
+
+def evaluation_sums(
+    program: Program, model: LocalModel, state: State, batch: Batch, nothing: Scalars
+) -> tuple[Scalars, Scalars, Denominators]:
+    """(sums of the losses, sums of the statistics, what to divide by) of the local batch.
+
+    `model` is one for evaluation; `nothing` are zeros of the statistics that its layers give.
+    """
     batch = model.with_derived_fields(batch)
     weights = model.load(state["params"], state.get("buffers", {}))
     micro_batches = split_batch(batch, program.evaluation.micro_batches)
     denominators = global_denominators(model, batch)
+    zeros = denominators.zeros(), nothing
 
-    def add(totals: Scalars, micro_batch: Batch) -> tuple[Scalars, None]:
-        losses, _ = model.losses(weights, micro_batch, None)
-        return jax.tree.map(jnp.add, totals, losses), None
+    def add(totals: tuple, micro_batch: Batch) -> tuple[tuple, None]:
+        return jax.tree.map(jnp.add, totals, model.losses(weights, micro_batch, None)), None
 
-    zeros = denominators.zeros()
     if program.layout is not None:
-        totals, _ = pipeline_losses(model, program.layout, weights, micro_batches, zeros, {})
+        sums = pipeline_losses(model, program.layout, weights, micro_batches, *zeros)
     else:
-        totals, _ = jax.lax.scan(add, zeros, micro_batches)
-    sums = {name: parallel.psum(total / parallel.tp, *AXES) for name, total in totals.items()}
-    return sums, denominators.counts
+        sums, _ = jax.lax.scan(add, zeros, micro_batches)
+    return *sums, denominators
 
 
 def global_denominators(model: LocalModel, batch: Batch) -> Denominators:
