@@ -37,6 +37,7 @@ from mjax.optim.schedule import consumed_samples
 
 OWN, PEER, RECORD = "own.bin", "peer.bin", "record.json"
 NONE = -1  # among numbers that processes exchange
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # of one machine, whatever containers call it
 MOST_STEPS = 4  # that a node holds: two, and what a failure left
 
 
@@ -165,9 +166,10 @@ class NodeStore:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             found = os.stat(self.directory)
+            machine = BOOT.read_text() if BOOT.is_file() else socket.gethostname()
         except OSError:  # the write will say so
             return NONE - 1 - jax.process_index()
-        return zlib.crc32(f"{socket.gethostname()} {found.st_dev} {found.st_ino}".encode())
+        return zlib.crc32(f"{machine} {found.st_dev} {found.st_ino}".encode())
 
     def _collect(
         self, holders: list[int], files: dict[int, Path], leaves: list[jax.ShapeDtypeStruct]
@@ -190,7 +192,7 @@ class NodeStore:
 
     def read_meta(self, step: int) -> dict:
         """The record of a step; this run's own where this node holds no part of it."""
-        for folder in self._folders(step):
+        for folder in self.directory.glob(f"process-*/{step}"):
             return json.loads((folder / RECORD).read_text())
         return {"config": self.cfg.model_dump(mode="json")}
 
@@ -200,7 +202,7 @@ class NodeStore:
         The second says why a part cannot be, or is "".
         """
         files, reason = {}, ""
-        for folder in self._folders(step):
+        for folder in sorted(self.directory.glob(f"process-*/{step}")):
             try:
                 digests = read_digests(folder)
                 if digests is None:
@@ -214,9 +216,6 @@ class NodeStore:
             except UserError as e:  # told by all, since others may hold no part of the step
                 reason = f" ({e})"
         return files, reason
-
-    def _folders(self, step: int) -> list[Path]:
-        return sorted(self.directory.glob(f"process-*/{step}"))
 
     def remove_remains(self) -> None:
         """Remove what killed saves left on this node."""

@@ -9,10 +9,12 @@ import uuid
 import zlib
 from pathlib import Path
 
+import jax
+
 from mjax.checkpoint.node_store import NONE
 from mjax.checkpoint.peers import gather_numbers
 from mjax.config.schema import Config
-from mjax.errors import UserError, or_user_error
+from mjax.errors import or_user_error
 from mjax.sharding.agreement import on_process_0
 from mjax.train.log_writer import replace_text
 
@@ -27,22 +29,20 @@ def local_folder(cfg: Config) -> Path | None:
     if cfg.checkpoint.local_dir is None:
         return None
     run = Path(cfg.run.dir).absolute()
-    number = int(gather_numbers([_read_token(run / TOKEN)])[0, 0])
+    mine = _read_token(run / TOKEN) if jax.process_index() == 0 else NONE
+    number = int(gather_numbers([mine])[0, 0])
     if number == NONE:
         return None
     place = zlib.crc32(str(run).encode())
-    return Path(cfg.checkpoint.local_dir).absolute() / f"mjax-{run.name}-{number:012x}-{place:08x}"
+    return Path(cfg.checkpoint.local_dir).absolute() / f"mjax-{run.name}-{number:08x}-{place:08x}"
 
 
 def _read_token(file: Path) -> int:
+    """A number that stands for the token in `file`, or NONE."""
     if not file.is_file():
         return NONE
     with or_user_error(f"{file} cannot be read: {{reason}}; mend the folder"):
-        text = file.read_text(encoding="utf-8")
-    try:
-        return int(text, 16)
-    except ValueError:
-        raise UserError(f"{file} holds no token; remove it to start a new local tier") from None
+        return zlib.crc32(file.read_bytes())
 
 
 def claim(cfg: Config) -> None:
