@@ -13,6 +13,7 @@ the merged output and log-sum-exp, and block gradients then add up.
 """
 
 import functools
+import json
 from dataclasses import replace
 
 import jax
@@ -31,6 +32,7 @@ from mjax.kernels.chooser import choose
 from mjax.kernels.relative_bias import relative_bias
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
+_DETERMINISTIC = 1  # the seed, which nothing else reads, of calls of deterministic programs
 _MASKED = -1e30  # the score of a key that is not seen; a softmax over such alone stays finite
 
 
@@ -50,7 +52,9 @@ def attention(
     if call.implementation == "mosaic":
         documents = arrays.segments[0] if packed else None
         return mosaic.mosaic_attention(q, k, v, arrays.sinks, documents, call)
-    packing = None
+    packing = bias = None
+    if arrays.relative is not None:
+        bias = relative_bias(call, arrays)[None].astype(q.dtype)
     if packed:
         if jax.__version_info__ < (0, 11) and k.shape[2] != q.shape[2]:
             raise UserError(
@@ -60,7 +64,7 @@ def attention(
         packing = document_offsets(arrays.segments[0], call.max_documents or q.shape[1])
         if v.shape[-1] != q.shape[-1]:
             return _cudnn_padded(q, k, v, packing, call)
-    return _cudnn(q, k, v, packing, call)
+    return _cudnn(q, k, v, bias, packing, call)
 
 
 def _cudnn_padded(q, k, v, packing, call):
@@ -75,7 +79,7 @@ def _cudnn_padded(q, k, v, packing, call):
     def padded(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])])
 
-    return _cudnn(padded(q), padded(k), padded(v), packing, call)[..., :size]
+    return _cudnn(padded(q), padded(k), padded(v), None, packing, call)[..., :size]
 
 
 def resolve(
@@ -93,6 +97,8 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
     if call.implementation == "mosaic":
         return mosaic.require_mosaic(q, v, call)
     for name in features_in_use(call, arrays):
+        if name == "position_embedding" and not arrays.is_packed(call):
+            continue
         raise UserError(f"model.{name}: cuDNN attention lacks it; set train.attention=xla")
     refuse_masks_but(("causal", "full", "cross"), call, "cuDNN attention")
     if call.mask == "cross" and arrays.is_packed(call):
@@ -225,41 +231,61 @@ def _keep(rate, places, columns, size):
 # ---- cuDNN -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cudnn(q, k, v, packing, call):
-    return _cudnn_fwd(q, k, v, packing, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _cudnn(q, k, v, bias, packing, call):
+    return _cudnn_fwd(q, k, v, bias, packing, call)[0]
 
 
-def _cudnn_fwd(q, k, v, packing, call):
-    out, lse = _bind_forward(q, k, v, packing, call)
+def _cudnn_fwd(q, k, v, bias, packing, call):
+    out, lse = _bind_forward(q, k, v, bias, packing, call)
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, packing, out, lse)
+    return out, (q, k, v, bias, packing, out, lse)
 
 
 def _cudnn_bwd(call, saved, d_out):
-    return (*_bind_backward(*saved, d_out, call), None)
+    d_q, d_k, d_v, *d_bias = _bind_backward(*saved, d_out, call)
+    return d_q, d_k, d_v, d_bias[0] if d_bias else None, None
 
 
-def _bind_forward(q, k, v, packing, call):
-    import jax._src.cudnn.fused_attention_stablehlo as fused
-
-    options, sides = _cudnn_arguments(q, packing, call)
+def _bind_forward(q, k, v, bias, packing, call):
+    fused = _fused_ops()
+    options, sides = _cudnn_arguments(q, bias, packing, call)
     bind = fused._dot_product_attention_fwd_p_wrapper.bind
     return bind(q, k, v, *sides, **options, is_training=True)
 
 
-def _bind_backward(q, k, v, packing, out, lse, d_out, call):
-    import jax._src.cudnn.fused_attention_stablehlo as fused
-
-    options, sides = _cudnn_arguments(q, packing, call)
+def _bind_backward(q, k, v, bias, packing, out, lse, d_out, call):
+    fused = _fused_ops()
+    options, sides = _cudnn_arguments(q, bias, packing, call)
     bind = fused._dot_product_attention_bwd_p_wrapper.bind
-    return bind(q, k, v, *sides, lse, out, d_out, **options)[:3]
+    return bind(q, k, v, *sides, lse, out, d_out, **options)[: 3 if bias is None else 4]
 
 
-def _cudnn_arguments(q, packing, call):
-    """(keyword parameters, the seven optional operands) of JAX's private fused-attention ops."""
+@functools.cache
+def _fused_ops():
+    """JAX's private module of cuDNN attention, whose backward can be told to be deterministic.
+
+    In a deterministic program XLA (of jaxlib 0.11.2) marks the first of several equal backward
+    calls only, and does not find the others' programs. Those of `_DETERMINISTIC` are marked here.
+    """
     import jax._src.cudnn.fused_attention_stablehlo as fused
 
+    make = fused.create_dot_product_attention_backend_config
+
+    def make_marked(*args, **kwargs):
+        config = json.loads(make(*args, **kwargs))
+        fmha = config["cudnn_fmha_backend_config"]
+        if kwargs["is_bwd"] and fmha["seed"] == _DETERMINISTIC:
+            fmha["force_deterministic"] = True
+        return json.dumps(config)
+
+    fused.create_dot_product_attention_backend_config = make_marked
+    return fused
+
+
+def _cudnn_arguments(q, bias, packing, call):
+    """(keyword parameters, the seven optional operands) of JAX's private fused-attention ops."""
+    fused = _fused_ops()
     unused = jnp.zeros(0, q.dtype)
     lengths, starts = (unused, unused) if packing is None else packing
     if call.mask == "causal":
@@ -268,14 +294,15 @@ def _cudnn_arguments(q, packing, call):
         mask = fused.MaskType.NO_MASK if packing is None else fused.MaskType.PADDING
     options = dict(
         scale=call.scale,
-        seed=0,
+        seed=_DETERMINISTIC if call.deterministic else 0,
         dropout_rate=0.0,
-        variadic_args=(False, False),
+        variadic_args=(bias is not None, bias is not None),
         mask_type=mask,
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=call.window,
     )
-    return options, (unused, lengths, lengths, starts, starts, unused, unused)
+    bias = unused if bias is None else bias
+    return options, (bias, lengths, lengths, starts, starts, unused, unused)
 
 
 _cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
@@ -307,7 +334,7 @@ def block_forward(
         if call.implementation == "mosaic":
             out, lse = mosaic.mosaic_forward(q, k, v, block)
         else:
-            out, lse = _bind_forward(q, k, v, None, block)
+            out, lse = _bind_forward(q, k, v, None, None, block)
         return out.astype(jnp.float32), lse
 
     def part(q, place):
@@ -339,7 +366,7 @@ def block_backward(
         if call.implementation == "mosaic":
             grads = mosaic.mosaic_backward(q, k, v, out, lse, d_out, block)
         else:
-            grads = _bind_backward(q, k, v, None, out, lse, d_out, block)
+            grads = _bind_backward(q, k, v, None, None, out, lse, d_out, block)
         return tuple(g.astype(jnp.float32) for g in grads)
 
     def part(carry, xs):

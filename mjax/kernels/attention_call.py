@@ -32,6 +32,7 @@ class AttentionCall:
     max_documents: a bound on the contiguous segments of a sequence, 0 where it is unknown. 1
         promises that every sequence is one segment.
     implementation: auto, xla, cudnn or mosaic, as `train.attention`.
+    deterministic: whether the program is `run.deterministic`.
     """
 
     scale: float
@@ -42,6 +43,7 @@ class AttentionCall:
     max_distance: int = 0
     max_documents: int = 0
     implementation: str = "auto"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         assert self.mask in MASKS, f"mask {self.mask!r} is none of {MASKS}"

@@ -29,6 +29,7 @@ _PART_ELEMENTS = 7 * 2**24  # and at most 0.5 GB of fp32 logits
 # The gradient of logits in fp16 is made this many times as large: less of it is then lost below
 # 6e-8, and it stays far from 65504.
 _FP16_LIFT = 2.0**10
+_FEW = 2048  # tokens of a chunk where few of all count
 _TILE = 256  # rows of a matmul's tile, or of two that share an operand
 
 
@@ -54,16 +55,21 @@ def cross_entropy(
     parallel: Parallel,
     chunk: int | None = None,
     bias: jax.Array | None = None,
+    few: bool = False,
 ) -> jax.Array:
     """Sum over tokens of mask * loss, fp32 scalar.
 
     x [T, D] whole along tp, w [V/tp, D], labels int32 [T] < vocab_size, mask fp32 [T]; `chunk`
-    tokens at a time (None: by memory). `bias` [V/tp] is added to the logits.
+    tokens at a time (None: by memory). `bias` [V/tp] is added to the logits. `few`: most tokens do
+    not count. Chunks then hold those that do, and what is left costs nothing.
     """
+    if few:
+        x, labels, mask = _counting_first(x, labels, mask)
+        chunk = min(chunk or _FEW, _FEW)
     size = x.shape[0], w.shape[0]
     cut = cut_of(*size, chunk, fused=loss_rows.supports(*size, parallel.tp, chunk))
     x, labels, mask = (_chunks(a, cut.chunk) for a in (x, labels, mask))
-    return _loss(x, w, bias, labels, mask, terms, parallel, cut.part)
+    return _loss(x, w, bias, labels, mask, terms, parallel, cut.part, few)
 
 
 def count_hits(
@@ -76,11 +82,15 @@ def count_hits(
     parallel: Parallel,
     chunk: int | None = None,
     bias: jax.Array | None = None,
+    few: bool = False,
 ) -> jax.Array:
     """Sum of mask over tokens whose label has the largest logit, fp32 scalar, without gradient.
 
     Arguments as for `cross_entropy`. Rounding may let two tokens be largest at once.
     """
+    if few:
+        x, labels, mask = _counting_first(x, labels, mask)
+        chunk = min(chunk or _FEW, _FEW)
     size = chunk_size(labels.size, w.shape[0], chunk)
     x, labels, mask = (_chunks(a, size) for a in (x, labels, mask))
 
@@ -90,8 +100,14 @@ def count_hits(
         hits = _of_label(z, cut[1], parallel)[0] >= top
         return total + (hits * cut[2]).sum(), None
 
-    total, _ = jax.lax.scan(body, jnp.float32(0), (x, labels, mask))
+    total, _ = _scan(body, jnp.float32(0), (x, labels, mask), few)
     return jax.lax.stop_gradient(total)
+
+
+def _counting_first(x, labels, mask):
+    """The tokens in another order: those whose mask is not zero come first."""
+    order = jnp.argsort(mask == 0)
+    return (jnp.take(a, order, 0, unique_indices=True, mode="clip") for a in (x, labels, mask))
 
 
 def cut_of(tokens: int, rows: int, chunk: int | None = None, *, fused: bool) -> Cut:
@@ -125,15 +141,31 @@ def _chunks(a, chunk):
     return a.reshape(-1, chunk, *a.shape[1:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _loss(x, w, bias, labels, mask, terms, parallel, part):
+def _scan(body, start, chunks, few):
+    """`lax.scan` over chunks (x, labels, mask); if `few`, zeros for those after the last to count."""
+    if not few:
+        return lax.scan(body, start, chunks)
+
+    def step(i, state):
+        carry, outputs = state
+        carry, output = body(carry, jax.tree.map(lambda a: a[i], chunks))
+        return carry, jax.tree.map(lambda all, one: all.at[i].set(one), outputs, output)
+
+    shapes = jax.eval_shape(lambda: lax.scan(body, start, chunks)[1])
+    outputs = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    counting = (chunks[2] != 0).any(1).sum()
+    return lax.fori_loop(0, counting, step, (start, outputs))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _loss(x, w, bias, labels, mask, terms, parallel, part, few):
     def body(total, part):
         return total + _chunk(part[0], w, bias, *part[1:], terms, parallel)[0].sum(), None
 
-    return jax.lax.scan(body, jnp.float32(0), (x, labels, mask))[0]
+    return _scan(body, jnp.float32(0), (x, labels, mask), few)[0]
 
 
-def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part):
+def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part, few):
     lift = _FP16_LIFT if x.dtype == jnp.float16 else 1.0
     mask = mask * lift
 
@@ -152,13 +184,13 @@ def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part):
 
     d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
     start = (jnp.float32(0), jnp.zeros(w.shape, jnp.float32), d_bias)
-    (total, d_w, d_bias), d_x = jax.lax.scan(body, start, (x, labels, mask))
+    (total, d_w, d_bias), d_x = _scan(body, start, (x, labels, mask), few)
     kept = jnp.float32 if w.dtype == jnp.float16 else w.dtype  # a sum over tokens may exceed 65504
     d_bias = None if bias is None else d_bias.astype(kept)
     return total / lift, (d_x, d_w.astype(kept), d_bias)
 
 
-def _loss_bwd(terms, parallel, part, saved, g):
+def _loss_bwd(terms, parallel, part, few, saved, g):
     g = parallel.psum(g, "tp")  # the sum is one value: its cotangents on the tp devices add up
     if saved[0].dtype != jnp.float16:
         return *jax.tree.map(lambda a: a * g.astype(a.dtype), saved), None, None

@@ -227,6 +227,7 @@ def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> Atte
         dropout=cfg.attention.attention_dropout if ctx.dropout else 0.0,
         max_documents=ctx.max_documents,
         implementation=ctx.attention,
+        deterministic=ctx.deterministic,
     )
 
 

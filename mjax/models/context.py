@@ -19,6 +19,7 @@ class Context:
     """Static choices of a forward pass.
 
     attention, experts, expert_exchange: config keys of `train`.
+    deterministic: `run.deterministic`.
     cp_type, cp_a2a: config keys of `mesh`.
     permute: false where only some devices may run a layer, because a ppermute waits for all.
     max_documents: a bound on the documents in a sequence; 1 promises that every sequence is a
@@ -38,6 +39,7 @@ class Context:
 
     parallel: Parallel = LOCAL
     attention: str = "auto"
+    deterministic: bool = False
     experts: str = "auto"
     expert_exchange: str = "auto"
     cp_type: str = "auto"

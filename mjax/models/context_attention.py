@@ -59,6 +59,8 @@ def context_attention(
     """
     if ctx.parallel.cp == 1:
         return attention(q, k, v, call, arrays)
+    if arrays.relative is not None:  # no fused kernel takes biases of a block of keys
+        call = replace(call, implementation="xla")
     call = resolve(call, q, v, arrays)
     name = _exchange_of(q, k, v, call, arrays, ctx)
     return KEY_EXCHANGES[name].attend(q, k, v, call, arrays, ctx)

@@ -114,6 +114,7 @@ def training_context(cfg: Config, parallel: Parallel, **choices) -> Context:
     return Context(
         parallel=parallel,
         attention=cfg.train.attention,
+        deterministic=cfg.run.deterministic,
         experts=cfg.train.experts,
         expert_exchange=cfg.train.expert_exchange,
         cp_type=cfg.mesh.cp_type,

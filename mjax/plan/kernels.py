@@ -54,7 +54,9 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         scale=1.0,
         softcap=attention.attn_logit_softcapping,
         dropout=attention.attention_dropout,
+        max_documents=0 if cfg.data.document_mask else 1,
         implementation=cfg.train.attention,
+        deterministic=cfg.run.deterministic,
     )
     choices = {}
     heads = model_heads(model)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mjax.kernels.chooser import Device, believed
 from tests.aot.common import compile_step, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -24,3 +25,14 @@ def test_context_parallel_encoders_trade_heads():
     made = compile_step(BERT, *FOUR_LAYERS, *BATCH, "mesh.cp=2", "train.remat=none", documents=2)
     assert made.calls("__cudnn$fmhaSoftmax") == 4
     assert "all-to-all" in made.text
+
+
+def test_attention_with_biases_by_distance_runs_once_a_layer_without_whole_scores():
+    layers = "model.num_hidden_layers=4", "model.layer_pattern='B*2, [GXD]*2'", "mesh.dp=1"
+    batch = "train.global_batch_size=8", "train.micro_batch_size=8", "train.attention=auto"
+    with believed(Device("gpu", triton=False)):
+        made = compile_step("configs/models/t5_base.yaml", *layers, *batch)
+    assert made.calls("__cudnn$fmhaScaleBiasSoftmax") == 4
+    assert made.calls("__cudnn$fmhaScaleBiasSoftmaxBackward") == 4
+    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 2, "of cross-attention"
+    assert "8,12,512,512]" not in made.text, "whole scores exist"

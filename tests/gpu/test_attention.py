@@ -1,5 +1,7 @@
 """cuDNN attention against the fp32 reference, forward and backward, on random ragged inputs."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,8 @@ CASES = {
     "cross": {"mask": "cross", "t": 384},
     "value_heads": {"h": 192, "value": 128},
     "packed_value_heads": {"h": 192, "value": 128, "documents": 7},
+    "relative": {"relative": True},
+    "relative_full": {"relative": True, "mask": "full", "h": 64},
 }
 
 
@@ -47,6 +51,7 @@ def test_cudnn_equals_reference(name):
     arrays = AttentionArrays(
         (jnp.arange(s), jnp.arange(t)), None if case["mask"] == "cross" else (segments, segments)
     )
+    table = 0.5 * jax.random.normal(keys[0], (n, 32)) if "relative" in case else None
 
     def run(implementation, dtype):
         call = AttentionCall(
@@ -54,15 +59,16 @@ def test_cudnn_equals_reference(name):
             window=case["window"],
             mask=case["mask"],
             max_documents=case.get("bound", case["documents"]),
+            max_distance=128,
             implementation=implementation,
         )
 
-        def f(q, k, v):
-            out = attention(q, k, v, call, arrays)
+        def f(q, k, v, table):
+            out = attention(q, k, v, call, replace(arrays, relative=table))
             return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32)), out
 
-        grads, out = jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(
-            *(a.astype(dtype) for a in (q, k, v))
+        grads, out = jax.jit(jax.grad(f, (0, 1, 2) if table is None else range(4), has_aux=True))(
+            *(a.astype(dtype) for a in (q, k, v)), table
         )
         return [np.asarray(a, np.float32) for a in (out, *grads)]
 

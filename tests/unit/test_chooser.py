@@ -11,6 +11,8 @@ from mjax.plan.kernels import kernel_choices, kernel_lines
 from tests.devices import CPU, GPU, HOPPER
 
 AUTO = AttentionCall(scale=1.0)
+ALONE = AttentionCall(scale=1.0, max_documents=1)
+FIXED = AttentionCall(scale=1.0, max_documents=1, deterministic=True)
 CAPPED = AttentionCall(scale=1.0, softcap=30.0)
 Q = (2, 1024, 8, 128)
 MLA_Q = (2, 1024, 8, 192)
@@ -41,6 +43,10 @@ TABLE = [
     ("gate", "bfloat16", BIG, GPU, {"act": "gelu_tanh"}, "triton", "one pass"),
     ("gate", "bfloat16", BIG, GPU, {"act": "relu"}, "xla", "silu, gelu_tanh, gelu only"),
     ("gate", "bfloat16", (2**14 + 1, 2**10), GPU, {"rows": 2}, "xla", "2 rows"),
+    ("attention", "bfloat16", Q, GPU, {"call": AUTO, "relative": True}, "xla", "documents"),
+    ("attention", "bfloat16", Q, GPU, {"call": ALONE, "relative": True}, "cudnn", "no faster"),
+    ("attention", "bfloat16", Q, GPU, {"call": FIXED, "relative": True}, "xla", "fixed order"),
+    ("attention", "bfloat16", Q, CPU, {"call": ALONE, "relative": True}, "xla", NO_GPU),
     ("attention", "float16", Q, HOPPER, {"call": AUTO}, "cudnn", "no faster"),
     ("attention", "float16", Q, HOPPER, {"call": CAPPED}, "cudnn", ""),  # which refuses it
     ("norm", "float16", BIG, GPU, {}, "triton", "one pass"),

@@ -9,7 +9,7 @@ from mjax.errors import UserError
 from mjax.kernels import attention as kernel
 from mjax.kernels.attention import attention, document_offsets
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
-from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
+from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy, reference
 from mjax.kernels.decode_attention import decode_attention
 from mjax.sharding.collectives import LOCAL
 
@@ -43,6 +43,43 @@ def test_cross_entropy_equals_whole_logits(tokens, vocab, padded, chunk, terms):
     for a, b in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
     assert np.abs(grads[1][vocab:]).max(initial=0) == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.5, 1.0])
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_a_loss_of_few_tokens_is_that_of_all_with_a_mask(share, chunk):
+    tokens, vocab = 77, 100
+    keys = jax.random.split(jax.random.key(1), 5)
+    x = jax.random.normal(keys[0], (tokens, 24))
+    w = jax.random.normal(keys[1], (128, 24))
+    bias = jax.random.normal(keys[2], (128,))
+    labels = jax.random.randint(keys[3], (tokens,), 0, vocab)
+    mask = jax.random.uniform(keys[4], (tokens,))
+    mask = jnp.where(mask < share, 0.5 + mask, 0.0)  # weights need not be one
+    more = {"terms": Terms(vocab), "parallel": LOCAL, "chunk": chunk}
+
+    def run(few):
+        def loss(x, w, bias):
+            return cross_entropy(x, w, labels, mask, bias=bias, few=few, **more)
+
+        hits = count_hits(x, w, labels, mask, bias=bias, few=few, **more)
+        return *jax.value_and_grad(loss, (0, 1, 2))(x, w, bias), hits
+
+    for mine, theirs in zip(jax.tree.leaves(run(True)), jax.tree.leaves(run(False)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_tokens_that_do_not_count_cost_no_logits():
+    """A chunk without a token that counts is not run: what it holds may be NaN."""
+    x, w = jnp.ones((64, 8)).at[32:].set(jnp.nan), jnp.ones((128, 8))
+    labels, mask = jnp.zeros(64, jnp.int32), (jnp.arange(64) < 32).astype(jnp.float32)
+    more = {"terms": Terms(128), "parallel": LOCAL, "chunk": 32}
+
+    def loss(few):
+        return cross_entropy(x, w, labels, mask, few=few, **more)
+
+    assert np.isnan(loss(False))
+    assert np.isclose(loss(True), 32 * np.log(128))
 
 
 def naive_attention(q, k, v, call, *, sinks=None, segments=None, prefix=None):

@@ -56,6 +56,19 @@ def test_cached_generation_equals_running_the_whole_prefix(name):
     np.testing.assert_array_equal(new, logits[0, 4:-1].argmax(-1))
 
 
+def test_the_gradient_of_a_word_that_comes_often_is_not_lost_in_bf16():
+    """A sum of 4096 equal numbers in bf16 stands still at 256 of them."""
+    tokens = jnp.full((1, 4096), 7)
+    definition, params = nnx.split(model())
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+
+    def total(params):
+        embed = nnx.merge(definition, params).embed
+        return embed(tokens, tokens_of(tokens.shape), Context()).astype(jnp.float32).sum()
+
+    assert (jax.grad(total)(params)["embedding"][...][7] == 4096).all()
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_model_is_causal_and_finite(name):
     made = model(**VARIANTS[name])
