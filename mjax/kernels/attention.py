@@ -55,13 +55,16 @@ def attention(
     packing = bias = None
     if arrays.relative is not None:
         bias = relative_bias(call, arrays)[None].astype(q.dtype)
-    if packed:
+    if packed and call.padded and (bias is not None or call.mask == "cross"):
+        packing = _lengths(q, arrays.segments)
+    elif packed:
         if jax.__version_info__ < (0, 11) and k.shape[2] != q.shape[2]:
             raise UserError(
                 f"jax {jax.__version__}: its cuDNN offsets are wrong for packed documents with "
                 "grouped heads; use jax >= 0.11 (Python >= 3.12) or train.attention=xla"
             )
-        packing = document_offsets(arrays.segments[0], call.max_documents or q.shape[1])
+        lengths, starts = document_offsets(arrays.segments[0], call.max_documents or q.shape[1])
+        packing = lengths, lengths, starts, starts
         if v.shape[-1] != q.shape[-1]:
             return _cudnn_padded(q, k, v, packing, call)
     return _cudnn(q, k, v, bias, packing, call)
@@ -97,11 +100,11 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
     if call.implementation == "mosaic":
         return mosaic.require_mosaic(q, v, call)
     for name in features_in_use(call, arrays):
-        if name == "position_embedding" and not arrays.is_packed(call):
+        if name == "position_embedding" and (call.padded or not arrays.is_packed(call)):
             continue
         raise UserError(f"model.{name}: cuDNN attention lacks it; set train.attention=xla")
     refuse_masks_but(("causal", "full", "cross"), call, "cuDNN attention")
-    if call.mask == "cross" and arrays.is_packed(call):
+    if call.mask == "cross" and arrays.is_packed(call) and not call.padded:
         raise UserError(
             "segments of cross-attention: cuDNN attention lacks them; set train.attention=xla"
         )
@@ -128,6 +131,12 @@ def document_offsets(segments: jax.Array, max_documents: int) -> tuple[jax.Array
     starts = starts.at[:, max_documents].set(size)
     lengths = jnp.where(starts[:, :-1] < size, jnp.diff(starts, axis=1), -1)
     return lengths.astype(jnp.int32), jnp.where(starts < size, starts, -1).astype(jnp.int32)
+
+
+def _lengths(q: jax.Array, segments: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    """cuDNN's lengths of queries and keys [B] where padding follows one document, no offsets."""
+    lengths = (jnp.sum(ids == ids[:, :1], axis=1, dtype=jnp.int32) for ids in segments)
+    return *lengths, jnp.zeros(0, q.dtype), jnp.zeros(0, q.dtype)
 
 
 # ---- reference ---------------------------------------------------------------------------------
@@ -287,7 +296,6 @@ def _cudnn_arguments(q, bias, packing, call):
     """(keyword parameters, the seven optional operands) of JAX's private fused-attention ops."""
     fused = _fused_ops()
     unused = jnp.zeros(0, q.dtype)
-    lengths, starts = (unused, unused) if packing is None else packing
     if call.mask == "causal":
         mask = fused.MaskType.CAUSAL if packing is None else fused.MaskType.PADDING_CAUSAL
     else:
@@ -302,7 +310,7 @@ def _cudnn_arguments(q, bias, packing, call):
         sliding_window_length=call.window,
     )
     bias = unused if bias is None else bias
-    return options, (bias, lengths, lengths, starts, starts, unused, unused)
+    return options, (bias, *([unused] * 4 if packing is None else packing), unused, unused)
 
 
 _cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)

@@ -31,6 +31,7 @@ class AttentionCall:
     max_distance: of relative positions: tokens from which on all distances share a bias.
     max_documents: a bound on the contiguous segments of a sequence, 0 where it is unknown. 1
         promises that every sequence is one segment.
+    padded: promises that every sequence is one document, and then maybe padding.
     implementation: auto, xla, cudnn or mosaic, as `train.attention`.
     deterministic: whether the program is `run.deterministic`.
     """
@@ -42,6 +43,7 @@ class AttentionCall:
     dropout: float = 0.0
     max_distance: int = 0
     max_documents: int = 0
+    padded: bool = False
     implementation: str = "auto"
     deterministic: bool = False
 

@@ -126,10 +126,11 @@ def _attention(
         return Choice(call.implementation, "train.attention asks for it")
     if x.device.backend == "cpu":
         return Choice("xla", NO_GPU)
-    if relative and (call.max_documents != 1 or call.deterministic):
+    has_several = call.max_documents != 1 and not call.padded
+    if relative and (has_several or call.deterministic):
         where = "in a fixed order" if call.deterministic else "among several documents"
         return Choice("xla", f"no fused kernel of ours adds biases by distance {where}")
-    if call.mask == "cross" and call.max_documents != 1:
+    if call.mask == "cross" and has_several:
         return Choice("xla", "no fused kernel of ours has segments of cross-attention")
     sizes = x.shape[-1], value_size or x.shape[-1]
     beyond_cudnn = call.softcap is not None or sinks

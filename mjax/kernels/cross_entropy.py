@@ -142,7 +142,7 @@ def _chunks(a, chunk):
 
 
 def _scan(body, start, chunks, few):
-    """`lax.scan` over chunks (x, labels, mask); if `few`, zeros for those after the last to count."""
+    """`lax.scan` over chunks (x, labels, mask); `few`: zeros for those behind the last to count."""
     if not few:
         return lax.scan(body, start, chunks)
 

@@ -226,6 +226,7 @@ def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> Atte
         max_distance=cfg.relative.max_distance,
         dropout=cfg.attention.attention_dropout if ctx.dropout else 0.0,
         max_documents=ctx.max_documents,
+        padded=ctx.padded,
         implementation=ctx.attention,
         deterministic=ctx.deterministic,
     )

@@ -24,6 +24,7 @@ class Context:
     permute: false where only some devices may run a layer, because a ppermute waits for all.
     max_documents: a bound on the documents in a sequence; 1 promises that every sequence is a
         single document, 0 that the number is unknown.
+    padded: promises that every sequence is one document, and then maybe padding.
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
     capacity: whether experts drop what is above `model.moe.capacity_factor`: in training and in
         evaluation. Generation sees a part of a sequence at a time, and drops nothing.
@@ -46,6 +47,7 @@ class Context:
     cp_a2a: int = 1
     permute: bool = True
     max_documents: int = 0
+    padded: bool = False
     overlap_rows: int | None = None
     capacity: bool = False
     dropout: bool = False

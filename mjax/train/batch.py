@@ -180,6 +180,12 @@ def most_documents(batch: HostBatch) -> int:
     return 1 + max(int((np.diff(ids, axis=1) != 0).sum(1).max(initial=0)) for ids in fields)
 
 
+def only_padding_follows(batch: HostBatch) -> bool:
+    """Whether a sequence that ends in another segment than its first ends in padding, segment 0."""
+    fields = [np.asarray(batch[name]) for name in batch if name.endswith("segment_ids")]
+    return all(((ids[:, -1] == 0) | (ids[:, -1] == ids[:, 0])).all() for ids in fields)
+
+
 def bound_of_documents(cfg: Config, most: int) -> int:
     """What a program is compiled for where a sequence has at most `most` documents; 0: no bound.
 

@@ -117,9 +117,10 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
         train_data, held_out_data = build_datasets(
             cfg, consumed_samples(cfg.train, last), held_out_samples(cfg)
         )
-        padding = int(cfg.model.is_encoder_decoder)  # behind the documents of a row
+        padding = cfg.model.is_encoder_decoder  # behind the documents of a row
         for data in filter(None, (train_data, held_out_data)):
-            trainer.programs.bound_documents(data.max_documents + padding)
+            padded = padding and data.max_documents == 1
+            trainer.programs.bound_documents(data.max_documents + padding, padded)
         prompt = read_prompt(cfg)
         is_resumed = trainer.step_number > 0
         if trainer.state is None:

@@ -40,6 +40,7 @@ class ProgramKey(NamedTuple):
     kind: str
     rows: int
     max_documents: int
+    padded: bool
 
 
 @dataclass
@@ -48,7 +49,8 @@ class Programs:
 
     layout: that of the pipeline. xla_options: options of the compiler on top of those that
     `plan/xla_options.py` picks. max_documents: a bound on the documents in a sequence, which
-    `bound_documents` raises; 0 where it is unknown.
+    `bound_documents` raises; 0 where it is unknown. padded: whether the second of two segments can
+    only be padding.
     """
 
     cfg: Config
@@ -58,18 +60,21 @@ class Programs:
     layout: Layout | None
     xla_options: dict = field(default_factory=dict)
     max_documents: int = field(init=False)
+    padded: bool = True
     _jitted: dict[ProgramKey, jax.stages.Wrapped] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.max_documents = 0 if self.cfg.data.document_mask else 1
 
-    def bound_documents(self, most: int) -> None:
+    def bound_documents(self, most: int, padded: bool = False) -> None:
         """Promise that no sequence holds more than `most` documents; rounded up to a power of two.
 
-        Only cuDNN's packed attention needs a static bound. The loop gives the dataset's, so that
-        nothing compiles twice and all processes agree.
+        `padded` promises that what follows the first is padding, which counts as a document. Only
+        cuDNN's attention needs static bounds. The loop gives the dataset's, so that nothing
+        compiles twice and all processes agree.
         """
         self.max_documents = max(self.max_documents, bound_of_documents(self.cfg, most))
+        self.padded = self.padded and (padded or most == 1)
 
     def jitted(self, kind: str, rows: int) -> jax.stages.Wrapped:
         """The program `kind` on global arrays, jitted.
@@ -77,7 +82,7 @@ class Programs:
         That is the function of `train/step.py` (train, grads or eval), of `train/norms.py` (norms)
         or of `train/seen_layers.py` (layers). "train" takes over the memory of its state.
         """
-        key = ProgramKey(kind, rows, self.max_documents)
+        key = ProgramKey(kind, rows, self.max_documents, self.padded)
         if key not in self._jitted:
             self._jitted[key] = self._jit(kind, self.program(rows))
         return self._jitted[key]
@@ -106,6 +111,7 @@ class Programs:
             placement.parallel,
             permute=uniform,
             max_documents=self.max_documents,
+            padded=self.max_documents == 2 and self.padded,
             overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
         )
         model = LocalModel(

@@ -25,7 +25,7 @@ from mjax.plan.xla_options import fix_reduction_order
 from mjax.sharding.mesh import make_mesh, parallel_of, replicated
 from mjax.sharding.spec import freeze
 from mjax.train import step as steps
-from mjax.train.batch import BatchPlacer, most_documents
+from mjax.train.batch import BatchPlacer, most_documents, only_padding_follows
 from mjax.train.checkpoints import Checkpoints
 from mjax.train.loss_scale import skipped_samples
 from mjax.train.norms import Norms
@@ -194,7 +194,7 @@ class Trainer:
 
     def _place(self, batch: HostBatch) -> dict[str, jax.Array]:
         placed = self.placer.place(batch)
-        self.programs.bound_documents(most_documents(batch))
+        self.programs.bound_documents(most_documents(batch), only_padding_follows(batch))
         return placed
 
     def _program(self, kind: str, batch: dict) -> jax.stages.Wrapped:

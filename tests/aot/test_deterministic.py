@@ -30,7 +30,7 @@ def test_a_deterministic_program_has_no_atomic_sums_and_no_measured_kernels():
 
 
 def test_each_backward_of_attention_says_that_it_is_deterministic():
-    """XLA would say so of the first of equal calls only, and not find the programs of the others."""
+    """XLA would say so of the first of equal calls alone, and not find programs of the others."""
     text = compile_step(LLAMA, "model.num_hidden_layers=2", *ONE_LAYER[1:], DETERMINISTIC).text
     calls = [line for line in text.splitlines() if '"__cudnn$fmhaSoftmaxBackward"' in line]
     assert len(calls) == 2 and all(re.search(r"force_deterministic\": *true", c) for c in calls)

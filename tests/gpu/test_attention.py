@@ -28,6 +28,9 @@ CASES = {
     "packed_value_heads": {"h": 192, "value": 128, "documents": 7},
     "relative": {"relative": True},
     "relative_full": {"relative": True, "mask": "full", "h": 64},
+    "relative_padded": {"relative": True, "padded": True},
+    "relative_full_padded": {"relative": True, "mask": "full", "padded": True},
+    "cross_padded": {"mask": "cross", "t": 384, "padded": True},
 }
 
 
@@ -51,6 +54,12 @@ def test_cudnn_equals_reference(name):
     arrays = AttentionArrays(
         (jnp.arange(s), jnp.arange(t)), None if case["mask"] == "cross" else (segments, segments)
     )
+    if "padded" in case:
+        segments = [
+            jnp.int32(jnp.arange(size) < jnp.array([[size], [size // 3]])) for size in (s, t)
+        ]
+        arrays = replace(arrays, segments=tuple(segments))
+        weight = jnp.where(segments[0][..., None, None] == 1, weight, 0)
     table = 0.5 * jax.random.normal(keys[0], (n, 32)) if "relative" in case else None
 
     def run(implementation, dtype):
@@ -58,7 +67,8 @@ def test_cudnn_equals_reference(name):
             scale=h**-0.5,
             window=case["window"],
             mask=case["mask"],
-            max_documents=case.get("bound", case["documents"]),
+            max_documents=2 if "padded" in case else case.get("bound", case["documents"]),
+            padded="padded" in case,
             max_distance=128,
             implementation=implementation,
         )
@@ -70,6 +80,7 @@ def test_cudnn_equals_reference(name):
         grads, out = jax.jit(jax.grad(f, (0, 1, 2) if table is None else range(4), has_aux=True))(
             *(a.astype(dtype) for a in (q, k, v)), table
         )
+        out = jnp.where(weight == 0, 0, out)
         return [np.asarray(a, np.float32) for a in (out, *grads)]
 
     with jax.default_matmul_precision("highest"):

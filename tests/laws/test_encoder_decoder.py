@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mjax.config import load
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
@@ -20,7 +21,8 @@ from mjax.models.flops import flops_by_part
 from mjax.models.params import split
 from mjax.models.trace import trace
 from mjax.prove import Cell, deviation, make_batch, make_trainer
-from mjax.train.batch import most_documents
+from mjax.train import Trainer
+from mjax.train.batch import most_documents, only_padding_follows
 from tests.marks import quick, slow
 
 MODEL = {
@@ -217,3 +219,17 @@ def test_documents_are_bounded_on_both_sides():
     encoder, decoder = np.array([[1, 1, 2, 2], [1, 1, 1, 1]]), np.array([[1, 2, 0], [1, 1, 0]])
     assert most_documents({"segment_ids": encoder}) == 2
     assert most_documents({"segment_ids": encoder, "decoder_segment_ids": decoder}) == 3
+
+
+@pytest.mark.parametrize(
+    "ids,padded", [([1, 1, 1], True), ([1, 1, 0], True), ([1, 2, 2], False), ([1, 2, 0], True)]
+)
+def test_padding_behind_a_document_is_known(ids, padded):
+    whole = np.ones((1, 3), np.int32)
+    for batch in ({"segment_ids": [ids]}, {"segment_ids": whole, "decoder_segment_ids": [ids]}):
+        batch = {name: np.asarray(field) for name, field in batch.items()}
+        assert only_padding_follows(batch) == padded
+        cfg = load(None, ["train.attention=cudnn", "data.mock=true"])
+        programs = Trainer(cfg, devices=jax.devices()[:1]).programs
+        programs.bound_documents(most_documents(batch), only_padding_follows(batch))
+        assert programs.program(8).model.ctx.padded == (ids == [1, 1, 0])

@@ -12,6 +12,7 @@ from tests.devices import CPU, GPU, HOPPER
 
 AUTO = AttentionCall(scale=1.0)
 ALONE = AttentionCall(scale=1.0, max_documents=1)
+PADDED = AttentionCall(scale=1.0, max_documents=2, padded=True)
 FIXED = AttentionCall(scale=1.0, max_documents=1, deterministic=True)
 CAPPED = AttentionCall(scale=1.0, softcap=30.0)
 Q = (2, 1024, 8, 128)
@@ -45,6 +46,7 @@ TABLE = [
     ("gate", "bfloat16", (2**14 + 1, 2**10), GPU, {"rows": 2}, "xla", "2 rows"),
     ("attention", "bfloat16", Q, GPU, {"call": AUTO, "relative": True}, "xla", "documents"),
     ("attention", "bfloat16", Q, GPU, {"call": ALONE, "relative": True}, "cudnn", "no faster"),
+    ("attention", "bfloat16", Q, GPU, {"call": PADDED, "relative": True}, "cudnn", "no faster"),
     ("attention", "bfloat16", Q, GPU, {"call": FIXED, "relative": True}, "xla", "fixed order"),
     ("attention", "bfloat16", Q, CPU, {"call": ALONE, "relative": True}, "xla", NO_GPU),
     ("attention", "float16", Q, HOPPER, {"call": AUTO}, "cudnn", "no faster"),
