@@ -37,7 +37,7 @@ EIGHT = {
     "zero3": (
         ["mesh.dp=8", "mesh.zero=3"],
         {"all-gather": 5},
-        45e9,
+        47e9,
     ),
     "tp8": (
         ["mesh.dp=1", "mesh.tp=8"],

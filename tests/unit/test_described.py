@@ -12,7 +12,13 @@ from mjax.errors import UserError
 from mjax.kernels import chooser
 from mjax.plan.auto import device_memory
 from mjax.plan.chips import CHIPS, chip_of_kind, named_chips
-from mjax.plan.described import as_on, compiler_target, described_devices, parse_described
+from mjax.plan.described import (
+    as_on,
+    compiler_target,
+    compiler_told,
+    described_devices,
+    parse_described,
+)
 from mjax.plan.exchanges import exchange_lines, read_exchanges
 from mjax.train import estimate
 from mjax.train.__main__ import main
@@ -57,6 +63,12 @@ def test_a_plan_leaves_this_machine_as_it_was():
         raise UserError("a mistake")
     assert chooser.this_device() == before
     assert jax.sharding.NamedSharding.with_memory_kind is with_memory_kind
+
+
+def test_programs_of_this_machine_run_while_others_are_compiled_for_described_devices():
+    """An optimizer by name is tried on numbers before its programs are traced."""
+    with compiler_told((9, 0)):
+        assert jax.jit(lambda x: 3 * x + 1)(2.0) == 7
 
 
 def test_an_a100_has_no_fp8():
