@@ -131,26 +131,17 @@ def dp_positive(c: Config) -> Iterator[str]:
         yield "`mesh.dp` is not a number of devices"
 
 
-TP_DIVIDES_HEADS = _tp_divides(
-    "model.attention.num_attention_heads", "choose a mesh.tp that divides the heads"
-)
-TP_DIVIDES_FFN = _tp_divides(
-    "model.intermediate_size", "choose a mesh.tp that divides the FFN width"
-)
-TP_DIVIDES_EXPERTS = _tp_divides(
-    "model.moe.moe_intermediate_size", "choose a mesh.tp that divides an expert's width"
-)
-TP_DIVIDES_SHARED_EXPERT = _tp_divides(
-    "model.moe.shared_expert_intermediate_size", "choose a mesh.tp that divides its width"
-)
-TP_DIVIDES_STATES = _tp_divides(
-    "model.mamba.mamba_num_heads", "choose a mesh.tp that divides the heads"
-)
-TP_DIVIDES_VOCABULARY = _tp_divides(
-    "model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"
-)
-TP_DIVIDES_SEQUENCE = _tp_divides(
-    "data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"
+TP_DIVIDES = tuple(
+    _tp_divides(key, remedy)
+    for key, remedy in {
+        "model.attention.num_attention_heads": "choose a mesh.tp that divides the heads",
+        "model.intermediate_size": "choose a mesh.tp that divides the FFN width",
+        "model.moe.moe_intermediate_size": "choose a mesh.tp that divides an expert's width",
+        "model.moe.shared_expert_intermediate_size": "choose a mesh.tp that divides its width",
+        "model.mamba.mamba_num_heads": "choose a mesh.tp that divides the heads",
+        "model.padded_vocab_size": "make model.vocab_multiple a multiple of mesh.tp",
+        "data.seq_length": "sequence parallelism cuts it in mesh.tp parts: change either",
+    }.items()
 )
 
 

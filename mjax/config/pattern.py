@@ -244,6 +244,13 @@ def has_heads(letter: str) -> bool:
     return "attn_out" in BRANCHES[letter].kept
 
 
+def shortest(kinds: Sequence[str]) -> Sequence[str]:
+    """The first of these kinds of layers, as few as repeat to all of them."""
+    n = len(kinds)
+    period = next(p for p in range(1, n + 1) if all(kinds[i] == kinds[i % p] for i in range(n)))
+    return kinds[:period]
+
+
 def sizes_of(kind: str) -> int:
     """The entry of `model.layer_sizes` that a layer takes its sizes from, from 1; 0: none."""
     return int(kind.partition("@")[2] or 0)

@@ -52,5 +52,9 @@ def rule(remedy: str, every_size: bool = False) -> Callable[..., Rule]:
 
 
 def rules_of(module: dict[str, object]) -> tuple[Rule, ...]:
-    """The rules among the names of a module (`globals()`), in the order in which they stand."""
-    return tuple(value for value in module.values() if isinstance(value, Rule))
+    """The rules among the names of a module (`globals()`), in the order in which they stand.
+
+    A tuple counts as what is in it.
+    """
+    named = (value if isinstance(value, tuple) else (value,) for value in module.values())
+    return tuple(value for values in named for value in values if isinstance(value, Rule))
