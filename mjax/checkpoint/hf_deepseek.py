@@ -10,14 +10,13 @@ from collections.abc import Collection
 from mjax.checkpoint.hf_config import Part, alike, only, same, take
 from mjax.config.model_schema import MlaConfig, ModelConfig
 
-# Keys that say nothing where all layers are dense.
-_OF_EXPERTS = """aux_loss_alpha moe_intermediate_size moe_layer_freq n_group n_routed_experts
-    n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor scoring_func seq_aux
-    topk_group topk_method""".split()
 # Those of experts that DeepSeek and Nemotron 3 call by the same names.
 ROUTED = {"n_routed_experts": "moe.num_experts"} | alike(
     "num_experts_per_tok moe_intermediate_size n_group topk_group routed_scaling_factor", "moe."
 )
+# What else says nothing where all layers are dense.
+_OF_EXPERTS = """aux_loss_alpha moe_layer_freq n_shared_experts norm_topk_prob scoring_func seq_aux
+    topk_method""".split()
 
 
 def dense_first(dense: str, routed: str) -> Part:
@@ -27,7 +26,7 @@ def dense_first(dense: str, routed: str) -> Part:
         layers = config["num_hidden_layers"]
         first = min(take(config, "first_k_dense_replace", 0), layers)
         config.pop("num_mtp_layers", None)
-        for key in _OF_EXPERTS if first == layers else ():
+        for key in (*ROUTED, *_OF_EXPERTS) if first == layers else ():
             config.pop(key, None)
         if first in (0, layers):
             return {"layer_pattern": dense if first else routed}

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -43,14 +43,12 @@ def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -
     tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
     slots = mxfp4.turned(slots, tensors)
     by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
-    dtypes: dict[Leaf, np.dtype] = {}
 
+    @cache
     def dtype_of(path: Leaf) -> np.dtype:
-        if path not in dtypes:
-            found = {tensors[slot.tensor].dtype for slot in slots[path]}
-            same = len(found) == 1 and next(iter(found)).itemsize > 1
-            dtypes[path] = found.pop() if same else np.dtype(np.float32)
-        return dtypes[path]
+        found = {tensors[slot.tensor].dtype for slot in slots[path]}
+        same = len(found) == 1 and next(iter(found)).itemsize > 1
+        return found.pop() if same else np.dtype(np.float32)
 
     def read(path: Leaf, index: Index) -> np.ndarray:
         spec, places = of[path], by_batch[path]
@@ -69,11 +67,6 @@ def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -
         return out
 
     return Source(cfg, read, lambda: _check(folder, cfg, tensors, tensor_shapes(cfg, specs, slots)))
-
-
-def tensor_names(folder: str | Path) -> list[str]:
-    """Names of the tensors in a folder."""
-    return list(open_folder(folder))
 
 
 def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tuple[int, ...]]:
