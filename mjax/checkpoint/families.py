@@ -47,7 +47,7 @@ from mjax.checkpoint.hf_deepseek import (
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.checkpoint.hf_t5 import T5
 from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
-from mjax.checkpoint.slots import Slot
+from mjax.checkpoint.slots import Slot, Slots, changed
 from mjax.checkpoint.source import Path, flat
 from mjax.config.keys import leaf_keys, model_of, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -377,7 +377,7 @@ def _meaning(cfg: ModelConfig, key: str) -> object:
 # ---- names -------------------------------------------------------------------------------------
 
 
-def slots(cfg: ModelConfig, specs: dict) -> dict[Path, tuple[Slot, ...]]:
+def slots(cfg: ModelConfig, specs: dict) -> Slots:
     """For each parameter, where its matrices and vectors lie in a checkpoint of the family."""
     family, leaves = family_of(cfg), flat(specs)
     pieces = {path: list(_places(cfg, family, path[0], spec)) for path, spec in leaves.items()}
@@ -445,9 +445,6 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
         yield Slot(name, index, dims, axis=axis, **where), order
 
 
-def without_prefix(found: dict[Path, tuple[Slot, ...]], prefix: str) -> dict:
+def without_prefix(found: Slots, prefix: str) -> Slots:
     """The same slots in a checkpoint of the bare model, whose names lack `prefix` (GPT-2's)."""
-    return {
-        path: tuple(replace(s, tensor=s.tensor.removeprefix(prefix)) for s in places)
-        for path, places in found.items()
-    }
+    return changed(found, lambda slot: replace(slot, tensor=slot.tensor.removeprefix(prefix)))

@@ -19,15 +19,13 @@ import numpy as np
 
 from mjax.checkpoint import float8, mxfp4
 from mjax.checkpoint.safetensors import INDEX, Tensor, open_folder, write_file
-from mjax.checkpoint.slots import Slot
+from mjax.checkpoint.slots import Slot, Slots
 from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.store import new_folder
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.sharding.spec import ParamSpec
-
-Slots = Mapping[Leaf, tuple[Slot, ...]]
 
 # Tensors that old files carry and a model has no use for: rotary tables, causal masks (GPT-2),
 # positions and copies of tied tables (BERT, T5).
