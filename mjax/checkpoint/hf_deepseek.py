@@ -76,12 +76,9 @@ def routed_experts_v2() -> Part:
     """DeepSeek-V2's experts: softmax scores, a group as good as its best expert."""
 
     def read(config: dict) -> dict:
-        method = take(config, "topk_method", "greedy")
-        if method == "greedy":
+        if config.get("topk_method") in (None, "greedy"):
             config["n_group"] = config["topk_group"] = 1
-        else:
-            config["topk_method"] = method
-            only(config, "topk_method", "group_limited_greedy")
+        only(config, "topk_method", "greedy", "group_limited_greedy")
         only(config, "scoring_func", "softmax")
         only(config, "norm_topk_prob", False)
         return {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}

@@ -11,7 +11,7 @@ from math import prod
 from mjax.config.keys import value_of
 from mjax.config.pattern import BRANCHES
 from mjax.config.pipeline_layout import assign_slots, stage_sizes
-from mjax.config.rule import Rule, rule, rules_of
+from mjax.config.rule import Rule, rule, rules_of, set_keys
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
 
@@ -66,12 +66,8 @@ def count_slots(c: Config) -> int:
 
 def _pipeline_keys(c: Config) -> list[str]:
     """The pipeline's keys that are set."""
-    is_set = {
-        "pipeline_layout": c.mesh.pipeline_layout is not None,
-        "pipeline_account_for": bool(c.mesh.pipeline_account_for),
-        "virtual_stages": c.mesh.virtual_stages > 1,
-    }
-    return [f"`mesh.{name}`" for name in is_set if is_set[name]]
+    names = "pipeline_layout", "pipeline_account_for", "virtual_stages"
+    return [f"`mesh.{name}`" for name in set_keys(c.mesh, *names)]
 
 
 def _tp_divides(key: str, remedy: str) -> Rule:

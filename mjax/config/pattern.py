@@ -18,8 +18,10 @@ period of the pattern nor a pipeline.
 """
 
 import functools
+import itertools
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mjax.errors import UserError
@@ -275,10 +277,5 @@ def stacks_of(kinds: Sequence[str]) -> tuple[str, ...]:
 
 def stack_index(kinds: Sequence[str]) -> tuple[int, ...]:
     """The row of each layer in the stack of its kind."""
-    next_row = dict.fromkeys(stacks_of(kinds), 0)
-    rows = []
-    for kind in kinds:
-        stack = stack_of(kind)
-        rows.append(next_row[stack])
-        next_row[stack] += 1
-    return tuple(rows)
+    rows: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of each stack, those to come
+    return tuple(next(rows[stack_of(kind)]) for kind in kinds)

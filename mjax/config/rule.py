@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mjax.config.keys import value_of
+from mjax.config.model_schema import Group
 from mjax.config.schema import Config
 
 
@@ -49,6 +50,12 @@ def rule(remedy: str, every_size: bool = False) -> Callable[..., Rule]:
         return Rule(problems.__name__, problems, remedy, every_size)
 
     return made
+
+
+def set_keys(group: Group, *names: str) -> list[str]:
+    """Those of the keys of a group that have another value than their default."""
+    fields = type(group).model_fields
+    return [name for name in names if getattr(group, name) != fields[name].get_default()]
 
 
 def rules_of(module: dict[str, object]) -> tuple[Rule, ...]:
