@@ -15,7 +15,8 @@ from mjax.checkpoint import families
 from mjax.checkpoint.hf_bert import heads_in_file, with_old_names
 from mjax.checkpoint.hf_deepseek import without_missing_predictions
 from mjax.checkpoint.hf_t5 import untied_in_file
-from mjax.checkpoint.huggingface import hf_source, tensor_names
+from mjax.checkpoint.huggingface import hf_source
+from mjax.checkpoint.safetensors import open_folder
 from mjax.checkpoint.side import tokenizer_dir
 from mjax.checkpoint.source import Source, arrays
 from mjax.checkpoint.steps import newest_step
@@ -92,7 +93,7 @@ def source_of(path: str | Path) -> Source:
     path = Path(path)
     if (path / "config.json").is_file():
         cfg = families.config_from_hf(read_json(path / "config.json"))
-        names = tensor_names(path)
+        names = list(open_folder(path))
         cfg = heads_in_file(without_missing_predictions(cfg, names), names)
         cfg = untied_in_file(cfg, names)
         specs = definition_of(cfg).specs

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from mjax.checkpoint.source import run_all
@@ -91,26 +92,20 @@ def block_digest(file: Path, number: int) -> int:
 
 def digest_files(files: Iterable[Path]) -> list[FileDigest]:
     """The digests of `files`, read by several threads."""
-    sizes = [(file, os.stat(file).st_size) for file in files]
-    counts = [-(-size // BLOCK) for _, size in sizes]
-    tasks = (
-        partial(block_digest, file, number)
-        for (file, _), count in zip(sizes, counts, strict=True)
-        for number in range(count)
-    )
+    sizes, tasks = [], []
+    for file in files:
+        size = os.stat(file).st_size
+        sizes.append(size)
+        tasks += [partial(block_digest, file, number) for number in range(-(-size // BLOCK))]
     blocks = iter(run_all(tasks))
-    return [
-        FileDigest(size, tuple(next(blocks) for _ in range(count)))
-        for (_, size), count in zip(sizes, counts, strict=True)
-    ]
+    return [FileDigest(size, tuple(islice(blocks, -(-size // BLOCK)))) for size in sizes]
 
 
 def digest_bytes(content: memoryview) -> FileDigest:
     """The digest of a file that holds `content`."""
     starts = range(0, len(content), BLOCK)
-    return FileDigest(
-        len(content), tuple(zlib.crc32(content[start : start + BLOCK]) for start in starts)
-    )
+    blocks = tuple(zlib.crc32(content[start : start + BLOCK]) for start in starts)
+    return FileDigest(len(content), blocks)
 
 
 def files_of(folder: Path) -> dict[str, Path]:

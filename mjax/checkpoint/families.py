@@ -6,13 +6,11 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 here, or refused by name; a config is written only if reading it back gives the same model.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-
-import numpy as np
-from pydantic import ValidationError
 
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_bert import ENCODERS
@@ -49,16 +47,13 @@ from mjax.checkpoint.hf_deepseek import (
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.checkpoint.hf_t5 import T5
 from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
-from mjax.checkpoint.slots import Slot
-from mjax.checkpoint.source import flat
-from mjax.config.keys import leaf_keys, nested, value_of
+from mjax.checkpoint.slots import Slot, Slots, changed
+from mjax.checkpoint.source import Path, flat
+from mjax.config.keys import leaf_keys, model_of, nested, value_of
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import stack_of
 from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
-
-Path = tuple[str, ...]
-
 
 _GELU = activation("hidden_act", default="gelu_pytorch_tanh", first="hidden_activation")
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh", first="hidden_act")
@@ -337,12 +332,7 @@ def config_from_hf(config: dict) -> ModelConfig:
             f"config.json: {unread[0]}={rest[unread[0]]!r} is not known to mjax for model_type "
             f"{name!r}; remove it if it does not change the model"
         )
-    try:
-        return ModelConfig(model_type=name, **nested(fields))
-    except ValidationError as e:
-        first = e.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"config.json: {where}: {first['msg']}") from None
+    return model_of({"model_type": name, **nested(fields)}, "config.json: {key}: {why}")
 
 
 def config_to_hf(cfg: ModelConfig) -> dict:
@@ -387,28 +377,25 @@ def _meaning(cfg: ModelConfig, key: str) -> object:
 # ---- names -------------------------------------------------------------------------------------
 
 
-def slots(cfg: ModelConfig, specs: dict) -> dict[Path, tuple[Slot, ...]]:
+def slots(cfg: ModelConfig, specs: dict) -> Slots:
     """For each parameter, where its matrices and vectors lie in a checkpoint of the family."""
-    family = family_of(cfg)
-    found = {
-        path: (spec, list(_places(cfg, family, path[0], spec)))
-        for path, spec in flat(specs).items()
-    }
+    family, leaves = family_of(cfg), flat(specs)
+    pieces = {path: list(_places(cfg, family, path[0], spec)) for path, spec in leaves.items()}
     sizes: dict[str, dict[int, int]] = {}  # of fused tensors: position -> length
-    for spec, places in found.values():
-        for slot, order in places:
-            length = np.prod([spec.shape[a] for a in slot.dims[slot.axis]], dtype=int)
-            sizes.setdefault(slot.tensor, {})[order] = int(length)
-    placed = {
-        path: tuple(
-            replace(
-                slot, start=slot.start + sum(n for o, n in sizes[slot.tensor].items() if o < order)
-            )
-            for slot, order in places
-        )
-        for path, (_, places) in found.items()
-    }
-    return {path: (*_copies(cfg, path, places), *places) for path, places in placed.items()}
+    for path, of_path in pieces.items():
+        for slot, order in of_path:
+            lengths = [leaves[path].shape[axis] for axis in slot.dims[slot.axis]]
+            sizes.setdefault(slot.tensor, {})[order] = math.prod(lengths)
+
+    def placed(slot: Slot, order: int) -> Slot:
+        before = [n for position, n in sizes[slot.tensor].items() if position < order]
+        return replace(slot, start=slot.start + sum(before))
+
+    found = {}
+    for path, of_path in pieces.items():
+        places = tuple(placed(slot, order) for slot, order in of_path)
+        found[path] = (*_copies(cfg, path, places), *places)
+    return found
 
 
 def _copies(cfg: ModelConfig, path: Path, places: tuple[Slot, ...]) -> Iterator[Slot]:
@@ -458,9 +445,6 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
         yield Slot(name, index, dims, axis=axis, **where), order
 
 
-def without_prefix(found: dict[Path, tuple[Slot, ...]], prefix: str) -> dict:
+def without_prefix(found: Slots, prefix: str) -> Slots:
     """The same slots in a checkpoint of the bare model, whose names lack `prefix` (GPT-2's)."""
-    return {
-        path: tuple(replace(s, tensor=s.tensor.removeprefix(prefix)) for s in places)
-        for path, places in found.items()
-    }
+    return changed(found, lambda slot: replace(slot, tensor=slot.tensor.removeprefix(prefix)))

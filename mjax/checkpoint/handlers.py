@@ -22,14 +22,14 @@ DATA_OF_PROCESS = "ocdbt.process_{}"  # orbax's folder for the arrays that a pro
 
 
 def registry(digests: bool) -> ocp.handlers.CheckpointHandlerRegistry:
-    """The handlers of a step's items; with `digests` they are made."""
+    """The handlers of a step's arrays and files; with `digests` they are made.
+
+    That of the record is orbax's own, which it finds.
+    """
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
     state = DigestingHandler() if digests else ocp.StandardCheckpointHandler()
-    record = ocp.JsonCheckpointHandler()
     handlers.add("state", ocp.args.StandardSave, state)
     handlers.add("state", ocp.args.StandardRestore, state)
-    handlers.add("meta", ocp.args.JsonSave, record)
-    handlers.add("meta", ocp.args.JsonRestore, record)
     handlers.add(SIDE_FILES, FilesSave, FilesHandler())
     return handlers
 

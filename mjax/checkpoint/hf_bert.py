@@ -4,12 +4,12 @@ The class in a config.json's `architectures` says which heads a model has. Publi
 more or other heads than it, so the names of their tensors have the last word (`heads_in_file`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import Part, activation, alike, required, same, take
-from mjax.checkpoint.slots import Slot
+from mjax.checkpoint.slots import Slot, Slots, changed
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
@@ -148,9 +148,7 @@ def heads_in_file(cfg: ModelConfig, names: Sequence[str]) -> ModelConfig:
     return cfg.model_copy(update={"bert": bert})
 
 
-def with_old_names(
-    slots: Mapping[tuple, tuple[Slot, ...]], names: Sequence[str]
-) -> dict[tuple, tuple[Slot, ...]]:
+def with_old_names(slots: Slots, names: Sequence[str]) -> Slots:
     """The slots in a file that calls gains and biases of norms gamma and beta, if it does."""
     known = set(names)
 
@@ -161,4 +159,4 @@ def with_old_names(
                 return replace(slot, tensor=older)
         return slot
 
-    return {path: tuple(map(named, places)) for path, places in slots.items()}
+    return changed(slots, named)

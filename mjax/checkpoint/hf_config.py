@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mjax.config.keys import value_of
-from mjax.config.model_schema import ModelConfig
+from mjax.config.model_schema import ModelConfig, RopeScaling
+from mjax.config.pattern import shortest
 from mjax.errors import UserError
 
 REQUIRED = object()
@@ -146,8 +147,6 @@ def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool
 
 # ---- positions ---------------------------------------------------------------------------------
 
-_SCALING = """factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
-    beta_slow mscale mscale_all_dim attention_factor truncate short_factor long_factor""".split()
 _TYPES = {"su": "longrope", "longrope": "longrope"}  # Phi-3's first name
 _TYPES |= {name: name for name in ("linear", "llama3", "yarn")}
 _LENGTH = "original_max_position_embeddings"
@@ -166,7 +165,7 @@ def _scaling_in(scaling: dict | None, original: int | None) -> dict | None:
     kind = new or old
     if kind in (None, "default"):
         return None
-    unknown = sorted(set(scaling) - set(_SCALING))
+    unknown = sorted(set(scaling) - set(RopeScaling.model_fields))
     if kind not in _TYPES or unknown:
         what = f"key {unknown[0]!r}" if kind in _TYPES else f"rope_type {kind!r}"
         raise UserError(f"config.json: rope_scaling has {what}, which is not supported")
@@ -249,13 +248,6 @@ def typed_rope(theta: float, local: float) -> Part:
 # ---- windows and other layer kinds -------------------------------------------------------------
 
 
-def shortest(kinds: list[str]) -> str:
-    """The shortest pattern that repeats to `kinds`."""
-    n = len(kinds)
-    period = next(p for p in range(1, n + 1) if all(kinds[i] == kinds[i % p] for i in range(n)))
-    return "".join(kinds[:period])
-
-
 def one_window() -> Part:
     """`sliding_window` of all layers, or null."""
 
@@ -288,7 +280,7 @@ def layer_types(
                 raise UserError("config.json: a windowed layer without RoPE is not supported")
             kinds = [k if t else "N" for k, t in zip(kinds, turned, strict=True)]
         return {
-            "layer_pattern": shortest(kinds),
+            "layer_pattern": "".join(shortest(kinds)),
             "attention.sliding_window": window if windows in kinds else None,
         }
 
@@ -339,7 +331,7 @@ def expert_layers(older: Callable[[dict, int], list[bool]], typed: bool) -> Part
             has_experts = i not in dense and (i + 1) % step == 0
             kinds.append(_KINDS[has_window, has_experts])
         return {
-            "layer_pattern": shortest(kinds),
+            "layer_pattern": "".join(shortest(kinds)),
             "attention.sliding_window": window if any(windowed) else None,
         }
 

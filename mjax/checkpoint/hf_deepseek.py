@@ -10,14 +10,13 @@ from collections.abc import Collection
 from mjax.checkpoint.hf_config import Part, alike, only, same, take
 from mjax.config.model_schema import MlaConfig, ModelConfig
 
-# Keys that say nothing where all layers are dense.
-_OF_EXPERTS = """aux_loss_alpha moe_intermediate_size moe_layer_freq n_group n_routed_experts
-    n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor scoring_func seq_aux
-    topk_group topk_method""".split()
 # Those of experts that DeepSeek and Nemotron 3 call by the same names.
 ROUTED = {"n_routed_experts": "moe.num_experts"} | alike(
     "num_experts_per_tok moe_intermediate_size n_group topk_group routed_scaling_factor", "moe."
 )
+# What else says nothing where all layers are dense.
+_OF_EXPERTS = """aux_loss_alpha moe_layer_freq n_shared_experts norm_topk_prob scoring_func seq_aux
+    topk_method""".split()
 
 
 def dense_first(dense: str, routed: str) -> Part:
@@ -27,7 +26,7 @@ def dense_first(dense: str, routed: str) -> Part:
         layers = config["num_hidden_layers"]
         first = min(take(config, "first_k_dense_replace", 0), layers)
         config.pop("num_mtp_layers", None)
-        for key in _OF_EXPERTS if first == layers else ():
+        for key in (*ROUTED, *_OF_EXPERTS) if first == layers else ():
             config.pop(key, None)
         if first in (0, layers):
             return {"layer_pattern": dense if first else routed}
@@ -77,12 +76,9 @@ def routed_experts_v2() -> Part:
     """DeepSeek-V2's experts: softmax scores, a group as good as its best expert."""
 
     def read(config: dict) -> dict:
-        method = take(config, "topk_method", "greedy")
-        if method == "greedy":
+        if config.get("topk_method") in (None, "greedy"):
             config["n_group"] = config["topk_group"] = 1
-        else:
-            config["topk_method"] = method
-            only(config, "topk_method", "group_limited_greedy")
+        only(config, "topk_method", "greedy", "group_limited_greedy")
         only(config, "scoring_func", "softmax")
         only(config, "norm_topk_prob", False)
         return {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}

@@ -8,9 +8,10 @@ Biases of the projections are refused: no published model has them.
 import math
 from collections.abc import Callable
 
-from mjax.checkpoint.hf_config import HEADS, Part, alike, ignored, only, same, shortest, take
+from mjax.checkpoint.hf_config import HEADS, Part, alike, ignored, only, same, take
 from mjax.checkpoint.hf_deepseek import ROUTED
 from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import shortest
 from mjax.errors import UserError
 
 _STEPS = alike("time_step_min time_step_max time_step_floor", "mamba.")
@@ -104,8 +105,7 @@ _BRANCHES = {
     "[E]": ("moe", "E"),
 }
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
-_OF_EXPERTS = """n_routed_experts n_shared_experts moe_intermediate_size num_experts_per_tok n_group
-    moe_shared_expert_intermediate_size routed_scaling_factor topk_group norm_topk_prob""".split()
+_OF_EXPERTS = (*ROUTED, "n_shared_experts", "moe_shared_expert_intermediate_size", "norm_topk_prob")
 
 
 def one_branch_a_layer() -> Part:
@@ -214,7 +214,7 @@ def attention_among(indices: bool, mixed: Callable[[dict], tuple[str, str]]) -> 
                 raise UserError(f"config.json: layer_types={types!r}, num_hidden_layers={layers}")
             attends = [t == "full_attention" for t in types]
         kinds = mixed(config)
-        return {"layer_pattern": shortest([kinds[a] for a in attends])}
+        return {"layer_pattern": "".join(shortest([kinds[a] for a in attends]))}
 
     def write(cfg: ModelConfig) -> dict:
         attends = [kind in ("G", "E") for kind in cfg.layer_kinds]

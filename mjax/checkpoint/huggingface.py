@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -19,15 +19,13 @@ import numpy as np
 
 from mjax.checkpoint import float8, mxfp4
 from mjax.checkpoint.safetensors import INDEX, Tensor, open_folder, write_file
-from mjax.checkpoint.slots import Slot
+from mjax.checkpoint.slots import Slot, Slots
 from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.store import new_folder
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.sharding.spec import ParamSpec
-
-Slots = Mapping[Leaf, tuple[Slot, ...]]
 
 # Tensors that old files carry and a model has no use for: rotary tables, causal masks (GPT-2),
 # positions and copies of tied tables (BERT, T5).
@@ -43,14 +41,12 @@ def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -
     tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
     slots = mxfp4.turned(slots, tensors)
     by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
-    dtypes: dict[Leaf, np.dtype] = {}
 
+    @cache
     def dtype_of(path: Leaf) -> np.dtype:
-        if path not in dtypes:
-            found = {tensors[slot.tensor].dtype for slot in slots[path]}
-            same = len(found) == 1 and next(iter(found)).itemsize > 1
-            dtypes[path] = found.pop() if same else np.dtype(np.float32)
-        return dtypes[path]
+        found = {tensors[slot.tensor].dtype for slot in slots[path]}
+        same = len(found) == 1 and next(iter(found)).itemsize > 1
+        return found.pop() if same else np.dtype(np.float32)
 
     def read(path: Leaf, index: Index) -> np.ndarray:
         spec, places = of[path], by_batch[path]
@@ -69,11 +65,6 @@ def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -
         return out
 
     return Source(cfg, read, lambda: _check(folder, cfg, tensors, tensor_shapes(cfg, specs, slots)))
-
-
-def tensor_names(folder: str | Path) -> list[str]:
-    """Names of the tensors in a folder."""
-    return list(open_folder(folder))
 
 
 def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tuple[int, ...]]:

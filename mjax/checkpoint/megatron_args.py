@@ -8,9 +8,7 @@ Source: megatron/training/arguments.py, core/transformer/transformer_config.py, 
 
 from collections.abc import Mapping
 
-from pydantic import ValidationError
-
-from mjax.config.keys import nested
+from mjax.config.keys import model_of, nested
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
@@ -91,15 +89,8 @@ def model_config(values: Mapping[str, object], where: str) -> ModelConfig:
         "hidden_dropout": float(args("hidden_dropout", 0.0)),
         "initializer_range": float(args("init_method_std", 0.02)),
     }
-    try:
-        return ModelConfig(**nested(fields))
-    except ValidationError as e:
-        first = e.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{where}: the arguments give model.{key}={first['input']!r}: {first['msg']}; "
-            "such a model cannot be imported"
-        ) from e
+    wrong = f"{where}: the arguments give model.{{key}}={{value}}: {{why}}"
+    return model_of(nested(fields), f"{wrong}; such a model cannot be imported")
 
 
 def _idle(name: str, dense: bool) -> bool:

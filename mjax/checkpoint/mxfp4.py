@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from mjax.checkpoint.safetensors import Tensor
-from mjax.checkpoint.slots import Slot
+from mjax.checkpoint.slots import Slot, Slots, changed
 from mjax.errors import UserError
 
 GROUP = 32  # numbers that share a scale
@@ -98,10 +98,7 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | PackedTensor]:
     return found
 
 
-def turned(
-    slots: Mapping[tuple[str, ...], tuple[Slot, ...]],
-    tensors: Mapping[str, Tensor | PackedTensor],
-) -> dict[tuple[str, ...], tuple[Slot, ...]]:
+def turned(slots: Slots, tensors: Mapping[str, Tensor | PackedTensor]) -> Slots:
     """The slots of a checkpoint in bfloat16, for one whose packed tensors are [..., out, in]."""
 
     def turn(slot: Slot) -> Slot:
@@ -109,4 +106,4 @@ def turned(
             return replace(slot, dims=slot.dims[::-1], axis=1 - slot.axis)
         return slot
 
-    return {path: tuple(map(turn, places)) for path, places in slots.items()}
+    return changed(slots, turn)

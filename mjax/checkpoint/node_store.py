@@ -16,7 +16,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import threading
 import zlib
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 from mjax.checkpoint import digest
 from mjax.checkpoint.continuation import require_continuation
 from mjax.checkpoint.digest import DamagedCheckpoint, read_digests, write_digests
-from mjax.checkpoint.peers import devices_by_process, gather_numbers, in_order, send
+from mjax.checkpoint.peers import devices_by_process, gather_numbers, in_order, machine_id, send
 from mjax.checkpoint.quiet import plain_reason
 from mjax.config.schema import Config
 from mjax.errors import UserError
@@ -37,7 +36,6 @@ from mjax.optim.schedule import consumed_samples
 
 OWN, PEER, RECORD = "own.bin", "peer.bin", "record.json"
 NONE = -1  # among numbers that processes exchange
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # of one machine, whatever containers call it
 MOST_STEPS = 4  # that a node holds: two, and what a failure left
 
 
@@ -166,10 +164,9 @@ class NodeStore:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             found = os.stat(self.directory)
-            machine = BOOT.read_text() if BOOT.is_file() else socket.gethostname()
         except OSError:  # the write will say so
             return NONE - 1 - jax.process_index()
-        return zlib.crc32(f"{machine} {found.st_dev} {found.st_ino}".encode())
+        return zlib.crc32(f"{machine_id()} {found.st_dev} {found.st_ino}".encode())
 
     def _collect(
         self, holders: list[int], files: dict[int, Path], leaves: list[jax.ShapeDtypeStruct]

@@ -50,10 +50,6 @@ class Fit:
     made: dict[Path, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
-    @property
-    def is_whole(self) -> bool:
-        return self.shared == self.wanted
-
     def summary(self) -> str:
         """What was loaded and what was not, in one line, or a line more for each part."""
         fitting = {
@@ -106,8 +102,7 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
     """
     made: dict[Path, str] = {}
     if "experts" in changes:
-        found = upcycled(source, cfg, seed)
-        source, made = found.source, found.made
+        source, made = upcycled(source, cfg, seed)
     keys = {key for change in changes for key in CHANGES[change]}
     require_same_model(cfg, source.cfg, may_differ=keys)
     _require_same_kinds(cfg, source.cfg)

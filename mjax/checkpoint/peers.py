@@ -5,7 +5,9 @@ with the same arguments, so that none waits for an exchange that another leaves 
 """
 
 import functools
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +15,17 @@ from jax import Shard
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+
+def machine_id() -> str:
+    """What no two running machines share, and no machine keeps when it starts anew.
+
+    Containers of one machine share it, whatever they call their host.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def devices_by_process(array: jax.Array | jax.ShapeDtypeStruct) -> list[list[jax.Device]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json
 
 DTYPES = {
@@ -29,6 +29,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ITEM_SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {"U8": 1}
 INDEX = "model.safetensors.index.json"
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError)  # what reading others' JSON raises
 _LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 
 
@@ -97,11 +98,10 @@ def open_folder(folder: str | Path) -> dict[str, Tensor]:
         raise UserError(f"{folder}: no model.safetensors and no {INDEX}; give a model's folder")
     if not index.is_file():
         return read_header(single)
-    try:
+    wrong = f"{index}: not an index with a weight_map; copy it again"
+    with or_user_error(wrong, (*_MALFORMED, OSError)):
         where = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(where.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        raise UserError(f"{index}: not an index with a weight_map; copy it again") from None
     for name in files:
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise UserError(f"{index}: {name!r} is not the plain name of a file; copy it again")
@@ -120,7 +120,10 @@ def open_folder(folder: str | Path) -> dict[str, Tensor]:
 
 def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of one file, by name. Raises `UserError` naming the file."""
-    try:
+    with (
+        or_user_error(f"{file}: {{reason}}; copy the file again"),
+        or_user_error(f"{file}: damaged safetensors header; copy the file again", _MALFORMED),
+    ):
         with open(file, "rb") as f:
             size = os.fstat(f.fileno()).st_size
             length = int.from_bytes(f.read(8), "little")
@@ -140,12 +143,6 @@ def read_header(file: Path) -> dict[str, Tensor]:
             tensors[name] = tensor
             ends[name] = (first, last)
         _require_no_gaps(file, ends, size - 8 - length)
-    except OSError as e:
-        raise UserError(f"{file}: {e.strerror}; copy the file again") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        if isinstance(e, UserError):
-            raise
-        raise UserError(f"{file}: damaged safetensors header; copy the file again") from None
     return tensors
 
 

@@ -1,5 +1,6 @@
 """`Slot`: where a piece of a parameter lies among the tensors of a Hugging Face checkpoint."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -20,3 +21,11 @@ class Slot:
     axis: int = 0
     step: int = 1
     lead: tuple[int, ...] = ()
+
+
+Slots = Mapping[tuple[str, ...], tuple[Slot, ...]]  # of each parameter, by its path
+
+
+def changed(slots: Slots, change: Callable[[Slot], Slot]) -> Slots:
+    """The slots, each as `change` makes it."""
+    return {path: tuple(map(change, places)) for path, places in slots.items()}

@@ -400,11 +400,10 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         raise UserError(f"{folder} exists already; give another folder, or remove it")
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(folder)
-    except OSError as e:
-        raise UserError(f"cannot write folder {folder}: {e.strerror}; free or mend it") from e
+        with or_user_error(f"cannot write folder {folder}: {{reason}}; free or mend it"):
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

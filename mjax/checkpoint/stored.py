@@ -15,7 +15,7 @@ import tensorstore as ts
 
 from mjax.checkpoint.source import Path as Leaf
 from mjax.config.keys import move_keys
-from mjax.errors import UserError, first_line
+from mjax.errors import UserError, first_line, or_user_error
 from mjax.json_file import read_json
 
 WEIGHTS = "weights"  # record["contents"] of a checkpoint without optimizer state (weights.py)
@@ -38,13 +38,10 @@ class StoredArrays:
 
     def paths(self) -> list[Leaf]:
         """The paths of all arrays, in the order of the tree."""
-        try:
+        file = self.state / "_METADATA"
+        wrong = f"{file}: not orbax's description of a tree; the checkpoint is damaged"
+        with or_user_error(wrong, (ValueError, SyntaxError, KeyError, TypeError)):
             return [tuple(ast.literal_eval(key)) for key in self.layout["tree_metadata"]]
-        except (ValueError, SyntaxError, KeyError, TypeError):
-            raise UserError(
-                f"{self.state / '_METADATA'}: not orbax's description of a tree; the checkpoint is "
-                "damaged"
-            ) from None
 
     def open(self, path: Leaf) -> ts.TensorStore:
         """The array at `path`; raises `UserError` if it cannot be opened."""
@@ -57,7 +54,9 @@ class StoredArrays:
         driver = "zarr3" if self.layout["use_zarr3"] else "zarr"
         spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}
         with self.readable(path):
-            return ts.open(spec, read=True, context=_context()).result()
+            # No cache: what is read is handed on at once.
+            context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+            return ts.open(spec, read=True, context=context).result()
 
     @contextlib.contextmanager
     def readable(self, path: Leaf) -> Iterator[None]:
@@ -74,8 +73,3 @@ def read_record(folder: Path) -> dict:
     record = read_json(folder / "meta" / "metadata")
     move_keys(record["config"], str(folder))
     return record
-
-
-def _context() -> ts.Context:
-    """No cache: what is read is handed on at once."""
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})

@@ -22,7 +22,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json
 
 _CONVERT = "convert it with Megatron-LM: --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
@@ -176,10 +176,9 @@ def _check_format(folder: Path) -> None:
         else:
             what = "has no metadata.json; give a Megatron-LM run or iter_NNNNNNN folder"
         raise UserError(f"{folder} {what}")
-    try:
+    wrong = f"{file} names no sharded_backend; copy the checkpoint again"
+    with or_user_error(wrong, (ValueError, KeyError, TypeError)):
         found = parse_json(file.read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{file} names no sharded_backend; copy the checkpoint again") from e
     if found != "torch_dist":
         raise UserError(f"{file}: the format is {found!r}, not 'torch_dist'; {_CONVERT}")
 

@@ -13,7 +13,7 @@ activation is SiLU; here `down` takes all of it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,23 +36,15 @@ _NAME = BRANCHES["E"].name
 _DRAWN, _ZERO = "router", ("router_bias", "expert_bias")
 
 
-@dataclass(frozen=True)
-class Upcycled:
-    """source: dense weights as parameters of a model with experts. made: what was done for a
-    parameter that is not as it was, in words."""
-
-    source: Source
-    made: dict[Path, str]
-
-
-def upcycled(source: Source, cfg: ModelConfig, seed: int) -> Upcycled:
-    """The weights of `source`, whose MLPs are experts where `cfg` has experts.
+def upcycled(source: Source, cfg: ModelConfig, seed: int) -> tuple[Source, dict[Path, str]]:
+    """(the weights of `source`, whose MLPs are experts where `cfg` has experts; what was done for
+    each parameter that is not as it was, in words).
 
     Raises `UserError` where the sizes of both do not fit.
     """
     dense, model = source.cfg, _with_experts(source.cfg, cfg)
     if model.layer_kinds == dense.layer_kinds:
-        return Upcycled(source, {})
+        return source, {}
     parts = _granularity(dense, model)
     specs = flat(definition_of(model).specs)
     rows = stack_index(dense.layer_kinds)
@@ -88,7 +80,7 @@ def upcycled(source: Source, cfg: ModelConfig, seed: int) -> Upcycled:
         numbers = layers.get(path[0], [])
         if any(_is_new(path, model.layer_kinds[n], dense.layer_kinds[n]) for n in numbers):
             made[path] = _words(path, model.moe, parts)
-    return Upcycled(replace(source, cfg=model, read=read), made)
+    return replace(source, cfg=model, read=read), made
 
 
 def scale_of_down(moe: MoeConfig, parts: int) -> float:

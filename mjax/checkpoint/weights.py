@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
-from pydantic import ValidationError
 
 import mjax
 from mjax.checkpoint import digest
@@ -27,6 +26,7 @@ from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.steps import newest_step
 from mjax.checkpoint.store import new_folder, require_old
 from mjax.checkpoint.stored import WEIGHTS, StoredArrays, read_record
+from mjax.config.keys import model_of
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models import definition_of
@@ -114,15 +114,11 @@ def read_weights(folder: Path) -> Source:
 def read_config(step_folder: Path) -> ModelConfig:
     """The model of the checkpoint in `step_folder`."""
     meta = read_record(step_folder)
-    try:
-        return ModelConfig.model_validate(meta["config"]["model"])
-    except ValidationError as e:
-        first = e.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{step_folder}: its config has model.{where}: {first['msg']}; read it with the mjax "
-            f"that wrote it, {meta['versions']['mjax']}"
-        ) from None
+    wrong = (
+        f"{step_folder}: its config has model.{{key}}: {{why}}; read it with the mjax that wrote "
+        f"it, {meta['versions']['mjax']}"
+    )
+    return model_of(meta["config"]["model"], wrong)
 
 
 def _name(path: Leaf) -> str:

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 
-from mjax.config.rule import rule, rules_of
+from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config, DataConfig
 
 
 @rule("remove it, or set data.fim_rate=0.5 as Megatron does")
 def fim_keys_used(c: Config) -> Iterator[str]:
-    default = DataConfig()
-    for name in DataConfig.model_fields:
-        is_set = name.startswith("fim_") and getattr(c.data, name) != getattr(default, name)
-        if is_set and c.data.fim_rate == 0:
+    for name in set_keys(c.data, *DataConfig.model_fields):
+        if name.startswith("fim_") and c.data.fim_rate == 0:
             yield f"`data.{name}` has no effect with `data.fim_rate`"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from mjax.config.model_schema import LayerSizes, ModelConfig
@@ -20,8 +20,8 @@ _ONCE_FLAT = ("attention", "rope", "moe")
 _NAMED = 3  # keys of a group that a line names before it only counts
 
 
-def _is_group(kind: object) -> bool:
-    """Whether a field of this type is a group of keys that is always there."""
+def is_group(kind: object) -> bool:
+    """Whether a type is that of a group of keys."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -32,7 +32,7 @@ def leaf_keys(group: type[BaseModel]) -> dict[str, FieldInfo]:
     """
     found = {}
     for name, field in group.model_fields.items():
-        if not _is_group(field.annotation):
+        if not is_group(field.annotation):
             found[name] = field
             continue
         for key, leaf in leaf_keys(field.annotation).items():
@@ -55,6 +55,21 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(group, {})
         inner[name] = value
     return tree
+
+
+def model_of(values: Mapping[str, Any], message: str) -> ModelConfig:
+    """The model of nested values. Raises `UserError` where one is wrong.
+
+    {key}, {value} and {why} in its message are what is wrong first.
+    """
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as e:
+        first = e.errors()[0]
+        key, value = ".".join(map(str, first["loc"])), repr(first["input"])
+        for name, text in (("{key}", key), ("{value}", value), ("{why}", first["msg"])):
+            message = message.replace(name, text)
+        raise UserError(message) from None
 
 
 def _moved(group: type[BaseModel]) -> dict[str, str]:
@@ -95,27 +110,25 @@ def _move(values: dict, group: type[BaseModel], prefix: str, source: str) -> dic
         moves[old] = f"{prefix}.{home}.{name}"
         given = values.pop(name)
         there = inside.get(name, given)
-        _agree(given, there, (old, moves[old]), source)
-        values[home] = {**inside, name: _merged(given, there)}
+        values[home] = {**inside, name: _merged(given, there, old, moves[old], source)}
     return moves
 
 
-def _agree(old: Any, new: Any, keys: tuple[str, str], source: str) -> None:
-    """Raise `UserError` where the values of a key in its old and its new place differ."""
-    before, now = keys
+def _merged(old: Any, new: Any, before: str, now: str, source: str) -> Any:
+    """The values of a key in its old and its new place, as one.
+
+    Raises `UserError` where they differ.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in old.keys() & new.keys():
-            inner = f"{before}.{name}", f"{now}.{name}"
-            _agree(old[name], new[name], inner, source)
-    elif old != new:
+        merged = old | new
+        for key in old.keys() & new.keys():
+            merged[key] = _merged(old[key], new[key], f"{before}.{key}", f"{now}.{key}", source)
+        return merged
+    if old != new:
         raise UserError(
             f"{source}: {before}={old!r} and {now}={new!r} are the same key; keep the second"
         )
-
-
-def _merged(old: Any, new: Any) -> Any:
-    """Two values that agree, as one."""
-    return old | new if isinstance(old, dict) and isinstance(new, dict) else new
+    return new
 
 
 def describe_moves(moves: Mapping[str, str]) -> str:

@@ -20,11 +20,11 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from mjax.config import yaml_text
-from mjax.config.keys import describe_moves, move_keys
+from mjax.config.keys import describe_moves, is_group, move_keys
 from mjax.config.schema import Config
 from mjax.config.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -93,12 +93,11 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
     trail = " -> ".join(str(p) for p in (*chain, path))
     if path.resolve() in {p.resolve() for p in chain}:
         raise UserError(f"{trail}: the base files form a cycle; remove one `base:`")
-    try:
+    with (
+        or_user_error(f"{trail}: cannot read the config file: {{reason}}"),
+        or_user_error(f"{trail}: the config file is not UTF-8 text", UnicodeDecodeError),
+    ):
         text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"{trail}: cannot read the config file: {e.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{trail}: the config file is not UTF-8 text") from None
     places_here: dict[str, str] = {}
     tree = yaml_text.read(text, str(path), places_here)
     if tree is None:
@@ -193,17 +192,13 @@ def _explain(error: ValidationError, places: dict[str, str]) -> str:
     return line
 
 
-def _groups() -> dict[str, type[BaseModel]]:
-    """The groups of keys by their dotted names; that of the root is ""."""
-    found: dict[str, type[BaseModel]] = {"": Config}
-    pending = [("", Config)]
-    while pending:
-        prefix, group = pending.pop()
-        for name, field in group.model_fields.items():
-            for kind in (field.annotation, *get_args(field.annotation)):
-                if isinstance(kind, type) and issubclass(kind, BaseModel):
-                    found[prefix + name] = kind
-                    pending.append((f"{prefix}{name}.", kind))
+def _groups(group: type[BaseModel] = Config, home: str = "") -> dict[str, type[BaseModel]]:
+    """A group of keys and those in it by their dotted names; that of the root is ""."""
+    found = {home: group}
+    for name, field in group.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if is_group(kind):
+                found |= _groups(kind, f"{home}.{name}" if home else name)
     return found
 
 

@@ -11,7 +11,7 @@ from math import prod
 from mjax.config.keys import value_of
 from mjax.config.pattern import BRANCHES
 from mjax.config.pipeline_layout import assign_slots, stage_sizes
-from mjax.config.rule import Rule, rule, rules_of
+from mjax.config.rule import Rule, rule, rules_of, set_keys
 from mjax.config.schema import Config, MeshConfig
 from mjax.errors import UserError
 
@@ -66,12 +66,8 @@ def count_slots(c: Config) -> int:
 
 def _pipeline_keys(c: Config) -> list[str]:
     """The pipeline's keys that are set."""
-    is_set = {
-        "pipeline_layout": c.mesh.pipeline_layout is not None,
-        "pipeline_account_for": bool(c.mesh.pipeline_account_for),
-        "virtual_stages": c.mesh.virtual_stages > 1,
-    }
-    return [f"`mesh.{name}`" for name in is_set if is_set[name]]
+    names = "pipeline_layout", "pipeline_account_for", "virtual_stages"
+    return [f"`mesh.{name}`" for name in set_keys(c.mesh, *names)]
 
 
 def _tp_divides(key: str, remedy: str) -> Rule:
@@ -131,26 +127,17 @@ def dp_positive(c: Config) -> Iterator[str]:
         yield "`mesh.dp` is not a number of devices"
 
 
-TP_DIVIDES_HEADS = _tp_divides(
-    "model.attention.num_attention_heads", "choose a mesh.tp that divides the heads"
-)
-TP_DIVIDES_FFN = _tp_divides(
-    "model.intermediate_size", "choose a mesh.tp that divides the FFN width"
-)
-TP_DIVIDES_EXPERTS = _tp_divides(
-    "model.moe.moe_intermediate_size", "choose a mesh.tp that divides an expert's width"
-)
-TP_DIVIDES_SHARED_EXPERT = _tp_divides(
-    "model.moe.shared_expert_intermediate_size", "choose a mesh.tp that divides its width"
-)
-TP_DIVIDES_STATES = _tp_divides(
-    "model.mamba.mamba_num_heads", "choose a mesh.tp that divides the heads"
-)
-TP_DIVIDES_VOCABULARY = _tp_divides(
-    "model.padded_vocab_size", "make model.vocab_multiple a multiple of mesh.tp"
-)
-TP_DIVIDES_SEQUENCE = _tp_divides(
-    "data.seq_length", "sequence parallelism cuts it in mesh.tp parts: change either"
+TP_DIVIDES = tuple(
+    _tp_divides(key, remedy)
+    for key, remedy in {
+        "model.attention.num_attention_heads": "choose a mesh.tp that divides the heads",
+        "model.intermediate_size": "choose a mesh.tp that divides the FFN width",
+        "model.moe.moe_intermediate_size": "choose a mesh.tp that divides an expert's width",
+        "model.moe.shared_expert_intermediate_size": "choose a mesh.tp that divides its width",
+        "model.mamba.mamba_num_heads": "choose a mesh.tp that divides the heads",
+        "model.padded_vocab_size": "make model.vocab_multiple a multiple of mesh.tp",
+        "data.seq_length": "sequence parallelism cuts it in mesh.tp parts: change either",
+    }.items()
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mjax.config.keys import leaf_keys, value_of
 from mjax.config.model_schema import LayerSizes, MambaConfig, MlaConfig
 from mjax.config.pattern import BRANCHES, branches_of, sizes_of
-from mjax.config.rule import rule, rules_of
+from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config
 
 
@@ -251,16 +251,9 @@ def shared_gate_used(c: Config) -> Iterator[str]:
 
 @rule("set the one or the other")
 def sinkhorn_alone(c: Config) -> Iterator[str]:
-    moe = c.model.moe
-    others = {
-        "router_aux_loss_coef": moe.router_aux_loss_coef > 0,
-        "expert_bias": moe.expert_bias,
-        "n_group": moe.n_group > 1,
-        "force_balanced": moe.force_balanced,
-        "skip_padding": moe.skip_padding,
-    }
-    named = " and ".join(f"`model.moe.{name}`" for name, is_set in others.items() if is_set)
-    if moe.sinkhorn and named:
+    others = "router_aux_loss_coef expert_bias n_group force_balanced skip_padding".split()
+    named = " and ".join(f"`model.moe.{name}`" for name in set_keys(c.model.moe, *others))
+    if c.model.moe.sinkhorn and named:
         yield f"`model.moe.sinkhorn` balances by itself, not with {named}"
 
 

@@ -432,12 +432,10 @@ class ModelConfig(Group):
     def _with(self, sizes: LayerSizes) -> "ModelConfig":
         """This config with all of `sizes` that are given."""
         given = sizes.model_dump(exclude_none=True)
-        groups = {
-            name: getattr(self, name).model_copy(update=value)
-            for name, value in given.items()
-            if isinstance(value, dict)
-        }
-        return self.model_copy(update=given | groups)
+        for name, value in given.items():
+            if isinstance(value, dict):
+                given[name] = getattr(self, name).model_copy(update=value)
+        return self.model_copy(update=given)
 
     @property
     def expert_width(self) -> int:

@@ -24,7 +24,8 @@ OWN_KEYS = {
 }
 
 Value = bool | int | float | str | None
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+WORDS = {bool: "true or false", str: "text", float: "a number", int: "a whole number"}
+WORDS |= {types.NoneType: "null"}
 
 
 class Argument(NamedTuple):
@@ -45,14 +46,8 @@ class Argument(NamedTuple):
         """What it takes, in words."""
         if not self.types:
             return "left out: it takes what no config can hold"
-        named = [WORDS[kind] for kind in (bool, str) if kind in self.types]
-        if float in self.types:
-            named.append(WORDS[float])
-        elif int in self.types:
-            named.append(WORDS[int])
-        if types.NoneType in self.types:
-            named.append("null")
-        return " or ".join(named)
+        implied = {int} if float in self.types else set()
+        return " or ".join(WORDS[kind] for kind in WORDS if kind in {*self.types} - implied)
 
 
 def optax_function(name: str) -> Callable | None:

@@ -12,8 +12,8 @@ from mjax.config.optax_arguments import (
     optax_names,
     own_key,
 )
-from mjax.config.rule import Rule, rule, rules_of
-from mjax.config.schema import Config, OptimizerConfig
+from mjax.config.rule import Rule, rule, rules_of, set_keys
+from mjax.config.schema import Config
 
 BUILT_IN = ("adamw", "muon")
 
@@ -93,9 +93,8 @@ def args_complete(c: Config) -> Iterator[str]:
 
 @rule("give it in optimizer.args, if the function has such an argument")
 def adam_keys_used(c: Config) -> Iterator[str]:
-    for key in ("b1", "b2", "eps"):
-        is_set = getattr(c.optimizer, key) != OptimizerConfig.model_fields[key].default
-        if is_set and _named_by_optax(c):
+    for key in set_keys(c.optimizer, "b1", "b2", "eps"):
+        if _named_by_optax(c):
             yield f"`optimizer.{key}` has no effect with `optimizer.name`"
 
 

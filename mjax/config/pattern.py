@@ -18,8 +18,10 @@ period of the pattern nor a pipeline.
 """
 
 import functools
+import itertools
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mjax.errors import UserError
@@ -244,6 +246,13 @@ def has_heads(letter: str) -> bool:
     return "attn_out" in BRANCHES[letter].kept
 
 
+def shortest(kinds: Sequence[str]) -> Sequence[str]:
+    """The first of these kinds of layers, as few as repeat to all of them."""
+    n = len(kinds)
+    period = next(p for p in range(1, n + 1) if all(kinds[i] == kinds[i % p] for i in range(n)))
+    return kinds[:period]
+
+
 def sizes_of(kind: str) -> int:
     """The entry of `model.layer_sizes` that a layer takes its sizes from, from 1; 0: none."""
     return int(kind.partition("@")[2] or 0)
@@ -268,10 +277,5 @@ def stacks_of(kinds: Sequence[str]) -> tuple[str, ...]:
 
 def stack_index(kinds: Sequence[str]) -> tuple[int, ...]:
     """The row of each layer in the stack of its kind."""
-    next_row = dict.fromkeys(stacks_of(kinds), 0)
-    rows = []
-    for kind in kinds:
-        stack = stack_of(kind)
-        rows.append(next_row[stack])
-        next_row[stack] += 1
-    return tuple(rows)
+    rows: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of each stack, those to come
+    return tuple(next(rows[stack_of(kind)]) for kind in kinds)

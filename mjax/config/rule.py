@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mjax.config.keys import value_of
+from mjax.config.model_schema import Group
 from mjax.config.schema import Config
 
 
@@ -51,6 +52,16 @@ def rule(remedy: str, every_size: bool = False) -> Callable[..., Rule]:
     return made
 
 
+def set_keys(group: Group, *names: str) -> list[str]:
+    """Those of the keys of a group that have another value than their default."""
+    fields = type(group).model_fields
+    return [name for name in names if getattr(group, name) != fields[name].get_default()]
+
+
 def rules_of(module: dict[str, object]) -> tuple[Rule, ...]:
-    """The rules among the names of a module (`globals()`), in the order in which they stand."""
-    return tuple(value for value in module.values() if isinstance(value, Rule))
+    """The rules among the names of a module (`globals()`), in the order in which they stand.
+
+    A tuple counts as what is in it.
+    """
+    named = (value if isinstance(value, tuple) else (value,) for value in module.values())
+    return tuple(value for values in named for value in values if isinstance(value, Rule))

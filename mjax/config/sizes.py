@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from mjax.config.difference import keys_and_values
 from mjax.errors import UserError
 
 MOST_REPEATS = 1_000_000  # the product of all counts in a pattern
@@ -22,13 +23,10 @@ UpTo28 = Annotated[int, Field(le=2**28)]
 PATTERNS = ("layer_pattern", "pipeline_layout", "remat")
 
 
-def require_sane_patterns(tree: Mapping, places: Mapping[str, str], prefix: str = "") -> None:
+def require_sane_patterns(tree: Mapping, places: Mapping[str, str]) -> None:
     """Raise `UserError` for the first pattern of a tree that repeats beyond all measure."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            require_sane_patterns(value, places, f"{key}.")
-        elif isinstance(value, str) and name in PATTERNS:
+    for key, value in keys_and_values(tree):
+        if isinstance(value, str) and key.rpartition(".")[2] in PATTERNS:
             repeats = math.prod(map(int, re.findall(r"\*\s*(\d{1,15})", value)))
             if repeats > MOST_REPEATS or re.search(r"\d{16}", value):
                 where = f" ({places[key]})" if key in places else ""

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from mjax.config.mesh_rules import count_slots, not_for_cudnn
 from mjax.config.remat import not_kept, remat_policies
-from mjax.config.rule import rule, rules_of
-from mjax.config.schema import Config, PrecisionConfig
+from mjax.config.rule import rule, rules_of, set_keys
+from mjax.config.schema import Config
 
 
 def _sequences_per_micro_batch(c: Config) -> int:
@@ -158,10 +158,9 @@ def fp16_masters(c: Config) -> Iterator[str]:
 
 @rule("remove it or set precision.compute=float16")
 def loss_scale_used(c: Config) -> Iterator[str]:
-    default = PrecisionConfig()
-    for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-        is_set = getattr(c.precision, name) != getattr(default, name)
-        if is_set and c.precision.compute != "float16":
+    names = "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
+    for name in set_keys(c.precision, *names):
+        if c.precision.compute != "float16":
             yield f"`precision.{name}` has no effect with `precision.compute`"
 
 

@@ -14,7 +14,7 @@ import re
 
 import yaml
 
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 
 _SCALARS = [  # tag, pattern, possible first characters
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -110,12 +110,9 @@ def _construct(text: str, source: str, places: dict[str, str], key: str) -> obje
         interpolation = _ENV.fullmatch(raw)
         if node.style or interpolation is None or not interpolation["name"]:
             return expanded
-        try:
+        wrong = f"{where(node)}: {key}: {raw} is {expanded!r}, which is not valid YAML; mend it"
+        with or_user_error(wrong, (yaml.YAMLError, RecursionError)):
             return _without_aliases(yaml.load(expanded, _Loader), expanded)
-        except (yaml.YAMLError, RecursionError):
-            raise UserError(
-                f"{where(node)}: {key}: {raw} is {expanded!r}, which is not valid YAML; mend it"
-            ) from None
 
     root = loader.get_single_node()
     return None if root is None else value(root, key)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.errors import UserError, or_user_error
+from mjax.errors import or_user_error
 
 VERSION = 1  # raise it when the meaning of a cached array changes
 
@@ -41,10 +41,9 @@ def cached_arrays(
         ):
             _publish(entry, description, dict(zip(names, arrays, strict=True)))
     files = [entry / f"{name}.npy" for name in names]
-    try:
+    wrong = f"{entry}: damaged index cache ({{reason}}): delete this folder"
+    with or_user_error(wrong, (OSError, ValueError, EOFError)):
         return [np.asarray(np.load(file, mmap_mode="r")) for file in files], files
-    except (OSError, ValueError, EOFError) as e:
-        raise UserError(f"{entry}: damaged index cache ({e}): delete this folder") from e
 
 
 def _publish(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.data.time_limit import time_limit
+from mjax.data.tokenizer import token_text
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
@@ -55,7 +56,11 @@ class ChatTemplate:
         messages that it refuses."""
         with or_user_error("chat templates need jinja2: `pip install 'mjax[chat]'`", ImportError):
             import jinja2
-        try:
+        wrong = (
+            f"{self.origin}: the chat template cannot render these messages: {{reason}}; mend the "
+            "messages (roles, their order, content) or the template"
+        )
+        with or_user_error(wrong, (jinja2.TemplateError, *TEMPLATE_ERRORS)):
             given = json.loads(json.dumps([list(messages), tools, variables]))
             chat = [{k: v for k, v in message.items() if v is not None} for message in given[0]]
             with time_limit(LONGEST_RENDERING):
@@ -66,11 +71,6 @@ class ChatTemplate:
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
                 )
-        except (jinja2.TemplateError, *TEMPLATE_ERRORS) as e:
-            raise UserError(
-                f"{self.origin}: the chat template cannot render these messages: {e}; mend the "
-                "messages (roles, their order, content) or the template"
-            ) from e
 
 
 def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> ChatTemplate:
@@ -96,12 +96,8 @@ def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> Ch
             "there, or prompt with plain text"
         )
     tokens = read_json(folder / "special_tokens_map.json", missing={}) | config
-    tokens = {key: _content(tokens[key]) for key in TOKENS if tokens.get(key) is not None}
+    tokens = {key: token_text(tokens[key]) for key in TOKENS if tokens.get(key) is not None}
     return ChatTemplate(source, str(files.get(name or "default", path)), tokens)
-
-
-def _content(token: str | dict[str, Any]) -> str:
-    return token["content"] if isinstance(token, dict) else token
 
 
 def _repeated(what: object, count: object) -> int:

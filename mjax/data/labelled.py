@@ -14,7 +14,7 @@ import numpy as np
 
 from mjax.config.schema import Config
 from mjax.data.gpt import Batch, split_range
-from mjax.data.masked import padded_rows
+from mjax.data.masked import fill_row, padded_rows
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import parse_json
@@ -67,9 +67,8 @@ class LabelledDataset:
         for row, line in enumerate(self._numbers(np.asarray(indices, np.int64))):
             texts, out["row_label"][row] = self.lines[line]
             tokens, types = self._framed(texts)
-            out["tokens"][row, : len(tokens)] = tokens
-            out["token_types"][row, : len(tokens)] = types
-            out["segment_ids"][row, : len(tokens)] = 1
+            ones = [1] * len(tokens)
+            fill_row(out, row, {"tokens": tokens, "token_types": types, "segment_ids": ones})
         return out
 
     def _numbers(self, indices: np.ndarray) -> list[int]:
@@ -85,16 +84,14 @@ class LabelledDataset:
     def _framed(self, texts: list[list[int]]) -> tuple[list[int], list[int]]:
         """(tokens, their types) of a sample without its padding."""
         room = self.seq_length - 1 - len(texts)
-        sizes = list(map(len, texts))
-        while sum(sizes) > room:
-            longest = sizes.index(max(sizes))
-            others = sum(sizes) - sizes[longest]
-            second = max((size for i, size in enumerate(sizes) if i != longest), default=0)
-            sizes[longest] = max(min(second, sizes[longest] - 1), room - others)
         tokens, types = [self.settings.cls_token_id], [0]
-        for number, (text, size) in enumerate(zip(texts, sizes, strict=True)):
-            tokens += [*text[:size], self.settings.sep_token_id]
-            types += [number] * (size + 1)
+        behind = sum(map(len, texts[1:]))
+        most = max(room - behind, room // len(texts))  # tokens of the text that is next
+        for number, text in enumerate(texts):
+            kept = text[:most]
+            most = room - len(kept)
+            tokens += [*kept, self.settings.sep_token_id]
+            types += [number] * (len(kept) + 1)
         return tokens, types
 
 

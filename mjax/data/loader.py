@@ -21,7 +21,7 @@ from mjax.data.masked import MaskedDataset
 from mjax.data.mock import MockDataset
 from mjax.data.text import prepare_text
 from mjax.data.tokenizer import load_tokenizer, word_continuations
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 
 SPAN_CORRUPTION = "span_corruption"
 
@@ -83,13 +83,12 @@ def build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset
 
     `data.text` is prepared first if need be. Raises `UserError` on anything unusable.
     """
-    try:
+    wrong = (
+        f"data: the order of {num_train:,} samples does not fit in memory; lower train.steps, "
+        "train.max_tokens or train.global_batch_size"
+    )
+    with or_user_error(wrong, (MemoryError, OverflowError)):
         return _build_datasets(cfg, num_train, num_valid)
-    except (MemoryError, OverflowError) as e:
-        raise UserError(
-            f"data: the order of {num_train:,} samples does not fit in memory; lower train.steps, "
-            "train.max_tokens or train.global_batch_size"
-        ) from e
 
 
 def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:

@@ -8,7 +8,7 @@ and `masked_dataset.py`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -173,18 +173,10 @@ def padded_rows(count: int, length: int, pad: int) -> Batch:
     return fields | {"row_label": np.full(count, -1, np.int32)}
 
 
-class MaskedSample(NamedTuple):
-    """A sample without its padding: int arrays of its length, and the class of its order.
-
-    seen: tokens with some replaced. tokens: the true ones. hidden: 1 where the loss counts.
-    types: 0 for the first text, 1 for the second. is_swapped: whether the second came first.
-    """
-
-    seen: np.ndarray
-    tokens: np.ndarray
-    hidden: np.ndarray
-    types: np.ndarray
-    is_swapped: int
+def fill_row(fields: Batch, row: int, values: Mapping[str, Sequence[int] | np.ndarray]) -> None:
+    """Write what a row holds before its padding, [n] a field, into fields of `padded_rows`."""
+    for name, array in values.items():
+        fields[name][row, : len(array)] = array
 
 
 class MaskedDataset(SentenceDataset):
@@ -204,19 +196,17 @@ class MaskedDataset(SentenceDataset):
         out = padded_rows(*shape, self.masked.pad_token_id)
         out["labels"], out["loss_mask"] = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for row, source in enumerate(self.sources(indices)):
-            sample = self._sample(source)
-            n = len(sample.tokens)
-            out["tokens"][row, :n] = sample.seen
-            out["labels"][row, :n] = np.where(sample.hidden, sample.tokens, 0)
-            out["loss_mask"][row, :n] = sample.hidden
-            out["token_types"][row, :n] = sample.types
-            out["segment_ids"][row, :n] = 1
+            fields, is_swapped = self._sample(source)
+            fill_row(out, row, fields)
             if self.pairs:
-                out["row_label"][row] = sample.is_swapped
+                out["row_label"][row] = is_swapped
         return out
 
-    def _sample(self, source: Source) -> MaskedSample:
-        """A sample of these sentences; its draws are made in Megatron's order."""
+    def _sample(self, source: Source) -> tuple[Batch, bool]:
+        """(the fields of a sample without its padding, whether its second text came first).
+
+        Its draws are made in Megatron's order.
+        """
         _, text, lengths, target, rng = source
         pivot, is_swapped = len(lengths), False
         if self.pairs:
@@ -230,10 +220,15 @@ class MaskedDataset(SentenceDataset):
         cls, sep = [self.masked.cls_token_id], [self.masked.sep_token_id]
         parts = [cls, first, sep] + ([second, sep] if len(second) else [])
         tokens = np.concatenate(parts).astype(np.int32)
-        types = np.zeros(len(tokens), np.int32)
-        types[len(first) + 2 :] = 1
         seen, hidden = self._hide(tokens, target, rng)
-        return MaskedSample(seen, tokens, hidden, types, int(is_swapped))
+        fields = {
+            "tokens": seen,
+            "labels": np.where(hidden, tokens, 0),
+            "loss_mask": hidden,
+            "token_types": np.arange(len(tokens)) >= len(first) + 2,  # the second text
+            "segment_ids": np.ones_like(tokens),
+        }
+        return fields, is_swapped
 
     def _hide(
         self, tokens: np.ndarray, target: int, rng: np.random.RandomState

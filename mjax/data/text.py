@@ -11,8 +11,6 @@ import json
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +51,9 @@ def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
         settings["sentences"] = True
     stamp = folder / "settings.json"
     with or_user_error(f"{run_dir}: cannot be written ({{reason}}): set run.dir"):
-        with _lock(folder.with_name("data.lock")):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_name("data.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel frees it if the process dies
             if not _was_made_with(stamp, settings):
                 _rebuild(data.text, data.tokenizer, settings, folder)
     return TextCorpus(str(folder / "corpus"), spec, load_tokenizer(spec).vocab_size)
@@ -124,12 +124,3 @@ def stdlib_files() -> list[str]:
     if not files:
         raise UserError(f"data.text stdlib: {root} holds no Python sources; give a folder instead")
     return files
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the kernel frees it if the process dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield

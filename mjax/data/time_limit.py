@@ -18,7 +18,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     def end() -> None:
         with lock:
             if not is_over:
-                _raise_in(thread, TimeoutError)
+                kind = ctypes.py_object(TimeoutError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -31,7 +32,3 @@ def time_limit(seconds: float) -> Iterator[None]:
         with lock:
             is_over = True
         timer.cancel()
-
-
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

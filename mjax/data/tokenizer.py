@@ -83,7 +83,8 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
     vocabulary = inner.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise UserError(f"{path}: the tokenizer has no vocabulary")
-    names = [_declared_eod(path.with_name("tokenizer_config.json")), *EOD_NAMES]
+    declared = read_json(path.with_name("tokenizer_config.json"), missing={}).get("eos_token")
+    names = [token_text(declared), *EOD_NAMES]
     eod = next((vocabulary[n] for n in names if n in vocabulary), None)
 
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
@@ -104,9 +105,8 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
     )
 
 
-def _declared_eod(config: Path) -> str | None:
-    """`eos_token` of a tokenizer_config.json: a string, or a dictionary with its `content`."""
-    token = read_json(config, missing={}).get("eos_token")
+def token_text(token: str | dict | None) -> str | None:
+    """A token as tokenizer_config.json has it: its text, or a dictionary with its `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
 

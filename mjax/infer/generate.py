@@ -108,7 +108,9 @@ class Generator:
         open_rows = {row: TextStream(decode, ids, stop) for row, ids in enumerate(prompts)}
         ids, real = left_padded(prompts, bucket(max(map(len, prompts))))
         sampled = [sampling] * len(prompts)
-        settings, draws = self._on_device(settings_of(sampled)), draws_of(sampled)
+        # Where the model is, so that they are not sent again with every step.
+        where = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        settings, draws = jax.device_put(settings_of(sampled), where), draws_of(sampled)
         length = ids.shape[1] + bucket(max_new_tokens)
         seed = np.uint32(seed % 2**32)
         inputs = ids, real, settings, draws, seed
@@ -146,11 +148,6 @@ class Generator:
             )
             for row in rows
         ]
-
-    def _on_device(self, settings: Settings) -> Settings:
-        """The settings where the model is, so that they are not sent again with every step."""
-        where = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
-        return jax.device_put(settings, where)
 
     def _check(self, prompts, max_new_tokens: int, stop: Sequence[str]) -> None:
         limit = self.cfg.max_position_embeddings

@@ -19,19 +19,9 @@ import numpy as np
 
 from mjax.config import load
 from mjax.config.mesh_rules import AXES
+from mjax.config.pattern import shortest
 from mjax.pipeline.storage import canonical
-from mjax.prove.features import (
-    DEEP,
-    FEATURES,
-    MOST_TP,
-    NO_RING,
-    PERIOD,
-    ROWS,
-    SIX,
-    SMALL,
-    STEPS,
-    VOCAB,
-)
+from mjax.prove.features import DEEP, FEATURES, MOST_TP, NO_RING, ROWS, SIX, SMALL, STEPS, VOCAB
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 
@@ -64,6 +54,7 @@ def cells(devices: int, feature: str) -> Iterator[Cell]:
     """A feature's row: every mesh. ZeRO stage, micro-batches and the exchange of keys take turns
     along it, beginning elsewhere for each feature."""
     ways = ("all_gather", "a2a") if feature in NO_RING else ("all_gather", "a2a", "ring")
+    period = len(shortest(load(None, [*SMALL, *FEATURES[feature]]).model.layer_kinds))
     for i, mesh in enumerate(meshes(devices), list(FEATURES).index(feature)):
         if mesh["tp"] > MOST_TP.get(feature, devices):
             continue
@@ -73,7 +64,7 @@ def cells(devices: int, feature: str) -> Iterator[Cell]:
         heads = 2 if feature == "odd widths" else 8
         way = ways[i % len(ways)]
         layers = layers_for(mesh, feature)
-        odd = mesh["pp"] > 1 and layers // mesh["pp"] % PERIOD.get(feature, 1)
+        odd = mesh["pp"] > 1 and layers // mesh["pp"] % period
         uneven = layers % mesh["pp"] or odd  # where a ring is refused
         if (way == "a2a" and heads // mesh["tp"] % mesh["cp"]) or (way == "ring" and uneven):
             way = ways[0]

@@ -68,13 +68,8 @@ def prove(devices: list[int], features: list[str], jobs: int, file: Path) -> lis
     tasks = list(itertools.product(devices, features, ROWS))
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, tasks))
-    found = read_records(file)
-    wanted = (
-        (feature, size, str(cell))
-        for size in devices
-        for feature in features
-        for cell in cells(size, feature)
-    )
+    found, rows = read_records(file), itertools.product(devices, features)
+    wanted = ((name, size, str(cell)) for size, name in rows for cell in cells(size, name))
     return [found[key] for key in wanted]
 
 

@@ -209,16 +209,3 @@ NO_RING = (
     "t5",
 )
 MOST_TP = {"odd widths": 2}
-# Layers that differ, in turn.
-PERIOD = {
-    "windows": 2,
-    "multi-token prediction": 2,
-    "gpt-oss": 4,
-    "routing": 4,
-    "expert bias": 4,
-    "capacity": 4,
-    "sinkhorn": 4,
-    "unlike layers": 4,
-    "hybrid": 4,
-    "t5": 4,
-}

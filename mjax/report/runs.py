@@ -15,7 +15,7 @@ from mjax.config.difference import keys_and_values
 from mjax.config.keys import move_keys
 from mjax.config.schema import Config
 from mjax.config.yaml_text import read
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 
 Column = np.ndarray  # float64 [records]
 RESUMED = "resumed from "  # how the event of a restart begins
@@ -71,13 +71,11 @@ def names_of(folders: list[Path]) -> list[str]:
 def records_of(folder: Path) -> list[dict | None]:
     """The records in a run's log, None for a line that is none; raises `UserError` without log."""
     file = folder / "metrics.jsonl"
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
+    if not file.is_file():
         what = "no metrics.jsonl here" if folder.is_dir() else "no such folder"
-        raise UserError(f"{folder}: {what}; give the run.dir of a run") from None
-    except OSError as e:
-        raise UserError(f"{file}: cannot be read ({e.strerror}); mend its permissions") from e
+        raise UserError(f"{folder}: {what}; give the run.dir of a run")
+    with or_user_error(f"{file}: cannot be read ({{reason}}); mend its permissions"):
+        text = file.read_text(encoding="utf-8", errors="replace")
     return [_record(line) for line in filter(str.strip, text.split("\n"))]
 
 
@@ -86,8 +84,8 @@ def _record(line: str) -> dict | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_record = isinstance(record, dict) and _is_step(record.get("step"))
-    return record if is_record else None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and 0 <= step < 2**53 else None
 
 
 def read_run(folder: Path, name: str) -> Run:
@@ -107,10 +105,6 @@ def read_run(folder: Path, name: str) -> Run:
         raise UserError(f"{folder}/metrics.jsonl: holds no record of a step; train at least one")
     config = _read_config(folder / "config.yaml")
     return Run(name, _columns(training), _columns(held_out), events, config, bad_lines)
-
-
-def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def _is_number(value: object) -> bool:

@@ -143,7 +143,7 @@ class Checkpoints:
         source.check()
         stored = self.layout.abstract()["params"]
         params = arrays(found.source, canonical_abstract(storage, stored))
-        if not found.is_whole:
+        if found.shared != found.wanted:
             params = found.complete(params, canonical(storage, self.layout.draw()))
         return from_canonical(storage, params, stored), found.summary()
 

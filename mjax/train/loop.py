@@ -309,19 +309,13 @@ def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
         run.profiler.end(step)
     if is_logged(run, step):
         record = training_record(run, step, values)
-        log_hosts(run, record, dispatched.host)
+        hosts = figures_of(dispatched.host)
+        if hosts is not None:
+            record |= hosts.record(record["ms_per_step"])
+            if line := run.host.slow_process(hosts, record["ms_per_step"]):
+                run.log.event(step, line)
         run.log.write(record)
     return run.saver.react(int(dispatched.stop_reason))
-
-
-def log_hosts(run: TrainingRun, record: metrics.Record, gathered: jax.Array | None) -> None:
-    """Add what the hosts of all processes took to a record; log one that makes others wait."""
-    figures = figures_of(gathered)
-    if figures is None:
-        return
-    record |= figures.record(record["ms_per_step"])
-    if line := run.host.slow_process(figures, record["ms_per_step"]):
-        run.log.event(record["step"], line)
 
 
 def write_config(run: TrainingRun) -> None:

@@ -20,6 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
+from mjax.checkpoint.peers import machine_id
 from mjax.errors import UserError
 from mjax.sharding.agreement import on_process_0
 
@@ -46,7 +47,7 @@ class RunLock:
         self._record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "machine": _machine(),
+            "machine": machine_id(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "token": uuid.uuid4().hex,
         }
@@ -205,11 +206,3 @@ def _is_same_file(file: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _machine() -> str:
-    """What no two running machines share, and no machine keeps when it starts anew."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
