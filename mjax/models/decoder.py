@@ -45,7 +45,7 @@ def _table(cfg: ModelConfig, rows: int, axis: str | None, of: str) -> ParamSpec:
     )
 
 
-def _rows_of(table: jax.Array, rows: jax.Array) -> jax.Array:
+def _look_up(table: jax.Array, rows: jax.Array) -> jax.Array:
     """table[rows]. The gradient of a row is a sum in fp32: many tokens are one word.
 
     GPUs add bf16 to one place by trying again and again: BERT's mask tokens took 60 of 199 ms.
@@ -270,13 +270,13 @@ class Decoder(nnx.Module):
         row = tokens - parallel.index("tp") * rows
         is_local = (row >= 0) & (row < rows)
         # The rows of other devices are spread: GPUs add the gradients of one row one by one.
-        x = _rows_of(table, row % rows)
+        x = _look_up(table, row % rows)
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
         x = scaled(x, cfg.embedding_multiplier)
         if cfg.position_embedding == "learned":
             positions = parallel.shard_seq(info.positions) + cfg.bert.position_offset
-            x = x + _rows_of(self.position_embedding[...], positions)
+            x = x + _look_up(self.position_embedding[...], positions)
         if cfg.bert.type_vocab_size:
             types = jnp.zeros_like(tokens) if info.types is None else info.types
             # A product, whose backward sums all tokens' gradients at once: there are few rows.

@@ -34,7 +34,20 @@ def matmul_weights(model: ModelConfig) -> float:
 
 def flops_of_run(cfg: Config) -> float:
     """`flops_per_token` of a run."""
-    return flops_per_token(cfg.model, cfg.data.seq_length, cfg.train.freeze, cfg.data.target_length)
+    return sum(run_flops_by_part(cfg).values())
+
+
+def run_flops_by_part(cfg: Config) -> dict[str, float]:
+    """`flops_by_part` of a run. The head of a masked model reads hidden tokens alone."""
+    data = cfg.data
+    parts = flops_by_part(cfg.model, data.seq_length, cfg.train.freeze, data.target_length)
+    parts["head"] *= predicted_share(cfg)
+    return parts
+
+
+def predicted_share(cfg: Config) -> float:
+    """The part of the tokens that the head predicts."""
+    return cfg.data.masked.probability if cfg.model.bert.mlm_head else 1.0
 
 
 def flops_per_token(

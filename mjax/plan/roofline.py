@@ -8,6 +8,7 @@ arithmetic on (config, sizes of the mesh, declared parameters, chip); nothing is
 Sources: docs/lab/2026-11-22-breakdowns.md (matmuls 690 to 766 TFLOP/s in whole steps, 1,300 in 8
 bits; attention 359 at 8192 tokens and heads of 128, 299 at 2048, 191 at 1024 and heads of 64),
 docs/lab/2026-11-23-grouped-matmul.md (experts: 630 at a width of 14336, 530 at 1408, 483 at 768),
+docs/lab/2026-11-24-encoders.md (full attention, a head of hidden tokens, layers of Mamba-2),
 docs/performance.md (K3: 8 bytes a logit beside the loss's matmuls; K4: passes over memory),
 docs/tuning.md (collectives: 170 to 200 GB/s by NCCL, 360 by copies). Networks between nodes were
 not measured: 400 Gb/s a GPU is an assumption.
@@ -16,13 +17,14 @@ not measured: 400 Gb/s a GPU is an assumption.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
 from mjax.config.schema import Config
 from mjax.models.branch import branch_class, model_heads
 from mjax.models.capacity import expert_capacity
 from mjax.models.execution import Execution
 from mjax.models.expert_exchange import rows_per_peer
-from mjax.models.flops import branch_flops, flops_by_part, flops_of_run
+from mjax.models.flops import branch_flops, flops_of_run, predicted_share, run_flops_by_part
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.plan.balance import head_in_layers, step_time
@@ -61,8 +63,9 @@ NETWORK = Span(0.60, 0.95)  # of NETWORK_GBS
 HOST_GBS = Span(45, 60)  # moments that come from the host's memory and go back
 LAUNCH = Span(0.00005, 0.00015)  # seconds that kernels of a layer wait for each other
 
-# Heads of H and sequences of S reach H / (H + 46) x S / (S + 650) of the endless.
-HEAD_SIZE, SEQUENCE = 46, 650
+# Heads of H and sequences of S reach H / (H + 46) x S / (S + 650) of the endless. With a mask that
+# leaves no blocks half empty, and no biases whose gradients are summed, that is S / (S + 225).
+HEAD_SIZE, SEQUENCE, FULL_SEQUENCE = 46, 650, 225
 # Experts of a width F, one after the other in a grouped matmul, reach F / (F + 300) of the widest.
 EXPERT_WIDTH = 300
 
@@ -72,6 +75,7 @@ OF_BLOCK = 20
 # The same of [tokens, heads]: rotary embedding or biases of queries, keys and values; of
 # [tokens, F]: the activation function, without and with a gate.
 OF_HEADS, OF_ACTIVATION, OF_GATE = 4, 5, 9
+OF_SCAN = 64  # [tokens, channels] of Mamba-2: scan, convolution, gated norm, sums of gradients
 OF_PAIR = 6  # [pairs of a token and an expert, D]: gathers and sums, where experts' rows are sorted
 OF_LOOP = 40  # [tokens, D] that a loop over layers copies to stacks, back, and fills with zeros
 ROUNDING = 1.3  # times all these passes where 8-bit matmuls read and write rounded copies
@@ -173,7 +177,7 @@ def _compute(
 ) -> Iterator[Part]:
     """Matmuls, attention and passes over memory of one device, in all micro-batches."""
     tokens = _tokens(cfg, sizes, execution) * stretch
-    flops = flops_by_part(cfg.model, *_lengths(cfg))
+    flops = run_flops_by_part(cfg)
     remat = [plan.remat for plan in execution.layers]
     again = {name: remat.count(name) / len(remat) for name in AGAIN}  # shares of the layers
     weights_again = 1 + (again["attention"] + again["full"]) / 3
@@ -209,8 +213,8 @@ def _tokens(cfg: Config, sizes: dict[str, int], execution: Execution) -> float:
 
 def _attention_seconds(cfg: Config, chip: Chip) -> float:
     """Seconds of a token's attention in all layers if the share of the peak were 1."""
-    length, _, target = lengths = _lengths(cfg)
-    branches = list(branch_flops(cfg.model, length, target))
+    length = cfg.data.seq_length
+    branches = list(branch_flops(cfg.model, length, cfg.data.target_length))
     work = 0.0
     for letter, sizes, flops, _ in branches:
         window = length
@@ -222,17 +226,18 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
             continue
         head = (heads.size + heads.value_size) / 2
         of_head = head / (head + HEAD_SIZE)
-        of_window = window / (window + SEQUENCE)
+        of_window = window / (window + _lost_length(letter, sizes))
         work += flops / (of_head * of_window)
     all_flops = sum(branch.flops for branch in branches)
-    counted = flops_by_part(cfg.model, *lengths)["attention"]
+    counted = run_flops_by_part(cfg)["attention"]
     trained = counted / all_flops if all_flops else 0.0  # less where layers are frozen
     return work * trained / (chip.bf16_tflops * 1e12)
 
 
-def _lengths(cfg: Config) -> tuple[int, list[str], int | None]:
-    """What `flops_by_part` is told of a run."""
-    return cfg.data.seq_length, cfg.train.freeze, cfg.data.target_length
+def _lost_length(letter: str, sizes: ModelConfig) -> int:
+    """The tokens that a sequence would have to be longer by, for what its attention's time lost."""
+    plain = BRANCHES[letter].mask != "causal" and sizes.position_embedding != "relative"
+    return FULL_SEQUENCE if plain else SEQUENCE
 
 
 def _pass_bytes(
@@ -247,22 +252,25 @@ def _pass_bytes(
         passes += copied * cfg.model.num_hidden_layers
     if execution.recipe is not None:
         passes *= ROUNDING
-    length, _, target = _lengths(cfg)
-    logits = cfg.model.padded_vocab_size * (target or length) / length
+    length = cfg.data.seq_length
+    predicted = predicted_share(cfg) * (cfg.data.target_length or length) / length
+    logits = cfg.model.padded_vocab_size * predicted
     return passes + BYTES_A_LOGIT * logits
 
 
 def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """Bytes of a token that pass through memory besides matmuls, in all layers."""
     all_elements = 0.0
-    length, _, target = _lengths(cfg)
-    for letter, model, _, share in branch_flops(cfg.model, length, target):
+    lengths = cfg.data.seq_length, cfg.data.target_length
+    for letter, model, _, share in branch_flops(cfg.model, *lengths):
         heads = branch_class(letter).heads(model)
         elements = OF_BLOCK / 2 * model.hidden_size
         of_ffn = OF_GATE if model.mlp_gated else OF_ACTIVATION
         if heads is not None:
             channels = heads.heads * heads.size + heads.kv_channels
             elements += OF_HEADS * channels
+        elif letter == "M":
+            elements += OF_SCAN * model.mamba.channels
         elif letter == "D":
             elements += of_ffn * model.intermediate_size
         elif letter == "E":

@@ -90,6 +90,13 @@ def test_frozen_weights_save_their_gradients_and_what_nothing_before_them_needs(
     assert probe == (whole - 6 * head) / 3 + 4 * head
 
 
+def test_the_head_of_a_masked_model_counts_hidden_tokens():
+    cfg = load("configs/models/bert_large.yaml", ["data.masked.probability=0.25"])
+    head = 6 * cfg.model.hidden_size * cfg.model.vocab_size
+    whole = flops.flops_per_token(cfg.model, cfg.data.seq_length)
+    assert flops.flops_of_run(cfg) == whole - 0.75 * head
+
+
 def test_windowed_layers_count_the_keys_that_their_queries_see():
     s, window = 512, 100
     cfg = model(
