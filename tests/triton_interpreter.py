@@ -16,6 +16,8 @@ import jax
 import numpy as np
 import pytest
 
+from mjax.kernels.chooser import has_triton
+
 _ONE = threading.Lock()  # devices call back beside each other; the interpreter's state is global
 
 
@@ -42,6 +44,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         data = np.full(type_.shape, value.data, value.data.dtype)
         return interpreter.TensorHandle(data, value.dtype.scalar)
 
+    has_triton()  # remembers what is true of this machine before the module below is pretended
     names = []
 
     def triton_call(
