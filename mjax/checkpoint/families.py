@@ -45,6 +45,7 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v3,
 )
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
+from mjax.checkpoint.hf_nas import block_configs, norm_names
 from mjax.checkpoint.hf_t5 import T5
 from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
 from mjax.checkpoint.slots import Slot, Slots, changed
@@ -268,6 +269,14 @@ FAMILIES: dict[str, Family] = {
         ),
         fused={"self_attn.c_attn": _QKV},
         conv1d=True,
+    ),
+    "nemotron-nas": Family.of(
+        "DeciLMForCausalLM",
+        block_configs(),
+        shape(),
+        rope(),
+        biases(mlp=True),
+        name_of=norm_names,
     ),
     **HYBRIDS,
     **ENCODERS,

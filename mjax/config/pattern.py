@@ -115,6 +115,20 @@ BRANCHES: dict[str, Branch] = {
         matmuls=("ssm_in", "ssm_bc", "ssm_dt", "ssm_proj"),
         kept=("ssd_out", "ssd_states"),  # our kernels make the states again, and keep none
     ),
+    "I": Branch(
+        "linear",
+        "mjax.models.linear_map:LinearMap",
+        name="linear",
+        shape="linear",
+        matmuls=("linear",),
+    ),
+    "J": Branch(
+        "linear_mlp",
+        "mjax.models.linear_map:LinearMlp",
+        name="linear_mlp",
+        shape="linear_mlp",
+        matmuls=("linear_mlp",),
+    ),
 }
 
 # Common layers, by letter.

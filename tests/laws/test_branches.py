@@ -47,6 +47,7 @@ def recurrence(monkeypatch):
         ("megatron:*-*E", 4, "[G] [D] [G] [E]"),
         ("megatron:M*M-E", 5, "M [G] M [D] [E]"),
         ("mamba+mlp, mamba|full", 2, "[MD] [M|G]"),
+        ("linear+mlp, full+linear_mlp", 2, "[ID] [GJ]"),
     ],
 )
 def test_patterns(pattern, layers, expected):
@@ -81,6 +82,7 @@ CASES = [
     ("dense", {"pp": 2, "dp": 2, "tp": 2}, 3, 3, ["model.layer_pattern='G[G|D][D]G'"]),
     ("dense", {"pp": 2, "dp": 2, "tp": 2}, 1, 2, SIZES),
     ("experts", {"pp": 4, "ep": 2}, 1, 4, ["model.layer_pattern='megatron:*-*E-E*-'"]),
+    ("dense", {"pp": 2, "dp": 2, "tp": 2}, 1, 2, ["model.layer_pattern='[IJ]G[GJ][ID]'"]),
 ]
 
 

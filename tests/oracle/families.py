@@ -3,6 +3,8 @@
 import torch
 import transformers
 
+from tests.oracle import nas
+
 # heads * head_dim differs from hidden_size, one kv head where legal, an odd vocabulary.
 _BASE = dict(
     vocab_size=251,
@@ -245,6 +247,10 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(num_local_experts=0, shared_intermediate_size=28, position_embedding_type="rope"),
     ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "nemotron_nas": (
+        "DeciLM",
+        _NO_HEAD_DIM | dict(num_hidden_layers=len(nas.BLOCKS), block_configs=nas.BLOCKS),
+    ),
 }
 
 
@@ -252,7 +258,8 @@ def make(name: str) -> torch.nn.Module:
     """An fp32 model whose biases and norms are random too."""
     prefix, options = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**options, attn_implementation="eager")
+    home = nas if prefix == "DeciLM" else transformers
+    config = getattr(home, f"{prefix}Config")(**options, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for path, p in model.named_parameters():

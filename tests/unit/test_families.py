@@ -242,6 +242,38 @@ def test_gpt_oss_without_rope_keys_has_the_yarn_that_transformers_assumes():
     assert config_from_hf(bare) == config_from_hf(GPT_OSS_20B)
 
 
+def nas(*blocks: tuple[dict, dict]) -> dict:
+    """Of layers (attention, ffn), as Llama-3_3-Nemotron-Super-49B's config.json says them."""
+    said = [{"attention": attention, "ffn": ffn} for attention, ffn in blocks]
+    sizes = dict(hidden_size=8192, num_attention_heads=64, num_hidden_layers=len(blocks))
+    unsaid = dict(num_key_value_heads=None, intermediate_size=None)
+    return LLAMA_31 | sizes | unsaid | dict(model_type="nemotron-nas", block_configs=said)
+
+
+ATTENTION, MATRIX, NO_OP = {"n_heads_in_group": 8}, {"replace_with_linear": True}, {"no_op": True}
+
+
+def test_layers_of_nemotron_nas_have_their_branches_and_sizes():
+    wide, narrow = {"ffn_mult": 2.625}, {"ffn_mult": 1.0, "no_op": False}
+    config = nas((ATTENTION, wide), (NO_OP, narrow), (MATRIX, MATRIX), (ATTENTION, NO_OP))
+    cfg = config_from_hf(config)
+    assert cfg.layer_kinds == ("G", "[D]@1", "[IJ]", "[G]")
+    assert cfg.attention.num_key_value_heads == 8
+    assert [model.intermediate_size for model in cfg.sizes] == [14336, 5632]  # 5461.3 and up
+    assert config_from_hf(config_to_hf(cfg)) == cfg
+    names = {s.tensor for places in slots(cfg, definition_of(cfg).specs).values() for s in places}
+    assert {name for name in names if "layers.1." in name or "layers.2." in name} == {
+        "model.layers.1.post_attention_layernorm.weight",
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.2.input_layernorm.weight",
+        "model.layers.2.self_attn.linear_attn.weight",
+        "model.layers.2.post_attention_layernorm.weight",
+        "model.layers.2.mlp.linear_mlp.weight",
+    }
+
+
 TINY = llama(64, 128, 2, 8)
 REFUSED = {
     "other quantization": (
@@ -261,6 +293,13 @@ REFUSED = {
         "lacks 'original_max_position_embeddings'",
     ),
     "missing": (dict(hidden_size=None), "lacks 'hidden_size'"),
+    "blocks": (nas((ATTENTION, NO_OP)) | dict(num_hidden_layers=2), "must be a list of 2 layers"),
+    "no block": (nas((NO_OP, NO_OP)), "block_configs[0] has neither attention nor ffn"),
+    "half a block": (nas((ATTENTION, None)), "block_configs[0] must have attention and ffn"),
+    "no group": (nas(({}, NO_OP)), "block_configs[0] has n_heads_in_group=None; give a number"),
+    "ffn_mult": (nas((NO_OP, dict(ffn_mult="2"))), "has ffn_mult='2'; give a number"),
+    "window": (nas((ATTENTION | dict(window_length=9), NO_OP)), "window_length=9 is not supported"),
+    "block key": (nas((ATTENTION | dict(gamma=9), NO_OP)), "has 'gamma', which is not known"),
     "type": (dict(hidden_size="64"), "hidden_size"),
 }
 

@@ -1,0 +1,45 @@
+"""One matrix in the place of a mixer or of an MLP, as Nemotron-NAS's search leaves (2411.19146).
+
+A device multiplies its own tokens by the whole matrix, so nothing is exchanged over tp.
+"""
+
+import jax
+from flax import nnx
+
+from mjax.config.model_schema import ModelConfig
+from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.models.linear import local_product
+from mjax.models.params import declare, normal
+from mjax.models.weight import weight_of
+from mjax.sharding.spec import ParamSpec
+
+
+class LinearMap(BranchModule):
+    """[B, S/tp, D] -> [B, S/tp, D] by a matrix [D, D], for a mixer."""
+
+    matmul = "linear"
+    hf = "self_attn.linear_attn.weight"
+
+    def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
+        width = cfg.hidden_size
+        spec = ParamSpec(
+            shape=(width, width),
+            axes=("embed", None),
+            role="matrix",
+            matmul=self.matmul,
+            hf=(self.hf,),
+        )
+        self.weight = declare(rngs, spec, normal(out_std))
+
+    @jax.named_scope("linear")
+    def __call__(
+        self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
+    ) -> BranchOutput:
+        return BranchOutput(local_product(x, weight_of(self.weight), inputs.ctx), cache=cache)
+
+
+class LinearMlp(LinearMap):
+    """The same for an MLP."""
+
+    matmul = "linear_mlp"
+    hf = "mlp.linear_mlp.weight"
