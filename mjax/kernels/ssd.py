@@ -8,7 +8,7 @@ masked matrix of products of c and b, times x. From chunk to chunk goes the stat
 Invariant: states, decays and sums are fp32 (fp64 for inputs of fp64). Matmuls read their operands
 in x's dtype. The backward keeps the inputs and the states between chunks, [B, chunks, H, P, N], and
 computes all else again. The matrices of a chunk, [H, Q, Q], exist for a few chunks at a time
-(`_BLOCK_BYTES`). So memory is linear in the length. All heads of a group share b and c, and the
+(`chunks.py`). So memory is linear in the length. All heads of a group share b and c, and the
 matmuls of states take them together: [heads of a group x P, Q] times [Q, N]. On GPUs our Triton
 kernels (`ssd_fused.py`) take the place of all this where the chooser says so.
 
@@ -26,12 +26,19 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.chooser import choose
+from mjax.kernels.chunks import (
+    by_group,
+    cut,
+    decays_between,
+    documents_before,
+    documents_of,
+    in_blocks,
+    wide_dtype,
+)
 from mjax.kernels.ssd_fused import fused
 
 # Names of what the forward leaves (`config/remat.py`); our kernels leave no states.
 OUTPUT, STATES = "ssd_out", "ssd_states"
-
-_BLOCK_BYTES = 2**28  # of the fp32 matrices of the chunks that are computed at a time
 
 
 class SsdInputs(NamedTuple):
@@ -64,37 +71,20 @@ def ssd(
     x, b = inputs.x, inputs.b
     batch, length, heads, size = x.shape
     if initial is None:
-        initial = jnp.zeros((batch, heads, size, b.shape[-1]), _wide(x.dtype))
+        initial = jnp.zeros((batch, heads, size, b.shape[-1]), wide_dtype(x.dtype))
     if choose("ssd", x.dtype, x.shape, state=b.shape[-1]).name == "triton":
         y, final = fused(*inputs, starts=starts, initial=initial)
         return checkpoint_name(y, OUTPUT), final
-    if starts is None:
-        documents = jnp.zeros((batch, length), jnp.int32)
-    else:
-        documents = jnp.cumsum(starts, 1, dtype=jnp.int32)
     how = How(min(chunk, length), packed=starts is not None)
-    padded = -length % how.chunk
-    cut = SsdInputs(
-        *(_cut(v, how.chunk, padded) for v in (x, inputs.dt)),
+    if starts is None:
+        starts = jnp.zeros((batch, length), bool)
+    chunks = SsdInputs(  # zeros at the end leave a state as it is
+        *(cut(v, how.chunk) for v in (x, inputs.dt)),
         inputs.a,
-        *(_cut(v, how.chunk, padded) for v in (b, inputs.c)),
+        *(cut(v, how.chunk) for v in (b, inputs.c)),
     )
-    documents = jnp.pad(documents, [(0, 0), (0, padded)], mode="edge")
-    documents = documents.reshape(batch, -1, how.chunk)
-    y, final = _ssd(how, cut, documents, initial)
+    y, final = _ssd(how, chunks, documents_of(starts, how.chunk), initial)
     return y.reshape(batch, -1, heads, size)[:, :length], final
-
-
-def _cut(v: jax.Array, chunk: int, padded: int) -> jax.Array:
-    """[B, S, ...] -> [B, chunks, Q, ...], with zeros at the end, which leave a state as it is."""
-    if padded:
-        v = jnp.pad(v, [(0, 0), (0, padded), *[(0, 0)] * (v.ndim - 2)])
-    return v.reshape(v.shape[0], -1, chunk, *v.shape[2:])
-
-
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of states and sums."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -153,7 +143,7 @@ def _decay(inputs: SsdInputs) -> jax.Array:
 
     [B, C, Q, H], the token's own decay included.
     """
-    wide = _wide(inputs.x.dtype)
+    wide = wide_dtype(inputs.x.dtype)
     return jnp.cumsum(inputs.dt.astype(wide) * inputs.a.astype(wide), 2)
 
 
@@ -169,24 +159,12 @@ def _states_of_chunks(
     left = jnp.exp(last[:, :, 0])
     if how.packed:
         share = share * (documents == documents[:, :, -1:])[..., None]
-        left = left * _without_start(documents)[..., None]
-    x = _by_group(x * share[..., None], b).astype(inputs.x.dtype)
+        without_start = documents[:, :, -1] == documents_before(documents)
+        left = left * without_start[..., None]
+    x = by_group(x * share[..., None], b.shape[-2]).astype(inputs.x.dtype)
     wide = {"preferred_element_type": log.dtype}
     states = jnp.einsum("zcqgrp,zcqgn->zcgrpn", x, b, **wide)
     return states.reshape(*states.shape[:2], -1, *states.shape[-2:]), left
-
-
-def _without_start(documents: jax.Array) -> jax.Array:
-    """Whether a chunk [B, C, Q] has no token that starts a document: [B, C]."""
-    last = documents[:, :, -1]
-    before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
-    return last == before
-
-
-def _by_group(x: jax.Array, b: jax.Array) -> jax.Array:
-    """[..., H, P] -> [..., G, R, P]."""
-    groups = b.shape[-2]
-    return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
 
 
 def _pass_states(
@@ -222,36 +200,24 @@ def _pass_back(
 def _outputs(how: How, inputs: SsdInputs, documents: jax.Array, states: jax.Array) -> jax.Array:
     """y [B, C, Q, H, P] from the tokens of each chunk and the state before it."""
     x = inputs.x
-    batch, chunks, tokens, heads, _ = x.shape
+    tokens, heads = x.shape[2:4]
     log = _decay(inputs)
-    before = jnp.pad(documents[:, :-1, -1], [(0, 0), (1, 0)])
-    of_chunk = [x, inputs.dt, log, inputs.b, inputs.c, documents, before, states]
-    flat = [v.reshape(batch * chunks, *v.shape[2:]) for v in of_chunk]
+    before = documents_before(documents)
 
     def output(one: list) -> jax.Array:
         return _output_of_chunk(how, *one)
 
-    matrices = heads * tokens * tokens * jnp.dtype(log.dtype).itemsize
-    at_a_time = max(1, _BLOCK_BYTES // matrices)
-    if at_a_time >= batch * chunks:
-        y = jax.vmap(output)(flat)
-    else:  # the backward of a block computes its matrices again
-        y = lax.map(jax.checkpoint(output), flat, batch_size=at_a_time)
-    return y.reshape(x.shape)
+    of_chunk = [x, inputs.dt, log, inputs.b, inputs.c, documents, before, states]
+    return in_blocks(output, of_chunk, heads * tokens * tokens * log.dtype.itemsize)
 
 
 def _output_of_chunk(how: How, x, dt, log, b, c, documents, before, state) -> jax.Array:
     """y [Q, H, P] of one chunk; `before` is the document of the token before it."""
     wide = {"preferred_element_type": log.dtype}
-    seen = jnp.tril(jnp.ones((len(x), len(x)), bool))
-    if how.packed:
-        seen &= documents[:, None] == documents
-    apart = log[:, None] - log
-    decay = jnp.exp(jnp.where(seen[..., None], apart, -jnp.inf))
-    decay = jnp.moveaxis(decay, -1, 0).reshape(b.shape[1], -1, *seen.shape)
+    decay = decays_between(log, documents if how.packed else None, b.shape[1])
     products = jnp.einsum("qgn,sgn->gqs", c, b, **wide)
     weights = (products[:, None] * decay).astype(x.dtype)
-    taken = _by_group(x * dt.astype(log.dtype)[..., None], b).astype(x.dtype)
+    taken = by_group(x * dt.astype(log.dtype)[..., None], b.shape[1]).astype(x.dtype)
     y = jnp.einsum("grqs,sgrp->qgrp", weights, taken, **wide)
     left = jnp.exp(log)
     if how.packed:
@@ -273,7 +239,7 @@ def ssd_final(inputs: SsdInputs, starts: jax.Array | None) -> tuple[jax.Array, j
     Decays are summed from the end, so that the sums of the tokens that matter are small.
     """
     x, b = inputs.x, inputs.b
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     log = inputs.dt.astype(wide) * inputs.a.astype(wide)
     after = jnp.cumsum(log[:, ::-1], 1)[:, ::-1]
     share = inputs.dt.astype(wide) * jnp.exp(after - log)
@@ -282,7 +248,7 @@ def ssd_final(inputs: SsdInputs, starts: jax.Array | None) -> tuple[jax.Array, j
         documents = jnp.cumsum(starts, 1, dtype=jnp.int32)
         share = share * (documents == documents[:, -1:])[..., None]
         left = left * (documents[:, -1:] == 0)
-    x = _by_group(x * share[..., None], b).astype(x.dtype)
+    x = by_group(x * share[..., None], b.shape[-2]).astype(x.dtype)
     state = jnp.einsum("zqgrp,zqgn->zgrpn", x, b, preferred_element_type=wide)
     return state.reshape(len(x), -1, *state.shape[-2:]), left
 
