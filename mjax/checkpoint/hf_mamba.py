@@ -228,13 +228,13 @@ def attention_among(indices: bool, mixed: Callable[[dict], tuple[str, str]]) -> 
     return Part(read, write)
 
 
-def bamba_positions() -> Part:
-    """Bamba turns half of each head where nothing else is said. Reads before `rope`."""
+def turned_part(fraction: float) -> Part:
+    """The part of each head that RoPE turns where nothing else is said. Reads before `rope`."""
 
     def read(config: dict) -> dict:
         said = config.get("rope_parameters") or {}
         if "partial_rotary_factor" not in said:
-            config.setdefault("partial_rotary_factor", 0.5)
+            config.setdefault("partial_rotary_factor", fraction)
         return {}
 
     return Part(read, lambda cfg: {})

@@ -128,7 +128,7 @@ def test_the_state_of_generation_is_fp32_and_has_one_size():
     short, long = (empty_cache(cfg, 2, n, jnp.bfloat16).layers for n in (16, 64))
     assert jax.tree.map(jnp.shape, short) == jax.tree.map(jnp.shape, long)
     cache = short[0]["mamba"]
-    assert cache.state.dtype == jnp.float32 and cache.x.dtype == jnp.bfloat16
+    assert cache.state.dtype == jnp.float32 and cache.histories[0].dtype == jnp.bfloat16
 
 
 def test_heads_that_no_mesh_divides_are_refused_in_a_line():

@@ -77,6 +77,12 @@ _HYBRID = (
 _BAMBA = dict(
     mamba_n_heads=12, mamba_d_head=8, mamba_d_state=10, mamba_n_groups=3, mamba_chunk_size=8
 )
+_QWEN3_NEXT = (
+    _BASE
+    | dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+    | dict(shared_expert_intermediate_size=28, linear_num_key_heads=2, linear_num_value_heads=6)
+    | dict(linear_key_head_dim=10, linear_value_head_dim=8)
+)
 # name -> (transformers class prefix, options)
 MODELS: dict[str, tuple[str, dict]] = {
     "gpt2": (
@@ -243,6 +249,14 @@ MODELS: dict[str, tuple[str, dict]] = {
         | _BAMBA
         | dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
         | dict(num_local_experts=0, shared_intermediate_size=28, position_embedding_type="rope"),
+    ),
+    "qwen3_next": ("Qwen3Next", _QWEN3_NEXT),
+    "qwen3_next_dense": (
+        "Qwen3Next",
+        _QWEN3_NEXT
+        | dict(layer_types=["full_attention", "linear_attention"] * 2, mlp_only_layers=[0, 3])
+        | dict(linear_conv_kernel_dim=3, attention_bias=True, tie_word_embeddings=True)
+        | dict(rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5)),
     ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
 }

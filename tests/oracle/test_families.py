@@ -101,6 +101,7 @@ MESHES = {
     "mixtral": dict(ep=2, tp=2, pp=2),
     "qwen2_moe": dict(ep=2, tp=2, pp=2),
     "gpt_oss": dict(ep=2, tp=2, pp=2),
+    "qwen3_next": dict(tp=2, pp=2, dp=2, zero=3),
 }
 
 
