@@ -194,6 +194,11 @@ class DeltaNetConfig(Group):
         return self.linear_num_value_heads // self.linear_num_key_heads
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """The channels of a head of keys, and those of all values that it serves."""
+        return self.linear_key_head_dim, self.heads_a_key * self.linear_value_head_dim
+
+    @property
     def channels(self) -> int:
         """The channels of all heads of values."""
         return self.linear_num_value_heads * self.linear_value_head_dim

@@ -16,13 +16,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.model_schema import DeltaNetConfig, ModelConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.kernels.causal_conv import causal_conv
 from mjax.kernels.gated_delta import DeltaInputs, gated_delta, gated_delta_final, gated_delta_step
 from mjax.models.branch import BranchInputs, BranchOutput, CacheSpec
 from mjax.models.linear import column, row
 from mjax.models.params import constant, declare, normal
-from mjax.models.recurrent_mixer import RecurrentCache, RecurrentMixer, in_fp32, initial_decays
+from mjax.models.recurrent_mixer import (
+    RecurrentCache,
+    RecurrentMixer,
+    Scanned,
+    in_fp32,
+    initial_decays,
+)
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
@@ -41,97 +47,119 @@ class DeltaNet(RecurrentMixer):
         self.cfg = cfg
         sizes = cfg.deltanet
         self.taps = sizes.linear_conv_kernel_dim
-        heads, values = sizes.linear_num_value_heads, sizes.linear_value_head_dim
-        of_keys = sizes.linear_num_key_heads, sizes.linear_key_head_dim
+        keys = sizes.linear_num_key_heads, sizes.linear_key_head_dim
+        values = sizes.linear_num_value_heads, sizes.linear_value_head_dim
+        axes = "heads", "head_dim"
         init = normal(cfg.initializer_range)
-        projected = 2 * sizes.linear_key_head_dim + 2 * sizes.heads_a_key * values
-        inner = self._projection("delta_in", projected, "qkvz")
-        ba = self._projection("delta_ba", 2 * sizes.heads_a_key, "ba")
+        inner = self._projection("delta_in", "qkvz", 2 * sum(sizes.widths))
+        ba = self._projection("delta_ba", "ba", 2 * sizes.heads_a_key)
         self.inner = declare(rngs, inner, init)
         self.ba = declare(rngs, ba, init)
-        axes = "heads", "head_dim"
-        names = "linear_attn.q_conv.weight", "linear_attn.k_conv.weight"
-        self._declare_conv(rngs, "qk_conv", (2, *of_keys), ("pair", *axes), *names)
-        name = "linear_attn.v_conv.weight"
-        self._declare_conv(rngs, "v_conv", (heads, values), axes, name)
-        self._declare_precise(rngs, "A_log", heads, initial_decays, "linear_attn.A_log")
-        self._declare_precise(rngs, "dt_bias", heads, constant(1.0), "linear_attn.dt_bias")
-        gain = ParamSpec((values,), ("head_dim",), "norm", hf=("linear_attn.norm.weight",))
+        of_qk = _names("q_conv.weight", "k_conv.weight")
+        of_v = _names("v_conv.weight")
+        self._declare_conv(rngs, "qk_conv", (2, *keys), ("pair", *axes), *of_qk)
+        self._declare_conv(rngs, "v_conv", values, axes, *of_v)
+        initial_values = {
+            "A_log": initial_decays,
+            "dt_bias": constant(1.0),
+        }
+        for name, initial in initial_values.items():
+            self._declare_precise(rngs, name, values[0], initial, *_names(name))
+        gain = ParamSpec(
+            shape=values[1:],
+            axes=axes[1:],
+            role="norm",
+            hf=_names("norm.weight"),
+        )
         self.norm = declare(rngs, gain, constant(1.0))
         out = ParamSpec(
-            shape=(heads, values, cfg.hidden_size),
+            shape=(*values, cfg.hidden_size),
             axes=(*axes, "embed"),
             role="matrix",
             inputs=2,
             matmul="delta_proj",
-            hf=("linear_attn.out_proj.weight",),
+            hf=_names("out_proj.weight"),
         )
         self.out = declare(rngs, out, normal(out_std))
 
-    def _projection(self, matmul: str, width: int, letters: str) -> ParamSpec:
+    def _projection(self, matmul: str, letters: str, width: int) -> ParamSpec:
         """A projection of the input to `width` channels for each head of keys."""
+        heads = self.cfg.deltanet.linear_num_key_heads
         return ParamSpec(
-            shape=(self.cfg.hidden_size, self.cfg.deltanet.linear_num_key_heads, width),
+            shape=(self.cfg.hidden_size, heads, width),
             axes=("embed", "heads", "head_dim"),
             role="matrix",
             matmul=matmul,
-            hf=(f"linear_attn.in_proj_{letters}.weight",),
+            hf=_names(f"in_proj_{letters}.weight"),
         )
 
     @jax.named_scope("deltanet")
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: RecurrentCache | None = None
     ) -> BranchOutput:
-        ctx, sizes = inputs.ctx, self.cfg.deltanet
-        qkvz, ba = column(x, (weight_of(self.inner), weight_of(self.ba)), ctx)
-        keys = 2 * sizes.linear_key_head_dim
-        values = sizes.heads_a_key * sizes.linear_value_head_dim
-        qk, v, z = jnp.split(qkvz, [keys, keys + values], axis=-1)
-        qk = qk.reshape(*qk.shape[:-1], 2, -1).swapaxes(2, 3)
-        v, z = (_by_value_head(each, sizes) for each in (v, z))
-        _, y, cache = self._mix((qk, v), self._rates(ba), inputs, cache)
+        ctx = inputs.ctx
+        weights = weight_of(self.inner), weight_of(self.ba)
+        qkvz, ba = column(x, weights, ctx)
+        qk, v, z = self._parts_of(qkvz)
+        rates = self._rates(ba)
+        _, y, cache = self._mix((qk, v), rates, inputs, cache)
         y = self._gated_norm(y, z)
-        return BranchOutput(row(y, weight_of(self.out), ctx), cache=cache)
+        y = row(y, weight_of(self.out), ctx)
+        return BranchOutput(y, cache=cache)
+
+    def _parts_of(self, qkvz: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q and k [B, S, 2, G, N], v and z [B, S, H, P], of [B, S, G, 2 N + 2 R P]."""
+        sizes = self.cfg.deltanet
+        keys, values = sizes.widths
+        qk, v, z = jnp.split(qkvz, [2 * keys, 2 * keys + values], axis=-1)
+        tokens = qkvz.shape[:2]
+        qk = qk.reshape(*tokens, -1, 2, keys)
+        qk = jnp.swapaxes(qk, 2, 3)
+        by_head = *tokens, -1, sizes.linear_value_head_dim
+        return qk, v.reshape(by_head), z.reshape(by_head)
 
     def _rates(self, ba: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(the logarithm of the decay, beta), fp32 [B, S, H], of b and a [B, S, G, 2 R]."""
-        heads = *ba.shape[:2], -1
-        b, a = (v.reshape(heads) for v in jnp.split(in_fp32(ba), 2, axis=-1))
-        decay = -jnp.exp(in_fp32(self.A_log[...]))
-        steps = jax.nn.softplus(a + in_fp32(self.dt_bias[...]))
-        return decay * steps, jax.nn.sigmoid(b)
+        by_head = *ba.shape[:2], -1
+        b, a = jnp.split(in_fp32(ba), 2, axis=-1)
+        steps = a.reshape(by_head) + in_fp32(self.dt_bias[...])
+        decay = jnp.exp(in_fp32(self.A_log[...]))
+        beta = jax.nn.sigmoid(b)
+        return -decay * jax.nn.softplus(steps), beta.reshape(by_head)
 
     def _convolve(self, parts, rates, starts, histories, parallel) -> DeltaInputs:
         """What the rule reads of q and k [B, S, 2, G, N] and v [B, S, H, P]."""
-        weights = self.qk_conv[...], self.v_conv[...]
-        qk, v = (
-            causal_conv(part, weight, starts=starts, history=history)
-            for part, weight, history in zip(parts, weights, histories, strict=True)
-        )
-        q, k = _of_length_one(qk[:, :, 0], qk.shape[-1] ** -0.5), _of_length_one(qk[:, :, 1])
+        qk, v = parts
+        qk_before, v_before = histories
+        qk = causal_conv(qk, self.qk_conv[...], starts=starts, history=qk_before)
+        v = causal_conv(v, self.v_conv[...], starts=starts, history=v_before)
+        q = _of_length_one(qk[:, :, 0], qk.shape[-1] ** -0.5)
+        k = _of_length_one(qk[:, :, 1])
         return DeltaInputs(q, k, v, *rates)
 
-    def _scan(self, read: DeltaInputs, starts, initial) -> tuple[jax.Array, jax.Array]:
+    def _scan(self, read: DeltaInputs, starts, initial) -> Scanned:
         chunk = self.cfg.deltanet.chunk_size
-        return gated_delta(read, chunk=chunk, starts=starts, initial=initial)
+        made = gated_delta(read, chunk=chunk, starts=starts, initial=initial)
+        return Scanned(*made)
 
     def _summary(self, read: DeltaInputs, starts) -> tuple[jax.Array, jax.Array]:
         return gated_delta_final(read, self.cfg.deltanet.chunk_size, starts)
 
-    def _step(self, read: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _step(self, read: DeltaInputs, state: jax.Array) -> Scanned:
         token = DeltaInputs(*(v[:, 0] for v in read))
         state, y = gated_delta_step(state, token)
-        return y[:, None], state
+        return Scanned(y[:, None], state)
 
     def _gated_norm(self, y: jax.Array, z: jax.Array) -> jax.Array:
         """RMSNorm over each head of y, times silu(z); its backward keeps y and z."""
 
         @jax.checkpoint
         def gated(y: jax.Array, z: jax.Array, gain: jax.Array) -> jax.Array:
-            h = in_fp32(y)
+            h, gate = in_fp32(y), jax.nn.silu(in_fp32(z))
             mean = jnp.mean(jnp.square(h), -1, keepdims=True)
-            h = h * jax.lax.rsqrt(mean + self.cfg.norm_eps) * in_fp32(gain)
-            return (h * jax.nn.silu(in_fp32(z))).astype(z.dtype)
+            factor = jax.lax.rsqrt(mean + self.cfg.norm_eps)
+            h = h * factor * in_fp32(gain)
+            return (h * gate).astype(z.dtype)
 
         return gated(y, z, self.norm[...])
 
@@ -151,19 +179,19 @@ class DeltaNet(RecurrentMixer):
         before = batch, sizes.linear_conv_kernel_dim - 1
         keys = 2, sizes.linear_num_key_heads, sizes.linear_key_head_dim
         values = sizes.linear_num_value_heads, sizes.linear_value_head_dim
-        state = batch, *values, sizes.linear_key_head_dim
-        return RecurrentCache(
-            histories=(
-                CacheSpec((*before, *keys), (None, None, None, "heads", None)),
-                CacheSpec((*before, *values), (None, None, "heads", None)),
-            ),
-            state=CacheSpec(state, (None, "heads", None, None), precise=True),
+        of_keys = CacheSpec((*before, *keys), (None, None, None, "heads", None))
+        of_values = CacheSpec((*before, *values), (None, None, "heads", None))
+        state = CacheSpec(
+            (batch, *values, sizes.linear_key_head_dim),
+            (None, "heads", None, None),
+            precise=True,
         )
+        return RecurrentCache((of_keys, of_values), state)
 
 
-def _by_value_head(x: jax.Array, sizes: DeltaNetConfig) -> jax.Array:
-    """[B, S, G, R P] -> [B, S, H, P]."""
-    return x.reshape(*x.shape[:2], -1, sizes.linear_value_head_dim)
+def _names(*names: str) -> tuple[str, ...]:
+    """Hugging Face's names of parameters."""
+    return tuple(f"linear_attn.{name}" for name in names)
 
 
 @jax.checkpoint
@@ -171,4 +199,5 @@ def _of_length_one(x: jax.Array, scale: float = 1.0) -> jax.Array:
     """Vectors along the last axis divided by their lengths, times `scale`; in fp32."""
     wide = in_fp32(x)
     squares = jnp.sum(jnp.square(wide), -1, keepdims=True)
-    return (wide * jax.lax.rsqrt(squares + _LENGTH_EPS) * scale).astype(x.dtype)
+    factor = jax.lax.rsqrt(squares + _LENGTH_EPS)
+    return (wide * factor * scale).astype(x.dtype)

@@ -28,7 +28,13 @@ from mjax.models.context import Context
 from mjax.models.linear import column, row
 from mjax.models.params import Initializer, constant, declare, normal
 from mjax.models.recurrent_context import from_pieces
-from mjax.models.recurrent_mixer import RecurrentCache, RecurrentMixer, in_fp32, initial_decays
+from mjax.models.recurrent_mixer import (
+    RecurrentCache,
+    RecurrentMixer,
+    Scanned,
+    in_fp32,
+    initial_decays,
+)
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
@@ -70,7 +76,12 @@ class Mamba(RecurrentMixer):
         for name, values in initial_values.items():
             self._declare_precise(rngs, name, sizes.mamba_num_heads, values, f"mamba.{name}")
         if sizes.mamba_rms_norm:
-            gain = ParamSpec(heads.sizes, heads.axes, "norm", hf=("mamba.norm.weight",))
+            gain = ParamSpec(
+                shape=heads.sizes,
+                axes=heads.axes,
+                role="norm",
+                hf=("mamba.norm.weight",),
+            )
             self.norm = declare(rngs, gain, constant(1.0))
         out = ParamSpec(
             shape=(*heads.sizes, width),
@@ -107,8 +118,10 @@ class Mamba(RecurrentMixer):
         zx, bc, dt = column(x, (weight_of(self.inner), bc, weight_of(self.dt)), ctx)
         zx, bc, dt = self._scaled_parts(zx, bc, dt)
         z, x = _of_pair(zx)
-        read, y, cache = self._mix((x, bc), (self._steps(dt),), inputs, cache)
-        y = self._gated_norm(Mixed(from_pieces(read.x, ctx), y), z, ctx)
+        rates = (self._steps(dt),)
+        read, y, cache = self._mix((x, bc), rates, inputs, cache)
+        mixed = Mixed(from_pieces(read.x, ctx), y)
+        y = self._gated_norm(mixed, z, ctx)
         y = row(y, weight_of(self.out), ctx)
         if self.cfg.mamba.ssm_out_multiplier is not None:
             y = y * self.cfg.mamba.ssm_out_multiplier
@@ -133,13 +146,15 @@ class Mamba(RecurrentMixer):
         limit = self.cfg.mamba.time_step_limit
         return dt if limit is None else jnp.clip(dt, *limit)
 
-    def _scan(self, read: SsdInputs, starts, initial) -> tuple[jax.Array, jax.Array]:
-        return ssd(read, chunk=self.cfg.mamba.chunk_size, starts=starts, initial=initial)
+    def _scan(self, read: SsdInputs, starts, initial) -> Scanned:
+        chunk = self.cfg.mamba.chunk_size
+        made = ssd(read, chunk=chunk, starts=starts, initial=initial)
+        return Scanned(*made)
 
     def _summary(self, read: SsdInputs, starts) -> tuple[jax.Array, jax.Array]:
         return ssd_final(read, starts)
 
-    def _step(self, read: SsdInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _step(self, read: SsdInputs, state: jax.Array) -> Scanned:
         token = SsdInputs(
             x=read.x[:, 0],
             dt=read.dt[:, 0],
@@ -148,7 +163,7 @@ class Mamba(RecurrentMixer):
             c=read.c[:, 0],
         )
         state, y = ssd_step(state, token)
-        return y[:, None], state
+        return Scanned(y[:, None], state)
 
     def _convolve(self, parts, rates, starts, histories, parallel: Parallel) -> SsdInputs:
         """What the scan reads of x [B, S, H, P] and bc [B, S, 2, G, N], with steps [B, S, H]."""
@@ -240,11 +255,10 @@ class Mamba(RecurrentMixer):
         groups = "groups" if sizes.n_groups % tp == 0 else None
         bc = 2, sizes.n_groups, sizes.state_size
         state = batch, *heads, sizes.state_size
+        of_heads = CacheSpec((*before, *heads), (None, None, "heads", None))
+        of_groups = CacheSpec((*before, *bc), (None, None, None, groups, None))
         return RecurrentCache(
-            histories=(
-                CacheSpec((*before, *heads), (None, None, "heads", None)),
-                CacheSpec((*before, *bc), (None, None, None, groups, None)),
-            ),
+            histories=(of_heads, of_groups),
             state=CacheSpec(
                 state,
                 (None, "heads", None, None),

@@ -39,6 +39,13 @@ class RecurrentCache(NamedTuple):
     state: jax.Array
 
 
+class Scanned(NamedTuple):
+    """What a scan gives: y [B, S, H, P], and the state after the last token."""
+
+    y: jax.Array
+    state: jax.Array
+
+
 class RecurrentMixer(BranchModule):
     """A mixer with a state. Its class says how many tokens the convolution sees (`taps`), and
     defines the methods from `_convolve` on."""
@@ -55,12 +62,11 @@ class RecurrentMixer(BranchModule):
         parts, rates = (tuple(_where_real(real, v) for v in vs) for vs in (parts, rates))
         read = self._convolve(parts, rates, None, cache.histories, inputs.ctx.parallel)
         if parts[0].shape[1] == 1:
-            y, state = self._step(read, cache.state)
+            made = self._step(read, cache.state)
         else:
-            y, state = self._scan(read, None, cache.state)
-        kept = zip(parts, cache.histories, strict=True)
-        histories = tuple(last_tokens(part, history) for part, history in kept)
-        return read, y, RecurrentCache(histories, state)
+            made = self._scan(read, None, cache.state)
+        histories = tuple(map(last_tokens, parts, cache.histories))
+        return read, made.y, RecurrentCache(histories, made.state)
 
     def _mix_sequences(
         self, parts: Parts, rates: Parts, inputs: BranchInputs
@@ -74,8 +80,8 @@ class RecurrentMixer(BranchModule):
         initial = None
         if ctx.parallel.cp > 1:
             initial = states_before(*self._summary(read, starts), ctx)
-        y, _ = self._scan(read, starts, initial)
-        return read, from_pieces(y, ctx)
+        made = self._scan(read, starts, initial)
+        return read, from_pieces(made.y, ctx)
 
     def _convolve(
         self,
@@ -88,22 +94,25 @@ class RecurrentMixer(BranchModule):
         """What the scan reads."""
         raise NotImplementedError
 
-    def _scan(
-        self, read: Any, starts: jax.Array | None, initial: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """(y [B, S, H, P], the last state) behind a state."""
+    def _scan(self, read: Any, starts: jax.Array | None, initial: jax.Array | None) -> Scanned:
+        """The scan of sequences behind the state `initial`."""
         raise NotImplementedError
 
     def _summary(self, read: Any, starts: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """(what a piece leaves in the state, what it leaves of a state before it)."""
         raise NotImplementedError
 
-    def _step(self, read: Any, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _step(self, read: Any, state: jax.Array) -> Scanned:
         """`_scan` of one token."""
         raise NotImplementedError
 
     def _declare_conv(
-        self, rngs: nnx.Rngs, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *hf: str
+        self,
+        rngs: nnx.Rngs,
+        name: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        *hf: str,
     ) -> None:
         """The weights of the convolution of a part, whose channels have these axes."""
         spec = ParamSpec((*shape, self.taps), (*axes, "taps"), "conv", hf=hf)
@@ -113,7 +122,13 @@ class RecurrentMixer(BranchModule):
         self, rngs: nnx.Rngs, name: str, heads: int, init: Initializer, hf: str
     ) -> None:
         """A number a head, in fp32."""
-        spec = ParamSpec((heads,), ("heads",), "scalar", hf=(hf,), precise=True)
+        spec = ParamSpec(
+            shape=(heads,),
+            axes=("heads",),
+            role="scalar",
+            hf=(hf,),
+            precise=True,
+        )
         setattr(self, name, declare(rngs, spec, init))
 
 

@@ -81,7 +81,7 @@ _QWEN3_NEXT = (
     _BASE
     | dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
     | dict(shared_expert_intermediate_size=28, linear_num_key_heads=2, linear_num_value_heads=6)
-    | dict(linear_key_head_dim=10, linear_value_head_dim=8)
+    | dict(linear_key_head_dim=10, linear_value_head_dim=8, initializer_range=0.09)
 )
 # name -> (transformers class prefix, options)
 MODELS: dict[str, tuple[str, dict]] = {
@@ -272,6 +272,8 @@ def make(name: str) -> torch.nn.Module:
         for path, p in model.named_parameters():
             if path.endswith("bias") or p.ndim == 1:
                 p.add_(0.1 * torch.randn_like(p))
+            if path.endswith("linear_attn.A_log"):
+                p.sub_(4.0)  # so that states outlive some tokens
         for path, buffer in model.named_buffers():
             if path.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn_like(buffer))
