@@ -11,11 +11,11 @@ from mjax.checkpoint.hf_config import (
     same,
     shape,
 )
-from mjax.checkpoint.hf_deltanet import DELTANET, linear_and_full_layers
 from mjax.checkpoint.hf_mamba import (
     MAMBA2_SHAPE,
     NEMOTRON_IGNORED,
     attention_among,
+    every_nth_attends,
     falcon_layers,
     granite_experts,
     granite_kinds,
@@ -44,6 +44,13 @@ _FEED_FORWARD = (
     ("post_attention_layernorm", "pre_ff_layernorm"),
     (".mlp.", ".feed_forward."),
 )
+_DELTANET = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 _QWEN3_NEXT = {
     "num_experts": 512,
     "num_experts_per_tok": 10,
@@ -129,14 +136,15 @@ HYBRIDS: dict[str, Family] = {
     ),
     "qwen3_next": Family.of(
         "Qwen3NextForCausalLM",
-        linear_and_full_layers(),
-        DELTANET,
+        every_nth_attends(),
+        attention_among(False, lambda config: ("[TE]", "E")),
+        same(alike(" ".join(_DELTANET), "deltanet."), _DELTANET),
         experts("num_experts", **_QWEN3_NEXT),
         turned_part(0.25),
         shape(head_dim=256),
         rope(partial=True),
         biases(),
-        required(use_sliding_window=False),
+        required(use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
         fixed={
             "norm_zero_centered": True,
             "attention.qk_norm": True,

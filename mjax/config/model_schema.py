@@ -185,7 +185,7 @@ class DeltaNetConfig(Group):
     """Channels of a head of values."""
     linear_conv_kernel_dim: int = Field(4, ge=2)
     """Tokens that the convolution sees, itself in."""
-    chunk_size: int = Field(64, ge=1)
+    linear_chunk_size: int = Field(64, ge=1)
     """Tokens of a chunk of the rule: speed only."""
 
     @property

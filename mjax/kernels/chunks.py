@@ -1,4 +1,4 @@
-"""What recurrences in chunks share (`ssd.py`, `gated_delta.py`): cuts, documents, decays, blocks.
+"""What recurrences in chunks share (`ssd.py`, `gated_delta.py`): cuts, decays, blocks, states.
 
 A sequence is cut in chunks of Q tokens. Within a chunk its tokens meet in [Q, Q] matrices, which
 exist for a few chunks at a time (`BLOCK_BYTES`). Letters: B batch, S sequence, C chunks, Q tokens
@@ -61,16 +61,56 @@ def decays_between(log: jax.Array, documents: jax.Array | None, groups: int) -> 
     return jnp.moveaxis(decay, -1, 0).reshape(groups, -1, tokens, tokens)
 
 
-def in_blocks(function: Callable, of_chunk: Any, matrix_bytes: int) -> Any:
-    """`function` of each chunk, for a tree of arrays [B, C, ...]: what it gives, [B, C, ...].
+def in_blocks(function: Callable, log: jax.Array, of_chunk: tuple) -> Any:
+    """`function` of each chunk, whose arguments are `of_chunk`, [B, C, ...]; so is what it gives.
 
-    `matrix_bytes` of a chunk bound how many are computed at a time.
+    A matrix for each head of `log` [B, C, Q, H] bounds how many are computed at a time.
     """
-    batch, chunks = jax.tree.leaves(of_chunk)[0].shape[:2]
+    batch, chunks, tokens, heads = log.shape
     flat = jax.tree.map(lambda v: v.reshape(batch * chunks, *v.shape[2:]), of_chunk)
-    at_a_time = max(1, BLOCK_BYTES // matrix_bytes)
+    at_a_time = max(1, BLOCK_BYTES // (heads * tokens * tokens * log.dtype.itemsize))
     if at_a_time >= batch * chunks:
-        made = jax.vmap(function)(flat)
+        made = jax.vmap(function)(*flat)
     else:  # the backward of a block computes its matrices again
-        made = lax.map(jax.checkpoint(function), flat, batch_size=at_a_time)
+        apart = jax.checkpoint(lambda one: function(*one))
+        made = lax.map(apart, flat, batch_size=at_a_time)
     return jax.tree.map(lambda v: v.reshape(batch, chunks, *v.shape[1:]), made)
+
+
+# ---- states, from chunk to chunk -----------------------------------------------------------------
+
+
+def pass_states(advance: Callable, chunks: Any, initial: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the state before each chunk [B, C, ...], the last one [B, ...]).
+
+    `advance(chunk, state)` gives the state after a chunk of each row; `chunks` is a tree of arrays
+    [B, C, ...].
+    """
+
+    def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+        return advance(chunk, state), state
+
+    final, states = lax.scan(step, initial, _swapped(chunks))
+    return _swapped(states), final
+
+
+def pass_back(
+    advance: Callable, chunks: Any, states: jax.Array, gradients: tuple[jax.Array, jax.Array]
+) -> tuple[Any, jax.Array]:
+    """The gradients of `chunks` and `initial`, from those of what `pass_states` gave."""
+    d_states, d_final = gradients
+
+    def step(d_after: jax.Array, of_chunk: tuple) -> tuple[jax.Array, Any]:
+        chunk, before, d_before = of_chunk
+        _, through = jax.vjp(advance, chunk, before)
+        d_chunk, d_state = through(d_after)
+        return d_before + d_state, d_chunk
+
+    of_chunks = _swapped((chunks, states, d_states))
+    d_initial, d_chunks = lax.scan(step, d_final, of_chunks, reverse=True)
+    return _swapped(d_chunks), d_initial
+
+
+def _swapped(tree: Any) -> Any:
+    """[B, C, ...] <-> [C, B, ...]."""
+    return jax.tree.map(lambda v: jnp.swapaxes(v, 0, 1), tree)

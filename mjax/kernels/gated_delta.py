@@ -40,6 +40,8 @@ from mjax.kernels.chunks import (
     documents_before,
     documents_of,
     in_blocks,
+    pass_back,
+    pass_states,
     wide_dtype,
 )
 
@@ -117,12 +119,8 @@ def _gated_delta(inputs: DeltaInputs, documents: jax.Array | None, initial: jax.
     decays, left = _decays(inputs, documents)
     chunks = _chunks(inputs, decays, left)
     states, final = _pass_states(chunks, initial)
-
-    def output(of_chunk: tuple) -> jax.Array:
-        return _output_of_chunk(*of_chunk)
-
     of_chunk = inputs, decays, chunks, states
-    return in_blocks(output, of_chunk, _matrix_bytes(decays)), final
+    return in_blocks(_output_of_chunk, decays.log, of_chunk), final
 
 
 @functools.partial(_keep_states, static_argnums=1)
@@ -186,19 +184,9 @@ def _decays(inputs: DeltaInputs, documents: jax.Array | None) -> tuple[Decays, j
     return Decays(log, seen, documents), seen[:, :, -1]
 
 
-def _matrix_bytes(decays: Decays) -> int:
-    """Bytes of a matrix [H, Q, Q] of a chunk."""
-    tokens, heads = decays.log.shape[2:]
-    return heads * tokens * tokens * decays.log.dtype.itemsize
-
-
 def _chunks(inputs: DeltaInputs, decays: Decays, left: jax.Array) -> Chunk:
     """What each chunk does to a state, [B, C, ...]."""
-
-    def solve(of_chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        return _solve(*of_chunk)
-
-    values, readers = in_blocks(solve, (inputs, decays), _matrix_bytes(decays))
+    values, readers = in_blocks(_solve, decays.log, (inputs, decays))
     rest = jnp.exp(decays.log[:, :, -1:] - decays.log)
     if decays.documents is not None:
         rest = rest * (decays.documents == decays.documents[:, :, -1:])[..., None]
@@ -272,31 +260,13 @@ def _pass_states(chunks: Chunk, initial: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _pass_forward(chunks: Chunk, initial: jax.Array):
-    def step(state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-        return _advance(chunk, state), state
-
-    final, states = lax.scan(step, initial, _chunks_first(chunks))
-    states = checkpoint_name(_chunks_first(states), STATES)
+    states, final = pass_states(_advance, chunks, initial)
+    states = checkpoint_name(states, STATES)
     return (states, final), (chunks, states)
 
 
-def _chunks_first(tree):
-    """[B, C, ...] <-> [C, B, ...]."""
-    return jax.tree.map(lambda v: jnp.swapaxes(v, 0, 1), tree)
-
-
 def _pass_back(saved: tuple, gradients: tuple):
-    d_states, d_final = gradients
-
-    def step(d_after: jax.Array, chunk: tuple) -> tuple[jax.Array, Chunk]:
-        of_chunk, before, d_before = chunk
-        _, through = jax.vjp(_advance, of_chunk, before)
-        d_chunk, d_state = through(d_after)
-        return d_before + d_state, d_chunk
-
-    reads = _chunks_first((*saved, d_states))
-    d_initial, d_chunks = lax.scan(step, d_final, reads, reverse=True)
-    return _chunks_first(d_chunks), d_initial
+    return pass_back(_advance, *saved, gradients)
 
 
 _pass_states.defvjp(_pass_forward, _pass_back)

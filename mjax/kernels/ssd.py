@@ -33,6 +33,8 @@ from mjax.kernels.chunks import (
     documents_before,
     documents_of,
     in_blocks,
+    pass_back,
+    pass_states,
     wide_dtype,
 )
 from mjax.kernels.ssd_fused import fused
@@ -106,8 +108,8 @@ def _ssd(how: How, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
 
 
 def _forward(how: How, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
-    made, decays = _states_of_chunks(how, inputs, documents)
-    states, final = _pass_states(made, decays, initial)
+    made = _states_of_chunks(how, inputs, documents)
+    states, final = pass_states(_advance, made, initial.astype(made[0].dtype))
     states = checkpoint_name(states, STATES)
     y = checkpoint_name(_outputs(how, inputs, documents, states), OUTPUT)
     return (y, final), (inputs, documents, states)
@@ -125,9 +127,10 @@ def _backward(how: How, saved: tuple, gradients: tuple):
 
     _, through_outputs = jax.vjp(outputs, inputs, states)
     d_inputs, d_states = through_outputs(d_y)
-    decays, through_states = jax.vjp(states_of_chunks, inputs)
-    d_made, d_decays, d_initial = _pass_back(states, decays[1], d_states, d_final)
-    (more,) = through_states((d_made, d_decays))
+    made, through_states = jax.vjp(states_of_chunks, inputs)
+    gradients = d_states, d_final.astype(states.dtype)
+    d_made, d_initial = pass_back(_advance, made, states, gradients)
+    (more,) = through_states(d_made)
     d_inputs = jax.tree.map(jnp.add, d_inputs, more)
     return d_inputs, None, d_initial
 
@@ -167,48 +170,17 @@ def _states_of_chunks(
     return states.reshape(*states.shape[:2], -1, *states.shape[-2:]), left
 
 
-def _pass_states(
-    made: jax.Array, decays: jax.Array, initial: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(the state before each chunk [B, C, H, P, N], the last one [B, H, P, N])."""
-
-    def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        new, decay = chunk
-        return state * decay[..., None, None] + new, state
-
-    chunks = jnp.moveaxis(made, 1, 0), jnp.moveaxis(decays, 1, 0)
-    final, states = lax.scan(step, initial.astype(made.dtype), chunks)
-    return jnp.moveaxis(states, 0, 1), final
-
-
-def _pass_back(
-    states: jax.Array, decays: jax.Array, d_states: jax.Array, d_final: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of what `_pass_states` reads; `states` are those before each chunk."""
-
-    def step(d_after: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
-        before, decay, d_before = chunk
-        d_decay = jnp.sum(d_after * before, (-2, -1))
-        return d_before + d_after * decay[..., None, None], (d_after, d_decay)
-
-    chunks = tuple(jnp.moveaxis(v, 1, 0) for v in (states, decays, d_states))
-    d_initial, passed = lax.scan(step, d_final.astype(states.dtype), chunks, reverse=True)
-    d_made, d_decays = (jnp.moveaxis(v, 0, 1) for v in passed)
-    return d_made, d_decays, d_initial
+def _advance(chunk: tuple[jax.Array, jax.Array], state: jax.Array) -> jax.Array:
+    """The state [B, H, P, N] after a chunk of each row."""
+    new, left = chunk
+    return state * left[..., None, None] + new
 
 
 def _outputs(how: How, inputs: SsdInputs, documents: jax.Array, states: jax.Array) -> jax.Array:
     """y [B, C, Q, H, P] from the tokens of each chunk and the state before it."""
-    x = inputs.x
-    tokens, heads = x.shape[2:4]
-    log = _decay(inputs)
-    before = documents_before(documents)
-
-    def output(one: list) -> jax.Array:
-        return _output_of_chunk(how, *one)
-
-    of_chunk = [x, inputs.dt, log, inputs.b, inputs.c, documents, before, states]
-    return in_blocks(output, of_chunk, heads * tokens * tokens * log.dtype.itemsize)
+    log, before = _decay(inputs), documents_before(documents)
+    of_chunk = inputs.x, inputs.dt, log, inputs.b, inputs.c, documents, before, states
+    return in_blocks(functools.partial(_output_of_chunk, how), log, of_chunk)
 
 
 def _output_of_chunk(how: How, x, dt, log, b, c, documents, before, state) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
+from mjax.kernels import norm
 from mjax.kernels.causal_conv import causal_conv
 from mjax.kernels.gated_delta import DeltaInputs, gated_delta, gated_delta_final, gated_delta_step
 from mjax.models.branch import BranchInputs, BranchOutput, CacheSpec
@@ -138,12 +139,12 @@ class DeltaNet(RecurrentMixer):
         return DeltaInputs(q, k, v, *rates)
 
     def _scan(self, read: DeltaInputs, starts, initial) -> Scanned:
-        chunk = self.cfg.deltanet.chunk_size
+        chunk = self.cfg.deltanet.linear_chunk_size
         made = gated_delta(read, chunk=chunk, starts=starts, initial=initial)
         return Scanned(*made)
 
     def _summary(self, read: DeltaInputs, starts) -> tuple[jax.Array, jax.Array]:
-        return gated_delta_final(read, self.cfg.deltanet.chunk_size, starts)
+        return gated_delta_final(read, self.cfg.deltanet.linear_chunk_size, starts)
 
     def _step(self, read: DeltaInputs, state: jax.Array) -> Scanned:
         token = DeltaInputs(*(v[:, 0] for v in read))
@@ -151,17 +152,10 @@ class DeltaNet(RecurrentMixer):
         return Scanned(y[:, None], state)
 
     def _gated_norm(self, y: jax.Array, z: jax.Array) -> jax.Array:
-        """RMSNorm over each head of y, times silu(z); its backward keeps y and z."""
-
-        @jax.checkpoint
-        def gated(y: jax.Array, z: jax.Array, gain: jax.Array) -> jax.Array:
-            h, gate = in_fp32(y), jax.nn.silu(in_fp32(z))
-            mean = jnp.mean(jnp.square(h), -1, keepdims=True)
-            factor = jax.lax.rsqrt(mean + self.cfg.norm_eps)
-            h = h * factor * in_fp32(gain)
-            return (h * gate).astype(z.dtype)
-
-        return gated(y, z, self.norm[...])
+        """RMSNorm over each head of y, times silu(z)."""
+        gain = in_fp32(self.norm[...])
+        normed = norm.norm(y, gain, None, eps=self.cfg.norm_eps)
+        return _gated(normed, z)
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
@@ -192,6 +186,13 @@ class DeltaNet(RecurrentMixer):
 def _names(*names: str) -> tuple[str, ...]:
     """Hugging Face's names of parameters."""
     return tuple(f"linear_attn.{name}" for name in names)
+
+
+@jax.checkpoint
+def _gated(y: jax.Array, z: jax.Array) -> jax.Array:
+    """y * silu(z), computed in fp32."""
+    gate = jax.nn.silu(in_fp32(z))
+    return (in_fp32(y) * gate).astype(z.dtype)
 
 
 @jax.checkpoint

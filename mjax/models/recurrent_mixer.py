@@ -23,7 +23,6 @@ from mjax.models.recurrent_context import (
     states_before,
     to_pieces,
 )
-from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
 
 _LARGEST_DECAY = 16.0  # of the initial A
@@ -47,8 +46,13 @@ class Scanned(NamedTuple):
 
 
 class RecurrentMixer(BranchModule):
-    """A mixer with a state. Its class says how many tokens the convolution sees (`taps`), and
-    defines the methods from `_convolve` on."""
+    """A mixer with a state, whose class says how many tokens the convolution sees (`taps`).
+
+    It defines four methods. `_convolve(parts, rates, starts, histories, parallel)` gives what the
+    scan reads, `_scan(read, starts, initial)` its outcome behind the state `initial` or none, and
+    `_step(read, state)` that of one token. `_summary(read, starts)` gives what a piece of a
+    sequence leaves in the state, and what it leaves of a state before it.
+    """
 
     taps: int
 
@@ -82,29 +86,6 @@ class RecurrentMixer(BranchModule):
             initial = states_before(*self._summary(read, starts), ctx)
         made = self._scan(read, starts, initial)
         return read, from_pieces(made.y, ctx)
-
-    def _convolve(
-        self,
-        parts: Parts,
-        rates: Parts,
-        starts: jax.Array | None,
-        histories: tuple[jax.Array | None, ...],
-        parallel: Parallel,
-    ) -> Any:
-        """What the scan reads."""
-        raise NotImplementedError
-
-    def _scan(self, read: Any, starts: jax.Array | None, initial: jax.Array | None) -> Scanned:
-        """The scan of sequences behind the state `initial`."""
-        raise NotImplementedError
-
-    def _summary(self, read: Any, starts: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """(what a piece leaves in the state, what it leaves of a state before it)."""
-        raise NotImplementedError
-
-    def _step(self, read: Any, state: jax.Array) -> Scanned:
-        """`_scan` of one token."""
-        raise NotImplementedError
 
     def _declare_conv(
         self,

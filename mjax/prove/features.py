@@ -44,7 +44,7 @@ STATES = [
     "model.mamba.chunk_size=4",
 ]
 DELTANET = [
-    "model.deltanet={linear_num_key_heads: 24, linear_num_value_heads: 48, chunk_size: 4, "
+    "model.deltanet={linear_num_key_heads: 24, linear_num_value_heads: 48, linear_chunk_size: 4, "
     "linear_key_head_dim: 6, linear_value_head_dim: 4}",
 ]
 # Each is a feature whose sharding could go wrong on its own.

@@ -46,7 +46,7 @@ def test_the_chunk_changes_rounding_only(long_memory):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 251, (2, 24)))
     losses = []
     for chunk in (1, 5, 24):
-        cfg = model_of(*LAYERS, f"model.deltanet.chunk_size={chunk}")
+        cfg = model_of(*LAYERS, f"model.deltanet.linear_chunk_size={chunk}")
         definition, params = split(build(cfg, nnx.Rngs(0)))
 
         def loss(params, definition=definition):

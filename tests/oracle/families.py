@@ -251,10 +251,10 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(num_local_experts=0, shared_intermediate_size=28, position_embedding_type="rope"),
     ),
     "qwen3_next": ("Qwen3Next", _QWEN3_NEXT),
-    "qwen3_next_dense": (
+    "qwen3_next_biased": (
         "Qwen3Next",
         _QWEN3_NEXT
-        | dict(layer_types=["full_attention", "linear_attention"] * 2, mlp_only_layers=[0, 3])
+        | dict(layer_types=["full_attention", "linear_attention"] * 2)
         | dict(linear_conv_kernel_dim=3, attention_bias=True, tie_word_embeddings=True)
         | dict(rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5)),
     ),

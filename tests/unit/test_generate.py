@@ -76,7 +76,7 @@ VARIANTS = {
         "deltanet.linear_num_value_heads": 8,
         "deltanet.linear_key_head_dim": 6,
         "deltanet.linear_value_head_dim": 8,
-        "deltanet.chunk_size": 8,
+        "deltanet.linear_chunk_size": 8,
     },
     "branches": {"layer_pattern": "[G|D][D]G@1", "num_hidden_layers": 3, "layer_sizes": [SIZES]},
 }

@@ -118,7 +118,7 @@ BROKEN = {
         ["model.layer_pattern=T", "model.deltanet.linear_num_key_heads=4"],
         "model.deltanet.linear_num_value_heads=0 is no multiple of",
     ),
-    "deltanet_used": (["model.deltanet.chunk_size=8"], "has no T block"),
+    "deltanet_used": (["model.deltanet.linear_chunk_size=8"], "has no T block"),
     "mamba_steps_fit": (
         [*STATES, "model.mamba.time_step_limit=[0.1]"],
         "model.mamba.time_step_limit=[0.1]",
