@@ -105,6 +105,7 @@ _BRANCHES = {
     "[E]": ("moe", "E"),
 }
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+_WORDS = {True: "full_attention", False: "linear_attention"}
 _OF_EXPERTS = (*ROUTED, "n_shared_experts", "moe_shared_expert_intermediate_size", "norm_topk_prob")
 
 
@@ -222,19 +223,32 @@ def attention_among(indices: bool, mixed: Callable[[dict], tuple[str, str]]) -> 
             return {}
         if indices:
             return {"attn_layer_indices": [i for i, attend in enumerate(attends) if attend]}
-        names = {True: "full_attention", False: "linear_attention"}
-        return {"layer_types": [names[attend] for attend in attends]}
+        return {"layer_types": [_WORDS[attend] for attend in attends]}
 
     return Part(read, write)
 
 
-def bamba_positions() -> Part:
-    """Bamba turns half of each head where nothing else is said. Reads before `rope`."""
+def every_nth_attends() -> Part:
+    """Qwen3-Next: `full_attention_interval`, where `layer_types` are not given. Reads before
+    `attention_among`."""
+
+    def read(config: dict) -> dict:
+        every = take(config, "full_attention_interval", 4)
+        if not config.get("layer_types"):
+            attends = [(i + 1) % every == 0 for i in range(config["num_hidden_layers"])]
+            config["layer_types"] = [_WORDS[a] for a in attends]
+        return {}
+
+    return Part(read, lambda cfg: {})
+
+
+def turned_part(fraction: float) -> Part:
+    """The part of each head that RoPE turns where nothing else is said. Reads before `rope`."""
 
     def read(config: dict) -> dict:
         said = config.get("rope_parameters") or {}
         if "partial_rotary_factor" not in said:
-            config.setdefault("partial_rotary_factor", 0.5)
+            config.setdefault("partial_rotary_factor", fraction)
         return {}
 
     return Part(read, lambda cfg: {})

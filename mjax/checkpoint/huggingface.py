@@ -27,12 +27,12 @@ from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.sharding.spec import ParamSpec
 
-# Tensors that old files carry and a model has no use for: rotary tables, causal masks (GPT-2),
-# positions and copies of tied tables (BERT, T5).
+# Tensors that files carry and a model has no use for: rotary tables, causal masks (GPT-2),
+# positions and copies of tied tables (BERT, T5), prediction layers (Qwen3-Next).
 IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
     r"|^(cls\.predictions|lm_head)\.decoder\.(weight|bias)$"
-    r"|^(encoder|decoder)\.embed_tokens\.weight$"
+    r"|^(encoder|decoder)\.embed_tokens\.weight$|^mtp\."
 )
 
 

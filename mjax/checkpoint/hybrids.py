@@ -1,12 +1,21 @@
-"""Families with state-space mixers: rows of the table of families (`families.py`)."""
+"""Rows of the table of families (`families.py`): state-space mixers and linear attention."""
 
 from mjax.checkpoint.family import Family
-from mjax.checkpoint.hf_config import activation, alike, biases, required, rope, same, shape
+from mjax.checkpoint.hf_config import (
+    activation,
+    alike,
+    biases,
+    experts,
+    required,
+    rope,
+    same,
+    shape,
+)
 from mjax.checkpoint.hf_mamba import (
     MAMBA2_SHAPE,
     NEMOTRON_IGNORED,
     attention_among,
-    bamba_positions,
+    every_nth_attends,
     falcon_layers,
     granite_experts,
     granite_kinds,
@@ -15,6 +24,7 @@ from mjax.checkpoint.hf_mamba import (
     nemotron_experts,
     nemotron_shape,
     one_branch_a_layer,
+    turned_part,
 )
 
 _MIXER = {
@@ -34,6 +44,21 @@ _FEED_FORWARD = (
     ("post_attention_layernorm", "pre_ff_layernorm"),
     (".mlp.", ".feed_forward."),
 )
+_DELTANET = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_QWEN3_NEXT = {
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "router_aux_loss_coef": 0.001,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 512,
+}
 MULTIPLIERS = alike("embedding_multiplier residual_multiplier logits_scaling")
 MULTIPLIERS |= alike("attention_multiplier", "attention.")
 
@@ -64,7 +89,7 @@ HYBRIDS: dict[str, Family] = {
         "BambaForCausalLM",
         attention_among(True, lambda config: ("[MD]", "G")),
         mixer("bamba", mamba_conv_bias=True),
-        bamba_positions(),
+        turned_part(0.5),
         shape(rms_norm_eps=1e-5),
         rope(partial=True),
         biases(mlp=True),
@@ -108,5 +133,24 @@ HYBRIDS: dict[str, Family] = {
         biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
+    ),
+    "qwen3_next": Family.of(
+        "Qwen3NextForCausalLM",
+        every_nth_attends(),
+        attention_among(False, lambda config: ("[TE]", "E")),
+        same(alike(" ".join(_DELTANET), "deltanet."), _DELTANET),
+        experts("num_experts", **_QWEN3_NEXT),
+        turned_part(0.25),
+        shape(head_dim=256),
+        rope(partial=True),
+        biases(),
+        required(use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
+        fixed={
+            "norm_zero_centered": True,
+            "attention.qk_norm": True,
+            "attention.attention_output_gate": True,
+            "moe.shared_expert_gate": True,
+        },
+        fused={"linear_attn.conv1d": tuple(f"linear_attn.{name}_conv" for name in "qkv")},
     ),
 }

@@ -19,6 +19,7 @@ _OF_SPANS = (
 )
 NOT_IN_CROSS_ATTENTION = (
     "attention_sinks",
+    "attention_output_gate",
     "qk_norm",
     "key_multiplier",
     "attention_in_multiplier",

@@ -135,6 +135,7 @@ TP_DIVIDES = tuple(
         "model.moe.moe_intermediate_size": "choose a mesh.tp that divides an expert's width",
         "model.moe.shared_expert_intermediate_size": "choose a mesh.tp that divides its width",
         "model.mamba.mamba_num_heads": "choose a mesh.tp that divides the heads",
+        "model.deltanet.linear_num_key_heads": "choose a mesh.tp that divides the heads of keys",
         "model.padded_vocab_size": "make model.vocab_multiple a multiple of mesh.tp",
         "data.seq_length": "sequence parallelism cuts it in mesh.tp parts: change either",
     }.items()

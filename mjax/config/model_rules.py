@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mjax.config.keys import leaf_keys, value_of
-from mjax.config.model_schema import LayerSizes, MambaConfig, MlaConfig
+from mjax.config.model_schema import DeltaNetConfig, LayerSizes, MambaConfig, MlaConfig
 from mjax.config.pattern import BRANCHES, branches_of, sizes_of
 from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config
@@ -84,7 +84,8 @@ def mla_used(c: Config) -> Iterator[str]:
 @rule("set it to false")
 def mla_features(c: Config) -> Iterator[str]:
     names = "attention_bias attention_out_bias qk_norm attention_sinks key_multiplier".split()
-    for name in [*names, "attention_in_multiplier", "attention_out_multiplier"]:
+    names += ["attention_in_multiplier", "attention_out_multiplier", "attention_output_gate"]
+    for name in names:
         if _has(c, "A") and value_of(c.model.attention, name):
             yield f"`model.attention.{name}` is not built for A blocks"
 
@@ -121,6 +122,23 @@ def mamba_used(c: Config) -> Iterator[str]:
 def mamba_groups_divide_heads(c: Config) -> Iterator[str]:
     if c.model.mamba.mamba_num_heads % c.model.mamba.n_groups:
         yield "`model.mamba.mamba_num_heads` is not divisible by `model.mamba.n_groups`"
+
+
+@rule("set linear_num_key_heads and linear_num_value_heads of model.deltanet, as many values a key")
+def deltanet_heads_fit(c: Config) -> Iterator[str]:
+    sizes = c.model.deltanet
+    keys = sizes.linear_num_key_heads
+    if _has(c, "T") and (keys <= 0 or sizes.linear_num_value_heads % keys or not sizes.channels):
+        yield (
+            "`model.deltanet.linear_num_value_heads` is no multiple of "
+            "`model.deltanet.linear_num_key_heads`, or they are missing, for T blocks"
+        )
+
+
+@rule("add T blocks or remove model.deltanet")
+def deltanet_used(c: Config) -> Iterator[str]:
+    if not _has(c, "T") and c.model.deltanet != DeltaNetConfig():
+        yield "model.deltanet has no effect: `model.layer_pattern` has no T block"
 
 
 @rule("give [smallest, largest] or null, and time_step_min up to time_step_max")

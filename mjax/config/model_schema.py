@@ -98,6 +98,8 @@ class AttentionConfig(Group):
     """qk_norm over all heads together (OLMo-2)."""
     attention_sinks: bool = False
     """One learned extra softmax logit per head."""
+    attention_output_gate: bool = False
+    """Output times a sigmoid of the token, projected beside q (Qwen3-Next)."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
     attention_multiplier: float | None = Field(None, gt=0)
     """None: head_dim ** -0.5."""
@@ -167,6 +169,39 @@ class MambaConfig(Group):
     def channels(self) -> int:
         """The channels of all heads."""
         return self.mamba_num_heads * self.mamba_head_dim
+
+
+class DeltaNetConfig(Group):
+    """Gated DeltaNet, of T blocks: linear attention by the gated delta rule, behind a convolution;
+    a gated norm behind it."""
+
+    linear_num_key_heads: int = Field(0, ge=0)
+    """Heads of queries and keys of a T block."""
+    linear_num_value_heads: int = Field(0, ge=0)
+    """Heads of values: as many for each head of keys."""
+    linear_key_head_dim: int = Field(128, ge=1)
+    """Channels of a head of queries or keys."""
+    linear_value_head_dim: int = Field(128, ge=1)
+    """Channels of a head of values."""
+    linear_conv_kernel_dim: int = Field(4, ge=2)
+    """Tokens that the convolution sees, itself in."""
+    linear_chunk_size: int = Field(64, ge=1)
+    """Tokens of a chunk of the rule: speed only."""
+
+    @property
+    def heads_a_key(self) -> int:
+        """The heads of values that a head of keys serves."""
+        return self.linear_num_value_heads // self.linear_num_key_heads
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The channels of a head of keys, and those of all values that it serves."""
+        return self.linear_key_head_dim, self.heads_a_key * self.linear_value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """The channels of all heads of values."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
 
 
 class RelativeConfig(Group):
@@ -305,9 +340,9 @@ class ModelConfig(Group):
     layer_pattern: str = "G"
     """Blocks in order, repeated to num_hidden_layers: G full attention, L sliding window, N full
     attention without RoPE, B bidirectional attention, A latent attention, E full attention with
-    experts, M Mamba-2 alone; or branches, as in 'window+experts, full+experts'. Groups repeat as in
-    '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an encoder and a decoder that reads it
-    (docs/encoders.md).
+    experts, M Mamba-2 alone, T Gated DeltaNet alone; or branches, as in 'window+experts,
+    full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an
+    encoder and a decoder that reads it (docs/encoders.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
@@ -319,6 +354,7 @@ class ModelConfig(Group):
     attention: AttentionConfig = AttentionConfig()
     mla: MlaConfig = MlaConfig()
     mamba: MambaConfig = MambaConfig()
+    deltanet: DeltaNetConfig = DeltaNetConfig()
     position_embedding: Literal["rope", "learned", "relative", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     relative: RelativeConfig = RelativeConfig()

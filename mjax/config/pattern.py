@@ -129,10 +129,18 @@ BRANCHES: dict[str, Branch] = {
         shape="linear_mlp",
         matmuls=("linear_mlp",),
     ),
+    "T": Branch(
+        "deltanet",
+        "mjax.models.deltanet:DeltaNet",
+        name="deltanet",
+        shape="deltanet",
+        matmuls=("delta_in", "delta_ba", "delta_proj"),
+        kept=("delta_out", "delta_states"),
+    ),
 }
 
 # Common layers, by letter.
-LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "A": "AD", "E": "GE", "M": "M"}
+LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "A": "AD", "E": "GE", "M": "M", "T": "T"}
 
 # Stacks whose names are older than the words for shapes.
 _STACK_NAMES = {"attention_mlp": "dense", "attention_moe": "moe"}

@@ -278,6 +278,11 @@ def _ssd(x: Inputs, *, state: int) -> Choice:
     return _on_gpu(x.device, "a program walks the chunks of a head with its state")
 
 
+def _gated_delta(x: Inputs) -> Choice:
+    """Of values [B, S, H, P]."""
+    return Choice("xla", "mjax has no kernel for it")
+
+
 def _causal_conv(x: Inputs, *, taps: int) -> Choice:
     """Of x [B, S, ...] with any channels."""
     if taps != CONV_TAPS:
@@ -289,6 +294,7 @@ RULES = {
     "attention": _attention,
     "causal_conv": _causal_conv,
     "experts": _experts,
+    "gated_delta": _gated_delta,
     "grouped_matmul": _grouped_matmul,
     "norm": _norm,
     "gate": _gate,

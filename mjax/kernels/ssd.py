@@ -8,7 +8,7 @@ masked matrix of products of c and b, times x. From chunk to chunk goes the stat
 Invariant: states, decays and sums are fp32 (fp64 for inputs of fp64). Matmuls read their operands
 in x's dtype. The backward keeps the inputs and the states between chunks, [B, chunks, H, P, N], and
 computes all else again. The matrices of a chunk, [H, Q, Q], exist for a few chunks at a time
-(`_BLOCK_BYTES`). So memory is linear in the length. All heads of a group share b and c, and the
+(`chunks.py`). So memory is linear in the length. All heads of a group share b and c, and the
 matmuls of states take them together: [heads of a group x P, Q] times [Q, N]. On GPUs our Triton
 kernels (`ssd_fused.py`) take the place of all this where the chooser says so.
 
@@ -26,12 +26,21 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.chooser import choose
+from mjax.kernels.chunks import (
+    by_group,
+    cut,
+    decays_between,
+    documents_before,
+    documents_of,
+    in_blocks,
+    pass_back,
+    pass_states,
+    wide_dtype,
+)
 from mjax.kernels.ssd_fused import fused
 
 # Names of what the forward leaves (`config/remat.py`); our kernels leave no states.
 OUTPUT, STATES = "ssd_out", "ssd_states"
-
-_BLOCK_BYTES = 2**28  # of the fp32 matrices of the chunks that are computed at a time
 
 
 class SsdInputs(NamedTuple):
@@ -64,37 +73,20 @@ def ssd(
     x, b = inputs.x, inputs.b
     batch, length, heads, size = x.shape
     if initial is None:
-        initial = jnp.zeros((batch, heads, size, b.shape[-1]), _wide(x.dtype))
+        initial = jnp.zeros((batch, heads, size, b.shape[-1]), wide_dtype(x.dtype))
     if choose("ssd", x.dtype, x.shape, state=b.shape[-1]).name == "triton":
         y, final = fused(*inputs, starts=starts, initial=initial)
         return checkpoint_name(y, OUTPUT), final
-    if starts is None:
-        documents = jnp.zeros((batch, length), jnp.int32)
-    else:
-        documents = jnp.cumsum(starts, 1, dtype=jnp.int32)
     how = How(min(chunk, length), packed=starts is not None)
-    padded = -length % how.chunk
-    cut = SsdInputs(
-        *(_cut(v, how.chunk, padded) for v in (x, inputs.dt)),
+    if starts is None:
+        starts = jnp.zeros((batch, length), bool)
+    chunks = SsdInputs(  # zeros at the end leave a state as it is
+        *(cut(v, how.chunk) for v in (x, inputs.dt)),
         inputs.a,
-        *(_cut(v, how.chunk, padded) for v in (b, inputs.c)),
+        *(cut(v, how.chunk) for v in (b, inputs.c)),
     )
-    documents = jnp.pad(documents, [(0, 0), (0, padded)], mode="edge")
-    documents = documents.reshape(batch, -1, how.chunk)
-    y, final = _ssd(how, cut, documents, initial)
+    y, final = _ssd(how, chunks, documents_of(starts, how.chunk), initial)
     return y.reshape(batch, -1, heads, size)[:, :length], final
-
-
-def _cut(v: jax.Array, chunk: int, padded: int) -> jax.Array:
-    """[B, S, ...] -> [B, chunks, Q, ...], with zeros at the end, which leave a state as it is."""
-    if padded:
-        v = jnp.pad(v, [(0, 0), (0, padded), *[(0, 0)] * (v.ndim - 2)])
-    return v.reshape(v.shape[0], -1, chunk, *v.shape[2:])
-
-
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of states and sums."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -116,8 +108,8 @@ def _ssd(how: How, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
 
 
 def _forward(how: How, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
-    made, decays = _states_of_chunks(how, inputs, documents)
-    states, final = _pass_states(made, decays, initial)
+    made = _states_of_chunks(how, inputs, documents)
+    states, final = pass_states(_advance, made, initial.astype(made[0].dtype))
     states = checkpoint_name(states, STATES)
     y = checkpoint_name(_outputs(how, inputs, documents, states), OUTPUT)
     return (y, final), (inputs, documents, states)
@@ -135,9 +127,10 @@ def _backward(how: How, saved: tuple, gradients: tuple):
 
     _, through_outputs = jax.vjp(outputs, inputs, states)
     d_inputs, d_states = through_outputs(d_y)
-    decays, through_states = jax.vjp(states_of_chunks, inputs)
-    d_made, d_decays, d_initial = _pass_back(states, decays[1], d_states, d_final)
-    (more,) = through_states((d_made, d_decays))
+    made, through_states = jax.vjp(states_of_chunks, inputs)
+    gradients = d_states, d_final.astype(states.dtype)
+    d_made, d_initial = pass_back(_advance, made, states, gradients)
+    (more,) = through_states(d_made)
     d_inputs = jax.tree.map(jnp.add, d_inputs, more)
     return d_inputs, None, d_initial
 
@@ -153,7 +146,7 @@ def _decay(inputs: SsdInputs) -> jax.Array:
 
     [B, C, Q, H], the token's own decay included.
     """
-    wide = _wide(inputs.x.dtype)
+    wide = wide_dtype(inputs.x.dtype)
     return jnp.cumsum(inputs.dt.astype(wide) * inputs.a.astype(wide), 2)
 
 
@@ -169,89 +162,34 @@ def _states_of_chunks(
     left = jnp.exp(last[:, :, 0])
     if how.packed:
         share = share * (documents == documents[:, :, -1:])[..., None]
-        left = left * _without_start(documents)[..., None]
-    x = _by_group(x * share[..., None], b).astype(inputs.x.dtype)
+        without_start = documents[:, :, -1] == documents_before(documents)
+        left = left * without_start[..., None]
+    x = by_group(x * share[..., None], b.shape[-2]).astype(inputs.x.dtype)
     wide = {"preferred_element_type": log.dtype}
     states = jnp.einsum("zcqgrp,zcqgn->zcgrpn", x, b, **wide)
     return states.reshape(*states.shape[:2], -1, *states.shape[-2:]), left
 
 
-def _without_start(documents: jax.Array) -> jax.Array:
-    """Whether a chunk [B, C, Q] has no token that starts a document: [B, C]."""
-    last = documents[:, :, -1]
-    before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
-    return last == before
-
-
-def _by_group(x: jax.Array, b: jax.Array) -> jax.Array:
-    """[..., H, P] -> [..., G, R, P]."""
-    groups = b.shape[-2]
-    return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
-
-
-def _pass_states(
-    made: jax.Array, decays: jax.Array, initial: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(the state before each chunk [B, C, H, P, N], the last one [B, H, P, N])."""
-
-    def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        new, decay = chunk
-        return state * decay[..., None, None] + new, state
-
-    chunks = jnp.moveaxis(made, 1, 0), jnp.moveaxis(decays, 1, 0)
-    final, states = lax.scan(step, initial.astype(made.dtype), chunks)
-    return jnp.moveaxis(states, 0, 1), final
-
-
-def _pass_back(
-    states: jax.Array, decays: jax.Array, d_states: jax.Array, d_final: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of what `_pass_states` reads; `states` are those before each chunk."""
-
-    def step(d_after: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
-        before, decay, d_before = chunk
-        d_decay = jnp.sum(d_after * before, (-2, -1))
-        return d_before + d_after * decay[..., None, None], (d_after, d_decay)
-
-    chunks = tuple(jnp.moveaxis(v, 1, 0) for v in (states, decays, d_states))
-    d_initial, passed = lax.scan(step, d_final.astype(states.dtype), chunks, reverse=True)
-    d_made, d_decays = (jnp.moveaxis(v, 0, 1) for v in passed)
-    return d_made, d_decays, d_initial
+def _advance(chunk: tuple[jax.Array, jax.Array], state: jax.Array) -> jax.Array:
+    """The state [B, H, P, N] after a chunk of each row."""
+    new, left = chunk
+    return state * left[..., None, None] + new
 
 
 def _outputs(how: How, inputs: SsdInputs, documents: jax.Array, states: jax.Array) -> jax.Array:
     """y [B, C, Q, H, P] from the tokens of each chunk and the state before it."""
-    x = inputs.x
-    batch, chunks, tokens, heads, _ = x.shape
-    log = _decay(inputs)
-    before = jnp.pad(documents[:, :-1, -1], [(0, 0), (1, 0)])
-    of_chunk = [x, inputs.dt, log, inputs.b, inputs.c, documents, before, states]
-    flat = [v.reshape(batch * chunks, *v.shape[2:]) for v in of_chunk]
-
-    def output(one: list) -> jax.Array:
-        return _output_of_chunk(how, *one)
-
-    matrices = heads * tokens * tokens * jnp.dtype(log.dtype).itemsize
-    at_a_time = max(1, _BLOCK_BYTES // matrices)
-    if at_a_time >= batch * chunks:
-        y = jax.vmap(output)(flat)
-    else:  # the backward of a block computes its matrices again
-        y = lax.map(jax.checkpoint(output), flat, batch_size=at_a_time)
-    return y.reshape(x.shape)
+    log, before = _decay(inputs), documents_before(documents)
+    of_chunk = inputs.x, inputs.dt, log, inputs.b, inputs.c, documents, before, states
+    return in_blocks(functools.partial(_output_of_chunk, how), log, of_chunk)
 
 
 def _output_of_chunk(how: How, x, dt, log, b, c, documents, before, state) -> jax.Array:
     """y [Q, H, P] of one chunk; `before` is the document of the token before it."""
     wide = {"preferred_element_type": log.dtype}
-    seen = jnp.tril(jnp.ones((len(x), len(x)), bool))
-    if how.packed:
-        seen &= documents[:, None] == documents
-    apart = log[:, None] - log
-    decay = jnp.exp(jnp.where(seen[..., None], apart, -jnp.inf))
-    decay = jnp.moveaxis(decay, -1, 0).reshape(b.shape[1], -1, *seen.shape)
+    decay = decays_between(log, documents if how.packed else None, b.shape[1])
     products = jnp.einsum("qgn,sgn->gqs", c, b, **wide)
     weights = (products[:, None] * decay).astype(x.dtype)
-    taken = _by_group(x * dt.astype(log.dtype)[..., None], b).astype(x.dtype)
+    taken = by_group(x * dt.astype(log.dtype)[..., None], b.shape[1]).astype(x.dtype)
     y = jnp.einsum("grqs,sgrp->qgrp", weights, taken, **wide)
     left = jnp.exp(log)
     if how.packed:
@@ -273,7 +211,7 @@ def ssd_final(inputs: SsdInputs, starts: jax.Array | None) -> tuple[jax.Array, j
     Decays are summed from the end, so that the sums of the tokens that matter are small.
     """
     x, b = inputs.x, inputs.b
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     log = inputs.dt.astype(wide) * inputs.a.astype(wide)
     after = jnp.cumsum(log[:, ::-1], 1)[:, ::-1]
     share = inputs.dt.astype(wide) * jnp.exp(after - log)
@@ -282,7 +220,7 @@ def ssd_final(inputs: SsdInputs, starts: jax.Array | None) -> tuple[jax.Array, j
         documents = jnp.cumsum(starts, 1, dtype=jnp.int32)
         share = share * (documents == documents[:, -1:])[..., None]
         left = left * (documents[:, -1:] == 0)
-    x = _by_group(x * share[..., None], b).astype(x.dtype)
+    x = by_group(x * share[..., None], b.shape[-2]).astype(x.dtype)
     state = jnp.einsum("zqgrp,zqgn->zgrpn", x, b, preferred_element_type=wide)
     return state.reshape(len(x), -1, *state.shape[-2:]), left
 

@@ -39,8 +39,9 @@ class KeysValues(NamedTuple):
 class Attention(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D]: attention within segments, of the branch's mask and window.
 
-    `q` is [D, N, H], `kv` [D, 2, K, H] (key, value), `out` [N, H, D]. The names of the parameters
-    begin with `hf_name` in Hugging Face's words, those of their matmuls with `matmul_prefix`.
+    `q` is [D, N, H], with an output gate [D, N, 2 H] (query, gate). `kv` is [D, 2, K, H] (key,
+    value), `out` [N, H, D]. The names of the parameters begin with `hf_name` in Hugging Face's
+    words, those of their matmuls with `matmul_prefix`.
     """
 
     hf_name = "self_attn"
@@ -52,8 +53,9 @@ class Attention(BranchModule):
         heads, kv_heads = cfg.attention.num_attention_heads, cfg.attention.num_key_value_heads
         q_axes = ("heads", "head_dim")
         kv_axes = ("pair", "kv_heads", "head_dim")
+        queries = 2 * head if cfg.attention.attention_output_gate else head
         q = ParamSpec(
-            shape=(width, heads, head),
+            shape=(width, heads, queries),
             axes=("embed", *q_axes),
             role="matrix",
             matmul=f"{self.matmul_prefix}q",
@@ -77,7 +79,7 @@ class Attention(BranchModule):
         self.out = declare(rngs, out, normal(out_std))
         if cfg.attention.attention_bias:
             names = self._hf_names("q", "bias")
-            self.q_bias = declare_bias(rngs, (heads, head), q_axes, *names)
+            self.q_bias = declare_bias(rngs, (heads, queries), q_axes, *names)
             names = self._hf_names("kv", "bias")
             self.kv_bias = declare_bias(rngs, (2, kv_heads, head), kv_axes, *names)
         if cfg.attention.attention_out_bias:
@@ -111,6 +113,8 @@ class Attention(BranchModule):
         if cfg.attention.attention_in_multiplier is not None:
             x = x * cfg.attention.attention_in_multiplier
         q, k, v = self._project(x, ctx)
+        if cfg.attention.attention_output_gate:
+            q, gate = jnp.split(q, 2, axis=-1)
         if cfg.attention.key_multiplier is not None:
             k = k * cfg.attention.key_multiplier
         if cfg.attention.qk_norm:
@@ -136,6 +140,8 @@ class Attention(BranchModule):
             out = decode_attention(q, *cache, call, arrays)
         else:
             out = context_attention(q, k, v, call, arrays, ctx)
+        if cfg.attention.attention_output_gate:
+            out = out * jax.nn.sigmoid(gate)
         y = self.output(out, ctx)
         if cfg.attention.attention_out_multiplier is not None:
             y = y * cfg.attention.attention_out_multiplier
@@ -180,7 +186,7 @@ class Attention(BranchModule):
         return KeysValues(spec, spec)
 
     def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, S, N/tp, H] and the k, v [B, S, K', H] that these query heads use."""
+        """q [B, S, N/tp, H or 2 H] and the k, v [B, S, K', H] that these query heads use."""
         kv_weight = self.local_kv_weight(ctx.parallel)
         q, kv = column(x, (weight_of(self.q), kv_weight), ctx)
         if self.cfg.attention.attention_bias:

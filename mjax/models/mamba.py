@@ -21,33 +21,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import MambaConfig, ModelConfig
-from mjax.kernels.causal_conv import causal_conv, last_tokens
+from mjax.kernels.causal_conv import causal_conv
 from mjax.kernels.ssd import SsdInputs, ssd, ssd_final, ssd_step
-from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
+from mjax.models.branch import BranchInputs, BranchOutput, CacheSpec
 from mjax.models.context import Context
 from mjax.models.linear import column, row
 from mjax.models.params import Initializer, constant, declare, normal
-from mjax.models.recurrent_context import (
-    document_starts,
-    from_pieces,
-    history_of,
-    states_before,
-    to_pieces,
+from mjax.models.recurrent_context import from_pieces
+from mjax.models.recurrent_mixer import (
+    RecurrentCache,
+    RecurrentMixer,
+    Scanned,
+    in_fp32,
+    initial_decays,
 )
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
-
-_LARGEST_DECAY = 16.0  # of the initial A
-
-
-class RecurrentCache(NamedTuple):
-    """The cache: K - 1 tokens of x [B, K-1, H, P] and of B and C [B, K-1, 2, G, N] before the
-    convolution, and the state, fp32 [B, H, P, N]."""
-
-    x: jax.Array
-    bc: jax.Array
-    state: jax.Array
 
 
 class Mixed(NamedTuple):
@@ -57,7 +47,7 @@ class Mixed(NamedTuple):
     y: jax.Array
 
 
-class Mamba(BranchModule):
+class Mamba(RecurrentMixer):
     """[B, S/tp, D] -> [B, S/tp, D], within segments.
 
     `inner` is [D, 2, H, P] (z, x), `bc` [D, 2, G, N] (B, C), `dt` [D, H], `out` [H, P, D].
@@ -68,6 +58,7 @@ class Mamba(BranchModule):
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         self.cfg = cfg
         sizes = cfg.mamba
+        self.taps = sizes.conv_kernel
         width, init = cfg.hidden_size, normal(cfg.initializer_range)
         heads, groups = _heads_axes(sizes), _groups_axes(sizes)
         inner = _matrix("ssm_in", width, heads.in_pairs(), "z_proj", "x_proj")
@@ -78,21 +69,19 @@ class Mamba(BranchModule):
         self.dt = declare(rngs, dt, init)
         self._declare_convolution(rngs)
         initial_values = {
-            "A_log": _initial_decays,
+            "A_log": initial_decays,
             "D": constant(1.0),
             "dt_bias": _initial_steps(sizes),
         }
         for name, values in initial_values.items():
-            spec = ParamSpec(
-                shape=heads.sizes[:1],
-                axes=heads.axes[:1],
-                role="scalar",
-                hf=(f"mamba.{name}",),
-                precise=True,
-            )
-            setattr(self, name, declare(rngs, spec, values))
+            self._declare_precise(rngs, name, sizes.mamba_num_heads, values, f"mamba.{name}")
         if sizes.mamba_rms_norm:
-            gain = ParamSpec(heads.sizes, heads.axes, "norm", hf=("mamba.norm.weight",))
+            gain = ParamSpec(
+                shape=heads.sizes,
+                axes=heads.axes,
+                role="norm",
+                hf=("mamba.norm.weight",),
+            )
             self.norm = declare(rngs, gain, constant(1.0))
         out = ParamSpec(
             shape=(*heads.sizes, width),
@@ -106,7 +95,6 @@ class Mamba(BranchModule):
 
     def _declare_convolution(self, rngs: nnx.Rngs) -> None:
         sizes = self.cfg.mamba
-        taps = sizes.conv_kernel
         heads, groups = _heads_axes(sizes), _groups_axes(sizes)
         channels = {
             "x": (*heads, ("x_conv",)),
@@ -114,8 +102,7 @@ class Mamba(BranchModule):
         }
         for name, (shape, axes, hf) in channels.items():
             weights = tuple(f"mamba.{one}.weight" for one in hf)
-            spec = ParamSpec((*shape, taps), (*axes, "taps"), "conv", hf=weights)
-            setattr(self, f"{name}_conv", declare(rngs, spec, _uniform(taps**-0.5)))
+            self._declare_conv(rngs, f"{name}_conv", shape, axes, *weights)
             if sizes.use_conv_bias:
                 biases = tuple(f"mamba.{one}.bias" for one in hf)
                 spec = ParamSpec(shape, axes, "bias", hf=biases)
@@ -131,11 +118,9 @@ class Mamba(BranchModule):
         zx, bc, dt = column(x, (weight_of(self.inner), bc, weight_of(self.dt)), ctx)
         zx, bc, dt = self._scaled_parts(zx, bc, dt)
         z, x = _of_pair(zx)
-        steps = self._steps(dt)
-        if cache is None:
-            mixed = self._scan(x, bc, steps, inputs)
-        else:
-            mixed, cache = self._continue(x, bc, steps, inputs, cache)
+        rates = (self._steps(dt),)
+        read, y, cache = self._mix((x, bc), rates, inputs, cache)
+        mixed = Mixed(from_pieces(read.x, ctx), y)
         y = self._gated_norm(mixed, z, ctx)
         y = row(y, weight_of(self.out), ctx)
         if self.cfg.mamba.ssm_out_multiplier is not None:
@@ -156,61 +141,33 @@ class Mamba(BranchModule):
 
     def _steps(self, dt: jax.Array) -> jax.Array:
         """The steps [B, S, H], fp32."""
-        bias = _wide(self.dt_bias[...])
-        dt = jax.nn.softplus(_wide(dt) + bias)
+        bias = in_fp32(self.dt_bias[...])
+        dt = jax.nn.softplus(in_fp32(dt) + bias)
         limit = self.cfg.mamba.time_step_limit
         return dt if limit is None else jnp.clip(dt, *limit)
 
-    def _scan(self, x: jax.Array, bc: jax.Array, dt: jax.Array, inputs: BranchInputs) -> Mixed:
-        """Convolution and scan of whole sequences."""
-        ctx = inputs.ctx
-        starts = document_starts(inputs.tokens, ctx)
-        x, bc, dt = (to_pieces(v, ctx) for v in (x, bc, dt))
-        count = self.cfg.mamba.conv_kernel - 1
-        histories = [history_of(v, starts, count, ctx) for v in (x, bc)]
-        read = self._convolve(x, bc, dt, starts, histories, ctx.parallel)
-        initial = None
-        if ctx.parallel.cp > 1:
-            initial = states_before(*ssd_final(read, starts), ctx)
+    def _scan(self, read: SsdInputs, starts, initial) -> Scanned:
         chunk = self.cfg.mamba.chunk_size
-        y, _ = ssd(read, chunk=chunk, starts=starts, initial=initial)
-        return Mixed(from_pieces(read.x, ctx), from_pieces(y, ctx))
+        made = ssd(read, chunk=chunk, starts=starts, initial=initial)
+        return Scanned(*made)
 
-    def _continue(
-        self,
-        x: jax.Array,
-        bc: jax.Array,
-        dt: jax.Array,
-        inputs: BranchInputs,
-        cache: RecurrentCache,
-    ) -> tuple[Mixed, RecurrentCache]:
-        """Convolution and scan behind what the cache holds. Padding leaves the state as it is."""
-        real = inputs.tokens.segments > 0
-        x, bc, dt = (_where_real(real, v) for v in (x, bc, dt))
-        histories = cache.x, cache.bc
-        read = self._convolve(x, bc, dt, None, histories, inputs.ctx.parallel)
-        if x.shape[1] == 1:
-            token = SsdInputs(
-                x=read.x[:, 0],
-                dt=read.dt[:, 0],
-                a=read.a,
-                b=read.b[:, 0],
-                c=read.c[:, 0],
-            )
-            state, y = ssd_step(cache.state, token)
-            y = y[:, None]
-        else:
-            chunk = self.cfg.mamba.chunk_size
-            y, state = ssd(read, chunk=chunk, initial=cache.state)
-        new_cache = RecurrentCache(
-            last_tokens(x, cache.x),
-            last_tokens(bc, cache.bc),
-            state,
+    def _summary(self, read: SsdInputs, starts) -> tuple[jax.Array, jax.Array]:
+        return ssd_final(read, starts)
+
+    def _step(self, read: SsdInputs, state: jax.Array) -> Scanned:
+        token = SsdInputs(
+            x=read.x[:, 0],
+            dt=read.dt[:, 0],
+            a=read.a,
+            b=read.b[:, 0],
+            c=read.c[:, 0],
         )
-        return Mixed(read.x, y), new_cache
+        state, y = ssd_step(state, token)
+        return Scanned(y[:, None], state)
 
-    def _convolve(self, x, bc, dt, starts, histories, parallel: Parallel) -> SsdInputs:
-        """What the scan reads of x [B, S, H, P] and bc [B, S, 2, G, N]."""
+    def _convolve(self, parts, rates, starts, histories, parallel: Parallel) -> SsdInputs:
+        """What the scan reads of x [B, S, H, P] and bc [B, S, 2, G, N], with steps [B, S, H]."""
+        x, bc = parts
         x_bias = bc_bias = None
         bc_conv = self._own_groups(self.bc_conv[...], 1, parallel)
         if self.cfg.mamba.use_conv_bias:
@@ -219,9 +176,9 @@ class Mamba(BranchModule):
         x_before, bc_before = histories
         x = causal_conv(x, self.x_conv[...], x_bias, starts=starts, history=x_before)
         bc = causal_conv(bc, bc_conv, bc_bias, starts=starts, history=bc_before)
-        a = -jnp.exp(_wide(self.A_log[...]))
+        a = -jnp.exp(in_fp32(self.A_log[...]))
         b, c = _of_pair(bc)
-        return SsdInputs(x, dt, a, b, c)
+        return SsdInputs(x, *rates, a, b, c)
 
     def _own_groups(self, w: jax.Array, axis: int, parallel: Parallel) -> jax.Array:
         """The groups of `w` along `axis` that this device's heads use.
@@ -249,15 +206,15 @@ class Mamba(BranchModule):
 
         @jax.checkpoint
         def gated(mixed: Mixed, z: jax.Array, d: jax.Array, gain: jax.Array | None) -> jax.Array:
-            passed_by = _wide(mixed.x) * _wide(d)[:, None]
-            h = _wide(mixed.y) + passed_by
-            h = h * jax.nn.silu(_wide(z))
+            passed_by = in_fp32(mixed.x) * in_fp32(d)[:, None]
+            h = in_fp32(mixed.y) + passed_by
+            h = h * jax.nn.silu(in_fp32(z))
             if gain is None:
                 return h.astype(z.dtype)
             squares = jnp.sum(jnp.square(h), -1)
             mean = self._mean_of_groups(squares, ctx.parallel)
             factor = jax.lax.rsqrt(mean + self.cfg.norm_eps)
-            h = h * factor[..., None] * _wide(gain)
+            h = h * factor[..., None] * in_fp32(gain)
             return h.astype(z.dtype)
 
         gain = self.norm[...] if self.cfg.mamba.mamba_rms_norm else None
@@ -298,9 +255,10 @@ class Mamba(BranchModule):
         groups = "groups" if sizes.n_groups % tp == 0 else None
         bc = 2, sizes.n_groups, sizes.state_size
         state = batch, *heads, sizes.state_size
+        of_heads = CacheSpec((*before, *heads), (None, None, "heads", None))
+        of_groups = CacheSpec((*before, *bc), (None, None, None, groups, None))
         return RecurrentCache(
-            x=CacheSpec((*before, *heads), (None, None, "heads", None)),
-            bc=CacheSpec((*before, *bc), (None, None, None, groups, None)),
+            histories=(of_heads, of_groups),
             state=CacheSpec(
                 state,
                 (None, "heads", None, None),
@@ -309,19 +267,9 @@ class Mamba(BranchModule):
         )
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
-
-
 def _of_pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two of a pair [B, S, 2, ...]."""
     return x[:, :, 0], x[:, :, 1]
-
-
-def _where_real(real: jax.Array, x: jax.Array) -> jax.Array:
-    """x [B, S, ...] with zeros for padding."""
-    channels = tuple(range(2, x.ndim))
-    return jnp.where(jnp.expand_dims(real, channels), x, 0)
 
 
 # ---- declarations --------------------------------------------------------------------------------
@@ -355,20 +303,6 @@ def _matrix(matmul: str, width: int, outputs: Channels, *hf: str) -> ParamSpec:
         matmul=matmul,
         hf=tuple(f"mamba.{name}.weight" for name in hf),
     )
-
-
-def _uniform(bound: float) -> Initializer:
-    """Draws uniform within +-bound."""
-
-    def draw(key, shape, dtype):
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    return draw
-
-
-def _initial_decays(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """log A, with A uniform in [1, 16]."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, _LARGEST_DECAY))
 
 
 def _initial_steps(sizes: MambaConfig) -> Initializer:

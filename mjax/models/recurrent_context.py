@@ -100,14 +100,17 @@ def tokens_before(x: jax.Array, count: int, ctx: Context) -> jax.Array:
 def states_before(left_behind: jax.Array, left_over: jax.Array, ctx: Context) -> jax.Array:
     """The state before each piece, [B * 2, H, P, N].
 
-    `left_behind` [B * 2, H, P, N] is what a piece leaves in the state, `left_over` [B * 2, H] the
-    part of a state before it that is left.
+    `left_behind` [B * 2, H, P, N] is what a piece leaves in the state. `left_over` is what it
+    leaves of a state before it: a factor [B * 2, H], or a matrix [B * 2, H, N, N] behind it.
     """
 
     def step(state: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
         new, left = piece
-        left = jnp.expand_dims(left, (-2, -1))
-        return state * left + new, state
+        if left.ndim == state.ndim:
+            kept = jnp.matmul(state, left, precision="highest")
+        else:
+            kept = state * jnp.expand_dims(left, (-2, -1))
+        return kept + new, state
 
     pieces = []
     for of_piece in (left_behind, left_over):

@@ -79,6 +79,12 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         scanned = rows, width, mamba.mamba_num_heads // tp, mamba.mamba_head_dim
         choices["causal conv"] = choose("causal_conv", dtype, scanned, taps=mamba.conv_kernel)
         choices["ssd"] = choose("ssd", dtype, scanned, state=mamba.state_size)
+    if "T" in model.branches:
+        delta = model.deltanet
+        taps = delta.linear_conv_kernel_dim
+        read = rows, width, delta.linear_num_value_heads // tp, delta.linear_value_head_dim
+        choices["causal conv"] = choose("causal_conv", dtype, read, taps=taps)
+        choices["gated delta"] = choose("gated_delta", dtype, read)
     recipe = decide_execution(cfg, sizes).recipe
     if recipe is not None:
         gradient = tokens, up[-1]

@@ -271,6 +271,8 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
             elements += OF_HEADS * channels
         elif letter == "M":
             elements += OF_SCAN * model.mamba.channels
+        elif letter == "T":  # not measured
+            elements += OF_SCAN * model.deltanet.channels
         elif letter == "D":
             elements += of_ffn * model.intermediate_size
         elif letter == "E":

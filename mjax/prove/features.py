@@ -43,6 +43,10 @@ STATES = [
     "model.mamba.state_size=6",
     "model.mamba.chunk_size=4",
 ]
+DELTANET = [
+    "model.deltanet={linear_num_key_heads: 24, linear_num_value_heads: 48, linear_chunk_size: 4, "
+    "linear_key_head_dim: 6, linear_value_head_dim: 4}",
+]
 # Each is a feature whose sharding could go wrong on its own.
 FEATURES = {
     "dense": [],
@@ -195,6 +199,19 @@ FEATURES = {
         "data.eod_token_id=1",
         "data.masked={pad_token_id: 0, sentinel_ids: [250, 240]}",
         "model.decoder_start_token_id=0",
+    ],
+    "gated deltanet": [  # Qwen3-Next's layers
+        *EXPERTS,
+        "model.layer_pattern='deltanet+experts, full+experts'",
+        *DELTANET,
+        "model.attention.attention_output_gate=true",
+        "model.attention.qk_norm=true",
+        "model.rope.partial_rotary_factor=0.5",
+        "model.moe.shared_expert_intermediate_size=24",
+        "model.moe.shared_expert_gate=true",
+        "model.norm_zero_centered=true",
+        # norms of heads of 4 channels, near zero, make fp32 itself differ by 2e-5
+        "model.norm_eps=1e-3",
     ],
 }
 # What a row has besides where there are twice as many layers.

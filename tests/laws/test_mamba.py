@@ -27,10 +27,8 @@ def model_of(*keys):
     return load(None, [*SMALL, *keys]).model
 
 
-@pytest.mark.parametrize("conv_bias", quick(["true", "false"]))
-def test_a_packed_row_equals_its_documents_apart(conv_bias):
-    """Loss and every gradient, to fp32 rounding."""
-    cfg = model_of(*HYBRID, f"model.mamba.use_conv_bias={conv_bias}")
+def packed_and_apart(cfg):
+    """(loss, gradients) of a packed row of documents, and of the documents run apart."""
     definition, params = split(build(cfg, nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     borders = [0, 3, 4, 11, 24]
@@ -48,7 +46,13 @@ def test_a_packed_row_equals_its_documents_apart(conv_bias):
         model = definition.bind(params)
         return sum(jnp.sum(model(ids[:, i:j]) * to_logits[:, i:j]) for i, j in spans)
 
-    got, wanted = (jax.jit(jax.value_and_grad(f))(params) for f in (packed, apart))
+    return (jax.jit(jax.value_and_grad(f))(params) for f in (packed, apart))
+
+
+@pytest.mark.parametrize("conv_bias", quick(["true", "false"]))
+def test_a_packed_row_equals_its_documents_apart(conv_bias):
+    """Loss and every gradient, to fp32 rounding."""
+    got, wanted = packed_and_apart(model_of(*HYBRID, f"model.mamba.use_conv_bias={conv_bias}"))
     for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, right, rtol=0, atol=1e-5 * float(np.abs(right).max()))
 
@@ -128,7 +132,7 @@ def test_the_state_of_generation_is_fp32_and_has_one_size():
     short, long = (empty_cache(cfg, 2, n, jnp.bfloat16).layers for n in (16, 64))
     assert jax.tree.map(jnp.shape, short) == jax.tree.map(jnp.shape, long)
     cache = short[0]["mamba"]
-    assert cache.state.dtype == jnp.float32 and cache.x.dtype == jnp.bfloat16
+    assert cache.state.dtype == jnp.float32 and cache.histories[0].dtype == jnp.bfloat16
 
 
 def test_heads_that_no_mesh_divides_are_refused_in_a_line():

@@ -79,6 +79,12 @@ _HYBRID = (
 _BAMBA = dict(
     mamba_n_heads=12, mamba_d_head=8, mamba_d_state=10, mamba_n_groups=3, mamba_chunk_size=8
 )
+_QWEN3_NEXT = (
+    _BASE
+    | dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20)
+    | dict(shared_expert_intermediate_size=28, linear_num_key_heads=2, linear_num_value_heads=6)
+    | dict(linear_key_head_dim=10, linear_value_head_dim=8, initializer_range=0.09)
+)
 # name -> (transformers class prefix, options)
 MODELS: dict[str, tuple[str, dict]] = {
     "gpt2": (
@@ -246,6 +252,14 @@ MODELS: dict[str, tuple[str, dict]] = {
         | dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
         | dict(num_local_experts=0, shared_intermediate_size=28, position_embedding_type="rope"),
     ),
+    "qwen3_next": ("Qwen3Next", _QWEN3_NEXT),
+    "qwen3_next_biased": (
+        "Qwen3Next",
+        _QWEN3_NEXT
+        | dict(layer_types=["full_attention", "linear_attention"] * 2)
+        | dict(linear_conv_kernel_dim=3, attention_bias=True, tie_word_embeddings=True)
+        | dict(rope_parameters=dict(rope_theta=500.0, partial_rotary_factor=0.5)),
+    ),
     "mixtral": ("Mixtral", _BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
     "nemotron_nas": (
         "DeciLM",
@@ -265,6 +279,8 @@ def make(name: str) -> torch.nn.Module:
         for path, p in model.named_parameters():
             if path.endswith("bias") or p.ndim == 1:
                 p.add_(0.1 * torch.randn_like(p))
+            if path.endswith("linear_attn.A_log"):
+                p.sub_(4.0)  # so that states outlive some tokens
         for path, buffer in model.named_buffers():
             if path.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn_like(buffer))

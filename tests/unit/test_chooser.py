@@ -105,8 +105,9 @@ def test_what_is_asked_for_is_not_replaced(name):
 
 
 def test_a_run_lists_every_op_once():
-    experts = ["model.layer_pattern=GEM", "model.moe.num_experts=8"]
+    experts = ["model.layer_pattern=GEMT", "model.moe.num_experts=8"]
     experts += ["model.mamba.mamba_num_heads=4", "model.num_hidden_layers=6"]
+    experts += ["model.deltanet={linear_num_key_heads: 2, linear_num_value_heads: 4}"]
     cfg = load(None, ["precision.fp8=delayed", "mesh.dp=1", "data.mock=true", *experts])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]

@@ -1,10 +1,12 @@
 """Config.json as published: read exactly, or refused by name."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from mjax.checkpoint.families import FAMILIES, config_from_hf, config_to_hf, slots
+from mjax.config import load
 from mjax.config.model_schema import ModelConfig
 from mjax.convert import side_files
 from mjax.data.tokenizer import train_tokenizer
@@ -13,6 +15,7 @@ from mjax.models import definition_of
 from mjax.models.flops import flops_per_token
 from mjax.sharding.spec import count_parameters
 
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 LLAMA_31 = dict(
     architectures=["LlamaForCausalLM"],
     attention_bias=False,
@@ -197,6 +200,49 @@ GPT_OSS_120B = GPT_OSS_20B | dict(
     layer_types=["sliding_attention", "full_attention"] * 18,
 )
 
+QWEN3_NEXT_80B = dict(
+    architectures=["Qwen3NextForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    decoder_sparse_step=1,
+    eos_token_id=151645,
+    full_attention_interval=4,
+    head_dim=256,
+    hidden_act="silu",
+    hidden_size=2048,
+    initializer_range=0.02,
+    intermediate_size=5120,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_value_head_dim=128,
+    max_position_embeddings=262144,
+    mlp_only_layers=[],
+    model_type="qwen3_next",
+    moe_intermediate_size=512,
+    norm_topk_prob=True,
+    num_attention_heads=16,
+    num_experts=512,
+    num_experts_per_tok=10,
+    num_hidden_layers=48,
+    num_key_value_heads=2,
+    output_router_logits=False,
+    partial_rotary_factor=0.25,
+    rms_norm_eps=1e-06,
+    rope_scaling=None,
+    rope_theta=10000000,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=512,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.57.0.dev0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+
 
 def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
     sizes = dict(hidden_size=hidden, intermediate_size=ffn)
@@ -215,9 +261,10 @@ def llama(hidden: int, ffn: int, layers: int, heads: int) -> dict:
         (OLMOE, 6_919_161_856),
         (GPT_OSS_20B, 20_914_757_184),
         (GPT_OSS_120B, 116_829_156_672),
+        (QWEN3_NEXT_80B, 79_674_391_296),  # without its prediction layer
     ],
     ids="llama-8b llama-70b llama-405b qwen3-32b gemma3-27b qwen1.5-moe olmoe gpt-oss-20b "
-    "gpt-oss-120b".split(),
+    "gpt-oss-120b qwen3-next-80b".split(),
 )
 def test_published_configs_give_the_published_count(config, published):
     cfg = config_from_hf(config)
@@ -235,6 +282,11 @@ def test_gpt_oss_has_the_active_parameters_of_its_card(config, total, active):
     assert round(count_parameters(definition_of(cfg).specs) / 1e9, 2) == total
     assert round(flops_per_token(cfg, 1) / 6e9, 2) == active
     assert cfg.layer_kinds[:3] == ("[LE]", "E", "[LE]") and not cfg.rope.rope_scaling.truncate
+
+
+def test_the_shipped_config_of_qwen3_next_is_the_published_one():
+    cfg, shipped = config_from_hf(QWEN3_NEXT_80B), load(CONFIGS / "qwen3_next_80b_a3b.yaml").model
+    assert cfg == shipped and cfg.layer_kinds == ("[TE]", "[TE]", "[TE]", "E") * 12
 
 
 def test_gpt_oss_without_rope_keys_has_the_yarn_that_transformers_assumes():

@@ -69,6 +69,15 @@ VARIANTS = {
         "mamba.n_groups": 2,
         "mamba.chunk_size": 8,
     },
+    "deltas": {
+        "layer_pattern": "[TD]G",
+        "attention.attention_output_gate": True,
+        "deltanet.linear_num_key_heads": 4,
+        "deltanet.linear_num_value_heads": 8,
+        "deltanet.linear_key_head_dim": 6,
+        "deltanet.linear_value_head_dim": 8,
+        "deltanet.linear_chunk_size": 8,
+    },
     "branches": {"layer_pattern": "[G|D][D]G@1", "num_hidden_layers": 3, "layer_sizes": [SIZES]},
 }
 PROMPTS = [[3, 5, 7], [*range(20, 36)], [9] * 9]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import ssd as kernel
+from mjax.kernels import chunks
 from mjax.kernels.causal_conv import causal_conv, last_tokens, plain_conv
 from mjax.kernels.ssd import SsdInputs, ssd, ssd_final, ssd_step
 from tests.marks import slow
@@ -108,7 +108,7 @@ def test_blocks_of_chunks_change_nothing(fp64, monkeypatch):
         return ssd(inputs, chunk=8, starts=starts, initial=initial)
 
     wanted = gradients(chunked, inputs, initial)
-    monkeypatch.setattr(kernel, "_BLOCK_BYTES", 5 * 4 * 8 * 8 * 8)  # of 12 chunks 5 at a time
+    monkeypatch.setattr(chunks, "BLOCK_BYTES", 5 * 4 * 8 * 8 * 8)  # of 12 chunks 5 at a time
     assert "while" in jax.jit(chunked).lower(inputs, initial).as_text()
     near(gradients(chunked, inputs, initial), wanted, 1e-13)
 

@@ -15,6 +15,7 @@ LATENT = [
     "model.mla.v_head_dim=8",
 ]
 STATES = ["model.layer_pattern=M", "model.mamba.mamba_num_heads=6"]
+DELTANET = ["model.deltanet={linear_num_key_heads: 2, linear_num_value_heads: 4}"]
 EXPERTS = ["model.layer_pattern=E", "model.moe.num_experts=4"]
 FIM = ["data.fim_rate=0.5", "data.fim_prefix_token=1", "data.fim_middle_token=2"]
 FIM += ["data.fim_suffix_token=3"]
@@ -59,6 +60,10 @@ BROKEN = {
     "tp_divides_mamba_num_heads": (
         [*STATES, "mesh.tp=4"],
         "model.mamba.mamba_num_heads=6 is not divisible by mesh.tp=4",
+    ),
+    "tp_divides_linear_num_key_heads": (
+        ["mesh.tp=4", "model.layer_pattern=T", *DELTANET],
+        "model.deltanet.linear_num_key_heads=2 is not divisible by mesh.tp=4",
     ),
     "tp_divides_padded_vocab_size": (
         ["mesh.tp=2", "model.vocab_size=251", "model.vocab_multiple=1"],
@@ -109,6 +114,11 @@ BROKEN = {
         [*STATES, "model.mamba.n_groups=4"],
         "model.mamba.mamba_num_heads=6 is not divisible by model.mamba.n_groups=4",
     ),
+    "deltanet_heads_fit": (
+        ["model.layer_pattern=T", "model.deltanet.linear_num_key_heads=4"],
+        "model.deltanet.linear_num_value_heads=0 is no multiple of",
+    ),
+    "deltanet_used": (["model.deltanet.linear_chunk_size=8"], "has no T block"),
     "mamba_steps_fit": (
         [*STATES, "model.mamba.time_step_limit=[0.1]"],
         "model.mamba.time_step_limit=[0.1]",
