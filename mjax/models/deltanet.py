@@ -30,6 +30,7 @@ from mjax.models.recurrent_mixer import (
     in_fp32,
     initial_decays,
 )
+from mjax.models.remat import from_arguments
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
@@ -134,8 +135,8 @@ class DeltaNet(RecurrentMixer):
         qk_before, v_before = histories
         qk = causal_conv(qk, self.qk_conv[...], starts=starts, history=qk_before)
         v = causal_conv(v, self.v_conv[...], starts=starts, history=v_before)
-        q = _of_length_one(qk[:, :, 0], qk.shape[-1] ** -0.5)
-        k = _of_length_one(qk[:, :, 1])
+        q = _to_length(qk[:, :, 0], qk.shape[-1] ** -0.5)
+        k = _to_length(qk[:, :, 1], 1.0)
         return DeltaInputs(q, k, v, *rates)
 
     def _scan(self, read: DeltaInputs, starts, initial) -> Scanned:
@@ -188,17 +189,21 @@ def _names(*names: str) -> tuple[str, ...]:
     return tuple(f"linear_attn.{name}" for name in names)
 
 
-@jax.checkpoint
+@from_arguments
 def _gated(y: jax.Array, z: jax.Array) -> jax.Array:
     """y * silu(z), computed in fp32."""
     gate = jax.nn.silu(in_fp32(z))
     return (in_fp32(y) * gate).astype(z.dtype)
 
 
-@jax.checkpoint
-def _of_length_one(x: jax.Array, scale: float = 1.0) -> jax.Array:
-    """Vectors along the last axis divided by their lengths, times `scale`; in fp32."""
-    wide = in_fp32(x)
-    squares = jnp.sum(jnp.square(wide), -1, keepdims=True)
-    factor = jax.lax.rsqrt(squares + _LENGTH_EPS)
-    return (wide * factor * scale).astype(x.dtype)
+def _to_length(x: jax.Array, length: float) -> jax.Array:
+    """Vectors along the last axis, made as long as `length`; in fp32."""
+
+    @from_arguments
+    def divided(x: jax.Array) -> jax.Array:
+        wide = in_fp32(x)
+        squares = jnp.sum(jnp.square(wide), -1, keepdims=True)
+        factor = length * jax.lax.rsqrt(squares + _LENGTH_EPS)
+        return (wide * factor).astype(x.dtype)
+
+    return divided(x)

@@ -35,6 +35,7 @@ from mjax.models.recurrent_mixer import (
     in_fp32,
     initial_decays,
 )
+from mjax.models.remat import from_arguments
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
@@ -204,7 +205,7 @@ class Mamba(RecurrentMixer):
     def _gated_norm(self, mixed: Mixed, z: jax.Array, ctx: Context) -> jax.Array:
         """RMSNorm over each group of heads of (y + D x) silu(z); its backward keeps y, x and z."""
 
-        @jax.checkpoint
+        @from_arguments
         def gated(mixed: Mixed, z: jax.Array, d: jax.Array, gain: jax.Array | None) -> jax.Array:
             passed_by = in_fp32(mixed.x) * in_fp32(d)[:, None]
             h = in_fp32(mixed.y) + passed_by

@@ -9,6 +9,7 @@ import jax
 
 from mjax.config.remat import kept_names
 from mjax.kernels.quantize import SCALES
+from mjax.models.barriers import compute_again
 
 # The policy of a pipeline's layers that keep all: `all_but_views`. Users write "none".
 STASHED = "stashed"
@@ -55,3 +56,25 @@ def all_but_views(layer: Callable) -> Callable:
         return primitive.name not in _VIEWS
 
     return jax.checkpoint(layer, policy=rule, prevent_cse=False)
+
+
+def from_arguments(function: Callable) -> Callable:
+    """`function` of arrays, whose backward keeps its arguments alone and computes it again.
+
+    `jax.checkpoint` would not do: within a layer that follows a policy of its own, autodiff asks
+    that policy what to keep, and one that keeps all (`all_but_views`) would.
+    """
+
+    @jax.custom_vjp
+    def call(*arguments):
+        return function(*arguments)
+
+    def forward(*arguments):
+        return function(*arguments), arguments
+
+    def backward(arguments, gradient):
+        _, vjp = jax.vjp(function, *compute_again(*arguments))
+        return vjp(gradient)
+
+    call.defvjp(forward, backward)
+    return call
