@@ -66,3 +66,14 @@ def test_the_estimate_is_near_the_compiler(overrides):
     specs = definition_of(cfg.model).specs
     estimate = sum(bytes_per_device(cfg, cfg.mesh, devices, specs).values())
     assert -0.03 < estimate / (made.arguments + made.temp) - 1 < 0.125
+
+
+def test_the_estimate_of_state_space_layers_is_near_the_compiler():
+    keys = ["model.num_hidden_layers=4", "model.mamba.n_groups=8", "data.seq_length=32768"]
+    keys += ["train.remat=none", "mesh.dp=1", "optimizer.offload=false"]
+    keys += ["train.micro_batch_size=1", "train.global_batch_size=1"]
+    path = "configs/models/mamba2_2_7b.yaml"
+    made, cfg = compile_step(path, *keys), load(path, keys)
+    specs = definition_of(cfg.model).specs
+    estimate = sum(bytes_per_device(cfg, cfg.mesh, 1, specs).values())
+    assert -0.03 < estimate / (made.arguments + made.temp) - 1 < 0.125
