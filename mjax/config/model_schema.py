@@ -9,14 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mjax.config.pattern import (
-    BRANCHES,
-    branches_of_model,
-    expand,
-    reads_encoder,
-    sees_ahead,
-    sizes_of,
-)
+from mjax.config.pattern import BRANCHES, branches_of_model, expand, sees_ahead, sizes_of
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
 
 Dtype = Literal["float32", "bfloat16"]
@@ -167,6 +160,22 @@ class MambaConfig(Group):
     def channels(self) -> int:
         """The channels of all heads."""
         return self.mamba_num_heads * self.mamba_head_dim
+
+
+class RetroConfig(Group):
+    """Retrieved neighbors, where `model.layer_pattern` has R (docs/retro.md)."""
+
+    chunk_length: UpTo20 = Field(64, ge=1)
+    """Tokens that neighbors are looked up for."""
+    num_neighbors: int = Field(2, ge=1)
+    """Neighbors of a chunk."""
+    num_retrieved_chunks: int = Field(2, ge=1)
+    """Chunks that are read of each: itself and what follows it."""
+
+    @property
+    def retrieved_length(self) -> int:
+        """Tokens of a neighbor."""
+        return self.chunk_length * self.num_retrieved_chunks
 
 
 class RelativeConfig(Group):
@@ -322,6 +331,7 @@ class ModelConfig(Group):
     position_embedding: Literal["rope", "learned", "relative", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     relative: RelativeConfig = RelativeConfig()
+    retro: RetroConfig = RetroConfig()
     moe: MoeConfig = MoeConfig()
     bert: BertConfig = BertConfig()
 
@@ -397,12 +407,22 @@ class ModelConfig(Group):
     @property
     def is_encoder(self) -> bool:
         """Whether tokens attend to those behind them, so that it continues no text."""
-        return sees_ahead(self.layer_kinds) and not self.is_encoder_decoder
+        return sees_ahead(self.layer_kinds) and not self.has_two_streams
 
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the last layers are a decoder that reads what the first ones made."""
-        return any(map(reads_encoder, self.layer_kinds))
+        return "X" in self.branches
+
+    @property
+    def is_retro(self) -> bool:
+        """Whether a decoder reads neighbors that were retrieved for its chunks."""
+        return "R" in self.branches
+
+    @property
+    def has_two_streams(self) -> bool:
+        """Whether a layer works on one of two sequences (`models/streams.py`)."""
+        return self.is_encoder_decoder or self.is_retro
 
     @property
     def only_classifies(self) -> bool:
