@@ -93,14 +93,16 @@ def build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset
         train, valid = _build_datasets(cfg, num_train, num_valid)
     if not cfg.model.is_retro or cfg.data.mock:
         return train, valid
-    held_out = NeighborDataset(valid, train, cfg) if valid is not None else None
-    return NeighborDataset(train, train, cfg), held_out
+    training = NeighborDataset(train, num_train, train, cfg)
+    if valid is None:
+        return training, None
+    return training, NeighborDataset(valid, num_valid, train, cfg)
 
 
-def run_datasets(cfg: Config) -> tuple[Dataset, Dataset | None]:
-    """Training and held-out data of a run, before neighbors are looked up."""
-    num_train = consumed_samples(cfg.train, final_step(cfg))
-    return _build_datasets(cfg, num_train, held_out_samples(cfg))
+def run_datasets(cfg: Config) -> tuple[tuple[int, int], tuple[Dataset, Dataset | None]]:
+    """(the samples that a run takes, its data) for training and held out, without neighbors."""
+    counts = consumed_samples(cfg.train, final_step(cfg)), held_out_samples(cfg)
+    return counts, _build_datasets(cfg, *counts)
 
 
 def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:

@@ -156,9 +156,9 @@ def first_allowed(found: np.ndarray, allowed: np.ndarray, count: int) -> np.ndar
 
 
 def search(
-    dataset: GPTDataset, index: Index, database: Database, same: bool, cfg: Config
+    dataset: GPTDataset, count: int, index: Index, database: Database, same: bool, cfg: Config
 ) -> np.ndarray:
-    """int64 [samples, C, n]: where the neighbors of each chunk of each sample begin, or MISSING.
+    """int64 [count, C, n]: where neighbors of the chunks of the first samples begin, or MISSING.
 
     `same`: the samples are from the corpus of the database.
     """
@@ -166,10 +166,10 @@ def search(
     chunks = length // retro.chunk_length
     starts = np.append(database.starts, MISSING)
     documents = np.append(database.documents, MISSING)
-    found = np.empty((len(dataset), chunks, retro.num_neighbors), np.int64)
+    found = np.empty((count, chunks, retro.num_neighbors), np.int64)
     step = max(1, BLOCK // chunks)
-    for begin in range(0, len(dataset), step):
-        samples = np.arange(begin, min(begin + step, len(dataset)))
+    for begin in range(0, count, step):
+        samples = np.arange(begin, min(begin + step, count))
         tokens = dataset.batch(samples)["tokens"].reshape(-1, retro.chunk_length)
         nearest = index.nearest(tokens)
         allowed = (nearest >= 0).reshape(len(samples), -1)
@@ -182,7 +182,7 @@ def search(
 
 
 class NeighborDataset:
-    """A data set whose samples have the tokens of their chunks' neighbors.
+    """The first `count` samples of a data set with the tokens of their chunks' neighbors.
 
     The field "neighbors" is int32 [B, C*n, R] (`models/neighbors.py`). `build` looks neighbors up
     where none are kept; None: a run stops in a line that says how to.
@@ -191,14 +191,15 @@ class NeighborDataset:
     def __init__(
         self,
         dataset: GPTDataset,
+        count: int,
         training: GPTDataset,
         cfg: Config,
-        build: Callable[[GPTDataset], np.ndarray] | None = None,
+        build: Callable[[GPTDataset, int], np.ndarray] | None = None,
     ):
         self.dataset, self.corpus, retro = dataset, training.dataset, cfg.model.retro
         self.length = retro.retrieved_length
         key = {
-            "samples": dataset.key,
+            "samples": dataset.key | {"count": count},
             "database": training.key | {"num_samples": None, "seed": None, "seq_length": None},
             "chunk_length": retro.chunk_length,
             "num_neighbors": retro.num_neighbors,
@@ -208,17 +209,17 @@ class NeighborDataset:
         def looked_up() -> list[np.ndarray]:
             if build is None:
                 raise UserError(
-                    f"{dataset.prefix}: no neighbors are kept for the {len(dataset)} samples of "
+                    f"{dataset.prefix}: no neighbors are kept for the {count} samples of "
                     "this run (its data, seed, steps and model.retro); run python -m "
                     "mjax.data.neighbors with the same config"
                 )
-            return [build(dataset)]
+            return [build(dataset, count)]
 
         folder = cfg.data.cache_dir or f"{dataset.prefix}.cache"
         (self.starts,), _ = cached_arrays(folder, key, ["neighbors"], looked_up)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.starts)
 
     @property
     def max_documents(self) -> int:
@@ -247,19 +248,20 @@ def main(argv: list[str] | None = None) -> int:
 
     began = time.perf_counter()
     size = cfg.model.retro.chunk_length
-    training, held_out = run_datasets(cfg)
+    counts, (training, held_out) = run_datasets(cfg)
     corpus = training.dataset
     database = database_of(corpus, training.sequences, size)
     index = Index(corpus, database, size)
 
-    def build(dataset: GPTDataset) -> np.ndarray:
+    def build(dataset: GPTDataset, count: int) -> np.ndarray:
         same = os.path.abspath(dataset.prefix) == os.path.abspath(training.prefix)
-        return search(dataset, index, database, same, cfg)
+        return search(dataset, count, index, database, same, cfg)
 
     made = {"database_chunks": len(database.starts)}
-    for name, dataset in {"train": training, "held_out": held_out}.items():
+    named = ("train", training), ("held_out", held_out)
+    for (name, dataset), count in zip(named, counts, strict=True):
         if dataset is not None:
-            starts = NeighborDataset(dataset, training, cfg, build).starts
+            starts = NeighborDataset(dataset, count, training, cfg, build).starts
             made[f"{name}_chunks"] = int(starts[..., 0].size)
             made[f"{name}_missing"] = round(float((starts < 0).mean()), 4)
     made["seconds"] = round(time.perf_counter() - began, 1)

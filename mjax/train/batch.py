@@ -161,12 +161,14 @@ def _require_field(name: str, given: np.ndarray, shape: tuple[int, ...], dtype: 
 
 def _require_token_ids(batch: HostBatch, vocab_size: int) -> None:
     """Raise `UserError` for a token id outside the vocabulary, or a label that counts and is."""
-    for name in ("tokens", "labels", "decoder_tokens"):
+    for name in ("tokens", "labels", "decoder_tokens", "neighbors"):
         if name not in batch:
             continue
         ids = np.asarray(batch[name])
         if name == "labels" and "loss_mask" in batch:
             ids = ids[np.asarray(batch["loss_mask"]) != 0]
+        if name == "neighbors":
+            ids = ids[ids != -1]  # padding
         lowest, highest = ids.min(initial=0), ids.max(initial=0)
         if lowest < 0 or highest >= vocab_size:
             bad = lowest if lowest < 0 else highest
