@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mjax.config.pattern import BRANCHES, branches_of_model, of_decoder
+from mjax.config.pattern import branches_of, branches_of_model, of_decoder
 from mjax.config.rule import rule, rules_of
 from mjax.config.schema import Config
 
@@ -12,28 +12,15 @@ def neighbors_are_encoded_before_they_are_read(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     if not c.model.branches & {"R", "C"}:
         return
-    of_neighbors = [kind for kind in kinds if not of_decoder(kind)]
-    of_text = branches_of_model([kind for kind in kinds if of_decoder(kind)])
-    masks = {BRANCHES[letter].mask for letter in of_text}
-    if not c.model.is_retro or "B" not in branches_of_model(of_neighbors):
+    of_text = list(map(of_decoder, kinds))
+    reading = ["R" in branches_of(kind) for kind in kinds]
+    of_neighbors = branches_of_model([kind for kind in kinds if not of_decoder(kind)])
+    if "B" not in of_neighbors or True not in reading:
         yield "`model.layer_pattern`: RETRO has layers of neighbors (B) and of a text (R)"
-    elif (
-        branches_of_model(of_neighbors) - set("BCD")
-        or of_text & set("XC")
-        or masks
-        != {
-            "causal",
-            "cross",
-        }
-    ):
-        yield (
-            "`model.layer_pattern`: RETRO's layers of neighbors are made of B, C and D, and those "
-            "of its text of causal branches and R"
-        )
-    else:
-        reading = [kind for kind in kinds if "R" in branches_of_model([kind])]
-        if kinds.index(reading[0]) < kinds.index(of_neighbors[0]):
-            yield "`model.layer_pattern`: a layer with R stands before all layers of neighbors"
+    elif of_neighbors - set("BCD") or "X" in c.model.branches:
+        yield "`model.layer_pattern`: RETRO's layers of neighbors are made of B, C and D; X is T5's"
+    elif reading.index(True) < of_text.index(False):
+        yield "`model.layer_pattern`: a layer with R stands before all layers of neighbors"
 
 
 @rule("set train.objective=next_token")

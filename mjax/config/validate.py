@@ -19,8 +19,8 @@ from mjax.errors import UserError
 RULES: tuple[Rule, ...] = (
     *MESH_RULES,
     *MODEL_RULES,
-    *ENCODER_RULES,
     *RETRO_RULES,
+    *ENCODER_RULES,
     *DATA_RULES,
     *OPTIMIZER_RULES,
     *FIM_RULES,

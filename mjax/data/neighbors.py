@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ def texts_of(data: IndexedDataset, starts: np.ndarray, length: int) -> np.ndarra
 class Vectors:
     """Makes vectors of chunks; the rarity of tokens and pairs is that in the chunks of `blocks`."""
 
-    def __init__(self, blocks: Sequence[np.ndarray]):
+    def __init__(self, blocks: Iterable[np.ndarray]):
         holding = np.zeros(BUCKETS)
         chunks = 0
         for tokens in blocks:
@@ -112,8 +112,8 @@ class Index:
             raise UserError("mjax.data.neighbors needs faiss; pip install 'mjax[retro]'")
         import faiss
 
-        blocks = _Blocks(data, database.starts, size)
-        self.vectors = Vectors(blocks)
+        places = data, database.starts, size
+        self.vectors = Vectors(_blocks(*places))
         count = len(database.starts)
         self.index = faiss.IndexFlatIP(VECTOR)
         if count > EXACT:
@@ -124,7 +124,7 @@ class Index:
             chosen = np.linspace(0, count - 1, min(count, 40 * parts)).astype(np.int64)
             self.index.train(self.vectors(texts_of(data, database.starts[chosen], size)))
             self.index.nprobe = PROBED
-        for tokens in blocks:
+        for tokens in _blocks(*places):
             self.index.add(self.vectors(tokens))
 
     def nearest(self, tokens: np.ndarray) -> np.ndarray:
@@ -132,19 +132,10 @@ class Index:
         return self.index.search(self.vectors(tokens), ASKED)[1]
 
 
-class _Blocks(Sequence):
+def _blocks(data: IndexedDataset, starts: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """The tokens of chunks at the given places, some at a time."""
-
-    def __init__(self, data: IndexedDataset, starts: np.ndarray, size: int):
-        self.data, self.starts, self.size = data, starts, size
-
-    def __len__(self) -> int:
-        return -(-len(self.starts) // BLOCK)
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        if i >= len(self):
-            raise IndexError
-        return texts_of(self.data, self.starts[i * BLOCK : (i + 1) * BLOCK], self.size)
+    for begin in range(0, len(starts), BLOCK):
+        yield texts_of(data, starts[begin : begin + BLOCK], size)
 
 
 def first_allowed(found: np.ndarray, allowed: np.ndarray, count: int) -> np.ndarray:

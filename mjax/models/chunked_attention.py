@@ -30,38 +30,63 @@ class ChunkedCrossAttention(CrossAttention):
     """
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: BranchInputs) -> jax.Array:
-        group, size = _whole_sequences(inputs.ctx), self.cfg.retro.chunk_length
+        group = _whole_sequences(inputs.ctx)
         q, k, v = group.split_heads(q, k, v)
-        batch, length, *of_token = q.shape
-        chunks = batch * (length // size)
-        behind = [(0, 0), (0, size - 1), (0, 0), (0, 0)]
-        before = [(0, 0), (size - 1, 0), (0, 0), (0, 0)]
-        q = jnp.pad(q[:, size - 1 :], behind).reshape(chunks, size, *of_token)
-        k, v = (x.reshape(chunks, -1, *x.shape[2:]) for x in (k, v))
-        real = jnp.ones(k.shape[:2], jnp.int32)
-        if inputs.source.tokens.segments is not None:
-            real = group.gather(inputs.source.tokens.segments, 1).reshape(real.shape)
-        out = self._of_chunks(q, k, v, inputs, inputs.tokens, real)
-        out = jnp.where(real.any(1)[:, None, None, None], out, 0)
-        out = jnp.pad(out.reshape(batch, length, *of_token), before)[:, :length]
-        return group.to_sequence(out)
+        size, length = self.cfg.retro.chunk_length, q.shape[1]
+        rows = _numbers(inputs.tokens.rows, length // size)
+        nothing = jnp.zeros_like(q[:, 1:size])
+        shifted = jnp.concatenate([q[:, size - 1 :], nothing], 1)
+        real = inputs.source.tokens.segments
+        if real is not None:
+            real = group.gather(real, 1).reshape(len(rows), -1)
+        out = self.within_chunks(shifted, k, v, inputs, rows, real)
+        if real is not None:
+            has_any = real.any(1)[:, None, None, None]
+            out = jnp.where(has_any, out, 0)
+        out = jnp.concatenate([nothing, out.reshape(q.shape)], 1)
+        return group.to_sequence(out[:, :length])
 
-    def _of_chunks(self, q, k, v, inputs: BranchInputs, text: Tokens, real=None) -> jax.Array:
-        """Attention of q [P, T, N, H] to k, v [P, T', K, H] of the same of all P chunks of a text.
+    def within_chunks(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        inputs: BranchInputs,
+        rows: jax.Array,
+        real: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of each chunk's part of q to its part of k, v: [C, T, N, H] for C chunks.
 
-        Keys are seen where `real` int32 [P, T'] is 1. It is plain XLA: fused kernels know no
-        padding between the keys of cross-attention, and the scores are few.
+        `rows` int32 [C] are the numbers of chunks, which key dropout. Keys are seen where `real`
+        int32 [C, T'] is 1. It is plain XLA: fused kernels know no padding between the keys of
+        cross-attention, and the scores are few.
         """
-        of_row = q.shape[0] // len(text.rows)
-        rows = (text.rows[:, None] * of_row + jnp.arange(of_row)).reshape(-1)
-        seen = None if real is None else jnp.ones(q.shape[:2], jnp.int32)
-        asking = tokens_of(q.shape[:2], segments=seen, rows=rows, key=inputs.tokens.key)
-        read = Source(None, tokens_of(k.shape[:2], segments=real))
-        arrays = attention_arrays(self.cfg, replace(inputs, tokens=asking, source=read))
-        own = _whole_sequences(inputs.ctx).own_dropout(arrays.dropout)
-        plain = {"max_documents": 0, "padded": False, "implementation": "xla"}
-        call = replace(self.call(inputs), **plain)
-        return attention(q, k, v, call, replace(arrays, dropout=own))
+        parts = []
+        for x in (q, k, v):
+            parts.append(x.reshape(len(rows), -1, *x.shape[2:]))
+        of_queries, of_keys = parts[0].shape[:2], parts[1].shape[:2]
+        seen = None if real is None else jnp.ones(of_queries, jnp.int32)
+        asking = tokens_of(
+            of_queries,
+            segments=seen,
+            rows=rows,
+            key=inputs.tokens.key,
+        )
+        read = Source(None, tokens_of(of_keys, segments=real))
+        inputs = replace(inputs, tokens=asking, source=read)
+        arrays = attention_arrays(self.cfg, inputs)
+        group = _whole_sequences(inputs.ctx)
+        arrays = replace(
+            arrays,
+            dropout=group.own_dropout(arrays.dropout),
+        )
+        call = replace(
+            self.call(inputs),
+            max_documents=0,
+            padded=False,
+            implementation="xla",
+        )
+        return attention(*parts, call, arrays)
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
@@ -78,12 +103,12 @@ class ChunkAttention(ChunkedCrossAttention):
     source_norm = "decoder_norm"
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: BranchInputs) -> jax.Array:
-        group, size = _whole_sequences(inputs.ctx), self.cfg.retro.chunk_length
+        group = _whole_sequences(inputs.ctx)
         q, k, v = group.split_heads(q, k, v)
-        shape, chunks = q.shape, k.shape[0] * (k.shape[1] // size)
-        q, k, v = (x.reshape(chunks, -1, *x.shape[2:]) for x in (q, k, v))
-        out = self._of_chunks(q, k, v, inputs, inputs.source.tokens)
-        return group.to_sequence(out.reshape(shape))
+        of_row = k.shape[1] // self.cfg.retro.chunk_length
+        rows = _numbers(inputs.source.tokens.rows, of_row)
+        out = self.within_chunks(q, k, v, inputs, rows)
+        return group.to_sequence(out.reshape(q.shape))
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
@@ -95,9 +120,16 @@ def _whole_sequences(ctx: Context) -> AllToAllGroup:
     return KEY_EXCHANGES["a2a"].group(ctx)
 
 
+def _numbers(rows: jax.Array, each: int) -> jax.Array:
+    """The numbers int32 [B * each] of what rows, by theirs [B], have `each` of."""
+    first = each * rows[:, None]
+    return (first + jnp.arange(each, dtype=jnp.int32)).reshape(-1)
+
+
 def neighbor_rows(neighbors: jax.Array) -> jax.Array:
     """int32 [B, C*n, R] with -1 for padding -> ids to embed [B*C*n, R]."""
-    return jnp.maximum(neighbors, 0).reshape(-1, neighbors.shape[-1])
+    rows = neighbors.reshape(-1, neighbors.shape[-1])
+    return jnp.maximum(rows, 0)
 
 
 def beside_neighbors(
@@ -107,9 +139,13 @@ def beside_neighbors(
 
     Padding is segment 0. `columns` are those of the neighbors' tokens on this device; None: all.
     """
-    flat = neighbors.reshape(-1, neighbors.shape[-1])
-    numbers = jnp.arange(neighbors.shape[1], dtype=jnp.int32)
-    rows = text.rows[:, None] * neighbors.shape[1] + numbers
-    segments = (flat >= 0).astype(jnp.int32)
-    place = {"rows": rows.reshape(-1), "columns": columns, "key": text.key}
-    return replace(tokens_of(flat.shape, segments=segments, **place), target=text)
+    _, each, length = neighbors.shape
+    real = neighbors.reshape(-1, length) >= 0
+    tokens = tokens_of(
+        real.shape,
+        segments=real.astype(jnp.int32),
+        rows=_numbers(text.rows, each),
+        columns=columns,
+        key=text.key,
+    )
+    return replace(tokens, target=text)

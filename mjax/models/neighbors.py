@@ -13,7 +13,7 @@ from mjax.config.schema import Config
 from mjax.models.chunked_attention import neighbor_rows
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
-from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
+from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars, further_lengths
 from mjax.models.streams import Streams
 
 
@@ -41,14 +41,9 @@ class WithNeighbors(NextToken):
         return super().losses(edges, x.decoder, batch, tokens, ctx)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
-        """Neighbors of random tokens, for speed tests; nothing where the data set has them."""
+        """Neighbors made of a row, for speed tests; nothing where the data set has them."""
         if "neighbors" in batch:
             return {}
-        retro = self.cfg.model.retro
-        chunks = batch["tokens"].shape[1] // retro.chunk_length
-        shape = chunks * retro.num_neighbors, retro.retrieved_length
-        drawn = []
-        for row in rows:
-            rng = np.random.default_rng((seed, step, row))
-            drawn.append(rng.integers(0, self.cfg.model.vocab_size, shape, np.int32))
-        return {"neighbors": np.stack(drawn)}
+        further = further_lengths(self.cfg)
+        shape = further["neighbors"], further["retrieved"]
+        return {"neighbors": np.stack([np.resize(line, shape) for line in batch["tokens"]])}

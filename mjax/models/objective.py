@@ -57,7 +57,7 @@ LAYER_FIELDS = {
 
 
 # The fields with the columns of tokens along axes that only some batches have, by axis.
-COLUMNS = {"target": "decoder_columns", "retrieved": "neighbor_columns"}
+FURTHER_COLUMNS = {"target": "decoder_columns", "retrieved": "neighbor_columns"}
 
 
 def further_lengths(cfg: Config) -> dict[str, int | None]:

@@ -15,7 +15,7 @@ from mjax.errors import UserError
 from mjax.kernels.chooser import this_device
 from mjax.models.context_attention import zigzag
 from mjax.models.objective import (
-    COLUMNS,
+    FURTHER_COLUMNS,
     LAYER_FIELDS,
     Batch,
     BatchField,
@@ -43,8 +43,8 @@ def placed_fields(objective: Objective) -> dict[str, BatchField]:
     """The fields of a placed batch: those that it is given with, and the place of each token."""
     fields = given_fields(objective) | PLACE_FIELDS
     axes = {axis for field in fields.values() for axis in field.axes}
-    for axis in axes.intersection(COLUMNS):
-        fields[COLUMNS[axis]] = BatchField(np.int32, (axis,))
+    for axis in axes.intersection(FURTHER_COLUMNS):
+        fields[FURTHER_COLUMNS[axis]] = BatchField(np.int32, (axis,))
     return fields
 
 
@@ -89,14 +89,16 @@ class BatchPlacer:
         arrays["rows"] = np.arange(rows, dtype=np.int32)[mine]
         arrays["columns"] = np.arange(width, dtype=np.int32)
         fields = placed_fields(self.objective)
-        for axis, name in COLUMNS.items():
+        for axis, name in FURTHER_COLUMNS.items():
             if name in fields:
                 arrays[name] = np.arange(lengths[axis], dtype=np.int32)
         shardings = self.shardings()
         placed = {}
         for name, array in arrays.items():
             axes = fields[name].axes
-            for axis in {"seq", *COLUMNS}.intersection(axes) if self.parallel.cp > 1 else ():
+            for axis in (
+                {"seq", *FURTHER_COLUMNS}.intersection(axes) if self.parallel.cp > 1 else ()
+            ):
                 array = array.take(zigzag(lengths[axis], self.parallel.cp), axes.index(axis))
             size, first = (rows, mine.start) if "batch" in axes else (len(array), 0)
             placed[name] = global_array(array, shardings[name], size, first)
