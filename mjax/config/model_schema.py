@@ -163,7 +163,7 @@ class MambaConfig(Group):
 
 
 class RetroConfig(Group):
-    """Retrieved neighbors, where `model.layer_pattern` has R (docs/retro.md)."""
+    """Retrieved neighbors, where `model.layer_pattern` has R (docs/encoders.md)."""
 
     chunk_length: UpTo20 = Field(64, ge=1)
     """Tokens that neighbors are looked up for."""

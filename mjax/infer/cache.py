@@ -45,7 +45,7 @@ def require_decoder(cfg: ModelConfig) -> None:
     if cfg.is_retro:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
-            "built; train.eval_interval gives the held-out loss (docs/retro.md)"
+            "built; train.eval_interval gives the held-out loss (docs/encoders.md)"
         )
     if cfg.is_encoder or cfg.is_encoder_decoder:
         raise UserError(
