@@ -8,7 +8,8 @@ attention. Layers of multi-token prediction follow the others, under their numbe
 from collections.abc import Collection
 
 from mjax.checkpoint.hf_config import Part, alike, only, same, take
-from mjax.config.model_schema import MlaConfig, ModelConfig
+from mjax.config.mixer_schema import MlaConfig
+from mjax.config.model_schema import ModelConfig
 
 # Those of experts that DeepSeek and Nemotron 3 call by the same names.
 ROUTED = {"n_routed_experts": "moe.num_experts"} | alike(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import ACTIVATIONS, Part, alike, ignored, same, take
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import reads_encoder
+from mjax.config.pattern import of_decoder
 from mjax.errors import UserError
 
 _PARTS = {
@@ -102,7 +102,7 @@ def _layers() -> Part:
         return {"num_hidden_layers": encoder + decoder, "layer_pattern": pattern}
 
     def write(cfg: ModelConfig) -> dict:
-        decoder = sum(map(reads_encoder, cfg.layer_kinds))
+        decoder = sum(map(of_decoder, cfg.layer_kinds))
         return {"num_layers": cfg.num_hidden_layers - decoder, "num_decoder_layers": decoder}
 
     return Part(read, write)
@@ -145,7 +145,7 @@ def _names(cfg: ModelConfig, name: str) -> str:
     if layer is None:
         return name  # the head's
     number, part, projection = int(layer[1]), layer[2], layer[3]
-    encoders = sum(not reads_encoder(kind) for kind in cfg.layer_kinds)
+    encoders = sum(not of_decoder(kind) for kind in cfg.layer_kinds)
     side, block = ("encoder", number) if number < encoders else ("decoder", number - encoders)
     if part in _NORMS:
         return f"{side}.block.{block}.layer.{_NORMS.index(part)}.layer_norm.weight"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mjax.config.keys import value_of
 from mjax.config.model_schema import BertConfig
-from mjax.config.pattern import BRANCHES, branches_of_model, has_heads, reads_encoder
+from mjax.config.pattern import BRANCHES, branches_of, branches_of_model, has_heads, of_decoder
 from mjax.config.rule import rule, rules_of
 from mjax.config.schema import Config
 
@@ -44,11 +44,11 @@ def next_token_is_hidden(c: Config) -> Iterator[str]:
 @rule("write it as 'B*12, [GXD]*12'")
 def sides_are_apart(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
-    encoders = sum(not reads_encoder(kind) for kind in kinds)
+    encoders = sum(not of_decoder(kind) for kind in kinds)
     encoder, decoder = kinds[:encoders], kinds[encoders:]
     seen = {letter for letter in branches_of_model(encoder) if has_heads(letter)}
     masks = {BRANCHES[letter].mask for letter in branches_of_model(decoder)}
-    in_order = all(map(reads_encoder, decoder))
+    in_order = all("X" in branches_of(kind) for kind in decoder)
     are_apart = in_order and seen == {"B"} and masks == {"causal", "cross"}
     if c.model.is_encoder_decoder and not are_apart:
         yield (
@@ -87,7 +87,7 @@ def distances_reach_all_buckets(c: Config) -> Iterator[str]:
 @rule("leave it out")
 def cross_attention_is_plain(c: Config) -> Iterator[str]:
     for name in NOT_IN_CROSS_ATTENTION:
-        if c.model.is_encoder_decoder and getattr(c.model.attention, name) not in (None, False):
+        if c.model.has_two_streams and getattr(c.model.attention, name) not in (None, False):
             yield f"cross-attention lacks `model.attention.{name}`"
 
 
@@ -112,7 +112,7 @@ def padding_is_not_seen(c: Config) -> Iterator[str]:
 
 @rule("set it to null")
 def encoders_continue_nothing(c: Config) -> Iterator[str]:
-    has_encoder = c.model.is_encoder or c.model.is_encoder_decoder
+    has_encoder = c.model.is_encoder or c.model.has_two_streams
     if has_encoder and c.train.sample_prompt is not None:
         yield "`train.sample_prompt`: an encoder continues no text"
 
@@ -231,7 +231,7 @@ def bert_head_is_tied(c: Config) -> Iterator[str]:
 @rule("set it to 0")
 def prediction_has_a_final_norm(c: Config) -> Iterator[str]:
     m = c.model
-    has_encoder = m.is_encoder or m.is_encoder_decoder
+    has_encoder = m.is_encoder or m.has_two_streams
     is_like_bert = has_encoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
     if m.num_nextn_predict_layers and is_like_bert:
         yield (

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from mjax.config.keys import leaf_keys, value_of
-from mjax.config.model_schema import DeltaNetConfig, LayerSizes, MambaConfig, MlaConfig
+from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig
+from mjax.config.model_schema import LayerSizes
 from mjax.config.pattern import BRANCHES, branches_of, sizes_of
 from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config

@@ -7,16 +7,11 @@ keys of the group are filled in here, so that the printed config shows what will
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from mjax.config.pattern import (
-    BRANCHES,
-    branches_of_model,
-    expand,
-    reads_encoder,
-    sees_ahead,
-    sizes_of,
-)
+from mjax.config.group import Group
+from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig, RetroConfig
+from mjax.config.pattern import BRANCHES, branches_of_model, expand, sees_ahead, sizes_of
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
 
 Dtype = Literal["float32", "bfloat16"]
@@ -26,18 +21,6 @@ ROLES = ("matrix", "embedding", "head", "router", "norm", "bias", "scalar", "con
 
 # All parameters of experts, in `optimizer.lr_multipliers`; it goes before their roles.
 EXPERTS_GROUP = "experts"
-
-
-class Group(BaseModel):
-    """Base of all groups: frozen, strict about keys and types. A text below a key describes it."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-    )
 
 
 def _with_defaults(group: type[Group], given: Any) -> dict[str, Any]:
@@ -110,98 +93,6 @@ class AttentionConfig(Group):
     """Scales the input."""
     attention_out_multiplier: float | None = Field(None, gt=0)
     """Scales the output."""
-
-
-class MlaConfig(Group):
-    """Multi-head latent attention, of A blocks: queries and keys come from low-rank latents."""
-
-    q_lora_rank: UpTo24 | None = Field(None, ge=1)
-    """Width of the latent of queries; None: they come from the input."""
-    kv_lora_rank: UpTo24 = Field(0, ge=0)
-    """Width of the latent of keys and values."""
-    qk_nope_head_dim: UpTo20 = Field(0, ge=0)
-    """Part of a query or key without RoPE."""
-    qk_rope_head_dim: UpTo20 = Field(0, ge=0)
-    """Part of them with RoPE; that of keys is one for all heads."""
-    v_head_dim: UpTo20 = Field(0, ge=0)
-    """Size of a head of values."""
-
-    @property
-    def qk_head_dim(self) -> int:
-        """The size of a head of queries or keys."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-
-class MambaConfig(Group):
-    """Mamba-2, of M blocks: a scan over states, a convolution before it, a gated norm behind."""
-
-    mamba_num_heads: int = Field(0, ge=0)
-    """Heads of an M block."""
-    mamba_head_dim: int = Field(64, ge=1)
-    """Channels of a head."""
-    state_size: int = Field(128, ge=1)
-    """Numbers of the state of a channel."""
-    n_groups: int = Field(1, ge=1)
-    """Groups of heads that share B, C and a norm."""
-    conv_kernel: int = Field(4, ge=2)
-    """Tokens that the convolution sees, itself in."""
-    use_conv_bias: bool = True
-    chunk_size: int = Field(256, ge=1)
-    """Tokens of a chunk of the scan: speed only."""
-    time_step_min: float = Field(1e-3, gt=0)
-    """Smallest initial step."""
-    time_step_max: float = Field(0.1, gt=0)
-    """Largest initial step."""
-    time_step_floor: float = Field(1e-4, gt=0)
-    """Bound below initial steps."""
-    time_step_limit: list[float] | None = None
-    """[smallest, largest] step; null: any."""
-    mamba_rms_norm: bool = True
-    """Norm behind the gate; Falcon-H1 has none."""
-    ssm_in_multiplier: float | None = Field(None, gt=0)
-    """Scales the input."""
-    ssm_out_multiplier: float | None = Field(None, gt=0)
-    """Scales the output."""
-    ssm_multipliers: list[float] | None = None
-    """Scale z, x, B, C and dt."""
-
-    @property
-    def channels(self) -> int:
-        """The channels of all heads."""
-        return self.mamba_num_heads * self.mamba_head_dim
-
-
-class DeltaNetConfig(Group):
-    """Gated DeltaNet, of T blocks: linear attention by the gated delta rule, behind a convolution;
-    a gated norm behind it."""
-
-    linear_num_key_heads: int = Field(0, ge=0)
-    """Heads of queries and keys of a T block."""
-    linear_num_value_heads: int = Field(0, ge=0)
-    """Heads of values: as many for each head of keys."""
-    linear_key_head_dim: int = Field(128, ge=1)
-    """Channels of a head of queries or keys."""
-    linear_value_head_dim: int = Field(128, ge=1)
-    """Channels of a head of values."""
-    linear_conv_kernel_dim: int = Field(4, ge=2)
-    """Tokens that the convolution sees, itself in."""
-    linear_chunk_size: int = Field(64, ge=1)
-    """Tokens of a chunk of the rule: speed only."""
-
-    @property
-    def heads_a_key(self) -> int:
-        """The heads of values that a head of keys serves."""
-        return self.linear_num_value_heads // self.linear_num_key_heads
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """The channels of a head of keys, and those of all values that it serves."""
-        return self.linear_key_head_dim, self.heads_a_key * self.linear_value_head_dim
-
-    @property
-    def channels(self) -> int:
-        """The channels of all heads of values."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
 
 
 class RelativeConfig(Group):
@@ -358,6 +249,7 @@ class ModelConfig(Group):
     position_embedding: Literal["rope", "learned", "relative", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     relative: RelativeConfig = RelativeConfig()
+    retro: RetroConfig = RetroConfig()
     moe: MoeConfig = MoeConfig()
     bert: BertConfig = BertConfig()
 
@@ -433,12 +325,22 @@ class ModelConfig(Group):
     @property
     def is_encoder(self) -> bool:
         """Whether tokens attend to those behind them, so that it continues no text."""
-        return sees_ahead(self.layer_kinds) and not self.is_encoder_decoder
+        return sees_ahead(self.layer_kinds) and not self.has_two_streams
 
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the last layers are a decoder that reads what the first ones made."""
-        return any(map(reads_encoder, self.layer_kinds))
+        return "X" in self.branches
+
+    @property
+    def is_retro(self) -> bool:
+        """Whether a decoder reads neighbors that were retrieved for its chunks."""
+        return "R" in self.branches
+
+    @property
+    def has_two_streams(self) -> bool:
+        """Whether a layer works on one of two sequences (`models/streams.py`)."""
+        return self.is_encoder_decoder or self.is_retro
 
     @property
     def only_classifies(self) -> bool:

@@ -63,6 +63,13 @@ _ATTENTION = {
     "kept": ("attn_out", "attn_lse"),
 }
 _HEAD = "attention.head_dim"
+_CROSS = {
+    "name": "cross_attention",
+    "sizes": _ATTENTION["sizes"],
+    "matmuls": ("cross_q", "cross_kv", "cross_attn_proj"),
+    "kept": _ATTENTION["kept"],
+    "mask": "cross",
+}
 
 # THE table of branches. A new mixer is a module and a row here.
 BRANCHES: dict[str, Branch] = {
@@ -80,16 +87,14 @@ BRANCHES: dict[str, Branch] = {
         kept=("attn_out", "attn_lse"),
         rotary="mla.qk_rope_head_dim",
     ),
-    "X": Branch(
-        "cross",
-        "mjax.models.cross_attention:CrossAttention",
-        name="cross_attention",
-        shape="cross",
-        sizes=_ATTENTION["sizes"],
-        matmuls=("cross_q", "cross_kv", "cross_attn_proj"),
-        kept=_ATTENTION["kept"],
-        mask="cross",
+    "X": Branch("cross", "mjax.models.cross_attention:CrossAttention", shape="cross", **_CROSS),
+    "R": Branch(
+        "retrieval",
+        "mjax.models.chunked_attention:ChunkedCrossAttention",
+        shape="retrieval",
+        **_CROSS,
     ),
+    "C": Branch("chunk", "mjax.models.chunked_attention:ChunkAttention", shape="chunk", **_CROSS),
     "D": Branch(
         "mlp",
         "mjax.models.mlp:MLP",
@@ -258,9 +263,12 @@ def sees_ahead(kinds: Sequence[str]) -> bool:
     return any(BRANCHES[letter].mask != "causal" for letter in branches_of_model(kinds))
 
 
-def reads_encoder(kind: str) -> bool:
-    """Whether a layer is one of the decoder of an encoder-decoder."""
-    return any(BRANCHES[letter].mask == "cross" for letter in branches_of(kind))
+def of_decoder(kind: str) -> bool:
+    """Whether a layer of a model with two streams is one of its decoder.
+
+    The others see both ways, or read the decoder from the neighbors of its chunks.
+    """
+    return not {"B", "C"} & set(branches_of(kind))
 
 
 def has_heads(letter: str) -> bool:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mjax.config.group import Group
 from mjax.config.keys import value_of
-from mjax.config.model_schema import Group
 from mjax.config.schema import Config
 
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mjax.config.model_schema import Dtype, Group, ModelConfig
+from mjax.config.group import Group
+from mjax.config.model_schema import Dtype, ModelConfig
 from mjax.config.sizes import UpTo20, UpTo24, UpTo28
 
 

@@ -10,6 +10,7 @@ from mjax.config.fim_rules import FIM_RULES
 from mjax.config.mesh_rules import MESH_RULES, mesh_sizes
 from mjax.config.model_rules import MODEL_RULES
 from mjax.config.optimizer_rules import OPTIMIZER_RULES
+from mjax.config.retro_rules import RETRO_RULES
 from mjax.config.rule import Rule
 from mjax.config.schema import Config
 from mjax.config.train_rules import TRAIN_RULES
@@ -18,6 +19,7 @@ from mjax.errors import UserError
 RULES: tuple[Rule, ...] = (
     *MESH_RULES,
     *MODEL_RULES,
+    *RETRO_RULES,
     *ENCODER_RULES,
     *DATA_RULES,
     *OPTIMIZER_RULES,

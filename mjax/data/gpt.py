@@ -136,11 +136,11 @@ class GPTDataset:
         if not 0 <= seed < 2**32:
             raise UserError(f"run.seed {seed}: the data order takes a seed from 0 to 2**32 - 1")
         self.dataset = data = IndexedDataset(prefix)
-        begin, end = self._sequences(split, split_fractions)
+        self.sequences = begin, end = self._sequences(split, split_fractions)
         if vocab_size is not None:
             data.require_ids(data.tokens[:OPENING_CHECK], vocab_size)
         stat = data.idx_path.stat()
-        key = {
+        self.key = key = {
             "index": [os.path.abspath(data.idx_path), stat.st_size, stat.st_mtime_ns],
             "tokens": len(data.tokens),
             "sequences": [begin, end],
@@ -236,6 +236,12 @@ class GPTDataset:
             "segment_ids": segments,
             "positions": positions,
         }
+
+    def documents_of(self, i: int) -> np.ndarray:
+        """The numbers in the index of the sequences that sample i has tokens of."""
+        k = int(self.shuffle_index[i])
+        (first, _), (last, _) = self.sample_index[k : k + 2]
+        return self.document_index[first : last + 1]
 
     def _filled(
         self, indices: Sequence[int] | np.ndarray, text: np.ndarray, size: np.ndarray, n: np.ndarray

@@ -19,9 +19,11 @@ from mjax.data.gpt import Batch, GPTDataset
 from mjax.data.labelled import LabelledDataset
 from mjax.data.masked import MaskedDataset
 from mjax.data.mock import MockDataset
+from mjax.data.neighbors import NeighborDataset
 from mjax.data.text import prepare_text
 from mjax.data.tokenizer import load_tokenizer, word_continuations
 from mjax.errors import UserError, or_user_error
+from mjax.optim.schedule import consumed_samples, final_step, held_out_samples
 
 SPAN_CORRUPTION = "span_corruption"
 
@@ -88,7 +90,19 @@ def build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset
         "train.max_tokens or train.global_batch_size"
     )
     with or_user_error(wrong, (MemoryError, OverflowError)):
-        return _build_datasets(cfg, num_train, num_valid)
+        train, valid = _build_datasets(cfg, num_train, num_valid)
+    if not cfg.model.is_retro or cfg.data.mock:
+        return train, valid
+    training = NeighborDataset(train, num_train, train, cfg)
+    if valid is None:
+        return training, None
+    return training, NeighborDataset(valid, num_valid, train, cfg)
+
+
+def run_datasets(cfg: Config) -> tuple[tuple[int, int], tuple[Dataset, Dataset | None]]:
+    """(the samples that a run takes, its data) for training and held out, without neighbors."""
+    counts = consumed_samples(cfg.train, final_step(cfg)), held_out_samples(cfg)
+    return counts, _build_datasets(cfg, *counts)
 
 
 def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:

@@ -42,6 +42,11 @@ class KVCache:
 
 def require_decoder(cfg: ModelConfig) -> None:
     """Raise `UserError` for a model with an encoder, whose tokens see those that follow."""
+    if cfg.is_retro:
+        raise UserError(
+            f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
+            "built; train.eval_interval gives the held-out loss (docs/encoders.md)"
+        )
     if cfg.is_encoder or cfg.is_encoder_decoder:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks) continues no text and "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branch_groups, reads_encoder
+from mjax.config.pattern import BRANCHES, branch_groups, of_decoder
 from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, Source, branch_class
 from mjax.models.context import Context, Tokens, dropout
 from mjax.models.norm import Norm
@@ -66,12 +66,15 @@ class Block(nnx.Module):
         if not isinstance(x, Streams):
             return self._run(x, inputs, kind, cache)
         inputs = replace(inputs, shared=x.shared)
-        if reads_encoder(kind):
+        if of_decoder(kind):
             inputs = replace(inputs, tokens=tokens.target, source=Source(x.encoder, tokens))
             output = self._run(x.decoder, inputs, kind, cache)
             return output._replace(y=replace(x, decoder=output.y))
         if x.encoder is None:
             return BranchOutput(x)
+        if self.cfg.is_retro:  # a neighbor is one text, and then maybe padding
+            ctx = replace(ctx, max_documents=2, padded=True)
+        inputs = replace(inputs, ctx=ctx, source=Source(x.decoder, tokens.target))
         output = self._run(x.encoder, inputs, kind, cache)
         return output._replace(y=replace(x, encoder=output.y))
 

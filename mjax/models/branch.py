@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branches_of, reads_encoder
+from mjax.config.pattern import BRANCHES, branches_of, of_decoder
 from mjax.models.context import Context, Tokens
 from mjax.models.params import StatisticCount
 from mjax.models.streams import SharedWeights
@@ -56,8 +56,8 @@ class HeadSizes(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a decoder reads of an encoder: its output x [B, S/tp, D], or None where keys are cached;
-    the facts about its tokens."""
+    """What a stream reads of the other one: its activations x [B, S/tp, D], or None where keys are
+    cached; the facts about its tokens."""
 
     x: jax.Array | None
     tokens: Tokens
@@ -70,7 +70,7 @@ class BranchInputs:
     letter: which row of `config.pattern.BRANCHES` it is.
     salt: tells its draws of dropout from those of others.
     layer: the number of its layer in the model.
-    shared, source: of an encoder-decoder (`models/streams.py`); only its decoder has a source.
+    shared, source: of a model with two streams (`models/streams.py`).
     """
 
     tokens: Tokens
@@ -146,7 +146,7 @@ def cache_specs(
     """
     specs: list[LayerCache | None] = []
     for kind in cfg.layer_kinds:
-        if cfg.is_encoder_decoder and not reads_encoder(kind):
+        if cfg.is_encoder_decoder and not of_decoder(kind):
             specs.append(None)
             continue
         layer: LayerCache = {}

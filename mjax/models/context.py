@@ -78,7 +78,8 @@ class Tokens:
         attention.
     key: of dropout, or None.
     types [B, S] or None: for embeddings of token types; None: all of the first.
-    target: of an encoder-decoder: facts about the decoder's tokens; the others are the encoder's.
+    target: of a model with two streams: facts about the decoder's tokens; the others are the
+        encoder's, or those of neighbors.
     key_segments [B, T] or None: `segments` of the keys of a cache.
     """
 

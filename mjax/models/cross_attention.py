@@ -9,6 +9,7 @@ import jax
 
 from mjax.config.model_schema import ModelConfig
 from mjax.kernels import norm
+from mjax.kernels.attention_call import AttentionCall
 from mjax.models.attention import (
     Attention,
     KeysValues,
@@ -20,7 +21,6 @@ from mjax.models.branch import BranchInputs, BranchOutput, Source
 from mjax.models.context import Context, dropout
 from mjax.models.context_attention import context_attention
 from mjax.models.linear import column
-from mjax.models.streams import SharedWeights
 from mjax.models.weight import weight_of
 
 _SOURCE_SALT = 2 << 24  # keys dropout of the encoder's output, equal in all layers
@@ -29,11 +29,13 @@ _SOURCE_SALT = 2 << 24  # keys dropout of the encoder's output, equal in all lay
 class CrossAttention(Attention):
     """[B, T/tp, D] -> [B, T/tp, D]: attention to all tokens of the source's segments.
 
-    The parameters are those of `Attention`.
+    The parameters are those of `Attention`. The norm of the source is `source_norm` of the shared
+    weights.
     """
 
     hf_name = "cross_attn"
     matmul_prefix = "cross_"
+    source_norm = "encoder_norm"
 
     @jax.named_scope("cross_attention")
     def __call__(
@@ -50,14 +52,24 @@ class CrossAttention(Attention):
                 cache = KeysValues(keys, write_to_cache(cache.values, v, 0))
         if cache is not None:
             k, v = cache.keys.swapaxes(1, 2), cache.values.swapaxes(1, 2)
-        scale = cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5
-        call = attention_call(cfg, inputs, scale)
-        out = context_attention(q, k, v, call, attention_arrays(cfg, inputs), ctx)
+        out = self.attend(q, k, v, inputs)
         return BranchOutput(self.output(out, ctx), cache=cache)
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: BranchInputs) -> jax.Array:
+        """Heads of values [B, T, N/tp, H] for queries of that shape."""
+        arrays = attention_arrays(self.cfg, inputs)
+        return context_attention(q, k, v, self.call(inputs), arrays, inputs.ctx)
+
+    def call(self, inputs: BranchInputs) -> AttentionCall:
+        """What it computes."""
+        sizes = self.cfg.attention
+        scale = sizes.attention_multiplier or sizes.head_dim**-0.5
+        return attention_call(self.cfg, inputs, scale)
 
     def _keys_and_values(self, source: Source, inputs: BranchInputs) -> tuple[jax.Array, jax.Array]:
         """k, v [B, S, K', H] of the source's tokens, for this device's query heads."""
-        x = normed_source(source, inputs.shared, self.cfg, inputs.ctx)
+        weights = getattr(inputs.shared, self.source_norm)
+        x = normed_source(source, weights, self.cfg, inputs.ctx)
         (kv,) = column(x, (self.local_kv_weight(inputs.ctx.parallel),), inputs.ctx)
         if self.cfg.attention.attention_bias:
             kv = kv + self.local_kv_bias(inputs.ctx.parallel)
@@ -65,11 +77,14 @@ class CrossAttention(Attention):
 
 
 def normed_source(
-    source: Source, shared: SharedWeights, cfg: ModelConfig, ctx: Context
+    source: Source,
+    weights: tuple[jax.Array, jax.Array | None] | None,
+    cfg: ModelConfig,
+    ctx: Context,
 ) -> jax.Array:
-    """The encoder's output after its last norm and dropout, [B, S/tp, D]."""
+    """The source after its norm, if that has `weights`, and dropout, [B, S/tp, D]."""
     x = source.x
-    if shared.encoder_norm is not None:
-        gain, bias = shared.encoder_norm
+    if weights is not None:
+        gain, bias = weights
         x = norm.norm(x, gain, bias, eps=cfg.norm_eps)
     return dropout(x, cfg.hidden_dropout, source.tokens, ctx, _SOURCE_SALT)

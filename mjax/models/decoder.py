@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branches_of, reads_encoder, stack_of, stacks_of
+from mjax.config.pattern import BRANCHES, branches_of, of_decoder, stack_of, stacks_of
 from mjax.errors import UserError
 from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy
 from mjax.models.bert import Classifier, MaskedHead, first_tokens
 from mjax.models.block import Block, scaled
 from mjax.models.branch import BranchOutput, Rope, branch_class
+from mjax.models.chunked_attention import beside_neighbors, neighbor_rows
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
 from mjax.models.joint import Joint
@@ -91,7 +92,7 @@ class Decoder(nnx.Module):
         if not cfg.tie_word_embeddings:
             head = replace(table, role="head", hf=("lm_head.weight",))
             self.head = declare(rngs, head, init)
-        if cfg.is_encoder_decoder:
+        if cfg.has_two_streams:
             self.joint = Joint(cfg, rngs)
         if cfg.bert.mlm_head:
             self.masked_head = MaskedHead(cfg, rngs)
@@ -106,13 +107,15 @@ class Decoder(nnx.Module):
         types: jax.Array | None = None,
         target: jax.Array | None = None,
         target_segments: jax.Array | None = None,
+        neighbors: jax.Array | None = None,
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh).
 
         `segments` and `types` are as in `Tokens`; padding is a segment of its own. An
         encoder-decoder reads `tokens` and gives logits [B, T, V] of its decoder's tokens, `target`
-        int32 [B, T], with segments of their own.
+        int32 [B, T], with segments of their own. RETRO reads `neighbors` int32 [B, C*n, R] of each
+        of the C chunks of a row, -1 for padding.
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
         if (target is not None) != self.cfg.is_encoder_decoder:
@@ -120,8 +123,16 @@ class Decoder(nnx.Module):
                 f"model.layer_pattern={self.cfg.layer_pattern}: target is for encoder-decoders, "
                 "which need it: the tokens that the decoder reads"
             )
+        if (neighbors is not None) != self.cfg.is_retro:
+            raise UserError(
+                f"model.layer_pattern={self.cfg.layer_pattern}: neighbors are for RETRO (R), which "
+                "needs them: the texts that were retrieved for each chunk"
+            )
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
-        if target is not None:
+        if neighbors is not None:
+            info, target = beside_neighbors(info, neighbors), tokens
+            tokens = neighbor_rows(neighbors)
+        elif target is not None:
             info = replace(info, target=tokens_of(target.shape, segments=target_segments))
         x, _, _ = self.hidden(tokens, info, ctx, target=target)
         return self.logits(x)
@@ -333,7 +344,8 @@ class Decoder(nnx.Module):
             return {}
         tables = {}
         for kind in self.kinds:
-            positions = (info.target if reads_encoder(kind) else info).positions
+            side = info.target if self.cfg.has_two_streams and of_decoder(kind) else info
+            positions = side.positions
             for letter in branches_of(kind):
                 if BRANCHES[letter].rotary and letter not in tables:
                     tables[letter] = rope_tables(self.cfg, positions, letter, ctx.parallel)

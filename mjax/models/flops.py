@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branches_of, reads_encoder, stack_of
+from mjax.config.pattern import BRANCHES, branches_of, of_decoder, stack_of
 from mjax.config.schema import Config
 from mjax.models import definition_of
 from mjax.models.branch import branch_class
@@ -62,7 +62,8 @@ def flops_per_token(
     branches of each layer add theirs, as the mean over a sequence of `seq_length` tokens. `frozen`
     is train.freeze: a frozen weight has no gradient, and where nothing before it is trained its
     input has none. The tokens of an encoder-decoder are those of its encoder, to each of which
-    comes its part of the work on `target_length` tokens of the decoder.
+    comes its part of the work on `target_length` tokens of the decoder. Those of RETRO are the
+    text's, with their part of the work on neighbors.
     """
     return sum(flops_by_part(model, seq_length, frozen, target_length).values())
 
@@ -75,29 +76,66 @@ def flops_by_part(
 ) -> dict[str, float]:
     """`flops_per_token` of the layers' matmuls, of experts, of the head, and of what the branches
     of layers compute besides products with weights (attention)."""
-    share = 1.0 if target_length is None else target_length / seq_length
+    sides = sides_of(model, seq_length, target_length)
     specs = freeze(_specs(model), frozen)
     after = {name: specs[name] for name in _AFTER_LAYERS if name in specs}
     layers = {name: specs[name] for name in specs if name not in after}
     layers_trained = _is_trained(layers)
     parts = {"matmul": 0.0, "experts": 0.0}
-    of_decoder = {stack_of(kind) for kind in model.layer_kinds if reads_encoder(kind)}
     for name, declared in specs.items():
         for spec in _leaves(declared):
             of_experts = "experts" in spec.axes and spec.role == "matrix"
             part = "experts" if of_experts else "matmul"
             per_weight = _flops_per_weight(not spec.frozen, layers_trained)
-            passes = share if name in of_decoder and spec.matmul != "cross_kv" else 1.0
+            passes = _passes(model, name, spec, sides)
             parts[part] += _active_weights(spec) * per_weight * passes
     head = specs.get("head", specs["embedding"])
     inputs_trained = layers_trained or _is_trained(after.get("final_norm", {}))
     per_weight = _flops_per_weight(not head.frozen, inputs_trained)
-    parts["head"] = _head_weights(model) * per_weight * share
+    parts["head"] = _head_weights(model) * per_weight * sides.decoder.share
     of_branches = 0.0
     for branch in branch_flops(model, seq_length, target_length):
         of_branches += branch.flops
     parts["attention"] = of_branches if layers_trained else of_branches / 3
     return parts
+
+
+class Side(NamedTuple):
+    """A stream: its tokens for each token that is counted, and the tokens of a row."""
+
+    share: float
+    length: int
+
+
+class Sides(NamedTuple):
+    """The streams of a model; they are one where it has one."""
+
+    encoder: Side
+    decoder: Side
+
+    def of(self, kind: str, *, other: bool = False) -> Side:
+        """The stream that a layer works on, or the other one."""
+        return self.decoder if of_decoder(kind) != other else self.encoder
+
+
+def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> Sides:
+    """The streams of a model, for rows of `seq_length` tokens that are counted."""
+    text = Side(1.0, seq_length)
+    if model.is_retro:
+        retro = model.retro
+        neighbors = float(retro.num_neighbors * retro.num_retrieved_chunks)
+        return Sides(Side(neighbors, retro.retrieved_length), text)
+    if target_length is None:
+        return Sides(text, text)
+    return Sides(text, Side(target_length / seq_length, target_length))
+
+
+def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: Sides) -> float:
+    """The tokens that a weight is multiplied with for each that is counted; a mean over layers."""
+    of_source = spec.matmul == "cross_kv"
+    kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]
+    shares = [sides.of(kind, other=of_source).share for kind in kinds]
+    return sum(shares) / len(shares) if shares else 1.0
 
 
 class BranchWork(NamedTuple):
@@ -119,15 +157,14 @@ def branch_flops(
 
     Layers of multi-token prediction are among them.
     """
+    sides = sides_of(model, seq_length, target_length)
     for kind in (*model.layer_kinds, *model.prediction_kinds):
-        length = seq_length
-        if target_length is not None and reads_encoder(kind):
-            length = target_length
-        sizes, share = model.of_layer(kind), length / seq_length
+        sizes, side = model.of_layer(kind), sides.of(kind)
         for letter in branches_of(kind):
-            keys = seq_length if BRANCHES[letter].mask == "cross" else length
+            reads_other = BRANCHES[letter].mask == "cross"
+            keys = sides.of(kind, other=reads_other).length
             flops = branch_class(letter).flops(sizes, letter, keys)
-            yield BranchWork(letter, sizes, flops * share, share)
+            yield BranchWork(letter, sizes, flops * side.share, side.share)
 
 
 def _flops_per_weight(weight_trained: bool, input_trained: bool) -> int:

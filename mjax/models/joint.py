@@ -1,4 +1,4 @@
-"""The weights that an encoder and its decoder have besides their layers (T5, arXiv 1910.10683).
+"""The weights that two streams have besides their layers (T5, arXiv 1910.10683; RETRO).
 
 They belong to the edges of the model: ZeRO gathers them once a step, and FP8 leaves them alone.
 Layers get them with their activations (`models/streams.py`).
@@ -16,17 +16,20 @@ from mjax.sharding.spec import ParamSpec
 
 
 class Joint(nnx.Module):
-    """The norm of the encoder's output, and biases of attention by distance.
+    """The norms of what one stream reads of the other, and biases of attention by distance.
 
     The biases are one table [buckets, N] for each kind of branch that knows positions. All layers
     of its side share it.
     """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        self.has_norm = cfg.norm_placement != "post_residual"
-        if self.has_norm:
-            name = "model.encoder_norm"
-            self.encoder_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), name, rngs)
+        has_norm, both_read = cfg.norm_placement != "post_residual", "C" in cfg.branches
+
+        def norm(side: str) -> Norm:
+            return Norm(cfg, (cfg.hidden_size,), ("embed",), f"model.{side}_norm", rngs)
+
+        self.encoder_norm = norm("encoder") if has_norm else None
+        self.decoder_norm = norm("decoder") if has_norm and both_read else None
         self.letters = ""
         if cfg.position_embedding == "relative":
             knowing = [letter for letter in sorted(cfg.branches) if BRANCHES[letter].rotary]
@@ -42,9 +45,11 @@ class Joint(nnx.Module):
 
     def weights(self) -> SharedWeights:
         """What layers read of it, fp32."""
-        norm = self.encoder_norm.weights() if self.has_norm else None
+        norms = []
+        for norm in (self.encoder_norm, self.decoder_norm):
+            norms.append(None if norm is None else norm.weights())
         relative = {}
         for letter in self.letters:
             table = getattr(self, f"relative_{letter}")[...]
             relative[letter] = table.astype(jnp.float32).T
-        return SharedWeights(norm, relative)
+        return SharedWeights(*norms, relative)

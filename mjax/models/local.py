@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from mjax.models.chunked_attention import beside_neighbors
 from mjax.models.context import Context, Tokens, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
-from mjax.models.objective import TARGET_COLUMNS, Batch, FieldDeriver, Measurer, Objective, Scalars
+from mjax.models.objective import FURTHER_COLUMNS, Batch, FieldDeriver, Measurer, Objective, Scalars
 from mjax.models.params import ModelDefinition
 from mjax.models.streams import Activation
 from mjax.sharding.rules import Placement
@@ -43,12 +44,15 @@ class LocalModel:
             columns=micro_batch["columns"],
             **place,
         )
-        if TARGET_COLUMNS not in micro_batch:
+        if FURTHER_COLUMNS["retrieved"] in micro_batch:
+            columns = micro_batch[FURTHER_COLUMNS["retrieved"]]
+            return beside_neighbors(tokens, micro_batch["neighbors"], columns)
+        if FURTHER_COLUMNS["target"] not in micro_batch:
             return tokens
         target = tokens_of(
             micro_batch["decoder_segment_ids"].shape,
             segments=micro_batch["decoder_segment_ids"] if self.packed else None,
-            columns=micro_batch[TARGET_COLUMNS],
+            columns=micro_batch[FURTHER_COLUMNS["target"]],
             **place,
         )
         return replace(tokens, target=target)

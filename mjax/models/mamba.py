@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.model_schema import MambaConfig, ModelConfig
+from mjax.config.mixer_schema import MambaConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.kernels.causal_conv import causal_conv
 from mjax.kernels.ssd import SsdInputs, ssd, ssd_final, ssd_step
 from mjax.models.branch import BranchInputs, BranchOutput, CacheSpec

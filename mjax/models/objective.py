@@ -39,7 +39,8 @@ class BatchField:
     """One array of a batch.
 
     axes: logical axes (`sharding/rules.py`): "batch" first, then "seq", or "target" of what an
-        encoder-decoder's decoder reads, if it has one.
+        encoder-decoder's decoder reads, if it has one. "neighbors", "retrieved": of each row, those
+        of all chunks, and the tokens of one.
     pad: the value in rows that fill up a batch. They count in no loss.
     """
 
@@ -55,8 +56,16 @@ LAYER_FIELDS = {
 }
 
 
-# The columns of the decoder's tokens, in batches with fields of axis "target".
-TARGET_COLUMNS = "decoder_columns"
+# The fields with the columns of tokens along axes that only some batches have, by axis.
+FURTHER_COLUMNS = {"target": "decoder_columns", "retrieved": "neighbor_columns"}
+
+
+def further_lengths(cfg: Config) -> dict[str, int | None]:
+    """The lengths of the axes of a batch besides its rows and the columns of a row."""
+    retro = cfg.model.retro
+    neighbors = cfg.data.seq_length // retro.chunk_length * retro.num_neighbors
+    lengths = {"neighbors": neighbors, "retrieved": retro.retrieved_length}
+    return lengths | {"target": cfg.data.target_length}
 
 
 @runtime_checkable
@@ -75,7 +84,7 @@ class Objective(Protocol):
         """
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Activation:
-        """The input of the first layer: [B, S/tp, D], or `Streams` of an encoder-decoder."""
+        """The input of the first layer: [B, S/tp, D], or `Streams` of a model with two."""
 
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
@@ -188,6 +197,8 @@ CONFIGURED = {
 def objective_of(cfg: Config) -> Objective:
     """The objective that `train.objective` names: one of ours, or module.path:Name, called."""
     name = cfg.train.objective
+    if name == NEXT_TOKEN and cfg.model.is_retro:
+        return pkgutil.resolve_name("mjax.models.neighbors:WithNeighbors")(cfg)
     if name == NEXT_TOKEN:
         depths = cfg.model.num_nextn_predict_layers
         return MultiToken(depths, cfg.train.mtp_loss_scaling_factor) if depths else NextToken()

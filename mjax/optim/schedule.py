@@ -7,8 +7,8 @@ a function of the config and the step alone, so a resumed run sees the same numb
 """
 
 import math
-from bisect import bisect_right
-from functools import lru_cache
+from bisect import bisect_left, bisect_right
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from mjax.config.schema import Config, OptimizerConfig, ScheduleConfig, TrainConfig
@@ -96,6 +96,22 @@ def batch_range(train: TrainConfig, step: int) -> tuple[int, int]:
 def consumed_samples(train: TrainConfig, step: int) -> int:
     """Sequences consumed by the `step` steps before this one."""
     return batch_range(train, step)[0]
+
+
+def final_step(cfg: Config) -> int:
+    """train.steps, or the first step at which train.max_tokens tokens have been consumed."""
+    if cfg.train.max_tokens is None:
+        return cfg.train.steps
+    samples = -(-cfg.train.max_tokens // cfg.data.seq_length)
+    consumed = partial(consumed_samples, cfg.train)
+    return bisect_left(range(cfg.train.steps), samples, key=consumed)
+
+
+def held_out_samples(cfg: Config) -> int:
+    """The number of sequences that one evaluation reads."""
+    if cfg.train.eval_interval is None:
+        return 0
+    return cfg.train.eval_steps * cfg.train.global_batch_size
 
 
 @lru_cache(maxsize=16)

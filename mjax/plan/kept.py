@@ -15,12 +15,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mjax.config.mesh_rules import AXES
-from mjax.config.pattern import BRANCHES, branches_of, reads_encoder
+from mjax.config.pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.remat import kept_names
 from mjax.config.schema import Config
 from mjax.models.block import Block
 from mjax.models.context import tokens_of
 from mjax.models.joint import Joint
+from mjax.models.objective import further_lengths
 from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables
 from mjax.models.remat import all_but_views, remat
@@ -63,20 +64,20 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
         return Block(cfg.model, kind, nnx.Rngs(0))
 
     block = split(nnx.eval_shape(make_block))[0]
-    rows, width = micro_batch_shape(cfg, sizes)
-    shape = rows, width // parallel.tp, cfg.model.hidden_size
-    like = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute))
-    x, target = like, None
-    if cfg.model.is_encoder_decoder:
-        target = (cfg.data.target_length or cfg.data.seq_length) // sizes["cp"]
-        x = _streams(cfg, sizes, like, target)
+    sides = _sides(cfg, sizes)
+    inputs = []
+    for rows, width in sides:
+        shape = rows, width // parallel.tp, cfg.model.hidden_size
+        inputs.append(jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute)))
+    like = x = inputs[0]
+    if cfg.model.has_two_streams:
+        x = Streams(*inputs, _shared(cfg, sizes))
     leaves: list = []
     names: list = []
 
     def trace(weights: dict, x: Activation) -> Activation:
         layer = block, kind, policy
-        lengths = rows, width, target
-        residuals, named = _residuals(cfg, parallel, layer, weights, x, lengths)
+        residuals, named = _residuals(cfg, parallel, layer, weights, x, sides)
         leaves.extend(residuals)
         names.extend(named)
         return x
@@ -106,21 +107,19 @@ def _residuals(
     layer: tuple[Definition, str, str],
     weights: dict,
     x: Activation,
-    lengths: tuple[int, int, int | None],
+    sides: list[tuple[int, int]],
 ) -> tuple[list, list]:
     """(shapes that a layer's vjp holds, (name, shape) of all that its forward names).
 
-    `lengths` are the sequences, their tokens, and those of the decoder beside an encoder.
+    `sides` are the sequences and their tokens, and those of the decoder where there are two.
     """
     block, kind, policy = layer
     ctx = training_context(cfg, parallel, max_documents=1)
-    rows, width, target = lengths
-    positions = jnp.zeros((rows, width), jnp.int32)
-    tokens = tokens_of((rows, width), positions, key=jax.random.key(0))
-    if target is not None:
-        of_decoder = tokens_of((rows, target), key=tokens.key)
-        tokens = replace(tokens, target=of_decoder)
-        positions = tokens.target.positions if reads_encoder(kind) else positions
+    positions = jnp.zeros(sides[0], jnp.int32)
+    tokens = tokens_of(sides[0], positions, key=jax.random.key(0))
+    if len(sides) > 1:
+        tokens = replace(tokens, target=tokens_of(sides[1], key=tokens.key))
+        positions = tokens.target.positions if of_decoder(kind) else positions
     rope = {}
     if cfg.model.position_embedding == "rope":
         for letter in branches_of(kind):
@@ -139,7 +138,7 @@ def _residuals(
     _, vjp = jax.vjp(body, weights, x)
     travels = ()
     if isinstance(x, Streams):
-        travels = x.shared, x.encoder if reads_encoder(kind) else x.decoder
+        travels = x.shared, x.encoder if of_decoder(kind) else x.decoder
     shared = {id(a) for a in jax.tree.leaves((weights, tokens, rope, travels))}
     held = {}
     for array in jax.tree.leaves(vjp):
@@ -149,12 +148,21 @@ def _residuals(
     return list(held.values()), list(named)
 
 
-def _streams(
-    cfg: Config, sizes: dict[str, int], encoder: jax.ShapeDtypeStruct, target: int
-) -> Streams:
-    """The shapes of an encoder-decoder's activations on a device."""
-    rows, _, width = encoder.shape
-    decoder = jax.ShapeDtypeStruct((rows, target // sizes["tp"], width), encoder.dtype)
+def _sides(cfg: Config, sizes: dict[str, int]) -> list[tuple[int, int]]:
+    """(sequences, tokens) of a micro-batch on a cp device, of each stream, the encoder's first."""
+    text = rows, _ = micro_batch_shape(cfg, sizes)
+    if cfg.model.is_retro:
+        further = further_lengths(cfg)
+        neighbors = rows * further["neighbors"], further["retrieved"] // sizes["cp"]
+        return [neighbors, text]
+    if cfg.model.is_encoder_decoder:
+        target = cfg.data.target_length or cfg.data.seq_length
+        return [text, (rows, target // sizes["cp"])]
+    return [text]
+
+
+def _shared(cfg: Config, sizes: dict[str, int]) -> SharedWeights:
+    """The shapes of what all layers of two streams read."""
     heads = cfg.model.attention.num_attention_heads // sizes["tp"]
 
     def shared() -> SharedWeights:
@@ -162,7 +170,7 @@ def _streams(
         relative = {name: bias[:heads] for name, bias in weights.relative.items()}
         return replace(weights, relative=relative)
 
-    return Streams(encoder, decoder, jax.eval_shape(shared))
+    return jax.eval_shape(shared)
 
 
 def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:

@@ -20,6 +20,7 @@ import numpy as np
 from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.config.pattern import shortest
+from mjax.models.objective import further_lengths
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import DEEP, FEATURES, MOST_TP, NO_RING, ROWS, SIX, SMALL, STEPS, VOCAB
 from mjax.sharding.mesh import make_mesh
@@ -107,6 +108,14 @@ def make_batch(
     return batch | {name: of_target[other] for name, other in names.items()}
 
 
+def make_neighbors(rows: int, count: int, length: int, vocab: int = VOCAB) -> np.ndarray:
+    """int32 [rows, count, length]: texts of random lengths, a quarter of them empty, then -1."""
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, vocab, (rows, count, length)).astype(np.int32)
+    ends = rng.integers(-length // 3, length + 1, (rows, count, 1))
+    return np.where(np.arange(length) < ends, tokens, -1)
+
+
 def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
     """A trainer of `feature` at step 0 on the first devices."""
     mesh = dict.fromkeys(AXES, 1) | cell.mesh
@@ -132,7 +141,10 @@ class Numbers(NamedTuple):
 def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
     """Train from step 0 on one batch, whose loss falls the faster and shows the more."""
     rows, width = trainer.cfg.train.global_batch_size, trainer.cfg.data.seq_length
-    batch = make_batch(rows, width=width, target=trainer.cfg.data.target_length)
+    further = further_lengths(trainer.cfg)
+    batch = make_batch(rows, width=width, target=further["target"])
+    if trainer.cfg.model.is_retro:
+        batch["neighbors"] = make_neighbors(rows, further["neighbors"], further["retrieved"])
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
     first = {

@@ -213,9 +213,18 @@ FEATURES = {
         # norms of heads of 4 channels, near zero, make fp32 itself differ by 2e-5
         "model.norm_eps=1e-3",
     ],
+    "retro": [  # layers of neighbors between those of a text, and read by two of them
+        "model.layer_pattern='[G],[BCD],[RD],[GRD]'",
+        "model.retro={chunk_length: 8, num_neighbors: 2, num_retrieved_chunks: 6}",
+        "model.hidden_dropout=0.1",
+        "model.attention.attention_dropout=0.1",
+    ],
 }
 # What a row has besides where there are twice as many layers.
-DEEP = {"t5": ["model.layer_pattern='B*4,[GXD]*4'"]}
+DEEP = {
+    "t5": ["model.layer_pattern='B*4,[GXD]*4'"],
+    "retro": ["model.layer_pattern='G,[G],[BCD]*2,[RD],G,[GRD]*2'"],
+}
 NO_RING = (
     "sinks",
     "dropout",
@@ -224,5 +233,6 @@ NO_RING = (
     "multi-token prediction",
     "bert",
     "t5",
+    "retro",
 )
 MOST_TP = {"odd widths": 2}

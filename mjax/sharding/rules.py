@@ -30,6 +30,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("dp", "ep"),
     "seq": ("cp",),
     "target": ("cp",),  # the decoder's sequence in an encoder-decoder
+    "neighbors": (),  # of all chunks of a row
+    "retrieved": ("cp",),  # the tokens of each
     # parameters
     "vocab": ("tp",),
     "heads": ("tp",),

@@ -15,8 +15,8 @@ from mjax.errors import UserError
 from mjax.kernels.chooser import this_device
 from mjax.models.context_attention import zigzag
 from mjax.models.objective import (
+    FURTHER_COLUMNS,
     LAYER_FIELDS,
-    TARGET_COLUMNS,
     Batch,
     BatchField,
     FieldMaker,
@@ -42,8 +42,9 @@ def given_fields(objective: Objective) -> dict[str, BatchField]:
 def placed_fields(objective: Objective) -> dict[str, BatchField]:
     """The fields of a placed batch: those that it is given with, and the place of each token."""
     fields = given_fields(objective) | PLACE_FIELDS
-    if any("target" in field.axes for field in fields.values()):
-        fields[TARGET_COLUMNS] = BatchField(np.int32, ("target",))
+    axes = {axis for field in fields.values() for axis in field.axes}
+    for axis in axes.intersection(FURTHER_COLUMNS):
+        fields[FURTHER_COLUMNS[axis]] = BatchField(np.int32, (axis,))
     return fields
 
 
@@ -58,7 +59,7 @@ class BatchPlacer:
     """Places batches of `objective` on `mesh`.
 
     `micro_batch_size` sequences a device must divide their rows; token ids are below `vocab_size`.
-    `target_length` is the length of fields of axis "target".
+    `further` has the lengths of axes besides rows and their columns (`further_lengths`).
     """
 
     mesh: Mesh
@@ -66,7 +67,7 @@ class BatchPlacer:
     objective: Objective
     micro_batch_size: int
     vocab_size: int
-    target_length: int | None = None
+    further: Mapping[str, int | None]
 
     @property
     def fields(self) -> Mapping[str, BatchField]:
@@ -82,19 +83,22 @@ class BatchPlacer:
         rows = self.global_rows(batch)
         _require_token_ids(batch, self.vocab_size)
         width = batch["positions"].shape[1]
-        lengths = {"seq": width, "target": self.target_length}
+        lengths = {"seq": width, **self.further}
         mine = self.local_rows(rows)
         arrays = {name: np.asarray(batch[name], field.dtype) for name, field in self.fields.items()}
         arrays["rows"] = np.arange(rows, dtype=np.int32)[mine]
         arrays["columns"] = np.arange(width, dtype=np.int32)
         fields = placed_fields(self.objective)
-        if TARGET_COLUMNS in fields:
-            arrays[TARGET_COLUMNS] = np.arange(self.target_length, dtype=np.int32)
+        for axis, name in FURTHER_COLUMNS.items():
+            if name in fields:
+                arrays[name] = np.arange(lengths[axis], dtype=np.int32)
         shardings = self.shardings()
         placed = {}
         for name, array in arrays.items():
             axes = fields[name].axes
-            for axis in {"seq", "target"}.intersection(axes) if self.parallel.cp > 1 else ():
+            for axis in (
+                {"seq", *FURTHER_COLUMNS}.intersection(axes) if self.parallel.cp > 1 else ()
+            ):
                 array = array.take(zigzag(lengths[axis], self.parallel.cp), axes.index(axis))
             size, first = (rows, mine.start) if "batch" in axes else (len(array), 0)
             placed[name] = global_array(array, shardings[name], size, first)
@@ -102,7 +106,7 @@ class BatchPlacer:
 
     def abstract(self, rows: int, width: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a placed batch of `rows` sequences."""
-        size = {"batch": rows, "seq": width, "target": self.target_length}
+        size = {"batch": rows, "seq": width, **self.further}
         shardings = self.shardings()
         shapes = {}
         for name, field in placed_fields(self.objective).items():
@@ -128,7 +132,7 @@ class BatchPlacer:
         shape = np.shape(batch["positions"])
         if len(shape) != 2 or 0 in shape:
             raise UserError(f"batch: positions has shape {shape}; it must be [sequences, tokens]")
-        sizes = {"batch": shape[0], "seq": shape[1], "target": self.target_length}
+        sizes = {"batch": shape[0], "seq": shape[1], **self.further}
         for name, field in self.fields.items():
             wanted = tuple(sizes[axis] for axis in field.axes)
             _require_field(name, np.asarray(batch[name]), wanted, np.dtype(field.dtype))
@@ -159,12 +163,14 @@ def _require_field(name: str, given: np.ndarray, shape: tuple[int, ...], dtype: 
 
 def _require_token_ids(batch: HostBatch, vocab_size: int) -> None:
     """Raise `UserError` for a token id outside the vocabulary, or a label that counts and is."""
-    for name in ("tokens", "labels", "decoder_tokens"):
+    for name in ("tokens", "labels", "decoder_tokens", "neighbors"):
         if name not in batch:
             continue
         ids = np.asarray(batch[name])
         if name == "labels" and "loss_mask" in batch:
             ids = ids[np.asarray(batch["loss_mask"]) != 0]
+        if name == "neighbors":
+            ids = ids[ids != -1]  # padding
         lowest, highest = ids.min(initial=0), ids.max(initial=0)
         if lowest < 0 or highest >= vocab_size:
             bad = lowest if lowest < 0 else highest

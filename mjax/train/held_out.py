@@ -89,13 +89,6 @@ class HeldOut:
         )
 
 
-def held_out_samples(cfg: Config) -> int:
-    """The number of sequences that one evaluation reads."""
-    if cfg.train.eval_interval is None:
-        return 0
-    return cfg.train.eval_steps * cfg.train.global_batch_size
-
-
 def read_prompt(cfg: Config) -> tuple[Tokenizer, list[int]] | None:
     """(the tokenizer, the ids of train.sample_prompt); None without a prompt.
 

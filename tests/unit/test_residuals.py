@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mjax.models.remat import remat
+from mjax.models.remat import all_but_views, from_arguments, remat
 from mjax.models.residuals import join_vjp, split_vjp, switch_layers
 
 DIM, LAYERS = 6, 4
@@ -86,3 +86,19 @@ def test_what_waits_holds_no_weights_and_makes_the_same_vjp(data):
     for a, b in zip(gradients(weights, x), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert (LAYERS, 3, DIM) in shapes and (LAYERS, DIM, DIM) not in shapes
+
+
+def test_what_starts_from_its_arguments_keeps_them_alone_under_a_policy_that_keeps_all():
+    def gate(x, gain):
+        return x * jax.nn.silu(jnp.exp(x)) * gain
+
+    def kept(layer):
+        return sum(a.size for a in jax.tree.leaves(jax.vjp(all_but_views(layer), x, gain)[1]))
+
+    x, gain = jnp.linspace(0.0, 1.0, 64), jnp.float32(2.0)
+    assert kept(from_arguments(gate)) == 65 < kept(jax.checkpoint(gate))
+    got, wanted = (
+        jax.grad(lambda *a, f=f: f(*a).sum(), (0, 1))(x, gain) for f in (from_arguments(gate), gate)
+    )
+    for mine, right in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-6)

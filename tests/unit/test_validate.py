@@ -31,6 +31,7 @@ SAMPLES = [  # without a tokenizer
 SPANS = ["train.objective=span_corruption", "data.target_length=32", "data.eod_token_id=1"]
 SPANS += ["data.masked={sentinel_ids: [255, 240], pad_token_id: 0}"]
 SPANS += ["model.layer_pattern='B*2, [GXD]*2'", "model.decoder_start_token_id=0"]
+RETRO = ["model.layer_pattern='[G],[BCD],[RD],[GRD]'", "data.seq_length=128"]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
@@ -199,6 +200,26 @@ BROKEN = {
         "model.num_nextn_predict_layers=8 reaches beyond data.seq_length=8",
     ),
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
+    "neighbors_are_encoded_before_they_are_read": (
+        ["model.layer_pattern='[GRD],[BCD],[GRD],G'"],
+        "a layer with R stands before all layers of neighbors",
+    ),
+    "retro_predicts_the_next_token": (
+        [*RETRO, "train.objective=classify"],
+        "train.objective='classify' knows no neighbors",
+    ),
+    "chunks_divide": (
+        [*RETRO, "data.seq_length=96"],
+        "data.seq_length=96 is not divisible by model.retro.chunk_length=64",
+    ),
+    "chunks_trade_heads": (
+        [*RETRO, "mesh.tp=2", "mesh.cp=4"],
+        "mesh.tp=2 is not divisible by mesh.cp=4, over which chunks",
+    ),
+    "neighbors_are_of_one_corpus": (
+        [*RETRO, "data.fim_rate=0.5"],
+        "data.fim_rate=0.5 rearranges the text whose neighbors were looked up",
+    ),
     "next_token_is_hidden": (
         ["model.layer_pattern=B"],
         "train.objective='next_token' is given away where model.layer_pattern='B' has B blocks",
@@ -477,6 +498,21 @@ def test_rule(name):
 def test_malformed_layer_pattern_is_refused():
     with pytest.raises(UserError, match="layer_pattern"):
         load(None, ["data.mock=true", "model.layer_pattern=Q"])
+
+
+@pytest.mark.parametrize(
+    "pattern,said",
+    [
+        ("'[G],[CD],[RD],G'", "RETRO has layers of neighbors (B) and of a text (R)"),
+        ("'[BCD],G,G,G'", "RETRO has layers of neighbors (B) and of a text (R)"),
+        ("'[BCD],[BRD],[GRD],G'", "layers of neighbors are made of B, C and D"),
+        ("'B,[GXD],[GRD],G'", "layers of neighbors are made of B, C and D; X is T5's"),
+    ],
+)
+def test_layers_of_retro_have_their_sides(pattern, said):
+    with pytest.raises(UserError) as refused:
+        validate(load(None, [f"model.layer_pattern={pattern}", "data.seq_length=128"]))
+    assert said in str(refused.value) and "write it as" in str(refused.value)
 
 
 def test_mesh_sizes_are_ordered_and_multiply_to_the_devices():

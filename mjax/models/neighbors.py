@@ -1,0 +1,49 @@
+"""Next-token prediction with retrieved neighbors, the objective of RETRO (arXiv 2112.04426).
+
+`data/neighbors.py` looks the neighbors of each chunk of a sample up and adds them to its fields.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from mjax.config.schema import Config
+from mjax.models.chunked_attention import neighbor_rows
+from mjax.models.context import Context, Tokens
+from mjax.models.decoder import Decoder
+from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars, further_lengths
+from mjax.models.streams import Streams
+
+
+@dataclass(frozen=True)
+class WithNeighbors(NextToken):
+    """The cross-entropy of the next token in nats, a mean over unmasked tokens.
+
+    The field "neighbors", int32 [B, C*n, R], has R tokens of each of the n neighbors of a chunk,
+    -1 for padding, chunk by chunk.
+    """
+
+    cfg: Config
+
+    fields: ClassVar[Mapping[str, BatchField]] = NextToken.fields | {
+        "neighbors": BatchField(np.int32, ("batch", "neighbors", "retrieved"), pad=-1)
+    }
+
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+        ids = neighbor_rows(batch["neighbors"])
+        return edges.embed_streams(ids, batch["tokens"], tokens, ctx)
+
+    def losses(
+        self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
+    ) -> Scalars:
+        return super().losses(edges, x.decoder, batch, tokens, ctx)
+
+    def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
+        """Neighbors made of a row, for speed tests; nothing where the data set has them."""
+        if "neighbors" in batch:
+            return {}
+        further = further_lengths(self.cfg)
+        shape = further["neighbors"], further["retrieved"]
+        return {"neighbors": np.stack([np.resize(line, shape) for line in batch["tokens"]])}
