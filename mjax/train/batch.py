@@ -92,13 +92,12 @@ class BatchPlacer:
         for axis, name in FURTHER_COLUMNS.items():
             if name in fields:
                 arrays[name] = np.arange(lengths[axis], dtype=np.int32)
+        split_over_cp = {"seq", *FURTHER_COLUMNS} if self.parallel.cp > 1 else set()
         shardings = self.shardings()
         placed = {}
         for name, array in arrays.items():
             axes = fields[name].axes
-            for axis in (
-                {"seq", *FURTHER_COLUMNS}.intersection(axes) if self.parallel.cp > 1 else ()
-            ):
+            for axis in split_over_cp.intersection(axes):
                 array = array.take(zigzag(lengths[axis], self.parallel.cp), axes.index(axis))
             size, first = (rows, mine.start) if "batch" in axes else (len(array), 0)
             placed[name] = global_array(array, shardings[name], size, first)

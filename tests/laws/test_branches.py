@@ -24,7 +24,7 @@ GPT_OSS = ["model.layer_pattern='window+experts, full+experts'", "model.attentio
 
 @pytest.fixture
 def recurrence(monkeypatch):
-    monkeypatch.setitem(BRANCHES, "R", toy_recurrence.ROW)
+    monkeypatch.setitem(BRANCHES, "Z", toy_recurrence.ROW)
     expand.cache_clear()
     yield
     expand.cache_clear()
@@ -140,10 +140,10 @@ def test_a_toy_mixer_is_counted_and_saved(recurrence, tmp_path):
     keys = [*TOY, f"run.dir={tmp_path}", "checkpoint.async_save=false", "train.remat=dots"]
     trainer = make_trainer("dense", where, *keys)
     model, per_layer = trainer.cfg.model, 6 * 2 * 32 * 48 + 6 * 48
-    alone = model.model_copy(update={"layer_pattern": "[R]"})
+    alone = model.model_copy(update={"layer_pattern": "[Z]"})
     head = 6 * 32 * model.vocab_size
     assert flops_per_token(alone, 16) == head + model.num_hidden_layers * per_layer
-    held = held_bytes(trainer.cfg, "[RD]")
+    held = held_bytes(trainer.cfg, "[ZD]")
     assert held["rec_in"] == held["up"] / 2  # of gate and up
     batch = make_batch(trainer.cfg.train.global_batch_size)
     trainer.step(batch)
