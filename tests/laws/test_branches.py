@@ -170,7 +170,7 @@ def test_a_toy_mixer_generates_with_its_state(recurrence):
         intermediate_size=48,
         initializer_range=0.3,
         max_position_embeddings=64,
-        layer_pattern="[RD]G",
+        layer_pattern="[ZD]G",
     )
     definition, params = split(build(cfg, nnx.Rngs(0)))
     prompts = [[3, 5, 7], list(range(20, 36))]
