@@ -26,8 +26,8 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from mjax.report.runs import Run, smoothed, thinned
+from mjax.report.svg import COLORS
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
 DASHES = ("solid", "dashed", "dotted")
 MOST_POINTS = 1200  # of a curve
 SPAN = 0.01  # of a run's records, over which a curve is smoothed

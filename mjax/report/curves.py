@@ -5,18 +5,16 @@ values. It needs no network and no package.
 """
 
 import argparse
-from html import escape
 from pathlib import Path
 
 import numpy as np
 
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import Run, last_finite, read_run
+from mjax.report.svg import COLORS, text_at
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 220, 52, 34, 190, 30  # pixels
 MARKS = 5  # of an axis, about
-# Okabe and Ito's.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,12 +75,13 @@ def drawing(runs: list[Run], field: str, title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" '
         'font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        _text(LEFT, 20, title),
+        text_at(LEFT, 20, title),
     ]
     for mark in up.marks():
         parts.append(f'<path d="M{LEFT} {up(mark):.1f}h{WIDTH}" stroke="#e4e7eb"/>')
-        parts.append(_text(8, up(mark) + 4, f"{mark:g}"))
-    parts += [_text(across(mark) - 8, TOP + HEIGHT + 18, f"{mark:g}") for mark in across.marks()]
+        parts.append(text_at(LEFT - 6, up(mark) + 4, f"{mark:g}", "end"))
+    for mark in across.marks():
+        parts.append(text_at(across(mark), TOP + HEIGHT + 18, f"{mark:g}", "middle"))
     last_of_name: dict[str, list[float]] = {}
     for run, (steps, values) in zip(runs, curves, strict=True):
         last_of_name.setdefault(run.name, []).append(last_finite(values))
@@ -93,16 +92,12 @@ def drawing(runs: list[Run], field: str, title: str) -> str:
         parts.append(f'<polyline fill="none" stroke="{color}" points="{points}"/>')
     for i, (name, last) in enumerate(last_of_name.items()):
         said = f"{name}: {np.mean(last):.4g}"
-        parts.append(_text(LEFT + WIDTH + 12, TOP + 16 * (i + 1), said, _color(i)))
+        parts.append(text_at(LEFT + WIDTH + 12, TOP + 16 * (i + 1), said, color=_color(i)))
     return "\n".join([*parts, "</svg>\n"])
 
 
 def _color(number: int) -> str:
     return COLORS[number % len(COLORS)]
-
-
-def _text(x: float, y: float, text: str, color: str = "#1f2933") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" fill="{color}">{escape(text)}</text>'
 
 
 if __name__ == "__main__":

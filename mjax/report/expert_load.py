@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import records_of
+from mjax.report.svg import text_at
 
 _FIELD = "expert_load/layers."
 WIDTH, ROOM, GAP, LEFT, RIGHT, TOP = 640, 96, 14, 64, 110, 44  # pixels
@@ -72,8 +73,8 @@ def drawing(loads: dict[int, Loads]) -> str:
         top += ROOM + GAP
     steps = [step for of_layer in loads.values() for step in of_layer]
     parts += [
-        _text(LEFT, top + 6, f"step {min(steps):,}"),
-        _text(LEFT + WIDTH, top + 6, f"step {max(steps):,}", "end"),
+        text_at(LEFT, top + 6, f"step {min(steps):,}"),
+        text_at(LEFT + WIDTH, top + 6, f"step {max(steps):,}", "end"),
         "</svg>\n",
     ]
     return "\n".join(parts)
@@ -87,10 +88,10 @@ def _panel(layer: int, of_layer: Loads, top: float) -> list[str]:
     wide, high = WIDTH / len(steps), ROOM / experts
     last = of_layer[steps[-1]]
     parts = [
-        _text(LEFT - 8, top + ROOM / 2 + 4, f"layer {layer}", "end"),
-        _text(LEFT + WIDTH + 8, top + 16, f"{experts} experts"),
-        _text(LEFT + WIDTH + 8, top + 34, f"first {max(of_layer[steps[0]]):.2f}"),
-        _text(LEFT + WIDTH + 8, top + 52, f"last {max(last):.2f}"),
+        text_at(LEFT - 8, top + ROOM / 2 + 4, f"layer {layer}", "end"),
+        text_at(LEFT + WIDTH + 8, top + 16, f"{experts} experts"),
+        text_at(LEFT + WIDTH + 8, top + 34, f"first {max(of_layer[steps[0]]):.2f}"),
+        text_at(LEFT + WIDTH + 8, top + 52, f"last {max(last):.2f}"),
         f'<g shape-rendering="crispEdges" transform="translate({LEFT} {top})">',
     ]
     for column, step in enumerate(steps):
@@ -112,16 +113,14 @@ def color_of(load: float) -> str:
 
 
 def _legend() -> list[str]:
-    parts = [_text(LEFT, 18, "Load of each expert over the mean of its layer; right: the fullest")]
+    parts = [
+        text_at(LEFT, 18, "Load of each expert over the mean of its layer; right: the fullest")
+    ]
     for i, load in enumerate((0.25, 0.5, 1.0, 2.0, 4.0)):
         x = LEFT + WIDTH - 250 + 50 * i
         parts.append(f'<rect x="{x}" y="24" width="50" height="12" fill="{color_of(load)}"/>')
-        parts.append(_text(x + 25, 34, f"{load:g}", "middle"))
+        parts.append(text_at(x + 25, 34, f"{load:g}", "middle"))
     return parts
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{text}</text>'
 
 
 if __name__ == "__main__":

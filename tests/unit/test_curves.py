@@ -6,7 +6,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from mjax.errors import UserError
-from mjax.report.curves import COLORS, HEIGHT, LEFT, TOP, WIDTH, main
+from mjax.report.curves import HEIGHT, LEFT, TOP, WIDTH, main
+from mjax.report.svg import COLORS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
