@@ -16,13 +16,15 @@ ALIGNED = 8  # rows of a swizzled tile, where TMA begins
 class Tile:
     """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
 
-    Lines are a multiple of 128, columns one of 64.
+    Lines are a multiple of 128, columns one of 64. promoted: after so many steps a sum leaves the
+    tensor cores; 0: at its end.
     """
 
     lines: int
     columns: int
     slots: int
     band: int = 16
+    promoted: int = 0
 
     @property
     def half(self) -> int:
