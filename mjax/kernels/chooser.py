@@ -39,6 +39,8 @@ SSD_CHANNELS = 64  # of a head that a program of the scan takes
 SSD_STATES = (64, 128)  # a larger one does not fit the registers
 
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
+GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
+EIGHT_BITS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 NO_GPU = "there is no GPU"
 NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
@@ -183,12 +185,15 @@ def mosaic_grouped_lacks(dtype: jnp.dtype, shape: tuple[int, ...], device: Devic
     m, _, *sides = shape
     if not device.hopper:
         return "it needs a Hopper GPU and jax >= 0.11"
-    if dtype != jnp.bfloat16:
+    if dtype != jnp.bfloat16 and dtype not in EIGHT_BITS:
         return f"it computes bfloat16, not {dtype}"
-    if any(size % GROUPED_SIDES for size in sides):
-        return f"a weight of {sides[0]} x {sides[1]} is no multiple of {GROUPED_SIDES} both ways"
-    if m % GROUPED_ROWS:
-        return f"{m} rows are no multiple of {GROUPED_ROWS}"
+    of_sides, of_rows = GROUPED_SIDES, GROUPED_ROWS
+    if dtype in EIGHT_BITS:
+        of_sides = of_rows = GROUPED_8_BITS
+    if any(size % of_sides for size in sides):
+        return f"a weight of {sides[0]} x {sides[1]} is no multiple of {of_sides} both ways"
+    if m % of_rows:
+        return f"{m} rows are no multiple of {of_rows}"
     return None
 
 

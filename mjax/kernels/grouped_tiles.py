@@ -45,6 +45,17 @@ def tile_of(columns: int) -> Tile:
     return WIDE if covered <= 1.1 * columns else NARROW
 
 
+WIDE8, NARROW8 = Tile(128, 256, 4), Tile(128, 128, 6)
+PROMOTED8 = Tile(128, 192, 4, promoted=4), Tile(128, 128, 6, promoted=4)
+
+
+def tile8_of(columns: int, precise: bool) -> Tile:
+    """The tile of a product of 8-bit operands; `precise` sums leave the tensor cores in parts."""
+    wide, narrow = PROMOTED8 if precise else (WIDE8, NARROW8)
+    covered = wide.across(columns) * wide.columns
+    return wide if covered <= 1.1 * columns else narrow
+
+
 # ---- tables ------------------------------------------------------------------------------------
 
 
