@@ -258,10 +258,13 @@ def _on_gpu(device: Device, why: str) -> Choice:
     return Choice("triton", why) if device.triton else Choice("xla", NO_TRITON)
 
 
-def _experts(x: Inputs, *, asked: str, has_capacity: bool = False) -> Choice:
+def _experts(
+    x: Inputs, *, asked: str, has_capacity: bool = False, eight_bits: bool = False
+) -> Choice:
     """Of the rows and weights of a device's experts, as sizes (M, E, D, F): what multiplies both.
 
-    F counts the width of one matrix; a gated expert has two, side by side.
+    F counts the width of one matrix; a gated expert has two, side by side. `eight_bits`: both are
+    rounded to them.
     """
     if asked != "auto":
         return Choice(asked, "train.experts asks for it")
@@ -269,6 +272,8 @@ def _experts(x: Inputs, *, asked: str, has_capacity: bool = False) -> Choice:
         return Choice("xla", NO_GPU)
     if has_capacity:
         return Choice("batched", "capacity bounds the rows of an expert")
+    if eight_bits:
+        return _mosaic_or("xla", x._replace(dtype=EIGHT_BITS[0]))
     return _mosaic_or("loop", x)
 
 

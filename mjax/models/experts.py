@@ -24,6 +24,7 @@ from mjax.models.capacity import expert_capacity
 from mjax.models.context import Context
 from mjax.models.dispatch import (
     Dispatch,
+    gates_of_pairs,
     gates_of_rows,
     make_dispatch,
     make_padded_dispatch,
@@ -31,42 +32,13 @@ from mjax.models.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
+from mjax.models.expert import Expert
 from mjax.models.expert_exchange import Route, route_of, send_tokens, sum_tokens
+from mjax.models.experts_fp8 import multiply_down8, multiply_up8
 from mjax.models.grouped_linear import matrices_of, weight_cotangent
-from mjax.models.mlp import activated, gated
 from mjax.models.router import Routing
 from mjax.models.weight import Weight, read_value
 from mjax.sharding.collectives import Parallel
-
-GPT_OSS_SHARPNESS = 1.702  # of the sigmoid in gpt-oss's gate
-
-
-class Expert(NamedTuple):
-    """The static facts of an expert: `model.hidden_act`, and whether it is gated.
-
-    limit: `model.swiglu_limit`. kernel: of its grouped matmuls (`kernels/grouped.py`).
-    """
-
-    hidden_act: str
-    gated: bool
-    limit: float | None = None
-    kernel: str = "xla"
-
-    def activate(self, h: jax.Array) -> jax.Array:
-        """[..., F], of h [..., 2, F] (gate, up) if gated, else [..., F]."""
-        if self.limit is not None:
-            return _clamped(h, self.limit)
-        if self.gated:
-            return gated(h, self.hidden_act)
-        return activated(h, None, self.hidden_act)
-
-
-def _clamped(h: jax.Array, limit: float) -> jax.Array:
-    """gpt-oss's gated activation of h [..., 2, F]: both halves clamped, 1 added to the second."""
-    gate = jnp.minimum(h[..., 0, :], limit)
-    up = jnp.clip(h[..., 1, :], -limit, limit)
-    return gate * jax.nn.sigmoid(GPT_OSS_SHARPNESS * gate) * (up + 1)
-
 
 class ExpertWeights(NamedTuple):
     """This device's shards: up [E/ep, D, (2,) F/tp], down [E/ep, F/tp, D].
@@ -102,12 +74,17 @@ def run_experts(
     """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates."""
     parallel, up, down = ctx.parallel, weights.up, weights.down
     has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
-    facts = {"asked": ctx.experts, "has_capacity": has_capacity}
+    facts = {
+        "asked": ctx.experts,
+        "has_capacity": has_capacity,
+        "eight_bits": up.recipe is not None,
+    }
     routed = to_experts(x, routing, cfg, ctx)
     held = len(up.value)
     shape = most_rows(routed.experts, held), held, x.shape[-1], up.value.shape[-1]
     kernel = choose("experts", x.dtype, shape, **facts).name
-    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
+    some_dropped = has_capacity or cfg.moe.skip_padding
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel, some_dropped)
     sequences = x.shape[0] * parallel.ep
     first = parallel.index("ep") * held
     if kernel == "loop":
@@ -115,11 +92,15 @@ def run_experts(
     else:
         of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
         dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
-        h = multiply_up(expert, routed.x, up, dispatch)
+        by_up, by_down = multiply_up, multiply_down
+        if up.recipe is not None:
+            by_up = functools.partial(multiply_up8, parallel)
+            by_down = functools.partial(multiply_down8, parallel)
+        h = by_up(expert, routed.x, up, dispatch)
         h = checkpoint_name(h, up.name)
         if weights.up_bias is not None:
             h = h + bias_of_rows(weights.up_bias, dispatch)
-        y = multiply_down(expert, h, routed.gates, down, dispatch)
+        y = by_down(expert, h, routed.gates, down, dispatch)
     if weights.down_bias is not None:
         gates = gates_of_held(routed, first, held)
         y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
@@ -251,14 +232,9 @@ def multiply_down(
     h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
     """
     of_rows = gates_of_rows(gates, dispatch)
-    rows = _weighted(expert, h, of_rows)
+    rows = expert.weighted(h, of_rows)
     y = grouped_matmul(rows, matrices_of(down), dispatch.sizes, expert.kernel)
     return sums_of_rows(y, dispatch)
-
-
-def _weighted(expert: Expert, h: jax.Array, gates: jax.Array) -> jax.Array:
-    """gate * act(h) of rows, [M, F]; gates fp32 [M]."""
-    return expert.activate(h) * gates[:, None].astype(h.dtype)
 
 
 def _multiply_down_forward(expert, h, gates, down, dispatch):
@@ -269,14 +245,12 @@ def _multiply_down_forward(expert, h, gates, down, dispatch):
 def _multiply_down_backward(expert, saved, dy):
     h, gates, down, dispatch = saved
     dy = rows_of_tokens(dy, dispatch)
-    make_rows = functools.partial(_weighted, expert)
     of_rows = gates_of_rows(gates, dispatch)
-    rows, vjp = jax.vjp(make_rows, h, of_rows)
+    rows, vjp = jax.vjp(expert.weighted, h, of_rows)
     d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
     d_rows = grouped_matmul_transposed(dy, matrices_of(down), dispatch.sizes, expert.kernel)
     dh, d_gates = vjp(d_rows)
-    d_gates = jnp.take(d_gates, dispatch.places, mode="fill", fill_value=0)
-    return dh, d_gates, d_down, None
+    return dh, gates_of_pairs(d_gates, dispatch), d_down, None
 
 
 multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
@@ -304,7 +278,7 @@ def every_expert(
         up, down, gates, bias = one
         h = jnp.tensordot(x, up, 1)
         h = h if bias is None else h + bias
-        rows = _weighted(expert, h, gates)
+        rows = expert.weighted(h, gates)
         y = jnp.tensordot(rows, down, 1, preferred_element_type=jnp.float32)
         return total + y, None
 

@@ -1,0 +1,138 @@
+"""The two grouped matmuls of experts in FP8, each a function with its own backward.
+
+Tokens are rounded before their rows are gathered, and so are the gradients of tokens: each once,
+and rows are gathered as bytes. One scale is that of all experts: of a stack of weights, of rows
+and of gradients, by the recipes of dense weights (`kernels/quantize.py`). The maxima are of tokens
+that have an expert on the device, so over the mesh they are those of one device. Invariant: the
+result is that of rounding each operand of the matmuls in `experts.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mjax.kernels import gate
+from mjax.kernels.gate import E4M3, E5M2
+from mjax.kernels.grouped import grouped_matmul8
+from mjax.kernels.quantize import SCALES, bits_as_e4m3, quantize_turned
+from mjax.models.dispatch import (
+    Dispatch,
+    gates_of_pairs,
+    gates_of_rows,
+    rows_of_tokens,
+    sums_of_rows,
+)
+from mjax.models.expert import Expert
+from mjax.models.grouped_linear import weight_cotangent8
+from mjax.models.weight import Weight, backward_operand, kept_for_backward
+from mjax.sharding.collectives import Parallel
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply_up8(
+    parallel: Parallel, expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch
+) -> jax.Array:
+    """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
+    return _up_forward(parallel, expert, x, up, dispatch)[0]
+
+
+def _up_forward(parallel, expert, x, up, dispatch):
+    x8, used = _round_tokens(parallel, expert, x, up, 0, dispatch)
+    h = _product(expert, rows_of_tokens(x8, dispatch), used, up, dispatch, x.dtype)
+    kept = x8, used, kept_for_backward(up), dispatch
+    return h.reshape(-1, *up.value.shape[2:]), kept
+
+
+def _up_backward(parallel, expert, kept, dh):
+    x8, used, up, dispatch = kept
+    dh = dh.reshape(len(dh), -1)
+    d8, d8_turned, used_d = quantize_turned(
+        up.recipe, dh, up.scales[2], E5M2, parallel, transposed=True
+    )
+    d_rows = _product_back(expert, d8, used_d, up, dispatch, dh.dtype)
+    rows = rows_of_tokens(x8, dispatch).T
+    facts = dispatch.sizes, expert.kernel, dh.dtype
+    d_up = weight_cotangent8(up, (rows, used), (d8_turned, used_d), *facts)
+    return sums_of_rows(d_rows, dispatch), d_up, None
+
+
+multiply_up8.defvjp(_up_forward, _up_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply_down8(
+    parallel: Parallel,
+    expert: Expert,
+    h: jax.Array,
+    gates: jax.Array,
+    down: Weight,
+    dispatch: Dispatch,
+) -> jax.Array:
+    """[T, D]: each token's sum of gate * act(h) times its experts' `down` [E, F, D].
+
+    h [M, (2,) F] are the rows that `multiply_up8` gives, gates fp32 [T, k].
+    """
+    return _down_forward(parallel, expert, h, gates, down, dispatch)[0]
+
+
+def _down_forward(parallel, expert, h, gates, down, dispatch):
+    rows = expert.weighted(h, gates_of_rows(gates, dispatch))
+    a8, used = quantize_turned(down.recipe, rows, down.scales[0], E4M3, parallel)
+    used = checkpoint_name(used, SCALES)
+    y = _product(expert, a8, used, down, dispatch, h.dtype)
+    kept = h, gates, used, kept_for_backward(down), dispatch
+    return sums_of_rows(y, dispatch), kept
+
+
+def _down_backward(parallel, expert, kept, dy):
+    h, gates, used, down, dispatch = kept
+    d8, used_d = _round_tokens(parallel, expert, dy, down, 2, dispatch)
+    d8 = rows_of_tokens(d8, dispatch)
+    d_rows = _product_back(expert, d8, used_d, down, dispatch, dy.dtype)
+    rows, vjp = jax.vjp(expert.weighted, h, gates_of_rows(gates, dispatch))
+    dh, d_gates = vjp(d_rows)
+    a8, _ = gate.quantize_rows(rows, used[0], E4M3, plain=False, transposed=True)
+    facts = dispatch.sizes, expert.kernel, dy.dtype
+    d_down = weight_cotangent8(down, (a8, used), (d8.T, used_d), *facts)
+    return dh, gates_of_pairs(d_gates, dispatch), d_down, None
+
+
+multiply_down8.defvjp(_down_forward, _down_backward)
+
+
+def _round_tokens(
+    parallel: Parallel, expert: Expert, x: jax.Array, w: Weight, which: int, dispatch: Dispatch
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens x [T, D] in 8 bits, fp32 [2] of their scale and maximum); scale `which` of w's."""
+    if expert.some_dropped:
+        is_here = jnp.any(dispatch.places < len(dispatch.pairs), 1)
+        x = jnp.where(is_here[:, None], x, 0)
+    dtype = E5M2 if which == 2 else E4M3
+    x8, used = quantize_turned(w.recipe, x, w.scales[which], dtype, parallel)
+    return x8, checkpoint_name(used, SCALES)
+
+
+def _product(expert, rows, used, w, dispatch, dtype):
+    """rows [M, K] in e4m3 times the weights [E, K, N] -> [M, N]."""
+    turned = w.transposed
+    if turned is None:
+        turned = jnp.swapaxes(_matrices8(w), 1, 2)
+    else:
+        turned = bits_as_e4m3(turned)
+    scale = 1 / (used[0] * w.scales[1])
+    return grouped_matmul8(rows, turned, dispatch.sizes, scale, dtype, expert.kernel)
+
+
+def _product_back(expert, d8, used, w, dispatch, dtype):
+    """d8 [M, N] in e5m2 times the transposes of the weights [E, K, N] -> [M, K]."""
+    scale, sizes = 1 / (used[0] * w.scales[1]), dispatch.sizes
+    matrices = _matrices8(w)
+    return grouped_matmul8(d8, matrices, sizes, scale, dtype, expert.kernel, precise=True)
+
+
+def _matrices8(w: Weight) -> jax.Array:
+    """The weights of experts in e4m3, [E, K, N]."""
+    w8 = backward_operand(w)
+    return w8.reshape(*w8.shape[:2], -1)
