@@ -34,11 +34,12 @@ from mjax.models.dispatch import (
 )
 from mjax.models.expert import Expert
 from mjax.models.expert_exchange import Route, route_of, send_tokens, sum_tokens
-from mjax.models.experts_fp8 import multiply_down8, multiply_up8
+from mjax.models.experts_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
 from mjax.models.grouped_linear import matrices_of, weight_cotangent
 from mjax.models.router import Routing
 from mjax.models.weight import Weight, read_value
 from mjax.sharding.collectives import Parallel
+
 
 class ExpertWeights(NamedTuple):
     """This device's shards: up [E/ep, D, (2,) F/tp], down [E/ep, F/tp, D].
@@ -92,19 +93,34 @@ def run_experts(
     else:
         of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
         dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
-        by_up, by_down = multiply_up, multiply_down
-        if up.recipe is not None:
-            by_up = functools.partial(multiply_up8, parallel)
-            by_down = functools.partial(multiply_down8, parallel)
-        h = by_up(expert, routed.x, up, dispatch)
-        h = checkpoint_name(h, up.name)
-        if weights.up_bias is not None:
-            h = h + bias_of_rows(weights.up_bias, dispatch)
-        y = by_down(expert, h, routed.gates, down, dispatch)
+        y = _sums_of_experts(expert, routed, weights, dispatch, parallel)
     if weights.down_bias is not None:
         gates = gates_of_held(routed, first, held)
         y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
     return from_experts(y, x.shape[0], routed.route, parallel)
+
+
+def _sums_of_experts(
+    expert: Expert,
+    routed: RoutedTokens,
+    weights: ExpertWeights,
+    dispatch: Dispatch,
+    parallel: Parallel,
+) -> jax.Array:
+    """[T, D]: the sums over this device's experts and ffn columns, without the bias of `down`."""
+    up, down, bias, _ = weights
+    by_up, by_down = multiply_up, multiply_down
+    if up.recipe is not None:
+        if in_one(expert, up, bias is not None):
+            both = up, down
+            return gated_experts8(parallel, expert, routed.x, routed.gates, both, dispatch)
+        by_up = functools.partial(multiply_up8, parallel)
+        by_down = functools.partial(multiply_down8, parallel)
+    h = by_up(expert, routed.x, up, dispatch)
+    h = checkpoint_name(h, up.name)
+    if bias is not None:
+        h = h + bias_of_rows(bias, dispatch)
+    return by_down(expert, h, routed.gates, down, dispatch)
 
 
 def dispatch_of(

@@ -1,4 +1,8 @@
-"""The two grouped matmuls of experts in FP8, each a function with its own backward.
+"""The two grouped matmuls of experts in FP8, each a function with its own backward, or both one.
+
+With delayed scaling of gated experts without biases, the gate's kernels round what goes into the
+second matmul and what comes out of its backward, in one pass (as `mlp_fp8.py`). So both are one
+function there.
 
 Tokens are rounded before their rows are gathered, and so are the gradients of tokens: each once,
 and rows are gathered as bytes. One scale is that of all experts: of a stack of weights, of rows
@@ -46,16 +50,22 @@ def _up_forward(parallel, expert, x, up, dispatch):
 
 
 def _up_backward(parallel, expert, kept, dh):
-    x8, used, up, dispatch = kept
-    dh = dh.reshape(len(dh), -1)
-    d8, d8_turned, used_d = quantize_turned(
-        up.recipe, dh, up.scales[2], E5M2, parallel, transposed=True
+    up = kept[2]
+    rounded = quantize_turned(
+        up.recipe, dh.reshape(len(dh), -1), up.scales[2], E5M2, parallel, transposed=True
     )
-    d_rows = _product_back(expert, d8, used_d, up, dispatch, dh.dtype)
+    return *_gradients_of_up(expert, kept, rounded, dh.dtype), None
+
+
+def _gradients_of_up(expert, kept, rounded, dtype):
+    """(the gradient of the tokens, the cotangent of the weights), from that of h in 8 bits."""
+    x8, used, up, dispatch = kept
+    d8, d8_turned, used_d = rounded
+    d_rows = _product_back(expert, d8, used_d, up, dispatch, dtype)
     rows = rows_of_tokens(x8, dispatch).T
-    facts = dispatch.sizes, expert.kernel, dh.dtype
+    facts = dispatch.sizes, expert.kernel, dtype
     d_up = weight_cotangent8(up, (rows, used), (d8_turned, used_d), *facts)
-    return sums_of_rows(d_rows, dispatch), d_up, None
+    return sums_of_rows(d_rows, dispatch), d_up
 
 
 multiply_up8.defvjp(_up_forward, _up_backward)
@@ -100,6 +110,63 @@ def _down_backward(parallel, expert, kept, dy):
 
 
 multiply_down8.defvjp(_down_forward, _down_backward)
+
+
+# ---- both in one ---------------------------------------------------------------------------------
+
+
+def in_one(expert: Expert, up: Weight, has_biases: bool) -> bool:
+    """Whether `gated_experts8` computes such experts."""
+    plain = expert.gated and expert.limit is None and not has_biases
+    return plain and up.recipe.delayed and expert.hidden_act in gate.GATES
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gated_experts8(
+    parallel: Parallel,
+    expert: Expert,
+    x: jax.Array,
+    gates: jax.Array,
+    weights: tuple[Weight, Weight],
+    dispatch: Dispatch,
+) -> jax.Array:
+    """[T, D]: what `multiply_down8` makes of `multiply_up8` of x [T, D], by weights up and down."""
+    return _experts_forward(parallel, expert, x, gates, weights, dispatch)[0]
+
+
+def _experts_forward(parallel, expert, x, gates, weights, dispatch):
+    up, down = weights
+    h, kept_by_up = _up_forward(parallel, expert, x, up, dispatch)
+    h = checkpoint_name(h.reshape(len(h), -1), up.name)
+    of_rows = gates_of_rows(gates, dispatch)
+    a8, amax = gate.gate_forward8(h, down.scales[0], expert.hidden_act, of_rows)
+    used = checkpoint_name(jnp.stack([down.scales[0], amax]), SCALES)
+    y = _product(expert, a8, used, down, dispatch, x.dtype)
+    kept = kept_by_up, h, gates, used, kept_for_backward(down)
+    return sums_of_rows(y, dispatch), kept
+
+
+def _experts_backward(parallel, expert, kept, dy):
+    kept_by_up, h, gates, used, down = kept
+    _, _, up, dispatch = kept_by_up
+    d8, used_d = _round_tokens(parallel, expert, dy, down, 2, dispatch)
+    d8 = rows_of_tokens(d8, dispatch)
+    d_rows = _product_back(expert, d8, used_d, down, dispatch, dy.dtype)
+    of_rows = gates_of_rows(gates, dispatch)
+    dh8, a8, dh8_turned, amax, d_gates = gate.gate_backward8(
+        h, d_rows, used[0], up.scales[2], expert.hidden_act, of_rows
+    )
+    rounded = dh8, dh8_turned, jnp.stack([up.scales[2], amax])
+    dx, d_up = _gradients_of_up(expert, kept_by_up, rounded, dy.dtype)
+    facts = dispatch.sizes, expert.kernel, dy.dtype
+    d_down = weight_cotangent8(down, (a8, used), (d8.T, used_d), *facts)
+    return dx, gates_of_pairs(d_gates, dispatch), (d_up, d_down), None
+
+
+gated_experts8.defvjp(_experts_forward, _experts_backward)
+
+
+# ---- parts ---------------------------------------------------------------------------------------
 
 
 def _round_tokens(
