@@ -139,7 +139,7 @@ def gate_backward8(
 ):
     """dh as `gate_backward` has it, in 8 bits by `scale_dh`, as it lies and as words of its
     transpose; words of act(gate) * up in e4m3, by `scale`; `tops` of dh, one a tile. Unless `sums`
-    is None, rows are multiplied by `weights`, and `sums` are their gradients, one a tile and row."""
+    is None, `weights` multiply rows, and `sums` are their gradients, one a tile and row."""
     factor, factor_dh = tl.load(scale), tl.load(scale_dh)
     narrow = h.dtype.element_ty
     for r in tl.static_range(2):

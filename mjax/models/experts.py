@@ -73,7 +73,7 @@ def run_experts(
     ctx: Context,
 ) -> jax.Array:
     """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates."""
-    parallel, up, down = ctx.parallel, weights.up, weights.down
+    parallel, up = ctx.parallel, weights.up
     has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
     facts = {
         "asked": ctx.experts,

@@ -44,28 +44,31 @@ def multiply_up8(
 
 def _up_forward(parallel, expert, x, up, dispatch):
     x8, used = _round_tokens(parallel, expert, x, up, 0, dispatch)
-    h = _product(expert, rows_of_tokens(x8, dispatch), used, up, dispatch, x.dtype)
+    h = _by_weights(expert, rows_of_tokens(x8, dispatch), used, up, dispatch, x.dtype)
     kept = x8, used, kept_for_backward(up), dispatch
     return h.reshape(-1, *up.value.shape[2:]), kept
 
 
 def _up_backward(parallel, expert, kept, dh):
     up = kept[2]
-    rounded = quantize_turned(
-        up.recipe, dh.reshape(len(dh), -1), up.scales[2], E5M2, parallel, transposed=True
-    )
-    return *_gradients_of_up(expert, kept, rounded, dh.dtype), None
+    scale = up.scales[2]
+    flat = dh.reshape(len(dh), -1)
+    rounded = quantize_turned(up.recipe, flat, scale, E5M2, parallel, transposed=True)
+    dx, d_up = _gradients_of_up(expert, kept, rounded, dh.dtype)
+    return dx, d_up, None
 
 
 def _gradients_of_up(expert, kept, rounded, dtype):
     """(the gradient of the tokens, the cotangent of the weights), from that of h in 8 bits."""
     x8, used, up, dispatch = kept
     d8, d8_turned, used_d = rounded
-    d_rows = _product_back(expert, d8, used_d, up, dispatch, dtype)
-    rows = rows_of_tokens(x8, dispatch).T
+    d_rows = _by_transposes(expert, d8, used_d, up, dispatch, dtype)
+    dx = sums_of_rows(d_rows, dispatch)
+    rows = rows_of_tokens(x8, dispatch)
+    by_up = rows.T, used
+    by_gradient = d8_turned, used_d
     facts = dispatch.sizes, expert.kernel, dtype
-    d_up = weight_cotangent8(up, (rows, used), (d8_turned, used_d), *facts)
-    return sums_of_rows(d_rows, dispatch), d_up
+    return dx, weight_cotangent8(up, by_up, by_gradient, *facts)
 
 
 multiply_up8.defvjp(_up_forward, _up_backward)
@@ -91,7 +94,7 @@ def _down_forward(parallel, expert, h, gates, down, dispatch):
     rows = expert.weighted(h, gates_of_rows(gates, dispatch))
     a8, used = quantize_turned(down.recipe, rows, down.scales[0], E4M3, parallel)
     used = checkpoint_name(used, SCALES)
-    y = _product(expert, a8, used, down, dispatch, h.dtype)
+    y = _by_weights(expert, a8, used, down, dispatch, h.dtype)
     kept = h, gates, used, kept_for_backward(down), dispatch
     return sums_of_rows(y, dispatch), kept
 
@@ -100,13 +103,16 @@ def _down_backward(parallel, expert, kept, dy):
     h, gates, used, down, dispatch = kept
     d8, used_d = _round_tokens(parallel, expert, dy, down, 2, dispatch)
     d8 = rows_of_tokens(d8, dispatch)
-    d_rows = _product_back(expert, d8, used_d, down, dispatch, dy.dtype)
-    rows, vjp = jax.vjp(expert.weighted, h, gates_of_rows(gates, dispatch))
+    d_rows = _by_transposes(expert, d8, used_d, down, dispatch, dy.dtype)
+    of_rows = gates_of_rows(gates, dispatch)
+    rows, vjp = jax.vjp(expert.weighted, h, of_rows)
     dh, d_gates = vjp(d_rows)
+    d_gates = gates_of_pairs(d_gates, dispatch)
     a8, _ = gate.quantize_rows(rows, used[0], E4M3, plain=False, transposed=True)
+    by_rows, by_gradient = (a8, used), (d8.T, used_d)
     facts = dispatch.sizes, expert.kernel, dy.dtype
-    d_down = weight_cotangent8(down, (a8, used), (d8.T, used_d), *facts)
-    return dh, gates_of_pairs(d_gates, dispatch), d_down, None
+    d_down = weight_cotangent8(down, by_rows, by_gradient, *facts)
+    return dh, d_gates, d_down, None
 
 
 multiply_down8.defvjp(_down_forward, _down_backward)
@@ -139,9 +145,11 @@ def _experts_forward(parallel, expert, x, gates, weights, dispatch):
     h, kept_by_up = _up_forward(parallel, expert, x, up, dispatch)
     h = checkpoint_name(h.reshape(len(h), -1), up.name)
     of_rows = gates_of_rows(gates, dispatch)
-    a8, amax = gate.gate_forward8(h, down.scales[0], expert.hidden_act, of_rows)
-    used = checkpoint_name(jnp.stack([down.scales[0], amax]), SCALES)
-    y = _product(expert, a8, used, down, dispatch, x.dtype)
+    scale = down.scales[0]
+    a8, amax = gate.gate_forward8(h, scale, expert.hidden_act, of_rows)
+    used = jnp.stack([scale, amax])
+    used = checkpoint_name(used, SCALES)
+    y = _by_weights(expert, a8, used, down, dispatch, x.dtype)
     kept = kept_by_up, h, gates, used, kept_for_backward(down)
     return sums_of_rows(y, dispatch), kept
 
@@ -151,16 +159,19 @@ def _experts_backward(parallel, expert, kept, dy):
     _, _, up, dispatch = kept_by_up
     d8, used_d = _round_tokens(parallel, expert, dy, down, 2, dispatch)
     d8 = rows_of_tokens(d8, dispatch)
-    d_rows = _product_back(expert, d8, used_d, down, dispatch, dy.dtype)
+    d_rows = _by_transposes(expert, d8, used_d, down, dispatch, dy.dtype)
     of_rows = gates_of_rows(gates, dispatch)
     dh8, a8, dh8_turned, amax, d_gates = gate.gate_backward8(
         h, d_rows, used[0], up.scales[2], expert.hidden_act, of_rows
     )
-    rounded = dh8, dh8_turned, jnp.stack([up.scales[2], amax])
+    d_gates = gates_of_pairs(d_gates, dispatch)
+    used_dh = jnp.stack([up.scales[2], amax])
+    rounded = dh8, dh8_turned, used_dh
     dx, d_up = _gradients_of_up(expert, kept_by_up, rounded, dy.dtype)
+    by_rows, by_gradient = (a8, used), (d8.T, used_d)
     facts = dispatch.sizes, expert.kernel, dy.dtype
-    d_down = weight_cotangent8(down, (a8, used), (d8.T, used_d), *facts)
-    return dx, gates_of_pairs(d_gates, dispatch), (d_up, d_down), None
+    d_down = weight_cotangent8(down, by_rows, by_gradient, *facts)
+    return dx, d_gates, (d_up, d_down), None
 
 
 gated_experts8.defvjp(_experts_forward, _experts_backward)
@@ -174,29 +185,36 @@ def _round_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens x [T, D] in 8 bits, fp32 [2] of their scale and maximum); scale `which` of w's."""
     if expert.some_dropped:
-        is_here = jnp.any(dispatch.places < len(dispatch.pairs), 1)
+        rows = len(dispatch.pairs)
+        is_here = jnp.any(dispatch.places < rows, 1)
         x = jnp.where(is_here[:, None], x, 0)
     dtype = E5M2 if which == 2 else E4M3
     x8, used = quantize_turned(w.recipe, x, w.scales[which], dtype, parallel)
     return x8, checkpoint_name(used, SCALES)
 
 
-def _product(expert, rows, used, w, dispatch, dtype):
+def _by_weights(expert, rows, used, w, dispatch, dtype):
     """rows [M, K] in e4m3 times the weights [E, K, N] -> [M, N]."""
     turned = w.transposed
     if turned is None:
         turned = jnp.swapaxes(_matrices8(w), 1, 2)
     else:
         turned = bits_as_e4m3(turned)
-    scale = 1 / (used[0] * w.scales[1])
-    return grouped_matmul8(rows, turned, dispatch.sizes, scale, dtype, expert.kernel)
+    scale, sizes = _without(used, w), dispatch.sizes
+    return grouped_matmul8(rows, turned, sizes, scale, dtype, expert.kernel)
 
 
-def _product_back(expert, d8, used, w, dispatch, dtype):
+def _by_transposes(expert, d8, used, w, dispatch, dtype):
     """d8 [M, N] in e5m2 times the transposes of the weights [E, K, N] -> [M, K]."""
-    scale, sizes = 1 / (used[0] * w.scales[1]), dispatch.sizes
+    scale, sizes = _without(used, w), dispatch.sizes
     matrices = _matrices8(w)
     return grouped_matmul8(d8, matrices, sizes, scale, dtype, expert.kernel, precise=True)
+
+
+def _without(used: jax.Array, w: Weight) -> jax.Array:
+    """What a product is multiplied by, to be without the scales of its operands."""
+    scales = used[0] * w.scales[1]
+    return 1 / scales
 
 
 def _matrices8(w: Weight) -> jax.Array:
