@@ -14,14 +14,12 @@ class Expert(NamedTuple):
     """The static facts of an expert: `model.hidden_act`, and whether it is gated.
 
     limit: `model.swiglu_limit`. kernel: of its grouped matmuls (`kernels/grouped.py`).
-    some_dropped: whether a token may have no expert at all.
     """
 
     hidden_act: str
     gated: bool
     limit: float | None = None
     kernel: str = "xla"
-    some_dropped: bool = False
 
     def activate(self, h: jax.Array) -> jax.Array:
         """[..., F], of h [..., 2, F] (gate, up) if gated, else [..., F]."""

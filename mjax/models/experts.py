@@ -33,7 +33,7 @@ from mjax.models.dispatch import (
     sums_of_rows,
 )
 from mjax.models.expert import Expert
-from mjax.models.expert_exchange import Route, route_of, send_tokens, sum_tokens
+from mjax.models.expert_exchange import Route, gather_tokens, route_of, scatter_sums
 from mjax.models.experts_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
 from mjax.models.grouped_linear import matrices_of, weight_cotangent
 from mjax.models.router import Routing
@@ -56,10 +56,10 @@ class ExpertWeights(NamedTuple):
 class RoutedTokens(NamedTuple):
     """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
 
-    route: how they came, if not all of them did.
+    x is None before they came. route: how they come, if not all of them do.
     """
 
-    x: jax.Array
+    x: jax.Array | None
     experts: jax.Array
     gates: jax.Array
     route: Route | None = None
@@ -73,6 +73,23 @@ def run_experts(
     ctx: Context,
 ) -> jax.Array:
     """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates."""
+    has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
+    some_dropped = has_capacity or cfg.moe.skip_padding
+    if weights.up.recipe is None or not some_dropped:
+        return _run_experts(x, routing, weights, cfg, ctx)
+    # FP8's maxima are those of tokens that have an expert, and of their gradients.
+    is_sent = jnp.any(routing.experts < cfg.moe.num_experts, -1, keepdims=True)
+    y = _run_experts(jnp.where(is_sent, x, 0), routing, weights, cfg, ctx)
+    return jnp.where(is_sent, y, 0)
+
+
+def _run_experts(
+    x: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    cfg: ModelConfig,
+    ctx: Context,
+) -> jax.Array:
     parallel, up = ctx.parallel, weights.up
     has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
     facts = {
@@ -80,24 +97,27 @@ def run_experts(
         "has_capacity": has_capacity,
         "eight_bits": up.recipe is not None,
     }
-    routed = to_experts(x, routing, cfg, ctx)
+    routed = routed_tokens(x, routing, cfg, ctx)
     held = len(up.value)
     shape = most_rows(routed.experts, held), held, x.shape[-1], up.value.shape[-1]
     kernel = choose("experts", x.dtype, shape, **facts).name
-    some_dropped = has_capacity or cfg.moe.skip_padding
-    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel, some_dropped)
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
     sequences = x.shape[0] * parallel.ep
     first = parallel.index("ep") * held
+    of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
+    dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
+    if up.recipe is not None and in_one(expert, up, weights.up_bias is not None):
+        both, route = (up, weights.down), routed.route
+        return gated_experts8(parallel, expert, x, routed.gates, both, dispatch, route)
+    routed = routed._replace(x=gather_tokens(parallel, x, routed.route))
     if kernel == "loop":
         y = every_expert(expert, routed, weights, first)
     else:
-        of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
-        dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
         y = _sums_of_experts(expert, routed, weights, dispatch, parallel)
     if weights.down_bias is not None:
         gates = gates_of_held(routed, first, held)
         y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
-    return from_experts(y, x.shape[0], routed.route, parallel)
+    return scatter_sums(parallel, y, x.shape[0], routed.route)
 
 
 def _sums_of_experts(
@@ -111,9 +131,6 @@ def _sums_of_experts(
     up, down, bias, _ = weights
     by_up, by_down = multiply_up, multiply_down
     if up.recipe is not None:
-        if in_one(expert, up, bias is not None):
-            both = up, down
-            return gated_experts8(parallel, expert, routed.x, routed.gates, both, dispatch)
         by_up = functools.partial(multiply_up8, parallel)
         by_down = functools.partial(multiply_down8, parallel)
     h = by_up(expert, routed.x, up, dispatch)
@@ -146,16 +163,13 @@ def dispatch_of(
     return make_dispatch(tokens, first, held, held * rows)
 
 
-# ---- over ep and tp ------------------------------------------------------------------------------
+def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
+    """The routing of the ep group's tokens, in the order of [B*ep, S], from a device's own.
 
-
-def to_experts(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
-    """The tokens of the ep group, in the order of [B*ep, S], from this device's x [B, S/tp, D].
-
-    Where an all-to-all carries them, tokens without an expert here are zero.
+    x is [B, S/tp, D].
     """
     parallel = ctx.parallel
-    rows, columns, width = x.shape
+    columns, width = x.shape[1:]
     k = routing.experts.shape[-1]
 
     def whole(field: jax.Array) -> jax.Array:
@@ -168,20 +182,8 @@ def to_experts(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -
 
     experts, tokens = of_group(routing.experts), x.reshape(-1, width)
     route = route_of(tokens, experts, routing.experts.reshape(-1, k), cfg.moe, ctx)
-    sent = send_tokens(parallel, tokens, route)
     gates = whole(of_group(routing.gates))
-    return RoutedTokens(whole(sent), whole(experts), gates, route)
-
-
-def from_experts(y: jax.Array, rows: int, route: Route | None, parallel: Parallel) -> jax.Array:
-    """The sums over all experts and ffn columns, [B, S/tp, D].
-
-    `y` [T, D] are the sums over this device's experts and ffn columns. `rows` is B.
-    """
-    width = y.shape[-1]
-    y = parallel.scatter_seq(y.reshape(rows * parallel.ep, -1, width))
-    y = sum_tokens(parallel, y.reshape(parallel.ep, -1, width), route)
-    return y.reshape(rows, -1, width)
+    return RoutedTokens(None, whole(experts), gates, route)
 
 
 # ---- biases --------------------------------------------------------------------------------------

@@ -5,16 +5,18 @@ second matmul and what comes out of its backward, in one pass (as `mlp_fp8.py`).
 function there.
 
 Tokens are rounded before their rows are gathered, and so are the gradients of tokens: each once,
-and rows are gathered as bytes. One scale is that of all experts: of a stack of weights, of rows
-and of gradients, by the recipes of dense weights (`kernels/quantize.py`). The maxima are of tokens
-that have an expert on the device, so over the mesh they are those of one device. Invariant: the
-result is that of rounding each operand of the matmuls in `experts.py`.
+and rows are gathered as bytes. In the one function tokens and gradients travel over ep and tp as
+bytes, too: all devices know the scale, so rounding before is rounding after. One scale is that of
+all experts: of a stack of weights, of rows and of gradients, by the recipes of dense weights
+(`kernels/quantize.py`). Invariant: the result is that of rounding each operand of the matmuls in
+`experts.py`.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels import gate
@@ -29,6 +31,7 @@ from mjax.models.dispatch import (
     sums_of_rows,
 )
 from mjax.models.expert import Expert
+from mjax.models.expert_exchange import Route, gather_tokens, scatter_sums
 from mjax.models.grouped_linear import weight_cotangent8
 from mjax.models.weight import Weight, backward_operand, kept_for_backward
 from mjax.sharding.collectives import Parallel
@@ -43,8 +46,9 @@ def multiply_up8(
 
 
 def _up_forward(parallel, expert, x, up, dispatch):
-    x8, used = _round_tokens(parallel, expert, x, up, 0, dispatch)
-    h = _by_weights(expert, rows_of_tokens(x8, dispatch), used, up, dispatch, x.dtype)
+    x8, used = _round_tokens(parallel, x, up, 0)
+    rows = rows_of_tokens(x8, dispatch)
+    h = _by_weights(expert, rows, used, up, dispatch, x.dtype)
     kept = x8, used, kept_for_backward(up), dispatch
     return h.reshape(-1, *up.value.shape[2:]), kept
 
@@ -101,7 +105,7 @@ def _down_forward(parallel, expert, h, gates, down, dispatch):
 
 def _down_backward(parallel, expert, kept, dy):
     h, gates, used, down, dispatch = kept
-    d8, used_d = _round_tokens(parallel, expert, dy, down, 2, dispatch)
+    d8, used_d = _round_tokens(parallel, dy, down, 2)
     d8 = rows_of_tokens(d8, dispatch)
     d_rows = _by_transposes(expert, d8, used_d, down, dispatch, dy.dtype)
     of_rows = gates_of_rows(gates, dispatch)
@@ -135,29 +139,37 @@ def gated_experts8(
     gates: jax.Array,
     weights: tuple[Weight, Weight],
     dispatch: Dispatch,
+    route: Route | None = None,
 ) -> jax.Array:
-    """[T, D]: what `multiply_down8` makes of `multiply_up8` of x [T, D], by weights up and down."""
-    return _experts_forward(parallel, expert, x, gates, weights, dispatch)[0]
+    """What `multiply_down8` makes of `multiply_up8`, by weights up and down.
+
+    x and the result are [B, S/tp, D], a device's own tokens.
+    """
+    return _experts_forward(parallel, expert, x, gates, weights, dispatch, route)[0]
 
 
-def _experts_forward(parallel, expert, x, gates, weights, dispatch):
+def _experts_forward(parallel, expert, x, gates, weights, dispatch, route):
     up, down = weights
-    h, kept_by_up = _up_forward(parallel, expert, x, up, dispatch)
-    h = checkpoint_name(h.reshape(len(h), -1), up.name)
+    x8, used_x = _gather_rounded(parallel, x, up, 0, route)
+    rows = rows_of_tokens(x8, dispatch)
+    h = _by_weights(expert, rows, used_x, up, dispatch, x.dtype)
+    h = checkpoint_name(h, up.name)
     of_rows = gates_of_rows(gates, dispatch)
     scale = down.scales[0]
     a8, amax = gate.gate_forward8(h, scale, expert.hidden_act, of_rows)
     used = jnp.stack([scale, amax])
     used = checkpoint_name(used, SCALES)
     y = _by_weights(expert, a8, used, down, dispatch, x.dtype)
-    kept = kept_by_up, h, gates, used, kept_for_backward(down)
-    return sums_of_rows(y, dispatch), kept
+    sums = sums_of_rows(y, dispatch)
+    kept_by_up = x8, used_x, kept_for_backward(up), dispatch
+    kept = kept_by_up, h, gates, used, kept_for_backward(down), route
+    return scatter_sums(parallel, sums, len(x), route), kept
 
 
 def _experts_backward(parallel, expert, kept, dy):
-    kept_by_up, h, gates, used, down = kept
+    kept_by_up, h, gates, used, down, route = kept
     _, _, up, dispatch = kept_by_up
-    d8, used_d = _round_tokens(parallel, expert, dy, down, 2, dispatch)
+    d8, used_d = _gather_rounded(parallel, dy, down, 2, route)
     d8 = rows_of_tokens(d8, dispatch)
     d_rows = _by_transposes(expert, d8, used_d, down, dispatch, dy.dtype)
     of_rows = gates_of_rows(gates, dispatch)
@@ -168,10 +180,11 @@ def _experts_backward(parallel, expert, kept, dy):
     used_dh = jnp.stack([up.scales[2], amax])
     rounded = dh8, dh8_turned, used_dh
     dx, d_up = _gradients_of_up(expert, kept_by_up, rounded, dy.dtype)
+    dx = scatter_sums(parallel, dx, len(dy), route)
     by_rows, by_gradient = (a8, used), (d8.T, used_d)
     facts = dispatch.sizes, expert.kernel, dy.dtype
     d_down = weight_cotangent8(down, by_rows, by_gradient, *facts)
-    return dx, d_gates, (d_up, d_down), None
+    return dx, d_gates, (d_up, d_down), None, None
 
 
 gated_experts8.defvjp(_experts_forward, _experts_backward)
@@ -181,16 +194,24 @@ gated_experts8.defvjp(_experts_forward, _experts_backward)
 
 
 def _round_tokens(
-    parallel: Parallel, expert: Expert, x: jax.Array, w: Weight, which: int, dispatch: Dispatch
+    parallel: Parallel, x: jax.Array, w: Weight, which: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens x [T, D] in 8 bits, fp32 [2] of their scale and maximum); scale `which` of w's."""
-    if expert.some_dropped:
-        rows = len(dispatch.pairs)
-        is_here = jnp.any(dispatch.places < rows, 1)
-        x = jnp.where(is_here[:, None], x, 0)
+    """(x [T, D] in 8 bits, fp32 [2] of its scale and maximum), by scale `which` of w's."""
     dtype = E5M2 if which == 2 else E4M3
     x8, used = quantize_turned(w.recipe, x, w.scales[which], dtype, parallel)
     return x8, checkpoint_name(used, SCALES)
+
+
+def _gather_rounded(
+    parallel: Parallel, x: jax.Array, w: Weight, which: int, route: Route | None
+) -> tuple[jax.Array, jax.Array]:
+    """`_round_tokens` of all of the group, from this device's [B, S/tp, D]; bytes travel."""
+    tokens = x.reshape(-1, x.shape[-1])
+    x8, used = _round_tokens(parallel, tokens, w, which)
+    bits = lax.bitcast_convert_type(x8, jnp.uint8)
+    bits = bits.reshape(x.shape)
+    bits = gather_tokens(parallel, bits, route)
+    return lax.bitcast_convert_type(bits, x8.dtype), used
 
 
 def _by_weights(expert, rows, used, w, dispatch, dtype):

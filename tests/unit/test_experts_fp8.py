@@ -87,28 +87,11 @@ def test_they_are_near_and_one_function_is_two(delayed, held):
         assert (seen[[0, 2]] > 0).all() and seen[1] == 0
     assert fp8.in_one(expert, operands(recipe, held, False)[2], False) == delayed
     if delayed:
-        again = run(
-            lambda x, gates, up, down, d: fp8.gated_experts8(
-                LOCAL, expert, x, gates, (up, down), d
-            ),
-            *operands(recipe, held, bits=False),
-        )
+
+        def function(x, gates, up, down, dispatch):
+            y = fp8.gated_experts8(LOCAL, expert, x[None], gates, (up, down), dispatch)
+            return y[0]
+
+        again = run(function, *operands(recipe, held, bits=False))
         for a, e in zip(numbers(again), numbers(made), strict=True):
             np.testing.assert_allclose(a, e, atol=1e-4)
-
-
-def test_maxima_are_of_tokens_with_an_expert():
-    recipe = Recipe(delayed=True)
-    x, gates, up, down, dispatch = operands(recipe, 2, bits=True)
-    elsewhere = jnp.all(dispatch.places >= len(dispatch.pairs), 1)
-    assert elsewhere.any()
-    x = jnp.where(elsewhere[:, None], 100.0, x)
-    largest = jnp.abs(jnp.where(elsewhere[:, None], 0, x)).max()
-    for some_dropped, seen in ((True, largest), (False, 100.0)):
-        expert = Expert("silu", True, some_dropped=some_dropped)
-
-        def function(*of, expert=expert):
-            return fp8.gated_experts8(LOCAL, expert, *of[:2], of[2:4], of[4])
-
-        made = run(function, x, gates, up, down, dispatch)
-        assert made["up"].scales[0] == seen
