@@ -85,3 +85,13 @@ def test_tokens_of_an_expert_group_go_all_to_all_and_gather_only_where_they_do_n
     exchanges = re.findall(r"= \(?(\S+).* all-to-all(?:-start)?\(", made.text)
     assert len(re.findall(r" conditional\(", made.text)) == gathers
     assert len([shape for shape in exchanges if re.search(rows, shape)]) == gathers
+
+
+@slow
+def test_in_fp8_tokens_travel_as_bytes_and_sums_do_not():
+    keys = [*OVER_EP[:-1], "precision.fp8=delayed", "train.expert_exchange=all_to_all"]
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step("configs/models/mixtral_8x7b.yaml", *keys)
+    for dtype in ("u8", "bf16"):  # of 1024 tokens, to each device, forward and backward
+        found = re.findall(rf"= .*{dtype}\[8,360,512\].* all-to-all(?:-start)?\(", made.text)
+        assert len(found) == 2, (dtype, found)
