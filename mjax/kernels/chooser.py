@@ -273,7 +273,9 @@ def _experts(
     if has_capacity:
         return Choice("batched", "capacity bounds the rows of an expert")
     if eight_bits:
-        return _mosaic_or("xla", x._replace(dtype=EIGHT_BITS[0]))
+        choice = _mosaic_or("xla", x._replace(dtype=EIGHT_BITS[0]))
+        how = "in 8 bits" if choice.name == "mosaic" else "rounded to 8 bits, multiplied in 16"
+        return Choice(choice.name, f"{choice.why}; {how}")
     return _mosaic_or("loop", x)
 
 
