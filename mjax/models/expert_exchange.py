@@ -173,6 +173,13 @@ send_tokens.defvjp(_send_forward, _send_backward)
 sum_tokens.defvjp(_sum_forward, _sum_backward)
 
 
+def has_gathered(route: Route | None) -> jax.Array:
+    """1 where the tokens of a route were gathered, for lack of rows, else 0: fp32 []."""
+    if route is None:
+        return jnp.float32(0)
+    return 1 - route.fits.astype(jnp.float32)
+
+
 def gather_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.Array:
     """[T, D]: the tokens of the group in the order of [B*ep, S], from this device's [B, S/tp, D].
 

@@ -33,7 +33,7 @@ from mjax.models.dispatch import (
     sums_of_rows,
 )
 from mjax.models.expert import Expert
-from mjax.models.expert_exchange import Route, gather_tokens, route_of, scatter_sums
+from mjax.models.expert_exchange import Route, gather_tokens, has_gathered, route_of, scatter_sums
 from mjax.models.experts_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
 from mjax.models.grouped_linear import matrices_of, weight_cotangent
 from mjax.models.router import Routing
@@ -65,22 +65,33 @@ class RoutedTokens(NamedTuple):
     route: Route | None = None
 
 
+class ExpertSums(NamedTuple):
+    """y [B, S/tp, D]: the sum of each token's experts, weighted by its gates.
+
+    gathered: fp32 [], 1 where the tokens did not fit an all-to-all, else 0.
+    """
+
+    y: jax.Array
+    gathered: jax.Array
+
+
 def run_experts(
     x: jax.Array,
     routing: Routing,
     weights: ExpertWeights,
     cfg: ModelConfig,
     ctx: Context,
-) -> jax.Array:
-    """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates."""
+) -> ExpertSums:
+    """Tokens x [B, S/tp, D] through their experts."""
     has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
     some_dropped = has_capacity or cfg.moe.skip_padding
     if weights.up.recipe is None or not some_dropped:
         return _run_experts(x, routing, weights, cfg, ctx)
     # FP8's maxima are those of tokens that have an expert, and of their gradients.
     is_sent = jnp.any(routing.experts < cfg.moe.num_experts, -1, keepdims=True)
-    y = _run_experts(jnp.where(is_sent, x, 0), routing, weights, cfg, ctx)
-    return jnp.where(is_sent, y, 0)
+    x = jnp.where(is_sent, x, 0)
+    sums = _run_experts(x, routing, weights, cfg, ctx)
+    return sums._replace(y=jnp.where(is_sent, sums.y, 0))
 
 
 def _run_experts(
@@ -89,7 +100,7 @@ def _run_experts(
     weights: ExpertWeights,
     cfg: ModelConfig,
     ctx: Context,
-) -> jax.Array:
+) -> ExpertSums:
     parallel, up = ctx.parallel, weights.up
     has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
     facts = {
@@ -108,7 +119,8 @@ def _run_experts(
     dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
     if up.recipe is not None and in_one(expert, up, weights.up_bias is not None):
         both, route = (up, weights.down), routed.route
-        return gated_experts8(parallel, expert, x, routed.gates, both, dispatch, route)
+        y = gated_experts8(parallel, expert, x, routed.gates, both, dispatch, route)
+        return ExpertSums(y, has_gathered(route))
     routed = routed._replace(x=gather_tokens(parallel, x, routed.route))
     if kernel == "loop":
         y = every_expert(expert, routed, weights, first)
@@ -117,7 +129,8 @@ def _run_experts(
     if weights.down_bias is not None:
         gates = gates_of_held(routed, first, held)
         y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
-    return scatter_sums(parallel, y, x.shape[0], routed.route)
+    y = scatter_sums(parallel, y, x.shape[0], routed.route)
+    return ExpertSums(y, has_gathered(routed.route))
 
 
 def _sums_of_experts(
