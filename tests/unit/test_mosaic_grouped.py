@@ -70,10 +70,9 @@ def test_kernels_equal_the_plain_version(monkeypatch, m, k, n, tile, sizes):
     close(summed, grouped.reference_weight_gradient(x, g, counts, total))
 
 
-# The same of 8 bits: the last of a tile is after how many steps its sums are promoted.
+# The same of 8 bits: the last number of a tile is after how many steps sums are promoted.
 CASES_8 = [
-    (256, 256, 384, (128, 192, 2, 16, 1), [70, 0, 101, 1, 20]),
-    (128, 128, 128, (128, 128, 2, 16, 4), [0, 0]),
+    (256, 128, 256, (128, 192, 2, 16, 1), [70, 0, 101, 1, 20]),
     (384, 384, 128, (256, 128, 2, 2, 2), [0, 383, 0, 1]),
     (128, 128, 256, (128, 256, 2, 16), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
 ]
