@@ -7,7 +7,7 @@ Its windows are read by `layer_types`. The published weights of its experts are 
 from mjax.checkpoint.hf_config import Part, alike, only, same, take
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
-from mjax.models.experts import GPT_OSS_SHARPNESS
+from mjax.models.expert import GPT_OSS_SHARPNESS
 
 # Replacements on declared names, which have no number of an expert here.
 GPT_OSS_RENAMES = (

@@ -122,6 +122,13 @@ def fp8_keys_used(c: Config) -> Iterator[str]:
         yield "`precision.fp8_skip_layers` has no effect with `precision.fp8`"
 
 
+@rule("set precision.fp8_experts=false or train.experts=auto")
+def fp8_experts_one_by_one(c: Config) -> Iterator[str]:
+    rounds = c.precision.fp8 != "none" and c.precision.fp8_experts
+    if rounds and c.train.experts == "loop":
+        yield "`train.experts` has no products of 8 bits for `precision.fp8`"
+
+
 @rule("remove it or set precision.fp8=delayed")
 def fp8_backend_used(c: Config) -> Iterator[str]:
     if c.precision.fp8 == "none" and c.precision.fp8_backend != "xla":

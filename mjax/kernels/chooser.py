@@ -43,6 +43,8 @@ DELTA_CHANNELS = 64  # of a head's values that a program takes
 DELTA_KEYS = (64, 128)  # a larger state does not fit the registers
 
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
+GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
+EIGHT_BITS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 NO_GPU = "there is no GPU"
 NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
@@ -187,12 +189,15 @@ def mosaic_grouped_lacks(dtype: jnp.dtype, shape: tuple[int, ...], device: Devic
     m, _, *sides = shape
     if not device.hopper:
         return "it needs a Hopper GPU and jax >= 0.11"
-    if dtype != jnp.bfloat16:
+    if dtype != jnp.bfloat16 and dtype not in EIGHT_BITS:
         return f"it computes bfloat16, not {dtype}"
-    if any(size % GROUPED_SIDES for size in sides):
-        return f"a weight of {sides[0]} x {sides[1]} is no multiple of {GROUPED_SIDES} both ways"
-    if m % GROUPED_ROWS:
-        return f"{m} rows are no multiple of {GROUPED_ROWS}"
+    of_sides, of_rows = GROUPED_SIDES, GROUPED_ROWS
+    if dtype in EIGHT_BITS:
+        of_sides = of_rows = GROUPED_8_BITS
+    if any(size % of_sides for size in sides):
+        return f"a weight of {sides[0]} x {sides[1]} is no multiple of {of_sides} both ways"
+    if m % of_rows:
+        return f"{m} rows are no multiple of {of_rows}"
     return None
 
 
@@ -257,10 +262,13 @@ def _on_gpu(device: Device, why: str) -> Choice:
     return Choice("triton", why) if device.triton else Choice("xla", NO_TRITON)
 
 
-def _experts(x: Inputs, *, asked: str, has_capacity: bool = False) -> Choice:
+def _experts(
+    x: Inputs, *, asked: str, has_capacity: bool = False, eight_bits: bool = False
+) -> Choice:
     """Of the rows and weights of a device's experts, as sizes (M, E, D, F): what multiplies both.
 
-    F counts the width of one matrix; a gated expert has two, side by side.
+    F counts the width of one matrix; a gated expert has two, side by side. `eight_bits`: both are
+    rounded to them.
     """
     if asked != "auto":
         return Choice(asked, "train.experts asks for it")
@@ -268,6 +276,10 @@ def _experts(x: Inputs, *, asked: str, has_capacity: bool = False) -> Choice:
         return Choice("xla", NO_GPU)
     if has_capacity:
         return Choice("batched", "capacity bounds the rows of an expert")
+    if eight_bits:
+        choice = _mosaic_or("xla", x._replace(dtype=EIGHT_BITS[0]))
+        how = "in 8 bits" if choice.name == "mosaic" else "rounded to 8 bits, multiplied in 16"
+        return Choice(choice.name, f"{choice.why}; {how}")
     return _mosaic_or("loop", x)
 
 

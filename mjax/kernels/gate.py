@@ -92,30 +92,49 @@ def gate_backward(h: jax.Array, d: jax.Array, name: str) -> jax.Array:
 # ---- to 8 bits ---------------------------------------------------------------------------------
 
 
-def gate_forward8(h: jax.Array, scale: jax.Array, name: str) -> list[jax.Array]:
-    """h [M, 2 * F] -> [act(gate) * up in e4m3 [M, F], its maximum]."""
+def gate_forward8(
+    h: jax.Array, scale: jax.Array, name: str, weights: jax.Array | None = None
+) -> list[jax.Array]:
+    """h [M, 2 * F] -> [act(gate) * up in e4m3 [M, F], its maximum].
+
+    Rows are multiplied by `weights` fp32 [M], if there are any.
+    """
     size = h.shape[0], h.shape[1] // 2
     if supports(h):
         out, scales = jax.ShapeDtypeStruct(size, E4M3), [scale]
-        return in_tiles("gate_forward8", ROWS, size, [h], [out], scales, ACT=name)
-    a = _as(h.dtype, _product(name, *jnp.split(_wide(h), 2, axis=1)))
+        keys = {"ACT": name, "WEIGHTED": weights is not None}
+        both = [h, h if weights is None else weights]
+        return in_tiles("gate_forward8", ROWS, size, both, [out], scales, **keys)
+    a = _product(name, *jnp.split(_wide(h), 2, axis=1))
+    a = _as(h.dtype, a if weights is None else a * weights[:, None])
     return [_saturated(a, scale, E4M3), jnp.max(jnp.abs(a))]
 
 
 def gate_backward8(
-    h: jax.Array, d: jax.Array, scale: jax.Array, scale_dh: jax.Array, name: str
+    h: jax.Array,
+    d: jax.Array,
+    scale: jax.Array,
+    scale_dh: jax.Array,
+    name: str,
+    weights: jax.Array | None = None,
 ) -> list[jax.Array]:
     """h [M, 2 * F], d [M, F] -> [dh in e5m2 [M, 2 * F], act(gate) * up again, in e4m3, transposed
-    [F, M], dh transposed [2 * F, M], the maximum of dh]."""
+    [F, M], dh transposed [2 * F, M], the maximum of dh].
+
+    With `weights` fp32 [M] rows are multiplied by them, and their gradients fp32 [M] come last.
+    """
+    weighted = weights is not None
     if supports(h, rows=2):
         outs = [jax.ShapeDtypeStruct(h.shape, E5M2), _words(d.shape), _words(h.shape)]
-        scales = [scale, scale_dh]
-        made = in_tiles("gate_backward8", TURNED_GATE, d.shape, [h, d], outs, scales, ACT=name)
-        return [made[0], _bytes(made[1], E4M3), _bytes(made[2], E5M2), made[3]]
-    a, *dh = _gradients(name, *jnp.split(_wide(h), 2, axis=1), _wide(d))
+        keys = {"ACT": name, "row_sums": weighted} | ({} if weighted else {"sums": None})
+        inputs, scales = [h, d, weights if weighted else h], [scale, scale_dh]
+        made = in_tiles("gate_backward8", TURNED_GATE, d.shape, inputs, outs, scales, **keys)
+        return [made[0], _bytes(made[1], E4M3), _bytes(made[2], E5M2), made[-1], *made[3:-1]]
+    d, weight = _wide(d), weights[:, None] if weighted else 1
+    a, *dh = _gradients(name, *jnp.split(_wide(h), 2, axis=1), d * weight)
     dh = jnp.concatenate([_as(h.dtype, part) for part in dh], 1)
-    a8, dh8 = _saturated(_as(h.dtype, a), scale, E4M3), _saturated(dh, scale_dh, E5M2)
-    return [dh8, a8.T, dh8.T, jnp.max(jnp.abs(dh))]
+    a8, dh8 = _saturated(_as(h.dtype, a * weight), scale, E4M3), _saturated(dh, scale_dh, E5M2)
+    return [dh8, a8.T, dh8.T, jnp.max(jnp.abs(dh)), *[jnp.sum(a * d, 1)] * weighted]
 
 
 def quantize_rows(
@@ -143,16 +162,20 @@ def in_tiles(
     scales: list[jax.Array] | None = None,
     *,
     summed: bool = False,
+    row_sums: bool = False,
     **constants: str | bool | None,
 ) -> list[jax.Array]:
     """What kernel `name` of `gate_triton.py` makes of tiles of arrays of `size` [M, F]: `outputs`,
-    the fp32 maximum if there are `scales`, and the sums over rows, fp32 [F], if `summed`."""
+    sums of each row, fp32 [M], with `row_sums`, the fp32 maximum if there are `scales`, and the
+    sums over rows, fp32 [F], if `summed`."""
     from mjax.kernels import gate_triton
 
     m, f = size
     down, across = -(-m // tile.rows), -(-f // tile.columns)
     tops = [jax.ShapeDtypeStruct((down * across,), jnp.int32)] if scales else []
     sums = [jax.ShapeDtypeStruct((down, f), jnp.float32)] if summed else []
+    if row_sums:
+        sums = [jax.ShapeDtypeStruct((across, m), jnp.float32)]
     made = triton_call(
         getattr(gate_triton, name),
         [*(scale.reshape(1) for scale in scales or ()), *inputs],
@@ -165,10 +188,10 @@ def in_tiles(
         COLUMNS=tile.columns,
         **constants,
     )
-    if scales:
-        top, *made = made
-        return [*made, lax.bitcast_convert_type(jnp.max(top), jnp.float32)]
-    return [*made[:-1], jnp.sum(made[-1], 0)] if summed else made
+    top, made = (made[:1], made[1:]) if scales else ([], made)
+    if sums:
+        made = [*made[:-1], jnp.sum(made[-1], 0)]
+    return [*made, *(lax.bitcast_convert_type(jnp.max(t), jnp.float32) for t in top)]
 
 
 def _words(size: tuple[int, int]) -> jax.ShapeDtypeStruct:

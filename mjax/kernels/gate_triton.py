@@ -93,6 +93,7 @@ def gate_backward(
 def gate_forward8(
     scale,
     h,
+    weights,
     tops,
     out,
     M: tl.constexpr,
@@ -100,14 +101,19 @@ def gate_forward8(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
-    """out = act(gate) * up in 8 bits, by `scale`; `tops` of its magnitude, one a tile."""
+    """out = act(gate) * up in 8 bits, by `scale`; `tops` of its magnitude, one a tile. Rows are
+    multiplied by `weights` if WEIGHTED."""
     rows, columns, mask = _tile(M, F, ROWS, COLUMNS, 0, 1)
     wide = rows * (2 * F) + columns
     gate = _load(h + wide, mask)
     up = _load(h + wide + F, mask)
     share, _ = _share(gate, ACT)
-    made = _rounded(gate * share * up, h.dtype.element_ty)
+    made = gate * share * up
+    if WEIGHTED:
+        made *= _load(weights + rows, _within(rows, M, ROWS))
+    made = _rounded(made, h.dtype.element_ty)
     made8 = (made * tl.load(scale)).to(out.dtype.element_ty)
     tl.store(out + rows * F + columns, made8, mask=mask)
     tl.store(tops + tl.program_id(0), tl.max(_magnitude(made)))
@@ -119,10 +125,12 @@ def gate_backward8(
     scale_dh,
     h,
     d,
+    weights,
     tops,
     dh,
     out_words,
     dh_words,
+    sums,
     M: tl.constexpr,
     F: tl.constexpr,
     ROWS: tl.constexpr,
@@ -130,7 +138,8 @@ def gate_backward8(
     ACT: tl.constexpr,
 ):
     """dh as `gate_backward` has it, in 8 bits by `scale_dh`, as it lies and as words of its
-    transpose; words of act(gate) * up in e4m3, by `scale`; `tops` of dh, one a tile."""
+    transpose; words of act(gate) * up in e4m3, by `scale`; `tops` of dh, one a tile. Unless `sums`
+    is None, `weights` multiply rows, and `sums` are their gradients, one a tile and row."""
     factor, factor_dh = tl.load(scale), tl.load(scale_dh)
     narrow = h.dtype.element_ty
     for r in tl.static_range(2):
@@ -139,7 +148,15 @@ def gate_backward8(
         gate = _load(h + wide, mask)
         up = _load(h + wide + F, mask)
         g = _load(d + rows * F + columns, mask)
-        made, d_gate, d_up = _gradients(gate, up, g, ACT)
+        if sums is not None:
+            edge = _within(rows, M, ROWS)
+            weight = _load(weights + rows, edge)
+            made, d_gate, d_up = _gradients(gate, up, g * weight, ACT)
+            _, j = _tile_index(F, COLUMNS)
+            tl.store(sums + j * M + rows, tl.sum(made * g, 1, keep_dims=True), mask=edge)
+            made *= weight
+        else:
+            made, d_gate, d_up = _gradients(gate, up, g, ACT)
         made8 = (_rounded(made, narrow) * factor).to(tl.float8e4nv)
         d_gate = _rounded(d_gate, narrow)
         d_up = _rounded(d_up, narrow)

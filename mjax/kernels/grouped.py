@@ -4,8 +4,10 @@
 to no group: products make them zero, and gradients of weights leave them out, if they are finite.
 The plain-JAX versions are `jax.lax.ragged_dot_general`; XLA for GPUs multiplies all rows by all
 groups there. `batched` is for groups of equal sizes: products of batches of matrices. Those for
-Hopper GPUs are `mosaic_grouped.py`, imported on use: it needs a jax that has Mosaic. Invariant: a
-product is summed in fp32 and rounded once, to the dtype of the rows.
+Hopper GPUs are `mosaic_grouped.py`, imported on use: it needs a jax that has Mosaic. Operands of 8
+bits come with a scale, a power of two, for their product; elsewhere than on Hopper they are
+multiplied in the dtype of the product, which holds them exactly. Invariant: a product is summed in
+fp32 and rounded once, to the dtype of the rows, or the given one.
 """
 
 import jax
@@ -15,7 +17,7 @@ from jax import lax
 from mjax.errors import UserError
 from mjax.kernels import chooser
 from mjax.kernels.chooser import choose
-from mjax.kernels.grouped_tiles import tile_of
+from mjax.kernels.grouped_tiles import tile8_of, tile_of
 
 
 def grouped_matmul(
@@ -70,6 +72,55 @@ def grouped_weight_gradient(
         )
         return product.astype(x.dtype) if total is None else total + product
     return reference_weight_gradient(x, g, sizes, total)
+
+
+# ---- of 8 bits ---------------------------------------------------------------------------------
+
+
+def grouped_matmul8(
+    rows: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    scale: jax.Array,
+    dtype: jnp.dtype,
+    implementation: str = "auto",
+    *,
+    precise: bool = False,
+) -> jax.Array:
+    """rows [M, D], w [G, N, D] -> [M, N] in `dtype`, times `scale` fp32 []; both of 8 bits.
+
+    `precise`: sums of Hopper's tensor cores, which keep 14 bits, are kept short.
+    """
+    if resolve(rows, w.shape, implementation) == "mosaic":
+        from mjax.kernels.mosaic_grouped import multiply_rows
+
+        tile = tile8_of(w.shape[1], precise)
+        return multiply_rows(rows, w, sizes, tile, True, scale).astype(dtype)
+    rows = rows.astype(dtype) * scale.astype(dtype)
+    return grouped_matmul_transposed(rows, w.astype(dtype), sizes, implementation)
+
+
+def grouped_weight_gradient8(
+    x: jax.Array,
+    g: jax.Array,
+    sizes: jax.Array,
+    scale: jax.Array,
+    dtype: jnp.dtype,
+    total: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """`grouped_weight_gradient` of 8 bits: x [K, M] and g [N, M], their product times `scale`.
+
+    Without `total` the gradient is in `dtype`.
+    """
+    if resolve(x.T, (len(sizes), len(x), len(g)), implementation) == "mosaic":
+        from mjax.kernels.mosaic_grouped import weight_gradient
+
+        tile = tile8_of(len(g), precise=True)
+        made = weight_gradient(x, g, sizes, total, tile, scale)
+        return made if total is not None else made.astype(dtype)
+    x = x.T.astype(dtype) * scale.astype(dtype)
+    return grouped_weight_gradient(x, g.T.astype(dtype), sizes, total, implementation)
 
 
 def resolve(rows: jax.Array, weight: tuple[int, ...], implementation: str) -> str:

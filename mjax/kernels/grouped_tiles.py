@@ -16,13 +16,15 @@ ALIGNED = 8  # rows of a swizzled tile, where TMA begins
 class Tile:
     """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
 
-    Lines are a multiple of 128, columns one of 64.
+    Lines are a multiple of 128, columns one of 64. promoted: after so many steps a sum leaves the
+    tensor cores; 0: at its end.
     """
 
     lines: int
     columns: int
     slots: int
     band: int = 16
+    promoted: int = 0
 
     @property
     def half(self) -> int:
@@ -41,6 +43,17 @@ def tile_of(columns: int) -> Tile:
     """The tile of a product with so many columns: wide where the last is not mostly empty."""
     covered = WIDE.across(columns) * WIDE.columns
     return WIDE if covered <= 1.1 * columns else NARROW
+
+
+WIDE8, NARROW8 = Tile(128, 256, 4), Tile(128, 128, 6)
+PROMOTED8 = Tile(128, 192, 4, promoted=4), Tile(128, 128, 6, promoted=4)
+
+
+def tile8_of(columns: int, precise: bool) -> Tile:
+    """The tile of a product of 8-bit operands; `precise` sums leave the tensor cores in parts."""
+    wide, narrow = PROMOTED8 if precise else (WIDE8, NARROW8)
+    covered = wide.across(columns) * wide.columns
+    return wide if covered <= 1.1 * columns else narrow
 
 
 # ---- tables ------------------------------------------------------------------------------------

@@ -9,6 +9,12 @@ A tile of rows begins at a multiple of 8, as TMA with swizzled tiles needs. So t
 group may hold up to 7 rows of the group before it, and its last one rows of the next. These rows
 are masked where the tile leaves: 64 rows that are all of the group leave at once, others by a
 ladder of copies of 32, 16, .. 1 rows. Rows of no group are a last group, whose sum has no steps.
+
+Operands of 8 bits lie with the summed axis last, as Hopper multiplies them. So weights are there
+transposed for the forward, and a weight's gradient takes both operands transposed: its groups lie
+along the summed axis, and its steps begin at multiples of a slot's depth. The tensor cores keep 14
+bits of a sum of 8-bit products, so `Tile.promoted` sums go on in registers (DeepSeek-V3, arXiv
+2412.19437, section 3.3.2).
 Invariants: mover and multipliers count ring slots alike; each element is summed by one block, in
 order, so results are equal bit for bit.
 """
@@ -27,71 +33,103 @@ from jax import lax
 from mjax.kernels.grouped_tiles import ALIGNED, HALVES, Tile, bounds_of_groups, tiles_of_rows
 
 BLOCKS = 132  # multiprocessors of an H100 SXM or H200
-DEPTH = 64  # elements of a sum that a slot holds
-SLICE = 128  # bytes of a line that leave together
+SLICE = 128  # bytes of a line that a slot holds, and that leave together
 _REGISTERS = 40, 232  # of a moving and of a multiplying thread
 
 
 def multiply_rows(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, tile: Tile, transposed: bool
+    rows: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    tile: Tile,
+    transposed: bool,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Rows [M, K] times w [G, K, N] of their group -> [M, N]; `transposed`: [M, N] -> [M, K]."""
+    """Rows [M, K] times w [G, K, N] of their group -> [M, N]; `transposed`: [M, N] -> [M, K].
+
+    Operands of 8 bits are `transposed`. Their product times `scale` fp32 [] is bf16.
+    """
     m, depth = rows.shape
     columns = w.shape[1] if transposed else w.shape[2]
     tiles, last = tiles_of_rows(sizes, m, tile.lines)
     most = len(tiles) * tile.across(columns)
-    shape = (tile.columns, DEPTH) if transposed else (DEPTH, tile.columns)
+    step = depth_of(rows.dtype)
+    shape = (tile.columns, step) if transposed else (step, tile.columns)
+    operands = dict(rows=rows, w=w, tiles=tiles, last=last)
+    dtype = rows.dtype
+    if scale is not None:
+        operands["scale"], dtype = scale.reshape(1), jnp.bfloat16
     return _launch(
         most,
-        partial(_item_of_rows, tile, depth // DEPTH, tile.across(columns), len(w)),
+        partial(_item_of_rows, tile, depth // step, tile.across(columns), len(w)),
         partial(_move_rows, tile, transposed),
         partial(_multiply_rows, tile, transposed),
-        dict(rows=rows, w=w, tiles=tiles, last=last),
-        jax.ShapeDtypeStruct((m, columns), rows.dtype),
-        _scratch(tile, rows.dtype, (tile.half, DEPTH), shape, rows.dtype),
+        operands,
+        jax.ShapeDtypeStruct((m, columns), dtype),
+        _scratch(tile, (rows.dtype, w.dtype), (tile.half, step), shape, dtype),
     )
 
 
 def weight_gradient(
-    x: jax.Array, g: jax.Array, sizes: jax.Array, total: jax.Array | None, tile: Tile
+    x: jax.Array,
+    g: jax.Array,
+    sizes: jax.Array,
+    total: jax.Array | None,
+    tile: Tile,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
-    """x.T @ g over the rows of each group, in x's dtype, or added to `total` fp32 [G, K, N]."""
-    groups, lines, columns = len(sizes), x.shape[1], g.shape[1]
+    """x.T @ g over the rows of each group, in x's dtype, or added to `total` fp32 [G, K, N].
+
+    Operands of 8 bits are x [K, M] and g [N, M]. Their product times `scale` fp32 [] is bf16, or
+    added.
+    """
+    turned, step = scale is not None, depth_of(x.dtype)
+    across = 0 if turned else 1  # the axis of x and g that is no sum's
+    groups, lines, columns = len(sizes), x.shape[across], g.shape[across]
     grid = pl.cdiv(lines, tile.lines), tile.across(columns)
     begins, ends = bounds_of_groups(sizes)
-    shapes = (DEPTH, tile.half), (DEPTH, tile.columns)
-    dtype = x.dtype if total is None else total.dtype
+    shapes = (step, tile.half), (step, tile.columns)
     operands = dict(x=x, g=g, begins=begins, ends=ends)
+    dtype = x.dtype if total is None else total.dtype
+    if turned:
+        operands["scale"], shapes = scale.reshape(1), [shape[::-1] for shape in shapes]
+        dtype = jnp.bfloat16 if total is None else total.dtype
     out = jax.ShapeDtypeStruct((groups, lines, columns), dtype)
     if total is not None:
         operands["out"] = jax.new_ref(total)
+    aligned = step if turned else ALIGNED
     made = _launch(
         groups * grid[0] * grid[1],
-        partial(_item_of_weights, tile, groups, grid),
-        partial(_move_weights, tile),
-        partial(_multiply_weights, tile, total is not None),
+        partial(_item_of_weights, tile, groups, grid, step, aligned),
+        partial(_move_weights, tile, turned),
+        partial(_multiply_weights, tile, turned, total is not None),
         operands,
         out if total is None else None,
-        _scratch(tile, x.dtype, *shapes, dtype),
+        _scratch(tile, (x.dtype, g.dtype), *shapes, dtype),
     )
     return made if total is None else jax.freeze(operands["out"])
+
+
+def depth_of(dtype: jnp.dtype) -> int:
+    """The elements of a sum that a slot holds."""
+    return SLICE // jnp.dtype(dtype).itemsize
 
 
 # ---- parts -------------------------------------------------------------------------------------
 
 
-def _scratch(tile, dtype, left, right, out_dtype):
+def _scratch(tile, dtypes, left, right, out_dtype):
     """Shared memory and barriers, by name."""
 
-    def ring(*shape):
+    def ring(dtype, *shape):
         return plgpu.SMEM((tile.slots, *shape), dtype, transforms=_swizzled(dtype))
 
     width = SLICE // jnp.dtype(out_dtype).itemsize
     swizzled = plgpu.SMEM((2, 64, width), out_dtype, transforms=_swizzled(out_dtype))
     plain = plgpu.SMEM((64, width), out_dtype)  # any row of it can be copied alone
     return dict(
-        left=ring(HALVES, *left),
-        right=ring(*right),
+        left=ring(dtypes[0], HALVES, *left),
+        right=ring(dtypes[1], *right),
         ready=plgpu.Barrier(num_arrivals=HALVES + 1, num_barriers=tile.slots),
         free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=tile.slots),
         stages=[plgpu.RefUnion(swizzled, plain) for _ in range(HALVES)],
@@ -180,7 +218,11 @@ def _drain(refs, count):
 
 
 def _sum(tile, refs, count, steps, product):
-    """The sum fp32 [half, columns] of `steps` products; `product(acc, slot, i)` adds one."""
+    """The sum fp32 [half, columns] of `steps` products; `product(acc, slot, i)` adds one.
+
+    It is scaled where there is a scale. Where tiles promote, each so many steps are a sum of their
+    own, which is added to those before.
+    """
 
     def slot_of(i):
         return lax.rem(count + i, tile.slots)
@@ -188,19 +230,34 @@ def _sum(tile, refs, count, steps, product):
     def release(i):
         plgpu.barrier_arrive(refs.free.at[slot_of(i)])
 
-    def run(acc):
-        @pl.loop(0, steps)
+    def run(first, stop, acc):
+        @pl.loop(first, stop)
         def _step(i):
             plgpu.barrier_wait(refs.ready.at[slot_of(i)])
             product(acc, slot_of(i), i)
             plgpu.wgmma_wait(1)  # the one before is done
-            pl.when(i > 0)(lambda: release(i - 1))
+            pl.when(i > first)(lambda: release(i - 1))
 
         return acc[...]
 
-    acc = pl.run_scoped(run, plgpu.ACC((tile.half, tile.columns), jnp.float32))
-    pl.when(steps > 0)(lambda: release(steps - 1))
-    return acc
+    def part(first, stop):
+        acc = plgpu.ACC((tile.half, tile.columns), jnp.float32)
+        made = pl.run_scoped(partial(run, first, stop), acc)
+        pl.when(stop > first)(lambda: release(stop - 1))
+        return made
+
+    def promote(i, total):
+        first = i * tile.promoted
+        return total + part(first, jnp.minimum(first + tile.promoted, steps))
+
+    if not tile.promoted:
+        total = part(0, steps)
+    else:
+        zeros = jnp.zeros((tile.half, tile.columns), jnp.float32)
+        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        parts = lax.div(steps + tile.promoted - 1, jnp.int32(tile.promoted))
+        total = lax.fori_loop(0, parts, promote, zeros)
+    return total * refs.scale[0] if hasattr(refs, "scale") else total
 
 
 class Part(NamedTuple):
@@ -269,9 +326,11 @@ def _item_of_rows(tile, steps, columns, groups, refs):
 
 
 def _move_rows(tile, transposed, refs, at, count):
+    depth = depth_of(refs.rows.dtype)
+
     @pl.loop(0, at.steps)
     def _step(i):
-        part, columns = pl.ds(i * DEPTH, DEPTH), pl.ds(at.column, tile.columns)
+        part, columns = pl.ds(i * depth, depth), pl.ds(at.column, tile.columns)
         lines = [pl.ds(at.start + half * tile.half, tile.half) for half in range(HALVES)]
         right = (columns, part) if transposed else (part, columns)
         halves = [refs.rows.at[line, part] for line in lines]
@@ -329,7 +388,7 @@ def _store_some(stage, part, out, row, first, stop):
 # ---- gradients of weights ----------------------------------------------------------------------
 
 
-def _item_of_weights(tile, groups, grid, refs):
+def _item_of_weights(tile, groups, grid, depth, aligned, refs):
     each = grid[0] * grid[1]
 
     def read(item):
@@ -339,8 +398,8 @@ def _item_of_weights(tile, groups, grid, refs):
     def facts(item, known):
         line, column = _in_bands(lax.rem(item, each), grid[0], grid[1], tile.band)
         first, stop = known
-        start = pl.multiple_of(lax.div(first, ALIGNED) * ALIGNED, ALIGNED)
-        steps = lax.div(stop - start + DEPTH - 1, DEPTH)
+        start = pl.multiple_of(lax.div(first, aligned) * aligned, aligned)
+        steps = lax.div(stop - start + depth - 1, depth)
         return SimpleNamespace(
             group=lax.div(item, each),
             start=start,
@@ -354,30 +413,43 @@ def _item_of_weights(tile, groups, grid, refs):
     return jnp.int32(groups * each), read, facts
 
 
-def _move_weights(tile, refs, at, count):
+def _move_weights(tile, turned, refs, at, count):
+    depth = depth_of(refs.x.dtype)
+
     @pl.loop(0, at.steps)
     def _step(i):
-        rows = pl.ds(at.start + i * DEPTH, DEPTH)
+        rows, columns = pl.ds(at.start + i * depth, depth), pl.ds(at.column, tile.columns)
         lines = [pl.ds(at.line + half * tile.half, tile.half) for half in range(HALVES)]
-        halves = [refs.x.at[rows, line] for line in lines]
-        _fill(tile, refs, count + i, halves, refs.g.at[rows, pl.ds(at.column, tile.columns)])
+        halves = [refs.x.at[_in_order(rows, line, turned)] for line in lines]
+        _fill(tile, refs, count + i, halves, refs.g.at[_in_order(rows, columns, turned)])
 
     return count + at.steps
 
 
-def _multiply_weights(tile, adds, refs, half, at, count):
-    def product(acc, slot, i):
-        left = refs.left.at[slot, half]
-        first, stop = at.first - i * DEPTH, at.stop - i * DEPTH
+def _in_order(rows, others, turned):
+    return (others, rows) if turned else (rows, others)
 
-        @pl.when((first > 0) | (stop < DEPTH))
+
+def _multiply_weights(tile, turned, adds, refs, half, at, count):
+    depth, layout = depth_of(refs.x.dtype), plgpu.Layout.WGMMA
+    if turned:
+        layout = plgpu.Layout.WGMMA_8BIT
+
+    def product(acc, slot, i):
+        left, right = refs.left.at[slot, half], refs.right.at[slot]
+        first, stop = at.first - i * depth, at.stop - i * depth
+
+        @pl.when((first > 0) | (stop < depth))
         def _mask():
-            values = plgpu.load(left, layout=plgpu.Layout.WGMMA)
-            row = plgpu.broadcasted_iota(jnp.int32, left.shape, 0, layout=plgpu.Layout.WGMMA)
-            left[...] = jnp.where((row >= first) & (row < stop), values, 0).astype(values.dtype)
+            values = plgpu.load(left, layout=layout)
+            row = plgpu.broadcasted_iota(jnp.int32, left.shape, int(turned), layout=layout)
+            left[...] = _where((row >= first) & (row < stop), values)
             plgpu.commit_smem()
 
-        plgpu.wgmma(acc, left.transpose((1, 0)), refs.right.at[slot])
+        if turned:
+            plgpu.wgmma(acc, left, right.transpose((1, 0)))
+        else:
+            plgpu.wgmma(acc, left.transpose((1, 0)), right)
 
     acc = _sum(tile, refs, count, at.steps, product)
 
@@ -385,6 +457,16 @@ def _multiply_weights(tile, adds, refs, half, at, count):
         stored = (half == own) & ((at.steps > 0) | (not adds))
         pl.when(stored)(partial(_store_gradient, tile, adds, refs, own, acc, at))
     return count + at.steps
+
+
+def _where(mask, values):
+    """The values where the mask is True, else 0."""
+    if values.dtype.itemsize > 1:
+        return jnp.where(mask, values, 0).astype(values.dtype)
+    # Of 8 bits Mosaic computes bitwise operations only.
+    ones = jnp.where(mask, -1, 0).astype(jnp.int8)
+    bits = lax.bitcast_convert_type(values, jnp.int8) & ones
+    return lax.bitcast_convert_type(bits, values.dtype)
 
 
 def _store_gradient(tile, adds, refs, half, acc, at):

@@ -103,6 +103,28 @@ def quantize_gradient(
     return g8, g8.T, used
 
 
+def quantize_turned(
+    recipe: Recipe,
+    x: jax.Array,
+    scale: jax.Array,
+    dtype: jnp.dtype,
+    parallel: Parallel,
+    *,
+    plain: bool = True,
+    transposed: bool = False,
+) -> list[jax.Array]:
+    """x [M, K] in 8 bits: [[M, K] if `plain`, [K, M] if `transposed`, fp32 [2] as above].
+
+    Our kernel makes both in one pass, whatever backend the recipe has.
+    """
+    amax = None
+    if not recipe.delayed:
+        amax = amax_of(x)
+        scale = scale_of(parallel.pmax(amax, "tp"), dtype)
+    *made, seen = gate.quantize_rows(x, scale, dtype, plain, transposed)
+    return [*made, jnp.stack([scale, seen if amax is None else amax])]
+
+
 def dot8(
     a: jax.Array,
     b: jax.Array,
@@ -138,13 +160,16 @@ def quantize_stack(weights: jax.Array, scales: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(quantize(weights, scale, E4M3), jnp.uint8)
 
 
-def transposed_bits(bits: jax.Array, inputs: int) -> jax.Array:
+def transposed_bits(bits: jax.Array, inputs: int, of_experts: bool = False) -> jax.Array:
     """Bits of a weight whose first `inputs` axes are contracted -> its transpose [N, K].
 
-    The forward product reads those: cuBLASLt contracts minor axes of 8-bit operands only, and XLA
-    would transpose in every micro-batch.
+    Those `of_experts` have an axis E before, and the result is [E, N, K]. The forward product
+    reads those: GPUs contract minor axes of 8-bit operands only, and XLA would transpose in every
+    micro-batch.
     """
-    return bits.reshape(math.prod(bits.shape[:inputs]), -1).T
+    lead = bits.shape[: int(of_experts)]
+    k = math.prod(bits.shape[len(lead) :][:inputs])
+    return jnp.swapaxes(bits.reshape(*lead, k, -1), -1, -2)
 
 
 def bits_as_e4m3(bits: jax.Array) -> jax.Array:

@@ -66,7 +66,8 @@ def buffer_keys(config: dict) -> list[str]:
     A run that is resumed may not change them.
     """
     delayed = config["precision"].get("fp8") == "delayed"
-    return ["precision.fp8", "precision.fp8_amax_history"] if delayed else []
+    names = "fp8", "fp8_amax_history", "fp8_experts"
+    return [f"precision.{name}" for name in names] if delayed else []
 
 
 def maxima_buffer(specs: dict, steps: int) -> Buffer:

@@ -4,7 +4,8 @@
 device that holds one of its experts, in a fixed number of rows for each pair of devices. Where any
 device of the group needs more rows, all of them gather instead, in that exchange: `lax.cond` on a
 flag that is summed over the group. So no token is lost. Both leave tokens in equal places, so what
-follows knows of neither. Tokens travel in the dtype of the computation. Invariant: each exchange is
+follows knows of neither. Tokens travel in the dtype of the computation, or in 8 bits
+(`experts_fp8.py`), sums in the former. Invariant: each exchange is
 the transpose of the other, and the result is that of `all_gather`.
 """
 
@@ -170,6 +171,35 @@ def _sum_backward(parallel, route, d):
 
 send_tokens.defvjp(_send_forward, _send_backward)
 sum_tokens.defvjp(_sum_forward, _sum_backward)
+
+
+def has_gathered(route: Route | None) -> jax.Array:
+    """1 where the tokens of a route were gathered, for lack of rows, else 0: fp32 []."""
+    if route is None:
+        return jnp.float32(0)
+    return 1 - route.fits.astype(jnp.float32)
+
+
+def gather_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.Array:
+    """[T, D]: the tokens of the group in the order of [B*ep, S], from this device's [B, S/tp, D].
+
+    Where an all-to-all carries them, tokens without an expert here are zero.
+    """
+    _, columns, width = x.shape
+    sent = send_tokens(parallel, x.reshape(-1, width), route)
+    sent = parallel.gather_seq(sent.reshape(-1, columns, width))
+    return sent.reshape(-1, width)
+
+
+def scatter_sums(parallel: Parallel, y: jax.Array, rows: int, route: Route | None) -> jax.Array:
+    """The transpose of `gather_tokens`: [B, S/tp, D], sums over all devices of the group.
+
+    `y` [T, D] are the sums over this device's experts and ffn columns. `rows` is B.
+    """
+    width = y.shape[-1]
+    y = parallel.scatter_seq(y.reshape(rows * parallel.ep, -1, width))
+    y = sum_tokens(parallel, y.reshape(parallel.ep, -1, width), route)
+    return y.reshape(rows, -1, width)
 
 
 def route_of(

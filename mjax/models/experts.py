@@ -24,6 +24,7 @@ from mjax.models.capacity import expert_capacity
 from mjax.models.context import Context
 from mjax.models.dispatch import (
     Dispatch,
+    gates_of_pairs,
     gates_of_rows,
     make_dispatch,
     make_padded_dispatch,
@@ -31,41 +32,13 @@ from mjax.models.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
-from mjax.models.expert_exchange import Route, route_of, send_tokens, sum_tokens
+from mjax.models.expert import Expert
+from mjax.models.expert_exchange import Route, gather_tokens, has_gathered, route_of, scatter_sums
+from mjax.models.experts_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
 from mjax.models.grouped_linear import matrices_of, weight_cotangent
-from mjax.models.mlp import activated, gated
 from mjax.models.router import Routing
 from mjax.models.weight import Weight, read_value
 from mjax.sharding.collectives import Parallel
-
-GPT_OSS_SHARPNESS = 1.702  # of the sigmoid in gpt-oss's gate
-
-
-class Expert(NamedTuple):
-    """The static facts of an expert: `model.hidden_act`, and whether it is gated.
-
-    limit: `model.swiglu_limit`. kernel: of its grouped matmuls (`kernels/grouped.py`).
-    """
-
-    hidden_act: str
-    gated: bool
-    limit: float | None = None
-    kernel: str = "xla"
-
-    def activate(self, h: jax.Array) -> jax.Array:
-        """[..., F], of h [..., 2, F] (gate, up) if gated, else [..., F]."""
-        if self.limit is not None:
-            return _clamped(h, self.limit)
-        if self.gated:
-            return gated(h, self.hidden_act)
-        return activated(h, None, self.hidden_act)
-
-
-def _clamped(h: jax.Array, limit: float) -> jax.Array:
-    """gpt-oss's gated activation of h [..., 2, F]: both halves clamped, 1 added to the second."""
-    gate = jnp.minimum(h[..., 0, :], limit)
-    up = jnp.clip(h[..., 1, :], -limit, limit)
-    return gate * jax.nn.sigmoid(GPT_OSS_SHARPNESS * gate) * (up + 1)
 
 
 class ExpertWeights(NamedTuple):
@@ -83,13 +56,23 @@ class ExpertWeights(NamedTuple):
 class RoutedTokens(NamedTuple):
     """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
 
-    route: how they came, if not all of them did.
+    x is None before they came. route: how they come, if not all of them do.
     """
 
-    x: jax.Array
+    x: jax.Array | None
     experts: jax.Array
     gates: jax.Array
     route: Route | None = None
+
+
+class ExpertSums(NamedTuple):
+    """y [B, S/tp, D]: the sum of each token's experts, weighted by its gates.
+
+    gathered: fp32 [], 1 where the tokens did not fit an all-to-all, else 0.
+    """
+
+    y: jax.Array
+    gathered: jax.Array
 
 
 def run_experts(
@@ -98,32 +81,76 @@ def run_experts(
     weights: ExpertWeights,
     cfg: ModelConfig,
     ctx: Context,
-) -> jax.Array:
-    """[B, S/tp, D] -> [B, S/tp, D]: the sum of each token's experts, weighted by its gates."""
-    parallel, up, down = ctx.parallel, weights.up, weights.down
+) -> ExpertSums:
+    """Tokens x [B, S/tp, D] through their experts."""
     has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
-    facts = {"asked": ctx.experts, "has_capacity": has_capacity}
-    routed = to_experts(x, routing, cfg, ctx)
+    some_dropped = has_capacity or cfg.moe.skip_padding
+    if weights.up.recipe is None or not some_dropped:
+        return _run_experts(x, routing, weights, cfg, ctx)
+    # FP8's maxima are those of tokens that have an expert, and of their gradients.
+    is_sent = jnp.any(routing.experts < cfg.moe.num_experts, -1, keepdims=True)
+    x = jnp.where(is_sent, x, 0)
+    sums = _run_experts(x, routing, weights, cfg, ctx)
+    return sums._replace(y=jnp.where(is_sent, sums.y, 0))
+
+
+def _run_experts(
+    x: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    cfg: ModelConfig,
+    ctx: Context,
+) -> ExpertSums:
+    parallel, up = ctx.parallel, weights.up
+    has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
+    facts = {
+        "asked": ctx.experts,
+        "has_capacity": has_capacity,
+        "eight_bits": up.recipe is not None,
+    }
+    routed = routed_tokens(x, routing, cfg, ctx)
     held = len(up.value)
     shape = most_rows(routed.experts, held), held, x.shape[-1], up.value.shape[-1]
     kernel = choose("experts", x.dtype, shape, **facts).name
     expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
     sequences = x.shape[0] * parallel.ep
     first = parallel.index("ep") * held
+    of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
+    dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
+    if up.recipe is not None and in_one(expert, up, weights.up_bias is not None):
+        both, route = (up, weights.down), routed.route
+        y = gated_experts8(parallel, expert, x, routed.gates, both, dispatch, route)
+        return ExpertSums(y, has_gathered(route))
+    routed = routed._replace(x=gather_tokens(parallel, x, routed.route))
     if kernel == "loop":
         y = every_expert(expert, routed, weights, first)
     else:
-        of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
-        dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
-        h = multiply_up(expert, routed.x, up, dispatch)
-        h = checkpoint_name(h, up.name)
-        if weights.up_bias is not None:
-            h = h + bias_of_rows(weights.up_bias, dispatch)
-        y = multiply_down(expert, h, routed.gates, down, dispatch)
+        y = _sums_of_experts(expert, routed, weights, dispatch, parallel)
     if weights.down_bias is not None:
         gates = gates_of_held(routed, first, held)
         y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
-    return from_experts(y, x.shape[0], routed.route, parallel)
+    y = scatter_sums(parallel, y, x.shape[0], routed.route)
+    return ExpertSums(y, has_gathered(routed.route))
+
+
+def _sums_of_experts(
+    expert: Expert,
+    routed: RoutedTokens,
+    weights: ExpertWeights,
+    dispatch: Dispatch,
+    parallel: Parallel,
+) -> jax.Array:
+    """[T, D]: the sums over this device's experts and ffn columns, without the bias of `down`."""
+    up, down, bias, _ = weights
+    by_up, by_down = multiply_up, multiply_down
+    if up.recipe is not None:
+        by_up = functools.partial(multiply_up8, parallel)
+        by_down = functools.partial(multiply_down8, parallel)
+    h = by_up(expert, routed.x, up, dispatch)
+    h = checkpoint_name(h, up.name)
+    if bias is not None:
+        h = h + bias_of_rows(bias, dispatch)
+    return by_down(expert, h, routed.gates, down, dispatch)
 
 
 def dispatch_of(
@@ -149,16 +176,13 @@ def dispatch_of(
     return make_dispatch(tokens, first, held, held * rows)
 
 
-# ---- over ep and tp ------------------------------------------------------------------------------
+def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
+    """The routing of the ep group's tokens, in the order of [B*ep, S], from a device's own.
 
-
-def to_experts(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
-    """The tokens of the ep group, in the order of [B*ep, S], from this device's x [B, S/tp, D].
-
-    Where an all-to-all carries them, tokens without an expert here are zero.
+    x is [B, S/tp, D].
     """
     parallel = ctx.parallel
-    rows, columns, width = x.shape
+    columns, width = x.shape[1:]
     k = routing.experts.shape[-1]
 
     def whole(field: jax.Array) -> jax.Array:
@@ -171,20 +195,8 @@ def to_experts(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -
 
     experts, tokens = of_group(routing.experts), x.reshape(-1, width)
     route = route_of(tokens, experts, routing.experts.reshape(-1, k), cfg.moe, ctx)
-    sent = send_tokens(parallel, tokens, route)
     gates = whole(of_group(routing.gates))
-    return RoutedTokens(whole(sent), whole(experts), gates, route)
-
-
-def from_experts(y: jax.Array, rows: int, route: Route | None, parallel: Parallel) -> jax.Array:
-    """The sums over all experts and ffn columns, [B, S/tp, D].
-
-    `y` [T, D] are the sums over this device's experts and ffn columns. `rows` is B.
-    """
-    width = y.shape[-1]
-    y = parallel.scatter_seq(y.reshape(rows * parallel.ep, -1, width))
-    y = sum_tokens(parallel, y.reshape(parallel.ep, -1, width), route)
-    return y.reshape(rows, -1, width)
+    return RoutedTokens(None, whole(experts), gates, route)
 
 
 # ---- biases --------------------------------------------------------------------------------------
@@ -251,14 +263,9 @@ def multiply_down(
     h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
     """
     of_rows = gates_of_rows(gates, dispatch)
-    rows = _weighted(expert, h, of_rows)
+    rows = expert.weighted(h, of_rows)
     y = grouped_matmul(rows, matrices_of(down), dispatch.sizes, expert.kernel)
     return sums_of_rows(y, dispatch)
-
-
-def _weighted(expert: Expert, h: jax.Array, gates: jax.Array) -> jax.Array:
-    """gate * act(h) of rows, [M, F]; gates fp32 [M]."""
-    return expert.activate(h) * gates[:, None].astype(h.dtype)
 
 
 def _multiply_down_forward(expert, h, gates, down, dispatch):
@@ -269,14 +276,12 @@ def _multiply_down_forward(expert, h, gates, down, dispatch):
 def _multiply_down_backward(expert, saved, dy):
     h, gates, down, dispatch = saved
     dy = rows_of_tokens(dy, dispatch)
-    make_rows = functools.partial(_weighted, expert)
     of_rows = gates_of_rows(gates, dispatch)
-    rows, vjp = jax.vjp(make_rows, h, of_rows)
+    rows, vjp = jax.vjp(expert.weighted, h, of_rows)
     d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
     d_rows = grouped_matmul_transposed(dy, matrices_of(down), dispatch.sizes, expert.kernel)
     dh, d_gates = vjp(d_rows)
-    d_gates = jnp.take(d_gates, dispatch.places, mode="fill", fill_value=0)
-    return dh, d_gates, d_down, None
+    return dh, gates_of_pairs(d_gates, dispatch), d_down, None
 
 
 multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
@@ -304,7 +309,7 @@ def every_expert(
         up, down, gates, bias = one
         h = jnp.tensordot(x, up, 1)
         h = h if bias is None else h + bias
-        rows = _weighted(expert, h, gates)
+        rows = expert.weighted(h, gates)
         y = jnp.tensordot(rows, down, 1, preferred_element_type=jnp.float32)
         return total + y, None
 

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
-from mjax.kernels.grouped import grouped_weight_gradient
+from mjax.kernels.grouped import grouped_weight_gradient, grouped_weight_gradient8
 from mjax.models.weight import Weight
 
 
@@ -27,3 +28,27 @@ def weight_cotangent(
     matrices = total.reshape(matrices_of(w).shape)
     product = grouped_weight_gradient(x, g, sizes, matrices, kernel)
     return replace(w, value=None, grad_sum=product.reshape(total.shape))
+
+
+def weight_cotangent8(
+    w: Weight,
+    x: tuple[jax.Array, jax.Array],
+    g: tuple[jax.Array, jax.Array],
+    sizes: jax.Array,
+    kernel: str,
+    dtype: jnp.dtype,
+) -> Weight:
+    """`weight_cotangent` in FP8, with the maxima: from (e4m3 [inputs, M], fp32 [2]) of the rows.
+
+    `g` are the same of their gradients: (e5m2 [outputs, M], fp32 [2] of scale and maximum). The
+    gradient is in `dtype` where no sum takes it.
+    """
+    (x8, used_x), (g8, used_g) = x, g
+    shape = len(sizes), len(x8), len(g8)
+    scale, total = 1 / (used_x[0] * used_g[0]), w.grad_sum
+    matrices = None if total is None else total.reshape(shape)
+    product = grouped_weight_gradient8(x8, g8, sizes, scale, dtype, matrices, kernel)
+    product = product.reshape((w.value if w.bits is None else w.bits).shape)
+    maxima = jnp.stack([used_x[1], jnp.zeros_like(used_x[1]), used_g[1]])
+    w = replace(w, value=None, bits=None, transposed=None, scales=maxima)
+    return replace(w, value=product) if total is None else replace(w, grad_sum=product)

@@ -135,7 +135,8 @@ def _load_weight(
     for i in range(len(value)):
         w = weight(where.layer, value[i], _row(bits, i), _row(scales, i))
         if w.bits is not None and not in_layer:
-            w = replace(w, transposed=transposed_bits(w.bits, w.inputs))
+            turned = transposed_bits(w.bits, w.inputs, where.spec.is_of_experts)
+            w = replace(w, transposed=turned)
         weights.append(w)
     return weights
 

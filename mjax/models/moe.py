@@ -8,13 +8,13 @@ from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.capacity import within_capacity
 from mjax.models.context import Context, jitter
-from mjax.models.experts import ExpertWeights, run_experts
+from mjax.models.experts import ExpertSums, ExpertWeights, run_experts
 from mjax.models.layer_figures import see_experts
 from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, declare, declare_bias, normal
 from mjax.models.router import Router, Routing, balanced, counted, rerouted, route, without_padding
-from mjax.models.router_losses import balance_loss, dropped_share, entropy, z_loss
+from mjax.models.router_losses import balance_loss, dropped_share, entropy, gathered_share, z_loss
 from mjax.models.sinkhorn import sinkhorn_experts
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
@@ -124,7 +124,10 @@ class MoE(BranchModule):
     @staticmethod
     def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:
         """The statistics of the block, and what each is divided by."""
-        found: dict[str, StatisticCount] = {"router_entropy": "sequences"}
+        found: dict[str, StatisticCount] = {
+            "router_entropy": "sequences",
+            "gathered_share": "sequences",
+        }
         if cfg.moe.router_aux_loss_coef > 0:
             found["aux_loss"] = "sequences"
         if cfg.moe.router_z_loss_coef > 0:
@@ -152,23 +155,24 @@ class MoE(BranchModule):
             routing = counted(routing, router.expert_bias)
         if ctx.capacity:
             routing = within_capacity(routing, inputs.tokens, cfg.moe, parallel)
-        y = self._experts_output(x, routing, ctx)
+        y, gathered = self._experts_output(x, routing, ctx)
         if cfg.moe.shared_expert_intermediate_size:
             y = y + self._shared_output(x, inputs)
         statistics = self._statistics(routing, parallel)
+        statistics["gathered_share"] = gathered_share(gathered, routing, self.cfg, parallel)
         if inputs.ctx.seen_layers is not None:
             layers, _ = inputs.ctx.seen_layers
             statistics |= see_experts(routing, router.expert_bias, inputs.layer, layers)
         return BranchOutput(y, statistics)
 
-    def _experts_output(self, x: jax.Array, routing: Routing, ctx: Context) -> jax.Array:
-        """The weighted sums of what each token's experts make, [B, S/tp, D]."""
+    def _experts_output(self, x: jax.Array, routing: Routing, ctx: Context) -> ExpertSums:
+        """The weighted sums of what each token's experts make."""
         weights = self._expert_weights()
         if self.cfg.moe.latent_size is None:
             return run_experts(x, routing, weights, self.cfg, ctx)
         latent = local_product(x, weight_of(self.latent_in), ctx)
         sums = run_experts(latent, routing, weights, self.cfg, ctx)
-        return local_product(sums, weight_of(self.latent_out), ctx)
+        return sums._replace(y=local_product(sums.y, weight_of(self.latent_out), ctx))
 
     def _expert_weights(self) -> ExpertWeights:
         weights = weight_of(self.up), weight_of(self.down)
@@ -199,5 +203,5 @@ class MoE(BranchModule):
             "router_entropy": entropy,
             "dropped_share": dropped_share,
         }
-        names = self.statistics(self.cfg)
+        names = [name for name in self.statistics(self.cfg) if name in makers]
         return {name: makers[name](routing, self.cfg, parallel) for name in names}

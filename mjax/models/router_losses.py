@@ -84,6 +84,17 @@ def dropped_share(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax
     return mean / _expert_blocks(cfg)
 
 
+def gathered_share(
+    gathered: jax.Array, routing: Routing, cfg: ModelConfig, parallel: Parallel
+) -> jax.Array:
+    """This device's share of the part of exchanges that fell back to the gather: fp32 [].
+
+    `gathered` is 1 where this block's did. The mean is over E blocks and sequences, as above.
+    """
+    rows = len(routing.experts) / (parallel.cp * parallel.tp)
+    return gathered * rows / _expert_blocks(cfg)
+
+
 def _expert_blocks(cfg: ModelConfig) -> int:
     """The layers with experts, those of multi-token prediction among them."""
     kinds = *cfg.layer_kinds, *cfg.prediction_kinds

@@ -42,7 +42,7 @@ class Weight:
     value: [*inputs, *outputs], in the dtype of the computation.
     bits: uint8, shaped like value: what e4m3 rounds it to. Matmuls then read the bits, and the
         value only takes the gradient.
-    transposed: uint8 [N, K], the bits as a matrix, transposed.
+    transposed: uint8 [N, K], the bits as a matrix, transposed; [E, N, K] of experts.
     scales: fp32 [3] of x, of the weight and of the gradient of y, if there is a recipe.
     grad_sum: fp32, shaped like value: the sum of the gradients of earlier micro-batches.
     name: of the matmul (`ParamSpec.matmul`). inputs: how many leading axes of value are contracted.

@@ -185,7 +185,8 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
         if spec.matmul is None:
             return value
         of_matmul = {"name": spec.matmul, "inputs": spec.inputs}
-        if recipe is None or not spec.takes_fp8:
+        left_out = spec.is_of_experts and not cfg.precision.fp8_experts
+        if recipe is None or not spec.takes_fp8 or left_out:
             return Weight(value, **of_matmul)
         scales = jax.ShapeDtypeStruct((3,), jnp.float32)
         return Weight(value, scales=scales, recipe=recipe, **of_matmul)

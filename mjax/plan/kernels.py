@@ -27,7 +27,11 @@ def expert_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     pairs = rows * columns * sizes["ep"] * min(moe.num_experts_per_tok, held)
     width = cfg.model.expert_width
     shape = pairs, held, width, moe.moe_intermediate_size // sizes["tp"]
-    facts = {"asked": cfg.train.experts, "has_capacity": moe.capacity_factor is not None}
+    facts = {
+        "asked": cfg.train.experts,
+        "has_capacity": moe.capacity_factor is not None,
+        "eight_bits": cfg.precision.fp8 != "none" and cfg.precision.fp8_experts,
+    }
     return choose("experts", cfg.precision.compute, shape, **facts)
 
 

@@ -147,9 +147,8 @@ def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
         batch["neighbors"] = make_neighbors(rows, further["neighbors"], further["retrieved"])
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
-    first = {
-        name: value for name, value in first.items() if name not in ("tokens", "finite", "accepted")
-    }
+    others = "tokens", "finite", "accepted", "gathered_share"  # the last depends on the mesh
+    first = {name: value for name, value in first.items() if name not in others}
     first = jax.tree.map(np.asarray, {**first, "gradients": moment})
     losses = [first["loss"], *(trainer.step(batch)["loss"] for _ in range(1, steps))]
     return Numbers(first, np.array(losses, np.float64), replicas_identical(trainer.state))

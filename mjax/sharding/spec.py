@@ -81,8 +81,13 @@ class ParamSpec:
 
     @property
     def takes_fp8(self) -> bool:
-        """Whether FP8 recipes round the parameter: weights of matmuls, except those of experts."""
-        return self.fp8 and self.matmul is not None and "experts" not in self.axes
+        """Whether FP8 recipes round the parameter: weights of matmuls."""
+        return self.fp8 and self.matmul is not None
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is a matrix, or more, for each expert."""
+        return "experts" in self.axes
 
     @property
     def is_stacked(self) -> bool:
@@ -107,6 +112,15 @@ def is_spec(x: object) -> bool:
 def count_parameters(specs: dict) -> int:
     """Parameters in a tree of `ParamSpec`, vocabulary padding included."""
     return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def without_fp8_experts(specs: dict) -> dict:
+    """Declarations in which no FP8 recipe rounds the weights of experts."""
+
+    def one(spec: ParamSpec) -> ParamSpec:
+        return replace(spec, fp8=False) if spec.is_of_experts else spec
+
+    return jax.tree.map(one, specs, is_leaf=is_spec)
 
 
 # ---- frozen parameters ---------------------------------------------------------------------------

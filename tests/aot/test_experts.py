@@ -4,8 +4,12 @@ import re
 
 import pytest
 
+from mjax.config import load
 from mjax.kernels.chooser import Device, believed
+from mjax.models import definition_of
+from mjax.plan.memory import bytes_per_device
 from tests.aot.common import compile_step, missing
+from tests.marks import slow
 
 WHY_NOT = missing(triton=True)
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -29,6 +33,30 @@ def test_a_mixtral_layer_is_six_kernels_and_copies_neither_weights_nor_sums():
     assert moved and not [shape for shape in moved if shape.startswith(SUMS)]
     # Sums 5.6 GB, weights 2.8, the layer's activations, the head's chunks and gradients.
     assert made.temp < 15.5e9
+
+
+@slow
+def test_in_fp8_a_mixtral_layer_is_six_kernels_of_8_bits(monkeypatch, capfd):
+    """Weights are turned while they are rounded, and the estimate of memory holds."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    keys, path = [*MIXTRAL_LAYER, "precision.fp8=delayed"], "configs/models/mixtral_8x7b.yaml"
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step(path, *keys)
+        cfg = load(path, [*keys, "train.attention=cudnn"])
+        estimate = sum(bytes_per_device(cfg, cfg.mesh, 1, definition_of(cfg.model).specs).values())
+    kernels = re.findall(r"= .* custom-call\(.*mosaic_gpu_v2.*", made.text)
+    assert len(kernels) == 6 and all(of.count("f8e") >= 2 for of in kernels)
+    moved = re.findall(r"^  \S+ = (\S+) (?:copy|transpose|add)\(", _unfused(made.text), re.M)
+    assert moved and not [shape for shape in moved if shape.startswith((*SUMS, "u8[8", "f8e"))]
+    assert -0.03 < estimate / (made.arguments + made.temp) - 1 < 0.125
+    told = capfd.readouterr()
+    said = told.out + told.err
+    assert said.count("spill stores") == said.count(" 0 bytes spill stores") == 6
+
+
+def _unfused(text: str) -> str:
+    """A program without the insides of its fusions."""
+    return re.sub(r"^%?fused_.*?^}", "", text, flags=re.M | re.S)
 
 
 OVER_EP = [
@@ -57,3 +85,13 @@ def test_tokens_of_an_expert_group_go_all_to_all_and_gather_only_where_they_do_n
     exchanges = re.findall(r"= \(?(\S+).* all-to-all(?:-start)?\(", made.text)
     assert len(re.findall(r" conditional\(", made.text)) == gathers
     assert len([shape for shape in exchanges if re.search(rows, shape)]) == gathers
+
+
+@slow
+def test_in_fp8_tokens_travel_as_bytes_and_sums_do_not():
+    keys = [*OVER_EP[:-1], "precision.fp8=delayed", "train.expert_exchange=all_to_all"]
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step("configs/models/mixtral_8x7b.yaml", *keys)
+    for dtype in ("u8", "bf16"):  # of 1024 tokens, to each device, forward and backward
+        found = re.findall(rf"= .*{dtype}\[8,360,512\].* all-to-all(?:-start)?\(", made.text)
+        assert len(found) == 2, (dtype, found)

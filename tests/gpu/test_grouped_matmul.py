@@ -7,7 +7,13 @@ import pytest
 
 from mjax.bench.grouped import skewed_sizes
 from mjax.kernels import chooser
-from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed
+from mjax.kernels.gate import E4M3, E5M2
+from mjax.kernels.grouped import (
+    grouped_matmul,
+    grouped_matmul8,
+    grouped_matmul_transposed,
+    grouped_weight_gradient8,
+)
 from mjax.kernels.grouped_tiles import NARROW, WIDE, Tile
 from mjax.models.grouped_linear import weight_cotangent
 from mjax.models.weight import Weight
@@ -100,6 +106,44 @@ def test_every_tile_equals_the_loop(tile):
     _close(jax.jit(lambda: weight_gradient(x, g, counts, None, tile))(), dw)
     add = jax.jit(lambda t: weight_gradient(x, g, counts, t, tile), donate_argnums=0)
     _close(add(jnp.copy(total)), summed)
+
+
+CASES_8 = {
+    "ragged": (1024, 512, 768, [70, 0, 301, 1, 20, 500]),
+    "no_row": (256, 128, 128, [0, 0]),
+    "all_in_one": (2048, 256, 256, [0, 0, 2048, 0]),
+    "each_alone": (128, 128, 128, [1] * 64),
+    "rows_of_no_group": (4096, 128, 1408, [5, 1000]),
+    "long_sums": (1024, 8192, 256, [512, 500]),
+}
+
+
+@pytest.mark.parametrize("name", CASES_8)
+def test_kernels_of_8_bits_equal_the_loop(name):
+    """Forward sums stay in the tensor cores, with 14 bits; the others leave them every 512."""
+    m, k, n, sizes = CASES_8[name]
+    x, w, g, total = _inputs(m, len(sizes), k, n)
+    x, w, g = x.astype(E4M3), w.astype(E4M3), g.astype(E5M2)
+    counts, scale = jnp.asarray(sizes, jnp.int32), jnp.float32(2**-3)
+    facts = counts, scale, jnp.bfloat16
+
+    @jax.jit
+    def mine(x, w, g, total):
+        y = grouped_matmul8(x, w.transpose(0, 2, 1), *facts, "mosaic")
+        dx = grouped_matmul8(g, w, *facts, "mosaic", precise=True)
+        dw = grouped_weight_gradient8(x.T, g.T, *facts, None, "mosaic")
+        return y, dx, dw, grouped_weight_gradient8(x.T, g.T, *facts, total, "mosaic")
+
+    expected = _expected(sizes, x, w, g, np.zeros_like(total))[:3]
+    y, dx, dw = (a * 2**-3 for a in expected)
+    _poison()
+    got = mine(x, w, g, total)
+    for a, e in zip(got, (y, dx, dw, total + dw), strict=True):
+        _close(a, e)
+    assert not got[0][sum(sizes) :].any() and not got[1][sum(sizes) :].any()
+    _poison()
+    for a, again in zip(got, mine(x, w, g, total), strict=True):
+        assert bool((a == again).all())
 
 
 def test_a_sum_that_others_read_is_not_overwritten():

@@ -16,7 +16,7 @@ from mjax.models.expert_exchange import (
     send_tokens,
     sum_tokens,
 )
-from mjax.prove import Cell, compare, holds
+from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.ordered import in_program_order
 from tests.marks import quick
@@ -106,3 +106,11 @@ def test_auto_takes_the_all_to_all_where_it_sends_much_less():
     assert choose_expert_exchange("all_to_all", 64, 64, 8, moe(8, 2)).name == "all_to_all"
     assert rows_per_peer(8000, 8, moe(256, 8, n_group=8, topk_group=2)) == 3000
     assert rows_per_peer(7, 2, moe(8, 8)) == 7
+
+
+def test_the_log_has_the_share_of_exchanges_that_gathered():
+    """A router of zeros sends all tokens to the first experts, which no all-to-all has room for."""
+    trainer = make_trainer("experts", Cell({"ep": 4}, 1, 2), "train.expert_exchange=all_to_all")
+    experts = trainer.state["params"]["moe"]["mlp"]
+    experts["router"] = experts["router"] * 0
+    assert float(trainer.step(make_batch(24))["gathered_share"]) == pytest.approx(1)

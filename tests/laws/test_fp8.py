@@ -21,17 +21,19 @@ from tests.marks import quick, slow
 ROWS = 24
 
 
-def first_step(recipe: str, cell: Cell, *more: str) -> tuple[float, dict, dict]:
+def first_step(
+    recipe: str, cell: Cell, *more: str, feature: str = "dense"
+) -> tuple[float, dict, dict]:
     """(loss, gradients, FP8 state after it)."""
-    trainer = make_trainer("dense", cell, f"precision.fp8={recipe}", *more)
+    trainer = make_trainer(feature, cell, f"precision.fp8={recipe}", *more)
     first = measure(trainer, 1).first
     state = jax.device_get(trainer.state.get("buffers", {})).get("fp8", {})
     return float(first["loss"]), first["gradients"], state
 
 
 @functools.cache
-def one_device(recipe: str, *more: str) -> tuple[float, dict, dict]:
-    return first_step(recipe, Cell(), *more)
+def one_device(recipe: str, *more: str, feature: str = "dense") -> tuple[float, dict, dict]:
+    return first_step(recipe, Cell(), *more, feature=feature)
 
 
 def distance(a: dict, b: dict) -> float:
@@ -53,12 +55,50 @@ def distance(a: dict, b: dict) -> float:
     ),
 )
 def test_meshes_agree(recipe, cell, more):
-    loss, grads, state = first_step(recipe, cell, *more)
-    want_loss, want, want_state = one_device(recipe)
-    assert abs(loss - want_loss) < 1e-6 * want_loss
-    assert distance(grads, want) < 1e-5
-    assert set(state) == ({"dense"} if recipe == "delayed" else set())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state, want_state)
+    first, want = first_step(recipe, cell, *more), one_device(recipe)
+    assert set(want[2]) == ({"dense"} if recipe == "delayed" else set())
+    agree(first, want)
+
+
+def agree(first: tuple[float, dict, dict], want: tuple[float, dict, dict]) -> None:
+    """Loss, gradients and FP8 states are equal, but for rounding in fp32."""
+    assert abs(first[0] - want[0]) < 1e-6 * want[0]
+    assert distance(first[1], want[1]) < 1e-5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), first[2], want[2])
+
+
+BIAS, BATCHED = "model.mlp_bias=true", "train.experts=batched"
+PADDING = "model.moe.skip_padding=true"  # tokens without an expert, which no maximum sees
+
+
+@pytest.mark.parametrize(
+    "recipe, cell, more",
+    quick(
+        [
+            ("delayed", Cell({"ep": 2, "tp": 2}, 3, 3), ()),
+            ("delayed", Cell({"pp": 2, "ep": 2}, 1, 2), ("train.expert_exchange=all_to_all",)),
+            ("delayed", Cell({"ep": 4}, 2, 2), (PADDING, BIAS, "train.expert_exchange=all_to_all")),
+            ("current", Cell({"tp": 2}, 0, 1), (BIAS, "model.moe.capacity_factor=1", BATCHED)),
+        ],
+        0,
+    ),
+)
+def test_meshes_agree_on_experts(recipe, cell, more):
+    """A biased expert has two functions where others have one."""
+    of_model = [key for key in more if key.startswith("model") or key == BATCHED]
+    want = one_device(recipe, *of_model, feature="experts")
+    agree(first_step(recipe, cell, *more, feature="experts"), want)
+
+
+def test_experts_are_rounded_and_those_left_out_are_not():
+    exact, left_out, rounded = (
+        one_device(*of, feature="experts")
+        for of in (("none",), ("delayed", "precision.fp8_experts=false"), ("delayed",))
+    )
+    assert 1e-3 < distance(left_out[1], exact[1]) < 0.2
+    assert 1e-3 < distance(rounded[1], exact[1]) < 0.2
+    assert set(rounded[2]["moe"]) - set(left_out[2]["moe"]) == {"expert_up", "expert_down"}
+    assert all(seen[..., 0].min() > 0 for seen in rounded[2]["moe"].values())
 
 
 @slow

@@ -51,7 +51,7 @@ def test_gpt_oss_experts_equal_transformers_forward_and_backward(kernel):
     def ours(x, up, down, up_bias, down_bias):
         routing = Routing(experts[None], gates[None], jnp.zeros((1, TOKENS, E)), None)
         weights = ExpertWeights(Weight(up), Weight(down), up_bias, down_bias)
-        return run_experts(x, routing, weights, cfg, Context(experts=kernel))
+        return run_experts(x, routing, weights, cfg, Context(experts=kernel)).y
 
     y, vjp = jax.vjp(ours, *given)
     leaf = torch.tensor(x[0], requires_grad=True)

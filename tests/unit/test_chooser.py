@@ -19,6 +19,7 @@ Q = (2, 1024, 8, 128)
 MLA_Q = (2, 1024, 8, 192)
 BIG = (2**14, 2**10)
 EXPERTS = (2**14, 8, 4096, 14336)
+FP8_EXPERTS = {"asked": "auto", "eight_bits": True}
 BARE = Device("gpu", triton=False)
 
 # op, dtype, shape, device, facts, the implementation, a word of why
@@ -73,6 +74,9 @@ TABLE = [
     ("experts", "float32", EXPERTS, HOPPER, {"asked": "auto"}, "loop", "not float32"),
     ("experts", "bfloat16", (2, 8, 64, 64), HOPPER, {"asked": "auto"}, "loop", "multiple of 8"),
     ("experts", "bfloat16", EXPERTS, HOPPER, {"asked": "loop"}, "loop", "asks for it"),
+    ("experts", "bfloat16", EXPERTS, HOPPER, FP8_EXPERTS, "mosaic", "in 8 bits"),
+    ("experts", "bfloat16", EXPERTS, GPU, FP8_EXPERTS, "xla", "rounded to 8 bits"),
+    ("experts", "bfloat16", (64, 8, 128, 128), HOPPER, FP8_EXPERTS, "xla", "multiple of 128"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "xla"}, "triton", "one pass"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": False, "backend": "xla"}, "xla", "maximum"),
     ("quantize", "bfloat16", BIG, GPU, {"delayed": True, "backend": "te"}, "te", "fp8_backend"),

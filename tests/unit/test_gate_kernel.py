@@ -36,10 +36,22 @@ PASSES = {
     "backward gelu": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu")],
     "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
     "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
+    "weighted forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu", _weights(d)),
+    "weighted backward8": lambda h, d, s: _weighted_backward8(h, d, s),
     "plain": lambda h, d, s: gate.quantize_rows(h, s, E4M3),
     "transposed": lambda h, d, s: gate.quantize_rows(d, s, E5M2, plain=False, transposed=True),
     "both": lambda h, d, s: gate.quantize_rows(d, s, E5M2, transposed=True),
 }
+
+
+def _weights(d):
+    return d[:, 1].astype(jnp.float32)
+
+
+def _weighted_backward8(h, d, s):
+    """Sums over columns have another order: in bf16 they are equal."""
+    *made, sums = gate.gate_backward8(h, d, s, 8 * s, "silu", _weights(d))
+    return [*made, sums.astype(jnp.bfloat16)]
 
 
 def draw(m, f, dtype="bfloat16"):
