@@ -156,8 +156,8 @@ def _read_slot(
 def _matrix(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:
     """[axes that are no batch] -> [rows, columns] as in the tensor; a vector is one row."""
     rest = [i for i in range(len(spec.shape)) if i not in spec.matrix_view()[0]]
-    order = [rest.index(axis) for axes in slot.dims for axis in axes]
-    sizes = [math.prod(array.shape[rest.index(a)] for a in axes) for axes in slot.dims if axes]
+    order = [rest.index(axis) for axes in slot.matrix for axis in axes]
+    sizes = [math.prod(array.shape[rest.index(a)] for a in axes) for axes in slot.matrix]
     return array.transpose(order).reshape([1] * (2 - len(sizes)) + sizes)
 
 
@@ -165,7 +165,7 @@ def _place(shape: tuple[int, ...], slot: Slot) -> tuple[int, int]:
     """First element and width of the slot's matrix in a tensor of `shape`."""
     lead, inner = shape[: len(slot.lead)], shape[len(slot.lead) :]
     number = int(np.ravel_multi_index(slot.lead, lead)) if lead else 0
-    return number * math.prod(inner), inner[-1]
+    return number * math.prod(inner), math.prod(inner[1:]) if len(inner) > 1 else inner[0]
 
 
 def _spans(
@@ -193,7 +193,7 @@ def _spans(
             at += length
         return out
 
-    dims = [runs(dim, axes) for dim, axes in enumerate(slot.dims) if axes]
+    dims = [runs(dim, axes) for dim, axes in enumerate(slot.matrix)]
     if len(dims) == 1:
         dims = [[(slice(0, 1, 1), slice(0, 1))], *dims]
     for (rows, at_rows), (cols, at_cols) in product(*dims):
@@ -301,7 +301,7 @@ def _write_slot(
     first = tuple(batch.get(axis, 0) for axis in range(len(spec.shape)))
     shape = tuple(1 if axis in batch else n for axis, n in enumerate(spec.shape))
     whole = out[slot.lead] if slot.lead else out
-    whole = whole.reshape(-1, whole.shape[-1])
+    whole = whole.reshape(-1, _place(out.shape, slot)[1])
 
     def fill(index: Index) -> None:
         matrix = _matrix(read(index).squeeze(spec.matrix_view()[0]), slot, spec)

@@ -13,6 +13,7 @@ from mjax.config.group import Group
 from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig, RetroConfig
 from mjax.config.pattern import BRANCHES, branches_of_model, expand, sees_ahead, sizes_of
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
+from mjax.config.vision_schema import VisionConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -252,6 +253,7 @@ class ModelConfig(Group):
     retro: RetroConfig = RetroConfig()
     moe: MoeConfig = MoeConfig()
     bert: BertConfig = BertConfig()
+    vision: VisionConfig = VisionConfig()
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
@@ -345,7 +347,12 @@ class ModelConfig(Group):
     @property
     def only_classifies(self) -> bool:
         """Whether classes of rows are all that the model tells."""
-        return self.bert.num_labels > 0 and not self.bert.mlm_head
+        return self.reads_images or (self.bert.num_labels > 0 and not self.bert.mlm_head)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether images are read in the place of tokens: there is no vocabulary then."""
+        return self.vision.patch_size > 0
 
     @property
     def branches(self) -> set[str]:

@@ -29,6 +29,7 @@ from mjax.models.norm import Norm
 from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import rope_tables
 from mjax.models.streams import Activation, Streams
+from mjax.models.vision import PatchEmbedding, patches_of
 from mjax.sharding.spec import ParamSpec
 
 # dropout call sites; those of layers are in `block.py`
@@ -66,8 +67,11 @@ class Decoder(nnx.Module):
         self.kinds = cfg.layer_kinds
         init = normal(cfg.initializer_range)
         table = _table(cfg, cfg.padded_vocab_size, "vocab", "tokens")
-        self.embedding = declare(rngs, table, init)
-        if cfg.position_embedding == "learned":
+        if cfg.reads_images:
+            self.patch_embedding = PatchEmbedding(cfg, rngs)
+        else:
+            self.embedding = declare(rngs, table, init)
+        if cfg.position_embedding == "learned" and not cfg.reads_images:
             positions = _table(cfg, cfg.max_position_embeddings, "positions", "positions")
             self.position_embedding = declare(rngs, positions, init)
         norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
@@ -89,14 +93,14 @@ class Decoder(nnx.Module):
             layer = PredictionLayer(cfg, kind, block, rngs)
             number = cfg.num_hidden_layers + depth - 1
             setattr(self, f"mtp_{depth}", as_edge(layer, f"model.layers.{number}."))
-        if not cfg.tie_word_embeddings:
+        if not cfg.tie_word_embeddings and not cfg.reads_images:
             head = replace(table, role="head", hf=("lm_head.weight",))
             self.head = declare(rngs, head, init)
         if cfg.has_two_streams:
             self.joint = Joint(cfg, rngs)
         if cfg.bert.mlm_head:
             self.masked_head = MaskedHead(cfg, rngs)
-        if cfg.bert.num_labels:
+        if cfg.bert.num_labels or cfg.vision.num_labels:
             self.classifier = Classifier(cfg, rngs)
 
     def __call__(
@@ -147,6 +151,18 @@ class Decoder(nnx.Module):
         info, ctx = replace(tokens_of(tokens.shape, segments=segments), types=types), Context()
         x, _, _ = self.layers(self.embed(tokens, info, ctx), info, ctx)
         return self.row_logits(x, ctx)
+
+    def classify_images(self, images: jax.Array) -> jax.Array:
+        """Images [B, H, W, C], H = W -> fp32 logits [B, C'] of their classes.
+
+        Learned positions are resized where H is not `model.vision.image_size`.
+        """
+        vision, ctx = self.cfg.vision, Context()
+        patches = patches_of(images, vision.patch_size)
+        patches = jnp.pad(patches, ((0, 0), (1, 0), (0, 0)))  # of the class token
+        info = tokens_of(patches.shape[:2])
+        x = self.embed_patches(patches, info, ctx, vision.grid(images.shape[1]))
+        return self.row_logits(self.layers(x, info, ctx)[0], ctx)
 
     def hidden(
         self,
@@ -297,6 +313,17 @@ class Decoder(nnx.Module):
         if cfg.bert.embedding_norm:
             x = self.embedding_norm(x)
         return dropout(x, cfg.hidden_dropout, info, ctx, salt)
+
+    @jax.named_scope("embed")
+    def embed_patches(
+        self, patches: jax.Array, info: Tokens, ctx: Context, grid: int
+    ) -> jax.Array:
+        """The input of the first layer, [B, S/tp, D], of patches [B, S, C*P*P].
+
+        `grid` is the number of patches along a side of an image.
+        """
+        x = self.patch_embedding(patches, info, ctx, grid)
+        return dropout(x, self.cfg.hidden_dropout, info, ctx, _EMBED_SALT)
 
     def embed_streams(
         self, tokens: jax.Array | None, target: jax.Array, info: Tokens, ctx: Context

@@ -89,10 +89,12 @@ def flops_by_part(
             per_weight = _flops_per_weight(not spec.frozen, layers_trained)
             passes = _passes(model, name, spec, sides)
             parts[part] += _active_weights(spec) * per_weight * passes
-    head = specs.get("head", specs["embedding"])
     inputs_trained = layers_trained or _is_trained(after.get("final_norm", {}))
-    per_weight = _flops_per_weight(not head.frozen, inputs_trained)
-    parts["head"] = _head_weights(model) * per_weight * sides.decoder.share
+    parts["head"] = 0.0
+    if not model.only_classifies:
+        head = specs.get("head", specs["embedding"])
+        per_weight = _flops_per_weight(not head.frozen, inputs_trained)
+        parts["head"] = _head_weights(model) * per_weight * sides.decoder.share
     of_branches = 0.0
     for branch in branch_flops(model, seq_length, target_length):
         of_branches += branch.flops

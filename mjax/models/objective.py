@@ -40,7 +40,7 @@ class BatchField:
 
     axes: logical axes (`sharding/rules.py`): "batch" first, then "seq", or "target" of what an
         encoder-decoder's decoder reads, if it has one. "neighbors", "retrieved": of each row, those
-        of all chunks, and the tokens of one.
+        of all chunks, and the tokens of one. "pixels": the numbers of a patch.
     pad: the value in rows that fill up a batch. They count in no loss.
     """
 
@@ -65,6 +65,7 @@ def further_lengths(cfg: Config) -> dict[str, int | None]:
     retro = cfg.model.retro
     neighbors = cfg.data.seq_length // retro.chunk_length * retro.num_neighbors
     lengths = {"neighbors": neighbors, "retrieved": retro.retrieved_length}
+    lengths["pixels"] = cfg.model.vision.patch_pixels
     return lengths | {"target": cfg.data.target_length}
 
 
@@ -191,6 +192,7 @@ CONFIGURED = {
     "masked_lm": "mjax.models.masked:MaskedTokens",
     "classify": "mjax.models.masked:ClassifyRows",
     "span_corruption": "mjax.models.spans:CorruptedSpans",
+    "classify_images": "mjax.models.images:ClassifyImages",
 }
 
 

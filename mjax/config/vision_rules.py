@@ -1,0 +1,75 @@
+"""The rules about models that read images: a part of the table of rules (`validate.py`)."""
+
+from collections.abc import Iterator
+
+from mjax.config.rule import rule, rules_of, set_keys
+from mjax.config.schema import Config
+from mjax.config.vision_schema import VisionConfig
+
+_OBJECTIVE = "classify_images"
+
+
+@rule("set train.objective=classify_images and model.vision.patch_size")
+def images_are_classified(c: Config) -> Iterator[str]:
+    if c.model.reads_images and c.train.objective in ("next_token", "masked_lm", "classify"):
+        yield "`train.objective` reads tokens, but `model.vision.patch_size` cuts images into them"
+    if not c.model.reads_images and c.train.objective == _OBJECTIVE:
+        yield "`train.objective` reads images, but `model.vision.patch_size` cuts none"
+    if not c.model.reads_images and c.data.images.path is not None:
+        yield "`data.images.path` are images, but `model.vision.patch_size` cuts none"
+    if not c.model.reads_images and set_keys(c.model.vision, *VisionConfig.model_fields):
+        yield "model.vision has no effect with `model.vision.patch_size`"
+
+
+@rule("set model.layer_pattern=B and model.position_embedding=learned")
+def towers_see_all_patches(c: Config) -> Iterator[str]:
+    if c.model.reads_images and {"D"} != c.model.branches - {"B"}:
+        yield "`model.layer_pattern`: an image encoder has layers of B"
+    if c.model.reads_images and c.model.position_embedding != "learned":
+        yield "`model.position_embedding` is not built for images"
+
+
+@rule("set both, such that patches fill an image")
+def patches_fill_an_image(c: Config) -> Iterator[str]:
+    vision = c.model.vision
+    if not c.model.reads_images:
+        return
+    if vision.image_size < vision.patch_size or vision.image_size % vision.patch_size:
+        yield "`model.vision.image_size` is no multiple of `model.vision.patch_size`"
+    elif c.image_size % vision.patch_size:
+        yield "`data.images.image_size` is no multiple of `model.vision.patch_size`"
+
+
+@rule("raise it; what is more is padding, which no patch sees")
+def rows_hold_an_image(c: Config) -> Iterator[str]:
+    if not c.model.reads_images:
+        return
+    needed = c.model.vision.num_tokens(c.image_size)
+    if c.data.seq_length < needed:
+        yield f"`data.seq_length` is less than the {needed} tokens of an image"
+
+
+@rule("set it to their number")
+def image_classes_given(c: Config) -> Iterator[str]:
+    if c.train.objective == _OBJECTIVE and c.model.vision.num_labels < 2:
+        yield "`model.vision.num_labels`: classify_images has no classes to tell"
+
+
+@rule("leave it out")
+def images_have_no_text(c: Config) -> Iterator[str]:
+    for key in ("bert", "num_nextn_predict_layers", "decoder_start_token_id"):
+        if c.model.reads_images and set_keys(c.model, key):
+            yield f"`model.{key}` is of texts, and the model reads images (model.vision)"
+
+
+@rule("give one number, or one a channel")
+def channels_are_scaled(c: Config) -> Iterator[str]:
+    for key in ("mean", "std"):
+        numbers = getattr(c.data.images, key)
+        if c.model.reads_images and len(numbers) not in (1, c.model.vision.num_channels):
+            yield f"`data.images.{key}` does not fit `model.vision.num_channels`"
+    if min(c.data.images.std) <= 0:
+        yield "`data.images.std` has a number that is not positive"
+
+
+VISION_RULES = rules_of(globals())
