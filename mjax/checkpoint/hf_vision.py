@@ -2,7 +2,6 @@
 
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import Part, activation, alike, ignored, same, take
-from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 
 _SHAPE = same(
@@ -48,13 +47,10 @@ def _classes() -> Part:
             raise UserError(
                 f"config.json: architectures={kind!r} is not supported (only {architecture})"
             )
-        return {"vision.num_labels": take(config, "num_labels", len(config.get("id2label") or "01"))}
+        labels = take(config, "num_labels", len(config.get("id2label") or "01"))
+        return {"vision.num_labels": labels}
 
-    def write(cfg: ModelConfig) -> dict:
-        labels = {str(i): f"LABEL_{i}" for i in range(cfg.vision.num_labels)}
-        return {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}
-
-    return Part(read, write)
+    return Part(read, lambda cfg: {"num_labels": cfg.vision.num_labels})
 
 
 VISION: dict[str, Family] = {

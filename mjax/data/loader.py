@@ -140,9 +140,7 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
     return train, _blend(make, paths, data.weights, "valid", shares, num_valid)
 
 
-def _image_datasets(
-    cfg: Config, num_train: int, num_valid: int
-) -> tuple[Dataset, Dataset | None]:
+def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
     """The images of a run, and held-out ones."""
     from mjax.data.images import ImageDataset  # imports jax, as grain does
 

@@ -292,6 +292,10 @@ class Decoder(nnx.Module):
         `salt` keys dropout.
         """
         cfg, parallel = self.cfg, ctx.parallel
+        if cfg.reads_images:
+            raise UserError(
+                "this model reads images (model.vision), not tokens; call classify_images"
+            )
         table = self.embedding[...]
         rows = table.shape[0]
         row = tokens - parallel.index("tp") * rows
@@ -315,9 +319,7 @@ class Decoder(nnx.Module):
         return dropout(x, cfg.hidden_dropout, info, ctx, salt)
 
     @jax.named_scope("embed")
-    def embed_patches(
-        self, patches: jax.Array, info: Tokens, ctx: Context, grid: int
-    ) -> jax.Array:
+    def embed_patches(self, patches: jax.Array, info: Tokens, ctx: Context, grid: int) -> jax.Array:
         """The input of the first layer, [B, S/tp, D], of patches [B, S, C*P*P].
 
         `grid` is the number of patches along a side of an image.

@@ -43,9 +43,7 @@ class ClassifyImages(OfRows):
         return {"patches": PATCHES, "row_label": ROW_LABEL}
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
-        return edges.embed_patches(
-            batch["patches"], tokens, ctx, self.vision.grid(self.image_size)
-        )
+        return edges.embed_patches(batch["patches"], tokens, ctx, self.vision.grid(self.image_size))
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Random images and their classes, for speed tests; nothing where the data set has them."""

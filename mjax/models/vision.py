@@ -58,8 +58,9 @@ class PatchEmbedding(nnx.Module):
         weight = self.weight[...]
         pixels = parallel.shard_seq(patches).astype(weight.dtype)
         x = pixels @ weight.reshape(-1, weight.shape[-1]) + self.bias[...]
-        is_class = parallel.shard(tokens.columns, "tp", 0) == 0
-        x = jnp.where(is_class[:, None], self.class_token[...], x)
+        columns = parallel.shard(tokens.columns, "tp", 0)
+        is_class = columns[:, None] == 0
+        x = jnp.where(is_class, self.class_token[...], x)
         positions = parallel.shard_seq(tokens.positions)
         return x + jnp.take(self.table(grid), positions, axis=0)
 
@@ -82,35 +83,46 @@ def resize_matrix(old: int, new: int) -> np.ndarray:
     Pixel centers are aligned, and what lies outside has the value of the border.
     """
     matrix = np.zeros((new, old))
-    for row in range(new):
-        center = (row + 0.5) * old / new - 0.5
-        first = int(np.floor(center)) - 1
-        for place in range(first, first + 4):
-            matrix[row, min(max(place, 0), old - 1)] += _cubic(abs(center - place))
+    rows = np.arange(new)
+    centers = (rows + 0.5) * old / new
+    centers -= 0.5
+    for tap in range(-1, 3):
+        places = np.floor(centers) + tap
+        weights = _cubic(np.abs(centers - places))
+        columns = np.clip(places, 0, old - 1)
+        np.add.at(matrix, (rows, columns.astype(int)), weights)
     return matrix
 
 
-def _cubic(distance: float) -> float:
-    """Keys' kernel of cubic convolution."""
-    a, d = _CUBIC, distance
-    if d <= 1:
-        return ((a + 2) * d - (a + 3)) * d * d + 1
-    if d < 2:
-        return ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-    return 0.0
+def _cubic(distances: np.ndarray) -> np.ndarray:
+    """Keys' kernel of cubic convolution, of distances up to 2."""
+    a = _CUBIC
+    inner = a + 2, -a - 3, 0, 1
+    outer = a, -5 * a, 8 * a, -4 * a
+    near = np.polyval(inner, distances)
+    far = np.polyval(outer, distances)
+    return np.where(distances <= 1, near, far)
 
 
 def patches_of(images: np.ndarray, patch_size: int) -> np.ndarray:
-    """[..., H, W, C] -> [..., H/P * W/P, C*P*P]: patches in the order of reading.
+    """[B, H, W, C] -> [B, H/P * W/P, C*P*P]: patches in the order of reading.
 
     The numbers of a patch are channel by channel.
     """
-    *lead, height, width, channels = images.shape
-    rows, columns = height // patch_size, width // patch_size
-    cut = images.reshape(*lead, rows, patch_size, columns, patch_size, channels)
-    n = len(lead)
-    order = (*range(n), n, n + 2, n + 4, n + 1, n + 3)
-    return cut.transpose(order).reshape(*lead, rows * columns, -1)
+    batch, height, width, channels = images.shape
+    rows = height // patch_size
+    columns = width // patch_size
+    shape = (
+        batch,
+        rows,
+        patch_size,
+        columns,
+        patch_size,
+        channels,
+    )
+    cut = images.reshape(shape)
+    cut = cut.transpose(0, 1, 3, 5, 2, 4)
+    return cut.reshape(batch, rows * columns, -1)
 
 
 def image_fields(images: np.ndarray, patch_size: int, length: int) -> dict[str, np.ndarray]:
@@ -122,7 +134,8 @@ def image_fields(images: np.ndarray, patch_size: int, length: int) -> dict[str, 
     rows, count, pixels = patches.shape
     field = np.zeros((rows, length, pixels), np.float32)
     field[:, 1 : 1 + count] = patches
-    columns = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    columns = np.arange(length, dtype=np.int32)
+    columns = np.broadcast_to(columns, (rows, length))
     real = columns <= count
     return {
         "patches": field,

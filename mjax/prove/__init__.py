@@ -20,7 +20,9 @@ import numpy as np
 from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.config.pattern import shortest
+from mjax.config.schema import Config
 from mjax.models.objective import further_lengths
+from mjax.models.vision import image_fields
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import DEEP, FEATURES, MOST_TP, NO_RING, ROWS, SIX, SMALL, STEPS, VOCAB
 from mjax.sharding.mesh import make_mesh
@@ -116,6 +118,14 @@ def make_neighbors(rows: int, count: int, length: int, vocab: int = VOCAB) -> np
     return np.where(np.arange(length) < ends, tokens, -1)
 
 
+def make_images(cfg: Config, rows: int, width: int) -> dict:
+    """The fields of random images, one a row of `width` columns."""
+    vision, size = cfg.model.vision, cfg.image_size
+    shape = rows, size, size, vision.num_channels
+    images = np.random.default_rng(3).normal(size=shape)
+    return image_fields(images, vision.patch_size, width)
+
+
 def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
     """A trainer of `feature` at step 0 on the first devices."""
     mesh = dict.fromkeys(AXES, 1) | cell.mesh
@@ -145,6 +155,8 @@ def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
     batch = make_batch(rows, width=width, target=further["target"])
     if trainer.cfg.model.is_retro:
         batch["neighbors"] = make_neighbors(rows, further["neighbors"], further["retrieved"])
+    if trainer.cfg.model.reads_images:
+        batch |= make_images(trainer.cfg, rows, width)
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
     first = {

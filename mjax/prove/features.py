@@ -219,6 +219,18 @@ FEATURES = {
         "model.hidden_dropout=0.1",
         "model.attention.attention_dropout=0.1",
     ],
+    "vit": [  # images of 10 tokens and padding, their positions resized from another grid
+        "model.layer_pattern=B",
+        "model.norm=layernorm",
+        "model.position_embedding=learned",
+        "model.vision={image_size: 8, patch_size: 4, num_channels: 2, num_labels: 5}",
+        "data.images.image_size=12",
+        "model.attention.attention_bias=true",
+        "model.mlp_gated=false",
+        "model.hidden_act=gelu",
+        "model.hidden_dropout=0.1",
+        "train.objective=classify_images",
+    ],
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
@@ -234,5 +246,6 @@ NO_RING = (
     "bert",
     "t5",
     "retro",
+    "vit",
 )
 MOST_TP = {"odd widths": 2}
