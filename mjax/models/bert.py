@@ -71,16 +71,17 @@ class Classifier(nnx.Module):
             role="head",
             hf=(f"{name}.weight",),
         )
-        self.pooler = None
-        if not cfg.reads_images:
+        self.has_pooler = not cfg.reads_images
+        if self.has_pooler:
             self.pooler = Dense(cfg, "pooler.dense", rngs, active=0.0)  # one token of a row
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
         self.bias = declare_bias(rngs, (labels,), (None,), f"{name}.bias")
 
     def __call__(self, first: jax.Array) -> jax.Array:
         """fp32 logits [B, C] of the first tokens [B, D]."""
-        pooler, weight = self.pooler, self.weight[...]
-        if pooler is not None:
+        weight = self.weight[...]
+        if self.has_pooler:
+            pooler = self.pooler
             first = jnp.tanh(first @ pooler.weight[...] + pooler.bias[...])
         logits = jnp.einsum("bd,cd->bc", first, weight, preferred_element_type=jnp.float32)
         return logits + self.bias[...].astype(jnp.float32)

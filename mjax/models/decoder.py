@@ -28,8 +28,9 @@ from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
 from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import rope_tables
+from mjax.models.projector import beside_images
 from mjax.models.streams import Activation, Streams
-from mjax.models.vision import PatchEmbedding, patches_of
+from mjax.models.vision import PatchEmbedding, features_of, rows_of_images
 from mjax.sharding.spec import ParamSpec
 
 # dropout call sites; those of layers are in `block.py`
@@ -67,9 +68,9 @@ class Decoder(nnx.Module):
         self.kinds = cfg.layer_kinds
         init = normal(cfg.initializer_range)
         table = _table(cfg, cfg.padded_vocab_size, "vocab", "tokens")
-        if cfg.reads_images:
-            self.patch_embedding = PatchEmbedding(cfg, rngs)
-        else:
+        if cfg.vision.patch_size:
+            self.patch_embedding = PatchEmbedding(cfg.tower, rngs)
+        if not cfg.reads_images:
             self.embedding = declare(rngs, table, init)
         if cfg.position_embedding == "learned" and not cfg.reads_images:
             positions = _table(cfg, cfg.max_position_embeddings, "positions", "positions")
@@ -112,6 +113,7 @@ class Decoder(nnx.Module):
         target: jax.Array | None = None,
         target_segments: jax.Array | None = None,
         neighbors: jax.Array | None = None,
+        images: jax.Array | None = None,
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh).
@@ -119,7 +121,8 @@ class Decoder(nnx.Module):
         `segments` and `types` are as in `Tokens`; padding is a segment of its own. An
         encoder-decoder reads `tokens` and gives logits [B, T, V] of its decoder's tokens, `target`
         int32 [B, T], with segments of their own. RETRO reads `neighbors` int32 [B, C*n, R] of each
-        of the C chunks of a row, -1 for padding.
+        of the C chunks of a row, -1 for padding. LLaVA reads `images` [B, I, H, W, C] in the places
+        of its tokens `model.vision.image_token_id`, in order.
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
         if (target is not None) != self.cfg.is_encoder_decoder:
@@ -133,6 +136,8 @@ class Decoder(nnx.Module):
                 "needs them: the texts that were retrieved for each chunk"
             )
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
+        if self.cfg.has_tower:
+            return self.logits(self.read(tokens, images, info, ctx)[0])
         if neighbors is not None:
             info, target = beside_neighbors(info, neighbors), tokens
             tokens = neighbor_rows(neighbors)
@@ -140,6 +145,31 @@ class Decoder(nnx.Module):
             info = replace(info, target=tokens_of(target.shape, segments=target_segments))
         x, _, _ = self.hidden(tokens, info, ctx, target=target)
         return self.logits(x)
+
+    def read(
+        self,
+        tokens: jax.Array,
+        images: jax.Array | None,
+        info: Tokens,
+        ctx: Context,
+        caches: Caches | None = None,
+    ) -> tuple[jax.Array, Caches | None]:
+        """(final activations [B, S, D] of tokens beside images [B, I, H, W, C], new caches).
+
+        Without images there are none in the text, or caches hold them.
+        """
+        vision, patches, size = self.cfg.vision, None, None
+        features, each = jnp.full_like(tokens, -1), 1
+        if images is not None:
+            each, size = images.shape[1:3]
+        length = vision.num_tokens(size)
+        if images is not None:
+            patches = jax.vmap(lambda x: rows_of_images(x, vision.patch_size, length))(images)
+            features = features_of(tokens, vision.image_token_id, length, length)
+        both = beside_images(info, features, (each, length), length)
+        x = self.embed_images(tokens, patches, both, ctx, vision.grid(size))
+        x, _, caches = self.layers(x, both, ctx, caches)
+        return ctx.parallel.gather_seq(self.normed(x.decoder)), caches
 
     def classify(
         self,
@@ -158,8 +188,8 @@ class Decoder(nnx.Module):
         Learned positions are resized where H is not `model.vision.image_size`.
         """
         vision, ctx = self.cfg.vision, Context()
-        patches = patches_of(images, vision.patch_size)
-        patches = jnp.pad(patches, ((0, 0), (1, 0), (0, 0)))  # of the class token
+        length = vision.num_tokens(images.shape[1])
+        patches = rows_of_images(images, vision.patch_size, length)
         info = tokens_of(patches.shape[:2])
         x = self.embed_patches(patches, info, ctx, vision.grid(images.shape[1]))
         return self.row_logits(self.layers(x, info, ctx)[0], ctx)
@@ -305,6 +335,9 @@ class Decoder(nnx.Module):
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
         x = scaled(x, cfg.embedding_multiplier)
+        if info.features is not None:  # the projector adds what stands there
+            is_text = parallel.shard_seq(info.features) < 0
+            x = jnp.where(is_text[..., None], x, 0)
         if cfg.position_embedding == "learned":
             positions = parallel.shard_seq(info.positions) + cfg.bert.position_offset
             x = x + _look_up(self.position_embedding[...], positions)
@@ -326,6 +359,25 @@ class Decoder(nnx.Module):
         """
         x = self.patch_embedding(patches, info, ctx, grid)
         return dropout(x, self.cfg.hidden_dropout, info, ctx, _EMBED_SALT)
+
+    def embed_images(
+        self,
+        tokens: jax.Array,
+        patches: jax.Array | None,
+        info: Tokens,
+        ctx: Context,
+        grid: int,
+    ) -> Streams:
+        """The input of the first layer, of tokens [B, S] and patches [B, I, T, C*P*P] of images.
+
+        Without patches the images' stream is left out.
+        """
+        encoder = None
+        if patches is not None:
+            rows = patches.reshape(-1, *patches.shape[2:])
+            encoder = self.embed_patches(rows, info, ctx, grid)
+        decoder = self.embed(tokens, info.target, ctx, salt=_TARGET_SALT)
+        return Streams(encoder, decoder, self.joint.weights())
 
     def embed_streams(
         self, tokens: jax.Array | None, target: jax.Array, info: Tokens, ctx: Context

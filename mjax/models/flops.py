@@ -21,6 +21,7 @@ from mjax.sharding.spec import ParamSpec, freeze, is_spec
 
 # Roles of the parameters that every token is multiplied with, besides the head.
 _MULTIPLIED = ("matrix", "router")
+_OF_SOURCE = ("cross_kv", "projector_up", "projector_down")  # matmuls of what a stream reads
 _AFTER_LAYERS = ("final_norm", "head", "masked_head", "classifier")
 
 
@@ -127,6 +128,9 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
         retro = model.retro
         neighbors = float(retro.num_neighbors * retro.num_retrieved_chunks)
         return Sides(Side(neighbors, retro.retrieved_length), text)
+    if model.has_tower:
+        length = model.vision.row_length()
+        return Sides(Side(model.vision.max_images * length / seq_length, length), text)
     if target_length is None:
         return Sides(text, text)
     return Sides(text, Side(target_length / seq_length, target_length))
@@ -134,7 +138,7 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
 
 def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: Sides) -> float:
     """The tokens that a weight is multiplied with for each that is counted; a mean over layers."""
-    of_source = spec.matmul == "cross_kv"
+    of_source = spec.matmul in _OF_SOURCE
     kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]
     shares = [sides.of(kind, other=of_source).share for kind in kinds]
     return sum(shares) / len(shares) if shares else 1.0

@@ -1,10 +1,12 @@
-"""The objective of image encoders: the class of an image (ViT, arXiv 2010.11929).
+"""Objectives that read images: the class of an image (ViT, arXiv 2010.11929), and the next token of
+a text with images (LLaVA, arXiv 2304.08485).
 
-A data set of images (`data/images.py`) gives all fields.
+A data set (`data/images.py`) gives all fields.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -14,8 +16,10 @@ from mjax.config.vision_schema import VisionConfig
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.masked import ROW_LABEL, OfRows
-from mjax.models.objective import Batch, BatchField, HostBatch
-from mjax.models.vision import image_fields
+from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
+from mjax.models.projector import beside_images
+from mjax.models.streams import Streams
+from mjax.models.vision import features_of, image_fields
 
 PATCHES = BatchField(np.float32, ("batch", "seq", "pixels"))
 
@@ -54,3 +58,69 @@ class ClassifyImages(OfRows):
         images = [np.random.default_rng((seed, step, row)).random(shape) for row in rows]
         fields = image_fields(np.stack(images), vision.patch_size, batch["positions"].shape[1])
         return fields | {"row_label": (rows % vision.num_labels).astype(np.int32)}
+
+
+@dataclass(frozen=True)
+class WithImages(NextToken):
+    """The cross-entropy of the next token in nats, a mean over unmasked tokens of texts.
+
+    A token `model.vision.image_token_id` stands for a patch. It counts in no loss, and neither does
+    what is predicted from it. "patches", fp32 [B, I, T, C*P*P], are those of the images of a row, a
+    row each (`models/vision.py`), zeros where there are fewer. "features" say which of all tokens
+    of its row's images stands in a token's place (`Tokens`).
+    """
+
+    cfg: Config
+
+    fields: ClassVar[Mapping[str, BatchField]] = NextToken.fields | {
+        "patches": BatchField(np.float32, ("batch", "images", "image_tokens", "pixels")),
+        "features": BatchField(np.int32, pad=-1),
+    }
+
+    @property
+    def vision(self) -> VisionConfig:
+        return self.cfg.model.vision
+
+    def mask(self, batch: Batch) -> jax.Array:
+        """fp32 [B, S]: the tokens that count."""
+        is_text = batch["tokens"] != self.vision.image_token_id
+        predicts_text = batch["labels"] != self.vision.image_token_id
+        return batch["loss_mask"] * is_text * predicts_text
+
+    def counts(self, batch: Batch) -> Scalars:
+        return super().counts(batch | {"loss_mask": self.mask(batch)})
+
+    def tokens(self, text: Tokens, batch: Batch) -> Tokens:
+        """Facts about the tokens of images beside those of a text."""
+        size = self.cfg.image_size
+        images = self.vision.max_images, self.vision.row_length(size)
+        count = self.vision.num_tokens(size)
+        return beside_images(text, batch["features"], images, count, batch["image_columns"])
+
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+        grid = self.vision.grid(self.cfg.image_size)
+        return edges.embed_images(batch["tokens"], batch["patches"], tokens, ctx, grid)
+
+    def losses(
+        self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
+    ) -> Scalars:
+        masked = batch | {"loss_mask": self.mask(batch)}
+        return super().losses(edges, x.decoder, masked, tokens, ctx)
+
+    def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
+        """A random image at the start of each row, for speed tests, where the data has none.
+
+        "features" follow from the tokens.
+        """
+        vision, size, made = self.vision, self.cfg.image_size, {}
+        length, count = vision.row_length(size), vision.num_tokens(size)
+        tokens = batch["tokens"]
+        if "patches" not in batch:
+            tokens = tokens.copy()
+            tokens[:, : count - 1] = vision.image_token_id
+            shape = size, size, vision.num_channels
+            images = [np.random.default_rng((seed, step, row)).random(shape) for row in rows]
+            patches = image_fields(np.stack(images), vision.patch_size, length)["patches"]
+            none = (0, 0), (0, vision.max_images - 1), (0, 0), (0, 0)
+            made = {"tokens": tokens, "patches": np.pad(patches[:, None], none)}
+        return made | {"features": features_of(tokens, vision.image_token_id, count, length)}

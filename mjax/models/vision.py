@@ -15,6 +15,7 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.context import Context, Tokens
+from mjax.models.norm import Norm
 from mjax.models.params import declare, declare_bias, normal
 from mjax.sharding.spec import ParamSpec
 
@@ -24,8 +25,9 @@ _CUBIC = -0.75  # the slope of the kernel that torch resizes with
 class PatchEmbedding(nnx.Module):
     """[B, S, C*P*P] pixels of patches -> [B, S/tp, D], positions added.
 
-    `weight` is [C, P, P, D]. The row of column 0 holds the class token, and its pixels are not
-    read. `positions` are of the class token, and of the grid of `model.vision.image_size`.
+    `cfg` has the sizes of the tower. `weight` is [C, P, P, D]. The row of column 0 holds the class
+    token, and its pixels are not read. `positions` are of the class token, and of the grid of
+    `model.vision.image_size`.
     """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
@@ -40,7 +42,10 @@ class PatchEmbedding(nnx.Module):
             hf=("model.embed_patches.weight",),
         )
         self.weight = declare(rngs, weight, init)
-        self.bias = declare_bias(rngs, (width,), ("embed",), "model.embed_patches.bias")
+        if vision.patch_bias:
+            self.bias = declare_bias(rngs, (width,), ("embed",), "model.embed_patches.bias")
+        if vision.embedding_norm:
+            self.norm = Norm(cfg, (width,), ("embed",), "model.embed_images_norm", rngs)
         name = "model.embed_class"
         class_token = ParamSpec((width,), ("embed",), "embedding", hf=(name,))
         self.class_token = declare(rngs, class_token, init)
@@ -48,7 +53,7 @@ class PatchEmbedding(nnx.Module):
             shape=(vision.num_tokens(), width),
             axes=("positions", "embed"),
             role="embedding",
-            hf=("model.embed_positions",),
+            hf=("model.embed_image_positions",),
         )
         self.positions = declare(rngs, positions, init)
 
@@ -57,12 +62,15 @@ class PatchEmbedding(nnx.Module):
         parallel = ctx.parallel
         weight = self.weight[...]
         pixels = parallel.shard_seq(patches).astype(weight.dtype)
-        x = pixels @ weight.reshape(-1, weight.shape[-1]) + self.bias[...]
+        x = pixels @ weight.reshape(-1, weight.shape[-1])
+        if self.cfg.vision.patch_bias:
+            x = x + self.bias[...]
         columns = parallel.shard(tokens.columns, "tp", 0)
         is_class = columns[:, None] == 0
         x = jnp.where(is_class, self.class_token[...], x)
         positions = parallel.shard_seq(tokens.positions)
-        return x + jnp.take(self.table(grid), positions, axis=0)
+        x = x + jnp.take(self.table(grid), positions, axis=0)
+        return self.norm(x) if self.cfg.vision.embedding_norm else x
 
     def table(self, grid: int) -> jax.Array:
         """The positions of a grid of `grid` x `grid` patches behind that of the class token."""
@@ -123,6 +131,27 @@ def patches_of(images: np.ndarray, patch_size: int) -> np.ndarray:
     cut = images.reshape(shape)
     cut = cut.transpose(0, 1, 3, 5, 2, 4)
     return cut.reshape(batch, rows * columns, -1)
+
+
+def rows_of_images(images: jax.Array, patch_size: int, length: int) -> jax.Array:
+    """[B, H, W, C] -> rows [B, length, C*P*P]: nothing, the patches, padding."""
+    patches = patches_of(images, patch_size)
+    behind = length - 1 - patches.shape[1]
+    return jnp.pad(patches, ((0, 0), (1, behind), (0, 0)))
+
+
+def features_of(
+    tokens: np.ndarray | jax.Array, image_token_id: int, num_tokens: int, length: int
+) -> np.ndarray | jax.Array:
+    """int32 [B, S]: `Tokens.features` of texts whose tokens `image_token_id` stand for patches.
+
+    They are those of the images of a row in order. An image has `num_tokens` tokens, the class
+    token among them, in a row of `length`.
+    """
+    stands = tokens == image_token_id
+    number = stands.cumsum(1) - 1
+    image, patch = divmod(number, num_tokens - 1)
+    return (stands * (image * length + patch + 2) - 1).astype(np.int32)
 
 
 def image_fields(images: np.ndarray, patch_size: int, length: int) -> dict[str, np.ndarray]:

@@ -231,10 +231,18 @@ FEATURES = {
         "model.hidden_dropout=0.1",
         "train.objective=classify_images",
     ],
+    "llava": [  # up to two images in a text of another width, patches resized
+        "model.layer_pattern='V,[P],G*2'",
+        "model.vision={image_size: 8, patch_size: 4, num_channels: 2, hidden_size: 16, "
+        "intermediate_size: 24, num_attention_heads: 8, hidden_act: quick_gelu, patch_bias: false, "
+        "embedding_norm: true, image_token_id: 7, max_images: 2}",
+        "model.hidden_dropout=0.1",
+    ],
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
     "t5": ["model.layer_pattern='B*4,[GXD]*4'"],
+    "llava": ["model.layer_pattern='V*3,[P],G*4'"],
     "retro": ["model.layer_pattern='G,[G],[BCD]*2,[RD],G,[GRD]*2'"],
 }
 NO_RING = (
@@ -247,5 +255,6 @@ NO_RING = (
     "t5",
     "retro",
     "vit",
+    "llava",
 )
 MOST_TP = {"odd widths": 2}
