@@ -73,6 +73,14 @@ def towers_divide(c: Config) -> Iterator[str]:
         yield "`model.vision.num_attention_heads` over tp is not divisible by `mesh.cp` for a2a"
 
 
+@rule("set data.images.path to a file of JSON lines, and data.tokenizer")
+def texts_with_images_given(c: Config) -> Iterator[str]:
+    has_tokenizer = not (c.data.tokenizer or "train:").startswith("train:")
+    is_given = c.data.images.path is not None and has_tokenizer
+    if c.model.has_tower and not c.data.mock and not is_given:
+        yield "`model.layer_pattern` has V blocks, but the data no images or no `data.tokenizer`"
+
+
 @rule("set it back to its default")
 def towers_lack(c: Config) -> Iterator[str]:
     model = c.model

@@ -78,8 +78,7 @@ class ImageDataset:
                     f"{sample.name}: class {sample.label} is none of "
                     f"model.vision.num_labels={classes}"
                 )
-        self.bad: set[str] = set()
-        self.lock = threading.Lock()
+        self.reader = ImageReader(cfg, len(self.samples))
 
     def __len__(self) -> int:
         return self.size
@@ -89,32 +88,46 @@ class ImageDataset:
         cfg = self.cfg
         numbers = shuffled(indices, len(self.samples), cfg.run.seed)
         chosen = [self.samples[number] for number in numbers]
-        side, channels = cfg.image_size, cfg.model.vision.num_channels
-        images = np.zeros((len(chosen), side, side, channels), np.float32)
-        labels = np.full(len(chosen), -1, np.int32)
-        for row, sample in enumerate(chosen):
-            try:
-                images[row] = decode(sample.read(), side, channels)
-                labels[row] = sample.label
-            except (*UNREADABLE, ValueError, SyntaxError, ArithmeticError) as e:
-                self._skip(sample.name, e)
-        images = (images - cfg.data.images.mean) / cfg.data.images.std
+        found = [self.reader.read(sample.name, sample.read) for sample in chosen]
+        labels = [-1 if f is None else s.label for f, s in zip(found, chosen, strict=True)]
+        images = np.stack([self.reader.nothing if image is None else image for image in found])
         fields = image_fields(images, cfg.model.vision.patch_size, cfg.data.seq_length)
-        return fields | {"row_label": labels}
+        return fields | {"row_label": np.array(labels, np.int32)}
 
-    def _skip(self, name: str, why: Exception) -> None:
-        """Tell of an image that cannot be decoded, once."""
+
+class ImageReader:
+    """Decodes and scales the images of a run; what it cannot decode it names in the log, once."""
+
+    def __init__(self, cfg: Config, count: int):
+        """`count`: how many samples there are."""
+        self.scale, self.side = cfg.data.images, cfg.image_size
+        self.channels, self.count = cfg.model.vision.num_channels, count
+        self.bad: set[str] = set()
+        self.lock = threading.Lock()
+
+    @property
+    def nothing(self) -> np.ndarray:
+        """What stands for an image that is not there."""
+        return np.zeros((self.side, self.side, self.channels), np.float32)
+
+    def read(self, name: str, read: Callable[[], bytes | np.ndarray]) -> np.ndarray | None:
+        """fp32 [H, W, C], or None for an image that cannot be decoded."""
+        try:
+            pixels = decode(read(), self.side, self.channels)
+        except (*UNREADABLE, SyntaxError, ArithmeticError) as e:
+            self.skip(name, " ".join(str(e).split()) or type(e).__name__)
+            return None
+        return ((pixels - self.scale.mean) / self.scale.std).astype(np.float32)
+
+    def skip(self, name: str, why: str) -> None:
+        """Tell of a sample that is left out."""
         with self.lock:
             is_new = name not in self.bad
             self.bad.add(name)
         if is_new:
-            log.warning(
-                "data.images: %s cannot be decoded and is left out (%s); %d of %d so far",
-                name,
-                " ".join(str(why).split()) or type(why).__name__,
-                len(self.bad),
-                len(self.samples),
-            )
+            bad = len(self.bad)
+            say = "data.images: %s cannot be used and is left out (%s); %d of %d so far"
+            log.warning(say, name, why, bad, self.count)
 
 
 def decode(encoded: bytes | np.ndarray, side: int, channels: int) -> np.ndarray:

@@ -142,16 +142,21 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
 
 def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
     """The images of a run, and held-out ones."""
-    from mjax.data.images import ImageDataset  # imports jax, as grain does
+    from mjax.data.captions import ImageTextDataset  # they import jax, as grain does
+    from mjax.data.images import ImageDataset
 
+    make = partial(ImageDataset, cfg=cfg)
+    if cfg.model.has_tower:
+        tokenizer = load_tokenizer(cfg.data.tokenizer)
+        make = partial(ImageTextDataset, cfg=cfg, tokenizer=tokenizer)
     images, shares = cfg.data.images, cfg.data.split
     others = images.valid_path is not None
-    train = ImageDataset(images.path, "train", [1.0, 0, 0] if others else shares, num_train, cfg)
+    train = make(images.path, "train", [1.0, 0, 0] if others else shares, num_train)
     if not num_valid:
         return train, None
     if others:
-        return train, ImageDataset(images.valid_path, "valid", [0, 1.0, 0], num_valid, cfg)
-    return train, ImageDataset(images.path, "valid", shares, num_valid, cfg)
+        return train, make(images.valid_path, "valid", [0, 1.0, 0], num_valid)
+    return train, make(images.path, "valid", shares, num_valid)
 
 
 def _labelled(cfg: Config) -> Callable[..., Dataset]:

@@ -183,7 +183,7 @@ def test_bad_images_are_left_out_counted_and_named(tmp_path, caplog):
         batches = [data.batch(np.arange(7 * e, 7 * e + 7)) for e in (0, 1)]
     assert all((batch["row_label"] == -1).sum() == 1 for batch in batches)
     (line,) = (record.getMessage() for record in caplog.records)
-    assert "1/broken.png cannot be decoded and is left out" in line and "1 of 7 so far" in line
+    assert "1/broken.png cannot be used and is left out" in line and "1 of 7 so far" in line
 
 
 def test_what_is_no_source_is_said(tmp_path):
