@@ -159,7 +159,7 @@ def _tower() -> Part:
         vision = {"model_type": "clip_vision_model", "num_hidden_layers": _towers(cfg)}
         vision |= _TOWER.write(cfg) | {"hidden_act": names[cfg.vision.hidden_act]}
         ids = {"image_token_index": cfg.vision.image_token_id}
-        patches = cfg.vision.num_tokens() - 1
+        patches = cfg.vision.patch_size and cfg.vision.num_tokens() - 1
         return {
             "vision_config": vision,
             "vision_feature_layer": -1,

@@ -112,7 +112,7 @@ def patches_fill_an_image(c: Config) -> Iterator[str]:
 
 @rule("raise it; what is more is padding, which no patch sees")
 def rows_hold_an_image(c: Config) -> Iterator[str]:
-    if not c.model.reads_images:
+    if not c.model.vision.patch_size:
         return
     needed = c.model.vision.num_tokens(c.image_size)
     if c.data.seq_length < needed:

@@ -138,6 +138,8 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
 
 def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: Sides) -> float:
     """The tokens that a weight is multiplied with for each that is counted; a mean over layers."""
+    if stack == "patch_embedding":
+        return sides.encoder.share
     of_source = spec.matmul in _OF_SOURCE
     kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]
     shares = [sides.of(kind, other=of_source).share for kind in kinds]

@@ -22,6 +22,18 @@ from mjax.models.streams import Streams
 from mjax.models.vision import features_of, image_fields
 
 PATCHES = BatchField(np.float32, ("batch", "seq", "pixels"))
+PATCHES_OF_TEXTS = BatchField(np.float32, ("batch", "images", "image_tokens", "pixels"))
+
+
+def random_images(cfg: Config, seed: int, step: int, rows: np.ndarray) -> np.ndarray:
+    """[B, H, W, C] for rows `rows` of the global batch of a step, for speed tests."""
+    size = cfg.image_size
+    shape = size, size, cfg.model.vision.num_channels
+    images = []
+    for row in rows:
+        rng = np.random.default_rng((seed, step, row))
+        images.append(rng.random(shape))
+    return np.stack(images)
 
 
 @dataclass(frozen=True)
@@ -30,34 +42,33 @@ class ClassifyImages(OfRows):
 
     "patches" are fp32 [B, S, C*P*P] (`models/vision.py`). With `measures` there is also the part of
     the images that the model gets right, "accuracy".
-
-    image_size: pixels of a side of the images of this run.
     """
 
-    vision: VisionConfig
-    image_size: int
+    cfg: Config
     measures: bool = False
 
     @classmethod
     def of(cls, cfg: Config) -> "ClassifyImages":
-        return cls(cfg.model.vision, cfg.image_size)
+        return cls(cfg)
 
     @property
     def fields(self) -> Mapping[str, BatchField]:
         return {"patches": PATCHES, "row_label": ROW_LABEL}
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
-        return edges.embed_patches(batch["patches"], tokens, ctx, self.vision.grid(self.image_size))
+        grid = self.cfg.model.vision.grid(self.cfg.image_size)
+        return edges.embed_patches(batch["patches"], tokens, ctx, grid)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Random images and their classes, for speed tests; nothing where the data set has them."""
         if "patches" in batch:
             return {}
-        size, vision = self.image_size, self.vision
-        shape = size, size, vision.num_channels
-        images = [np.random.default_rng((seed, step, row)).random(shape) for row in rows]
-        fields = image_fields(np.stack(images), vision.patch_size, batch["positions"].shape[1])
-        return fields | {"row_label": (rows % vision.num_labels).astype(np.int32)}
+        vision = self.cfg.model.vision
+        images = random_images(self.cfg, seed, step, rows)
+        length = batch["positions"].shape[1]
+        fields = image_fields(images, vision.patch_size, length)
+        labels = rows % vision.num_labels
+        return fields | {"row_label": labels.astype(np.int32)}
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class WithImages(NextToken):
     cfg: Config
 
     fields: ClassVar[Mapping[str, BatchField]] = NextToken.fields | {
-        "patches": BatchField(np.float32, ("batch", "images", "image_tokens", "pixels")),
+        "patches": PATCHES_OF_TEXTS,
         "features": BatchField(np.int32, pad=-1),
     }
 
@@ -83,23 +94,36 @@ class WithImages(NextToken):
 
     def mask(self, batch: Batch) -> jax.Array:
         """fp32 [B, S]: the tokens that count."""
-        is_text = batch["tokens"] != self.vision.image_token_id
-        predicts_text = batch["labels"] != self.vision.image_token_id
-        return batch["loss_mask"] * is_text * predicts_text
+        mask = batch["loss_mask"]
+        for name in ("tokens", "labels"):
+            mask = mask * (batch[name] != self.vision.image_token_id)
+        return mask
 
     def counts(self, batch: Batch) -> Scalars:
-        return super().counts(batch | {"loss_mask": self.mask(batch)})
+        masked = batch | {"loss_mask": self.mask(batch)}
+        return super().counts(masked)
 
     def tokens(self, text: Tokens, batch: Batch) -> Tokens:
         """Facts about the tokens of images beside those of a text."""
-        size = self.cfg.image_size
-        images = self.vision.max_images, self.vision.row_length(size)
-        count = self.vision.num_tokens(size)
-        return beside_images(text, batch["features"], images, count, batch["image_columns"])
+        size, vision = self.cfg.image_size, self.vision
+        images = vision.max_images, vision.row_length(size)
+        return beside_images(
+            text,
+            batch["features"],
+            images,
+            vision.num_tokens(size),
+            batch["image_columns"],
+        )
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         grid = self.vision.grid(self.cfg.image_size)
-        return edges.embed_images(batch["tokens"], batch["patches"], tokens, ctx, grid)
+        return edges.embed_images(
+            batch["tokens"],
+            batch["patches"],
+            tokens,
+            ctx,
+            grid,
+        )
 
     def losses(
         self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
@@ -112,15 +136,20 @@ class WithImages(NextToken):
 
         "features" follow from the tokens.
         """
-        vision, size, made = self.vision, self.cfg.image_size, {}
-        length, count = vision.row_length(size), vision.num_tokens(size)
+        vision, made = self.vision, {}
+        size = self.cfg.image_size
+        length = vision.row_length(size)
+        count = vision.num_tokens(size)
         tokens = batch["tokens"]
         if "patches" not in batch:
             tokens = tokens.copy()
             tokens[:, : count - 1] = vision.image_token_id
-            shape = size, size, vision.num_channels
-            images = [np.random.default_rng((seed, step, row)).random(shape) for row in rows]
-            patches = image_fields(np.stack(images), vision.patch_size, length)["patches"]
-            none = (0, 0), (0, vision.max_images - 1), (0, 0), (0, 0)
-            made = {"tokens": tokens, "patches": np.pad(patches[:, None], none)}
-        return made | {"features": features_of(tokens, vision.image_token_id, count, length)}
+            images = random_images(self.cfg, seed, step, rows)
+            fields = image_fields(images, vision.patch_size, length)
+            first = fields["patches"]
+            shape = len(rows), vision.max_images, *first.shape[1:]
+            patches = np.zeros(shape, np.float32)
+            patches[:, 0] = first
+            made = {"tokens": tokens, "patches": patches}
+        made["features"] = features_of(tokens, vision.image_token_id, count, length)
+        return made

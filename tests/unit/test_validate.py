@@ -35,6 +35,11 @@ RETRO = ["model.layer_pattern='[G],[BCD],[RD],[GRD]'", "data.seq_length=128"]
 VIT = ["model.layer_pattern=B", "model.position_embedding=learned"]
 VIT += ["model.vision={image_size: 32, patch_size: 8, num_labels: 3}"]
 VIT += ["train.objective=classify_images"]
+LLAVA = ["model.layer_pattern='V,[P],G*2'", "data.seq_length=32"]
+LLAVA += [
+    "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
+    "num_attention_heads: 2, image_token_id: 9}"
+]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
@@ -228,6 +233,26 @@ BROKEN = {
         "train.objective='next_token' reads tokens, but model.vision.patch_size=8",
     ),
     "towers_see_all_patches": ([*VIT, "model.layer_pattern=G"], "model.layer_pattern='G': an"),
+    "towers_stand_before_a_projector": (
+        [*LLAVA, "model.layer_pattern='V,[P],B,G'"],
+        "model.layer_pattern='V,[P],B,G': a text with images has layers V",
+    ),
+    "towers_have_sizes": (
+        [*LLAVA, "model.vision.intermediate_size=0"],
+        "model.vision.intermediate_size=0 is needed for V blocks",
+    ),
+    "towers_divide": (
+        [*LLAVA, "mesh.tp=4"],
+        "model.vision.num_attention_heads=2 is not divisible by mesh.tp=4",
+    ),
+    "texts_with_images_given": (
+        [*LLAVA, "data.mock=false", "data.text=x", "data.tokenizer=byte"],
+        "the data no images",
+    ),
+    "towers_lack": (
+        [*LLAVA, "model.residual_multiplier=0.5"],
+        "model.residual_multiplier=0.5 is not built beside V blocks",
+    ),
     "patches_fill_an_image": (
         [*VIT, "data.images.image_size=30"],
         "data.images.image_size=30 is no multiple of model.vision.patch_size=8",
