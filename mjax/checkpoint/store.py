@@ -183,8 +183,13 @@ class Store:
 
     def poll(self) -> None:
         """Raise `SaveFailed` if a save has failed by now; never waits for one under way."""
-        if self._saving is not None and not self._manager.is_saving_in_progress():
+        if self._saving is not None and not self.is_saving:
             self._end_save()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the last save that this process began is still being written."""
+        return self._saving is not None and self._manager.is_saving_in_progress()
 
     def latest_step(self) -> int | None:
         """The newest step, one that is being written among them, or None; all processes agree."""

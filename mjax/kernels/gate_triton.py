@@ -305,23 +305,24 @@ def _share(x, ACT: tl.constexpr):
 
 @triton.jit
 def _normal_distribution(x):
-    """The normal distribution function, to 2e-7 of itself, and its density.
+    """The normal distribution function, to 1e-6 of itself for x > -4, and its density.
 
-    The tail is that of erfc in Press et al., Numerical Recipes, section 6.2.
+    Both are factors of exp(-x^2 / 2), which is made once. What is left of the function's tail is
+    erfcx(|x| / sqrt(2)) / 2: t times a polynomial in t, to 1.3e-7 of itself for all x (a minimax
+    fit of our own).
     """
-    exponent = -0.7213475204 * x * x  # of 2
-    t = 1.0 / (1.0 + 0.3535533906 * tl.abs(x))
-    p = 0.17087277 * t - 0.82215223
-    p = p * t + 1.48851587
-    p = p * t - 1.13520398
-    p = p * t + 0.27886807
-    p = p * t - 0.18628806
-    p = p * t + 0.09678418
-    p = p * t + 0.37409196
-    p = p * t + 1.00002368
-    p = p * t - 1.26551223
-    tail = 0.5 * t * tl.exp2(1.442695041 * p + exponent)
-    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804 * tl.exp2(exponent)
+    bell = tl.exp2(-0.7213475204 * x * x)
+    t = 1.0 / (1.0 + 0.2828427125 * tl.abs(x))
+    p = 0.0502725158 * t - 0.182943307
+    p = p * t + 0.169154339
+    p = p * t - 0.00566727696
+    p = p * t + 0.141460657
+    p = p * t + 0.168533958
+    p = p * t + 0.207843851
+    p = p * t + 0.225669525
+    p = p * t + 0.225675863
+    tail = 0.5 * t * p * bell
+    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804 * bell
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from mjax.bench import collective, data, decode, kernel, report, train
+from mjax.bench import checkpoint, collective, data, decode, kernel, report, train
 from mjax.bench.breakdown import Event, breakdown, classify, parse, profile, top
 from mjax.config import load
 from mjax.errors import UserError
@@ -263,6 +263,27 @@ def test_data_path_is_measured(capsys):
     index, loader = map(json.loads, capsys.readouterr().out.splitlines())
     assert (index["bench"], loader["bench"]) == ("data_index", "data_loader")
     assert loader["tokens_per_second"] > 0 and loader["ms"] > 0
+
+
+def test_a_save_and_a_restore_are_measured(tmp_path, capsys):
+    argv = ["--dir", str(tmp_path), "--steps=2", "mesh.dp=8", "mesh.zero=0"]
+    assert checkpoint.main([*argv, *TINY]) == 0
+    record = json.loads(capsys.readouterr().out)
+    parameters = 2 * 64 * 16  # embedding and head; blocks and moments come on top
+    assert record["gb"] > 3 * 4 * parameters / 1e9
+    assert record["save_s"] > record["ms"] / 1e3 and record["replica_check_ms"] > 0
+    positive = "step_ms", "writing_ms", "restore_gb_s", "disk_write_gb_s", "disk_read_gb_s"
+    assert min(record[name] for name in positive) > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [(["--dir=/nowhere"], "name another"), (["--steps=1"], "at least two steps")],
+)
+def test_what_cannot_be_saved_is_one_line(argv, message):
+    with pytest.raises(UserError, match=message):
+        checkpoint.main([*argv, *TINY])
 
 
 def test_launches_are_timed_one_by_one(monkeypatch):

@@ -88,7 +88,7 @@ def test_kernel_is_plain_jax(monkeypatch, size, tile, name, dtype):
     for a, e in zip(got, want, strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype)
         a, e = exact(a), exact(e)
-        assert np.mean(a != e) < 1e-3
+        assert np.sum(a != e) <= max(1, 1e-3 * a.size)
         np.testing.assert_allclose(a, e, rtol=0.26 if want[0].dtype.itemsize == 1 else 1e-2)
 
 
