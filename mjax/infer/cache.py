@@ -99,7 +99,7 @@ def extend(
     info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
     ctx = Context(attention="xla")
     if model.cfg.has_tower:
-        x, layers = model.read(ids, images, info, ctx, cache.layers)
+        x, _, layers = model.read(ids, images, info, ctx, cache.layers)
     elif cache.source is None:
         x, _, layers = model.hidden(ids, info, ctx, cache.layers)
     else:

@@ -153,8 +153,8 @@ class Decoder(nnx.Module):
         info: Tokens,
         ctx: Context,
         caches: Caches | None = None,
-    ) -> tuple[jax.Array, Caches | None]:
-        """(final activations [B, S, D] of tokens beside images [B, I, H, W, C], new caches).
+    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
+        """`hidden` of tokens beside images [B, I, H, W, C].
 
         Without images there are none in the text, or caches hold them.
         """
@@ -168,8 +168,9 @@ class Decoder(nnx.Module):
             features = features_of(tokens, vision.image_token_id, length, length)
         both = beside_images(info, features, (each, length), length)
         x = self.embed_images(tokens, patches, both, ctx, vision.grid(size))
-        x, _, caches = self.layers(x, both, ctx, caches)
-        return ctx.parallel.gather_seq(self.normed(x.decoder)), caches
+        x, statistics, caches = self.layers(x, both, ctx, caches)
+        x = ctx.parallel.gather_seq(self.normed(x.decoder))
+        return x, statistics, caches
 
     def classify(
         self,
@@ -208,6 +209,8 @@ class Decoder(nnx.Module):
         sequences. There is a cache for each layer. An encoder-decoder gives the activations of its
         decoder's tokens, `target` [B, T]; without `tokens` it takes what it read from the caches.
         """
+        if self.cfg.has_tower:
+            return self.read(tokens, None, info, ctx, caches)
         if target is None:
             x = self.embed(tokens, info, ctx)
         else:

@@ -231,7 +231,7 @@ FEATURES = {
         "model.hidden_dropout=0.1",
         "train.objective=classify_images",
     ],
-    "llava": [  # up to two images in a text of another width, patches resized
+    "llava": [  # up to two images in a text of another width
         "model.layer_pattern='V,[P],G*2'",
         "model.vision={image_size: 8, patch_size: 4, num_channels: 2, hidden_size: 16, "
         "intermediate_size: 24, num_attention_heads: 8, hidden_act: quick_gelu, patch_bias: false, "

@@ -107,6 +107,9 @@ def test_flops_are_those_of_patches_and_of_texts():
     assert parts["matmul"] == pytest.approx(6 * (share * (tower + projector + patches) + text))
     scores = 12 * 32 * 24 / 2 + share * 12 * 16 * 16
     assert parts["attention"] == pytest.approx(scores)
+    frozen = flops_by_part(cfg, 24, ["vision_mlp.*", "patch_embedding.*"])  # forward alone
+    less = 4 * share * (tower + patches) + 2 / 3 * share * 12 * 16 * 16
+    assert sum(parts.values()) - sum(frozen.values()) == pytest.approx(less)
 
 
 def test_images_for_speed_tests_stand_first_in_a_row():
