@@ -38,6 +38,10 @@ CONV_TAPS = 4  # of our causal convolution: it holds as many tokens in registers
 SSD_CHANNELS = 64  # of a head that a program of the scan takes
 SSD_STATES = (64, 128)  # a larger one does not fit the registers
 
+DELTA_CHUNK = 64  # tokens whose systems our kernel solves
+DELTA_CHANNELS = 64  # of a head's values that a program takes
+DELTA_KEYS = (64, 128)  # a larger state does not fit the registers
+
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 
 NO_GPU = "there is no GPU"
@@ -278,9 +282,18 @@ def _ssd(x: Inputs, *, state: int) -> Choice:
     return _on_gpu(x.device, "a program walks the chunks of a head with its state")
 
 
-def _gated_delta(x: Inputs) -> Choice:
-    """Of values [B, S, H, P]."""
-    return Choice("xla", "mjax has no kernel for it")
+def _gated_delta(x: Inputs, *, width: int, chunk: int) -> Choice:
+    """Of values [..., H, P] and keys of N = `width`, in chunks of so many tokens."""
+    if x.dtype != jnp.bfloat16:
+        return Choice("xla", f"our kernels take no {x.dtype}")
+    if chunk != DELTA_CHUNK:
+        return Choice("xla", f"our kernels solve chunks of {DELTA_CHUNK} tokens, not {chunk}")
+    if x.shape[-1] % DELTA_CHANNELS:
+        wanted = f"no multiple of {DELTA_CHANNELS} channels"
+        return Choice("xla", f"heads of {x.shape[-1]} are {wanted}")
+    if width not in DELTA_KEYS:
+        return Choice("xla", f"our kernels take keys of {DELTA_KEYS}, not {width}")
+    return _on_gpu(x.device, "a program walks the chunks of a head with its state")
 
 
 def _causal_conv(x: Inputs, *, taps: int) -> Choice:

@@ -19,7 +19,8 @@ chunk goes the state alone.
 Invariant: states, decays, sums and the system are fp32 (fp64 for inputs of fp64). Other matmuls
 read their operands in v's dtype. The backward keeps the inputs and the states between chunks, [B,
 C, H, P, N], and computes all else again, matrices of few chunks at a time (`chunks.py`). So memory
-is linear in the length. It is plain JAX on every device.
+is linear in the length. On GPUs our Triton kernels (`gated_delta_fused.py`) solve the systems and
+walk from chunk to chunk where the chooser says so.
 
 Letters: B batch, S sequence, C chunks, Q tokens of a chunk, G heads of keys, R heads of values of
 each, H = G R, N channels of a key, P channels of a value.
@@ -33,6 +34,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mjax.kernels import gated_delta_fused as fused
+from mjax.kernels.chooser import choose
 from mjax.kernels.chunks import (
     by_group,
     cut,
@@ -206,15 +209,22 @@ def _solve(inputs: DeltaInputs, decays: Decays) -> tuple[jax.Array, jax.Array]:
     seen = by_group((beta * decays.seen)[..., None], groups)
     right = by_group(v * beta[..., None], groups), k[:, :, None] * seen
     right = jnp.concatenate([side.astype(wide) for side in right], -1)
-    made = lax.linalg.triangular_solve(
-        system * by_heads,
-        jnp.moveaxis(right, 0, 2),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
+    solve = fused.solve if _has_kernel(v, k) else _solve_triangular
+    made = solve(system * by_heads, jnp.moveaxis(right, 0, 2))
     made = jnp.moveaxis(made, 2, 0).reshape(*v.shape[:2], -1).astype(v.dtype)
     return made[..., : v.shape[-1]], made[..., v.shape[-1] :]
+
+
+def _has_kernel(v: jax.Array, k: jax.Array) -> bool:
+    """Whether our kernels take chunks of values [..., Q, H, P] and keys [..., Q, G, N]."""
+    tokens, width = k.shape[-3], k.shape[-1]
+    return choose("gated_delta", v.dtype, v.shape, width=width, chunk=tokens).name == "triton"
+
+
+def _solve_triangular(system: jax.Array, right: jax.Array) -> jax.Array:
+    """x [..., Q, W] of (I + system) x = right, of what is below the diagonal of system."""
+    sides = {"left_side": True, "lower": True, "unit_diagonal": True}
+    return lax.linalg.triangular_solve(system, right, **sides)
 
 
 def _output_of_chunk(
@@ -260,12 +270,18 @@ def _pass_states(chunks: Chunk, initial: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _pass_forward(chunks: Chunk, initial: jax.Array):
-    states, final = pass_states(_advance, chunks, initial)
+    if _has_kernel(chunks.values, chunks.readers):
+        states, final = fused.states_of(chunks, initial)
+    else:
+        states, final = pass_states(_advance, chunks, initial)
     states = checkpoint_name(states, STATES)
     return (states, final), (chunks, states)
 
 
 def _pass_back(saved: tuple, gradients: tuple):
+    chunks, _ = saved
+    if _has_kernel(chunks.values, chunks.readers):
+        return fused.gradients_of(*saved, *gradients)
     return pass_back(_advance, *saved, gradients)
 
 

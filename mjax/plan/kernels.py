@@ -84,7 +84,9 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         taps = delta.linear_conv_kernel_dim
         read = rows, width, delta.linear_num_value_heads // tp, delta.linear_value_head_dim
         choices["causal conv"] = choose("causal_conv", dtype, read, taps=taps)
-        choices["gated delta"] = choose("gated_delta", dtype, read)
+        chunk = min(width, delta.linear_chunk_size)
+        of_chunk = {"width": delta.linear_key_head_dim, "chunk": chunk}
+        choices["gated delta"] = choose("gated_delta", dtype, read, **of_chunk)
     recipe = decide_execution(cfg, sizes).recipe
     if recipe is not None:
         gradient = tokens, up[-1]

@@ -200,15 +200,12 @@ FEATURES = {
         "data.masked={pad_token_id: 0, sentinel_ids: [250, 240]}",
         "model.decoder_start_token_id=0",
     ],
-    "gated deltanet": [  # Qwen3-Next's layers
-        *EXPERTS,
-        "model.layer_pattern='deltanet+experts, full+experts'",
+    "gated deltanet": [  # Qwen3-Next's layers, before MLPs: experts have rows of their own
+        "model.layer_pattern='deltanet+mlp, full+mlp'",
         *DELTANET,
         "model.attention.attention_output_gate=true",
         "model.attention.qk_norm=true",
         "model.rope.partial_rotary_factor=0.5",
-        "model.moe.shared_expert_intermediate_size=24",
-        "model.moe.shared_expert_gate=true",
         "model.norm_zero_centered=true",
         # norms of heads of 4 channels, near zero, make fp32 itself differ by 2e-5
         "model.norm_eps=1e-3",

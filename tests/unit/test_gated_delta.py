@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from mjax.kernels import chunks
+from mjax.kernels import gated_delta as gated_delta_module
+from mjax.kernels import gated_delta_fused as fused
 from mjax.kernels.gated_delta import DeltaInputs, gated_delta, gated_delta_final, gated_delta_step
+from tests.devices import GPU, choose_for
+from tests.triton_interpreter import interpret
 from tests.unit.test_ssd import fp64, gradients, near  # noqa: F401 - a fixture
 
 
@@ -157,3 +161,57 @@ def test_the_backward_keeps_inputs_and_states():
     assert sizes[1] <= 4 * sizes[0]
     given = sum(leaf.size for leaf in inputs)
     assert sizes[1] <= 2.5 * given
+
+
+# ---- the kernels, in Triton's interpreter --------------------------------------------------------
+
+
+def waves(v):
+    return jnp.cos(jnp.arange(v.size)).astype(v.dtype).reshape(v.shape)
+
+
+def by_kernel(monkeypatch):
+    choose_for(monkeypatch, GPU, "gated_delta")
+    return interpret(monkeypatch)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_kernel_solves_systems_as_substitution_does(monkeypatch, transposed):
+    """To fp32, equal keys with nothing forgotten among them, whose powers grow to 1e17."""
+    rng = np.random.default_rng(0)
+    system = rng.normal(size=(3, 2, 64, 64), scale=0.3).astype(np.float32)
+    system[0, 0] = 1.0
+    right = rng.normal(size=(3, 2, 64, 128)).astype(np.float32)
+    lower = np.tril(system.astype(np.float64), -1) + np.eye(64)
+    lower = np.swapaxes(lower, -1, -2) if transposed else lower
+    used = by_kernel(monkeypatch)
+    solve = fused._solve_transposed if transposed else fused._solve
+    found = jax.jit(jax.vmap(solve))(system, right)
+    assert set(used) == {"delta_solve"}
+    want = np.linalg.solve(lower, right)
+    assert np.max(np.abs(found[0, 0] - want[0, 0])) < 1e-5
+    np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_equal_plain_jax(monkeypatch, packed):
+    """Values, final state and all gradients, in fp32, which the chooser leaves to plain JAX."""
+    inputs, starts, initial = draw(140, 1, 2, 0.1, size=64, width=64, dtype=jnp.float32)
+
+    def run(inputs, initial):
+        return gated_delta(inputs, chunk=64, starts=starts if packed else None, initial=initial)
+
+    def both(inputs, initial):
+        made, back = jax.vjp(run, inputs, initial)
+        return made, back(jax.tree.map(waves, made))
+
+    want = jax.jit(lambda *v: both(*v))(inputs, initial)
+    used = by_kernel(monkeypatch)
+    monkeypatch.setattr(gated_delta_module, "_has_kernel", lambda v, k: True)
+    jax.clear_caches()  # jax.checkpoint remembers what it was traced to
+    found = jax.jit(lambda *v: both(*v))(inputs, initial)
+    assert set(used) == {"delta_solve", "delta_states", "delta_state_gradients"}
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)
