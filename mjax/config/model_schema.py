@@ -234,7 +234,8 @@ class ModelConfig(Group):
     attention without RoPE, B bidirectional attention, A latent attention, E full attention with
     experts, M Mamba-2 alone, T Gated DeltaNet alone; or branches, as in 'window+experts,
     full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an
-    encoder and a decoder that reads it (docs/encoders.md).
+    encoder and a decoder that reads it (docs/encoders.md). 'V*23, [P], G*32': an image tower, its
+    projector, a text (docs/multimodal.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
