@@ -82,7 +82,8 @@ def test_patches_and_what_is_predicted_from_them_count_in_no_loss():
 
 def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments():
     freeze = "train.freeze=['vision_mlp.*', 'patch_embedding.*']"
-    trainer = make_trainer("llava", Cell({"dp": 2}, 1), freeze)
+    fewer = "model.num_hidden_layers=3", "model.layer_pattern='V,[P],G'"
+    trainer = make_trainer("llava", Cell({"dp": 2}, 1), freeze, *fewer)
     batch = make_batch(24)
     batch |= with_images(trainer.cfg, batch)
     before = jax.device_get(trainer.params())
