@@ -1,12 +1,13 @@
 """The gated delta rule's systems and walks over chunks on GPUs, by our Triton kernels.
 
 `gated_delta.py` says what they compute; its products within chunks stay XLA's. Plain JAX solves
-the systems by cuBLAS, one small call a system, and walks in a loop of small launches: with keys and
-values of 128, 8 x 4096 tokens of 32 heads took 15.3 ms forward on an H200, 8.2 of them the systems.
+the systems by cuBLAS and walks in a loop of small launches: with keys and values of 128, 8 x 4096
+tokens of 32 heads took 15.3 ms forward on an H200, 8.2 of them the systems.
 Invariant: systems and states are fp32; products with states read their operands in v's dtype.
 
-The bound, for these sizes, by 4.2 TB/s: a solution moves 2.4 GB (0.6 ms), a walk forward 1.5 GB
-(0.4 ms), the one back 2.4 GB (0.6 ms).
+Alone, for these sizes (docs/lab/2026-11-24-delta.md): a solution takes 4.0 ms and moves 2.4 GB (0.6
+ms at 4.2 TB/s), for inverting blocks is most of it. A walk forward takes 0.49 ms and moves 1.5 GB
+(0.35 ms), the one back 0.73 ms and 2.4 GB (0.6 ms).
 """
 
 import functools
@@ -19,8 +20,8 @@ from jax.custom_batching import custom_vmap
 from mjax.kernels.chooser import DELTA_CHANNELS as CHANNELS
 from mjax.kernels.triton_call import triton_call
 
-COLUMNS = 64  # of a right side that a program takes
-WARPS, STAGES = 4, 1  # of a program, and of the loads of a walk
+COLUMNS = 128, 64  # of a right side that a program takes: the first that divides it
+WARPS, STAGES = 4, 2  # of a program, and of the loads of a walk
 
 
 @jax.custom_vjp
@@ -50,14 +51,16 @@ solve.defvjp(_solve_forward, _solve_back)
 def _launch_solve(system: jax.Array, right: jax.Array, transposed: bool) -> jax.Array:
     from mjax.kernels.gated_delta_triton import delta_solve
 
+    width = right.shape[-1]
+    columns = next(columns for columns in COLUMNS if width % columns == 0)
     (solution,) = triton_call(
         delta_solve,
         [system, right],
         [jax.ShapeDtypeStruct(right.shape, right.dtype)],
-        programs=right.size // (right.shape[-2] * COLUMNS),
+        programs=right.size // (right.shape[-2] * columns),
         warps=WARPS,
-        WIDTH=right.shape[-1],
-        COLUMNS=COLUMNS,
+        WIDTH=width,
+        COLUMNS=columns,
         TRANSPOSED=transposed,
     )
     return solution
