@@ -142,14 +142,12 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
 
     mine = from_pretrained(ours)
     params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), mine.params)
-    first = mine.cfg.bert.position_offset  # RoBERTa's ids below it are no tokens of a text
-    shape = 2, min(64, mine.cfg.max_position_embeddings - first)
-    tokens = np.random.default_rng(0).integers(first, mine.cfg.vocab_size, shape)
+    tokens = _random_inputs(mine.cfg)
     architecture = read_json(hf / "config.json")["architectures"][0]
     model = getattr(transformers, architecture).from_pretrained(
         hf, dtype=torch.float32, attn_implementation="eager"
     )
-    ids = torch.tensor(tokens)
+    ids = torch.tensor(np.moveaxis(tokens, -1, 1) if mine.cfg.reads_images else tokens.astype(int))
     target = {"decoder_input_ids": ids[:, ::2]} if mine.cfg.is_encoder_decoder else {}
     with torch.no_grad():
         theirs = model.eval()(ids, **target)
@@ -157,15 +155,28 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
 
     def logits(params, tokens):
         model = mine.definition.bind(params)
+        if mine.cfg.reads_images:
+            return model.classify_images(tokens)
         if mine.cfg.only_classifies:
             return model.classify(tokens)
         return model(tokens, target=tokens[:, ::2] if target else None)
 
-    got = np.asarray(jax.jit(logits)(params, jnp.asarray(tokens, jnp.int32)))
+    got = np.asarray(jax.jit(logits)(params, jnp.asarray(tokens)))
     error = float(np.abs(got - theirs).max() / np.abs(theirs).max())
     verdict = "equal" if error <= BOUND else "DIFFERENT"
     print(f"verify: logits {verdict}, largest relative difference {error:.1e} (bound {BOUND:.0e})")
     return 0 if error <= BOUND else 1
+
+
+def _random_inputs(cfg: ModelConfig) -> np.ndarray:
+    """int32 tokens [2, S], or fp32 images [2, H, W, C] for a model that reads them."""
+    rng = np.random.default_rng(0)
+    if cfg.reads_images:
+        side = cfg.vision.image_size
+        return rng.normal(size=(2, side, side, cfg.vision.num_channels)).astype(np.float32)
+    first = cfg.bert.position_offset  # RoBERTa's ids below it are no tokens of a text
+    shape = 2, min(64, cfg.max_position_embeddings - first)
+    return rng.integers(first, cfg.vocab_size, shape, np.int32)
 
 
 def _json(value: dict) -> bytes:

@@ -10,13 +10,18 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
+
+from mjax.config.model_schema import ModelConfig
+from mjax.config.vision_schema import VisionConfig
 from mjax.data.chat import load_chat_template
-from mjax.data.tokenizer import Tokenizer
+from mjax.data.tokenizer import Tokenizer, encode_with_images
 from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
 from mjax.infer.cli import add_model_arguments, end_ids, load_model
 from mjax.infer.sample import Sampling
 from mjax.json_file import parse_json
 
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 Prompt = str | list[dict]  # text, or the messages of a chat
 
 
@@ -29,10 +34,13 @@ def main(argv: list[str] | None = None) -> None:
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
-    ids = [encode(p, tokenizer, folder, args) for p in prompts]
+    images = read_images(args, model.cfg)
+    ids = [encode(p, tokenizer, folder, args, model.cfg.vision) for p in prompts]
     keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
     generator = Generator(model.definition, model.params, model.cfg, **keywords)
-    options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop)
+    if images is not None:
+        images = np.broadcast_to(images, (len(ids), *images.shape))
+    options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop, images=images)
     tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
     rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}
     for token in tokens:
@@ -54,6 +62,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", default=[], help=text)
     file = 'a text file: one prompt; .jsonl: a line each {"prompt": ...} or {"messages": [...]}'
     parser.add_argument("--prompt-file", type=Path, metavar="F", help=file)
+    about = "a picture for each <image> of a prompt, in order; all prompts see the same; repeat"
+    parser.add_argument("--image", action="append", default=[], metavar="F", help=about)
+    scale = "what images lose and are divided by, as in training: data.images.mean, std"
+    parser.add_argument("--image-mean", type=float, nargs="+", default=CLIP_MEAN, help=scale)
+    parser.add_argument("--image-std", type=float, nargs="+", default=CLIP_STD, help=scale)
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
     parser.add_argument("--system", help="with --chat: the system message of every --prompt")
     parser.add_argument(
@@ -105,18 +118,37 @@ def _json_prompts(path: Path, text: str) -> Iterable[Prompt]:
         yield prompt
 
 
+def read_images(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
+    """What --image gives, fp32 [I, H, W, C], or None. Raises `UserError` for what is no picture."""
+    if not args.image:
+        return None
+    from mjax.data.images import decode
+
+    found = []
+    for name in args.image:
+        with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
+            pixels = Path(name).read_bytes()
+            found.append(decode(pixels, cfg.vision.image_size, cfg.vision.num_channels))
+    return ((np.stack(found) - args.image_mean) / args.image_std).astype(np.float32)
+
+
 def encode(
-    prompt: Prompt, tokenizer: Tokenizer, folder: Path | None, args: argparse.Namespace
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    folder: Path | None,
+    args: argparse.Namespace,
+    vision: VisionConfig,
 ) -> list[int]:
     """Ids of a prompt: a chat through its template, which writes all special tokens itself."""
     if isinstance(prompt, str) and not args.chat:
-        return [*(() if args.no_bos else tokenizer.prefix), *tokenizer.encode(prompt)]
+        prefix = () if args.no_bos else tokenizer.prefix
+        return [*prefix, *encode_with_images(prompt, tokenizer, vision)]
     if folder is None:
         raise UserError(f"{args.ckpt}: holds no chat template; leave out --chat and messages")
     if isinstance(prompt, str):
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompt = [*system, {"role": "user", "content": prompt}]
-    return tokenizer.encode(load_chat_template(folder).render(prompt))
+    return encode_with_images(load_chat_template(folder).render(prompt), tokenizer, vision)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from mjax.checkpoint import families
 from mjax.checkpoint.hf_bert import heads_in_file, with_old_names
 from mjax.checkpoint.hf_deepseek import without_missing_predictions
 from mjax.checkpoint.hf_t5 import untied_in_file
+from mjax.checkpoint.hf_vision import with_new_towers
 from mjax.checkpoint.huggingface import hf_source
 from mjax.checkpoint.safetensors import open_folder
 from mjax.checkpoint.side import tokenizer_dir
@@ -98,6 +99,8 @@ def source_of(path: str | Path) -> Source:
         cfg = untied_in_file(cfg, names)
         specs = definition_of(cfg).specs
         found = families.slots(cfg, specs)
+        if cfg.has_tower:
+            found = with_new_towers(found, names)
         if cfg.model_type == "gpt2" and not any(n.startswith(PREFIX) for n in names):
             found = families.without_prefix(found, PREFIX)
         return hf_source(path, cfg, specs, with_old_names(found, names))

@@ -47,6 +47,7 @@ from mjax.checkpoint.hf_deepseek import (
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.checkpoint.hf_nas import block_configs, norm_names
 from mjax.checkpoint.hf_t5 import T5
+from mjax.checkpoint.hf_vision import VISION
 from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
 from mjax.checkpoint.slots import Slot, Slots, changed
 from mjax.checkpoint.source import Path, flat
@@ -281,6 +282,7 @@ FAMILIES: dict[str, Family] = {
     **HYBRIDS,
     **ENCODERS,
     **T5,
+    **VISION,
 }
 
 # Keys that say nothing about the function a model computes.
@@ -426,6 +428,8 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
     if spec.role in ("matrix", "router"):
         dims = rest[spec.inputs :], rest[: spec.inputs]
         dims = dims[::-1] if family.conv1d or takes_turns else dims
+        if "patch" in spec.axes:  # of a convolution: [D, C, P, P]
+            dims = dims[0], *((axis,) for axis in dims[1])
     elif spec.role == "conv":  # [channels, 1, taps]
         dims = rest[:-1], (), rest[-1:]
     else:
@@ -451,6 +455,8 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
             name = name.replace(old, new)
         if family.name_of is not None:
             name = family.name_of(cfg, name)
+        if name in family.ones:
+            where = {"lead": (0,) * family.ones[name]}
         yield Slot(name, index, dims, axis=axis, **where), order
 
 

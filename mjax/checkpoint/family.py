@@ -14,7 +14,8 @@ class Family:
     order. `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are
     [in, out], as in GPT-2. `stacked`: all experts of a layer are one tensor.
     `interleaved`: it is [E, in, out], and gate and up take turns along its last axis. `name_of`:
-    makes a tensor's name of a declared one, where replacements do not reach."""
+    makes a tensor's name of a declared one, where replacements do not reach. `ones`: tensor -> how
+    many dimensions of size 1 it begins with."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -25,6 +26,7 @@ class Family:
     stacked: bool = False
     interleaved: bool = False
     name_of: Callable[[ModelConfig, str], str] | None = None
+    ones: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, architecture: str, *parts: Part, **others: Any) -> "Family":

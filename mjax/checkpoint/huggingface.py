@@ -28,11 +28,13 @@ from mjax.errors import UserError, or_user_error
 from mjax.sharding.spec import ParamSpec
 
 # Tensors that files carry and a model has no use for: rotary tables, causal masks (GPT-2),
-# positions and copies of tied tables (BERT, T5), prediction layers (Qwen3-Next).
+# positions and copies of tied tables (BERT, T5), prediction layers (Qwen3-Next), layers of a tower
+# behind the one that is read (LLaVA).
 IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
     r"|^(cls\.predictions|lm_head)\.decoder\.(weight|bias)$"
     r"|^(encoder|decoder)\.embed_tokens\.weight$|^mtp\."
+    r"|^vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.\d+|embeddings\.position_ids)\b"
 )
 
 
@@ -156,8 +158,8 @@ def _read_slot(
 def _matrix(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:
     """[axes that are no batch] -> [rows, columns] as in the tensor; a vector is one row."""
     rest = [i for i in range(len(spec.shape)) if i not in spec.matrix_view()[0]]
-    order = [rest.index(axis) for axes in slot.dims for axis in axes]
-    sizes = [math.prod(array.shape[rest.index(a)] for a in axes) for axes in slot.dims if axes]
+    order = [rest.index(axis) for axes in slot.matrix for axis in axes]
+    sizes = [math.prod(array.shape[rest.index(a)] for a in axes) for axes in slot.matrix]
     return array.transpose(order).reshape([1] * (2 - len(sizes)) + sizes)
 
 
@@ -165,7 +167,7 @@ def _place(shape: tuple[int, ...], slot: Slot) -> tuple[int, int]:
     """First element and width of the slot's matrix in a tensor of `shape`."""
     lead, inner = shape[: len(slot.lead)], shape[len(slot.lead) :]
     number = int(np.ravel_multi_index(slot.lead, lead)) if lead else 0
-    return number * math.prod(inner), inner[-1]
+    return number * math.prod(inner), math.prod(inner[1:]) if len(inner) > 1 else inner[0]
 
 
 def _spans(
@@ -193,7 +195,7 @@ def _spans(
             at += length
         return out
 
-    dims = [runs(dim, axes) for dim, axes in enumerate(slot.dims) if axes]
+    dims = [runs(dim, axes) for dim, axes in enumerate(slot.matrix)]
     if len(dims) == 1:
         dims = [[(slice(0, 1, 1), slice(0, 1))], *dims]
     for (rows, at_rows), (cols, at_cols) in product(*dims):
@@ -301,7 +303,7 @@ def _write_slot(
     first = tuple(batch.get(axis, 0) for axis in range(len(spec.shape)))
     shape = tuple(1 if axis in batch else n for axis, n in enumerate(spec.shape))
     whole = out[slot.lead] if slot.lead else out
-    whole = whole.reshape(-1, whole.shape[-1])
+    whole = whole.reshape(-1, _place(out.shape, slot)[1])
 
     def fill(index: Index) -> None:
         matrix = _matrix(read(index).squeeze(spec.matrix_view()[0]), slot, spec)

@@ -11,7 +11,8 @@ class Slot:
     `batch`: its index along the parameter's batch axes (`params.BATCH_AXES`), in their order.
     `dims`: for each dimension of the tensor after `lead`, the parameter's axes flattened into it.
     It begins at `start` along dimension `axis` of a tensor that fuses several, and takes every
-    `step`-th place there; `lead` is the leading index in a tensor that stacks several.
+    `step`-th place there; `lead` is the leading index in a tensor that stacks several, or in the
+    dimensions of size 1 that it begins with.
     """
 
     tensor: str
@@ -21,6 +22,12 @@ class Slot:
     axis: int = 0
     step: int = 1
     lead: tuple[int, ...] = ()
+
+    @property
+    def matrix(self) -> tuple[tuple[int, ...], ...]:
+        """`dims` of the same bytes as a matrix or vector: all dimensions but the first are one."""
+        rest = tuple(axis for axes in self.dims[1:] for axis in axes)
+        return (self.dims[0], rest) if rest else self.dims[:1]
 
 
 Slots = Mapping[tuple[str, ...], tuple[Slot, ...]]  # of each parameter, by its path

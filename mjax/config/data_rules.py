@@ -13,9 +13,10 @@ def _trained_vocab(c: Config) -> str | None:
     return name.removeprefix("train:") if name.startswith("train:") else None
 
 
-@rule("set exactly one of data.paths, data.text, data.mock")
+@rule("set exactly one of data.paths, data.text, data.images.path, data.mock")
 def one_data_source(c: Config) -> Iterator[str]:
     given = {"paths": c.data.paths, "text": c.data.text, "mock": c.data.mock}
+    given["images.path"] = c.data.images.path
     sources = [f"data.{name}" for name, value in given.items() if value]
     if not sources:
         yield "data: nothing to train on"
@@ -43,7 +44,8 @@ def split_legal(c: Config) -> Iterator[str]:
 
 @rule("give it a second share, set data.valid_paths, or set train.eval_interval=null")
 def held_out_data(c: Config) -> Iterator[str]:
-    has_data = c.data.mock or c.data.valid_paths or c.data.split[1] > 0
+    others = c.data.valid_paths or c.data.images.valid_path is not None
+    has_data = c.data.mock or others or c.data.split[1] > 0
     if c.train.eval_interval is not None and not has_data:
         yield "`train.eval_interval` but no data is held out: `data.split`"
 

@@ -87,7 +87,8 @@ def distances_reach_all_buckets(c: Config) -> Iterator[str]:
 @rule("leave it out")
 def cross_attention_is_plain(c: Config) -> Iterator[str]:
     for name in NOT_IN_CROSS_ATTENTION:
-        if c.model.has_two_streams and getattr(c.model.attention, name) not in (None, False):
+        reads = c.model.is_encoder_decoder or c.model.is_retro
+        if reads and getattr(c.model.attention, name) not in (None, False):
             yield f"cross-attention lacks `model.attention.{name}`"
 
 

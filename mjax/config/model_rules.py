@@ -323,7 +323,7 @@ def prediction_fits_sequence(c: Config) -> Iterator[str]:
 @rule("lower the one or raise the other (model.bert.position_offset counts)")
 def seq_length_fits_positions(c: Config) -> Iterator[str]:
     m, length = c.model, max(c.data.seq_length, c.data.target_length or 0)
-    is_bounded = m.position_embedding not in ("none", "relative")
+    is_bounded = m.position_embedding not in ("none", "relative") and not m.reads_images
     if is_bounded and length + m.bert.position_offset > m.max_position_embeddings:
         yield "`data.seq_length` exceeds `model.max_position_embeddings`"
 

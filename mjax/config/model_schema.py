@@ -11,8 +11,9 @@ from pydantic import Field, model_validator
 
 from mjax.config.group import Group
 from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig, RetroConfig
-from mjax.config.pattern import BRANCHES, branches_of_model, expand, sees_ahead, sizes_of
+from mjax.config.pattern import BRANCHES, branches_of_model, expand, of_tower, sees_ahead, sizes_of
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
+from mjax.config.vision_schema import VisionConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -233,7 +234,8 @@ class ModelConfig(Group):
     attention without RoPE, B bidirectional attention, A latent attention, E full attention with
     experts, M Mamba-2 alone, T Gated DeltaNet alone; or branches, as in 'window+experts,
     full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an
-    encoder and a decoder that reads it (docs/encoders.md).
+    encoder and a decoder that reads it (docs/encoders.md). 'V*23, [P], G*32': an image tower, its
+    projector, a text (docs/multimodal.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
@@ -252,6 +254,7 @@ class ModelConfig(Group):
     retro: RetroConfig = RetroConfig()
     moe: MoeConfig = MoeConfig()
     bert: BertConfig = BertConfig()
+    vision: VisionConfig = VisionConfig()
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
@@ -262,7 +265,7 @@ class ModelConfig(Group):
     (BERT), without a last norm.
     """
 
-    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    hidden_act: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"] = "silu"
     mlp_gated: bool = True
     """SwiGLU/GEGLU: act(gate) * up."""
     mlp_bias: bool = False
@@ -340,12 +343,53 @@ class ModelConfig(Group):
     @property
     def has_two_streams(self) -> bool:
         """Whether a layer works on one of two sequences (`models/streams.py`)."""
-        return self.is_encoder_decoder or self.is_retro
+        return self.is_encoder_decoder or self.is_retro or self.has_tower
 
     @property
     def only_classifies(self) -> bool:
         """Whether classes of rows are all that the model tells."""
-        return self.bert.num_labels > 0 and not self.bert.mlm_head
+        return self.reads_images or (self.bert.num_labels > 0 and not self.bert.mlm_head)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether images are read in the place of tokens: there is no vocabulary then."""
+        return self.vision.patch_size > 0 and not self.has_tower
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether a text reads images by way of a tower (V) and a projector (P)."""
+        return "P" in self.branches
+
+    @property
+    def tower(self) -> "ModelConfig":
+        """The config with the sizes of what embeds and encodes images."""
+        vision = self.vision
+        if not self.has_tower:
+            return self
+        heads = vision.num_attention_heads
+        attention = AttentionConfig(
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=vision.hidden_size // heads,
+            attention_bias=True,
+            attention_out_bias=True,
+            attention_dropout=self.attention.attention_dropout,
+        )
+        sizes = {
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.intermediate_size,
+            "hidden_act": vision.hidden_act,
+            "attention": attention,
+            "norm": "layernorm",
+            "norm_eps": vision.layer_norm_eps,
+            "norm_placement": "pre",
+            "norm_zero_centered": False,
+            "mlp_gated": False,
+            "mlp_bias": True,
+            "mlp_multipliers": None,
+            "residual_multiplier": None,
+        }
+        return self.model_copy(update=sizes)
 
     @property
     def branches(self) -> set[str]:
@@ -365,6 +409,8 @@ class ModelConfig(Group):
 
     def of_layer(self, kind: str) -> "ModelConfig":
         """The config with the sizes of layers of this kind."""
+        if of_tower(kind):
+            return self.tower
         return self.sizes[sizes_of(kind)]
 
     def _with(self, sizes: LayerSizes) -> "ModelConfig":

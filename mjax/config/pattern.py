@@ -40,6 +40,7 @@ class Branch:
     windowed: whether it is attention in a sliding window.
     rotary: the key of the size of heads that RoPE turns; empty: it turns none.
     mask: the kind of the mask of attention (`kernels/attention_call.py`).
+    normed: whether it reads the residual stream, through a norm.
     """
 
     word: str
@@ -52,6 +53,7 @@ class Branch:
     windowed: bool = False
     rotary: str = ""
     mask: str = "causal"
+    normed: bool = True
 
 
 _ATTENTION = {
@@ -77,6 +79,15 @@ BRANCHES: dict[str, Branch] = {
     "L": Branch("window", **_ATTENTION, rotary=_HEAD, windowed=True),
     "N": Branch("nope", **_ATTENTION),
     "B": Branch("bidirectional", **_ATTENTION, rotary=_HEAD, mask="full"),
+    "V": Branch("vision", **(_ATTENTION | {"shape": "vision"}), mask="full"),
+    "P": Branch(
+        "projector",
+        "mjax.models.projector:Projector",
+        name="projector",
+        shape="projector",
+        matmuls=("projector_up", "projector_down"),
+        normed=False,
+    ),
     "A": Branch(
         "mla",
         "mjax.models.mla:MLA",
@@ -145,7 +156,8 @@ BRANCHES: dict[str, Branch] = {
 }
 
 # Common layers, by letter.
-LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "A": "AD", "E": "GE", "M": "M", "T": "T"}
+LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "V": "VD", "A": "AD", "E": "GE"}
+LAYERS |= {"M": "M", "T": "T"}
 
 # Stacks whose names are older than the words for shapes.
 _STACK_NAMES = {"attention_mlp": "dense", "attention_moe": "moe"}
@@ -268,7 +280,12 @@ def of_decoder(kind: str) -> bool:
 
     The others see both ways, or read the decoder from the neighbors of its chunks.
     """
-    return not {"B", "C"} & set(branches_of(kind))
+    return not {"B", "C", "V"} & set(branches_of(kind))
+
+
+def of_tower(kind: str) -> bool:
+    """Whether a layer has the sizes of `model.vision`, not those of the model."""
+    return "V" in branches_of(kind)
 
 
 def has_heads(letter: str) -> bool:

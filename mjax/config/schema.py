@@ -92,8 +92,25 @@ class MaskedDataConfig(Group):
     """First and last id in place of spans, in the order of use: [32099, 32000]."""
 
 
+class ImageDataConfig(Group):
+    """Images with classes, for classify_images, or with texts (docs/multimodal.md)."""
+
+    path: str | None = None
+    """A folder with a folder for each class, a webdataset .tar, a .parquet, a glob of either, or
+    'digits' (scikit-learn's); beside V blocks a .jsonl of texts.
+    """
+    valid_path: str | None = None
+    """Held-out images; None: use data.split."""
+    image_size: int | None = Field(None, ge=1)
+    """Pixels of a side, resized and cut; None: model.vision.image_size."""
+    mean: list[float] = Field([0.5], min_length=1)
+    """Of pixels from 0 to 1, one or one a channel."""
+    std: list[float] = Field([0.5], min_length=1)
+    """What they are divided by, likewise."""
+
+
 class DataConfig(Group):
-    """The training data. Exactly one of `paths`, `text`, `mock` is used."""
+    """The training data. Exactly one of `paths`, `text`, `images.path`, `mock` is used."""
 
     paths: list[str] = []
     """Prefixes of Megatron .bin/.idx pairs."""
@@ -139,6 +156,7 @@ class DataConfig(Group):
     fim_no_prefix: str | None = None
     """What begins with this text stays as it is."""
     masked: MaskedDataConfig = MaskedDataConfig()
+    images: ImageDataConfig = ImageDataConfig()
     prefetch: int = Field(4, ge=1, le=10_000)
     """Batches prepared ahead."""
     workers: int = Field(2, ge=1, le=1024)
@@ -200,8 +218,9 @@ class TrainConfig(Group):
     """Batch, length of the run, memory policy, evaluation."""
 
     objective: str = "next_token"
-    """What is trained for: next_token, masked_lm (docs/encoders.md), classify, span_corruption, or
-    module.path:Name of a class like those of models/objective.py.
+    """What is trained for: next_token, masked_lm (docs/encoders.md), classify, span_corruption,
+    classify_images (docs/multimodal.md), or module.path:Name of a class like those of
+    models/objective.py.
     """
     steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1)
@@ -360,3 +379,8 @@ class Config(Group):
     checkpoint: CheckpointConfig = CheckpointConfig()
     precision: PrecisionConfig = PrecisionConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def image_size(self) -> int:
+        """The pixels of a side of the images of a run."""
+        return self.data.images.image_size or self.model.vision.image_size

@@ -14,12 +14,14 @@ from mjax.config.retro_rules import RETRO_RULES
 from mjax.config.rule import Rule
 from mjax.config.schema import Config
 from mjax.config.train_rules import TRAIN_RULES
+from mjax.config.vision_rules import VISION_RULES
 from mjax.errors import UserError
 
 RULES: tuple[Rule, ...] = (
     *MESH_RULES,
     *MODEL_RULES,
     *RETRO_RULES,
+    *VISION_RULES,
     *ENCODER_RULES,
     *DATA_RULES,
     *OPTIMIZER_RULES,

@@ -64,22 +64,12 @@ class LabelledDataset:
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked."""
         out = padded_rows(len(indices), self.seq_length, self.settings.pad_token_id)
-        for row, line in enumerate(self._numbers(np.asarray(indices, np.int64))):
+        for row, line in enumerate(shuffled(indices, len(self.lines), self.seed)):
             texts, out["row_label"][row] = self.lines[line]
             tokens, types = self._framed(texts)
             ones = [1] * len(tokens)
             fill_row(out, row, {"tokens": tokens, "token_types": types, "segment_ids": ones})
         return out
-
-    def _numbers(self, indices: np.ndarray) -> list[int]:
-        """Which line each sample is."""
-        epochs, places = np.divmod(indices, len(self.lines))
-        orders = {}
-        for epoch in set(epochs.tolist()):
-            rng = np.random.RandomState((self.seed + epoch) % 2**32)
-            orders[epoch] = rng.permutation(len(self.lines))
-        pairs = zip(epochs.tolist(), places.tolist(), strict=True)
-        return [int(orders[epoch][place]) for epoch, place in pairs]
 
     def _framed(self, texts: list[list[int]]) -> tuple[list[int], list[int]]:
         """(tokens, their types) of a sample without its padding."""
@@ -93,6 +83,18 @@ class LabelledDataset:
             tokens += [*kept, self.settings.sep_token_id]
             types += [number] * (len(kept) + 1)
         return tokens, types
+
+
+def shuffled(indices: Sequence[int] | np.ndarray, length: int, seed: int) -> list[int]:
+    """Which of `length` examples each sample is: epoch e goes through them in an order of its own,
+    by RandomState(seed + e)."""
+    epochs, places = np.divmod(np.asarray(indices, np.int64), length)
+    orders = {}
+    for epoch in set(epochs.tolist()):
+        rng = np.random.RandomState((seed + epoch) % 2**32)
+        orders[epoch] = rng.permutation(length)
+    pairs = zip(epochs.tolist(), places.tolist(), strict=True)
+    return [int(orders[epoch][place]) for epoch, place in pairs]
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int) -> list[Line]:

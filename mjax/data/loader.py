@@ -108,6 +108,8 @@ def run_datasets(cfg: Config) -> tuple[tuple[int, int], tuple[Dataset, Dataset |
 def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
     data, seed = cfg.data, cfg.run.seed
     given = [k for k in ("paths", "text", "mock") if getattr(data, k)]
+    if data.images.path is not None and not given:
+        return _image_datasets(cfg, num_train, num_valid)
     if len(given) != 1:
         what = "none is" if not given else f"{' and '.join(given)} are"
         raise UserError(f"data: set exactly one of data.paths, data.text, data.mock; {what} set")
@@ -136,6 +138,25 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
     if data.valid_paths:
         return train, _blend(make, data.valid_paths, None, "valid", [0.0, 1.0, 0.0], num_valid)
     return train, _blend(make, paths, data.weights, "valid", shares, num_valid)
+
+
+def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
+    """The images of a run, and held-out ones."""
+    from mjax.data.captions import ImageTextDataset  # they import jax, as grain does
+    from mjax.data.images import ImageDataset
+
+    make = partial(ImageDataset, cfg=cfg)
+    if cfg.model.has_tower:
+        tokenizer = load_tokenizer(cfg.data.tokenizer)
+        make = partial(ImageTextDataset, cfg=cfg, tokenizer=tokenizer)
+    images, shares = cfg.data.images, cfg.data.split
+    others = images.valid_path is not None
+    train = make(images.path, "train", [1.0, 0, 0] if others else shares, num_train)
+    if not num_valid:
+        return train, None
+    if others:
+        return train, make(images.valid_path, "valid", [0, 1.0, 0], num_valid)
+    return train, make(images.path, "valid", shares, num_valid)
 
 
 def _labelled(cfg: Config) -> Callable[..., Dataset]:

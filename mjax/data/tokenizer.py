@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mjax.config.vision_schema import VisionConfig
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
+IMAGE = "<image>"  # stands for a picture in a text
 END_OF_TEXT = "<|endoftext|>"
 # What an end of document is called, where no tokenizer_config.json beside the file says so.
 EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -167,6 +169,20 @@ class EncodedDocuments(NamedTuple):
     ids: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
+
+
+def encode_with_images(
+    text: str, tokenizer: Tokenizer, vision: VisionConfig, image_size: int | None = None
+) -> list[int]:
+    """The ids of a text, with those of all patches of an image in the place of each <image>."""
+    token = vision.image_token_id
+    if token is None:
+        return tokenizer.encode(text)
+    patches = [token] * (vision.num_tokens(image_size) - 1)
+    if tokenizer.encode(IMAGE) == [token]:
+        return [i for id in tokenizer.encode(text) for i in (patches if id == token else [id])]
+    first, *rest = tokenizer.encode_batch(text.split(IMAGE))
+    return first + [i for ids in rest for i in (*patches, *ids)]
 
 
 def encode_documents(

@@ -84,19 +84,23 @@ def extend(
     real: jax.Array,
     mesh: Mesh | None = None,
     source_ids: jax.Array | None = None,
+    images: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run ids [B, S] behind what the cache holds -> final activations [B, S, D], the new cache.
 
     `real` int32 [B, S] is 0 for padding, whose activations mean nothing. The caller keeps
     `column` + S within the cache: slots are not checked while tracing. Beside an encoder, `ids` are
-    the decoder's; the encoder reads `source_ids`, given once.
+    the decoder's; the encoder reads `source_ids`, given once. So are `images` [B, I, H, W, C],
+    whose places `ids` hold.
     """
     columns = cache.column + jnp.arange(ids.shape[1], dtype=jnp.int32)
     positions = cache.lengths[:, None] + jnp.maximum(jnp.cumsum(real, 1) - 1, 0)
     keys = jax.lax.dynamic_update_slice(cache.real, real, (0, cache.column))
     info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
     ctx = Context(attention="xla")
-    if cache.source is None:
+    if model.cfg.has_tower:
+        x, _, layers = model.read(ids, images, info, ctx, cache.layers)
+    elif cache.source is None:
         x, _, layers = model.hidden(ids, info, ctx, cache.layers)
     else:
         places = jnp.maximum(jnp.cumsum(cache.source, 1) - 1, 0)

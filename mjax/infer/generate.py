@@ -96,14 +96,18 @@ class Generator:
         seed: int = 0,
         eos: Sequence[int] = (),
         stop: Sequence[str] = (),
+        images: np.ndarray | None = None,
     ) -> Iterator[Token]:
         """Continue each of `prompts`, lists of ids, by up to `max_new_tokens`: tokens as they come.
 
         A row ends with an id of `eos`, or where its text holds one of `stop`. An encoder reads the
-        prompts, if the model has one, and what follows is its decoder's. Raises `UserError` for
-        what the model cannot continue.
+        prompts, if the model has one, and what follows is its decoder's. `images`, fp32
+        [B, I, H, W, C], stand in the places of tokens `model.vision.image_token_id`, one for each
+        patch, those of a row in order; what is more is not read. Raises `UserError` for what the
+        model cannot continue.
         """
         self._check(prompts, max_new_tokens, stop)
+        self._check_images(prompts, images)
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
         open_rows = {row: TextStream(decode, ids, stop) for row, ids in enumerate(prompts)}
         ids, real = left_padded(prompts, bucket(max(map(len, prompts))))
@@ -114,7 +118,7 @@ class Generator:
         length = ids.shape[1] + bucket(max_new_tokens)
         seed = np.uint32(seed % 2**32)
         inputs = ids, real, settings, draws, seed
-        state, made = self._prefill(self._params, *inputs, length=length)
+        state, made = self._prefill(self._params, *inputs, length=length, images=images)
         for left in range(max_new_tokens - 1, -1, -1):
             now = made
             if left:
@@ -173,6 +177,22 @@ class Generator:
         if "" in stop:
             raise UserError("generate: a stop string is empty; leave it out")
 
+    def _check_images(self, prompts: Sequence[Sequence[int]], images: np.ndarray | None) -> None:
+        vision = self.cfg.vision
+        if images is not None and not self.cfg.has_tower:
+            raise UserError("generate: images are given, but the model reads none (P blocks)")
+        if not self.cfg.has_tower:
+            return
+        given, size = (0, None) if images is None else images.shape[1:3]
+        each = vision.num_tokens(size) - 1
+        for row, ids in enumerate(prompts):
+            count = list(ids).count(vision.image_token_id)
+            if count % each or count > given * each:
+                raise UserError(
+                    f"generate: prompt {row} has {count} tokens {vision.image_token_id} of images, "
+                    f"and {given} images of {each} patches are given; give each its tokens"
+                )
+
 
 @dataclass(frozen=True, eq=False)  # hashed by identity
 class Programs:
@@ -184,7 +204,9 @@ class Programs:
     mesh: Mesh | None
     dtype: jnp.dtype
 
-    def prefill(self, params, ids, real, settings: Settings, draws: Draws, seed, length: int):
+    def prefill(
+        self, params, ids, real, settings: Settings, draws: Draws, seed, length: int, images=None
+    ):
         source_ids = source = None
         if self.cfg.is_encoder_decoder:
             source_ids, source = ids, real
@@ -195,7 +217,8 @@ class Programs:
         seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
         seen = seen.at[rows[:, None], ids].max(real > 0)
         cache = empty_cache(self.cfg, len(rows), length, self.dtype, self.mesh, source)
-        return self._next(params, settings, draws, cache, ids, real, keys, seen, source_ids)
+        more = {"source_ids": source_ids, "images": images}
+        return self._next(params, settings, draws, cache, ids, real, keys, seen, **more)
 
     def step(self, params, settings: Settings, draws: Draws, state: tuple):
         cache, token, keys, seen = state
@@ -203,11 +226,9 @@ class Programs:
         real = jnp.ones_like(ids)
         return self._next(params, settings, draws, cache, ids, real, keys, seen)
 
-    def _next(
-        self, params, settings, draws, cache: KVCache, ids, real, keys, seen, source_ids=None
-    ):
+    def _next(self, params, settings, draws, cache: KVCache, ids, real, keys, seen, **more):
         model = self.definition.bind(params)
-        x, cache = extend(model, cache, ids, real, self.mesh, source_ids)
+        x, cache = extend(model, cache, ids, real, self.mesh, **more)
         logits = gathered(model.logits(x[:, -1]), self.mesh)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
         token, logprob = sample(logits, own, settings, seen, draws)

@@ -56,28 +56,34 @@ class MaskedHead(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """The class of a row, from its first token: a dense layer (the pooler), tanh, a linear map."""
+    """The class of a row, from its first token: a dense layer (the pooler), tanh, a linear map.
+
+    That of an image has no pooler.
+    """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         # BertForPreTraining and BertForSequenceClassification call it differently.
         name = "seq_relationship" if cfg.bert.mlm_head else "classifier"
-        labels = cfg.bert.num_labels
+        labels = cfg.bert.num_labels or cfg.vision.num_labels
         weight = ParamSpec(
             shape=(labels, cfg.hidden_size),
             axes=(None, "embed"),
             role="head",
             hf=(f"{name}.weight",),
         )
-        self.pooler = Dense(cfg, "pooler.dense", rngs, active=0.0)  # one token of a row
+        self.has_pooler = not cfg.reads_images
+        if self.has_pooler:
+            self.pooler = Dense(cfg, "pooler.dense", rngs, active=0.0)  # one token of a row
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
         self.bias = declare_bias(rngs, (labels,), (None,), f"{name}.bias")
 
     def __call__(self, first: jax.Array) -> jax.Array:
         """fp32 logits [B, C] of the first tokens [B, D]."""
-        pooler = self.pooler
-        pooled = jnp.tanh(first @ pooler.weight[...] + pooler.bias[...])
         weight = self.weight[...]
-        logits = jnp.einsum("bd,cd->bc", pooled, weight, preferred_element_type=jnp.float32)
+        if self.has_pooler:
+            pooler = self.pooler
+            first = jnp.tanh(first @ pooler.weight[...] + pooler.bias[...])
+        logits = jnp.einsum("bd,cd->bc", first, weight, preferred_element_type=jnp.float32)
         return logits + self.bias[...].astype(jnp.float32)
 
 

@@ -38,13 +38,13 @@ class Block(nnx.Module):
         before = cfg.norm_placement in ("pre", "sandwich")
         after = cfg.norm_placement in ("post", "sandwich", "post_residual")
         for i, group in enumerate(branch_groups(kind)):
-            name = BRANCHES[group[0]].name
+            name, normed = BRANCHES[group[0]].name, BRANCHES[group[0]].normed
             names = _norm_names(i, after)
-            setattr(self, f"{name}_norm", norm(names.before) if before else None)
+            setattr(self, f"{name}_norm", norm(names.before) if before and normed else None)
             for letter in group:
                 module = branch_class(letter)(cfg, out_std, rngs)
                 setattr(self, BRANCHES[letter].name, module)
-            setattr(self, f"{name}_post_norm", norm(names.after) if after else None)
+            setattr(self, f"{name}_post_norm", norm(names.after) if after and normed else None)
 
     def __call__(
         self,
@@ -72,7 +72,7 @@ class Block(nnx.Module):
             return output._replace(y=replace(x, decoder=output.y))
         if x.encoder is None:
             return BranchOutput(x)
-        if self.cfg.is_retro:  # a neighbor is one text, and then maybe padding
+        if self.cfg.is_retro or self.cfg.has_tower:  # one text or image, and then maybe padding
             ctx = replace(ctx, max_documents=2, padded=True)
         inputs = replace(inputs, ctx=ctx, source=Source(x.decoder, tokens.target))
         output = self._run(x.encoder, inputs, kind, cache)
@@ -106,7 +106,7 @@ class Block(nnx.Module):
             h = scaled(h, cfg.residual_multiplier)
             h = ctx.tap(name, h)
             x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
-            if norms_stream:
+            if norms_stream and post_norm is not None:
                 x = post_norm(x)
         return BranchOutput(x, statistics, None if cache is None else new_cache)
 

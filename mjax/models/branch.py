@@ -146,7 +146,7 @@ def cache_specs(
     """
     specs: list[LayerCache | None] = []
     for kind in cfg.layer_kinds:
-        if cfg.is_encoder_decoder and not of_decoder(kind):
+        if cfg.has_two_streams and not of_decoder(kind):
             specs.append(None)
             continue
         layer: LayerCache = {}

@@ -81,6 +81,8 @@ class Tokens:
     target: of a model with two streams: facts about the decoder's tokens; the others are the
         encoder's, or those of neighbors.
     key_segments [B, T] or None: `segments` of the keys of a cache.
+    features [B, S] or None: of a text with images, which of all tokens of its row's images (padding
+        counts) stands in the place of a token; -1: none.
     """
 
     positions: jax.Array
@@ -91,6 +93,7 @@ class Tokens:
     key_segments: jax.Array | None = None
     types: jax.Array | None = None
     target: "Tokens | None" = None
+    features: jax.Array | None = None
 
 
 def tokens_of(

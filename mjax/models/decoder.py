@@ -28,7 +28,9 @@ from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
 from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import rope_tables
+from mjax.models.projector import beside_images
 from mjax.models.streams import Activation, Streams
+from mjax.models.vision import PatchEmbedding, features_of, rows_of_images
 from mjax.sharding.spec import ParamSpec
 
 # dropout call sites; those of layers are in `block.py`
@@ -66,8 +68,11 @@ class Decoder(nnx.Module):
         self.kinds = cfg.layer_kinds
         init = normal(cfg.initializer_range)
         table = _table(cfg, cfg.padded_vocab_size, "vocab", "tokens")
-        self.embedding = declare(rngs, table, init)
-        if cfg.position_embedding == "learned":
+        if cfg.vision.patch_size:
+            self.patch_embedding = PatchEmbedding(cfg.tower, rngs)
+        if not cfg.reads_images:
+            self.embedding = declare(rngs, table, init)
+        if cfg.position_embedding == "learned" and not cfg.reads_images:
             positions = _table(cfg, cfg.max_position_embeddings, "positions", "positions")
             self.position_embedding = declare(rngs, positions, init)
         norm = functools.partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
@@ -89,14 +94,14 @@ class Decoder(nnx.Module):
             layer = PredictionLayer(cfg, kind, block, rngs)
             number = cfg.num_hidden_layers + depth - 1
             setattr(self, f"mtp_{depth}", as_edge(layer, f"model.layers.{number}."))
-        if not cfg.tie_word_embeddings:
+        if not cfg.tie_word_embeddings and not cfg.reads_images:
             head = replace(table, role="head", hf=("lm_head.weight",))
             self.head = declare(rngs, head, init)
         if cfg.has_two_streams:
             self.joint = Joint(cfg, rngs)
         if cfg.bert.mlm_head:
             self.masked_head = MaskedHead(cfg, rngs)
-        if cfg.bert.num_labels:
+        if cfg.bert.num_labels or cfg.vision.num_labels:
             self.classifier = Classifier(cfg, rngs)
 
     def __call__(
@@ -108,6 +113,7 @@ class Decoder(nnx.Module):
         target: jax.Array | None = None,
         target_segments: jax.Array | None = None,
         neighbors: jax.Array | None = None,
+        images: jax.Array | None = None,
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh).
@@ -115,7 +121,8 @@ class Decoder(nnx.Module):
         `segments` and `types` are as in `Tokens`; padding is a segment of its own. An
         encoder-decoder reads `tokens` and gives logits [B, T, V] of its decoder's tokens, `target`
         int32 [B, T], with segments of their own. RETRO reads `neighbors` int32 [B, C*n, R] of each
-        of the C chunks of a row, -1 for padding.
+        of the C chunks of a row, -1 for padding. LLaVA reads `images` [B, I, H, W, C] in the places
+        of its tokens `model.vision.image_token_id`, in order.
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
         if (target is not None) != self.cfg.is_encoder_decoder:
@@ -129,6 +136,8 @@ class Decoder(nnx.Module):
                 "needs them: the texts that were retrieved for each chunk"
             )
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
+        if self.cfg.has_tower:
+            return self.logits(self.read(tokens, images, info, ctx)[0])
         if neighbors is not None:
             info, target = beside_neighbors(info, neighbors), tokens
             tokens = neighbor_rows(neighbors)
@@ -136,6 +145,32 @@ class Decoder(nnx.Module):
             info = replace(info, target=tokens_of(target.shape, segments=target_segments))
         x, _, _ = self.hidden(tokens, info, ctx, target=target)
         return self.logits(x)
+
+    def read(
+        self,
+        tokens: jax.Array,
+        images: jax.Array | None,
+        info: Tokens,
+        ctx: Context,
+        caches: Caches | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
+        """`hidden` of tokens beside images [B, I, H, W, C].
+
+        Without images there are none in the text, or caches hold them.
+        """
+        vision, patches, size = self.cfg.vision, None, None
+        features, each = jnp.full_like(tokens, -1), 1
+        if images is not None:
+            each, size = images.shape[1:3]
+        length = vision.num_tokens(size)
+        if images is not None:
+            patches = jax.vmap(lambda x: rows_of_images(x, vision.patch_size, length))(images)
+            features = features_of(tokens, vision.image_token_id, length, length)
+        both = beside_images(info, features, (each, length), length)
+        x = self.embed_images(tokens, patches, both, ctx, vision.grid(size))
+        x, statistics, caches = self.layers(x, both, ctx, caches)
+        x = ctx.parallel.gather_seq(self.normed(x.decoder))
+        return x, statistics, caches
 
     def classify(
         self,
@@ -147,6 +182,18 @@ class Decoder(nnx.Module):
         info, ctx = replace(tokens_of(tokens.shape, segments=segments), types=types), Context()
         x, _, _ = self.layers(self.embed(tokens, info, ctx), info, ctx)
         return self.row_logits(x, ctx)
+
+    def classify_images(self, images: jax.Array) -> jax.Array:
+        """Images [B, H, W, C], H = W -> fp32 logits [B, C'] of their classes.
+
+        Learned positions are resized where H is not `model.vision.image_size`.
+        """
+        vision, ctx = self.cfg.vision, Context()
+        length = vision.num_tokens(images.shape[1])
+        patches = rows_of_images(images, vision.patch_size, length)
+        info = tokens_of(patches.shape[:2])
+        x = self.embed_patches(patches, info, ctx, vision.grid(images.shape[1]))
+        return self.row_logits(self.layers(x, info, ctx)[0], ctx)
 
     def hidden(
         self,
@@ -162,6 +209,8 @@ class Decoder(nnx.Module):
         sequences. There is a cache for each layer. An encoder-decoder gives the activations of its
         decoder's tokens, `target` [B, T]; without `tokens` it takes what it read from the caches.
         """
+        if self.cfg.has_tower:
+            return self.read(tokens, None, info, ctx, caches)
         if target is None:
             x = self.embed(tokens, info, ctx)
         else:
@@ -276,6 +325,10 @@ class Decoder(nnx.Module):
         `salt` keys dropout.
         """
         cfg, parallel = self.cfg, ctx.parallel
+        if cfg.reads_images:
+            raise UserError(
+                "this model reads images (model.vision), not tokens; call classify_images"
+            )
         table = self.embedding[...]
         rows = table.shape[0]
         row = tokens - parallel.index("tp") * rows
@@ -285,6 +338,9 @@ class Decoder(nnx.Module):
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
         x = scaled(x, cfg.embedding_multiplier)
+        if info.features is not None:  # the projector adds what stands there
+            is_text = parallel.shard_seq(info.features) < 0
+            x = jnp.where(is_text[..., None], x, 0)
         if cfg.position_embedding == "learned":
             positions = parallel.shard_seq(info.positions) + cfg.bert.position_offset
             x = x + _look_up(self.position_embedding[...], positions)
@@ -297,6 +353,34 @@ class Decoder(nnx.Module):
         if cfg.bert.embedding_norm:
             x = self.embedding_norm(x)
         return dropout(x, cfg.hidden_dropout, info, ctx, salt)
+
+    @jax.named_scope("embed")
+    def embed_patches(self, patches: jax.Array, info: Tokens, ctx: Context, grid: int) -> jax.Array:
+        """The input of the first layer, [B, S/tp, D], of patches [B, S, C*P*P].
+
+        `grid` is the number of patches along a side of an image.
+        """
+        x = self.patch_embedding(patches, info, ctx, grid)
+        return dropout(x, self.cfg.hidden_dropout, info, ctx, _EMBED_SALT)
+
+    def embed_images(
+        self,
+        tokens: jax.Array,
+        patches: jax.Array | None,
+        info: Tokens,
+        ctx: Context,
+        grid: int,
+    ) -> Streams:
+        """The input of the first layer, of tokens [B, S] and patches [B, I, T, C*P*P] of images.
+
+        Without patches the images' stream is left out.
+        """
+        encoder = None
+        if patches is not None:
+            rows = patches.reshape(-1, *patches.shape[2:])
+            encoder = self.embed_patches(rows, info, ctx, grid)
+        decoder = self.embed(tokens, info.target, ctx, salt=_TARGET_SALT)
+        return Streams(encoder, decoder, self.joint.weights())
 
     def embed_streams(
         self, tokens: jax.Array | None, target: jax.Array, info: Tokens, ctx: Context

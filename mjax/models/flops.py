@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branches_of, of_decoder, stack_of
+from mjax.config.pattern import BRANCHES, branches_of, of_decoder, of_tower, stack_of
 from mjax.config.schema import Config
 from mjax.models import definition_of
 from mjax.models.branch import branch_class
@@ -21,6 +21,8 @@ from mjax.sharding.spec import ParamSpec, freeze, is_spec
 
 # Roles of the parameters that every token is multiplied with, besides the head.
 _MULTIPLIED = ("matrix", "router")
+_PATCHES = "patch_embedding"
+_OF_SOURCE = ("cross_kv", "projector_up", "projector_down")  # matmuls of what a stream reads
 _AFTER_LAYERS = ("final_norm", "head", "masked_head", "classifier")
 
 
@@ -81,22 +83,28 @@ def flops_by_part(
     after = {name: specs[name] for name in _AFTER_LAYERS if name in specs}
     layers = {name: specs[name] for name in specs if name not in after}
     layers_trained = _is_trained(layers)
+    tower = {stack_of(kind) for kind in model.layer_kinds if of_tower(kind)} | {_PATCHES}
+    tower_trained = _is_trained({name: specs[name] for name in tower if name in specs})
     parts = {"matmul": 0.0, "experts": 0.0}
     for name, declared in specs.items():
         for spec in _leaves(declared):
             of_experts = "experts" in spec.axes and spec.role == "matrix"
             part = "experts" if of_experts else "matmul"
-            per_weight = _flops_per_weight(not spec.frozen, layers_trained)
+            inputs_trained = tower_trained if name in tower else layers_trained
+            per_weight = _flops_per_weight(not spec.frozen, inputs_trained)
             passes = _passes(model, name, spec, sides)
             parts[part] += _active_weights(spec) * per_weight * passes
-    head = specs.get("head", specs["embedding"])
     inputs_trained = layers_trained or _is_trained(after.get("final_norm", {}))
-    per_weight = _flops_per_weight(not head.frozen, inputs_trained)
-    parts["head"] = _head_weights(model) * per_weight * sides.decoder.share
+    parts["head"] = 0.0
+    if not model.only_classifies:
+        head = specs.get("head", specs["embedding"])
+        per_weight = _flops_per_weight(not head.frozen, inputs_trained)
+        parts["head"] = _head_weights(model) * per_weight * sides.decoder.share
     of_branches = 0.0
     for branch in branch_flops(model, seq_length, target_length):
-        of_branches += branch.flops
-    parts["attention"] = of_branches if layers_trained else of_branches / 3
+        trained = tower_trained if of_tower(f"[{branch.letter}]") else layers_trained
+        of_branches += branch.flops if trained else branch.flops / 3
+    parts["attention"] = of_branches
     return parts
 
 
@@ -125,6 +133,9 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
         retro = model.retro
         neighbors = float(retro.num_neighbors * retro.num_retrieved_chunks)
         return Sides(Side(neighbors, retro.retrieved_length), text)
+    if model.has_tower:
+        length = model.vision.row_length()
+        return Sides(Side(model.vision.max_images * length / seq_length, length), text)
     if target_length is None:
         return Sides(text, text)
     return Sides(text, Side(target_length / seq_length, target_length))
@@ -132,7 +143,9 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
 
 def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: Sides) -> float:
     """The tokens that a weight is multiplied with for each that is counted; a mean over layers."""
-    of_source = spec.matmul == "cross_kv"
+    if stack == _PATCHES:
+        return sides.encoder.share
+    of_source = spec.matmul in _OF_SOURCE
     kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]
     shares = [sides.of(kind, other=of_source).share for kind in kinds]
     return sum(shares) / len(shares) if shares else 1.0

@@ -23,7 +23,8 @@ class Joint(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        has_norm, both_read = cfg.norm_placement != "post_residual", "C" in cfg.branches
+        both_read = "C" in cfg.branches
+        has_norm = cfg.norm_placement != "post_residual" and not cfg.has_tower
 
         def norm(side: str) -> Norm:
             return Norm(cfg, (cfg.hidden_size,), ("embed",), f"model.{side}_norm", rngs)

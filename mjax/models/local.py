@@ -47,6 +47,8 @@ class LocalModel:
         if FURTHER_COLUMNS["retrieved"] in micro_batch:
             columns = micro_batch[FURTHER_COLUMNS["retrieved"]]
             return beside_neighbors(tokens, micro_batch["neighbors"], columns)
+        if FURTHER_COLUMNS["image_tokens"] in micro_batch:
+            return self.objective.tokens(tokens, micro_batch)
         if FURTHER_COLUMNS["target"] not in micro_batch:
             return tokens
         target = tokens_of(

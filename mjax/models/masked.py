@@ -118,8 +118,27 @@ class MaskedTokens(_OfEncoder):
         return seen.astype(np.int32), counts.astype(np.float32)
 
 
+class OfRows(_OfEncoder):
+    """The cross-entropy of rows' classes in nats, and with `measures` the part that is right."""
+
+    def counts(self, batch: Batch) -> Scalars:
+        counts = {"loss": jnp.sum(_rows_that_count(batch))}
+        if self.measures:
+            counts["accuracy"] = counts["loss"]
+        return counts
+
+    def losses(
+        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
+    ) -> Scalars:
+        loss, hits = _row_losses(edges, x, batch, ctx)
+        found = {"loss": loss}
+        if self.measures:
+            found["accuracy"] = hits
+        return found
+
+
 @dataclass(frozen=True)
-class ClassifyRows(_OfEncoder):
+class ClassifyRows(OfRows):
     """The cross-entropy of rows' classes in nats, a mean over rows whose "row_label" is not -1.
 
     The field is int32 [B]. With `measures` there is also the part of rows that the model gets
@@ -137,21 +156,6 @@ class ClassifyRows(_OfEncoder):
     @property
     def fields(self) -> Mapping[str, BatchField]:
         return {"tokens": BatchField(np.int32)} | _further_fields(self.types, pairs=True)
-
-    def counts(self, batch: Batch) -> Scalars:
-        counts = {"loss": jnp.sum(_rows_that_count(batch))}
-        if self.measures:
-            counts["accuracy"] = counts["loss"]
-        return counts
-
-    def losses(
-        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
-    ) -> Scalars:
-        loss, hits = _row_losses(edges, x, batch, ctx)
-        found = {"loss": loss}
-        if self.measures:
-            found["accuracy"] = hits
-        return found
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Classes of random tokens, for speed tests; nothing where the data set has them."""

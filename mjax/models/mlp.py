@@ -26,6 +26,8 @@ def activate(x: jax.Array, name: str) -> jax.Array:
         return jax.nn.silu(x)
     if name == "relu":
         return jax.nn.relu(x)
+    if name == "quick_gelu":
+        return x * jax.nn.sigmoid(1.702 * x)
     if name == "relu2":
         return jnp.square(jax.nn.relu(x))
     return jax.nn.gelu(x, approximate=name == "gelu_tanh")

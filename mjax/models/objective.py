@@ -40,7 +40,8 @@ class BatchField:
 
     axes: logical axes (`sharding/rules.py`): "batch" first, then "seq", or "target" of what an
         encoder-decoder's decoder reads, if it has one. "neighbors", "retrieved": of each row, those
-        of all chunks, and the tokens of one.
+        of all chunks, and the tokens of one. "images", "image_tokens": likewise. "pixels": the
+        numbers of a patch.
     pad: the value in rows that fill up a batch. They count in no loss.
     """
 
@@ -57,7 +58,11 @@ LAYER_FIELDS = {
 
 
 # The fields with the columns of tokens along axes that only some batches have, by axis.
-FURTHER_COLUMNS = {"target": "decoder_columns", "retrieved": "neighbor_columns"}
+FURTHER_COLUMNS = {
+    "target": "decoder_columns",
+    "retrieved": "neighbor_columns",
+    "image_tokens": "image_columns",
+}
 
 
 def further_lengths(cfg: Config) -> dict[str, int | None]:
@@ -65,6 +70,11 @@ def further_lengths(cfg: Config) -> dict[str, int | None]:
     retro = cfg.model.retro
     neighbors = cfg.data.seq_length // retro.chunk_length * retro.num_neighbors
     lengths = {"neighbors": neighbors, "retrieved": retro.retrieved_length}
+    vision = cfg.model.vision
+    lengths["pixels"] = vision.patch_pixels
+    if cfg.model.has_tower:
+        lengths["images"] = vision.max_images
+        lengths["image_tokens"] = vision.row_length(cfg.image_size)
     return lengths | {"target": cfg.data.target_length}
 
 
@@ -191,6 +201,7 @@ CONFIGURED = {
     "masked_lm": "mjax.models.masked:MaskedTokens",
     "classify": "mjax.models.masked:ClassifyRows",
     "span_corruption": "mjax.models.spans:CorruptedSpans",
+    "classify_images": "mjax.models.images:ClassifyImages",
 }
 
 
@@ -199,6 +210,8 @@ def objective_of(cfg: Config) -> Objective:
     name = cfg.train.objective
     if name == NEXT_TOKEN and cfg.model.is_retro:
         return pkgutil.resolve_name("mjax.models.neighbors:WithNeighbors")(cfg)
+    if name == NEXT_TOKEN and cfg.model.has_tower:
+        return pkgutil.resolve_name("mjax.models.images:WithImages")(cfg)
     if name == NEXT_TOKEN:
         depths = cfg.model.num_nextn_predict_layers
         return MultiToken(depths, cfg.train.mtp_loss_scaling_factor) if depths else NextToken()

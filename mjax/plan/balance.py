@@ -11,7 +11,7 @@ import numpy as np
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.schema import Config
-from mjax.models.flops import flops_per_token
+from mjax.models.flops import flops_by_part, flops_per_token
 from mjax.pipeline.layout import Layout, layout_of, make_layout
 from mjax.pipeline.schedule import Schedule, make_schedule
 
@@ -21,8 +21,9 @@ SMALLEST_GAIN = 0.02  # share of the step's time; less is not mentioned
 def head_in_layers(model: ModelConfig, seq_length: int) -> float:
     """FLOPs of the head, prediction layers included, over those of a layer (the mean of all)."""
     next_token = model.model_copy(update={"num_nextn_predict_layers": 0})
-    layers = flops_per_token(next_token, seq_length)
-    layers -= 6.0 * model.hidden_size * model.vocab_size
+    parts = flops_by_part(next_token, seq_length)
+    layers = sum(parts.values())
+    layers -= parts["head"]
     head = flops_per_token(model, seq_length) - layers
     return head * model.num_hidden_layers / layers
 

@@ -66,8 +66,9 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     block = split(nnx.eval_shape(make_block))[0]
     sides = _sides(cfg, sizes)
     inputs = []
-    for rows, width in sides:
-        shape = rows, width // parallel.tp, cfg.model.hidden_size
+    widths = cfg.model.tower.hidden_size, cfg.model.hidden_size
+    for (rows, length), width in zip(sides, widths, strict=False):
+        shape = rows, length // parallel.tp, width
         inputs.append(jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute)))
     like = x = inputs[0]
     if cfg.model.has_two_streams:
@@ -118,7 +119,10 @@ def _residuals(
     positions = jnp.zeros(sides[0], jnp.int32)
     tokens = tokens_of(sides[0], positions, key=jax.random.key(0))
     if len(sides) > 1:
-        tokens = replace(tokens, target=tokens_of(sides[1], key=tokens.key))
+        target = tokens_of(sides[1], key=tokens.key)
+        if cfg.model.has_tower:
+            target = replace(target, features=target.positions)
+        tokens = replace(tokens, target=target)
         positions = tokens.target.positions if of_decoder(kind) else positions
     rope = {}
     if cfg.model.position_embedding == "rope":
@@ -155,6 +159,10 @@ def _sides(cfg: Config, sizes: dict[str, int]) -> list[tuple[int, int]]:
         further = further_lengths(cfg)
         neighbors = rows * further["neighbors"], further["retrieved"] // sizes["cp"]
         return [neighbors, text]
+    if cfg.model.has_tower:
+        further = further_lengths(cfg)
+        images = rows * further["images"], further["image_tokens"] // sizes["cp"]
+        return [images, text]
     if cfg.model.is_encoder_decoder:
         target = cfg.data.target_length or cfg.data.seq_length
         return [text, (rows, target // sizes["cp"])]

@@ -234,6 +234,8 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
 
 def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """The loss's fp32 gradient of the head, and a chunk's logits and their gradient."""
+    if cfg.model.only_classifies:
+        return 0.0
     rows = cfg.model.padded_vocab_size // sizes["tp"]
     length = cfg.data.target_length or cfg.data.seq_length
     tokens = cfg.train.micro_batch_size * length // sizes["cp"]

@@ -20,7 +20,9 @@ import numpy as np
 from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.config.pattern import shortest
+from mjax.config.schema import Config
 from mjax.models.objective import further_lengths
+from mjax.models.vision import features_of, image_fields
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import DEEP, FEATURES, MOST_TP, NO_RING, ROWS, SIX, SMALL, STEPS, VOCAB
 from mjax.sharding.mesh import make_mesh
@@ -116,6 +118,35 @@ def make_neighbors(rows: int, count: int, length: int, vocab: int = VOCAB) -> np
     return np.where(np.arange(length) < ends, tokens, -1)
 
 
+def make_images(cfg: Config, rows: int, width: int) -> dict:
+    """The fields of random images, one a row of `width` columns."""
+    vision, size = cfg.model.vision, cfg.image_size
+    shape = rows, size, size, vision.num_channels
+    images = np.random.default_rng(3).normal(size=shape)
+    return image_fields(images, vision.patch_size, width)
+
+
+def with_images(cfg: Config, batch: dict) -> dict:
+    """The fields of no, one or two random images in each text, whose place in it differs."""
+    vision, further = cfg.model.vision, further_lengths(cfg)
+    rows, width = batch["tokens"].shape
+    each, length = further["images"], further["image_tokens"]
+    patches = make_images(cfg, rows * each, length)["patches"]
+    patches = patches.reshape(rows, each, length, -1)
+    numbers, count = np.arange(rows), vision.num_tokens(cfg.image_size) - 1
+    tokens = np.where(batch["tokens"] == vision.image_token_id, 8, batch["tokens"])
+    columns = np.arange(width)
+    for image in range(each):
+        first = numbers % 3 + image * (count + 2)
+        has_image = numbers % 4 > image
+        place = columns - first[:, None]
+        here = has_image[:, None] & (place >= 0) & (place < count)
+        tokens[here] = vision.image_token_id
+        patches[~has_image, image] = 0
+    features = features_of(tokens, vision.image_token_id, count + 1, length)
+    return {"tokens": tokens, "patches": patches, "features": features}
+
+
 def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
     """A trainer of `feature` at step 0 on the first devices."""
     mesh = dict.fromkeys(AXES, 1) | cell.mesh
@@ -145,6 +176,10 @@ def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
     batch = make_batch(rows, width=width, target=further["target"])
     if trainer.cfg.model.is_retro:
         batch["neighbors"] = make_neighbors(rows, further["neighbors"], further["retrieved"])
+    if trainer.cfg.model.reads_images:
+        batch |= make_images(trainer.cfg, rows, width)
+    if trainer.cfg.model.has_tower:
+        batch |= with_images(trainer.cfg, batch)
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
     others = "tokens", "finite", "accepted", "gathered_share"  # the last depends on the mesh

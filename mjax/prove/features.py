@@ -216,10 +216,30 @@ FEATURES = {
         "model.hidden_dropout=0.1",
         "model.attention.attention_dropout=0.1",
     ],
+    "vit": [  # images of 10 tokens and padding, their positions resized from another grid
+        "model.layer_pattern=B",
+        "model.norm=layernorm",
+        "model.position_embedding=learned",
+        "model.vision={image_size: 8, patch_size: 4, num_channels: 2, num_labels: 5}",
+        "data.images.image_size=12",
+        "model.attention.attention_bias=true",
+        "model.mlp_gated=false",
+        "model.hidden_act=gelu",
+        "model.hidden_dropout=0.1",
+        "train.objective=classify_images",
+    ],
+    "llava": [  # up to two images in a text of another width
+        "model.layer_pattern='V,[P],G*2'",
+        "model.vision={image_size: 8, patch_size: 4, num_channels: 2, hidden_size: 16, "
+        "intermediate_size: 24, num_attention_heads: 8, hidden_act: quick_gelu, patch_bias: false, "
+        "embedding_norm: true, image_token_id: 7, max_images: 2}",
+        "model.hidden_dropout=0.1",
+    ],
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
     "t5": ["model.layer_pattern='B*4,[GXD]*4'"],
+    "llava": ["model.layer_pattern='V*3,[P],G*4'"],
     "retro": ["model.layer_pattern='G,[G],[BCD]*2,[RD],G,[GRD]*2'"],
 }
 NO_RING = (
@@ -231,5 +251,7 @@ NO_RING = (
     "bert",
     "t5",
     "retro",
+    "vit",
+    "llava",
 )
 MOST_TP = {"odd widths": 2}

@@ -32,6 +32,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "target": ("cp",),  # the decoder's sequence in an encoder-decoder
     "neighbors": (),  # of all chunks of a row
     "retrieved": ("cp",),  # the tokens of each
+    "images": (),  # of a row
+    "image_tokens": ("cp",),  # of each, or padding
+    "pixels": (),  # of a patch
     # parameters
     "vocab": ("tp",),
     "heads": ("tp",),
@@ -46,6 +49,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "taps": (),
     "head_dim": (),
     "positions": (),
+    "patch": (),
     "pair": (),
     "layers": ("pp",),  # in the order of pipeline/layout.py
 }

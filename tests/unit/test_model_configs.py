@@ -55,6 +55,8 @@ PUBLISHED = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_next_80b_a3b": 79_674_391_296,
+    "vit_l16": 304_326_632,
+    "llava_1_5_7b": 7_050_828_800,  # 7,063,427,072 with what of its tower is not read
 }
 
 
@@ -88,12 +90,32 @@ def test_traces_abstractly_at_full_size(name):
     definition = definition_of(cfg.model)
     padding = (cfg.model.padded_vocab_size - cfg.model.vocab_size) * cfg.model.hidden_size
     tables = 1 if cfg.model.tie_word_embeddings else 2
+    tables = 0 if cfg.model.reads_images else tables
     if cfg.model.bert.mlm_head:  # a bias of the vocabulary
         padding += cfg.model.padded_vocab_size - cfg.model.vocab_size
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert total == PUBLISHED[name] + tables * padding
 
     shape = (1, cfg.data.seq_length)
+    if cfg.model.reads_images:
+        side = cfg.model.vision.image_size
+        images = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
+        grads = jax.eval_shape(
+            jax.grad(lambda p, x: definition.bind(p).classify_images(x).sum()), params, images
+        )
+        assert jax.tree.map(lambda g: g.shape, grads) == jax.tree.map(lambda p: p.shape, params)
+        return
+    if cfg.model.has_tower:
+        side, shape = cfg.model.vision.image_size, (1, cfg.data.seq_length)
+        images = jax.ShapeDtypeStruct((1, 1, side, side, 3), jnp.float32)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        def total(params, tokens, images):
+            return definition.bind(params)(tokens, images=images).sum()
+
+        grads = jax.eval_shape(jax.grad(total), params, tokens, images)
+        assert jax.tree.map(lambda g: g.shape, grads) == jax.tree.map(lambda p: p.shape, params)
+        return
     fields = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, dtype) for k, dtype in fields.items()}
     both = cfg.model.is_encoder_decoder  # its two sequences are of one length here

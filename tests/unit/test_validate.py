@@ -32,6 +32,14 @@ SPANS = ["train.objective=span_corruption", "data.target_length=32", "data.eod_t
 SPANS += ["data.masked={sentinel_ids: [255, 240], pad_token_id: 0}"]
 SPANS += ["model.layer_pattern='B*2, [GXD]*2'", "model.decoder_start_token_id=0"]
 RETRO = ["model.layer_pattern='[G],[BCD],[RD],[GRD]'", "data.seq_length=128"]
+VIT = ["model.layer_pattern=B", "model.position_embedding=learned"]
+VIT += ["model.vision={image_size: 32, patch_size: 8, num_labels: 3}"]
+VIT += ["train.objective=classify_images"]
+LLAVA = ["model.layer_pattern='V,[P],G*2'", "data.seq_length=32"]
+LLAVA += [
+    "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
+    "num_attention_heads: 2, image_token_id: 9}"
+]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
@@ -219,6 +227,45 @@ BROKEN = {
     "neighbors_are_of_one_corpus": (
         [*RETRO, "data.fim_rate=0.5"],
         "data.fim_rate=0.5 rearranges the text whose neighbors were looked up",
+    ),
+    "images_are_classified": (
+        [*VIT, "train.objective=next_token"],
+        "train.objective='next_token' reads tokens, but model.vision.patch_size=8",
+    ),
+    "towers_see_all_patches": ([*VIT, "model.layer_pattern=G"], "model.layer_pattern='G': an"),
+    "towers_stand_before_a_projector": (
+        [*LLAVA, "model.layer_pattern='V,[P],B,G'"],
+        "model.layer_pattern='V,[P],B,G': a text with images has layers V",
+    ),
+    "towers_have_sizes": (
+        [*LLAVA, "model.vision.intermediate_size=0"],
+        "model.vision.intermediate_size=0 is needed for V blocks",
+    ),
+    "towers_divide": (
+        [*LLAVA, "mesh.tp=4"],
+        "model.vision.num_attention_heads=2 is not divisible by mesh.tp=4",
+    ),
+    "texts_with_images_given": (
+        [*LLAVA, "data.mock=false", "data.text=x", "data.tokenizer=byte"],
+        "the data no images",
+    ),
+    "towers_lack": (
+        [*LLAVA, "model.residual_multiplier=0.5"],
+        "model.residual_multiplier=0.5 is not built beside V blocks",
+    ),
+    "patches_fill_an_image": (
+        [*VIT, "data.images.image_size=30"],
+        "data.images.image_size=30 is no multiple of model.vision.patch_size=8",
+    ),
+    "rows_hold_an_image": (
+        [*VIT, "data.seq_length=16"],
+        "data.seq_length=16 is less than the 17 tokens of an image",
+    ),
+    "image_classes_given": ([*VIT, "model.vision.num_labels=0"], "model.vision.num_labels=0"),
+    "images_have_no_text": ([*VIT, "model.bert.type_vocab_size=2"], "is of texts"),
+    "channels_are_scaled": (
+        [*VIT, "data.images.mean=[0.5, 0.5]"],
+        "data.images.mean=[0.5, 0.5] does not fit model.vision.num_channels=3",
     ),
     "next_token_is_hidden": (
         ["model.layer_pattern=B"],

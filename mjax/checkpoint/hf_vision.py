@@ -1,0 +1,259 @@
+"""Families of models that read images: rows of the table of families (`families.py`).
+
+LLaVA's files hold all layers of CLIP's tower, of which the model reads the output of one before the
+last. The layers behind it are left out, and so is the norm of what nobody reads.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mjax.checkpoint.family import Family
+from mjax.checkpoint.hf_config import (
+    ACTIVATIONS,
+    Part,
+    activation,
+    alike,
+    biases,
+    ignored,
+    only,
+    required,
+    rope,
+    same,
+    shape,
+    take,
+)
+from mjax.checkpoint.slots import Slots, changed
+from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import of_tower
+from mjax.errors import UserError
+
+_SHAPE = same(
+    alike("hidden_size intermediate_size num_hidden_layers initializer_range")
+    | alike("num_attention_heads", "attention.")
+    | alike("num_channels", "vision.")
+    | {
+        "layer_norm_eps": "norm_eps",
+        "hidden_dropout_prob": "hidden_dropout",
+        "attention_probs_dropout_prob": "attention.attention_dropout",
+        "qkv_bias": "attention.attention_bias",
+    },
+    {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_channels": 3}
+    | {"num_attention_heads": 12, "initializer_range": 0.02, "layer_norm_eps": 1e-12}
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "qkv_bias": True},
+)
+
+
+def _squares() -> Part:
+    """The sizes of images and patches, which may be written as [height, width]."""
+    defaults = {"image_size": 224, "patch_size": 16}
+
+    def read(config: dict) -> dict:
+        fields = {}
+        for key, default in defaults.items():
+            size = take(config, key, default)
+            sides = size if isinstance(size, list) else [size]
+            if len(set(sides)) > 1:
+                raise UserError(f"config.json: {key}={size!r} is not supported (only squares)")
+            fields[f"vision.{key}"] = sides[0]
+        return fields
+
+    return Part(read, lambda cfg: {key: getattr(cfg.vision, key) for key in defaults})
+
+
+def _classes() -> Part:
+    """The number of classes of ViTForImageClassification, the only class that is built."""
+    architecture = "ViTForImageClassification"
+
+    def read(config: dict) -> dict:
+        (kind, *_) = config.get("architectures") or [architecture]
+        if kind != architecture:
+            raise UserError(
+                f"config.json: architectures={kind!r} is not supported (only {architecture})"
+            )
+        labels = take(config, "num_labels", len(config.get("id2label") or "01"))
+        return {"vision.num_labels": labels}
+
+    return Part(read, lambda cfg: {"num_labels": cfg.vision.num_labels})
+
+
+# ---- LLaVA ---------------------------------------------------------------------------------------
+
+_LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+_LLAMA |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048}
+_TEXT = (shape(activation("hidden_act", default="silu"), **_LLAMA), rope(), biases(mlp=True))
+_TOWER = same(
+    alike("hidden_size intermediate_size num_attention_heads layer_norm_eps", "vision.")
+    | alike("image_size patch_size num_channels", "vision."),
+    {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    | {"layer_norm_eps": 1e-5, "image_size": 224, "patch_size": 32, "num_channels": 3},
+)
+_SAYS_NOTHING = (
+    "projection_dim initializer_factor initializer_range vocab_size attention_dropout".split()
+)
+_ACTS = {"quick_gelu": "quick_gelu"} | ACTIVATIONS
+_PUBLISHED, _NEW = "vision_tower.vision_model.", "vision_tower."
+
+
+def _text() -> Part:
+    """The language model, in `text_config`: one of Llama's kind."""
+
+    def read(config: dict) -> dict:
+        text = dict(take(config, "text_config"))
+        only(text, "model_type", "llama")
+        text.setdefault("tie_word_embeddings", config.pop("tie_word_embeddings", False))
+        fields: dict = {}
+        for part in _TEXT:
+            fields |= part.read(text)
+        del fields["num_hidden_layers"]  # `_tower` counts both
+        config |= text  # what is left is judged with the rest
+        return fields
+
+    def write(cfg: ModelConfig) -> dict:
+        text = {"model_type": "llama"}
+        for part in _TEXT:
+            text |= part.write(cfg)
+        text["num_hidden_layers"] = cfg.num_hidden_layers - _towers(cfg) - 1
+        return {"text_config": text}
+
+    return Part(read, write)
+
+
+def _tower() -> Part:
+    """CLIP's tower, in `vision_config`, up to the layer that is read; the layers of both."""
+
+    def read(config: dict) -> dict:
+        vision = dict(take(config, "vision_config"))
+        only(vision, "model_type", "clip_vision_model")
+        act = take(vision, "hidden_act", "quick_gelu")
+        layers, layer = (
+            take(vision, "num_hidden_layers", 12),
+            take(config, "vision_feature_layer", -2),
+        )
+        read = layers + 1 + layer if isinstance(layer, int) and layer < 0 else layer
+        if act not in _ACTS or type(read) is not int or not 0 < read <= layers:
+            raise UserError(
+                f"config.json: hidden_act={act!r} or vision_feature_layer={layer!r} of a tower of "
+                f"{layers} layers is not supported"
+            )
+        fields = _TOWER.read(vision)
+        for key in _SAYS_NOTHING:
+            vision.pop(key, None)
+        config |= vision
+        fixed = {"hidden_act": _ACTS[act], "patch_bias": False, "embedding_norm": True}
+        fixed["image_token_id"] = take(
+            config, "image_token_index", config.pop("image_token_id", 32000)
+        )
+        text = dict(config["text_config"]).get("num_hidden_layers") or _LLAMA["num_hidden_layers"]
+        return (
+            fields
+            | {f"vision.{key}": value for key, value in fixed.items()}
+            | {
+                "layer_pattern": f"V*{read}, [P], G*{text}",
+                "num_hidden_layers": read + 1 + text,
+            }
+        )
+
+    def write(cfg: ModelConfig) -> dict:
+        names = {ours: theirs for theirs, ours in reversed(_ACTS.items())}
+        vision = {"model_type": "clip_vision_model", "num_hidden_layers": _towers(cfg)}
+        vision |= _TOWER.write(cfg) | {"hidden_act": names[cfg.vision.hidden_act]}
+        ids = {"image_token_index": cfg.vision.image_token_id}
+        patches = cfg.vision.patch_size and cfg.vision.num_tokens() - 1
+        return {
+            "vision_config": vision,
+            "vision_feature_layer": -1,
+            "image_seq_length": patches,
+        } | ids
+
+    return Part(read, write)
+
+
+def _towers(cfg: ModelConfig) -> int:
+    """The layers of the tower."""
+    return sum(map(of_tower, cfg.layer_kinds))
+
+
+_OF_TOWER = (
+    ("input_layernorm", "layer_norm1"),
+    ("post_attention_layernorm", "layer_norm2"),
+    ("self_attn.o_proj", "self_attn.out_proj"),
+    ("up_proj", "fc1"),
+    ("down_proj", "fc2"),
+)
+_EDGES = {
+    "model.embed_patches.weight": f"{_PUBLISHED}embeddings.patch_embedding.weight",
+    "model.embed_class": f"{_PUBLISHED}embeddings.class_embedding",
+    "model.embed_image_positions": f"{_PUBLISHED}embeddings.position_embedding.weight",
+    "model.embed_images_norm.weight": f"{_PUBLISHED}pre_layrnorm.weight",
+    "model.embed_images_norm.bias": f"{_PUBLISHED}pre_layrnorm.bias",
+}
+
+
+def _names(cfg: ModelConfig, name: str) -> str:
+    """The name of a tensor in a file of LLaVA, from that which its parameter declares."""
+    if name in _EDGES:
+        return _EDGES[name]
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+    if layer is None:
+        return f"language_model.{name}"
+    number, rest, towers = int(layer[1]), layer[2], _towers(cfg)
+    if number == towers:
+        return f"multi_modal_projector.{rest}"
+    if number > towers:
+        return f"language_model.model.layers.{number - towers - 1}.{rest}"
+    for ours, theirs in _OF_TOWER:
+        rest = rest.replace(ours, theirs)
+    return f"{_PUBLISHED}encoder.layers.{number}.{rest}"
+
+
+def with_new_towers(slots: Slots, names: Sequence[str]) -> Slots:
+    """The slots in a file of transformers 5, whose names of towers are shorter, if it is one."""
+    if any(name.startswith(_PUBLISHED) for name in names):
+        return slots
+    return changed(slots, lambda slot: replace(slot, tensor=slot.tensor.replace(_PUBLISHED, _NEW)))
+
+
+VISION: dict[str, Family] = {
+    "vit": Family.of(
+        "ViTForImageClassification",
+        ignored("encoder_stride", "pooler_output_size", "pooler_act"),
+        _classes(),
+        _squares(),
+        _SHAPE,
+        activation("hidden_act", default="gelu"),
+        fixed={
+            "layer_pattern": "B",
+            "position_embedding": "learned",
+            "norm": "layernorm",
+            "mlp_gated": False,
+            "mlp_bias": True,
+            "attention.attention_out_bias": True,
+        },
+        rename=(
+            ("model.layers.", "vit.encoder.layer."),
+            ("model.embed_patches.", "vit.embeddings.patch_embeddings.projection."),
+            ("model.embed_class", "vit.embeddings.cls_token"),
+            ("model.embed_image_positions", "vit.embeddings.position_embeddings"),
+            ("model.norm.", "vit.layernorm."),
+            ("self_attn.q_proj", "attention.attention.query"),
+            ("self_attn.k_proj", "attention.attention.key"),
+            ("self_attn.v_proj", "attention.attention.value"),
+            ("self_attn.o_proj", "attention.output.dense"),
+            ("post_attention_layernorm", "layernorm_after"),
+            ("input_layernorm", "layernorm_before"),
+            ("mlp.up_proj", "intermediate.dense"),
+            ("mlp.down_proj", "output.dense"),
+        ),
+        ones={"vit.embeddings.cls_token": 2, "vit.embeddings.position_embeddings": 1},
+    ),
+    "llava": Family.of(
+        "LlavaForConditionalGeneration",
+        ignored("ignore_index", "image_seq_length"),
+        required(projector_hidden_act="gelu", vision_feature_select_strategy="default"),
+        required(multimodal_projector_bias=True),
+        _tower(),
+        _text(),
+        name_of=_names,
+    ),
+}

@@ -1,0 +1,173 @@
+"""How images enter a model: patches, a class token and learned positions (ViT, arXiv 2010.11929).
+
+A patch is a token, and its embedding a product of its pixels with one matrix. Tokens lie along the
+columns of a row: the class token, the patches in the order of reading, and padding that no token
+sees (segment 0). So images are cut over the mesh as texts are. The module belongs to the edges of
+the model.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mjax.config.model_schema import ModelConfig
+from mjax.models.context import Context, Tokens
+from mjax.models.norm import Norm
+from mjax.models.params import declare, declare_bias, normal
+from mjax.sharding.spec import ParamSpec
+
+_CUBIC = -0.75  # the slope of the kernel that torch resizes with
+
+
+class PatchEmbedding(nnx.Module):
+    """[B, S, C*P*P] pixels of patches -> [B, S/tp, D], positions added.
+
+    `cfg` has the sizes of the tower. `weight` is [C, P, P, D]. The row of column 0 holds the class
+    token, and its pixels are not read. `positions` are of the class token, and of the grid of
+    `model.vision.image_size`.
+    """
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.cfg = cfg
+        width, vision = cfg.hidden_size, cfg.vision
+        init = normal(cfg.initializer_range)
+        weight = ParamSpec(
+            shape=(vision.num_channels, vision.patch_size, vision.patch_size, width),
+            axes=("patch", "patch", "patch", "embed"),
+            role="matrix",
+            inputs=3,
+            hf=("model.embed_patches.weight",),
+        )
+        self.weight = declare(rngs, weight, init)
+        if vision.patch_bias:
+            self.bias = declare_bias(rngs, (width,), ("embed",), "model.embed_patches.bias")
+        if vision.embedding_norm:
+            self.norm = Norm(cfg, (width,), ("embed",), "model.embed_images_norm", rngs)
+        name = "model.embed_class"
+        class_token = ParamSpec((width,), ("embed",), "embedding", hf=(name,))
+        self.class_token = declare(rngs, class_token, init)
+        positions = ParamSpec(
+            shape=(vision.num_tokens(), width),
+            axes=("positions", "embed"),
+            role="embedding",
+            hf=("model.embed_image_positions",),
+        )
+        self.positions = declare(rngs, positions, init)
+
+    def __call__(self, patches: jax.Array, tokens: Tokens, ctx: Context, grid: int) -> jax.Array:
+        """`grid`: the patches along a side of an image."""
+        parallel = ctx.parallel
+        weight = self.weight[...]
+        pixels = parallel.shard_seq(patches).astype(weight.dtype)
+        x = pixels @ weight.reshape(-1, weight.shape[-1])
+        if self.cfg.vision.patch_bias:
+            x = x + self.bias[...]
+        columns = parallel.shard(tokens.columns, "tp", 0)
+        is_class = columns[:, None] == 0
+        x = jnp.where(is_class, self.class_token[...], x)
+        positions = parallel.shard_seq(tokens.positions)
+        x = x + jnp.take(self.table(grid), positions, axis=0)
+        return self.norm(x) if self.cfg.vision.embedding_norm else x
+
+    def table(self, grid: int) -> jax.Array:
+        """The positions of a grid of `grid` x `grid` patches behind that of the class token."""
+        table, known = self.positions[...], self.cfg.vision.grid()
+        if grid == known:
+            return table
+        resize = jnp.asarray(resize_matrix(known, grid), jnp.float32)
+        square = table[1:].reshape(known, known, -1)
+        resized = jnp.einsum("ah,bw,hwd->abd", resize, resize, square, precision="highest")
+        resized = resized.reshape(grid * grid, -1)
+        return jnp.concatenate([table[:1], resized.astype(table.dtype)])
+
+
+@functools.cache
+def resize_matrix(old: int, new: int) -> np.ndarray:
+    """float64 [new, old]: bicubic interpolation along a line, as torch does it.
+
+    Pixel centers are aligned, and what lies outside has the value of the border.
+    """
+    matrix = np.zeros((new, old))
+    rows = np.arange(new)
+    centers = (rows + 0.5) * old / new
+    centers -= 0.5
+    for tap in range(-1, 3):
+        places = np.floor(centers) + tap
+        weights = _cubic(np.abs(centers - places))
+        columns = np.clip(places, 0, old - 1)
+        np.add.at(matrix, (rows, columns.astype(int)), weights)
+    return matrix
+
+
+def _cubic(distances: np.ndarray) -> np.ndarray:
+    """Keys' kernel of cubic convolution, of distances up to 2."""
+    a = _CUBIC
+    inner = a + 2, -a - 3, 0, 1
+    outer = a, -5 * a, 8 * a, -4 * a
+    near = np.polyval(inner, distances)
+    far = np.polyval(outer, distances)
+    return np.where(distances <= 1, near, far)
+
+
+def patches_of(images: np.ndarray, patch_size: int) -> np.ndarray:
+    """[B, H, W, C] -> [B, H/P * W/P, C*P*P]: patches in the order of reading.
+
+    The numbers of a patch are channel by channel.
+    """
+    batch, height, width, channels = images.shape
+    rows = height // patch_size
+    columns = width // patch_size
+    shape = (
+        batch,
+        rows,
+        patch_size,
+        columns,
+        patch_size,
+        channels,
+    )
+    cut = images.reshape(shape)
+    cut = cut.transpose(0, 1, 3, 5, 2, 4)
+    return cut.reshape(batch, rows * columns, -1)
+
+
+def rows_of_images(images: jax.Array, patch_size: int, length: int) -> jax.Array:
+    """[B, H, W, C] -> rows [B, length, C*P*P]: nothing, the patches, padding."""
+    patches = patches_of(images, patch_size)
+    behind = length - 1 - patches.shape[1]
+    return jnp.pad(patches, ((0, 0), (1, behind), (0, 0)))
+
+
+def features_of(
+    tokens: np.ndarray | jax.Array, image_token_id: int, num_tokens: int, length: int
+) -> np.ndarray | jax.Array:
+    """int32 [B, S]: `Tokens.features` of texts whose tokens `image_token_id` stand for patches.
+
+    They are those of the images of a row in order. An image has `num_tokens` tokens, the class
+    token among them, in a row of `length`.
+    """
+    stands = tokens == image_token_id
+    number = stands.cumsum(1) - 1
+    image, patch = divmod(number, num_tokens - 1)
+    return (stands * (image * length + patch + 2) - 1).astype(np.int32)
+
+
+def image_fields(images: np.ndarray, patch_size: int, length: int) -> dict[str, np.ndarray]:
+    """Rows of `length` columns that hold an image each, fp32 [B, H, W, C].
+
+    `patches` [B, S, C*P*P], and int32 [B, S] `segment_ids`, 0 in padding, and `positions`.
+    """
+    patches = patches_of(images, patch_size)
+    rows, count, pixels = patches.shape
+    field = np.zeros((rows, length, pixels), np.float32)
+    field[:, 1 : 1 + count] = patches
+    columns = np.arange(length, dtype=np.int32)
+    columns = np.broadcast_to(columns, (rows, length))
+    real = columns <= count
+    return {
+        "patches": field,
+        "segment_ids": real.astype(np.int32),
+        "positions": np.where(real, columns, 0),
+    }
