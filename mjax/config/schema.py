@@ -339,8 +339,8 @@ class PrecisionConfig(Group):
     """Steps that delayed scaling looks back."""
     fp8_skip_layers: int = Field(0, ge=0)
     """First and last layers left in `compute`."""
-    fp8_experts: bool = True
-    """false: experts are left in `compute`."""
+    fp8_experts: bool = False
+    """Round experts, too; else they are left in `compute`."""
 
 
 class LogConfig(Group):

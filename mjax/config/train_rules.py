@@ -118,8 +118,11 @@ def fp8_of_blackwell(c: Config) -> Iterator[str]:
 
 @rule("remove it or set precision.fp8=current")
 def fp8_keys_used(c: Config) -> Iterator[str]:
-    if c.precision.fp8 == "none" and c.precision.fp8_skip_layers:
-        yield "`precision.fp8_skip_layers` has no effect with `precision.fp8`"
+    if c.precision.fp8 != "none":
+        return
+    for key in ("fp8_skip_layers", "fp8_experts"):
+        if getattr(c.precision, key):
+            yield f"`precision.{key}` has no effect with `precision.fp8`"
 
 
 @rule("set precision.fp8_experts=false or train.experts=auto")

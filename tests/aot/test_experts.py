@@ -39,7 +39,8 @@ def test_a_mixtral_layer_is_six_kernels_and_copies_neither_weights_nor_sums():
 def test_in_fp8_a_mixtral_layer_is_six_kernels_of_8_bits(monkeypatch, capfd):
     """Weights are turned while they are rounded, and the estimate of memory holds."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    keys, path = [*MIXTRAL_LAYER, "precision.fp8=delayed"], "configs/models/mixtral_8x7b.yaml"
+    keys = [*MIXTRAL_LAYER, "precision.fp8=delayed", "precision.fp8_experts=true"]
+    path = "configs/models/mixtral_8x7b.yaml"
     with believed(Device("gpu", hopper=True, triton=True)):
         made = compile_step(path, *keys)
         cfg = load(path, [*keys, "train.attention=cudnn"])
@@ -89,7 +90,8 @@ def test_tokens_of_an_expert_group_go_all_to_all_and_gather_only_where_they_do_n
 
 @slow
 def test_in_fp8_tokens_travel_as_bytes_and_sums_do_not():
-    keys = [*OVER_EP[:-1], "precision.fp8=delayed", "train.expert_exchange=all_to_all"]
+    keys = [*OVER_EP[:-1], "precision.fp8=delayed", "precision.fp8_experts=true"]
+    keys.append("train.expert_exchange=all_to_all")
     with believed(Device("gpu", hopper=True, triton=True)):
         made = compile_step("configs/models/mixtral_8x7b.yaml", *keys)
     for dtype in ("u8", "bf16"):  # of 1024 tokens, to each device, forward and backward

@@ -67,6 +67,7 @@ def agree(first: tuple[float, dict, dict], want: tuple[float, dict, dict]) -> No
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), first[2], want[2])
 
 
+EIGHT_BITS = "precision.fp8_experts=true"
 BIAS, BATCHED = "model.mlp_bias=true", "train.experts=batched"
 PADDING = "model.moe.skip_padding=true"  # tokens without an expert, which no maximum sees
 
@@ -86,14 +87,14 @@ PADDING = "model.moe.skip_padding=true"  # tokens without an expert, which no ma
 def test_meshes_agree_on_experts(recipe, cell, more):
     """A biased expert has two functions where others have one."""
     of_model = [key for key in more if key.startswith("model") or key == BATCHED]
-    want = one_device(recipe, *of_model, feature="experts")
-    agree(first_step(recipe, cell, *more, feature="experts"), want)
+    want = one_device(recipe, EIGHT_BITS, *of_model, feature="experts")
+    agree(first_step(recipe, cell, EIGHT_BITS, *more, feature="experts"), want)
 
 
 def test_experts_are_rounded_and_those_left_out_are_not():
     exact, left_out, rounded = (
         one_device(*of, feature="experts")
-        for of in (("none",), ("delayed", "precision.fp8_experts=false"), ("delayed",))
+        for of in (("none",), ("delayed",), ("delayed", EIGHT_BITS))
     )
     assert 1e-3 < distance(left_out[1], exact[1]) < 0.2
     assert 1e-3 < distance(rounded[1], exact[1]) < 0.2

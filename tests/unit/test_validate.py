@@ -483,7 +483,7 @@ BROKEN = {
     "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
     "fp8_keys_used": (["precision.fp8_skip_layers=1"], "has no effect with precision.fp8='none'"),
     "fp8_experts_one_by_one": (
-        ["precision.fp8=current", "train.experts=loop"],
+        ["precision.fp8=current", "precision.fp8_experts=true", "train.experts=loop"],
         "train.experts='loop' has no products of 8 bits for precision.fp8='current'",
     ),
     "fp8_backend_used": (["precision.fp8_backend=te"], "has no effect with precision.fp8='none'"),
