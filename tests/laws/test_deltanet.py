@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mesh, more", quick(CASES, 0))
+@pytest.mark.parametrize("mesh, more", quick(CASES))
 def test_meshes_agree_where_states_last(long_memory, mesh, more):
     """Loss, gradient norm and every gradient, of packed documents."""
     cell = Cell(mesh, 1, 1, cp_type="all_gather")

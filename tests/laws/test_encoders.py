@@ -54,7 +54,6 @@ def numbers(cell: Cell, batch: dict, *more: str) -> dict:
             Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"),
             Cell({"pp": 4, "tp": 2}, 1, 3),
         ],
-        0,
     ),
 )
 @pytest.mark.parametrize("more", quick([[], CLASSIFY], 0), ids=["masked_lm", "classify"])

@@ -85,7 +85,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES, 0))
+@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, keys):
     cell = Cell(mesh, zero, micro_batches)
     batch = make_batch(cell.rows)

@@ -81,7 +81,6 @@ PADDING = "model.moe.skip_padding=true"  # tokens without an expert, which no ma
             ("delayed", Cell({"ep": 4}, 2, 2), (PADDING, BIAS, "train.expert_exchange=all_to_all")),
             ("current", Cell({"tp": 2}, 0, 1), (BIAS, "model.moe.capacity_factor=1", BATCHED)),
         ],
-        0,
     ),
 )
 def test_meshes_agree_on_experts(recipe, cell, more):

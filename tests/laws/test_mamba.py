@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mesh, more", quick(CASES, 0))
+@pytest.mark.parametrize("mesh, more", quick(CASES))
 def test_meshes_agree_where_sizes_are_odd(mesh, more):
     record = compare("mamba", Cell(mesh, 1, 1), "model.num_hidden_layers=2", *more, steps=2)
     assert holds(record), record

@@ -43,7 +43,6 @@ def agrees(feature: str, layers: int, where: Cell, *overrides: str) -> None:
             ("windows", 5, 2, 1, 4, ["train.remat=none"]),  # kinds of blocks differ between stages
             ("dense", 4, 4, 1, 1, []),
         ],
-        6,
     ),
 )
 def test_gradients_equal_one_device(name, layers, pp, v, m, more):

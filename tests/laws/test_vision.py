@@ -59,7 +59,6 @@ def numbers(cell: Cell) -> dict:
             Cell({"cp": 2, "tp": 2, "pp": 2}, 1, 2, cp_type="all_gather"),
             Cell({"dp": 4, "tp": 2}, 3, 1),
         ],
-        0,
     ),
 )
 def test_meshes_agree_on_images_with_and_without_a_class(cell):
