@@ -47,10 +47,13 @@ def towers_stand_before_a_projector(c: Config) -> Iterator[str]:
 
 @rule("set it (docs/multimodal.md)")
 def towers_have_sizes(c: Config) -> Iterator[str]:
-    names = ("patch_size", "hidden_size", "intermediate_size", "image_token_id")
-    for name in names if c.model.has_tower else ():
-        if not getattr(c.model.vision, name):
+    if not c.model.has_tower:
+        return
+    for name in ("patch_size", "hidden_size", "intermediate_size"):
+        if getattr(c.model.vision, name) == 0:
             yield f"`model.vision.{name}` is needed for V blocks"
+    if c.model.vision.image_token_id is None:
+        yield "`model.vision.image_token_id` is needed for V blocks"
 
 
 @rule("change either")

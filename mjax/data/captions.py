@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from mjax.config.schema import Config
-from mjax.data.gpt import Batch, split_range
+from mjax.data.gpt import Batch
 from mjax.data.images import ImageReader
-from mjax.data.labelled import shuffled
+from mjax.data.labelled import part_of_split, shuffled
 from mjax.data.tokenizer import IMAGE, Tokenizer, encode_with_images
 from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import parse_json
@@ -54,13 +54,9 @@ class ImageTextDataset:
     ):
         self.cfg, self.size = cfg, size
         lines = read_lines(Path(path), tokenizer, cfg)
-        begin, end = split_range(split_fractions, split, len(lines))
         order = shuffled(np.arange(len(lines)), len(lines), 0)
-        self.lines = [lines[number] for number in order[begin:end]]
-        if not self.lines:
-            raise UserError(
-                f"{path}: split {split!r} of {len(lines)} lines has none; change data.split"
-            )
+        lines = [lines[number] for number in order]
+        self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
         self.reader = ImageReader(cfg, len(self.lines))
 
     def __len__(self) -> int:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mjax.config.schema import Config
-from mjax.data.gpt import Batch, split_range
-from mjax.data.labelled import shuffled
+from mjax.data.gpt import Batch
+from mjax.data.labelled import part_of_split, shuffled
 from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.models.vision import image_fields
 
@@ -64,16 +64,11 @@ class ImageDataset:
     ):
         self.cfg, self.size = cfg, size
         samples = sorted(samples_of(path), key=_digest)
-        begin, end = split_range(split_fractions, split, len(samples))
-        self.samples = samples[begin:end]
-        if not self.samples:
-            raise UserError(
-                f"data.images: split {split!r} of the {len(samples)} images of {path} has none; "
-                "change data.split"
-            )
+        source = f"data.images: {path}"
+        self.samples = part_of_split(samples, split_fractions, split, source, "images")
         classes = cfg.model.vision.num_labels
         for sample in samples:
-            if not 0 <= sample.label < classes:
+            if type(sample.label) is not int or not 0 <= sample.label < classes:
                 raise UserError(
                     f"{sample.name}: class {sample.label} is none of "
                     f"model.vision.num_labels={classes}"
@@ -171,7 +166,7 @@ def samples_of(path: str) -> list[Sample]:
                     f"data.images: {file} is neither a folder nor a .tar nor a .parquet; give one"
                 )
             wrong = f"data.images: {file} cannot be read: {{reason}}; give a whole {reader.__doc__}"
-            with or_user_error(wrong, (*UNREADABLE, ValueError, tarfile.TarError)):
+            with or_user_error(wrong, (*UNREADABLE, ValueError, LookupError, tarfile.TarError)):
                 found += reader(file)
     if not found:
         raise UserError(f"data.images: {path} holds no image with a class; give one that does")

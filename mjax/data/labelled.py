@@ -5,10 +5,12 @@ pure function of (file, settings, seed, n): epoch e is a shuffle of the split's 
 RandomState(seed + e), and lines are dealt to splits in an order of their content.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import parse_json
 
+Example = TypeVar("Example")
 # A line's texts as ids, and its class.
 Line = tuple[list[list[int]], int]
 
@@ -50,13 +53,8 @@ class LabelledDataset:
             )
         self.settings, self.seq_length = data.masked, data.seq_length
         self.size, self.seed = size, cfg.run.seed
-        lines = read_lines(path, tokenizer, model.bert.num_labels)
-        begin, end = split_range(split_fractions, split, len(lines))
-        self.lines = sorted(lines, key=_digest)[begin:end]
-        if not self.lines:
-            raise UserError(
-                f"{path}: split {split!r} of {len(lines)} lines has none; change data.split"
-            )
+        lines = sorted(read_lines(path, tokenizer, model.bert.num_labels), key=_digest)
+        self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
 
     def __len__(self) -> int:
         return self.size
@@ -85,16 +83,31 @@ class LabelledDataset:
         return tokens, types
 
 
+def part_of_split(
+    examples: list[Example], fractions: Sequence[float], split: str, source: str, kind: str
+) -> list[Example]:
+    """The examples of a split; `kind` is what they are called. Raises `UserError` where it has
+    none."""
+    begin, end = split_range(fractions, split, len(examples))
+    part = examples[begin:end]
+    if not part:
+        raise UserError(
+            f"{source}: split {split!r} of {len(examples)} {kind} has none; change data.split"
+        )
+    return part
+
+
 def shuffled(indices: Sequence[int] | np.ndarray, length: int, seed: int) -> list[int]:
     """Which of `length` examples each sample is: epoch e goes through them in an order of its own,
     by RandomState(seed + e)."""
     epochs, places = np.divmod(np.asarray(indices, np.int64), length)
-    orders = {}
-    for epoch in set(epochs.tolist()):
-        rng = np.random.RandomState((seed + epoch) % 2**32)
-        orders[epoch] = rng.permutation(length)
     pairs = zip(epochs.tolist(), places.tolist(), strict=True)
-    return [int(orders[epoch][place]) for epoch, place in pairs]
+    return [int(_order(length, (seed + epoch) % 2**32)[place]) for epoch, place in pairs]
+
+
+@functools.lru_cache(maxsize=4)  # a batch lies in an epoch or two, of training and held-out data
+def _order(length: int, seed: int) -> np.ndarray:
+    return np.random.RandomState(seed).permutation(length)
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int) -> list[Line]:
