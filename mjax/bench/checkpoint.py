@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from mjax.bench import report
-from mjax.bench.train import case, random_batch
+from mjax.bench.train import batch_of, case
 from mjax.config import load
 from mjax.errors import UserError, or_user_error
 from mjax.train import Trainer
@@ -55,7 +55,7 @@ def measure(trainer: Trainer, folder: Path, steps: int) -> dict:
     """The record of two saves, a restore and plain files in `folder`."""
     trainer.init()
     reserved = reserve_host_memory(trainer.state)
-    batch = random_batch(trainer.cfg)
+    batch = batch_of(trainer)
     step_times(trainer, batch, 3)
     if reserved is not None:
         reserved.join()

@@ -75,10 +75,7 @@ def measure(
     """Run 1 + `warmup` + `steps` training steps and `profiled` more; the record."""
     trainer = Trainer(cfg)
     trainer.init()
-    batch = random_batch(trainer.cfg, documents)
-    make_fields = field_maker(trainer.cfg, trainer.objective)
-    if make_fields is not None:
-        batch |= make_fields(batch, 0, np.arange(len(batch["tokens"])))
+    batch = batch_of(trainer, documents)
     start = time.perf_counter()
     jax.block_until_ready(trainer.step(batch))
     first, since = time.perf_counter() - start, report.process_seconds()
@@ -184,6 +181,15 @@ def startup(args: argparse.Namespace) -> dict[str, float]:
                 raise UserError(f"--startup: a run of one step failed: {last}")
             found[name] = json.loads(done.stdout.splitlines()[-1])["start_s"]
     return found
+
+
+def batch_of(trainer: Trainer, documents: int = 1) -> dict[str, np.ndarray]:
+    """`random_batch`, with the fields that the trainer's objective makes."""
+    batch = random_batch(trainer.cfg, documents)
+    make_fields = field_maker(trainer.cfg, trainer.objective)
+    if make_fields is not None:
+        batch |= make_fields(batch, 0, np.arange(len(batch["tokens"])))
+    return batch
 
 
 def random_batch(cfg: Config, documents: int = 1, seed: int = 0) -> dict[str, np.ndarray]:

@@ -126,12 +126,10 @@ def _tower() -> Part:
         vision = dict(take(config, "vision_config"))
         only(vision, "model_type", "clip_vision_model")
         act = take(vision, "hidden_act", "quick_gelu")
-        layers, layer = (
-            take(vision, "num_hidden_layers", 12),
-            take(config, "vision_feature_layer", -2),
-        )
-        read = layers + 1 + layer if isinstance(layer, int) and layer < 0 else layer
-        if act not in _ACTS or type(read) is not int or not 0 < read <= layers:
+        layers = take(vision, "num_hidden_layers", 12)
+        layer = take(config, "vision_feature_layer", -2)
+        used = layers + 1 + layer if isinstance(layer, int) and layer < 0 else layer
+        if act not in _ACTS or type(used) is not int or not 0 < used <= layers:
             raise UserError(
                 f"config.json: hidden_act={act!r} or vision_feature_layer={layer!r} of a tower of "
                 f"{layers} layers is not supported"
@@ -141,30 +139,20 @@ def _tower() -> Part:
             vision.pop(key, None)
         config |= vision
         fixed = {"hidden_act": _ACTS[act], "patch_bias": False, "embedding_norm": True}
-        fixed["image_token_id"] = take(
-            config, "image_token_index", config.pop("image_token_id", 32000)
-        )
+        image_token = config.pop("image_token_id", 32000)
+        fixed["image_token_id"] = take(config, "image_token_index", image_token)
+        fields |= {f"vision.{key}": value for key, value in fixed.items()}
         text = dict(config["text_config"]).get("num_hidden_layers") or _LLAMA["num_hidden_layers"]
-        return (
-            fields
-            | {f"vision.{key}": value for key, value in fixed.items()}
-            | {
-                "layer_pattern": f"V*{read}, [P], G*{text}",
-                "num_hidden_layers": read + 1 + text,
-            }
-        )
+        pattern, count = f"V*{used}, [P], G*{text}", used + 1 + text
+        return fields | {"layer_pattern": pattern, "num_hidden_layers": count}
 
     def write(cfg: ModelConfig) -> dict:
         names = {ours: theirs for theirs, ours in reversed(_ACTS.items())}
         vision = {"model_type": "clip_vision_model", "num_hidden_layers": _towers(cfg)}
         vision |= _TOWER.write(cfg) | {"hidden_act": names[cfg.vision.hidden_act]}
-        ids = {"image_token_index": cfg.vision.image_token_id}
-        patches = cfg.vision.patch_size and cfg.vision.num_tokens() - 1
-        return {
-            "vision_config": vision,
-            "vision_feature_layer": -1,
-            "image_seq_length": patches,
-        } | ids
+        ids: dict = {"image_token_index": cfg.vision.image_token_id}
+        ids["image_seq_length"] = cfg.vision.patch_size and cfg.vision.num_tokens() - 1
+        return {"vision_config": vision, "vision_feature_layer": -1} | ids
 
     return Part(read, write)
 

@@ -34,7 +34,7 @@ IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
     r"|^(cls\.predictions|lm_head)\.decoder\.(weight|bias)$"
     r"|^(encoder|decoder)\.embed_tokens\.weight$|^mtp\."
-    r"|^vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.\d+|embeddings\.position_ids)\b"
+    r"|^vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.\d+)\b"
 )
 
 

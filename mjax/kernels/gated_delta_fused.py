@@ -118,12 +118,13 @@ def gradients_of(
     read = product("zchpn,zcqhn->zcqhp", low, chunks.readers)
     written = (chunks.values - read).astype(dtype)
     d_written = product("zcqhn,zchpn->zcqhp", chunks.writers, d_low).astype(dtype)
-    return type(chunks)(
+    gradients = chunks._replace(
         values=d_written,
         readers=-product("zcqhp,zchpn->zcqhn", d_written, low).astype(dtype),
         writers=product("zcqhp,zchpn->zcqhn", written, d_low).astype(dtype),
         left=jnp.sum(d_after * states, (-2, -1)),
-    ), d_initial
+    )
+    return gradients, d_initial
 
 
 def _walk(kernel: Any, chunks: Any, inputs: tuple, outputs: tuple) -> list[jax.Array]:

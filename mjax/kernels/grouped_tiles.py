@@ -41,8 +41,7 @@ WIDE, NARROW = Tile(128, 256, 4), Tile(128, 128, 6)
 
 def tile_of(columns: int) -> Tile:
     """The tile of a product with so many columns: wide where the last is not mostly empty."""
-    covered = WIDE.across(columns) * WIDE.columns
-    return WIDE if covered <= 1.1 * columns else NARROW
+    return _wide_or_narrow(WIDE, NARROW, columns)
 
 
 WIDE8, NARROW8 = Tile(128, 256, 4), Tile(128, 128, 6)
@@ -51,7 +50,10 @@ PROMOTED8 = Tile(128, 192, 4, promoted=4), Tile(128, 128, 6, promoted=4)
 
 def tile8_of(columns: int, precise: bool) -> Tile:
     """The tile of a product of 8-bit operands; `precise` sums leave the tensor cores in parts."""
-    wide, narrow = PROMOTED8 if precise else (WIDE8, NARROW8)
+    return _wide_or_narrow(*(PROMOTED8 if precise else (WIDE8, NARROW8)), columns)
+
+
+def _wide_or_narrow(wide: Tile, narrow: Tile, columns: int) -> Tile:
     covered = wide.across(columns) * wide.columns
     return wide if covered <= 1.1 * columns else narrow
 

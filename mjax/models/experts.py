@@ -83,8 +83,7 @@ def run_experts(
     ctx: Context,
 ) -> ExpertSums:
     """Tokens x [B, S/tp, D] through their experts."""
-    has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
-    some_dropped = has_capacity or cfg.moe.skip_padding
+    some_dropped = _has_capacity(cfg, ctx) or cfg.moe.skip_padding
     if weights.up.recipe is None or not some_dropped:
         return _run_experts(x, routing, weights, cfg, ctx)
     # FP8's maxima are those of tokens that have an expert, and of their gradients.
@@ -102,10 +101,9 @@ def _run_experts(
     ctx: Context,
 ) -> ExpertSums:
     parallel, up = ctx.parallel, weights.up
-    has_capacity = ctx.capacity and cfg.moe.capacity_factor is not None
     facts = {
         "asked": ctx.experts,
-        "has_capacity": has_capacity,
+        "has_capacity": _has_capacity(cfg, ctx),
         "eight_bits": up.recipe is not None,
     }
     routed = routed_tokens(x, routing, cfg, ctx)
@@ -115,14 +113,16 @@ def _run_experts(
     expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
     sequences = x.shape[0] * parallel.ep
     first = parallel.index("ep") * held
-    of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
-    dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
+    dispatch = None
+    if kernel != "loop":
+        of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
+        dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
     if up.recipe is not None and in_one(expert, up, weights.up_bias is not None):
         both, route = (up, weights.down), routed.route
         y = gated_experts8(parallel, expert, x, routed.gates, both, dispatch, route)
         return ExpertSums(y, has_gathered(route))
     routed = routed._replace(x=gather_tokens(parallel, x, routed.route))
-    if kernel == "loop":
+    if dispatch is None:
         y = every_expert(expert, routed, weights, first)
     else:
         y = _sums_of_experts(expert, routed, weights, dispatch, parallel)
@@ -131,6 +131,10 @@ def _run_experts(
         y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
     y = scatter_sums(parallel, y, x.shape[0], routed.route)
     return ExpertSums(y, has_gathered(routed.route))
+
+
+def _has_capacity(cfg: ModelConfig, ctx: Context) -> bool:
+    return ctx.capacity and cfg.moe.capacity_factor is not None
 
 
 def _sums_of_experts(

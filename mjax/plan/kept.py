@@ -31,7 +31,7 @@ from mjax.plan.execution import decide_execution, micro_batch_shape, training_co
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import on_shards
 from mjax.sharding.rules import param_partitions
-from mjax.sharding.spec import ParamSpec
+from mjax.sharding.spec import ParamSpec, rounded_specs
 
 
 class Kept(NamedTuple):
@@ -193,13 +193,13 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
         if spec.matmul is None:
             return value
         of_matmul = {"name": spec.matmul, "inputs": spec.inputs}
-        left_out = spec.is_of_experts and not cfg.precision.fp8_experts
-        if recipe is None or not spec.takes_fp8 or left_out:
+        if recipe is None or not spec.takes_fp8:
             return Weight(value, **of_matmul)
         scales = jax.ShapeDtypeStruct((3,), jnp.float32)
         return Weight(value, scales=scales, recipe=recipe, **of_matmul)
 
-    return jax.tree.map(weight, block.specs, param_partitions(block.specs, parallel))
+    specs = rounded_specs(block.specs, cfg.precision.fp8_experts)
+    return jax.tree.map(weight, specs, param_partitions(specs, parallel))
 
 
 def _named(jaxpr) -> Iterator[tuple[str, jax.core.ShapedArray]]:

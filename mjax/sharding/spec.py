@@ -114,11 +114,11 @@ def count_parameters(specs: dict) -> int:
     return sum(spec.size for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def without_fp8_experts(specs: dict) -> dict:
-    """Declarations in which no FP8 recipe rounds the weights of experts."""
+def rounded_specs(specs: dict, fp8_experts: bool) -> dict:
+    """Declarations in which FP8 recipes round the weights of experts only where asked to."""
 
     def one(spec: ParamSpec) -> ParamSpec:
-        return replace(spec, fp8=False) if spec.is_of_experts else spec
+        return replace(spec, fp8=False) if spec.is_of_experts and not fp8_experts else spec
 
     return jax.tree.map(one, specs, is_leaf=is_spec)
 

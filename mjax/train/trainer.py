@@ -23,7 +23,7 @@ from mjax.pipeline.storage import canonical
 from mjax.plan.auto import resolve_auto
 from mjax.plan.xla_options import fix_reduction_order
 from mjax.sharding.mesh import make_mesh, parallel_of, replicated
-from mjax.sharding.spec import freeze, without_fp8_experts
+from mjax.sharding.spec import freeze, rounded_specs
 from mjax.train import step as steps
 from mjax.train.batch import BatchPlacer, most_documents, only_padding_follows
 from mjax.train.checkpoints import Checkpoints
@@ -47,9 +47,8 @@ class Trainer:
     ):
         validate(cfg)
         self.definition = definition_of(cfg.model)
-        self.specs = freeze(self.definition.specs, cfg.train.freeze)
-        if not cfg.precision.fp8_experts:
-            self.specs = without_fp8_experts(self.specs)
+        specs = rounded_specs(self.definition.specs, cfg.precision.fp8_experts)
+        self.specs = freeze(specs, cfg.train.freeze)
         self.objective = objective_of(cfg)
         if devices is None:
             devices = jax.devices() if mesh is None else mesh.devices.flatten()

@@ -14,6 +14,7 @@ from mjax.models.masked import MaskedTokens
 from mjax.models.objective import objective_of
 from mjax.prove import FEATURES, Cell, deviation, make_batch, make_trainer
 from tests.marks import quick, slow
+from tests.measures import measured
 
 MASKED = [
     "model.layer_pattern=B",
@@ -37,12 +38,7 @@ def padded(batch: dict, filler: int = 0) -> dict:
 
 
 def numbers(cell: Cell, batch: dict, *more: str) -> dict:
-    """Losses and gradients of a step, and all measures of held-out data."""
-    trainer = make_trainer("bert", cell, *more)
-    _, norm, gradients = trainer.grads(batch)
-    sums, counts = trainer.run_program("eval", batch)
-    found = {"norm": norm, "gradients": gradients, "sums": sums, "counts": counts}
-    return jax.device_get(found)
+    return measured(make_trainer("bert", cell, *more), batch)
 
 
 @pytest.mark.parametrize(

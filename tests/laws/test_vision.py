@@ -25,6 +25,7 @@ from mjax.models.objective import objective_of
 from mjax.models.vision import image_fields, patches_of, resize_matrix
 from mjax.prove import Cell, deviation, make_batch, make_images, make_trainer
 from tests.marks import quick
+from tests.measures import measured
 
 VIT = [
     "model.hidden_size=32",
@@ -43,13 +44,8 @@ def batch_of(trainer, rows: int = 24) -> dict:
 
 
 def numbers(cell: Cell) -> dict:
-    """Losses and gradients of a step, and the measures of held-out data."""
     trainer = make_trainer("vit", cell)
-    batch = batch_of(trainer)
-    _, norm, gradients = trainer.grads(batch)
-    sums, counts = trainer.run_program("eval", batch)
-    found = {"norm": norm, "gradients": gradients, "sums": sums, "counts": counts}
-    return jax.device_get(found)
+    return measured(trainer, batch_of(trainer))
 
 
 @pytest.mark.parametrize(

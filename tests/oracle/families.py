@@ -268,6 +268,15 @@ MODELS: dict[str, tuple[str, dict]] = {
 }
 
 
+def add_to_vectors(model: torch.nn.Module) -> torch.nn.Module:
+    """Make biases and norms random too."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 def make(name: str) -> torch.nn.Module:
     """An fp32 model whose biases and norms are random too."""
     prefix, options = MODELS[name]

@@ -17,6 +17,7 @@ from mjax.infer.generate import Generator
 from mjax.models.context import Context, tokens_of
 from mjax.models.masked import ClassifyRows, MaskedTokens
 from mjax.pretrained import from_pretrained
+from tests.oracle.families import add_to_vectors
 
 ROWS, SEQ, VOCAB = 3, 24, 251
 OPTIONS = dict(
@@ -48,12 +49,7 @@ def make(name: str) -> torch.nn.Module:
     config = getattr(transformers, f"{family}Config")(
         **OPTIONS, **more, attn_implementation="eager"
     )
-    model = getattr(transformers, name)(config).float().eval()
-    with torch.no_grad():
-        for path, p in model.named_parameters():
-            if path.endswith("bias") or p.ndim == 1:
-                p.add_(0.1 * torch.randn_like(p))
-    return model
+    return add_to_vectors(getattr(transformers, name)(config).float().eval())
 
 
 @pytest.fixture(scope="module", params=CLASSES)

@@ -13,6 +13,7 @@ from mjax.convert import main as convert
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.pretrained import from_pretrained
+from tests.oracle.families import add_to_vectors
 
 IMAGE, SIDE, PATCHES = 90, 12, 9
 
@@ -45,12 +46,7 @@ def make() -> torch.nn.Module:
         image_token_index=IMAGE,
         attn_implementation="eager",
     )
-    model = transformers.LlavaForConditionalGeneration(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return add_to_vectors(transformers.LlavaForConditionalGeneration(config).float().eval())
 
 
 @pytest.fixture(scope="module")

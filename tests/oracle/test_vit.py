@@ -13,6 +13,7 @@ from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.errors import UserError
 from mjax.pretrained import from_pretrained
+from tests.oracle.families import add_to_vectors
 
 
 def make() -> torch.nn.Module:
@@ -29,12 +30,7 @@ def make() -> torch.nn.Module:
         num_labels=5,
         attn_implementation="eager",
     )
-    model = transformers.ViTForImageClassification(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return add_to_vectors(transformers.ViTForImageClassification(config).float().eval())
 
 
 @pytest.fixture(scope="module")
