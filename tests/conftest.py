@@ -26,6 +26,8 @@ else:
     # Workers of pytest-xdist, and what tests/gpu/test_processes.py starts, share a GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.35"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # XLA times its own matmuls in dozens of variants, which takes most of the time to compile.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
 collect_ignore = [] if on_gpu == "1" else ["gpu"]
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:

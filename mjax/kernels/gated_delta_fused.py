@@ -21,7 +21,7 @@ from mjax.kernels.chooser import DELTA_CHANNELS as CHANNELS
 from mjax.kernels.triton_call import triton_call
 
 COLUMNS = 128, 64  # of a right side that a program takes: the first that divides it
-WARPS, STAGES = 4, 2  # of a program, and of the loads of a walk
+WARPS, SOLVE_WARPS, STAGES = 4, 2, 2  # of a walk and of a solution; loads of a walk ahead
 
 
 @jax.custom_vjp
@@ -58,7 +58,7 @@ def _launch_solve(system: jax.Array, right: jax.Array, transposed: bool) -> jax.
         [system, right],
         [jax.ShapeDtypeStruct(right.shape, right.dtype)],
         programs=right.size // (right.shape[-2] * columns),
-        warps=WARPS,
+        warps=SOLVE_WARPS,
         WIDTH=width,
         COLUMNS=columns,
         TRANSPOSED=transposed,
