@@ -27,7 +27,8 @@ else:
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.35"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     # XLA times its own matmuls in dozens of variants, which takes most of the time to compile.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+    flags = os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 collect_ignore = [] if on_gpu == "1" else ["gpu"]
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
