@@ -59,6 +59,24 @@ def held_layers(cfg: Config, sizes: dict[str, int]) -> HeldLayers:
     return HeldLayers(tuple(each), schedule.slots, layout.v)
 
 
+class Counts(NamedTuple):
+    """Parameters on one device: tables (embedding, positions, head) and stacks of layers.
+
+    eight_bits: of the stacks, those that matmuls can read in 8 bits. shard: of all, as ZeRO stores
+    them. trained_of_role: of those of each role that are trained. trained_share: of the weights.
+    whole_layer: of the largest layer. stored_stacks: of the stacks, as ZeRO stores them.
+    """
+
+    tables: float
+    stacks: float
+    eight_bits: float
+    shard: float
+    trained_of_role: dict[str, int]
+    trained_share: float
+    whole_layer: float
+    stored_stacks: float
+
+
 Traced = dict[tuple[str, str], list[Kept]]  # by kind of layer and policy
 
 
@@ -82,7 +100,21 @@ def bytes_per_device(
     parts = _parameter_bytes(cfg, sizes, execution, specs, layers)
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
     parts["activations"] = _activation_bytes(cfg, sizes, execution, layers, traced)
-    return parts | {"work": max(work, loss)}
+    parts["work"] = max(work, loss)
+    gone = sum(parts[name] for name in ("gradients of a micro-batch", "activations", "work"))
+    stacked = _stacked_bytes(cfg, execution, counts_on_device(cfg, sizes, specs))
+    return parts | {"stacks of gradients": max(0.0, stacked - gone)}
+
+
+def _stacked_bytes(cfg: Config, execution: Execution, count: Counts) -> float:
+    """The bytes of the gradients as the optimizer reads them, besides those that layers leave.
+
+    Layers apart leave arrays of their own, which are put into stacks when the last micro-batch has
+    ended. What its backward worked with is gone by then. A single layer is a stack as it is.
+    """
+    if not execution.apart or execution.micro_batches == 1 or len(execution.layers) == 1:
+        return 0.0
+    return WIDTH[cfg.precision.grad_accum] * count.trained_share * count.shard
 
 
 def _activation_bytes(
@@ -106,24 +138,6 @@ def _activation_bytes(
         policy = layers.each[-1][1]
         total += sum(t.bytes for t in traced[kind, policy])
     return total
-
-
-class Counts(NamedTuple):
-    """Parameters on one device: tables (embedding, positions, head) and stacks of layers.
-
-    eight_bits: of the stacks, those that matmuls can read in 8 bits. shard: of all, as ZeRO stores
-    them. trained_of_role: of those of each role that are trained. trained_share: of the weights.
-    whole_layer: of the largest layer. stored_stacks: of the stacks, as ZeRO stores them.
-    """
-
-    tables: float
-    stacks: float
-    eight_bits: float
-    shard: float
-    trained_of_role: dict[str, int]
-    trained_share: float
-    whole_layer: float
-    stored_stacks: float
 
 
 def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:

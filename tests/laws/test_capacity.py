@@ -78,7 +78,6 @@ def test_the_capacity_is_rounded_up_from_the_decimal_number():
 
 
 CASES = [
-    ({"ep": 2, "cp": 2, "tp": 2}, 3, 2, []),
     ({"dp": 2, "ep": 2, "cp": 2}, 1, 4, ["model.moe.drop_policy=position"]),
     ({"pp": 2, "ep": 2, "tp": 2}, 1, 3, ["train.experts=batched"]),
     ({"dp": 2, "cp": 4}, 2, 1, ["model.mlp_bias=true", "train.experts=batched"]),

@@ -31,13 +31,12 @@ from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from tests.marks import quick, slow
 
-TYPES = ("all_gather", "ring", "a2a", "a2a_ring")
 TWO = "model.num_hidden_layers=2"
 
 
 def cases():
-    """Windows in packed documents with every type; a2a_ring, which the proof lacks, oftener."""
-    for cp_type in TYPES:
+    """Windows in packed documents; a2a_ring, which the proof lacks, oftener."""
+    for cp_type in ("ring", "a2a_ring"):
         yield "windows", 1, 4, 2, cp_type
     yield "windows", 1, 8, 1, "a2a_ring"
     yield "tied", 1, 4, 2, "a2a_ring"
@@ -50,7 +49,7 @@ def cell(dp: int, cp: int, tp: int, cp_type: str, zero: int = 1) -> tuple[Cell, 
     return Cell(mesh, zero, 2, cp_type=cp_type), group
 
 
-@pytest.mark.parametrize("feature,dp,cp,tp,cp_type", quick(cases(), 1, 4))
+@pytest.mark.parametrize("feature,dp,cp,tp,cp_type", quick(cases(), 0, 2))
 def test_gradients_equal_one_device(feature, dp, cp, tp, cp_type):
     record = compare(feature, *cell(dp, cp, tp, cp_type), TWO, steps=1)
     assert holds(record), record

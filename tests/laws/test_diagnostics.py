@@ -25,12 +25,9 @@ from tests.tiny import TINY
 
 CELLS = [
     ("dense", Cell({"dp": 2, "tp": 2}, 3, 2, 40)),
-    ("dense", Cell({"dp": 2, "tp": 2, "pp": 2}, 1, 3)),
     ("uneven layers", Cell({"pp": 4, "tp": 2}, 1, 4)),
     ("experts", Cell({"ep": 2, "dp": 2, "pp": 2}, 1, 3)),
-    ("odd widths", Cell({"dp": 4, "tp": 2}, 3, 2)),
     ("frozen", Cell({"dp": 2, "pp": 2, "tp": 2}, 3, 2)),
-    ("unlike layers", Cell({"dp": 2, "tp": 2}, 3, 2)),
 ]
 
 

@@ -45,10 +45,8 @@ def numbers(cell: Cell, batch: dict, *more: str) -> dict:
     "cell",
     quick(
         [
-            Cell({"cp": 2, "tp": 2}, 0, 2, cp_type="all_gather"),
             Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="all_gather"),
             Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"),
-            Cell({"pp": 4, "tp": 2}, 1, 3),
         ],
     ),
 )

@@ -41,14 +41,12 @@ def config(name: str, *overrides: str):
 
 
 CASES = [
-    ("mixed", {"ep": 8}, 1, 1),
     ("mixed", {"pp": 2, "ep": 2, "tp": 2}, 1, 4),
-    ("whole_softmax", {"dp": 2, "ep": 4}, 1, 1),
     ("whole_softmax", {"dp": 2, "ep": 2, "tp": 2}, 3, 2),
 ]
 
 
-@pytest.mark.parametrize("name,mesh,zero,micro_batches", quick(CASES, 1))
+@pytest.mark.parametrize("name,mesh,zero,micro_batches", quick(CASES, 0))
 def test_gradients_equal_one_device(name, mesh, zero, micro_batches):
     record = compare("experts", Cell(mesh, zero, micro_batches), *MODELS[name], steps=1)
     assert holds(record), record

@@ -24,17 +24,11 @@ LOSS_BOUND, GRADIENT_BOUND = 1e-4, 6e-3  # fp16 rounds by 5e-4; bf16 is off by 1
 CELLS = [
     ("dense", Cell()),
     ("dense", Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 3)),
-    ("dense", Cell({"dp": 2}, 3, 2)),
-    ("dense", Cell({"tp": 2}, 0, 2)),
     ("dense", Cell({"cp": 2}, 2, 1, cp_type="ring")),
-    ("dense", Cell({"pp": 4}, 0, 4)),
     ("dense", Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1)),
-    ("tied", Cell({"pp": 2, "cp": 2}, 3, 2)),
-    ("routing", Cell({"ep": 2, "tp": 2}, 3, 2)),
     ("routing", Cell({"pp": 2, "ep": 2}, 1, 2)),
     ("latent attention", Cell({"tp": 2, "cp": 2}, 1, 1)),
     ("mamba", Cell({"tp": 2, "cp": 2}, 1, 1)),
-    ("bert", Cell({"tp": 2, "cp": 2}, 1, 1)),
 ]
 STATE = "scale", "growth_tracker", "hysteresis_tracker", "skipped_samples"
 
