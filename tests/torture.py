@@ -49,6 +49,7 @@ BASE = (
     f"checkpoint.keep_best={BEST}",
 )
 TEMPORARY = ".orbax-checkpoint-tmp"
+OUTDATED = "outdated"  # in the name of a folder of steps that retention has taken away
 LONGEST = 300.0  # seconds for the event that a kill waits for, and for others to notice a death
 
 
@@ -137,9 +138,17 @@ class Torture:
         return alive.any_is()
 
     def measure(self, checkpoints: Path) -> None:
-        """Count the steps on disk that retention should remove, with those in writing."""
-        names = _names(checkpoints)
-        count = sum(not (n.isdecimal() and int(n) % EVERY == 0) for n in names)
+        """Count the steps on disk that retention should remove, with those in writing.
+
+        A step has one number under all its names: in writing, complete, on its way out. Those on
+        their way out, which lie in a folder of their own, are listed first: a step that moves there
+        meanwhile is missed, not counted twice.
+        """
+        leaving = [name for name in _names(checkpoints) if OUTDATED in name]
+        names = [name for folder in leaving for name in _names(checkpoints / folder)]
+        names += [name for name in _names(checkpoints) if OUTDATED not in name]
+        steps = {name.split(".")[0] for name in names}
+        count = sum(not (step.isdecimal() and int(step) % EVERY == 0) for step in steps)
         self.most_steps = max(self.most_steps, count)
 
     def end(self, folder: Path, alive: "Alive", victims: list[int]) -> dict[int, int]:
