@@ -65,6 +65,7 @@ class Counts(NamedTuple):
     eight_bits: of the stacks, those that matmuls can read in 8 bits. shard: of all, as ZeRO stores
     them. trained_of_role: of those of each role that are trained. trained_share: of the weights.
     whole_layer: of the largest layer. stored_stacks: of the stacks, as ZeRO stores them.
+    expert_stack: of the largest stack of experts of several layers, likewise.
     """
 
     tables: float
@@ -75,6 +76,7 @@ class Counts(NamedTuple):
     trained_share: float
     whole_layer: float
     stored_stacks: float
+    expert_stack: float
 
 
 Traced = dict[tuple[str, str], list[Kept]]  # by kind of layer and policy
@@ -101,20 +103,7 @@ def bytes_per_device(
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
     parts["activations"] = _activation_bytes(cfg, sizes, execution, layers, traced)
     parts["work"] = max(work, loss)
-    gone = sum(parts[name] for name in ("gradients of a micro-batch", "activations", "work"))
-    stacked = _stacked_bytes(cfg, execution, counts_on_device(cfg, sizes, specs))
-    return parts | {"stacks of gradients": max(0.0, stacked - gone)}
-
-
-def _stacked_bytes(cfg: Config, execution: Execution, count: Counts) -> float:
-    """The bytes of the gradients as the optimizer reads them, besides those that layers leave.
-
-    Layers apart leave arrays of their own, which are put into stacks when the last micro-batch has
-    ended. What its backward worked with is gone by then. A single layer is a stack as it is.
-    """
-    if not execution.apart or execution.micro_batches == 1 or len(execution.layers) == 1:
-        return 0.0
-    return WIDTH[cfg.precision.grad_accum] * count.trained_share * count.shard
+    return parts
 
 
 def _activation_bytes(
@@ -163,6 +152,8 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
     weights = sum(where.weight_size for where in found)
     rounded = [where for where in stacks if where.spec.takes_fp8 and is_matmul_weight(where)]
     of_stacks = sum(where.weight_size for where in stacks)
+    several = [where for where in stacks if where.spec.is_trained and where.spec.shape[0] > 1]
+    of_experts = [where for where in several if where.spec.is_of_experts]
     return Counts(
         tables=weights - of_stacks,
         stacks=of_stacks,
@@ -172,6 +163,7 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         trained_share=sum(where.weight_size for where in trained) / weights,
         whole_layer=max(layers.values()),
         stored_stacks=sum(where.stored_size for where in stacks),
+        expert_stack=max((where.stored_size for where in of_experts), default=0),
     )
 
 
@@ -187,7 +179,8 @@ def _parameter_bytes(
     Gradients of a pipeline's chunk exist once more where a slot chooses what it does. With one
     micro-batch, gradients wait in the dtype of weights where nothing but shards is made of them,
     and weights that nothing gathers are cast where they are used. With several, the matmuls of
-    unrolled layers add to the sums by themselves.
+    unrolled layers add to the sums by themselves. Those of experts find no free place for the
+    largest stack that is made of their sums in the end.
     """
     count = counts_on_device(cfg, sizes, specs)
     zero, optimizer, precision = cfg.mesh.zero, cfg.optimizer, cfg.precision
@@ -207,6 +200,7 @@ def _parameter_bytes(
         summed, accumulate = count.tables + count.stacks, compute
     in_bytes = execution.recipe is not None and not precision.fp8_skip_layers
     eight_bits = count.eight_bits / count.stacks if in_bytes else 0.0  # share of the stacks
+    turned = execution.apart and execution.gather == "step"  # once a step, for the backward
     weights = compute * count.tables + (compute - (compute - 1) * eight_bits) * read
     alone = once and not (is_cut and zero) and not execution.pipelined
     slots = len(layers.each) * layers.chunks * sizes["pp"]
@@ -214,12 +208,15 @@ def _parameter_bytes(
     chosen = count.stacks / layers.chunks if has_choice else 0.0
     share = count.trained_share
     of_micro_batch = count.tables if execution.sums_in_matmuls else count.tables + read
+    stacked = WIDTH[precision.grad_accum] * count.expert_stack * execution.sums_in_matmuls
     return {
         "masters": WIDTH[precision.params] * count.shard,
         "moments": (optimizer.offload is not True) * moment_bytes_on_device(optimizer, count),
         "weights": 0.0 if alone else weights,
+        "transposed weights": count.eight_bits if in_bytes and turned else 0.0,
         "gradients": share * (accumulate * summed + compute * chosen),
         "gradients of a micro-batch": 0.0 if once else share * compute * of_micro_batch,
+        "a stack of experts' gradients": stacked,
     }
 
 

@@ -6,6 +6,7 @@ from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.config.remat import remat_policies
 from mjax.errors import UserError
+from mjax.kernels.chooser import Device, believed
 from mjax.models import definition_of
 from mjax.plan.auto import FRACTION, choose_memory_policy, memory_policies
 from mjax.plan.kept import kept
@@ -195,3 +196,17 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
     assert ["memory:", "train.remat=full*1,dots", "optimizer.offload=false:"] in [
         line[:3] for line in lines
     ]
+
+
+@pytest.mark.parametrize(
+    "name, layers, measured",
+    [("mixtral_8x7b", 1, 35.0e9), ("mixtral_8x7b", 3, 103.5e9), ("qwen3_30b_a3b", 8, 125.3e9)],
+)
+def test_the_estimate_of_experts_is_near_what_an_h200_measured(name, layers, measured):
+    """On 2026-11-23 and 24: one GPU, s4096, 4 micro-batches of 2 (docs/memory.md)."""
+    keys = ["data.seq_length=4096", "train.global_batch_size=8", "train.micro_batch_size=2"]
+    keys += ["train.remat=none", "train.experts=mosaic", "train.attention=cudnn", "train.unroll=0"]
+    with believed(Device("gpu", hopper=True, triton=True)):
+        cfg = load(f"configs/models/{name}.yaml", [f"model.num_hidden_layers={layers}", *keys])
+        found = bytes_per_device(cfg, cfg.mesh, 1, definition_of(cfg.model).specs)
+    assert -0.04 < sum(found.values()) / measured - 1 < 0.06
