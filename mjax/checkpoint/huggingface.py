@@ -63,7 +63,7 @@ def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -
             for axis, i in zip(batch, at, strict=True):
                 cut[axis] = i - real[axis][0]
             slot = places[at]
-            _read_slot(tensors[slot.tensor], slot, spec, real, out[tuple(cut)])
+            _read_slot(tensors[slot.tensor], slot, spec, real, out[*cut, ...])
         return out
 
     return Source(cfg, read, lambda: _check(folder, cfg, tensors, tensor_shapes(cfg, specs, slots)))
@@ -77,7 +77,8 @@ def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tupl
         for slot in slots[path]:
             sizes = [math.prod(spec.shape[a] for a in axes) for axes in slot.dims]
             filled[slot.tensor] = filled.get(slot.tensor, 0) + math.prod(sizes)
-            sizes[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
+            if sizes:  # of a number there are none
+                sizes[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
             shape = tuple(i + 1 for i in slot.lead) + tuple(sizes)
             before = shapes.get(slot.tensor, shape)
             shapes[slot.tensor] = tuple(max(a, b) for a, b in zip(shape, before, strict=True))
@@ -167,7 +168,7 @@ def _place(shape: tuple[int, ...], slot: Slot) -> tuple[int, int]:
     """First element and width of the slot's matrix in a tensor of `shape`."""
     lead, inner = shape[: len(slot.lead)], shape[len(slot.lead) :]
     number = int(np.ravel_multi_index(slot.lead, lead)) if lead else 0
-    return number * math.prod(inner), math.prod(inner[1:]) if len(inner) > 1 else inner[0]
+    return number * math.prod(inner), math.prod(inner[1:] if len(inner) > 1 else inner)
 
 
 def _spans(
@@ -196,8 +197,7 @@ def _spans(
         return out
 
     dims = [runs(dim, axes) for dim, axes in enumerate(slot.matrix)]
-    if len(dims) == 1:
-        dims = [[(slice(0, 1, 1), slice(0, 1))], *dims]
+    dims = [[(slice(0, 1, 1), slice(0, 1))]] * (2 - len(dims)) + dims
     for (rows, at_rows), (cols, at_cols) in product(*dims):
         yield rows, cols, at_rows, at_cols
 

@@ -25,7 +25,10 @@ class Slot:
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
-        """`dims` of the same bytes as a matrix or vector: all dimensions but the first are one."""
+        """`dims` of the same bytes as a matrix or vector: all dimensions but the first are one.
+
+        A number has none.
+        """
         rest = tuple(axis for axes in self.dims[1:] for axis in axes)
         return (self.dims[0], rest) if rest else self.dims[:1]
 

@@ -202,6 +202,7 @@ CONFIGURED = {
     "classify": "mjax.models.masked:ClassifyRows",
     "span_corruption": "mjax.models.spans:CorruptedSpans",
     "classify_images": "mjax.models.images:ClassifyImages",
+    "contrastive": "mjax.models.contrastive:Contrastive",
 }
 
 

@@ -123,7 +123,7 @@ def make_images(cfg: Config, rows: int, width: int) -> dict:
     vision, size = cfg.model.vision, cfg.image_size
     shape = rows, size, size, vision.num_channels
     images = np.random.default_rng(3).normal(size=shape)
-    return image_fields(images, vision.patch_size, width)
+    return image_fields(images, vision, width)
 
 
 def with_images(cfg: Config, batch: dict) -> dict:
