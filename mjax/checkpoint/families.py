@@ -395,8 +395,7 @@ def slots(cfg: ModelConfig, specs: dict) -> Slots:
     sizes: dict[str, dict[int, int]] = {}  # of fused tensors: position -> length
     for path, of_path in pieces.items():
         for slot, order in of_path:
-            axes = slot.dims[slot.axis] if slot.dims else ()
-            lengths = [leaves[path].shape[axis] for axis in axes]
+            lengths = [leaves[path].shape[axis] for axis in slot.dims[slot.axis]]
             sizes.setdefault(slot.tensor, {})[order] = math.prod(lengths)
 
     def placed(slot: Slot, order: int) -> Slot:
@@ -434,8 +433,7 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
     elif spec.role == "conv":  # [channels, 1, taps]
         dims = rest[:-1], (), rest[-1:]
     else:
-        by_axis = spec.role in ("embedding", "head") or not rest  # a number has no axis
-        dims = tuple((a,) for a in rest) if by_axis else (rest,)
+        dims = tuple((a,) for a in rest) if spec.role in ("embedding", "head") else (rest,)
     axis = 1 if (family.conv1d or takes_turns) and len(dims) == 2 else 0
     for index in product(*(range(spec.shape[a]) for a in batch)):
         at = dict(zip((spec.axes[a] for a in batch), index, strict=True))
@@ -459,7 +457,8 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
             name = family.name_of(cfg, name)
         if name in family.ones:
             where = {"lead": (0,) * family.ones[name]}
-        yield Slot(name, index, dims, axis=axis, **where), order
+        number = name in family.numbers
+        yield Slot(name, index, dims, axis=axis, number=number, **where), order
 
 
 def without_prefix(found: Slots, prefix: str) -> Slots:

@@ -315,6 +315,7 @@ VISION: dict[str, Family] = {
         same({"projection_dim": "contrastive.projection_dim"}, {"projection_dim": 512}),
         fixed=_DUAL | {"vision.patch_bias": False, "vision.embedding_norm": True},
         name_of=_dual_names,
+        numbers=("logit_scale",),
     ),
     "siglip": Family.of(
         "SiglipModel",

@@ -63,7 +63,7 @@ def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -
             for axis, i in zip(batch, at, strict=True):
                 cut[axis] = i - real[axis][0]
             slot = places[at]
-            _read_slot(tensors[slot.tensor], slot, spec, real, out[*cut, ...])
+            _read_slot(tensors[slot.tensor], slot, spec, real, out[tuple(cut)])
         return out
 
     return Source(cfg, read, lambda: _check(folder, cfg, tensors, tensor_shapes(cfg, specs, slots)))
@@ -77,9 +77,8 @@ def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tupl
         for slot in slots[path]:
             sizes = [math.prod(spec.shape[a] for a in axes) for axes in slot.dims]
             filled[slot.tensor] = filled.get(slot.tensor, 0) + math.prod(sizes)
-            if sizes:  # of a number there are none
-                sizes[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
-            shape = tuple(i + 1 for i in slot.lead) + tuple(sizes)
+            sizes[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
+            shape = () if slot.number else tuple(i + 1 for i in slot.lead) + tuple(sizes)
             before = shapes.get(slot.tensor, shape)
             shapes[slot.tensor] = tuple(max(a, b) for a, b in zip(shape, before, strict=True))
     for name, shape in shapes.items():
@@ -197,7 +196,8 @@ def _spans(
         return out
 
     dims = [runs(dim, axes) for dim, axes in enumerate(slot.matrix)]
-    dims = [[(slice(0, 1, 1), slice(0, 1))]] * (2 - len(dims)) + dims
+    if len(dims) == 1:
+        dims = [[(slice(0, 1, 1), slice(0, 1))], *dims]
     for (rows, at_rows), (cols, at_cols) in product(*dims):
         yield rows, cols, at_rows, at_cols
 

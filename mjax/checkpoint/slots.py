@@ -12,7 +12,8 @@ class Slot:
     `dims`: for each dimension of the tensor after `lead`, the parameter's axes flattened into it.
     It begins at `start` along dimension `axis` of a tensor that fuses several, and takes every
     `step`-th place there; `lead` is the leading index in a tensor that stacks several, or in the
-    dimensions of size 1 that it begins with.
+    dimensions of size 1 that it begins with. `number`: it lacks the dimension of size 1 of the
+    parameter.
     """
 
     tensor: str
@@ -22,13 +23,11 @@ class Slot:
     axis: int = 0
     step: int = 1
     lead: tuple[int, ...] = ()
+    number: bool = False
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
-        """`dims` of the same bytes as a matrix or vector: all dimensions but the first are one.
-
-        A number has none.
-        """
+        """`dims` of the same bytes as a matrix or vector: all dimensions but the first are one."""
         rest = tuple(axis for axes in self.dims[1:] for axis in axes)
         return (self.dims[0], rest) if rest else self.dims[:1]
 

@@ -154,7 +154,7 @@ def _copy(
     part = source.read(path, index).astype(dtype, copy=False)
     if part.shape != block:
         part = np.pad(part, [(0, n - m) for n, m in zip(block, part.shape, strict=True)])
-    name = ".".join(str(s.start // n) for s, n in zip(index, block, strict=True)) or "0"
+    name = ".".join(str(s.start // n) for s, n in zip(index, block, strict=True))
     with open(folder / name, "wb", buffering=0) as f:
         write_array(f, part)
     content = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))

@@ -135,7 +135,9 @@ def read_lines(path: Path, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
         if not (isinstance(prompt, str) and isinstance(text, str) and is_list):
             raise UserError(f'{name}: not {{"images": [".."], "prompt": "..", "text": ".."}}')
         if compared and (prompt or len(images) != 1):
-            raise UserError(f'{name}: to compare an image with a text, give one image and no prompt')
+            raise UserError(
+                f"{name}: to compare an image with a text, give one image and no prompt"
+            )
         if not compared and (prompt.count(IMAGE) != len(images) or IMAGE in text):
             raise UserError(f"{name}: {len(images)} images, and not as many {IMAGE} in its prompt")
         first = [*tokenizer.prefix, *encode_with_images(prompt, tokenizer, vision, cfg.image_size)]

@@ -119,13 +119,10 @@ class JointEmbedding(nnx.Module):
             self.of_images = declare(rngs, of_images, init)
         else:
             self.bias = declare_bias(rngs, (sizes.projection_dim,), (None,), f"{name}bias")
-        # Published files have a number for CLIP, and vectors of one for SigLIP.
-        shape = (1,) if sizes.loss == "sigmoid" else ()
-        axes = (None,) * len(shape)
-        scale = ParamSpec(shape, axes, "scalar", precise=True, hf=("logit_scale",))
+        scale = ParamSpec((1,), (None,), "scalar", precise=True, hf=("logit_scale",))
         self.logit_scale = declare(rngs, scale, constant(_FIRST_SCALES[sizes.loss]))
         if sizes.loss == "sigmoid":
-            bias = ParamSpec(shape, axes, "scalar", precise=True, hf=("logit_bias",))
+            bias = ParamSpec((1,), (None,), "scalar", precise=True, hf=("logit_bias",))
             self.logit_bias = declare(rngs, bias, constant(_FIRST_BIAS))
 
     def images(self, pooled: jax.Array) -> jax.Array:
