@@ -365,7 +365,7 @@ class ModelConfig(Group):
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Whether images and texts are embedded apart, and compared: no projector (P) joins them."""
+        """Whether images and texts are embedded apart and compared: no projector (P) joins them."""
         return self.has_tower and "P" not in self.branches
 
     @property

@@ -2,9 +2,10 @@
 
 A line is {"images": ["a.png"], "prompt": "<image>What is it?", "text": "A cat."}; images and prompt
 may be left out. The loss is on the text and the end behind it. Where images are compared with texts
-(CLIP), a line is {"images": ["a.png"], "text": "a cat"}, and a text that is too long is cut. Invariant: sample n is a pure
-function of (file, settings, seed, n), as in `data/labelled.py`. A sample whose image cannot be
-decoded, or that does not fit `data.seq_length`, counts in no loss and is named in the log.
+(CLIP), a line is {"images": ["a.png"], "text": "a cat"}, and a text that is too long is cut.
+Invariant: sample n is a pure function of (file, settings, seed, n), as in `data/labelled.py`. A
+sample whose image cannot be decoded, or that does not fit `data.seq_length`, counts in no loss and
+is named in the log.
 """
 
 import os

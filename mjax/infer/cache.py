@@ -49,8 +49,9 @@ def require_decoder(cfg: ModelConfig) -> None:
         )
     if cfg.is_encoder or cfg.is_encoder_decoder or cfg.is_dual_encoder:
         raise UserError(
-            f"model.layer_pattern={cfg.layer_pattern}: an encoder (B or S blocks, or V without P) continues no text and "
-            "gives a text no probability; use it by mjax.from_pretrained (docs/encoders.md, docs/multimodal.md)"
+            f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
+            "continues no text and gives a text no probability; use it by mjax.from_pretrained "
+            "(docs/encoders.md, docs/multimodal.md)"
         )
 
 

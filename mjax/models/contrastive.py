@@ -27,7 +27,7 @@ LOGIT_ROWS = 1024  # whose logits exist at a time
 _LOW = -1e30  # the logit of what is no pair
 
 
-class Rows(NamedTuple):
+class EmbeddedRows(NamedTuple):
     """Unit vectors fp32 [B, P], their rows in the global batch [B], and which of them count [B]."""
 
     vectors: jax.Array
@@ -71,7 +71,7 @@ class Contrastive(WithImages):
         self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         rows, is_pair = batch["rows"], batch["row_label"] >= 0
-        images = Rows(edges.embedded_images(x, tokens, ctx), rows, is_pair)
+        images = EmbeddedRows(edges.embedded_images(x, tokens, ctx), rows, is_pair)
         texts = edges.embedded_texts(x, batch["tokens"], tokens, ctx)
         texts = images._replace(vectors=texts)
         sides = [(images, texts)]
@@ -80,7 +80,7 @@ class Contrastive(WithImages):
         found = []
         for mine, others in sides:
             gathered = [ctx.parallel.all_gather(part, DATA_AXES, 0) for part in others]
-            found.append(self._of_rows(edges, mine, Rows(*gathered)))
+            found.append(self._of_rows(edges, mine, EmbeddedRows(*gathered)))
         here = rows_that_count(batch)  # zero on cp devices that would count a row again
         total = sum(jnp.sum(losses * here) for losses, _ in found)
         losses = {"loss": total / len(found)}
@@ -88,12 +88,14 @@ class Contrastive(WithImages):
             losses["accuracy"] = jnp.sum(found[0][1] * here)
         return losses
 
-    def _of_rows(self, edges: Decoder, mine: Rows, others: Rows) -> tuple[jax.Array, jax.Array]:
+    def _of_rows(
+        self, edges: Decoder, mine: EmbeddedRows, others: EmbeddedRows
+    ) -> tuple[jax.Array, jax.Array]:
         """(losses, whether the largest logit is right) of rows among all others, [B] each."""
         is_softmax = self.cfg.model.contrastive.loss == "softmax"
 
         @jax.checkpoint
-        def of_row(row: Rows) -> tuple[jax.Array, jax.Array]:
+        def of_row(row: EmbeddedRows) -> tuple[jax.Array, jax.Array]:
             (logits,) = edges.pair_logits(row.vectors[None], others.vectors)
             is_own = others.numbers == row.numbers
             among = jnp.where(others.count, logits, _LOW)

@@ -8,6 +8,7 @@ device has all rows and columns. Vectors and scores are fp32.
 """
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +16,49 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.context import Context, Tokens
-from mjax.models.mlp import activated
+from mjax.models.mlp import activate
 from mjax.models.norm import Norm
 from mjax.models.params import constant, declare, declare_bias, normal
 from mjax.sharding.spec import ParamSpec
 
 _LARGEST = 2  # as `eos_token_id`: the end of a text has the largest id
-_HEAD = "vision_model.head"
+_POOLER = "vision_model.head"
 _FIRST_SCALES = {"softmax": math.log(1 / 0.07), "sigmoid": math.log(10)}
 _FIRST_BIAS = -10.0
 
 
-def _matrix(width: int, out: int, hf: str, active: float = 0.0) -> ParamSpec:
-    """A projection that a vector of a row passes, or a share `active` of it each token."""
-    return ParamSpec(
-        shape=(width, out),
-        axes=("embed", None),
-        role="matrix",
-        active=active,
-        hf=(f"{hf}weight",),
-    )
+class Projection(nnx.Module):
+    """x [..., D] -> x W + b, fp32 [..., P]; `hf` begins its names.
+
+    It is of a vector of each row, or of a share `active` of all tokens.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        shape: tuple[int, int],
+        hf: str,
+        rngs: nnx.Rngs,
+        *,
+        has_bias: bool = True,
+        active: float = 0.0,
+    ):
+        weight = ParamSpec(
+            shape=shape,
+            axes=("embed", None),
+            role="matrix",
+            active=active,
+            hf=(f"{hf}weight",),
+        )
+        self.weight = declare(rngs, weight, normal(cfg.initializer_range))
+        self.has_bias = has_bias
+        if has_bias:
+            self.bias = declare_bias(rngs, shape[1:], (None,), f"{hf}bias")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.weight[...].astype(jnp.float32)
+        y = jnp.matmul(x, weight, precision="highest")
+        return y + self.bias[...] if self.has_bias else y
 
 
 class ImagePooler(nnx.Module):
@@ -50,53 +74,60 @@ class ImagePooler(nnx.Module):
         self.norm = Norm(cfg, (width,), ("embed",), "vision_model.post_layernorm", rngs)
         if cfg.vision.class_token:
             return
-        init = normal(cfg.initializer_range)
-        probe = ParamSpec((width,), ("embed",), "embedding", hf=(f"{_HEAD}.probe",))
-        self.probe = declare(rngs, probe, init)
-        keys_and_values = 2 / 3  # of each patch; the query is one
-        name = f"{_HEAD}.attention.in_proj_"
-        self.qkv = declare(rngs, _matrix(width, 3 * width, name, keys_and_values), init)
-        self.qkv_bias = declare_bias(rngs, (3 * width,), (None,), f"{name}bias")
-        name = f"{_HEAD}.attention.out_proj."
-        self.out = declare(rngs, _matrix(width, width, name), init)
-        self.out_bias = declare_bias(rngs, (width,), (None,), f"{name}bias")
-        self.mlp_norm = Norm(cfg, (width,), ("embed",), f"{_HEAD}.layernorm", rngs)
-        self.up = declare(rngs, _matrix(width, ffn, f"{_HEAD}.mlp.fc1."), init)
-        self.up_bias = declare_bias(rngs, (ffn,), (None,), f"{_HEAD}.mlp.fc1.bias")
-        self.down = declare(rngs, _matrix(ffn, width, f"{_HEAD}.mlp.fc2."), init)
-        self.down_bias = declare_bias(rngs, (width,), (None,), f"{_HEAD}.mlp.fc2.bias")
+        probe = ParamSpec((width,), ("embed",), "embedding", hf=(f"{_POOLER}.probe",))
+        self.probe = declare(rngs, probe, normal(cfg.initializer_range))
+        self.qkv = Projection(
+            cfg,
+            (width, 3 * width),
+            f"{_POOLER}.attention.in_proj_",
+            rngs,
+            active=2 / 3,  # keys and values of each patch; the query is one
+        )
+        name = f"{_POOLER}.attention.out_proj."
+        self.out = Projection(cfg, (width, width), name, rngs)
+        self.mlp_norm = Norm(cfg, (width,), ("embed",), f"{_POOLER}.layernorm", rngs)
+        self.up = Projection(cfg, (width, ffn), f"{_POOLER}.mlp.fc1.", rngs)
+        self.down = Projection(cfg, (ffn, width), f"{_POOLER}.mlp.fc2.", rngs)
 
     @jax.named_scope("image_pooler")
     def __call__(self, x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
         if self.cfg.vision.class_token:
             is_class = jnp.broadcast_to(tokens.columns == 0, tokens.positions.shape)
-            return self.norm(_read_off(x, is_class, ctx))
-        pooled = self._attend(self.norm(x), tokens, ctx)
-        pooled = _product(pooled, self.out) + self.out_bias[...]
-        h = _product(self.mlp_norm(pooled), self.up)
-        bias = self.up_bias[...].astype(jnp.float32)
-        h = activated(h, bias, self.cfg.hidden_act)
-        return pooled + _product(h, self.down) + self.down_bias[...]
+            vectors = _read_off(x, is_class, ctx)
+            return self.norm(vectors)
+        vectors = self._attend(self.norm(x), tokens, ctx)
+        vectors = self.out(vectors)
+        h = self.up(self.mlp_norm(vectors))
+        h = activate(h, self.cfg.hidden_act)
+        return vectors + self.down(h)
 
     def _attend(self, x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
-        """Values of all patches [B, T/tp, D'], weighed by the query's attention, fp32 [B, D']."""
-        heads, parallel = self.cfg.attention.num_attention_heads, ctx.parallel
-        width = x.shape[-1]
-        weights, biases = jnp.split(self.qkv[...], (width,), 1), self.qkv_bias[...]
-        query = _product(self.probe[...].astype(jnp.float32), weights[0]) + biases[:width]
-        query = query.reshape(heads, -1) * (width // heads) ** -0.5
-        kv = (x @ weights[1] + biases[width:]).astype(jnp.float32)
-        keys, values = jnp.moveaxis(kv.reshape(*kv.shape[:2], 2, heads, -1), 2, 0)
+        """Values of all patches x [B, T/tp, D'], weighed by the query's attention, fp32 [B, D']."""
+        parallel = ctx.parallel
+        width, heads = x.shape[-1], self.cfg.attention.num_attention_heads
+        head = width // heads
+        weight, bias = self.qkv.weight[...], self.qkv.bias[...]
+        query = self.probe[...] @ weight[:, :width]
+        query = query + bias[:width]
+        query = query.astype(jnp.float32) * head**-0.5
+        query = query.reshape(heads, head)
+        kv = x @ weight[:, width:]
+        kv = kv + bias[width:]
+        kv = kv.astype(jnp.float32)
+        kv = kv.reshape(*x.shape[:2], 2, heads, head)
+        keys, values = kv[:, :, 0], kv[:, :, 1]
         scores = jnp.einsum("bsnh,nh->bsn", keys, query, precision="highest")
         if tokens.segments is not None:  # 0 is padding
             real = parallel.shard_seq(tokens.segments) > 0
             scores = jnp.where(real[..., None], scores, -jnp.inf)
-        highest = parallel.pmax(scores.max(1, keepdims=True), "cp", "tp")
+        highest = scores.max(1, keepdims=True)
+        highest = parallel.pmax(highest, "cp", "tp")
         chances = jnp.exp(scores - highest)
         sums = jnp.einsum("bsn,bsnh->bnh", chances, values, precision="highest")
         sums = parallel.psum(sums, "cp", "tp")
         totals = parallel.psum(chances.sum(1), "cp", "tp")
-        return (sums / totals[..., None]).reshape(-1, width)
+        attended = sums / totals[..., None]
+        return attended.reshape(-1, width)
 
 
 class JointEmbedding(nnx.Module):
@@ -107,42 +138,50 @@ class JointEmbedding(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        self.cfg = cfg
-        sizes, init = cfg.contrastive, normal(cfg.initializer_range)
+        loss = cfg.contrastive.loss
+        width = cfg.contrastive.projection_dim
         self.has_class = cfg.vision.class_token
-        name = "text_projection." if self.has_class else "text_model.head."
-        of_texts = _matrix(cfg.hidden_size, sizes.projection_dim, name)
-        self.of_texts = declare(rngs, of_texts, init)
         if self.has_class:
-            width = cfg.vision.hidden_size
-            of_images = _matrix(width, sizes.projection_dim, "visual_projection.")
-            self.of_images = declare(rngs, of_images, init)
-        else:
-            self.bias = declare_bias(rngs, (sizes.projection_dim,), (None,), f"{name}bias")
+            sizes = cfg.vision.hidden_size, width
+            name = "visual_projection."
+            self.of_images = Projection(cfg, sizes, name, rngs, has_bias=False)
+        sizes = cfg.hidden_size, width
+        name = "text_projection." if self.has_class else "text_model.head."
+        self.of_texts = Projection(
+            cfg,
+            sizes,
+            name,
+            rngs,
+            has_bias=not self.has_class,
+        )
+        self.has_bias = loss == "sigmoid"
         scale = ParamSpec((1,), (None,), "scalar", precise=True, hf=("logit_scale",))
-        self.logit_scale = declare(rngs, scale, constant(_FIRST_SCALES[sizes.loss]))
-        if sizes.loss == "sigmoid":
-            bias = ParamSpec((1,), (None,), "scalar", precise=True, hf=("logit_bias",))
+        self.logit_scale = declare(rngs, scale, constant(_FIRST_SCALES[loss]))
+        if self.has_bias:
+            bias = replace(scale, hf=("logit_bias",))
             self.logit_bias = declare(rngs, bias, constant(_FIRST_BIAS))
 
     def images(self, pooled: jax.Array) -> jax.Array:
         """fp32 [B, P] from `ImagePooler`."""
-        return _unit(_product(pooled, self.of_images) if self.has_class else pooled)
+        return _unit(self.of_images(pooled) if self.has_class else pooled)
 
-    def texts(self, pooled: jax.Array) -> jax.Array:
+    def texts(self, vectors: jax.Array) -> jax.Array:
         """fp32 [B, P] of vectors [B, D]."""
-        projected = _product(pooled, self.of_texts)
-        return _unit(projected if self.has_class else projected + self.bias[...])
+        return _unit(self.of_texts(vectors))
 
-    def logits(self, mine: jax.Array, others: jax.Array) -> jax.Array:
+    def logits(self, images: jax.Array, texts: jax.Array) -> jax.Array:
         """fp32 [B, B'] of unit vectors [B, P] and [B', P]."""
-        products = jnp.einsum("bp,cp->bc", mine, others, precision="highest")
+        products = jnp.einsum("bp,cp->bc", images, texts, precision="highest")
         logits = products * jnp.exp(self.logit_scale[...])
-        return logits + self.logit_bias[...] if self.cfg.contrastive.loss == "sigmoid" else logits
+        return logits + self.logit_bias[...] if self.has_bias else logits
 
 
 def vectors_of_texts(
-    x: jax.Array, ids: jax.Array, tokens: Tokens, eos: int | None, ctx: Context
+    x: jax.Array,
+    ids: jax.Array,
+    tokens: Tokens,
+    eos: int | None,
+    ctx: Context,
 ) -> jax.Array:
     """fp32 [B, D] of texts x [B, S/tp, D] with ids int32 [B, S], at their ends.
 
@@ -153,9 +192,13 @@ def vectors_of_texts(
     if eos is None:
         is_end = jnp.broadcast_to(columns == length - 1, ids.shape)
         return _read_off(x, is_end, ctx)
-    end = parallel.pmax(ids.max(1, keepdims=True), "cp") if eos == _LARGEST else eos
+    end = eos
+    if eos == _LARGEST:
+        largest = ids.max(1, keepdims=True)
+        end = parallel.pmax(largest, "cp")
     places = jnp.where(ids == end, columns, length)
-    first = -parallel.pmax(-places.min(1, keepdims=True), "cp")
+    first = places.min(1, keepdims=True)
+    first = -parallel.pmax(-first, "cp")
     return _read_off(x, columns == first % length, ctx)
 
 
@@ -164,11 +207,6 @@ def _read_off(x: jax.Array, here: jax.Array, ctx: Context) -> jax.Array:
     mine = ctx.parallel.shard_seq(here)
     vectors = jnp.where(mine[..., None], x.astype(jnp.float32), 0)
     return ctx.parallel.psum(vectors.sum(1), "cp", "tp")
-
-
-def _product(x: jax.Array, weight: nnx.Param | jax.Array) -> jax.Array:
-    """fp32 x times a matrix."""
-    return jnp.matmul(x, weight[...].astype(jnp.float32), precision="highest")
 
 
 def _unit(x: jax.Array) -> jax.Array:

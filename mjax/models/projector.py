@@ -85,8 +85,8 @@ def beside_images(
     """Facts about the tokens of images, with those about the text's tokens.
 
     features: int32 [B, S] (`Tokens`), or None where no image stands in a text. images: how many a
-    row has, and the tokens of each with padding, which is segment 0. num_tokens: those that are no padding. columns: of an image's
-    tokens on this device; None: all.
+    row has, and the tokens of each with padding, which is segment 0. num_tokens: those that are no
+    padding. columns: of an image's tokens on this device; None: all.
     """
     each, length = images
     columns = jnp.arange(length, dtype=jnp.int32) if columns is None else columns

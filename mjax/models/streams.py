@@ -1,10 +1,11 @@
 """What travels through the layers of a model with two sequences in place of one activation.
 
 They are an encoder's and a decoder's, retrieved neighbors and the text that reads them, or images
-and the text that they stand in or are compared with, of another width. The layers are one list. Each works on its own
-stream and hands the other on. So a pipeline carries the encoder's output beside the decoder's
-stream, and its cotangent back. The weights that all layers read travel along too. A layer adds its
-part to their cotangents, which end at the embedding's device, whatever stage the layer is on.
+and the text that they stand in or are compared with, of another width. The layers are one list.
+Each works on its own stream and hands the other on. So a pipeline carries the encoder's output
+beside the decoder's stream, and its cotangent back. The weights that all layers read travel along
+too. A layer adds its part to their cotangents, which end at the embedding's device, whatever stage
+the layer is on.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 A patch is a token, and its embedding a product of its pixels with one matrix. Tokens lie along the
 columns of a row: the class token, if there is one, the patches in the order of reading, and padding
-that no token sees (segment 0). So images are cut over the mesh as texts are. The module belongs to the edges of
-the model.
+that no token sees (segment 0). So images are cut over the mesh as texts are. The module belongs to
+the edges of the model.
 """
 
 import functools
