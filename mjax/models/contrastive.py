@@ -47,6 +47,7 @@ class Contrastive(WithImages):
 
     measures: bool = False
 
+    one_micro_batch: ClassVar[bool] = True
     fields: ClassVar[Mapping[str, BatchField]] = {
         "tokens": BatchField(np.int32),
         "patches": PATCHES_OF_TEXTS,

@@ -146,6 +146,13 @@ def test_tokens_alone_are_refused():
         require_decoder(cfg)
 
 
+def test_a_batch_of_several_micro_batches_is_refused():
+    trainer = make_trainer("clip", Cell())
+    batch = make_batch(48)
+    with pytest.raises(UserError, match="48 rows are 2 micro-batches; raise train.micro_batch_si"):
+        trainer.grads(batch | with_images(trainer.cfg, batch))
+
+
 # ---- data ----------------------------------------------------------------------------------------
 
 
