@@ -224,7 +224,12 @@ _TEXT_TOWER = same(
     {"intermediate_size": 2048, "max_position_embeddings": 77, "layer_norm_eps": 1e-5}
     | {"hidden_size": 512, "num_attention_heads": 8, "vocab_size": 49408},
 )
-_NO_SIZES = (*_SAYS_NOTHING, "projection_dim", "projection_size", "dropout")
+# What says nothing about a tower. Files of 2022 repeat all that generation may be told.
+_NO_SIZES = """projection_dim projection_size dropout tie_word_embeddings tie_encoder_decoder
+    torchscript use_bfloat16 pruned_heads tokenizer_class do_sample early_stopping min_length
+    num_beams num_beam_groups num_return_sequences diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size output_scores
+    encoder_no_repeat_ngram_size return_dict_in_generate remove_invalid_values""".split()
 
 
 def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part:
@@ -255,7 +260,7 @@ def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part
             fields["contrastive.eos_token_id"] = eos
         else:
             fields["contrastive.projection_dim"] = width
-        for key in _NO_SIZES:
+        for key in (*_SAYS_NOTHING, *_NO_SIZES):
             vision.pop(key, None)
             text.pop(key, None)
         config |= text | vision  # what is left is judged with the rest

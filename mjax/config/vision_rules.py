@@ -42,7 +42,7 @@ def towers_stand_before_a_projector(c: Config) -> Iterator[str]:
         return
     if c.model.is_dual_encoder:
         if {*kinds[sum(map(of_tower, kinds)) :]} not in ({"G"}, {"S"}) or kinds[0] != "V":
-            yield "`model.layer_pattern`: beside a projector, layers of V stand before G or S alone"
+            yield "`model.layer_pattern`: without P, layers of V stand before G alone or S alone"
         return
     towers = sum(map(of_tower, kinds))
     text = branches_of_model(kinds[towers + 1 :])
@@ -119,8 +119,8 @@ def compared_texts_are_plain(c: Config) -> Iterator[str]:
         if set_keys(model, "contrastive") or not model.vision.class_token:
             yield "model.contrastive and class_token are for V without P in `model.layer_pattern`"
         return
-    keys = ("bert", "tie_word_embeddings", "num_nextn_predict_layers")
-    for key in set_keys(model, *keys):
+    of_heads = ("tie_word_embeddings", "logits_scaling", "final_logit_softcapping")
+    for key in set_keys(model, "bert", "num_nextn_predict_layers", *of_heads):
         yield f"`model.{key}` has no meaning for texts that are compared with images"
     if (model.contrastive.eos_token_id or 0) >= model.vocab_size:
         yield "`model.contrastive.eos_token_id` is outside `model.vocab_size`"

@@ -151,6 +151,16 @@ def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
     assert torch.equal(*pair)
 
 
+def test_what_old_files_say_of_generation_is_passed_by(hf):
+    config = hf[1].config.to_dict() | {"architectures": [type(hf[1]).__name__]}
+    plain = config_from_hf(dict(config))
+    said = {"diversity_penalty": 0.0, "num_beams": 1, "top_k": 50, "pruned_heads": {}}
+    said |= {"tie_word_embeddings": True, "dropout": 0.0, "is_decoder": False, "id2label": {}}
+    for name in ("text_config", "vision_config"):
+        config[name] = config[name] | said
+    assert config_from_hf(config) == plain
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
