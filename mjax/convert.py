@@ -149,12 +149,18 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
     )
     ids = torch.tensor(np.moveaxis(tokens, -1, 1) if mine.cfg.reads_images else tokens.astype(int))
     target = {"decoder_input_ids": ids[:, ::2]} if mine.cfg.is_encoder_decoder else {}
+    images = _random_images(mine.cfg) if mine.cfg.is_dual_encoder else None
+    if images is not None:
+        target = {"pixel_values": torch.tensor(np.moveaxis(images, -1, 1))}
     with torch.no_grad():
         theirs = model.eval()(ids, **target)
-    theirs = theirs.get("logits", theirs.get("prediction_logits")).numpy()
+    names = "logits", "prediction_logits", "logits_per_image"
+    theirs = next(theirs[name] for name in names if name in theirs).numpy()
 
     def logits(params, tokens):
         model = mine.definition.bind(params)
+        if images is not None:
+            return model.pair_logits(model.image_embeddings(images), model.text_embeddings(tokens))
         if mine.cfg.reads_images:
             return model.classify_images(tokens)
         if mine.cfg.only_classifies:
@@ -172,11 +178,17 @@ def _random_inputs(cfg: ModelConfig) -> np.ndarray:
     """int32 tokens [2, S], or fp32 images [2, H, W, C] for a model that reads them."""
     rng = np.random.default_rng(0)
     if cfg.reads_images:
-        side = cfg.vision.image_size
-        return rng.normal(size=(2, side, side, cfg.vision.num_channels)).astype(np.float32)
+        return _random_images(cfg)
     first = cfg.bert.position_offset  # RoBERTa's ids below it are no tokens of a text
     shape = 2, min(64, cfg.max_position_embeddings - first)
     return rng.integers(first, cfg.vocab_size, shape, np.int32)
+
+
+def _random_images(cfg: ModelConfig) -> np.ndarray:
+    """fp32 images [2, H, W, C]."""
+    side = cfg.vision.image_size
+    shape = 2, side, side, cfg.vision.num_channels
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def _json(value: dict) -> bytes:

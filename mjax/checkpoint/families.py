@@ -457,7 +457,8 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
             name = family.name_of(cfg, name)
         if name in family.ones:
             where = {"lead": (0,) * family.ones[name]}
-        yield Slot(name, index, dims, axis=axis, **where), order
+        number = name in family.numbers
+        yield Slot(name, index, dims, axis=axis, number=number, **where), order
 
 
 def without_prefix(found: Slots, prefix: str) -> Slots:

@@ -15,7 +15,7 @@ class Family:
     [in, out], as in GPT-2. `stacked`: all experts of a layer are one tensor.
     `interleaved`: it is [E, in, out], and gate and up take turns along its last axis. `name_of`:
     makes a tensor's name of a declared one, where replacements do not reach. `ones`: tensor -> how
-    many dimensions of size 1 it begins with."""
+    many dimensions of size 1 it begins with. `numbers`: tensors without a dimension."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -27,6 +27,7 @@ class Family:
     interleaved: bool = False
     name_of: Callable[[ModelConfig, str], str] | None = None
     ones: dict[str, int] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, architecture: str, *parts: Part, **others: Any) -> "Family":

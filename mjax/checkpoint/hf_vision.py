@@ -1,7 +1,8 @@
 """Families of models that read images: rows of the table of families (`families.py`).
 
 LLaVA's files hold all layers of CLIP's tower, of which the model reads the output of one before the
-last. The layers behind it are left out, and so is the norm of what nobody reads.
+last. The layers behind it are left out, and so is the norm of what nobody reads. CLIP and SigLIP
+have a tower of images and one of texts, whose sizes and names are alike.
 """
 
 import re
@@ -170,18 +171,32 @@ _OF_TOWER = (
     ("down_proj", "fc2"),
 )
 _EDGES = {
-    "model.embed_patches.weight": f"{_PUBLISHED}embeddings.patch_embedding.weight",
-    "model.embed_class": f"{_PUBLISHED}embeddings.class_embedding",
-    "model.embed_image_positions": f"{_PUBLISHED}embeddings.position_embedding.weight",
-    "model.embed_images_norm.weight": f"{_PUBLISHED}pre_layrnorm.weight",
-    "model.embed_images_norm.bias": f"{_PUBLISHED}pre_layrnorm.bias",
+    "model.embed_patches.weight": "embeddings.patch_embedding.weight",
+    "model.embed_patches.bias": "embeddings.patch_embedding.bias",
+    "model.embed_class": "embeddings.class_embedding",
+    "model.embed_image_positions": "embeddings.position_embedding.weight",
+    "model.embed_images_norm.weight": "pre_layrnorm.weight",
+    "model.embed_images_norm.bias": "pre_layrnorm.bias",
 }
+_TEXT_EDGES = {
+    "model.embed_tokens.weight": "embeddings.token_embedding.weight",
+    "model.embed_positions.weight": "embeddings.position_embedding.weight",
+    "model.norm.weight": "final_layer_norm.weight",
+    "model.norm.bias": "final_layer_norm.bias",
+}
+
+
+def _in_layer(rest: str) -> str:
+    """The name of a parameter within a layer of a tower."""
+    for ours, theirs in _OF_TOWER:
+        rest = rest.replace(ours, theirs)
+    return rest
 
 
 def _names(cfg: ModelConfig, name: str) -> str:
     """The name of a tensor in a file of LLaVA, from that which its parameter declares."""
     if name in _EDGES:
-        return _EDGES[name]
+        return _PUBLISHED + _EDGES[name]
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
     if layer is None:
         return f"language_model.{name}"
@@ -190,9 +205,7 @@ def _names(cfg: ModelConfig, name: str) -> str:
         return f"multi_modal_projector.{rest}"
     if number > towers:
         return f"language_model.model.layers.{number - towers - 1}.{rest}"
-    for ours, theirs in _OF_TOWER:
-        rest = rest.replace(ours, theirs)
-    return f"{_PUBLISHED}encoder.layers.{number}.{rest}"
+    return f"{_PUBLISHED}encoder.layers.{number}.{_in_layer(rest)}"
 
 
 def with_new_towers(slots: Slots, names: Sequence[str]) -> Slots:
@@ -202,7 +215,121 @@ def with_new_towers(slots: Slots, names: Sequence[str]) -> Slots:
     return changed(slots, lambda slot: replace(slot, tensor=slot.tensor.replace(_PUBLISHED, _NEW)))
 
 
+# ---- CLIP and SigLIP -----------------------------------------------------------------------------
+
+_TEXT_TOWER = same(
+    alike("vocab_size hidden_size intermediate_size max_position_embeddings")
+    | alike("num_attention_heads", "attention.")
+    | {"layer_norm_eps": "norm_eps"},
+    {"intermediate_size": 2048, "max_position_embeddings": 77, "layer_norm_eps": 1e-5}
+    | {"hidden_size": 512, "num_attention_heads": 8, "vocab_size": 49408},
+)
+# What says nothing about a tower. Files of 2022 repeat all that generation may be told.
+_NO_SIZES = """projection_dim projection_size dropout tie_word_embeddings tie_encoder_decoder
+    torchscript use_bfloat16 pruned_heads tokenizer_class do_sample early_stopping min_length
+    num_beams num_beam_groups num_return_sequences diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size output_scores
+    encoder_no_repeat_ngram_size return_dict_in_generate remove_invalid_values""".split()
+
+
+def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part:
+    """The sizes of both towers, in `vision_config` and `text_config`, and the layers of both.
+
+    `layer`: of texts. `of_images` and `of_texts` are the family's for what a tower leaves out.
+    """
+    names = {ours: theirs for theirs, ours in reversed(_ACTS.items())}
+
+    def act_of(tower: dict) -> str:
+        act = take(tower, "hidden_act")
+        if act not in _ACTS:
+            raise UserError(f"config.json: hidden_act={act!r} of a tower is not supported")
+        return _ACTS[act]
+
+    def read(config: dict) -> dict:
+        vision = of_images | dict(take(config, "vision_config", {}))
+        text = of_texts | dict(take(config, "text_config", {}))
+        only(vision, "model_type", f"{kind}_vision_model")
+        only(vision, "vision_use_head", True)
+        only(text, "model_type", f"{kind}_text_model")
+        fields = {"vision.hidden_act": act_of(vision), "hidden_act": act_of(text)}
+        layers = take(vision, "num_hidden_layers"), take(text, "num_hidden_layers")
+        width = text.get("projection_size") or text.get("hidden_size")
+        fields |= _TOWER.read(vision) | _TEXT_TOWER.read(text)
+        eos = text.get("eos_token_id") or 49407
+        if kind == "clip":
+            fields["contrastive.eos_token_id"] = eos
+        else:
+            fields["contrastive.projection_dim"] = width
+        for key in (*_SAYS_NOTHING, *_NO_SIZES):
+            vision.pop(key, None)
+            text.pop(key, None)
+        config |= text | vision  # what is left is judged with the rest
+        fields["layer_pattern"] = f"V*{layers[0]}, {layer}*{layers[1]}"
+        return fields | {"num_hidden_layers": sum(layers)}
+
+    def write(cfg: ModelConfig) -> dict:
+        vision = {"model_type": f"{kind}_vision_model", "num_hidden_layers": _towers(cfg)}
+        vision |= _TOWER.write(cfg) | {"hidden_act": names[cfg.vision.hidden_act]}
+        text = {"model_type": f"{kind}_text_model"} | _TEXT_TOWER.write(cfg)
+        text["num_hidden_layers"] = cfg.num_hidden_layers - _towers(cfg)
+        text["hidden_act"] = names[cfg.hidden_act]
+        width = cfg.contrastive.projection_dim
+        if kind == "clip":
+            text |= {"eos_token_id": cfg.contrastive.eos_token_id, "projection_dim": width}
+            vision["projection_dim"] = width
+        else:
+            text["projection_size"] = width
+        return {"vision_config": vision, "text_config": text}
+
+    return Part(read, write)
+
+
+def _dual_names(cfg: ModelConfig, name: str) -> str:
+    """The name of a tensor in a file of CLIP or SigLIP, from that which its parameter declares."""
+    for side, edges in (("vision_model", _EDGES), ("text_model", _TEXT_EDGES)):
+        if name in edges:
+            return f"{side}.{edges[name]}"
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+    if layer is None:
+        return name
+    number, towers = int(layer[1]), _towers(cfg)
+    side, number = ("vision", number) if number < towers else ("text", number - towers)
+    return f"{side}_model.encoder.layers.{number}.{_in_layer(layer[2])}"
+
+
+_DUAL = {
+    "position_embedding": "learned",
+    "norm": "layernorm",
+    "mlp_gated": False,
+    "mlp_bias": True,
+    "attention.attention_bias": True,
+    "attention.attention_out_bias": True,
+}
+_CLIP = {"hidden_act": "quick_gelu", "num_hidden_layers": 12}
+_SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 12, "layer_norm_eps": 1e-6}
+_SIGLIP_TEXT = {"vocab_size": 32000, "max_position_embeddings": 64, "num_attention_heads": 12}
+_SIGLIP_TEXT |= {"hidden_size": 768, "intermediate_size": 3072}
+_INITIAL = ("initializer_factor", "logit_scale_init_value", "text_config_dict")
+_INITIAL += ("vision_config_dict",)
+
 VISION: dict[str, Family] = {
+    "clip": Family.of(
+        "CLIPModel",
+        ignored(*_INITIAL),
+        _both_towers("clip", "G", _CLIP, _CLIP),
+        same({"projection_dim": "contrastive.projection_dim"}, {"projection_dim": 512}),
+        fixed=_DUAL | {"vision.patch_bias": False, "vision.embedding_norm": True},
+        name_of=_dual_names,
+        numbers=("logit_scale",),
+    ),
+    "siglip": Family.of(
+        "SiglipModel",
+        ignored(*_INITIAL),
+        _both_towers("siglip", "U", _SIGLIP | {"patch_size": 16}, _SIGLIP | _SIGLIP_TEXT),
+        fixed=_DUAL | {"vision.class_token": False, "contrastive.loss": "sigmoid"},
+        name_of=_dual_names,
+        ones={"vision_model.head.probe": 2},
+    ),
     "vit": Family.of(
         "ViTForImageClassification",
         ignored("encoder_stride", "pooler_output_size", "pooler_act"),

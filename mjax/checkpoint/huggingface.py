@@ -78,7 +78,7 @@ def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tupl
             sizes = [math.prod(spec.shape[a] for a in axes) for axes in slot.dims]
             filled[slot.tensor] = filled.get(slot.tensor, 0) + math.prod(sizes)
             sizes[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
-            shape = tuple(i + 1 for i in slot.lead) + tuple(sizes)
+            shape = () if slot.number else tuple(i + 1 for i in slot.lead) + tuple(sizes)
             before = shapes.get(slot.tensor, shape)
             shapes[slot.tensor] = tuple(max(a, b) for a, b in zip(shape, before, strict=True))
     for name, shape in shapes.items():
@@ -167,7 +167,7 @@ def _place(shape: tuple[int, ...], slot: Slot) -> tuple[int, int]:
     """First element and width of the slot's matrix in a tensor of `shape`."""
     lead, inner = shape[: len(slot.lead)], shape[len(slot.lead) :]
     number = int(np.ravel_multi_index(slot.lead, lead)) if lead else 0
-    return number * math.prod(inner), math.prod(inner[1:]) if len(inner) > 1 else inner[0]
+    return number * math.prod(inner), math.prod(inner[1:] if len(inner) > 1 else inner)
 
 
 def _spans(

@@ -12,7 +12,8 @@ class Slot:
     `dims`: for each dimension of the tensor after `lead`, the parameter's axes flattened into it.
     It begins at `start` along dimension `axis` of a tensor that fuses several, and takes every
     `step`-th place there; `lead` is the leading index in a tensor that stacks several, or in the
-    dimensions of size 1 that it begins with.
+    dimensions of size 1 that it begins with. `number`: it lacks the dimension of size 1 of the
+    parameter.
     """
 
     tensor: str
@@ -22,6 +23,7 @@ class Slot:
     axis: int = 0
     step: int = 1
     lead: tuple[int, ...] = ()
+    number: bool = False
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from mjax.config.group import Group
 from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig, RetroConfig
 from mjax.config.pattern import BRANCHES, branches_of_model, expand, of_tower, sees_ahead, sizes_of
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
-from mjax.config.vision_schema import VisionConfig
+from mjax.config.vision_schema import ContrastiveConfig, VisionConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -235,7 +235,8 @@ class ModelConfig(Group):
     experts, M Mamba-2 alone, T Gated DeltaNet alone; or branches, as in 'window+experts,
     full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an
     encoder and a decoder that reads it (docs/encoders.md). 'V*23, [P], G*32': an image tower, its
-    projector, a text (docs/multimodal.md).
+    projector, a text; 'V*24, G*12', 'V*27, U*27': towers of images and of texts, of which U sees
+    both ways (docs/multimodal.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
@@ -255,6 +256,7 @@ class ModelConfig(Group):
     moe: MoeConfig = MoeConfig()
     bert: BertConfig = BertConfig()
     vision: VisionConfig = VisionConfig()
+    contrastive: ContrastiveConfig = ContrastiveConfig()
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
@@ -347,8 +349,9 @@ class ModelConfig(Group):
 
     @property
     def only_classifies(self) -> bool:
-        """Whether classes of rows are all that the model tells."""
-        return self.reads_images or (self.bert.num_labels > 0 and not self.bert.mlm_head)
+        """Whether the model predicts no token: it tells classes of rows, or compares them."""
+        tells_classes = self.bert.num_labels > 0 and not self.bert.mlm_head
+        return self.reads_images or self.is_dual_encoder or tells_classes
 
     @property
     def reads_images(self) -> bool:
@@ -357,8 +360,13 @@ class ModelConfig(Group):
 
     @property
     def has_tower(self) -> bool:
-        """Whether a text reads images by way of a tower (V) and a projector (P)."""
-        return "P" in self.branches
+        """Whether there is a tower of images (V) beside a text."""
+        return "V" in self.branches
+
+    @property
+    def is_dual_encoder(self) -> bool:
+        """Whether images and texts are embedded apart and compared: no projector (P) joins them."""
+        return self.has_tower and "P" not in self.branches
 
     @property
     def tower(self) -> "ModelConfig":

@@ -79,6 +79,7 @@ BRANCHES: dict[str, Branch] = {
     "L": Branch("window", **_ATTENTION, rotary=_HEAD, windowed=True),
     "N": Branch("nope", **_ATTENTION),
     "B": Branch("bidirectional", **_ATTENTION, rotary=_HEAD, mask="full"),
+    "U": Branch("text", **_ATTENTION, rotary=_HEAD, mask="full"),
     "V": Branch("vision", **(_ATTENTION | {"shape": "vision"}), mask="full"),
     "P": Branch(
         "projector",
@@ -157,7 +158,7 @@ BRANCHES: dict[str, Branch] = {
 
 # Common layers, by letter.
 LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "V": "VD", "A": "AD", "E": "GE"}
-LAYERS |= {"M": "M", "T": "T"}
+LAYERS |= {"U": "UD", "M": "M", "T": "T"}
 
 # Stacks whose names are older than the words for shapes.
 _STACK_NAMES = {"attention_mlp": "dense", "attention_moe": "moe"}
@@ -278,7 +279,8 @@ def sees_ahead(kinds: Sequence[str]) -> bool:
 def of_decoder(kind: str) -> bool:
     """Whether a layer of a model with two streams is one of its decoder.
 
-    The others see both ways, or read the decoder from the neighbors of its chunks.
+    The others are an encoder's, or those of images, or read the decoder from the neighbors of its
+    chunks. A text that sees both ways beside images (U) counts as a decoder.
     """
     return not {"B", "C", "V"} & set(branches_of(kind))
 

@@ -219,7 +219,7 @@ class TrainConfig(Group):
 
     objective: str = "next_token"
     """What is trained for: next_token, masked_lm (docs/encoders.md), classify, span_corruption,
-    classify_images (docs/multimodal.md), or module.path:Name of a class like those of
+    classify_images, contrastive (docs/multimodal.md), or module.path:Name of a class like those of
     models/objective.py.
     """
     steps: int = Field(1000, ge=1, le=10**12)

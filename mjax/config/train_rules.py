@@ -107,6 +107,17 @@ def global_balance_needs_one_micro_batch(c: Config) -> Iterator[str]:
         )
 
 
+# As above, dp may be "auto".
+@rule("raise train.micro_batch_size, so that a step is one micro-batch")
+def pairs_need_one_micro_batch(c: Config) -> Iterator[str]:
+    is_several = c.train.global_batch_size != _sequences_per_micro_batch(c)
+    if c.train.objective == "contrastive" and is_several and c.mesh.dp != "auto":
+        yield (
+            "`train.objective` compares all rows of a step, but `train.global_batch_size` is "
+            f"several times {_micro_batch_factors(c)}"
+        )
+
+
 @rule("set precision.fp8=current or delayed, which Hopper and Blackwell both run")
 def fp8_of_blackwell(c: Config) -> Iterator[str]:
     if c.precision.fp8 in ("mxfp8", "nvfp4"):

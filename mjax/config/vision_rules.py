@@ -8,12 +8,15 @@ from mjax.config.schema import Config
 from mjax.config.vision_schema import VisionConfig
 
 _OBJECTIVE = "classify_images"
+_CONTRASTIVE = "contrastive"
 
 
 @rule("set train.objective=classify_images and model.vision.patch_size, or write a P")
 def images_are_classified(c: Config) -> Iterator[str]:
     if c.model.has_tower:
         return
+    if c.train.objective == _CONTRASTIVE:
+        yield "`train.objective` compares images with texts, but `model.layer_pattern` has no V"
     if c.model.reads_images and c.train.objective in ("next_token", "masked_lm", "classify"):
         yield "`train.objective` reads tokens, but `model.vision.patch_size` cuts images into them"
     if not c.model.reads_images and c.train.objective == _OBJECTIVE:
@@ -32,10 +35,14 @@ def towers_see_all_patches(c: Config) -> Iterator[str]:
         yield "`model.position_embedding` is not built for images"
 
 
-@rule("write it as 'V*23, [P], G*32'")
+@rule("write it as 'V*23, [P], G*32', or, to compare both, as 'V*24, G*12' or 'V*27, U*27'")
 def towers_stand_before_a_projector(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     if not c.model.branches & {"V", "P"}:
+        return
+    if c.model.is_dual_encoder:
+        if {*kinds[sum(map(of_tower, kinds)) :]} not in ({"G"}, {"U"}) or kinds[0] != "V":
+            yield "`model.layer_pattern`: without P, layers of V stand before G alone or S alone"
         return
     towers = sum(map(of_tower, kinds))
     text = branches_of_model(kinds[towers + 1 :])
@@ -52,7 +59,9 @@ def towers_have_sizes(c: Config) -> Iterator[str]:
     for name in ("patch_size", "hidden_size", "intermediate_size"):
         if getattr(c.model.vision, name) == 0:
             yield f"`model.vision.{name}` is needed for V blocks"
-    if c.model.vision.image_token_id is None:
+    if c.model.is_dual_encoder and c.model.contrastive.projection_dim == 0:
+        yield "`model.contrastive.projection_dim` is needed to compare images with texts"
+    if c.model.vision.image_token_id is None and not c.model.is_dual_encoder:
         yield "`model.vision.image_token_id` is needed for V blocks"
 
 
@@ -63,12 +72,12 @@ def towers_divide(c: Config) -> Iterator[str]:
         return
     if vision.hidden_size % vision.num_attention_heads:
         yield "`model.vision.hidden_size` is not divisible by `model.vision.num_attention_heads`"
-    if vision.image_token_id >= c.model.vocab_size:
+    if (vision.image_token_id or 0) >= c.model.vocab_size:
         yield "`model.vision.image_token_id` is outside `model.vocab_size`"
     for name in ("num_attention_heads", "intermediate_size"):
         if getattr(vision, name) % tp:
             yield f"`model.vision.{name}` is not divisible by `mesh.tp`"
-    if c.model.hidden_size % tp:
+    if c.model.hidden_size % tp and not c.model.is_dual_encoder:
         yield "`model.hidden_size`, of the projector (P), is not divisible by `mesh.tp`"
     if vision.row_length(c.image_size) % (tp if cp == 1 else 2 * cp * tp):
         yield "`model.vision.length_multiple` is not divisible by `mesh.tp`, or with cp by 2 cp tp"
@@ -89,8 +98,9 @@ def towers_lack(c: Config) -> Iterator[str]:
     model = c.model
     if not model.has_tower:
         return
-    if c.train.objective != "next_token":
-        yield "`train.objective` knows no images in a text (P in `model.layer_pattern`)"
+    wanted = _CONTRASTIVE if model.is_dual_encoder else "next_token"
+    if c.train.objective != wanted:
+        yield f"`train.objective` is not {wanted}, which `model.layer_pattern` with V is for"
     if not c.data.document_mask:
         yield "`data.document_mask` keeps an image's padding out of sight"
     for key in ("residual_multiplier", "layer_sizes"):
@@ -98,8 +108,31 @@ def towers_lack(c: Config) -> Iterator[str]:
             yield f"`model.{key}` is not built beside V blocks"
     if model.norm_placement == "post_residual":
         yield "`model.norm_placement` is not built beside V blocks"
-    if model.position_embedding not in ("rope", "none"):
+    if model.position_embedding not in ("rope", "none") and not model.is_dual_encoder:
         yield "`model.position_embedding` is not built beside V blocks"
+
+
+@rule("leave it out")
+def compared_texts_are_plain(c: Config) -> Iterator[str]:
+    model = c.model
+    if not model.is_dual_encoder:
+        if set_keys(model, "contrastive") or not model.vision.class_token:
+            yield "model.contrastive and class_token are for V without P in `model.layer_pattern`"
+        return
+    of_heads = ("tie_word_embeddings", "logits_scaling", "final_logit_softcapping")
+    for key in set_keys(model, "bert", "num_nextn_predict_layers", *of_heads):
+        yield f"`model.{key}` has no meaning for texts that are compared with images"
+    if (model.contrastive.eos_token_id or 0) >= model.vocab_size:
+        yield "`model.contrastive.eos_token_id` is outside `model.vocab_size`"
+    for key in set_keys(model.vision, "num_labels", "image_token_id", "max_images"):
+        yield f"`model.vision.{key}` has no meaning for images that are compared with texts"
+
+
+@rule("make them equal: no projection follows images that attention pools")
+def pooled_images_have_the_width(c: Config) -> Iterator[str]:
+    vision, width = c.model.vision, c.model.contrastive.projection_dim
+    if c.model.is_dual_encoder and not vision.class_token and vision.hidden_size != width:
+        yield "`model.contrastive.projection_dim` is not `model.vision.hidden_size`"
 
 
 @rule("set both, such that patches fill an image")
@@ -107,6 +140,8 @@ def patches_fill_an_image(c: Config) -> Iterator[str]:
     vision = c.model.vision
     if not vision.patch_size:
         return
+    if not vision.class_token and min(vision.image_size, c.image_size) >= vision.patch_size:
+        return  # SigLIP's patches leave a border out
     if vision.image_size < vision.patch_size or vision.image_size % vision.patch_size:
         yield "`model.vision.image_size` is no multiple of `model.vision.patch_size`"
     elif c.image_size % vision.patch_size:
@@ -115,7 +150,7 @@ def patches_fill_an_image(c: Config) -> Iterator[str]:
 
 @rule("raise it; what is more is padding, which no patch sees")
 def rows_hold_an_image(c: Config) -> Iterator[str]:
-    if not c.model.vision.patch_size:
+    if not c.model.vision.patch_size or c.model.is_dual_encoder:
         return
     needed = c.model.vision.num_tokens(c.image_size)
     if c.data.seq_length < needed:

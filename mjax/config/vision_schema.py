@@ -11,8 +11,8 @@ from mjax.config.sizes import UpTo16, UpTo20, UpTo24
 class VisionConfig(Group):
     """How images enter a model, in the words of Hugging Face's vision configs (docs/multimodal.md).
 
-    A model with a `patch_size` reads images in the place of tokens: ViT. With a projector (P) in
-    `model.layer_pattern` it reads both, and V blocks have these sizes: LLaVA.
+    A model with a `patch_size` reads images in the place of tokens: ViT. With V in
+    `model.layer_pattern` it reads both, and V blocks have these sizes: LLaVA, CLIP.
     """
 
     image_size: UpTo20 = Field(0, ge=0)
@@ -30,6 +30,10 @@ class VisionConfig(Group):
     layer_norm_eps: float = Field(1e-5, gt=0)
     patch_bias: bool = True
     """Bias on the embedding of patches."""
+    class_token: bool = True
+    """Whether a token of its own stands before the patches; SigLIP has none, and pools them by
+    attention.
+    """
     embedding_norm: bool = False
     """Norm of embedded patches (CLIP)."""
     image_token_id: int | None = Field(None, ge=0)
@@ -46,8 +50,8 @@ class VisionConfig(Group):
         return (image_size or self.image_size) // self.patch_size
 
     def num_tokens(self, image_size: int | None = None) -> int:
-        """The tokens of an image: its class token, and its patches."""
-        return 1 + self.grid(image_size) ** 2
+        """The tokens of an image: its class token, if it has one, and its patches."""
+        return self.class_token + self.grid(image_size) ** 2
 
     def row_length(self, image_size: int | None = None) -> int:
         """`num_tokens` and padding: a row of V blocks."""
@@ -57,3 +61,18 @@ class VisionConfig(Group):
     def patch_pixels(self) -> int:
         """The numbers of a patch."""
         return self.num_channels * self.patch_size**2
+
+
+class ContrastiveConfig(Group):
+    """How images are compared with texts that have layers of their own (docs/multimodal.md)."""
+
+    projection_dim: UpTo24 = Field(0, ge=0)
+    """Width of the space that images and texts are embedded in."""
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """Which text of the batch is an image's, and the reverse (CLIP); or of each pair whether they
+    belong together (SigLIP).
+    """
+    eos_token_id: int | None = Field(None, ge=0)
+    """A text is read off at its first token of this id; 2: at its largest id, as CLIP's published
+    files have it; None: at the last column (SigLIP).
+    """

@@ -1,9 +1,11 @@
 """Texts with images, for a model that reads both: JSON lines, tokenized into memory.
 
 A line is {"images": ["a.png"], "prompt": "<image>What is it?", "text": "A cat."}; images and prompt
-may be left out. The loss is on the text and the end behind it. Invariant: sample n is a pure
-function of (file, settings, seed, n), as in `data/labelled.py`. A sample whose image cannot be
-decoded, or that does not fit `data.seq_length`, counts in no loss and is named in the log.
+may be left out. The loss is on the text and the end behind it. Where images are compared with texts
+(CLIP), a line is {"images": ["a.png"], "text": "a cat"}, and a text that is too long is cut.
+Invariant: sample n is a pure function of (file, settings, seed, n), as in `data/labelled.py`. A
+sample whose image cannot be decoded, or that does not fit `data.seq_length`, counts in no loss and
+is named in the log.
 """
 
 import os
@@ -37,8 +39,8 @@ class ImageTextDataset:
     """`size` samples, a line each, padded to `data.seq_length`.
 
     `batch(indices)` gives `tokens`, `labels`, `segment_ids`, `positions` (int32 [B, S]),
-    `loss_mask` (fp32 [B, S]) and `patches` (fp32 [B, I, T, C*P*P]). Raises `UserError` for a line
-    that cannot be used, naming it.
+    `loss_mask` (fp32 [B, S]), `patches` (fp32 [B, I, T, C*P*P]) and `row_label` (int32 [B], -1
+    where a sample is left out). Raises `UserError` for a line that cannot be used, naming it.
     """
 
     max_documents = 2  # the text, and padding
@@ -53,6 +55,12 @@ class ImageTextDataset:
         tokenizer: Tokenizer,
     ):
         self.cfg, self.size = cfg, size
+        eos = cfg.model.contrastive.eos_token_id
+        if eos not in (None, 2, tokenizer.eod_id):
+            raise UserError(
+                f"model.contrastive.eos_token_id={eos} is not the end that data.tokenizer puts "
+                f"behind a text, {tokenizer.eod_id}; set it to that"
+            )
         lines = read_lines(Path(path), tokenizer, cfg)
         order = shuffled(np.arange(len(lines)), len(lines), 0)
         lines = [lines[number] for number in order]
@@ -68,20 +76,25 @@ class ImageTextDataset:
         chosen = [self.lines[n] for n in shuffled(indices, len(self.lines), cfg.run.seed)]
         shape = len(chosen), cfg.data.seq_length
         ids, mask = np.zeros((shape[0], shape[1] + 1), np.int32), np.zeros(shape, np.float32)
-        segments = np.zeros(shape, np.int32)
+        segments, labels = np.zeros(shape, np.int32), np.full(shape[:1], -1, np.int32)
+        sees_padding = cfg.model.is_dual_encoder and cfg.model.contrastive.eos_token_id is None
+        if sees_padding:  # as SigLIP's texts do, which are read off there
+            ids += cfg.data.masked.pad_token_id or 0
+            segments += 1
         images = np.stack([[self.reader.nothing] * vision.max_images] * len(chosen))
         for row, line in enumerate(chosen):
             found = self._images(line)
             if found is None:
                 continue
-            end = len(line.ids) - 1
-            ids[row, : end + 1] = line.ids
+            labels[row] = 0
+            end = len(line.ids) - (not cfg.model.is_dual_encoder)  # no next token there
+            ids[row, : len(line.ids)] = line.ids
             segments[row, :end] = 1
             mask[row, max(line.prompt - 1, 0) : end] = 1
             images[row, : len(found)] = found or images[row, :0]
         length = vision.row_length(cfg.image_size)
         flat = images.reshape(-1, *images.shape[2:])
-        patches = image_fields(flat, vision.patch_size, length)["patches"]
+        patches = image_fields(flat, vision, length)["patches"]
         columns = np.arange(shape[1], dtype=np.int32)
         return {
             "tokens": ids[:, :-1],
@@ -90,6 +103,7 @@ class ImageTextDataset:
             "segment_ids": segments,
             "positions": np.broadcast_to(columns, shape),
             "patches": patches.reshape(*images.shape[:2], *patches.shape[1:]),
+            "row_label": labels,
         }
 
     def _images(self, line: Line) -> list[np.ndarray] | None:
@@ -110,7 +124,7 @@ def read_lines(path: Path, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
     wrong = f"data.images.path {path}: cannot be read: {{reason}}; give a file of JSON lines"
     with or_user_error(wrong, UNREADABLE):
         raw = path.read_text(encoding="utf-8").splitlines()
-    vision, found = cfg.model.vision, []
+    vision, compared, found = cfg.model.vision, cfg.model.is_dual_encoder, []
     end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
     for number, line in enumerate(raw, 1):
         name = f"{path}:{number}"
@@ -121,9 +135,15 @@ def read_lines(path: Path, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
         is_list = isinstance(images, list) and all(isinstance(image, str) for image in images)
         if not (isinstance(prompt, str) and isinstance(text, str) and is_list):
             raise UserError(f'{name}: not {{"images": [".."], "prompt": "..", "text": ".."}}')
-        if (prompt + text).count(IMAGE) != len(images) or IMAGE in text:
+        if compared and (prompt or len(images) != 1):
+            raise UserError(
+                f"{name}: to compare an image with a text, give one image and no prompt"
+            )
+        if not compared and (prompt.count(IMAGE) != len(images) or IMAGE in text):
             raise UserError(f"{name}: {len(images)} images, and not as many {IMAGE} in its prompt")
         first = [*tokenizer.prefix, *encode_with_images(prompt, tokenizer, vision, cfg.image_size)]
         ids = [*first, *tokenizer.encode(text), *end]
+        if compared and len(ids) > cfg.data.seq_length:
+            ids = [*ids[: cfg.data.seq_length - len(end)], *end]
         found.append(Line(name, ids, len(first), [path.parent / image for image in images]))
     return found

@@ -86,7 +86,7 @@ class ImageDataset:
         found = [self.reader.read(sample.name, sample.read) for sample in chosen]
         labels = [-1 if f is None else s.label for f, s in zip(found, chosen, strict=True)]
         images = np.stack([self.reader.nothing if image is None else image for image in found])
-        fields = image_fields(images, cfg.model.vision.patch_size, cfg.data.seq_length)
+        fields = image_fields(images, cfg.model.vision, cfg.data.seq_length)
         return fields | {"row_label": np.array(labels, np.int32)}
 
 

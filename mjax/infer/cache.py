@@ -47,10 +47,11 @@ def require_decoder(cfg: ModelConfig) -> None:
             f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
             "built; train.eval_interval gives the held-out loss (docs/encoders.md)"
         )
-    if cfg.is_encoder or cfg.is_encoder_decoder:
+    if cfg.is_encoder or cfg.is_encoder_decoder or cfg.is_dual_encoder:
         raise UserError(
-            f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks) continues no text and "
-            "gives a text no probability; use it by mjax.from_pretrained (docs/encoders.md)"
+            f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
+            "continues no text and gives a text no probability; use it by mjax.from_pretrained "
+            "(docs/encoders.md, docs/multimodal.md)"
         )
 
 

@@ -60,18 +60,19 @@ class Block(nnx.Module):
         """The new x [B, S/tp, D], this device's shares of statistics, the new cache.
 
         `layer` is the number of the layer in the model, which dropout is keyed by. A cache has an
-        entry for each branch, by its name. Of streams, a layer changes that of its own side.
+        entry for each branch, by its name. Of streams, a layer changes that of its own side, if it
+        is there.
         """
         inputs = BranchInputs(tokens, ctx, "", rope, layer=layer)
         if not isinstance(x, Streams):
             return self._run(x, inputs, kind, cache)
         inputs = replace(inputs, shared=x.shared)
+        if (x.decoder if of_decoder(kind) else x.encoder) is None:
+            return BranchOutput(x)
         if of_decoder(kind):
             inputs = replace(inputs, tokens=tokens.target, source=Source(x.encoder, tokens))
             output = self._run(x.decoder, inputs, kind, cache)
             return output._replace(y=replace(x, decoder=output.y))
-        if x.encoder is None:
-            return BranchOutput(x)
         if self.cfg.is_retro or self.cfg.has_tower:  # one text or image, and then maybe padding
             ctx = replace(ctx, max_documents=2, padded=True)
         inputs = replace(inputs, ctx=ctx, source=Source(x.decoder, tokens.target))

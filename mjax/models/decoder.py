@@ -23,6 +23,7 @@ from mjax.models.chunked_attention import beside_neighbors, neighbor_rows
 from mjax.models.context import Context, Tokens, dropout, tokens_of
 from mjax.models.execution import Execution, plain_layers
 from mjax.models.joint import Joint
+from mjax.models.joint_embedding import ImagePooler, JointEmbedding, vectors_of_texts
 from mjax.models.layers import Caches, LayerInputs, Layers
 from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
@@ -94,11 +95,14 @@ class Decoder(nnx.Module):
             layer = PredictionLayer(cfg, kind, block, rngs)
             number = cfg.num_hidden_layers + depth - 1
             setattr(self, f"mtp_{depth}", as_edge(layer, f"model.layers.{number}."))
-        if not cfg.tie_word_embeddings and not cfg.reads_images:
+        if not (cfg.tie_word_embeddings or cfg.reads_images or cfg.is_dual_encoder):
             head = replace(table, role="head", hf=("lm_head.weight",))
             self.head = declare(rngs, head, init)
         if cfg.has_two_streams:
             self.joint = Joint(cfg, rngs)
+        if cfg.is_dual_encoder:
+            self.image_pooler = ImagePooler(cfg.tower, rngs)
+            self.joint_embedding = JointEmbedding(cfg, rngs)
         if cfg.bert.mlm_head:
             self.masked_head = MaskedHead(cfg, rngs)
         if cfg.bert.num_labels or cfg.vision.num_labels:
@@ -135,6 +139,11 @@ class Decoder(nnx.Module):
                 f"model.layer_pattern={self.cfg.layer_pattern}: neighbors are for RETRO (R), which "
                 "needs them: the texts that were retrieved for each chunk"
             )
+        if self.cfg.is_dual_encoder:
+            raise UserError(
+                "this model compares images with texts and predicts no token; call "
+                "image_embeddings, text_embeddings and pair_logits"
+            )
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
         if self.cfg.has_tower:
             return self.logits(self.read(tokens, images, info, ctx)[0])
@@ -164,7 +173,7 @@ class Decoder(nnx.Module):
             each, size = images.shape[1:3]
         length = vision.num_tokens(size)
         if images is not None:
-            patches = jax.vmap(lambda x: rows_of_images(x, vision.patch_size, length))(images)
+            patches = jax.vmap(lambda x: rows_of_images(x, vision, length))(images)
             features = features_of(tokens, vision.image_token_id, length, length)
         both = beside_images(info, features, (each, length), length)
         x = self.embed_images(tokens, patches, both, ctx, vision.grid(size))
@@ -190,10 +199,51 @@ class Decoder(nnx.Module):
         """
         vision, ctx = self.cfg.vision, Context()
         length = vision.num_tokens(images.shape[1])
-        patches = rows_of_images(images, vision.patch_size, length)
+        patches = rows_of_images(images, vision, length)
         info = tokens_of(patches.shape[:2])
         x = self.embed_patches(patches, info, ctx, vision.grid(images.shape[1]))
         return self.row_logits(self.layers(x, info, ctx)[0], ctx)
+
+    def image_embeddings(self, images: jax.Array) -> jax.Array:
+        """Images [B, H, W, C], H = W -> fp32 unit vectors [B, P] (CLIP, SigLIP).
+
+        Learned positions are resized where H is not `model.vision.image_size`.
+        """
+        vision, ctx = self.cfg.vision, Context()
+        length = vision.num_tokens(images.shape[1])
+        patches = rows_of_images(images, vision, length)
+        info = tokens_of(patches.shape[:2])
+        x = self.embed_patches(patches, info, ctx, vision.grid(images.shape[1]))
+        x = Streams(x, None, self.joint.weights())
+        x, _, _ = self.layers(x, replace(info, target=info), ctx)
+        return self.embedded_images(x, info, ctx)
+
+    def text_embeddings(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        """tokens int32 [B, S] -> fp32 unit vectors [B, P]; `segments` as in `__call__`."""
+        info, ctx = tokens_of(tokens.shape, segments=segments), Context()
+        x = Streams(None, self.embed(tokens, info, ctx), self.joint.weights())
+        info = replace(info, target=info)
+        x, _, _ = self.layers(x, info, ctx)
+        return self.embedded_texts(x, tokens, info, ctx)
+
+    def pair_logits(self, images: jax.Array, texts: jax.Array) -> jax.Array:
+        """fp32 [B, B'] of unit vectors of images [B, P] and of texts [B', P]."""
+        return self.joint_embedding.logits(images, texts)
+
+    def embedded_images(self, x: Streams, info: Tokens, ctx: Context) -> jax.Array:
+        """The unit vectors of images, fp32 [B, P], from the last layer's output.
+
+        They are equal over cp and tp.
+        """
+        return self.joint_embedding.images(self.image_pooler(x.encoder, info, ctx))
+
+    def embedded_texts(
+        self, x: Streams, tokens: jax.Array, info: Tokens, ctx: Context
+    ) -> jax.Array:
+        """`embedded_images` of texts with the ids `tokens` [B, S]."""
+        eos = self.cfg.contrastive.eos_token_id
+        vectors = vectors_of_texts(self.normed(x.decoder), tokens, info.target, eos, ctx)
+        return self.joint_embedding.texts(vectors)
 
     def hidden(
         self,

@@ -21,9 +21,9 @@ from mjax.sharding.spec import ParamSpec, freeze, is_spec
 
 # Roles of the parameters that every token is multiplied with, besides the head.
 _MULTIPLIED = ("matrix", "router")
-_PATCHES = "patch_embedding"
+_OF_IMAGES = ("patch_embedding", "image_pooler")  # what is multiplied with each of their tokens
 _OF_SOURCE = ("cross_kv", "projector_up", "projector_down")  # matmuls of what a stream reads
-_AFTER_LAYERS = ("final_norm", "head", "masked_head", "classifier")
+_AFTER_LAYERS = ("final_norm", "head", "masked_head", "classifier", "joint_embedding")
 
 
 def matmul_weights(model: ModelConfig) -> float:
@@ -83,7 +83,7 @@ def flops_by_part(
     after = {name: specs[name] for name in _AFTER_LAYERS if name in specs}
     layers = {name: specs[name] for name in specs if name not in after}
     layers_trained = _is_trained(layers)
-    tower = {stack_of(kind) for kind in model.layer_kinds if of_tower(kind)} | {_PATCHES}
+    tower = {stack_of(kind) for kind in model.layer_kinds if of_tower(kind)} | {*_OF_IMAGES}
     tower_trained = _is_trained({name: specs[name] for name in tower if name in specs})
     parts = {"matmul": 0.0, "experts": 0.0}
     for name, declared in specs.items():
@@ -143,7 +143,7 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
 
 def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: Sides) -> float:
     """The tokens that a weight is multiplied with for each that is counted; a mean over layers."""
-    if stack == _PATCHES:
+    if stack in _OF_IMAGES:
         return sides.encoder.share
     of_source = spec.matmul in _OF_SOURCE
     kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]

@@ -1,5 +1,5 @@
 """Objectives that read images: the class of an image (ViT, arXiv 2010.11929), and the next token of
-a text with images (LLaVA, arXiv 2304.08485).
+a text with images (LLaVA, arXiv 2304.08485). `contrastive.py` has those that compare both.
 
 A data set (`data/images.py`) gives all fields.
 """
@@ -66,7 +66,7 @@ class ClassifyImages(OfRows):
         vision = self.cfg.model.vision
         images = random_images(self.cfg, seed, step, rows)
         length = batch["positions"].shape[1]
-        fields = image_fields(images, vision.patch_size, length)
+        fields = image_fields(images, vision, length)
         labels = rows % vision.num_labels
         return fields | {"row_label": labels.astype(np.int32)}
 
@@ -109,7 +109,7 @@ class WithImages(NextToken):
         images = vision.max_images, vision.row_length(size)
         return beside_images(
             text,
-            batch["features"],
+            batch.get("features"),
             images,
             vision.num_tokens(size),
             batch["image_columns"],
@@ -144,12 +144,14 @@ class WithImages(NextToken):
         if "patches" not in batch:
             tokens = tokens.copy()
             tokens[:, : count - 1] = vision.image_token_id
-            images = random_images(self.cfg, seed, step, rows)
-            fields = image_fields(images, vision.patch_size, length)
-            first = fields["patches"]
-            shape = len(rows), vision.max_images, *first.shape[1:]
-            patches = np.zeros(shape, np.float32)
-            patches[:, 0] = first
-            made = {"tokens": tokens, "patches": patches}
+            made = {"tokens": tokens, "patches": self.random_patches(seed, step, rows)}
         made["features"] = features_of(tokens, vision.image_token_id, count, length)
         return made
+
+    def random_patches(self, seed: int, step: int, rows: np.ndarray) -> np.ndarray:
+        """The field "patches" of rows with one random image each."""
+        images = random_images(self.cfg, seed, step, rows)
+        length = self.vision.row_length(self.cfg.image_size)
+        first = image_fields(images, self.vision, length)["patches"]
+        others = (0, 0), (0, self.vision.max_images - 1), (0, 0), (0, 0)
+        return np.pad(first[:, None], others)

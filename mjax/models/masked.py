@@ -67,7 +67,7 @@ class MaskedTokens(_OfEncoder):
     def counts(self, batch: Batch) -> Scalars:
         counts = {"loss": jnp.sum(batch["loss_mask"].astype(jnp.float32))}
         if self.pairs:
-            counts["row_loss"] = jnp.sum(_rows_that_count(batch))
+            counts["row_loss"] = jnp.sum(rows_that_count(batch))
         if self.measures:
             counts["accuracy"] = counts["loss"]
         if self.measures and self.pairs:
@@ -122,7 +122,7 @@ class OfRows(_OfEncoder):
     """The cross-entropy of rows' classes in nats, and with `measures` the part that is right."""
 
     def counts(self, batch: Batch) -> Scalars:
-        counts = {"loss": jnp.sum(_rows_that_count(batch))}
+        counts = {"loss": jnp.sum(rows_that_count(batch))}
         if self.measures:
             counts["accuracy"] = counts["loss"]
         return counts
@@ -173,7 +173,7 @@ def _further_fields(types: bool, pairs: bool) -> dict[str, BatchField]:
     return fields | ({"row_label": ROW_LABEL} if pairs else {})
 
 
-def _rows_that_count(batch: Batch) -> jax.Array:
+def rows_that_count(batch: Batch) -> jax.Array:
     """fp32 [B]: 1 for rows with a class, on the cp device that has their first token."""
     counts = (batch["row_label"] >= 0) & has_first_token(batch["columns"])
     return counts.astype(jnp.float32)
@@ -183,7 +183,7 @@ def _row_losses(
     edges: Decoder, x: jax.Array, batch: Batch, ctx: Context
 ) -> tuple[jax.Array, jax.Array]:
     """(the sum of rows' cross-entropies, the number of those that are right), fp32 []."""
-    logits, counts = edges.row_logits(x, ctx), _rows_that_count(batch)
+    logits, counts = edges.row_logits(x, ctx), rows_that_count(batch)
     labels = jnp.maximum(batch["row_label"], 0)
     of_label = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
     losses = jax.nn.logsumexp(logits, -1) - of_label

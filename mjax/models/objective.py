@@ -134,6 +134,13 @@ class Measurer(Protocol):
         """The objective of evaluation, with the same fields."""
 
 
+@runtime_checkable
+class WholeBatch(Protocol):
+    """An objective that compares all rows of a step with each other: it is one micro-batch."""
+
+    one_micro_batch: bool
+
+
 class NextToken:
     """The cross-entropy of the next token in nats, a mean over unmasked tokens."""
 
@@ -202,6 +209,7 @@ CONFIGURED = {
     "classify": "mjax.models.masked:ClassifyRows",
     "span_corruption": "mjax.models.spans:CorruptedSpans",
     "classify_images": "mjax.models.images:ClassifyImages",
+    "contrastive": "mjax.models.contrastive:Contrastive",
 }
 
 

@@ -77,16 +77,16 @@ class Projector(BranchModule):
 
 def beside_images(
     text: Tokens,
-    features: jax.Array,
+    features: jax.Array | None,
     images: tuple[int, int],
     num_tokens: int,
     columns: jax.Array | None = None,
 ) -> Tokens:
     """Facts about the tokens of images, with those about the text's tokens.
 
-    features: int32 [B, S] (`Tokens`). images: how many a row has, and the tokens of each with
-    padding, which is segment 0. num_tokens: those that are no padding. columns: of an image's
-    tokens on this device; None: all.
+    features: int32 [B, S] (`Tokens`), or None where no image stands in a text. images: how many a
+    row has, and the tokens of each with padding, which is segment 0. num_tokens: those that are no
+    padding. columns: of an image's tokens on this device; None: all.
     """
     each, length = images
     columns = jnp.arange(length, dtype=jnp.int32) if columns is None else columns

@@ -1,10 +1,11 @@
 """What travels through the layers of a model with two sequences in place of one activation.
 
 They are an encoder's and a decoder's, retrieved neighbors and the text that reads them, or images
-and the text that they stand in, of another width. The layers are one list. Each works on its own
-stream and hands the other on. So a pipeline carries the encoder's output beside the decoder's
-stream, and its cotangent back. The weights that all layers read travel along too. A layer adds its
-part to their cotangents, which end at the embedding's device, whatever stage the layer is on.
+and the text that they stand in or are compared with, of another width. The layers are one list.
+Each works on its own stream and hands the other on. So a pipeline carries the encoder's output
+beside the decoder's stream, and its cotangent back. The weights that all layers read travel along
+too. A layer adds its part to their cotangents, which end at the embedding's device, whatever stage
+the layer is on.
 """
 
 from dataclasses import dataclass
@@ -34,12 +35,14 @@ class SharedWeights:
 class Streams:
     """encoder [B, S/tp, D], or None where its keys are in caches; decoder [B, T/tp, D].
 
+    Of images and texts that are compared, either may be None: what is not asked for.
+
     The neighbors of all chunks are rows of their own: encoder [B*C*n, R/tp, D] of C chunks with n
     neighbors of R tokens each, those of images [B*I, T/tp, D'].
     """
 
     encoder: jax.Array | None
-    decoder: jax.Array
+    decoder: jax.Array | None
     shared: SharedWeights
 
 

@@ -1,9 +1,9 @@
 """How images enter a model: patches, a class token and learned positions (ViT, arXiv 2010.11929).
 
 A patch is a token, and its embedding a product of its pixels with one matrix. Tokens lie along the
-columns of a row: the class token, the patches in the order of reading, and padding that no token
-sees (segment 0). So images are cut over the mesh as texts are. The module belongs to the edges of
-the model.
+columns of a row: the class token, if there is one, the patches in the order of reading, and padding
+that no token sees (segment 0). So images are cut over the mesh as texts are. The module belongs to
+the edges of the model.
 """
 
 import functools
@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
+from mjax.config.vision_schema import VisionConfig
 from mjax.models.context import Context, Tokens
 from mjax.models.norm import Norm
 from mjax.models.params import declare, declare_bias, normal
@@ -25,9 +26,9 @@ _CUBIC = -0.75  # the slope of the kernel that torch resizes with
 class PatchEmbedding(nnx.Module):
     """[B, S, C*P*P] pixels of patches -> [B, S/tp, D], positions added.
 
-    `cfg` has the sizes of the tower. `weight` is [C, P, P, D]. The row of column 0 holds the class
-    token, and its pixels are not read. `positions` are of the class token, and of the grid of
-    `model.vision.image_size`.
+    `cfg` has the sizes of the tower. `weight` is [C, P, P, D]. Column 0 of a row holds the class
+    token, if there is one, and its pixels are not read. `positions` are of the class token, and of
+    the grid of `model.vision.image_size`.
     """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
@@ -46,9 +47,10 @@ class PatchEmbedding(nnx.Module):
             self.bias = declare_bias(rngs, (width,), ("embed",), "model.embed_patches.bias")
         if vision.embedding_norm:
             self.norm = Norm(cfg, (width,), ("embed",), "model.embed_images_norm", rngs)
-        name = "model.embed_class"
-        class_token = ParamSpec((width,), ("embed",), "embedding", hf=(name,))
-        self.class_token = declare(rngs, class_token, init)
+        if vision.class_token:
+            name = "model.embed_class"
+            class_token = ParamSpec((width,), ("embed",), "embedding", hf=(name,))
+            self.class_token = declare(rngs, class_token, init)
         positions = ParamSpec(
             shape=(vision.num_tokens(), width),
             axes=("positions", "embed"),
@@ -65,23 +67,25 @@ class PatchEmbedding(nnx.Module):
         x = pixels @ weight.reshape(-1, weight.shape[-1])
         if self.cfg.vision.patch_bias:
             x = x + self.bias[...]
-        columns = parallel.shard(tokens.columns, "tp", 0)
-        is_class = columns[:, None] == 0
-        x = jnp.where(is_class, self.class_token[...], x)
+        if self.cfg.vision.class_token:
+            columns = parallel.shard(tokens.columns, "tp", 0)
+            is_class = columns[:, None] == 0
+            x = jnp.where(is_class, self.class_token[...], x)
         positions = parallel.shard_seq(tokens.positions)
         x = x + jnp.take(self.table(grid), positions, axis=0)
         return self.norm(x) if self.cfg.vision.embedding_norm else x
 
     def table(self, grid: int) -> jax.Array:
-        """The positions of a grid of `grid` x `grid` patches behind that of the class token."""
+        """The positions of a grid of `grid` x `grid` patches, behind that of the class token."""
         table, known = self.positions[...], self.cfg.vision.grid()
         if grid == known:
             return table
         resize = jnp.asarray(resize_matrix(known, grid), jnp.float32)
-        square = table[1:].reshape(known, known, -1)
+        before = int(self.cfg.vision.class_token)
+        square = table[before:].reshape(known, known, -1)
         resized = jnp.einsum("ah,bw,hwd->abd", resize, resize, square, precision="highest")
         resized = resized.reshape(grid * grid, -1)
-        return jnp.concatenate([table[:1], resized.astype(table.dtype)])
+        return jnp.concatenate([table[:before], resized.astype(table.dtype)])
 
 
 @functools.cache
@@ -115,11 +119,13 @@ def _cubic(distances: np.ndarray) -> np.ndarray:
 def patches_of(images: np.ndarray, patch_size: int) -> np.ndarray:
     """[B, H, W, C] -> [B, H/P * W/P, C*P*P]: patches in the order of reading.
 
-    The numbers of a patch are channel by channel.
+    The numbers of a patch are channel by channel. What is left at the right and the lower border
+    is cut off.
     """
     batch, height, width, channels = images.shape
     rows = height // patch_size
     columns = width // patch_size
+    images = images[:, : rows * patch_size, : columns * patch_size]
     shape = (
         batch,
         rows,
@@ -133,11 +139,12 @@ def patches_of(images: np.ndarray, patch_size: int) -> np.ndarray:
     return cut.reshape(batch, rows * columns, -1)
 
 
-def rows_of_images(images: jax.Array, patch_size: int, length: int) -> jax.Array:
-    """[B, H, W, C] -> rows [B, length, C*P*P]: nothing, the patches, padding."""
-    patches = patches_of(images, patch_size)
-    behind = length - 1 - patches.shape[1]
-    return jnp.pad(patches, ((0, 0), (1, behind), (0, 0)))
+def rows_of_images(images: jax.Array, vision: VisionConfig, length: int) -> jax.Array:
+    """[B, H, W, C] -> rows [B, length, C*P*P]: nothing for a class token, the patches, padding."""
+    patches = patches_of(images, vision.patch_size)
+    before = int(vision.class_token)
+    behind = length - before - patches.shape[1]
+    return jnp.pad(patches, ((0, 0), (before, behind), (0, 0)))
 
 
 def features_of(
@@ -154,18 +161,19 @@ def features_of(
     return (stands * (image * length + patch + 2) - 1).astype(np.int32)
 
 
-def image_fields(images: np.ndarray, patch_size: int, length: int) -> dict[str, np.ndarray]:
+def image_fields(images: np.ndarray, vision: VisionConfig, length: int) -> dict[str, np.ndarray]:
     """Rows of `length` columns that hold an image each, fp32 [B, H, W, C].
 
     `patches` [B, S, C*P*P], and int32 [B, S] `segment_ids`, 0 in padding, and `positions`.
     """
-    patches = patches_of(images, patch_size)
+    patches = patches_of(images, vision.patch_size)
     rows, count, pixels = patches.shape
+    before = int(vision.class_token)
     field = np.zeros((rows, length, pixels), np.float32)
-    field[:, 1 : 1 + count] = patches
+    field[:, before : before + count] = patches
     columns = np.arange(length, dtype=np.int32)
     columns = np.broadcast_to(columns, (rows, length))
-    real = columns <= count
+    real = columns < before + count
     return {
         "patches": field,
         "segment_ids": real.astype(np.int32),

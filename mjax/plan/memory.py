@@ -16,6 +16,7 @@ from mjax.config.schema import Config, MeshConfig, OptimizerConfig
 from mjax.kernels.cross_entropy import cut_of
 from mjax.kernels.loss_rows import fits
 from mjax.models.branch import model_heads
+from mjax.models.contrastive import LOGIT_ROWS
 from mjax.models.execution import Execution, is_matmul_weight
 from mjax.models.remat import STASHED
 from mjax.optim.build import moment_bytes
@@ -244,7 +245,14 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
 
 
 def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
-    """The loss's fp32 gradient of the head, and a chunk's logits and their gradient."""
+    """The loss's fp32 gradient of the head, and a chunk's logits and their gradient.
+
+    Of the contrastive loss: the vectors of the batch and their gradients, likewise.
+    """
+    if cfg.model.is_dual_encoder:
+        pairs = min(LOGIT_ROWS, cfg.train.micro_batch_size)
+        width = 4 * cfg.model.contrastive.projection_dim + 3 * pairs
+        return 4.0 * cfg.train.global_batch_size * width
     if cfg.model.only_classifies:
         return 0.0
     rows = cfg.model.padded_vocab_size // sizes["tp"]

@@ -24,7 +24,18 @@ from mjax.config.schema import Config
 from mjax.models.objective import further_lengths
 from mjax.models.vision import features_of, image_fields
 from mjax.pipeline.storage import canonical
-from mjax.prove.features import DEEP, FEATURES, MOST_TP, NO_RING, ROWS, SIX, SMALL, STEPS, VOCAB
+from mjax.prove.features import (
+    DEEP,
+    FEATURES,
+    MOST_TP,
+    NO_RING,
+    ONE_MICRO_BATCH,
+    ROWS,
+    SIX,
+    SMALL,
+    STEPS,
+    VOCAB,
+)
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 
@@ -63,7 +74,8 @@ def cells(devices: int, feature: str) -> Iterator[Cell]:
             continue
         stages = (0, 1, 3) if mesh["pp"] > 1 else (0, 1, 2, 3)
         parts = mesh["dp"] * mesh["ep"]
-        fits = [(m, r) for m in range(1, 9) for r in ROWS if r % (m * parts) == 0]
+        most = 1 if feature in ONE_MICRO_BATCH else 8
+        fits = [(m, r) for m in range(1, most + 1) for r in ROWS if r % (m * parts) == 0]
         heads = 2 if feature == "odd widths" else 8
         way = ways[i % len(ways)]
         layers = layers_for(mesh, feature)
@@ -123,16 +135,24 @@ def make_images(cfg: Config, rows: int, width: int) -> dict:
     vision, size = cfg.model.vision, cfg.image_size
     shape = rows, size, size, vision.num_channels
     images = np.random.default_rng(3).normal(size=shape)
-    return image_fields(images, vision.patch_size, width)
+    return image_fields(images, vision, width)
 
 
 def with_images(cfg: Config, batch: dict) -> dict:
-    """The fields of no, one or two random images in each text, whose place in it differs."""
+    """The fields of no, one or two random images in each text, whose place in it differs.
+
+    Where images and texts are compared, each text has one, and its end stands in some place.
+    """
     vision, further = cfg.model.vision, further_lengths(cfg)
     rows, width = batch["tokens"].shape
     each, length = further["images"], further["image_tokens"]
     patches = make_images(cfg, rows * each, length)["patches"]
     patches = patches.reshape(rows, each, length, -1)
+    if cfg.model.is_dual_encoder:
+        tokens = batch["tokens"].copy()
+        eos = cfg.model.contrastive.eos_token_id or 0
+        tokens[np.arange(rows), np.arange(rows) * 5 % width] = eos
+        return {"tokens": tokens, "patches": patches}
     numbers, count = np.arange(rows), vision.num_tokens(cfg.image_size) - 1
     tokens = np.where(batch["tokens"] == vision.image_token_id, 8, batch["tokens"])
     columns = np.arange(width)

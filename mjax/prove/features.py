@@ -235,13 +235,43 @@ FEATURES = {
         "embedding_norm: true, image_token_id: 7, max_images: 2}",
         "model.hidden_dropout=0.1",
     ],
+    "clip": [  # images and packed texts of another width; all pairs of the batch
+        "model.layer_pattern='V*2,G*2'",
+        "model.norm=layernorm",
+        "model.position_embedding=learned",
+        "model.vision={image_size: 8, patch_size: 4, num_channels: 2, hidden_size: 16, "
+        "intermediate_size: 24, num_attention_heads: 8, hidden_act: quick_gelu, patch_bias: false, "
+        "embedding_norm: true}",
+        "model.contrastive={projection_dim: 12, eos_token_id: 7}",
+        "model.attention.attention_bias=true",
+        "model.mlp_gated=false",
+        "model.hidden_act=quick_gelu",
+        "model.hidden_dropout=0.1",
+        "train.objective=contrastive",
+    ],
+    "siglip": [  # texts see both ways; attention pools images, whose positions are resized
+        "model.layer_pattern='V*2,U*2'",
+        "model.norm=layernorm",
+        "model.position_embedding=learned",
+        "model.vision={image_size: 8, patch_size: 4, num_channels: 2, hidden_size: 16, "
+        "intermediate_size: 24, num_attention_heads: 8, hidden_act: gelu_tanh, class_token: false}",
+        "model.contrastive={projection_dim: 16, loss: sigmoid}",
+        "data.images.image_size=12",
+        "model.mlp_gated=false",
+        "model.hidden_act=gelu_tanh",
+        "model.hidden_dropout=0.1",
+        "train.objective=contrastive",
+    ],
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
     "t5": ["model.layer_pattern='B*4,[GXD]*4'"],
     "llava": ["model.layer_pattern='V*3,[P],G*4'"],
     "retro": ["model.layer_pattern='G,[G],[BCD]*2,[RD],G,[GRD]*2'"],
+    "clip": ["model.layer_pattern='V*4,G*4'"],
+    "siglip": ["model.layer_pattern='V*4,U*4'"],
 }
+ONE_MICRO_BATCH = ("clip", "siglip")  # whose losses compare all rows of a step
 NO_RING = (
     "sinks",
     "dropout",
@@ -253,5 +283,7 @@ NO_RING = (
     "retro",
     "vit",
     "llava",
+    "clip",
+    "siglip",
 )
 MOST_TP = {"odd widths": 2}

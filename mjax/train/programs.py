@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.schema import Config
+from mjax.errors import UserError
 from mjax.models.local import LocalModel
-from mjax.models.objective import Batch, Objective
+from mjax.models.objective import Batch, Objective, WholeBatch
 from mjax.models.params import ModelDefinition
 from mjax.pipeline.layout import Layout
 from mjax.plan.execution import (
@@ -106,6 +107,12 @@ class Programs:
         cfg, mesh, placement = self.cfg, self.state_layout.mesh, self.state_layout.placement
         sizes, facts = dict(mesh.shape), device_facts(list(mesh.devices.flat))
         uniform = self.layout is None or self.layout.uniform
+        execution = decide_execution(cfg, sizes, facts, rows)
+        if isinstance(self.objective, WholeBatch) and execution.micro_batches > 1:
+            raise UserError(
+                f"train.objective={cfg.train.objective} compares all rows of a batch, but {rows} "
+                f"rows are {execution.micro_batches} micro-batches; raise train.micro_batch_size"
+            )
         ctx = training_context(
             cfg,
             placement.parallel,
@@ -117,7 +124,7 @@ class Programs:
         model = LocalModel(
             self.definition,
             placement,
-            decide_execution(cfg, sizes, facts, rows),
+            execution,
             ctx,
             self.objective,
             packed=cfg.data.document_mask and self.max_documents != 1,

@@ -86,7 +86,7 @@ def test_padding_moves_nothing_and_tokens_are_refused():
         x = model.embed_patches(patches, info, Context(), 2)
         return model.row_logits(model.layers(x, info, Context())[0], Context())
 
-    fields = image_fields(images, 4, 8)
+    fields = image_fields(images, model.cfg.vision, 8)
     for filler in (0, 5):
         fields["patches"][:, 5:] = filler
         found = padded(fields["patches"], fields["segment_ids"])

@@ -56,6 +56,8 @@ PUBLISHED = {
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_next_80b_a3b": 79_674_391_296,
     "vit_l16": 304_326_632,
+    "clip_vit_l14": 427_616_513,
+    "siglip_so400m": 877_960_498,
     "llava_1_5_7b": 7_050_828_800,  # 7,063,427,072 with what of its tower is not read
 }
 
@@ -89,7 +91,7 @@ def test_traces_abstractly_at_full_size(name):
     _, params = split(nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0))))
     definition = definition_of(cfg.model)
     padding = (cfg.model.padded_vocab_size - cfg.model.vocab_size) * cfg.model.hidden_size
-    tables = 1 if cfg.model.tie_word_embeddings else 2
+    tables = 1 if cfg.model.tie_word_embeddings or cfg.model.is_dual_encoder else 2
     tables = 0 if cfg.model.reads_images else tables
     if cfg.model.bert.mlm_head:  # a bias of the vocabulary
         padding += cfg.model.padded_vocab_size - cfg.model.vocab_size
@@ -111,7 +113,11 @@ def test_traces_abstractly_at_full_size(name):
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
 
         def total(params, tokens, images):
-            return definition.bind(params)(tokens, images=images).sum()
+            model = definition.bind(params)
+            if not cfg.model.is_dual_encoder:
+                return model(tokens, images=images).sum()
+            embedded = model.image_embeddings(images[0])
+            return model.pair_logits(embedded, model.text_embeddings(tokens)).sum()
 
         grads = jax.eval_shape(jax.grad(total), params, tokens, images)
         assert jax.tree.map(lambda g: g.shape, grads) == jax.tree.map(lambda p: p.shape, params)

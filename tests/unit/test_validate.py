@@ -40,6 +40,12 @@ LLAVA += [
     "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
     "num_attention_heads: 2, image_token_id: 9}"
 ]
+CLIP = ["model.layer_pattern='V*2,G*2'", "train.objective=contrastive"]
+CLIP += ["train.micro_batch_size=8", "model.contrastive.projection_dim=16"]
+CLIP += [
+    "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
+    "num_attention_heads: 2}"
+]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
@@ -252,6 +258,14 @@ BROKEN = {
     "towers_lack": (
         [*LLAVA, "model.residual_multiplier=0.5"],
         "model.residual_multiplier=0.5 is not built beside V blocks",
+    ),
+    "compared_texts_are_plain": (
+        [*CLIP, "model.tie_word_embeddings=true"],
+        "model.tie_word_embeddings=True has no meaning for texts that are compared",
+    ),
+    "pooled_images_have_the_width": (
+        [*CLIP, "model.vision.class_token=false"],
+        "model.contrastive.projection_dim=16 is not model.vision.hidden_size=32",
     ),
     "patches_fill_an_image": (
         [*VIT, "data.images.image_size=30"],
@@ -479,6 +493,10 @@ BROKEN = {
         [*EXPERTS, "model.moe.router_aux_loss_coef=0.1", "mesh.dp=1"]
         + ["model.moe.router_aux_loss_over=global_batch", "train.global_batch_size=16"],
         "needs all choices before the first gradient, but train.global_batch_size=16 is several",
+    ),
+    "pairs_need_one_micro_batch": (
+        [*CLIP, "mesh.dp=1", "train.global_batch_size=16"],
+        "compares all rows of a step, but train.global_batch_size=16 is several",
     ),
     "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
     "fp8_keys_used": (["precision.fp8_skip_layers=1"], "has no effect with precision.fp8='none'"),
