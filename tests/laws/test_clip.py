@@ -86,7 +86,7 @@ def longhand(trainer, batch: dict, params: dict) -> jax.Array:
 def test_loss_and_gradients_are_those_of_all_pairs_on_one_device(feature, cell, monkeypatch):
     monkeypatch.setattr(contrastive, "LOGIT_ROWS", 4)  # parts and a rest of a device's rows
     few = [] if "pp" in cell.mesh else ["model.num_hidden_layers=2", "model.layer_pattern='V,G'"]
-    few = [key.replace("G", "GS"[feature == "siglip"]) for key in few]
+    few = [key.replace("G", "GU"[feature == "siglip"]) for key in few]
     trainer = make_trainer(feature, cell, "model.hidden_dropout=0.0", *few)
     batch = batch_of(trainer)
     loss, _, gradients = trainer.grads(batch)
