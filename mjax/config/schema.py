@@ -384,3 +384,7 @@ class Config(Group):
     def image_size(self) -> int:
         """The pixels of a side of the images of a run."""
         return self.data.images.image_size or self.model.vision.image_size
+
+    def item_size(self, modality: str) -> int | None:
+        """The size of the items of a modality in a run (`TowerConfig.num_tokens`)."""
+        return self.image_size if modality == "vision" else None
