@@ -310,7 +310,7 @@ def stream_of(kind: str) -> str:
     return ENCODER if {"B", "C"} & set(branches_of(kind)) else DECODER
 
 
-def source_of(kind: str) -> str:
+def stream_read_by(kind: str) -> str:
     """The stream that a layer reads beside its own."""
     return (modality_of(kind) or ENCODER) if of_decoder(kind) else DECODER
 

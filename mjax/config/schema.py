@@ -284,6 +284,9 @@ class TrainConfig(Group):
     sample_tokens: UpTo24 = Field(64, ge=1)
 
 
+InitChange = Literal["vocab_size", "num_hidden_layers", "experts", "heads", "towers"]
+
+
 class CheckpointConfig(Group):
     """Orbax checkpoints under run.dir/checkpoints."""
 
@@ -307,10 +310,13 @@ class CheckpointConfig(Group):
     resume: Literal["auto", "never", "require"] = "auto"
     init_from: str | None = None
     """Start step 0 from the weights in this Hugging Face, mjax or Megatron folder."""
-    init_changes: list[Literal["vocab_size", "num_hidden_layers", "experts", "heads"]] = []
+    init_changes: list[InitChange] = []
     """In what the model may differ from those weights; what they lack is drawn. experts: it has
-    experts where they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md).
+    experts where they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md); towers: it
+    reads images or sounds (docs/multimodal.md).
     """
+    init_audio: str | None = None
+    """Start the tower of sounds from the encoder in this Whisper folder, after init_from."""
 
 
 class PrecisionConfig(Group):

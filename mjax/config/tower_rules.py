@@ -94,8 +94,12 @@ def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
 
 @rule("write S layers and a Q, or leave it out")
 def sounds_are_heard(c: Config) -> Iterator[str]:
-    if "audio" not in c.model.modalities and set_keys(c.model.audio, *AudioConfig.model_fields):
+    if "audio" in c.model.modalities:
+        return
+    if set_keys(c.model.audio, *AudioConfig.model_fields):
         yield "model.audio has no effect with `model.layer_pattern`"
+    if c.checkpoint.init_audio is not None:
+        yield "`checkpoint.init_audio` has no effect with `model.layer_pattern`"
 
 
 @rule("set it back to its default")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, DECODER, branch_groups, source_of, stream_of
+from mjax.config.pattern import BRANCHES, DECODER, branch_groups, stream_of, stream_read_by
 from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, Source, branch_class
 from mjax.models.context import Context, Tokens, dropout
 from mjax.models.norm import Norm
@@ -65,7 +65,7 @@ class Block(nnx.Module):
         inputs = BranchInputs(tokens, ctx, "", rope, layer=layer)
         if not isinstance(x, Streams):
             return self._run(x, inputs, kind, cache)
-        own, other = stream_of(kind), source_of(kind)
+        own, other = stream_of(kind), stream_read_by(kind)
         if own not in x.activations:
             return BranchOutput(x)
         if own != DECODER and not self.cfg.is_encoder_decoder:  # one item, then maybe padding

@@ -18,9 +18,9 @@ from mjax.config.pattern import (
     DECODER,
     ENCODER,
     branches_of,
-    source_of,
     stack_of,
     stream_of,
+    stream_read_by,
 )
 from mjax.config.schema import Config
 from mjax.models import definition_of
@@ -155,7 +155,7 @@ def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: dict[str, Si
     for modality in model.modalities:
         if stack == MODALITIES[modality].embedding:
             return sides[modality].share
-    side = source_of if spec.matmul in _OF_SOURCE else stream_of
+    side = stream_read_by if spec.matmul in _OF_SOURCE else stream_of
     kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]
     shares = [sides[side(kind)].share for kind in kinds]
     return sum(shares) / len(shares) if shares else 1.0
@@ -185,7 +185,7 @@ def branch_flops(
         sizes, side = model.of_layer(kind), sides[stream_of(kind)]
         for letter in branches_of(kind):
             reads_other = BRANCHES[letter].mask == "cross"
-            keys = sides[source_of(kind) if reads_other else stream_of(kind)].length
+            keys = sides[stream_read_by(kind) if reads_other else stream_of(kind)].length
             flops = branch_class(letter).flops(sizes, letter, keys)
             yield BranchWork(letter, sizes, flops * side.share, side.share)
 
