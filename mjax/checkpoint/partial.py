@@ -115,12 +115,13 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
     _require_same_kinds(cfg, source.cfg, changes)
     given = _shapes(definition_of(source.cfg).specs, source.cfg)
     wanted = _shapes(definition_of(cfg).specs, cfg)
+    left_out: set[str] = set()
     if source.has is not None or "towers" in changes:  # the rest is drawn, whole
         has = given.keys() if source.has is None else source.has
+        left_out |= {path[0] for path in has if path not in wanted}
         given = {p: given[p] if p in has else (0,) * len(shape) for p, shape in wanted.items()}
-    left_out: tuple[str, ...] = ()
     if "heads" in changes:
-        left_out = tuple(sorted({p[0] for p in given if p[0] in HEADS and p not in wanted}))
+        left_out |= {p[0] for p in given if p[0] in HEADS and p not in wanted}
         given = {path: shape for path, shape in given.items() if path[0] not in left_out}
         for path, shape in wanted.items():
             if path[0] in HEADS and given.get(path) != shape:  # drawn, whole
@@ -138,7 +139,7 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         )
 
     if given == wanted and cfg.vocab_multiple == source.cfg.vocab_multiple:
-        return Fit(source, shared, given, wanted, made, left_out)
+        return Fit(source, shared, given, wanted, made, tuple(sorted(left_out)))
 
     def read(path: Path, index: Index) -> np.ndarray:
         if 0 in shared[path]:
@@ -151,7 +152,7 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         return np.pad(part, [(0, n) for n in missing]) if any(missing) else part
 
     fitting = replace(source, cfg=cfg, read=read)
-    return Fit(fitting, shared, given, wanted, made, left_out)
+    return Fit(fitting, shared, given, wanted, made, tuple(sorted(left_out)))
 
 
 def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig, changes: Sequence[str]) -> None:
