@@ -93,11 +93,11 @@ class MaskedDataConfig(Group):
 
 
 class ImageDataConfig(Group):
-    """Images with classes, for classify_images, or with texts (docs/multimodal.md)."""
+    """Images with classes, for classify_images, or images and sounds beside texts."""
 
     path: str | None = None
     """A folder with a folder for each class, a webdataset .tar, a .parquet, a glob of either, or
-    'digits' (scikit-learn's); beside V blocks a .jsonl of texts.
+    'digits' (scikit-learn's); beside towers a .jsonl of texts.
     """
     valid_path: str | None = None
     """Held-out images; None: use data.split."""

@@ -74,6 +74,7 @@ class FrameEmbedding(nnx.Module):
             x = x + h @ second[:, tap]
         x = jax.nn.gelu(x, approximate=False)
         table = self.positions[:grid]
+        assert len(table) == grid, "more frames than model.audio.max_source_positions * 2"
         return x + jnp.take(table, positions, axis=0)
 
 

@@ -132,9 +132,9 @@ class Decoder(nnx.Module):
         `segments` and `types` are as in `Tokens`; padding is a segment of its own. An
         encoder-decoder reads `tokens` and gives logits [B, T, V] of its decoder's tokens, `target`
         int32 [B, T], with segments of their own. RETRO reads `neighbors` int32 [B, C*n, R] of each
-        of the C chunks of a row, -1 for padding. A model with towers
-        reads `images` [B, I, H, W, C] and `audio`, log-mel frames [B, I, F, M], in the places of
-        tokens `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
+        of the C chunks of a row, -1 for padding. A model with towers reads `images` [B, I, H, W, C]
+        and `audio`, log-mel frames [B, I, F, M], in the places of tokens
+        `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
         if (target is not None) != self.cfg.is_encoder_decoder:
