@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.vision_schema import VisionConfig
 from mjax.data.chat import load_chat_template
-from mjax.data.tokenizer import Tokenizer, encode_with_images
+from mjax.data.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
 from mjax.infer.cli import add_model_arguments, end_ids, load_model
 from mjax.infer.sample import Sampling
@@ -34,13 +33,12 @@ def main(argv: list[str] | None = None) -> None:
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
-    images = read_images(args, model.cfg)
-    ids = [encode(p, tokenizer, folder, args, model.cfg.vision) for p in prompts]
+    given = {"images": read_images(args, model.cfg), "audio": read_sounds(args, model.cfg)}
+    ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
     keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
     generator = Generator(model.definition, model.params, model.cfg, **keywords)
-    if images is not None:
-        images = np.broadcast_to(images, (len(ids), *images.shape))
-    options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop, images=images)
+    items = {k: np.stack([item] * len(ids)) for k, item in given.items() if item is not None}
+    options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop, **items)
     tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
     rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}
     for token in tokens:
@@ -64,6 +62,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-file", type=Path, metavar="F", help=file)
     about = "a picture for each <image> of a prompt, in order; all prompts see the same; repeat"
     parser.add_argument("--image", action="append", default=[], metavar="F", help=about)
+    about = "a sound for each <audio> of a prompt, likewise: WAV, FLAC, OGG or MP3 of 16 kHz"
+    parser.add_argument("--audio", action="append", default=[], metavar="F", help=about)
     scale = "what images lose and are divided by, as in training: data.images.mean, std"
     parser.add_argument("--image-mean", type=float, nargs="+", default=CLIP_MEAN, help=scale)
     parser.add_argument("--image-std", type=float, nargs="+", default=CLIP_STD, help=scale)
@@ -132,23 +132,37 @@ def read_images(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None
     return ((np.stack(found) - args.image_mean) / args.image_std).astype(np.float32)
 
 
+def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
+    """What --audio gives, fp32 [I, F, M], or None. Raises `UserError` for what is no sound."""
+    if not args.audio:
+        return None
+    from mjax.data.audio import decode_sound, log_mel
+
+    found = []
+    for name in args.audio:
+        with or_user_error(f"--audio {name}: {{reason}}; give a sound", UNREADABLE):
+            samples = decode_sound(Path(name).read_bytes())
+        found.append(log_mel(samples, cfg.audio.num_mel_bins, 2 * cfg.audio.max_source_positions))
+    return np.stack(found)
+
+
 def encode(
     prompt: Prompt,
     tokenizer: Tokenizer,
     folder: Path | None,
     args: argparse.Namespace,
-    vision: VisionConfig,
+    cfg: ModelConfig,
 ) -> list[int]:
     """Ids of a prompt: a chat through its template, which writes all special tokens itself."""
     if isinstance(prompt, str) and not args.chat:
         prefix = () if args.no_bos else tokenizer.prefix
-        return [*prefix, *encode_with_images(prompt, tokenizer, vision)]
+        return [*prefix, *encode_with_items(prompt, tokenizer, cfg)]
     if folder is None:
         raise UserError(f"{args.ckpt}: holds no chat template; leave out --chat and messages")
     if isinstance(prompt, str):
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompt = [*system, {"role": "user", "content": prompt}]
-    return encode_with_images(load_chat_template(folder).render(prompt), tokenizer, vision)
+    return encode_with_items(load_chat_template(folder).render(prompt), tokenizer, cfg)
 
 
 if __name__ == "__main__":

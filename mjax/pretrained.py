@@ -99,7 +99,7 @@ def source_of(path: str | Path) -> Source:
         cfg = untied_in_file(cfg, names)
         specs = definition_of(cfg).specs
         found = families.slots(cfg, specs)
-        if cfg.has_tower:
+        if "vision" in cfg.modalities:
             found = with_new_towers(found, names)
         if cfg.model_type == "gpt2" and not any(n.startswith(PREFIX) for n in names):
             found = families.without_prefix(found, PREFIX)

@@ -388,9 +388,12 @@ def _meaning(cfg: ModelConfig, key: str) -> object:
 # ---- names -------------------------------------------------------------------------------------
 
 
-def slots(cfg: ModelConfig, specs: dict) -> Slots:
-    """For each parameter, where its matrices and vectors lie in a checkpoint of the family."""
-    family, leaves = family_of(cfg), flat(specs)
+def slots(cfg: ModelConfig, specs: dict, family: Family | None = None) -> Slots:
+    """For each parameter, where its matrices and vectors lie in a checkpoint of the family.
+
+    `family`: None: the model's.
+    """
+    family, leaves = family or family_of(cfg), flat(specs)
     pieces = {path: list(_places(cfg, family, path[0], spec)) for path, spec in leaves.items()}
     sizes: dict[str, dict[int, int]] = {}  # of fused tensors: position -> length
     for path, of_path in pieces.items():

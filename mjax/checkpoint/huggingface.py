@@ -38,8 +38,13 @@ IGNORED = re.compile(
 )
 
 
-def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -> Source:
-    """The safetensors of a folder as parameters of `cfg`. Raises `UserError` for damaged files."""
+def hf_source(
+    folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots, has_more: bool = False
+) -> Source:
+    """The safetensors of a folder as parameters of `cfg`. Raises `UserError` for damaged files.
+
+    `has_more`: the folder may hold tensors that have no place.
+    """
     tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
     slots = mxfp4.turned(slots, tensors)
     by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
@@ -66,7 +71,12 @@ def hf_source(folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots) -
             _read_slot(tensors[slot.tensor], slot, spec, real, out[tuple(cut)])
         return out
 
-    return Source(cfg, read, lambda: _check(folder, cfg, tensors, tensor_shapes(cfg, specs, slots)))
+    def check() -> None:
+        shapes = tensor_shapes(cfg, specs, slots)
+        named = {n: t for n, t in tensors.items() if n in shapes} if has_more else tensors
+        _check(folder, cfg, named, shapes)
+
+    return Source(cfg, read, check)
 
 
 def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,9 @@ from mjax.checkpoint.continuation import require_same_model
 from mjax.checkpoint.huggingface import real_specs
 from mjax.checkpoint.source import Index, Path, Source
 from mjax.checkpoint.upcycle import upcycled
+from mjax.config.keys import leaf_keys
 from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import modality_of
 from mjax.errors import UserError
 from mjax.models import definition_of
 
@@ -27,7 +29,10 @@ CHANGES = {
     "num_hidden_layers": ("num_hidden_layers", "layer_pattern"),
     "experts": ("layer_pattern",),
     "heads": ("bert.mlm_head", "bert.num_labels"),
+    "towers": ("layer_pattern", "num_hidden_layers"),
 }
+_TOWERS = ("vision.", "audio.")
+_POSITIONS = {"audio.max_source_positions"}  # the first ones are those of shorter sounds
 
 # The parameters of heads that may be drawn anew, or left out.
 HEADS = ("masked_head", "classifier")
@@ -104,13 +109,19 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
     if "experts" in changes:
         source, made = upcycled(source, cfg, seed)
     keys = {key for change in changes for key in CHANGES[change]}
-    require_same_model(cfg, source.cfg, may_differ=keys)
-    _require_same_kinds(cfg, source.cfg)
+    if "towers" in changes:
+        keys |= {key for key in leaf_keys(ModelConfig) if key.startswith(_TOWERS)}
+    require_same_model(cfg, source.cfg, may_differ=keys | (_POSITIONS if source.has else set()))
+    _require_same_kinds(cfg, source.cfg, changes)
     given = _shapes(definition_of(source.cfg).specs, source.cfg)
     wanted = _shapes(definition_of(cfg).specs, cfg)
-    left_out: tuple[str, ...] = ()
+    left_out: set[str] = set()
+    if source.has is not None or "towers" in changes:  # the rest is drawn, whole
+        has = given.keys() if source.has is None else source.has
+        left_out |= {path[0] for path in has if path not in wanted}
+        given = {p: given[p] if p in has else (0,) * len(shape) for p, shape in wanted.items()}
     if "heads" in changes:
-        left_out = tuple(sorted({p[0] for p in given if p[0] in HEADS and p not in wanted}))
+        left_out |= {p[0] for p in given if p[0] in HEADS and p not in wanted}
         given = {path: shape for path, shape in given.items() if path[0] not in left_out}
         for path, shape in wanted.items():
             if path[0] in HEADS and given.get(path) != shape:  # drawn, whole
@@ -128,7 +139,7 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         )
 
     if given == wanted and cfg.vocab_multiple == source.cfg.vocab_multiple:
-        return Fit(source, shared, given, wanted, made, left_out)
+        return Fit(source, shared, given, wanted, made, tuple(sorted(left_out)))
 
     def read(path: Path, index: Index) -> np.ndarray:
         if 0 in shared[path]:
@@ -141,12 +152,24 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         return np.pad(part, [(0, n) for n in missing]) if any(missing) else part
 
     fitting = replace(source, cfg=cfg, read=read)
-    return Fit(fitting, shared, given, wanted, made, left_out)
+    return Fit(fitting, shared, given, wanted, made, tuple(sorted(left_out)))
 
 
-def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig) -> None:
-    """Raise `UserError` unless the layers that both models have are of the same kinds."""
-    pairs = zip(cfg.layer_kinds, of_weights.layer_kinds, strict=False)
+def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig, changes: Sequence[str]) -> None:
+    """Raise `UserError` unless the layers that both models have are of the same kinds.
+
+    Where towers may differ, the layers are those of the text.
+    """
+    kinds = [cfg.layer_kinds, of_weights.layer_kinds]
+    if "towers" in changes:
+        kinds = [[kind for kind in each if not modality_of(kind)] for each in kinds]
+        ours, theirs = map(len, kinds)
+        if ours != theirs and "num_hidden_layers" not in changes:
+            raise UserError(
+                f"the weights to start from have {theirs} layers of a text, but this run's "
+                f"model.layer_pattern has {ours}; make them agree"
+            )
+    pairs = zip(*kinds, strict=False)
     for number, (ours, theirs) in enumerate(pairs):
         if ours != theirs:
             raise UserError(

@@ -30,11 +30,13 @@ THREADS = min(8, os.cpu_count() or 1)
 class Source:
     """`read(path, index)` gives that part of a parameter in mjax's layout, in fp32 or in the dtype
     it is stored in; the rows that pad a vocabulary are zero. `check()` raises `UserError` for
-    missing, extra or mis-shaped tensors, reading no weights."""
+    missing, extra or mis-shaped tensors, reading no weights. `has`: the parameters that there are;
+    None: all of the model's."""
 
     cfg: ModelConfig
     read: Callable[[Path, Index], np.ndarray]
     check: Callable[[], None]
+    has: frozenset[Path] | None = None
 
 
 def flat(tree: dict) -> dict[Path, object]:

@@ -95,8 +95,9 @@ def run_dir_is_files(c: Config) -> Iterator[str]:
 
 @rule(MOUNT_IT)
 def init_from_is_files(c: Config) -> Iterator[str]:
-    if is_address(c.checkpoint.init_from):
-        yield f"`checkpoint.init_from` {NEEDS_FILES}"
+    for key in ("init_from", "init_audio"):
+        if is_address(getattr(c.checkpoint, key)):
+            yield f"`checkpoint.{key}` {NEEDS_FILES}"
 
 
 @rule("give a folder of this machine's disk or memory")

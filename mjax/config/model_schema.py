@@ -9,10 +9,20 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from mjax.config.audio_schema import AudioConfig
 from mjax.config.group import Group
 from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig, RetroConfig
-from mjax.config.pattern import BRANCHES, branches_of_model, expand, of_tower, sees_ahead, sizes_of
+from mjax.config.pattern import (
+    BRANCHES,
+    branches_of_model,
+    expand,
+    modality_of,
+    of_tower,
+    sees_ahead,
+    sizes_of,
+)
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
+from mjax.config.tower_schema import TowerConfig
 from mjax.config.vision_schema import ContrastiveConfig, VisionConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -74,6 +84,8 @@ class AttentionConfig(Group):
     """Keys an L block sees, itself in."""
     attention_bias: bool = False
     """Bias on the q, k and v projections."""
+    attention_key_bias: bool = True
+    """Whether attention_bias gives keys one, too; false: Whisper's."""
     attention_out_bias: bool = False
     """Bias on the attention output projection."""
     qk_norm: bool = False
@@ -235,8 +247,8 @@ class ModelConfig(Group):
     experts, M Mamba-2 alone, T Gated DeltaNet alone; or branches, as in 'window+experts,
     full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an
     encoder and a decoder that reads it (docs/encoders.md). 'V*23, [P], G*32': an image tower, its
-    projector, a text; 'V*24, G*12', 'V*27, U*27': towers of images and of texts, of which U sees
-    both ways (docs/multimodal.md).
+    projector, a text; S and Q are a tower and a projector of sounds. 'V*24, G*12', 'V*27, U*27':
+    towers of images and of texts, of which U sees both ways (docs/multimodal.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
@@ -257,6 +269,7 @@ class ModelConfig(Group):
     bert: BertConfig = BertConfig()
     vision: VisionConfig = VisionConfig()
     contrastive: ContrastiveConfig = ContrastiveConfig()
+    audio: AudioConfig = AudioConfig()
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
@@ -344,8 +357,8 @@ class ModelConfig(Group):
 
     @property
     def has_two_streams(self) -> bool:
-        """Whether a layer works on one of two sequences (`models/streams.py`)."""
-        return self.is_encoder_decoder or self.is_retro or self.has_tower
+        """Whether a layer works on one of two or more sequences (`models/streams.py`)."""
+        return self.is_encoder_decoder or self.is_retro or bool(self.modalities)
 
     @property
     def only_classifies(self) -> bool:
@@ -356,40 +369,50 @@ class ModelConfig(Group):
     @property
     def reads_images(self) -> bool:
         """Whether images are read in the place of tokens: there is no vocabulary then."""
-        return self.vision.patch_size > 0 and not self.has_tower
+        return self.vision.patch_size > 0 and not self.modalities
 
     @property
-    def has_tower(self) -> bool:
-        """Whether there is a tower of images (V) beside a text."""
-        return "V" in self.branches
+    def modalities(self) -> tuple[str, ...]:
+        """What has a tower beside a text: "audio" (S), "vision" (V)."""
+        found = {BRANCHES[letter].modality for letter in self.branches}
+        return tuple(sorted(found - {""}))
 
     @property
     def is_dual_encoder(self) -> bool:
         """Whether images and texts are embedded apart and compared: no projector (P) joins them."""
-        return self.has_tower and "P" not in self.branches
+        return "V" in self.branches and "P" not in self.branches
 
     @property
-    def tower(self) -> "ModelConfig":
-        """The config with the sizes of what embeds and encodes images."""
-        vision = self.vision
-        if not self.has_tower:
+    def embedded(self) -> tuple[str, ...]:
+        """The modalities that enter the model, in a text or in the place of one."""
+        return ("vision",) if self.reads_images else self.modalities
+
+    def tower(self, modality: str) -> TowerConfig:
+        """The group of a modality."""
+        return getattr(self, modality)
+
+    def of_modality(self, modality: str) -> "ModelConfig":
+        """The config with the sizes of what embeds and encodes a modality."""
+        if self.reads_images:
             return self
-        heads = vision.num_attention_heads
+        tower = self.tower(modality)
+        heads = tower.num_attention_heads
         attention = AttentionConfig(
             num_attention_heads=heads,
             num_key_value_heads=heads,
-            head_dim=vision.hidden_size // heads,
+            head_dim=tower.hidden_size // heads,
             attention_bias=True,
+            attention_key_bias=tower.key_bias,
             attention_out_bias=True,
             attention_dropout=self.attention.attention_dropout,
         )
         sizes = {
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.intermediate_size,
-            "hidden_act": vision.hidden_act,
+            "hidden_size": tower.hidden_size,
+            "intermediate_size": tower.intermediate_size,
+            "hidden_act": tower.hidden_act,
             "attention": attention,
             "norm": "layernorm",
-            "norm_eps": vision.layer_norm_eps,
+            "norm_eps": tower.layer_norm_eps,
             "norm_placement": "pre",
             "norm_zero_centered": False,
             "mlp_gated": False,
@@ -418,7 +441,7 @@ class ModelConfig(Group):
     def of_layer(self, kind: str) -> "ModelConfig":
         """The config with the sizes of layers of this kind."""
         if of_tower(kind):
-            return self.tower
+            return self.of_modality(modality_of(kind))
         return self.sizes[sizes_of(kind)]
 
     def _with(self, sizes: LayerSizes) -> "ModelConfig":

@@ -26,6 +26,9 @@ from dataclasses import dataclass
 
 from mjax.errors import UserError
 
+# Streams besides those of modalities (`models/streams.py`).
+ENCODER, DECODER = "encoder", "decoder"
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -41,6 +44,8 @@ class Branch:
     rotary: the key of the size of heads that RoPE turns; empty: it turns none.
     mask: the kind of the mask of attention (`kernels/attention_call.py`).
     normed: whether it reads the residual stream, through a norm.
+    modality: the group of `model` with the sizes of a tower's attention, or of the tower whose
+        output a projector reads.
     """
 
     word: str
@@ -54,6 +59,7 @@ class Branch:
     rotary: str = ""
     mask: str = "causal"
     normed: bool = True
+    modality: str = ""
 
 
 _ATTENTION = {
@@ -72,6 +78,11 @@ _CROSS = {
     "kept": _ATTENTION["kept"],
     "mask": "cross",
 }
+_PROJECTOR = {
+    "name": "projector",
+    "matmuls": ("projector_up", "projector_down"),
+    "normed": False,
+}
 
 # THE table of branches. A new mixer is a module and a row here.
 BRANCHES: dict[str, Branch] = {
@@ -80,14 +91,21 @@ BRANCHES: dict[str, Branch] = {
     "N": Branch("nope", **_ATTENTION),
     "B": Branch("bidirectional", **_ATTENTION, rotary=_HEAD, mask="full"),
     "U": Branch("text", **_ATTENTION, rotary=_HEAD, mask="full"),
-    "V": Branch("vision", **(_ATTENTION | {"shape": "vision"}), mask="full"),
+    "V": Branch("vision", **(_ATTENTION | {"shape": "vision"}), mask="full", modality="vision"),
     "P": Branch(
         "projector",
         "mjax.models.projector:Projector",
-        name="projector",
         shape="projector",
-        matmuls=("projector_up", "projector_down"),
-        normed=False,
+        modality="vision",
+        **_PROJECTOR,
+    ),
+    "S": Branch("audio", **(_ATTENTION | {"shape": "audio"}), mask="full", modality="audio"),
+    "Q": Branch(
+        "audio_projector",
+        "mjax.models.projector:AudioProjector",
+        shape="audio_projector",
+        modality="audio",
+        **_PROJECTOR,
     ),
     "A": Branch(
         "mla",
@@ -157,7 +175,7 @@ BRANCHES: dict[str, Branch] = {
 }
 
 # Common layers, by letter.
-LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "V": "VD", "A": "AD", "E": "GE"}
+LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "V": "VD", "S": "SD", "A": "AD", "E": "GE"}
 LAYERS |= {"U": "UD", "M": "M", "T": "T"}
 
 # Stacks whose names are older than the words for shapes.
@@ -276,18 +294,34 @@ def sees_ahead(kinds: Sequence[str]) -> bool:
     return any(BRANCHES[letter].mask != "causal" for letter in branches_of_model(kinds))
 
 
-def of_decoder(kind: str) -> bool:
-    """Whether a layer of a model with two streams is one of its decoder.
-
-    The others are an encoder's, or those of images, or read the decoder from the neighbors of its
-    chunks. A text that sees both ways beside images (U) counts as a decoder.
-    """
-    return not {"B", "C", "V"} & set(branches_of(kind))
+def modality_of(kind: str) -> str:
+    """The modality whose tower or projector a layer is of; empty: of none."""
+    return "".join(BRANCHES[letter].modality for letter in branches_of(kind))
 
 
 def of_tower(kind: str) -> bool:
-    """Whether a layer has the sizes of `model.vision`, not those of the model."""
-    return "V" in branches_of(kind)
+    """Whether a layer has the sizes of a tower (`model.vision`, `model.audio`), not the model's."""
+    return bool(modality_of(kind)) and sees_ahead([kind])
+
+
+def stream_of(kind: str) -> str:
+    """The stream that a layer works on, in a model with several (`models/streams.py`)."""
+    if of_tower(kind):
+        return modality_of(kind)
+    return ENCODER if {"B", "C"} & set(branches_of(kind)) else DECODER
+
+
+def stream_read_by(kind: str) -> str:
+    """The stream that a layer reads beside its own."""
+    return (modality_of(kind) or ENCODER) if of_decoder(kind) else DECODER
+
+
+def of_decoder(kind: str) -> bool:
+    """Whether a layer of a model with several streams is one of its decoder.
+
+    The others see both ways, or read the decoder from the neighbors of its chunks.
+    """
+    return stream_of(kind) == DECODER
 
 
 def has_heads(letter: str) -> bool:

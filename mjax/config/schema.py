@@ -93,11 +93,11 @@ class MaskedDataConfig(Group):
 
 
 class ImageDataConfig(Group):
-    """Images with classes, for classify_images, or with texts (docs/multimodal.md)."""
+    """Images with classes, for classify_images, or images and sounds beside texts."""
 
     path: str | None = None
     """A folder with a folder for each class, a webdataset .tar, a .parquet, a glob of either, or
-    'digits' (scikit-learn's); beside V blocks a .jsonl of texts.
+    'digits' (scikit-learn's); beside towers a .jsonl of texts.
     """
     valid_path: str | None = None
     """Held-out images; None: use data.split."""
@@ -284,6 +284,9 @@ class TrainConfig(Group):
     sample_tokens: UpTo24 = Field(64, ge=1)
 
 
+InitChange = Literal["vocab_size", "num_hidden_layers", "experts", "heads", "towers"]
+
+
 class CheckpointConfig(Group):
     """Orbax checkpoints under run.dir/checkpoints."""
 
@@ -307,10 +310,13 @@ class CheckpointConfig(Group):
     resume: Literal["auto", "never", "require"] = "auto"
     init_from: str | None = None
     """Start step 0 from the weights in this Hugging Face, mjax or Megatron folder."""
-    init_changes: list[Literal["vocab_size", "num_hidden_layers", "experts", "heads"]] = []
+    init_changes: list[InitChange] = []
     """In what the model may differ from those weights; what they lack is drawn. experts: it has
-    experts where they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md).
+    experts where they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md); towers: it
+    reads images or sounds (docs/multimodal.md).
     """
+    init_audio: str | None = None
+    """Start the tower of sounds from the encoder in this Whisper folder, after init_from."""
 
 
 class PrecisionConfig(Group):
@@ -384,3 +390,7 @@ class Config(Group):
     def image_size(self) -> int:
         """The pixels of a side of the images of a run."""
         return self.data.images.image_size or self.model.vision.image_size
+
+    def item_size(self, modality: str) -> int | None:
+        """The size of the items of a modality in a run (`TowerConfig.num_tokens`)."""
+        return self.image_size if modality == "vision" else None

@@ -13,6 +13,7 @@ from mjax.config.optimizer_rules import OPTIMIZER_RULES
 from mjax.config.retro_rules import RETRO_RULES
 from mjax.config.rule import Rule
 from mjax.config.schema import Config
+from mjax.config.tower_rules import TOWER_RULES
 from mjax.config.train_rules import TRAIN_RULES
 from mjax.config.vision_rules import VISION_RULES
 from mjax.errors import UserError
@@ -22,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *RETRO_RULES,
     *VISION_RULES,
+    *TOWER_RULES,
     *ENCODER_RULES,
     *DATA_RULES,
     *OPTIMIZER_RULES,

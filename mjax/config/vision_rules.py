@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mjax.config.pattern import BRANCHES, branches_of_model, of_tower
+from mjax.config.pattern import of_tower
 from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config
 from mjax.config.vision_schema import VisionConfig
@@ -13,7 +13,7 @@ _CONTRASTIVE = "contrastive"
 
 @rule("set train.objective=classify_images and model.vision.patch_size, or write a P")
 def images_are_classified(c: Config) -> Iterator[str]:
-    if c.model.has_tower:
+    if "vision" in c.model.modalities:
         return
     if c.train.objective == _CONTRASTIVE:
         yield "`train.objective` compares images with texts, but `model.layer_pattern` has no V"
@@ -21,7 +21,7 @@ def images_are_classified(c: Config) -> Iterator[str]:
         yield "`train.objective` reads tokens, but `model.vision.patch_size` cuts images into them"
     if not c.model.reads_images and c.train.objective == _OBJECTIVE:
         yield "`train.objective` reads images, but `model.vision.patch_size` cuts none"
-    if not c.model.reads_images and c.data.images.path is not None:
+    if not c.model.embedded and c.data.images.path is not None:
         yield "`data.images.path` are images, but `model.vision.patch_size` cuts none"
     if not c.model.reads_images and set_keys(c.model.vision, *VisionConfig.model_fields):
         yield "model.vision has no effect with `model.vision.patch_size`"
@@ -35,81 +35,13 @@ def towers_see_all_patches(c: Config) -> Iterator[str]:
         yield "`model.position_embedding` is not built for images"
 
 
-@rule("write it as 'V*23, [P], G*32', or, to compare both, as 'V*24, G*12' or 'V*27, U*27'")
-def towers_stand_before_a_projector(c: Config) -> Iterator[str]:
+@rule("write it as 'V*24, G*12' or 'V*27, U*27'")
+def compared_towers_stand_apart(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
-    if not c.model.branches & {"V", "P"}:
+    if not c.model.is_dual_encoder:
         return
-    if c.model.is_dual_encoder:
-        if {*kinds[sum(map(of_tower, kinds)) :]} not in ({"G"}, {"U"}) or kinds[0] != "V":
-            yield "`model.layer_pattern`: without P, layers of V stand before G alone or S alone"
-        return
-    towers = sum(map(of_tower, kinds))
-    text = branches_of_model(kinds[towers + 1 :])
-    in_order = set(kinds[:towers]) == {"V"} and kinds[towers : towers + 1] == ("[P]",)
-    is_text = {BRANCHES[letter].mask for letter in text} == {"causal"} and "P" not in text
-    if not (in_order and is_text):
-        yield "`model.layer_pattern`: a text with images has layers V, one [P], and causal ones"
-
-
-@rule("set it (docs/multimodal.md)")
-def towers_have_sizes(c: Config) -> Iterator[str]:
-    if not c.model.has_tower:
-        return
-    for name in ("patch_size", "hidden_size", "intermediate_size"):
-        if getattr(c.model.vision, name) == 0:
-            yield f"`model.vision.{name}` is needed for V blocks"
-    if c.model.is_dual_encoder and c.model.contrastive.projection_dim == 0:
-        yield "`model.contrastive.projection_dim` is needed to compare images with texts"
-    if c.model.vision.image_token_id is None and not c.model.is_dual_encoder:
-        yield "`model.vision.image_token_id` is needed for V blocks"
-
-
-@rule("change either")
-def towers_divide(c: Config) -> Iterator[str]:
-    vision, tp, cp = c.model.vision, c.mesh.tp, c.mesh.cp
-    if not c.model.has_tower:
-        return
-    if vision.hidden_size % vision.num_attention_heads:
-        yield "`model.vision.hidden_size` is not divisible by `model.vision.num_attention_heads`"
-    if (vision.image_token_id or 0) >= c.model.vocab_size:
-        yield "`model.vision.image_token_id` is outside `model.vocab_size`"
-    for name in ("num_attention_heads", "intermediate_size"):
-        if getattr(vision, name) % tp:
-            yield f"`model.vision.{name}` is not divisible by `mesh.tp`"
-    if c.model.hidden_size % tp and not c.model.is_dual_encoder:
-        yield "`model.hidden_size`, of the projector (P), is not divisible by `mesh.tp`"
-    if vision.row_length(c.image_size) % (tp if cp == 1 else 2 * cp * tp):
-        yield "`model.vision.length_multiple` is not divisible by `mesh.tp`, or with cp by 2 cp tp"
-    if "a2a" in c.mesh.cp_type and vision.num_attention_heads // tp % cp:
-        yield "`model.vision.num_attention_heads` over tp is not divisible by `mesh.cp` for a2a"
-
-
-@rule("set data.images.path to a file of JSON lines, and data.tokenizer")
-def texts_with_images_given(c: Config) -> Iterator[str]:
-    has_tokenizer = not (c.data.tokenizer or "train:").startswith("train:")
-    is_given = c.data.images.path is not None and has_tokenizer
-    if c.model.has_tower and not c.data.mock and not is_given:
-        yield "`model.layer_pattern` has V blocks, but the data no images or no `data.tokenizer`"
-
-
-@rule("set it back to its default")
-def towers_lack(c: Config) -> Iterator[str]:
-    model = c.model
-    if not model.has_tower:
-        return
-    wanted = _CONTRASTIVE if model.is_dual_encoder else "next_token"
-    if c.train.objective != wanted:
-        yield f"`train.objective` is not {wanted}, which `model.layer_pattern` with V is for"
-    if not c.data.document_mask:
-        yield "`data.document_mask` keeps an image's padding out of sight"
-    for key in ("residual_multiplier", "layer_sizes"):
-        if set_keys(model, key):
-            yield f"`model.{key}` is not built beside V blocks"
-    if model.norm_placement == "post_residual":
-        yield "`model.norm_placement` is not built beside V blocks"
-    if model.position_embedding not in ("rope", "none") and not model.is_dual_encoder:
-        yield "`model.position_embedding` is not built beside V blocks"
+    if {*kinds[sum(map(of_tower, kinds)) :]} not in ({"G"}, {"U"}) or kinds[0] != "V":
+        yield "`model.layer_pattern`: without P, layers of V stand before G alone or U alone"
 
 
 @rule("leave it out")
@@ -124,6 +56,8 @@ def compared_texts_are_plain(c: Config) -> Iterator[str]:
         yield f"`model.{key}` has no meaning for texts that are compared with images"
     if (model.contrastive.eos_token_id or 0) >= model.vocab_size:
         yield "`model.contrastive.eos_token_id` is outside `model.vocab_size`"
+    if model.contrastive.projection_dim == 0:
+        yield "`model.contrastive.projection_dim` is needed to compare images with texts"
     for key in set_keys(model.vision, "num_labels", "image_token_id", "max_images"):
         yield f"`model.vision.{key}` has no meaning for images that are compared with texts"
 

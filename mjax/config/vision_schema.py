@@ -1,19 +1,22 @@
 """The keys of models that read images: the group `model.vision` (`model_schema.py`)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from mjax.config.group import Group
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
+from mjax.config.tower_schema import TowerConfig
 
 
-class VisionConfig(Group):
+class VisionConfig(TowerConfig):
     """How images enter a model, in the words of Hugging Face's vision configs (docs/multimodal.md).
 
     A model with a `patch_size` reads images in the place of tokens: ViT. With V in
     `model.layer_pattern` it reads both, and V blocks have these sizes: LLaVA, CLIP.
     """
+
+    item: ClassVar[str] = "image"
 
     image_size: UpTo20 = Field(0, ge=0)
     """Pixels of a side of the images that learned positions are for."""
@@ -21,13 +24,6 @@ class VisionConfig(Group):
     """Pixels of a side of a patch; 0: no images are read."""
     num_channels: int = Field(3, ge=1, le=1024)
     """Numbers of a pixel."""
-    hidden_size: UpTo24 = Field(0, ge=0)
-    """Width of V blocks; 0: there are none."""
-    intermediate_size: UpTo24 = Field(0, ge=0)
-    """FFN width of V blocks."""
-    num_attention_heads: UpTo16 = Field(1, ge=1)
-    hidden_act: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
-    layer_norm_eps: float = Field(1e-5, gt=0)
     patch_bias: bool = True
     """Bias on the embedding of patches."""
     class_token: bool = True
@@ -40,8 +36,6 @@ class VisionConfig(Group):
     """Token in whose place a patch of an image stands."""
     max_images: UpTo16 = Field(1, ge=1)
     """Images of a text, at most."""
-    length_multiple: UpTo16 = Field(16, ge=1)
-    """Pad the tokens of an image to a multiple of this, which tp and 2 x cp x tp divide."""
     num_labels: int = Field(0, ge=0)
     """Classes told from an image's class token; 0: none."""
 
@@ -49,16 +43,16 @@ class VisionConfig(Group):
         """The patches along a side of an image; None: of `image_size` pixels a side."""
         return (image_size or self.image_size) // self.patch_size
 
-    def num_tokens(self, image_size: int | None = None) -> int:
-        """The tokens of an image: its class token, if it has one, and its patches."""
-        return self.class_token + self.grid(image_size) ** 2
+    @property
+    def leading(self) -> int:
+        return int(self.class_token)
 
-    def row_length(self, image_size: int | None = None) -> int:
-        """`num_tokens` and padding: a row of V blocks."""
-        return -(-self.num_tokens(image_size) // self.length_multiple) * self.length_multiple
+    def num_tokens(self, size: int | None = None) -> int:
+        """The tokens of an image: its class token, if it has one, and its patches."""
+        return self.leading + self.grid(size) ** 2
 
     @property
-    def patch_pixels(self) -> int:
+    def numbers(self) -> int:
         """The numbers of a patch."""
         return self.num_channels * self.patch_size**2
 

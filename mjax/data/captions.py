@@ -1,11 +1,11 @@
-"""Texts with images, for a model that reads both: JSON lines, tokenized into memory.
+"""Texts with images and sounds, for a model that reads them: JSON lines, tokenized into memory.
 
-A line is {"images": ["a.png"], "prompt": "<image>What is it?", "text": "A cat."}; images and prompt
-may be left out. The loss is on the text and the end behind it. Where images are compared with texts
-(CLIP), a line is {"images": ["a.png"], "text": "a cat"}, and a text that is too long is cut.
-Invariant: sample n is a pure function of (file, settings, seed, n), as in `data/labelled.py`. A
-sample whose image cannot be decoded, or that does not fit `data.seq_length`, counts in no loss and
-is named in the log.
+A line is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
+"A cat."}; all but the text may be left out. The loss is on the text and the end behind it. Where
+images are compared with texts (CLIP), a line is {"images": ["a.png"], "text": "a cat"}, and a text
+that is too long is cut. Invariant: sample n is a pure function of (file, settings, seed, n), as in
+`data/labelled.py`. A sample whose image or sound cannot be decoded, or that does not fit
+`data.seq_length`, counts in no loss and is named in the log.
 """
 
 import os
@@ -16,31 +16,37 @@ from pathlib import Path
 import numpy as np
 
 from mjax.config.schema import Config
+from mjax.data.audio import SoundReader
 from mjax.data.gpt import Batch
 from mjax.data.images import ImageReader
 from mjax.data.labelled import part_of_split, shuffled
-from mjax.data.tokenizer import IMAGE, Tokenizer, encode_with_images
+from mjax.data.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import parse_json
-from mjax.models.vision import image_fields
+from mjax.models.modalities import MODALITIES
+
+# A modality's key in a line, and what decodes its files.
+KEYS = {"vision": "images", "audio": "audio"}
+READERS = {"vision": ImageReader, "audio": SoundReader}
 
 
 @dataclass(frozen=True)
 class Line:
-    """The ids of a line with those of its images' patches, how many are its prompt's, its files."""
+    """The ids of a line with those of its items, how many are its prompt's, files by modality."""
 
     name: str
     ids: list[int]
     prompt: int
-    images: list[Path]
+    files: dict[str, list[Path]]
 
 
 class ImageTextDataset:
     """`size` samples, a line each, padded to `data.seq_length`.
 
     `batch(indices)` gives `tokens`, `labels`, `segment_ids`, `positions` (int32 [B, S]),
-    `loss_mask` (fp32 [B, S]), `patches` (fp32 [B, I, T, C*P*P]) and `row_label` (int32 [B], -1
-    where a sample is left out). Raises `UserError` for a line that cannot be used, naming it.
+    `loss_mask` (fp32 [B, S]), `patches` and `frames` (fp32 [B, I, T, N]) of a model that reads
+    them, and `row_label` (int32 [B], -1 where a sample is left out). Raises `UserError` for a line
+    that cannot be used, naming it.
     """
 
     max_documents = 2  # the text, and padding
@@ -65,36 +71,39 @@ class ImageTextDataset:
         order = shuffled(np.arange(len(lines)), len(lines), 0)
         lines = [lines[number] for number in order]
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
-        self.reader = ImageReader(cfg, len(self.lines))
+        bad: set[str] = set()
+        self.readers = {name: READERS[name](cfg, len(self.lines), bad) for name in KEYS}
 
     def __len__(self) -> int:
         return self.size
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked."""
-        cfg, vision = self.cfg, self.cfg.model.vision
+        cfg = self.cfg
         chosen = [self.lines[n] for n in shuffled(indices, len(self.lines), cfg.run.seed)]
         shape = len(chosen), cfg.data.seq_length
         ids, mask = np.zeros((shape[0], shape[1] + 1), np.int32), np.zeros(shape, np.float32)
         segments, labels = np.zeros(shape, np.int32), np.full(shape[:1], -1, np.int32)
-        sees_padding = cfg.model.is_dual_encoder and cfg.model.contrastive.eos_token_id is None
-        if sees_padding:  # as SigLIP's texts do, which are read off there
-            ids += cfg.data.masked.pad_token_id or 0
+        compared = cfg.model.is_dual_encoder
+        if compared and cfg.model.contrastive.eos_token_id is None:
+            ids += cfg.data.masked.pad_token_id or 0  # SigLIP's texts see padding, and end there
             segments += 1
-        images = np.stack([[self.reader.nothing] * vision.max_images] * len(chosen))
+        items = {}
+        for name in cfg.model.modalities:
+            shape_of_items = len(chosen), cfg.model.tower(name).max_items
+            items[name] = np.zeros((*shape_of_items, *self.readers[name].shape), np.float32)
         for row, line in enumerate(chosen):
-            found = self._images(line)
+            found = self._items(line)
             if found is None:
                 continue
             labels[row] = 0
-            end = len(line.ids) - (not cfg.model.is_dual_encoder)  # no next token there
+            end = len(line.ids) - (not compared)  # there is no next token
             ids[row, : len(line.ids)] = line.ids
             segments[row, :end] = 1
             mask[row, max(line.prompt - 1, 0) : end] = 1
-            images[row, : len(found)] = found or images[row, :0]
-        length = vision.row_length(cfg.image_size)
-        flat = images.reshape(-1, *images.shape[2:])
-        patches = image_fields(flat, vision, length)["patches"]
+            for name, arrays in found.items():
+                for place, array in enumerate(arrays):
+                    items[name][row, place] = array
         columns = np.arange(shape[1], dtype=np.int32)
         return {
             "tokens": ids[:, :-1],
@@ -102,48 +111,73 @@ class ImageTextDataset:
             "loss_mask": mask,
             "segment_ids": segments,
             "positions": np.broadcast_to(columns, shape),
-            "patches": patches.reshape(*images.shape[:2], *patches.shape[1:]),
             "row_label": labels,
-        }
+        } | {MODALITIES[name].field: self._rows(name, array) for name, array in items.items()}
 
-    def _images(self, line: Line) -> list[np.ndarray] | None:
-        """The images of a line, or None if it is left out."""
-        room, most = self.cfg.data.seq_length + 1, self.cfg.model.vision.max_images
-        if len(line.ids) > room or len(line.images) > most:
-            said = (
-                f"{len(line.ids)} tokens, {len(line.images)} images: data.seq_length is {room - 1}"
-            )
-            self.reader.skip(line.name, f"{said}, model.vision.max_images {most}")
+    def _rows(self, name: str, items: np.ndarray) -> np.ndarray:
+        """[B, I, T, N] of items [B, I, ...]."""
+        tower = self.cfg.model.tower(name)
+        length = tower.row_length(self.cfg.item_size(name))
+        rows = MODALITIES[name].rows(items.reshape(-1, *items.shape[2:]), tower, length)
+        return rows.reshape(*items.shape[:2], *rows.shape[1:])
+
+    def _items(self, line: Line) -> dict[str, list[np.ndarray]] | None:
+        """The items of a line by modality, or None if it is left out."""
+        found, room = {}, self.cfg.data.seq_length
+        if len(line.ids) > room + 1:
+            why = f"{len(line.ids)} tokens: data.seq_length is {room}"
+            self.readers["vision"].skip(line.name, why)
             return None
-        found = [self.reader.read(str(path), path.read_bytes) for path in line.images]
-        return None if any(image is None for image in found) else found
+        for name, files in line.files.items():
+            reader, most = self.readers[name], self.cfg.model.tower(name).max_items
+            if len(files) > most:
+                item = self.cfg.model.tower(name).item
+                why = f"{len(files)} {KEYS[name]}: model.{name}.max_{item}s is {most}"
+                reader.skip(line.name, why)
+                return None
+            found[name] = [reader.read(str(path), path.read_bytes) for path in files]
+        unread = any(item is None for items in found.values() for item in items)
+        return None if unread else found
 
 
 def read_lines(path: Path, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
-    """The lines of a file of JSON lines; images are named beside the file or from the root."""
+    """The lines of a file of JSON lines; items are named beside the file or from the root."""
     wrong = f"data.images.path {path}: cannot be read: {{reason}}; give a file of JSON lines"
     with or_user_error(wrong, UNREADABLE):
         raw = path.read_text(encoding="utf-8").splitlines()
-    vision, compared, found = cfg.model.vision, cfg.model.is_dual_encoder, []
+    model, found = cfg.model, []
+    sizes = {name: cfg.item_size(name) for name in model.modalities}
     end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
     for number, line in enumerate(raw, 1):
         name = f"{path}:{number}"
         with or_user_error(f"{name}: not a JSON line: {{reason}}", ValueError):
             row = parse_json(line)
         row = row if isinstance(row, dict) else {}
-        prompt, text, images = row.get("prompt", ""), row.get("text"), row.get("images", [])
-        is_list = isinstance(images, list) and all(isinstance(image, str) for image in images)
-        if not (isinstance(prompt, str) and isinstance(text, str) and is_list):
-            raise UserError(f'{name}: not {{"images": [".."], "prompt": "..", "text": ".."}}')
-        if compared and (prompt or len(images) != 1):
-            raise UserError(
-                f"{name}: to compare an image with a text, give one image and no prompt"
-            )
-        if not compared and (prompt.count(IMAGE) != len(images) or IMAGE in text):
-            raise UserError(f"{name}: {len(images)} images, and not as many {IMAGE} in its prompt")
-        first = [*tokenizer.prefix, *encode_with_images(prompt, tokenizer, vision, cfg.image_size)]
+        prompt, text = row.get("prompt", ""), row.get("text")
+        given = {modality: row.get(key, []) for modality, key in KEYS.items()}
+        are_lists = all(isinstance(files, list) for files in given.values())
+        are_lists = are_lists and all(isinstance(f, str) for files in given.values() for f in files)
+        if not (isinstance(prompt, str) and isinstance(text, str) and are_lists):
+            keys = ", ".join(f'"{key}": [".."]' for key in KEYS.values())
+            raise UserError(f'{name}: not {{{keys}, "prompt": "..", "text": ".."}}')
+        for modality, files in given.items():
+            if modality not in model.modalities:
+                if files:
+                    raise UserError(f"{name}: {KEYS[modality]}, but model.layer_pattern reads none")
+                continue
+            mark = model.tower(modality).mark
+            if model.is_dual_encoder:
+                if prompt or len(files) != 1:
+                    said = "to compare an image with a text, give one image and no prompt"
+                    raise UserError(f"{name}: {said}")
+                continue
+            if (prompt + text).count(mark) != len(files) or mark in text:
+                said = f"{len(files)} {KEYS[modality]}, and not as many {mark} in its prompt"
+                raise UserError(f"{name}: {said}")
+        first = [*tokenizer.prefix, *encode_with_items(prompt, tokenizer, model, sizes)]
         ids = [*first, *tokenizer.encode(text), *end]
-        if compared and len(ids) > cfg.data.seq_length:
+        if model.is_dual_encoder and len(ids) > cfg.data.seq_length:
             ids = [*ids[: cfg.data.seq_length - len(end)], *end]
-        found.append(Line(name, ids, len(first), [path.parent / image for image in images]))
+        paths = {m: [path.parent / file for file in files] for m, files in given.items()}
+        found.append(Line(name, ids, len(first), paths))
     return found

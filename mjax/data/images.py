@@ -93,26 +93,36 @@ class ImageDataset:
 class ImageReader:
     """Decodes and scales the images of a run; what it cannot decode it names in the log, once."""
 
-    def __init__(self, cfg: Config, count: int):
-        """`count`: how many samples there are."""
-        self.scale, self.side = cfg.data.images, cfg.image_size
-        self.channels, self.count = cfg.model.vision.num_channels, count
-        self.bad: set[str] = set()
+    def __init__(self, cfg: Config, count: int, bad: set[str] | None = None):
+        """`count`: how many samples there are. `bad`: those so far, shared with other readers."""
+        self.cfg, self.count = cfg, count
+        self.bad: set[str] = set() if bad is None else bad
         self.lock = threading.Lock()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of what `read` gives."""
+        side = self.cfg.image_size
+        return side, side, self.cfg.model.vision.num_channels
 
     @property
     def nothing(self) -> np.ndarray:
         """What stands for an image that is not there."""
-        return np.zeros((self.side, self.side, self.channels), np.float32)
+        return np.zeros(self.shape, np.float32)
 
     def read(self, name: str, read: Callable[[], bytes | np.ndarray]) -> np.ndarray | None:
         """fp32 [H, W, C], or None for an image that cannot be decoded."""
         try:
-            pixels = decode(read(), self.side, self.channels)
+            return self.decode(read())
         except (*UNREADABLE, SyntaxError, ArithmeticError) as e:
             self.skip(name, " ".join(str(e).split()) or type(e).__name__)
             return None
-        return ((pixels - self.scale.mean) / self.scale.std).astype(np.float32)
+
+    def decode(self, encoded: bytes | np.ndarray) -> np.ndarray:
+        """`read` of an encoded image; raises for what is none."""
+        scale = self.cfg.data.images
+        pixels = decode(encoded, self.shape[0], self.shape[2])
+        return ((pixels - scale.mean) / scale.std).astype(np.float32)
 
     def skip(self, name: str, why: str) -> None:
         """Tell of a sample that is left out."""

@@ -146,7 +146,7 @@ def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
     from mjax.data.images import ImageDataset
 
     make = partial(ImageDataset, cfg=cfg)
-    if cfg.model.has_tower:
+    if cfg.model.modalities:
         tokenizer = load_tokenizer(cfg.data.tokenizer)
         make = partial(ImageTextDataset, cfg=cfg, tokenizer=tokenizer)
     images, shares = cfg.data.images, cfg.data.split

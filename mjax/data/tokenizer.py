@@ -5,7 +5,8 @@ appended only by who asks for it. The work is done by `tokenizers` and `sentence
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mjax.config.vision_schema import VisionConfig
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
-IMAGE = "<image>"  # stands for a picture in a text
 END_OF_TEXT = "<|endoftext|>"
 # What an end of document is called, where no tokenizer_config.json beside the file says so.
 EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -171,18 +171,28 @@ class EncodedDocuments(NamedTuple):
     counts: np.ndarray
 
 
-def encode_with_images(
-    text: str, tokenizer: Tokenizer, vision: VisionConfig, image_size: int | None = None
+def encode_with_items(
+    text: str,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    sizes: Mapping[str, int | None] | None = None,
 ) -> list[int]:
-    """The ids of a text, with those of all patches of an image in the place of each <image>."""
-    token = vision.image_token_id
-    if token is None:
-        return tokenizer.encode(text)
-    patches = [token] * (vision.num_tokens(image_size) - 1)
-    if tokenizer.encode(IMAGE) == [token]:
-        return [i for id in tokenizer.encode(text) for i in (patches if id == token else [id])]
-    first, *rest = tokenizer.encode_batch(text.split(IMAGE))
-    return first + [i for ids in rest for i in (*patches, *ids)]
+    """The ids of a text, with those of all tokens of an item in the place of <image> or <audio>.
+
+    `sizes`: of the items, by modality; None: those that the model's positions are for.
+    """
+    marks = {}
+    for name in model.modalities:
+        tower = model.tower(name)
+        marks[tower.mark] = [tower.token_id] * tower.text_tokens((sizes or {}).get(name))
+    if all(tokenizer.encode(mark) == ids[:1] for mark, ids in marks.items()):
+        of_id = {ids[0]: ids for ids in marks.values()}
+        return [i for id in tokenizer.encode(text) for i in of_id.get(id, [id])]
+    first, *rest = re.split(f"({'|'.join(marks)})", text)
+    ids = tokenizer.encode(first)
+    for mark, words in zip(rest[::2], tokenizer.encode_batch(rest[1::2]), strict=True):
+        ids = [*ids, *marks[mark], *words]
+    return ids
 
 
 def encode_documents(

@@ -6,6 +6,7 @@ both is 1 and the key's column is not later, so a row's result does not depend o
 its padding or the size of the cache.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass
 
 from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import ENCODER
 from mjax.errors import UserError
 from mjax.models.branch import CacheSpec, cache_specs
 from mjax.models.context import Context, tokens_of
@@ -85,28 +87,28 @@ def extend(
     real: jax.Array,
     mesh: Mesh | None = None,
     source_ids: jax.Array | None = None,
-    images: jax.Array | None = None,
+    items: Mapping[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Run ids [B, S] behind what the cache holds -> final activations [B, S, D], the new cache.
 
     `real` int32 [B, S] is 0 for padding, whose activations mean nothing. The caller keeps
     `column` + S within the cache: slots are not checked while tracing. Beside an encoder, `ids` are
-    the decoder's; the encoder reads `source_ids`, given once. So are `images` [B, I, H, W, C],
-    whose places `ids` hold.
+    the decoder's; the encoder reads `source_ids`, given once. So are `items`, by modality
+    [B, I, ...], whose places `ids` hold.
     """
     columns = cache.column + jnp.arange(ids.shape[1], dtype=jnp.int32)
     positions = cache.lengths[:, None] + jnp.maximum(jnp.cumsum(real, 1) - 1, 0)
     keys = jax.lax.dynamic_update_slice(cache.real, real, (0, cache.column))
     info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
     ctx = Context(attention="xla")
-    if model.cfg.has_tower:
-        x, _, layers = model.read(ids, images, info, ctx, cache.layers)
+    if model.cfg.modalities:
+        x, _, layers = model.read(ids, items or {}, info, ctx, cache.layers)
     elif cache.source is None:
         x, _, layers = model.hidden(ids, info, ctx, cache.layers)
     else:
         places = jnp.maximum(jnp.cumsum(cache.source, 1) - 1, 0)
         source = tokens_of(cache.source.shape, places, cache.source)
-        info = replace(source, target=info)
+        info = replace(info, others={ENCODER: source})
         x, _, layers = model.hidden(source_ids, info, ctx, cache.layers, target=ids)
     lengths = cache.lengths + real.sum(1)
     new = KVCache(layers, keys, lengths, cache.column + ids.shape[1], cache.source)

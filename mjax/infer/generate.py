@@ -10,7 +10,7 @@ prompts and caches are rounded up to powers of two, so that few programs are com
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -97,17 +97,20 @@ class Generator:
         eos: Sequence[int] = (),
         stop: Sequence[str] = (),
         images: np.ndarray | None = None,
+        audio: np.ndarray | None = None,
     ) -> Iterator[Token]:
         """Continue each of `prompts`, lists of ids, by up to `max_new_tokens`: tokens as they come.
 
         A row ends with an id of `eos`, or where its text holds one of `stop`. An encoder reads the
         prompts, if the model has one, and what follows is its decoder's. `images`, fp32
-        [B, I, H, W, C], stand in the places of tokens `model.vision.image_token_id`, one for each
-        patch, those of a row in order; what is more is not read. Raises `UserError` for what the
-        model cannot continue.
+        [B, I, H, W, C], and `audio`, log-mel frames [B, I, F, M], stand in the places of their
+        tokens, one for each patch or two frames, those of a row in order; what is more is not read.
+        Raises `UserError` for what the model cannot continue.
         """
         self._check(prompts, max_new_tokens, stop)
-        self._check_images(prompts, images)
+        given = {"vision": images, "audio": audio}
+        items = {name: array for name, array in given.items() if array is not None}
+        self._check_items(prompts, items)
         decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
         open_rows = {row: TextStream(decode, ids, stop) for row, ids in enumerate(prompts)}
         ids, real = left_padded(prompts, bucket(max(map(len, prompts))))
@@ -118,7 +121,7 @@ class Generator:
         length = ids.shape[1] + bucket(max_new_tokens)
         seed = np.uint32(seed % 2**32)
         inputs = ids, real, settings, draws, seed
-        state, made = self._prefill(self._params, *inputs, length=length, images=images)
+        state, made = self._prefill(self._params, *inputs, length=length, items=items)
         for left in range(max_new_tokens - 1, -1, -1):
             now = made
             if left:
@@ -177,21 +180,24 @@ class Generator:
         if "" in stop:
             raise UserError("generate: a stop string is empty; leave it out")
 
-    def _check_images(self, prompts: Sequence[Sequence[int]], images: np.ndarray | None) -> None:
-        vision = self.cfg.vision
-        if images is not None and not self.cfg.has_tower:
-            raise UserError("generate: images are given, but the model reads none (P blocks)")
-        if not self.cfg.has_tower:
-            return
-        given, size = (0, None) if images is None else images.shape[1:3]
-        each = vision.num_tokens(size) - 1
-        for row, ids in enumerate(prompts):
-            count = list(ids).count(vision.image_token_id)
-            if count % each or count > given * each:
-                raise UserError(
-                    f"generate: prompt {row} has {count} tokens {vision.image_token_id} of images, "
-                    f"and {given} images of {each} patches are given; give each its tokens"
-                )
+    def _check_items(
+        self, prompts: Sequence[Sequence[int]], items: Mapping[str, np.ndarray]
+    ) -> None:
+        for name in items:
+            if name not in self.cfg.modalities:
+                mark = self.cfg.tower(name).mark
+                raise UserError(f"generate: {mark} is given, but the model has no tower for it")
+        for name in self.cfg.modalities:
+            tower = self.cfg.tower(name)
+            given, size = items[name].shape[1:3] if name in items else (0, None)
+            each = tower.text_tokens(size)
+            for row, ids in enumerate(prompts):
+                count = list(ids).count(tower.token_id)
+                if count % each or count > given * each:
+                    raise UserError(
+                        f"generate: prompt {row} has {count} tokens {tower.token_id}, and {given} "
+                        f"{tower.mark} of {each} tokens are given; give each its tokens"
+                    )
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity
@@ -205,7 +211,7 @@ class Programs:
     dtype: jnp.dtype
 
     def prefill(
-        self, params, ids, real, settings: Settings, draws: Draws, seed, length: int, images=None
+        self, params, ids, real, settings: Settings, draws: Draws, seed, length: int, items=None
     ):
         source_ids = source = None
         if self.cfg.is_encoder_decoder:
@@ -217,7 +223,7 @@ class Programs:
         seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
         seen = seen.at[rows[:, None], ids].max(real > 0)
         cache = empty_cache(self.cfg, len(rows), length, self.dtype, self.mesh, source)
-        more = {"source_ids": source_ids, "images": images}
+        more = {"source_ids": source_ids, "items": items}
         return self._next(params, settings, draws, cache, ids, real, keys, seen, **more)
 
     def step(self, params, settings: Settings, draws: Draws, state: tuple):

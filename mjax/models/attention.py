@@ -80,8 +80,8 @@ class Attention(BranchModule):
         if cfg.attention.attention_bias:
             names = self._hf_names("q", "bias")
             self.q_bias = declare_bias(rngs, (heads, queries), q_axes, *names)
-            names = self._hf_names("kv", "bias")
-            self.kv_bias = declare_bias(rngs, (2, kv_heads, head), kv_axes, *names)
+            names = self._hf_names("kv" if cfg.attention.attention_key_bias else "v", "bias")
+            self.kv_bias = declare_bias(rngs, (len(names), kv_heads, head), kv_axes, *names)
         if cfg.attention.attention_out_bias:
             names = self._hf_names("o", "bias")
             self.out_bias = declare_bias(rngs, (width,), ("embed",), *names)
@@ -191,12 +191,17 @@ class Attention(BranchModule):
         q, kv = column(x, (weight_of(self.q), kv_weight), ctx)
         if self.cfg.attention.attention_bias:
             q = q + self.q_bias[...]
-            kv = kv + self.local_kv_bias(ctx.parallel)
-        return q, kv[..., 0, :, :], kv[..., 1, :, :]
+        return q, *self.biased(kv, ctx.parallel)
 
-    def local_kv_bias(self, parallel: Parallel) -> jax.Array:
-        """The kv bias of this device's query heads."""
-        return _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
+    def biased(self, kv: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, S, K', H] of kv [B, S, 2, K', H], with the biases that they have."""
+        k, v = kv[..., 0, :, :], kv[..., 1, :, :]
+        if not self.cfg.attention.attention_bias:
+            return k, v
+        bias = _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
+        if self.cfg.attention.attention_key_bias:
+            k = k + bias[0]
+        return k, v + bias[-1]
 
     def local_kv_weight(self, parallel: Parallel) -> Weight:
         """The kv weight of this device's query heads.

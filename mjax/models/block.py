@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branch_groups, of_decoder
+from mjax.config.pattern import BRANCHES, DECODER, branch_groups, stream_of, stream_read_by
 from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, Source, branch_class
 from mjax.models.context import Context, Tokens, dropout
 from mjax.models.norm import Norm
@@ -60,24 +60,20 @@ class Block(nnx.Module):
         """The new x [B, S/tp, D], this device's shares of statistics, the new cache.
 
         `layer` is the number of the layer in the model, which dropout is keyed by. A cache has an
-        entry for each branch, by its name. Of streams, a layer changes that of its own side, if it
-        is there.
+        entry for each branch, by its name. Of streams, a layer changes its own, if it is there.
         """
         inputs = BranchInputs(tokens, ctx, "", rope, layer=layer)
         if not isinstance(x, Streams):
             return self._run(x, inputs, kind, cache)
-        inputs = replace(inputs, shared=x.shared)
-        if (x.decoder if of_decoder(kind) else x.encoder) is None:
+        own, other = stream_of(kind), stream_read_by(kind)
+        if own not in x.activations:
             return BranchOutput(x)
-        if of_decoder(kind):
-            inputs = replace(inputs, tokens=tokens.target, source=Source(x.encoder, tokens))
-            output = self._run(x.decoder, inputs, kind, cache)
-            return output._replace(y=replace(x, decoder=output.y))
-        if self.cfg.is_retro or self.cfg.has_tower:  # one text or image, and then maybe padding
+        if own != DECODER and not self.cfg.is_encoder_decoder:  # one item, then maybe padding
             ctx = replace(ctx, max_documents=2, padded=True)
-        inputs = replace(inputs, ctx=ctx, source=Source(x.decoder, tokens.target))
-        output = self._run(x.encoder, inputs, kind, cache)
-        return output._replace(y=replace(x, encoder=output.y))
+        source = Source(x.activations.get(other), tokens.of(other))
+        inputs = replace(inputs, tokens=tokens.of(own), ctx=ctx, shared=x.shared, source=source)
+        output = self._run(x.activations[own], inputs, kind, cache)
+        return output._replace(y=x.with_stream(own, output.y))
 
     def _run(
         self, x: jax.Array, inputs: BranchInputs, kind: str, cache: LayerCache | None

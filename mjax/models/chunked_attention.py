@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import ENCODER
 from mjax.kernels.attention import attention
 from mjax.models.attention import attention_arrays
 from mjax.models.branch import BranchInputs, Source
@@ -135,7 +136,7 @@ def neighbor_rows(neighbors: jax.Array) -> jax.Array:
 def beside_neighbors(
     text: Tokens, neighbors: jax.Array, columns: jax.Array | None = None
 ) -> Tokens:
-    """Facts about the tokens of neighbors, int32 [B, C*n, R], with those about the text's tokens.
+    """Facts about a text's tokens, with those about the tokens of neighbors, int32 [B, C*n, R].
 
     Padding is segment 0. `columns` are those of the neighbors' tokens on this device; None: all.
     """
@@ -148,4 +149,4 @@ def beside_neighbors(
         columns=columns,
         key=text.key,
     )
-    return replace(tokens, target=text)
+    return replace(text, others={ENCODER: tokens})

@@ -5,12 +5,13 @@ like it. Both default to an ordinary single-device forward pass.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from mjax.config.pattern import DECODER
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
@@ -78,11 +79,11 @@ class Tokens:
         attention.
     key: of dropout, or None.
     types [B, S] or None: for embeddings of token types; None: all of the first.
-    target: of a model with two streams: facts about the decoder's tokens; the others are the
-        encoder's, or those of neighbors.
     key_segments [B, T] or None: `segments` of the keys of a cache.
-    features [B, S] or None: of a text with images, which of all tokens of its row's images (padding
-        counts) stands in the place of a token; -1: none.
+    others: of a model with several streams: facts about the tokens of those besides the decoder's,
+        by stream (`config.pattern.stream_of`).
+    features: of a text with items, by modality, [B, S]: which of all tokens of its row's items
+        (padding counts) stands in the place of a token; -1: none.
     """
 
     positions: jax.Array
@@ -92,8 +93,12 @@ class Tokens:
     key: jax.Array | None = None
     key_segments: jax.Array | None = None
     types: jax.Array | None = None
-    target: "Tokens | None" = None
-    features: jax.Array | None = None
+    others: dict[str, "Tokens"] = field(default_factory=dict)
+    features: dict[str, jax.Array] = field(default_factory=dict)
+
+    def of(self, stream: str) -> "Tokens | None":
+        """Facts about the tokens of a stream; None: it is left out."""
+        return self if stream == DECODER else self.others.get(stream)
 
 
 def tokens_of(

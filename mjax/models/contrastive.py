@@ -17,8 +17,9 @@ import numpy as np
 from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
-from mjax.models.images import PATCHES_OF_TEXTS, WithImages
 from mjax.models.masked import ROW_LABEL, rows_that_count
+from mjax.models.modalities import MODALITIES
+from mjax.models.multimodal import WithItems, items_of, random_items
 from mjax.models.objective import Batch, BatchField, HostBatch, Scalars
 from mjax.models.streams import Streams
 from mjax.sharding.collectives import DATA_AXES
@@ -36,7 +37,7 @@ class EmbeddedRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contrastive(WithImages):
+class Contrastive(WithItems):
     """The contrastive loss in nats, a mean over rows whose "row_label" is not -1.
 
     "patches" are fp32 [B, 1, T, C*P*P] of the image of each text. Of the softmax loss, a row's is
@@ -50,7 +51,7 @@ class Contrastive(WithImages):
     one_micro_batch: ClassVar[bool] = True
     fields: ClassVar[Mapping[str, BatchField]] = {
         "tokens": BatchField(np.int32),
-        "patches": PATCHES_OF_TEXTS,
+        "patches": BatchField(np.float32, ("batch", *MODALITIES["vision"].axes)),
         "row_label": ROW_LABEL,
     }
 
@@ -113,5 +114,6 @@ class Contrastive(WithImages):
         """Random images, for speed tests; nothing where the data set has them."""
         if "patches" in batch:
             return {}
-        labels = np.zeros(len(rows), np.int32)
-        return {"patches": self.random_patches(seed, step, rows), "row_label": labels}
+        vision, labels = self.model.vision, np.zeros(len(rows), np.int32)
+        patches = random_items(vision, items_of(self.cfg, "vision"), seed, step, rows)
+        return {"patches": patches, "row_label": labels}

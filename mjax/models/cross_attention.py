@@ -71,9 +71,7 @@ class CrossAttention(Attention):
         weights = getattr(inputs.shared, self.source_norm)
         x = normed_source(source, weights, self.cfg, inputs.ctx)
         (kv,) = column(x, (self.local_kv_weight(inputs.ctx.parallel),), inputs.ctx)
-        if self.cfg.attention.attention_bias:
-            kv = kv + self.local_kv_bias(inputs.ctx.parallel)
-        return kv[..., 0, :, :], kv[..., 1, :, :]
+        return self.biased(kv, inputs.ctx.parallel)
 
 
 def normed_source(

@@ -6,6 +6,7 @@ stacked and scanned; a scan's body spells out one period of the layer pattern.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -13,7 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branches_of, of_decoder, stack_of, stacks_of
+from mjax.config.pattern import (
+    BRANCHES,
+    DECODER,
+    ENCODER,
+    branches_of,
+    stack_of,
+    stacks_of,
+    stream_of,
+)
 from mjax.errors import UserError
 from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy
 from mjax.models.bert import Classifier, MaskedHead, first_tokens
@@ -25,18 +34,19 @@ from mjax.models.execution import Execution, plain_layers
 from mjax.models.joint import Joint
 from mjax.models.joint_embedding import ImagePooler, JointEmbedding, vectors_of_texts
 from mjax.models.layers import Caches, LayerInputs, Layers
+from mjax.models.modalities import MODALITIES, Items, beside_items, embeddings, features_of
 from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
 from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import rope_tables
-from mjax.models.projector import beside_images
 from mjax.models.streams import Activation, Streams
-from mjax.models.vision import PatchEmbedding, features_of, rows_of_images
+from mjax.models.vision import rows_of_images
 from mjax.sharding.spec import ParamSpec
 
 # dropout call sites; those of layers are in `block.py`
 _EMBED_SALT = 0
 _TARGET_SALT = 1 << 24  # of what a decoder reads beside an encoder
+_ITEM_SALTS = {"vision": _EMBED_SALT, "audio": 2 << 24}
 
 
 def _table(cfg: ModelConfig, rows: int, axis: str | None, of: str) -> ParamSpec:
@@ -69,8 +79,8 @@ class Decoder(nnx.Module):
         self.kinds = cfg.layer_kinds
         init = normal(cfg.initializer_range)
         table = _table(cfg, cfg.padded_vocab_size, "vocab", "tokens")
-        if cfg.vision.patch_size:
-            self.patch_embedding = PatchEmbedding(cfg.tower, rngs)
+        for name, module in embeddings(cfg, rngs).items():
+            setattr(self, name, module)
         if not cfg.reads_images:
             self.embedding = declare(rngs, table, init)
         if cfg.position_embedding == "learned" and not cfg.reads_images:
@@ -101,7 +111,7 @@ class Decoder(nnx.Module):
         if cfg.has_two_streams:
             self.joint = Joint(cfg, rngs)
         if cfg.is_dual_encoder:
-            self.image_pooler = ImagePooler(cfg.tower, rngs)
+            self.image_pooler = ImagePooler(cfg.of_modality("vision"), rngs)
             self.joint_embedding = JointEmbedding(cfg, rngs)
         if cfg.bert.mlm_head:
             self.masked_head = MaskedHead(cfg, rngs)
@@ -118,6 +128,7 @@ class Decoder(nnx.Module):
         target_segments: jax.Array | None = None,
         neighbors: jax.Array | None = None,
         images: jax.Array | None = None,
+        audio: jax.Array | None = None,
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh).
@@ -125,8 +136,9 @@ class Decoder(nnx.Module):
         `segments` and `types` are as in `Tokens`; padding is a segment of its own. An
         encoder-decoder reads `tokens` and gives logits [B, T, V] of its decoder's tokens, `target`
         int32 [B, T], with segments of their own. RETRO reads `neighbors` int32 [B, C*n, R] of each
-        of the C chunks of a row, -1 for padding. LLaVA reads `images` [B, I, H, W, C] in the places
-        of its tokens `model.vision.image_token_id`, in order.
+        of the C chunks of a row, -1 for padding. A model with towers reads `images` [B, I, H, W, C]
+        and `audio`, log-mel frames [B, I, F, M], in the places of tokens
+        `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
         if (target is not None) != self.cfg.is_encoder_decoder:
@@ -145,39 +157,46 @@ class Decoder(nnx.Module):
                 "image_embeddings, text_embeddings and pair_logits"
             )
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
-        if self.cfg.has_tower:
-            return self.logits(self.read(tokens, images, info, ctx)[0])
+        if self.cfg.modalities:
+            given = {"vision": images, "audio": audio}
+            return self.logits(self.read(tokens, given, info, ctx)[0])
         if neighbors is not None:
             info, target = beside_neighbors(info, neighbors), tokens
             tokens = neighbor_rows(neighbors)
         elif target is not None:
-            info = replace(info, target=tokens_of(target.shape, segments=target_segments))
+            text = tokens_of(target.shape, segments=target_segments)
+            info = replace(text, others={ENCODER: info})
         x, _, _ = self.hidden(tokens, info, ctx, target=target)
         return self.logits(x)
 
     def read(
         self,
         tokens: jax.Array,
-        images: jax.Array | None,
+        given: Mapping[str, jax.Array | None],
         info: Tokens,
         ctx: Context,
         caches: Caches | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
-        """`hidden` of tokens beside images [B, I, H, W, C].
+        """`hidden` of tokens beside what is given of each modality, [B, I, ...].
 
-        Without images there are none in the text, or caches hold them.
+        What is not given is not in the text, or caches hold it.
         """
-        vision, patches, size = self.cfg.vision, None, None
-        features, each = jnp.full_like(tokens, -1), 1
-        if images is not None:
-            each, size = images.shape[1:3]
-        length = vision.num_tokens(size)
-        if images is not None:
-            patches = jax.vmap(lambda x: rows_of_images(x, vision, length))(images)
-            features = features_of(tokens, vision.image_token_id, length, length)
-        both = beside_images(info, features, (each, length), length)
-        x = self.embed_images(tokens, patches, both, ctx, vision.grid(size))
-        x, statistics, caches = self.layers(x, both, ctx, caches)
+        rows, sizes = {}, {}
+        for name in self.cfg.modalities:
+            tower, items = self.cfg.tower(name), given.get(name)
+            features = jnp.full_like(tokens, -1)
+            info = replace(info, features=info.features | {name: features})
+            if items is None:
+                continue
+            each, size = items.shape[1:3]
+            of_row = Items(each, size, tower.num_tokens(size))
+            features = features_of(tokens, tower, of_row)
+            info = beside_items(info, name, tower, of_row, features)
+            flat = items.reshape(-1, *items.shape[2:])
+            rows[name] = MODALITIES[name].rows(flat, tower, of_row.length)
+            sizes[name] = size
+        x = self.embed_items(tokens, rows, sizes, info, ctx)
+        x, statistics, caches = self.layers(x, info, ctx, caches)
         x = ctx.parallel.gather_seq(self.normed(x.decoder))
         return x, statistics, caches
 
@@ -193,36 +212,32 @@ class Decoder(nnx.Module):
         return self.row_logits(x, ctx)
 
     def classify_images(self, images: jax.Array) -> jax.Array:
-        """Images [B, H, W, C], H = W -> fp32 logits [B, C'] of their classes.
-
-        Learned positions are resized where H is not `model.vision.image_size`.
-        """
-        vision, ctx = self.cfg.vision, Context()
-        length = vision.num_tokens(images.shape[1])
-        patches = rows_of_images(images, vision, length)
-        info = tokens_of(patches.shape[:2])
-        x = self.embed_patches(patches, info, ctx, vision.grid(images.shape[1]))
-        return self.row_logits(self.layers(x, info, ctx)[0], ctx)
+        """Images [B, H, W, C], H = W -> fp32 logits [B, C'] of their classes."""
+        x, info = self._embed_images(images)
+        return self.row_logits(self.layers(x, info, Context())[0], Context())
 
     def image_embeddings(self, images: jax.Array) -> jax.Array:
-        """Images [B, H, W, C], H = W -> fp32 unit vectors [B, P] (CLIP, SigLIP).
+        """Images [B, H, W, C], H = W -> fp32 unit vectors [B, P] (CLIP, SigLIP)."""
+        x, info = self._embed_images(images)
+        x = Streams({"vision": x}, self.joint.weights())
+        info = replace(info, others={"vision": info})
+        x, _, _ = self.layers(x, info, Context())
+        return self.embedded_images(x, info, Context())
+
+    def _embed_images(self, images: jax.Array) -> tuple[jax.Array, Tokens]:
+        """The input of the first layer for images [B, H, W, C], and facts about its tokens.
 
         Learned positions are resized where H is not `model.vision.image_size`.
         """
-        vision, ctx = self.cfg.vision, Context()
-        length = vision.num_tokens(images.shape[1])
-        patches = rows_of_images(images, vision, length)
+        vision, size = self.cfg.vision, images.shape[1]
+        patches = rows_of_images(images, vision, vision.num_tokens(size))
         info = tokens_of(patches.shape[:2])
-        x = self.embed_patches(patches, info, ctx, vision.grid(images.shape[1]))
-        x = Streams(x, None, self.joint.weights())
-        x, _, _ = self.layers(x, replace(info, target=info), ctx)
-        return self.embedded_images(x, info, ctx)
+        return self.embed_patches(patches, info, Context(), vision.grid(size)), info
 
     def text_embeddings(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         """tokens int32 [B, S] -> fp32 unit vectors [B, P]; `segments` as in `__call__`."""
         info, ctx = tokens_of(tokens.shape, segments=segments), Context()
-        x = Streams(None, self.embed(tokens, info, ctx), self.joint.weights())
-        info = replace(info, target=info)
+        x = Streams({DECODER: self.embed(tokens, info, ctx)}, self.joint.weights())
         x, _, _ = self.layers(x, info, ctx)
         return self.embedded_texts(x, tokens, info, ctx)
 
@@ -231,18 +246,14 @@ class Decoder(nnx.Module):
         return self.joint_embedding.logits(images, texts)
 
     def embedded_images(self, x: Streams, info: Tokens, ctx: Context) -> jax.Array:
-        """The unit vectors of images, fp32 [B, P], from the last layer's output.
+        """Unit vectors of images, fp32 [B, P], equal over cp and tp; x is the last layer's output."""
+        images = x.activations["vision"]
+        return self.joint_embedding.images(self.image_pooler(images, info.of("vision"), ctx))
 
-        They are equal over cp and tp.
-        """
-        return self.joint_embedding.images(self.image_pooler(x.encoder, info, ctx))
-
-    def embedded_texts(
-        self, x: Streams, tokens: jax.Array, info: Tokens, ctx: Context
-    ) -> jax.Array:
-        """`embedded_images` of texts with the ids `tokens` [B, S]."""
+    def embedded_texts(self, x: Streams, ids: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
+        """`embedded_images` of texts with ids [B, S]."""
         eos = self.cfg.contrastive.eos_token_id
-        vectors = vectors_of_texts(self.normed(x.decoder), tokens, info.target, eos, ctx)
+        vectors = vectors_of_texts(self.normed(x.decoder), ids, info, eos, ctx)
         return self.joint_embedding.texts(vectors)
 
     def hidden(
@@ -259,8 +270,8 @@ class Decoder(nnx.Module):
         sequences. There is a cache for each layer. An encoder-decoder gives the activations of its
         decoder's tokens, `target` [B, T]; without `tokens` it takes what it read from the caches.
         """
-        if self.cfg.has_tower:
-            return self.read(tokens, None, info, ctx, caches)
+        if self.cfg.modalities:
+            return self.read(tokens, {}, info, ctx, caches)
         if target is None:
             x = self.embed(tokens, info, ctx)
         else:
@@ -388,8 +399,8 @@ class Decoder(nnx.Module):
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
         x = scaled(x, cfg.embedding_multiplier)
-        if info.features is not None:  # the projector adds what stands there
-            is_text = parallel.shard_seq(info.features) < 0
+        for features in info.features.values():  # a projector adds what stands there
+            is_text = parallel.shard_seq(features) < 0
             x = jnp.where(is_text[..., None], x, 0)
         if cfg.position_embedding == "learned":
             positions = parallel.shard_seq(info.positions) + cfg.bert.position_offset
@@ -413,24 +424,26 @@ class Decoder(nnx.Module):
         x = self.patch_embedding(patches, info, ctx, grid)
         return dropout(x, self.cfg.hidden_dropout, info, ctx, _EMBED_SALT)
 
-    def embed_images(
+    def embed_items(
         self,
         tokens: jax.Array,
-        patches: jax.Array | None,
+        rows: Mapping[str, jax.Array],
+        sizes: Mapping[str, int | None],
         info: Tokens,
         ctx: Context,
-        grid: int,
     ) -> Streams:
-        """The input of the first layer, of tokens [B, S] and patches [B, I, T, C*P*P] of images.
+        """The input of the first layer, of tokens [B, S] and rows [B*I, T, N] of their items.
 
-        Without patches the images' stream is left out.
+        `rows` and `sizes` of items are by modality. Without rows a stream is left out.
         """
-        encoder = None
-        if patches is not None:
-            rows = patches.reshape(-1, *patches.shape[2:])
-            encoder = self.embed_patches(rows, info, ctx, grid)
-        decoder = self.embed(tokens, info.target, ctx, salt=_TARGET_SALT)
-        return Streams(encoder, decoder, self.joint.weights())
+        streams = {DECODER: self.embed(tokens, info, ctx, salt=_TARGET_SALT)}
+        for name in rows:
+            module = getattr(self, MODALITIES[name].embedding)
+            grid = self.cfg.tower(name).grid(sizes[name])
+            x = module(rows[name], info.of(name), ctx, grid)
+            rate, salt = self.cfg.hidden_dropout, _ITEM_SALTS[name]
+            streams[name] = dropout(x, rate, info.of(name), ctx, salt)
+        return Streams(streams, self.joint.weights())
 
     def embed_streams(
         self, tokens: jax.Array | None, target: jax.Array, info: Tokens, ctx: Context
@@ -439,9 +452,10 @@ class Decoder(nnx.Module):
 
         Without tokens the encoder's stream is left out.
         """
-        encoder = None if tokens is None else self.embed(tokens, info, ctx)
-        decoder = self.embed(target, info.target, ctx, salt=_TARGET_SALT)
-        return Streams(encoder, decoder, self.joint.weights())
+        streams = {DECODER: self.embed(target, info, ctx, salt=_TARGET_SALT)}
+        if tokens is not None:
+            streams[ENCODER] = self.embed(tokens, info.of(ENCODER), ctx)
+        return Streams(streams, self.joint.weights())
 
     def head_table(self) -> jax.Array:
         """The weight of the head, [V/tp, D]: the embedding's, if they are tied."""
@@ -478,9 +492,8 @@ class Decoder(nnx.Module):
             return {}
         tables = {}
         for kind in self.kinds:
-            side = info.target if self.cfg.has_two_streams and of_decoder(kind) else info
-            positions = side.positions
+            side = info.of(stream_of(kind)) if self.cfg.has_two_streams else info
             for letter in branches_of(kind):
                 if BRANCHES[letter].rotary and letter not in tables:
-                    tables[letter] = rope_tables(self.cfg, positions, letter, ctx.parallel)
+                    tables[letter] = rope_tables(self.cfg, side.positions, letter, ctx.parallel)
         return tables

@@ -13,15 +13,24 @@ from typing import NamedTuple
 import jax
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, branches_of, of_decoder, of_tower, stack_of
+from mjax.config.pattern import (
+    BRANCHES,
+    DECODER,
+    ENCODER,
+    branches_of,
+    stack_of,
+    stream_of,
+    stream_read_by,
+)
 from mjax.config.schema import Config
 from mjax.models import definition_of
 from mjax.models.branch import branch_class
+from mjax.models.modalities import MODALITIES
 from mjax.sharding.spec import ParamSpec, freeze, is_spec
 
 # Roles of the parameters that every token is multiplied with, besides the head.
 _MULTIPLIED = ("matrix", "router")
-_OF_IMAGES = ("patch_embedding", "image_pooler")  # what is multiplied with each of their tokens
+_OF_IMAGES = ("image_pooler",)  # what is multiplied with each of their tokens, besides a tower
 _OF_SOURCE = ("cross_kv", "projector_up", "projector_down")  # matmuls of what a stream reads
 _AFTER_LAYERS = ("final_norm", "head", "masked_head", "classifier", "joint_embedding")
 
@@ -83,14 +92,18 @@ def flops_by_part(
     after = {name: specs[name] for name in _AFTER_LAYERS if name in specs}
     layers = {name: specs[name] for name in specs if name not in after}
     layers_trained = _is_trained(layers)
-    tower = {stack_of(kind) for kind in model.layer_kinds if of_tower(kind)} | {*_OF_IMAGES}
-    tower_trained = _is_trained({name: specs[name] for name in tower if name in specs})
+    trained_stacks, trained_streams = {}, {}
+    for modality in model.embedded:
+        of_tower = _tower_parts(model, modality)
+        trained = _is_trained({name: specs[name] for name in of_tower})
+        trained_streams[modality] = trained
+        trained_stacks |= dict.fromkeys(of_tower, trained)
     parts = {"matmul": 0.0, "experts": 0.0}
     for name, declared in specs.items():
         for spec in _leaves(declared):
             of_experts = "experts" in spec.axes and spec.role == "matrix"
             part = "experts" if of_experts else "matmul"
-            inputs_trained = tower_trained if name in tower else layers_trained
+            inputs_trained = trained_stacks.get(name, layers_trained)
             per_weight = _flops_per_weight(not spec.frozen, inputs_trained)
             passes = _passes(model, name, spec, sides)
             parts[part] += _active_weights(spec) * per_weight * passes
@@ -99,10 +112,10 @@ def flops_by_part(
     if not model.only_classifies:
         head = specs.get("head", specs["embedding"])
         per_weight = _flops_per_weight(not head.frozen, inputs_trained)
-        parts["head"] = _head_weights(model) * per_weight * sides.decoder.share
+        parts["head"] = _head_weights(model) * per_weight * sides[DECODER].share
     of_branches = 0.0
     for branch in branch_flops(model, seq_length, target_length):
-        trained = tower_trained if of_tower(f"[{branch.letter}]") else layers_trained
+        trained = trained_streams.get(stream_of(f"[{branch.letter}]"), layers_trained)
         of_branches += branch.flops if trained else branch.flops / 3
     parts["attention"] = of_branches
     return parts
@@ -115,39 +128,40 @@ class Side(NamedTuple):
     length: int
 
 
-class Sides(NamedTuple):
-    """The streams of a model; they are one where it has one."""
-
-    encoder: Side
-    decoder: Side
-
-    def of(self, kind: str, *, other: bool = False) -> Side:
-        """The stream that a layer works on, or the other one."""
-        return self.decoder if of_decoder(kind) != other else self.encoder
-
-
-def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> Sides:
+def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> dict[str, Side]:
     """The streams of a model, for rows of `seq_length` tokens that are counted."""
     text = Side(1.0, seq_length)
+    sides = {ENCODER: text, DECODER: text}
     if model.is_retro:
         retro = model.retro
         neighbors = float(retro.num_neighbors * retro.num_retrieved_chunks)
-        return Sides(Side(neighbors, retro.retrieved_length), text)
-    if model.has_tower:
-        length = model.vision.row_length()
-        return Sides(Side(model.vision.max_images * length / seq_length, length), text)
-    if target_length is None:
-        return Sides(text, text)
-    return Sides(text, Side(target_length / seq_length, target_length))
+        sides[ENCODER] = Side(neighbors, retro.retrieved_length)
+    for name in model.modalities:
+        tower = model.tower(name)
+        length = tower.row_length()
+        sides[name] = Side(tower.max_items * length / seq_length, length)
+    if target_length is not None:
+        sides[DECODER] = Side(target_length / seq_length, target_length)
+    return sides
 
 
-def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: Sides) -> float:
+def _tower_parts(model: ModelConfig, modality: str) -> set[str]:
+    """The names of what embeds and encodes a modality."""
+    stacks = {stack_of(kind) for kind in model.layer_kinds if stream_of(kind) == modality}
+    pooler = _OF_IMAGES if model.is_dual_encoder else ()
+    return {*stacks, MODALITIES[modality].embedding, *pooler}
+
+
+def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: dict[str, Side]) -> float:
     """The tokens that a weight is multiplied with for each that is counted; a mean over layers."""
+    for modality in model.modalities:
+        if stack == MODALITIES[modality].embedding:
+            return sides[modality].share
     if stack in _OF_IMAGES:
-        return sides.encoder.share
-    of_source = spec.matmul in _OF_SOURCE
+        return sides["vision"].share
+    side = stream_read_by if spec.matmul in _OF_SOURCE else stream_of
     kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]
-    shares = [sides.of(kind, other=of_source).share for kind in kinds]
+    shares = [sides[side(kind)].share for kind in kinds]
     return sum(shares) / len(shares) if shares else 1.0
 
 
@@ -172,10 +186,10 @@ def branch_flops(
     """
     sides = sides_of(model, seq_length, target_length)
     for kind in (*model.layer_kinds, *model.prediction_kinds):
-        sizes, side = model.of_layer(kind), sides.of(kind)
+        sizes, side = model.of_layer(kind), sides[stream_of(kind)]
         for letter in branches_of(kind):
             reads_other = BRANCHES[letter].mask == "cross"
-            keys = sides.of(kind, other=reads_other).length
+            keys = sides[stream_read_by(kind) if reads_other else stream_of(kind)].length
             flops = branch_class(letter).flops(sizes, letter, keys)
             yield BranchWork(letter, sizes, flops * side.share, side.share)
 

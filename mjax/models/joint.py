@@ -24,7 +24,7 @@ class Joint(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         both_read = "C" in cfg.branches
-        has_norm = cfg.norm_placement != "post_residual" and not cfg.has_tower
+        has_norm = cfg.norm_placement != "post_residual" and not cfg.modalities
 
         def norm(side: str) -> Norm:
             return Norm(cfg, (cfg.hidden_size,), ("embed",), f"model.{side}_norm", rngs)

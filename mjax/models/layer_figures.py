@@ -7,7 +7,7 @@ tokens, so they add up over devices and micro-batches.
 import jax
 import jax.numpy as jnp
 
-from mjax.config.pattern import of_decoder
+from mjax.config.pattern import stream_of
 from mjax.models.router import Routing
 from mjax.models.streams import Activation, Streams
 
@@ -35,7 +35,7 @@ def see_activations(
 ) -> dict[str, jax.Array]:
     """The figures of a layer's output, as `nothing_seen` names them."""
     if isinstance(x, Streams):
-        x = x.decoder if of_decoder(kind) else x.encoder
+        x = x.activations[stream_of(kind)]
     squares = jnp.square(x.astype(jnp.float32))
     found = {
         "activations": jnp.float32(x.size),

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from mjax.config.pattern import ENCODER
 from mjax.models.chunked_attention import beside_neighbors
 from mjax.models.context import Context, Tokens, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
+from mjax.models.multimodal import WithItems
 from mjax.models.objective import FURTHER_COLUMNS, Batch, FieldDeriver, Measurer, Objective, Scalars
 from mjax.models.params import ModelDefinition
 from mjax.models.streams import Activation
@@ -47,7 +49,7 @@ class LocalModel:
         if FURTHER_COLUMNS["retrieved"] in micro_batch:
             columns = micro_batch[FURTHER_COLUMNS["retrieved"]]
             return beside_neighbors(tokens, micro_batch["neighbors"], columns)
-        if FURTHER_COLUMNS["image_tokens"] in micro_batch:
+        if isinstance(self.objective, WithItems):
             return self.objective.tokens(tokens, micro_batch)
         if FURTHER_COLUMNS["target"] not in micro_batch:
             return tokens
@@ -57,7 +59,7 @@ class LocalModel:
             columns=micro_batch[FURTHER_COLUMNS["target"]],
             **place,
         )
-        return replace(tokens, target=target)
+        return replace(target, others={ENCODER: tokens})
 
     def edges(self, weights: dict) -> Decoder:
         """The model without its layers: embedding, final norm and head."""

@@ -20,6 +20,7 @@ from mjax.config.schema import Config
 from mjax.errors import UserError
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
+from mjax.models.modalities import MODALITIES
 from mjax.models.mtp import field_names, shifted_fields, with_weight
 from mjax.models.streams import Activation
 from mjax.sharding.collectives import Parallel
@@ -40,8 +41,8 @@ class BatchField:
 
     axes: logical axes (`sharding/rules.py`): "batch" first, then "seq", or "target" of what an
         encoder-decoder's decoder reads, if it has one. "neighbors", "retrieved": of each row, those
-        of all chunks, and the tokens of one. "images", "image_tokens": likewise. "pixels": the
-        numbers of a patch.
+        of all chunks, and the tokens of one. "images", "image_tokens" and "sounds", "sound_tokens":
+        likewise. "pixels", "mels": the numbers that such a token is embedded from.
     pad: the value in rows that fill up a batch. They count in no loss.
     """
 
@@ -61,8 +62,8 @@ LAYER_FIELDS = {
 FURTHER_COLUMNS = {
     "target": "decoder_columns",
     "retrieved": "neighbor_columns",
-    "image_tokens": "image_columns",
 }
+FURTHER_COLUMNS |= {modality.axes[1]: modality.columns for modality in MODALITIES.values()}
 
 
 def further_lengths(cfg: Config) -> dict[str, int | None]:
@@ -70,11 +71,12 @@ def further_lengths(cfg: Config) -> dict[str, int | None]:
     retro = cfg.model.retro
     neighbors = cfg.data.seq_length // retro.chunk_length * retro.num_neighbors
     lengths = {"neighbors": neighbors, "retrieved": retro.retrieved_length}
-    vision = cfg.model.vision
-    lengths["pixels"] = vision.patch_pixels
-    if cfg.model.has_tower:
-        lengths["images"] = vision.max_images
-        lengths["image_tokens"] = vision.row_length(cfg.image_size)
+    lengths["pixels"] = cfg.model.vision.numbers
+    for name in cfg.model.modalities:
+        tower = cfg.model.tower(name)
+        length = tower.row_length(cfg.item_size(name))
+        sizes = tower.max_items, length, tower.numbers
+        lengths |= dict(zip(MODALITIES[name].axes, sizes, strict=True))
     return lengths | {"target": cfg.data.target_length}
 
 
@@ -94,7 +96,7 @@ class Objective(Protocol):
         """
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Activation:
-        """The input of the first layer: [B, S/tp, D], or `Streams` of a model with two."""
+        """The input of the first layer: [B, S/tp, D], or `Streams` of a model with several."""
 
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
@@ -218,8 +220,8 @@ def objective_of(cfg: Config) -> Objective:
     name = cfg.train.objective
     if name == NEXT_TOKEN and cfg.model.is_retro:
         return pkgutil.resolve_name("mjax.models.neighbors:WithNeighbors")(cfg)
-    if name == NEXT_TOKEN and cfg.model.has_tower:
-        return pkgutil.resolve_name("mjax.models.images:WithImages")(cfg)
+    if name == NEXT_TOKEN and cfg.model.modalities:
+        return pkgutil.resolve_name("mjax.models.multimodal:WithItems")(cfg)
     if name == NEXT_TOKEN:
         depths = cfg.model.num_nextn_predict_layers
         return MultiToken(depths, cfg.train.mtp_loss_scaling_factor) if depths else NextToken()

@@ -1,17 +1,19 @@
-"""What travels through the layers of a model with two sequences in place of one activation.
+"""What travels through the layers of a model with several sequences in place of one activation.
 
-They are an encoder's and a decoder's, retrieved neighbors and the text that reads them, or images
-and the text that they stand in or are compared with, of another width. The layers are one list.
-Each works on its own stream and hands the other on. So a pipeline carries the encoder's output
-beside the decoder's stream, and its cotangent back. The weights that all layers read travel along
-too. A layer adds its part to their cotangents, which end at the embedding's device, whatever stage
-the layer is on.
+They are an encoder's and a decoder's, retrieved neighbors and the text that reads them, or images,
+sounds and the text that they stand in or are compared with, each of its own width. The layers are
+one list. Each works on its own stream and hands the others on. So a pipeline carries an encoder's
+output beside the decoder's stream, and its cotangent back. The weights that all layers read travel
+along too. A layer adds its part to their cotangents, which end at the embedding's device, whatever
+stage the layer is on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.tree_util import register_dataclass
+
+from mjax.config.pattern import DECODER
 
 
 @register_dataclass
@@ -33,18 +35,24 @@ class SharedWeights:
 @register_dataclass
 @dataclass(frozen=True)
 class Streams:
-    """encoder [B, S/tp, D], or None where its keys are in caches; decoder [B, T/tp, D].
+    """activations: [B, S/tp, D] by stream (`config.pattern.stream_of`); one is the decoder's.
 
-    Of images and texts that are compared, either may be None: what is not asked for.
-
-    The neighbors of all chunks are rows of their own: encoder [B*C*n, R/tp, D] of C chunks with n
-    neighbors of R tokens each, those of images [B*I, T/tp, D'].
+    An encoder's is left out where its keys are in caches, and one of those that are compared where
+    it is not asked for. The neighbors of all chunks are rows of their own, [B*C*n, R/tp, D] of C
+    chunks with n neighbors of R tokens each, and so are the items of a modality, [B*I, T/tp, D'].
     """
 
-    encoder: jax.Array | None
-    decoder: jax.Array | None
+    activations: dict[str, jax.Array]
     shared: SharedWeights
 
+    @property
+    def decoder(self) -> jax.Array:
+        return self.activations[DECODER]
 
-# The activation between layers: [B, S/tp, D], or that of a model with two sequences.
+    def with_stream(self, name: str, x: jax.Array) -> "Streams":
+        """The streams, one of them changed."""
+        return replace(self, activations=self.activations | {name: x})
+
+
+# The activation between layers: [B, S/tp, D], or those of a model with several sequences.
 Activation = jax.Array | Streams

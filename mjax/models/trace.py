@@ -33,7 +33,7 @@ def trace(
     `keep`). `hooks` map names to functions whose result takes the activation's place. Raises
     `UserError` for a name that nothing matches."""
     if model.cfg.has_two_streams:
-        raise UserError("trace: an encoder-decoder has two streams, which it does not know")
+        raise UserError("trace: a model of several streams (encoder-decoder, towers) is not built")
     keep, hooks = tuple(keep), hooks or {}
     kept: dict[str, jax.Array] = {}
     matched: set[str] = set()

@@ -139,26 +139,14 @@ def patches_of(images: np.ndarray, patch_size: int) -> np.ndarray:
     return cut.reshape(batch, rows * columns, -1)
 
 
-def rows_of_images(images: jax.Array, vision: VisionConfig, length: int) -> jax.Array:
-    """[B, H, W, C] -> rows [B, length, C*P*P]: nothing for a class token, the patches, padding."""
-    patches = patches_of(images, vision.patch_size)
-    before = int(vision.class_token)
-    behind = length - before - patches.shape[1]
-    return jnp.pad(patches, ((0, 0), (before, behind), (0, 0)))
-
-
-def features_of(
-    tokens: np.ndarray | jax.Array, image_token_id: int, num_tokens: int, length: int
+def rows_of_images(
+    images: np.ndarray | jax.Array, vision: VisionConfig, length: int
 ) -> np.ndarray | jax.Array:
-    """int32 [B, S]: `Tokens.features` of texts whose tokens `image_token_id` stand for patches.
-
-    They are those of the images of a row in order. An image has `num_tokens` tokens, the class
-    token among them, in a row of `length`.
-    """
-    stands = tokens == image_token_id
-    number = stands.cumsum(1) - 1
-    image, patch = divmod(number, num_tokens - 1)
-    return (stands * (image * length + patch + 2) - 1).astype(np.int32)
+    """[B, H, W, C] -> rows [B, length, C*P*P]: nothing for a class token, the patches, padding."""
+    xp = np if isinstance(images, np.ndarray) else jnp
+    patches = patches_of(images, vision.patch_size)
+    behind = length - vision.leading - patches.shape[1]
+    return xp.pad(patches, ((0, 0), (vision.leading, behind), (0, 0)))
 
 
 def image_fields(images: np.ndarray, vision: VisionConfig, length: int) -> dict[str, np.ndarray]:
@@ -166,16 +154,13 @@ def image_fields(images: np.ndarray, vision: VisionConfig, length: int) -> dict[
 
     `patches` [B, S, C*P*P], and int32 [B, S] `segment_ids`, 0 in padding, and `positions`.
     """
-    patches = patches_of(images, vision.patch_size)
-    rows, count, pixels = patches.shape
-    before = int(vision.class_token)
-    field = np.zeros((rows, length, pixels), np.float32)
-    field[:, before : before + count] = patches
+    patches = rows_of_images(images, vision, length).astype(np.float32)
+    count = vision.num_tokens(images.shape[1])
     columns = np.arange(length, dtype=np.int32)
-    columns = np.broadcast_to(columns, (rows, length))
-    real = columns < before + count
+    columns = np.broadcast_to(columns, patches.shape[:2])
+    real = columns < count
     return {
-        "patches": field,
+        "patches": patches,
         "segment_ids": real.astype(np.int32),
         "positions": np.where(real, columns, 0),
     }

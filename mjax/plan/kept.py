@@ -15,12 +15,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mjax.config.mesh_rules import AXES
-from mjax.config.pattern import BRANCHES, branches_of, of_decoder
+from mjax.config.pattern import BRANCHES, DECODER, ENCODER, branches_of, stream_of
 from mjax.config.remat import kept_names
 from mjax.config.schema import Config
 from mjax.models.block import Block
 from mjax.models.context import tokens_of
 from mjax.models.joint import Joint
+from mjax.models.modalities import MODALITIES
 from mjax.models.objective import further_lengths
 from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables
@@ -65,14 +66,16 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
 
     block = split(nnx.eval_shape(make_block))[0]
     sides = _sides(cfg, sizes)
-    inputs = []
-    widths = cfg.model.tower.hidden_size, cfg.model.hidden_size
-    for (rows, length), width in zip(sides, widths, strict=False):
-        shape = rows, length // parallel.tp, width
-        inputs.append(jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute)))
-    like = x = inputs[0]
+    inputs = {}
+    for name, (rows, length) in sides.items():
+        of_tower = name in cfg.model.modalities
+        sizes_of_stream = cfg.model.tower(name) if of_tower else cfg.model
+        shape = rows, length // parallel.tp, sizes_of_stream.hidden_size
+        dtype = jnp.dtype(cfg.precision.compute)
+        inputs[name] = jax.ShapeDtypeStruct(shape, dtype)
+    like = x = inputs[DECODER]
     if cfg.model.has_two_streams:
-        x = Streams(*inputs, _shared(cfg, sizes))
+        x = Streams(inputs, _shared(cfg, sizes))
     leaves: list = []
     names: list = []
 
@@ -108,22 +111,23 @@ def _residuals(
     layer: tuple[Definition, str, str],
     weights: dict,
     x: Activation,
-    sides: list[tuple[int, int]],
+    sides: dict[str, tuple[int, int]],
 ) -> tuple[list, list]:
     """(shapes that a layer's vjp holds, (name, shape) of all that its forward names).
 
-    `sides` are the sequences and their tokens, and those of the decoder where there are two.
+    `sides` are the sequences and their tokens, by stream.
     """
     block, kind, policy = layer
     ctx = training_context(cfg, parallel, max_documents=1)
-    positions = jnp.zeros(sides[0], jnp.int32)
-    tokens = tokens_of(sides[0], positions, key=jax.random.key(0))
-    if len(sides) > 1:
-        target = tokens_of(sides[1], key=tokens.key)
-        if cfg.model.has_tower:
-            target = replace(target, features=target.positions)
-        tokens = replace(tokens, target=target)
-        positions = tokens.target.positions if of_decoder(kind) else positions
+    key = jax.random.key(0)
+    others = {name: tokens_of(side, key=key) for name, side in sides.items()}
+    text = sides[DECODER]
+    positions = jnp.zeros(text, jnp.int32)
+    tokens = tokens_of(text, positions, key=key)
+    features = dict.fromkeys(cfg.model.modalities, positions)
+    tokens = replace(tokens, others=others, features=features)
+    if cfg.model.has_two_streams:
+        positions = tokens.of(stream_of(kind)).positions
     rope = {}
     if cfg.model.position_embedding == "rope":
         for letter in branches_of(kind):
@@ -142,7 +146,9 @@ def _residuals(
     _, vjp = jax.vjp(body, weights, x)
     travels = ()
     if isinstance(x, Streams):
-        travels = x.shared, x.encoder if of_decoder(kind) else x.decoder
+        own = stream_of(kind)
+        others = [y for name, y in x.activations.items() if name != own]
+        travels = x.shared, others
     shared = {id(a) for a in jax.tree.leaves((weights, tokens, rope, travels))}
     held = {}
     for array in jax.tree.leaves(vjp):
@@ -152,21 +158,21 @@ def _residuals(
     return list(held.values()), list(named)
 
 
-def _sides(cfg: Config, sizes: dict[str, int]) -> list[tuple[int, int]]:
-    """(sequences, tokens) of a micro-batch on a cp device, of each stream, the encoder's first."""
+def _sides(cfg: Config, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """(sequences, tokens) of a micro-batch on a cp device, by stream."""
     text = rows, _ = micro_batch_shape(cfg, sizes)
+    further = further_lengths(cfg)
+    sides = {DECODER: text}
     if cfg.model.is_retro:
-        further = further_lengths(cfg)
-        neighbors = rows * further["neighbors"], further["retrieved"] // sizes["cp"]
-        return [neighbors, text]
-    if cfg.model.has_tower:
-        further = further_lengths(cfg)
-        images = rows * further["images"], further["image_tokens"] // sizes["cp"]
-        return [images, text]
+        sides[ENCODER] = rows * further["neighbors"], further["retrieved"] // sizes["cp"]
+    for name in cfg.model.modalities:
+        count, length, _ = MODALITIES[name].axes
+        items = rows * further[count]
+        sides[name] = items, further[length] // sizes["cp"]
     if cfg.model.is_encoder_decoder:
         target = cfg.data.target_length or cfg.data.seq_length
-        return [text, (rows, target // sizes["cp"])]
-    return [text]
+        sides = {ENCODER: text, DECODER: (rows, target // sizes["cp"])}
+    return sides
 
 
 def _shared(cfg: Config, sizes: dict[str, int]) -> SharedWeights:

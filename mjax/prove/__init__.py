@@ -21,8 +21,10 @@ from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.config.pattern import shortest
 from mjax.config.schema import Config
+from mjax.models.modalities import MODALITIES, features_of
+from mjax.models.multimodal import items_of
 from mjax.models.objective import further_lengths
-from mjax.models.vision import features_of, image_fields
+from mjax.models.vision import image_fields
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import (
     DEEP,
@@ -138,33 +140,37 @@ def make_images(cfg: Config, rows: int, width: int) -> dict:
     return image_fields(images, vision, width)
 
 
-def with_images(cfg: Config, batch: dict) -> dict:
-    """The fields of no, one or two random images in each text, whose place in it differs.
+def with_items(cfg: Config, batch: dict) -> dict:
+    """The fields of no, one or two random items of each modality in a text.
 
-    Where images and texts are compared, each text has one, and its end stands in some place.
+    Their places differ from row to row. Those of several modalities take turns. Where images and
+    texts are compared, each text has an image, and its end stands in some place.
     """
-    vision, further = cfg.model.vision, further_lengths(cfg)
-    rows, width = batch["tokens"].shape
-    each, length = further["images"], further["image_tokens"]
-    patches = make_images(cfg, rows * each, length)["patches"]
-    patches = patches.reshape(rows, each, length, -1)
+    names, tokens = cfg.model.modalities, batch["tokens"].copy()
+    towers = {name: (cfg.model.tower(name), items_of(cfg, name)) for name in names}
+    tokens[np.isin(tokens, [tower.token_id for tower, _ in towers.values()])] = 8
+    rows, rng = np.arange(len(tokens)), np.random.default_rng(3)
+    fields = {}
+    for name, (tower, items) in towers.items():
+        count = tower.num_tokens(items.size)
+        field = rng.normal(size=(len(rows), items.count, items.length, tower.numbers))
+        field[:, :, : tower.leading] = field[:, :, count:] = 0
+        fields[MODALITIES[name].field] = field.astype(np.float32)
     if cfg.model.is_dual_encoder:
-        tokens = batch["tokens"].copy()
-        eos = cfg.model.contrastive.eos_token_id or 0
-        tokens[np.arange(rows), np.arange(rows) * 5 % width] = eos
-        return {"tokens": tokens, "patches": patches}
-    numbers, count = np.arange(rows), vision.num_tokens(cfg.image_size) - 1
-    tokens = np.where(batch["tokens"] == vision.image_token_id, 8, batch["tokens"])
-    columns = np.arange(width)
-    for image in range(each):
-        first = numbers % 3 + image * (count + 2)
-        has_image = numbers % 4 > image
-        place = columns - first[:, None]
-        here = has_image[:, None] & (place >= 0) & (place < count)
-        tokens[here] = vision.image_token_id
-        patches[~has_image, image] = 0
-    features = features_of(tokens, vision.image_token_id, count + 1, length)
-    return {"tokens": tokens, "patches": patches, "features": features}
+        tokens[rows, rows * 5 % tokens.shape[1]] = cfg.model.contrastive.eos_token_id or 0
+        return {"tokens": tokens} | fields
+    first, columns = rows % 3, np.arange(tokens.shape[1])
+    for number in range(max(items.count for _, items in towers.values())):
+        for turn, (name, (tower, items)) in enumerate(towers.items()):
+            has_item = (rows + turn) % 4 > number
+            length = tower.text_tokens(items.size)
+            place = columns - first[:, None]
+            tokens[has_item[:, None] & (place >= 0) & (place < length)] = tower.token_id
+            fields[MODALITIES[name].field][~has_item, number] = 0
+            first = first + length + 1
+    for name, (tower, items) in towers.items():
+        fields[f"{name}_features"] = features_of(tokens, tower, items)
+    return {"tokens": tokens} | fields
 
 
 def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
@@ -198,8 +204,8 @@ def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
         batch["neighbors"] = make_neighbors(rows, further["neighbors"], further["retrieved"])
     if trainer.cfg.model.reads_images:
         batch |= make_images(trainer.cfg, rows, width)
-    if trainer.cfg.model.has_tower:
-        batch |= with_images(trainer.cfg, batch)
+    if trainer.cfg.model.modalities:
+        batch |= with_items(trainer.cfg, batch)
     first = trainer.step(batch)
     moment = canonical(trainer.storage, trainer.state["opt"]["mu"])
     others = "tokens", "finite", "accepted", "gathered_share"  # the last depends on the mesh

@@ -262,11 +262,21 @@ FEATURES = {
         "model.hidden_dropout=0.1",
         "train.objective=contrastive",
     ],
+    "mimo": [  # up to two images and two sounds, towers of unlike widths before one text
+        "model.layer_pattern='V,[P],S,[Q],G'",
+        "model.num_hidden_layers=5",
+        "model.vision={image_size: 8, patch_size: 8, num_channels: 2, hidden_size: 16, "
+        "intermediate_size: 24, num_attention_heads: 8, image_token_id: 7, max_images: 2}",
+        "model.audio={num_mel_bins: 3, max_source_positions: 3, hidden_size: 24, "
+        "intermediate_size: 16, num_attention_heads: 8, audio_token_id: 9, max_audios: 2}",
+        "model.hidden_dropout=0.1",
+    ],
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
     "t5": ["model.layer_pattern='B*4,[GXD]*4'"],
     "llava": ["model.layer_pattern='V*3,[P],G*4'"],
+    "mimo": ["model.layer_pattern='V*2,[P],S*2,[Q],G*2'"],
     "retro": ["model.layer_pattern='G,[G],[BCD]*2,[RD],G,[GRD]*2'"],
     "clip": ["model.layer_pattern='V*4,G*4'"],
     "siglip": ["model.layer_pattern='V*4,U*4'"],
@@ -285,5 +295,6 @@ NO_RING = (
     "llava",
     "clip",
     "siglip",
+    "mimo",
 )
 MOST_TP = {"odd widths": 2}

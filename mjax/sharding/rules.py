@@ -35,6 +35,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "images": (),  # of a row
     "image_tokens": ("cp",),  # of each, or padding
     "pixels": (),  # of a patch
+    "sounds": (),  # of a row
+    "sound_tokens": ("cp",),
+    "mels": (),  # of a sound's token
     # parameters
     "vocab": ("tp",),
     "heads": ("tp",),

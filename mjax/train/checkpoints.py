@@ -132,20 +132,25 @@ class Checkpoints:
             self.local.wait()
             shutil.rmtree(self.local.directory, ignore_errors=True)
 
-    def load_weights(self, source: Source) -> tuple[dict, str]:
-        """(stored parameters from the weights of `source`, lines on what was and was not loaded).
+    def load_weights(self, *sources: Source) -> tuple[dict, str]:
+        """(stored parameters from the weights of `sources`, lines on what was and was not loaded).
 
-        Raises `UserError` for a model that differs in more than `checkpoint.init_changes`.
+        What a source lacks is from those before it, or drawn. Raises `UserError` for a model that
+        differs in more than `checkpoint.init_changes`.
         """
-        storage = self.layout.storage
-        changes = self.cfg.checkpoint.init_changes
-        found = fit(source, self.cfg.model, changes, self.cfg.run.seed)
-        source.check()
+        storage, cfg = self.layout.storage, self.cfg
         stored = self.layout.abstract()["params"]
-        params = arrays(found.source, canonical_abstract(storage, stored))
-        if found.shared != found.wanted:
-            params = found.complete(params, canonical(storage, self.layout.draw()))
-        return from_canonical(storage, params, stored), found.summary()
+        params, lines = None, []
+        for source in sources:
+            found = fit(source, cfg.model, cfg.checkpoint.init_changes, cfg.run.seed)
+            source.check()
+            loaded = arrays(found.source, canonical_abstract(storage, stored))
+            if found.shared != found.wanted:
+                others = params or canonical(storage, self.layout.draw())
+                loaded = found.complete(loaded, others)
+            params = loaded
+            lines.append(found.summary())
+        return from_canonical(storage, params, stored), "\n".join(lines)
 
     @cached_property
     def _count_nonfinite(self) -> jax.stages.Wrapped:

@@ -1,5 +1,8 @@
 """Where a run starts: at its newest checkpoint, from given weights or at step 0."""
 
+from pathlib import Path
+
+from mjax.checkpoint.hf_whisper import whisper_source
 from mjax.config.difference import differences
 from mjax.config.schema import Config
 from mjax.errors import UserError
@@ -26,12 +29,17 @@ def resume(trainer: Trainer) -> str:
 
 
 def begin(trainer: Trainer) -> str:
-    """Load the weights that checkpoint.init_from names, if any; returns lines that say so."""
-    weights = trainer.cfg.checkpoint.init_from
-    if weights is None:
+    """Load the weights that the config starts from, if any; returns lines that say so."""
+    names, cfg = trainer.cfg.checkpoint, trainer.cfg.model
+    sources = {}
+    if names.init_from is not None:
+        sources[names.init_from] = source_of(names.init_from)
+    if names.init_audio is not None:
+        sources[names.init_audio] = whisper_source(Path(names.init_audio), cfg)
+    if not sources:
         return "starting at step 0"
-    loaded = trainer.load_params(source_of(weights))
-    return f"starting at step 0 from the weights in {weights}\n{loaded}"
+    loaded = trainer.load_params(*sources.values())
+    return f"starting at step 0 from the weights in {' and '.join(sources)}\n{loaded}"
 
 
 def changes(trainer: Trainer) -> str:

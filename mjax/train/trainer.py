@@ -81,12 +81,12 @@ class Trainer:
         """Draw parameters from run.seed and start at step 0. Equal on every mesh."""
         self._start(self.state_layout.draw())
 
-    def load_params(self, source: Source) -> str:
-        """Start at step 0 from the weights of `source`; returns what was and was not loaded.
+    def load_params(self, *sources: Source) -> str:
+        """Start at step 0 from the weights of `sources`; returns what was and was not loaded.
 
         Raises `UserError` for a model that differs in more than `checkpoint.init_changes`.
         """
-        params, summary = self.checkpoints.load_weights(source)
+        params, summary = self.checkpoints.load_weights(*sources)
         self._start(params)
         return summary
 

@@ -23,7 +23,7 @@ from mjax.models.contrastive import Contrastive, EmbeddedRows
 from mjax.models.flops import flops_by_part
 from mjax.models.objective import objective_of
 from mjax.models.params import split
-from mjax.prove import Cell, deviation, make_batch, make_trainer, with_images
+from mjax.prove import Cell, deviation, make_batch, make_trainer, with_items
 from tests.marks import quick
 
 DUAL = [
@@ -49,7 +49,7 @@ def batch_of(trainer) -> dict:
     batch = make_batch(24)
     batch["segment_ids"] = np.ones_like(batch["segment_ids"])
     batch["positions"] = np.broadcast_to(np.arange(16, dtype=np.int32), (24, 16))
-    return batch | with_images(trainer.cfg, batch)
+    return batch | with_items(trainer.cfg, batch)
 
 
 def longhand(trainer, batch: dict, params: dict) -> jax.Array:
@@ -154,7 +154,7 @@ def test_a_batch_of_several_micro_batches_is_refused():
     trainer = make_trainer("clip", Cell())
     batch = make_batch(48)
     with pytest.raises(UserError, match="48 rows are 2 micro-batches; raise train.micro_batch_si"):
-        trainer.grads(batch | with_images(trainer.cfg, batch))
+        trainer.grads(batch | with_items(trainer.cfg, batch))
 
 
 # ---- data ----------------------------------------------------------------------------------------

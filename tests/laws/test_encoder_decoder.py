@@ -138,7 +138,7 @@ def test_what_is_missing_is_said():
         model(rows(0, 8))
     with pytest.raises(UserError, match="target is for encoder-decoders, which need it"):
         make(layer_pattern="G", position_embedding="rope")[1](rows(0, 8), target=rows(1, 8))
-    with pytest.raises(UserError, match="trace: an encoder-decoder has two streams"):
+    with pytest.raises(UserError, match="trace: a model of several streams"):
         trace(model, rows(0, 8))
     trainer = make_trainer("t5", Cell())
     batch = make_batch(24, target=48)

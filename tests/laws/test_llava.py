@@ -14,6 +14,8 @@ from flax import nnx
 from PIL import Image
 
 from mjax.config import load
+from mjax.config.audio_schema import AudioConfig
+from mjax.config.vision_schema import VisionConfig
 from mjax.data.captions import ImageTextDataset
 from mjax.data.tokenizer import load_tokenizer
 from mjax.errors import UserError
@@ -21,10 +23,10 @@ from mjax.generate import main as generate
 from mjax.infer.generate import Generator
 from mjax.models import build, definition_of
 from mjax.models.flops import flops_by_part
+from mjax.models.modalities import Items, features_of
 from mjax.models.objective import objective_of
 from mjax.models.params import split
-from mjax.models.vision import features_of
-from mjax.prove import Cell, make_batch, make_trainer, with_images
+from mjax.prove import Cell, make_batch, make_trainer, with_items
 from tests.marks import slow
 
 LLAVA = [
@@ -45,9 +47,13 @@ PATCHES = 4
 
 def test_features_are_those_of_the_images_of_a_row_in_order():
     tokens = np.array([[5, 9, 9, 3, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8]])
-    found = features_of(tokens, 9, 4, 16)  # three patches an image, in rows of 16
-    np.testing.assert_array_equal(found[0], [-1, 1, 2, -1, 3, 17, 18, 19])
+    three = AudioConfig(max_source_positions=3, audio_token_id=9)  # of an item, in rows of 16
+    found = features_of(tokens, three, Items(2, None, 16))
+    np.testing.assert_array_equal(found[0], [-1, 0, 1, -1, 2, 16, 17, 18])
     assert (found[1] == -1).all()
+    patches = VisionConfig(image_size=4, patch_size=4, image_token_id=9)  # behind a class token
+    found = features_of(tokens[:, :4], patches, Items(2, None, 16))
+    np.testing.assert_array_equal(found[0], [-1, 1, 17, -1])
 
 
 def test_each_picture_moves_what_stands_from_its_first_patch_on():
@@ -85,7 +91,7 @@ def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments():
     fewer = "model.num_hidden_layers=3", "model.layer_pattern='V,[P],G'"
     trainer = make_trainer("llava", Cell({"dp": 2}, 1), freeze, *fewer)
     batch = make_batch(24)
-    batch |= with_images(trainer.cfg, batch)
+    batch |= with_items(trainer.cfg, batch)
     before = jax.device_get(trainer.params())
     for _ in range(2):
         trainer.step(batch)
@@ -119,8 +125,8 @@ def test_images_for_speed_tests_stand_first_in_a_row():
     made = objective.make_fields({"tokens": tokens}, 1, 5, np.arange(3))
     assert (made["tokens"][:, :PATCHES] == 257).all() and made["patches"].shape == (3, 2, 16, 48)
     assert not made["patches"][:, 1].any() and made["patches"][:, 0, 1:5].all()
-    np.testing.assert_array_equal(made["features"][:, :5], [[1, 2, 3, 4, -1]] * 3)
-    assert set(objective.make_fields(made, 1, 5, np.arange(3))) == {"features"}
+    np.testing.assert_array_equal(made["vision_features"][:, :5], [[1, 2, 3, 4, -1]] * 3)
+    assert set(objective.make_fields(made, 1, 5, np.arange(3))) == {"vision_features"}
 
 
 # ---- data and generation -------------------------------------------------------------------------
@@ -143,14 +149,14 @@ def data(tmp_path):
     return tmp_path / "x.jsonl"
 
 
-def test_texts_with_images_become_rows(data, caplog):
+def test_texts_with_items_become_rows(data, caplog):
     cfg = load(None, [*LLAVA, f"data.images.path={data}"])
     dataset = ImageTextDataset(data, "train", [1.0, 0, 0], 10, cfg, load_tokenizer("byte"))
     with caplog.at_level(logging.WARNING):
         batch = dataset.batch(np.arange(10))
     said = sorted(record.getMessage() for record in caplog.records)
     assert len(said) == 2 and "broken.png cannot be used" in said[0]
-    assert "x.jsonl:5 cannot be used" in said[1] and "31 tokens, 0 images" in said[1]
+    assert "x.jsonl:5 cannot be used" in said[1] and "31 tokens: data.seq_length is 24" in said[1]
     rows = {row.tobytes(): n for n, row in enumerate(batch["tokens"][:5])}
     assert len(rows) == 4  # the two that are left out are alike
     first = [257] * 4 + [ord("+")] + [257] * 4 + list(b"ab") + [256]
@@ -182,7 +188,7 @@ def test_a_line_that_is_no_sample_is_named(line, said, tmp_path):
         ImageTextDataset(tmp_path / "x.jsonl", "train", [1.0, 0, 0], 1, cfg, load_tokenizer("byte"))
 
 
-def test_a_run_is_continued_by_generate_with_images(data, tmp_path, monkeypatch, capsys):
+def test_a_run_is_continued_by_generate_with_items(data, tmp_path, monkeypatch, capsys):
     from mjax.train.__main__ import main as train
 
     keys = [f"data.images.path={data}", f"run.dir={tmp_path / 'run'}", "train.steps=2"]
@@ -193,7 +199,7 @@ def test_a_run_is_continued_by_generate_with_images(data, tmp_path, monkeypatch,
     image = str(data.parent / "a.png")
     told = ["--ckpt", str(tmp_path / "run"), "--tokenizer", "byte", "--max-new-tokens", "3"]
     generate([*told, "--image", image, "--prompt", "see <image>", "--temperature", "0"])
-    with pytest.raises(UserError, match="has 8 tokens 257 of images, and 1 images"):
+    with pytest.raises(UserError, match="has 8 tokens 257, and 1 <image> of 4"):
         generate([*told, "--image", image, "--prompt", "<image><image>"])
     with pytest.raises(UserError, match="--image .*x.jsonl: .*give a picture"):
         generate([*told, "--image", str(data), "--prompt", "<image>"])
@@ -202,7 +208,7 @@ def test_a_run_is_continued_by_generate_with_images(data, tmp_path, monkeypatch,
 def test_images_for_a_model_that_reads_none_are_refused():
     cfg = load(None, ["data.mock=true", "model.num_hidden_layers=1"]).model
     generator = Generator(definition_of(cfg), split(build(cfg, nnx.Rngs(0)))[1], cfg)
-    with pytest.raises(UserError, match="images are given, but the model reads none"):
+    with pytest.raises(UserError, match="<image> is given, but the model has no tower"):
         generator.complete([[1, 2]], 2, images=np.zeros((1, 1, 8, 8, 3), np.float32))
 
 
@@ -211,4 +217,4 @@ def test_a_ring_is_refused_by_name():
     trainer = make_trainer("llava", Cell({"cp": 2}, cp_type="ring"))
     batch = make_batch(24)
     with pytest.raises(UserError, match="cp_type=ring lacks full masks"):
-        trainer.step(batch | with_images(trainer.cfg, batch))
+        trainer.step(batch | with_items(trainer.cfg, batch))

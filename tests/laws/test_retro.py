@@ -101,7 +101,8 @@ def test_chunked_attention_equals_plain_loops(letter):
     cfg, _ = make()
     neighbors = retrieved()
     both = beside_neighbors(tokens_of((2, S)), neighbors)
-    side, other = (both.target, both) if letter == "R" else (both, both.target)
+    streams = both.of("decoder"), both.of("encoder")
+    side, other = streams if letter == "R" else streams[::-1]
     inputs = BranchInputs(side, Context(), letter, source=Source(None, other))
     branch = branch_class(letter)(cfg, 0.02, nnx.Rngs(0))
     rng = np.random.default_rng(0)

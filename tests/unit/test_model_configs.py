@@ -107,7 +107,7 @@ def test_traces_abstractly_at_full_size(name):
         )
         assert jax.tree.map(lambda g: g.shape, grads) == jax.tree.map(lambda p: p.shape, params)
         return
-    if cfg.model.has_tower:
+    if "vision" in cfg.model.modalities:
         side, shape = cfg.model.vision.image_size, (1, cfg.data.seq_length)
         images = jax.ShapeDtypeStruct((1, 1, side, side, 3), jnp.float32)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -128,7 +128,7 @@ def test_traces_abstractly_at_full_size(name):
 
     def loss(params, batch):
         edges, info, ctx = definition.edges.bind(params), tokens_of(shape), Context()
-        info = replace(info, target=info) if both else info
+        info = replace(info, others={"encoder": info}) if both else info
         embed = edges.embed_streams if both else edges.embed
         tokens = [batch["tokens"]] * (1 + both)
         layers = Layers(definition.blocks, Execution(model_layers(cfg)), ctx)

@@ -95,6 +95,43 @@ def test_nothing_may_differ_unasked(weights, tmp_path):
         assert trainer.state is None
 
 
+SOUNDS = [
+    "model.layer_pattern='S,[Q],GEG'",
+    "model.num_hidden_layers=5",
+    "model.audio={max_source_positions: 4, hidden_size: 16, intermediate_size: 16, "
+    "audio_token_id: 3}",
+    "checkpoint.init_changes=[towers]",
+]
+
+
+def equal_rows(a: np.ndarray, b: np.ndarray) -> None:
+    """Assert that two parameters are equal, without what pads a vocabulary."""
+    np.testing.assert_array_equal(a[:97], b[:97])
+
+
+def test_a_text_with_towers_starts_from_a_text_and_back(weights, tmp_path):
+    folder, given = weights
+    trainer = make_trainer(tmp_path / "mimo", *SOUNDS)
+    trainer.init()
+    drawn = jax.tree.map(np.asarray, trainer.params())
+    said = trainer.load_params(source_of(folder))
+    loaded = jax.tree.map(np.asarray, trainer.params())
+    towers = {"audio_mlp", "audio_projector", "frame_embedding"}
+    assert set(loaded) == set(given) | towers
+    for name, tree in loaded.items():
+        jax.tree.map(equal_rows, tree, (drawn if name in towers else given)[name])
+        assert (f"  {name}." in said) == (name in towers)
+    trainer.save()
+    trainer.store.wait()
+    back = make_trainer(tmp_path / "text", "checkpoint.init_changes=[towers]")
+    said = back.load_params(source_of(tmp_path / "mimo"))
+    assert all(f"\n  {name}: left out" in said for name in towers)
+    jax.tree.map(equal_rows, jax.tree.map(np.asarray, back.params()), given)
+    shorter = [*SOUNDS[2:], "model.layer_pattern='S,[Q],GE'", "model.num_hidden_layers=4"]
+    with pytest.raises(UserError, match="have 3 layers of a text, but .* has 2"):
+        make_trainer(tmp_path / "x", *shorter).load_params(source_of(folder))
+
+
 def test_layers_are_added_after_the_last_only(weights, tmp_path):
     folder, _ = weights
     changes = "checkpoint.init_changes=[num_hidden_layers]"

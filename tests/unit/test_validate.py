@@ -46,6 +46,11 @@ CLIP += [
     "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
     "num_attention_heads: 2}"
 ]
+SOUNDS = (
+    "model.audio={max_source_positions: 8, hidden_size: 32, intermediate_size: 48, "
+    "num_attention_heads: 2, audio_token_id: 9}"
+)
+BOTH = ["model.num_hidden_layers=5", "model.layer_pattern='V,[P],S,[Q],G'", SOUNDS]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
@@ -239,25 +244,9 @@ BROKEN = {
         "train.objective='next_token' reads tokens, but model.vision.patch_size=8",
     ),
     "towers_see_all_patches": ([*VIT, "model.layer_pattern=G"], "model.layer_pattern='G': an"),
-    "towers_stand_before_a_projector": (
-        [*LLAVA, "model.layer_pattern='V,[P],B,G'"],
-        "model.layer_pattern='V,[P],B,G': a text with images has layers V",
-    ),
-    "towers_have_sizes": (
-        [*LLAVA, "model.vision.intermediate_size=0"],
-        "model.vision.intermediate_size=0 is needed for V blocks",
-    ),
-    "towers_divide": (
-        [*LLAVA, "mesh.tp=4"],
-        "model.vision.num_attention_heads=2 is not divisible by mesh.tp=4",
-    ),
-    "texts_with_images_given": (
-        [*LLAVA, "data.mock=false", "data.text=x", "data.tokenizer=byte"],
-        "the data no images",
-    ),
-    "towers_lack": (
-        [*LLAVA, "model.residual_multiplier=0.5"],
-        "model.residual_multiplier=0.5 is not built beside V blocks",
+    "compared_towers_stand_apart": (
+        [*CLIP, "model.layer_pattern='V*2,G,U'"],
+        "model.layer_pattern='V*2,G,U': without P, layers of V stand before G alone or U alone",
     ),
     "compared_texts_are_plain": (
         [*CLIP, "model.tie_word_embeddings=true"],
@@ -280,6 +269,35 @@ BROKEN = {
     "channels_are_scaled": (
         [*VIT, "data.images.mean=[0.5, 0.5]"],
         "data.images.mean=[0.5, 0.5] does not fit model.vision.num_channels=3",
+    ),
+    "towers_stand_before_projectors": (
+        [*LLAVA, "model.layer_pattern='V,[P],B,G'"],
+        "model.layer_pattern='V,[P],B,G': a text with items has the layers of each tower",
+    ),
+    "towers_have_sizes": (
+        [*LLAVA, "model.vision.intermediate_size=0"],
+        "model.vision.intermediate_size=0 is needed for a tower",
+    ),
+    "towers_divide": (
+        [*LLAVA, "mesh.tp=4"],
+        "model.vision.num_attention_heads=2 is not divisible by mesh.tp=4",
+    ),
+    "towers_have_tokens_of_their_own": (
+        [*LLAVA, *BOTH],
+        "model.vision.image_token_id=9 and model.audio.audio_token_id=9 are the same",
+    ),
+    "texts_with_items_given": (
+        [*LLAVA, "data.mock=false", "data.text=x", "data.tokenizer=byte"],
+        "the data no items",
+    ),
+    "mock_rows_hold_an_item_of_each": (
+        [*LLAVA, *BOTH, "model.vision.image_token_id=8", "data.seq_length=20"],
+        "data.seq_length=20 is less than the 24 tokens of an item of each modality",
+    ),
+    "sounds_are_heard": ([*LLAVA, SOUNDS], "model.audio has no effect"),
+    "towers_lack": (
+        [*LLAVA, "model.residual_multiplier=0.5"],
+        "model.residual_multiplier=0.5 is not built beside towers",
     ),
     "next_token_is_hidden": (
         ["model.layer_pattern=B"],

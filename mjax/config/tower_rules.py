@@ -1,0 +1,124 @@
+"""The rules about texts with images and sounds: a part of the table of rules (`validate.py`)."""
+
+from collections.abc import Iterator
+
+from mjax.config.audio_schema import AudioConfig
+from mjax.config.pattern import BRANCHES, branches_of_model, modality_of, of_tower
+from mjax.config.rule import rule, rules_of, set_keys
+from mjax.config.schema import Config
+from mjax.config.tower_schema import TowerConfig
+
+# The sizes that a tower needs, besides those of all towers.
+_NEEDED = {"vision": "patch_size", "audio": "max_source_positions"}
+
+
+def towers_of(c: Config) -> Iterator[tuple[str, TowerConfig]]:
+    """Each modality of a model and its group."""
+    for modality in c.model.modalities:
+        yield modality, c.model.tower(modality)
+
+
+@rule("write it as 'V*23, [P], G*32', or with sounds as 'V*23, [P], S*32, [Q], G*32'")
+def towers_stand_before_projectors(c: Config) -> Iterator[str]:
+    kinds = c.model.layer_kinds
+    items = [kind for kind in kinds if modality_of(kind)]
+    if not items or c.model.is_dual_encoder:
+        return
+    last = max(place for place, kind in enumerate(kinds) if modality_of(kind))
+    text = branches_of_model(kinds[last + 1 :])
+    is_text = {BRANCHES[letter].mask for letter in text} == {"causal"}
+    in_order = last + 1 == len(items)
+    for modality in {modality_of(kind) for kind in items}:
+        towers = [of_tower(kind) for kind in items if modality_of(kind) == modality]
+        in_order &= len(towers) > 1 and towers == [True] * (len(towers) - 1) + [False]
+    of_items = [kind for kind in items if kind not in ("V", "[P]", "S", "[Q]")]
+    if of_items or not (in_order and is_text):
+        yield (
+            "`model.layer_pattern`: a text with items has the layers of each tower (V, S), one "
+            "projector behind them ([P], [Q]), and then causal layers"
+        )
+
+
+@rule("set it (docs/multimodal.md)")
+def towers_have_sizes(c: Config) -> Iterator[str]:
+    for modality, tower in towers_of(c):
+        token = f"{tower.item}_token_id"
+        for name in (_NEEDED[modality], "hidden_size", "intermediate_size"):
+            if getattr(tower, name) == 0:
+                yield f"`model.{modality}.{name}` is needed for a tower"
+        if tower.token_id is None and not c.model.is_dual_encoder:
+            yield f"`model.{modality}.{token}` is needed for a tower"
+
+
+@rule("change either")
+def towers_divide(c: Config) -> Iterator[str]:
+    tp, cp = c.mesh.tp, c.mesh.cp
+    for modality, tower in towers_of(c):
+        of, heads = f"model.{modality}", tower.num_attention_heads
+        if tower.hidden_size % heads:
+            yield f"`{of}.hidden_size` is not divisible by `{of}.num_attention_heads`"
+        if (tower.token_id or 0) >= c.model.vocab_size:
+            yield f"`{of}.{tower.item}_token_id` is outside `model.vocab_size`"
+        for name in ("num_attention_heads", "intermediate_size"):
+            if getattr(tower, name) % tp:
+                yield f"`{of}.{name}` is not divisible by `mesh.tp`"
+        if tower.row_length(c.item_size(modality)) % (tp if cp == 1 else 2 * cp * tp):
+            yield f"`{of}.length_multiple` is not divisible by `mesh.tp`, or with cp by 2 cp tp"
+        if "a2a" in c.mesh.cp_type and heads // tp % cp:
+            yield f"`{of}.num_attention_heads` over tp is not divisible by `mesh.cp` for a2a"
+    if c.model.modalities and c.model.hidden_size % tp and not c.model.is_dual_encoder:
+        yield "`model.hidden_size`, of a projector (P, Q), is not divisible by `mesh.tp`"
+
+
+@rule("give each a token of its own")
+def towers_have_tokens_of_their_own(c: Config) -> Iterator[str]:
+    ids = [tower.token_id for _, tower in towers_of(c)]
+    if len(set(ids)) < len(ids):
+        yield "`model.vision.image_token_id` and `model.audio.audio_token_id` are the same"
+
+
+@rule("set data.images.path to a file of JSON lines, and data.tokenizer")
+def texts_with_items_given(c: Config) -> Iterator[str]:
+    has_tokenizer = not (c.data.tokenizer or "train:").startswith("train:")
+    is_given = c.data.images.path is not None and has_tokenizer
+    if c.model.modalities and not c.data.mock and not is_given:
+        yield "`model.layer_pattern` has a tower, but the data no items or no `data.tokenizer`"
+
+
+@rule("raise it, or leave the mock data out")
+def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
+    needed = sum(tower.text_tokens(c.item_size(name)) for name, tower in towers_of(c))
+    if c.data.mock and needed > c.data.seq_length and not c.model.is_dual_encoder:
+        yield f"`data.seq_length` is less than the {needed} tokens of an item of each modality"
+
+
+@rule("write S layers and a Q, or leave it out")
+def sounds_are_heard(c: Config) -> Iterator[str]:
+    if "audio" in c.model.modalities:
+        return
+    if set_keys(c.model.audio, *AudioConfig.model_fields):
+        yield "model.audio has no effect with `model.layer_pattern`"
+    if c.checkpoint.init_audio is not None:
+        yield "`checkpoint.init_audio` has no effect with `model.layer_pattern`"
+
+
+@rule("set it back to its default")
+def towers_lack(c: Config) -> Iterator[str]:
+    model = c.model
+    if not model.modalities:
+        return
+    wanted = "contrastive" if model.is_dual_encoder else "next_token"
+    if c.train.objective != wanted:
+        yield f"`train.objective` is not {wanted}, which `model.layer_pattern` with a tower is for"
+    if not c.data.document_mask:
+        yield "`data.document_mask` keeps an item's padding out of sight"
+    for key in ("residual_multiplier", "layer_sizes"):
+        if set_keys(model, key):
+            yield f"`model.{key}` is not built beside towers"
+    if model.norm_placement == "post_residual":
+        yield "`model.norm_placement` is not built beside towers"
+    if model.position_embedding not in ("rope", "none") and not model.is_dual_encoder:
+        yield "`model.position_embedding` is not built beside towers"
+
+
+TOWER_RULES = rules_of(globals())

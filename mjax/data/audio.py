@@ -1,0 +1,81 @@
+"""Sounds as Whisper reads them: log-mel frames of waveforms (arXiv 2212.04356), in numpy.
+
+A frame is 10 ms of a waveform of 16 kHz: the energies of bands of the mel scale (Slaney's), as
+logarithms, none more than 8 below the largest of the sound. The numbers are those of transformers'
+`WhisperFeatureExtractor` (`tests/oracle/test_whisper.py`).
+"""
+
+import functools
+import io
+
+import numpy as np
+
+from mjax.data.images import ImageReader
+from mjax.errors import or_user_error
+
+RATE = 16_000  # samples a second
+HOP, WINDOW = 160, 400  # samples from frame to frame, and of one
+_LINEAR = 15  # mel at 1 kHz, up to which the scale is linear
+_STEP = np.log(6.4) / 27  # of the logarithm of a frequency above, a mel
+
+
+class SoundReader(ImageReader):
+    """Decodes the sounds of a run to log-mel frames; bad ones are those of an `ImageReader`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        audio = self.cfg.model.audio
+        return 2 * audio.max_source_positions, audio.num_mel_bins
+
+    def decode(self, encoded: bytes) -> np.ndarray:
+        """fp32 [F, M] of the bytes of a file, cut or filled up with silence."""
+        frames, bins = self.shape
+        return log_mel(decode_sound(encoded), bins, frames)
+
+
+def decode_sound(encoded: bytes) -> np.ndarray:
+    """fp32 [samples] of a file that libsndfile knows (WAV, FLAC, OGG, MP3), channels averaged.
+
+    Raises `ValueError` for what is no such file, or of another rate than 16 kHz.
+    """
+    with or_user_error("sounds need {reason}; install mjax[audio]", ImportError):
+        import soundfile
+
+    try:
+        samples, rate = soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
+    except soundfile.SoundFileError as e:
+        raise ValueError(str(e)) from e
+    if rate != RATE:
+        raise ValueError(f"{rate} samples a second; resample it to {RATE}")
+    return samples.mean(1)
+
+
+def log_mel(samples: np.ndarray, bins: int, frames: int) -> np.ndarray:
+    """fp32 [frames, bins] of a waveform, cut or filled up with silence to so many frames."""
+    samples = np.asarray(samples[: frames * HOP], np.float64)
+    samples = np.pad(samples, (0, frames * HOP - len(samples)))
+    samples = np.pad(samples, WINDOW // 2, mode="reflect")
+    places = HOP * np.arange(frames)[:, None] + np.arange(WINDOW)
+    window = np.hanning(WINDOW + 1)[:-1]
+    power = np.abs(np.fft.rfft(samples[places] * window, axis=1)) ** 2
+    logs = np.log10(np.maximum(power @ mel_bands(bins), 1e-10))
+    logs = np.maximum(logs, logs.max() - 8)
+    return ((logs + 4) / 4).astype(np.float32)
+
+
+@functools.cache
+def mel_bands(bins: int) -> np.ndarray:
+    """float64 [WINDOW / 2 + 1, bins]: triangles of equal area over frequencies up to 8 kHz."""
+    top = _LINEAR + np.log(RATE / 2 / 1000) / _STEP
+    edges = _frequencies(np.linspace(0, top, bins + 2))
+    ramps = edges[None, :] - np.linspace(0, RATE / 2, WINDOW // 2 + 1)[:, None]
+    widths = np.diff(edges)
+    rising = -ramps[:, :-2] / widths[:-1]
+    falling = ramps[:, 2:] / widths[1:]
+    return np.maximum(0, np.minimum(rising, falling)) * 2 / (edges[2:] - edges[:-2])
+
+
+def _frequencies(mels: np.ndarray) -> np.ndarray:
+    """The frequencies in Hz of places on Slaney's mel scale."""
+    above = 1000 * np.exp(_STEP * (mels - _LINEAR))
+    return np.where(mels < _LINEAR, mels * (1000 / _LINEAR), above)
