@@ -246,7 +246,7 @@ class Decoder(nnx.Module):
         return self.joint_embedding.logits(images, texts)
 
     def embedded_images(self, x: Streams, info: Tokens, ctx: Context) -> jax.Array:
-        """Unit vectors of images, fp32 [B, P], equal over cp and tp; x is the last layer's output."""
+        """Unit vectors of images, fp32 [B, P], equal over cp and tp; x leaves the last layer."""
         images = x.activations["vision"]
         return self.joint_embedding.images(self.image_pooler(images, info.of("vision"), ctx))
 

@@ -41,6 +41,7 @@ SAMPLE = [
     ("retro", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
     ("vit", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
     ("llava", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
+    ("mimo", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
     ("clip", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 1, cp_type="all_gather")),
     ("siglip", Cell({"ep": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a")),
     ("mamba", Cell({"cp": 8}, 1, 1)),
