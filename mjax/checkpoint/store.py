@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -59,6 +60,12 @@ class SaveFailed(UserError):
     def __init__(self, step: int, cause: BaseException, line: str) -> None:
         super().__init__(line)
         self.step, self.cause = step, cause
+
+
+class _Saved(NamedTuple):
+    """A step on disk, as the policies of retention look at it."""
+
+    step: int
 
 
 class Store:
@@ -297,6 +304,21 @@ class Store:
         with contextlib.suppress(OSError):
             for torso in list(self.directory.glob(f"*{digest.TEMPORARY}*")):
                 shutil.rmtree(torso, ignore_errors=True)
+
+    def apply_retention(self) -> None:
+        """Remove the steps that the last save would have removed, had its process lived.
+
+        Only for who holds the folder's lock. The next save does it, too; this is for when none
+        comes.
+        """
+        saved = [_Saved(step) for step in sorted(self._manager.all_steps())]
+        stay = self._retention.should_preserve(saved, context=None)
+        with contextlib.suppress(OSError):
+            for (step,), stays in zip(saved, stay, strict=True):
+                if not stays:
+                    outdated = self.directory / f"{step}-{OUTDATED}"
+                    (self.directory / str(step)).rename(outdated)
+        self.remove_remains()
 
     def _prepare(self, step: int) -> None:
         """The folder is there and can be written."""

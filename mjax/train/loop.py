@@ -136,7 +136,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
             step = trainer.step_number
             log.say(f"nothing left to train: step {step} of {last}; raise train.steps")
             if jax.process_index() == 0:
-                trainer.store.remove_remains()  # of a run that was killed as it ended
+                trainer.store.apply_retention()  # of a run that was killed as it ended
             return
         held_out = None if held_out_data is None else HeldOut(trainer, held_out_data)
         run = start_run(trainer, lock, log, held_out, last)

@@ -84,6 +84,19 @@ def test_retention_keeps_the_newest_and_every_nth(tmp_path):
     assert_same(saves.restore(abstract(make_state()), 20), make_state(20))
 
 
+def test_what_a_killed_save_has_not_removed_goes_where_no_save_comes(tmp_path):
+    whole = store(tmp_path, keep=4)
+    for step in (20, 30, 40, 50):
+        whole.save(step, make_state(step))
+    whole.wait()
+    (tmp_path / "torn.orbax-checkpoint-tmp").mkdir()
+    again = store(tmp_path, keep=2, keep_every=20)
+    assert_same(again.restore(abstract(make_state())), make_state(50))
+    again.apply_retention()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["20", "40", "50"]
+    assert_same(again.restore(abstract(make_state())), make_state(50))
+
+
 def test_a_failed_background_save_raises_at_the_next_call(tmp_path):
     saves = store(tmp_path)
     saves.save(1, make_state(1))
