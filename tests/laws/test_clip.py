@@ -80,7 +80,6 @@ def longhand(trainer, batch: dict, params: dict) -> jax.Array:
             ("siglip", Cell({"cp": 2, "tp": 2, "dp": 2}, 1, cp_type="a2a")),
         ],
         0,
-        1,
     ),
 )
 def test_loss_and_gradients_are_those_of_all_pairs_on_one_device(feature, cell, monkeypatch):

@@ -16,7 +16,7 @@ from mjax.plan.kept import kept
 from mjax.prove import SMALL, Cell, compare, holds, make_trainer
 from mjax.prove.features import DELTANET
 from tests.laws.test_mamba import packed_and_apart
-from tests.marks import quick
+from tests.marks import quick, slow
 
 LAYERS = ["model.layer_pattern='deltanet+mlp, full'", *DELTANET]
 LAYERS += ["model.attention.attention_output_gate=true"]
@@ -36,6 +36,7 @@ def long_memory(monkeypatch):
     monkeypatch.setattr(deltanet, "initial_decays", slow_decays)
 
 
+@slow
 def test_a_packed_row_equals_its_documents_apart(long_memory):
     got, wanted = packed_and_apart(model_of(*LAYERS))
     for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

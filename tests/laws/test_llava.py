@@ -188,6 +188,7 @@ def test_a_line_that_is_no_sample_is_named(line, said, tmp_path):
         ImageTextDataset(tmp_path / "x.jsonl", "train", [1.0, 0, 0], 1, cfg, load_tokenizer("byte"))
 
 
+@slow
 def test_a_run_is_continued_by_generate_with_items(data, tmp_path, monkeypatch, capsys):
     from mjax.train.__main__ import main as train
 

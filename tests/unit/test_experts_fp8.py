@@ -67,8 +67,7 @@ def far(a, e) -> float:
     return float(np.linalg.norm(a - e) / np.linalg.norm(e))
 
 
-@pytest.mark.parametrize("held", [E, 2])
-@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("delayed, held", [(True, 2), (False, E)])
 def test_they_are_near_and_one_function_is_two(delayed, held):
     """Held experts are all, or half, so that rows of no expert are left over."""
     expert, recipe = Expert("silu", True), Recipe(delayed)

@@ -109,6 +109,7 @@ def test_the_process_above_could_not_have_used_mjax(tmp_path):
     assert "ImportError: mjax is blocked" in run(tmp_path).stderr
 
 
+@slow
 def test_every_bucket_gives_the_same_and_rows_beyond_it_follow(made, expected):
     artifact = Artifact(made[0])
     assert [artifact.generate([p], 20)[0] for p in PROMPTS] == expected  # 1x20 and 1x40

@@ -10,7 +10,7 @@ from mjax.errors import UserError
 from mjax.pretrained import source_of
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
-from tests.marks import quick
+from tests.marks import quick, slow
 
 BASE = """data.mock=true data.seq_length=16 model.vocab_size=97 model.hidden_size=32
     model.attention.num_attention_heads=4 model.intermediate_size=48 model.num_hidden_layers=3
@@ -109,6 +109,7 @@ def equal_rows(a: np.ndarray, b: np.ndarray) -> None:
     np.testing.assert_array_equal(a[:97], b[:97])
 
 
+@slow
 def test_a_text_with_towers_starts_from_a_text_and_back(weights, tmp_path):
     folder, given = weights
     trainer = make_trainer(tmp_path / "mimo", *SOUNDS)

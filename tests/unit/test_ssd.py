@@ -165,6 +165,7 @@ def test_a_packed_row_equals_its_documents_apart():
     near(got[1], wanted[1], 2e-6)
 
 
+@slow
 def test_the_state_passes_from_call_to_call(fp64):
     """In parts of a sequence, a token at a time, and where a part is summed up by itself."""
     inputs, starts, initial = draw(30, 4, 2)
