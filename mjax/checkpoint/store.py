@@ -308,11 +308,13 @@ class Store:
     def apply_retention(self) -> None:
         """Remove the steps that the last save would have removed, had its process lived.
 
-        Only for who holds the folder's lock. The next save does it, too; this is for when none
-        comes.
+        All processes of the job that holds the folder's lock call it: they read the records of
+        steps together. The next save does it, too; this is for when none comes.
         """
         saved = [_Saved(step) for step in sorted(self._manager.all_steps())]
         stay = self._retention.should_preserve(saved, context=None)
+        if jax.process_index() != 0:
+            return
         with contextlib.suppress(OSError):
             for (step,), stays in zip(saved, stay, strict=True):
                 if not stays:

@@ -135,8 +135,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
         if trainer.step_number >= last:
             step = trainer.step_number
             log.say(f"nothing left to train: step {step} of {last}; raise train.steps")
-            if jax.process_index() == 0:
-                trainer.store.apply_retention()  # of a run that was killed as it ended
+            trainer.store.apply_retention()  # of a run that was killed as it ended
             return
         held_out = None if held_out_data is None else HeldOut(trainer, held_out_data)
         run = start_run(trainer, lock, log, held_out, last)
