@@ -316,10 +316,11 @@ class Store:
         if jax.process_index() != 0:
             return
         with contextlib.suppress(OSError):
+            outdated = self.directory / OUTDATED
+            outdated.mkdir(exist_ok=True)
             for (step,), stays in zip(saved, stay, strict=True):
                 if not stays:
-                    outdated = self.directory / f"{step}-{OUTDATED}"
-                    (self.directory / str(step)).rename(outdated)
+                    (self.directory / str(step)).rename(outdated / str(step))
         self.remove_remains()
 
     def _prepare(self, step: int) -> None:
