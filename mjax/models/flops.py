@@ -30,7 +30,6 @@ from mjax.sharding.spec import ParamSpec, freeze, is_spec
 
 # Roles of the parameters that every token is multiplied with, besides the head.
 _MULTIPLIED = ("matrix", "router")
-_OF_IMAGES = ("image_pooler",)  # what is multiplied with each of their tokens, besides a tower
 _OF_SOURCE = ("cross_kv", "projector_up", "projector_down")  # matmuls of what a stream reads
 _AFTER_LAYERS = ("final_norm", "head", "masked_head", "classifier", "joint_embedding")
 
@@ -148,17 +147,20 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
 def _tower_parts(model: ModelConfig, modality: str) -> set[str]:
     """The names of what embeds and encodes a modality."""
     stacks = {stack_of(kind) for kind in model.layer_kinds if stream_of(kind) == modality}
-    pooler = _OF_IMAGES if model.is_dual_encoder else ()
-    return {*stacks, MODALITIES[modality].embedding, *pooler}
+    return stacks | _tower_edges(model, modality)
+
+
+def _tower_edges(model: ModelConfig, modality: str) -> set[str]:
+    """The names of what is multiplied with each token of a modality, besides layers."""
+    pooler = {"image_pooler"} if model.is_dual_encoder else set()
+    return {MODALITIES[modality].embedding} | pooler
 
 
 def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: dict[str, Side]) -> float:
     """The tokens that a weight is multiplied with for each that is counted; a mean over layers."""
     for modality in model.modalities:
-        if stack == MODALITIES[modality].embedding:
+        if stack in _tower_edges(model, modality):
             return sides[modality].share
-    if stack in _OF_IMAGES:
-        return sides["vision"].share
     side = stream_read_by if spec.matmul in _OF_SOURCE else stream_of
     kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]
     shares = [sides[side(kind)].share for kind in kinds]
