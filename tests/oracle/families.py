@@ -1,5 +1,9 @@
 """Tiny random Hugging Face models of every family, with odd sizes."""
 
+from pathlib import Path
+
+import jax
+import numpy as np
 import torch
 import transformers
 
@@ -275,6 +279,29 @@ def add_to_vectors(model: torch.nn.Module) -> torch.nn.Module:
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def save_gradients(
+    model: torch.nn.Module, like: torch.nn.Module, folder: Path, may_lack: bool = False
+) -> Path:
+    """Save the gradients of `model` as the weights of `like`, a model of its kind.
+
+    So they go through the import that weights go through. With `may_lack`, what has no gradient is
+    saved as zeros.
+    """
+    with torch.no_grad():
+        for p, q in zip(like.parameters(), model.parameters(), strict=True):
+            p.copy_(torch.zeros_like(p) if may_lack and q.grad is None else q.grad)
+    like.save_pretrained(folder)
+    return folder
+
+
+def assert_gradients_near(found: dict, wanted: dict, least: float = 0.0) -> None:
+    """Each leaf within 1e-4 of the largest entry that is wanted, or of `least` if that is more."""
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    for (path, got), want in zip(leaves, jax.tree.leaves(wanted), strict=True):
+        bound = 1e-4 * max(np.abs(want).max(), least)
+        np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=str(path))
 
 
 def make(name: str) -> torch.nn.Module:

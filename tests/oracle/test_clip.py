@@ -12,7 +12,7 @@ from mjax.checkpoint.families import config_from_hf
 from mjax.convert import main as convert
 from mjax.errors import UserError
 from mjax.pretrained import from_pretrained
-from tests.oracle.families import add_to_vectors
+from tests.oracle.families import add_to_vectors, assert_gradients_near, save_gradients
 
 END, LENGTH, ROWS = 80, 12, 3
 TEXT = dict(
@@ -118,17 +118,8 @@ def test_loss_and_gradients(hf, tmp_path):
     expected = theirs(**given(ids, images), return_loss=True)
     expected.loss.backward()
     np.testing.assert_allclose(total, expected.loss.item(), rtol=1e-5)
-    of_gradients = make(kind)
-    with torch.no_grad():  # gradients go through the same import, as a checkpoint of their own
-        for p, q in zip(of_gradients.parameters(), theirs.parameters(), strict=True):
-            p.copy_(q.grad)
-    of_gradients.save_pretrained(tmp_path / "grads")
-    wanted = from_pretrained(tmp_path / "grads").params
-    for (path, got), want in zip(
-        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True
-    ):
-        bound = 1e-4 * np.abs(want).max()
-        np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=str(path))
+    wanted = from_pretrained(save_gradients(theirs, make(kind), tmp_path / "grads")).params
+    assert_gradients_near(grads, wanted)
 
 
 def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
