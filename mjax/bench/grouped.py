@@ -1,4 +1,5 @@
-"""Grouped matmuls to time: forward, both gradients, and a loop of matmuls beside each.
+"""Grouped matmuls to time: forward, both gradients, and a loop of matmuls beside each; those of
+8 bits beside those of bf16.
 
 Sizes of groups are skewed as routers' are: each group is as popular as the exponential of half a
 normal number, and rows choose by it (of 128 groups the largest has about 3 times the mean). The
@@ -14,7 +15,14 @@ import numpy as np
 
 from mjax.bench.work import Work, draw
 from mjax.kernels import chooser
-from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed, grouped_weight_gradient
+from mjax.kernels.gate import E4M3, E5M2
+from mjax.kernels.grouped import (
+    grouped_matmul,
+    grouped_matmul8,
+    grouped_matmul_transposed,
+    grouped_weight_gradient,
+    grouped_weight_gradient8,
+)
 
 
 def skewed_sizes(rows: int, groups: int) -> np.ndarray:
@@ -35,13 +43,54 @@ def grouped_matmuls(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
         "d_weight": (grouped_weight_gradient, (x, g, counts)),
         "d_weight added": (grouped_weight_gradient, (x, g, counts, total)),
     }
-    implementation = "mosaic" if chooser.this_device().hopper else "auto"
+    implementation = fastest()
     loops = loops_of_matmuls(sizes)
     for name, (product, inputs) in products.items():
         facts = {"inputs": inputs, "flops": 2.0 * m * k * n, "kept": len(inputs) == 4}
         run = functools.partial(product, implementation=implementation)
         yield Work(name, run, expected=loops[name], **facts)
         yield Work(f"reference {name}", loops[name], **facts)
+
+
+def grouped_matmuls8(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
+    """The same products of operands in 8 bits, by the kernels for Hopper GPUs where this is one.
+
+    Beside each is that of bf16. Operands of 8 bits lie as `grouped_matmul8` wants them.
+    """
+    x, w, g = draw((m, k)), draw((groups, k, n), 1), draw((m, n), 2)
+    x8, w8, g8 = x.astype(E4M3), w.astype(E4M3), g.astype(E5M2)
+    total, counts = draw((groups, k, n), 3, "float32"), jnp.asarray(skewed_sizes(m, groups))
+    own = {"implementation": fastest()}
+    rows8 = functools.partial(grouped_matmul8, dtype=x.dtype, **own)
+    gradient8 = functools.partial(grouped_weight_gradient8, dtype=x.dtype, **own)
+
+    def added8(x, g, counts, scale, total):
+        return gradient8(x, g, counts, scale, total=total)
+
+    facts = counts, jnp.float32(1)
+    turned = jnp.copy(x8.T), jnp.copy(g8.T), *facts
+    products8 = {
+        "forward": (rows8, (x8, jnp.swapaxes(w8, 1, 2), *facts)),
+        "d_input": (functools.partial(rows8, precise=True), (g8, w8, *facts)),
+        "d_weight": (gradient8, turned),
+        "d_weight added": (added8, (*turned, total)),
+    }
+    products = {
+        "forward": (grouped_matmul, (x, w, counts)),
+        "d_input": (grouped_matmul_transposed, (g, w, counts)),
+        "d_weight": (grouped_weight_gradient, (x, g, counts)),
+        "d_weight added": (grouped_weight_gradient, (x, g, counts, total)),
+    }
+    for name, (product8, inputs8) in products8.items():
+        rest = {"flops": 2.0 * m * k * n, "kept": name == "d_weight added"}
+        product, inputs = products[name]
+        yield Work(name, product8, inputs8, **rest)
+        yield Work(f"reference {name}", functools.partial(product, **own), inputs, **rest)
+
+
+def fastest() -> str:
+    """The implementation to time."""
+    return "mosaic" if chooser.this_device().hopper else "auto"
 
 
 def loops_of_matmuls(sizes: np.ndarray) -> dict[str, Callable]:

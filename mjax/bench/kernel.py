@@ -1,4 +1,4 @@
-"""`python -m mjax.bench kernel attention|loss|norm|matmul|grouped|ssd|all`: one kernel at a time.
+"""`python -m mjax.bench kernel NAME|all`: one kernel at a time, or all.
 
 Forward and backward of each on random inputs, in milliseconds and in TFLOP/s or GB/s, as a share of
 what this device reaches in the same run: its fastest large matmul, or a copy that is read and
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.bench.grouped import grouped_matmuls
+from mjax.bench.grouped import grouped_matmuls, grouped_matmuls8
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.ssd import scans
 from mjax.bench.work import Work, draw, pulled
@@ -48,6 +48,10 @@ SHAPES = {
         "rows,groups,inputs,outputs",
         ((16384, 8, 4096, 14336), (16384, 8, 14336, 4096), (65536, 64, 2048, 1408))
         + ((65536, 64, 1408, 2048), (65536, 128, 2048, 768), (65536, 128, 768, 2048)),
+    ),
+    "grouped8": (
+        "rows,groups,inputs,outputs",
+        ((16384, 8, 4096, 14336), (16384, 8, 14336, 4096), (65536, 64, 2048, 1408)),
     ),
     "ssd": ("batch,seq,heads,groups,head_dim,state", ((8, 4096, 80, 8, 64, 128),)),
 }
@@ -85,7 +89,7 @@ def measure(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[
         roof[kind] = getattr(work, kind) / record["ms"]
         yield record
     make = {"attention": attentions, "loss": losses, "norm": norms, "matmul": matmuls}
-    make |= {"grouped": grouped_matmuls, "ssd": scans}
+    make |= {"grouped": grouped_matmuls, "grouped8": grouped_matmuls8, "ssd": scans}
     for kernel, all_shapes in shapes.items():
         for shape in all_shapes:
             done = {}
