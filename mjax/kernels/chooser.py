@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from mjax.kernels.attention_call import AttentionCall
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
-GATES = ("silu", "gelu_tanh", "gelu")
+GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
 
 FEWEST = {  # elements of the widest input: with less, nothing is won
     "norm": 2**20,
@@ -308,6 +308,11 @@ def _gated_delta(x: Inputs, *, width: int, chunk: int) -> Choice:
     return _on_gpu(x.device, "a program walks the chunks of a head with its state")
 
 
+def _adam_row(x: Inputs) -> Choice:
+    """Of a layer's gradient, where the optimizer updates rows of stacks."""
+    return _on_gpu(x.device, "a row is updated where it lies")
+
+
 def _causal_conv(x: Inputs, *, taps: int) -> Choice:
     """Of x [B, S, ...] with any channels."""
     if taps != CONV_TAPS:
@@ -316,6 +321,7 @@ def _causal_conv(x: Inputs, *, taps: int) -> Choice:
 
 
 RULES = {
+    "adam_row": _adam_row,
     "attention": _attention,
     "causal_conv": _causal_conv,
     "experts": _experts,

@@ -223,6 +223,9 @@ def _share(name, x):
     if name == "silu":
         s = lax.logistic(x)
         return s, s * (1 - s)
+    if name == "quick_gelu":
+        s = lax.logistic(1.702 * x)
+        return s, 1.702 * s * (1 - s)
     outer, cube = 2 * math.sqrt(2 / math.pi), 0.044715  # (1 + tanh(y)) / 2 = sigmoid(2 * y)
     s = lax.logistic(outer * (x + cube * x * x * x))
     return s, outer * (1 + 3 * cube * x * x) * s * (1 - s)

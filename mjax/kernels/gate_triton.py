@@ -310,6 +310,10 @@ def _share(x, ACT: tl.constexpr):
     elif ACT == "silu":
         s = sigmoid(x)
         return s, s * (1 - s)
+    elif ACT == "quick_gelu":
+        steep: tl.constexpr = 1.702
+        s = sigmoid(steep * x)
+        return s, steep * s * (1 - s)
     else:
         tl.static_assert(ACT == "gelu_tanh")
         cube: tl.constexpr = 0.044715

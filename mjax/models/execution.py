@@ -46,6 +46,8 @@ class Execution:
     gather: when weights that ZeRO stores in shards are made whole: once a step, or by each layer.
     reduce: when gradients are reduce-scattered to those shards: once a step, after every
         micro-batch, or by each layer's backward.
+    gradients_apart: whether layers' gradients of matmul weights stay arrays of their own, of which
+        the optimizer updates rows of stacks.
     sums_in_matmuls: whether matmuls add their weights' gradients to the running sums.
     overlap: whether a layer's exchanges run under other layers' matmuls. Only matmul weights are
         then gathered and reduced by each layer, all others once a step.
@@ -63,6 +65,7 @@ class Execution:
     micro_batches: int = 1
     gather: Literal["step", "layer"] = "step"
     reduce: Literal["step", "micro_batch", "layer"] = "step"
+    gradients_apart: bool = False
     sums_in_matmuls: bool = False
     overlap: bool = False
     recipe: Recipe | None = None
@@ -74,6 +77,7 @@ class Execution:
     def __post_init__(self) -> None:
         several, in_step = self.micro_batches > 1, self.gather == self.reduce == "step"
         assert not self.apart or not (self.loops or self.pipelined)
+        assert not self.gradients_apart or self.apart
         assert not self.sums_in_matmuls or (self.apart and several and in_step)
         assert not self.overlap or (self.gather == self.reduce == "layer" and not several)
         assert self.reduce != "micro_batch" or (several and not self.pipelined)

@@ -199,7 +199,8 @@ def store_gradients(
 ) -> tuple[dict, dict]:
     """(gradients as stored, maxima that matmuls in FP8 saw on this device).
 
-    Gradients of trained parameters are stacks in the dtype of sums, reduced over all devices. The
+    Gradients of trained parameters are stacks in the dtype of sums, reduced over all devices; with
+    `gradients_apart` those of matmul weights are lists of layers, in dtypes of their own. The
     maxima are fp32 {stack: {matmul: [L, 3]}}.
     """
 
@@ -223,8 +224,8 @@ def store_gradients(
 
 def _store_gradient(
     where: ParamPlacement, cotangent: WeightOrArray | list[Weight], execution: Execution
-) -> jax.Array:
-    """The gradient of one parameter, stacked and scattered, in the dtype of sums."""
+) -> jax.Array | list[jax.Array]:
+    """The gradient of one parameter, scattered: a stack in the dtype of sums, or layers."""
     dtype = jnp.dtype(execution.accumulate)
     is_shard = where.stored == where.weight or execution.reduce == "micro_batch"
     is_shard |= execution.exchanged_in_layer(where)
@@ -234,7 +235,10 @@ def _store_gradient(
         return gradient if is_shard else where.scatter(gradient, dtype)
 
     if isinstance(cotangent, list):
-        gradient = stack_in_place([scatter(where.layer, layer) for layer in cotangent])
+        layers = [scatter(where.layer, layer) for layer in cotangent]
+        if execution.gradients_apart:
+            return layers
+        gradient = stack_in_place(layers)
     else:
         gradient = scatter(where, cotangent)
     if where.spec.is_stacked and (execution.apart or execution.micro_batches == 1):

@@ -30,6 +30,18 @@ def stack_in_place(layers: Sequence[jax.Array]) -> jax.Array:
     return stack
 
 
+def stacked(gradients: dict, dtype: str) -> dict:
+    """A tree of stacks and lists of layers, all as stacks in `dtype`."""
+
+    def stack(gradient: jax.Array | list[jax.Array]) -> jax.Array:
+        made = gradient
+        if isinstance(gradient, list):
+            made = stack_in_place(gradient)
+        return made.astype(dtype)
+
+    return jax.tree.map(stack, gradients, is_leaf=_is_list)
+
+
 def layers_of_stack(weights: dict | list[dict]) -> list[dict]:
     """The weights of each layer of a stack, whose matmul weights are lists and the rest stacks."""
     if isinstance(weights, list):

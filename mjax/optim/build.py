@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.model_schema import EXPERTS_GROUP
 from mjax.config.schema import OptimizerConfig
-from mjax.optim.adam import adam_direction, adam_moments
+from mjax.kernels.adam import Betas, Numbers, adam_direction, adam_moments, update_row
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
 from mjax.optim.offload import update_in_slices
 from mjax.optim.rounding import Name, Offsets, element_offsets, random_bits, round_to_bf16
@@ -166,6 +166,25 @@ class ParameterUpdate:
         direction = adam_direction(mu, nu, self.count, cfg.b1, cfg.b2, cfg.eps)
         return self._moved(rows, direction), self._kept(rows, ("mu", "nu"), (mu, nu))
 
+    def adam_stacks(
+        self, grads: Sequence[jax.Array], param: jax.Array, moments: Moments
+    ) -> Updated:
+        """AdamW of stacks [L, ...], by the gradients of their layers [...]."""
+        cfg = self.cfg
+        decays = self.spec.role in cfg.weight_decay_roles
+        numbers = Numbers(
+            lr=self.lr * lr_multiplier(cfg, self.spec),
+            decay=self.weight_decay if decays else jnp.float32(0),
+            scale=jnp.asarray(self.scale),
+            count=self.count,
+            keep=jnp.asarray(self.keep),
+        )
+        betas = Betas(cfg.b1, cfg.b2, cfg.eps)
+        stacks = param, *moments
+        for row, grad in enumerate(grads):
+            stacks = update_row(stacks, grad, row, numbers, betas)
+        return stacks[0], stacks[1:]
+
     def transformed_rows(
         self, transformation: Transformation, numbers: dict[str, jax.Array], rows: Rows
     ) -> Updated:
@@ -272,7 +291,10 @@ class Optimizer:
         scale: jax.Array | float = 1.0,
         keep: jax.Array | bool = True,
     ) -> tuple[dict, dict]:
-        """(params, state) after a step; the arguments that are scalars are as `ParameterUpdate`."""
+        """(params, state) after a step; the arguments that are scalars are as `ParameterUpdate`.
+
+        For AdamW a list of gradients of layers may take the place of that of a stack.
+        """
         count = state["count"] + 1
         grads, params = flatten_dict(grads), flatten_dict(params)
         kept = {part: flatten_dict(tree) for part, tree in moment_trees(state).items()}
@@ -282,16 +304,12 @@ class Optimizer:
             )
             names = [moment.name for moment in moments_of(self.cfg, spec.role)]
             moments = tuple(kept[moment][name] for moment in names)
-            offsets = self._offsets(name, spec, params[name].shape)
-            rows = Rows(grads[name], params[name], moments, offsets)
-            if uses_muon(self.cfg, spec.role):
-                params[name], moments = one.muon(rows, self.gather, self.shard)
+            if isinstance(grads[name], list):
+                params[name], moments = one.adam_stacks(grads[name], params[name], moments)
             else:
-                update_rows = one.adam_rows
-                if self.transformation is not None:
-                    numbers = state.get("numbers", {})
-                    update_rows = partial(one.transformed_rows, self.transformation, numbers)
-                params[name], moments = one.elementwise(update_rows, rows)
+                offsets = self._offsets(name, spec, params[name].shape)
+                rows = Rows(grads[name], params[name], moments, offsets)
+                params[name], moments = self._updated(one, rows, state.get("numbers", {}))
             for moment, value in zip(names, moments, strict=True):
                 kept[moment][name] = value
         new = {"count": count}
@@ -299,6 +317,15 @@ class Optimizer:
             new["numbers"] = self.transformation.next_numbers(state["numbers"])
         new = jax.tree.map(partial(jnp.where, keep), new, {part: state[part] for part in new})
         return unflatten_dict(params), new | {part: unflatten_dict(of) for part, of in kept.items()}
+
+    def _updated(self, one: ParameterUpdate, rows: Rows, numbers: dict[str, jax.Array]) -> Updated:
+        """A parameter and its moments, updated; `numbers` are those of a transformation."""
+        if uses_muon(self.cfg, one.spec.role):
+            return one.muon(rows, self.gather, self.shard)
+        if self.transformation is None:
+            return one.elementwise(one.adam_rows, rows)
+        update_rows = partial(one.transformed_rows, self.transformation, numbers)
+        return one.elementwise(update_rows, rows)
 
     def _offsets(self, name: Name, spec: ParamSpec, shape: tuple[int, ...]) -> Offsets:
         """The numbers of a parameter's local entries; `shape` is that of its shard."""

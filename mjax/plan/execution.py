@@ -6,8 +6,7 @@ result (`models/execution.py`) and derive nothing themselves.
 
 |                                  | one micro-batch               | several                    |
 |----------------------------------|-------------------------------|----------------------------|
-| ZeRO-0, or one device            | gradients stacked as they     | sums in the matmuls        |
-|                                  | come                          |                            |
+| ZeRO-0, or one device            | gradients as they come        | sums in the matmuls        |
 | ZeRO-1                           | and, if layers keep all,      | sums in the matmuls,       |
 |                                  | exchanges under other layers' | exchanges once a step      |
 |                                  | matmuls                       |                            |
@@ -15,6 +14,9 @@ result (`models/execution.py`) and derive nothing themselves.
 | ZeRO-3                           | gathered and reduced by each layer                         |
 | in a loop (CPUs, `train.unroll`) | stacks; sums are added after a micro-batch                 |
 | pipeline                         | stacks; sums are added slot by slot                        |
+
+Without a loop AdamW takes the gradients of a layer as they are (`gradients_apart`), where our
+kernel updates rows of stacks. Otherwise they are put into stacks first.
 """
 
 import logging
@@ -39,11 +41,13 @@ log = logging.getLogger(__name__)
 class DeviceFacts:
     """The facts of devices that matter. The default is a host of GPUs that copy to each other.
 
+    updates_rows: whether AdamW can update rows of stacks in place.
     copies_permutes, copies_exchanges: whether the compiler can make permutes, and all-to-alls,
     copies from GPU to GPU that take no multiprocessor from matmuls.
     """
 
     on_cpu: bool = False
+    updates_rows: bool = True
     copies_permutes: bool = True
     copies_exchanges: bool = True
 
@@ -82,6 +86,7 @@ def decide_execution(
         micro_batches=micro_batches,
         gather=gather,
         reduce=reduce,
+        gradients_apart=apart and devices.updates_rows and _updates_rows(cfg),
         sums_in_matmuls=apart and micro_batches > 1 and gather == reduce == "step",
         overlap=overlap,
         recipe=recipe,
@@ -103,6 +108,7 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
         apart=False,
         gather="layer" if cfg.mesh.zero == 3 and _is_cut(cfg, sizes) else "step",
         reduce="step",
+        gradients_apart=False,
         sums_in_matmuls=False,
         overlap=False,
         offload=(),
@@ -188,6 +194,13 @@ def _unroll(cfg: Config, devices: DeviceFacts) -> int:
     return 1 if devices.on_cpu or cfg.train.offload else 0
 
 
+def _updates_rows(cfg: Config) -> bool:
+    """Whether the optimizer is one that `kernels/adam.py` computes; fp16 unscales stacks."""
+    optimizer = cfg.optimizer
+    plain = optimizer.offload is not True and not optimizer.stochastic_rounding
+    return optimizer.name == "adamw" and plain and cfg.precision.compute != "float16"
+
+
 def _is_cut(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether ZeRO stores parameters in finer shards than matmuls read."""
     shards = sizes["dp"] * sizes["ep"] * sizes["cp"]
@@ -243,6 +256,8 @@ def execution_lines(execution: Execution) -> list[str]:
         sums = "gradients of the only micro-batch, no sums"
     else:
         sums = "added by the matmuls" if e.sums_in_matmuls else "added after each micro-batch"
+    if e.gradients_apart:
+        sums += "; AdamW updates rows of stacks"
     if e.overlap:
         gathered += ", under other layers' matmuls"
     lines = [

@@ -91,7 +91,10 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         chunk = min(width, delta.linear_chunk_size)
         of_chunk = {"width": delta.linear_key_head_dim, "chunk": chunk}
         choices["gated delta"] = choose("gated_delta", dtype, read, **of_chunk)
-    recipe = decide_execution(cfg, sizes).recipe
+    execution = decide_execution(cfg, sizes)
+    if execution.gradients_apart:
+        choices["adam row"] = choose("adam_row", cfg.precision.grad_accum, ())
+    recipe = execution.recipe
     if recipe is not None:
         gradient = tokens, up[-1]
         choices["quantize"] = choose(

@@ -180,8 +180,8 @@ def _parameter_bytes(
     Gradients of a pipeline's chunk exist once more where a slot chooses what it does. With one
     micro-batch, gradients wait in the dtype of weights where nothing but shards is made of them,
     and weights that nothing gathers are cast where they are used. With several, the matmuls of
-    unrolled layers add to the sums by themselves. Those of experts find no free place for the
-    largest stack that is made of their sums in the end.
+    unrolled layers add to the sums by themselves. Where those are put into stacks in the end, there
+    is no free place for the largest of experts.
     """
     count = counts_on_device(cfg, sizes, specs)
     zero, optimizer, precision = cfg.mesh.zero, cfg.optimizer, cfg.precision
@@ -209,7 +209,8 @@ def _parameter_bytes(
     chosen = count.stacks / layers.chunks if has_choice else 0.0
     share = count.trained_share
     of_micro_batch = count.tables if execution.sums_in_matmuls else count.tables + read
-    stacked = WIDTH[precision.grad_accum] * count.expert_stack * execution.sums_in_matmuls
+    put_together = execution.sums_in_matmuls and not execution.gradients_apart
+    stacked = WIDTH[precision.grad_accum] * count.expert_stack * put_together
     return {
         "masters": WIDTH[precision.params] * count.shard,
         "moments": (optimizer.offload is not True) * moment_bytes_on_device(optimizer, count),

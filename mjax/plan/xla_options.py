@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from mjax.errors import UserError
+from mjax.kernels import choose
 from mjax.models.execution import Execution
 from mjax.plan.described import StandIn
 from mjax.plan.execution import DeviceFacts
@@ -90,8 +91,10 @@ def fix_reduction_order() -> None:
 
 def device_facts(devices: Sequence[jax.Device]) -> DeviceFacts:
     """The facts of devices that `decide_execution` reads."""
+    on_cpu = devices[0].platform == "cpu"
     return DeviceFacts(
-        on_cpu=devices[0].platform == "cpu",
+        on_cpu=on_cpu,
+        updates_rows=on_cpu or choose("adam_row", "float32", ()).name != "xla",
         copies_permutes=can_copy(devices, COPIES),
         copies_exchanges=can_copy(devices, EXCHANGES),
     )

@@ -261,25 +261,30 @@ def reduce_gradients(gradients: dict, partitions: dict, parallel: Parallel) -> d
     """THE gradient rule: psum each gradient over the mesh axes its parameter is replicated on.
 
     `gradients` are those of this device's share of the loss with respect to its local shards.
-    `partitions` is the same tree of `PartitionSpec`. The rule is exact for every feature, on every
-    mesh. The transpose of a gather, or `scatter_gradient`, has summed over the gathered axes.
+    `partitions` is a tree of `PartitionSpec`; under one of them may be several gradients. The rule
+    is exact for every feature, on every mesh. The transpose of a gather, or `scatter_gradient`, has
+    summed over the gathered axes.
     """
 
-    def reduce(gradient: jax.Array, partition: PartitionSpec) -> jax.Array:
+    def reduce(partition: PartitionSpec, gradient: jax.Array | list[jax.Array]):
         sharded = mesh_axes(partition)
         replicated = [axis for axis in AXES if axis not in sharded]
-        return parallel.psum(gradient, *replicated)
+        return jax.tree.map(lambda g: parallel.psum(g, *replicated), gradient)
 
-    return jax.tree.map(reduce, gradients, partitions)
+    return jax.tree.map(reduce, partitions, gradients)
 
 
 def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
-    """The fp32 L2 norm of a sharded tree, which counts each parameter once on any mesh."""
+    """The fp32 L2 norm of a sharded tree, which counts each parameter once on any mesh.
+
+    `partitions` are as in `reduce_gradients`.
+    """
     sums: dict[tuple[str, ...], jax.Array] = {}
-    leaves = jax.tree.leaves(tree)
-    for x, partition in zip(leaves, jax.tree.leaves(partitions), strict=True):
+    cuts, structure = jax.tree.flatten(partitions)
+    for partition, part in zip(cuts, structure.flatten_up_to(tree), strict=True):
         axes = parallel.live(*mesh_axes(partition))
-        squares = jnp.square(x.astype(jnp.float32))
-        sums[axes] = sums.get(axes, 0.0) + jnp.sum(squares)
+        for x in jax.tree.leaves(part):
+            squares = jnp.square(x.astype(jnp.float32))
+            sums[axes] = sums.get(axes, 0.0) + jnp.sum(squares)
     totals = [parallel.psum(local_sum, *axes) for axes, local_sum in sums.items()]
     return jnp.sqrt(functools.reduce(jnp.add, totals))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from mjax.models.objective import Batch
+from mjax.models.stacks import stacked
 from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.spec import ParamSpec, is_spec, trained_only
 from mjax.train.step import Program, State, clip_factor, compute_gradients
@@ -48,6 +49,8 @@ def step_norms(
         scale=clip_factor(program, computed.norm),
     )
 
+    gradients = stacked(computed.gradients, program.execution.accumulate)
+
     def change(after: jax.Array, before: jax.Array) -> jax.Array:
         return after.astype(jnp.float32) - before.astype(jnp.float32)
 
@@ -56,7 +59,7 @@ def step_norms(
     trained = trained_only(specs, specs)
     return Norms(
         _norms(params, placement.stored, specs, placement.parallel),
-        _norms(computed.gradients, placement.of_gradients, trained, placement.parallel),
+        _norms(gradients, placement.of_gradients, trained, placement.parallel),
         _norms(updates, placement.of_gradients, trained, placement.parallel),
         computed.norm,
         computed.tokens,

@@ -29,6 +29,7 @@ from mjax.models.frozen import join_frozen, split_frozen
 from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
 from mjax.models.local import LocalModel
 from mjax.models.objective import FURTHER_COLUMNS, Batch, Denominators, Scalars
+from mjax.models.stacks import stacked
 from mjax.models.weight import add_gradients, with_sums
 from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
@@ -95,7 +96,8 @@ class Gradients(NamedTuple):
 
     losses: of the global batch, by name; their sum is differentiated.
     norm: the global L2 norm of the gradients. tokens: the count of the loss.
-    gradients: local shards of the reduced gradients, a tree like the trained parameters.
+    gradients: local shards of the reduced gradients, a tree like the trained parameters; within a
+        step lists of layers may take the place of stacks (`store_gradients`).
     """
 
     losses: Scalars
@@ -192,7 +194,8 @@ def are_finite(*values: jax.Array) -> jax.Array:
 
 def gradients(program: Program, state: State, batch: Batch) -> Gradients:
     """Losses, gradients and their norm for a batch. `state` may lack the moments."""
-    return compute_gradients(program, state, batch)[0]
+    found = compute_gradients(program, state, batch)[0]
+    return found._replace(gradients=stacked(found.gradients, program.execution.accumulate))
 
 
 def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gradients, Seen]:

@@ -29,6 +29,8 @@ PASSES = {
     "act_forward exact": lambda h, d, s: [gate.act_forward(h, h[0] / s, "gelu")],
     "act_backward exact": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "gelu")),
     "backward gelu": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
+    "act_forward quick": lambda h, d, s: [gate.act_forward(h, h[0] / s, "quick_gelu")],
+    "act_backward quick": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "quick_gelu")),
     "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
     "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
     "backward8 gelu": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "gelu_tanh"),
