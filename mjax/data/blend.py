@@ -119,3 +119,7 @@ class BlendedDataset:
     def max_documents(self) -> int:
         """The most segments that any sample of any dataset has."""
         return max(d.max_documents for d in self.datasets)
+
+    @property
+    def padded(self) -> bool:
+        return all(d.padded for d in self.datasets)

@@ -49,7 +49,7 @@ class ImageTextDataset:
     that cannot be used, naming it.
     """
 
-    max_documents = 2  # the text, and padding
+    max_documents, padded = 2, True  # the text, and padding
 
     def __init__(
         self,

@@ -259,6 +259,8 @@ class GPTDataset:
             sizes += [*filled.sizes, len(row) - sum(filled.sizes)]
         return np.stack(rows), np.array(sizes, np.int64), n + 1
 
+    padded = False
+
     @cached_property
     def max_documents(self) -> int:
         """The most segments that any sample has: a static bound for attention kernels."""

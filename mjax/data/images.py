@@ -57,7 +57,7 @@ class ImageDataset:
     for a source that cannot be read or has no image in the split.
     """
 
-    max_documents = 2  # the image, and padding
+    max_documents, padded = 2, True  # the image, and padding
 
     def __init__(
         self, path: str, split: str, split_fractions: Sequence[float], size: int, cfg: Config

@@ -34,7 +34,7 @@ class LabelledDataset:
     `UserError` for a line that cannot be used, naming it.
     """
 
-    max_documents = 2  # the texts, and padding
+    max_documents, padded = 2, True  # the texts, and padding
 
     def __init__(
         self,

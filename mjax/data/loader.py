@@ -29,7 +29,10 @@ SPAN_CORRUPTION = "span_corruption"
 
 
 class Dataset(Protocol):
-    """What the loader reads: `GPTDataset`, or another of this folder with its methods."""
+    """What the loader reads: `GPTDataset`, or another of this folder with its methods.
+
+    `padded` is whether a row is one document, and then maybe padding.
+    """
 
     def __len__(self) -> int: ...
 
@@ -37,6 +40,9 @@ class Dataset(Protocol):
 
     @property
     def max_documents(self) -> int: ...
+
+    @property
+    def padded(self) -> bool: ...
 
 
 def make_loader(

@@ -44,7 +44,7 @@ class SentenceDataset:
     Raises `UserError` on a corpus or split that cannot be used.
     """
 
-    max_documents = 2  # the text, and padding
+    max_documents, padded = 2, True  # the text, and padding
     frame: int  # tokens that a sample has room for beside its text
 
     def __init__(

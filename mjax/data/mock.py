@@ -11,7 +11,7 @@ import numpy as np
 class MockDataset:
     """`size` samples with the fields of `GPTDataset`, without a file."""
 
-    max_documents = 1
+    max_documents, padded = 1, False
 
     def __init__(self, vocab_size: int, seq_length: int, size: int, seed: int):
         self.vocab_size, self.seq_length, self.size, self.seed = vocab_size, seq_length, size, seed

@@ -216,6 +216,10 @@ class NeighborDataset:
     def max_documents(self) -> int:
         return self.dataset.max_documents
 
+    @property
+    def padded(self) -> bool:
+        return self.dataset.padded
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices` and their neighbors, stacked."""
         starts = np.asarray(self.starts[np.asarray(indices, np.int64)])

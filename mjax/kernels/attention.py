@@ -55,8 +55,10 @@ def attention(
     packing = bias = None
     if arrays.relative is not None:
         bias = relative_bias(call, arrays)[None].astype(q.dtype)
-    if packed and call.padded and (bias is not None or call.mask == "cross"):
-        packing = _lengths(q, arrays.segments)
+    if packed and call.padded:
+        # Behind what a causal query sees there is padding, and what padding gives is not read.
+        if call.mask != "causal":
+            packing = _lengths(q, arrays.segments)
     elif packed:
         if jax.__version_info__ < (0, 11) and k.shape[2] != q.shape[2]:
             raise UserError(

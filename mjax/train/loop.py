@@ -124,7 +124,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
         )
         padding = cfg.model.is_encoder_decoder  # behind the documents of a row
         for data in filter(None, (train_data, held_out_data)):
-            padded = padding and data.max_documents == 1
+            padded = data.padded or (padding and data.max_documents == 1)
             trainer.programs.bound_documents(data.max_documents + padding, padded)
         prompt = read_prompt(cfg)
         is_resumed = trainer.step_number > 0

@@ -30,6 +30,8 @@ CASES = {
     "relative_full": {"relative": True, "mask": "full", "h": 64},
     "relative_padded": {"relative": True, "padded": True},
     "relative_full_padded": {"relative": True, "mask": "full", "padded": True},
+    "padded": {"padded": True, "k": 2},
+    "full_padded": {"mask": "full", "padded": True, "h": 64},
     "cross_padded": {"mask": "cross", "t": 384, "padded": True},
 }
 
