@@ -107,7 +107,10 @@ def ours_of(name: str, model, params: dict, fields: dict):
     x, *_ = decoder.layers(x, info, ctx)
     sums, counts = objective.losses(decoder, x, fields, info, ctx), objective.counts(fields)
     loss = sum(sums[key] / counts[key] for key in sums)
-    return loss, (decoder.logits(decoder.normed(x)), decoder.row_logits(x, ctx) if rows else None)
+    return loss, (
+        decoder.logits(decoder.normed(x)),
+        decoder.row_logits(x, info, ctx) if rows else None,
+    )
 
 
 def test_logits_losses_and_gradients(hf, tmp_path):
