@@ -161,23 +161,12 @@ def _layer_types() -> Part:
     return Part(read, write)
 
 
-def _two_thetas() -> Part:
-    """ModernBERT's names of what Gemma 3 has, too."""
-    names = {"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"}
-    typed = typed_rope(160000.0, 10000.0)
-
-    def read(config: dict) -> dict:
-        given = {ours: config.pop(name, None) for name, ours in names.items()}
-        config |= given
-        return typed.read(config)
-
-    def write(cfg: ModelConfig) -> dict:
-        written = typed.write(cfg)
-        return {name: written[ours] for name, ours in names.items()}
-
-    return Part(read, write)
-
-
+# What ModernBERT's files say of special tokens, of initial values and of how transformers runs it.
+_UNUSED = (
+    *("cls_token_id", "sep_token_id", "initializer_cutoff_factor", "position_embedding_type"),
+    *("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"),
+    "sparse_pred_ignore_index",
+)
 _MODERN_SHAPE = same(
     alike("vocab_size hidden_size intermediate_size max_position_embeddings")
     | alike("initializer_range norm_eps norm_bias")
@@ -217,7 +206,7 @@ ENCODERS: dict[str, Family] = {
         "ModernBertForMaskedLM",
         _heads("ModernBert"),
         _layer_types(),
-        _two_thetas(),
+        typed_rope(160000.0, 10000.0, "global_rope_theta", "local_rope_theta"),
         _MODERN_SHAPE,
         biases(mlp=True),
         activation("hidden_activation", default="gelu"),
@@ -231,16 +220,7 @@ ENCODERS: dict[str, Family] = {
             sparse_prediction=False,
             tie_word_embeddings=True,
         ),
-        ignored(
-            "cls_token_id",
-            "sep_token_id",
-            "deterministic_flash_attn",
-            "initializer_cutoff_factor",
-            "sparse_pred_ignore_index",
-            "reference_compile",
-            "repad_logits_with_grad",
-            "position_embedding_type",
-        ),
+        ignored(*_UNUSED),
         fixed={
             "norm": "layernorm",
             "tie_word_embeddings": True,

@@ -39,8 +39,9 @@ class Dense(nnx.Module):
             self.bias = declare_bias(rngs, (width,), ("embed",), f"{hf}.bias")
 
     def __call__(self, x: jax.Array, act: str) -> jax.Array:
-        """`act` is the name of an activation, as `model.hidden_act`."""
-        return activated(x @ self.weight[...], self.bias[...] if self.has_bias else None, act)
+        """`act` names an activation, as `activate` does."""
+        bias = self.bias[...] if self.has_bias else None
+        return activated(x @ self.weight[...], bias, act)
 
 
 class MaskedHead(nnx.Module):
@@ -85,16 +86,22 @@ class Classifier(nnx.Module):
 
     def __call__(self, x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
         """fp32 logits [B, C] of the last layer's output after the final norm, x [B, S/tp, D]."""
-        if self.cfg.bert.pooling == "mean":
+        cfg = self.cfg
+        if cfg.bert.pooling == "mean":
             pooled = mean_of_tokens(x, tokens, ctx)
         else:
             pooled = first_tokens(x, ctx)
-        if self.cfg.bert.prediction_head:
-            pooled = self.norm(self.pooler(pooled, self.cfg.hidden_act))
-        elif not self.cfg.reads_images:
-            pooled = jnp.tanh(pooled @ self.pooler.weight[...] + self.pooler.bias[...])
-        weight = self.weight[...]
-        logits = jnp.einsum("bd,cd->bc", pooled, weight, preferred_element_type=jnp.float32)
+        if cfg.bert.prediction_head:
+            pooled = self.pooler(pooled, cfg.hidden_act)
+            pooled = self.norm(pooled)
+        elif not cfg.reads_images:
+            pooled = self.pooler(pooled, "tanh")
+        logits = jnp.einsum(
+            "bd,cd->bc",
+            pooled,
+            self.weight[...],
+            preferred_element_type=jnp.float32,
+        )
         return logits + self.bias[...].astype(jnp.float32)
 
 
@@ -105,13 +112,17 @@ def first_tokens(x: jax.Array, ctx: Context) -> jax.Array:
 
 def mean_of_tokens(x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
     """The mean of each row's tokens but padding, [B, D], of x [B, S/tp, D]; equal on cp and tp."""
-    real = jnp.ones(x.shape[:2], jnp.float32)
+    parallel = ctx.parallel
+    real = jnp.ones(x.shape[:2], bool)
     if tokens.segments is not None:
-        real = ctx.parallel.shard_seq(tokens.segments != 0).astype(jnp.float32)
-    total = jnp.einsum("bsd,bs->bd", x, real, preferred_element_type=jnp.float32)
-    total = ctx.parallel.psum(total, "cp", "tp")
-    count = ctx.parallel.psum(jnp.sum(real, 1), "cp", "tp")
-    return (total / jnp.maximum(count, 1)[:, None]).astype(x.dtype)
+        real = parallel.shard_seq(tokens.segments != 0)
+    real = real[..., None].astype(jnp.float32)
+    total = jnp.sum(x * real, 1)
+    count = jnp.sum(real, 1)
+    total = parallel.psum(total, "cp", "tp")
+    count = parallel.psum(count, "cp", "tp")
+    mean = total / jnp.maximum(count, 1)
+    return mean.astype(x.dtype)
 
 
 def has_first_token(columns: jax.Array) -> jax.Array:
