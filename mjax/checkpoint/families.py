@@ -375,7 +375,7 @@ def _said(cfg: ModelConfig) -> list[str]:
     skipped = UNSAID | {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
     if "D" not in cfg.branches:
         skipped |= {"intermediate_size"}
-    if not cfg.branches & set("GLNB"):
+    if not cfg.branches & set("GLNBWF"):
         skipped |= {"attention.head_dim", "attention.num_key_value_heads"}
     return [key for key in leaf_keys(ModelConfig) if key not in skipped]
 

@@ -8,9 +8,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mjax.checkpoint.family import Family
-from mjax.checkpoint.hf_config import Part, activation, alike, required, same, take
+from mjax.checkpoint.hf_config import (
+    Part,
+    activation,
+    alike,
+    biases,
+    ignored,
+    required,
+    same,
+    take,
+    typed_rope,
+)
 from mjax.checkpoint.slots import Slot, Slots, changed
 from mjax.config.model_schema import ModelConfig
+from mjax.config.pattern import shortest
 from mjax.errors import UserError
 
 _FIXED = {
@@ -38,6 +49,7 @@ _LAYERS = (
 _KINDS = {
     "Bert": ("MaskedLM", "PreTraining", "SequenceClassification"),
     "Roberta": ("MaskedLM", "SequenceClassification"),
+    "ModernBert": ("MaskedLM", "SequenceClassification"),
 }
 _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
@@ -109,6 +121,60 @@ def _positions_behind_padding() -> Part:
     return Part(read, lambda cfg: {"pad_token_id": cfg.bert.position_offset - 1})
 
 
+def _layer_types() -> Part:
+    """ModernBERT's windows: `layer_types`, or all but each `global_attn_every_n_layers`-th layer.
+
+    transformers halves `local_attention`: a token sees so many tokens to either side, and itself.
+    """
+
+    def read(config: dict) -> dict:
+        layers = take(config, "num_hidden_layers")
+        every = take(config, "global_attn_every_n_layers", 3)
+        older = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
+        types = take(config, "layer_types", older)
+        window = take(config, "local_attention", 128) // 2 + 1
+        known = {"full_attention": "B", "sliding_attention": "W"}
+        unknown = [name for name in types if name not in known]
+        if unknown or len(types) != layers or types[0] != "full_attention":
+            raise UserError(
+                f"config.json: layer_types={types} is not supported (only full_attention in layer "
+                f"0, then full_attention or sliding_attention, {layers} in all)"
+            )
+        kinds = [known[name] for name in types[1:]]
+        period = "".join(shortest(kinds)) if kinds else ""
+        pattern = "F" + "".join(kinds)
+        if period and len(kinds) % len(period) == 0:
+            pattern = f"F({period})*{len(kinds) // len(period)}"
+        return {
+            "num_hidden_layers": layers,
+            "layer_pattern": pattern,
+            "attention.sliding_window": window if "W" in kinds else None,
+        }
+
+    def write(cfg: ModelConfig) -> dict:
+        window = cfg.attention.sliding_window
+        names = {"W": "sliding_attention"}
+        types = [names.get(kind, "full_attention") for kind in cfg.layer_kinds]
+        written = {"num_hidden_layers": cfg.num_hidden_layers, "layer_types": types}
+        return written if window is None else written | {"local_attention": 2 * (window - 1)}
+
+    return Part(read, write)
+
+
+# What ModernBERT's files say of special tokens, of initial values and of how transformers runs it.
+_UNUSED = (
+    *("cls_token_id", "sep_token_id", "initializer_cutoff_factor", "position_embedding_type"),
+    *("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"),
+    "sparse_pred_ignore_index",
+)
+_MODERN_SHAPE = same(
+    alike("vocab_size hidden_size intermediate_size max_position_embeddings")
+    | alike("initializer_range norm_eps norm_bias")
+    | alike("num_attention_heads", "attention.")
+    | {"classifier_pooling": "bert.pooling"},
+    {"initializer_range": 0.02, "norm_eps": 1e-5, "norm_bias": False, "classifier_pooling": "cls"},
+)
+
 ENCODERS: dict[str, Family] = {
     "bert": Family.of(
         "BertForMaskedLM",
@@ -135,6 +201,50 @@ ENCODERS: dict[str, Family] = {
             ("classifier.", "classifier.out_proj."),
             ("pooler.dense.", "classifier.dense."),
         ),
+    ),
+    "modernbert": Family.of(
+        "ModernBertForMaskedLM",
+        _heads("ModernBert"),
+        _layer_types(),
+        typed_rope(160000.0, 10000.0, "global_rope_theta", "local_rope_theta"),
+        _MODERN_SHAPE,
+        biases(mlp=True),
+        activation("hidden_activation", default="gelu"),
+        required(
+            attention_dropout=0.0,
+            embedding_dropout=0.0,
+            mlp_dropout=0.0,
+            decoder_bias=True,
+            classifier_bias=False,
+            classifier_activation="gelu",
+            sparse_prediction=False,
+            tie_word_embeddings=True,
+        ),
+        ignored(*_UNUSED),
+        fixed={
+            "norm": "layernorm",
+            "tie_word_embeddings": True,
+            "bert.embedding_norm": True,
+            "bert.prediction_head": True,
+        },
+        rename=(
+            ("model.embed_tokens", "model.embeddings.tok_embeddings"),
+            ("model.embed_norm", "model.embeddings.norm"),
+            ("model.norm", "model.final_norm"),
+            ("input_layernorm", "attn_norm"),
+            ("post_attention_layernorm", "mlp_norm"),
+            ("self_attn.o_proj", "self_attn.Wo"),
+            ("self_attn.", "attn."),
+            ("mlp.down_proj", "mlp.Wo"),
+            ("lm_head.dense", "head.dense"),
+            ("lm_head.layer_norm", "head.norm"),
+            ("lm_head.bias", "decoder.bias"),
+            ("pooler.", "head."),
+        ),
+        fused={
+            "self_attn.Wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "mlp.Wi": ("mlp.gate_proj", "mlp.up_proj"),
+        },
     ),
 }
 

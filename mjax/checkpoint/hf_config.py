@@ -216,8 +216,10 @@ def rope(theta: float = 10000.0, partial: bool = False, original: bool = False) 
     return Part(read, write)
 
 
-def typed_rope(theta: float, local: float) -> Part:
-    """Gemma 3: one base for full and one for windowed layers."""
+def typed_rope(
+    theta: float, local: float, key: str = "rope_theta", local_key: str = "rope_local_base_freq"
+) -> Part:
+    """One base for full and one for windowed layers, under keys of the family (Gemma 3's)."""
 
     def read(config: dict) -> dict:
         new = config.pop("rope_parameters", None) or {}
@@ -227,8 +229,8 @@ def typed_rope(theta: float, local: float) -> Part:
         scaling = config.pop("rope_scaling", None) or {
             k: full[k] for k in full if k != "rope_theta"
         }
-        base = config.pop("rope_theta", None) or full.get("rope_theta") or theta
-        own = config.pop("rope_local_base_freq", None) or window.get("rope_theta") or local
+        base = config.pop(key, None) or full.get("rope_theta") or theta
+        own = config.pop(local_key, None) or window.get("rope_theta") or local
         return {
             "rope.rope_theta": base,
             "rope.rope_local_theta": own,
@@ -237,8 +239,8 @@ def typed_rope(theta: float, local: float) -> Part:
 
     def write(cfg: ModelConfig) -> dict:
         return {
-            "rope_theta": cfg.rope.rope_theta,
-            "rope_local_base_freq": cfg.rope.rope_local_theta,
+            key: cfg.rope.rope_theta,
+            local_key: cfg.rope.rope_local_theta,
             "rope_scaling": _scaling_out(cfg),
         }
 

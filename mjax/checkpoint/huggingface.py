@@ -32,7 +32,7 @@ from mjax.sharding.spec import ParamSpec
 # behind the one that is read (LLaVA).
 IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
-    r"|^(cls\.predictions|lm_head)\.decoder\.(weight|bias)$"
+    r"|^((cls\.predictions|lm_head)\.decoder\.(weight|bias)|decoder\.weight)$"
     r"|^(encoder|decoder)\.embed_tokens\.weight$|^mtp\."
     r"|^vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.\d+)\b"
 )

@@ -229,6 +229,12 @@ def bert_head_is_tied(c: Config) -> Iterator[str]:
         yield "`model.bert.mlm_head` is built on tied embeddings alone: `model.tie_word_embeddings`"
 
 
+@rule("set mlm_head or num_labels of model.bert")
+def prediction_head_used(c: Config) -> Iterator[str]:
+    if c.model.bert.prediction_head and not (c.model.bert.mlm_head or c.model.bert.num_labels):
+        yield "`model.bert.prediction_head` has no effect without a head"
+
+
 @rule("set it to 0")
 def prediction_has_a_final_norm(c: Config) -> Iterator[str]:
     m = c.model

@@ -23,7 +23,7 @@ def _has(c: Config, letters: str) -> bool:
     return not c.model.branches.isdisjoint(letters)
 
 
-HEAD_DIM = "GLNB"  # attention with heads of model.attention.head_dim, and kv heads
+HEAD_DIM = "GLNBWF"  # attention with heads of model.attention.head_dim, and kv heads
 
 
 def _has_windows(c: Config) -> bool:
@@ -215,10 +215,16 @@ def window_given(c: Config) -> Iterator[str]:
         yield "`model.layer_pattern` has sliding-window blocks"
 
 
-@rule("add L blocks or set model.attention.sliding_window=null")
+@rule("add L or W blocks, or set model.attention.sliding_window=null")
 def window_used(c: Config) -> Iterator[str]:
     if c.model.attention.sliding_window is not None and not _has_windows(c):
-        yield "`model.attention.sliding_window` has no effect: `model.layer_pattern` has no L block"
+        yield "`model.attention.sliding_window` has no effect: `model.layer_pattern` has no L, no W"
+
+
+@rule("set model.norm=layernorm, or leave it out")
+def norm_bias_used(c: Config) -> Iterator[str]:
+    if not c.model.norm_bias and c.model.norm != "layernorm":
+        yield "`model.norm_bias` has no effect with `model.norm`"
 
 
 @rule("add E blocks or set model.moe.num_experts=0")

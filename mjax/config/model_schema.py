@@ -81,7 +81,7 @@ class AttentionConfig(Group):
     head_dim: UpTo20 = Field(0, ge=0)
     """0: hidden_size / num_attention_heads."""
     sliding_window: int | None = Field(None, ge=1)
-    """Keys an L block sees, itself in."""
+    """Keys an L block sees, itself in; a W block sees as many to either side."""
     attention_bias: bool = False
     """Bias on the q, k and v projections."""
     attention_key_bias: bool = True
@@ -122,7 +122,7 @@ class RopeConfig(Group):
 
     rope_theta: float = Field(10000.0, gt=0)
     rope_local_theta: float | None = Field(None, gt=0)
-    """rope_theta of L blocks."""
+    """rope_theta of L and W blocks."""
     rope_scaling: RopeScaling | None = None
     """Applies to G blocks."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
@@ -197,8 +197,14 @@ class BertConfig(Group):
     """Row of the first learned position (RoBERTa: 2)."""
     mlm_head: bool = False
     """Dense layer, hidden_act and norm before the vocabulary, bias behind it."""
+    prediction_head: bool = False
+    """ModernBERT's heads: the dense layer has no bias, and that of classes hidden_act and a norm,
+    where BERT's has a tanh.
+    """
     num_labels: int = Field(0, ge=0)
-    """Classes told from a row's first token, by pooler and head; 0: none."""
+    """Classes told from a row, by pooler and head; 0: none."""
+    pooling: Literal["cls", "mean"] = "cls"
+    """What they are told from: a row's first token, or the mean of its tokens but padding."""
 
 
 class AttentionSizes(Group):
@@ -243,12 +249,13 @@ class ModelConfig(Group):
 
     layer_pattern: str = "G"
     """Blocks in order, repeated to num_hidden_layers: G full attention, L sliding window, N full
-    attention without RoPE, B bidirectional attention, A latent attention, E full attention with
-    experts, M Mamba-2 alone, T Gated DeltaNet alone; or branches, as in 'window+experts,
-    full+experts'. Groups repeat as in '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an
-    encoder and a decoder that reads it (docs/encoders.md). 'V*23, [P], G*32': an image tower, its
-    projector, a text; S and Q are a tower and a projector of sounds. 'V*24, G*12', 'V*27, U*27':
-    towers of images and of texts, of which U sees both ways (docs/multimodal.md).
+    attention without RoPE, B bidirectional attention, W the same in a window, F the same without a
+    norm before it, A latent attention, E full attention with experts, M Mamba-2 alone, T Gated
+    DeltaNet alone; or branches, as in 'window+experts, full+experts'. Groups repeat as in
+    '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an encoder and a decoder that reads it
+    (docs/encoders.md). 'V*23, [P], G*32': an image tower, its projector, a text; S and Q are a
+    tower and a projector of sounds. 'V*24, G*12', 'V*27, U*27': towers of images and of texts, of
+    which U sees both ways (docs/multimodal.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
@@ -273,6 +280,8 @@ class ModelConfig(Group):
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
+    norm_bias: bool = True
+    """Of layernorm."""
     norm_zero_centered: bool = False
     """Gain is stored as offset from one."""
     norm_placement: Literal["pre", "post", "sandwich", "post_residual"] = "pre"
@@ -413,6 +422,7 @@ class ModelConfig(Group):
             "attention": attention,
             "norm": "layernorm",
             "norm_eps": tower.layer_norm_eps,
+            "norm_bias": True,
             "norm_placement": "pre",
             "norm_zero_centered": False,
             "mlp_gated": False,

@@ -43,7 +43,7 @@ class Branch:
     windowed: whether it is attention in a sliding window.
     rotary: the key of the size of heads that RoPE turns; empty: it turns none.
     mask: the kind of the mask of attention (`kernels/attention_call.py`).
-    normed: whether it reads the residual stream, through a norm.
+    normed: whether it reads the residual stream through a norm of its own.
     modality: the group of `model` with the sizes of a tower's attention, or of the tower whose
         output a projector reads.
     """
@@ -90,6 +90,20 @@ BRANCHES: dict[str, Branch] = {
     "L": Branch("window", **_ATTENTION, rotary=_HEAD, windowed=True),
     "N": Branch("nope", **_ATTENTION),
     "B": Branch("bidirectional", **_ATTENTION, rotary=_HEAD, mask="full"),
+    "W": Branch(
+        "bidirectional_window",
+        **_ATTENTION,
+        rotary=_HEAD,
+        mask="full",
+        windowed=True,
+    ),
+    "F": Branch(
+        "bidirectional_unnormed",
+        **(_ATTENTION | {"shape": "unnormed_attention"}),
+        rotary=_HEAD,
+        mask="full",
+        normed=False,
+    ),
     "U": Branch("text", **_ATTENTION, rotary=_HEAD, mask="full"),
     "V": Branch("vision", **(_ATTENTION | {"shape": "vision"}), mask="full", modality="vision"),
     "P": Branch(
@@ -176,7 +190,7 @@ BRANCHES: dict[str, Branch] = {
 
 # Common layers, by letter.
 LAYERS = {"G": "GD", "L": "LD", "N": "ND", "B": "BD", "V": "VD", "S": "SD", "A": "AD", "E": "GE"}
-LAYERS |= {"U": "UD", "M": "M", "T": "T"}
+LAYERS |= {"U": "UD", "M": "M", "T": "T", "W": "WD", "F": "FD"}
 
 # Stacks whose names are older than the words for shapes.
 _STACK_NAMES = {"attention_mlp": "dense", "attention_moe": "moe"}

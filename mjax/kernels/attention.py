@@ -33,6 +33,7 @@ from mjax.kernels.relative_bias import relative_bias
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
 _DETERMINISTIC = 1  # the seed, which nothing else reads, of calls of deterministic programs
+_FEWEST_NEAR = 64  # tokens that a block of a small window has: matmuls want them
 _MASKED = -1e30  # the score of a key that is not seen; a softmax over such alone stays finite
 
 
@@ -106,6 +107,11 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
             continue
         raise UserError(f"model.{name}: cuDNN attention lacks it; set train.attention=xla")
     refuse_masks_but(("causal", "full", "cross"), call, "cuDNN attention")
+    if call.mask == "full" and call.window is not None:
+        raise UserError(
+            "model.layer_pattern: cuDNN attention has no windows to both sides (W); "
+            "set train.attention=auto or xla"
+        )
     if call.mask == "cross" and arrays.is_packed(call) and not call.padded:
         raise UserError(
             "segments of cross-attention: cuDNN attention lacks them; set train.attention=xla"
@@ -147,6 +153,8 @@ def _lengths(q: jax.Array, segments: tuple[jax.Array, jax.Array]) -> tuple[jax.A
 def _reference(q, k, v, call, arrays):
     """Plain softmax attention, a chunk of queries at a time, recomputed in the backward."""
     size, columns, segments = q.shape[1], arrays.columns, arrays.segments
+    if _is_near(q, k, call, arrays):
+        return _near(q, k, v, call, arrays)
 
     def block(q, column, segment):
         part = replace(arrays, columns=(column, columns[1]), segments=segment)
@@ -167,6 +175,51 @@ def _reference(q, k, v, call, arrays):
 
     out = jax.lax.map(chunk, jnp.arange(0, size, _QUERY_CHUNK))  # [chunks, B, C, N, H']
     return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _is_near(q, k, call, arrays) -> bool:
+    """Whether `_near` computes it, in less. Queries and keys that are as many are the same tokens,
+    in order."""
+    plain = arrays.sinks is None and arrays.relative is None and call.dropout == 0
+    is_window = call.mask == "full" and call.window is not None
+    return is_window and plain and q.shape[1] == k.shape[1] > 3 * _near_block(call)
+
+
+def _near_block(call) -> int:
+    """Tokens of a block of `_near`: no window reaches beyond the next one."""
+    return max(call.window - 1, _FEWEST_NEAR)
+
+
+def _near(q, k, v, call, arrays):
+    """Attention in windows to both sides: each block of queries to its keys and those next to it.
+
+    The blocks are rows of their own. Where a block lacks a neighbor its keys have segment -1.
+    """
+    batch, size = q.shape[:2]
+    block = _near_block(call)
+    blocks = -(-size // block)
+
+    def padded(x: jax.Array, front: int, fill: int) -> jax.Array:
+        widths = [(0, 0), (front, front + blocks * block - size)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, widths, constant_values=fill)
+
+    def own(x: jax.Array, fill: int = 0) -> jax.Array:
+        return padded(x, 0, fill).reshape(batch * blocks, block, *x.shape[2:])
+
+    def near(x: jax.Array, fill: int = 0) -> jax.Array:
+        x = padded(x, block, fill).reshape(batch, blocks + 2, block, *x.shape[2:])
+        x = jnp.concatenate([x[:, :-2], x[:, 1:-1], x[:, 2:]], 2)
+        return x.reshape(batch * blocks, *x.shape[2:])
+
+    segments = arrays.segments or (jnp.zeros((batch, size), jnp.int32),) * 2
+    places = jnp.arange(3 * block, dtype=jnp.int32)
+    of_blocks = AttentionArrays(
+        columns=(places[block : 2 * block], places),
+        segments=(own(segments[0], -1), near(segments[1], -1)),
+    )
+    attend = jax.checkpoint(functools.partial(_dense, call=call))
+    out = attend(own(q), near(k), near(v), arrays=of_blocks)
+    return out.reshape(batch, blocks * block, *out.shape[2:])[:, :size]
 
 
 def _dense(q, k, v, call, arrays):
@@ -213,11 +266,13 @@ def masked_scores(
 def seen_keys(call: AttentionCall, arrays: AttentionArrays) -> jax.Array | None:
     """Which keys each query sees: bool, to broadcast to [B, K, N/K, S, T]; None: all."""
     seen, segments = None, arrays.segments
+    behind = arrays.columns[0][:, None] - arrays.columns[1][None, :]
     if call.mask in ("causal", "prefix"):
-        behind = arrays.columns[0][:, None] - arrays.columns[1][None, :]
         seen = behind >= 0
         if call.window is not None:
             seen = seen & (behind < call.window)
+    elif call.window is not None:
+        seen = jnp.abs(behind) < call.window
     if call.mask == "prefix":
         seen = seen | arrays.prefix[:, None, None, None, :]
     if segments is not None:

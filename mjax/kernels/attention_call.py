@@ -20,7 +20,8 @@ class AttentionCall:
     """What attention computes, and by which kernels.
 
     scale: a factor on the products of queries and keys.
-    window: a causal query sees this many keys at most, its own among them.
+    window: a causal query sees this many keys at most, its own among them. Under a full mask it
+        sees as many to either side, its own among both.
     softcap: c maps scores to c * tanh(scores / c).
     mask: the kind of the mask, within segments where there are any.
         causal: a query sees the keys of columns up to its own.
@@ -49,9 +50,9 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         assert self.mask in MASKS, f"mask {self.mask!r} is none of {MASKS}"
-        if self.window is not None and self.mask != "causal":
+        if self.window is not None and self.mask not in ("causal", "full"):
             raise UserError(
-                f"model.attention.sliding_window: windows need a causal mask, not {self.mask!r}; "
+                f"model.attention.sliding_window: no window is built for a {self.mask!r} mask; "
                 "leave the window out"
             )
 

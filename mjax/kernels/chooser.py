@@ -132,6 +132,8 @@ def _attention(
         return Choice(call.implementation, "train.attention asks for it")
     if x.device.backend == "cpu":
         return Choice("xla", NO_GPU)
+    if call.window is not None and call.mask == "full":
+        return Choice("xla", "no fused kernel has windows to both sides; it takes the keys near by")
     has_several = call.max_documents != 1 and not call.padded
     if relative and (has_several or call.deterministic):
         where = "in a fixed order" if call.deterministic else "among several documents"

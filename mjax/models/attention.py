@@ -156,16 +156,16 @@ class Attention(BranchModule):
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
         """12 * N * H * (the mean number of keys that a query sees).
 
-        That is s/2 under a causal mask, w - w^2/(2s) in a sliding window of w < s keys, and s
-        where a query sees all: those of its sequence, or of the source. Document masks are not
-        discounted.
+        That is s where a query sees all: those of its sequence, or of the source. In a window of
+        w < s keys to either side it is 2w - w^2/s. Under a causal mask it is half of that. Document
+        masks are not discounted.
         """
         window = seq_length
         if BRANCHES[letter].windowed and cfg.attention.sliding_window:
             window = min(cfg.attention.sliding_window, seq_length)
-        keys = window - window * window / (2 * seq_length)
-        if BRANCHES[letter].mask != "causal":
-            keys = seq_length
+        keys = 2 * window - window * window / seq_length
+        if BRANCHES[letter].mask == "causal":
+            keys /= 2
         return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * keys
 
     @staticmethod

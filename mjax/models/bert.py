@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
-from mjax.models.context import Context
+from mjax.models.context import Context, Tokens
 from mjax.models.mlp import activated
 from mjax.models.norm import Norm
 from mjax.models.params import declare, declare_bias, normal
@@ -19,9 +19,9 @@ from mjax.sharding.spec import ParamSpec
 
 
 class Dense(nnx.Module):
-    """x [..., D] -> x W + b, [..., D]; `hf` is its name in Hugging Face's words.
+    """x [..., D] -> act(x W + b), [..., D]; ModernBERT has no b.
 
-    `active` is the share of tokens that pass it.
+    `hf` is its name in Hugging Face's words. `active` is the share of tokens that pass it.
     """
 
     def __init__(self, cfg: ModelConfig, hf: str, rngs: nnx.Rngs, active: float = 1.0):
@@ -34,7 +34,14 @@ class Dense(nnx.Module):
             hf=(f"{hf}.weight",),
         )
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
-        self.bias = declare_bias(rngs, (width,), ("embed",), f"{hf}.bias")
+        self.has_bias = not cfg.bert.prediction_head
+        if self.has_bias:
+            self.bias = declare_bias(rngs, (width,), ("embed",), f"{hf}.bias")
+
+    def __call__(self, x: jax.Array, act: str) -> jax.Array:
+        """`act` names an activation, as `activate` does."""
+        bias = self.bias[...] if self.has_bias else None
+        return activated(x @ self.weight[...], bias, act)
 
 
 class MaskedHead(nnx.Module):
@@ -50,15 +57,13 @@ class MaskedHead(nnx.Module):
         self.bias = declare_bias(rngs, (cfg.padded_vocab_size,), ("vocab",), "lm_head.bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        dense = self.projection
-        x = activated(x @ dense.weight[...], dense.bias[...], self.cfg.hidden_act)
-        return self.norm(x)
+        return self.norm(self.projection(x, self.cfg.hidden_act))
 
 
 class Classifier(nnx.Module):
-    """The class of a row, from its first token: a dense layer (the pooler), tanh, a linear map.
+    """The class of a row, from its pooled tokens: a dense layer (the pooler), tanh, a linear map.
 
-    That of an image has no pooler.
+    ModernBERT has `hidden_act` and a norm in the place of tanh. Images have no pooler.
     """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
@@ -71,25 +76,53 @@ class Classifier(nnx.Module):
             role="head",
             hf=(f"{name}.weight",),
         )
-        self.has_pooler = not cfg.reads_images
-        if self.has_pooler:
+        self.cfg = cfg
+        if not cfg.reads_images:
             self.pooler = Dense(cfg, "pooler.dense", rngs, active=0.0)  # one token of a row
+        if cfg.bert.prediction_head:
+            self.norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "pooler.norm", rngs)
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
         self.bias = declare_bias(rngs, (labels,), (None,), f"{name}.bias")
 
-    def __call__(self, first: jax.Array) -> jax.Array:
-        """fp32 logits [B, C] of the first tokens [B, D]."""
-        weight = self.weight[...]
-        if self.has_pooler:
-            pooler = self.pooler
-            first = jnp.tanh(first @ pooler.weight[...] + pooler.bias[...])
-        logits = jnp.einsum("bd,cd->bc", first, weight, preferred_element_type=jnp.float32)
+    def __call__(self, x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
+        """fp32 logits [B, C] of the last layer's output after the final norm, x [B, S/tp, D]."""
+        cfg = self.cfg
+        if cfg.bert.pooling == "mean":
+            pooled = mean_of_tokens(x, tokens, ctx)
+        else:
+            pooled = first_tokens(x, ctx)
+        if cfg.bert.prediction_head:
+            pooled = self.pooler(pooled, cfg.hidden_act)
+            pooled = self.norm(pooled)
+        elif not cfg.reads_images:
+            pooled = self.pooler(pooled, "tanh")
+        logits = jnp.einsum(
+            "bd,cd->bc",
+            pooled,
+            self.weight[...],
+            preferred_element_type=jnp.float32,
+        )
         return logits + self.bias[...].astype(jnp.float32)
 
 
 def first_tokens(x: jax.Array, ctx: Context) -> jax.Array:
     """Each row's first token on this cp device, [B, D], of x [B, S/tp, D]; equal over tp."""
     return ctx.parallel.gather_seq(x[:, :1])[:, 0]
+
+
+def mean_of_tokens(x: jax.Array, tokens: Tokens, ctx: Context) -> jax.Array:
+    """The mean of each row's tokens but padding, [B, D], of x [B, S/tp, D]; equal on cp and tp."""
+    parallel = ctx.parallel
+    real = jnp.ones(x.shape[:2], bool)
+    if tokens.segments is not None:
+        real = parallel.shard_seq(tokens.segments != 0)
+    real = real[..., None].astype(jnp.float32)
+    total = jnp.sum(x * real, 1)
+    count = jnp.sum(real, 1)
+    total = parallel.psum(total, "cp", "tp")
+    count = parallel.psum(count, "cp", "tp")
+    mean = total / jnp.maximum(count, 1)
+    return mean.astype(x.dtype)
 
 
 def has_first_token(columns: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from mjax.config.pattern import (
 )
 from mjax.errors import UserError
 from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy
-from mjax.models.bert import Classifier, MaskedHead, first_tokens
+from mjax.models.bert import Classifier, MaskedHead
 from mjax.models.block import Block, scaled
 from mjax.models.branch import BranchOutput, Rope, branch_class
 from mjax.models.chunked_attention import beside_neighbors, neighbor_rows
@@ -209,12 +209,12 @@ class Decoder(nnx.Module):
         """tokens int32 [B, S] -> fp32 logits [B, C] of rows' classes; else as `__call__`."""
         info, ctx = replace(tokens_of(tokens.shape, segments=segments), types=types), Context()
         x, _, _ = self.layers(self.embed(tokens, info, ctx), info, ctx)
-        return self.row_logits(x, ctx)
+        return self.row_logits(x, info, ctx)
 
     def classify_images(self, images: jax.Array) -> jax.Array:
         """Images [B, H, W, C], H = W -> fp32 logits [B, C'] of their classes."""
         x, info = self._embed_images(images)
-        return self.row_logits(self.layers(x, info, Context())[0], Context())
+        return self.row_logits(self.layers(x, info, Context())[0], info, Context())
 
     def image_embeddings(self, images: jax.Array) -> jax.Array:
         """Images [B, H, W, C], H = W -> fp32 unit vectors [B, P] (CLIP, SigLIP)."""
@@ -354,12 +354,12 @@ class Decoder(nnx.Module):
         )
 
     @jax.named_scope("classifier")
-    def row_logits(self, x: jax.Array, ctx: Context) -> jax.Array:
+    def row_logits(self, x: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
         """fp32 logits [B, C] of each row's class, from the last layer's output x [B, S/tp, D].
 
         They mean something on cp devices that hold the first column, and are equal over tp.
         """
-        return self.classifier(first_tokens(self.normed(x), ctx))
+        return self.classifier(self.normed(x), info, ctx)
 
     @jax.named_scope("mtp")
     def predict(

@@ -82,7 +82,7 @@ class MaskedTokens(_OfEncoder):
         if self.measures:
             found["accuracy"] = edges.token_hits(x, labels, mask, ctx)
         if self.pairs:
-            row_loss, hits = _row_losses(edges, x, batch, ctx)
+            row_loss, hits = _row_losses(edges, x, batch, tokens, ctx)
             found["row_loss"] = row_loss
             if self.measures:
                 found["row_accuracy"] = hits
@@ -130,7 +130,7 @@ class OfRows(_OfEncoder):
     def losses(
         self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
-        loss, hits = _row_losses(edges, x, batch, ctx)
+        loss, hits = _row_losses(edges, x, batch, tokens, ctx)
         found = {"loss": loss}
         if self.measures:
             found["accuracy"] = hits
@@ -180,10 +180,10 @@ def rows_that_count(batch: Batch) -> jax.Array:
 
 
 def _row_losses(
-    edges: Decoder, x: jax.Array, batch: Batch, ctx: Context
+    edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
 ) -> tuple[jax.Array, jax.Array]:
     """(the sum of rows' cross-entropies, the number of those that are right), fp32 []."""
-    logits, counts = edges.row_logits(x, ctx), rows_that_count(batch)
+    logits, counts = edges.row_logits(x, tokens, ctx), rows_that_count(batch)
     labels = jnp.maximum(batch["row_label"], 0)
     of_label = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
     losses = jax.nn.logsumexp(logits, -1) - of_label

@@ -21,7 +21,9 @@ from mjax.sharding.spec import ParamSpec
 
 
 def activate(x: jax.Array, name: str) -> jax.Array:
-    """The activation function `name` (model.hidden_act) of x, in x's shape and dtype."""
+    """The activation `name` (model.hidden_act, or tanh) of x, in x's shape and dtype."""
+    if name == "tanh":
+        return jnp.tanh(x)
     if name == "silu":
         return jax.nn.silu(x)
     if name == "relu":

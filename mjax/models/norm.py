@@ -16,9 +16,9 @@ from mjax.sharding.spec import ParamSpec
 class Norm(nnx.Module):
     """`cfg.norm` over the trailing axes `sizes` (one, or heads and head_dim), named `axes`.
 
-    The gain has that shape, and so has the bias of LayerNorm. A zero-centered gain g is stored as
-    g - 1. Heads may be split over tp: `__call__` then sums the statistics over it. `hf` is the name
-    of the module in Hugging Face's checkpoints.
+    The gain has that shape, and so has the bias of LayerNorm, if it has one. A zero-centered gain g
+    is stored as g - 1. Heads may be split over tp: `__call__` then sums the statistics over it.
+    `hf` is the name of the module in Hugging Face's checkpoints.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Norm(nnx.Module):
         init = constant(0.0 if cfg.norm_zero_centered else 1.0)
         gain = ParamSpec(sizes, axes, "norm", hf=(f"{hf}.weight",))
         self.gain = declare(rngs, gain, init)
-        if cfg.norm == "layernorm":
+        if cfg.norm == "layernorm" and cfg.norm_bias:
             bias = ParamSpec(sizes, axes, "norm", hf=(f"{hf}.bias",))
             self.bias = declare(rngs, bias, constant(0.0))
 
@@ -57,11 +57,12 @@ class Norm(nnx.Module):
         return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps)
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
-        """(the factor on x, the bias of LayerNorm), fp32."""
+        """(the factor on x, the bias of LayerNorm, zeros if it has none), fp32."""
         gain = self.gain[...].astype(jnp.float32)
         if self.cfg.norm_zero_centered:
             gain = 1.0 + gain
         if self.cfg.norm != "layernorm":
             return gain, None
-        bias = self.bias[...].astype(jnp.float32)
-        return gain, bias
+        if not self.cfg.norm_bias:
+            return gain, jnp.zeros_like(gain)
+        return gain, self.bias[...].astype(jnp.float32)

@@ -1,5 +1,7 @@
 """The kernels that a run's ops get, in words: what the chooser answers for a config's shapes."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 
 from mjax.config.schema import Config
@@ -69,6 +71,9 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         facts = {"sinks": attention.attention_sinks, "value_size": heads.value_size}
         facts["relative"] = model.position_embedding == "relative"
         choices["attention"] = choose("attention", dtype, queries, call=call, **facts)
+        if "W" in model.branches:
+            near = replace(call, mask="full", window=attention.sliding_window)
+            choices["windows"] = choose("attention", dtype, queries, call=near, **facts)
     choices |= {
         "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),
         "gate": choose("gate", dtype, up, act=model.hidden_act),

@@ -271,6 +271,20 @@ FEATURES = {
         "intermediate_size: 16, num_attention_heads: 8, audio_token_id: 9, max_audios: 2}",
         "model.hidden_dropout=0.1",
     ],
+    "modernbert": [  # windows to both sides, no norm before the first layer; masked tokens, pairs
+        "model.layer_pattern=FWWB",
+        "model.attention.sliding_window=4",
+        "model.rope.rope_local_theta=100.0",
+        "model.norm=layernorm",
+        "model.norm_bias=false",
+        "model.bert={embedding_norm: true, mlm_head: true, prediction_head: true, num_labels: 2, "
+        "pooling: mean}",
+        "model.tie_word_embeddings=true",
+        "model.hidden_act=gelu",
+        "model.hidden_dropout=0.1",
+        "train.objective=masked_lm",
+        "data.masked.mask_token_id=250",
+    ],
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
@@ -296,5 +310,6 @@ NO_RING = (
     "clip",
     "siglip",
     "mimo",
+    "modernbert",
 )
 MOST_TP = {"odd widths": 2}

@@ -99,8 +99,11 @@ class Programs:
         scalar = jax.ShapeDtypeStruct((), np.float32)
         on_all = NamedSharding(mesh, P())  # as `replicated` lays it out
         gate = steps.Gate(scalar, jax.ShapeDtypeStruct((), np.bool_, sharding=on_all))
+        # In fp16 the devices pick the rates (`train/rates.py`).
+        in_fp16 = self.state_layout.scaler is not None
+        rate = jax.ShapeDtypeStruct((), np.float32, sharding=on_all) if in_fp16 else scalar
         step = self.jitted("train", batch["rows"].shape[0])
-        return step.lower(self.state_layout.abstract(), batch, scalar, scalar, gate)
+        return step.lower(self.state_layout.abstract(), batch, rate, rate, gate)
 
     def program(self, rows: int) -> steps.Program:
         """All that is static in a step of `rows` sequences."""

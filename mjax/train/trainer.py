@@ -17,7 +17,6 @@ from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
 from mjax.models import definition_of
 from mjax.models.objective import HostBatch, further_lengths, objective_of
-from mjax.optim.schedule import rates_of_step
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
 from mjax.plan.auto import resolve_auto
@@ -30,6 +29,7 @@ from mjax.train.checkpoints import Checkpoints
 from mjax.train.loss_scale import skipped_samples
 from mjax.train.norms import Norms
 from mjax.train.programs import Programs
+from mjax.train.rates import StepRates
 from mjax.train.state import state_layout, without_moments
 
 
@@ -72,7 +72,7 @@ class Trainer:
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None
         self.step_number = 0
-        self.skipped_samples = 0
+        self.rates = StepRates(cfg)
         self.checkpoints = Checkpoints(cfg, self.state_layout)
 
     # ---- state -------------------------------------------------------------------------------
@@ -91,8 +91,14 @@ class Trainer:
         return summary
 
     def _start(self, params: dict) -> None:
-        self.state = self.state_layout.start(params)
-        self.step_number = self.skipped_samples = 0
+        self._continue(self.state_layout.start(params), 0)
+
+    def _continue(self, state: steps.State, step: int) -> None:
+        """Go on from a state, behind `step`."""
+        self.state, self.step_number = state, step
+        self.rates = StepRates(self.cfg, skipped_samples(state))
+        if self.state_layout.scaler is not None:
+            self.rates.under_way.append((replicated(self.mesh, False), 0))
 
     def abstract_state(self) -> steps.State:
         """The state as `ShapeDtypeStruct`s with shardings."""
@@ -116,10 +122,14 @@ class Trainer:
 
     def restore(self, step: int | None = None) -> int:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
-        self.state = self.checkpoints.restore(step)
-        self.step_number = int(self.state["step"])
-        self.skipped_samples = skipped_samples(self.state)
+        state = self.checkpoints.restore(step)
+        self._continue(state, int(state["step"]))
         return self.step_number
+
+    @property
+    def skipped_samples(self) -> int:
+        """The samples that the schedule leaves out; in fp16 this waits for the last step."""
+        return skipped_samples(self._live())
 
     @property
     def store(self) -> Store:
@@ -139,35 +149,30 @@ class Trainer:
         """One optimizer step on a global batch; device scalars, as `train_step` says.
 
         The state changes only if the numbers are finite, the loss is at most `most_loss` and
-        `is_open` holds (`step.py: Gate`). The step is counted in any case. Where `is_open` is an
-        array, the rates are those of a step that follows an accepted one.
+        `is_open` holds (`step.py: Gate`). The step is counted in any case.
         """
         placed = self._place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
         step = self._program("train", placed)
         if not isinstance(is_open, jax.Array):
-            self.skipped_samples = skipped_samples(state)
             is_open = replicated(self.mesh, is_open)
         gate = steps.Gate(np.float32(most_loss), is_open)
-        self.state, metrics = step(state, placed, *self._rates(), gate)
+        rates = self.rates.of_step(self.step_number)
+        self.state, metrics = step(state, placed, *rates, gate)
+        self.rates.dispatched(metrics, placed["rows"].shape[0])
         self.step_number += 1
         return metrics
 
     def norms(self, batch: HostBatch) -> Norms:
         """The norms of the step that `step` would do on this batch; the state stays."""
         placed = self._place(batch)
-        return self._program("norms", placed)(self._live(), placed, *self._rates())
-
-    def _rates(self) -> tuple[np.float32, np.float32]:
-        """(learning rate, weight decay) of the next step."""
-        rates = rates_of_step(self.cfg, self.step_number, self.skipped_samples)
-        return np.float32(rates.learning_rate), np.float32(rates.weight_decay)
+        rates = self.rates.of_step(self.step_number)
+        return self._program("norms", placed)(self._live(), placed, *rates)
 
     def set_step(self, number: int) -> None:
         """Count `number` steps from here on, with the weights as they are."""
-        self.state = {**self._live(), "step": replicated(self.mesh, np.int32(number))}
-        self.step_number = number
-        self.skipped_samples = skipped_samples(self.state)
+        state = {**self._live(), "step": replicated(self.mesh, np.int32(number))}
+        self._continue(state, number)
 
     def grads(self, batch: HostBatch) -> tuple[jax.Array, jax.Array, dict]:
         """(loss, gradient norm, gradients of the trained parameters) of a global batch.

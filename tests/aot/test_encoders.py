@@ -36,3 +36,14 @@ def test_attention_with_biases_by_distance_runs_once_a_layer_without_whole_score
     assert made.calls("__cudnn$fmhaScaleBiasSoftmaxBackward") == 4
     assert made.calls("__cudnn$fmhaSoftmaxBackward") == 2, "of cross-attention"
     assert "8,12,512,512]" not in made.text, "whole scores exist"
+
+
+def test_windows_to_both_sides_hold_scores_of_the_keys_near_by():
+    layers = "model.num_hidden_layers=4", "model.layer_pattern=FWWB", "mesh.dp=1"
+    batch = "train.global_batch_size=8", "train.micro_batch_size=8", "train.attention=auto"
+    keys = *layers, *batch, "train.remat=none"
+    with believed(Device("gpu", triton=False)):
+        made = compile_step("configs/models/modernbert_base.yaml", *keys, documents=2)
+    assert made.calls("__cudnn$fmhaSoftmax") == 2, "of full attention"
+    assert made.calls("__cudnn$fmhaSoftmaxBackward") == 2
+    assert "1024,1024]" not in made.text, "whole scores exist"

@@ -9,6 +9,7 @@ import pytest
 
 from mjax.config import load
 from mjax.errors import UserError
+from mjax.kernels import attention
 from mjax.models.flops import flops_per_token
 from mjax.models.masked import MaskedTokens
 from mjax.models.objective import objective_of
@@ -63,6 +64,47 @@ def test_meshes_agree_on_padded_rows(cell, more):
     assert deviation(found, one) <= 1e-5
     of_rows = found["counts"]["loss" if more else "row_loss"]
     assert of_rows == (batch["row_label"] >= 0).sum()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    quick(
+        [
+            Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="a2a"),
+            Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"),
+            Cell({"dp": 2, "tp": 4}, 1, 2),
+        ],
+        1,
+    ),
+)
+@pytest.mark.parametrize("pooling", quick(["mean", "cls"], 0))
+def test_windows_to_both_sides_agree_on_padded_rows(monkeypatch, cell, pooling):
+    """On meshes blocks of queries see the keys near by; the reference masks the scores of all."""
+    head = "embedding_norm: true, prediction_head: true, num_labels: 3"
+    keys = ("train.objective=classify", f"model.bert={{{head}, pooling: {pooling}}}")
+    batch = padded(make_batch(24)) | {"row_label": np.arange(24, dtype=np.int32) % 4 - 1}
+    for more, data in (((), padded(make_batch(24))), (keys, batch)):
+        one = measured(make_trainer("modernbert", Cell(), *more), data)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "_FEWEST_NEAR", 1)
+            found = measured(make_trainer("modernbert", cell, *more), data)
+        assert deviation(found, one) <= 1e-5
+
+
+def test_flops_of_windows_to_both_sides_are_those_of_the_keys_that_are_seen():
+    """Of 1024 tokens 65 are seen to either side; a window of all tokens is full attention."""
+    cfg = make_trainer("modernbert", Cell()).cfg.model
+    column = np.arange(1024)
+    keys = (np.abs(column[:, None] - column) < 65).sum() / 1024
+    heads = 12 * cfg.attention.num_attention_heads * cfg.attention.head_dim
+
+    def flops(window: int) -> float:
+        attention = cfg.attention.model_copy(update={"sliding_window": window})
+        return flops_per_token(cfg.model_copy(update={"attention": attention}), 1024)
+
+    assert flops(1024) - flops(65) == pytest.approx(2 * heads * (1024 - keys), rel=0.01)
+    both = cfg.model_copy(update={"layer_pattern": "FBBB"})
+    assert flops(4096) == flops_per_token(both, 1024)
 
 
 @slow

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.config import load
+from mjax.optim.schedule import rates_of_step
 from mjax.prove import Cell, deviation, make_batch, make_trainer, replicas_identical, sizes_for
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
@@ -156,6 +157,29 @@ def test_a_huge_scale_comes_down_until_gradients_fit(cell):
             jax.tree.map(np.testing.assert_array_equal, now[part], start[part])
     assert overflows > 5 and trainer.state["loss_scale"]["growth_tracker"] == 1
     assert trainer.state["opt"]["count"] == 1 and trainer.state["step"] == overflows + 1
+
+
+@pytest.mark.parametrize("cell", quick([Cell(), Cell({"pp": 2, "dp": 2}, 3, 3)], 1))
+def test_a_step_is_dispatched_before_the_last_one_is_known(monkeypatch, cell):
+    """The host reads nothing that the last step made, yet rates wait for steps that overflowed."""
+    keys = (*FP16, "schedule.warmup_steps=6", "optimizer.weight_decay_end=0.2")
+    plant_in_gradients(monkeypatch, [2, 3, 5], device=0)
+    trainer = make_trainer("dense", cell, *keys)
+    given, read = [], []
+    of_step = trainer.rates.of_step
+    monkeypatch.setattr(trainer.rates, "of_step", lambda n: given.append(of_step(n)) or given[-1])
+    kind = type(trainer.state["step"])
+    value = kind._value.fget
+    monkeypatch.setattr(kind, "_value", property(lambda a: read.append(id(a)) or value(a)))
+    made: list = []
+    for number in range(1, 8):
+        last = {id(a) for a in jax.tree.leaves((made, trainer.state))}
+        read.clear()
+        made = trainer.step(make_batch(24, number))
+        assert not last & set(read), f"step {number}"
+    for rates, step in zip(given, (0, 1, 1, 1, 2, 2, 3), strict=True):
+        assert tuple(rates) == tuple(map(np.float32, rates_of_step(trainer.cfg, step)))
+    assert trainer.skipped_samples == 72
 
 
 # ---- state ---------------------------------------------------------------------------------------

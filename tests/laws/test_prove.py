@@ -44,6 +44,7 @@ SAMPLE = [
     ("mimo", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
     ("clip", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 1, cp_type="all_gather")),
     ("siglip", Cell({"ep": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a")),
+    ("modernbert", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
     ("mamba", Cell({"cp": 8}, 1, 1)),
     ("hybrid", Cell({"pp": 2, "ep": 2, "tp": 2}, 1, 3)),
     ("gated deltanet", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 3, cp_type="all_gather")),

@@ -84,7 +84,7 @@ def test_padding_moves_nothing_and_tokens_are_refused():
     def padded(patches, segments):
         info = tokens_of(segments.shape, fields["positions"], segments)
         x = model.embed_patches(patches, info, Context(), 2)
-        return model.row_logits(model.layers(x, info, Context())[0], Context())
+        return model.row_logits(model.layers(x, info, Context())[0], info, Context())
 
     fields = image_fields(images, model.cfg.vision, 8)
     for filler in (0, 5):

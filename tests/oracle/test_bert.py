@@ -14,6 +14,7 @@ from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
+from mjax.kernels import attention
 from mjax.models.context import Context, tokens_of
 from mjax.models.masked import ClassifyRows, MaskedTokens
 from mjax.pretrained import from_pretrained
@@ -36,19 +37,42 @@ CLASSES = [
     "BertForSequenceClassification",
     "RobertaForMaskedLM",
     "RobertaForSequenceClassification",
+    "ModernBertForMaskedLM",
+    "ModernBertForSequenceClassification",
 ]
+# The first of 4 layers and the last see all tokens, the others 3 to either side.
+MODERN = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    intermediate_size=56,
+    initializer_range=0.15,
+    local_attention=6,
+    max_position_embeddings=64,
+    pad_token_id=1,
+    cls_token_id=2,
+    sep_token_id=2,
+    bos_token_id=2,
+    eos_token_id=2,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+)
 
 
-def make(name: str) -> torch.nn.Module:
+def make(name: str, pooling: str = "mean") -> torch.nn.Module:
     """An fp32 model whose biases and norms are random too."""
     torch.manual_seed(0)
     family = name.partition("For")[0]
-    more = dict(max_position_embeddings=40 + 2 * (family == "Roberta"))
-    more |= dict(num_labels=5) if name.endswith("Classification") else {}
-    more |= dict(type_vocab_size=1) if family == "Roberta" else dict(layer_norm_eps=1e-6)
-    config = getattr(transformers, f"{family}Config")(
-        **OPTIONS, **more, attn_implementation="eager"
-    )
+    labels = dict(num_labels=5) if name.endswith("Classification") else {}
+    if family == "ModernBert":
+        more = MODERN | dict(classifier_pooling=pooling)
+    else:
+        more = OPTIONS | dict(max_position_embeddings=40 + 2 * (family == "Roberta"))
+        more |= dict(type_vocab_size=1) if family == "Roberta" else dict(layer_norm_eps=1e-6)
+    config = getattr(transformers, f"{family}Config")(**more, **labels, attn_implementation="eager")
     return add_to_vectors(getattr(transformers, name)(config).float().eval())
 
 
@@ -84,7 +108,8 @@ def theirs_of(name: str, model: torch.nn.Module, fields: dict):
     """Their output for a batch, with losses."""
     given = {key: torch.tensor(value, dtype=torch.long) for key, value in fields.items()}
     inputs = {"input_ids": given["tokens"], "attention_mask": given["segment_ids"]}
-    inputs["token_type_ids"] = given["token_types"]
+    if not name.startswith("Modern"):
+        inputs["token_type_ids"] = given["token_types"]
     hidden = torch.where(given["loss_mask"] == 1, given["labels"], -100)
     if name.endswith("Classification"):
         return model(**inputs, labels=given["row_label"])
@@ -107,7 +132,10 @@ def ours_of(name: str, model, params: dict, fields: dict):
     x, *_ = decoder.layers(x, info, ctx)
     sums, counts = objective.losses(decoder, x, fields, info, ctx), objective.counts(fields)
     loss = sum(sums[key] / counts[key] for key in sums)
-    return loss, (decoder.logits(decoder.normed(x)), decoder.row_logits(x, ctx) if rows else None)
+    return loss, (
+        decoder.logits(decoder.normed(x)),
+        decoder.row_logits(x, info, ctx) if rows else None,
+    )
 
 
 def test_logits_losses_and_gradients(hf, tmp_path):
@@ -168,6 +196,53 @@ def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
         pair = [theirs_of(name, model.eval(), fields).loss.item() for model in (again, theirs)]
     assert pair[0] == pair[1]
     assert verify(tmp_path / "ckpt", out, "float32") == 0
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_windows_in_blocks_and_either_pooling(tmp_path, monkeypatch, pooling):
+    """The windows of a long sequence are computed a block of queries at a time."""
+    monkeypatch.setattr(attention, "_FEWEST_NEAR", 1)
+    name = "ModernBertForSequenceClassification"
+    theirs, fields = make(name, pooling), batch(name)
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = from_pretrained(tmp_path / "hf").model
+    assert ours.cfg.attention.sliding_window == 4 and ours.cfg.bert.pooling == pooling
+    got = ours.classify(fields["tokens"], segments=fields["segment_ids"])
+    want = theirs_of(name, theirs, fields).logits.detach().numpy()
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
+
+
+def test_older_words_of_modernbert_mean_the_same():
+    new = make("ModernBertForMaskedLM").config.to_dict()
+    new |= {"architectures": ["ModernBertForMaskedLM"], "layer_types": None}
+    old = {
+        key: value for key, value in new.items() if key not in ("layer_types", "rope_parameters")
+    }
+    old |= {"global_attn_every_n_layers": 3, "global_rope_theta": 1000.0, "local_rope_theta": 50.0}
+    assert config_from_hf(dict(old)) == config_from_hf(dict(new))
+    assert config_from_hf(dict(old)).layer_kinds == ("F", "W", "W", "B")
+    every = config_from_hf(old | {"global_attn_every_n_layers": 2})
+    assert every.layer_kinds == ("F", "W", "B", "W")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"layer_types": ["sliding_attention"] * 4}, "only full_attention in layer 0"),
+        ({"layer_types": ["full_attention"] * 3}, "4 in all"),
+        ({"architectures": ["ModernBertForTokenClassification"]}, "only ModernBertForMaskedLM"),
+        ({"classifier_pooling": "max"}, "bert.pooling"),
+        ({"sparse_prediction": True}, "sparse_prediction=True"),
+        ({"mlp_dropout": 0.1}, "mlp_dropout=0.1"),
+        ({"classifier_bias": True}, "classifier_bias=True"),
+    ],
+)
+def test_what_modernbert_says_and_mjax_lacks_is_named(change, message):
+    config = make("ModernBertForMaskedLM").config.to_dict()
+    config |= {"architectures": ["ModernBertForMaskedLM"]}
+    config_from_hf(dict(config))
+    with pytest.raises(UserError, match=message):
+        config_from_hf(config | change)
 
 
 def test_padding_and_its_content_change_nothing(tmp_path):

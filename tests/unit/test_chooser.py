@@ -1,18 +1,21 @@
 """Which kernel is chosen for what, on which device, and that every answer says why."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import pytest
 
 from mjax.config import load
 from mjax.kernels import choose
 from mjax.kernels.attention_call import AttentionCall
-from mjax.kernels.chooser import NO_GPU, RULES, Device
+from mjax.kernels.chooser import NO_GPU, RULES, Device, believed
 from mjax.plan.kernels import kernel_choices, kernel_lines
 from tests.devices import CPU, GPU, HOPPER
 
 AUTO = AttentionCall(scale=1.0)
 ALONE = AttentionCall(scale=1.0, max_documents=1)
 PADDED = AttentionCall(scale=1.0, max_documents=2, padded=True)
+NEAR = AttentionCall(scale=1.0, mask="full", window=65)
 FIXED = AttentionCall(scale=1.0, max_documents=1, deterministic=True)
 CAPPED = AttentionCall(scale=1.0, softcap=30.0)
 Q = (2, 1024, 8, 128)
@@ -34,6 +37,8 @@ TABLE = [
     ("attention", "bfloat16", Q, HOPPER, {"call": CAPPED, "value_size": 64}, "cudnn", ""),
     ("attention", "bfloat16", MLA_Q, CPU, {"call": AUTO, "value_size": 128}, "xla", NO_GPU),
     ("attention", "bfloat16", MLA_Q, HOPPER, {"call": AUTO, "value_size": 128}, "cudnn", "192"),
+    ("attention", "bfloat16", Q, HOPPER, {"call": NEAR}, "xla", "windows to both sides"),
+    ("attention", "bfloat16", Q, CPU, {"call": NEAR}, "xla", NO_GPU),
     ("norm", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
     ("norm", "bfloat16", BIG, GPU, {}, "triton", "one pass"),
     ("norm", "bfloat16", (2**14, 8192), GPU, {}, "xla", "4096 columns"),
@@ -117,6 +122,13 @@ def test_what_is_asked_for_is_not_replaced(name):
     for device in (CPU, GPU, HOPPER):
         choice = choose("attention", jnp.bfloat16, Q, device, call=call)
         assert choice == (name, "train.attention asks for it")
+
+
+def test_a_dry_run_names_what_windows_to_both_sides_get():
+    cfg = load(Path(__file__).parents[2] / "configs/models/modernbert_base.yaml", ["mesh.dp=1"])
+    with believed(GPU):
+        found = kernel_choices(cfg, dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1))
+    assert (found["attention"].name, found["windows"].name) == ("cudnn", "xla")
 
 
 def test_a_run_lists_every_op_once():

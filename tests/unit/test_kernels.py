@@ -90,7 +90,7 @@ def naive_attention(q, k, v, call, *, sinks=None, segments=None, prefix=None):
         keys = []
         for j in range(k.shape[1]):
             seen = call.mask in ("full", "cross") or j <= i
-            seen = seen and (call.window is None or j > i - call.window)
+            seen = seen and (call.window is None or abs(i - j) < call.window)
             seen = seen or (prefix is not None and prefix[b, j])
             if seen and (segments is None or segments[1][b, j] == segments[0][b, i]):
                 keys.append(j)
@@ -112,6 +112,9 @@ CASES = [
     {"segments": True, "window": 4, "softcap": 2.0, "sinks": True},
     {"mask": "full"},
     {"mask": "full", "segments": True, "softcap": 2.0, "sinks": True},
+    {"mask": "full", "window": 3},
+    {"mask": "full", "window": 3, "segments": True, "value": 7},
+    {"mask": "full", "window": 4, "segments": True, "sinks": True},
     {"mask": "prefix"},
     {"mask": "prefix", "segments": True, "sinks": True},
     {"mask": "cross"},
@@ -162,6 +165,20 @@ def test_reference_attention_equals_loops(case, monkeypatch):
         np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
         monkeypatch.setattr(kernel, "_QUERY_CHUNK", 4)
         np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
+        monkeypatch.setattr(kernel, "_FEWEST_NEAR", 1)  # blocks of a window, of the keys near by
+        np.testing.assert_allclose(run(*map(jnp.asarray, (q, k, v))), expected, atol=1e-6)
+
+
+def test_windows_to_both_sides_cost_what_is_near():
+    """Products of 4096 queries with keys of three blocks of 64, not with all keys."""
+    call = AttentionCall(1.0, window=65, mask="full", implementation="xla")
+    columns = (jnp.arange(4096),) * 2
+
+    def run(q):
+        return attention(q, q, q, call, AttentionArrays(columns))
+
+    compiled = jax.jit(run).lower(jnp.zeros((1, 4096, 1, 8))).compile()
+    assert compiled.cost_analysis()["flops"] < 4096 * 192 * (4 * 8 + 32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "+".join(map(str, c.values())) or "plain")
@@ -182,11 +199,13 @@ def test_one_query_to_a_cache_equals_loops(case):
 
 
 @pytest.mark.parametrize("chunk", [1024, 4])
-@pytest.mark.parametrize("mask", ["causal", "full", "prefix", "cross"])
+@pytest.mark.parametrize("mask", ["causal", "full", "prefix", "cross", "window"])
 def test_gradients_are_the_differences_of_loops(mask, chunk, monkeypatch):
     """Along a random direction, by central differences in fp64; value heads of another size."""
     monkeypatch.setattr(kernel, "_QUERY_CHUNK", chunk)
-    *qkv, call, arrays = drawn({"mask": mask, "segments": True, "value": 3})
+    monkeypatch.setattr(kernel, "_FEWEST_NEAR", chunk // 4)
+    kind = {"mask": "full", "window": 3} if mask == "window" else {"mask": mask}
+    *qkv, call, arrays = drawn({**kind, "segments": True, "value": 3})
     rng = np.random.default_rng(1)
     step = [1e-3 * rng.normal(size=x.shape) for x in qkv]
     weight = rng.normal(size=(*qkv[0].shape[:3], 3))
@@ -219,6 +238,7 @@ def test_document_offsets_are_starts_and_lengths():
         ({"sinks": jnp.zeros(4)}, "model.attention.attention_sinks"),
         ({"dropout": 0.1}, "model.attention.attention_dropout"),
         ({"mask": "prefix"}, "prefix mask"),
+        ({"mask": "full", "window": 4}, "no windows to both sides .W.; set train.attention=auto"),
         ({"mask": "cross", "segments": (jnp.zeros((1, 8), int),) * 2}, "segments of cross"),
         ({"dtype": jnp.float32}, "precision.compute"),
         ({"size": 12}, "head_dim=12"),
@@ -238,6 +258,6 @@ def test_cudnn_refuses_what_it_lacks(options, words):
         attention(q, q, v, AttentionCall(1.0, implementation="cudnn", **options), arrays)
 
 
-def test_windows_need_a_causal_mask():
+def test_windows_are_not_of_every_mask():
     with pytest.raises(UserError, match="sliding_window"):
-        AttentionCall(1.0, window=4, mask="full")
+        AttentionCall(1.0, window=4, mask="prefix")

@@ -22,6 +22,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = {
     "bert_base": 109_514_298,
     "bert_large": 335_174_458,
+    "modernbert_base": 149_655_232,
     "nemotron3_nano_30b_a3b": 31_577_940_288,
     "t5_base": 222_903_552,
     "t5_3b": 2_851_598_336,

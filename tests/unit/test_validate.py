@@ -171,6 +171,7 @@ BROKEN = {
         ["model.attention.sliding_window=8"],
         "model.attention.sliding_window=8 has no effect",
     ),
+    "norm_bias_used": (["model.norm_bias=false"], "no effect with model.norm='rmsnorm'"),
     "experts_used": (["model.moe.num_experts=4"], "'G' has no E block"),
     "top_k_fits": (
         [*EXPERTS, "model.moe.num_experts_per_tok=5"],
@@ -394,6 +395,10 @@ BROKEN = {
     "bert_head_is_tied": (
         [*MASKED, "model.bert.mlm_head=true"],
         "model.bert.mlm_head=True is built on tied embeddings alone",
+    ),
+    "prediction_head_used": (
+        ["model.bert.prediction_head=true"],
+        "model.bert.prediction_head=True has no effect",
     ),
     "prediction_has_a_final_norm": (
         ["model.num_nextn_predict_layers=1", "model.norm_placement=post_residual"],
