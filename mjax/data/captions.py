@@ -1,47 +1,46 @@
-"""Texts with images and sounds, for a model that reads them: JSON lines, tokenized into memory.
+"""Texts with images and sounds, for a model that reads them, tokenized into memory.
 
-A line is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
-"A cat."}; all but the text may be left out. The loss is on the text and the end behind it. Where
-images are compared with texts (CLIP), a line is {"images": ["a.png"], "text": "a cat"}, and a text
-that is too long is cut. Invariant: sample n is a pure function of (file, settings, seed, n), as in
-`data/labelled.py`. A sample whose image or sound cannot be decoded, or that does not fit
-`data.seq_length`, counts in no loss and is named in the log.
+A sample is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
+"A cat."}, as JSON lines, parquet, tar files or folders hold it (`data/sources.py`); all but the
+text may be left out. The loss is on the text and the end behind it. Where images are compared with
+texts (CLIP), a sample is an image and a text, and a text that is too long is cut. Invariant: sample
+n is a pure function of (files, settings, seed, n), as in `data/labelled.py`. A sample whose image
+or sound cannot be decoded, or that does not fit `data.seq_length`, counts in no loss and is named
+in the log.
 """
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from mjax.config.schema import Config
-from mjax.data.audio import SoundReader
 from mjax.data.gpt import Batch
-from mjax.data.images import ImageReader
 from mjax.data.labelled import part_of_split, shuffled
+from mjax.data.readers import ImageReader, Skipped, SoundReader
+from mjax.data.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.tokenizer import Tokenizer, encode_with_items
-from mjax.errors import UNREADABLE, UserError, or_user_error
-from mjax.json_file import parse_json
+from mjax.errors import UserError
 from mjax.models.modalities import MODALITIES
 
 # A modality's key in a line, and what decodes its files.
-KEYS = {"vision": "images", "audio": "audio"}
+KEYS = {"vision": IMAGES, "audio": SOUNDS}
 READERS = {"vision": ImageReader, "audio": SoundReader}
 
 
 @dataclass(frozen=True)
 class Line:
-    """The ids of a line with those of its items, how many are its prompt's, files by modality."""
+    """The ids of a sample with those of its items, how many are its prompt's, items by modality."""
 
     name: str
     ids: list[int]
     prompt: int
-    files: dict[str, list[Path]]
+    items: dict[str, list[Item]]
 
 
 class ImageTextDataset:
-    """`size` samples, a line each, padded to `data.seq_length`.
+    """`size` samples (None: an epoch), a text each, padded to `data.seq_length`.
 
     `batch(indices)` gives `tokens`, `labels`, `segment_ids`, `positions` (int32 [B, S]),
     `loss_mask` (fp32 [B, S]), `patches` and `frames` (fp32 [B, I, T, N]) of a model that reads
@@ -56,23 +55,24 @@ class ImageTextDataset:
         path: str | os.PathLike,
         split: str,
         split_fractions: Sequence[float],
-        size: int,
+        size: int | None,
         cfg: Config,
         tokenizer: Tokenizer,
     ):
-        self.cfg, self.size = cfg, size
+        self.cfg = cfg
         eos = cfg.model.contrastive.eos_token_id
         if eos not in (None, 2, tokenizer.eod_id):
             raise UserError(
                 f"model.contrastive.eos_token_id={eos} is not the end that data.tokenizer puts "
                 f"behind a text, {tokenizer.eod_id}; set it to that"
             )
-        lines = read_lines(Path(path), tokenizer, cfg)
+        lines = read_lines(path, tokenizer, cfg)
         order = shuffled(np.arange(len(lines)), len(lines), 0)
         lines = [lines[number] for number in order]
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
-        bad: set[str] = set()
-        self.readers = {name: READERS[name](cfg, len(self.lines), bad) for name in KEYS}
+        self.size = len(self.lines) if size is None else size
+        self.skipped = Skipped(len(self.lines))
+        self.readers = {name: READERS[name](cfg, self.skipped) for name in cfg.model.modalities}
 
     def __len__(self) -> int:
         return self.size
@@ -88,31 +88,31 @@ class ImageTextDataset:
         if compared and cfg.model.contrastive.eos_token_id is None:
             ids += cfg.data.masked.pad_token_id or 0  # SigLIP's texts see padding, and end there
             segments += 1
+        fits = np.array([self._fits(line) for line in chosen])
         items = {}
         for name in cfg.model.modalities:
-            shape_of_items = len(chosen), cfg.model.tower(name).max_items
-            items[name] = np.zeros((*shape_of_items, *self.readers[name].shape), np.float32)
-        for row, line in enumerate(chosen):
-            found = self._items(line)
-            if found is None:
-                continue
+            items[name], is_read = self._items(name, chosen, fits)
+            fits = fits & is_read
+        for row in np.flatnonzero(fits):
+            line = chosen[row]
             labels[row] = 0
             end = len(line.ids) - (not compared)  # there is no next token
             ids[row, : len(line.ids)] = line.ids
             segments[row, :end] = 1
             mask[row, max(line.prompt - 1, 0) : end] = 1
-            for name, arrays in found.items():
-                for place, array in enumerate(arrays):
-                    items[name][row, place] = array
         columns = np.arange(shape[1], dtype=np.int32)
-        return {
+        fields = {}
+        for name, array in items.items():
+            array[~fits] = 0
+            fields[MODALITIES[name].field] = self._rows(name, array)
+        return fields | {
             "tokens": ids[:, :-1],
             "labels": ids[:, 1:],
             "loss_mask": mask,
             "segment_ids": segments,
             "positions": np.broadcast_to(columns, shape),
             "row_label": labels,
-        } | {MODALITIES[name].field: self._rows(name, array) for name, array in items.items()}
+        }
 
     def _rows(self, name: str, items: np.ndarray) -> np.ndarray:
         """[B, I, T, N] of items [B, I, ...]."""
@@ -121,63 +121,72 @@ class ImageTextDataset:
         rows = MODALITIES[name].rows(items.reshape(-1, *items.shape[2:]), tower, length)
         return rows.reshape(*items.shape[:2], *rows.shape[1:])
 
-    def _items(self, line: Line) -> dict[str, list[np.ndarray]] | None:
-        """The items of a line by modality, or None if it is left out."""
-        found, room = {}, self.cfg.data.seq_length
+    def _fits(self, line: Line) -> bool:
+        """Whether there is room for a line; if not, it is named."""
+        model, room = self.cfg.model, self.cfg.data.seq_length
+        whys = []
         if len(line.ids) > room + 1:
-            why = f"{len(line.ids)} tokens: data.seq_length is {room}"
-            self.readers["vision"].skip(line.name, why)
-            return None
-        for name, files in line.files.items():
-            reader, most = self.readers[name], self.cfg.model.tower(name).max_items
-            if len(files) > most:
-                item = self.cfg.model.tower(name).item
-                why = f"{len(files)} {KEYS[name]}: model.{name}.max_{item}s is {most}"
-                reader.skip(line.name, why)
-                return None
-            found[name] = [reader.read(str(path), path.read_bytes) for path in files]
-        unread = any(item is None for items in found.values() for item in items)
-        return None if unread else found
+            whys.append(f"{len(line.ids)} tokens: data.seq_length is {room}")
+        for name, items in line.items.items():
+            tower = model.tower(name)
+            if len(items) > tower.max_items:
+                most = f"model.{name}.max_{tower.item}s is {tower.max_items}"
+                whys.append(f"{len(items)} {KEYS[name]}: {most}")
+        if whys:
+            self.skipped.add(line.name, whys[0])
+        return not whys
+
+    def _items(
+        self, name: str, lines: Sequence[Line], fits: Sequence[bool]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(items [B, I, ...] of a modality, which lines have all of theirs, bool [B])."""
+        reader, most = self.readers[name], self.cfg.model.tower(name).max_items
+        places, found = [], []
+        for row, line in enumerate(lines):
+            for place, item in enumerate(line.items[name] if fits[row] else ()):
+                places.append((row, place))
+                found.append(item)
+        decoded, is_good = reader.read(found)
+        rows, columns = np.array(places, int).reshape(-1, 2).T
+        items = reader.nothing(len(lines) * most)
+        items = items.reshape(len(lines), most, *items.shape[1:])
+        items[rows, columns] = decoded
+        return items, np.bincount(rows[~is_good], minlength=len(lines)) == 0
 
 
-def read_lines(path: Path, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
-    """The lines of a file of JSON lines; items are named beside the file or from the root."""
-    wrong = f"data.images.path {path}: cannot be read: {{reason}}; give a file of JSON lines"
-    with or_user_error(wrong, UNREADABLE):
-        raw = path.read_text(encoding="utf-8").splitlines()
-    model, found = cfg.model, []
-    sizes = {name: cfg.item_size(name) for name in model.modalities}
-    end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
-    for number, line in enumerate(raw, 1):
-        name = f"{path}:{number}"
-        with or_user_error(f"{name}: not a JSON line: {{reason}}", ValueError):
-            row = parse_json(line)
-        row = row if isinstance(row, dict) else {}
-        prompt, text = row.get("prompt", ""), row.get("text")
-        given = {modality: row.get(key, []) for modality, key in KEYS.items()}
-        are_lists = all(isinstance(files, list) for files in given.values())
-        are_lists = are_lists and all(isinstance(f, str) for files in given.values() for f in files)
-        if not (isinstance(prompt, str) and isinstance(text, str) and are_lists):
-            keys = ", ".join(f'"{key}": [".."]' for key in KEYS.values())
-            raise UserError(f'{name}: not {{{keys}, "prompt": "..", "text": ".."}}')
-        for modality, files in given.items():
-            if modality not in model.modalities:
-                if files:
-                    raise UserError(f"{name}: {KEYS[modality]}, but model.layer_pattern reads none")
-                continue
-            mark = model.tower(modality).mark
-            if model.is_dual_encoder:
-                if prompt or len(files) != 1:
-                    said = "to compare an image with a text, give one image and no prompt"
-                    raise UserError(f"{name}: {said}")
-                continue
-            if (prompt + text).count(mark) != len(files) or mark in text:
-                said = f"{len(files)} {KEYS[modality]}, and not as many {mark} in its prompt"
+def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
+    """The samples of a source as ids. Raises `UserError` naming the first that is none."""
+    samples = samples_of(str(path), "text")
+    return [_line(sample, tokenizer, cfg) for sample in samples]
+
+
+def _line(sample: Sample, tokenizer: Tokenizer, cfg: Config) -> Line:
+    """A sample as ids."""
+    model, name = cfg.model, sample.name
+    sizes = {modality: cfg.item_size(modality) for modality in model.modalities}
+    prompt, text = sample.facts.get("prompt") or "", sample.facts.get("text")
+    if not isinstance(prompt, str) or not isinstance(text, str):
+        keys = ", ".join(f'"{key}": [".."]' for key in KEYS.values())
+        raise UserError(f'{name}: not {{{keys}, "prompt": "..", "text": ".."}}')
+    items = {}
+    for modality, key in KEYS.items():
+        found = sample.items.get(key, [])
+        if modality not in model.modalities:
+            if found:
+                raise UserError(f"{name}: {key}, but model.layer_pattern reads none")
+            continue
+        items[modality] = found
+        mark = model.tower(modality).mark
+        if model.is_dual_encoder:
+            if prompt or len(found) != 1:
+                said = "to compare an image with a text, give one image and no prompt"
                 raise UserError(f"{name}: {said}")
-        first = [*tokenizer.prefix, *encode_with_items(prompt, tokenizer, model, sizes)]
-        ids = [*first, *tokenizer.encode(text), *end]
-        if model.is_dual_encoder and len(ids) > cfg.data.seq_length:
-            ids = [*ids[: cfg.data.seq_length - len(end)], *end]
-        paths = {m: [path.parent / file for file in files] for m, files in given.items()}
-        found.append(Line(name, ids, len(first), paths))
-    return found
+        elif (prompt + text).count(mark) != len(found) or mark in text:
+            said = f"{len(found)} {key}, and not as many {mark} in its prompt"
+            raise UserError(f"{name}: {said}")
+    end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
+    first = [*tokenizer.prefix, *encode_with_items(prompt, tokenizer, model, sizes)]
+    ids = [*first, *tokenizer.encode(text), *end]
+    if model.is_dual_encoder and len(ids) > cfg.data.seq_length:
+        ids = [*ids[: cfg.data.seq_length - len(end)], *end]
+    return Line(name, ids, len(first), items)

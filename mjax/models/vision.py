@@ -154,7 +154,7 @@ def image_fields(images: np.ndarray, vision: VisionConfig, length: int) -> dict[
 
     `patches` [B, S, C*P*P], and int32 [B, S] `segment_ids`, 0 in padding, and `positions`.
     """
-    patches = rows_of_images(images, vision, length).astype(np.float32)
+    patches = rows_of_images(images, vision, length).astype(np.float32, copy=False)
     count = vision.num_tokens(images.shape[1])
     columns = np.arange(length, dtype=np.int32)
     columns = np.broadcast_to(columns, patches.shape[:2])
