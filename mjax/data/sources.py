@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,20 +156,18 @@ def _part(file: Path, offset: int, size: int) -> bytes:
 def _in_parquet(file: Path) -> list[Sample]:
     """parquet with columns image or images, and label or text; held in memory"""
     with or_user_error(_NEEDS, ImportError):
-        from pyarrow import parquet
+        from pyarrow import ListScalar, parquet
 
     table = parquet.read_table(file)
     items = [name for name in ("image", IMAGES, SOUNDS) if name in table.column_names]
     rows = table.drop_columns(items).to_pylist() or [{}] * len(table)
     samples = [Sample(f"{file.name}:{row}", facts) for row, facts in enumerate(rows)]
     for column in items:
-        for row, cell in enumerate(table[column]):
-            sample = samples[row]
-            is_list = hasattr(cell, "values")
-            for part in cell if is_list and cell.is_valid else [cell]:
-                if part.is_valid:
-                    key = IMAGES if column == "image" else column
-                    sample.add(key, Item(sample.name, partial(_bytes_of, part)))
+        key = IMAGES if column == "image" else column
+        for sample, cell in zip(samples, table[column], strict=True):
+            parts = cell if isinstance(cell, ListScalar) and cell.is_valid else [cell]
+            for part in filter(attrgetter("is_valid"), parts):
+                sample.add(key, Item(sample.name, partial(_bytes_of, part)))
     return samples
 
 

@@ -1,13 +1,13 @@
 """From parameter roles to the update of the nested dict of parameters.
 
-Groups (weight decay, learning-rate multipliers, Muon) go by `ParamSpec.role`, never by rank;
-learning-rate multipliers may go by a parameter's name, too. The state is `{"count": int32, ...}` and a tree for each moment that holds it for the parameters that
-have it: `mu` for AdamW and Muon, `nu` for AdamW, for a transformation of optax those of its own,
-and its `numbers`. So checkpoints and shardings follow the parameters one by one. `state_like`
-builds such a tree from anything. The update works on local shards inside jit and shard_map: AdamW
-and transformations are elementwise, Muon gets `gather` and `shard`. Each array is read and written
-once: clipping, update, rounding and the choice to keep the old state are one elementwise
-expression.
+Groups (weight decay, learning-rate multipliers, Muon) go by `ParamSpec.role`, never by rank; a
+multiplier may also go by name. The state is `{"count": int32, ...}` and a tree for each moment that
+holds it for the parameters that have it: `mu` for AdamW and Muon, `nu` for AdamW, for a
+transformation of optax those of its own, and its `numbers`. So checkpoints and shardings follow the
+parameters one by one. `state_like` builds such a tree from anything. The update works on local
+shards inside jit and shard_map: AdamW and transformations are elementwise, Muon gets `gather` and
+`shard`. Each array is read and written once: clipping, update, rounding and the choice to keep the
+old state are one elementwise expression.
 """
 
 from collections.abc import Callable, Iterable, Sequence
