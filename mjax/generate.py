@@ -122,14 +122,14 @@ def read_images(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None
     """What --image gives, fp32 [I, H, W, C], or None. Raises `UserError` for what is no picture."""
     if not args.image:
         return None
-    from mjax.data.pixels import decode_image, norm_pixels
+    from mjax.data.pixels import decode_image, norm_image
 
     found = []
     for name in args.image:
         with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
             encoded = Path(name).read_bytes()
             pixels = decode_image(encoded, cfg.vision.image_size, cfg.vision.num_channels)
-        found.append(norm_pixels(pixels, args.image_mean, args.image_std))
+        found.append(norm_image(pixels, args.image_mean, args.image_std))
     return np.stack(found)
 
 

@@ -104,7 +104,7 @@ class ImageTextDataset:
         fields = {}
         for name, array in items.items():
             array[~fits] = 0
-            fields[MODALITIES[name].field] = self._rows(name, array)
+            fields[MODALITIES[name].field] = array
         return fields | {
             "tokens": ids[:, :-1],
             "labels": ids[:, 1:],
@@ -113,13 +113,6 @@ class ImageTextDataset:
             "positions": np.broadcast_to(columns, shape),
             "row_label": labels,
         }
-
-    def _rows(self, name: str, items: np.ndarray) -> np.ndarray:
-        """[B, I, T, N] of items [B, I, ...]."""
-        tower = self.cfg.model.tower(name)
-        length = tower.row_length(self.cfg.item_size(name))
-        rows = MODALITIES[name].rows(items.reshape(-1, *items.shape[2:]), tower, length)
-        return rows.reshape(*items.shape[:2], *rows.shape[1:])
 
     def _fits(self, line: Line) -> bool:
         """Whether there is room for a line; if not, it is named."""
@@ -139,19 +132,19 @@ class ImageTextDataset:
     def _items(
         self, name: str, lines: Sequence[Line], fits: Sequence[bool]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(items [B, I, ...] of a modality, which lines have all of theirs, bool [B])."""
-        reader, most = self.readers[name], self.cfg.model.tower(name).max_items
-        places, found = [], []
-        for row, line in enumerate(lines):
-            for place, item in enumerate(line.items[name] if fits[row] else ()):
-                places.append((row, place))
-                found.append(item)
-        decoded, is_good = reader.read(found)
-        rows, columns = np.array(places, int).reshape(-1, 2).T
-        items = reader.nothing(len(lines) * most)
-        items = items.reshape(len(lines), most, *items.shape[1:])
-        items[rows, columns] = decoded
-        return items, np.bincount(rows[~is_good], minlength=len(lines)) == 0
+        """(rows [B, I, T, N] of the items of a modality, bool [B]: which lines lack none)."""
+        tower = self.cfg.model.tower(name)
+        length = tower.row_length(self.cfg.item_size(name))
+        rows = np.zeros((len(lines), tower.max_items, length, tower.numbers), np.float32)
+        owners, found, places = [], [], []
+        for number, line in enumerate(lines):
+            items = line.items[name] if fits[number] else []
+            owners += [number] * len(items)
+            found += items
+            places.extend(rows[number, : len(items)])
+        is_good = self.readers[name].read(found, places)
+        is_bad = np.bincount(np.array(owners, int)[~is_good], minlength=len(lines)) > 0
+        return rows, ~is_bad
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[Line]:

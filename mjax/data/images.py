@@ -17,7 +17,7 @@ from mjax.data.labelled import part_of_split, shuffled
 from mjax.data.readers import ImageReader, Skipped
 from mjax.data.sources import IMAGES, Sample, samples_of
 from mjax.errors import UserError
-from mjax.models.vision import image_fields
+from mjax.models.vision import fields_of_rows
 
 
 class ImageDataset:
@@ -57,9 +57,11 @@ class ImageDataset:
         cfg = self.cfg
         numbers = shuffled(indices, len(self.samples), cfg.run.seed)
         chosen = [self.samples[number] for number in numbers]
-        images, is_good = self.reader.read([sample.items[IMAGES][0] for sample in chosen])
+        vision = cfg.model.vision
+        patches = np.zeros((len(chosen), cfg.data.seq_length, vision.numbers), np.float32)
+        is_good = self.reader.read([sample.items[IMAGES][0] for sample in chosen], patches)
         labels = np.array([sample.facts["label"] for sample in chosen], np.int32)
-        fields = image_fields(images, cfg.model.vision, cfg.data.seq_length)
+        fields = fields_of_rows(patches, vision.num_tokens(cfg.image_size))
         return fields | {"row_label": np.where(is_good, labels, np.int32(-1))}
 
 

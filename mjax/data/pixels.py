@@ -43,17 +43,21 @@ def _square(image: "Image", side: int) -> "Image":
 
 
 def norm_pixels(
-    pixels: np.ndarray, mean: Sequence[float], std: Sequence[float], out: np.ndarray | None = None
+    pixels: np.ndarray, mean: Sequence[float], std: Sequence[float], out: np.ndarray, axis: int
 ) -> np.ndarray:
-    """fp32 [H, W, C]: uint8 pixels as 0 to 1, without the mean, divided by the deviation.
+    """Write uint8 pixels to fp32 `out`: as 0 to 1, less the mean, over the deviation.
 
-    `mean` and `std` are one number or one a channel. `out`: where it is written. It is fastest
-    where each channel of `out` is contiguous.
+    Both are one number or one a channel, and channels lie along `axis`. Returns `out`.
     """
-    out = np.empty(pixels.shape, np.float32) if out is None else out
-    levels = np.arange(256, dtype=np.float32)[:, None] / 255
-    table = ((levels - mean) / std).astype(np.float32)  # of fp64 in between
-    for channel in range(pixels.shape[2]):
-        levels = np.ascontiguousarray(table[:, channel % table.shape[1]])
-        np.take(levels, pixels[..., channel], out=out[..., channel], mode="clip")
+    shape = [1] * pixels.ndim
+    shape[axis] = -1
+    scale = 1 / (255 * np.asarray(std))
+    shift = -np.asarray(mean) / std
+    np.multiply(pixels, scale.astype(np.float32).reshape(shape), out=out, dtype=np.float32)
+    out += shift.astype(np.float32).reshape(shape)
     return out
+
+
+def norm_image(pixels: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """fp32 [H, W, C] of uint8 pixels by `norm_pixels`."""
+    return norm_pixels(pixels, mean, std, np.empty(pixels.shape, np.float32), 2)

@@ -1,6 +1,7 @@
 """Readers of images and sounds: the items of a batch, decoded; what is bad is named in the log.
 
-A reader's `decode` runs in processes that import no JAX (`data/decoders.py`); `finish` runs here.
+A reader's `decode` runs in processes that import no JAX (`data/decoders.py`), which give back no
+more bytes than they must; `fill` makes of them what a model reads, in threads of the run.
 """
 
 import importlib
@@ -14,9 +15,11 @@ import numpy as np
 from mjax.config.schema import Config
 from mjax.data.audio import decode_frames
 from mjax.data.decoders import Decode, decoders
-from mjax.data.pixels import decode_image, norm_pixels
+from mjax.data.pixels import decode_image, norm_image, norm_pixels
 from mjax.data.sources import Item
 from mjax.errors import or_user_error
+from mjax.models.audio import rows_of_frames
+from mjax.models.vision import patches_of
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class Skipped:
 
 
 class ImageReader:
-    """Decodes and norms the images of a run, fp32 [H, W, C] each.
+    """Decodes the images of a run to rows of a tower.
 
     `library` is what decodes them, and `extra` what installs it. Raises `UserError` without it.
     """
@@ -48,9 +51,8 @@ class ImageReader:
     library, extra = "PIL", "vision"
 
     def __init__(self, cfg: Config, skipped: Skipped):
-        with or_user_error(
-            f"data.images needs {{reason}}; install mjax[{self.extra}]", ImportError
-        ):
+        wrong = f"data.images needs {{reason}}; install mjax[{self.extra}]"
+        with or_user_error(wrong, ImportError):
             importlib.import_module(self.library)
         self.cfg, self.skipped = cfg, skipped
 
@@ -60,49 +62,52 @@ class ImageReader:
         channels = self.cfg.model.vision.num_channels
         return partial(decode_image, side=self.cfg.image_size, channels=channels)
 
-    def finish(self, pixels: np.ndarray, out: np.ndarray) -> None:
-        """Write what `decode` gives to `out`, as a model reads it."""
+    def item(self, decoded: np.ndarray) -> np.ndarray:
+        """fp32 [H, W, C], normed, of what `decode` gives: an image as `lm.model` takes it."""
         scale = self.cfg.data.images
-        norm_pixels(pixels, scale.mean, scale.std, out)
+        return norm_image(decoded, scale.mean, scale.std)
 
-    def nothing(self, count: int) -> np.ndarray:
-        """Zeros [count, H, W, C], in which each channel of an image is contiguous."""
-        side, channels = self.cfg.image_size, self.cfg.model.vision.num_channels
-        return np.zeros((count, channels, side, side), np.float32).transpose(0, 2, 3, 1)
+    def fill(self, row: np.ndarray, decoded: np.ndarray) -> None:
+        """Write the patches of what `decode` gives to zeros [T, C*P*P], normed."""
+        vision, scale = self.cfg.model.vision, self.cfg.data.images
+        patches = patches_of(decoded[None], vision.patch_size)[0]
+        patches = patches.reshape(len(patches), vision.num_channels, -1)
+        places = row[vision.leading : vision.leading + len(patches)].reshape(patches.shape)
+        norm_pixels(patches, scale.mean, scale.std, places, 1)
 
-    def read(self, items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
-        """(fp32 [n, ...] of n items, bool [n] that says which could be decoded)."""
-        out, is_good = self.nothing(len(items)), np.zeros(len(items), bool)
+    def read(self, items: Sequence[Item], rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Fill rows of zeros, one an item; returns which items could be decoded, bool [n]."""
+        is_good = np.zeros(len(items), bool)
 
         def keep(place: int, decoded: np.ndarray | str) -> None:
             if isinstance(decoded, str):
                 self.skipped.add(items[place].name, decoded)
             else:
-                self.finish(decoded, out[place])
+                self.fill(rows[place], decoded)
                 is_good[place] = True
 
         count = self.cfg.data.images.workers
         decoders(count).decode(self.decode, [item.read for item in items], keep)
-        return out, is_good
+        return is_good
 
 
 class SoundReader(ImageReader):
-    """Decodes the sounds of a run to log-mel frames, fp32 [F, M] each."""
+    """Decodes the sounds of a run to rows of a tower."""
 
     library, extra = "soundfile", "audio"
 
     @property
     def decode(self) -> Decode:
-        """Makes fp32 [F, M] of an encoded sound, cut or filled up with silence."""
-        return partial(decode_frames, bins=self.shape[1], frames=self.shape[0])
-
-    def finish(self, frames: np.ndarray, out: np.ndarray) -> None:
-        out[...] = frames
-
-    @property
-    def shape(self) -> tuple[int, int]:
+        """Makes log-mel frames, fp32 [F, M], of an encoded sound; can be pickled."""
         audio = self.cfg.model.audio
-        return 2 * audio.max_source_positions, audio.num_mel_bins
+        return partial(
+            decode_frames, bins=audio.num_mel_bins, frames=2 * audio.max_source_positions
+        )
 
-    def nothing(self, count: int) -> np.ndarray:
-        return np.zeros((count, *self.shape), np.float32)
+    def item(self, decoded: np.ndarray) -> np.ndarray:
+        """What `decode` gives: a sound as `lm.model` takes it."""
+        return decoded
+
+    def fill(self, row: np.ndarray, decoded: np.ndarray) -> None:
+        """Write the frames of each token to zeros [T, 5*M]."""
+        row[...] = rows_of_frames(decoded[None], len(row))[0]
