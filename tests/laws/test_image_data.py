@@ -133,6 +133,10 @@ def test_the_stream_is_the_same_for_any_processes_parts_and_restart(keys, tmp_pa
     assert len(set(hashes)) == 7
     labels = np.concatenate([batch["row_label"] for batch in whole])[:42]
     assert (labels == -1).sum() == 2  # the broken one, once an epoch
+    for batch in whole:
+        left_out = batch["row_label"] == -1
+        assert keys is VIT or not batch["loss_mask"][left_out].any()
+        assert not batch["patches"][left_out].any()  # not of its other image, either
     assert [stream_hash(batch) for batch in stream(1, 0, 7)] == hashes
     assert [stream_hash(batch) for batch in stream(3, 4, 3)] == hashes[4:]
     parts = [stream(3, 4, 3, lambda n, p=p: slice(p * n // 4, (p + 1) * n // 4)) for p in range(4)]
@@ -214,24 +218,30 @@ def exit_with_4(encoded: bytes) -> np.ndarray:
 def test_a_process_that_ends_is_one_line_and_the_next_batch_has_a_new_one(dies, how):
     pool, found = Decoders(2), {}
     reads = [lambda n=n: b"x" * n for n in range(9)]
-    pool.decode(length, reads, found.__setitem__)
-    assert {n: int(size) for n, size in found.items()} == {n: n for n in range(9)}
+
+    def keep(place, array):
+        found[place] = int(array)
+
+    pool.decode(length, reads, keep)
+    assert found == {n: n for n in range(9)}
     with pytest.raises(UserError, match=f"data.images.workers: .* ended by {how}; free memory"):
-        pool.decode(dies, reads, found.__setitem__)
+        pool.decode(dies, reads, keep)
     found.clear()
-    pool.decode(length, reads, found.__setitem__)
+    pool.decode(length, reads, keep)
     assert len(found) == 9
 
 
 def test_what_decodes_imports_no_jax_and_ends_with_its_run():
     code = """
 import os, sys
+from functools import partial
+import numpy as np
 from mjax.data.decoders import Decoders
 from mjax.data.pixels import decode_image
 from mjax.data.audio import decode_frames
 assert "jax" not in sys.modules
 pool = Decoders(2)
-pool.decode(len, [lambda: b"x"] * 9, lambda *_: None)
+pool.decode(partial(np.frombuffer, dtype="uint8"), [lambda: b"x"] * 9, lambda *_: None)
 tasks = filter(str.isdigit, os.listdir("/proc"))
 print(*[task for task in tasks if ppid(task) == os.getpid()], flush=True)
 os.kill(os.getpid(), 9)
