@@ -2,7 +2,8 @@
 
 A sample is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
 "A cat."}, as JSON lines, parquet, tar files or folders hold it (`data/sources.py`); all but the
-text may be left out. The loss is on the text and the end behind it. Where images are compared with
+text may be left out. The loss is on the text and the end behind it. In the place of both may stand
+a conversation, which the tokenizer's chat template writes: the loss is on answers. Where images are compared with
 texts (CLIP), a sample is an image and a text, and a text that is too long is cut. Invariant: sample
 n is a pure function of (files, settings, seed, n), as in `data/labelled.py`. A sample whose image
 or sound cannot be decoded, or that does not fit `data.seq_length`, counts in no loss and is named
@@ -12,16 +13,19 @@ in the log.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from mjax.config.model_schema import ModelConfig
 from mjax.config.schema import Config
+from mjax.data.chat import ChatTemplate, load_chat_template
 from mjax.data.gpt import Batch
 from mjax.data.labelled import part_of_split, shuffled
 from mjax.data.readers import ImageReader, Skipped, SoundReader
 from mjax.data.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.tokenizer import Tokenizer, encode_with_items
-from mjax.errors import UserError
+from mjax.errors import UserError, or_user_error
 from mjax.models.modalities import MODALITIES
 
 # A modality's key in a line, and what decodes its files.
@@ -29,14 +33,24 @@ KEYS = {"vision": IMAGES, "audio": SOUNDS}
 READERS = {"vision": ImageReader, "audio": SoundReader}
 
 
+# What a sample has one of: a text, or messages as chat templates or LLaVA's files have them.
+TEXTS = ("text", "messages", "conversations")
+SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system"}
+
+
 @dataclass(frozen=True)
 class Line:
-    """The ids of a sample with those of its items, how many are its prompt's, items by modality."""
+    """The ids of a sample with those of its items, which of them are answers, items by modality."""
 
     name: str
     ids: list[int]
-    prompt: int
+    is_answer: list[bool]
     items: dict[str, list[Item]]
+
+    @property
+    def prompt(self) -> int:
+        """How many ids stand before the first answer."""
+        return self.is_answer.index(True)
 
 
 class ImageTextDataset:
@@ -99,7 +113,7 @@ class ImageTextDataset:
             end = len(line.ids) - (not compared)  # there is no next token
             ids[row, : len(line.ids)] = line.ids
             segments[row, :end] = 1
-            mask[row, max(line.prompt - 1, 0) : end] = 1
+            mask[row, : len(line.ids) - 1] = line.is_answer[1 : len(line.ids)]
         columns = np.arange(shape[1], dtype=np.int32)
         fields = {}
         for name, array in items.items():
@@ -149,37 +163,91 @@ class ImageTextDataset:
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
     """The samples of a source as ids. Raises `UserError` naming the first that is none."""
-    samples = samples_of(str(path), "text")
-    return [_line(sample, tokenizer, cfg) for sample in samples]
+    samples = samples_of(str(path), TEXTS)
+    template = None
+    if any(set(TEXTS[1:]) & sample.facts.keys() for sample in samples):
+        folder = Path(cfg.data.tokenizer or "")
+        template = load_chat_template(folder if folder.is_dir() else folder.parent)
+    return [_line(sample, tokenizer, template, cfg) for sample in samples]
 
 
-def _line(sample: Sample, tokenizer: Tokenizer, cfg: Config) -> Line:
+def _line(sample: Sample, tokenizer: Tokenizer, template: ChatTemplate | None, cfg: Config) -> Line:
     """A sample as ids."""
-    model, name = cfg.model, sample.name
+    model = cfg.model
+    messages = _messages(sample)
+    turns = _turns(sample.name, messages, template) if messages else _one_turn(sample)
+    items = _items_of(sample, turns, model)
     sizes = {modality: cfg.item_size(modality) for modality in model.modalities}
+    is_chat = bool(messages)  # its template writes all special tokens
+    ids = [] if is_chat else list(tokenizer.prefix)
+    end = [] if is_chat or tokenizer.eod_id is None else [tokenizer.eod_id]
+    is_answer = [False] * len(ids)
+    for prompt, text in turns:
+        before = encode_with_items(prompt, tokenizer, model, sizes)
+        answer = [*tokenizer.encode(text), *end]
+        ids += [*before, *answer]
+        is_answer += [False] * len(before) + [True] * len(answer)
+    if model.is_dual_encoder and len(ids) > cfg.data.seq_length:
+        ids = [*ids[: cfg.data.seq_length - len(end)], *end]
+    return Line(sample.name, ids, is_answer, items)
+
+
+def _one_turn(sample: Sample) -> list[tuple[str, str]]:
+    """The prompt and the text of a sample."""
     prompt, text = sample.facts.get("prompt") or "", sample.facts.get("text")
     if not isinstance(prompt, str) or not isinstance(text, str):
         keys = ", ".join(f'"{key}": [".."]' for key in KEYS.values())
-        raise UserError(f'{name}: not {{{keys}, "prompt": "..", "text": ".."}}')
+        raise UserError(f'{sample.name}: not {{{keys}, "prompt": "..", "text": ".."}}')
+    return [(prompt, text)]
+
+
+def _messages(sample: Sample) -> list[dict[str, str]]:
+    """{"role": .., "content": ..} of a conversation, or nothing."""
+    wrong = f'{sample.name}: not [{{"role": "user", "content": ".."}}, ..] ({{reason}})'
+    with or_user_error(wrong, (TypeError, LookupError)):
+        said = sample.facts.get("conversations") or ()
+        found = [{"role": SPEAKERS[one["from"]], "content": one["value"]} for one in said]
+        given = sample.facts.get("messages") or ()
+        return found + [{"role": one["role"], "content": one["content"]} for one in given]
+
+
+def _turns(
+    name: str, messages: list[dict[str, str]], template: ChatTemplate
+) -> list[tuple[str, str]]:
+    """(what stands before an answer, the answer with its end) of each answer of a conversation."""
+    turns, seen = [], ""
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = template.render(messages[:number])
+            after = template.render(messages[: number + 1], add_generation_prompt=False)
+            if not (after.startswith(before) and before.startswith(seen)):
+                raise UserError(f"{name}: {template.origin} rewrites earlier turns; give one turn")
+            turns.append((before[len(seen) :], after[len(before) :]))
+            seen = after
+    if not turns:
+        raise UserError(f"{name}: a conversation in which the assistant says nothing; leave it out")
+    return turns
+
+
+def _items_of(
+    sample: Sample, turns: list[tuple[str, str]], model: ModelConfig
+) -> dict[str, list[Item]]:
+    """The items of a sample by modality. Raises `UserError` where its texts call for others."""
+    prompt, text = map("".join, zip(*turns, strict=True))
     items = {}
     for modality, key in KEYS.items():
         found = sample.items.get(key, [])
         if modality not in model.modalities:
             if found:
-                raise UserError(f"{name}: {key}, but model.layer_pattern reads none")
+                raise UserError(f"{sample.name}: {key}, but model.layer_pattern reads none")
             continue
         items[modality] = found
         mark = model.tower(modality).mark
         if model.is_dual_encoder:
             if prompt or len(found) != 1:
                 said = "to compare an image with a text, give one image and no prompt"
-                raise UserError(f"{name}: {said}")
+                raise UserError(f"{sample.name}: {said}")
         elif (prompt + text).count(mark) != len(found) or mark in text:
             said = f"{len(found)} {key}, and not as many {mark} in its prompt"
-            raise UserError(f"{name}: {said}")
-    end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
-    first = [*tokenizer.prefix, *encode_with_items(prompt, tokenizer, model, sizes)]
-    ids = [*first, *tokenizer.encode(text), *end]
-    if model.is_dual_encoder and len(ids) > cfg.data.seq_length:
-        ids = [*ids[: cfg.data.seq_length - len(end)], *end]
-    return Line(name, ids, len(first), items)
+            raise UserError(f"{sample.name}: {said}")
+    return items

@@ -34,7 +34,7 @@ class ImageDataset:
         self, path: str, split: str, split_fractions: Sequence[float], size: int | None, cfg: Config
     ):
         self.cfg = cfg
-        samples = sorted(samples_of(path, "label"), key=_digest)
+        samples = sorted(samples_of(path, ["label"]), key=_digest)
         source = f"data.images: {path}"
         self.samples = part_of_split(samples, split_fractions, split, source, "images")
         self.size = len(self.samples) if size is None else size

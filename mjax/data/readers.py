@@ -62,10 +62,10 @@ class ImageReader:
         channels = self.cfg.model.vision.num_channels
         return partial(decode_image, side=self.cfg.image_size, channels=channels)
 
-    def item(self, decoded: np.ndarray) -> np.ndarray:
-        """fp32 [H, W, C], normed, of what `decode` gives: an image as `lm.model` takes it."""
+    def item(self, encoded: bytes) -> np.ndarray:
+        """fp32 [H, W, C], normed: an image as `lm.model` takes it. Raises for what is none."""
         scale = self.cfg.data.images
-        return norm_image(decoded, scale.mean, scale.std)
+        return norm_image(self.decode(encoded), scale.mean, scale.std)
 
     def fill(self, row: np.ndarray, decoded: np.ndarray) -> None:
         """Write the patches of what `decode` gives to zeros [T, C*P*P], normed."""
@@ -104,9 +104,9 @@ class SoundReader(ImageReader):
             decode_frames, bins=audio.num_mel_bins, frames=2 * audio.max_source_positions
         )
 
-    def item(self, decoded: np.ndarray) -> np.ndarray:
-        """What `decode` gives: a sound as `lm.model` takes it."""
-        return decoded
+    def item(self, encoded: bytes) -> np.ndarray:
+        """fp32 [F, M]: a sound as `lm.model` takes it. Raises for what is none."""
+        return self.decode(encoded)
 
     def fill(self, row: np.ndarray, decoded: np.ndarray) -> None:
         """Write the frames of each token to zeros [T, 5*M]."""

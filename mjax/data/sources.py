@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -54,10 +54,10 @@ def file_item(path: Path) -> Item:
     return Item(str(path), path.read_bytes)
 
 
-def samples_of(path: str, fact: str) -> list[Sample]:
-    """All samples of a source, for those who need this fact of each: "label" or "text".
+def samples_of(path: str, facts: Sequence[str]) -> list[Sample]:
+    """All samples of a source, for those who need one of these facts of each.
 
-    Those of folders and tar files that lack it are left out and counted in the log. Raises
+    Those of folders and tar files that lack all are left out and counted in the log. Raises
     `UserError` where there are none, or where a file cannot be read.
     """
     if path == DIGITS:
@@ -65,7 +65,7 @@ def samples_of(path: str, fact: str) -> list[Sample]:
     readers = {".tar": _in_tar, ".parquet": _in_parquet, ".jsonl": _in_lines}
     found: list[Sample] = []
     if Path(path).is_dir():
-        found = list((_in_classes if fact == "label" else _in_folder)(Path(path)))
+        found = list((_in_classes if "label" in facts else _in_folder)(Path(path)))
     else:
         for file in sorted(glob.glob(path)) or [path]:
             reader = readers.get(Path(file).suffix)
@@ -78,15 +78,15 @@ def samples_of(path: str, fact: str) -> list[Sample]:
             with or_user_error(wrong, (*UNREADABLE, LookupError, tarfile.TarError)):
                 found += reader(Path(file))
     is_of_files = Path(path).is_dir() or path.endswith(".tar")
-    whole = [s for s in found if s.facts.get(fact) is not None] if is_of_files else found
-    if not whole:
-        raise UserError(f"data.images: {path} holds no sample with a {fact}; give one that does")
-    if len(whole) < len(found):
-        first = next(s.name for s in found if s.facts.get(fact) is None)
-        left, most = len(found) - len(whole), len(found)
+    lacking = [s.name for s in found if is_of_files and not set(facts) & s.facts.keys()]
+    if len(lacking) == len(found):
+        raise UserError(
+            f"data.images: {path} holds no sample with a {facts[0]}; give one that does"
+        )
+    if lacking:
         say = "data.images: %s: %d of %d samples have no %s and are left out: %s, .."
-        log.warning(say, path, left, most, fact, first)
-    return whole
+        log.warning(say, path, len(lacking), len(found), facts[0], lacking[0])
+    return [sample for sample in found if sample.name not in set(lacking)]
 
 
 def _digits() -> Iterator[Sample]:

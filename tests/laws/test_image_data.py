@@ -20,7 +20,7 @@ from mjax.data.captions import ImageTextDataset
 from mjax.data.decoders import Decoders, decoders
 from mjax.data.loader import build_datasets, make_loader
 from mjax.data.pixels import decode_image, norm_image
-from mjax.data.tokenizer import load_tokenizer
+from mjax.data.tokenizer import load_tokenizer, train_tokenizer
 from mjax.errors import UserError
 from tests.batches import stream_hash
 from tests.laws.test_clip import CLIP
@@ -172,6 +172,59 @@ def test_bad_images_of_a_tar_are_named_once_and_those_without_a_text_counted(tmp
     lacking, bad = (record.getMessage() for record in caplog.records)
     assert "1 of 13 samples have no text and are left out: x.tar/in/012" in lacking
     assert "x.tar/in/005.0.jpg cannot be used" in bad and "1 of 12 so far" in bad
+
+
+TEMPLATE = """{% for m in messages %}{{ m["role"][0] + ":" + m["content"] }}{{
+"\\n" if m["role"] == "user" else eos_token }}{% endfor %}{{ "a:" if add_generation_prompt }}"""
+
+
+def chat_tokenizer(folder: Path, template: str = TEMPLATE) -> str:
+    """Bytes and an end, with a chat template beside it; its path."""
+    train_tokenizer([], 257, folder / "tokenizer.json")
+    said = {"chat_template": template, "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return str(folder / "tokenizer.json")
+
+
+def test_conversations_have_their_loss_on_answers(tmp_path):
+    name = chat_tokenizer(tmp_path)
+    said = ("<image>+", "one", "<image>", "two")
+    messages = [
+        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)
+    ]
+    llava = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(said)]
+    images = {"images": [encoded(1), encoded(2)]}
+    samples = [images | {"messages": messages}, images | {"conversations": llava}]
+    rows = []
+    for number, sample in enumerate(samples):
+        (folder := tmp_path / f"{number}").mkdir()
+        path = write(folder, KINDS[number], [sample])
+        cfg = config(LLAVA, path, f"data.tokenizer={name}", "data.seq_length=40")
+        tokenizer = load_tokenizer(name)
+        rows.append(ImageTextDataset(path, "train", [1, 0, 0], None, cfg, tokenizer).batch([0]))
+    for field, array in rows[0].items():
+        np.testing.assert_array_equal(array, rows[1][field])
+    tokens, labels = rows[0]["tokens"][0], rows[0]["labels"][0]
+    end = tokenizer.eod_id
+    learned = [tokenizer.decode([i]) for i in labels[rows[0]["loss_mask"][0] > 0] if i != end]
+    assert "".join(learned) == "onetwo"
+    assert rows[0]["loss_mask"].sum() == 8 and list(tokens).count(257) == 8
+
+
+@pytest.mark.parametrize(
+    "template, sample, said",
+    [
+        (TEMPLATE, {"messages": [{"role": "user"}]}, r"x.jsonl:1: not .*\('content'\)"),
+        (TEMPLATE, {"messages": [{"role": "user", "content": "a"}]}, "the assistant says nothing"),
+        ("{{ messages | length }}", {"conversations": [{"from": "gpt", "value": "b"}]}, "rewrites"),
+    ],
+)
+def test_what_is_no_conversation_is_named(template, sample, said, tmp_path):
+    name = chat_tokenizer(tmp_path, template)
+    path = write(tmp_path, "lines", [sample | {"images": []}])
+    cfg = config(LLAVA, path, f"data.tokenizer={name}")
+    with pytest.raises(UserError, match=said):
+        ImageTextDataset(path, "train", [1, 0, 0], None, cfg, load_tokenizer(name))
 
 
 def test_pixels_are_normed_as_the_formula_says():

@@ -185,12 +185,12 @@ def test_bad_images_are_left_out_counted_and_named(tmp_path, caplog):
 def test_what_is_no_source_is_said(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no sample with a label"):
-        samples_of(str(tmp_path / "empty"), "label")
+        samples_of(str(tmp_path / "empty"), ["label"])
     with pytest.raises(UserError, match="neither a folder nor a .tar nor a .parquet"):
-        samples_of(str(tmp_path / "x.zip"), "label")
+        samples_of(str(tmp_path / "x.zip"), ["label"])
     (tmp_path / "x.tar").write_bytes(b"no tar")
     with pytest.raises(UserError, match="x.tar cannot be read"):
-        samples_of(str(tmp_path / "x.tar"), "label")
+        samples_of(str(tmp_path / "x.tar"), ["label"])
     cfg = load(None, [f"data.images.path={write(tmp_path, 'folder')}", *VIT])
     fewer = cfg.model.vision.model_copy(update={"num_labels": 2})
     model = cfg.model.model_copy(update={"vision": fewer})
