@@ -3,9 +3,9 @@
 A sample is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
 "A cat."}, as JSON lines, parquet, tar files or folders hold it (`data/sources.py`); all but the
 text may be left out. The loss is on the text and the end behind it. In the place of both may stand
-a conversation, which the tokenizer's chat template writes: the loss is on answers. Where images are compared with
-texts (CLIP), a sample is an image and a text, and a text that is too long is cut. Invariant: sample
-n is a pure function of (files, settings, seed, n), as in `data/labelled.py`. A sample whose image
+a conversation, which the tokenizer's chat template writes: the loss is on answers. Where images are
+compared with texts (CLIP), a sample is an image and a text, and a text that is too long is cut.
+Invariant: sample n is a pure function of (files, settings, seed, n), as in `data/labelled.py`. A sample whose image
 or sound cannot be decoded, or that does not fit `data.seq_length`, counts in no loss and is named
 in the log.
 """
@@ -164,21 +164,25 @@ class ImageTextDataset:
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
     """The samples of a source as ids. Raises `UserError` naming the first that is none."""
     samples = samples_of(str(path), TEXTS)
+    chats = [_messages(sample) for sample in samples]
     template = None
-    if any(set(TEXTS[1:]) & sample.facts.keys() for sample in samples):
-        folder = Path(cfg.data.tokenizer or "")
+    if any(chats):
+        folder = Path(cfg.data.tokenizer)
         template = load_chat_template(folder if folder.is_dir() else folder.parent)
-    return [_line(sample, tokenizer, template, cfg) for sample in samples]
+    lines = []
+    for sample, chat in zip(samples, chats, strict=True):
+        turns = _turns(sample.name, chat, template) if chat else _one_turn(sample)
+        lines.append(_line(sample, turns, bool(chat), tokenizer, cfg))
+    return lines
 
 
-def _line(sample: Sample, tokenizer: Tokenizer, template: ChatTemplate | None, cfg: Config) -> Line:
-    """A sample as ids."""
+def _line(
+    sample: Sample, turns: list[tuple[str, str]], is_chat: bool, tokenizer: Tokenizer, cfg: Config
+) -> Line:
+    """A sample as ids; of a chat, the template has written all special tokens."""
     model = cfg.model
-    messages = _messages(sample)
-    turns = _turns(sample.name, messages, template) if messages else _one_turn(sample)
     items = _items_of(sample, turns, model)
     sizes = {modality: cfg.item_size(modality) for modality in model.modalities}
-    is_chat = bool(messages)  # its template writes all special tokens
     ids = [] if is_chat else list(tokenizer.prefix)
     end = [] if is_chat or tokenizer.eod_id is None else [tokenizer.eod_id]
     is_answer = [False] * len(ids)

@@ -78,15 +78,17 @@ def samples_of(path: str, facts: Sequence[str]) -> list[Sample]:
             with or_user_error(wrong, (*UNREADABLE, LookupError, tarfile.TarError)):
                 found += reader(Path(file))
     is_of_files = Path(path).is_dir() or path.endswith(".tar")
-    lacking = [s.name for s in found if is_of_files and not set(facts) & s.facts.keys()]
-    if len(lacking) == len(found):
-        raise UserError(
-            f"data.images: {path} holds no sample with a {facts[0]}; give one that does"
-        )
+    whole, lacking = [], []
+    for sample in found:
+        is_whole = not is_of_files or any(sample.facts.get(fact) is not None for fact in facts)
+        (whole if is_whole else lacking).append(sample)
+    if not whole:
+        what = f"a {facts[0]}"
+        raise UserError(f"data.images: {path} holds no sample with {what}; give one that does")
     if lacking:
         say = "data.images: %s: %d of %d samples have no %s and are left out: %s, .."
-        log.warning(say, path, len(lacking), len(found), facts[0], lacking[0])
-    return [sample for sample in found if sample.name not in set(lacking)]
+        log.warning(say, path, len(lacking), len(found), facts[0], lacking[0].name)
+    return whole
 
 
 def _digits() -> Iterator[Sample]:
