@@ -5,9 +5,9 @@ A sample is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>W
 text may be left out. The loss is on the text and the end behind it. In the place of both may stand
 a conversation, which the tokenizer's chat template writes: the loss is on answers. Where images are
 compared with texts (CLIP), a sample is an image and a text, and a text that is too long is cut.
-Invariant: sample n is a pure function of (files, settings, seed, n), as in `data/labelled.py`. A sample whose image
-or sound cannot be decoded, or that does not fit `data.seq_length`, counts in no loss and is named
-in the log.
+Invariant: sample n is a pure function of (files, settings, seed, n), as in `data/labelled.py`. A
+sample whose image or sound cannot be decoded, or that does not fit `data.seq_length`, counts in no
+loss and is named in the log.
 """
 
 import os

@@ -49,11 +49,6 @@ class Sample:
         self.items.setdefault(key, []).append(item)
 
 
-def file_item(path: Path) -> Item:
-    """The item in a file."""
-    return Item(str(path), path.read_bytes)
-
-
 def samples_of(path: str, facts: Sequence[str]) -> list[Sample]:
     """All samples of a source, for those who need one of these facts of each.
 
@@ -115,13 +110,13 @@ def _in_classes(folder: Path) -> Iterator[Sample]:
 
 
 def _in_folder(folder: Path) -> list[Sample]:
-    """folder of KEY.jpg and KEY.txt"""
+    """The samples of a folder with KEY.jpg and KEY.txt."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     return _grouped((str(file.relative_to(folder)), file.read_bytes) for file in files)
 
 
 def _in_tar(file: Path) -> list[Sample]:
-    """webdataset of KEY.jpg and KEY.cls, KEY.txt or KEY.json"""
+    """webdataset of KEY.jpg and KEY.cls, KEY.txt or KEY.json."""
     with tarfile.open(file) as tar:
         parts = [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
     members = [(name, partial(_part, file, offset, size)) for name, offset, size in parts]
@@ -156,7 +151,7 @@ def _part(file: Path, offset: int, size: int) -> bytes:
 
 
 def _in_parquet(file: Path) -> list[Sample]:
-    """parquet with columns image or images, and label or text; held in memory"""
+    """parquet with columns image or images, and label or text, held in memory."""
     with or_user_error(_NEEDS, ImportError):
         from pyarrow import ListScalar, parquet
 
@@ -180,7 +175,7 @@ def _bytes_of(cell: Any) -> bytes:
 
 
 def _in_lines(file: Path) -> list[Sample]:
-    """file of JSON lines"""
+    """file of JSON lines."""
     samples = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         name = f"{file}:{number}"
@@ -193,7 +188,7 @@ def _in_lines(file: Path) -> list[Sample]:
             named = [named] if isinstance(named, str) else named
             if not isinstance(named, list) or not all(isinstance(f, str) for f in named):
                 raise UserError(f'{name}: "{key}" is no list of files')
-            for path in named:
-                sample.add(column, file_item(file.parent / path))
+            for path in (file.parent / name for name in named):
+                sample.add(column, Item(str(path), path.read_bytes))
         samples.append(sample)
     return samples
