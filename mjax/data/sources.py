@@ -117,7 +117,7 @@ def _in_folder(folder: Path) -> list[Sample]:
 
 def _in_tar(file: Path) -> list[Sample]:
     """webdataset of KEY.jpg and KEY.cls, KEY.txt or KEY.json."""
-    with tarfile.open(file) as tar:
+    with tarfile.open(file, "r:") as tar:  # uncompressed: images are read in place
         parts = [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
     members = [(name, partial(_part, file, offset, size)) for name, offset, size in parts]
     return _grouped(members, f"{file.name}/")
