@@ -122,27 +122,28 @@ def read_images(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None
     """What --image gives, fp32 [I, H, W, C], or None. Raises `UserError` for what is no picture."""
     if not args.image:
         return None
-    from mjax.data.images import decode
+    from mjax.data.pixels import decode_image, norm_image
 
     found = []
     for name in args.image:
         with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
-            pixels = Path(name).read_bytes()
-            found.append(decode(pixels, cfg.vision.image_size, cfg.vision.num_channels))
-    return ((np.stack(found) - args.image_mean) / args.image_std).astype(np.float32)
+            encoded = Path(name).read_bytes()
+            pixels = decode_image(encoded, cfg.vision.image_size, cfg.vision.num_channels)
+        found.append(norm_image(pixels, args.image_mean, args.image_std))
+    return np.stack(found)
 
 
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
     """What --audio gives, fp32 [I, F, M], or None. Raises `UserError` for what is no sound."""
     if not args.audio:
         return None
-    from mjax.data.audio import decode_sound, log_mel
+    from mjax.data.audio import decode_frames
 
     found = []
     for name in args.audio:
         with or_user_error(f"--audio {name}: {{reason}}; give a sound", UNREADABLE):
-            samples = decode_sound(Path(name).read_bytes())
-        found.append(log_mel(samples, cfg.audio.num_mel_bins, 2 * cfg.audio.max_source_positions))
+            encoded, frames = Path(name).read_bytes(), 2 * cfg.audio.max_source_positions
+            found.append(decode_frames(encoded, cfg.audio.num_mel_bins, frames))
     return np.stack(found)
 
 

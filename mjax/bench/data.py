@@ -1,21 +1,29 @@
 """How fast the data path is: building the indices, and batches through the real loader.
 
-The corpus is synthetic and just written, hence in the page cache. Nothing is left on disk.
+With `--images` it is images in place of texts, beside the rate of Pillow alone: as many processes
+that decode and resize, and hand nothing over. The data is synthetic and just written, hence in the
+page cache. Nothing is left on disk.
 """
 
 import argparse
+import io
+import multiprocessing
 import os
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from mjax.bench.report import add_arguments, report
+from mjax.config import load
 from mjax.data.gpt import GPTDataset
 from mjax.data.indexed import IndexedDatasetWriter
-from mjax.data.loader import make_loader
+from mjax.data.loader import build_datasets, make_loader
+from mjax.data.pixels import decode_image
 
 
 def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -> int:
@@ -36,10 +44,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=64, help="sequences per step")
     parser.add_argument("--document-length", type=int, default=750, help="mean, in tokens")
     parser.add_argument("--prefetch", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=2)
+    workers = "loader threads; with --images, processes that decode"
+    parser.add_argument("--workers", type=int, default=2, help=workers)
+    parser.add_argument("--images", type=int, help="JPEGs to decode, in place of texts")
+    parser.add_argument("--image-size", type=int, default=336, help="pixels of a side")
     add_arguments(parser)
     args = parser.parse_args(argv)
-    return report(args, measure(args))
+    return report(args, measure_images(args) if args.images else measure(args))
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
@@ -70,3 +81,75 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
         case |= {"batch": args.batch, "workers": args.workers, "prefetch": args.prefetch}
         record = {"bench": "data_loader", "case": case, "ms": round(1e3 * seconds, 3)}
         yield record | {"tokens_per_second": round(read / seconds)}
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+held: dict = {}  # in a process that only decodes
+
+
+def write_images(path: Path, count: int, size: int) -> list[bytes]:
+    """A webdataset tar of JPEGs of random clouds and their classes; returns the JPEGs."""
+    from PIL import Image
+
+    rng, encoded = np.random.default_rng(0), []
+    with tarfile.open(path, "w") as tar:
+        for number in range(count):
+            clouds = rng.integers(0, 256, (size // 8, size // 8, 3), dtype=np.uint8)
+            out = io.BytesIO()
+            Image.fromarray(clouds).resize((size, size)).save(out, "jpeg", quality=90)
+            encoded.append(out.getvalue())
+            for suffix, content in (("jpg", encoded[-1]), ("cls", b"0")):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return encoded
+
+
+def measure_images(args: argparse.Namespace) -> Iterator[dict]:
+    """The record of images through the loader, and through Pillow alone."""
+    size, batch, steps = args.image_size, args.batch, -(-args.images // args.batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "images.tar"
+        encoded = write_images(path, min(args.images, 512), size)
+        vision = f"{{image_size: {size}, patch_size: {size // 24}, num_labels: 2}}"
+        keys = ["model.layer_pattern=B", "model.position_embedding=learned"]
+        keys += [f"model.vision={vision}", "train.objective=classify_images"]
+        keys += ["data.split=[1,0,0]", "train.eval_interval=null", "data.seq_length=1024"]
+        keys += [f"data.images.path={path}", f"data.images.workers={args.workers}"]
+        data, _ = build_datasets(load(None, keys), (steps + 1) * batch, 0)
+        data.batch(np.arange(batch))  # processes start
+        loader = make_loader(
+            data, lambda step: (step * batch, batch), 1, steps, prefetch=args.prefetch
+        )
+        began = time.perf_counter()
+        read = sum(len(fields["patches"]) for fields in loader)
+        seconds = time.perf_counter() - began
+    case = {"size": size, "bytes": sum(map(len, encoded)) // len(encoded)}
+    case |= {"cores": os.cpu_count(), "batch": batch, "workers": args.workers}
+    record = {"bench": "data_images", "case": case, "ms": round(1e3 * seconds, 3)}
+    record["images_per_second"] = round(read / seconds)
+    yield record | {"decoder_images_per_second": round(decoder_rate(encoded, size, args))}
+
+
+def decoder_rate(encoded: list[bytes], size: int, args: argparse.Namespace) -> float:
+    """Images per second of Pillow in so many processes that keep what they decode."""
+    context, workers = multiprocessing.get_context("spawn"), max(args.workers, 1)
+    with ProcessPoolExecutor(workers, context, hold, (encoded, size)) as pool:
+        list(pool.map(decode_held, [1] * workers))  # processes start
+        turns = max(1, args.images // len(encoded) // workers)
+        began = time.perf_counter()
+        list(pool.map(decode_held, [turns] * workers))
+        seconds = time.perf_counter() - began
+    return turns * workers * len(encoded) / seconds
+
+
+def hold(encoded: list[bytes], size: int) -> None:
+    """Keep images for `decode_held`, in a process of its own."""
+    held["encoded"], held["size"] = encoded, size
+
+
+def decode_held(turns: int) -> None:
+    """Decode the images that this process holds, so many times."""
+    for image in held["encoded"] * turns:
+        decode_image(image, held["size"], 3)

@@ -26,8 +26,11 @@ def one_data_source(c: Config) -> Iterator[str]:
 
 @rule("give one weight a path, or null to weigh by tokens")
 def weights_match_paths(c: Config) -> Iterator[str]:
-    if c.data.weights is not None and len(c.data.weights) != len(c.data.paths):
-        yield "`data.weights` does not have one entry for each of `data.paths`"
+    is_of_images = c.data.images.path is not None
+    count = len(c.data.images.paths if is_of_images else c.data.paths)
+    if c.data.weights is not None and len(c.data.weights) != count:
+        key = "data.images.path" if is_of_images else "data.paths"
+        yield f"`data.weights` does not have one entry for each of `{key}`"
 
 
 @rule("use numbers of at least 0 that are not all 0")

@@ -98,10 +98,14 @@ def adam_keys_used(c: Config) -> Iterator[str]:
             yield f"`optimizer.{key}` has no effect with `optimizer.name`"
 
 
-@rule("roles are matrix, embedding, head, router, norm, bias, scalar; in lr_multipliers, experts")
+@rule(
+    "roles are matrix, embedding, head, router, norm, bias, scalar, conv; in lr_multipliers, "
+    "experts and names of parameters with a dot or a *"
+)
 def roles_known(c: Config) -> Iterator[str]:
     o = c.optimizer
-    multiplied = set(o.lr_multipliers) - {EXPERTS_GROUP}
+    names = {key for key in o.lr_multipliers if "." in key or "*" in key}
+    multiplied = set(o.lr_multipliers) - names - {EXPERTS_GROUP}
     for role in [*o.weight_decay_roles, *multiplied, *o.muon_roles]:
         if role not in ROLES:
             yield f"optimizer: unknown parameter role {role!r}"

@@ -95,9 +95,9 @@ class MaskedDataConfig(Group):
 class ImageDataConfig(Group):
     """Images with classes, for classify_images, or images and sounds beside texts."""
 
-    path: str | None = None
-    """A folder with a folder for each class, a webdataset .tar, a .parquet, a glob of either, or
-    'digits' (scikit-learn's); beside towers a .jsonl of texts.
+    path: str | list[str] | None = None
+    """A folder (for classes: of folders), a webdataset .tar, a .parquet, a .jsonl, a glob of one
+    kind, or 'digits' (scikit-learn's); several are blended by data.weights.
     """
     valid_path: str | None = None
     """Held-out images; None: use data.split."""
@@ -107,6 +107,14 @@ class ImageDataConfig(Group):
     """Of pixels from 0 to 1, one or one a channel."""
     std: list[float] = Field([0.5], min_length=1)
     """What they are divided by, likewise."""
+    workers: int | None = Field(None, ge=0, le=1024)
+    """Processes that decode; 0: loader threads do; None: one a core, up to 16."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The sources, whether there is one, several or none."""
+        one_or_more = self.path or []
+        return [one_or_more] if isinstance(one_or_more, str) else one_or_more
 
 
 class DataConfig(Group):
@@ -115,7 +123,7 @@ class DataConfig(Group):
     paths: list[str] = []
     """Prefixes of Megatron .bin/.idx pairs."""
     weights: list[float] | None = None
-    """Blend weights; None: by token count."""
+    """Blend weights of paths or images.path; None: by their counts."""
     valid_paths: list[str] = []
     """Held-out prefixes; empty: use `split`."""
     split: list[float] = Field([0.969, 0.03, 0.001], min_length=3, max_length=3)
@@ -181,7 +189,9 @@ class OptimizerConfig(Group):
     weight_decay_style: Literal["linear", "cosine"] = "linear"
     weight_decay_roles: list[str] = Field(["matrix", "embedding", "head", "router", "conv"])
     lr_multipliers: dict[str, float] = {}
-    """Per role, e.g. {embedding: 0.5}; experts: of all parameters of experts."""
+    """Per role or name, e.g. {embedding: 0.5, "vision_mlp.*": 0.1}; experts: of all parameters of
+    experts. The first name that matches goes before experts, and that before roles.
+    """
     clip_grad_norm: float = Field(1.0, ge=0)
     """Global L2 norm; 0: off."""
     mu_dtype: Dtype = "float32"

@@ -77,7 +77,7 @@ def towers_have_tokens_of_their_own(c: Config) -> Iterator[str]:
         yield "`model.vision.image_token_id` and `model.audio.audio_token_id` are the same"
 
 
-@rule("set data.images.path to a file of JSON lines, and data.tokenizer")
+@rule("set data.images.path to texts with their images and sounds, and data.tokenizer")
 def texts_with_items_given(c: Config) -> Iterator[str]:
     has_tokenizer = not (c.data.tokenizer or "train:").startswith("train:")
     is_given = c.data.images.path is not None and has_tokenizer

@@ -10,7 +10,6 @@ import io
 
 import numpy as np
 
-from mjax.data.images import ImageReader
 from mjax.errors import or_user_error
 
 RATE = 16_000  # samples a second
@@ -19,18 +18,9 @@ _LINEAR = 15  # mel at 1 kHz, up to which the scale is linear
 _STEP = np.log(6.4) / 27  # of the logarithm of a frequency above, a mel
 
 
-class SoundReader(ImageReader):
-    """Decodes the sounds of a run to log-mel frames; bad ones are those of an `ImageReader`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        audio = self.cfg.model.audio
-        return 2 * audio.max_source_positions, audio.num_mel_bins
-
-    def decode(self, encoded: bytes) -> np.ndarray:
-        """fp32 [F, M] of the bytes of a file, cut or filled up with silence."""
-        frames, bins = self.shape
-        return log_mel(decode_sound(encoded), bins, frames)
+def decode_frames(encoded: bytes, bins: int, frames: int) -> np.ndarray:
+    """fp32 [frames, bins] of the bytes of a file, cut or filled up with silence."""
+    return log_mel(decode_sound(encoded), bins, frames)
 
 
 def decode_sound(encoded: bytes) -> np.ndarray:

@@ -1,11 +1,13 @@
-"""Texts with images and sounds, for a model that reads them: JSON lines, tokenized into memory.
+"""Texts with images and sounds, for a model that reads them, tokenized into memory.
 
-A line is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
-"A cat."}; all but the text may be left out. The loss is on the text and the end behind it. Where
-images are compared with texts (CLIP), a line is {"images": ["a.png"], "text": "a cat"}, and a text
-that is too long is cut. Invariant: sample n is a pure function of (file, settings, seed, n), as in
-`data/labelled.py`. A sample whose image or sound cannot be decoded, or that does not fit
-`data.seq_length`, counts in no loss and is named in the log.
+A sample is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
+"A cat."}, as JSON lines, parquet, tar files or folders hold it (`data/sources.py`); all but the
+text may be left out. The loss is on the text and the end behind it. In the place of both may stand
+a conversation, which the tokenizer's chat template writes: the loss is on answers. Where images are
+compared with texts (CLIP), a sample is an image and a text, and a text that is too long is cut.
+Invariant: sample n is a pure function of (files, settings, seed, n), as in `data/labelled.py`. A
+sample whose image or sound cannot be decoded, or that does not fit `data.seq_length`, counts in no
+loss and is named in the log.
 """
 
 import os
@@ -15,33 +17,44 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.config.model_schema import ModelConfig
 from mjax.config.schema import Config
-from mjax.data.audio import SoundReader
+from mjax.data.chat import ChatTemplate, load_chat_template
 from mjax.data.gpt import Batch
-from mjax.data.images import ImageReader
 from mjax.data.labelled import part_of_split, shuffled
+from mjax.data.readers import ImageReader, Skipped, SoundReader
+from mjax.data.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.tokenizer import Tokenizer, encode_with_items
-from mjax.errors import UNREADABLE, UserError, or_user_error
-from mjax.json_file import parse_json
+from mjax.errors import UserError, or_user_error
 from mjax.models.modalities import MODALITIES
 
 # A modality's key in a line, and what decodes its files.
-KEYS = {"vision": "images", "audio": "audio"}
+KEYS = {"vision": IMAGES, "audio": SOUNDS}
 READERS = {"vision": ImageReader, "audio": SoundReader}
+
+
+# What a sample has one of: a text, or messages as chat templates or LLaVA's files have them.
+TEXTS = ("text", "messages", "conversations")
+SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """The ids of a line with those of its items, how many are its prompt's, files by modality."""
+    """The ids of a sample with those of its items, which of them are answers, items by modality."""
 
     name: str
     ids: list[int]
-    prompt: int
-    files: dict[str, list[Path]]
+    is_answer: list[bool]
+    items: dict[str, list[Item]]
+
+    @property
+    def prompt(self) -> int:
+        """How many ids stand before the first answer."""
+        return self.is_answer.index(True)
 
 
 class ImageTextDataset:
-    """`size` samples, a line each, padded to `data.seq_length`.
+    """`size` samples (None: an epoch), a text each, padded to `data.seq_length`.
 
     `batch(indices)` gives `tokens`, `labels`, `segment_ids`, `positions` (int32 [B, S]),
     `loss_mask` (fp32 [B, S]), `patches` and `frames` (fp32 [B, I, T, N]) of a model that reads
@@ -56,23 +69,24 @@ class ImageTextDataset:
         path: str | os.PathLike,
         split: str,
         split_fractions: Sequence[float],
-        size: int,
+        size: int | None,
         cfg: Config,
         tokenizer: Tokenizer,
     ):
-        self.cfg, self.size = cfg, size
+        self.cfg = cfg
         eos = cfg.model.contrastive.eos_token_id
         if eos not in (None, 2, tokenizer.eod_id):
             raise UserError(
                 f"model.contrastive.eos_token_id={eos} is not the end that data.tokenizer puts "
                 f"behind a text, {tokenizer.eod_id}; set it to that"
             )
-        lines = read_lines(Path(path), tokenizer, cfg)
+        lines = read_lines(path, tokenizer, cfg)
         order = shuffled(np.arange(len(lines)), len(lines), 0)
         lines = [lines[number] for number in order]
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
-        bad: set[str] = set()
-        self.readers = {name: READERS[name](cfg, len(self.lines), bad) for name in KEYS}
+        self.size = len(self.lines) if size is None else size
+        self.skipped = Skipped(len(self.lines))
+        self.readers = {name: READERS[name](cfg, self.skipped) for name in cfg.model.modalities}
 
     def __len__(self) -> int:
         return self.size
@@ -88,96 +102,156 @@ class ImageTextDataset:
         if compared and cfg.model.contrastive.eos_token_id is None:
             ids += cfg.data.masked.pad_token_id or 0  # SigLIP's texts see padding, and end there
             segments += 1
+        fits = np.array([self._fits(line) for line in chosen])
         items = {}
         for name in cfg.model.modalities:
-            shape_of_items = len(chosen), cfg.model.tower(name).max_items
-            items[name] = np.zeros((*shape_of_items, *self.readers[name].shape), np.float32)
-        for row, line in enumerate(chosen):
-            found = self._items(line)
-            if found is None:
-                continue
+            items[name], is_read = self._items(name, chosen, fits)
+            fits = fits & is_read
+        for row in np.flatnonzero(fits):
+            line = chosen[row]
             labels[row] = 0
             end = len(line.ids) - (not compared)  # there is no next token
             ids[row, : len(line.ids)] = line.ids
             segments[row, :end] = 1
-            mask[row, max(line.prompt - 1, 0) : end] = 1
-            for name, arrays in found.items():
-                for place, array in enumerate(arrays):
-                    items[name][row, place] = array
+            mask[row, : len(line.ids) - 1] = line.is_answer[1 : len(line.ids)]
         columns = np.arange(shape[1], dtype=np.int32)
-        return {
+        fields = {}
+        for name, array in items.items():
+            array[~fits] = 0
+            fields[MODALITIES[name].field] = array
+        return fields | {
             "tokens": ids[:, :-1],
             "labels": ids[:, 1:],
             "loss_mask": mask,
             "segment_ids": segments,
             "positions": np.broadcast_to(columns, shape),
             "row_label": labels,
-        } | {MODALITIES[name].field: self._rows(name, array) for name, array in items.items()}
+        }
 
-    def _rows(self, name: str, items: np.ndarray) -> np.ndarray:
-        """[B, I, T, N] of items [B, I, ...]."""
+    def _fits(self, line: Line) -> bool:
+        """Whether there is room for a line; if not, it is named."""
+        model, room = self.cfg.model, self.cfg.data.seq_length
+        whys = []
+        if len(line.ids) > room + 1:
+            whys.append(f"{len(line.ids)} tokens: data.seq_length is {room}")
+        for name, items in line.items.items():
+            tower = model.tower(name)
+            if len(items) > tower.max_items:
+                most = f"model.{name}.max_{tower.item}s is {tower.max_items}"
+                whys.append(f"{len(items)} {KEYS[name]}: {most}")
+        if whys:
+            self.skipped.add(line.name, whys[0])
+        return not whys
+
+    def _items(
+        self, name: str, lines: Sequence[Line], fits: Sequence[bool]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(rows [B, I, T, N] of the items of a modality, bool [B]: which lines lack none)."""
         tower = self.cfg.model.tower(name)
         length = tower.row_length(self.cfg.item_size(name))
-        rows = MODALITIES[name].rows(items.reshape(-1, *items.shape[2:]), tower, length)
-        return rows.reshape(*items.shape[:2], *rows.shape[1:])
-
-    def _items(self, line: Line) -> dict[str, list[np.ndarray]] | None:
-        """The items of a line by modality, or None if it is left out."""
-        found, room = {}, self.cfg.data.seq_length
-        if len(line.ids) > room + 1:
-            why = f"{len(line.ids)} tokens: data.seq_length is {room}"
-            self.readers["vision"].skip(line.name, why)
-            return None
-        for name, files in line.files.items():
-            reader, most = self.readers[name], self.cfg.model.tower(name).max_items
-            if len(files) > most:
-                item = self.cfg.model.tower(name).item
-                why = f"{len(files)} {KEYS[name]}: model.{name}.max_{item}s is {most}"
-                reader.skip(line.name, why)
-                return None
-            found[name] = [reader.read(str(path), path.read_bytes) for path in files]
-        unread = any(item is None for items in found.values() for item in items)
-        return None if unread else found
+        rows = np.zeros((len(lines), tower.max_items, length, tower.numbers), np.float32)
+        owners, found, places = [], [], []
+        for number, line in enumerate(lines):
+            items = line.items[name] if fits[number] else []
+            owners += [number] * len(items)
+            found += items
+            places.extend(rows[number, : len(items)])
+        is_good = self.readers[name].read(found, places)
+        is_bad = np.bincount(np.array(owners, int)[~is_good], minlength=len(lines)) > 0
+        return rows, ~is_bad
 
 
-def read_lines(path: Path, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
-    """The lines of a file of JSON lines; items are named beside the file or from the root."""
-    wrong = f"data.images.path {path}: cannot be read: {{reason}}; give a file of JSON lines"
-    with or_user_error(wrong, UNREADABLE):
-        raw = path.read_text(encoding="utf-8").splitlines()
-    model, found = cfg.model, []
-    sizes = {name: cfg.item_size(name) for name in model.modalities}
-    end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
-    for number, line in enumerate(raw, 1):
-        name = f"{path}:{number}"
-        with or_user_error(f"{name}: not a JSON line: {{reason}}", ValueError):
-            row = parse_json(line)
-        row = row if isinstance(row, dict) else {}
-        prompt, text = row.get("prompt", ""), row.get("text")
-        given = {modality: row.get(key, []) for modality, key in KEYS.items()}
-        are_lists = all(isinstance(files, list) for files in given.values())
-        are_lists = are_lists and all(isinstance(f, str) for files in given.values() for f in files)
-        if not (isinstance(prompt, str) and isinstance(text, str) and are_lists):
-            keys = ", ".join(f'"{key}": [".."]' for key in KEYS.values())
-            raise UserError(f'{name}: not {{{keys}, "prompt": "..", "text": ".."}}')
-        for modality, files in given.items():
-            if modality not in model.modalities:
-                if files:
-                    raise UserError(f"{name}: {KEYS[modality]}, but model.layer_pattern reads none")
-                continue
-            mark = model.tower(modality).mark
-            if model.is_dual_encoder:
-                if prompt or len(files) != 1:
-                    said = "to compare an image with a text, give one image and no prompt"
-                    raise UserError(f"{name}: {said}")
-                continue
-            if (prompt + text).count(mark) != len(files) or mark in text:
-                said = f"{len(files)} {KEYS[modality]}, and not as many {mark} in its prompt"
-                raise UserError(f"{name}: {said}")
-        first = [*tokenizer.prefix, *encode_with_items(prompt, tokenizer, model, sizes)]
-        ids = [*first, *tokenizer.encode(text), *end]
-        if model.is_dual_encoder and len(ids) > cfg.data.seq_length:
-            ids = [*ids[: cfg.data.seq_length - len(end)], *end]
-        paths = {m: [path.parent / file for file in files] for m, files in given.items()}
-        found.append(Line(name, ids, len(first), paths))
-    return found
+def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
+    """The samples of a source as ids. Raises `UserError` naming the first that is none."""
+    samples = samples_of(str(path), TEXTS)
+    chats = [_messages(sample) for sample in samples]
+    template = None
+    if any(chats):
+        folder = Path(cfg.data.tokenizer)
+        template = load_chat_template(folder if folder.is_dir() else folder.parent)
+    lines = []
+    for sample, chat in zip(samples, chats, strict=True):
+        turns = _turns(sample.name, chat, template) if chat else _one_turn(sample)
+        lines.append(_line(sample, turns, bool(chat), tokenizer, cfg))
+    return lines
+
+
+def _line(
+    sample: Sample, turns: list[tuple[str, str]], is_chat: bool, tokenizer: Tokenizer, cfg: Config
+) -> Line:
+    """A sample as ids; of a chat, the template has written all special tokens."""
+    model = cfg.model
+    items = _items_of(sample, turns, model)
+    sizes = {modality: cfg.item_size(modality) for modality in model.modalities}
+    ids = [] if is_chat else list(tokenizer.prefix)
+    end = [] if is_chat or tokenizer.eod_id is None else [tokenizer.eod_id]
+    is_answer = [False] * len(ids)
+    for prompt, text in turns:
+        before = encode_with_items(prompt, tokenizer, model, sizes)
+        answer = [*tokenizer.encode(text), *end]
+        ids += [*before, *answer]
+        is_answer += [False] * len(before) + [True] * len(answer)
+    if model.is_dual_encoder and len(ids) > cfg.data.seq_length:
+        ids = [*ids[: cfg.data.seq_length - len(end)], *end]
+    return Line(sample.name, ids, is_answer, items)
+
+
+def _one_turn(sample: Sample) -> list[tuple[str, str]]:
+    """The prompt and the text of a sample."""
+    prompt, text = sample.facts.get("prompt") or "", sample.facts.get("text")
+    if not isinstance(prompt, str) or not isinstance(text, str):
+        keys = ", ".join(f'"{key}": [".."]' for key in KEYS.values())
+        raise UserError(f'{sample.name}: not {{{keys}, "prompt": "..", "text": ".."}}')
+    return [(prompt, text)]
+
+
+def _messages(sample: Sample) -> list[dict[str, str]]:
+    """{"role": .., "content": ..} of a conversation, or nothing."""
+    wrong = f'{sample.name}: not [{{"role": "user", "content": ".."}}, ..] ({{reason}})'
+    with or_user_error(wrong, (TypeError, LookupError)):
+        said = sample.facts.get("conversations") or ()
+        found = [{"role": SPEAKERS[one["from"]], "content": one["value"]} for one in said]
+        given = sample.facts.get("messages") or ()
+        return found + [{"role": one["role"], "content": one["content"]} for one in given]
+
+
+def _turns(
+    name: str, messages: list[dict[str, str]], template: ChatTemplate
+) -> list[tuple[str, str]]:
+    """(what stands before an answer, the answer with its end) of each answer of a conversation."""
+    turns, seen = [], ""
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = template.render(messages[:number])
+            after = template.render(messages[: number + 1], add_generation_prompt=False)
+            if not (after.startswith(before) and before.startswith(seen)):
+                raise UserError(f"{name}: {template.origin} rewrites earlier turns; give one turn")
+            turns.append((before[len(seen) :], after[len(before) :]))
+            seen = after
+    if not turns:
+        raise UserError(f"{name}: a conversation in which the assistant says nothing; leave it out")
+    return turns
+
+
+def _items_of(
+    sample: Sample, turns: list[tuple[str, str]], model: ModelConfig
+) -> dict[str, list[Item]]:
+    """The items of a sample by modality. Raises `UserError` where its texts call for others."""
+    prompt, text = map("".join, zip(*turns, strict=True))
+    items = {}
+    for modality, key in KEYS.items():
+        found = sample.items.get(key, [])
+        if modality not in model.modalities:
+            if found:
+                raise UserError(f"{sample.name}: {key}, but model.layer_pattern reads none")
+            continue
+        items[modality] = found
+        mark = model.tower(modality).mark
+        if model.is_dual_encoder:
+            if prompt or len(found) != 1:
+                said = "to compare an image with a text, give one image and no prompt"
+                raise UserError(f"{sample.name}: {said}")
+        elif (prompt + text).count(mark) != len(found) or mark in text:
+            said = f"{len(found)} {key}, and not as many {mark} in its prompt"
+            raise UserError(f"{sample.name}: {said}")
+    return items

@@ -137,13 +137,7 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
             paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
         fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
         make = partial(_dataset, cfg, fim)
-    shares = [1.0, 0.0, 0.0] if data.valid_paths else data.split
-    train = _blend(make, paths, data.weights, "train", shares, num_train)
-    if not num_valid:
-        return train, None
-    if data.valid_paths:
-        return train, _blend(make, data.valid_paths, None, "valid", [0.0, 1.0, 0.0], num_valid)
-    return train, _blend(make, paths, data.weights, "valid", shares, num_valid)
+    return _blends(make, paths, data.valid_paths, data, (num_train, num_valid))
 
 
 def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
@@ -155,14 +149,26 @@ def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
     if cfg.model.modalities:
         tokenizer = load_tokenizer(cfg.data.tokenizer)
         make = partial(ImageTextDataset, cfg=cfg, tokenizer=tokenizer)
-    images, shares = cfg.data.images, cfg.data.split
-    others = images.valid_path is not None
-    train = make(images.path, "train", [1.0, 0, 0] if others else shares, num_train)
-    if not num_valid:
+    images = cfg.data.images
+    others = [] if images.valid_path is None else [images.valid_path]
+    return _blends(make, images.paths, others, cfg.data, (num_train, num_valid))
+
+
+def _blends(
+    make: Callable[..., Dataset],
+    paths: list[str],
+    valid_paths: list[str],
+    data: DataConfig,
+    sizes: tuple[int, int],
+) -> tuple[Dataset, Dataset | None]:
+    """Training data of `paths`, and held-out data of `valid_paths`, or else of the split."""
+    shares = [1.0, 0.0, 0.0] if valid_paths else data.split
+    train = _blend(make, paths, data.weights, "train", shares, sizes[0])
+    if not sizes[1]:
         return train, None
-    if others:
-        return train, make(images.valid_path, "valid", [0, 1.0, 0], num_valid)
-    return train, make(images.path, "valid", shares, num_valid)
+    if valid_paths:
+        return train, _blend(make, valid_paths, None, "valid", [0.0, 1.0, 0.0], sizes[1])
+    return train, _blend(make, paths, data.weights, "valid", shares, sizes[1])
 
 
 def _labelled(cfg: Config) -> Callable[..., Dataset]:
@@ -193,7 +199,7 @@ def _blend(
     if len(paths) == 1 and weights is None:
         return make(paths[0], split, shares, size)
     if weights is not None and len(weights) != len(paths):
-        raise UserError(f"data.weights: {len(weights)} weights for {len(paths)} data.paths")
+        raise UserError(f"data.weights: {len(weights)} weights for {len(paths)} sources of data")
     if weights is None:
         epoch = [make(path, split, shares, None) for path in paths]
         weights = [float(len(d)) for d in epoch]

@@ -150,13 +150,17 @@ def rows_of_images(
 
 
 def image_fields(images: np.ndarray, vision: VisionConfig, length: int) -> dict[str, np.ndarray]:
-    """Rows of `length` columns that hold an image each, fp32 [B, H, W, C].
-
-    `patches` [B, S, C*P*P], and int32 [B, S] `segment_ids`, 0 in padding, and `positions`.
-    """
+    """`fields_of_rows` of rows of `length` columns that hold an image each, fp32 [B, H, W, C]."""
     patches = rows_of_images(images, vision, length).astype(np.float32)
-    count = vision.num_tokens(images.shape[1])
-    columns = np.arange(length, dtype=np.int32)
+    return fields_of_rows(patches, vision.num_tokens(images.shape[1]))
+
+
+def fields_of_rows(patches: np.ndarray, count: int) -> dict[str, np.ndarray]:
+    """`patches` as given, [B, S, C*P*P], of which `count` columns are an image's.
+
+    And int32 [B, S] `segment_ids`, 0 in padding, and `positions`.
+    """
+    columns = np.arange(patches.shape[1], dtype=np.int32)
     columns = np.broadcast_to(columns, patches.shape[:2])
     real = columns < count
     return {

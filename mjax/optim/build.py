@@ -1,16 +1,16 @@
 """From parameter roles to the update of the nested dict of parameters.
 
-Groups (weight decay, learning-rate multipliers, Muon) go by `ParamSpec.role`, never by rank. The
-state is `{"count": int32, ...}` and a tree for each moment that holds it for the parameters that
-have it: `mu` for AdamW and Muon, `nu` for AdamW, for a transformation of optax those of its own,
-and its `numbers`. So checkpoints and shardings follow the parameters one by one. `state_like`
-builds such a tree from anything. The update works on local shards inside jit and shard_map: AdamW
-and transformations are elementwise, Muon gets `gather` and `shard`. Each array is read and written
-once: clipping, update, rounding and the choice to keep the old state are one elementwise
-expression.
+Groups (weight decay, learning-rate multipliers, Muon) go by `ParamSpec.role`, never by rank; a
+multiplier may also go by name. The state is `{"count": int32, ...}` and a tree for each moment that
+holds it for the parameters that have it: `mu` for AdamW and Muon, `nu` for AdamW, for a
+transformation of optax those of its own, and its `numbers`. So checkpoints and shardings follow the
+parameters one by one. `state_like` builds such a tree from anything. The update works on local
+shards inside jit and shard_map: AdamW and transformations are elementwise, Muon gets `gather` and
+`shard`. Each array is read and written once: clipping, update, rounding and the choice to keep the
+old state are one elementwise expression.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from mjax.config.model_schema import EXPERTS_GROUP
+from mjax.config.model_schema import EXPERTS_GROUP, ROLES
 from mjax.config.schema import OptimizerConfig
 from mjax.kernels.adam import Betas, Numbers, adam_direction, adam_moments, update_row
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
@@ -32,7 +32,7 @@ from mjax.optim.transformation import (
     Transformation,
     transformation_of,
 )
-from mjax.sharding.spec import ParamSpec
+from mjax.sharding.spec import ParamSpec, is_named
 
 # name of a parameter -> for each dimension, the global index of every local entry along it
 GlobalIndices = Callable[[Name], tuple[jax.Array, ...]]
@@ -83,12 +83,24 @@ def uses_muon(cfg: OptimizerConfig, role: str) -> bool:
     return cfg.name == "muon" and role in cfg.muon_roles
 
 
-def lr_multiplier(cfg: OptimizerConfig, spec: ParamSpec) -> float:
-    """The factor on the learning rate of a parameter: of experts' own, or of its role."""
+def lr_multiplier(cfg: OptimizerConfig, name: Name, spec: ParamSpec) -> float:
+    """The factor on the learning rate of a parameter.
+
+    It is that of the first pattern that matches its name, else that of experts' own, else that of
+    its role.
+    """
     factors = cfg.lr_multipliers
+    for pattern in patterns_of(factors):
+        if is_named(pattern, name, spec):
+            return factors[pattern]
     if "experts" in spec.axes and EXPERTS_GROUP in factors:
         return factors[EXPERTS_GROUP]
     return factors.get(spec.role, 1.0)
+
+
+def patterns_of(factors: Iterable[str]) -> list[str]:
+    """The keys of `optimizer.lr_multipliers` that name parameters, not roles."""
+    return [key for key in factors if key not in (*ROLES, EXPERTS_GROUP)]
 
 
 def state_like(
@@ -213,7 +225,7 @@ class ParameterUpdate:
         old = rows.param.astype(jnp.float32)
         if self.spec.role in self.cfg.weight_decay_roles:
             direction += self.weight_decay * old
-        lr = self.lr * lr_multiplier(self.cfg, self.spec)
+        lr = self.lr * lr_multiplier(self.cfg, self.name, self.spec)
         return self._stored(old - lr * direction, rows.param, "param", rows.offsets)
 
     def _kept(self, rows: Rows, names: Sequence[str], new: Moments) -> Moments:

@@ -8,7 +8,7 @@ rank, because stacking layers changes ranks (DESIGN section 3).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -123,7 +123,24 @@ def rounded_specs(specs: dict, fp8_experts: bool) -> dict:
     return jax.tree.map(one, specs, is_leaf=is_spec)
 
 
-# ---- frozen parameters ---------------------------------------------------------------------------
+# ---- parts of a model ----------------------------------------------------------------------------
+
+
+def is_named(pattern: str, path: Sequence[str], spec: ParamSpec) -> bool:
+    """Whether a pattern names a parameter: its role, or its dotted name, * for anything."""
+    return pattern == spec.role or fnmatchcase(".".join(path), pattern)
+
+
+def require_named(key: str, patterns: Iterable[str], specs: dict) -> None:
+    """Raise `UserError` where a pattern of the config key `key` names no parameter."""
+    flat = flatten_dict(specs)
+    for pattern in patterns:
+        if not any(is_named(pattern, path, spec) for path, spec in flat.items()):
+            raise UserError(
+                f"{key}: {pattern!r} is no role of a parameter here and matches no name; "
+                f"roles are {', '.join(ROLES)}, names are like {'.'.join(max(flat, key=len))} "
+                "(--dry-run lists them)"
+            )
 
 
 def freeze(specs: dict, patterns: Sequence[str]) -> dict:
@@ -132,20 +149,11 @@ def freeze(specs: dict, patterns: Sequence[str]) -> dict:
     A pattern is a role, or a dotted name in which * stands for anything. Raises `UserError` where
     one names nothing, or where nothing is left to train.
     """
-    used: set[str] = set()
+    require_named("train.freeze", patterns, specs)
     flat = flatten_dict(specs)
     for path, spec in flat.items():
-        name = ".".join(path)
-        hits = [p for p in patterns if p == spec.role or fnmatchcase(name, p)]
-        used.update(hits)
-        flat[path] = replace(spec, frozen=bool(hits))
-    for pattern in patterns:
-        if pattern not in used:
-            raise UserError(
-                f"train.freeze: {pattern!r} is no role of a parameter here and matches no name; "
-                f"roles are {', '.join(ROLES)}, names are like {'.'.join(max(flat, key=len))} "
-                "(--dry-run lists them)"
-            )
+        is_frozen = any(is_named(pattern, path, spec) for pattern in patterns)
+        flat[path] = replace(spec, frozen=is_frozen)
     if not any(spec.is_trained for spec in flat.values()):
         raise UserError("train.freeze: it names every parameter; leave some to train")
     return unflatten_dict(flat)

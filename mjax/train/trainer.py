@@ -17,12 +17,13 @@ from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
 from mjax.models import definition_of
 from mjax.models.objective import HostBatch, further_lengths, objective_of
+from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
 from mjax.plan.auto import resolve_auto
 from mjax.plan.xla_options import fix_reduction_order
 from mjax.sharding.mesh import make_mesh, parallel_of, replicated
-from mjax.sharding.spec import freeze, rounded_specs
+from mjax.sharding.spec import freeze, require_named, rounded_specs
 from mjax.train import step as steps
 from mjax.train.batch import BatchPlacer, most_documents, only_padding_follows
 from mjax.train.checkpoints import Checkpoints
@@ -49,6 +50,8 @@ class Trainer:
         self.definition = definition_of(cfg.model)
         specs = rounded_specs(self.definition.specs, cfg.precision.fp8_experts)
         self.specs = freeze(specs, cfg.train.freeze)
+        multiplied = patterns_of(cfg.optimizer.lr_multipliers)
+        require_named("optimizer.lr_multipliers", multiplied, specs)
         self.objective = objective_of(cfg)
         if devices is None:
             devices = jax.devices() if mesh is None else mesh.devices.flatten()

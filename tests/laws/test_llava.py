@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from PIL import Image
 
 from mjax.config import load
@@ -26,8 +27,8 @@ from mjax.models.flops import flops_by_part
 from mjax.models.modalities import Items, features_of
 from mjax.models.objective import objective_of
 from mjax.models.params import split
-from mjax.prove import Cell, make_batch, make_trainer, with_items
-from tests.marks import slow
+from mjax.prove import Cell, deviation, make_batch, make_trainer, with_items
+from tests.marks import quick, slow
 
 LLAVA = [
     "model.vocab_size=258",
@@ -101,6 +102,54 @@ def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments():
         assert name not in trainer.state["opt"]["mu"]
     moved = jax.tree.map(lambda a, b: (a != b).any(), before["projector"], after["projector"])
     assert all(jax.tree.leaves(moved))
+
+
+SLOW_PROJECTOR = "optimizer.lr_multipliers={'projector.*': 0.125, matrix: 0.5}"
+ADAM, MUON, LION = "optimizer.name=adamw", "optimizer.name=muon", "optimizer.name=optax.lion"
+
+
+def parameters_after(steps: int, cell: Cell, *keys: str) -> dict:
+    """Parameters by name before and after some steps of a constant rate."""
+    trainer = make_trainer(
+        "llava", cell, "schedule.decay=constant", "schedule.warmup_steps=0", *keys
+    )
+    batch = make_batch(24)
+    batch |= with_items(trainer.cfg, batch)
+    before = flatten_dict(jax.device_get(trainer.params()), sep=".")
+    for _ in range(steps):
+        trainer.step(batch)
+    return before, flatten_dict(jax.device_get(trainer.params()), sep=".")
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, *quick([MUON, LION])])
+def test_a_part_of_its_own_rate_moves_as_a_run_of_that_rate(optimizer):
+    cell, roles = Cell({"dp": 2}, 1), flatten_dict(make_trainer("llava", Cell()).specs, sep=".")
+    before, found = parameters_after(1, cell, optimizer, "schedule.lr=0.008", SLOW_PROJECTOR)
+    rates = {0.001: 0, 0.004: 0, 0.008: 0}
+    for rate in rates:
+        _, whole = parameters_after(1, cell, optimizer, f"schedule.lr={rate}")
+        for name, array in whole.items():
+            own = 0.004 if roles[name].role == "matrix" else 0.008
+            own = 0.001 if name.startswith("projector.") else own
+            if rate == own:
+                rates[rate] += (array != before[name]).any()
+                bound = 3e-8 if optimizer == MUON else 0  # XLA may sum in another order
+                np.testing.assert_allclose(found[name], array, rtol=0, atol=bound, err_msg=name)
+    assert min(rates.values()) > 2
+
+
+@pytest.mark.parametrize("cell", quick([Cell({"dp": 4, "tp": 2}, 3), Cell({"pp": 2, "cp": 2})], 0))
+def test_rates_of_parts_are_the_same_on_every_mesh(cell):
+    keys = "schedule.lr=0.008", SLOW_PROJECTOR
+    before, one = parameters_after(2, Cell(), *keys)
+    _, found = parameters_after(2, cell, *keys)
+    moved = {name: found[name] - before[name] for name in one}
+    assert deviation(moved, {name: one[name] - before[name] for name in one}) <= 1e-3
+
+
+def test_a_rate_for_no_parameter_is_one_line():
+    with pytest.raises(UserError, match="optimizer.lr_multipliers: 'projektor.*' is no role"):
+        make_trainer("llava", Cell(), "optimizer.lr_multipliers={'projektor.*': 0.1}")
 
 
 def test_flops_are_those_of_patches_and_of_texts():

@@ -16,7 +16,8 @@ from PIL import Image
 
 from mjax.checkpoint.families import config_to_hf
 from mjax.config import load
-from mjax.data.images import ImageDataset, samples_of
+from mjax.data.images import ImageDataset
+from mjax.data.sources import samples_of
 from mjax.errors import UserError
 from mjax.models import build
 from mjax.models.context import Context, tokens_of
@@ -183,13 +184,13 @@ def test_bad_images_are_left_out_counted_and_named(tmp_path, caplog):
 
 def test_what_is_no_source_is_said(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no image with a class"):
-        samples_of(str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="holds no sample with a label"):
+        samples_of(str(tmp_path / "empty"), ["label"])
     with pytest.raises(UserError, match="neither a folder nor a .tar nor a .parquet"):
-        samples_of(str(tmp_path / "x.zip"))
+        samples_of(str(tmp_path / "x.zip"), ["label"])
     (tmp_path / "x.tar").write_bytes(b"no tar")
     with pytest.raises(UserError, match="x.tar cannot be read"):
-        samples_of(str(tmp_path / "x.tar"))
+        samples_of(str(tmp_path / "x.tar"), ["label"])
     cfg = load(None, [f"data.images.path={write(tmp_path, 'folder')}", *VIT])
     fewer = cfg.model.vision.model_copy(update={"num_labels": 2})
     model = cfg.model.model_copy(update={"vision": fewer})

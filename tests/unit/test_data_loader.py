@@ -133,3 +133,9 @@ def test_the_benchmark_prints_json_lines():
     index, loader = map(json.loads, done.stdout.splitlines())
     assert index["bench"] == "data_index" and index["ms"] >= 0
     assert loader["bench"] == "data_loader" and loader["tokens_per_second"] > 0
+    few = "--images 8 --image-size 48 --batch 4 --workers 1".split()
+    done = subprocess.run([*command[:4], *few], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    images = json.loads(done.stdout)
+    assert images["bench"] == "data_images" and images["case"]["size"] == 48
+    assert images["images_per_second"] > 0 < images["decoder_images_per_second"]

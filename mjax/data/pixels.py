@@ -1,0 +1,63 @@
+"""Encoded images to pixels, with Pillow; no JAX is imported, for processes that only decode.
+
+Invariant: the pixels are a function of the bytes and the sizes, whoever decodes them.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SPARE = 3.0  # a large image is first reduced by whole factors, to no less than so many times
+
+
+def decode_image(encoded: bytes | np.ndarray, side: int, channels: int) -> np.ndarray:
+    """uint8 [side, side, channels]: the shorter side resized, the center cut out.
+
+    Raises what Pillow raises for what is no image.
+    """
+    from PIL import Image
+
+    if isinstance(encoded, np.ndarray):
+        image = Image.fromarray(encoded)
+    else:
+        image = Image.open(io.BytesIO(encoded))
+        least = int(_SPARE * side)
+        image.draft(None, (least, least))  # JPEG alone: it is decoded at a half, a quarter, ..
+    square = _square(image.convert("L" if channels == 1 else "RGB"), side)
+    return np.asarray(square).reshape(side, side, -1)
+
+
+def _square(image: "Image", side: int) -> "Image":
+    """The center of an image as a square, bicubically resized."""
+    if image.size == (side, side):
+        return image
+    least = min(image.size)
+    left, top = ((length - least) / 2 for length in image.size)
+    box = left, top, left + least, top + least
+    return image.resize((side, side), resample=3, box=box, reducing_gap=_SPARE)  # 3: bicubic
+
+
+def norm_pixels(
+    pixels: np.ndarray, mean: Sequence[float], std: Sequence[float], out: np.ndarray, axis: int
+) -> np.ndarray:
+    """Write uint8 pixels to fp32 `out`: as 0 to 1, less the mean, over the deviation.
+
+    Both are one number or one a channel, and channels lie along `axis`. Returns `out`.
+    """
+    shape = [1] * pixels.ndim
+    shape[axis] = -1
+    scale = 1 / (255 * np.asarray(std))
+    shift = -np.asarray(mean) / std
+    np.multiply(pixels, scale.astype(np.float32).reshape(shape), out=out, dtype=np.float32)
+    out += shift.astype(np.float32).reshape(shape)
+    return out
+
+
+def norm_image(pixels: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """fp32 [H, W, C] of uint8 pixels by `norm_pixels`."""
+    return norm_pixels(pixels, mean, std, np.empty(pixels.shape, np.float32), 2)

@@ -1,0 +1,113 @@
+"""Readers of images and sounds: the items of a batch, decoded; what is bad is named in the log.
+
+A reader's `decode` runs in processes that import no JAX (`data/decoders.py`), which give back no
+more bytes than they must; `fill` makes of them what a model reads, in threads of the run.
+"""
+
+import importlib
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from mjax.config.schema import Config
+from mjax.data.audio import decode_frames
+from mjax.data.decoders import Decode, decoders
+from mjax.data.pixels import decode_image, norm_image, norm_pixels
+from mjax.data.sources import Item
+from mjax.errors import or_user_error
+from mjax.models.audio import rows_of_frames
+from mjax.models.vision import patches_of
+
+log = logging.getLogger(__name__)
+
+
+class Skipped:
+    """What is left out of some data: each is named in the log once, with how many there are."""
+
+    def __init__(self, count: int):
+        """`count`: how many samples there are."""
+        self.count, self.names = count, set()
+        self.lock = threading.Lock()
+
+    def add(self, name: str, why: str) -> None:
+        with self.lock:
+            is_new = name not in self.names
+            self.names.add(name)
+            bad = len(self.names)
+        if is_new:
+            say = "data.images: %s cannot be used and is left out (%s); %d of %d so far"
+            log.warning(say, name, why, bad, self.count)
+
+
+class ImageReader:
+    """Decodes the images of a run to rows of a tower.
+
+    `library` is what decodes them, and `extra` what installs it. Raises `UserError` without it.
+    """
+
+    library, extra = "PIL", "vision"
+
+    def __init__(self, cfg: Config, skipped: Skipped):
+        wrong = f"data.images needs {{reason}}; install mjax[{self.extra}]"
+        with or_user_error(wrong, ImportError):
+            importlib.import_module(self.library)
+        self.cfg, self.skipped = cfg, skipped
+
+    @property
+    def decode(self) -> Decode:
+        """Makes uint8 [H, W, C] of an encoded image; can be pickled."""
+        channels = self.cfg.model.vision.num_channels
+        return partial(decode_image, side=self.cfg.image_size, channels=channels)
+
+    def item(self, encoded: bytes) -> np.ndarray:
+        """fp32 [H, W, C], normed: an image as `lm.model` takes it. Raises for what is none."""
+        scale = self.cfg.data.images
+        return norm_image(self.decode(encoded), scale.mean, scale.std)
+
+    def fill(self, row: np.ndarray, decoded: np.ndarray) -> None:
+        """Write the patches of what `decode` gives to zeros [T, C*P*P], normed."""
+        vision, scale = self.cfg.model.vision, self.cfg.data.images
+        patches = patches_of(decoded[None], vision.patch_size)[0]
+        patches = patches.reshape(len(patches), vision.num_channels, -1)
+        places = row[vision.leading : vision.leading + len(patches)].reshape(patches.shape)
+        norm_pixels(patches, scale.mean, scale.std, places, 1)
+
+    def read(self, items: Sequence[Item], rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Fill rows of zeros, one an item; returns which items could be decoded, bool [n]."""
+        is_good = np.zeros(len(items), bool)
+
+        def keep(place: int, decoded: np.ndarray | str) -> None:
+            if isinstance(decoded, str):
+                self.skipped.add(items[place].name, decoded)
+            else:
+                self.fill(rows[place], decoded)
+                is_good[place] = True
+
+        count = self.cfg.data.images.workers
+        decoders(count).decode(self.decode, [item.read for item in items], keep)
+        return is_good
+
+
+class SoundReader(ImageReader):
+    """Decodes the sounds of a run to rows of a tower."""
+
+    library, extra = "soundfile", "audio"
+
+    @property
+    def decode(self) -> Decode:
+        """Makes log-mel frames, fp32 [F, M], of an encoded sound; can be pickled."""
+        audio = self.cfg.model.audio
+        return partial(
+            decode_frames, bins=audio.num_mel_bins, frames=2 * audio.max_source_positions
+        )
+
+    def item(self, encoded: bytes) -> np.ndarray:
+        """fp32 [F, M]: a sound as `lm.model` takes it. Raises for what is none."""
+        return self.decode(encoded)
+
+    def fill(self, row: np.ndarray, decoded: np.ndarray) -> None:
+        """Write the frames of each token to zeros [T, 5*M]."""
+        row[...] = rows_of_frames(decoded[None], len(row))[0]
