@@ -6,6 +6,8 @@ rows, one an item, to the rows of texts by an all-gather over cp and tp, whose t
 cotangents.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +19,7 @@ from mjax.models.linear import column, row
 from mjax.models.mlp import activated
 from mjax.models.norm import Norm
 from mjax.models.params import declare, declare_bias, normal
+from mjax.models.tiles import CORNERS
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
@@ -25,7 +28,8 @@ class Projector(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D]: features of an item where one stands, zeros elsewhere.
 
     It reads the output of the tower's last layer, [B*I, T/tp, D'] of I items a row, after a norm
-    where `normed`.
+    where `normed`, and after a pixel shuffle where the tower's config says so. Of items in tiles it
+    has the embedding of a newline, too.
     """
 
     modality = "vision"
@@ -37,8 +41,13 @@ class Projector(BranchModule):
         tower = cfg.of_modality(self.modality)
         if self.normed:
             self.norm = Norm(tower, (tower.hidden_size,), ("embed",), "tower_norm", rngs)
+        sizes = cfg.tower(self.modality)
+        if sizes.is_tiled:
+            newline = ParamSpec((width,), ("embed",), "embedding", hf=("image_newline",))
+            self.newline = declare(rngs, newline, init)
+        channels = tower.hidden_size * (4 if sizes.is_shuffled else 1)
         up = ParamSpec(
-            shape=(tower.hidden_size, width),
+            shape=(channels, width),
             axes=("embed", "mlp"),
             role="matrix",
             matmul="projector_up",
@@ -63,23 +72,66 @@ class Projector(BranchModule):
         source, ctx = inputs.source, inputs.ctx
         if source.x is None:  # the items of a text are in the caches of its attention
             return BranchOutput(jnp.zeros_like(x))
+        is_shuffled = self.cfg.tower(self.modality).is_shuffled
         h = self.norm(source.x) if self.normed else source.x
+        if is_shuffled:
+            h = self._shuffled(h, source, ctx)
         (h,) = column(h, (weight_of(self.up),), ctx)
         h = activated(h, self.up_bias[...], "gelu")
         y = row(h, weight_of(self.down), ctx) + self.down_bias[...]
-        features = self._of_rows(y, source, ctx, len(x))
+        y = gathered_tokens(y, ctx) if is_shuffled else in_order(y, source, ctx)
+        features = y.reshape(len(x), -1, y.shape[-1])
         places = ctx.parallel.shard_seq(inputs.tokens.features[self.modality])
+        if self.modality in inputs.tokens.weights:
+            weights = ctx.parallel.shard_seq(inputs.tokens.weights[self.modality])
+            return BranchOutput(self._of_tiles(features, places, weights))
         found = jnp.take_along_axis(features, jnp.maximum(places, 0)[..., None], 1)
         return BranchOutput(jnp.where(places[..., None] >= 0, found, 0))
 
-    def _of_rows(self, y: jax.Array, source: Source, ctx: Context, rows: int) -> jax.Array:
-        """The tokens [B, I*T, D] of all items of a row, from the tower's rows y."""
-        parallel = ctx.parallel
-        y = parallel.gather_seq(y)
-        y = parallel.all_gather(y, "cp", 1)
-        columns = parallel.all_gather(source.tokens.columns, "cp", 0)
-        y = jnp.take(y, jnp.argsort(columns), axis=1)
-        return y.reshape(rows, -1, y.shape[-1])
+    def _shuffled(self, x: jax.Array, source: Source, ctx: Context) -> jax.Array:
+        """[B*I, T/tp, D'] -> [B*I, T'/tp, 4 D'] of merged patches and padding, cut over cp in order."""
+        vision = self.cfg.vision
+        x = in_order(x, source, ctx)[:, vision.leading : vision.num_tokens()]
+        x = pixel_shuffle(x)
+        behind = vision.padded(x.shape[1]) - x.shape[1]
+        x = jnp.pad(x, ((0, 0), (0, behind), (0, 0)))
+        return ctx.parallel.shard(x, ("cp", "tp"), 1)
+
+    def _of_tiles(self, features: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
+        """[B, S/tp, D] of a row's features, by `places` and `weights` [B, S/tp, 4] (`Tokens`)."""
+        last = features.shape[1]  # a newline's place
+        found = jnp.zeros((), jnp.float32)
+        for corner in range(CORNERS):
+            place = places[..., corner].clip(0, last - 1)
+            feature = jnp.take_along_axis(features, place[..., None], 1)
+            found = found + feature * weights[..., corner, None]
+        first = places[..., :1]
+        found = jnp.where(first >= 0, found, 0).astype(features.dtype)
+        return jnp.where(first == last, self.newline[...], found)
+
+
+def in_order(x: jax.Array, source: Source, ctx: Context) -> jax.Array:
+    """All tokens [B*I, T, D] of a tower's rows [B*I, T/tp, D], cut over cp as its columns are."""
+    columns = ctx.parallel.all_gather(source.tokens.columns, "cp", 0)
+    return jnp.take(gathered_tokens(x, ctx), jnp.argsort(columns), axis=1)
+
+
+def gathered_tokens(x: jax.Array, ctx: Context) -> jax.Array:
+    """[B*I, T/tp, D] -> [B*I, T, D] with the shards of tp and cp one after the other."""
+    return ctx.parallel.all_gather(ctx.parallel.gather_seq(x), "cp", 1)
+
+
+def pixel_shuffle(x: jax.Array) -> jax.Array:
+    """[n, s*s, c] -> [n, s*s/4, 4c]: each square of four patches becomes one (InternVL, Megatron).
+
+    Patches are in the order of reading, before and after. Channels are those of the upper left
+    patch, of the upper right, of the lower left and of the lower right.
+    """
+    n, count, channels = x.shape
+    half = math.isqrt(count) // 2
+    x = x.reshape(n, half, 2, half, 2, channels)
+    x = x.transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(n, half * half, 4 * channels)
 
 
 class AudioProjector(Projector):
