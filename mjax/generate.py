@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
 from mjax.infer.cli import add_model_arguments, end_ids, load_model
 from mjax.infer.sample import Sampling
 from mjax.json_file import parse_json
+
+if TYPE_CHECKING:
+    from mjax.models.tiles import Tiled
 
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 Prompt = str | list[dict]  # text, or the messages of a chat
@@ -33,11 +37,14 @@ def main(argv: list[str] | None = None) -> None:
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
-    given = {"images": read_images(args, model.cfg), "audio": read_sounds(args, model.cfg)}
+    images, counts = read_images(args, model.cfg)
+    given = {"images": images, "audio": read_sounds(args, model.cfg)}
     ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
+    if model.cfg.vision.is_tiled:
+        ids = [with_pictures(row, model.cfg.vision.image_token_id, counts) for row in ids]
     keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
     generator = Generator(model.definition, model.params, model.cfg, **keywords)
-    items = {k: np.stack([item] * len(ids)) for k, item in given.items() if item is not None}
+    items = {k: alike(item, len(ids)) for k, item in given.items() if item is not None}
     options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop, **items)
     tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
     rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}
@@ -64,9 +71,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--image", action="append", default=[], metavar="F", help=about)
     about = "a sound for each <audio> of a prompt, likewise: WAV, FLAC, OGG or MP3 of 16 kHz"
     parser.add_argument("--audio", action="append", default=[], metavar="F", help=about)
-    scale = "what images lose and are divided by, as in training: data.images.mean, std"
-    parser.add_argument("--image-mean", type=float, nargs="+", default=CLIP_MEAN, help=scale)
-    parser.add_argument("--image-std", type=float, nargs="+", default=CLIP_STD, help=scale)
+    scale = "what images lose and are divided by, as in training (data.images.mean, std); without "
+    scale += "it CLIP's, or 0.5 for SigLIP's towers"
+    parser.add_argument("--image-mean", type=float, nargs="+", help=scale)
+    parser.add_argument("--image-std", type=float, nargs="+", help="likewise")
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
     parser.add_argument("--system", help="with --chat: the system message of every --prompt")
     parser.add_argument(
@@ -118,18 +126,52 @@ def _json_prompts(path: Path, text: str) -> Iterable[Prompt]:
         yield prompt
 
 
-def read_images(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
-    """What --image gives, fp32 [I, H, W, C], or None. Raises `UserError` for what is no picture."""
-    if not args.image:
-        return None
-    from mjax.data.images import decode
+def read_images(
+    args: argparse.Namespace, cfg: ModelConfig
+) -> tuple["np.ndarray | Tiled | None", list[int]]:
+    """What --image gives, fp32 [I, H, W, C], or None; tokens of each, if they are cut into tiles.
 
-    found = []
+    Raises `UserError` for what is no picture.
+    """
+    if not args.image:
+        return None, []
+    from mjax.data.images import decode
+    from mjax.data.tiles import open_picture, tiled_images
+
+    vision, found = cfg.vision, []
+    mean = args.image_mean or (CLIP_MEAN if vision.class_token else [0.5])
+    std = args.image_std or (CLIP_STD if vision.class_token else [0.5])
     for name in args.image:
         with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
             pixels = Path(name).read_bytes()
-            found.append(decode(pixels, cfg.vision.image_size, cfg.vision.num_channels))
-    return ((np.stack(found) - args.image_mean) / args.image_std).astype(np.float32)
+            if vision.is_tiled:
+                found.append(np.asarray(open_picture(pixels, vision.num_channels)))
+            else:
+                found.append(decode(pixels, vision.image_size, vision.num_channels))
+    if not vision.is_tiled:
+        return ((np.stack(found) - mean) / std).astype(np.float32), []
+    with or_user_error(f"--image {args.image[0]}: {{reason}}; give another", ValueError):
+        tiled, (counts,) = tiled_images([found], vision, mean, std)
+    return type(tiled)(*(array[0] for array in tiled)), counts
+
+
+def with_pictures(ids: list[int], token: int | None, counts: list[int]) -> list[int]:
+    """Ids of a prompt with all tokens of its pictures. Raises `UserError` if it has more of them."""
+    from mjax.data.tiles import expanded
+
+    if ids.count(token) > len(counts):
+        raise UserError(
+            f"--image: a prompt has {ids.count(token)} <image>, and {len(counts)} pictures are "
+            "given; give one for each"
+        )
+    return expanded(ids, token, counts)
+
+
+def alike(item: "np.ndarray | Tiled", count: int) -> "np.ndarray | Tiled":
+    """`count` times what a prompt reads."""
+    if isinstance(item, tuple):
+        return type(item)(*(np.stack([array] * count) for array in item))
+    return np.stack([item] * count)
 
 
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:

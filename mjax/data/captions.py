@@ -10,7 +10,7 @@ that is too long is cut. Invariant: sample n is a pure function of (file, settin
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,13 @@ from mjax.data.audio import SoundReader
 from mjax.data.gpt import Batch
 from mjax.data.images import ImageReader
 from mjax.data.labelled import part_of_split, shuffled
+from mjax.data.tiles import PictureReader, cut, expanded
 from mjax.data.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import parse_json
-from mjax.models.modalities import MODALITIES
+from mjax.models.modalities import MODALITIES, features_of_tiles
+from mjax.models.multimodal import items_of
+from mjax.models.tiles import Features, joined, padded_features
 
 # A modality's key in a line, and what decodes its files.
 KEYS = {"vision": "images", "audio": "audio"}
@@ -32,12 +35,17 @@ READERS = {"vision": ImageReader, "audio": SoundReader}
 
 @dataclass(frozen=True)
 class Line:
-    """The ids of a line with those of its items, how many are its prompt's, files by modality."""
+    """The ids of a line with those of its items, how many are its prompt's, files by modality.
+
+    features: what stands in it for its images in tiles, once they are read. Before that an image is
+    one id.
+    """
 
     name: str
     ids: list[int]
     prompt: int
     files: dict[str, list[Path]]
+    features: Features = joined([])
 
 
 class ImageTextDataset:
@@ -72,7 +80,8 @@ class ImageTextDataset:
         lines = [lines[number] for number in order]
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
         bad: set[str] = set()
-        self.readers = {name: READERS[name](cfg, len(self.lines), bad) for name in KEYS}
+        readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_tiled else {})
+        self.readers = {name: readers[name](cfg, len(self.lines), bad) for name in KEYS}
 
     def __len__(self) -> int:
         return self.size
@@ -92,11 +101,13 @@ class ImageTextDataset:
         for name in cfg.model.modalities:
             shape_of_items = len(chosen), cfg.model.tower(name).max_items
             items[name] = np.zeros((*shape_of_items, *self.readers[name].shape), np.float32)
-        for row, line in enumerate(chosen):
-            found = self._items(line)
-            if found is None:
+        texts = [joined([]) for _ in chosen]
+        for row, unread in enumerate(chosen):
+            read = self._read(unread)
+            if read is None:
                 continue
-            labels[row] = 0
+            line, found = read
+            labels[row], texts[row] = 0, line.features
             end = len(line.ids) - (not compared)  # there is no next token
             ids[row, : len(line.ids)] = line.ids
             segments[row, :end] = 1
@@ -105,14 +116,20 @@ class ImageTextDataset:
                 for place, array in enumerate(arrays):
                     items[name][row, place] = array
         columns = np.arange(shape[1], dtype=np.int32)
-        return {
+        fields = {MODALITIES[name].field: self._rows(name, array) for name, array in items.items()}
+        if cfg.model.vision.is_tiled:
+            of_row = items_of(cfg, "vision"), *padded_features(texts)
+            names = "vision_features", "vision_weights"
+            of_tokens = features_of_tiles(ids[:, :-1], cfg.model.vision, *of_row)
+            fields |= dict(zip(names, of_tokens, strict=True))
+        return fields | {
             "tokens": ids[:, :-1],
             "labels": ids[:, 1:],
             "loss_mask": mask,
             "segment_ids": segments,
             "positions": np.broadcast_to(columns, shape),
             "row_label": labels,
-        } | {MODALITIES[name].field: self._rows(name, array) for name, array in items.items()}
+        }
 
     def _rows(self, name: str, items: np.ndarray) -> np.ndarray:
         """[B, I, T, N] of items [B, I, ...]."""
@@ -121,23 +138,42 @@ class ImageTextDataset:
         rows = MODALITIES[name].rows(items.reshape(-1, *items.shape[2:]), tower, length)
         return rows.reshape(*items.shape[:2], *rows.shape[1:])
 
-    def _items(self, line: Line) -> dict[str, list[np.ndarray]] | None:
-        """The items of a line by modality, or None if it is left out."""
-        found, room = {}, self.cfg.data.seq_length
-        if len(line.ids) > room + 1:
-            why = f"{len(line.ids)} tokens: data.seq_length is {room}"
-            self.readers["vision"].skip(line.name, why)
+    def _read(self, line: Line) -> tuple[Line, dict[str, Sequence[np.ndarray]]] | None:
+        """A line and its items by modality, or None if it is left out."""
+        found: dict[str, list] = {}
+        if not self._fits(line):
             return None
         for name, files in line.files.items():
-            reader, most = self.readers[name], self.cfg.model.tower(name).max_items
+            reader, tower = self.readers[name], self.cfg.model.tower(name)
+            most = getattr(tower, f"max_{tower.item}s")
             if len(files) > most:
-                item = self.cfg.model.tower(name).item
-                why = f"{len(files)} {KEYS[name]}: model.{name}.max_{item}s is {most}"
+                why = f"{len(files)} {KEYS[name]}: model.{name}.max_{tower.item}s is {most}"
                 reader.skip(line.name, why)
                 return None
             found[name] = [reader.read(str(path), path.read_bytes) for path in files]
-        unread = any(item is None for items in found.values() for item in items)
-        return None if unread else found
+        if any(item is None for items in found.values() for item in items):
+            return None
+        if self.cfg.model.vision.is_tiled and found["vision"]:
+            return self._in_tiles(line, found)
+        return line, found
+
+    def _in_tiles(self, line: Line, found: dict[str, list]) -> tuple[Line, dict] | None:
+        """A line and its items, its pictures cut into tiles and their tokens among its ids."""
+        vision, scale = self.cfg.model.vision, self.cfg.data.images
+        tiles, features = cut(found["vision"], vision, scale.mean, scale.std)
+        counts = [len(of_image.corners) for of_image in features]
+        ids = expanded(line.ids, vision.image_token_id, counts)
+        prompt = line.prompt + len(ids) - len(line.ids)  # where all pictures stand
+        line = replace(line, ids=ids, prompt=prompt, features=joined(features))
+        return (line, found | {"vision": tiles}) if self._fits(line) else None
+
+    def _fits(self, line: Line) -> bool:
+        """Whether `data.seq_length` holds a line; the log names one that it does not."""
+        room = self.cfg.data.seq_length
+        if len(line.ids) > room + 1:
+            why = f"{len(line.ids)} tokens: data.seq_length is {room}"
+            self.readers["vision"].skip(line.name, why)
+        return len(line.ids) <= room + 1
 
 
 def read_lines(path: Path, tokenizer: Tokenizer, cfg: Config) -> list[Line]:

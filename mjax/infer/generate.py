@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.model_schema import ModelConfig
+from mjax.config.tower_schema import TowerConfig
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated, require_decoder
@@ -26,6 +27,7 @@ from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, setti
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
 from mjax.models.params import Definition
+from mjax.models.tiles import PADDING, Tiled
 
 _SMALLEST = 16  # tokens of the smallest bucket
 
@@ -96,14 +98,14 @@ class Generator:
         seed: int = 0,
         eos: Sequence[int] = (),
         stop: Sequence[str] = (),
-        images: np.ndarray | None = None,
+        images: np.ndarray | Tiled | None = None,
         audio: np.ndarray | None = None,
     ) -> Iterator[Token]:
         """Continue each of `prompts`, lists of ids, by up to `max_new_tokens`: tokens as they come.
 
         A row ends with an id of `eos`, or where its text holds one of `stop`. An encoder reads the
         prompts, if the model has one, and what follows is its decoder's. `images`, fp32
-        [B, I, H, W, C], and `audio`, log-mel frames [B, I, F, M], stand in the places of their
+        [B, I, H, W, C], or `Tiled`, and `audio`, log-mel frames [B, I, F, M], stand in the places of their
         tokens, one for each patch or two frames, those of a row in order; what is more is not read.
         Raises `UserError` for what the model cannot continue.
         """
@@ -189,6 +191,9 @@ class Generator:
                 raise UserError(f"generate: {mark} is given, but the model has no tower for it")
         for name in self.cfg.modalities:
             tower = self.cfg.tower(name)
+            if isinstance(items.get(name), Tiled):
+                _check_tiles(prompts, items[name], tower)
+                continue
             given, size = items[name].shape[1:3] if name in items else (0, None)
             each = tower.text_tokens(size)
             for row, ids in enumerate(prompts):
@@ -198,6 +203,18 @@ class Generator:
                         f"generate: prompt {row} has {count} tokens {tower.token_id}, and {given} "
                         f"{tower.mark} of {each} tokens are given; give each its tokens"
                     )
+
+
+def _check_tiles(prompts: Sequence[Sequence[int]], tiled: Tiled, tower: TowerConfig) -> None:
+    """Raise `UserError` unless each prompt has as many tokens of images as stand for them."""
+    for row, ids in enumerate(prompts):
+        count = list(ids).count(tower.token_id)
+        wanted = int((tiled.corners[row, :, 0] != PADDING).sum())
+        if count not in (0, wanted):
+            raise UserError(
+                f"generate: prompt {row} has {count} tokens {tower.token_id}, and its images have "
+                f"{wanted} features; give each its tokens"
+            )
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity

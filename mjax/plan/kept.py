@@ -126,12 +126,12 @@ def _residuals(
     positions = jnp.zeros(text, jnp.int32)
     tokens = tokens_of(text, positions, key=key)
     features = dict.fromkeys(cfg.model.modalities, positions)
-    weights = {}
+    corner_weights = {}
     for name in features:
         if cfg.model.tower(name).is_tiled:
             features[name] = jnp.zeros((*text, CORNERS), jnp.int32)
-            weights[name] = jnp.zeros((*text, CORNERS), jnp.float32)
-    tokens = replace(tokens, others=others, features=features, weights=weights)
+            corner_weights[name] = jnp.zeros((*text, CORNERS), jnp.float32)
+    tokens = replace(tokens, others=others, features=features, weights=corner_weights)
     if cfg.model.has_two_streams:
         positions = tokens.of(stream_of(kind)).positions
     rope = {}
