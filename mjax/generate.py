@@ -33,6 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     settings = {f.name: getattr(args, f.name) for f in fields(Sampling)}
     sampling = Sampling(**settings)  # its mistakes should show before anything is loaded
     prompts = read_prompts(args)
+    import jax
+
     from mjax.infer.generate import Generator
 
     model, dtype, tokenizer = load_model(args)
@@ -44,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
         ids = [with_pictures(row, model.cfg.vision.image_token_id, counts) for row in ids]
     keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
     generator = Generator(model.definition, model.params, model.cfg, **keywords)
-    items = {k: alike(item, len(ids)) for k, item in given.items() if item is not None}
+    items = {key: item for key, item in given.items() if item is not None}
+    items = jax.tree.map(lambda array: np.repeat(array, len(ids), axis=0), items)
     options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop, **items)
     tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
     rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}
@@ -129,7 +132,7 @@ def _json_prompts(path: Path, text: str) -> Iterable[Prompt]:
 def read_images(
     args: argparse.Namespace, cfg: ModelConfig
 ) -> tuple["np.ndarray | Tiled | None", list[int]]:
-    """What --image gives, fp32 [I, H, W, C], or None; tokens of each, if they are cut into tiles.
+    """What --image gives, fp32 [1, I, H, W, C], or None; tokens of each, if cut into tiles.
 
     Raises `UserError` for what is no picture.
     """
@@ -149,14 +152,14 @@ def read_images(
             else:
                 found.append(decode(pixels, vision.image_size, vision.num_channels))
     if not vision.is_tiled:
-        return ((np.stack(found) - mean) / std).astype(np.float32), []
+        return ((np.stack([found]) - mean) / std).astype(np.float32), []
     with or_user_error(f"--image {args.image[0]}: {{reason}}; give another", ValueError):
         tiled, (counts,) = tiled_images([found], vision, mean, std)
-    return type(tiled)(*(array[0] for array in tiled)), counts
+    return tiled, counts
 
 
 def with_pictures(ids: list[int], token: int | None, counts: list[int]) -> list[int]:
-    """Ids of a prompt with all tokens of its pictures. Raises `UserError` if it has more of them."""
+    """Ids of a prompt with all tokens of its pictures. Raises `UserError` if it lacks one."""
     from mjax.data.tiles import expanded
 
     if ids.count(token) > len(counts):
@@ -167,15 +170,8 @@ def with_pictures(ids: list[int], token: int | None, counts: list[int]) -> list[
     return expanded(ids, token, counts)
 
 
-def alike(item: "np.ndarray | Tiled", count: int) -> "np.ndarray | Tiled":
-    """`count` times what a prompt reads."""
-    if isinstance(item, tuple):
-        return type(item)(*(np.stack([array] * count) for array in item))
-    return np.stack([item] * count)
-
-
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
-    """What --audio gives, fp32 [I, F, M], or None. Raises `UserError` for what is no sound."""
+    """What --audio gives, fp32 [1, I, F, M], or None. Raises `UserError` for what is no sound."""
     if not args.audio:
         return None
     from mjax.data.audio import decode_sound, log_mel
@@ -185,7 +181,7 @@ def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None
         with or_user_error(f"--audio {name}: {{reason}}; give a sound", UNREADABLE):
             samples = decode_sound(Path(name).read_bytes())
         found.append(log_mel(samples, cfg.audio.num_mel_bins, 2 * cfg.audio.max_source_positions))
-    return np.stack(found)
+    return np.stack([found])
 
 
 def encode(

@@ -94,6 +94,8 @@ _SIGLIP_TOWER = same(alike(_TOWER_KEYS, "vision."), _SIGLIP_SIZES)
 _QWEN2 = {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
 _QWEN2 |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 151936}
 _QWEN2 |= {"max_position_embeddings": 32768}
+_BIASES = biases(True, out=False)
+_NO_WINDOW = ignored("layer_types", "max_window_layers", "sliding_window")
 _SAYS_NOTHING = (
     "projection_dim initializer_factor initializer_range vocab_size attention_dropout".split()
 )
@@ -109,29 +111,12 @@ class _Kind(NamedTuple):
 
     text: str
     parts: tuple[Part, ...]
-    layers: int
     tower: str
     sizes: Part
     act: str
-    tower_layers: int
     layer: int
     image_token_id: int
     fixed: dict[str, bool]
-
-
-def _full_attention() -> Part:
-    """Qwen2's keys about windows, which no layer has."""
-
-    def read(config: dict) -> dict:
-        only(config, "use_sliding_window", False)
-        windowed = {*take(config, "layer_types", [])} - {"full_attention"}
-        if windowed:
-            raise UserError(f"config.json: layer_types has {windowed.pop()!r}, not supported here")
-        for key in ("max_window_layers", "sliding_window"):
-            config.pop(key, None)
-        return {}
-
-    return Part(read, lambda cfg: {"use_sliding_window": False})
 
 
 def _text(kind: _Kind) -> Part:
@@ -165,7 +150,7 @@ def _tower(kind: _Kind) -> Part:
         vision = dict(take(config, "vision_config"))
         only(vision, "model_type", kind.tower)
         act = take(vision, "hidden_act", kind.act)
-        layers = take(vision, "num_hidden_layers", kind.tower_layers)
+        layers = take(vision, "num_hidden_layers", 12)
         layer = take(config, "vision_feature_layer", kind.layer)
         used = layers + 1 + layer if isinstance(layer, int) and layer < 0 else layer
         if act not in _ACTS or type(used) is not int or not 0 < used <= layers:
@@ -181,7 +166,7 @@ def _tower(kind: _Kind) -> Part:
         image_token = config.pop("image_token_id", kind.image_token_id)
         fixed["image_token_id"] = take(config, "image_token_index", image_token)
         fields |= {f"vision.{key}": value for key, value in fixed.items()}
-        text = dict(config["text_config"]).get("num_hidden_layers") or kind.layers
+        text = dict(config["text_config"]).get("num_hidden_layers") or _LLAMA["num_hidden_layers"]
         pattern, count = f"V*{used}, [P], G*{text}", used + 1 + text
         return fields | {"layer_pattern": pattern, "num_hidden_layers": count}
 
@@ -207,23 +192,19 @@ def _seq_length() -> Part:
 _LLAVA = _Kind(
     text="llama",
     parts=_TEXT,
-    layers=_LLAMA["num_hidden_layers"],
     tower="clip_vision_model",
     sizes=_TOWER,
     act="quick_gelu",
-    tower_layers=12,
     layer=-2,
     image_token_id=32000,
     fixed={"patch_bias": False, "embedding_norm": True},
 )
 _ONEVISION = _Kind(
     text="qwen2",
-    parts=(_full_attention(), shape(**_QWEN2), rope(), biases(True, out=False)),
-    layers=_QWEN2["num_hidden_layers"],
+    parts=(_NO_WINDOW, required(use_sliding_window=False), shape(**_QWEN2), rope(), _BIASES),
     tower="siglip_vision_model",
     sizes=_SIGLIP_TOWER,
     act="gelu_pytorch_tanh",
-    tower_layers=12,
     layer=-1,
     image_token_id=151646,
     fixed={"class_token": False},

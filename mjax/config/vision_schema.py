@@ -8,7 +8,6 @@ from mjax.config.group import Group
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
 from mjax.config.tower_schema import TowerConfig
 
-
 HeightAndWidth = Annotated[list[Annotated[UpTo16, Field(ge=1)]], Field(min_length=2, max_length=2)]
 
 

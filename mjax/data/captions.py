@@ -26,7 +26,7 @@ from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import parse_json
 from mjax.models.modalities import MODALITIES, features_of_tiles
 from mjax.models.multimodal import items_of
-from mjax.models.tiles import Features, joined, padded_features
+from mjax.models.tiles import Features, padded_features
 
 # A modality's key in a line, and what decodes its files.
 KEYS = {"vision": "images", "audio": "audio"}
@@ -45,7 +45,7 @@ class Line:
     ids: list[int]
     prompt: int
     files: dict[str, list[Path]]
-    features: Features = joined([])
+    features: Sequence[Features] = ()
 
 
 class ImageTextDataset:
@@ -101,7 +101,7 @@ class ImageTextDataset:
         for name in cfg.model.modalities:
             shape_of_items = len(chosen), cfg.model.tower(name).max_items
             items[name] = np.zeros((*shape_of_items, *self.readers[name].shape), np.float32)
-        texts = [joined([]) for _ in chosen]
+        texts: list[Sequence[Features]] = [()] * len(chosen)
         for row, unread in enumerate(chosen):
             read = self._read(unread)
             if read is None:
@@ -164,7 +164,7 @@ class ImageTextDataset:
         counts = [len(of_image.corners) for of_image in features]
         ids = expanded(line.ids, vision.image_token_id, counts)
         prompt = line.prompt + len(ids) - len(line.ids)  # where all pictures stand
-        line = replace(line, ids=ids, prompt=prompt, features=joined(features))
+        line = replace(line, ids=ids, prompt=prompt, features=features)
         return (line, found | {"vision": tiles}) if self._fits(line) else None
 
     def _fits(self, line: Line) -> bool:

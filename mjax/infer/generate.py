@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.tower_schema import TowerConfig
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated, require_decoder
@@ -105,8 +104,9 @@ class Generator:
 
         A row ends with an id of `eos`, or where its text holds one of `stop`. An encoder reads the
         prompts, if the model has one, and what follows is its decoder's. `images`, fp32
-        [B, I, H, W, C], or `Tiled`, and `audio`, log-mel frames [B, I, F, M], stand in the places of their
-        tokens, one for each patch or two frames, those of a row in order; what is more is not read.
+        [B, I, H, W, C] or `Tiled`, and `audio`, log-mel frames [B, I, F, M], stand in the places of
+        their tokens, one for each patch or two frames, those of a row in order; what is more is not
+        read.
         Raises `UserError` for what the model cannot continue.
         """
         self._check(prompts, max_new_tokens, stop)
@@ -191,30 +191,18 @@ class Generator:
                 raise UserError(f"generate: {mark} is given, but the model has no tower for it")
         for name in self.cfg.modalities:
             tower = self.cfg.tower(name)
-            if isinstance(items.get(name), Tiled):
-                _check_tiles(prompts, items[name], tower)
-                continue
-            given, size = items[name].shape[1:3] if name in items else (0, None)
-            each = tower.text_tokens(size)
+            found, given, size = items.get(name), 0, None
+            if found is not None:
+                given, size = (found.pixels if tower.is_tiled else found).shape[1:3]
             for row, ids in enumerate(prompts):
-                count = list(ids).count(tower.token_id)
-                if count % each or count > given * each:
+                count, each = list(ids).count(tower.token_id), tower.text_tokens(size)
+                if tower.is_tiled and given:
+                    given, each = 1, (found.corners[row, :, 0] != PADDING).sum()
+                if count > given * each or count % max(each, 1):
                     raise UserError(
                         f"generate: prompt {row} has {count} tokens {tower.token_id}, and {given} "
                         f"{tower.mark} of {each} tokens are given; give each its tokens"
                     )
-
-
-def _check_tiles(prompts: Sequence[Sequence[int]], tiled: Tiled, tower: TowerConfig) -> None:
-    """Raise `UserError` unless each prompt has as many tokens of images as stand for them."""
-    for row, ids in enumerate(prompts):
-        count = list(ids).count(tower.token_id)
-        wanted = int((tiled.corners[row, :, 0] != PADDING).sum())
-        if count not in (0, wanted):
-            raise UserError(
-                f"generate: prompt {row} has {count} tokens {tower.token_id}, and its images have "
-                f"{wanted} features; give each its tokens"
-            )
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity

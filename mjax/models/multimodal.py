@@ -14,13 +14,7 @@ from mjax.config.schema import Config
 from mjax.config.tower_schema import TowerConfig
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
-from mjax.models.modalities import (
-    MODALITIES,
-    Items,
-    beside_items,
-    features_of,
-    features_of_tiles,
-)
+from mjax.models.modalities import MODALITIES, Items, beside_items, features_of, features_of_tiles
 from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
 from mjax.models.streams import Streams
 from mjax.models.tiles import features_of_one_tile, padded_features
@@ -127,8 +121,8 @@ class WithItems(NextToken):
             if not tower.is_tiled:
                 made[f"{name}_features"] = features_of(tokens, tower, items)
             elif f"{name}_features" not in batch:
-                row = [features_of_one_tile(tower, 0)] * len(tokens)
-                found = features_of_tiles(tokens, tower, items, *padded_features(row))
+                texts = [[features_of_one_tile(tower, 0)]] * len(tokens)
+                found = features_of_tiles(tokens, tower, items, *padded_features(texts))
                 made[f"{name}_features"], made[f"{name}_weights"] = found
         return made
 

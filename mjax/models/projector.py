@@ -6,8 +6,6 @@ rows, one an item, to the rows of texts by an all-gather over cp and tp, whose t
 cotangents.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +17,8 @@ from mjax.models.linear import column, row
 from mjax.models.mlp import activated
 from mjax.models.norm import Norm
 from mjax.models.params import declare, declare_bias, normal
-from mjax.models.tiles import CORNERS
+from mjax.models.tiles import mixed
+from mjax.models.vision import pixel_shuffle
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
@@ -81,57 +80,40 @@ class Projector(BranchModule):
         y = row(h, weight_of(self.down), ctx) + self.down_bias[...]
         y = gathered_tokens(y, ctx) if is_shuffled else in_order(y, source, ctx)
         features = y.reshape(len(x), -1, y.shape[-1])
-        places = ctx.parallel.shard_seq(inputs.tokens.features[self.modality])
-        if self.modality in inputs.tokens.weights:
-            weights = ctx.parallel.shard_seq(inputs.tokens.weights[self.modality])
-            return BranchOutput(self._of_tiles(features, places, weights))
-        found = jnp.take_along_axis(features, jnp.maximum(places, 0)[..., None], 1)
-        return BranchOutput(jnp.where(places[..., None] >= 0, found, 0))
+        places = inputs.tokens.features[self.modality]
+        places = ctx.parallel.shard_seq(places)
+        weights = inputs.tokens.weights.get(self.modality)
+        if weights is not None:
+            weights = ctx.parallel.shard_seq(weights)
+            found = mixed(features, places, weights, self.newline[...])
+            return BranchOutput(found)
+        places = places[..., None]
+        found = jnp.take_along_axis(features, jnp.maximum(places, 0), 1)
+        return BranchOutput(jnp.where(places >= 0, found, 0))
 
     def _shuffled(self, x: jax.Array, source: Source, ctx: Context) -> jax.Array:
-        """[B*I, T/tp, D'] -> [B*I, T'/tp, 4 D'] of merged patches and padding, cut over cp in order."""
+        """[B*I, T/tp, D'] -> [B*I, T'/tp, 4 D']: merged patches and padding, in order over cp."""
         vision = self.cfg.vision
-        x = in_order(x, source, ctx)[:, vision.leading : vision.num_tokens()]
-        x = pixel_shuffle(x)
-        behind = vision.padded(x.shape[1]) - x.shape[1]
+        x = in_order(x, source, ctx)
+        patches = slice(vision.leading, vision.num_tokens())
+        x = pixel_shuffle(x[:, patches])
+        count = x.shape[1]
+        behind = vision.padded(count) - count
         x = jnp.pad(x, ((0, 0), (0, behind), (0, 0)))
         return ctx.parallel.shard(x, ("cp", "tp"), 1)
-
-    def _of_tiles(self, features: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
-        """[B, S/tp, D] of a row's features, by `places` and `weights` [B, S/tp, 4] (`Tokens`)."""
-        last = features.shape[1]  # a newline's place
-        found = jnp.zeros((), jnp.float32)
-        for corner in range(CORNERS):
-            place = places[..., corner].clip(0, last - 1)
-            feature = jnp.take_along_axis(features, place[..., None], 1)
-            found = found + feature * weights[..., corner, None]
-        first = places[..., :1]
-        found = jnp.where(first >= 0, found, 0).astype(features.dtype)
-        return jnp.where(first == last, self.newline[...], found)
 
 
 def in_order(x: jax.Array, source: Source, ctx: Context) -> jax.Array:
     """All tokens [B*I, T, D] of a tower's rows [B*I, T/tp, D], cut over cp as its columns are."""
     columns = ctx.parallel.all_gather(source.tokens.columns, "cp", 0)
-    return jnp.take(gathered_tokens(x, ctx), jnp.argsort(columns), axis=1)
+    order = jnp.argsort(columns)
+    return jnp.take(gathered_tokens(x, ctx), order, axis=1)
 
 
 def gathered_tokens(x: jax.Array, ctx: Context) -> jax.Array:
     """[B*I, T/tp, D] -> [B*I, T, D] with the shards of tp and cp one after the other."""
-    return ctx.parallel.all_gather(ctx.parallel.gather_seq(x), "cp", 1)
-
-
-def pixel_shuffle(x: jax.Array) -> jax.Array:
-    """[n, s*s, c] -> [n, s*s/4, 4c]: each square of four patches becomes one (InternVL, Megatron).
-
-    Patches are in the order of reading, before and after. Channels are those of the upper left
-    patch, of the upper right, of the lower left and of the lower right.
-    """
-    n, count, channels = x.shape
-    half = math.isqrt(count) // 2
-    x = x.reshape(n, half, 2, half, 2, channels)
-    x = x.transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(n, half * half, 4 * channels)
+    x = ctx.parallel.gather_seq(x)
+    return ctx.parallel.all_gather(x, "cp", 1)
 
 
 class AudioProjector(Projector):

@@ -22,10 +22,11 @@ from mjax.config.mesh_rules import AXES
 from mjax.config.pattern import shortest
 from mjax.config.schema import Config
 from mjax.config.vision_schema import VisionConfig
+from mjax.data.tiles import features_of_images
 from mjax.models.modalities import MODALITIES, Items, features_of, features_of_tiles
 from mjax.models.multimodal import items_of
 from mjax.models.objective import further_lengths
-from mjax.models.tiles import count_tiles, features_of_images, joined, padded_features
+from mjax.models.tiles import padded_features
 from mjax.models.vision import image_fields
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import (
@@ -180,17 +181,15 @@ def with_items(cfg: Config, batch: dict) -> dict:
 def with_tiles(vision: VisionConfig, tokens: np.ndarray, items: Items, fields: dict) -> dict:
     """The fields of texts with no image, one of some size, or two."""
     sizes: list[list[tuple[int, int]]] = [[], [(9, 9)], [(5, 9), (9, 9)], [(9, 20)], [(19, 12)]]
-    texts = []
-    for row in range(len(tokens)):
-        images = sizes[row % len(sizes)]
-        fields["patches"][row, count_tiles(images, vision) :] = 0
-        place = row % 3
-        for found in features_of_images(images, vision):
-            behind = place + len(found.corners)
+    texts = [features_of_images(sizes[row % len(sizes)], vision) for row in range(len(tokens))]
+    for row, images in enumerate(texts):
+        last, place = -1, row % 3
+        for image in images:
+            behind = place + len(image.corners)
             assert behind <= tokens.shape[1], "data.seq_length holds the images"
             tokens[row, place:behind] = vision.image_token_id
-            place = behind + 1
-        texts.append(joined(features_of_images(images, vision)))
+            last, place = image.corners.max() // vision.text_tokens(), behind + 1
+        fields["patches"][row, last + 1 :] = 0
     found = features_of_tiles(tokens, vision, items, *padded_features(texts))
     names = "vision_features", "vision_weights"
     return {"tokens": tokens} | fields | dict(zip(names, found, strict=True))

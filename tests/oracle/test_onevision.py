@@ -62,7 +62,9 @@ def make() -> torch.nn.Module:
         vision_feature_layer=-2,
         attn_implementation="eager",
     )
-    return add_to_vectors(transformers.LlavaOnevisionForConditionalGeneration(config).float().eval())
+    return add_to_vectors(
+        transformers.LlavaOnevisionForConditionalGeneration(config).float().eval()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +137,7 @@ def test_logits_and_greedy_tokens(hf, case):
 
 
 def test_pictures_beside_each_other_in_tiles(hf):
-    """transformers without batch_num_images cuts each picture of a text; the features can say so."""
+    """transformers without batch_num_images cuts each picture of a text; features can say so."""
     theirs, folder = hf
     ours, pictures = from_pretrained(folder), pictures_of("one")
     pair = [[of_row[0]] for of_row in pictures]
