@@ -88,7 +88,7 @@ def patches_are_projected(c: Config) -> Iterator[str]:
     keys = set_keys(c.model.vision, "image_grid_pinpoints", "pixel_shuffle")
     has_projector = "vision" in c.model.modalities and not c.model.is_dual_encoder
     for key in keys if not has_projector else ():
-        yield f"`model.vision.{key}` has no meaning without a projector (P)"
+        yield f"model.vision.{key} has no meaning in `model.layer_pattern` without P"
 
 
 @rule("change either")
@@ -98,15 +98,15 @@ def tiles_divide_images(c: Config) -> Iterator[str]:
         return
     for sizes in vision.image_grid_pinpoints:
         if any(size % side for size in sizes):
-            yield f"`model.vision.image_grid_pinpoints`: {sizes} is no multiple of the image_size"
+            yield f"image_grid_pinpoints has {sizes}, no multiple of `model.vision.image_size`"
     if not vision.is_tiled and set_keys(vision, "vision_aspect_ratio"):
         yield "`model.vision.vision_aspect_ratio` has no effect without image_grid_pinpoints"
     if (vision.is_tiled or vision.pixel_shuffle) and c.image_size != side:
-        yield "`data.images.image_size` is not model.vision.image_size, of tiles and pixel shuffle"
+        yield "`data.images.image_size` is not that of tiles or of a pixel shuffle, the model's"
     if vision.pixel_shuffle and vision.grid() % 2:
         yield f"`model.vision.pixel_shuffle`: a side of {vision.grid()} patches is odd"
     if vision.pixel_shuffle and vision.padded(vision.text_tokens()) % (c.mesh.cp * c.mesh.tp):
-        yield "`model.vision.length_multiple` is not divisible by cp tp of the mesh"
+        yield "`model.vision.length_multiple`: cp tp does not divide the tokens of a pixel shuffle"
 
 
 @rule("raise it; what is more is padding, which no patch sees")
