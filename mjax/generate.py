@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_prompts(args)
     import jax
 
+    from mjax.data.tiles import expanded
     from mjax.infer.generate import Generator
 
     model, dtype, tokenizer = load_model(args)
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     given = {"images": images, "audio": read_sounds(args, model.cfg)}
     ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
     if model.cfg.vision.is_tiled:
-        ids = [with_pictures(row, model.cfg.vision.image_token_id, counts) for row in ids]
+        ids = [expanded(row, model.cfg.vision.image_token_id, counts) for row in ids]
     keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
     generator = Generator(model.definition, model.params, model.cfg, **keywords)
     items = {key: item for key, item in given.items() if item is not None}
@@ -156,18 +157,6 @@ def read_images(
     with or_user_error(f"--image {args.image[0]}: {{reason}}; give another", ValueError):
         tiled, (counts,) = tiled_images([found], vision, mean, std)
     return tiled, counts
-
-
-def with_pictures(ids: list[int], token: int | None, counts: list[int]) -> list[int]:
-    """Ids of a prompt with all tokens of its pictures. Raises `UserError` if it lacks one."""
-    from mjax.data.tiles import expanded
-
-    if ids.count(token) > len(counts):
-        raise UserError(
-            f"--image: a prompt has {ids.count(token)} <image>, and {len(counts)} pictures are "
-            "given; give one for each"
-        )
-    return expanded(ids, token, counts)
 
 
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:

@@ -108,7 +108,8 @@ def _check(folder: str | Path, cfg: ModelConfig, tensors: dict[str, Tensor], sha
             f"{folder}: tensor {missing[0]} is missing{_more(missing)}; is its config.json that of "
             "another model?"
         )
-    tied = {"lm_head.weight"} if cfg.tie_word_embeddings else set()
+    heads = {"lm_head.weight", "language_model.lm_head.weight"}
+    tied = heads if cfg.tie_word_embeddings else set()
     extra = [n for n in tensors if n not in shapes and n not in tied and not IGNORED.search(n)]
     if extra:
         raise UserError(

@@ -9,14 +9,14 @@ transformers' LlavaOnevisionImageProcessorPil.
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mjax.config.vision_schema import VisionConfig
 from mjax.data.images import NEEDS, ImageReader
-from mjax.errors import or_user_error
+from mjax.errors import UserError, or_user_error
 from mjax.models.tiles import (
     CORNERS,
     NEWLINE,
@@ -100,9 +100,12 @@ def tiled_images(
     return Tiled(pixels, *padded_features([features for _, features in cuts])), counts
 
 
-def expanded(ids: Iterable[int], token: int | None, counts: Sequence[int]) -> list[int]:
+def expanded(ids: Sequence[int], token: int | None, counts: Sequence[int]) -> list[int]:
     """Ids in which each `token`, of a picture, stands as often as `counts` says."""
     found, left = [], iter(counts)
+    if ids.count(token) > len(counts):
+        marks = f"a text has {ids.count(token)} <image>, and {len(counts)} pictures are given"
+        raise UserError(f"{marks}; give one for each")
     for id in ids:
         found += [id] * (next(left) if id == token else 1)
     return found

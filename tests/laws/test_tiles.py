@@ -13,7 +13,6 @@ from flax import nnx
 from PIL import Image
 
 from mjax.config import load
-from mjax.config.vision_schema import VisionConfig
 from mjax.data.captions import ImageTextDataset
 from mjax.data.tiles import features_of_images, tiled_images
 from mjax.data.tokenizer import load_tokenizer
@@ -29,11 +28,8 @@ from mjax.models.vision import pixel_shuffle
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer, with_items
 from tests.marks import quick, slow
 
-SIZES = (
-    "model.vision={image_size: 8, patch_size: 4, hidden_size: 16, intermediate_size: 24, "
-    "num_attention_heads: 2, image_token_id: 257, max_images: 2, class_token: false, "
-    "image_grid_pinpoints: [[8, 8], [8, 16], [16, 8]]}"
-)
+SIZES = "model.vision={image_size: 8, patch_size: 4, hidden_size: 16, intermediate_size: 24, "
+SIZES += "num_attention_heads: 2, image_token_id: 257, max_images: 2, class_token: false"
 TEXT = [
     "model.vocab_size=258",
     "model.hidden_size=32",
@@ -44,7 +40,7 @@ TEXT = [
     "data.tokenizer=byte",
     "data.seq_length=24",
 ]
-TILED = [*TEXT, SIZES]
+TILED = [*TEXT, SIZES + ", image_grid_pinpoints: [[8, 8], [8, 16], [16, 8]]}"]
 MOCK = [*TILED, "data.mock=true"]
 LLAVA = ["model.vision.image_size=16", "model.vision.pixel_shuffle=true"]
 VISION = load(None, MOCK).model.vision
@@ -80,9 +76,7 @@ def test_pixel_shuffle_behind_a_class_token_on_meshes(cell):
 
 
 def test_features_of_tiles_are_those_of_the_whole_view_and_of_the_grid_by_rows():
-    (found,) = features_of_images(
-        [(8, 20)], VISION
-    )  # two tiles, 2 x 4 features, one row is padding
+    (found,) = features_of_images([(8, 20)], VISION)  # two tiles, 2 x 4 features
     whole, first, second = np.arange(12).reshape(3, 2, 2)
     wanted = [*whole.ravel()]
     for row in range(2):
@@ -101,12 +95,17 @@ def test_features_of_tiles_are_those_of_the_whole_view_and_of_the_grid_by_rows()
     np.testing.assert_array_equal(places[0, :, 0], first)
 
 
+def test_rows_of_padding_are_left_out():
+    vision = VISION.model_copy(update={"patch_size": 2})  # 4 x 4 features a tile
+    (found,) = features_of_images([(8, 40)], vision)  # fills 1.6 of 4 rows
+    assert len(found.corners) == 16 + 2 * (8 + 1)
+    np.testing.assert_array_equal(found.corners[[16, 20, 25], 0], [16 + 4, 32 + 4, 16 + 8])
+
+
 def test_what_is_interpolated_is_the_mean_of_its_neighbors():
-    vision = VISION.model_copy(update={"vision_aspect_ratio": "anyres_max_1"})
-    square = VisionConfig.model_validate(
-        vision.model_dump() | {"image_grid_pinpoints": [[16, 16]], "patch_size": 2}
-    )
-    (found,) = features_of_images([(16, 16)], square)  # 8 x 8 features become 4 x 4
+    keys = {"vision_aspect_ratio": "anyres_max_1", "image_grid_pinpoints": [[16, 16]]}
+    vision = VISION.model_copy(update=keys | {"patch_size": 2})
+    (found,) = features_of_images([(16, 16)], vision)  # 8 x 8 features become 4 x 4
     assert len(found.corners) == 16 + 4 * 5
     np.testing.assert_array_equal(found.weights[16], [0.25] * 4)
     np.testing.assert_array_equal(found.corners[16], [16, 17, 20, 21])
@@ -114,26 +113,24 @@ def test_what_is_interpolated_is_the_mean_of_its_neighbors():
     np.testing.assert_allclose(found.weights.sum(1), 1)
 
 
-def test_tiles_of_no_one_image_are_the_same_as_whole_images_and_a_newline():
-    """Where each image is a tile, the model is LLaVA's with a learned token behind each image."""
+def test_images_that_are_a_tile_each_are_llava_s_with_a_learned_token_behind_each():
     cfg = load(None, MOCK).model
-    whole = load(None, [*TEXT, SIZES.replace(", image_grid", "}").split("}")[0] + "}"] + MOCK[-1:])
-    model, plain = build(cfg, nnx.Rngs(0)), build(whole.model, nnx.Rngs(0))
-    params = split(model)[1]
-    newline = params["projector"]["projector"].pop("newline")
+    whole = load(None, [*TEXT, SIZES + "}", "data.mock=true"]).model
+    model = build(cfg, nnx.Rngs(0))
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (1, 2, 8, 8, 3), np.uint8)
-    tokens = rng.integers(0, 250, (1, 14)).astype(np.int32)
+    tokens = rng.integers(6, 250, (1, 14)).astype(np.int32)
     tokens[:, 1:6] = tokens[:, 7:12] = 257
     tiled, counts = tiled_images(images, VISION)
     assert counts == [[5, 5]]
     got = model(tokens, images=tiled)
+    params = split(model)[1]
+    newline = params["projector"]["projector"].pop("newline")
     params["embedding"] = params["embedding"].at[5].set(newline[0])
     tokens[:, [5, 11]] = 5
-    normed = (images / 255 - 0.5) / 0.5
-    want = definition_of(whole.model).bind(params)(tokens, images=normed.astype(np.float32))
-    assert plain is not None
-    np.testing.assert_allclose(got[..., 6:250], want[..., 6:250], atol=2e-5 * np.abs(want).max())
+    normed = ((images / 255 - 0.5) / 0.5).astype(np.float32)
+    want = definition_of(whole).bind(params)(tokens, images=normed)
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
 
 
 def test_each_tile_moves_what_stands_from_its_first_feature_on():
@@ -175,9 +172,8 @@ def test_images_for_speed_tests_are_a_tile_and_a_newline():
     made = objective.make_fields({"tokens": np.ones((2, 24), np.int32)}, 1, 5, np.arange(2))
     assert (made["tokens"][:, :5] == 257).all() and made["patches"].shape == (2, 3, 16, 48)
     newline = 3 * 16
-    np.testing.assert_array_equal(
-        made["vision_features"][:, :6, 0], [[0, 1, 2, 3, newline, -1]] * 2
-    )
+    places = made["vision_features"][:, :6, 0]
+    np.testing.assert_array_equal(places, [[0, 1, 2, 3, newline, -1]] * 2)
     assert made["vision_weights"].shape == (2, 24, 4)
     again = objective.make_fields({"tokens": made["tokens"]} | made, 1, 5, np.arange(2))
     assert not again  # what a data set gives is left alone
@@ -253,7 +249,9 @@ def test_a_run_is_continued_by_generate_with_pictures(data, tmp_path, monkeypatc
     told += ["--temperature", "0"]
     generate([*told, "--image", wide, "--prompt", "see <image>", "--prompt", "none"])
     generate([*told, "--image", wide, "--image", other, "--prompt", "<image><image>"])
-    with pytest.raises(UserError, match="a prompt has 2 <image>, and 1 pictures are given"):
+    with pytest.raises(
+        UserError, match="a text has 2 <image>, and 1 pictures are given; give one for each"
+    ):
         generate([*told, "--image", wide, "--prompt", "<image><image>"])
     with pytest.raises(UserError, match="--image .*x.jsonl: .*give a picture"):
         generate([*told, "--image", str(data), "--prompt", "<image>"])

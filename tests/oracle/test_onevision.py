@@ -1,12 +1,14 @@
 """LLaVA-OneVision: tiles, in from Hugging Face, equal logits, gradients and tokens, out again."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
@@ -31,7 +33,7 @@ CASES = {
 }
 
 
-def make() -> torch.nn.Module:
+def make(tied: bool = False) -> torch.nn.Module:
     """A model whose tower has a layer more than is read, with random biases and norms."""
     torch.manual_seed(0)
     vision = transformers.SiglipVisionConfig(
@@ -52,6 +54,7 @@ def make() -> torch.nn.Module:
         intermediate_size=40,
         initializer_range=0.2,
         max_position_embeddings=256,
+        tie_word_embeddings=tied,
     )
     config = transformers.LlavaOnevisionConfig(
         vision_config=vision,
@@ -156,6 +159,23 @@ def test_pictures_beside_each_other_in_tiles(hf):
     with torch.no_grad():
         want = theirs(input_ids=torch.tensor([numbers]), **given).logits.numpy()
     got = ours.model(jnp.asarray([numbers]), images=both)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
+
+
+def test_a_file_may_repeat_a_tied_head(tmp_path):
+    """Qwen2 0.5B's is tied: its text's config says so, and LLaVA-OneVision's denies it."""
+    theirs = make(tied=True)
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["language_model.lm_head.weight"] = tensors["language_model.model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    ours = from_pretrained(tmp_path)
+    ids, tiled, given = inputs_of(ours.cfg.vision, "some")
+    with torch.no_grad():
+        want = theirs(**given).logits.numpy()
+    got = ours.model(ids, images=tiled)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * np.abs(want).max())
 
 
