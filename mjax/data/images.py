@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 DIGITS = "digits"
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm"})
-NEEDS = "data.images needs {reason}; install mjax[vision]"
+_NEEDS = "data.images needs {reason}; install mjax[vision]"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ImageReader:
 
 def decode(encoded: bytes | np.ndarray, side: int, channels: int) -> np.ndarray:
     """fp32 [side, side, channels] from 0 to 1: the shorter side resized, the center cut out."""
-    with or_user_error(NEEDS, ImportError):
+    with or_user_error(_NEEDS, ImportError):
         from PIL import Image
 
     is_array = isinstance(encoded, np.ndarray)
@@ -185,7 +185,7 @@ def samples_of(path: str) -> list[Sample]:
 
 def _digits() -> Iterator[Sample]:
     """The 1,797 digits of scikit-learn, 8 x 8 pixels from 0 to 16."""
-    with or_user_error(NEEDS, ImportError):
+    with or_user_error(_NEEDS, ImportError):
         from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -233,7 +233,7 @@ def _part(file: str, offset: int, size: int) -> bytes:
 
 def _in_parquet(file: str) -> list[Sample]:
     """parquet with columns image (bytes, or a struct with them) and label, held in memory."""
-    with or_user_error(NEEDS, ImportError):
+    with or_user_error(_NEEDS, ImportError):
         from pyarrow import parquet
 
     table = parquet.read_table(file, columns=["image", "label"])

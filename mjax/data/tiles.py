@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mjax.config.vision_schema import VisionConfig
-from mjax.data.images import NEEDS, ImageReader
+from mjax.data.images import ImageReader
 from mjax.errors import UserError, or_user_error
 from mjax.models.tiles import (
     CORNERS,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BICUBIC = 3
+_NEEDS = "pictures need {reason}; install mjax[vision]"
 _SLACK = 1.1  # the part of the allowed side that a grid may have more
 
 
@@ -47,7 +48,7 @@ class PictureReader(ImageReader):
 
 def open_picture(encoded: bytes | np.ndarray, channels: int) -> "Image":
     """A picture of one channel or three; raises for what is none."""
-    with or_user_error(NEEDS, ImportError):
+    with or_user_error(_NEEDS, ImportError):
         from PIL import Image
 
     is_array = isinstance(encoded, np.ndarray)

@@ -20,6 +20,7 @@ from mjax.errors import UserError
 from mjax.generate import main as generate
 from mjax.infer.generate import Generator
 from mjax.models import build, definition_of
+from mjax.models.flops import flops_by_part
 from mjax.models.modalities import Items, features_of_tiles
 from mjax.models.objective import objective_of
 from mjax.models.params import split
@@ -73,6 +74,17 @@ SHUFFLED = [
 def test_pixel_shuffle_behind_a_class_token_on_meshes(cell):
     record = compare("llava", cell, *LLAVA, steps=3)
     assert holds(record), record
+
+
+def test_a_pixel_shuffle_s_projector_works_on_a_quarter():
+    keys = ["model.vision.image_size=32", "model.vision.pixel_shuffle=true", "data.mock=true"]
+    cfg = load(None, [*TEXT, SIZES + "}", *keys]).model
+    share = 2 * 64 / 24  # two images of 64 patches, for each token of a text of 24
+    tower = 48 * 16 + 4 * 16 * 16 + 2 * 16 * 24
+    projector = 4 * 16 * 32 + 32 * 32
+    text = 4 * 32 * 32 + 3 * 32 * 40
+    found = flops_by_part(cfg, 24)["matmul"]
+    assert found == pytest.approx(6 * (share * (tower + projector / 4) + text))
 
 
 def test_features_of_tiles_are_those_of_the_whole_view_and_of_the_grid_by_rows():
