@@ -276,7 +276,7 @@ FEATURES = {
         "model.vision={image_size: 8, patch_size: 2, num_channels: 2, hidden_size: 16, "
         "intermediate_size: 24, num_attention_heads: 8, hidden_act: gelu_tanh, class_token: false, "
         "image_token_id: 7, max_images: 2, image_grid_pinpoints: [[8, 8], [8, 16], [16, 8]], "
-        "vision_aspect_ratio: anyres_max_1, pixel_shuffle: true}",
+        "vision_aspect_ratio: anyres_max_1, pixel_shuffle: true, length_multiple: 8}",
         "model.hidden_dropout=0.1",
     ],
 }

@@ -43,7 +43,9 @@ TEXT = [
 ]
 TILED = [*TEXT, SIZES + ", image_grid_pinpoints: [[8, 8], [8, 16], [16, 8]]}"]
 MOCK = [*TILED, "data.mock=true"]
+# Of 8 merged patches with padding 4 are real, and lie on two devices of cp2 tp2.
 LLAVA = ["model.vision.image_size=16", "model.vision.pixel_shuffle=true"]
+LLAVA += ["model.vision.length_multiple=8"]
 VISION = load(None, MOCK).model.vision
 
 
