@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from mjax.infer.cli import add_model_arguments, end_ids, load_model
 from mjax.infer.sample import Sampling
 from mjax.json_file import parse_json
 
+if TYPE_CHECKING:
+    from mjax.models.tiles import Tiled
+
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 Prompt = str | list[dict]  # text, or the messages of a chat
 
@@ -29,15 +33,22 @@ def main(argv: list[str] | None = None) -> None:
     settings = {f.name: getattr(args, f.name) for f in fields(Sampling)}
     sampling = Sampling(**settings)  # its mistakes should show before anything is loaded
     prompts = read_prompts(args)
+    import jax
+
+    from mjax.data.tiles import expanded
     from mjax.infer.generate import Generator
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
-    given = {"images": read_images(args, model.cfg), "audio": read_sounds(args, model.cfg)}
+    images, counts = read_images(args, model.cfg)
+    given = {"images": images, "audio": read_sounds(args, model.cfg)}
     ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
+    if model.cfg.vision.is_tiled:
+        ids = [expanded(row, model.cfg.vision.image_token_id, counts) for row in ids]
     keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
     generator = Generator(model.definition, model.params, model.cfg, **keywords)
-    items = {k: np.stack([item] * len(ids)) for k, item in given.items() if item is not None}
+    items = {key: item for key, item in given.items() if item is not None}
+    items = jax.tree.map(lambda array: np.repeat(array, len(ids), axis=0), items)
     options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop, **items)
     tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
     rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}
@@ -64,9 +75,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--image", action="append", default=[], metavar="F", help=about)
     about = "a sound for each <audio> of a prompt, likewise: WAV, FLAC, OGG or MP3 of 16 kHz"
     parser.add_argument("--audio", action="append", default=[], metavar="F", help=about)
-    scale = "what images lose and are divided by, as in training: data.images.mean, std"
-    parser.add_argument("--image-mean", type=float, nargs="+", default=CLIP_MEAN, help=scale)
-    parser.add_argument("--image-std", type=float, nargs="+", default=CLIP_STD, help=scale)
+    scale = "what images lose and are divided by, as in training (data.images.mean, std); without "
+    scale += "it CLIP's, or 0.5 for SigLIP's towers"
+    parser.add_argument("--image-mean", type=float, nargs="+", help=scale)
+    parser.add_argument("--image-std", type=float, nargs="+", help="likewise")
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
     parser.add_argument("--system", help="with --chat: the system message of every --prompt")
     parser.add_argument(
@@ -118,23 +130,38 @@ def _json_prompts(path: Path, text: str) -> Iterable[Prompt]:
         yield prompt
 
 
-def read_images(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
-    """What --image gives, fp32 [I, H, W, C], or None. Raises `UserError` for what is no picture."""
-    if not args.image:
-        return None
-    from mjax.data.pixels import decode_image, norm_image
+def read_images(
+    args: argparse.Namespace, cfg: ModelConfig
+) -> tuple["np.ndarray | Tiled | None", list[int]]:
+    """What --image gives, fp32 [1, I, H, W, C], or None; tokens of each, if cut into tiles.
 
-    found = []
+    Raises `UserError` for what is no picture.
+    """
+    if not args.image:
+        return None, []
+    from mjax.data.pixels import decode_image, decode_picture, norm_image
+    from mjax.data.tiles import tiled_images
+
+    vision, found = cfg.vision, []
+    mean = args.image_mean or (CLIP_MEAN if vision.class_token else [0.5])
+    std = args.image_std or (CLIP_STD if vision.class_token else [0.5])
     for name in args.image:
         with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
             encoded = Path(name).read_bytes()
-            pixels = decode_image(encoded, cfg.vision.image_size, cfg.vision.num_channels)
-        found.append(norm_image(pixels, args.image_mean, args.image_std))
-    return np.stack(found)
+            if vision.is_tiled:
+                found.append(decode_picture(encoded, vision.num_channels))
+            else:
+                pixels = decode_image(encoded, vision.image_size, vision.num_channels)
+                found.append(norm_image(pixels, mean, std))
+    if not vision.is_tiled:
+        return np.stack([found]), []
+    with or_user_error(f"--image {args.image[0]}: {{reason}}; give another", ValueError):
+        tiled, (counts,) = tiled_images([found], vision, mean, std)
+    return tiled, counts
 
 
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
-    """What --audio gives, fp32 [I, F, M], or None. Raises `UserError` for what is no sound."""
+    """What --audio gives, fp32 [1, I, F, M], or None. Raises `UserError` for what is no sound."""
     if not args.audio:
         return None
     from mjax.data.audio import decode_frames
@@ -144,7 +171,7 @@ def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None
         with or_user_error(f"--audio {name}: {{reason}}; give a sound", UNREADABLE):
             encoded, frames = Path(name).read_bytes(), 2 * cfg.audio.max_source_positions
             found.append(decode_frames(encoded, cfg.audio.num_mel_bins, frames))
-    return np.stack(found)
+    return np.stack([found])
 
 
 def encode(

@@ -317,7 +317,7 @@ SETTLED = {
 UNSAID = frozenset(
     """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
     moe.expert_bias_update_rate moe.capacity_factor moe.drop_policy
-    moe.router_jitter_noise moe.sinkhorn""".split()
+    moe.router_jitter_noise moe.sinkhorn vision.max_images vision.length_multiple""".split()
 )
 
 

@@ -8,6 +8,7 @@ have a tower of images and one of texts, whose sizes and names are alike.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import (
@@ -83,12 +84,18 @@ def _classes() -> Part:
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
 _LLAMA |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048}
 _TEXT = (shape(activation("hidden_act", default="silu"), **_LLAMA), rope(), biases(mlp=True))
-_TOWER = same(
-    alike("hidden_size intermediate_size num_attention_heads layer_norm_eps", "vision.")
-    | alike("image_size patch_size num_channels", "vision."),
-    {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-    | {"layer_norm_eps": 1e-5, "image_size": 224, "patch_size": 32, "num_channels": 3},
-)
+_TOWER_KEYS = "hidden_size intermediate_size num_attention_heads layer_norm_eps"
+_TOWER_KEYS += " image_size patch_size num_channels"
+_CLIP_TOWER = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+_CLIP_TOWER |= {"layer_norm_eps": 1e-5, "image_size": 224, "patch_size": 32, "num_channels": 3}
+_TOWER = same(alike(_TOWER_KEYS, "vision."), _CLIP_TOWER)
+_SIGLIP_SIZES = _CLIP_TOWER | {"layer_norm_eps": 1e-6, "patch_size": 16}
+_SIGLIP_TOWER = same(alike(_TOWER_KEYS, "vision."), _SIGLIP_SIZES)
+_QWEN2 = {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
+_QWEN2 |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 151936}
+_QWEN2 |= {"max_position_embeddings": 32768}
+_BIASES = biases(True, out=False)
+_NO_WINDOW = ignored("layer_types", "max_window_layers", "sliding_window")
 _SAYS_NOTHING = (
     "projection_dim initializer_factor initializer_range vocab_size attention_dropout".split()
 )
@@ -96,23 +103,39 @@ _ACTS = {"quick_gelu": "quick_gelu"} | ACTIVATIONS
 _PUBLISHED, _NEW = "vision_tower.vision_model.", "vision_tower."
 
 
-def _text() -> Part:
+class _Kind(NamedTuple):
+    """A family of LLaVA's kind: the `model_type` of its text and tower, and what they leave out.
+
+    layer: of the tower, that is read. fixed: what all its towers have.
+    """
+
+    text: str
+    parts: tuple[Part, ...]
+    tower: str
+    sizes: Part
+    act: str
+    layer: int
+    image_token_id: int
+    fixed: dict[str, bool]
+
+
+def _text(kind: _Kind) -> Part:
     """The language model, in `text_config`: one of Llama's kind."""
 
     def read(config: dict) -> dict:
         text = dict(take(config, "text_config"))
-        only(text, "model_type", "llama")
+        only(text, "model_type", kind.text)
         text.setdefault("tie_word_embeddings", config.pop("tie_word_embeddings", False))
         fields: dict = {}
-        for part in _TEXT:
+        for part in kind.parts:
             fields |= part.read(text)
         del fields["num_hidden_layers"]  # `_tower` counts both
         config |= text  # what is left is judged with the rest
         return fields
 
     def write(cfg: ModelConfig) -> dict:
-        text = {"model_type": "llama"}
-        for part in _TEXT:
+        text = {"model_type": kind.text}
+        for part in kind.parts:
             text |= part.write(cfg)
         text["num_hidden_layers"] = cfg.num_hidden_layers - _towers(cfg) - 1
         return {"text_config": text}
@@ -120,27 +143,27 @@ def _text() -> Part:
     return Part(read, write)
 
 
-def _tower() -> Part:
-    """CLIP's tower, in `vision_config`, up to the layer that is read; the layers of both."""
+def _tower(kind: _Kind) -> Part:
+    """The tower, in `vision_config`, up to the layer that is read; the layers of both."""
 
     def read(config: dict) -> dict:
         vision = dict(take(config, "vision_config"))
-        only(vision, "model_type", "clip_vision_model")
-        act = take(vision, "hidden_act", "quick_gelu")
+        only(vision, "model_type", kind.tower)
+        act = take(vision, "hidden_act", kind.act)
         layers = take(vision, "num_hidden_layers", 12)
-        layer = take(config, "vision_feature_layer", -2)
+        layer = take(config, "vision_feature_layer", kind.layer)
         used = layers + 1 + layer if isinstance(layer, int) and layer < 0 else layer
         if act not in _ACTS or type(used) is not int or not 0 < used <= layers:
             raise UserError(
                 f"config.json: hidden_act={act!r} or vision_feature_layer={layer!r} of a tower of "
                 f"{layers} layers is not supported"
             )
-        fields = _TOWER.read(vision)
-        for key in _SAYS_NOTHING:
+        fields = kind.sizes.read(vision)
+        for key in (*_SAYS_NOTHING, "vision_use_head"):
             vision.pop(key, None)
         config |= vision
-        fixed = {"hidden_act": _ACTS[act], "patch_bias": False, "embedding_norm": True}
-        image_token = config.pop("image_token_id", 32000)
+        fixed: dict = {"hidden_act": _ACTS[act]} | kind.fixed
+        image_token = config.pop("image_token_id", kind.image_token_id)
         fixed["image_token_id"] = take(config, "image_token_index", image_token)
         fields |= {f"vision.{key}": value for key, value in fixed.items()}
         text = dict(config["text_config"]).get("num_hidden_layers") or _LLAMA["num_hidden_layers"]
@@ -149,13 +172,48 @@ def _tower() -> Part:
 
     def write(cfg: ModelConfig) -> dict:
         names = {ours: theirs for theirs, ours in reversed(_ACTS.items())}
-        vision = {"model_type": "clip_vision_model", "num_hidden_layers": _towers(cfg)}
-        vision |= _TOWER.write(cfg) | {"hidden_act": names[cfg.vision.hidden_act]}
+        vision = {"model_type": kind.tower, "num_hidden_layers": _towers(cfg)}
+        vision |= kind.sizes.write(cfg) | {"hidden_act": names[cfg.vision.hidden_act]}
+        if not cfg.vision.class_token:
+            vision["vision_use_head"] = False
         ids: dict = {"image_token_index": cfg.vision.image_token_id}
-        ids["image_seq_length"] = cfg.vision.patch_size and cfg.vision.num_tokens() - 1
         return {"vision_config": vision, "vision_feature_layer": -1} | ids
 
     return Part(read, write)
+
+
+def _seq_length() -> Part:
+    """The tokens of an image, which follow from its size."""
+    key = "image_seq_length"
+    read = ignored(key).read
+    return Part(read, lambda cfg: {key: cfg.vision.patch_size and cfg.vision.text_tokens()})
+
+
+_LLAVA = _Kind(
+    text="llama",
+    parts=_TEXT,
+    tower="clip_vision_model",
+    sizes=_TOWER,
+    act="quick_gelu",
+    layer=-2,
+    image_token_id=32000,
+    fixed={"patch_bias": False, "embedding_norm": True},
+)
+_ONEVISION = _Kind(
+    text="qwen2",
+    parts=(_NO_WINDOW, required(use_sliding_window=False), shape(**_QWEN2), rope(), _BIASES),
+    tower="siglip_vision_model",
+    sizes=_SIGLIP_TOWER,
+    act="gelu_pytorch_tanh",
+    layer=-1,
+    image_token_id=151646,
+    fixed={"class_token": False},
+)
+_GRIDS = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+_TILES = same(
+    alike("image_grid_pinpoints vision_aspect_ratio", "vision."),
+    {"image_grid_pinpoints": _GRIDS, "vision_aspect_ratio": "anyres_max_9"},
+)
 
 
 def _towers(cfg: ModelConfig) -> int:
@@ -202,7 +260,7 @@ def _names(cfg: ModelConfig, name: str) -> str:
         return f"language_model.{name}"
     number, rest, towers = int(layer[1]), layer[2], _towers(cfg)
     if number == towers:
-        return f"multi_modal_projector.{rest}"
+        return rest if rest == "image_newline" else f"multi_modal_projector.{rest}"
     if number > towers:
         return f"language_model.model.layers.{number - towers - 1}.{rest}"
     return f"{_PUBLISHED}encoder.layers.{number}.{_in_layer(rest)}"
@@ -364,11 +422,22 @@ VISION: dict[str, Family] = {
     ),
     "llava": Family.of(
         "LlavaForConditionalGeneration",
-        ignored("ignore_index", "image_seq_length"),
+        ignored("ignore_index"),
+        _seq_length(),
         required(projector_hidden_act="gelu", vision_feature_select_strategy="default"),
         required(multimodal_projector_bias=True),
-        _tower(),
-        _text(),
+        _tower(_LLAVA),
+        _text(_LLAVA),
+        name_of=_names,
+    ),
+    "llava_onevision": Family.of(
+        "LlavaOnevisionForConditionalGeneration",
+        ignored("ignore_index", "video_token_index", "video_token_id"),
+        required(projector_hidden_act="gelu", vision_feature_select_strategy="full"),
+        required(multimodal_projector_bias=True, use_image_newline_parameter=True),
+        _TILES,
+        _tower(_ONEVISION),
+        _text(_ONEVISION),
         name_of=_names,
     ),
 }

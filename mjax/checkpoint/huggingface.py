@@ -28,13 +28,13 @@ from mjax.errors import UserError, or_user_error
 from mjax.sharding.spec import ParamSpec
 
 # Tensors that files carry and a model has no use for: rotary tables, causal masks (GPT-2),
-# positions and copies of tied tables (BERT, T5), prediction layers (Qwen3-Next), layers of a tower
-# behind the one that is read (LLaVA).
+# positions and copies of tied tables (BERT, T5), prediction layers (Qwen3-Next), what a tower has
+# behind the layer that is read (LLaVA).
 IGNORED = re.compile(
     r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
     r"|^((cls\.predictions|lm_head)\.decoder\.(weight|bias)|decoder\.weight)$"
     r"|^(encoder|decoder)\.embed_tokens\.weight$|^mtp\."
-    r"|^vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.\d+)\b"
+    r"|^vision_tower\.(vision_model\.)?(post_layernorm|head|encoder\.layers\.\d+)\b"
 )
 
 
@@ -108,7 +108,8 @@ def _check(folder: str | Path, cfg: ModelConfig, tensors: dict[str, Tensor], sha
             f"{folder}: tensor {missing[0]} is missing{_more(missing)}; is its config.json that of "
             "another model?"
         )
-    tied = {"lm_head.weight"} if cfg.tie_word_embeddings else set()
+    heads = {"lm_head.weight", "language_model.lm_head.weight"}
+    tied = heads if cfg.tie_word_embeddings else set()
     extra = [n for n in tensors if n not in shapes and n not in tied and not IGNORED.search(n)]
     if extra:
         raise UserError(

@@ -15,11 +15,15 @@ class TowerConfig(Group):
         of the config have it in their names.
     leading: the tokens of an item before those that stand in the text.
     key_bias: whether keys have a bias in the tower's attention.
+    is_tiled: whether the tokens of an item depend on its size (`models/tiles.py`).
+    is_shuffled: whether the projector makes one token of four.
     """
 
     item: ClassVar[str]
     leading: ClassVar[int] = 0
     key_bias: ClassVar[bool] = True
+    is_tiled: ClassVar[bool] = False
+    is_shuffled: ClassVar[bool] = False
 
     hidden_size: UpTo24 = Field(0, ge=0)
     """Width of the tower's layers; 0: there are none."""
@@ -56,4 +60,8 @@ class TowerConfig(Group):
 
     def row_length(self, size: int | None = None) -> int:
         """`num_tokens` and padding: a row of the tower's layers."""
-        return -(-self.num_tokens(size) // self.length_multiple) * self.length_multiple
+        return self.padded(self.num_tokens(size))
+
+    def padded(self, count: int) -> int:
+        """`count` tokens, rounded up to `length_multiple`."""
+        return -(-count // self.length_multiple) * self.length_multiple

@@ -48,7 +48,8 @@ def compared_towers_stand_apart(c: Config) -> Iterator[str]:
 def compared_texts_are_plain(c: Config) -> Iterator[str]:
     model = c.model
     if not model.is_dual_encoder:
-        if set_keys(model, "contrastive") or not model.vision.class_token:
+        pools = not (model.vision.class_token or "vision" in model.modalities)
+        if set_keys(model, "contrastive") or pools:
             yield "model.contrastive and class_token are for V without P in `model.layer_pattern`"
         return
     of_heads = ("tie_word_embeddings", "logits_scaling", "final_logit_softcapping")
@@ -82,11 +83,39 @@ def patches_fill_an_image(c: Config) -> Iterator[str]:
         yield "`data.images.image_size` is no multiple of `model.vision.patch_size`"
 
 
+@rule("leave it out, or write a P")
+def patches_are_projected(c: Config) -> Iterator[str]:
+    keys = set_keys(c.model.vision, "image_grid_pinpoints", "pixel_shuffle")
+    has_projector = "vision" in c.model.modalities and not c.model.is_dual_encoder
+    for key in keys if not has_projector else ():
+        yield f"model.vision.{key} has no meaning in `model.layer_pattern` without P"
+
+
+@rule("change either")
+def tiles_divide_images(c: Config) -> Iterator[str]:
+    vision, side = c.model.vision, c.model.vision.image_size
+    if not vision.patch_size:
+        return
+    for sizes in vision.image_grid_pinpoints:
+        if any(size % side for size in sizes):
+            yield f"image_grid_pinpoints has {sizes}, no multiple of `model.vision.image_size`"
+    if not vision.is_tiled and set_keys(vision, "vision_aspect_ratio"):
+        yield "`model.vision.vision_aspect_ratio` has no effect without image_grid_pinpoints"
+    if (vision.is_tiled or vision.pixel_shuffle) and c.image_size != side:
+        yield "`data.images.image_size` is not that of tiles or of a pixel shuffle, the model's"
+    if vision.pixel_shuffle and vision.grid() % 2:
+        yield f"`model.vision.pixel_shuffle`: a side of {vision.grid()} patches is odd"
+    if vision.pixel_shuffle and vision.padded(vision.text_tokens()) % (c.mesh.cp * c.mesh.tp):
+        yield "`model.vision.length_multiple`: cp tp does not divide the tokens of a pixel shuffle"
+
+
 @rule("raise it; what is more is padding, which no patch sees")
 def rows_hold_an_image(c: Config) -> Iterator[str]:
     if not c.model.vision.patch_size or c.model.is_dual_encoder:
         return
     needed = c.model.vision.num_tokens(c.image_size)
+    if c.model.modalities:
+        needed = c.model.vision.text_tokens(c.image_size)
     if c.data.seq_length < needed:
         yield f"`data.seq_length` is less than the {needed} tokens of an image"
 

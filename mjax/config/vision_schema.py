@@ -1,12 +1,14 @@
 """The keys of models that read images: the group `model.vision` (`model_schema.py`)."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from mjax.config.group import Group
 from mjax.config.sizes import UpTo16, UpTo20, UpTo24
 from mjax.config.tower_schema import TowerConfig
+
+HeightAndWidth = Annotated[list[Annotated[UpTo16, Field(ge=1)]], Field(min_length=2, max_length=2)]
 
 
 class VisionConfig(TowerConfig):
@@ -36,6 +38,14 @@ class VisionConfig(TowerConfig):
     """Token in whose place a patch of an image stands."""
     max_images: UpTo16 = Field(1, ge=1)
     """Images of a text, at most."""
+    image_grid_pinpoints: list[HeightAndWidth] = []
+    """Sizes [height, width] that an image alone in its text is cut into tiles at, each of
+    `image_size`; one beside others is a tile (LLaVA-OneVision). Empty: every image is one.
+    """
+    vision_aspect_ratio: str = Field("anyres_max_9", pattern=r"^anyres_max_[1-9]\d{0,3}$")
+    """Of more tiles than this number, features are interpolated to those of about as many."""
+    pixel_shuffle: bool = False
+    """Four patches, two by two, enter the projector as one of four times the channels."""
     num_labels: int = Field(0, ge=0)
     """Classes told from an image's class token; 0: none."""
 
@@ -50,6 +60,31 @@ class VisionConfig(TowerConfig):
     def num_tokens(self, size: int | None = None) -> int:
         """The tokens of an image: its class token, if it has one, and its patches."""
         return self.leading + self.grid(size) ** 2
+
+    @property
+    def is_tiled(self) -> bool:
+        return bool(self.image_grid_pinpoints)
+
+    @property
+    def is_shuffled(self) -> bool:
+        return self.pixel_shuffle
+
+    @property
+    def max_items(self) -> int:
+        """Images of a text, at most, or tiles where one is cut into them."""
+        side = max(self.image_size, 1)
+        counts = [self.max_images]
+        for height, width in self.image_grid_pinpoints:
+            tiles = (height // side) * (width // side)
+            counts.append(1 + tiles)
+        return max(counts)
+
+    def feature_grid(self, size: int | None = None) -> int:
+        """The tokens of a text along a side of an image, or of a tile."""
+        return self.grid(size) // 2 if self.pixel_shuffle else self.grid(size)
+
+    def text_tokens(self, size: int | None = None) -> int:
+        return self.feature_grid(size) ** 2
 
     @property
     def numbers(self) -> int:

@@ -12,7 +12,7 @@ loss and is named in the log.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +24,12 @@ from mjax.data.gpt import Batch
 from mjax.data.labelled import part_of_split, shuffled
 from mjax.data.readers import ImageReader, Skipped, SoundReader
 from mjax.data.sources import IMAGES, SOUNDS, Item, Sample, samples_of
+from mjax.data.tiles import PictureReader, cut, places_of
 from mjax.data.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UserError, or_user_error
-from mjax.models.modalities import MODALITIES
+from mjax.models.modalities import MODALITIES, features_of_tiles
+from mjax.models.multimodal import items_of
+from mjax.models.tiles import Features, padded_features
 
 # A modality's key in a line, and what decodes its files.
 KEYS = {"vision": IMAGES, "audio": SOUNDS}
@@ -40,12 +43,17 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system"}
 
 @dataclass(frozen=True)
 class Line:
-    """The ids of a sample with those of its items, which of them are answers, items by modality."""
+    """The ids of a sample with those of its items, which of them are answers, items by modality.
+
+    features: what stands in it for its images in tiles, once they are read. Before that an image is
+    one id.
+    """
 
     name: str
     ids: list[int]
     is_answer: list[bool]
     items: dict[str, list[Item]]
+    features: Sequence[Features] = ()
 
     @property
     def prompt(self) -> int:
@@ -86,7 +94,8 @@ class ImageTextDataset:
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
         self.size = len(self.lines) if size is None else size
         self.skipped = Skipped(len(self.lines))
-        self.readers = {name: READERS[name](cfg, self.skipped) for name in cfg.model.modalities}
+        readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_tiled else {})
+        self.readers = {name: readers[name](cfg, self.skipped) for name in cfg.model.modalities}
 
     def __len__(self) -> int:
         return self.size
@@ -105,7 +114,10 @@ class ImageTextDataset:
         fits = np.array([self._fits(line) for line in chosen])
         items = {}
         for name in cfg.model.modalities:
-            items[name], is_read = self._items(name, chosen, fits)
+            if cfg.model.tower(name).is_tiled:
+                items[name], chosen, is_read = self._in_tiles(chosen, fits)
+            else:
+                items[name], is_read = self._items(name, chosen, fits)
             fits = fits & is_read
         for row in np.flatnonzero(fits):
             line = chosen[row]
@@ -119,6 +131,12 @@ class ImageTextDataset:
         for name, array in items.items():
             array[~fits] = 0
             fields[MODALITIES[name].field] = array
+        if cfg.model.vision.is_tiled:
+            texts = [line.features if fits[row] else () for row, line in enumerate(chosen)]
+            of_row = items_of(cfg, "vision"), *padded_features(texts)
+            names = "vision_features", "vision_weights"
+            of_tokens = features_of_tiles(ids[:, :-1], cfg.model.vision, *of_row)
+            fields |= dict(zip(names, of_tokens, strict=True))
         return fields | {
             "tokens": ids[:, :-1],
             "labels": ids[:, 1:],
@@ -136,9 +154,9 @@ class ImageTextDataset:
             whys.append(f"{len(line.ids)} tokens: data.seq_length is {room}")
         for name, items in line.items.items():
             tower = model.tower(name)
-            if len(items) > tower.max_items:
-                most = f"model.{name}.max_{tower.item}s is {tower.max_items}"
-                whys.append(f"{len(items)} {KEYS[name]}: {most}")
+            most = getattr(tower, f"max_{tower.item}s")
+            if len(items) > most:
+                whys.append(f"{len(items)} {KEYS[name]}: model.{name}.max_{tower.item}s is {most}")
         if whys:
             self.skipped.add(line.name, whys[0])
         return not whys
@@ -159,6 +177,34 @@ class ImageTextDataset:
         is_good = self.readers[name].read(found, places)
         is_bad = np.bincount(np.array(owners, int)[~is_good], minlength=len(lines)) > 0
         return rows, ~is_bad
+
+    def _in_tiles(
+        self, lines: Sequence[Line], fits: Sequence[bool]
+    ) -> tuple[np.ndarray, list[Line], np.ndarray]:
+        """(rows [B, I, T, N] of tiles, lines with the tokens of their pictures, bool [B]: which fit).
+
+        A line that lacks a picture, or has no room for its tokens, stays as it was.
+        """
+        vision, scale = self.cfg.model.vision, self.cfg.data.images
+        of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
+        pictures = iter(self.readers["vision"].pictures([i for items in of_lines for i in items]))
+        shape = len(lines), vision.max_items, vision.row_length(vision.image_size), vision.numbers
+        rows, expanded, is_whole = np.zeros(shape, np.float32), list(lines), np.ones(shape[0], bool)
+        for row, (line, items) in enumerate(zip(lines, of_lines, strict=True)):
+            own = [next(pictures) for _ in items]
+            if any(picture is None for picture in own):
+                is_whole[row] = False
+            elif own:
+                tiles, features = cut(own, vision, scale.mean, scale.std)
+                counts = [len(of_image.corners) for of_image in features]
+                places = places_of(line.ids, vision.image_token_id, counts)
+                ids, is_answer = ([of[at] for at in places] for of in (line.ids, line.is_answer))
+                line = replace(line, ids=ids, is_answer=is_answer, features=features)
+                is_whole[row] = self._fits(line)
+                if is_whole[row]:
+                    tiles = MODALITIES["vision"].rows(tiles, vision, shape[2])
+                    expanded[row], rows[row, : len(tiles)] = line, tiles
+        return rows, expanded, is_whole
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[Line]:

@@ -32,6 +32,15 @@ def decode_image(encoded: bytes | np.ndarray, side: int, channels: int) -> np.nd
     return np.asarray(square).reshape(side, side, -1)
 
 
+def decode_picture(encoded: bytes | np.ndarray, channels: int) -> np.ndarray:
+    """uint8 [H, W, 3], or [H, W] of one channel, in its own size; raises as `decode_image`."""
+    from PIL import Image
+
+    is_array = isinstance(encoded, np.ndarray)
+    image = Image.fromarray(encoded) if is_array else Image.open(io.BytesIO(encoded))
+    return np.asarray(image.convert("L" if channels == 1 else "RGB"))
+
+
 def _square(image: "Image", side: int) -> "Image":
     """The center of an image as a square, bicubically resized."""
     if image.size == (side, side):

@@ -7,7 +7,7 @@ more bytes than they must; `fill` makes of them what a model reads, in threads o
 import importlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -86,9 +86,15 @@ class ImageReader:
                 self.fill(rows[place], decoded)
                 is_good[place] = True
 
+        self.decode_all(items, keep)
+        return is_good
+
+    def decode_all(
+        self, items: Sequence[Item], keep: Callable[[int, np.ndarray | str], None]
+    ) -> None:
+        """Decode items in the run's processes; `keep` is as `Decoders.decode` takes it."""
         count = self.cfg.data.images.workers
         decoders(count).decode(self.decode, [item.read for item in items], keep)
-        return is_good
 
 
 class SoundReader(ImageReader):

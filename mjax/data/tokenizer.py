@@ -179,12 +179,16 @@ def encode_with_items(
 ) -> list[int]:
     """The ids of a text, with those of all tokens of an item in the place of <image> or <audio>.
 
-    `sizes`: of the items, by modality; None: those that the model's positions are for.
+    `sizes`: of the items, by modality; None: those that the model's positions are for. An image in
+    tiles is one id, for its tokens depend on its size (`data/tiles.py`).
     """
+    if "vision" in model.modalities and "<video>" in text:
+        raise UserError("<video> in a text: videos are not built; give frames as images (<image>)")
     marks = {}
     for name in model.modalities:
         tower = model.tower(name)
-        marks[tower.mark] = [tower.token_id] * tower.text_tokens((sizes or {}).get(name))
+        count = 1 if tower.is_tiled else tower.text_tokens((sizes or {}).get(name))
+        marks[tower.mark] = [tower.token_id] * count
     if all(tokenizer.encode(mark) == ids[:1] for mark, ids in marks.items()):
         of_id = {ids[0]: ids for ids in marks.values()}
         return [i for id in tokenizer.encode(text) for i in of_id.get(id, [id])]

@@ -26,6 +26,7 @@ from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, setti
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
 from mjax.models.params import Definition
+from mjax.models.tiles import PADDING, Tiled
 
 _SMALLEST = 16  # tokens of the smallest bucket
 
@@ -96,15 +97,16 @@ class Generator:
         seed: int = 0,
         eos: Sequence[int] = (),
         stop: Sequence[str] = (),
-        images: np.ndarray | None = None,
+        images: np.ndarray | Tiled | None = None,
         audio: np.ndarray | None = None,
     ) -> Iterator[Token]:
         """Continue each of `prompts`, lists of ids, by up to `max_new_tokens`: tokens as they come.
 
         A row ends with an id of `eos`, or where its text holds one of `stop`. An encoder reads the
         prompts, if the model has one, and what follows is its decoder's. `images`, fp32
-        [B, I, H, W, C], and `audio`, log-mel frames [B, I, F, M], stand in the places of their
-        tokens, one for each patch or two frames, those of a row in order; what is more is not read.
+        [B, I, H, W, C] or `Tiled`, and `audio`, log-mel frames [B, I, F, M], stand in the places of
+        their tokens, one for each patch or two frames, those of a row in order; what is more is not
+        read.
         Raises `UserError` for what the model cannot continue.
         """
         self._check(prompts, max_new_tokens, stop)
@@ -189,11 +191,14 @@ class Generator:
                 raise UserError(f"generate: {mark} is given, but the model has no tower for it")
         for name in self.cfg.modalities:
             tower = self.cfg.tower(name)
-            given, size = items[name].shape[1:3] if name in items else (0, None)
-            each = tower.text_tokens(size)
+            found, given, size = items.get(name), 0, None
+            if found is not None:
+                given, size = (found.pixels if tower.is_tiled else found).shape[1:3]
             for row, ids in enumerate(prompts):
-                count = list(ids).count(tower.token_id)
-                if count % each or count > given * each:
+                count, each = list(ids).count(tower.token_id), tower.text_tokens(size)
+                if tower.is_tiled and given:
+                    given, each = 1, (found.corners[row, :, 0] != PADDING).sum()
+                if count > given * each or count % max(each, 1):
                     raise UserError(
                         f"generate: prompt {row} has {count} tokens {tower.token_id}, and {given} "
                         f"{tower.mark} of {each} tokens are given; give each its tokens"

@@ -84,6 +84,8 @@ class Tokens:
         by stream (`config.pattern.stream_of`).
     features: of a text with items, by modality, [B, S]: which of all tokens of its row's items
         (padding counts) stands in the place of a token; -1: none.
+    weights: fp32 [B, S, 4], of items in tiles, by modality: `features` are [B, S, 4] then, and what
+        stands in the place of a token is their sum, each times its weight (`models/tiles.py`).
     """
 
     positions: jax.Array
@@ -95,6 +97,7 @@ class Tokens:
     types: jax.Array | None = None
     others: dict[str, "Tokens"] = field(default_factory=dict)
     features: dict[str, jax.Array] = field(default_factory=dict)
+    weights: dict[str, jax.Array] = field(default_factory=dict)
 
     def of(self, stream: str) -> "Tokens | None":
         """Facts about the tokens of a stream; None: it is left out."""

@@ -34,12 +34,13 @@ from mjax.models.execution import Execution, plain_layers
 from mjax.models.joint import Joint
 from mjax.models.joint_embedding import ImagePooler, JointEmbedding, vectors_of_texts
 from mjax.models.layers import Caches, LayerInputs, Layers
-from mjax.models.modalities import MODALITIES, Items, beside_items, embeddings, features_of
+from mjax.models.modalities import MODALITIES, beside_given, embeddings
 from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
 from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import rope_tables
 from mjax.models.streams import Activation, Streams
+from mjax.models.tiles import Tiled
 from mjax.models.vision import rows_of_images
 from mjax.sharding.spec import ParamSpec
 
@@ -127,7 +128,7 @@ class Decoder(nnx.Module):
         target: jax.Array | None = None,
         target_segments: jax.Array | None = None,
         neighbors: jax.Array | None = None,
-        images: jax.Array | None = None,
+        images: jax.Array | Tiled | None = None,
         audio: jax.Array | None = None,
         ctx: Context = Context(),  # noqa: B008 - frozen
     ) -> jax.Array:
@@ -137,7 +138,7 @@ class Decoder(nnx.Module):
         encoder-decoder reads `tokens` and gives logits [B, T, V] of its decoder's tokens, `target`
         int32 [B, T], with segments of their own. RETRO reads `neighbors` int32 [B, C*n, R] of each
         of the C chunks of a row, -1 for padding. A model with towers reads `images` [B, I, H, W, C]
-        and `audio`, log-mel frames [B, I, F, M], in the places of tokens
+        (or `Tiled`) and `audio`, log-mel frames [B, I, F, M], in the places of tokens
         `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
@@ -172,7 +173,7 @@ class Decoder(nnx.Module):
     def read(
         self,
         tokens: jax.Array,
-        given: Mapping[str, jax.Array | None],
+        given: Mapping[str, jax.Array | Tiled | None],
         info: Tokens,
         ctx: Context,
         caches: Caches | None = None,
@@ -184,17 +185,9 @@ class Decoder(nnx.Module):
         rows, sizes = {}, {}
         for name in self.cfg.modalities:
             tower, items = self.cfg.tower(name), given.get(name)
-            features = jnp.full_like(tokens, -1)
-            info = replace(info, features=info.features | {name: features})
-            if items is None:
-                continue
-            each, size = items.shape[1:3]
-            of_row = Items(each, size, tower.num_tokens(size))
-            features = features_of(tokens, tower, of_row)
-            info = beside_items(info, name, tower, of_row, features)
-            flat = items.reshape(-1, *items.shape[2:])
-            rows[name] = MODALITIES[name].rows(flat, tower, of_row.length)
-            sizes[name] = size
+            info, of_items, size = beside_given(tokens, info, name, tower, items)
+            if of_items is not None:
+                rows[name], sizes[name] = of_items, size
         x = self.embed_items(tokens, rows, sizes, info, ctx)
         x, statistics, caches = self.layers(x, info, ctx, caches)
         x = ctx.parallel.gather_seq(self.normed(x.decoder))
@@ -400,7 +393,7 @@ class Decoder(nnx.Module):
         x = parallel.scatter_seq(x)
         x = scaled(x, cfg.embedding_multiplier)
         for features in info.features.values():  # a projector adds what stands there
-            is_text = parallel.shard_seq(features) < 0
+            is_text = parallel.shard_seq(features.reshape(*tokens.shape, -1)[..., 0]) < 0
             x = jnp.where(is_text[..., None], x, 0)
         if cfg.position_embedding == "learned":
             positions = parallel.shard_seq(info.positions) + cfg.bert.position_offset

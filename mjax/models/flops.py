@@ -164,7 +164,11 @@ def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: dict[str, Si
     side = stream_read_by if spec.matmul in _OF_SOURCE else stream_of
     kinds = [kind for kind in model.layer_kinds if stack_of(kind) == stack]
     shares = [sides[side(kind)].share for kind in kinds]
-    return sum(shares) / len(shares) if shares else 1.0
+    passes = sum(shares) / len(shares) if shares else 1.0
+    vision = model.vision
+    if "[P]" in kinds and vision.pixel_shuffle:
+        passes *= vision.padded(vision.text_tokens()) / vision.row_length()
+    return passes
 
 
 class BranchWork(NamedTuple):

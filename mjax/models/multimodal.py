@@ -14,9 +14,10 @@ from mjax.config.schema import Config
 from mjax.config.tower_schema import TowerConfig
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
-from mjax.models.modalities import MODALITIES, Items, beside_items, features_of
+from mjax.models.modalities import MODALITIES, Items, beside_items, features_of, features_of_tiles
 from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
 from mjax.models.streams import Streams
+from mjax.models.tiles import features_of_one_tile, padded_features
 
 
 def items_of(cfg: Config, name: str) -> Items:
@@ -35,7 +36,7 @@ class WithItems(NextToken):
     does what is predicted from it. "patches" and "frames", fp32 [B, I, T, N], are those of the
     items of a row, a row each (`models/modalities.py`), zeros where there are fewer.
     "vision_features" and "audio_features" say which of all tokens of its row's items stands in a
-    token's place (`Tokens`).
+    token's place (`Tokens`), with "vision_weights" where images are cut into tiles.
     """
 
     cfg: Config
@@ -51,7 +52,11 @@ class WithItems(NextToken):
             modality = MODALITIES[name]
             axes = "batch", *modality.axes
             found[modality.field] = BatchField(np.float32, axes)
-            found[f"{name}_features"] = BatchField(np.int32, pad=-1)
+            axes = "batch", "seq"
+            if self.model.tower(name).is_tiled:
+                axes = *axes, "corners"
+                found[f"{name}_weights"] = BatchField(np.float32, axes)
+            found[f"{name}_features"] = BatchField(np.int32, axes, pad=-1)
         return found
 
     def mask(self, batch: Batch) -> jax.Array:
@@ -77,6 +82,7 @@ class WithItems(NextToken):
                 items_of(self.cfg, name),
                 batch.get(f"{name}_features"),
                 batch[MODALITIES[name].columns],
+                batch.get(f"{name}_weights"),
             )
         return text
 
@@ -108,11 +114,16 @@ class WithItems(NextToken):
             field = MODALITIES[name].field
             if field not in batch:
                 made[field] = random_items(tower, items, seed, step, rows)
-                behind = first + tower.text_tokens(items.size)
+                behind = first + tower.text_tokens(items.size) + tower.is_tiled
                 tokens[:, first:behind] = tower.token_id
                 first = behind
                 made["tokens"] = tokens
-            made[f"{name}_features"] = features_of(tokens, tower, items)
+            if not tower.is_tiled:
+                made[f"{name}_features"] = features_of(tokens, tower, items)
+            elif f"{name}_features" not in batch:
+                texts = [[features_of_one_tile(tower, 0)]] * len(tokens)
+                found = features_of_tiles(tokens, tower, items, *padded_features(texts))
+                made[f"{name}_features"], made[f"{name}_weights"] = found
         return made
 
 

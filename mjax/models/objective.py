@@ -23,6 +23,7 @@ from mjax.models.decoder import Decoder
 from mjax.models.modalities import MODALITIES
 from mjax.models.mtp import field_names, shifted_fields, with_weight
 from mjax.models.streams import Activation
+from mjax.models.tiles import CORNERS
 from mjax.sharding.collectives import Parallel
 
 # The fields of an objective, of the layers, and the place of each token (`train/batch.py`).
@@ -42,7 +43,8 @@ class BatchField:
     axes: logical axes (`sharding/rules.py`): "batch" first, then "seq", or "target" of what an
         encoder-decoder's decoder reads, if it has one. "neighbors", "retrieved": of each row, those
         of all chunks, and the tokens of one. "images", "image_tokens" and "sounds", "sound_tokens":
-        likewise. "pixels", "mels": the numbers that such a token is embedded from.
+        likewise. "pixels", "mels": the numbers that such a token is embedded from. "corners": of a
+        token, the features that it is made of (`models/tiles.py`).
     pad: the value in rows that fill up a batch. They count in no loss.
     """
 
@@ -72,6 +74,7 @@ def further_lengths(cfg: Config) -> dict[str, int | None]:
     neighbors = cfg.data.seq_length // retro.chunk_length * retro.num_neighbors
     lengths = {"neighbors": neighbors, "retrieved": retro.retrieved_length}
     lengths["pixels"] = cfg.model.vision.numbers
+    lengths["corners"] = CORNERS
     for name in cfg.model.modalities:
         tower = cfg.model.tower(name)
         length = tower.row_length(cfg.item_size(name))

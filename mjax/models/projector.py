@@ -17,6 +17,8 @@ from mjax.models.linear import column, row
 from mjax.models.mlp import activated
 from mjax.models.norm import Norm
 from mjax.models.params import declare, declare_bias, normal
+from mjax.models.tiles import mixed
+from mjax.models.vision import pixel_shuffle
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
@@ -25,7 +27,8 @@ class Projector(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D]: features of an item where one stands, zeros elsewhere.
 
     It reads the output of the tower's last layer, [B*I, T/tp, D'] of I items a row, after a norm
-    where `normed`.
+    where `normed`, and after a pixel shuffle where the tower's config says so. Of items in tiles it
+    has the embedding of a newline, too.
     """
 
     modality = "vision"
@@ -37,8 +40,13 @@ class Projector(BranchModule):
         tower = cfg.of_modality(self.modality)
         if self.normed:
             self.norm = Norm(tower, (tower.hidden_size,), ("embed",), "tower_norm", rngs)
+        sizes = cfg.tower(self.modality)
+        if sizes.is_tiled:
+            newline = ParamSpec((width,), ("embed",), "embedding", hf=("image_newline",))
+            self.newline = declare(rngs, newline, init)
+        channels = tower.hidden_size * (4 if sizes.is_shuffled else 1)
         up = ParamSpec(
-            shape=(tower.hidden_size, width),
+            shape=(channels, width),
             axes=("embed", "mlp"),
             role="matrix",
             matmul="projector_up",
@@ -63,23 +71,49 @@ class Projector(BranchModule):
         source, ctx = inputs.source, inputs.ctx
         if source.x is None:  # the items of a text are in the caches of its attention
             return BranchOutput(jnp.zeros_like(x))
+        is_shuffled = self.cfg.tower(self.modality).is_shuffled
         h = self.norm(source.x) if self.normed else source.x
+        if is_shuffled:
+            h = self._shuffled(h, source, ctx)
         (h,) = column(h, (weight_of(self.up),), ctx)
         h = activated(h, self.up_bias[...], "gelu")
         y = row(h, weight_of(self.down), ctx) + self.down_bias[...]
-        features = self._of_rows(y, source, ctx, len(x))
-        places = ctx.parallel.shard_seq(inputs.tokens.features[self.modality])
-        found = jnp.take_along_axis(features, jnp.maximum(places, 0)[..., None], 1)
-        return BranchOutput(jnp.where(places[..., None] >= 0, found, 0))
+        y = gathered_tokens(y, ctx) if is_shuffled else in_order(y, source, ctx)
+        features = y.reshape(len(x), -1, y.shape[-1])
+        places = inputs.tokens.features[self.modality]
+        places = ctx.parallel.shard_seq(places)
+        weights = inputs.tokens.weights.get(self.modality)
+        if weights is not None:
+            weights = ctx.parallel.shard_seq(weights)
+            found = mixed(features, places, weights, self.newline[...])
+            return BranchOutput(found)
+        places = places[..., None]
+        found = jnp.take_along_axis(features, jnp.maximum(places, 0), 1)
+        return BranchOutput(jnp.where(places >= 0, found, 0))
 
-    def _of_rows(self, y: jax.Array, source: Source, ctx: Context, rows: int) -> jax.Array:
-        """The tokens [B, I*T, D] of all items of a row, from the tower's rows y."""
-        parallel = ctx.parallel
-        y = parallel.gather_seq(y)
-        y = parallel.all_gather(y, "cp", 1)
-        columns = parallel.all_gather(source.tokens.columns, "cp", 0)
-        y = jnp.take(y, jnp.argsort(columns), axis=1)
-        return y.reshape(rows, -1, y.shape[-1])
+    def _shuffled(self, x: jax.Array, source: Source, ctx: Context) -> jax.Array:
+        """[B*I, T/tp, D'] -> [B*I, T'/tp, 4 D']: merged patches and padding, in order over cp."""
+        vision = self.cfg.vision
+        x = in_order(x, source, ctx)
+        patches = slice(vision.leading, vision.num_tokens())
+        x = pixel_shuffle(x[:, patches])
+        count = x.shape[1]
+        behind = vision.padded(count) - count
+        x = jnp.pad(x, ((0, 0), (0, behind), (0, 0)))
+        return ctx.parallel.shard(x, ("cp", "tp"), 1)
+
+
+def in_order(x: jax.Array, source: Source, ctx: Context) -> jax.Array:
+    """All tokens [B*I, T, D] of a tower's rows [B*I, T/tp, D], cut over cp as its columns are."""
+    columns = ctx.parallel.all_gather(source.tokens.columns, "cp", 0)
+    order = jnp.argsort(columns)
+    return jnp.take(gathered_tokens(x, ctx), order, axis=1)
+
+
+def gathered_tokens(x: jax.Array, ctx: Context) -> jax.Array:
+    """[B*I, T/tp, D] -> [B*I, T, D] with the shards of tp and cp one after the other."""
+    x = ctx.parallel.gather_seq(x)
+    return ctx.parallel.all_gather(x, "cp", 1)
 
 
 class AudioProjector(Projector):

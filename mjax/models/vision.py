@@ -7,6 +7,7 @@ the edges of the model.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,19 @@ def patches_of(images: np.ndarray, patch_size: int) -> np.ndarray:
     cut = images.reshape(shape)
     cut = cut.transpose(0, 1, 3, 5, 2, 4)
     return cut.reshape(batch, rows * columns, -1)
+
+
+def pixel_shuffle(x: jax.Array) -> jax.Array:
+    """[n, s*s, c] -> [n, s*s/4, 4c]: each square of four patches becomes one (InternVL, Megatron).
+
+    Patches are in the order of reading, before and after. Channels are those of the upper left
+    patch, of the upper right, of the lower left and of the lower right.
+    """
+    n, count, channels = x.shape
+    half = math.isqrt(count) // 2
+    x = x.reshape(n, half, 2, half, 2, channels)
+    x = x.transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(n, half * half, 4 * channels)
 
 
 def rows_of_images(

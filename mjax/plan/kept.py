@@ -27,6 +27,7 @@ from mjax.models.params import Definition, split
 from mjax.models.positions import rope_tables
 from mjax.models.remat import all_but_views, remat
 from mjax.models.streams import Activation, SharedWeights, Streams
+from mjax.models.tiles import CORNERS
 from mjax.models.weight import Weight
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
 from mjax.sharding.collectives import Parallel
@@ -125,7 +126,12 @@ def _residuals(
     positions = jnp.zeros(text, jnp.int32)
     tokens = tokens_of(text, positions, key=key)
     features = dict.fromkeys(cfg.model.modalities, positions)
-    tokens = replace(tokens, others=others, features=features)
+    corner_weights = {}
+    for name in features:
+        if cfg.model.tower(name).is_tiled:
+            features[name] = jnp.zeros((*text, CORNERS), jnp.int32)
+            corner_weights[name] = jnp.zeros((*text, CORNERS), jnp.float32)
+    tokens = replace(tokens, others=others, features=features, weights=corner_weights)
     if cfg.model.has_two_streams:
         positions = tokens.of(stream_of(kind)).positions
     rope = {}

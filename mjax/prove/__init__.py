@@ -21,9 +21,12 @@ from mjax.config import load
 from mjax.config.mesh_rules import AXES
 from mjax.config.pattern import shortest
 from mjax.config.schema import Config
-from mjax.models.modalities import MODALITIES, features_of
+from mjax.config.vision_schema import VisionConfig
+from mjax.data.tiles import features_of_images
+from mjax.models.modalities import MODALITIES, Items, features_of, features_of_tiles
 from mjax.models.multimodal import items_of
 from mjax.models.objective import further_lengths
+from mjax.models.tiles import padded_features
 from mjax.models.vision import image_fields
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import (
@@ -159,6 +162,8 @@ def with_items(cfg: Config, batch: dict) -> dict:
     if cfg.model.is_dual_encoder:
         tokens[rows, rows * 5 % tokens.shape[1]] = cfg.model.contrastive.eos_token_id or 0
         return {"tokens": tokens} | fields
+    if cfg.model.vision.is_tiled:
+        return with_tiles(cfg.model.vision, tokens, towers["vision"][1], fields)
     first, columns = rows % 3, np.arange(tokens.shape[1])
     for number in range(max(items.count for _, items in towers.values())):
         for turn, (name, (tower, items)) in enumerate(towers.items()):
@@ -171,6 +176,23 @@ def with_items(cfg: Config, batch: dict) -> dict:
     for name, (tower, items) in towers.items():
         fields[f"{name}_features"] = features_of(tokens, tower, items)
     return {"tokens": tokens} | fields
+
+
+def with_tiles(vision: VisionConfig, tokens: np.ndarray, items: Items, fields: dict) -> dict:
+    """The fields of texts with no image, one of some size, or two."""
+    sizes: list[list[tuple[int, int]]] = [[], [(9, 9)], [(5, 9), (9, 9)], [(9, 20)], [(19, 12)]]
+    texts = [features_of_images(sizes[row % len(sizes)], vision) for row in range(len(tokens))]
+    for row, images in enumerate(texts):
+        last, place = -1, row % 3
+        for image in images:
+            behind = place + len(image.corners)
+            assert behind <= tokens.shape[1], "data.seq_length holds the images"
+            tokens[row, place:behind] = vision.image_token_id
+            last, place = image.corners.max() // vision.text_tokens(), behind + 1
+        fields["patches"][row, last + 1 :] = 0
+    found = features_of_tiles(tokens, vision, items, *padded_features(texts))
+    names = "vision_features", "vision_weights"
+    return {"tokens": tokens} | fields | dict(zip(names, found, strict=True))
 
 
 def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:

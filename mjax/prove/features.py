@@ -285,12 +285,21 @@ FEATURES = {
         "train.objective=masked_lm",
         "data.masked.mask_token_id=250",
     ],
+    "llava-onevision": [  # a picture in up to three tiles, or two of one; four patches a token
+        "model.layer_pattern='V,[P],G*2'",
+        "model.vision={image_size: 8, patch_size: 2, num_channels: 2, hidden_size: 16, "
+        "intermediate_size: 24, num_attention_heads: 8, hidden_act: gelu_tanh, class_token: false, "
+        "image_token_id: 7, max_images: 2, image_grid_pinpoints: [[8, 8], [8, 16], [16, 8]], "
+        "vision_aspect_ratio: anyres_max_1, pixel_shuffle: true, length_multiple: 8}",
+        "model.hidden_dropout=0.1",
+    ],
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
     "t5": ["model.layer_pattern='B*4,[GXD]*4'"],
     "llava": ["model.layer_pattern='V*3,[P],G*4'"],
     "mimo": ["model.layer_pattern='V*2,[P],S*2,[Q],G*2'"],
+    "llava-onevision": ["model.layer_pattern='V*3,[P],G*4'"],
     "retro": ["model.layer_pattern='G,[G],[BCD]*2,[RD],G,[GRD]*2'"],
     "clip": ["model.layer_pattern='V*4,G*4'"],
     "siglip": ["model.layer_pattern='V*4,U*4'"],
@@ -307,6 +316,7 @@ NO_RING = (
     "retro",
     "vit",
     "llava",
+    "llava-onevision",
     "clip",
     "siglip",
     "mimo",

@@ -35,6 +35,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "images": (),  # of a row
     "image_tokens": ("cp",),  # of each, or padding
     "pixels": (),  # of a patch
+    "corners": (),  # of a token of a tiled image
     "sounds": (),  # of a row
     "sound_tokens": ("cp",),
     "mels": (),  # of a sound's token

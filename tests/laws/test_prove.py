@@ -48,6 +48,7 @@ SAMPLE = [
     ("mamba", Cell({"cp": 8}, 1, 1)),
     ("hybrid", Cell({"pp": 2, "ep": 2, "tp": 2}, 1, 3)),
     ("gated deltanet", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 3, cp_type="all_gather")),
+    ("llava-onevision", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
 ]
 
 

@@ -16,6 +16,7 @@ from mjax.models import build, definition_of, split
 from mjax.models.context import Context, tokens_of
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers
+from mjax.models.tiles import Tiled
 from mjax.plan.execution import model_layers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -60,6 +61,7 @@ PUBLISHED = {
     "clip_vit_l14": 427_616_513,
     "siglip_so400m": 877_960_498,
     "llava_1_5_7b": 7_050_828_800,  # 7,063,427,072 with what of its tower is not read
+    "llava_onevision_0_5b": 893_673_248,  # 893,675,552 with a norm that is not read
 }
 
 
@@ -76,6 +78,13 @@ def test_says_the_same_in_hugging_face_words(name):
     skipped |= {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
     for key in leaf_keys(ModelConfig).keys() - skipped:
         assert value_of(back, key) == value_of(cfg.model, key), key
+
+
+@pytest.mark.parametrize("name", ["llava_1_5_7b", "llava_onevision_0_5b"])
+def test_the_images_of_a_row_do_not_keep_a_model_from_its_export(name):
+    keys = ["model.vision.max_images=3", "model.vision.length_multiple=32"]
+    cfg = load(CONFIGS / "models" / f"{name}.yaml", keys)
+    assert config_to_hf(cfg.model)["model_type"] == cfg.model.model_type
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)
@@ -112,6 +121,9 @@ def test_traces_abstractly_at_full_size(name):
         side, shape = cfg.model.vision.image_size, (1, cfg.data.seq_length)
         images = jax.ShapeDtypeStruct((1, 1, side, side, 3), jnp.float32)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        if cfg.model.vision.is_tiled:
+            corners = jax.ShapeDtypeStruct((1, 50, 4), jnp.int32)
+            images = Tiled(images, corners, jax.ShapeDtypeStruct((1, 50, 4), jnp.float32))
 
         def total(params, tokens, images):
             model = definition.bind(params)

@@ -46,6 +46,7 @@ CLIP += [
     "model.vision={image_size: 32, patch_size: 8, hidden_size: 32, intermediate_size: 48, "
     "num_attention_heads: 2}"
 ]
+THREE = ["mesh.cp=3", "data.seq_length=36"]
 SOUNDS = (
     "model.audio={max_source_positions: 8, hidden_size: 32, intermediate_size: 48, "
     "num_attention_heads: 2, audio_token_id: 9}"
@@ -260,6 +261,14 @@ BROKEN = {
     "patches_fill_an_image": (
         [*VIT, "data.images.image_size=30"],
         "data.images.image_size=30 is no multiple of model.vision.patch_size=8",
+    ),
+    "patches_are_projected": (
+        [*VIT, "model.vision.pixel_shuffle=true"],
+        "model.vision.pixel_shuffle has no meaning in model.layer_pattern='B' without P",
+    ),
+    "tiles_divide_images": (
+        [*LLAVA, "model.vision.image_grid_pinpoints=[[32, 64], [48, 32]]"],
+        "image_grid_pinpoints has [48, 32], no multiple of model.vision.image_size=32",
     ),
     "rows_hold_an_image": (
         [*VIT, "data.seq_length=16"],
@@ -585,6 +594,23 @@ def test_rule(name):
     remedy = next(rule.remedy for rule in RULES if rule.name == name)
     assert expected in str(e.value)
     assert str(e.value).endswith(f"; {remedy}")  # this rule failed, not an earlier one
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        (["model.vision.vision_aspect_ratio=anyres_max_4"], "has no effect without"),
+        (["model.vision.pixel_shuffle=true", "data.images.image_size=16"], "image_size=16 is not"),
+        (["model.vision.pixel_shuffle=true", "model.vision.patch_size=32"], "side of 1 patches"),
+        (
+            ["model.vision.pixel_shuffle=true", "model.vision.length_multiple=8", *THREE],
+            "length_multiple=8: cp tp does not divide the tokens of a pixel shuffle",
+        ),
+    ],
+)
+def test_what_tiles_and_pixel_shuffle_need_is_said(overrides, said):
+    with pytest.raises(UserError, match=said):
+        load(None, ["data.mock=true", *LLAVA, *overrides])
 
 
 def test_malformed_layer_pattern_is_refused():
