@@ -181,7 +181,7 @@ class ImageTextDataset:
     def _in_tiles(
         self, lines: Sequence[Line], fits: Sequence[bool]
     ) -> tuple[np.ndarray, list[Line], np.ndarray]:
-        """(rows [B, I, T, N] of tiles, lines with the tokens of their pictures, bool [B]: which fit).
+        """(tiles [B, I, T, N], lines with the tokens of their pictures, bool [B]: which are whole).
 
         A line that lacks a picture, or has no room for its tokens, stays as it was.
         """

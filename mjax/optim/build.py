@@ -185,7 +185,7 @@ class ParameterUpdate:
         cfg = self.cfg
         decays = self.spec.role in cfg.weight_decay_roles
         numbers = Numbers(
-            lr=self.lr * lr_multiplier(cfg, self.spec),
+            lr=self.lr * lr_multiplier(cfg, self.name, self.spec),
             decay=self.weight_decay if decays else jnp.float32(0),
             scale=jnp.asarray(self.scale),
             count=self.count,
