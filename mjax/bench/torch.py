@@ -27,6 +27,8 @@ from mjax.errors import UserError
 from mjax.models.flops import flops_of_run
 from mjax.train.metrics import peak_tflops
 
+OBJECTIVES = "next_token", "masked_lm", "span_corruption", "classify_images", "contrastive"
+
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench torch", description=__doc__)
@@ -55,6 +57,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"bench torch: {' and '.join(missing)} not found; pip install {missing[0]}")
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX only says what the device is
     cfg = load(args.config, args.overrides)
+    if cfg.train.objective not in OBJECTIVES:
+        raise UserError(
+            f"bench torch: train.objective={cfg.train.objective} is not compared; "
+            f"{', '.join(OBJECTIVES)} are"
+        )
     if cfg.train.freeze:
         raise UserError("bench torch: it trains all parameters; give train.freeze=[]")
     return report(args, [measure(cfg, args)])
@@ -213,13 +220,8 @@ def random_inputs(cfg: Config, device: str) -> dict:
     elif objective == "span_corruption":
         shape = len(tokens), cfg.data.target_length
         arrays["labels"] = rng.integers(0, model.vocab_size, shape)
-    elif objective == "next_token":
-        arrays["labels"] = labels_of(tokens, model)
     else:
-        raise UserError(
-            f"bench torch: train.objective={objective} is not compared; next_token, masked_lm, "
-            "span_corruption, classify_images and contrastive are"
-        )
+        arrays["labels"] = labels_of(tokens, model)
     return {name: torch.as_tensor(array, device=device) for name, array in arrays.items()} | rest
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from mjax.bench import checkpoint, collective, data, decode, kernel, report, train
+from mjax.bench import checkpoint, collective, data, decode, kernel, report, torch, train
 from mjax.bench.breakdown import Event, breakdown, classify, parse, profile, top
 from mjax.config import load
 from mjax.errors import UserError
@@ -212,6 +212,7 @@ def test_baseline_that_cannot_be_read_is_refused(tmp_path):
         ("matmul", (32, 8, 16), 2 * 32 * 8 * 16, 3),
         ("norm", (64, 8, 1), None, 17),
         ("grouped", (32, 3, 8, 16), 2 * 32 * 8 * 16, 8),
+        ("grouped8", (32, 3, 8, 16), 2 * 32 * 8 * 16, 8),
         ("ssd", (1, 48, 4, 2, 8, 16), 48 * (2 * 16 * 64 + 4 * 8 * (64 + 4 * 16)), 8),
     ],
 )
@@ -231,6 +232,8 @@ def test_kernels_run_and_count_their_work(name, shape, flops, works, capsys):
         assert records[0]["tflops"] * records[0]["ms"] * 1e9 == pytest.approx(flops, rel=2e-3)
     if name == "grouped":
         assert all(r["error"] < 0.01 for r in records[::2])
+    if name == "grouped8":
+        assert all("ours_is_faster" in r for r in records[1::2])
     if name == "ssd":
         assert records[0]["error"] == records[4]["error"] == 0  # on CPUs both are plain JAX
         assert "ours_is_faster" in records[2] and "gb_per_s" in records[7]
@@ -338,6 +341,26 @@ def test_what_cannot_be_decoded_is_one_line(argv, message):
 def test_decoding_needs_a_model():
     with pytest.raises(UserError, match="no model; give --config"):
         decode.main([])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train.freeze=[]", "--steps", "0"], "--steps 0: at least one step"),
+        (["train.freeze=['head']"], "trains all parameters; give train.freeze="),
+        (["train.objective=denoise"], "train.objective=denoise is not compared; next_token, "),
+    ],
+)
+def test_what_torch_cannot_be_compared_with_is_one_line(monkeypatch, argv, message):
+    monkeypatch.setattr(torch, "find_spec", lambda name: True)
+    with pytest.raises(UserError, match=message):
+        torch.main(["data.mock=true", *argv])
+
+
+def test_torch_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(torch, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="bench torch: torch and transformers not found"):
+        torch.main(["data.mock=true"])
 
 
 def test_transformers_is_asked_for_where_it_is_missing(monkeypatch):

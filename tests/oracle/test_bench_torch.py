@@ -1,0 +1,40 @@
+"""`mjax.bench torch` trains what our config means, for each objective that it knows."""
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the oracle extra")
+
+from mjax.bench import torch as bench  # noqa: E402
+
+TINY = ["--compile", "no", "--steps", "2", "--warmup", "0", "train.freeze=[]"]
+TINY += ["train.global_batch_size=4", "train.micro_batch_size=2", "model.hidden_size=32"]
+TINY += ["model.attention.num_attention_heads=2", "model.intermediate_size=48"]
+TOWER = ["model.vision.image_size=28", "model.vision.hidden_size=32"]
+TOWER += ["model.vision.intermediate_size=48", "model.vision.num_attention_heads=2"]
+PAIRS = ["model.layer_pattern='V,G'", "model.num_hidden_layers=2", "train.micro_batch_size=4"]
+READS = ["model.layer_pattern='V,[P],G'", "model.num_hidden_layers=3", "data.seq_length=16"]
+DENSE = ["model.num_hidden_layers=1", "data.seq_length=16"]
+EXPERTS = [*DENSE, "model.attention.num_key_value_heads=2", "model.attention.head_dim=16"]
+
+# config, overrides, the loss of a model that knows nothing, how near the first one is
+CASES = {
+    "vit_l16": (["model.num_hidden_layers=1"], math.log(1000), 0.2),
+    "clip_vit_l14": ([*TOWER, *PAIRS], math.log(4), 0.5),
+    "llava_1_5_7b": ([*TOWER, *READS], math.log(32064), 0.5),
+    "mixtral_8x7b": (EXPERTS, math.log(32000), 0.5),
+    "bert_base": (DENSE, math.log(30522), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_and_counts_what_mjax_counts(name, capsys):
+    overrides, loss, near = CASES[name]
+    assert bench.main(["--config", f"configs/models/{name}.yaml", *TINY, *overrides]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["case"]["global_batch"] == 4
+    assert record["first_loss"] == pytest.approx(loss, abs=near)
+    tokens = 4 * record["case"]["seq"] * 1e3 / record["ms"]
+    assert record["tokens_per_second"] == pytest.approx(tokens, rel=0.01)
