@@ -323,3 +323,5 @@ NO_RING = (
     "modernbert",
 )
 MOST_TP = {"odd widths": 2}
+# Their towers have heads and lengths that 3 does not divide.
+NOT_ON_SIX = ("llava", "llava-onevision", "clip", "siglip", "mimo")
