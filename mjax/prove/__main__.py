@@ -115,8 +115,8 @@ the exchange of keys over cp take turns from mesh to mesh. Written by `{{command
 - replicas: in how many runs all devices that hold the same part of parameters and moments hold the
   same bits at the end.
 
-{{held}} of {{cells}} runs hold all three. Where towers read images or sounds beside a text, 6 devices
-do not divide the sizes of the row: it has 50 runs on 4 and 8.
+{{held}} of {{cells}} runs hold all three. Where towers read images or sounds beside a text, 6
+devices do not divide the sizes of the row: it has 50 runs on 4 and 8.
 
 | feature | runs | gradient | curve | replicas |
 |---|---|---|---|---|
