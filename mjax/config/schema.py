@@ -107,6 +107,8 @@ class ImageDataConfig(Group):
     """Of pixels from 0 to 1, one or one a channel."""
     std: list[float] = Field([0.5], min_length=1)
     """What they are divided by, likewise."""
+    packed: bool = False
+    """Whether a row holds several texts, as many as fit."""
     workers: int | None = Field(None, ge=0, le=1024)
     """Processes that decode; 0: loader threads do; None: one a core, up to 16."""
 

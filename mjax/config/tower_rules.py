@@ -85,6 +85,16 @@ def texts_with_items_given(c: Config) -> Iterator[str]:
         yield "`model.layer_pattern` has a tower, but the data no items or no `data.tokenizer`"
 
 
+@rule("leave it out")
+def rows_can_be_packed(c: Config) -> Iterator[str]:
+    if not c.data.images.packed:
+        return
+    if not c.model.modalities or c.model.is_dual_encoder:
+        yield "`data.images.packed` has no meaning without texts that hold items"
+    elif c.model.vision.is_tiled:
+        yield "`data.images.packed` does not go with tiles: what an image costs is known once read"
+
+
 @rule("raise it, or leave the mock data out")
 def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
     needed = 0

@@ -102,8 +102,12 @@ class ImageTextDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked."""
+        chosen = shuffled(indices, len(self.lines), self.cfg.run.seed)
+        return self.rows_of([self.lines[n] for n in chosen])
+
+    def rows_of(self, chosen: Sequence[Line]) -> Batch:
+        """A row for each of these lines, stacked."""
         cfg = self.cfg
-        chosen = [self.lines[n] for n in shuffled(indices, len(self.lines), cfg.run.seed)]
         shape = len(chosen), cfg.data.seq_length
         ids, mask = np.zeros((shape[0], shape[1] + 1), np.int32), np.zeros(shape, np.float32)
         segments, labels = np.zeros(shape, np.int32), np.full(shape[:1], -1, np.int32)

@@ -144,11 +144,13 @@ def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
     """The images of a run, and held-out ones."""
     from mjax.data.captions import ImageTextDataset  # they import jax, as grain does
     from mjax.data.images import ImageDataset
+    from mjax.data.packed import PackedTexts
 
     make = partial(ImageDataset, cfg=cfg)
     if cfg.model.modalities:
         tokenizer = load_tokenizer(cfg.data.tokenizer)
-        make = partial(ImageTextDataset, cfg=cfg, tokenizer=tokenizer)
+        dataset = PackedTexts if cfg.data.images.packed else ImageTextDataset
+        make = partial(dataset, cfg=cfg, tokenizer=tokenizer)
     images = cfg.data.images
     others = [] if images.valid_path is None else [images.valid_path]
     return _blends(make, images.paths, others, cfg.data, (num_train, num_valid))
