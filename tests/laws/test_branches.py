@@ -54,7 +54,7 @@ def test_patterns(pattern, layers, expected):
     assert " ".join(expand(pattern, layers)) == expected
 
 
-@pytest.mark.parametrize("pattern", ["[]", "[W]", "[G|]", "[GL]", "full+wide", "G@", "megatron:m"])
+@pytest.mark.parametrize("pattern", ["[]", "[?]", "[G|]", "[GL]", "full+wide", "G@", "megatron:m"])
 def test_a_malformed_pattern_is_one_line(pattern):
     with pytest.raises(UserError, match="layer_pattern") as error:
         expand(pattern, 4)
