@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.bench.report import add_arguments, report, rounded
+from mjax.checkpoint.families import config_to_hf
 from mjax.config import load
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, read_numbers
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
             f"{cfg.max_position_embeddings}; give fewer"
         )
     if args.transformers:
-        require_transformers()
+        require_transformers("--transformers", ", or leave the option out")
     return report(args, measure(cfg, batches, args))
 
 
@@ -79,13 +80,13 @@ def check_sizes(batches: list[int], args: argparse.Namespace) -> None:
         raise UserError(f"--bandwidth {args.bandwidth}: give GB/s above 0")
 
 
-def require_transformers() -> None:
-    """Raise `UserError` where torch or transformers are not installed."""
+def require_transformers(asked: str, otherwise: str = "") -> None:
+    """Raise `UserError` where torch or transformers are not installed, which `asked` wants."""
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise UserError(
-            f"--transformers: {' and '.join(missing)} cannot be imported; pip install torch "
-            "transformers, or leave the option out"
+            f"{asked}: {' and '.join(missing)} cannot be imported; pip install torch "
+            f"transformers{otherwise}"
         )
 
 
@@ -173,15 +174,20 @@ def random_weights(cfg: ModelConfig, specs: dict, dtype: str) -> dict:
     return tree.unflatten([draw(key, spec) for key, spec in zip(keys, leaves, strict=True)])
 
 
+def config_of_transformers(cfg: ModelConfig):
+    """The config of transformers for the model that our weights export to."""
+    import transformers
+
+    found = config_to_hf(cfg)
+    return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
+
+
 def theirs(cfg: ModelConfig, new: int, dtype: str) -> Run:
     """Generation by transformers with a static cache, on the first GPU where there is one."""
     import torch
     import transformers
 
-    from mjax.checkpoint.families import config_to_hf
-
-    found = config_to_hf(cfg)
-    config = transformers.AutoConfig.for_model(found.pop("model_type"), **found)
+    config = config_of_transformers(cfg)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

@@ -15,12 +15,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import numpy as np
 
+from mjax.bench.decode import config_of_transformers, require_transformers
 from mjax.bench.report import add_arguments, report
-from mjax.checkpoint.families import config_to_hf
 from mjax.config import Config, load
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
@@ -52,9 +51,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: at least one step must be measured")
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"bench torch: {' and '.join(missing)} not found; pip install {missing[0]}")
+    require_transformers("bench torch")
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX only says what the device is
     cfg = load(args.config, args.overrides)
     if cfg.train.objective not in OBJECTIVES:
@@ -148,10 +145,8 @@ def made_model(cfg: ModelConfig, dtype: str, compiled: str, device: str):
     import transformers
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found = config_to_hf(cfg)
-    name = found["architectures"][0]
-    config = transformers.AutoConfig.for_model(found.pop("model_type"), **found)
-    kind = getattr(transformers, name)
+    config = config_of_transformers(cfg)
+    kind = getattr(transformers, config.architectures[0])
     with torch.device(device):
         model = kind(config)
     if dtype == "bfloat16":

@@ -352,14 +352,14 @@ def test_decoding_needs_a_model():
     ],
 )
 def test_what_torch_cannot_be_compared_with_is_one_line(monkeypatch, argv, message):
-    monkeypatch.setattr(torch, "find_spec", lambda name: True)
+    monkeypatch.setattr(decode, "find_spec", lambda name: True)
     with pytest.raises(UserError, match=message):
         torch.main(["data.mock=true", *argv])
 
 
 def test_torch_is_asked_for_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr(torch, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="bench torch: torch and transformers not found"):
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="bench torch: torch and transformers cannot be imported"):
         torch.main(["data.mock=true"])
 
 
