@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from mjax.kernels.chooser import Device, believed
 from tests.aot.common import compile_step, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -39,6 +40,21 @@ def test_a_leaf_is_updated_in_one_pass(overrides, kind, batch):
     leaves = ("q", "kv", "out", "up", "down", "embedding", "head")
     assert large(made.text, "/optimizer/") == [[kind] * 3] * len(leaves)
     assert not any("u32" in kinds for kinds in large(made.text))
+
+
+@pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_of_stacks_are_updated_where_they_lie(batch):
+    """A call of our kernel a layer and matmul weight; nothing else writes a stack or copies one."""
+    with believed(Device("gpu", hopper=True, triton=True)):
+        rest = ["optimizer.offload=false", f"train.global_batch_size={batch}"]
+        made = compile_step(LLAMA, *SMALL, *rest)
+    matrices, layers, tables = 5, 2, 2
+    calls = re.findall(r"custom-call\(.*update_row/triton_kernel_call", made.text)
+    assert len(calls) == matrices * layers
+    assert large(made.text, "/optimizer/") == [["f32"] * 3] * tables
+    entry = made.text[made.text.index("ENTRY ") :]
+    assert not re.search(r"= f32\[2,4096,[\d,]+\]\S* (?:copy|fusion)\(", entry)
 
 
 def test_host_moments_pass_through_the_device_slice_by_slice():
