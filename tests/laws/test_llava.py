@@ -87,10 +87,11 @@ def test_patches_and_what_is_predicted_from_them_count_in_no_loss():
     assert objective.counts(batch)["loss"] == 2
 
 
-def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments():
+@pytest.mark.parametrize("feature", ["llava", "llava-onevision"])  # whose newline moves, too
+def test_a_frozen_tower_stays_bit_for_bit_and_has_no_moments(feature):
     freeze = "train.freeze=['vision_mlp.*', 'patch_embedding.*']"
     fewer = "model.num_hidden_layers=3", "model.layer_pattern='V,[P],G'"
-    trainer = make_trainer("llava", Cell({"dp": 2}, 1), freeze, *fewer)
+    trainer = make_trainer(feature, Cell({"dp": 2}, 1), freeze, *fewer)
     batch = make_batch(24)
     batch |= with_items(trainer.cfg, batch)
     before = jax.device_get(trainer.params())

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 
+from mjax.convert import main as convert
 from tests.oracle import nas
 
 # heads * head_dim differs from hidden_size, one kv head where legal, an odd vocabulary.
@@ -294,6 +297,19 @@ def save_gradients(
             p.copy_(torch.zeros_like(p) if may_lack and q.grad is None else q.grad)
     like.save_pretrained(folder)
     return folder
+
+
+def there_and_back(
+    folder: Path, checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The tensors of a model in `folder`, and those of its export to `out`, by mjax.convert."""
+    for argv in (
+        ["import", "--hf", folder, "--out", checkpoint],
+        ["export", "--ckpt", checkpoint, "--hf", out, "--dtype", "float32"],
+    ):
+        monkeypatch.setattr("sys.argv", ["convert", *map(str, argv)])
+        assert convert() == 0
+    return tuple(load_file(path / "model.safetensors") for path in (folder, out))
 
 
 def assert_gradients_near(found: dict, wanted: dict, least: float = 0.0) -> None:

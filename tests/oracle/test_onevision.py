@@ -14,13 +14,17 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 )
 
 from mjax.checkpoint.families import config_from_hf
-from mjax.convert import main as convert
 from mjax.data.tiles import expanded, tiled_images
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.models.tiles import Tiled
 from mjax.pretrained import from_pretrained
-from tests.oracle.families import add_to_vectors, assert_gradients_near, save_gradients
+from tests.oracle.families import (
+    add_to_vectors,
+    assert_gradients_near,
+    save_gradients,
+    there_and_back,
+)
 
 IMAGE, SIDE = 90, 12
 PINPOINTS = [[12, 12], [12, 24], [24, 12], [12, 36], [24, 24]]
@@ -207,13 +211,7 @@ def test_loss_and_gradients(hf, case, tmp_path):
 def test_export_gives_back_every_byte_that_is_read(hf, tmp_path, monkeypatch):
     theirs, folder = hf
     out = tmp_path / "back"
-    for argv in (
-        ["import", "--hf", folder, "--out", tmp_path / "ckpt"],
-        ["export", "--ckpt", tmp_path / "ckpt", "--hf", out, "--dtype", "float32"],
-    ):
-        monkeypatch.setattr("sys.argv", ["convert", *map(str, argv)])
-        assert convert() == 0
-    before, after = (load_file(f / "model.safetensors") for f in (folder, out))
+    before, after = there_and_back(folder, tmp_path / "ckpt", out, monkeypatch)
     after = {
         name.replace("vision_tower.vision_model.", "vision_tower."): t for name, t in after.items()
     }

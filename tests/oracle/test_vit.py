@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
 
 from mjax.checkpoint.families import config_from_hf
-from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.errors import UserError
 from mjax.pretrained import from_pretrained
-from tests.oracle.families import add_to_vectors, assert_gradients_near, save_gradients
+from tests.oracle.families import (
+    add_to_vectors,
+    assert_gradients_near,
+    save_gradients,
+    there_and_back,
+)
 
 
 def make() -> torch.nn.Module:
@@ -74,13 +77,7 @@ def test_loss_and_gradients(hf, tmp_path):
 def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
     _, folder = hf
     out = tmp_path / "back"
-    for argv in (
-        ["import", "--hf", folder, "--out", tmp_path / "ckpt"],
-        ["export", "--ckpt", tmp_path / "ckpt", "--hf", out, "--dtype", "float32"],
-    ):
-        monkeypatch.setattr("sys.argv", ["convert", *map(str, argv)])
-        assert convert() == 0
-    before, after = (load_file(f / "model.safetensors") for f in (folder, out))
+    before, after = there_and_back(folder, tmp_path / "ckpt", out, monkeypatch)
     assert set(before) == set(after)
     for key, tensor in before.items():
         assert tensor.tobytes() == after[key].tobytes() and tensor.shape == after[key].shape, key
