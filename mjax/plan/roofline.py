@@ -8,6 +8,7 @@ arithmetic on (config, sizes of the mesh, declared parameters, chip); nothing is
 Sources: docs/lab/2026-11-22-breakdowns.md (matmuls 690 to 766 TFLOP/s in whole steps, 1,300 in 8
 bits; attention 359 at 8192 tokens and heads of 128, 299 at 2048, 191 at 1024 and heads of 64),
 docs/lab/2026-11-23-grouped-matmul.md (experts: 630 at a width of 14336, 530 at 1408, 483 at 768),
+docs/lab/2026-11-25-two-gpus.md (experts in 8 bits: 1,228, 1,121 and 782 at 14336),
 docs/lab/2026-11-24-encoders.md (full attention, a head of hidden tokens, layers of Mamba-2),
 docs/performance.md (K3: 8 bytes a logit beside the loss's matmuls; K4: passes over memory),
 docs/tuning.md (collectives: 170 to 200 GB/s by NCCL, 360 by copies). Networks between nodes were
@@ -54,7 +55,8 @@ class Span(NamedTuple):
 # Shares of the chip's peak that work of a kind reached on H200s.
 MATMUL = Span(0.69, 0.77)  # of bf16
 MATMUL_8 = Span(0.62, 0.70)  # of fp8
-EXPERT = Span(0.62, 0.70)  # of bf16, for endlessly wide experts; `_expert_share`
+EXPERT = Span(0.62, 0.70)  # of bf16, for endlessly wide experts; `_expert_rate`
+EXPERT_8 = Span(0.49, 0.54)  # of fp8, likewise, weight gradients added to their sums
 ATTENTION = Span(0.50, 0.58)  # of bf16, for endless sequences and heads; `_attention_share`
 PASS = Span(0.50, 0.67)  # of memory: norms, activations, rotary embedding, loss
 UPDATE = Span(0.80, 0.92)  # of memory: the optimizer, sums of gradients
@@ -155,12 +157,16 @@ def _experts_run(cfg: Config, sizes: dict[str, int]) -> float:
     return moe.num_experts_per_tok
 
 
-def _expert_share(cfg: Config, sizes: dict[str, int]) -> Span:
-    """The share of the chip's peak that the matmuls of experts reach."""
+def _expert_rate(cfg: Config, sizes: dict[str, int], chip: Chip) -> Span:
+    """FLOP/s that the matmuls of experts reach."""
+    bf16 = chip.bf16_tflops * 1e12
     if expert_choice(cfg, sizes).name in ("loop", "batched"):
-        return MATMUL
+        return MATMUL.scaled(bf16)
     width = cfg.model.moe.moe_intermediate_size / sizes["tp"]
-    return EXPERT.scaled(width / (width + EXPERT_WIDTH))
+    filled = width / (width + EXPERT_WIDTH)
+    if cfg.precision.fp8_experts:
+        return EXPERT_8.scaled(chip.details.fp8_tflops * 1e12 * filled)
+    return EXPERT.scaled(bf16 * filled)
 
 
 def _share_sent(cfg: Config, sizes: dict[str, int]) -> float:
@@ -188,10 +194,8 @@ def _compute(
     yield Part("matmuls", _time(flops["matmul"] * tokens * weights_again, rate))
     if flops["experts"]:
         work = flops["experts"] * _experts_run(cfg, sizes) / cfg.model.moe.num_experts_per_tok
-        share = _expert_share(cfg, sizes)
-        yield Part(
-            "experts", _time(work * tokens * weights_again, share.scaled(chip.bf16_tflops * 1e12))
-        )
+        of_experts = _expert_rate(cfg, sizes, chip)
+        yield Part("experts", _time(work * tokens * weights_again, of_experts))
     yield Part("head", _time(flops["head"] * tokens, peak))
     seconds = _attention_seconds(cfg, chip) * tokens
     seconds *= 1 + ATTENTION_FORWARD * again["full"]

@@ -300,6 +300,10 @@ BROKEN = {
         [*LLAVA, "data.mock=false", "data.text=x", "data.tokenizer=byte"],
         "the data no items",
     ),
+    "rows_can_be_packed": (
+        ["data.images.packed=true"],
+        "data.images.packed=True has no meaning without texts that hold items",
+    ),
     "mock_rows_hold_an_item_of_each": (
         [*LLAVA, *BOTH, "model.vision.image_token_id=8", "data.seq_length=20"],
         "data.seq_length=20 is less than the 24 tokens of an item of each modality",
