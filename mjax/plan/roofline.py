@@ -21,6 +21,7 @@ from typing import NamedTuple
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
 from mjax.config.schema import Config
+from mjax.kernels.chooser import Device, believed
 from mjax.models.branch import branch_class, model_heads
 from mjax.models.capacity import expert_capacity
 from mjax.models.execution import Execution
@@ -57,7 +58,7 @@ MATMUL = Span(0.69, 0.77)  # of bf16
 MATMUL_8 = Span(0.62, 0.70)  # of fp8
 EXPERT = Span(0.62, 0.70)  # of bf16, for endlessly wide experts; `_expert_rate`
 EXPERT_8 = Span(0.49, 0.54)  # of fp8, likewise, weight gradients added to their sums
-ATTENTION = Span(0.50, 0.58)  # of bf16, for endless sequences and heads; `_attention_share`
+ATTENTION = Span(0.50, 0.58)  # of bf16, for endless sequences and heads; `_attention_seconds`
 PASS = Span(0.50, 0.67)  # of memory: norms, activations, rotary embedding, loss
 UPDATE = Span(0.80, 0.92)  # of memory: the optimizer, sums of gradients
 LINK = Span(0.42, 0.75)  # of the link: collectives of a node
@@ -164,9 +165,15 @@ def _expert_rate(cfg: Config, sizes: dict[str, int], chip: Chip) -> Span:
         return MATMUL.scaled(bf16)
     width = cfg.model.moe.moe_intermediate_size / sizes["tp"]
     filled = width / (width + EXPERT_WIDTH)
-    if cfg.precision.fp8_experts:
+    if _multiplied_in_8_bits(cfg, sizes):
         return EXPERT_8.scaled(chip.details.fp8_tflops * 1e12 * filled)
     return EXPERT.scaled(bf16 * filled)
+
+
+def _multiplied_in_8_bits(cfg: Config, sizes: dict[str, int]) -> bool:
+    """Whether experts are, and not only rounded: on the GPUs of the rates, by their sizes."""
+    with believed(Device("gpu", hopper=True)):
+        return cfg.precision.fp8_experts and expert_choice(cfg, sizes).name == "mosaic"
 
 
 def _share_sent(cfg: Config, sizes: dict[str, int]) -> float:

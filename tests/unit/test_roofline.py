@@ -120,6 +120,18 @@ def test_more_work_takes_longer():
     )
 
 
+@pytest.mark.parametrize("width, share", [(1408, 0.75), (1400, 1.0)])
+def test_experts_are_faster_in_8_bits_where_our_kernel_takes_their_sizes(width, share):
+    """Others are rounded to 8 bits and multiplied in 16."""
+    keys = [f"model.moe.moe_intermediate_size={width}", "precision.fp8=delayed"]
+    path = ROOT / "configs/models/deepseek_v2_lite.yaml"
+    times = []
+    for key in ("false", "true"):
+        cfg = load(path, [*keys, *NOTHING_ELSE, "train.remat=none", f"precision.fp8_experts={key}"])
+        times.append({part.name: part.time.middle for part in parts_of(cfg, 1)}["experts"])
+    assert times[1] <= share * times[0] and (times[1] == times[0]) == (share == 1)
+
+
 def test_a_pipeline_pays_for_its_bubble():
     few = estimate(small("mesh.pp=4", "train.remat=dots", "train.global_batch_size=8"), 8)
     many = estimate(small("mesh.pp=4", "train.remat=dots", "train.global_batch_size=64"), 8)
