@@ -270,7 +270,7 @@ class TrainConfig(Group):
     """
     offload: Literal["all"] | list[str] = []
     """Kept tensors that wait in pinned host memory, e.g. [up, attn_out]; or all."""
-    attention: Literal["auto", "xla", "cudnn", "mosaic"] = "auto"
+    attention: Literal["auto", "xla", "cudnn", "mosaic", "triton"] = "auto"
     experts: Literal["auto", "loop", "xla", "mosaic", "batched"] = "auto"
     """loop: every expert runs on all tokens; xla, mosaic: a grouped matmul runs each on its own;
     batched: with model.moe.capacity_factor, each on as many rows as it has capacity.

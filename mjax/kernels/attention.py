@@ -30,6 +30,7 @@ from mjax.kernels.attention_call import (
 )
 from mjax.kernels.chooser import choose
 from mjax.kernels.relative_bias import relative_bias
+from mjax.kernels.short_attention import Rows, require_short, short_attention
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
 _DETERMINISTIC = 1  # the seed, which nothing else reads, of calls of deterministic programs
@@ -50,6 +51,8 @@ def attention(
         return _reference(q, k, v, call, arrays)
     require(call, q, v, arrays)
     packed = arrays.is_packed(call)
+    if call.implementation == "triton":
+        return short_attention(q, k, v, _rows(q, call, arrays), call)
     if call.implementation == "mosaic":
         documents = arrays.segments[0] if packed else None
         return mosaic.mosaic_attention(q, k, v, arrays.sinks, documents, call)
@@ -89,19 +92,29 @@ def _cudnn_padded(q, k, v, packing, call):
 
 
 def resolve(
-    call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionArrays
+    call: AttentionCall,
+    q: jax.Array,
+    v: jax.Array,
+    arrays: AttentionArrays,
+    by_blocks: bool = False,
 ) -> AttentionCall:
-    """The call with an implementation in place of 'auto' (`chooser.py`)."""
+    """The call with an implementation in place of 'auto' (`chooser.py`).
+
+    `by_blocks`: of one that may take keys in blocks.
+    """
     facts = {"call": call, "sinks": arrays.sinks is not None, "value_size": v.shape[-1]}
+    facts["by_blocks"] = by_blocks
     facts["relative"] = arrays.relative is not None
     choice = choose("attention", q.dtype, q.shape, **facts)
     return replace(call, implementation=choice.name)
 
 
 def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionArrays) -> None:
-    """Raise `UserError` where 'cudnn' or 'mosaic' lacks a feature, mask, dtype or head size."""
+    """Raise `UserError` where a fused kernel lacks a feature, mask, dtype or head size."""
     if call.implementation == "mosaic":
         return mosaic.require_mosaic(q, v, call)
+    if call.implementation == "triton":
+        return require_short(q, v, call, arrays)
     for name in features_in_use(call, arrays):
         if name == "position_embedding" and (call.padded or not arrays.is_packed(call)):
             continue
@@ -139,6 +152,15 @@ def document_offsets(segments: jax.Array, max_documents: int) -> tuple[jax.Array
     starts = starts.at[:, max_documents].set(size)
     lengths = jnp.where(starts[:, :-1] < size, jnp.diff(starts, axis=1), -1)
     return lengths.astype(jnp.int32), jnp.where(starts < size, starts, -1).astype(jnp.int32)
+
+
+def _rows(q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> Rows:
+    """What of a row our kernels see; padding is behind all that a causal query sees."""
+    if not arrays.is_packed(call) or (call.padded and call.mask == "causal"):
+        return Rows()
+    if call.padded:
+        return Rows(lengths=_lengths(q, arrays.segments)[1])
+    return Rows(segments=arrays.segments)
 
 
 def _lengths(q: jax.Array, segments: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:

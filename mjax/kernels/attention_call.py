@@ -33,7 +33,7 @@ class AttentionCall:
     max_documents: a bound on the contiguous segments of a sequence, 0 where it is unknown. 1
         promises that every sequence is one segment.
     padded: promises that every sequence is one document, and then maybe padding.
-    implementation: auto, xla, cudnn or mosaic, as `train.attention`.
+    implementation: auto, xla, cudnn, mosaic or triton, as `train.attention`.
     deterministic: whether the program is `run.deterministic`.
     """
 

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from mjax.kernels.attention_call import AttentionCall
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
+SHORT_HEAD = 64  # of our attention of short rows
+SHORT_ROWS = {"full": 1024, "causal": 256}  # tokens of a row up to which it is faster than cuDNN
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
 
 FEWEST = {  # elements of the widest input: with less, nothing is won
@@ -123,24 +125,36 @@ def _attention(
     sinks: bool = False,
     value_size: int | None = None,
     relative: bool = False,
+    by_blocks: bool = False,
 ) -> Choice:
     """Of queries [B, S, N, H]; `value_size` is that of value heads where it is not H.
 
-    `relative` is whether scores have biases by distance.
+    `relative` is whether scores have biases by distance, `by_blocks` whether keys may come in
+    blocks.
     """
     if call.implementation != "auto":
         return Choice(call.implementation, "train.attention asks for it")
     if x.device.backend == "cpu":
         return Choice("xla", NO_GPU)
-    if call.window is not None and call.mask == "full":
-        return Choice("xla", "no fused kernel has windows to both sides; it takes the keys near by")
     has_several = call.max_documents != 1 and not call.padded
+    sizes = x.shape[-1], value_size or x.shape[-1]
+    lacks = short_attention_lacks(x.dtype, *sizes, call, sinks=sinks, relative=relative)
+    if not x.device.triton:
+        lacks = NO_TRITON
+    if call.window is not None and call.mask == "full":
+        if lacks or by_blocks:
+            return Choice(
+                "xla", "no fused kernel has these windows to both sides; XLA takes blocks"
+            )
+        return Choice("triton", "it takes the keys of windows to both sides only")
+    is_short = x.shape[1] <= SHORT_ROWS.get(call.mask, 0)
+    if is_short and not (has_several or by_blocks or lacks):
+        return Choice("triton", f"its tiles fill rows of {x.shape[1]} tokens better than cuDNN's")
     if relative and (has_several or call.deterministic):
         where = "in a fixed order" if call.deterministic else "among several documents"
         return Choice("xla", f"no fused kernel of ours adds biases by distance {where}")
     if call.mask == "cross" and has_several:
         return Choice("xla", "no fused kernel of ours has segments of cross-attention")
-    sizes = x.shape[-1], value_size or x.shape[-1]
     beyond_cudnn = call.softcap is not None or sinks
     if beyond_cudnn and not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
         return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
@@ -166,6 +180,29 @@ def mosaic_attention_lacks(
         return f"it has heads of {HEAD_SIZES}, not model.attention.head_dim={size}"
     if value_size != size:
         return f"it has no value heads of size {value_size} beside queries of {size}"
+    return None
+
+
+def short_attention_lacks(
+    dtype: jnp.dtype,
+    size: int,
+    value_size: int,
+    call: AttentionCall,
+    *,
+    sinks: bool = False,
+    relative: bool = False,
+) -> str | None:
+    """Why our attention of short rows cannot compute a call with heads of these sizes, or None."""
+    if call.dropout > 0:
+        return "it has no model.attention.attention_dropout"
+    if call.softcap is not None or sinks or relative:
+        return "it has no soft-caps, sinks and biases by distance"
+    if call.mask == "prefix":
+        return "it has no prefix mask"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes bfloat16 and float16, not precision.compute={dtype}"
+    if (size, value_size) != (SHORT_HEAD, SHORT_HEAD):
+        return f"it has heads of {SHORT_HEAD}, not model.attention.head_dim={size}"
     return None
 
 

@@ -61,7 +61,7 @@ def context_attention(
         return attention(q, k, v, call, arrays)
     if arrays.relative is not None:  # no fused kernel takes biases of a block of keys
         call = replace(call, implementation="xla")
-    call = resolve(call, q, v, arrays)
+    call = resolve(call, q, v, arrays, by_blocks=True)
     name = _exchange_of(q, k, v, call, arrays, ctx)
     return KEY_EXCHANGES[name].attend(q, k, v, call, arrays, ctx)
 
@@ -82,7 +82,7 @@ def latent_attention(
     """
     if travels and ctx.parallel.cp > 1:
         k, v = jax.eval_shape(expand, latent)
-        call = resolve(call, q, v, arrays)
+        call = resolve(call, q, v, arrays, by_blocks=True)
         name = _exchange_of(q, k, v, call, arrays, ctx)
         if name == "all_gather" and call.implementation == "xla":
             everyone = _arrays_of_all_keys(arrays, ctx)

@@ -1,13 +1,12 @@
 """The kernels that a run's ops get, in words: what the chooser answers for a config's shapes."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 
+from mjax.config.pattern import BRANCHES
 from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
 from mjax.kernels.attention_call import AttentionCall
-from mjax.models.branch import model_heads
+from mjax.models.branch import branch_class
 from mjax.models.expert_exchange import choose_expert_exchange
 from mjax.plan.execution import decide_execution, micro_batch_shape
 
@@ -46,34 +45,52 @@ def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     return choose_expert_exchange(asked, tokens, size, sizes["ep"], cfg.model.moe)
 
 
+def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
+    """The choice for attention, and for its other kinds by their words, where they get another."""
+    model = cfg.model
+    rows, width = micro_batch_shape(cfg, sizes)
+    choices: dict[str, Choice] = {}
+    for letter in sorted(model.branches):
+        branch = BRANCHES[letter]
+        own = model.of_modality(branch.modality) if branch.modality else model
+        heads = branch_class(letter).heads(own)
+        if heads is None:
+            continue
+        shape = rows, width, heads.heads // sizes["tp"], heads.size
+        if branch.modality and not model.reads_images:
+            tower = model.tower(branch.modality)
+            shape = rows * tower.max_items, tower.row_length() // sizes["cp"], *shape[2:]
+        is_padded = branch.mask == "full" or cfg.train.objective == "contrastive"
+        call = AttentionCall(
+            scale=1.0,
+            window=own.attention.sliding_window if branch.windowed else None,
+            softcap=own.attention.attn_logit_softcapping,
+            mask=branch.mask,
+            dropout=own.attention.attention_dropout,
+            max_documents=2 if is_padded else 0 if cfg.data.document_mask else 1,
+            padded=is_padded,
+            implementation=cfg.train.attention,
+            deterministic=cfg.run.deterministic,
+        )
+        facts = {"sinks": own.attention.attention_sinks, "value_size": heads.value_size}
+        facts["relative"] = own.position_embedding == "relative"
+        facts["by_blocks"] = sizes["cp"] > 1
+        choice = choose("attention", cfg.precision.compute, shape, call=call, **facts)
+        if choice not in choices.values():
+            choices[f"attention ({branch.word})" if choices else "attention"] = choice
+    return choices
+
+
 def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for each op, for one micro-batch of a layer of the usual sizes."""
     model, dtype, tp = cfg.model, cfg.precision.compute, sizes["tp"]
-    attention = model.attention
     rows, width = micro_batch_shape(cfg, sizes)
     tokens = rows * width
     hidden = rows, width // tp, model.hidden_size
     halves = 2 if model.mlp_gated else 1
     up = rows, width, halves, model.intermediate_size // tp
     logits = tokens, model.padded_vocab_size // tp
-    call = AttentionCall(
-        scale=1.0,
-        softcap=attention.attn_logit_softcapping,
-        dropout=attention.attention_dropout,
-        max_documents=0 if cfg.data.document_mask else 1,
-        implementation=cfg.train.attention,
-        deterministic=cfg.run.deterministic,
-    )
-    choices = {}
-    heads = model_heads(model)
-    if heads is not None:
-        queries = rows, width, heads.heads // tp, heads.size
-        facts = {"sinks": attention.attention_sinks, "value_size": heads.value_size}
-        facts["relative"] = model.position_embedding == "relative"
-        choices["attention"] = choose("attention", dtype, queries, call=call, **facts)
-        if "W" in model.branches:
-            near = replace(call, mask="full", window=attention.sliding_window)
-            choices["windows"] = choose("attention", dtype, queries, call=near, **facts)
+    choices = attention_choices(cfg, sizes)
     choices |= {
         "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),
         "gate": choose("gate", dtype, up, act=model.hidden_act),

@@ -9,7 +9,7 @@ from mjax.config import load
 from mjax.kernels import choose
 from mjax.kernels.attention_call import AttentionCall
 from mjax.kernels.chooser import NO_GPU, RULES, Device, believed
-from mjax.plan.kernels import kernel_choices, kernel_lines
+from mjax.plan.kernels import attention_choices, kernel_choices, kernel_lines
 from tests.devices import CPU, GPU, HOPPER
 
 AUTO = AttentionCall(scale=1.0)
@@ -18,7 +18,10 @@ PADDED = AttentionCall(scale=1.0, max_documents=2, padded=True)
 NEAR = AttentionCall(scale=1.0, mask="full", window=65)
 FIXED = AttentionCall(scale=1.0, max_documents=1, deterministic=True)
 CAPPED = AttentionCall(scale=1.0, softcap=30.0)
+WHOLE = AttentionCall(scale=1.0, mask="full", max_documents=2, padded=True)
+PACKED = AttentionCall(scale=1.0, mask="full")
 Q = (2, 1024, 8, 128)
+SHORT_Q = (2, 512, 8, 64)
 MLA_Q = (2, 1024, 8, 192)
 BIG = (2**14, 2**10)
 EXPERTS = (2**14, 8, 4096, 14336)
@@ -38,6 +41,16 @@ TABLE = [
     ("attention", "bfloat16", MLA_Q, CPU, {"call": AUTO, "value_size": 128}, "xla", NO_GPU),
     ("attention", "bfloat16", MLA_Q, HOPPER, {"call": AUTO, "value_size": 128}, "cudnn", "192"),
     ("attention", "bfloat16", Q, HOPPER, {"call": NEAR}, "xla", "windows to both sides"),
+    ("attention", "bfloat16", SHORT_Q, HOPPER, {"call": NEAR}, "triton", "windows to both sides"),
+    ("attention", "bfloat16", SHORT_Q, BARE, {"call": NEAR}, "xla", "windows to both sides"),
+    ("attention", "bfloat16", SHORT_Q, GPU, {"call": NEAR, "by_blocks": True}, "xla", "windows"),
+    ("attention", "bfloat16", SHORT_Q, GPU, {"call": WHOLE}, "triton", "rows of 512 tokens"),
+    ("attention", "float16", SHORT_Q, GPU, {"call": WHOLE}, "triton", "rows of 512 tokens"),
+    ("attention", "float32", SHORT_Q, GPU, {"call": WHOLE}, "cudnn", ""),  # which refuses it
+    ("attention", "bfloat16", SHORT_Q, BARE, {"call": WHOLE}, "cudnn", "no faster"),
+    ("attention", "bfloat16", SHORT_Q, GPU, {"call": WHOLE, "by_blocks": True}, "cudnn", ""),
+    ("attention", "bfloat16", SHORT_Q, GPU, {"call": PACKED}, "cudnn", "no faster"),
+    ("attention", "bfloat16", (2, 4096, 8, 64), GPU, {"call": WHOLE}, "cudnn", "no faster"),
     ("attention", "bfloat16", Q, CPU, {"call": NEAR}, "xla", NO_GPU),
     ("norm", "bfloat16", BIG, CPU, {}, "xla", NO_GPU),
     ("norm", "bfloat16", BIG, GPU, {}, "triton", "one pass"),
@@ -116,7 +129,7 @@ def test_each_op_gets_the_documented_kernel(op, dtype, shape, device, facts, nam
     assert choice.name == name and why in choice.why and choice.why
 
 
-@pytest.mark.parametrize("name", ["xla", "cudnn", "mosaic"])
+@pytest.mark.parametrize("name", ["xla", "cudnn", "mosaic", "triton"])
 def test_what_is_asked_for_is_not_replaced(name):
     call = AttentionCall(scale=1.0, softcap=30.0, implementation=name)
     for device in (CPU, GPU, HOPPER):
@@ -124,11 +137,22 @@ def test_what_is_asked_for_is_not_replaced(name):
         assert choice == (name, "train.attention asks for it")
 
 
-def test_a_dry_run_names_what_windows_to_both_sides_get():
-    cfg = load(Path(__file__).parents[2] / "configs/models/modernbert_base.yaml", ["mesh.dp=1"])
-    with believed(GPU):
-        found = kernel_choices(cfg, dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1))
-    assert (found["attention"].name, found["windows"].name) == ("cudnn", "xla")
+@pytest.mark.parametrize(
+    "model, mesh, wanted",
+    [
+        ("modernbert_base", {}, ["triton", "triton"]),
+        ("modernbert_base", {"cp": 2}, ["cudnn", "xla"]),
+        ("vit_l16", {}, ["triton"]),
+        ("clip_vit_l14", {}, ["triton", "triton"]),
+        ("llava_1_5_7b", {}, ["cudnn", "triton"]),
+        ("gpt_oss_20b", {}, ["mosaic"]),
+    ],
+)
+def test_a_dry_run_names_what_each_kind_of_attention_gets(model, mesh, wanted):
+    cfg = load(Path(__file__).parents[2] / f"configs/models/{model}.yaml", ["mesh.dp=1"])
+    with believed(HOPPER):
+        found = attention_choices(cfg, dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1) | mesh)
+    assert [choice.name for choice in found.values()] == wanted
 
 
 def test_a_run_lists_every_op_once():
