@@ -40,11 +40,11 @@ def main(argv: list[str] | None = None) -> None:
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
-    images, counts = read_images(args, model.cfg)
+    images, texts = read_images(args, model.cfg, tokenizer)
     given = {"images": images, "audio": read_sounds(args, model.cfg)}
     ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
-    if model.cfg.vision.is_tiled:
-        ids = [expanded(row, model.cfg.vision.image_token_id, counts) for row in ids]
+    if model.cfg.vision.is_cut:
+        ids = [expanded(row, model.cfg.vision.image_token_id, texts)[0] for row in ids]
     keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
     generator = Generator(model.definition, model.params, model.cfg, **keywords)
     items = {key: item for key, item in given.items() if item is not None}
@@ -131,16 +131,16 @@ def _json_prompts(path: Path, text: str) -> Iterable[Prompt]:
 
 
 def read_images(
-    args: argparse.Namespace, cfg: ModelConfig
-) -> tuple["np.ndarray | Tiled | None", list[int]]:
-    """What --image gives, fp32 [1, I, H, W, C], or None; tokens of each, if cut into tiles.
+    args: argparse.Namespace, cfg: ModelConfig, tokenizer: Tokenizer
+) -> tuple["np.ndarray | Tiled | None", list[list[int]]]:
+    """What --image gives, fp32 [1, I, H, W, C], or None; the ids of each, if cut into tiles.
 
     Raises `UserError` for what is no picture.
     """
     if not args.image:
         return None, []
     from mjax.data.pixels import decode_image, decode_picture, norm_image
-    from mjax.data.tiles import tiled_images
+    from mjax.data.tiles import tagged_images, tiled_images
 
     vision, found = cfg.vision, []
     mean = args.image_mean or (CLIP_MEAN if vision.class_token else [0.5])
@@ -148,16 +148,19 @@ def read_images(
     for name in args.image:
         with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
             encoded = Path(name).read_bytes()
-            if vision.is_tiled:
+            if vision.is_cut:
                 found.append(decode_picture(encoded, vision.num_channels))
             else:
                 pixels = decode_image(encoded, vision.image_size, vision.num_channels)
                 found.append(norm_image(pixels, mean, std))
-    if not vision.is_tiled:
+    if not vision.is_cut:
         return np.stack([found]), []
+    if vision.tile_tags:
+        tagged, (texts,) = tagged_images([found], vision, tokenizer, mean, std)
+        return tagged, texts
     with or_user_error(f"--image {args.image[0]}: {{reason}}; give another", ValueError):
         tiled, (counts,) = tiled_images([found], vision, mean, std)
-    return tiled, counts
+    return tiled, [[vision.image_token_id] * count for count in counts]
 
 
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:

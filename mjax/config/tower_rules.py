@@ -91,7 +91,7 @@ def rows_can_be_packed(c: Config) -> Iterator[str]:
         return
     if not c.model.modalities or c.model.is_dual_encoder:
         yield "`data.images.packed` has no meaning without texts that hold items"
-    elif c.model.vision.is_tiled:
+    elif c.model.vision.is_cut:
         yield "`data.images.packed` does not go with tiles: what an image costs is known once read"
 
 

@@ -15,13 +15,15 @@ class TowerConfig(Group):
         of the config have it in their names.
     leading: the tokens of an item before those that stand in the text.
     key_bias: whether keys have a bias in the tower's attention.
-    is_tiled: whether the tokens of an item depend on its size (`models/tiles.py`).
+    is_cut: whether an item is cut into tiles, whose number depends on its size (`data/tiles.py`).
+    is_tiled: whether features are mixed from those of tiles (`models/tiles.py`).
     is_shuffled: whether the projector makes one token of four.
     """
 
     item: ClassVar[str]
     leading: ClassVar[int] = 0
     key_bias: ClassVar[bool] = True
+    is_cut: ClassVar[bool] = False
     is_tiled: ClassVar[bool] = False
     is_shuffled: ClassVar[bool] = False
 

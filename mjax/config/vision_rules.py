@@ -85,7 +85,7 @@ def patches_fill_an_image(c: Config) -> Iterator[str]:
 
 @rule("leave it out, or write a P")
 def patches_are_projected(c: Config) -> Iterator[str]:
-    keys = set_keys(c.model.vision, "image_grid_pinpoints", "pixel_shuffle")
+    keys = set_keys(c.model.vision, "image_grid_pinpoints", "tile_tags", "pixel_shuffle")
     has_projector = "vision" in c.model.modalities and not c.model.is_dual_encoder
     for key in keys if not has_projector else ():
         yield f"model.vision.{key} has no meaning in `model.layer_pattern` without P"
@@ -100,13 +100,23 @@ def tiles_divide_images(c: Config) -> Iterator[str]:
         if any(size % side for size in sizes):
             yield f"image_grid_pinpoints has {sizes}, no multiple of `model.vision.image_size`"
     if not vision.is_tiled and set_keys(vision, "vision_aspect_ratio"):
-        yield "`model.vision.vision_aspect_ratio` has no effect without image_grid_pinpoints"
-    if (vision.is_tiled or vision.pixel_shuffle) and c.image_size != side:
+        without = "with tile_tags" if vision.is_cut else "without image_grid_pinpoints"
+        yield f"`model.vision.vision_aspect_ratio` has no effect {without}"
+    if (vision.is_cut or vision.pixel_shuffle) and c.image_size != side:
         yield "`data.images.image_size` is not that of tiles or of a pixel shuffle, the model's"
     if vision.pixel_shuffle and vision.grid() % 2:
         yield f"`model.vision.pixel_shuffle`: a side of {vision.grid()} patches is odd"
     if vision.pixel_shuffle and vision.padded(vision.text_tokens()) % (c.mesh.cp * c.mesh.tp):
         yield "`model.vision.length_multiple`: cp tp does not divide the tokens of a pixel shuffle"
+
+
+@rule("give one for each tile of the largest of image_grid_pinpoints, and one for the whole view")
+def tags_tell_tiles_apart(c: Config) -> Iterator[str]:
+    tags, most = c.model.vision.tile_tags, c.model.vision.most_tiles
+    if tags and len(tags) != most + 1:
+        yield f"model.vision.tile_tags: {len(tags)} for {most} tiles and a whole view"
+    if len(set(tags)) < len(tags):
+        yield "`model.vision.tile_tags` has a tag twice"
 
 
 @rule("raise it; what is more is padding, which no patch sees")

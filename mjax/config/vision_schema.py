@@ -44,6 +44,10 @@ class VisionConfig(TowerConfig):
     """
     vision_aspect_ratio: str = Field("anyres_max_9", pattern=r"^anyres_max_[1-9]\d{0,3}$")
     """Of more tiles than this number, features are interpolated to those of about as many."""
+    tile_tags: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts before the tokens of the tiles of an image, and last that before its whole view, as
+    <tile_1>, <tile_2> and <tile_global_thumbnail> (NVLM). Each image is cut then.
+    """
     pixel_shuffle: bool = False
     """Four patches, two by two, enter the projector as one of four times the channels."""
     num_labels: int = Field(0, ge=0)
@@ -62,8 +66,19 @@ class VisionConfig(TowerConfig):
         return self.leading + self.grid(size) ** 2
 
     @property
-    def is_tiled(self) -> bool:
+    def is_cut(self) -> bool:
         return bool(self.image_grid_pinpoints)
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.is_cut and not self.tile_tags
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of the largest of `image_grid_pinpoints`."""
+        side = max(self.image_size, 1)
+        counts = [(tall // side) * (wide // side) for tall, wide in self.image_grid_pinpoints]
+        return max(counts, default=0)
 
     @property
     def is_shuffled(self) -> bool:
@@ -72,12 +87,9 @@ class VisionConfig(TowerConfig):
     @property
     def max_items(self) -> int:
         """Images of a text, at most, or tiles where one is cut into them."""
-        side = max(self.image_size, 1)
-        counts = [self.max_images]
-        for height, width in self.image_grid_pinpoints:
-            tiles = (height // side) * (width // side)
-            counts.append(1 + tiles)
-        return max(counts)
+        if self.tile_tags:
+            return self.max_images * len(self.tile_tags)
+        return max(self.max_images, 1 + self.most_tiles)
 
     def feature_grid(self, size: int | None = None) -> int:
         """The tokens of a text along a side of an image, or of a tile."""

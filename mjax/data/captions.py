@@ -24,7 +24,7 @@ from mjax.data.gpt import Batch
 from mjax.data.labelled import part_of_split, shuffled
 from mjax.data.readers import ImageReader, Skipped, SoundReader
 from mjax.data.sources import IMAGES, SOUNDS, Item, Sample, samples_of
-from mjax.data.tiles import PictureReader, cut, places_of
+from mjax.data.tiles import PictureReader, cut, expanded, tag_ids
 from mjax.data.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UserError, or_user_error
 from mjax.models.modalities import MODALITIES, features_of_tiles
@@ -45,8 +45,8 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system"}
 class Line:
     """The ids of a sample with those of its items, which of them are answers, items by modality.
 
-    features: what stands in it for its images in tiles, once they are read. Before that an image is
-    one id.
+    features: what stands in it for its images in tiles, once they are read, unless tiles have tags.
+    Before that an image is one id.
     """
 
     name: str
@@ -94,7 +94,8 @@ class ImageTextDataset:
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
         self.size = len(self.lines) if size is None else size
         self.skipped = Skipped(len(self.lines))
-        readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_tiled else {})
+        self.tags = tag_ids(cfg.model.vision, tokenizer)
+        readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_cut else {})
         self.readers = {name: readers[name](cfg, self.skipped) for name in cfg.model.modalities}
 
     def __len__(self) -> int:
@@ -118,7 +119,7 @@ class ImageTextDataset:
         fits = np.array([self._fits(line) for line in chosen])
         items = {}
         for name in cfg.model.modalities:
-            if cfg.model.tower(name).is_tiled:
+            if cfg.model.tower(name).is_cut:
                 items[name], chosen, is_read = self._in_tiles(chosen, fits)
             else:
                 items[name], is_read = self._items(name, chosen, fits)
@@ -193,22 +194,21 @@ class ImageTextDataset:
         of_lines = [line.items["vision"] if fits[n] else [] for n, line in enumerate(lines)]
         pictures = iter(self.readers["vision"].pictures([i for items in of_lines for i in items]))
         shape = len(lines), vision.max_items, vision.row_length(vision.image_size), vision.numbers
-        rows, expanded, is_whole = np.zeros(shape, np.float32), list(lines), np.ones(shape[0], bool)
+        rows, found, is_whole = np.zeros(shape, np.float32), list(lines), np.ones(shape[0], bool)
         for row, (line, items) in enumerate(zip(lines, of_lines, strict=True)):
             own = [next(pictures) for _ in items]
             if any(picture is None for picture in own):
                 is_whole[row] = False
             elif own:
-                tiles, features = cut(own, vision, scale.mean, scale.std)
-                counts = [len(of_image.corners) for of_image in features]
-                places = places_of(line.ids, vision.image_token_id, counts)
-                ids, is_answer = ([of[at] for at in places] for of in (line.ids, line.is_answer))
+                tiles, texts, features = cut(own, vision, scale.mean, scale.std, self.tags)
+                ids, places = expanded(line.ids, vision.image_token_id, texts)
+                is_answer = [line.is_answer[at] for at in places]
                 line = replace(line, ids=ids, is_answer=is_answer, features=features)
                 is_whole[row] = self._fits(line)
                 if is_whole[row]:
                     tiles = MODALITIES["vision"].rows(tiles, vision, shape[2])
-                    expanded[row], rows[row, : len(tiles)] = line, tiles
-        return rows, expanded, is_whole
+                    found[row], rows[row, : len(tiles)] = line, tiles
+        return rows, found, is_whole
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[Line]:

@@ -5,12 +5,17 @@ tiles of a grid, which lie on the size that wastes least. The text holds the fea
 view, and then those of the grid's rows without padding, each row with a newline behind it. One
 beside others is a single tile, padded to a square, and a newline. Pixels are those of
 transformers' LlavaOnevisionImageProcessorPil.
+
+With `model.vision.tile_tags` it is NVLM's way (arXiv 2409.11402), Megatron-LM's: an image is scaled
+to the grid of the nearest proportions. The text holds the tiles of each image in the order of
+reading and then its whole view, each behind a tag, which is ordinary text. An image of one tile is
+the whole view alone.
 """
 
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +24,7 @@ from mjax.data.decoders import Decode, attempt
 from mjax.data.pixels import decode_picture
 from mjax.data.readers import ImageReader
 from mjax.data.sources import Item
+from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UserError, or_user_error
 from mjax.models.tiles import (
     CORNERS,
@@ -64,13 +70,25 @@ class PictureReader(ImageReader):
         return found
 
 
+class Cut(NamedTuple):
+    """The tiles fp32 [T, H, W, C] of a text's pictures, normed, and what stands in it for each.
+
+    texts: the ids that stand for a picture. features: those of its tokens, unless there are tags.
+    """
+
+    tiles: np.ndarray
+    texts: list[list[int]]
+    features: list[Features]
+
+
 def cut(
     arrays: Sequence[np.ndarray],
     vision: VisionConfig,
     mean: Sequence[float],
     std: Sequence[float],
-) -> tuple[np.ndarray, list[Features]]:
-    """The tiles fp32 [T, H, W, C] of a text's pictures, normed, and what stands in it for each.
+    tags: Sequence[Sequence[int]] = (),
+) -> Cut:
+    """A text's pictures in tiles, and with the ids of `tile_tags`, if the model has them.
 
     Pictures are uint8 [H, W, 3], or [H, W]. `mean` and `std` are of pixels from 0 to 1. Raises
     `ValueError` for a picture too narrow.
@@ -81,7 +99,11 @@ def cut(
     gray = vision.num_channels == 1
     pictures = [Image.fromarray(a.reshape(a.shape[:2]) if gray else a) for a in arrays]
     side, channels = vision.image_size, vision.num_channels
-    if len(pictures) == 1:
+    if tags:
+        of_pictures = [_grid_and_whole(picture, vision) for picture in pictures]
+        tiles = [tile for own in of_pictures for tile in own]
+        texts = [_behind_tags(len(own), tags, vision) for own in of_pictures]
+    elif len(pictures) == 1:
         tiles = _whole_and_grid(pictures[0], vision)
     else:
         ground = tuple(int(of_channel * 255) for of_channel in (*mean, *mean, *mean)[:channels])
@@ -90,8 +112,11 @@ def cut(
     shape = len(tiles), side, side, channels
     pixels = np.array([np.asarray(tile) for tile in tiles], np.float32).reshape(shape)
     normed = (pixels / 255 - np.asarray(mean)) / np.asarray(std)
-    sizes = [(picture.height, picture.width) for picture in pictures]
-    return normed.astype(np.float32), features_of_images(sizes, vision)
+    if tags:
+        return Cut(normed.astype(np.float32), texts, [])
+    features = features_of_images([(p.height, p.width) for p in pictures], vision)
+    texts = [[vision.image_token_id] * len(own.corners) for own in features]
+    return Cut(normed.astype(np.float32), texts, features)
 
 
 def tiled_images(
@@ -105,29 +130,81 @@ def tiled_images(
     The second is how many tokens `image_token_id` stand in a text for each of its pictures.
     """
     cuts = [cut(pictures, vision, mean, std) for pictures in rows]
-    most = max(len(tiles) for tiles, _ in cuts)
-    side = vision.image_size
-    pixels = np.zeros((len(rows), most, side, side, vision.num_channels), np.float32)
-    for row, (tiles, _) in enumerate(cuts):
-        pixels[row, : len(tiles)] = tiles
-    counts = [[len(found.corners) for found in features] for _, features in cuts]
-    return Tiled(pixels, *padded_features([features for _, features in cuts])), counts
+    corners = padded_features([found.features for found in cuts])
+    counts = [[len(text) for text in found.texts] for found in cuts]
+    return Tiled(_stacked([found.tiles for found in cuts]), *corners), counts
 
 
-def expanded(ids: Sequence[int], token: int | None, counts: Sequence[int]) -> list[int]:
-    """Ids in which each `token`, of a picture, stands as often as `counts` says."""
-    return [ids[place] for place in places_of(ids, token, counts)]
+def tagged_images(
+    rows: Sequence[Sequence[np.ndarray]],
+    vision: VisionConfig,
+    tokenizer: Tokenizer,
+    mean: Sequence[float] = (0.5,),
+    std: Sequence[float] = (0.5,),
+) -> tuple[np.ndarray, list[list[list[int]]]]:
+    """What a model with `tile_tags` reads of texts with pictures, fp32 [B, I, H, W, C].
+
+    The second is the ids that stand in a text for each of its pictures, tags among them.
+    """
+    tags = tag_ids(vision, tokenizer)
+    cuts = [cut(pictures, vision, mean, std, tags) for pictures in rows]
+    return _stacked([found.tiles for found in cuts]), [found.texts for found in cuts]
 
 
-def places_of(ids: Sequence[int], token: int | None, counts: Sequence[int]) -> list[int]:
-    """The places in ids of what `expanded` gives."""
-    if ids.count(token) > len(counts):
-        marks = f"a text has {ids.count(token)} <image>, and {len(counts)} pictures are given"
-        raise UserError(f"{marks}; give one for each")
-    found, left = [], iter(counts)
-    for place, id in enumerate(ids):
-        found += [place] * (next(left) if id == token else 1)
+def tag_ids(vision: VisionConfig, tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of each of `tile_tags`. Raises `UserError` where they do not tell tiles apart."""
+    found = [tokenizer.encode(tag) for tag in vision.tile_tags]
+    if len({(), *map(tuple, found)}) <= len(found):
+        said = "the tokenizer has the same ids, or none, for several"
+        raise UserError(f"model.vision.tile_tags: {said}; give tags that it tells apart")
+    for tag, ids in zip(vision.tile_tags, found, strict=True):
+        if vision.image_token_id in ids:
+            said = f"{tag!r} holds token {vision.image_token_id}, which stands for an image"
+            raise UserError(f"model.vision.tile_tags: {said}; give another tag")
     return found
+
+
+def expanded(
+    ids: Sequence[int], token: int | None, texts: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """Ids in which `texts` stand in the place of each `token`, of a picture; their places in `ids`.
+
+    Raises `UserError` where there are fewer pictures.
+    """
+    if ids.count(token) > len(texts):
+        marks = f"a text has {ids.count(token)} <image>, and {len(texts)} pictures are given"
+        raise UserError(f"{marks}; give one for each")
+    found, places, left = [], [], iter(texts)
+    for place, id in enumerate(ids):
+        more = next(left) if id == token else [id]
+        found += more
+        places += [place] * len(more)
+    return found, places
+
+
+def _stacked(tiles: Sequence[np.ndarray]) -> np.ndarray:
+    """Tiles of texts, stacked; zeros where a text has fewer."""
+    most = max(map(len, tiles))
+    pixels = np.zeros((len(tiles), most, *tiles[0].shape[1:]), np.float32)
+    for row, own in enumerate(tiles):
+        pixels[row, : len(own)] = own
+    return pixels
+
+
+def _grid_and_whole(picture: "Image", vision: VisionConfig) -> list["Image"]:
+    """The tiles of a picture in the order of reading, if they are several, and its whole view."""
+    tall, wide = nearest_size(picture.height, picture.width, vision)
+    side = vision.image_size
+    whole = picture.resize((side, side), _BICUBIC)
+    if (tall, wide) == (side, side):
+        return [whole]
+    return [*_tiles_of(picture.resize((wide, tall), _BICUBIC), side), whole]
+
+
+def _behind_tags(count: int, tags: Sequence[Sequence[int]], vision: VisionConfig) -> list[int]:
+    """The ids of an image of `count` tiles, the whole view among them, each behind its tag."""
+    tile = [vision.image_token_id] * vision.text_tokens()
+    return [id for tag in [*tags[: count - 1], tags[-1]] for id in [*tag, *tile]]
 
 
 def _whole_and_grid(picture: "Image", vision: VisionConfig) -> list["Image"]:
@@ -144,11 +221,16 @@ def _whole_and_grid(picture: "Image", vision: VisionConfig) -> list["Image"]:
     canvas = Image.new(picture.mode, (wide, tall))
     place = (wide - size[0]) // 2, (tall - size[1]) // 2
     canvas.paste(picture.resize(size, _BICUBIC), place)
-    tiles = [picture.resize((side, side), _BICUBIC)]
-    for top in range(0, tall, side):
-        for left in range(0, wide, side):
-            tiles.append(canvas.crop((left, top, left + side, top + side)))
-    return tiles
+    return [picture.resize((side, side), _BICUBIC), *_tiles_of(canvas, side)]
+
+
+def _tiles_of(canvas: "Image", side: int) -> list["Image"]:
+    """The tiles that a canvas consists of, in the order of reading."""
+    return [
+        canvas.crop((left, top, left + side, top + side))
+        for top in range(0, canvas.height, side)
+        for left in range(0, canvas.width, side)
+    ]
 
 
 def _square(picture: "Image", ground: tuple[int, ...]) -> "Image":
@@ -168,8 +250,10 @@ def best_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
     """The (height, width) of `image_grid_pinpoints` that keeps most of an image.
 
     Of those that keep as much it is the one with the least padding. Raises `ValueError` for an
-    image so narrow that none keeps a pixel.
+    image so narrow that none keeps a pixel. With tags it is `nearest_size`.
     """
+    if vision.tile_tags:
+        return nearest_size(height, width, vision)
     best, most = None, (0, 0)
     for tall, wide in vision.image_grid_pinpoints:
         scale = min(wide / width, tall / height)
@@ -180,6 +264,20 @@ def best_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
             best, most = (tall, wide), (kept, -wasted)
     if best is None:
         raise ValueError(f"{height} x {width} pixels are too narrow to be cut into tiles")
+    return best
+
+
+def nearest_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
+    """The (height, width) of `image_grid_pinpoints` with the proportions nearest to an image's.
+
+    Of those as near it is the largest that has less than twice the pixels of the image, or else
+    the smallest (Megatron-LM, InternVL).
+    """
+    best, least = (0, 0), math.inf
+    for tall, wide in sorted(vision.image_grid_pinpoints, key=math.prod):
+        apart = abs(width / height - wide / tall)
+        if apart < least or (apart == least and 2 * height * width > tall * wide):
+            best, least = (tall, wide), apart
     return best
 
 

@@ -187,7 +187,7 @@ def encode_with_items(
     marks = {}
     for name in model.modalities:
         tower = model.tower(name)
-        count = 1 if tower.is_tiled else tower.text_tokens((sizes or {}).get(name))
+        count = 1 if tower.is_cut else tower.text_tokens((sizes or {}).get(name))
         marks[tower.mark] = [tower.token_id] * count
     if all(tokenizer.encode(mark) == ids[:1] for mark, ids in marks.items()):
         of_id = {ids[0]: ids for ids in marks.values()}

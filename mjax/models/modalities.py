@@ -173,7 +173,8 @@ def beside_given(
     if tower.is_tiled != (tiled is not None):
         raise UserError(
             f"{tower.mark}: this model reads images {'in tiles' if tower.is_tiled else 'whole'}; "
-            "give `mjax.data.tiles.tiled_images` to one with image_grid_pinpoints, else an array"
+            "give `mjax.data.tiles.tiled_images` to one with image_grid_pinpoints and no "
+            "tile_tags, else an array"
         )
     pixels = items if tiled is None else tiled.pixels
     each, size = pixels.shape[1:3]

@@ -108,7 +108,7 @@ def inputs_of(vision, case: str) -> tuple[np.ndarray, Tiled | None, dict]:
     for of_row in counts:
         ids = rng.integers(3, 80, 14)
         ids[[2 + 4 * n for n in range(len(of_row))]] = IMAGE
-        texts.append(expanded(ids.tolist(), IMAGE, of_row))
+        texts.append(expanded(ids.tolist(), IMAGE, [[IMAGE] * n for n in of_row])[0])
     longest = max(map(len, texts))
     ids = np.array([[*rng.integers(3, 80, longest - len(t)), *t] for t in texts], np.int32)
     theirs = {"input_ids": torch.tensor(ids.astype(int))} | processed(pictures)

@@ -270,6 +270,10 @@ BROKEN = {
         [*LLAVA, "model.vision.image_grid_pinpoints=[[32, 64], [48, 32]]"],
         "image_grid_pinpoints has [48, 32], no multiple of model.vision.image_size=32",
     ),
+    "tags_tell_tiles_apart": (
+        [*LLAVA, "model.vision.tile_tags=[a, b]"],
+        "model.vision.tile_tags: 2 for 0 tiles and a whole view",
+    ),
     "rows_hold_an_image": (
         [*VIT, "data.seq_length=16"],
         "data.seq_length=16 is less than the 17 tokens of an image",
