@@ -1,7 +1,7 @@
 """Mesh sizes of a tower's own: where its weights lie, and how its rows get there and back.
 
-A tower runs on the devices of the mesh. Its layers have a handle of their own, on which tp or cp may
-be 1 (`mesh.towers`). They then exchange nothing along that axis, which divides the rows of their
+A tower runs on all devices of the mesh. Its layers have a handle of their own, whose tp or cp may
+be 1 (`mesh.towers`). They then exchange nothing along that axis. It divides the rows of their
 stream instead, a whole item each. Weights are whole over tp (`ParamSpec.whole`), and a device's
 share of their gradients is that of its rows: the gradient rule sums the shares. Rows are filled up
 with empty ones where the devices do not divide them. The counterpart in Megatron-LM is MIMO, whose
@@ -22,7 +22,7 @@ from mjax.sharding.spec import ParamSpec, is_spec
 
 def tower_handles(cfg: Config, parallel: Parallel) -> dict[str, Parallel]:
     """The handles of modalities whose layers have mesh sizes of their own."""
-    return {name: replace(parallel, **cfg.mesh.of_tower(name)) for name in cfg.mesh.towers}
+    return {name: replace(parallel, **sizes) for name, sizes in cfg.mesh.towers.items()}
 
 
 def with_whole_towers(specs: dict, cfg: Config) -> dict:
