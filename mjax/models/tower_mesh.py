@@ -22,18 +22,26 @@ from mjax.sharding.spec import ParamSpec, is_spec
 
 def tower_handles(cfg: Config, parallel: Parallel) -> dict[str, Parallel]:
     """The handles of modalities whose layers have mesh sizes of their own."""
-    return {name: replace(parallel, **sizes) for name, sizes in cfg.mesh.towers.items()}
+    handles = {}
+    for name, sizes in cfg.mesh.towers.items():
+        handles[name] = replace(parallel, **sizes)
+    return handles
 
 
 def with_whole_towers(specs: dict, cfg: Config) -> dict:
     """Declarations in which towers of tp=1 and their projectors are whole over tp."""
-    stacks = {stack_of(kind) for kind in cfg.model.layer_kinds if is_whole(kind, cfg)}
-    return {name: whole_specs(part) if name in stacks else part for name, part in specs.items()}
+    found = dict(specs)
+    for kind in set(cfg.model.layer_kinds):
+        if is_whole(kind, cfg):
+            stack = stack_of(kind)
+            found[stack] = whole_specs(specs[stack])
+    return found
 
 
 def is_whole(kind: str, cfg: Config) -> bool:
     """Whether the weights of a layer are whole over tp because its tower's tp is 1."""
-    return cfg.mesh.towers.get(modality_of(kind), {}).get("tp") == 1
+    sizes = cfg.mesh.towers.get(modality_of(kind), {})
+    return sizes.get("tp") == 1
 
 
 def whole_specs(specs: dict) -> dict:
@@ -47,28 +55,38 @@ def whole_specs(specs: dict) -> dict:
 
 def row_axes(modality: str, ctx: Context) -> tuple[str, ...]:
     """The axes that divide the rows of a tower's stream, besides those of the batch."""
-    own, mesh = ctx.of(modality).parallel, ctx.parallel
-    return tuple(axis for axis in ("cp", "tp") if own.size(axis) < mesh.size(axis))
+    own = ctx.of(modality).parallel
+    axes = []
+    for axis in ("cp", "tp"):
+        if own.size(axis) < ctx.parallel.size(axis):
+            axes.append(axis)
+    return tuple(axes)
 
 
 def rows_here(x: jax.Array, modality: str, ctx: Context) -> jax.Array:
     """[R', ...]: this device's rows of x [R, ...], which is equal on all devices of `row_axes`."""
     axes = row_axes(modality, ctx)
-    x = padded_to_shards(x, 0, ctx.parallel.size(*axes))
+    devices = ctx.parallel.size(*axes)
+    x = padded_to_shards(x, 0, devices)
     return ctx.parallel.shard(x, axes, 0)
 
 
 def whole_rows_here(x: jax.Array, modality: str, ctx: Context) -> jax.Array:
     """This device's rows of x [R, T/cp, ...]: [R', T, ...] in order where the tower's cp is 1."""
     axes, parallel = row_axes(modality, ctx), ctx.parallel
-    x = padded_to_shards(x, 0, parallel.size(*axes))
-    if "cp" in axes:
-        x = parallel.all_to_all(x, "cp", 0, 1)
-        x = natural(x, parallel.cp)
-    return parallel.shard(x, tuple(axis for axis in axes if axis != "cp"), 0)
+    if "cp" not in axes:
+        return rows_here(x, modality, ctx)
+    devices = parallel.size(*axes)
+    x = padded_to_shards(x, 0, devices)
+    x = parallel.all_to_all(x, "cp", 0, 1)
+    x = natural(x, parallel.cp)
+    return parallel.shard(x, axes[1:], 0)
 
 
 def rows_of_all(x: jax.Array, count: int, modality: str, ctx: Context) -> jax.Array:
     """[count, ...]: the rows of all devices of `row_axes`, from each one's [R', ...]."""
     axes = row_axes(modality, ctx)
-    return ctx.parallel.all_gather(x, axes, 0)[:count] if axes else x
+    if not axes:
+        return x
+    x = ctx.parallel.all_gather(x, axes, 0)
+    return x[:count]

@@ -73,7 +73,9 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     for name, (rows, length) in sides.items():
         of_tower = name in cfg.model.modalities
         sizes_of_stream = cfg.model.tower(name) if of_tower else cfg.model
-        shape = rows, length // ctx.of(name).parallel.tp, sizes_of_stream.hidden_size
+        own = ctx.of(name).parallel
+        width = sizes_of_stream.hidden_size
+        shape = rows, length // own.tp, width
         dtype = jnp.dtype(cfg.precision.compute)
         inputs[name] = jax.ShapeDtypeStruct(shape, dtype)
     like = x = inputs[DECODER]
@@ -92,8 +94,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     along = tuple(sizes[axis] for axis in AXES)
     mesh = AbstractMesh(along, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     mapped = on_shards(trace, mesh, PartitionSpec(), PartitionSpec())
-    specs = whole_specs(block.specs) if is_whole(kind, cfg) else block.specs
-    jax.eval_shape(mapped, _local_weights(cfg, parallel, specs), x)
+    jax.eval_shape(mapped, _local_weights(cfg, parallel, block, kind), x)
     labels = []
     for leaf in jax.tree.leaves(x):
         if leaf.ndim == like.ndim:
@@ -175,8 +176,10 @@ def _sides(cfg: Config, sizes: dict[str, int], ctx: Context) -> dict[str, tuple[
         sides[ENCODER] = rows * further["neighbors"], further["retrieved"] // sizes["cp"]
     for name in cfg.model.modalities:
         count, length, _ = MODALITIES[name].axes
-        items = -(-rows * further[count] // ctx.parallel.size(*row_axes(name, ctx)))
-        sides[name] = items, further[length] // ctx.of(name).parallel.cp
+        own = ctx.of(name).parallel
+        devices = ctx.parallel.size(*row_axes(name, ctx))
+        items = -(-rows * further[count] // devices)
+        sides[name] = items, further[length] // own.cp
     if cfg.model.is_encoder_decoder:
         target = cfg.data.target_length or cfg.data.seq_length
         sides = {ENCODER: text, DECODER: (rows, target // sizes["cp"])}
@@ -195,7 +198,7 @@ def _shared(cfg: Config, sizes: dict[str, int]) -> SharedWeights:
     return jax.eval_shape(shared)
 
 
-def _local_weights(cfg: Config, parallel: Parallel, specs: dict) -> dict:
+def _local_weights(cfg: Config, parallel: Parallel, block: Definition, kind: str) -> dict:
     """The weights of a layer as one device's matmuls read them, without their values."""
     sizes = {axis: parallel.size(axis) for axis in AXES}
     recipe = decide_execution(cfg, sizes).recipe
@@ -212,8 +215,11 @@ def _local_weights(cfg: Config, parallel: Parallel, specs: dict) -> dict:
         scales = jax.ShapeDtypeStruct((3,), jnp.float32)
         return Weight(value, scales=scales, recipe=recipe, **of_matmul)
 
-    specs = rounded_specs(specs, cfg.precision.fp8_experts)
-    return jax.tree.map(weight, specs, param_partitions(specs, parallel))
+    specs = rounded_specs(block.specs, cfg.precision.fp8_experts)
+    if is_whole(kind, cfg):
+        specs = whole_specs(specs)
+    cuts = param_partitions(specs, parallel)
+    return jax.tree.map(weight, specs, cuts)
 
 
 def _named(jaxpr) -> Iterator[tuple[str, jax.core.ShapedArray]]:

@@ -83,7 +83,9 @@ class Parallel:
 
     def all_to_all(self, x: jax.Array, axis: str, cut: int, joined: int) -> jax.Array:
         """Of x whole in the dimension `cut` and sharded in `joined`, the reverse, over `axis`."""
-        return lax.all_to_all(x, axis, cut, joined, tiled=True) if self.live(axis) else x
+        if not self.live(axis):
+            return x
+        return lax.all_to_all(x, axis, cut, joined, tiled=True)
 
     def all_gather_by_copies(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """`all_gather` as an all-to-all of copies of the shard.
