@@ -18,7 +18,7 @@ from mjax.models.modalities import MODALITIES, Items, beside_items, features_of,
 from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
 from mjax.models.streams import Streams
 from mjax.models.tiles import features_of_one_tile, padded_features
-from mjax.models.tower_mesh import whole_rows_here
+from mjax.models.tower_mesh import row_axes, whole_rows_here
 
 
 def items_of(cfg: Config, name: str) -> Items:
@@ -76,14 +76,16 @@ class WithItems(NextToken):
     def tokens(self, text: Tokens, batch: Batch, ctx: Context) -> Tokens:
         """Facts about the tokens of a text, with those about the tokens of its items."""
         for name in self.model.modalities:
-            is_cut = ctx.of(name).parallel.cp > 1
+            columns = batch[MODALITIES[name].columns]
+            if "cp" in row_axes(name, ctx):
+                columns = None
             text = beside_items(
                 text,
                 name,
                 self.model.tower(name),
                 items_of(self.cfg, name),
                 batch.get(f"{name}_features"),
-                batch[MODALITIES[name].columns] if is_cut else None,
+                columns,
                 batch.get(f"{name}_weights"),
                 ctx,
             )
