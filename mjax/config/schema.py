@@ -49,6 +49,10 @@ class MeshConfig(Group):
     """Size of the inner groups of a2a_ring."""
     ep: UpTo20 = Field(1, ge=1)
     """Expert; also splits the batch."""
+    towers: dict[Literal["vision", "audio"], dict[Literal["tp", "cp"], UpTo20]] = {}
+    """Sizes of towers' own, 1 or the mesh's, e.g. {vision: {tp: 1, cp: 1}}: weights and items are
+    whole, and the axes divide the items instead (docs/multimodal.md).
+    """
     virtual_stages: int = Field(1, ge=1, le=10_000)
     """Chunks of layers a pipeline device holds."""
     pipeline_layout: str | None = None
@@ -61,6 +65,10 @@ class MeshConfig(Group):
     """ZeRO stage: what is sharded over dp, ep and cp (sharding/rules.py)."""
     zero_group: int | None = Field(None, ge=1)
     """Shard within groups of this many devices; None: all of them."""
+
+    def of_tower(self, modality: str) -> dict[str, int]:
+        """The sizes of tp and cp in the layers of a modality."""
+        return {"tp": self.tp, "cp": self.cp} | self.towers.get(modality, {})
 
 
 class MaskedDataConfig(Group):

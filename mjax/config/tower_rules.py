@@ -52,8 +52,8 @@ def towers_have_sizes(c: Config) -> Iterator[str]:
 
 @rule("change either")
 def towers_divide(c: Config) -> Iterator[str]:
-    tp, cp = c.mesh.tp, c.mesh.cp
     for modality, tower in towers_of(c):
+        tp, cp = c.mesh.of_tower(modality).values()
         of, heads = f"model.{modality}", tower.num_attention_heads
         if tower.hidden_size % heads:
             yield f"`{of}.hidden_size` is not divisible by `{of}.num_attention_heads`"
@@ -62,12 +62,23 @@ def towers_divide(c: Config) -> Iterator[str]:
         for name in ("num_attention_heads", "intermediate_size"):
             if getattr(tower, name) % tp:
                 yield f"`{of}.{name}` is not divisible by `mesh.tp`"
-        if tower.row_length(c.item_size(modality)) % (tp if cp == 1 else 2 * cp * tp):
+        cuts = tp if c.mesh.cp == 1 else 2 * c.mesh.cp * tp  # a batch is cut over the mesh's cp
+        if tower.row_length(c.item_size(modality)) % cuts:
             yield f"`{of}.length_multiple` is not divisible by `mesh.tp`, or with cp by 2 cp tp"
         if "a2a" in c.mesh.cp_type and heads // tp % cp:
             yield f"`{of}.num_attention_heads` over tp is not divisible by `mesh.cp` for a2a"
-    if c.model.modalities and c.model.hidden_size % tp and not c.model.is_dual_encoder:
-        yield "`model.hidden_size`, of a projector (P, Q), is not divisible by `mesh.tp`"
+        if c.model.hidden_size % tp and not c.model.is_dual_encoder:
+            yield "`model.hidden_size`, of a projector (P, Q), is not divisible by `mesh.tp`"
+
+
+@rule("leave it out, or write 1")
+def towers_have_mesh_sizes(c: Config) -> Iterator[str]:
+    for modality, sizes in c.mesh.towers.items():
+        if modality not in c.model.modalities or c.model.is_dual_encoder:
+            yield f"`mesh.towers`: no projector reads a tower called {modality} in this model"
+        for axis, size in sizes.items():
+            if size not in (1, getattr(c.mesh, axis)):
+                yield f"`mesh.towers`: sizes between 1 and `mesh.{axis}` are not built"
 
 
 @rule("give each a token of its own")

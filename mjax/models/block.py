@@ -68,6 +68,7 @@ class Block(nnx.Module):
         own, other = stream_of(kind), stream_read_by(kind)
         if own not in x.activations:
             return BranchOutput(x)
+        ctx = ctx.of(own)
         if own != DECODER and not self.cfg.is_encoder_decoder:  # one item, then maybe padding
             ctx = replace(ctx, max_documents=2, padded=True)
         source = Source(x.activations.get(other), tokens.of(other))

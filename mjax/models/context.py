@@ -4,8 +4,8 @@
 like it. Both default to an ordinary single-device forward pass.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from mjax.sharding.collectives import LOCAL, Parallel
 class Context:
     """Static choices of a forward pass.
 
+    towers: the handles of modalities whose layers have mesh sizes of their own
+        (`models/tower_mesh.py`).
     attention, experts, expert_exchange: config keys of `train`.
     deterministic: `run.deterministic`.
     cp_type, cp_a2a: config keys of `mesh`.
@@ -40,6 +42,7 @@ class Context:
     """
 
     parallel: Parallel = LOCAL
+    towers: Mapping[str, Parallel] = field(default_factory=dict)
     attention: str = "auto"
     deterministic: bool = False
     experts: str = "auto"
@@ -58,6 +61,10 @@ class Context:
     head_remat: str = "none"
     seen_layers: tuple[int, int] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
+
+    def of(self, stream: str) -> "Context":
+        """The context of the layers that work on a stream."""
+        return replace(self, parallel=self.towers.get(stream, self.parallel))
 
     def overlaps(self, rows: int) -> bool:
         """Whether matmuls exchange shards of `rows` tokens over tp piecewise."""

@@ -433,9 +433,10 @@ class Decoder(nnx.Module):
         for name in rows:
             module = getattr(self, MODALITIES[name].embedding)
             grid = self.cfg.tower(name).grid(sizes[name])
-            x = module(rows[name], info.of(name), ctx, grid)
+            own = ctx.of(name)
+            x = module(rows[name], info.of(name), own, grid)
             rate, salt = self.cfg.hidden_dropout, _ITEM_SALTS[name]
-            streams[name] = dropout(x, rate, info.of(name), ctx, salt)
+            streams[name] = dropout(x, rate, info.of(name), own, salt)
         return Streams(streams, self.joint.weights())
 
     def embed_streams(

@@ -50,7 +50,7 @@ class LocalModel:
             columns = micro_batch[FURTHER_COLUMNS["retrieved"]]
             return beside_neighbors(tokens, micro_batch["neighbors"], columns)
         if isinstance(self.objective, WithItems):
-            return self.objective.tokens(tokens, micro_batch)
+            return self.objective.tokens(tokens, micro_batch, self.ctx)
         if FURTHER_COLUMNS["target"] not in micro_batch:
             return tokens
         target = tokens_of(

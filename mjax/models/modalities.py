@@ -18,8 +18,9 @@ from mjax.config.model_schema import ModelConfig
 from mjax.config.tower_schema import TowerConfig
 from mjax.errors import UserError
 from mjax.models.audio import FrameEmbedding, rows_of_frames
-from mjax.models.context import Tokens, tokens_of
+from mjax.models.context import Context, Tokens, tokens_of
 from mjax.models.tiles import NEWLINE, Tiled
+from mjax.models.tower_mesh import rows_here
 from mjax.models.vision import PatchEmbedding, rows_of_images
 
 
@@ -127,6 +128,7 @@ def beside_items(
     features: jax.Array | None,
     columns: jax.Array | None = None,
     weights: jax.Array | None = None,
+    ctx: Context = Context(),  # noqa: B008 - frozen
 ) -> Tokens:
     """Facts about a text's tokens, with those about the tokens of its items of a modality.
 
@@ -135,13 +137,14 @@ def beside_items(
     """
     columns = jnp.arange(items.length, dtype=jnp.int32) if columns is None else columns
     rows = text.rows[:, None] * items.count + jnp.arange(items.count)
+    rows = rows_here(rows.reshape(-1), modality, ctx)
     shape = rows.size, len(columns)
     real = tower.num_tokens(items.size)
     tokens = tokens_of(
         shape,
         jnp.broadcast_to(jnp.minimum(columns, real - 1), shape),
         segments=jnp.broadcast_to(columns < real, shape).astype(jnp.int32),
-        rows=rows.reshape(-1),
+        rows=rows,
         columns=columns,
         key=text.key,
     )

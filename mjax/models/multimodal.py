@@ -18,6 +18,7 @@ from mjax.models.modalities import MODALITIES, Items, beside_items, features_of,
 from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
 from mjax.models.streams import Streams
 from mjax.models.tiles import features_of_one_tile, padded_features
+from mjax.models.tower_mesh import row_axes, whole_rows_here
 
 
 def items_of(cfg: Config, name: str) -> Items:
@@ -72,17 +73,21 @@ class WithItems(NextToken):
         masked = batch | {"loss_mask": self.mask(batch)}
         return super().counts(masked)
 
-    def tokens(self, text: Tokens, batch: Batch) -> Tokens:
+    def tokens(self, text: Tokens, batch: Batch, ctx: Context) -> Tokens:
         """Facts about the tokens of a text, with those about the tokens of its items."""
         for name in self.model.modalities:
+            columns = batch[MODALITIES[name].columns]
+            if "cp" in row_axes(name, ctx):
+                columns = None
             text = beside_items(
                 text,
                 name,
                 self.model.tower(name),
                 items_of(self.cfg, name),
                 batch.get(f"{name}_features"),
-                batch[MODALITIES[name].columns],
+                columns,
                 batch.get(f"{name}_weights"),
+                ctx,
             )
         return text
 
@@ -90,7 +95,7 @@ class WithItems(NextToken):
         rows, sizes = {}, {}
         for name in self.model.modalities:
             field = batch[MODALITIES[name].field]
-            rows[name] = field.reshape(-1, *field.shape[2:])
+            rows[name] = whole_rows_here(field.reshape(-1, *field.shape[2:]), name, ctx)
             sizes[name] = self.cfg.item_size(name)
         return edges.embed_items(batch["tokens"], rows, sizes, tokens, ctx)
 

@@ -3,7 +3,7 @@
 LLaVA's projector (arXiv 2310.03744). Embeddings of tokens that stand for items are zero, so what
 this branch adds to the residual stream is what stands in their place. Features go from the tower's
 rows, one an item, to the rows of texts by an all-gather over cp and tp, whose transpose sums their
-cotangents.
+cotangents. The matrices lie as the tower's do, where that has mesh sizes of its own.
 """
 
 import jax
@@ -18,6 +18,7 @@ from mjax.models.mlp import activated
 from mjax.models.norm import Norm
 from mjax.models.params import declare, declare_bias, normal
 from mjax.models.tiles import mixed
+from mjax.models.tower_mesh import rows_of_all
 from mjax.models.vision import pixel_shuffle
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
@@ -69,16 +70,19 @@ class Projector(BranchModule):
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
         source, ctx = inputs.source, inputs.ctx
+        own = ctx.of(self.modality)
         if source.x is None:  # the items of a text are in the caches of its attention
             return BranchOutput(jnp.zeros_like(x))
-        is_shuffled = self.cfg.tower(self.modality).is_shuffled
+        sizes = self.cfg.tower(self.modality)
+        is_shuffled = sizes.is_shuffled
         h = self.norm(source.x) if self.normed else source.x
         if is_shuffled:
-            h = self._shuffled(h, source, ctx)
-        (h,) = column(h, (weight_of(self.up),), ctx)
+            h = self._shuffled(h, source, own)
+        (h,) = column(h, (weight_of(self.up),), own)
         h = activated(h, self.up_bias[...], "gelu")
-        y = row(h, weight_of(self.down), ctx) + self.down_bias[...]
-        y = gathered_tokens(y, ctx) if is_shuffled else in_order(y, source, ctx)
+        y = row(h, weight_of(self.down), own) + self.down_bias[...]
+        y = gathered_tokens(y, own) if is_shuffled else in_order(y, source, own)
+        y = rows_of_all(y, len(x) * sizes.max_items, self.modality, ctx)
         features = y.reshape(len(x), -1, y.shape[-1])
         places = inputs.tokens.features[self.modality]
         places = ctx.parallel.shard_seq(places)

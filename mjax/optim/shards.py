@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from mjax.optim.muon import Resharder
 from mjax.sharding.collectives import gather_weight, shard_weight
-from mjax.sharding.rules import Placement, partition
+from mjax.sharding.rules import Placement, weight_partition
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 
@@ -34,7 +34,7 @@ def muon_resharders(placement: Placement) -> tuple[Resharder, Resharder]:
 
     def partitions(spec: ParamSpec) -> Partitions:
         stored = stored_partition_of[spec]
-        read = partition(spec.axes, parallel, spec.shape)
+        read = weight_partition(spec, parallel)
         weight, matrix = [], []
         for axis, stored_entry, read_entry in zip(spec.axes, stored, read, strict=True):
             enumerates = axis in ENUMERATING_AXES

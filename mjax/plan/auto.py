@@ -156,7 +156,7 @@ def _is_legal(cfg: Config, devices: int | None = None) -> bool:
 
 def mesh_candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
     """Meshes to try, in order of preference."""
-    base = {"auto": False, "dp": "auto"}
+    base = {"auto": False, "dp": "auto", "towers": cfg.mesh.towers}
     powers = [2**i for i in range(1, int(math.log2(devices)) + 1)]
     experts = math.gcd(devices, cfg.model.moe.num_experts or 1)
     shapes = [{}, *({"tp": t} for t in powers)]

@@ -30,6 +30,7 @@ from mjax.kernels.quantize import Recipe
 from mjax.models.context import Context
 from mjax.models.execution import Execution, LayerPlan
 from mjax.models.remat import STASHED
+from mjax.models.tower_mesh import tower_handles
 from mjax.models.tp_overlap import MIN_ROWS
 from mjax.pipeline.layout import layout_of
 from mjax.sharding.collectives import Parallel
@@ -119,6 +120,7 @@ def training_context(cfg: Config, parallel: Parallel, **choices) -> Context:
     """The static choices of a training step; `choices` are those that the config does not make."""
     return Context(
         parallel=parallel,
+        towers=tower_handles(cfg, parallel),
         attention=cfg.train.attention,
         deterministic=cfg.run.deterministic,
         experts=cfg.train.experts,

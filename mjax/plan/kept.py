@@ -19,7 +19,7 @@ from mjax.config.pattern import BRANCHES, DECODER, ENCODER, branches_of, stream_
 from mjax.config.remat import kept_names
 from mjax.config.schema import Config
 from mjax.models.block import Block
-from mjax.models.context import tokens_of
+from mjax.models.context import Context, tokens_of
 from mjax.models.joint import Joint
 from mjax.models.modalities import MODALITIES
 from mjax.models.objective import further_lengths
@@ -28,6 +28,7 @@ from mjax.models.positions import rope_tables
 from mjax.models.remat import all_but_views, remat
 from mjax.models.streams import Activation, SharedWeights, Streams
 from mjax.models.tiles import CORNERS
+from mjax.models.tower_mesh import is_whole, row_axes, whole_specs
 from mjax.models.weight import Weight
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
 from mjax.sharding.collectives import Parallel
@@ -66,12 +67,15 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
         return Block(cfg.model, kind, nnx.Rngs(0))
 
     block = split(nnx.eval_shape(make_block))[0]
-    sides = _sides(cfg, sizes)
+    ctx = training_context(cfg, parallel, max_documents=1)
+    sides = _sides(cfg, sizes, ctx)
     inputs = {}
     for name, (rows, length) in sides.items():
         of_tower = name in cfg.model.modalities
         sizes_of_stream = cfg.model.tower(name) if of_tower else cfg.model
-        shape = rows, length // parallel.tp, sizes_of_stream.hidden_size
+        own = ctx.of(name).parallel
+        width = sizes_of_stream.hidden_size
+        shape = rows, length // own.tp, width
         dtype = jnp.dtype(cfg.precision.compute)
         inputs[name] = jax.ShapeDtypeStruct(shape, dtype)
     like = x = inputs[DECODER]
@@ -82,7 +86,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
 
     def trace(weights: dict, x: Activation) -> Activation:
         layer = block, kind, policy
-        residuals, named = _residuals(cfg, parallel, layer, weights, x, sides)
+        residuals, named = _residuals(cfg, ctx, layer, weights, x, sides)
         leaves.extend(residuals)
         names.extend(named)
         return x
@@ -90,7 +94,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     along = tuple(sizes[axis] for axis in AXES)
     mesh = AbstractMesh(along, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     mapped = on_shards(trace, mesh, PartitionSpec(), PartitionSpec())
-    jax.eval_shape(mapped, _local_weights(cfg, parallel, block), x)
+    jax.eval_shape(mapped, _local_weights(cfg, parallel, block, kind), x)
     labels = []
     for leaf in jax.tree.leaves(x):
         if leaf.ndim == like.ndim:
@@ -108,7 +112,7 @@ LayerOutput = tuple[Activation, dict[str, jax.Array]]  # and statistics
 
 def _residuals(
     cfg: Config,
-    parallel: Parallel,
+    ctx: Context,
     layer: tuple[Definition, str, str],
     weights: dict,
     x: Activation,
@@ -119,7 +123,6 @@ def _residuals(
     `sides` are the sequences and their tokens, by stream.
     """
     block, kind, policy = layer
-    ctx = training_context(cfg, parallel, max_documents=1)
     key = jax.random.key(0)
     others = {name: tokens_of(side, key=key) for name, side in sides.items()}
     text = sides[DECODER]
@@ -138,7 +141,7 @@ def _residuals(
     if cfg.model.position_embedding == "rope":
         for letter in branches_of(kind):
             if BRANCHES[letter].rotary:
-                rope[letter] = rope_tables(cfg.model, positions, letter, parallel)
+                rope[letter] = rope_tables(cfg.model, positions, letter, ctx.parallel)
 
     def apply(weights: dict, x: Activation) -> LayerOutput:
         bound = block.bind(weights)
@@ -164,7 +167,7 @@ def _residuals(
     return list(held.values()), list(named)
 
 
-def _sides(cfg: Config, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
+def _sides(cfg: Config, sizes: dict[str, int], ctx: Context) -> dict[str, tuple[int, int]]:
     """(sequences, tokens) of a micro-batch on a cp device, by stream."""
     text = rows, _ = micro_batch_shape(cfg, sizes)
     further = further_lengths(cfg)
@@ -173,8 +176,10 @@ def _sides(cfg: Config, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
         sides[ENCODER] = rows * further["neighbors"], further["retrieved"] // sizes["cp"]
     for name in cfg.model.modalities:
         count, length, _ = MODALITIES[name].axes
-        items = rows * further[count]
-        sides[name] = items, further[length] // sizes["cp"]
+        own = ctx.of(name).parallel
+        devices = ctx.parallel.size(*row_axes(name, ctx))
+        items = -(-rows * further[count] // devices)
+        sides[name] = items, further[length] // own.cp
     if cfg.model.is_encoder_decoder:
         target = cfg.data.target_length or cfg.data.seq_length
         sides = {ENCODER: text, DECODER: (rows, target // sizes["cp"])}
@@ -193,7 +198,7 @@ def _shared(cfg: Config, sizes: dict[str, int]) -> SharedWeights:
     return jax.eval_shape(shared)
 
 
-def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
+def _local_weights(cfg: Config, parallel: Parallel, block: Definition, kind: str) -> dict:
     """The weights of a layer as one device's matmuls read them, without their values."""
     sizes = {axis: parallel.size(axis) for axis in AXES}
     recipe = decide_execution(cfg, sizes).recipe
@@ -211,7 +216,10 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition) -> dict:
         return Weight(value, scales=scales, recipe=recipe, **of_matmul)
 
     specs = rounded_specs(block.specs, cfg.precision.fp8_experts)
-    return jax.tree.map(weight, specs, param_partitions(specs, parallel))
+    if is_whole(kind, cfg):
+        specs = whole_specs(specs)
+    cuts = param_partitions(specs, parallel)
+    return jax.tree.map(weight, specs, cuts)
 
 
 def _named(jaxpr) -> Iterator[tuple[str, jax.core.ShapedArray]]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES
+from mjax.config.pattern import BRANCHES, modality_of
 from mjax.config.schema import Config
 from mjax.kernels.chooser import Device, believed
 from mjax.models.branch import branch_class, model_heads
@@ -356,20 +356,29 @@ def _exchanges(
         hides = execution.overlap or cfg.mesh.zero == 3
         yield part("weights and gradients over dp", ("dp", "ep", "cp"), moved, hides)
     others = {axis: n - 1 for axis, n in sizes.items()}
+    own = {axis: _share_of_own(cfg, axis) for axis in ("tp", "cp")}
     if others["tp"]:  # two gathers and two scatters each way, two gathers again
-        moved = 10 * others["tp"] * activations * crossed
+        moved = 10 * others["tp"] * activations * crossed * (1 - own["tp"])
         yield part("activations over tp", ("tp",), moved, False)
     heads = model_heads(cfg.model)
     if others["cp"] and heads is not None:  # keys and values, and their gradients
         pair = heads.kv_channels / sizes["tp"]
         of_layer = 3 * others["cp"] * rows * width * pair * compute
-        yield part("keys and values over cp", ("cp",), of_layer * crossed, True)
+        moved = of_layer * crossed * (1 - own["cp"])
+        yield part("keys and values over cp", ("cp",), moved, True)
     if others["ep"] and cfg.model.moe.num_experts:
         moved = 4 * others["ep"] * activations * crossed * _share_sent(cfg, sizes)
         yield part("tokens over ep", ("ep",), moved, False)
     if others["pp"]:
         chunks = execution.micro_batches * cfg.mesh.virtual_stages
         yield part("activations over pp", ("pp",), 2 * activations * chunks, True)
+
+
+def _share_of_own(cfg: Config, axis: str) -> float:
+    """The share of the layers whose tower's size along `axis` is 1, so that none is exchanged."""
+    own = [name for name, sizes in cfg.mesh.towers.items() if sizes.get(axis) == 1]
+    kinds = cfg.model.layer_kinds
+    return sum(modality_of(kind) in own for kind in kinds) / len(kinds)
 
 
 def _zero_bytes(cfg: Config, execution: Execution, counts: Counts) -> float:

@@ -81,6 +81,12 @@ class Parallel:
         shards = shards.reshape(*before, devices, x.shape[dim] // devices, *behind)
         return jnp.sum(shards, dim, dtype=dtype)
 
+    def all_to_all(self, x: jax.Array, axis: str, cut: int, joined: int) -> jax.Array:
+        """Of x whole in the dimension `cut` and sharded in `joined`, the reverse, over `axis`."""
+        if not self.live(axis):
+            return x
+        return lax.all_to_all(x, axis, cut, joined, tiled=True)
+
     def all_gather_by_copies(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         """`all_gather` as an all-to-all of copies of the shard.
 
@@ -197,7 +203,7 @@ def scatter_gradient(
     """
     for dim, axes in extra_axes(have, wanted):
         devices = parallel.size(*axes)
-        gradient = _padded(gradient, dim, devices)
+        gradient = padded_to_shards(gradient, dim, devices)
         many_devices = devices > _FEW_DEVICES
         if gradient.dtype == dtype or gradient.size < _LITTLE or many_devices:
             gradient = parallel.reduce_scatter(gradient.astype(dtype), axes, dim)
@@ -211,12 +217,12 @@ def shard_weight(
 ) -> jax.Array:
     """This device's shard of a weight in partition `have`, padded as gradients are."""
     for dim, axes in extra_axes(have, wanted):
-        weight = _padded(weight, dim, parallel.size(*axes))
+        weight = padded_to_shards(weight, dim, parallel.size(*axes))
         weight = parallel.shard(weight, axes, dim)
     return weight
 
 
-def _padded(x: jax.Array, dim: int, shards: int) -> jax.Array:
+def padded_to_shards(x: jax.Array, dim: int, shards: int) -> jax.Array:
     """x with zeros at the end of `dim`, which `shards` then divide."""
     missing = -x.shape[dim] % shards
     if missing == 0:

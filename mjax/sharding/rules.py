@@ -92,9 +92,16 @@ def partition(
     return PartitionSpec(*entries)
 
 
+def weight_partition(spec: ParamSpec, parallel: Parallel) -> PartitionSpec:
+    """The partition in which matmuls read a parameter."""
+    if spec.whole:
+        parallel = replace(parallel, tp=1)
+    return partition(spec.axes, parallel, spec.shape)
+
+
 def is_partly_read(spec: ParamSpec, parallel: Parallel) -> bool:
     """Whether a device holds a parameter whole and reads only a part of it (`REPLICABLE`)."""
-    return any(
+    return not spec.whole and any(
         name in REPLICABLE and size % parallel.size(*RULES[name])
         for name, size in zip(spec.axes, spec.shape, strict=True)
     )
@@ -102,9 +109,7 @@ def is_partly_read(spec: ParamSpec, parallel: Parallel) -> bool:
 
 def param_partitions(specs: dict, parallel: Parallel) -> dict:
     """Tree of `ParamSpec` -> the same tree of `PartitionSpec`, as matmuls read the parameters."""
-    return jax.tree.map(
-        lambda spec: partition(spec.axes, parallel, spec.shape), specs, is_leaf=is_spec
-    )
+    return jax.tree.map(lambda spec: weight_partition(spec, parallel), specs, is_leaf=is_spec)
 
 
 def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> PartitionSpec:
@@ -117,7 +122,7 @@ def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> 
     `layers` is never cut, because layers are read one by one. `group` bounds the shards (hybrid
     sharding: shard within a group of that many devices, replicate across groups).
     """
-    base = partition(spec.axes, parallel, spec.shape)
+    base = weight_partition(spec, parallel)
     free = [axis for axis in parallel.live(*ZERO_AXES) if axis not in mesh_axes(base)]
     local = [
         length // parallel.size(*mesh_axes((entry,)))
@@ -151,7 +156,7 @@ def stored_partitions(specs: dict, parallel: Parallel, zero: int, group: int | N
 
     def stored(spec: ParamSpec) -> PartitionSpec:
         if spec.counts:
-            return partition(spec.axes, parallel, spec.shape)
+            return weight_partition(spec, parallel)
         return stored_partition(spec, parallel, group)
 
     return jax.tree.map(stored, specs, is_leaf=is_spec)

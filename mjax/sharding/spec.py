@@ -42,7 +42,7 @@ class ParamSpec:
     the names of a family.
 
     A `frozen` parameter is not trained. A `precise` one is read in fp32, whatever others are. One
-    without `fp8` is not rounded to 8 bits.
+    without `fp8` is not rounded to 8 bits. A `whole` one is not split over tp, whatever its axes.
 
     No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
     entries, and the step moves it by that (`models/buffers.py`). It lies whole on each device, in
@@ -60,6 +60,7 @@ class ParamSpec:
     counts: bool = False
     fp8: bool = True
     precise: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self

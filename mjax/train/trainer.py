@@ -17,6 +17,7 @@ from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
 from mjax.models import definition_of
 from mjax.models.objective import HostBatch, further_lengths, objective_of
+from mjax.models.tower_mesh import with_whole_towers
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
@@ -49,6 +50,7 @@ class Trainer:
         validate(cfg)
         self.definition = definition_of(cfg.model)
         specs = rounded_specs(self.definition.specs, cfg.precision.fp8_experts)
+        specs = with_whole_towers(specs, cfg)
         self.specs = freeze(specs, cfg.train.freeze)
         multiplied = patterns_of(cfg.optimizer.lr_multipliers)
         require_named("optimizer.lr_multipliers", multiplied, specs)

@@ -296,6 +296,10 @@ BROKEN = {
         [*LLAVA, "mesh.tp=4"],
         "model.vision.num_attention_heads=2 is not divisible by mesh.tp=4",
     ),
+    "towers_have_mesh_sizes": (
+        [*LLAVA, "mesh.tp=4", "mesh.towers={vision: {tp: 2}}"],
+        "mesh.towers={'vision': {'tp': 2}}: sizes between 1 and mesh.tp=4 are not built",
+    ),
     "towers_have_tokens_of_their_own": (
         [*LLAVA, *BOTH],
         "model.vision.image_token_id=9 and model.audio.audio_token_id=9 are the same",
