@@ -134,7 +134,7 @@ def test_a_part_of_its_own_rate_moves_as_a_run_of_that_rate(optimizer):
             own = 0.001 if name.startswith("projector.") else own
             if rate == own:
                 rates[rate] += (array != before[name]).any()
-                bound = 3e-8 if optimizer == MUON else 0  # XLA may sum in another order
+                bound = 1e-7 if optimizer == MUON else 0  # XLA may sum in another order
                 np.testing.assert_allclose(found[name], array, rtol=0, atol=bound, err_msg=name)
     assert min(rates.values()) > 2
 

@@ -24,20 +24,15 @@ CASES = [  # of 6 or 10 images on a device some are empty over tp=4, and all but
     ("llava", Cell({"tp": 4}, 0, 8), ROWS_OVER_TP),
     ("mimo", Cell({"cp": 2, "tp": 2}, 3, 3), UNLIKE),
     ("llava", Cell({"tp": 2}, 0, 1), WHOLE, FROZEN),
-    ("llava", Cell({"cp": 2}, 1, 2, cp_type="ring"), WHOLE),  # which no tower could be cut by
-    ("llava", Cell({"cp": 2, "tp": 2}, 2, 3, cp_type="a2a"), ROWS_OVER_TP),
-    ("llava", Cell({"cp": 2, "tp": 2}, 3, 1, cp_type="ring"), ROWS_OVER_CP),
+    ("llava", Cell({"cp": 2, "tp": 2}, 3, 1, cp_type="ring"), ROWS_OVER_CP),  # no tower has a ring
     ("llava", Cell({"dp": 2, "tp": 2}, 3, 2), WHOLE, "optimizer.name=muon"),
-    ("llava", Cell({"dp": 2, "cp": 2}, 1, 1), WHOLE),  # exchanges under other layers' matmuls
     ("mimo", Cell({"pp": 2, "tp": 2}, 1, 4), BOTH, "model.attention.attention_dropout=0.1"),
-    ("mimo", Cell({"tp": 4}, 1, 8), BOTH),
     ("mimo", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4), BOTH, FROZEN),
     ("llava-onevision", Cell({"cp": 2, "tp": 2}, 1, 8), WHOLE),
-    ("llava-onevision", Cell({"pp": 2, "tp": 2}, 1, 4), WHOLE),
 ]
 
 
-@pytest.mark.parametrize("case", quick([(case,) for case in CASES], 1), ids=str)
+@pytest.mark.parametrize("case", quick([(case,) for case in CASES], 2), ids=str)
 def test_loss_norm_and_gradients_are_those_of_one_device(case):
     feature, cell, *keys = case
     record = compare(feature, cell, *keys, steps=3)

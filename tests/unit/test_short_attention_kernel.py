@@ -11,15 +11,14 @@ from mjax.kernels.short_attention import Rows, Tile, Tiles, short_attention
 from tests.triton_interpreter import interpret
 
 # mask, queries, keys, heads, heads of keys, window, segments, tiles: rows that fill no tile and
-# that fill some, one tile of keys and several, windows within a tile and across tiles.
+# that fill some, windows within a tile and across tiles.
 CASES = {
     "full": ("full", 37, 37, 2, 2, None, None, (16, 32)),
-    "one tile of keys": ("full", 20, 20, 2, 2, None, None, (16, 32)),
     "whole tiles": ("full", 64, 64, 1, 1, None, None, (32, 16)),
     "causal": ("causal", 41, 41, 2, 1, None, None, (16, 16)),
     "causal, window": ("causal", 50, 50, 2, 2, 7, None, (16, 16)),
     "window": ("full", 70, 70, 2, 1, 9, None, (16, 32)),
-    "wide window": ("full", 70, 70, 2, 2, 40, "packed", (32, 16)),
+    "wide window": ("full", 70, 70, 1, 1, 40, "packed", (32, 16)),
     "padded": ("full", 33, 33, 4, 2, None, "padded", (16, 16)),
     "window, padded": ("full", 50, 50, 2, 2, 20, "padded", (16, 16)),
     "packed": ("causal", 33, 33, 2, 2, None, "packed", (16, 32)),
