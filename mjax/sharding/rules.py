@@ -63,7 +63,7 @@ RULES: dict[str, tuple[str, ...]] = {
 # state-space mixer use (`models/mamba.py`). All others are refused by validate.py.
 REPLICABLE = frozenset({"kv_heads", "groups"})
 
-# Mesh axes over which ZeRO cuts masters, moments and reduced gradients.
+# Mesh axes over which ZeRO cuts masters, moments and reduced gradients; `whole` ones over tp, too.
 ZERO_AXES = ("dp", "ep", "cp")
 
 # A parameter of at least this many elements on a device (4 KB of fp32) is cut although nothing
@@ -123,7 +123,8 @@ def stored_partition(spec: ParamSpec, parallel: Parallel, group: int | None) -> 
     sharding: shard within a group of that many devices, replicate across groups).
     """
     base = weight_partition(spec, parallel)
-    free = [axis for axis in parallel.live(*ZERO_AXES) if axis not in mesh_axes(base)]
+    axes = (*ZERO_AXES, "tp") if spec.whole else ZERO_AXES
+    free = [axis for axis in parallel.live(*axes) if axis not in mesh_axes(base)]
     local = [
         length // parallel.size(*mesh_axes((entry,)))
         for length, entry in zip(spec.shape, base, strict=True)

@@ -46,7 +46,8 @@ def test_weights_of_the_tower_are_whole_and_those_of_the_text_are_not():
     for stack, over_tp in (("vision_mlp", False), ("projector", False), ("dense", True)):
         cuts = [str(cut) for cut in jax.tree.leaves(where.weights[stack])]
         assert any("tp" in cut for cut in cuts) == over_tp, stack
-        assert any("dp" in str(cut) for cut in jax.tree.leaves(where.stored[stack]))
+        stored = [str(cut) for cut in jax.tree.leaves(where.stored[stack])]
+        assert any("dp" in cut and "tp" in cut for cut in stored), stack
 
 
 EXCHANGE = re.compile(r" (all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
