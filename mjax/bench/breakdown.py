@@ -41,7 +41,7 @@ PARTS = (
 )
 
 _COLLECTIVE = "all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all"
-_SDPA_KERNEL = re.compile(r"fmha|sdpa|flash", re.I)
+_SDPA_KERNEL = re.compile(r"fmha|sdpa|flash|^attention_", re.I)
 _MATMUL_KERNEL = re.compile(r"gemm|nvjet|xmma|cutlass|cublas|splitk|wgmma", re.I)
 _COPY_KERNEL = re.compile(r"^mem(cpy|set)", re.I)
 # CUDA graphs would hide which instruction a kernel belongs to.

@@ -76,6 +76,7 @@ ENTRY %main (x: bf16[4,4]) -> bf16[4,4] {
         (Event(0, 1, "silu_6", "command_buffer_3"), ("activation", "recompute")),
         (Event(0, 1, "nvjet_sm90_tst_256x128"), ("matmul", "forward")),
         (Event(0, 1, "cudnn_generated_fort_native_sdpa"), ("attention", "forward")),
+        (Event(0, 1, "attention_forward"), ("attention", "forward")),
         (Event(0, 1, "ncclDevKernel_AllGather"), ("communication, exposed", "forward")),
         (Event(0, 1, "MemcpyH2D"), ("copies and transposes", "forward")),
         (Event(0, 1, "mystery"), ("residual, other", "forward")),
