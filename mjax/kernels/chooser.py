@@ -138,9 +138,8 @@ def _attention(
         return Choice("xla", NO_GPU)
     has_several = call.max_documents != 1 and not call.padded
     sizes = x.shape[-1], value_size or x.shape[-1]
-    lacks = short_attention_lacks(x.dtype, *sizes, call, sinks=sinks, relative=relative)
-    if not x.device.triton:
-        lacks = NO_TRITON
+    more = {"sinks": sinks, "relative": relative}
+    lacks = short_attention_lacks(x.dtype, *sizes, call, x.device, **more)
     if call.window is not None and call.mask == "full":
         if lacks or by_blocks:
             return Choice(
@@ -188,11 +187,16 @@ def short_attention_lacks(
     size: int,
     value_size: int,
     call: AttentionCall,
+    device: Device,
     *,
     sinks: bool = False,
     relative: bool = False,
 ) -> str | None:
     """Why our attention of short rows cannot compute a call with heads of these sizes, or None."""
+    if device.backend != "gpu":
+        return NO_GPU
+    if not device.triton:
+        return NO_TRITON
     if call.dropout > 0:
         return "it has no model.attention.attention_dropout"
     if call.softcap is not None or sinks or relative:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
+from mjax.kernels import chooser
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
-from mjax.kernels.chooser import short_attention_lacks
 from mjax.kernels.triton_call import triton_call
 
 
@@ -61,7 +61,7 @@ def require_short(q: jax.Array, v: jax.Array, call: AttentionCall, arrays: Atten
     """Raise `UserError` where the kernels lack a device, dtype, head size, mask or feature."""
     sizes = q.shape[-1], v.shape[-1]
     has = {"sinks": arrays.sinks is not None, "relative": arrays.relative is not None}
-    if lacks := short_attention_lacks(q.dtype, *sizes, call, **has):
+    if lacks := chooser.short_attention_lacks(q.dtype, *sizes, call, chooser.this_device(), **has):
         raise UserError(f"train.attention=triton: {lacks}; set train.attention=auto or xla")
 
 
