@@ -241,6 +241,10 @@ def diagnostics_offload(c: Config) -> Iterator[str]:
 def cudnn_supports(c: Config) -> Iterator[str]:
     for key in not_for_cudnn(c) if c.train.attention in ("cudnn", "triton") else []:
         yield f"`train.attention` cannot run with {key}"
+
+
+@rule("set train.attention=auto")
+def short_rows_are_whole(c: Config) -> Iterator[str]:
     if c.train.attention == "triton" and c.mesh.cp > 1:
         yield "`train.attention=triton` takes all keys of a row, but `mesh.cp` cuts them"
 
