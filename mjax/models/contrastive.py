@@ -55,10 +55,6 @@ class Contrastive(WithItems):
         "row_label": ROW_LABEL,
     }
 
-    @classmethod
-    def of(cls, cfg: Config) -> "Contrastive":
-        return cls(cfg)
-
     def for_evaluation(self) -> "Contrastive":
         return replace(self, measures=True)
 
