@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.masked import ROW_LABEL, rows_that_count
