@@ -291,7 +291,7 @@ def _multiply_down_backward(expert, saved, dy):
 multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
 
 
-# ---- oracles -------------------------------------------------------------------------------------
+# ---- oracle --------------------------------------------------------------------------------------
 
 
 def every_expert(
@@ -322,25 +322,3 @@ def every_expert(
     one_each = *matrices, gates.T, weights.up_bias
     total, _ = jax.lax.scan(add_expert, zero, one_each)
     return total.astype(x.dtype)
-
-
-def reference(
-    x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array, cfg: ModelConfig
-) -> jax.Array:
-    """The output [T, D] of a block for x [T, D] on one device, token by token, for tests."""
-    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit)
-
-    def token(x: jax.Array) -> jax.Array:
-        logits = router.T @ x
-        best = jnp.argsort(-logits)[: cfg.moe.num_experts_per_tok]
-        if cfg.moe.norm_topk_prob:
-            gates = jax.nn.softmax(logits[best])
-        else:
-            gates = jax.nn.softmax(logits)[best]
-        outputs = []
-        for number in best:
-            h = expert.activate(jnp.tensordot(x, up[number], 1))
-            outputs.append(h @ down[number])
-        return gates @ jnp.stack(outputs)
-
-    return jax.lax.map(token, x)
