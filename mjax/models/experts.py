@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
 from mjax.kernels.chooser import choose
-from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed
+from mjax.kernels.grouped import grouped_matmul
 from mjax.models.capacity import expert_capacity
 from mjax.models.context import Context
 from mjax.models.dispatch import (
@@ -245,8 +245,9 @@ def _multiply_up_backward(expert, saved, dh):
     x, up, dispatch = saved
     dh = dh.reshape(len(dh), -1)
     rows = rows_of_tokens(x, dispatch)
-    d_up = weight_cotangent(up, rows, dh, dispatch.sizes, expert.kernel)
-    d_rows = grouped_matmul_transposed(dh, matrices_of(up), dispatch.sizes, expert.kernel)
+    sizes = dispatch.sizes
+    d_up = weight_cotangent(up, rows, dh, sizes, expert.kernel)
+    d_rows = grouped_matmul(dh, matrices_of(up), sizes, expert.kernel, transposed=True)
     dx = sums_of_rows(d_rows, dispatch)
     return dx, d_up, None
 
@@ -282,8 +283,9 @@ def _multiply_down_backward(expert, saved, dy):
     dy = rows_of_tokens(dy, dispatch)
     of_rows = gates_of_rows(gates, dispatch)
     rows, vjp = jax.vjp(expert.weighted, h, of_rows)
-    d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
-    d_rows = grouped_matmul_transposed(dy, matrices_of(down), dispatch.sizes, expert.kernel)
+    sizes = dispatch.sizes
+    d_down = weight_cotangent(down, rows, dy, sizes, expert.kernel)
+    d_rows = grouped_matmul(dy, matrices_of(down), sizes, expert.kernel, transposed=True)
     dh, d_gates = vjp(d_rows)
     return dh, gates_of_pairs(d_gates, dispatch), d_down, None
 
