@@ -35,12 +35,9 @@ THREADS = 8  # of the plain files
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench checkpoint", description=__doc__)
-    parser.add_argument("--config", metavar="YAML")
     parser.add_argument("--dir", type=Path, default=Path(), help="where to write (default: here)")
     parser.add_argument("--steps", type=int, default=10, help="steps without a save (default 10)")
-    report.add_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    args = parser.parse_intermixed_args(argv)
+    args = report.parse_with_config(parser, argv)
     if args.steps < 2:
         raise UserError(f"--steps {args.steps}: at least two steps must be measured")
     if jax.process_count() > 1:

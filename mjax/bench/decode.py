@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.bench.report import add_arguments, report, rounded
+from mjax.bench.report import parse_with_config, report, rounded
 from mjax.checkpoint.families import config_to_hf
 from mjax.config import load
 from mjax.config.model_schema import ModelConfig
@@ -36,7 +36,6 @@ Run = Callable[[np.ndarray], list[float]]
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench decode", description=__doc__)
-    parser.add_argument("--config", metavar="YAML")
     parser.add_argument("--batch", default="1,64", help="rows, with commas (default 1,64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default 128)")
     parser.add_argument("--new", type=int, default=128, help="new tokens (default 128)")
@@ -47,9 +46,7 @@ def main(argv: list[str]) -> int:
         "--bandwidth", type=float, default=4800, help="GB/s of the device (default: an H200's)"
     )
     parser.add_argument("--transformers", action="store_true", help="run transformers beside")
-    add_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_with_config(parser, argv)
     batches = read_numbers("--batch", args.batch)
     check_sizes(batches, args)
     if args.config is None and not args.overrides:

@@ -19,7 +19,6 @@ from mjax.kernels.gate import E4M3, E5M2
 from mjax.kernels.grouped import (
     grouped_matmul,
     grouped_matmul8,
-    grouped_matmul_transposed,
     grouped_weight_gradient,
     grouped_weight_gradient8,
 )
@@ -37,12 +36,7 @@ def grouped_matmuls(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
     sizes = skewed_sizes(m, groups)
     x, w, g = draw((m, k)), draw((groups, k, n), 1), draw((m, n), 2)
     total, counts = draw((groups, k, n), 3, "float32"), jnp.asarray(sizes)
-    products = {
-        "forward": (grouped_matmul, (x, w, counts)),
-        "d_input": (grouped_matmul_transposed, (g, w, counts)),
-        "d_weight": (grouped_weight_gradient, (x, g, counts)),
-        "d_weight added": (grouped_weight_gradient, (x, g, counts, total)),
-    }
+    products = products_of(x, w, g, counts, total)
     implementation = fastest()
     loops = loops_of_matmuls(sizes)
     for name, (product, inputs) in products.items():
@@ -75,17 +69,24 @@ def grouped_matmuls8(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
         "d_weight": (gradient8, turned),
         "d_weight added": (added8, (*turned, total)),
     }
-    products = {
-        "forward": (grouped_matmul, (x, w, counts)),
-        "d_input": (grouped_matmul_transposed, (g, w, counts)),
-        "d_weight": (grouped_weight_gradient, (x, g, counts)),
-        "d_weight added": (grouped_weight_gradient, (x, g, counts, total)),
-    }
+    products = products_of(x, w, g, counts, total)
     for name, (product8, inputs8) in products8.items():
         rest = {"flops": 2.0 * m * k * n, "kept": name == "d_weight added"}
         product, inputs = products[name]
         yield Work(name, product8, inputs8, **rest)
         yield Work(f"reference {name}", functools.partial(product, **own), inputs, **rest)
+
+
+def products_of(
+    x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array, total: jax.Array
+) -> dict[str, tuple[Callable, tuple]]:
+    """Each product and what it is of."""
+    return {
+        "forward": (grouped_matmul, (x, w, sizes)),
+        "d_input": (functools.partial(grouped_matmul, transposed=True), (g, w, sizes)),
+        "d_weight": (grouped_weight_gradient, (x, g, sizes)),
+        "d_weight added": (grouped_weight_gradient, (x, g, sizes, total)),
+    }
 
 
 def fastest() -> str:

@@ -36,6 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """The arguments of a benchmark that takes `--config X [a.b=c ...]` besides its own options."""
+    parser.add_argument("--config", metavar="YAML")
+    add_arguments(parser)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    return parser.parse_intermixed_args(argv)
+
+
 def report(args: argparse.Namespace, records: Iterable[dict]) -> int:
     """Print records as they come; with --baseline, exit code 1 if one is slower than it may be."""
     old = None if args.baseline is None else read(args.baseline)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mjax.bench.decode import config_of_transformers, require_transformers
-from mjax.bench.report import add_arguments, report
+from mjax.bench.report import parse_with_config, report
 from mjax.config import Config, load
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
@@ -31,7 +31,6 @@ OBJECTIVES = "next_token", "masked_lm", "span_corruption", "classify_images", "c
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench torch", description=__doc__)
-    parser.add_argument("--config", metavar="YAML")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them")
     parser.add_argument(
@@ -46,9 +45,7 @@ def main(argv: list[str]) -> int:
         default="model",
         help="compile the whole model, or each layer and the loss, which is quicker to compile",
     )
-    add_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_with_config(parser, argv)
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: at least one step must be measured")
     require_transformers("bench torch")

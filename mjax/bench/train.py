@@ -31,7 +31,6 @@ from mjax.train.metrics import peak_memory_gb, speed
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench train", description=__doc__)
-    parser.add_argument("--config", metavar="YAML")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them")
     parser.add_argument("--documents", type=int, default=1, help="documents per sequence")
@@ -41,9 +40,7 @@ def main(argv: list[str]) -> int:
         "--startup", action="store_true", help="seconds to the first step with an empty cache, then"
     )
     measurements.add_record_arguments(parser)
-    report.add_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    args = parser.parse_intermixed_args(argv)
+    args = report.parse_with_config(parser, argv)
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: at least one step must be measured")
     if args.record and not Path(args.record).absolute().parent.is_dir():

@@ -15,6 +15,7 @@ from itertools import product
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_bert import ENCODERS
 from mjax.checkpoint.hf_config import (
+    BIASED,
     activation,
     all_but_every_sixth,
     biases,
@@ -248,14 +249,7 @@ FAMILIES: dict[str, Family] = {
         gpt2_shape(),
         two_dropouts(0.1),
         activation("activation_function", {"gelu_tanh": "gelu_new"}),
-        fixed={
-            "position_embedding": "learned",
-            "norm": "layernorm",
-            "mlp_gated": False,
-            "attention.attention_bias": True,
-            "attention.attention_out_bias": True,
-            "mlp_bias": True,
-        },
+        fixed=BIASED,
         rename=(
             ("model.layers.", "transformer.h."),
             ("model.embed_tokens", "transformer.wte"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import (
+    BIASED,
     Part,
     activation,
     alike,
@@ -24,15 +25,9 @@ from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import shortest
 from mjax.errors import UserError
 
-_FIXED = {
+_FIXED = BIASED | {
     "layer_pattern": "B",
-    "position_embedding": "learned",
-    "norm": "layernorm",
     "norm_placement": "post_residual",
-    "mlp_gated": False,
-    "mlp_bias": True,
-    "attention.attention_bias": True,
-    "attention.attention_out_bias": True,
     "tie_word_embeddings": True,
     "bert.embedding_norm": True,
 }

@@ -16,6 +16,15 @@ from mjax.errors import UserError
 
 REQUIRED = object()
 HEADS = "num_attention_heads num_key_value_heads head_dim attention_dropout"
+# What GPT-2, BERT, ViT and CLIP have in common.
+BIASED = {
+    "position_embedding": "learned",
+    "norm": "layernorm",
+    "mlp_gated": False,
+    "mlp_bias": True,
+    "attention.attention_bias": True,
+    "attention.attention_out_bias": True,
+}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import (
     ACTIVATIONS,
+    BIASED,
     Part,
     activation,
     alike,
@@ -355,14 +356,6 @@ def _dual_names(cfg: ModelConfig, name: str) -> str:
     return f"{side}_model.encoder.layers.{number}.{_in_layer(layer[2])}"
 
 
-_DUAL = {
-    "position_embedding": "learned",
-    "norm": "layernorm",
-    "mlp_gated": False,
-    "mlp_bias": True,
-    "attention.attention_bias": True,
-    "attention.attention_out_bias": True,
-}
 _CLIP = {"hidden_act": "quick_gelu", "num_hidden_layers": 12}
 _SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 12, "layer_norm_eps": 1e-6}
 _SIGLIP_TEXT = {"vocab_size": 32000, "max_position_embeddings": 64, "num_attention_heads": 12}
@@ -376,7 +369,7 @@ VISION: dict[str, Family] = {
         ignored(*_INITIAL),
         _both_towers("clip", "G", _CLIP, _CLIP),
         same({"projection_dim": "contrastive.projection_dim"}, {"projection_dim": 512}),
-        fixed=_DUAL | {"vision.patch_bias": False, "vision.embedding_norm": True},
+        fixed=BIASED | {"vision.patch_bias": False, "vision.embedding_norm": True},
         name_of=_dual_names,
         numbers=("logit_scale",),
     ),
@@ -384,7 +377,7 @@ VISION: dict[str, Family] = {
         "SiglipModel",
         ignored(*_INITIAL),
         _both_towers("siglip", "U", _SIGLIP | {"patch_size": 16}, _SIGLIP | _SIGLIP_TEXT),
-        fixed=_DUAL | {"vision.class_token": False, "contrastive.loss": "sigmoid"},
+        fixed=BIASED | {"vision.class_token": False, "contrastive.loss": "sigmoid"},
         name_of=_dual_names,
         ones={"vision_model.head.probe": 2},
     ),
@@ -395,14 +388,7 @@ VISION: dict[str, Family] = {
         _squares(),
         _SHAPE,
         activation("hidden_act", default="gelu"),
-        fixed={
-            "layer_pattern": "B",
-            "position_embedding": "learned",
-            "norm": "layernorm",
-            "mlp_gated": False,
-            "mlp_bias": True,
-            "attention.attention_out_bias": True,
-        },
+        fixed=BIASED | {"layer_pattern": "B"},
         rename=(
             ("model.layers.", "vit.encoder.layer."),
             ("model.embed_patches.", "vit.embeddings.patch_embeddings.projection."),

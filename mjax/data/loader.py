@@ -146,12 +146,15 @@ def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
     from mjax.data.images import ImageDataset
     from mjax.data.packed import PackedTexts
 
-    make = partial(ImageDataset, cfg=cfg)
+    images, make = cfg.data.images, partial(ImageDataset, cfg=cfg)
     if cfg.model.modalities:
-        tokenizer = load_tokenizer(cfg.data.tokenizer)
-        dataset = PackedTexts if cfg.data.images.packed else ImageTextDataset
-        make = partial(dataset, cfg=cfg, tokenizer=tokenizer)
-    images = cfg.data.images
+        make = partial(ImageTextDataset, cfg=cfg, tokenizer=load_tokenizer(cfg.data.tokenizer))
+    if images.packed:
+        make_texts = make
+
+        def make(path: str, split: str, shares: list[float], size: int | None) -> Dataset:
+            return PackedTexts(make_texts(path, split, shares, None), size)
+
     others = [] if images.valid_path is None else [images.valid_path]
     return _blends(make, images.paths, others, cfg.data, (num_train, num_valid))
 

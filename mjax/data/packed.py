@@ -7,16 +7,13 @@ own: it sees no other, and its positions begin at 0. Invariant: row n is a pure 
 settings, seed, n), and every text is in one row.
 """
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from mjax.config.schema import Config
 from mjax.data.captions import ImageTextDataset
 from mjax.data.gpt import Batch
 from mjax.data.labelled import shuffled
-from mjax.data.tokenizer import Tokenizer
 from mjax.models.modalities import MODALITIES
 
 # The fields of a text that are copied to its place in a row.
@@ -24,7 +21,7 @@ _OF_TOKENS = "tokens", "labels", "loss_mask", "positions"
 
 
 class PackedTexts:
-    """`size` rows (None: an epoch) of the texts of an `ImageTextDataset`, whose arguments it takes.
+    """`size` rows (None: an epoch) of an epoch of `texts`.
 
     `batch(indices)` gives that one's fields. `segment_ids` number the texts of a row from 1 on, and
     `row_label` is -1 where none of them can be used.
@@ -32,21 +29,13 @@ class PackedTexts:
 
     padded = False
 
-    def __init__(
-        self,
-        path: str | os.PathLike,
-        split: str,
-        split_fractions: Sequence[float],
-        size: int | None,
-        cfg: Config,
-        tokenizer: Tokenizer,
-    ):
-        self.texts = ImageTextDataset(path, split, split_fractions, None, cfg, tokenizer)
-        model = cfg.model
+    def __init__(self, texts: ImageTextDataset, size: int | None):
+        self.texts = texts
+        cfg, model = texts.cfg, texts.cfg.model
         room = cfg.data.seq_length, *(model.tower(name).max_items for name in model.modalities)
         costs = [
             (len(line.ids) - 1, *(len(line.items[name]) for name in model.modalities))
-            for line in self.texts.lines
+            for line in texts.lines
         ]
         self.rows = packed(costs, room)
         self.size = len(self.rows) if size is None else size

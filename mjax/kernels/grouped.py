@@ -21,29 +21,25 @@ from mjax.kernels.grouped_tiles import tile8_of, tile_of
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "auto"
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    implementation: str = "auto",
+    *,
+    transposed: bool = False,
 ) -> jax.Array:
-    """x [M, K], w [G, K, N], sizes int32 [G] -> [M, N], in x's dtype."""
+    """x [M, K], w [G, K, N], sizes int32 [G] -> [M, N], in x's dtype.
+
+    `transposed`: by the transposes of w, x [M, N] -> [M, K], as the gradient of x is made.
+    """
     if resolve(x, w.shape, implementation) == "mosaic":
         from mjax.kernels.mosaic_grouped import multiply_rows
 
-        return multiply_rows(x, w, sizes, tile_of(w.shape[2]), transposed=False)
+        tile = tile_of(w.shape[1 if transposed else 2])
+        return multiply_rows(x, w, sizes, tile, transposed)
     if implementation == "batched":
-        return _batched("gmk,gkn->gmn", x, w)
-    return reference_rows(x, w, sizes, 1)
-
-
-def grouped_matmul_transposed(
-    g: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "auto"
-) -> jax.Array:
-    """The gradient [M, K] of x in `grouped_matmul`, from g [M, N] and w [G, K, N]."""
-    if resolve(g, w.shape, implementation) == "mosaic":
-        from mjax.kernels.mosaic_grouped import multiply_rows
-
-        return multiply_rows(g, w, sizes, tile_of(w.shape[1]), transposed=True)
-    if implementation == "batched":
-        return _batched("gmn,gkn->gmk", g, w)
-    return reference_rows(g, w, sizes, 2)
+        return _batched("gmn,gkn->gmk" if transposed else "gmk,gkn->gmn", x, w)
+    return reference_rows(x, w, sizes, 2 if transposed else 1)
 
 
 def grouped_weight_gradient(
@@ -97,7 +93,7 @@ def grouped_matmul8(
         tile = tile8_of(w.shape[1], precise)
         return multiply_rows(rows, w, sizes, tile, True, scale).astype(dtype)
     rows = rows.astype(dtype) * scale.astype(dtype)
-    return grouped_matmul_transposed(rows, w.astype(dtype), sizes, implementation)
+    return grouped_matmul(rows, w.astype(dtype), sizes, implementation, transposed=True)
 
 
 def grouped_weight_gradient8(
@@ -148,7 +144,7 @@ def _batched(products: str, rows: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def reference_rows(rows: jax.Array, w: jax.Array, sizes: jax.Array, contracted: int) -> jax.Array:
-    """`grouped_matmul` in plain JAX, and transposed: over axis 1 or 2 of w."""
+    """`grouped_matmul` in plain JAX: over axis 1 of w, or 2 if transposed."""
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (contracted,)), ((), ())),
         lhs_ragged_dimensions=[0],

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.masked import ROW_LABEL, rows_that_count
@@ -54,10 +53,6 @@ class Contrastive(WithItems):
         "patches": BatchField(np.float32, ("batch", *MODALITIES["vision"].axes)),
         "row_label": ROW_LABEL,
     }
-
-    @classmethod
-    def of(cls, cfg: Config) -> "Contrastive":
-        return cls(cfg)
 
     def for_evaluation(self) -> "Contrastive":
         return replace(self, measures=True)

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
 from mjax.kernels.chooser import choose
-from mjax.kernels.grouped import grouped_matmul, grouped_matmul_transposed
+from mjax.kernels.grouped import grouped_matmul
 from mjax.models.capacity import expert_capacity
 from mjax.models.context import Context
 from mjax.models.dispatch import (
@@ -245,8 +245,9 @@ def _multiply_up_backward(expert, saved, dh):
     x, up, dispatch = saved
     dh = dh.reshape(len(dh), -1)
     rows = rows_of_tokens(x, dispatch)
-    d_up = weight_cotangent(up, rows, dh, dispatch.sizes, expert.kernel)
-    d_rows = grouped_matmul_transposed(dh, matrices_of(up), dispatch.sizes, expert.kernel)
+    sizes = dispatch.sizes
+    d_up = weight_cotangent(up, rows, dh, sizes, expert.kernel)
+    d_rows = grouped_matmul(dh, matrices_of(up), sizes, expert.kernel, transposed=True)
     dx = sums_of_rows(d_rows, dispatch)
     return dx, d_up, None
 
@@ -282,8 +283,9 @@ def _multiply_down_backward(expert, saved, dy):
     dy = rows_of_tokens(dy, dispatch)
     of_rows = gates_of_rows(gates, dispatch)
     rows, vjp = jax.vjp(expert.weighted, h, of_rows)
-    d_down = weight_cotangent(down, rows, dy, dispatch.sizes, expert.kernel)
-    d_rows = grouped_matmul_transposed(dy, matrices_of(down), dispatch.sizes, expert.kernel)
+    sizes = dispatch.sizes
+    d_down = weight_cotangent(down, rows, dy, sizes, expert.kernel)
+    d_rows = grouped_matmul(dy, matrices_of(down), sizes, expert.kernel, transposed=True)
     dh, d_gates = vjp(d_rows)
     return dh, gates_of_pairs(d_gates, dispatch), d_down, None
 
@@ -291,7 +293,7 @@ def _multiply_down_backward(expert, saved, dy):
 multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
 
 
-# ---- oracles -------------------------------------------------------------------------------------
+# ---- oracle --------------------------------------------------------------------------------------
 
 
 def every_expert(
@@ -322,25 +324,3 @@ def every_expert(
     one_each = *matrices, gates.T, weights.up_bias
     total, _ = jax.lax.scan(add_expert, zero, one_each)
     return total.astype(x.dtype)
-
-
-def reference(
-    x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array, cfg: ModelConfig
-) -> jax.Array:
-    """The output [T, D] of a block for x [T, D] on one device, token by token, for tests."""
-    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit)
-
-    def token(x: jax.Array) -> jax.Array:
-        logits = router.T @ x
-        best = jnp.argsort(-logits)[: cfg.moe.num_experts_per_tok]
-        if cfg.moe.norm_topk_prob:
-            gates = jax.nn.softmax(logits[best])
-        else:
-            gates = jax.nn.softmax(logits)[best]
-        outputs = []
-        for number in best:
-            h = expert.activate(jnp.tensordot(x, up[number], 1))
-            outputs.append(h @ down[number])
-        return gates @ jnp.stack(outputs)
-
-    return jax.lax.map(token, x)

@@ -60,12 +60,7 @@ def predicted_share(cfg: Config) -> float:
     return cfg.data.masked.probability if cfg.model.bert.mlm_head else 1.0
 
 
-def flops_per_token(
-    model: ModelConfig,
-    seq_length: int,
-    frozen: Sequence[str] = (),
-    target_length: int | None = None,
-) -> float:
+def flops_per_token(model: ModelConfig, seq_length: int, frozen: Sequence[str] = ()) -> float:
     """Model FLOPs of one token, forward and backward, nothing recomputed.
 
     A matmul weight counts 2 forward, 2 for its own gradient and 2 for that of its input. The
@@ -75,7 +70,7 @@ def flops_per_token(
     comes its part of the work on `target_length` tokens of the decoder. Those of RETRO are the
     text's, with their part of the work on neighbors.
     """
-    return sum(flops_by_part(model, seq_length, frozen, target_length).values())
+    return sum(flops_by_part(model, seq_length, frozen).values())
 
 
 def flops_by_part(

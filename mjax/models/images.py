@@ -41,10 +41,6 @@ class ClassifyImages(OfRows):
     cfg: Config
     measures: bool = False
 
-    @classmethod
-    def of(cls, cfg: Config) -> "ClassifyImages":
-        return cls(cfg)
-
     @property
     def fields(self) -> Mapping[str, BatchField]:
         return {"patches": PATCHES, "row_label": ROW_LABEL}

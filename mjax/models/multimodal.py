@@ -103,7 +103,7 @@ class WithItems(NextToken):
         self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         masked = batch | {"loss_mask": self.mask(batch)}
-        return super().losses(edges, x.decoder, masked, tokens, ctx)
+        return super().losses(edges, x, masked, tokens, ctx)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Random items at the start of each row, for speed tests, where the data has none.

@@ -13,7 +13,7 @@ from mjax.config.schema import Config
 from mjax.models.chunked_attention import neighbor_rows
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
-from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars, further_lengths
+from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, further_lengths
 from mjax.models.streams import Streams
 
 
@@ -34,11 +34,6 @@ class WithNeighbors(NextToken):
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         ids = neighbor_rows(batch["neighbors"])
         return edges.embed_streams(ids, batch["tokens"], tokens, ctx)
-
-    def losses(
-        self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
-    ) -> Scalars:
-        return super().losses(edges, x.decoder, batch, tokens, ctx)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Neighbors made of a row, for speed tests; nothing where the data set has them."""

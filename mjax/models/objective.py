@@ -22,7 +22,7 @@ from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.modalities import MODALITIES
 from mjax.models.mtp import field_names, shifted_fields, with_weight
-from mjax.models.streams import Activation
+from mjax.models.streams import Activation, Streams
 from mjax.models.tiles import CORNERS
 from mjax.sharding.collectives import Parallel
 
@@ -162,9 +162,10 @@ class NextToken:
         return edges.embed(batch["tokens"], tokens, ctx)
 
     def losses(
-        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
+        self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
-        loss = edges.head_loss(x, batch["labels"], batch["loss_mask"], ctx)
+        text = x.decoder if isinstance(x, Streams) else x
+        loss = edges.head_loss(text, batch["labels"], batch["loss_mask"], ctx)
         return {"loss": loss}
 
 
@@ -208,10 +209,10 @@ class MultiToken(NextToken):
 
 NEXT_TOKEN = "next_token"
 
-# Objectives with settings, by their names in `train.objective`: classes with `of(cfg)`.
+# What makes objectives of a config, by their names in `train.objective`.
 CONFIGURED = {
-    "masked_lm": "mjax.models.masked:MaskedTokens",
-    "classify": "mjax.models.masked:ClassifyRows",
+    "masked_lm": "mjax.models.masked:MaskedTokens.of",
+    "classify": "mjax.models.masked:ClassifyRows.of",
     "span_corruption": "mjax.models.spans:CorruptedSpans",
     "classify_images": "mjax.models.images:ClassifyImages",
     "contrastive": "mjax.models.contrastive:Contrastive",
@@ -229,7 +230,7 @@ def objective_of(cfg: Config) -> Objective:
         depths = cfg.model.num_nextn_predict_layers
         return MultiToken(depths, cfg.train.mtp_loss_scaling_factor) if depths else NextToken()
     if name in CONFIGURED:
-        return pkgutil.resolve_name(CONFIGURED[name]).of(cfg)
+        return pkgutil.resolve_name(CONFIGURED[name])(cfg)
     try:
         objective = pkgutil.resolve_name(name)()
     except (ImportError, AttributeError, ValueError, TypeError) as e:

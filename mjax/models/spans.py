@@ -14,7 +14,7 @@ import numpy as np
 from mjax.config.schema import Config
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
-from mjax.models.objective import Batch, BatchField, HostBatch, NextToken, Scalars
+from mjax.models.objective import Batch, BatchField, HostBatch, NextToken
 from mjax.models.span_fields import span_fields
 from mjax.models.streams import Streams
 
@@ -35,17 +35,8 @@ class CorruptedSpans(NextToken):
         "loss_mask": BatchField(np.float32, _OF_TARGET),
     }
 
-    @classmethod
-    def of(cls, cfg: Config) -> "CorruptedSpans":
-        return cls(cfg)
-
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         return edges.embed_streams(batch["tokens"], batch["decoder_tokens"], tokens, ctx)
-
-    def losses(
-        self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
-    ) -> Scalars:
-        return super().losses(edges, x.decoder, batch, tokens, ctx)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
         """Rows of a stream with spans cut out of them; nothing where the data set has done it."""

@@ -10,7 +10,6 @@ from jax.sharding import SingleDeviceSharding
 from mjax.kernels.grouped import (
     grouped_matmul,
     grouped_matmul8,
-    grouped_matmul_transposed,
     grouped_weight_gradient,
     grouped_weight_gradient8,
 )
@@ -45,7 +44,9 @@ def test_products_are_one_call_each_and_copy_nothing(monkeypatch, capfd, shape, 
     adds = functools.partial(grouped_weight_gradient, **ours)
     products = {
         "forward": compiled(functools.partial(grouped_matmul, **ours), x, w, sizes),
-        "d_input": compiled(functools.partial(grouped_matmul_transposed, **ours), g, w, sizes),
+        "d_input": compiled(
+            functools.partial(grouped_matmul, transposed=True, **ours), g, w, sizes
+        ),
         "d_weight": compiled(adds, x, g, sizes),
         "d_weight added": compiled(adds, x, g, sizes, total, donate_argnums=3),
     }

@@ -8,12 +8,7 @@ import pytest
 from mjax.bench.grouped import skewed_sizes
 from mjax.kernels import chooser
 from mjax.kernels.gate import E4M3, E5M2
-from mjax.kernels.grouped import (
-    grouped_matmul,
-    grouped_matmul8,
-    grouped_matmul_transposed,
-    grouped_weight_gradient8,
-)
+from mjax.kernels.grouped import grouped_matmul, grouped_matmul8, grouped_weight_gradient8
 from mjax.kernels.grouped_tiles import NARROW, WIDE, Tile
 from mjax.models.grouped_linear import weight_cotangent
 from mjax.models.weight import Weight
@@ -74,7 +69,7 @@ def test_kernels_equal_the_loop(name):
     @jax.jit
     def mine(x, w, g, total):
         y = grouped_matmul(x, w, counts, "mosaic")
-        dx = grouped_matmul_transposed(g, w, counts, "mosaic")
+        dx = grouped_matmul(g, w, counts, "mosaic", transposed=True)
         dw = weight_cotangent(Weight(w), x, g, counts, "mosaic")
         summed = weight_cotangent(Weight(w, grad_sum=total), x, g, counts, "mosaic")
         return y, dx, dw.value, summed.grad_sum

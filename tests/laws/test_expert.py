@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 
 from mjax.config import load
+from mjax.config.model_schema import ModelConfig
 from mjax.models import moe
 from mjax.models.branch import BranchInputs
 from mjax.models.context import Context, tokens_of
-from mjax.models.experts import reference
+from mjax.models.expert import Expert
 from mjax.models.moe import MoE
 from mjax.models.router import Router, balanced, counted, route
 from mjax.models.router_losses import balance_loss, entropy, z_loss
@@ -222,6 +223,28 @@ def test_experts_biases_choose_but_do_not_weigh():
     routing = route(x, Router(w, expert_bias=jnp.arange(8.0)), cfg)
     np.testing.assert_array_equal(routing.experts, np.broadcast_to([7, 6], (2, 3, 2)))
     np.testing.assert_array_equal(routing.gates, 0.5)
+
+
+def reference(
+    x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array, cfg: ModelConfig
+) -> jax.Array:
+    """The output [T, D] of a block for x [T, D] on one device, token by token."""
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit)
+
+    def token(x: jax.Array) -> jax.Array:
+        logits = router.T @ x
+        best = jnp.argsort(-logits)[: cfg.moe.num_experts_per_tok]
+        if cfg.moe.norm_topk_prob:
+            gates = jax.nn.softmax(logits[best])
+        else:
+            gates = jax.nn.softmax(logits)[best]
+        outputs = []
+        for number in best:
+            h = expert.activate(jnp.tensordot(x, up[number], 1))
+            outputs.append(h @ down[number])
+        return gates @ jnp.stack(outputs)
+
+    return jax.lax.map(token, x)
 
 
 @pytest.mark.parametrize("name", quick(MODELS, 1))

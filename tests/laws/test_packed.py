@@ -52,7 +52,8 @@ def test_no_row_has_more_items_than_its_towers_read():
 
 def of(kind, path, *keys):
     cfg = config(LLAVA, path, "data.seq_length=64", "model.vision.max_images=4", *keys)
-    return kind(path, "train", [1.0, 0, 0], None, cfg, BYTES), cfg
+    texts = ImageTextDataset(path, "train", [1.0, 0, 0], None, cfg, BYTES)
+    return texts if kind is ImageTextDataset else kind(texts, None), cfg
 
 
 def test_packed_texts_have_the_loss_and_gradients_of_texts_apart(tmp_path, caplog):

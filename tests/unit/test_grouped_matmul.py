@@ -63,7 +63,7 @@ def test_products_equal_the_loop(name):
     x32, w32, g32, total32 = narrow(x, w, g, total)
     counts = jnp.asarray(sizes, jnp.int32)
     close(grouped.grouped_matmul(x32, w32, counts), loop(x, w, sizes))
-    transposed = grouped.grouped_matmul_transposed(g32, w32, counts)
+    transposed = grouped.grouped_matmul(g32, w32, counts, transposed=True)
     close(transposed, loop(g, w.swapaxes(1, 2), sizes))
     gradient = loop_of_gradients(x, g, sizes)
     close(grouped.grouped_weight_gradient(x32, g32, counts), gradient)
