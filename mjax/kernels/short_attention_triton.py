@@ -1,13 +1,15 @@
 """Attention of short rows as Triton kernels; `short_attention.py` calls them.
 
 Arrays are row-major: queries [B, S, N, H], keys and values [B, T, K, H]. Exponentials are to base
-2. Scores, sums and log-sum-exps are fp32; products read operands of the inputs' dtype.
+2. Scores, sums and log-sum-exps are fp32; products read operands of the inputs' dtype. SEGMENTED: a
+query sees keys of its own segment only. PADDED: a row's keys from its length on are not seen.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NEVER = tl.constexpr(float("-inf"))  # the score of a key that is not seen
 LOWEST = tl.constexpr(-1e30)  # the largest score where no key is seen: a finite number
 
 
@@ -37,55 +39,37 @@ def attention_forward(
 ):
     """Write out [B, S, N, H] and the log-sum-exp of scores, to base 2, [B, N, S].
 
-    A program takes QUERIES of a head and walks the tiles of keys that they see (FlashAttention-2,
-    arXiv 2307.08691). SEGMENTED: a query sees keys of its own segment
-    only. PADDED: a row's keys from its length on are not seen.
+    A program takes QUERIES of a head and walks the tiles of keys that they see.
     """
-    tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
-    program = tl.program_id(0)
-    start = program % tiles * QUERIES
-    head = program // tiles % HEADS
-    row = (program // (tiles * HEADS)).to(tl.int64)
-    queries, channels = start + tl.arange(0, QUERIES), tl.arange(0, H)
-    within = queries < S
-    at = ((row * S + queries[:, None]) * HEADS + head) * H + channels[None]
-    query = tl.load(q + at, within[:, None], other=0.0)
-    if SEGMENTED:
-        mine = tl.load(q_segments + row * S + queries, within, other=-1)
-    length = T
-    if PADDED:
-        length = tl.load(lengths + row)
+    row, head, start = _task(S, HEADS, QUERIES)
+    queries = start + tl.arange(0, QUERIES)
+    at = _places(row, queries, head, S, HEADS, H)
+    query = _tile(q, at, queries < S)
+    mine = _segments(q_segments, row, queries, S, SEGMENTED)
+    length = _length(lengths, row, T, PADDED)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
     top = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, H], tl.float32)
-    from_head = (row * T * KV_HEADS + head // (HEADS // KV_HEADS)) * H
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
-        place = from_head + keys[:, None] * (KV_HEADS * H) + channels[None]
-        key = tl.load(k + place, (keys < T)[:, None], other=0.0)
-        value = tl.load(v + place, (keys < T)[:, None], other=0.0)
+        place = _places(row, keys, head // (HEADS // KV_HEADS), T, KV_HEADS, H)
+        key, value = _tile(k, place, keys < T), _tile(v, place, keys < T)
         scores = tl.dot(query, tl.trans(key))
-        if WINDOW or SEGMENTED:
-            seen = _seen(queries[:, None], keys[None], length, CAUSAL, WINDOW)
-            if SEGMENTED:
-                theirs = tl.load(k_segments + row * T + keys, keys < T, other=-1)
-                seen &= mine[:, None] == theirs[None]
-            scores = tl.where(seen, scores, float("-inf"))
-        elif CAUSAL or PADDED or T % KEYS:  # masking all tiles costs the forward a tenth
-            if begin + KEYS > (start if CAUSAL else length):
-                seen = _seen(queries[:, None], keys[None], length, CAUSAL, 0)
-                scores = tl.where(seen, scores, float("-inf"))
+        is_edge = begin + KEYS > (start if CAUSAL else length)
+        theirs = _segments(k_segments, row, keys, T, SEGMENTED)
+        scores = _hidden(
+            scores, NEVER, queries, keys, mine, theirs, length, is_edge, CAUSAL, WINDOW, SEGMENTED
+        )
         new_top = tl.maximum(top, tl.max(scores, 1) * (SCALE * LOG2E))
         weights = tl.exp2(scores * (SCALE * LOG2E) - new_top[:, None])
         left = tl.exp2(top - new_top)
         total = total * left + tl.sum(weights, 1)
-        mean = mean * left[:, None]
-        mean = tl.dot(weights.to(value.dtype), value, mean)
+        mean = tl.dot(weights.to(value.dtype), value, mean * left[:, None])
         top = new_top
     total = tl.where(total > 0, total, 1.0)  # a query that sees no key has a mean of zeros
-    tl.store(out + at, (mean / total[:, None]).to(query.dtype), within[:, None])
-    tl.store(lse + (row * HEADS + head) * S + queries, top + tl.log2(total), within)
+    tl.store(out + at, (mean / total[:, None]).to(query.dtype), (queries < S)[:, None])
+    tl.store(lse + (row * HEADS + head) * S + queries, top + tl.log2(total), queries < S)
 
 
 @triton.jit
@@ -119,50 +103,32 @@ def attention_d_queries(
 
     A program takes QUERIES of a head and walks the tiles of keys that they see.
     """
-    tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
-    program = tl.program_id(0)
-    start = program % tiles * QUERIES
-    head = program // tiles % HEADS
-    row = (program // (tiles * HEADS)).to(tl.int64)
-    queries, channels = start + tl.arange(0, QUERIES), tl.arange(0, H)
-    within = queries < S
-    at = ((row * S + queries[:, None]) * HEADS + head) * H + channels[None]
-    d_mean = tl.load(d_out + at, within[:, None], other=0.0)
-    mean = tl.load(out + at, within[:, None], other=0.0)
-    delta = tl.sum(mean.to(tl.float32) * d_mean.to(tl.float32), 1)
+    row, head, start = _task(S, HEADS, QUERIES)
+    queries = start + tl.arange(0, QUERIES)
+    at = _places(row, queries, head, S, HEADS, H)
+    query, d_mean = _tile(q, at, queries < S), _tile(d_out, at, queries < S)
     of_rows = (row * HEADS + head) * S + queries
-    tl.store(deltas + of_rows, delta, within)
-    query = tl.load(q + at, within[:, None], other=0.0)
-    total = tl.load(lse + of_rows, within, other=0.0)
-    if SEGMENTED:
-        mine = tl.load(q_segments + row * S + queries, within, other=-1)
-    length = T
-    if PADDED:
-        length = tl.load(lengths + row)
+    delta = tl.sum(_tile(out, at, queries < S).to(tl.float32) * d_mean.to(tl.float32), 1)
+    tl.store(deltas + of_rows, delta, queries < S)
+    total = tl.load(lse + of_rows, queries < S, other=0.0)
+    mine = _segments(q_segments, row, queries, S, SEGMENTED)
+    length = _length(lengths, row, T, PADDED)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
     d_query = tl.zeros([QUERIES, H], tl.float32)
-    from_head = (row * T * KV_HEADS + head // (HEADS // KV_HEADS)) * H
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
-        place = from_head + keys[:, None] * (KV_HEADS * H) + channels[None]
-        key = tl.load(k + place, (keys < T)[:, None], other=0.0)
-        value = tl.load(v + place, (keys < T)[:, None], other=0.0)
+        place = _places(row, keys, head // (HEADS // KV_HEADS), T, KV_HEADS, H)
+        key, value = _tile(k, place, keys < T), _tile(v, place, keys < T)
         scores = tl.dot(query, tl.trans(key))
         weights = tl.exp2(scores * (SCALE * LOG2E) - total[:, None])
-        if WINDOW or SEGMENTED:
-            seen = _seen(queries[:, None], keys[None], length, CAUSAL, WINDOW)
-            if SEGMENTED:
-                theirs = tl.load(k_segments + row * T + keys, keys < T, other=-1)
-                seen &= mine[:, None] == theirs[None]
-            weights = tl.where(seen, weights, 0.0)
-        elif CAUSAL or PADDED or T % KEYS:  # masking all tiles costs the forward a tenth
-            if begin + KEYS > (start if CAUSAL else length):
-                seen = _seen(queries[:, None], keys[None], length, CAUSAL, 0)
-                weights = tl.where(seen, weights, 0.0)
-        d_weights = tl.dot(d_mean, tl.trans(value))
-        d_scores = weights * (d_weights - delta[:, None])
+        is_edge = begin + KEYS > (start if CAUSAL else length)
+        theirs = _segments(k_segments, row, keys, T, SEGMENTED)
+        weights = _hidden(
+            weights, 0.0, queries, keys, mine, theirs, length, is_edge, CAUSAL, WINDOW, SEGMENTED
+        )
+        d_scores = weights * (tl.dot(d_mean, tl.trans(value)) - delta[:, None])
         d_query = tl.dot(d_scores.to(key.dtype), key, d_query)
-    tl.store(d_q + at, (d_query * SCALE).to(query.dtype), within[:, None])
+    tl.store(d_q + at, (d_query * SCALE).to(query.dtype), (queries < S)[:, None])
 
 
 @triton.jit
@@ -194,64 +160,76 @@ def attention_d_keys(
 ):
     """Write the gradients of k and v.
 
-    A program takes KEYS of a head and walks the tiles of queries that see them, of each head of
-    queries that has this head of keys. Its scores are transposed, [KEYS, QUERIES].
+    A program takes KEYS of a head and walks the tiles of queries, of each head that has these keys.
     """
-    group: tl.constexpr = HEADS // KV_HEADS
-    tiles: tl.constexpr = (T + KEYS - 1) // KEYS
+    row, kv_head, begin = _task(T, KV_HEADS, KEYS)
+    keys = begin + tl.arange(0, KEYS)
+    at = _places(row, keys, kv_head, T, KV_HEADS, H)
+    key, value = _tile(k, at, keys < T), _tile(v, at, keys < T)
+    theirs = _segments(k_segments, row, keys, T, SEGMENTED)
+    length = _length(lengths, row, T, PADDED)
+    low, high = _queries_that_see(begin, length, S, CAUSAL, WINDOW, QUERIES, KEYS)
+    d_key = tl.zeros([KEYS, H], tl.float32)
+    d_value = tl.zeros([KEYS, H], tl.float32)
+    for member in tl.static_range(HEADS // KV_HEADS):
+        head = kv_head * (HEADS // KV_HEADS) + member
+        for start in tl.range(low, high, QUERIES, num_stages=STAGES):
+            queries = start + tl.arange(0, QUERIES)
+            place = _places(row, queries, head, S, HEADS, H)
+            query, d_mean = _tile(q, place, queries < S), _tile(d_out, place, queries < S)
+            of_rows = (row * HEADS + head) * S + queries
+            total = tl.load(lse + of_rows, queries < S, other=float("inf"))  # exp2(-inf) is 0
+            delta = tl.load(deltas + of_rows, queries < S, other=0.0)
+            scores = tl.dot(key, tl.trans(query))  # [KEYS, QUERIES]
+            weights = tl.exp2(scores * (SCALE * LOG2E) - total[None])
+            if CAUSAL or WINDOW or SEGMENTED:
+                mine = _segments(q_segments, row, queries, S, SEGMENTED)
+                seen = _seen(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED)
+                weights = tl.where(tl.trans(seen), weights, 0.0)
+            d_value = tl.dot(weights.to(query.dtype), d_mean, d_value)
+            d_scores = weights * (tl.dot(value, tl.trans(d_mean)) - delta[None])
+            d_key = tl.dot(d_scores.to(query.dtype), query, d_key)
+    is_seen = (keys < length)[:, None]  # a row of a gradient is of one key
+    tl.store(d_k + at, tl.where(is_seen, d_key * SCALE, 0.0).to(key.dtype), (keys < T)[:, None])
+    tl.store(d_v + at, tl.where(is_seen, d_value, 0.0).to(key.dtype), (keys < T)[:, None])
+
+
+@triton.jit
+def _task(COUNT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr):
+    """The row, the head and the first token of this program's tile of COUNT tokens."""
+    tiles: tl.constexpr = (COUNT + TILE - 1) // TILE
     program = tl.program_id(0)
-    begin = program % tiles * KEYS
-    kv_head = program // tiles % KV_HEADS
-    row = (program // (tiles * KV_HEADS)).to(tl.int64)
-    keys, channels = begin + tl.arange(0, KEYS), tl.arange(0, H)
-    within = keys < T
-    at = ((row * T + keys[:, None]) * KV_HEADS + kv_head) * H + channels[None]
-    key = tl.load(k + at, within[:, None], other=0.0)
-    value = tl.load(v + at, within[:, None], other=0.0)
+    row = (program // (tiles * HEADS)).to(tl.int64)
+    return row, program // tiles % HEADS, program % tiles * TILE
+
+
+@triton.jit
+def _places(row, tokens, head, COUNT: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
+    """The places of a tile of a head, [tokens, H], in an array [B, COUNT, HEADS, H]."""
+    return ((row * COUNT + tokens[:, None]) * HEADS + head) * H + tl.arange(0, H)[None]
+
+
+@triton.jit
+def _tile(x, places, within):
+    """The elements at `places`, zeros for tokens that are not within the row."""
+    return tl.load(x + places, within[:, None], other=0.0)
+
+
+@triton.jit
+def _segments(ids, row, tokens, COUNT: tl.constexpr, SEGMENTED: tl.constexpr):
+    """The segments of tokens of a row; one for all where there are none."""
+    found = tokens * 0
     if SEGMENTED:
-        theirs = tl.load(k_segments + row * T + keys, within, other=-1)
+        found = tl.load(ids + row * COUNT + tokens, tokens < COUNT, other=-1)
+    return found
+
+
+@triton.jit
+def _length(lengths, row, T: tl.constexpr, PADDED: tl.constexpr):
     length = T
     if PADDED:
         length = tl.load(lengths + row)
-    low, high = 0, S
-    if CAUSAL:
-        low = begin // QUERIES * QUERIES
-    elif WINDOW:
-        low = tl.maximum(begin - WINDOW + 1, 0) // QUERIES * QUERIES
-    if WINDOW:
-        high = tl.minimum(begin + KEYS + WINDOW - 1, S)
-    if PADDED:
-        high = tl.where(begin < length, high, low)
-    d_key = tl.zeros([KEYS, H], tl.float32)
-    d_value = tl.zeros([KEYS, H], tl.float32)
-    for member in tl.static_range(group):
-        head = kv_head * group + member
-        for start in tl.range(low, high, QUERIES, num_stages=STAGES):
-            queries = start + tl.arange(0, QUERIES)
-            place = ((row * S + queries[:, None]) * HEADS + head) * H + channels[None]
-            query = tl.load(q + place, (queries < S)[:, None], other=0.0)
-            d_mean = tl.load(d_out + place, (queries < S)[:, None], other=0.0)
-            of_rows = (row * HEADS + head) * S + queries
-            # Behind the last query there is nothing to see: exp2(-inf) is 0.
-            total = tl.load(lse + of_rows, queries < S, other=float("inf"))
-            delta = tl.load(deltas + of_rows, queries < S, other=0.0)
-            scores = tl.dot(key, tl.trans(query))
-            weights = tl.exp2(scores * (SCALE * LOG2E) - total[None])
-            if CAUSAL or WINDOW or SEGMENTED:
-                seen = _seen(queries[None], keys[:, None], length, CAUSAL, WINDOW)
-                if SEGMENTED:
-                    mine = tl.load(q_segments + row * S + queries, queries < S, other=-1)
-                    seen &= mine[None] == theirs[:, None]
-                weights = tl.where(seen, weights, 0.0)
-            d_value = tl.dot(weights.to(query.dtype), d_mean, d_value)
-            d_weights = tl.dot(value, tl.trans(d_mean))
-            d_scores = weights * (d_weights - delta[None])
-            d_key = tl.dot(d_scores.to(query.dtype), query, d_key)
-    if PADDED:  # a row of a gradient is of one key
-        d_key = tl.where((keys < length)[:, None], d_key, 0.0)
-        d_value = tl.where((keys < length)[:, None], d_value, 0.0)
-    tl.store(d_k + at, (d_key * SCALE).to(key.dtype), within[:, None])
-    tl.store(d_v + at, d_value.to(value.dtype), within[:, None])
+    return length
 
 
 @triton.jit
@@ -278,13 +256,73 @@ def _keys_seen(
 
 
 @triton.jit
-def _seen(queries, keys, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which of a row's first `length` keys each query sees."""
-    seen = keys < length
+def _queries_that_see(
+    begin,
+    length,
+    S: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """The queries, from a tile's first to the last and one, that may see KEYS from `begin` on."""
+    low, high = 0, S
     if CAUSAL:
-        seen = seen & (keys <= queries)
+        low = begin // QUERIES * QUERIES
     elif WINDOW:
-        seen = seen & (keys - queries < WINDOW)
+        low = tl.maximum(begin - WINDOW + 1, 0) // QUERIES * QUERIES
     if WINDOW:
-        seen = seen & (queries - keys < WINDOW)
+        high = tl.minimum(begin + KEYS + WINDOW - 1, S)
+    return low, tl.where(begin < length, high, low)
+
+
+@triton.jit
+def _hidden(
+    values,
+    hidden,
+    queries,
+    keys,
+    mine,
+    theirs,
+    length,
+    is_edge,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+):
+    """`values` [QUERIES, KEYS], and `hidden` where a key is not seen.
+
+    Without windows and segments a tile has such keys at an edge only: to mask all tiles would cost
+    the forward pass a tenth.
+    """
+    if WINDOW or SEGMENTED:
+        seen = _seen(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED)
+        values = tl.where(seen, values, hidden)
+    elif is_edge:
+        seen = _seen(queries, keys, mine, theirs, length, CAUSAL, 0, False)
+        values = tl.where(seen, values, hidden)
+    return values
+
+
+@triton.jit
+def _seen(
+    queries,
+    keys,
+    mine,
+    theirs,
+    length,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+):
+    """Which of a row's first `length` keys each query sees: bool [QUERIES or 1, KEYS]."""
+    seen = (keys < length)[None]
+    if CAUSAL:
+        seen = seen & (keys[None] <= queries[:, None])
+    elif WINDOW:
+        seen = seen & (keys[None] - queries[:, None] < WINDOW)
+    if WINDOW:
+        seen = seen & (queries[:, None] - keys[None] < WINDOW)
+    if SEGMENTED:
+        seen = seen & (mine[:, None] == theirs[None])
     return seen
