@@ -1,11 +1,7 @@
 """Attention: one function, a chunked XLA reference, cuDNN's fused kernels and our own.
 
 `AttentionCall` and `AttentionArrays` (`attention_call.py`) say what is computed. All paths
-differentiate. The cuDNN path calls JAX's private primitives under our own custom_vjp, so that the
-output and log-sum-exp carry names (`attn_out`, `attn_lse`) which every remat policy but 'full'
-keeps: attention never runs twice. It is the only file that touches that private module. Packed
-documents reach cuDNN as offsets, windows as `sliding_window_length` (FlashAttention-2, arXiv
-2307.08691; cuDNN frontend SDPA).
+differentiate.
 
 Context parallelism (`models/context_attention.py`) builds softmax over keys that come in blocks:
 `block_forward` also returns the log-sum-exp, by which blocks merge exactly; `block_backward` takes
@@ -13,12 +9,10 @@ the merged output and log-sum-exp, and block gradients then add up.
 """
 
 import functools
-import json
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from mjax.errors import UserError
 from mjax.kernels import mosaic_attention as mosaic
@@ -29,11 +23,18 @@ from mjax.kernels.attention_call import (
     refuse_masks_but,
 )
 from mjax.kernels.chooser import choose
+from mjax.kernels.cudnn_attention import (
+    bind_backward,
+    bind_forward,
+    cudnn_attention,
+    cudnn_with_filled_heads,
+    document_offsets,
+    row_lengths,
+)
 from mjax.kernels.relative_bias import relative_bias
 from mjax.kernels.short_attention import Rows, require_short, short_attention
 
 _QUERY_CHUNK = 1024  # the reference holds scores of this many queries at a time
-_DETERMINISTIC = 1  # the seed, which nothing else reads, of calls of deterministic programs
 _FEWEST_NEAR = 64  # tokens that a block of a small window has: matmuls want them
 _MASKED = -1e30  # the score of a key that is not seen; a softmax over such alone stays finite
 
@@ -62,7 +63,7 @@ def attention(
     if packed and call.padded:
         # Behind what a causal query sees there is padding, and what padding gives is not read.
         if call.mask != "causal":
-            packing = _lengths(q, arrays.segments)
+            packing = row_lengths(q, arrays.segments)
     elif packed:
         if jax.__version_info__ < (0, 11) and k.shape[2] != q.shape[2]:
             raise UserError(
@@ -72,23 +73,8 @@ def attention(
         lengths, starts = document_offsets(arrays.segments[0], call.max_documents or q.shape[1])
         packing = lengths, lengths, starts, starts
         if v.shape[-1] != q.shape[-1]:
-            return _cudnn_padded(q, k, v, packing, call)
-    return _cudnn(q, k, v, bias, packing, call)
-
-
-def _cudnn_padded(q, k, v, packing, call):
-    """`_cudnn` with heads all of one size: the smaller ones are filled with zeros.
-
-    jax gives cuDNN the offsets of documents in elements of q and k, and the same for the output and
-    v. Values of another size would be read from wrong places.
-    """
-    size = v.shape[-1]
-    widest = max(q.shape[-1], size)
-
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])])
-
-    return _cudnn(padded(q), padded(k), padded(v), None, packing, call)[..., :size]
+            return cudnn_with_filled_heads(q, k, v, packing, call)
+    return cudnn_attention(q, k, v, bias, packing, call)
 
 
 def resolve(
@@ -142,31 +128,13 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
             )
 
 
-def document_offsets(segments: jax.Array, max_documents: int) -> tuple[jax.Array, jax.Array]:
-    """Contiguous segment ids [B, S] -> cuDNN's (lengths [B, M], starts [B, M + 1]), -1 filled."""
-    size = segments.shape[1]
-    new = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
-    place = jnp.where(new, jnp.arange(size, dtype=jnp.int32), size)
-    starts = jnp.sort(place, axis=1)[:, : max_documents + 1]
-    starts = jnp.pad(starts, ((0, 0), (0, max_documents + 1 - starts.shape[1])), mode="edge")
-    starts = starts.at[:, max_documents].set(size)
-    lengths = jnp.where(starts[:, :-1] < size, jnp.diff(starts, axis=1), -1)
-    return lengths.astype(jnp.int32), jnp.where(starts < size, starts, -1).astype(jnp.int32)
-
-
 def _rows(q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> Rows:
     """What of a row our kernels see; padding is behind all that a causal query sees."""
     if not arrays.is_packed(call) or (call.padded and call.mask == "causal"):
         return Rows()
     if call.padded:
-        return Rows(lengths=_lengths(q, arrays.segments)[1])
+        return Rows(lengths=row_lengths(q, arrays.segments)[1])
     return Rows(segments=arrays.segments)
-
-
-def _lengths(q: jax.Array, segments: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """cuDNN's lengths of queries and keys [B] where padding follows one document, no offsets."""
-    lengths = (jnp.sum(ids == ids[:, :1], axis=1, dtype=jnp.int32) for ids in segments)
-    return *lengths, jnp.zeros(0, q.dtype), jnp.zeros(0, q.dtype)
 
 
 # ---- reference ---------------------------------------------------------------------------------
@@ -316,85 +284,6 @@ def _keep(rate, places, columns, size):
     return jax.vmap(over_heads, (0, None, None))(places.rows, places.heads, columns)
 
 
-# ---- cuDNN -------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _cudnn(q, k, v, bias, packing, call):
-    return _cudnn_fwd(q, k, v, bias, packing, call)[0]
-
-
-def _cudnn_fwd(q, k, v, bias, packing, call):
-    out, lse = _bind_forward(q, k, v, bias, packing, call)
-    out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, bias, packing, out, lse)
-
-
-def _cudnn_bwd(call, saved, d_out):
-    d_q, d_k, d_v, *d_bias = _bind_backward(*saved, d_out, call)
-    return d_q, d_k, d_v, d_bias[0] if d_bias else None, None
-
-
-def _bind_forward(q, k, v, bias, packing, call):
-    fused = _fused_ops()
-    options, sides = _cudnn_arguments(q, bias, packing, call)
-    bind = fused._dot_product_attention_fwd_p_wrapper.bind
-    return bind(q, k, v, *sides, **options, is_training=True)
-
-
-def _bind_backward(q, k, v, bias, packing, out, lse, d_out, call):
-    fused = _fused_ops()
-    options, sides = _cudnn_arguments(q, bias, packing, call)
-    bind = fused._dot_product_attention_bwd_p_wrapper.bind
-    return bind(q, k, v, *sides, lse, out, d_out, **options)[: 3 if bias is None else 4]
-
-
-@functools.cache
-def _fused_ops():
-    """JAX's private module of cuDNN attention, whose backward can be told to be deterministic.
-
-    In a deterministic program XLA (of jaxlib 0.11.2) marks the first of several equal backward
-    calls only, and does not find the others' programs. Those of `_DETERMINISTIC` are marked here.
-    """
-    import jax._src.cudnn.fused_attention_stablehlo as fused
-
-    make = fused.create_dot_product_attention_backend_config
-
-    def make_marked(*args, **kwargs):
-        config = json.loads(make(*args, **kwargs))
-        fmha = config["cudnn_fmha_backend_config"]
-        if kwargs["is_bwd"] and fmha["seed"] == _DETERMINISTIC:
-            fmha["force_deterministic"] = True
-        return json.dumps(config)
-
-    fused.create_dot_product_attention_backend_config = make_marked
-    return fused
-
-
-def _cudnn_arguments(q, bias, packing, call):
-    """(keyword parameters, the seven optional operands) of JAX's private fused-attention ops."""
-    fused = _fused_ops()
-    unused = jnp.zeros(0, q.dtype)
-    if call.mask == "causal":
-        mask = fused.MaskType.CAUSAL if packing is None else fused.MaskType.PADDING_CAUSAL
-    else:
-        mask = fused.MaskType.NO_MASK if packing is None else fused.MaskType.PADDING
-    options = dict(
-        scale=call.scale,
-        seed=_DETERMINISTIC if call.deterministic else 0,
-        dropout_rate=0.0,
-        variadic_args=(bias is not None, bias is not None),
-        mask_type=mask,
-        layout=fused.AttentionLayout.BTNH.value,
-        sliding_window_length=call.window,
-    )
-    bias = unused if bias is None else bias
-    return options, (bias, *([unused] * 4 if packing is None else packing), unused, unused)
-
-
-_cudnn.defvjp(_cudnn_fwd, _cudnn_bwd)
-
-
 # ---- blocks ------------------------------------------------------------------------------------
 
 Places = tuple[jax.Array, jax.Array | None]  # columns [B, S]; segments [B, S] or None
@@ -421,7 +310,7 @@ def block_forward(
         if call.implementation == "mosaic":
             out, lse = mosaic.mosaic_forward(q, k, v, block)
         else:
-            out, lse = _bind_forward(q, k, v, None, None, block)
+            out, lse = bind_forward(q, k, v, None, None, block)
         return out.astype(jnp.float32), lse
 
     def part(q, place):
@@ -453,7 +342,7 @@ def block_backward(
         if call.implementation == "mosaic":
             grads = mosaic.mosaic_backward(q, k, v, out, lse, d_out, block)
         else:
-            grads = _bind_backward(q, k, v, None, None, out, lse, d_out, block)
+            grads = bind_backward(q, k, v, None, None, out, lse, d_out, block)
         return tuple(g.astype(jnp.float32) for g in grads)
 
     def part(carry, xs):

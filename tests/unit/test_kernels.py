@@ -7,9 +7,10 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.kernels import attention as kernel
-from mjax.kernels.attention import attention, document_offsets
+from mjax.kernels.attention import attention
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy, reference
+from mjax.kernels.cudnn_attention import document_offsets
 from mjax.kernels.decode_attention import decode_attention
 from mjax.sharding.collectives import LOCAL
 

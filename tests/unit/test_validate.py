@@ -587,13 +587,13 @@ BROKEN = {
         ["log.diagnostics_interval=10", "optimizer.offload=true"],
         "log.diagnostics_interval=10 is not built for moments on the host (optimizer.offload=True)",
     ),
-    "short_rows_are_whole": (
-        ["train.attention=triton", "precision.compute=bfloat16", "mesh.cp=2"],
-        "takes all keys of a row, but mesh.cp=2 cuts them",
-    ),
     "cudnn_supports": (
         ["train.attention=cudnn", "model.attention.attention_sinks=true"],
         "train.attention='cudnn' cannot run with model.attention.attention_sinks",
+    ),
+    "short_rows_are_whole": (
+        ["train.attention=triton", "precision.compute=bfloat16", "mesh.cp=2"],
+        "takes all keys of a row, but mesh.cp=2 cuts them",
     ),
 }
 
