@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
@@ -124,6 +125,9 @@ class Attention(BranchModule):
             tables = inputs.rope[inputs.letter]
             q = apply_rope(q, tables)
             k = apply_rope(k, tables)
+        if self.keeps_what_attention_reads:
+            q = checkpoint_name(q, weight_of(self.q).name)
+            k, v = (checkpoint_name(a, weight_of(self.kv).name) for a in (k, v))
         scale = cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5
         call = attention_call(cfg, inputs, scale)
         sinks = self.sinks[...] if cfg.attention.attention_sinks else None
@@ -185,23 +189,35 @@ class Attention(BranchModule):
         spec = CacheSpec(shape, (None, "kv_heads", None, None))
         return KeysValues(spec, spec)
 
+    @property
+    def keeps_what_attention_reads(self) -> bool:
+        """Whether a backward keeps q, k and v with their biases, not the products q and kv.
+
+        It would otherwise add the biases again and copy k and v out of kv. A norm or a gate needs
+        the products.
+        """
+        sizes = self.cfg.attention
+        return sizes.attention_bias and not (sizes.qk_norm or sizes.attention_output_gate)
+
     def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, N/tp, H or 2 H] and the k, v [B, S, K', H] that these query heads use."""
         kv_weight = self.local_kv_weight(ctx.parallel)
-        q, kv = column(x, (weight_of(self.q), kv_weight), ctx)
+        named = not self.keeps_what_attention_reads
+        q, kv = column(x, (weight_of(self.q), kv_weight), ctx, named)
         if self.cfg.attention.attention_bias:
             q = q + self.q_bias[...]
         return q, *self.biased(kv, ctx.parallel)
 
     def biased(self, kv: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K', H] of kv [B, S, 2, K', H], with the biases that they have."""
-        k, v = kv[..., 0, :, :], kv[..., 1, :, :]
-        if not self.cfg.attention.attention_bias:
-            return k, v
-        bias = _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
-        if self.cfg.attention.attention_key_bias:
-            k = k + bias[0]
-        return k, v + bias[-1]
+        sizes = self.cfg.attention
+        if sizes.attention_bias:
+            bias = _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
+            if sizes.attention_key_bias:
+                kv = kv + bias  # as one: the backward sums the gradients as it joins them
+            else:
+                return kv[..., 0, :, :], kv[..., 1, :, :] + bias[0]
+        return kv[..., 0, :, :], kv[..., 1, :, :]
 
     def local_kv_weight(self, parallel: Parallel) -> Weight:
         """The kv weight of this device's query heads.

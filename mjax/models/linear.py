@@ -17,12 +17,19 @@ from mjax.models.weight import Weight, matmul
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
-def column(x: jax.Array, weights: tuple[Weight, ...], ctx: Context) -> tuple[jax.Array, ...]:
-    """x [B, S/tp, D] and weights [D, ...] -> [B, S, ...] for each weight; x is gathered once."""
+def column(
+    x: jax.Array, weights: tuple[Weight, ...], ctx: Context, named: bool = True
+) -> tuple[jax.Array, ...]:
+    """x [B, S/tp, D] and weights [D, ...] -> [B, S, ...] for each weight; x is gathered once.
+
+    A caller that names what it makes of the outputs has them not `named`.
+    """
     if ctx.overlaps(x.shape[1]):
         outputs = gather_matmul(_products_of_pieces, x, weights, ctx.parallel)
     else:
         outputs = _products(ctx.parallel.gather_seq(x), weights, ctx.parallel)
+    if not named:
+        return tuple(outputs)
     return tuple(checkpoint_name(y, w.name) for y, w in zip(outputs, weights, strict=True))
 
 

@@ -21,6 +21,14 @@ def test_attention_runs_once_a_layer_without_whole_scores(documents):
     assert made.temp < 8e9
 
 
+def test_a_backward_adds_no_bias_of_queries_and_keys_again():
+    made = compile_step(BERT, *FOUR_LAYERS, *BATCH, "train.remat=dots")
+    added = [line for line in made.text.splitlines() if "/attention/add" in line]
+    to_heads = [line for line in added if "32,512,12,64]" in line]
+    assert to_heads, "in the forward"
+    assert not [line for line in to_heads if "rematted_computation" in line]
+
+
 def test_context_parallel_encoders_trade_heads():
     made = compile_step(BERT, *FOUR_LAYERS, *BATCH, "mesh.cp=2", "train.remat=none", documents=2)
     assert made.calls("__cudnn$fmhaSoftmax") == 4
