@@ -210,14 +210,13 @@ class Attention(BranchModule):
 
     def biased(self, kv: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K', H] of kv [B, S, 2, K', H], with the biases that they have."""
-        sizes = self.cfg.attention
-        if sizes.attention_bias:
-            bias = _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
-            if sizes.attention_key_bias:
-                kv = kv + bias  # as one: the backward sums the gradients as it joins them
-            else:
-                return kv[..., 0, :, :], kv[..., 1, :, :] + bias[0]
-        return kv[..., 0, :, :], kv[..., 1, :, :]
+        k, v = kv[..., 0, :, :], kv[..., 1, :, :]
+        if not self.cfg.attention.attention_bias:
+            return k, v
+        bias = _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
+        if self.cfg.attention.attention_key_bias:
+            k = k + bias[0]
+        return k, v + bias[-1]
 
     def local_kv_weight(self, parallel: Parallel) -> Weight:
         """The kv weight of this device's query heads.
