@@ -21,7 +21,7 @@ from mjax.models.params import split
 from mjax.pretrained import Pretrained
 from mjax.prove import Cell, deviation, make_trainer
 from mjax.train.batch import field_maker
-from tests.marks import quick
+from tests.marks import quick, slow
 
 IMAGE = 257
 BYTES = load_tokenizer("byte")
@@ -208,6 +208,7 @@ def test_loss_and_gradients_with_tags_are_the_same_on_meshes(data, cell, keys, o
     assert deviation(numbers(data, cell, *keys), one) <= 1e-5
 
 
+@slow
 def test_the_loss_is_that_of_answers_alone_from_a_forward_pass(data):
     """No tag, no tile and nothing before an answer counts; tags are read."""
     batch = batch_of(data, TEXT)
