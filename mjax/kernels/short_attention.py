@@ -150,6 +150,7 @@ def _constants(q, k, rows, call, tile) -> dict:
     """What both kernels are compiled for; a window as long as the row is none."""
     assert rows.lengths is None or call.mask != "causal", "a causal query sees no padding"
     (_, size, heads, width), (keys, kv_heads) = q.shape, k.shape[1:3]
+    assert size == keys or call.mask == "cross", "masks are by the index of a token in its row"
     window = call.window if call.window is not None and call.window < max(size, keys) else 0
     return dict(
         warps=tile.warps,

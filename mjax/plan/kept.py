@@ -68,7 +68,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
 
     block = split(nnx.eval_shape(make_block))[0]
     ctx = training_context(cfg, parallel, max_documents=1)
-    sides = _sides(cfg, sizes, ctx)
+    sides = stream_shapes(cfg, sizes, ctx)
     inputs = {}
     for name, (rows, length) in sides.items():
         of_tower = name in cfg.model.modalities
@@ -167,7 +167,7 @@ def _residuals(
     return list(held.values()), list(named)
 
 
-def _sides(cfg: Config, sizes: dict[str, int], ctx: Context) -> dict[str, tuple[int, int]]:
+def stream_shapes(cfg: Config, sizes: dict[str, int], ctx: Context) -> dict[str, tuple[int, int]]:
     """(sequences, tokens) of a micro-batch on a cp device, by stream."""
     text = rows, _ = micro_batch_shape(cfg, sizes)
     further = further_lengths(cfg)

@@ -1,14 +1,20 @@
 """The kernels that a run's ops get, in words: what the chooser answers for a config's shapes."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 
-from mjax.config.pattern import BRANCHES
+from mjax.config.pattern import BRANCHES, DECODER, branches_of, stream_of
 from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
-from mjax.kernels.attention_call import AttentionCall
-from mjax.models.branch import branch_class
+from mjax.models.attention import attention_call
+from mjax.models.branch import BranchInputs, branch_class
+from mjax.models.context import tokens_of
 from mjax.models.expert_exchange import choose_expert_exchange
-from mjax.plan.execution import decide_execution, micro_batch_shape
+from mjax.models.objective import CONFIGURED
+from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
+from mjax.plan.kept import stream_shapes
+from mjax.sharding.collectives import Parallel
 
 
 def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
@@ -48,34 +54,35 @@ def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
 def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for attention, and for its other kinds by their words, where they get another."""
     model = cfg.model
-    rows, width = micro_batch_shape(cfg, sizes)
+    streams = {}
+    for kind in model.layer_kinds:
+        for letter in branches_of(kind):
+            streams[letter] = stream_of(kind)
+    most = 0 if cfg.data.document_mask else 1
+    whole = training_context(cfg, Parallel(**sizes), max_documents=most)
+    shapes = stream_shapes(cfg, sizes, whole)
+    texts_hold_one = bool(model.modalities) and not cfg.data.images.packed
+    rows_hold_one = cfg.train.objective in CONFIGURED or texts_hold_one  # and then padding
     choices: dict[str, Choice] = {}
     for letter in sorted(model.branches):
-        branch = BRANCHES[letter]
+        branch, stream = BRANCHES[letter], streams[letter]
         own = model.of_modality(branch.modality) if branch.modality else model
         heads = branch_class(letter).heads(own)
         if heads is None:
             continue
-        shape = rows, width, heads.heads // sizes["tp"], heads.size
-        if branch.modality and not model.reads_images:
-            tower = model.tower(branch.modality)
-            shape = rows * tower.max_items, tower.row_length() // sizes["cp"], *shape[2:]
-        is_padded = branch.mask == "full" or cfg.train.objective == "contrastive"
-        call = AttentionCall(
-            scale=1.0,
-            window=own.attention.sliding_window if branch.windowed else None,
-            softcap=own.attention.attn_logit_softcapping,
-            mask=branch.mask,
-            dropout=own.attention.attention_dropout,
-            max_documents=2 if is_padded else 0 if cfg.data.document_mask else 1,
-            padded=is_padded,
-            implementation=cfg.train.attention,
-            deterministic=cfg.run.deterministic,
-        )
-        facts = {"sinks": own.attention.attention_sinks, "value_size": heads.value_size}
-        facts["relative"] = own.position_embedding == "relative"
-        facts["by_blocks"] = sizes["cp"] > 1
-        choice = choose("attention", cfg.precision.compute, shape, call=call, **facts)
+        ctx = whole.of(stream)
+        if rows_hold_one or stream != DECODER:
+            ctx = replace(ctx, max_documents=2, padded=True)
+        call = attention_call(own, BranchInputs(tokens_of((1, 1)), ctx, letter), scale=1.0)
+        facts = {
+            "call": call,
+            "sinks": own.attention.attention_sinks,
+            "value_size": heads.value_size,
+            "relative": own.position_embedding == "relative" and branch.mask != "cross",
+            "by_blocks": ctx.parallel.cp > 1,
+        }
+        shape = *shapes.get(stream, shapes[DECODER]), heads.heads // ctx.parallel.tp, heads.size
+        choice = choose("attention", cfg.precision.compute, shape, **facts)
         if choice not in choices.values():
             choices[f"attention ({branch.word})" if choices else "attention"] = choice
     return choices

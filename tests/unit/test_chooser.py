@@ -146,6 +146,8 @@ def test_what_is_asked_for_is_not_replaced(name):
         ("clip_vit_l14", {}, ["triton", "triton"]),
         ("llava_1_5_7b", {}, ["cudnn"]),
         ("gpt_oss_20b", {}, ["mosaic"]),
+        ("t5_base", {}, ["cudnn"]),
+        ("llava_onevision_0_5b", {}, ["cudnn"]),
     ],
 )
 def test_a_dry_run_names_what_each_kind_of_attention_gets(model, mesh, wanted):
@@ -153,6 +155,19 @@ def test_a_dry_run_names_what_each_kind_of_attention_gets(model, mesh, wanted):
     with believed(HOPPER):
         found = attention_choices(cfg, dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1) | mesh)
     assert [choice.name for choice in found.values()] == wanted
+
+
+def test_a_dry_run_knows_the_mesh_of_a_tower():
+    """It has all keys of a row where its own cp is 1, so that our kernel of short rows may run."""
+    vision = "model.vision={image_size: 224, patch_size: 14, hidden_size: 1024}"
+    path = Path(__file__).parents[2] / "configs/models/llava_1_5_7b.yaml"
+    found = []
+    for towers in ("{}", "{vision: {tp: 1, cp: 1}}"):
+        cfg = load(path, ["mesh.cp=2", "mesh.tp=2", "mesh.dp=1", f"mesh.towers={towers}", vision])
+        sizes = dict.fromkeys(("pp", "dp", "ep"), 1) | {"cp": 2, "tp": 2}
+        with believed(HOPPER):
+            found.append([choice.name for choice in attention_choices(cfg, sizes).values()])
+    assert found == [["cudnn"], ["cudnn", "triton"]]
 
 
 def test_a_run_lists_every_op_once():
