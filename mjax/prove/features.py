@@ -47,6 +47,17 @@ DELTANET = [
     "model.deltanet={linear_num_key_heads: 24, linear_num_value_heads: 48, linear_chunk_size: 4, "
     "linear_key_head_dim: 6, linear_value_head_dim: 4}",
 ]
+# Up to two images and two sounds, towers of unlike widths before one text.
+MIMO = [
+    "model.layer_pattern='V,[P],S,[Q],G'",
+    "model.num_hidden_layers=5",
+    "model.vision={image_size: 8, patch_size: 8, num_channels: 2, hidden_size: 16, "
+    "intermediate_size: 24, num_attention_heads: 8, image_token_id: 7, max_images: 2}",
+    "model.audio={num_mel_bins: 3, max_source_positions: 3, hidden_size: 24, "
+    "intermediate_size: 16, num_attention_heads: 8, audio_token_id: 9, max_audios: 2}",
+    "model.hidden_dropout=0.1",
+]
+MIMO_DEEP = ["model.layer_pattern='V*2,[P],S*2,[Q],G*2'"]
 # Each is a feature whose sharding could go wrong on its own.
 FEATURES = {
     "dense": [],
@@ -262,15 +273,7 @@ FEATURES = {
         "model.hidden_dropout=0.1",
         "train.objective=contrastive",
     ],
-    "mimo": [  # up to two images and two sounds, towers of unlike widths before one text
-        "model.layer_pattern='V,[P],S,[Q],G'",
-        "model.num_hidden_layers=5",
-        "model.vision={image_size: 8, patch_size: 8, num_channels: 2, hidden_size: 16, "
-        "intermediate_size: 24, num_attention_heads: 8, image_token_id: 7, max_images: 2}",
-        "model.audio={num_mel_bins: 3, max_source_positions: 3, hidden_size: 24, "
-        "intermediate_size: 16, num_attention_heads: 8, audio_token_id: 9, max_audios: 2}",
-        "model.hidden_dropout=0.1",
-    ],
+    "mimo": MIMO,
     "modernbert": [  # windows to both sides, no norm before the first layer; masked tokens, pairs
         "model.layer_pattern=FWWB",
         "model.attention.sliding_window=4",
@@ -293,12 +296,15 @@ FEATURES = {
         "vision_aspect_ratio: anyres_max_1, pixel_shuffle: true, length_multiple: 8}",
         "model.hidden_dropout=0.1",
     ],
+    # weights of both towers are whole over tp; whole images, not parts of all, go over cp
+    "mimo, own mesh": [*MIMO, "mesh.towers={vision: {tp: 1, cp: 1}, audio: {tp: 1}}"],
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
     "t5": ["model.layer_pattern='B*4,[GXD]*4'"],
     "llava": ["model.layer_pattern='V*3,[P],G*4'"],
-    "mimo": ["model.layer_pattern='V*2,[P],S*2,[Q],G*2'"],
+    "mimo": MIMO_DEEP,
+    "mimo, own mesh": MIMO_DEEP,
     "llava-onevision": ["model.layer_pattern='V*3,[P],G*4'"],
     "retro": ["model.layer_pattern='G,[G],[BCD]*2,[RD],G,[GRD]*2'"],
     "clip": ["model.layer_pattern='V*4,G*4'"],
@@ -320,8 +326,9 @@ NO_RING = (
     "clip",
     "siglip",
     "mimo",
+    "mimo, own mesh",
     "modernbert",
 )
 MOST_TP = {"odd widths": 2}
 # Their towers have heads and lengths that 3 does not divide.
-NOT_ON_SIX = ("llava", "llava-onevision", "clip", "siglip", "mimo")
+NOT_ON_SIX = ("llava", "llava-onevision", "clip", "siglip", "mimo", "mimo, own mesh")

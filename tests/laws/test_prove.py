@@ -42,6 +42,7 @@ SAMPLE = [
     ("vit", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
     ("llava", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
     ("mimo", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
+    ("mimo, own mesh", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
     ("clip", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 1, cp_type="all_gather")),
     ("siglip", Cell({"ep": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a")),
     ("modernbert", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="all_gather")),
