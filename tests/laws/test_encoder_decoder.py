@@ -154,7 +154,7 @@ def test_what_is_missing_is_said():
 @slow
 def test_recomputing_changes_nothing_beyond_rounding():
     batch = make_batch(24, target=48)
-    where = Cell({"pp": 2, "tp": 2}, 0, 2)
+    where = Cell({"pp": 2}, 0, 2)
     found = []
     for policy in ("full", "none"):
         trainer = make_trainer("t5", where, f"train.remat={policy}")

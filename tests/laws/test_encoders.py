@@ -67,17 +67,16 @@ def test_meshes_agree_on_padded_rows(cell, more):
 
 
 @pytest.mark.parametrize(
-    "cell",
+    "cell, pooling",
     quick(
         [
-            Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="a2a"),
-            Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"),
-            Cell({"dp": 2, "tp": 4}, 1, 2),
+            (Cell({"pp": 2, "dp": 2, "cp": 2}, 1, 3, cp_type="a2a"), None),
+            (Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 1, cp_type="a2a"), "mean"),
+            (Cell({"dp": 2, "tp": 4}, 1, 2), "cls"),
         ],
         1,
     ),
 )
-@pytest.mark.parametrize("pooling", quick(["mean", "cls", None], 0))
 def test_windows_to_both_sides_agree_on_padded_rows(monkeypatch, cell, pooling):
     """On meshes blocks of queries see the keys near by; the reference masks the scores of all.
 

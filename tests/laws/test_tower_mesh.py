@@ -19,15 +19,14 @@ ROWS_OVER_TP = "mesh.towers={vision: {tp: 1}}"
 ROWS_OVER_CP = "mesh.towers={vision: {cp: 1}}"
 BOTH = "mesh.towers={vision: {tp: 1, cp: 1}, audio: {tp: 1, cp: 1}}"
 UNLIKE = "mesh.towers={vision: {cp: 1}, audio: {tp: 1}}"
+DROPOUT = "model.attention.attention_dropout=0.1"
 FROZEN = "train.freeze=['vision_mlp.*', 'patch_embedding.*']"
 CASES = [  # of 6 or 10 images on a device some are empty over tp=4, and all but one of 3 tiles
     ("llava", Cell({"tp": 4}, 0, 8), ROWS_OVER_TP),
     ("mimo", Cell({"cp": 2, "tp": 2}, 3, 3), UNLIKE),
     ("llava", Cell({"tp": 2}, 0, 1), WHOLE, FROZEN),
     ("llava", Cell({"cp": 2, "tp": 2}, 3, 1, cp_type="ring"), ROWS_OVER_CP),  # no tower has a ring
-    ("llava", Cell({"dp": 2, "tp": 2}, 3, 2), WHOLE, "optimizer.name=muon"),
-    ("mimo", Cell({"pp": 2, "tp": 2}, 1, 4), BOTH, "model.attention.attention_dropout=0.1"),
-    ("mimo", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4), BOTH, FROZEN),
+    ("llava", Cell({"dp": 2, "tp": 2}, 3, 2), WHOLE, "optimizer.name=muon", DROPOUT),
     ("llava-onevision", Cell({"cp": 2, "tp": 2}, 1, 8), WHOLE),
 ]
 
@@ -62,10 +61,10 @@ def exchanges(layers: int, *keys: str) -> Counter:
 
 @slow
 def test_a_layer_of_a_whole_tower_exchanges_nothing():
-    assert exchanges(3, WHOLE) == exchanges(1, WHOLE)
-    grown = exchanges(3)
+    assert exchanges(2, WHOLE) == exchanges(1, WHOLE)
+    grown = exchanges(2)
     grown.subtract(exchanges(1))
-    assert sum(grown.values()) >= 2 * 8  # two gathers and two scatters each way, and keys
+    assert sum(grown.values()) >= 8  # two gathers and two scatters each way, and keys
 
 
 @slow
