@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Experts and long pipelines on the four or eight H200s of one host, in one call.
+#
+#   docs/lab/eight-gpus.sh FOLDER             measure; FOLDER gets records.jsonl and a log of each run
+#   PLAN=1 docs/lab/eight-gpus.sh FOLDER      plan each run for H200s that need not be here
+#
+# GPUS=4 or 8 (8). LIMIT: seconds for all runs (3600). Each run has a time limit of its own, and one
+# that fails does not stop the rest. PYTHON names the interpreter (python).
+set -uo pipefail
+folder=${1:?the folder for records and logs}
+mkdir -p "$folder" && folder=$(cd "$folder" && pwd) && cd "$(dirname "$0")/../.." || exit 2
+gpus=${GPUS:-8} limit=${LIMIT:-3600} python=${PYTHON:-python}
+figures='^memory: train.remat=[^ ]+|estimate [0-9.]+ GB|estimate [0-9,]+ to [^:]+: [^,]+,[^,]+|^mjax: .*'
+figures+='|"(ms|loss|memory_gb|tokens_per_second_per_gpu)": [0-9.e-]+|step 20/20 . loss [0-9.]+'
+
+run() { # label, seconds, command ...
+    local label=$1 most=$(($2 < limit - SECONDS ? $2 : limit - SECONDS)) log
+    log="$folder/${1//[^a-zA-Z0-9]/-}.log"
+    shift 2
+    [ "$most" -gt 30 ] || { printf '%-50s no time left\n' "$label"; return; }
+    timeout "$most" "$@" > "$log" 2>&1
+    printf '%-50s exit %s: ' "$label" $?
+    grep -oE "$figures" "$log" | uniq | tail -n 6 | cut -c1-120 | paste -sd ';'
+}
+
+step() { # label, config, override ...: a step, measured, or planned with PLAN=1
+    local label=$1 config=configs/models/$2.yaml
+    shift 2
+    set -- data.mock=true data.seq_length=4096 train.micro_batch_size=1 "$@"
+    if [ -n "${PLAN:-}" ]; then
+        run "$label" 300 "$python" -m mjax.train --config "$config" "$@" --dry-run --no-compile \
+            --on "h200:$gpus"
+    else
+        run "$label" 420 "$python" -m mjax.bench train --steps 8 --warmup 4 --breakdown \
+            --record "$folder/records.jsonl" --workload "$label" --config "$config" "$@"
+    fi
+}
+
+tokens=(train.global_batch_size=$((8 * gpus))) # eight micro-batches a GPU
+whole=(mesh.ep="$gpus" mesh.zero=1 "${tokens[@]}")
+models="qwen3_30b_a3b mixtral_8x7b deepseek_v2_lite" host=()
+if [ "$gpus" = 4 ]; then # they hold neither the moments of 30 billion parameters nor Mixtral at all
+    models="qwen3_30b_a3b deepseek_v2_lite" host=(optimizer.offload=true)
+fi
+balanced=model.moe.force_balanced=true
+eight=(precision.fp8=delayed precision.fp8_experts=true)
+
+for model in $models; do
+    own=("${whole[@]}" "${host[@]}")
+    [ "$model" = deepseek_v2_lite ] && own=("${whole[@]}")
+    step "$model ep$gpus" "$model" "${own[@]}"
+    step "$model ep$gpus, balanced" "$model" "${own[@]}" $balanced
+    step "$model ep$gpus, FP8" "$model" "${own[@]}" "${eight[@]}"
+    step "$model ep$gpus, all-to-all" "$model" "${own[@]}" train.expert_exchange=all_to_all
+done
+
+# The same model by other meshes. Losses of 20 steps agree to 1e-3: `python -m mjax.report` shows them.
+meshes=("mesh.ep=$gpus mesh.zero=3" "mesh.ep=$((gpus / 2)) mesh.tp=2 mesh.zero=1"
+    "mesh.ep=$((gpus / 2)) mesh.pp=2 mesh.virtual_stages=2 mesh.zero=1")
+for mesh in "${meshes[@]}"; do
+    # shellcheck disable=SC2086  # each is several overrides
+    step "qwen3_30b_a3b $mesh" qwen3_30b_a3b $mesh "${tokens[@]}" "${host[@]}"
+done
+
+[ -n "${PLAN:-}" ] && exit
+for mesh in "mesh.ep=$gpus mesh.zero=1" "${meshes[@]}"; do
+    # shellcheck disable=SC2086
+    run "20 losses: $mesh" 420 "$python" -m mjax.train --config configs/models/qwen3_30b_a3b.yaml \
+        data.mock=true data.seq_length=4096 train.micro_batch_size=1 "${tokens[@]}" "${host[@]}" \
+        $mesh train.steps=20 log.interval=1 checkpoint.interval=null \
+        "run.dir=$folder/${mesh//[ =.]/-}"
+done
+
+# One layer and its exchange, one sequence a GPU: the difference of two depths.
+for layers in 1 2; do
+    step "mixtral layer, $layers deep" mixtral_8x7b mesh.ep="$gpus" model.num_hidden_layers=$layers \
+        train.global_batch_size="$gpus" train.remat=none
+    step "h7168, $((32 * gpus)) experts of 2048, top-8, $layers deep" mixtral_8x7b mesh.ep="$gpus" \
+        model.hidden_size=7168 model.moe.moe_intermediate_size=2048 \
+        model.moe.num_experts=$((32 * gpus)) model.moe.num_experts_per_tok=8 \
+        model.num_hidden_layers=$layers train.global_batch_size="$gpus" train.remat=none
+done
+run "collectives" 120 "$python" -m mjax.bench collective --sizes 16,128,1024
