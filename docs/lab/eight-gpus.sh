@@ -5,11 +5,16 @@
 #   PLAN=1 docs/lab/eight-gpus.sh FOLDER      plan each run for H200s that need not be here
 #
 # GPUS=4 or 8 (8). LIMIT: seconds for all runs (3600). Each run has a time limit of its own, and one
-# that fails does not stop the rest. PYTHON names the interpreter (python).
+# that fails does not stop the rest. PYTHON names the interpreter (python), which has mjax[cuda13]:
+# without jax-triton a plan would be that of slower kernels.
 set -uo pipefail
 folder=${1:?the folder for records and logs}
 mkdir -p "$folder" && folder=$(cd "$folder" && pwd) && cd "$(dirname "$0")/../.." || exit 2
 gpus=${GPUS:-8} limit=${LIMIT:-3600} python=${PYTHON:-python}
+refuse() { echo "eight-gpus.sh: $1" >&2; exit 2; }
+[ "$gpus" = 4 ] || [ "$gpus" = 8 ] || refuse "GPUS=$gpus: give 4 or 8"
+"$python" -c 'import jax_triton, mjax' 2> /dev/null ||
+    refuse "PYTHON=$python lacks mjax or jax-triton; pip install -e '.[cuda13]' there"
 figures='^memory: train.remat=[^ ]+|estimate [0-9.]+ GB|estimate [0-9,]+ to [^:]+: [^,]+,[^,]+|^mjax: .*'
 figures+='|"(ms|loss|memory_gb|tokens_per_second|gb_per_s)": [0-9.e-]+'
 

@@ -18,7 +18,7 @@ WHOLE = "mesh.towers={vision: {tp: 1, cp: 1}}"
 ROWS_OVER_TP = "mesh.towers={vision: {tp: 1}}"
 ROWS_OVER_CP = "mesh.towers={vision: {cp: 1}}"
 BOTH = "mesh.towers={vision: {tp: 1, cp: 1}, audio: {tp: 1, cp: 1}}"
-UNLIKE = "mesh.towers={vision: {cp: 1}, audio: {tp: 1}}"
+UNLIKE = "mesh.towers={vision: {tp: 1}, audio: {cp: 1}}"
 DROPOUT = "model.attention.attention_dropout=0.1"
 FROZEN = "train.freeze=['vision_mlp.*', 'patch_embedding.*']"
 CASES = [  # of 6 or 10 images on a device some are empty over tp=4, and all but one of 3 tiles
