@@ -53,7 +53,7 @@ def attention(
     require(call, q, v, arrays)
     packed = arrays.is_packed(call)
     if call.implementation == "triton":
-        return short_attention(q, k, v, _rows(q, call, arrays), call)
+        return short_attention(q, (k, v), None, _rows(q, call, arrays), call)
     if call.implementation == "mosaic":
         documents = arrays.segments[0] if packed else None
         return mosaic.mosaic_attention(q, k, v, arrays.sinks, documents, call)
@@ -75,6 +75,28 @@ def attention(
         if v.shape[-1] != q.shape[-1]:
             return cudnn_with_filled_heads(q, k, v, packing, call)
     return cudnn_attention(q, k, v, bias, packing, call)
+
+
+def reads_pairs(q: jax.Array, kv: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> bool:
+    """Whether `attention_of_pairs` computes a call with keys and values kv [B, S, 2, K, H]."""
+    return call.mask != "cross" and resolve(call, q, kv, arrays).implementation == "triton"
+
+
+def attention_of_pairs(
+    q: jax.Array,
+    kv: jax.Array,
+    biases: jax.Array | None,
+    call: AttentionCall,
+    arrays: AttentionArrays,
+) -> jax.Array:
+    """`attention` of q [B, S, N, H] to keys and values kv [B, S, 2, K, H], read where they lie.
+
+    `biases` are of keys and values [2, K, H], or of values [1, K, H]. That of keys adds one number
+    to all scores of a query, which a softmax does not see: it is left out, and its gradient is 0.
+    """
+    require(replace(call, implementation="triton"), q, kv, arrays)
+    value_bias = None if biases is None else biases[-1]
+    return short_attention(q, (kv,), value_bias, _rows(q, call, arrays), call)
 
 
 def resolve(

@@ -65,74 +65,100 @@ def require_short(q: jax.Array, v: jax.Array, call: AttentionCall, arrays: Atten
         raise UserError(f"train.attention=triton: {lacks}; set train.attention=auto or xla")
 
 
+Keys = tuple[jax.Array, jax.Array] | tuple[jax.Array]  # k and v, or both in one array
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def short_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    keys: Keys,
+    value_bias: jax.Array | None,
     rows: Rows,
     call: AttentionCall,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Attention of q [B, S, N, H] to k, v [B, T, K, H], bf16 or fp16 -> [B, S, N, H].
+    """Attention of q [B, S, N, H] to `keys`, bf16 or fp16 -> [B, S, N, H].
 
-    `tiles` are by the number of keys unless given. The residuals are named `attn_out` and
-    `attn_lse`.
+    `keys` are k and v [B, T, K, H], or the array [B, T, 2, K, H] of both. `value_bias` [K, H] comes
+    to every value; each query must see some key then. `tiles` are by the number of keys unless
+    given. The residuals are named `attn_out` and `attn_lse`.
     """
-    return _fwd(q, k, v, rows, call, tiles)[0]
+    return _fwd(q, keys, value_bias, rows, call, tiles)[0]
 
 
-def _fwd(q, k, v, rows, call, tiles):
+def _fwd(q, keys, value_bias, rows, call, tiles):
     from mjax.kernels.short_attention_triton import attention_forward
 
     batch, size, heads, _ = q.shape
-    tiles = tiles or tiles_for(k.shape[1])
+    tiles = tiles or tiles_for(keys[0].shape[1])
     out, lse = triton_call(
         attention_forward,
-        [q, k, v, *_arrays(rows)],
+        [q, keys[0], keys[-1], *_arrays(rows), _read(value_bias)],
         [_like(q), jax.ShapeDtypeStruct((batch, heads, size), jnp.float32)],
         programs=batch * heads * -(-size // tiles.forward.queries),
-        **_constants(q, k, rows, call, tiles.forward),
+        **_constants(q, keys, value_bias, rows, call, tiles.forward),
     )
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, k, v, rows, out, lse)
+    return out, (q, keys, value_bias, rows, out, lse)
 
 
 def _bwd(call, tiles, saved, d_out):
-    q, k, v, rows, out, lse = saved
-    tiles = tiles or tiles_for(k.shape[1])
+    q, keys, value_bias, rows, out, lse = saved
+    tiles = tiles or tiles_for(keys[0].shape[1])
     d_out = d_out.astype(q.dtype)
-    d_q, deltas = d_queries(q, k, v, rows, out, lse, d_out, call, tiles.d_queries)
-    return d_q, *d_keys(q, k, v, rows, lse, deltas, d_out, call, tiles.d_keys), None
+    d_q, deltas, d_bias = d_queries(
+        q, keys, value_bias, rows, out, lse, d_out, call, tiles.d_queries
+    )
+    d_k_v = d_keys(q, keys, value_bias, rows, lse, deltas, d_out, call, tiles.d_keys)
+    return d_q, d_k_v, d_bias, None
 
 
-def d_queries(q, k, v, rows, out, lse, d_out, call, tile):
-    """(the gradient of q, sum(out * d_out) over H: fp32 [B, N, S])."""
+def d_queries(q, keys, value_bias, rows, out, lse, d_out, call, tile):
+    """(the gradient of q, sum(out * d_out) over H: fp32 [B, N, S], the gradient of value_bias)."""
     from mjax.kernels.short_attention_triton import attention_d_queries
 
-    return triton_call(
+    batch, size, heads, width = q.shape
+    parts = -(-size // tile.queries)
+    sums = jax.ShapeDtypeStruct((batch, parts, heads, width), jnp.float32)
+    outputs = [_like(q), _like(lse)] + ([] if value_bias is None else [sums])
+    found = triton_call(
         attention_d_queries,
-        [q, k, v, *_arrays(rows), out, lse, d_out],
-        [_like(q), _like(lse)],
-        programs=q.shape[0] * q.shape[2] * -(-q.shape[1] // tile.queries),
-        **_constants(q, k, rows, call, tile),
+        [q, keys[0], keys[-1], *_arrays(rows), _read(value_bias), out, lse, d_out],
+        outputs,
+        programs=batch * heads * parts,
+        **_constants(q, keys, value_bias, rows, call, tile),
+        **({"d_sums": None} if value_bias is None else {}),
     )
+    if value_bias is None:
+        return *found, None
+    kv_heads = value_bias.shape[0]
+    of_heads = found[2].sum((0, 1)).reshape(kv_heads, heads // kv_heads, width)
+    return *found[:2], of_heads.sum(1).astype(value_bias.dtype)
 
 
-def d_keys(q, k, v, rows, lse, deltas, d_out, call, tile):
-    """The gradients of k and v; `deltas` are of `d_queries`."""
+def d_keys(q, keys, value_bias, rows, lse, deltas, d_out, call, tile):
+    """The gradients of keys; `deltas` are of `d_queries`."""
     from mjax.kernels.short_attention_triton import attention_d_keys
 
-    return triton_call(
+    is_pairs = len(keys) == 1
+    batch, size, kv_heads = keys[0].shape[0], keys[0].shape[1], keys[0].shape[-2]
+    found = triton_call(
         attention_d_keys,
-        [q, k, v, *_arrays(rows), lse, deltas, d_out],
-        [_like(k), _like(v)],
-        programs=k.shape[0] * k.shape[2] * -(-k.shape[1] // tile.keys),
-        **_constants(q, k, rows, call, tile),
+        [q, keys[0], keys[-1], *_arrays(rows), lse, deltas, d_out],
+        [_like(x) for x in keys],
+        programs=batch * kv_heads * -(-size // tile.keys),
+        **_constants(q, keys, value_bias, rows, call, tile),
+        **({"d_v": None} if is_pairs else {}),
     )
+    return tuple(found)
 
 
 short_attention.defvjp(_fwd, _bwd)
+
+
+def _read(value_bias: jax.Array | None) -> jax.Array:
+    """What a kernel wants for a bias, which it does not read where there is none."""
+    return jnp.zeros(1, jnp.float32) if value_bias is None else value_bias
 
 
 def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
@@ -146,24 +172,26 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _constants(q, k, rows, call, tile) -> dict:
+def _constants(q, keys, value_bias, rows, call, tile) -> dict:
     """What both kernels are compiled for; a window as long as the row is none."""
     assert rows.lengths is None or call.mask != "causal", "a causal query sees no padding"
-    (_, size, heads, width), (keys, kv_heads) = q.shape, k.shape[1:3]
-    assert size == keys or call.mask == "cross", "masks are by the index of a token in its row"
-    window = call.window if call.window is not None and call.window < max(size, keys) else 0
+    (_, size, heads, width), length = q.shape, keys[0].shape[1]
+    assert size == length or call.mask == "cross", "masks are by the index of a token in its row"
+    window = call.window if call.window is not None and call.window < max(size, length) else 0
     return dict(
         warps=tile.warps,
         S=size,
-        T=keys,
+        T=length,
         HEADS=heads,
-        KV_HEADS=kv_heads,
+        KV_HEADS=keys[0].shape[-2],
         H=width,
         SCALE=call.scale,
         CAUSAL=call.mask == "causal",
         WINDOW=window,
         SEGMENTED=rows.segments is not None,
         PADDED=rows.lengths is not None,
+        PAIRS=int(len(keys) == 1),
+        VALUE_BIAS=value_bias is not None,
         QUERIES=tile.queries,
         KEYS=tile.keys,
         STAGES=tile.stages,

@@ -3,6 +3,9 @@
 Arrays are row-major: queries [B, S, N, H], keys and values [B, T, K, H]. Exponentials are to base
 2. Scores, sums and log-sum-exps are fp32; products read operands of the inputs' dtype. SEGMENTED: a
 query sees keys of its own segment only. PADDED: a row's keys from its length on are not seen.
+PAIRS: `k` and `v` are one array [B, T, 2, K, H], and so are their gradients. VALUE_BIAS:
+`value_bias` [K, H] comes to every value. As weights sum to 1, it comes to the output, and no
+product reads it.
 """
 
 import triton
@@ -21,6 +24,7 @@ def attention_forward(
     q_segments,
     k_segments,
     lengths,
+    value_bias,
     out,
     lse,
     S: tl.constexpr,
@@ -33,6 +37,8 @@ def attention_forward(
     WINDOW: tl.constexpr,
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    VALUE_BIAS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -47,14 +53,15 @@ def attention_forward(
     query = _tile(q, at, queries < S)
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
+    kv_head, values = head // (HEADS // KV_HEADS), v + PAIRS * KV_HEADS * H
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
     top = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, H], tl.float32)
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
-        place = _places(row, keys, head // (HEADS // KV_HEADS), T, KV_HEADS, H)
-        key, value = _tile(k, place, keys < T), _tile(v, place, keys < T)
+        place = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
+        key, value = _tile(k, place, keys < T), _tile(values, place, keys < T)
         scores = tl.dot(query, tl.trans(key))
         is_edge = begin + KEYS > (start if CAUSAL else length)
         theirs = _segments(k_segments, row, keys, T, SEGMENTED)
@@ -68,7 +75,8 @@ def attention_forward(
         mean = tl.dot(weights.to(value.dtype), value, mean * left[:, None])
         top = new_top
     total = tl.where(total > 0, total, 1.0)  # a query that sees no key has a mean of zeros
-    tl.store(out + at, (mean / total[:, None]).to(query.dtype), (queries < S)[:, None])
+    mean = mean / total[:, None] + _value_bias(value_bias, kv_head, H, VALUE_BIAS)
+    tl.store(out + at, mean.to(query.dtype), (queries < S)[:, None])
     tl.store(lse + (row * HEADS + head) * S + queries, top + tl.log2(total), queries < S)
 
 
@@ -80,11 +88,13 @@ def attention_d_queries(
     q_segments,
     k_segments,
     lengths,
+    value_bias,
     out,
     lse,
     d_out,
     d_q,
     deltas,
+    d_sums,
     S: tl.constexpr,
     T: tl.constexpr,
     HEADS: tl.constexpr,
@@ -95,21 +105,31 @@ def attention_d_queries(
     WINDOW: tl.constexpr,
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    VALUE_BIAS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Write the gradient of q, and sum(out * d_out) over H, [B, N, S], in `deltas`.
 
-    A program takes QUERIES of a head and walks the tiles of keys that they see.
+    `out` is without the bias there. `d_sums` [B, tiles of queries, N, H] are the sums of d_out over
+    the queries of a tile. A program takes QUERIES of a head and walks the tiles of keys that they
+    see.
     """
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
     at = _places(row, queries, head, S, HEADS, H)
     query, d_mean = _tile(q, at, queries < S), _tile(d_out, at, queries < S)
     of_rows = (row * HEADS + head) * S + queries
-    delta = tl.sum(_tile(out, at, queries < S).to(tl.float32) * d_mean.to(tl.float32), 1)
+    kv_head, values = head // (HEADS // KV_HEADS), v + PAIRS * KV_HEADS * H
+    mean = _tile(out, at, queries < S) - _value_bias(value_bias, kv_head, H, VALUE_BIAS)
+    delta = tl.sum(mean * d_mean.to(tl.float32), 1)
     tl.store(deltas + of_rows, delta, queries < S)
+    if VALUE_BIAS:
+        tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
+        of_tile = ((row * tiles + start // QUERIES) * HEADS + head) * H + tl.arange(0, H)
+        tl.store(d_sums + of_tile, tl.sum(d_mean.to(tl.float32), 0))
     total = tl.load(lse + of_rows, queries < S, other=0.0)
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
@@ -117,8 +137,8 @@ def attention_d_queries(
     d_query = tl.zeros([QUERIES, H], tl.float32)
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
-        place = _places(row, keys, head // (HEADS // KV_HEADS), T, KV_HEADS, H)
-        key, value = _tile(k, place, keys < T), _tile(v, place, keys < T)
+        place = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
+        key, value = _tile(k, place, keys < T), _tile(values, place, keys < T)
         scores = tl.dot(query, tl.trans(key))
         weights = tl.exp2(scores * (SCALE * LOG2E) - total[:, None])
         is_edge = begin + KEYS > (start if CAUSAL else length)
@@ -154,6 +174,8 @@ def attention_d_keys(
     WINDOW: tl.constexpr,
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    VALUE_BIAS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -164,8 +186,8 @@ def attention_d_keys(
     """
     row, kv_head, begin = _task(T, KV_HEADS, KEYS)
     keys = begin + tl.arange(0, KEYS)
-    at = _places(row, keys, kv_head, T, KV_HEADS, H)
-    key, value = _tile(k, at, keys < T), _tile(v, at, keys < T)
+    at = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
+    key, value = _tile(k, at, keys < T), _tile(v + PAIRS * KV_HEADS * H, at, keys < T)
     theirs = _segments(k_segments, row, keys, T, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     low, high = _queries_that_see(begin, length, S, CAUSAL, WINDOW, QUERIES, KEYS)
@@ -191,7 +213,10 @@ def attention_d_keys(
             d_key = tl.dot(d_scores.to(query.dtype), query, d_key)
     is_seen = (keys < length)[:, None]  # a row of a gradient is of one key
     tl.store(d_k + at, tl.where(is_seen, d_key * SCALE, 0.0).to(key.dtype), (keys < T)[:, None])
-    tl.store(d_v + at, tl.where(is_seen, d_value, 0.0).to(key.dtype), (keys < T)[:, None])
+    d_values = d_v
+    if PAIRS:
+        d_values = d_k + KV_HEADS * H
+    tl.store(d_values + at, tl.where(is_seen, d_value, 0.0).to(key.dtype), (keys < T)[:, None])
 
 
 @triton.jit
@@ -213,6 +238,15 @@ def _places(row, tokens, head, COUNT: tl.constexpr, HEADS: tl.constexpr, H: tl.c
 def _tile(x, places, within):
     """The elements at `places`, zeros for tokens that are not within the row."""
     return tl.load(x + places, within[:, None], other=0.0)
+
+
+@triton.jit
+def _value_bias(bias, kv_head, H: tl.constexpr, VALUE_BIAS: tl.constexpr):
+    """[1, H]: the bias of a head's values in fp32, zeros where there is none."""
+    found = tl.zeros([H], tl.float32)
+    if VALUE_BIAS:
+        found = tl.load(bias + kv_head * H + tl.arange(0, H)).to(tl.float32)
+    return found[None]
 
 
 @triton.jit

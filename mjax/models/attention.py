@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
+from mjax.kernels.attention import attention_of_pairs, reads_pairs
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
 from mjax.kernels.decode_attention import decode_attention
 from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec, HeadSizes
@@ -113,7 +114,12 @@ class Attention(BranchModule):
         parallel = ctx.parallel
         if cfg.attention.attention_in_multiplier is not None:
             x = x * cfg.attention.attention_in_multiplier
-        q, k, v = self._project(x, ctx)
+        q, kv = self._project(x, ctx)
+        scale = cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5
+        call = attention_call(cfg, inputs, scale)
+        if cache is None and self._reads_pairs(q, kv, call, inputs):
+            return self._returned(self._of_pairs(q, kv, call, inputs), ctx)
+        k, v = self.biased(kv, parallel)
         if cfg.attention.attention_output_gate:
             q, gate = jnp.split(q, 2, axis=-1)
         if cfg.attention.key_multiplier is not None:
@@ -128,8 +134,6 @@ class Attention(BranchModule):
         if self.keeps_what_attention_reads:
             q = checkpoint_name(q, weight_of(self.q).name)
             k, v = (checkpoint_name(a, weight_of(self.kv).name) for a in (k, v))
-        scale = cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5
-        call = attention_call(cfg, inputs, scale)
         sinks = self.sinks[...] if cfg.attention.attention_sinks else None
         if cache is not None:
             first = tokens.columns[0]
@@ -146,10 +150,39 @@ class Attention(BranchModule):
             out = context_attention(q, k, v, call, arrays, ctx)
         if cfg.attention.attention_output_gate:
             out = out * jax.nn.sigmoid(gate)
+        return self._returned(out, ctx, cache)
+
+    def _returned(
+        self, out: jax.Array, ctx: Context, cache: KeysValues | None = None
+    ) -> BranchOutput:
         y = self.output(out, ctx)
-        if cfg.attention.attention_out_multiplier is not None:
-            y = y * cfg.attention.attention_out_multiplier
+        if self.cfg.attention.attention_out_multiplier is not None:
+            y = y * self.cfg.attention.attention_out_multiplier
         return BranchOutput(y, cache=cache)
+
+    def _reads_pairs(
+        self, q: jax.Array, kv: jax.Array, call: AttentionCall, inputs: BranchInputs
+    ) -> bool:
+        """Whether attention reads the product kv as it is: only biases stand between the two."""
+        sizes = self.cfg.attention
+        changed = sizes.qk_norm or sizes.attention_output_gate or sizes.attention_sinks
+        changed = changed or sizes.key_multiplier is not None or inputs.letter in inputs.rope
+        if changed or inputs.ctx.parallel.cp > 1:
+            return False
+        return reads_pairs(q, kv, call, attention_arrays(self.cfg, inputs))
+
+    @jax.named_scope("sdpa")
+    def _of_pairs(
+        self, q: jax.Array, kv: jax.Array, call: AttentionCall, inputs: BranchInputs
+    ) -> jax.Array:
+        """Heads of values [B, S, N/tp, H] for queries with biases and the product kv."""
+        cfg, biases = self.cfg, None
+        if self.keeps_what_attention_reads:
+            q = checkpoint_name(q, weight_of(self.q).name)
+            kv = checkpoint_name(kv, weight_of(self.kv).name)
+        if cfg.attention.attention_bias:
+            biases = _local_kv_heads(self.kv_bias[...], cfg, inputs.ctx.parallel)
+        return attention_of_pairs(q, kv, biases, call, attention_arrays(cfg, inputs))
 
     def output(self, out: jax.Array, ctx: Context) -> jax.Array:
         """Heads of values [B, S, N/tp, H] back in the residual stream, [B, S/tp, D]."""
@@ -199,14 +232,17 @@ class Attention(BranchModule):
         sizes = self.cfg.attention
         return sizes.attention_bias and not (sizes.qk_norm or sizes.attention_output_gate)
 
-    def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, S, N/tp, H or 2 H] and the k, v [B, S, K', H] that these query heads use."""
+    def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """q [B, S, N/tp, H or 2 H] and the kv [B, S, 2, K', H] that these query heads use.
+
+        q is with its biases, kv without.
+        """
         kv_weight = self.local_kv_weight(ctx.parallel)
         named = not self.keeps_what_attention_reads
         q, kv = column(x, (weight_of(self.q), kv_weight), ctx, named)
         if self.cfg.attention.attention_bias:
             q = q + self.q_bias[...]
-        return q, *self.biased(kv, ctx.parallel)
+        return q, kv
 
     def biased(self, kv: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K', H] of kv [B, S, 2, K', H], with the biases that they have."""

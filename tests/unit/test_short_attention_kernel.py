@@ -28,23 +28,27 @@ CASES = {
 }
 
 
+def seen_of(kind: str | None, s: int, t: int) -> tuple[tuple | None, Rows]:
+    """(the segments of two rows for the reference, what the kernels take in their place)."""
+    if kind == "packed":
+        ids = jnp.repeat(jnp.arange(3), jnp.array([10, s - 22, 12]), total_repeat_length=s)
+        segments = (jnp.tile(ids, (2, 1)),) * 2
+        return segments, Rows(segments=segments)
+    if kind == "padded":
+        lengths = jnp.array([t - 17, t])
+        # The reference sees a padded key from padding only, the kernels from nowhere.
+        keys = (jnp.arange(t) >= lengths[:, None]).astype(jnp.int32)
+        return (jnp.zeros((2, s), jnp.int32), keys), Rows(lengths=lengths)
+    return None, Rows()
+
+
 @pytest.mark.parametrize("case", quick(CASES, 0, 2, 4, 6))
 def test_kernels_equal_fp64(monkeypatch, case):
     mask, s, t, heads, kv_heads, window, kind, tile = CASES[case]
     interpret(monkeypatch)
     call = AttentionCall(scale=0.2, mask=mask, window=window, implementation="xla")
+    segments, rows = seen_of(kind, s, t)
     rng = np.random.default_rng(s)
-    segments, rows = None, Rows()
-    if kind == "packed":
-        ids = jnp.repeat(jnp.arange(3), jnp.array([10, s - 22, 12]), total_repeat_length=s)
-        segments = (jnp.tile(ids, (2, 1)),) * 2
-        rows = Rows(segments=segments)
-    elif kind == "padded":
-        lengths = jnp.array([t - 17, t])
-        # The reference sees a padded key from padding only, the kernels from nowhere.
-        keys = (jnp.arange(t) >= lengths[:, None]).astype(jnp.int32)
-        segments = jnp.zeros((2, s), jnp.int32), keys
-        rows = Rows(lengths=lengths)
 
     def draw(length, heads):
         return rng.normal(size=(2, length, heads, 16)) * 3
@@ -52,7 +56,7 @@ def test_kernels_equal_fp64(monkeypatch, case):
     q, k, v, d_out = draw(s, heads), draw(t, kv_heads), draw(t, kv_heads), draw(s, heads)
     tiles = Tiles(*[Tile(*tile, 4, 1)] * 3)
     low = [jnp.asarray(x, jnp.float32) for x in (q, k, v, d_out)]
-    out, back = jax.vjp(lambda *x: short_attention(*x, rows, call, tiles), *low[:3])
+    out, back = jax.vjp(lambda q, *kv: short_attention(q, kv, None, rows, call, tiles), *low[:3])
     got = out, *back(low[3])
     with jax.enable_x64(True):
         columns = jnp.arange(s), jnp.arange(t)
@@ -61,5 +65,39 @@ def test_kernels_equal_fp64(monkeypatch, case):
         out, back = jax.vjp(lambda *x: attention(*x, call, arrays), *wide[:3])
         wanted = out, *back(wide[3])
     for mine, right in zip(got, wanted, strict=True):
+        scale = float(np.abs(right).max())
+        np.testing.assert_allclose(mine, right, rtol=0, atol=4e-6 * scale)
+
+
+@pytest.mark.parametrize("case", quick(["full", "causal", "padded", "packed", "wide window"], 1))
+def test_keys_and_values_in_one_array_with_biases(monkeypatch, case):
+    """The reference adds both biases. That of keys changes nothing, so the kernels never see it."""
+    mask, s, _, heads, kv_heads, window, kind, tile = CASES[case]
+    interpret(monkeypatch)
+    call = AttentionCall(scale=0.2, mask=mask, window=window, implementation="xla")
+    segments, rows = seen_of(kind, s, s)
+    rng = np.random.default_rng(s)
+    q, d_out = (rng.normal(size=(2, s, heads, 16)) * 3 for _ in range(2))
+    kv, biases = rng.normal(size=(2, s, 2, kv_heads, 16)) * 3, rng.normal(size=(2, kv_heads, 16))
+    tiles = Tiles(*[Tile(*tile, 4, 1)] * 3)
+
+    def ours(q, kv, bias):
+        return short_attention(q, (kv,), bias, rows, call, tiles)
+
+    low = [jnp.asarray(x, jnp.float32) for x in (q, kv, biases[1], d_out)]
+    out, back = jax.vjp(ours, *low[:3])
+    got = out, *back(low[3])
+    with jax.enable_x64(True):
+        columns = jnp.arange(s), jnp.arange(s)
+        arrays = AttentionArrays(columns=columns, segments=segments)
+
+        def reference(q, kv, biases):
+            pairs = kv + biases
+            return attention(q, pairs[:, :, 0], pairs[:, :, 1], call, arrays)
+
+        out, back = jax.vjp(reference, *map(jnp.asarray, (q, kv, biases)))
+        d_q, d_kv, d_biases = back(jnp.asarray(d_out))
+        assert jnp.abs(d_biases[0]).max() < 2e-6 * jnp.abs(d_biases[1]).max()
+    for mine, right in zip(got, (out, d_q, d_kv, d_biases[1]), strict=True):
         scale = float(np.abs(right).max())
         np.testing.assert_allclose(mine, right, rtol=0, atol=4e-6 * scale)
