@@ -85,18 +85,20 @@ def reads_pairs(q: jax.Array, kv: jax.Array, call: AttentionCall, arrays: Attent
 def attention_of_pairs(
     q: jax.Array,
     kv: jax.Array,
-    biases: jax.Array | None,
+    biases: tuple[jax.Array, jax.Array] | None,
     call: AttentionCall,
     arrays: AttentionArrays,
 ) -> jax.Array:
     """`attention` of q [B, S, N, H] to keys and values kv [B, S, 2, K, H], read where they lie.
 
-    `biases` are of keys and values [2, K, H], or of values [1, K, H]. That of keys adds one number
-    to all scores of a query, which a softmax does not see: it is left out, and its gradient is 0.
+    `biases` are those of queries [N, H], and of keys and values [2, K, H] or values [1, K, H]. That
+    of keys adds one number to all scores of a query, which a softmax does not see: it is left out,
+    and its gradient is 0. That of queries has been added to q, as a constant.
     """
     require(replace(call, implementation="triton"), q, kv, arrays)
-    value_bias = None if biases is None else biases[-1]
-    return short_attention(q, (kv,), value_bias, _rows(q, call, arrays), call)
+    if biases is not None:
+        biases = biases[0], biases[1][-1]
+    return short_attention(q, (kv,), biases, _rows(q, call, arrays), call)
 
 
 def resolve(

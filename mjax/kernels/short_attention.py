@@ -66,89 +66,88 @@ def require_short(q: jax.Array, v: jax.Array, call: AttentionCall, arrays: Atten
 
 
 Keys = tuple[jax.Array, jax.Array] | tuple[jax.Array]  # k and v, or both in one array
+Biases = tuple[jax.Array, jax.Array]  # of queries [N, H] and of values [K, H]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def short_attention(
     q: jax.Array,
     keys: Keys,
-    value_bias: jax.Array | None,
+    biases: Biases | None,
     rows: Rows,
     call: AttentionCall,
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """Attention of q [B, S, N, H] to `keys`, bf16 or fp16 -> [B, S, N, H].
 
-    `keys` are k and v [B, T, K, H], or the array [B, T, 2, K, H] of both. `value_bias` [K, H] comes
-    to every value; each query must see some key then. `tiles` are by the number of keys unless
+    `keys` are k and v [B, T, K, H], or the array [B, T, 2, K, H] of both. Of `biases` that of
+    values comes to every value; each query must see some key then. That of queries is in q already:
+    its gradient alone is made here, as it costs nothing. `tiles` are by the number of keys unless
     given. The residuals are named `attn_out` and `attn_lse`.
     """
-    return _fwd(q, keys, value_bias, rows, call, tiles)[0]
+    return _fwd(q, keys, biases, rows, call, tiles)[0]
 
 
-def _fwd(q, keys, value_bias, rows, call, tiles):
+def _fwd(q, keys, biases, rows, call, tiles):
     from mjax.kernels.short_attention_triton import attention_forward
 
     batch, size, heads, _ = q.shape
     tiles = tiles or tiles_for(keys[0].shape[1])
     out, lse = triton_call(
         attention_forward,
-        [q, keys[0], keys[-1], *_arrays(rows), _read(value_bias)],
+        [q, keys[0], keys[-1], *_arrays(rows), _of_values(biases)],
         [_like(q), jax.ShapeDtypeStruct((batch, heads, size), jnp.float32)],
         programs=batch * heads * -(-size // tiles.forward.queries),
-        **_constants(q, keys, value_bias, rows, call, tiles.forward),
+        **_constants(q, keys, biases, rows, call, tiles.forward),
     )
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, keys, value_bias, rows, out, lse)
+    return out, (q, keys, biases, rows, out, lse)
 
 
 def _bwd(call, tiles, saved, d_out):
-    q, keys, value_bias, rows, out, lse = saved
+    q, keys, biases, rows, out, lse = saved
     tiles = tiles or tiles_for(keys[0].shape[1])
     d_out = d_out.astype(q.dtype)
-    d_q, deltas, d_bias = d_queries(
-        q, keys, value_bias, rows, out, lse, d_out, call, tiles.d_queries
-    )
-    d_k_v = d_keys(q, keys, value_bias, rows, lse, deltas, d_out, call, tiles.d_keys)
-    return d_q, d_k_v, d_bias, None
+    d_q, deltas, d_biases = d_queries(q, keys, biases, rows, out, lse, d_out, call, tiles.d_queries)
+    d_k_v = d_keys(q, keys, biases, rows, lse, deltas, d_out, call, tiles.d_keys)
+    return d_q, d_k_v, d_biases, None
 
 
-def d_queries(q, keys, value_bias, rows, out, lse, d_out, call, tile):
-    """(the gradient of q, sum(out * d_out) over H: fp32 [B, N, S], the gradient of value_bias)."""
+def d_queries(q, keys, biases, rows, out, lse, d_out, call, tile):
+    """(the gradient of q, sum(out * d_out) over H: fp32 [B, N, S], the gradients of biases)."""
     from mjax.kernels.short_attention_triton import attention_d_queries
 
     batch, size, heads, width = q.shape
     parts = -(-size // tile.queries)
-    sums = jax.ShapeDtypeStruct((batch, parts, heads, width), jnp.float32)
-    outputs = [_like(q), _like(lse)] + ([] if value_bias is None else [sums])
-    found = triton_call(
+    sums = jax.ShapeDtypeStruct((batch, parts, 2, heads, width), jnp.float32)
+    d_q, deltas, *sums = triton_call(
         attention_d_queries,
-        [q, keys[0], keys[-1], *_arrays(rows), _read(value_bias), out, lse, d_out],
-        outputs,
+        [q, keys[0], keys[-1], *_arrays(rows), _of_values(biases), out, lse, d_out],
+        [_like(q), _like(lse)] + ([sums] if biases else []),
         programs=batch * heads * parts,
-        **_constants(q, keys, value_bias, rows, call, tile),
-        **({"d_sums": None} if value_bias is None else {}),
+        **_constants(q, keys, biases, rows, call, tile),
+        **({} if biases else {"d_sums": None}),
     )
-    if value_bias is None:
-        return *found, None
-    kv_heads = value_bias.shape[0]
-    of_heads = found[2].sum((0, 1)).reshape(kv_heads, heads // kv_heads, width)
-    return *found[:2], of_heads.sum(1).astype(value_bias.dtype)
+    if not biases:
+        return d_q, deltas, None
+    of_q, of_v = biases
+    found = sums[0].sum((0, 1))
+    d_v_bias = found[1].reshape(of_v.shape[0], -1, width).sum(1)  # over heads that share values
+    return d_q, deltas, (found[0].astype(of_q.dtype), d_v_bias.astype(of_v.dtype))
 
 
-def d_keys(q, keys, value_bias, rows, lse, deltas, d_out, call, tile):
+def d_keys(q, keys, biases, rows, lse, deltas, d_out, call, tile):
     """The gradients of keys; `deltas` are of `d_queries`."""
     from mjax.kernels.short_attention_triton import attention_d_keys
 
-    is_pairs = len(keys) == 1
     batch, size, kv_heads = keys[0].shape[0], keys[0].shape[1], keys[0].shape[-2]
     found = triton_call(
         attention_d_keys,
         [q, keys[0], keys[-1], *_arrays(rows), lse, deltas, d_out],
         [_like(x) for x in keys],
         programs=batch * kv_heads * -(-size // tile.keys),
-        **_constants(q, keys, value_bias, rows, call, tile),
-        **({"d_v": None} if is_pairs else {}),
+        **_constants(q, keys, biases, rows, call, tile),
+        **({"d_v": None} if len(keys) == 1 else {}),
     )
     return tuple(found)
 
@@ -156,9 +155,9 @@ def d_keys(q, keys, value_bias, rows, lse, deltas, d_out, call, tile):
 short_attention.defvjp(_fwd, _bwd)
 
 
-def _read(value_bias: jax.Array | None) -> jax.Array:
-    """What a kernel wants for a bias, which it does not read where there is none."""
-    return jnp.zeros(1, jnp.float32) if value_bias is None else value_bias
+def _of_values(biases: Biases | None) -> jax.Array:
+    """What a kernel wants for the bias of values, which it does not read where there is none."""
+    return biases[1] if biases else jnp.zeros(1, jnp.float32)
 
 
 def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
@@ -172,7 +171,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _constants(q, keys, value_bias, rows, call, tile) -> dict:
+def _constants(q, keys, biases, rows, call, tile) -> dict:
     """What both kernels are compiled for; a window as long as the row is none."""
     assert rows.lengths is None or call.mask != "causal", "a causal query sees no padding"
     (_, size, heads, width), length = q.shape, keys[0].shape[1]
@@ -191,7 +190,7 @@ def _constants(q, keys, value_bias, rows, call, tile) -> dict:
         SEGMENTED=rows.segments is not None,
         PADDED=rows.lengths is not None,
         PAIRS=int(len(keys) == 1),
-        VALUE_BIAS=value_bias is not None,
+        BIASED=biases is not None,
         QUERIES=tile.queries,
         KEYS=tile.keys,
         STAGES=tile.stages,

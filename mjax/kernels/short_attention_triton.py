@@ -3,9 +3,8 @@
 Arrays are row-major: queries [B, S, N, H], keys and values [B, T, K, H]. Exponentials are to base
 2. Scores, sums and log-sum-exps are fp32; products read operands of the inputs' dtype. SEGMENTED: a
 query sees keys of its own segment only. PADDED: a row's keys from its length on are not seen.
-PAIRS: `k` and `v` are one array [B, T, 2, K, H], and so are their gradients. VALUE_BIAS:
-`value_bias` [K, H] comes to every value. As weights sum to 1, it comes to the output, and no
-product reads it.
+PAIRS: `k` and `v` are one array [B, T, 2, K, H], and so are their gradients. BIASED: `v_bias`
+[K, H] comes to every value. As weights sum to 1, it comes to the output, and no product reads it.
 """
 
 import triton
@@ -24,7 +23,7 @@ def attention_forward(
     q_segments,
     k_segments,
     lengths,
-    value_bias,
+    v_bias,
     out,
     lse,
     S: tl.constexpr,
@@ -38,7 +37,7 @@ def attention_forward(
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
-    VALUE_BIAS: tl.constexpr,
+    BIASED: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -75,7 +74,7 @@ def attention_forward(
         mean = tl.dot(weights.to(value.dtype), value, mean * left[:, None])
         top = new_top
     total = tl.where(total > 0, total, 1.0)  # a query that sees no key has a mean of zeros
-    mean = mean / total[:, None] + _value_bias(value_bias, kv_head, H, VALUE_BIAS)
+    mean = mean / total[:, None] + _bias(v_bias, kv_head, H, BIASED)
     tl.store(out + at, mean.to(query.dtype), (queries < S)[:, None])
     tl.store(lse + (row * HEADS + head) * S + queries, top + tl.log2(total), queries < S)
 
@@ -88,7 +87,7 @@ def attention_d_queries(
     q_segments,
     k_segments,
     lengths,
-    value_bias,
+    v_bias,
     out,
     lse,
     d_out,
@@ -106,16 +105,16 @@ def attention_d_queries(
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
-    VALUE_BIAS: tl.constexpr,
+    BIASED: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Write the gradient of q, and sum(out * d_out) over H, [B, N, S], in `deltas`.
 
-    `out` is without the bias there. `d_sums` [B, tiles of queries, N, H] are the sums of d_out over
-    the queries of a tile. A program takes QUERIES of a head and walks the tiles of keys that they
-    see.
+    `out` is without the bias there. `d_sums` [B, tiles of queries, 2, N, H] are sums over the
+    queries of a tile, of the gradient of q and of d_out. A program takes QUERIES of a head and
+    walks the tiles of keys that they see.
     """
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
@@ -123,13 +122,9 @@ def attention_d_queries(
     query, d_mean = _tile(q, at, queries < S), _tile(d_out, at, queries < S)
     of_rows = (row * HEADS + head) * S + queries
     kv_head, values = head // (HEADS // KV_HEADS), v + PAIRS * KV_HEADS * H
-    mean = _tile(out, at, queries < S) - _value_bias(value_bias, kv_head, H, VALUE_BIAS)
+    mean = _tile(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
     delta = tl.sum(mean * d_mean.to(tl.float32), 1)
     tl.store(deltas + of_rows, delta, queries < S)
-    if VALUE_BIAS:
-        tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
-        of_tile = ((row * tiles + start // QUERIES) * HEADS + head) * H + tl.arange(0, H)
-        tl.store(d_sums + of_tile, tl.sum(d_mean.to(tl.float32), 0))
     total = tl.load(lse + of_rows, queries < S, other=0.0)
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
@@ -148,7 +143,14 @@ def attention_d_queries(
         )
         d_scores = weights * (tl.dot(d_mean, tl.trans(value)) - delta[:, None])
         d_query = tl.dot(d_scores.to(key.dtype), key, d_query)
-    tl.store(d_q + at, (d_query * SCALE).to(query.dtype), (queries < S)[:, None])
+    d_query *= SCALE
+    tl.store(d_q + at, d_query.to(query.dtype), (queries < S)[:, None])
+    if BIASED:
+        tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
+        of_tile = (row * tiles + start // QUERIES) * 2 * HEADS + head
+        places = d_sums + of_tile * H + tl.arange(0, H)
+        tl.store(places, tl.sum(d_query, 0))
+        tl.store(places + HEADS * H, tl.sum(d_mean.to(tl.float32), 0))
 
 
 @triton.jit
@@ -175,7 +177,7 @@ def attention_d_keys(
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
-    VALUE_BIAS: tl.constexpr,
+    BIASED: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -241,11 +243,11 @@ def _tile(x, places, within):
 
 
 @triton.jit
-def _value_bias(bias, kv_head, H: tl.constexpr, VALUE_BIAS: tl.constexpr):
-    """[1, H]: the bias of a head's values in fp32, zeros where there is none."""
+def _bias(biases, head, H: tl.constexpr, BIASED: tl.constexpr):
+    """[1, H]: the bias of a head in fp32, zeros where there is none."""
     found = tl.zeros([H], tl.float32)
-    if VALUE_BIAS:
-        found = tl.load(bias + kv_head * H + tl.arange(0, H)).to(tl.float32)
+    if BIASED:
+        found = tl.load(biases + head * H + tl.arange(0, H)).to(tl.float32)
     return found[None]
 
 

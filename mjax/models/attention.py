@@ -119,7 +119,7 @@ class Attention(BranchModule):
         call = attention_call(cfg, inputs, scale)
         if cache is None and self._reads_pairs(q, kv, call, inputs):
             return self._returned(self._of_pairs(q, kv, call, inputs), ctx)
-        k, v = self.biased(kv, parallel)
+        q, (k, v) = self._biased_q(q), self.biased(kv, parallel)
         if cfg.attention.attention_output_gate:
             q, gate = jnp.split(q, 2, axis=-1)
         if cfg.attention.key_multiplier is not None:
@@ -175,13 +175,14 @@ class Attention(BranchModule):
     def _of_pairs(
         self, q: jax.Array, kv: jax.Array, call: AttentionCall, inputs: BranchInputs
     ) -> jax.Array:
-        """Heads of values [B, S, N/tp, H] for queries with biases and the product kv."""
+        """Heads of values [B, S, N/tp, H] for the products q and kv."""
         cfg, biases = self.cfg, None
+        if cfg.attention.attention_bias:
+            biases = self.q_bias[...], self._local_kv_bias(inputs.ctx.parallel)
+            q = q + jax.lax.stop_gradient(biases[0])
         if self.keeps_what_attention_reads:
             q = checkpoint_name(q, weight_of(self.q).name)
             kv = checkpoint_name(kv, weight_of(self.kv).name)
-        if cfg.attention.attention_bias:
-            biases = _local_kv_heads(self.kv_bias[...], cfg, inputs.ctx.parallel)
         return attention_of_pairs(q, kv, biases, call, attention_arrays(cfg, inputs))
 
     def output(self, out: jax.Array, ctx: Context) -> jax.Array:
@@ -233,26 +234,27 @@ class Attention(BranchModule):
         return sizes.attention_bias and not (sizes.qk_norm or sizes.attention_output_gate)
 
     def _project(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        """q [B, S, N/tp, H or 2 H] and the kv [B, S, 2, K', H] that these query heads use.
-
-        q is with its biases, kv without.
-        """
+        """q [B, S, N/tp, H or 2 H] and the kv [B, S, 2, K', H] that these query heads use."""
         kv_weight = self.local_kv_weight(ctx.parallel)
         named = not self.keeps_what_attention_reads
-        q, kv = column(x, (weight_of(self.q), kv_weight), ctx, named)
-        if self.cfg.attention.attention_bias:
-            q = q + self.q_bias[...]
-        return q, kv
+        return column(x, (weight_of(self.q), kv_weight), ctx, named)
+
+    def _biased_q(self, q: jax.Array) -> jax.Array:
+        return q + self.q_bias[...] if self.cfg.attention.attention_bias else q
 
     def biased(self, kv: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K', H] of kv [B, S, 2, K', H], with the biases that they have."""
         k, v = kv[..., 0, :, :], kv[..., 1, :, :]
         if not self.cfg.attention.attention_bias:
             return k, v
-        bias = _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
+        bias = self._local_kv_bias(parallel)
         if self.cfg.attention.attention_key_bias:
             k = k + bias[0]
         return k, v + bias[-1]
+
+    def _local_kv_bias(self, parallel: Parallel) -> jax.Array:
+        """[2 or 1, K', H]: the biases of keys and values, or of values alone."""
+        return _local_kv_heads(self.kv_bias[...], self.cfg, parallel)
 
     def local_kv_weight(self, parallel: Parallel) -> Weight:
         """The kv weight of this device's query heads.

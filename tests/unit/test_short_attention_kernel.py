@@ -79,25 +79,27 @@ def test_keys_and_values_in_one_array_with_biases(monkeypatch, case):
     rng = np.random.default_rng(s)
     q, d_out = (rng.normal(size=(2, s, heads, 16)) * 3 for _ in range(2))
     kv, biases = rng.normal(size=(2, s, 2, kv_heads, 16)) * 3, rng.normal(size=(2, kv_heads, 16))
+    q_bias = rng.normal(size=(heads, 16))
     tiles = Tiles(*[Tile(*tile, 4, 1)] * 3)
 
-    def ours(q, kv, bias):
-        return short_attention(q, (kv,), bias, rows, call, tiles)
+    def ours(q, kv, q_bias, v_bias):
+        q = q + jax.lax.stop_gradient(q_bias)
+        return short_attention(q, (kv,), (q_bias, v_bias), rows, call, tiles)
 
-    low = [jnp.asarray(x, jnp.float32) for x in (q, kv, biases[1], d_out)]
-    out, back = jax.vjp(ours, *low[:3])
-    got = out, *back(low[3])
+    low = [jnp.asarray(x, jnp.float32) for x in (q, kv, q_bias, biases[1], d_out)]
+    out, back = jax.vjp(ours, *low[:4])
+    got = out, *back(low[4])
     with jax.enable_x64(True):
         columns = jnp.arange(s), jnp.arange(s)
         arrays = AttentionArrays(columns=columns, segments=segments)
 
-        def reference(q, kv, biases):
+        def reference(q, kv, q_bias, biases):
             pairs = kv + biases
-            return attention(q, pairs[:, :, 0], pairs[:, :, 1], call, arrays)
+            return attention(q + q_bias, pairs[:, :, 0], pairs[:, :, 1], call, arrays)
 
-        out, back = jax.vjp(reference, *map(jnp.asarray, (q, kv, biases)))
-        d_q, d_kv, d_biases = back(jnp.asarray(d_out))
+        out, back = jax.vjp(reference, *map(jnp.asarray, (q, kv, q_bias, biases)))
+        *d_inputs, d_biases = back(jnp.asarray(d_out))
         assert jnp.abs(d_biases[0]).max() < 2e-6 * jnp.abs(d_biases[1]).max()
-    for mine, right in zip(got, (out, d_q, d_kv, d_biases[1]), strict=True):
+    for mine, right in zip(got, (out, *d_inputs, d_biases[1]), strict=True):
         scale = float(np.abs(right).max())
         np.testing.assert_allclose(mine, right, rtol=0, atol=4e-6 * scale)
