@@ -1,7 +1,7 @@
 """Runs our Triton kernels on CPUs, in Triton's interpreter, on numpy arrays behind a callback.
 
 The interpreter knows no inline PTX, no libdevice and no sums of pairs: numpy takes the place of the
-four helpers that are such. It truncates where a GPU rounds to the nearest number, and saturates:
+some helpers that are such. It truncates where a GPU rounds to the nearest number, and saturates:
 ml_dtypes does so here. The helpers, the GPU's own rounding, and what compiling adds, are tested on
 GPUs only (tests/gpu).
 """
@@ -96,7 +96,13 @@ FLOATS = {
     "fp8e4nv": jax.numpy.float8_e4m3fn,
     "fp8e5": jax.numpy.float8_e5m2,
 }
-HELPERS = {"sigmoid": _sigmoid, "rounded_to_bf16": _rounded, "tanh": np.tanh}
+HELPERS = {
+    "sigmoid": _sigmoid,
+    "power_of_two": np.exp2,
+    "reciprocal": np.reciprocal,
+    "rounded_to_bf16": _rounded,
+    "tanh": np.tanh,
+}
 
 
 def _in_numpy(function, x):
