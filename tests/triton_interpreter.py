@@ -1,7 +1,7 @@
 """Runs our Triton kernels on CPUs, in Triton's interpreter, on numpy arrays behind a callback.
 
 The interpreter knows no inline PTX, no libdevice and no sums of pairs: numpy takes the place of the
-some helpers that are such. It truncates where a GPU rounds to the nearest number, and saturates:
+helpers that are such. It truncates where a GPU rounds to the nearest number, and saturates:
 ml_dtypes does so here. The helpers, the GPU's own rounding, and what compiling adds, are tested on
 GPUs only (tests/gpu).
 """
