@@ -94,6 +94,7 @@ def measure(
     }
     if profiled:
         if jax.default_backend() == "gpu":
+            print(f"mjax: {record['ms']} ms a step; now compiling to profile", file=sys.stderr)
             trainer.programs.recompile(breakdown.XLA_OPTIONS)
             jax.clear_caches()
             jax.block_until_ready(trainer.step(batch))

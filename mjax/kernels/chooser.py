@@ -21,7 +21,7 @@ from mjax.kernels.attention_call import AttentionCall
 
 HEAD_SIZES = (64, 128, 256)  # of mosaic attention
 SHORT_HEAD = 64  # of our attention of short rows
-SHORT_ROWS = {"full": 384, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
+SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
 GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
 
 FEWEST = {  # elements of the widest input: with less, nothing is won

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, DECODER, branches_of, stream_of
 from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
@@ -53,6 +54,28 @@ def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
 
 def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for attention, and for its other kinds by their words, where they get another."""
+    choices: dict[str, Choice] = {}
+    for letter, choice in attention_by_letter(cfg, sizes).items():
+        if choice not in choices.values():
+            choices[f"attention ({BRANCHES[letter].word})" if choices else "attention"] = choice
+    return choices
+
+
+def reads_pairs(cfg: Config, sizes: dict[str, int]) -> bool:
+    """Whether some attention reads keys and values as one array, where their matmul put them."""
+    choices = attention_by_letter(cfg, sizes).items()
+    short = [letter for letter, choice in choices if choice.name == "triton"]
+    return any(_sizes_of(cfg.model, letter).position_embedding != "rope" for letter in short)
+
+
+def _sizes_of(model: ModelConfig, letter: str) -> ModelConfig:
+    """The sizes that a branch has: the model's, or those of a tower."""
+    modality = BRANCHES[letter].modality
+    return model.of_modality(modality) if modality else model
+
+
+def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
+    """The choice for each branch that is attention."""
     model = cfg.model
     streams = {}
     for kind in model.layer_kinds:
@@ -66,7 +89,7 @@ def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     choices: dict[str, Choice] = {}
     for letter in sorted(model.branches):
         branch, stream = BRANCHES[letter], streams[letter]
-        own = model.of_modality(branch.modality) if branch.modality else model
+        own = _sizes_of(model, letter)
         heads = branch_class(letter).heads(own)
         if heads is None:
             continue
@@ -82,9 +105,7 @@ def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
             "by_blocks": ctx.parallel.cp > 1,
         }
         shape = *shapes.get(stream, shapes[DECODER]), heads.heads // ctx.parallel.tp, heads.size
-        choice = choose("attention", cfg.precision.compute, shape, **facts)
-        if choice not in choices.values():
-            choices[f"attention ({branch.word})" if choices else "attention"] = choice
+        choices[letter] = choose("attention", cfg.precision.compute, shape, **facts)
     return choices
 
 

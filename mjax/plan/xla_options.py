@@ -39,6 +39,9 @@ PREFETCH = (
 EXCHANGES = (("xla_gpu_use_memcpy_local_p2p", True),)
 # XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed.
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
+# XLA merges matmuls of one input, and what reads keys and values where their matmul put them would
+# find them in a slice of q, k and v. ViT-L: 100.7 ms a step, 103.5 merged.
+UNMERGED = (("xla_gpu_dot_merger_threshold_mb", 0),)
 # No atomic sums (scatters are sorted first), cuDNN's deterministic backward of attention, and no
 # kernel chosen by a measurement. Without measurements XLA's own matmul kernels have no tile size.
 # Command buffers are off out of caution (docs/debugging.md); their cost was not measured.
@@ -54,10 +57,12 @@ def compiler_options(
     tp_overlaps: bool,
     devices: Sequence[jax.Device],
     deterministic: bool = False,
+    reads_pairs: bool = False,
 ) -> dict[str, str | bool]:
     """The XLA options of a program.
 
     `tp_overlaps`: whether tp's exchanges run under matmuls. `deterministic` is `run.deterministic`.
+    `reads_pairs`: whether some attention reads keys and values as one array.
     Raises `UserError` where the compiler does not know how.
     """
     if devices[0].platform == "cpu":
@@ -72,6 +77,7 @@ def compiler_options(
     wanted = {
         DETERMINISTIC: deterministic,
         CUBLAS: execution.recipe is not None,
+        UNMERGED: reads_pairs,
         COPIES: tp_overlaps and can_copy(devices),
         EXCHANGES: execution.overlap,
         BESIDE: zero3,

@@ -25,6 +25,7 @@ from mjax.plan.execution import (
     tp_overlap_rows,
     training_context,
 )
+from mjax.plan.kernels import reads_pairs
 from mjax.plan.xla_options import compiler_options, device_facts
 from mjax.sharding.mesh import on_shards
 from mjax.sharding.ordered import in_program_order
@@ -166,7 +167,8 @@ class Programs:
         mapped = on_shards(body, mesh, inputs, outputs)
         overlaps = program.model.ctx.overlap_rows is not None
         deterministic = self.cfg.run.deterministic
-        options = compiler_options(program.execution, overlaps, devices, deterministic)
+        pairs = devices[0].platform != "cpu" and reads_pairs(self.cfg, dict(mesh.shape))
+        options = compiler_options(program.execution, overlaps, devices, deterministic, pairs)
         donate = 0 if kind == "train" else None
         options |= self.xla_options
         return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)

@@ -21,7 +21,7 @@ CAPPED = AttentionCall(scale=1.0, softcap=30.0)
 WHOLE = AttentionCall(scale=1.0, mask="full", max_documents=2, padded=True)
 PACKED = AttentionCall(scale=1.0, mask="full")
 Q = (2, 1024, 8, 128)
-SHORT_Q = (2, 384, 8, 64)
+SHORT_Q = (2, 512, 8, 64)
 MLA_Q = (2, 1024, 8, 192)
 BIG = (2**14, 2**10)
 EXPERTS = (2**14, 8, 4096, 14336)
@@ -44,8 +44,8 @@ TABLE = [
     ("attention", "bfloat16", SHORT_Q, HOPPER, {"call": NEAR}, "triton", "windows to both sides"),
     ("attention", "bfloat16", SHORT_Q, BARE, {"call": NEAR}, "xla", "windows to both sides"),
     ("attention", "bfloat16", SHORT_Q, GPU, {"call": NEAR, "by_blocks": True}, "xla", "windows"),
-    ("attention", "bfloat16", SHORT_Q, GPU, {"call": WHOLE}, "triton", "rows of 384 tokens"),
-    ("attention", "float16", SHORT_Q, GPU, {"call": WHOLE}, "triton", "rows of 384 tokens"),
+    ("attention", "bfloat16", SHORT_Q, GPU, {"call": WHOLE}, "triton", "rows of 512 tokens"),
+    ("attention", "float16", SHORT_Q, GPU, {"call": WHOLE}, "triton", "rows of 512 tokens"),
     ("attention", "float32", SHORT_Q, GPU, {"call": WHOLE}, "cudnn", ""),  # which refuses it
     ("attention", "bfloat16", SHORT_Q, BARE, {"call": WHOLE}, "cudnn", "no faster"),
     ("attention", "bfloat16", SHORT_Q, GPU, {"call": WHOLE, "by_blocks": True}, "cudnn", ""),
