@@ -98,7 +98,8 @@ def _fwd(q, keys, biases, rows, call, tiles):
         [q, keys[0], keys[-1], *_arrays(rows), _of_values(biases)],
         [_like(q), jax.ShapeDtypeStruct((batch, heads, size), jnp.float32)],
         programs=batch * heads * -(-size // tiles.forward.queries),
-        **_constants(q, keys, biases, rows, call, tiles.forward),
+        **_constants(q, keys, rows, call, tiles.forward),
+        BIASED=biases is not None,
     )
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, keys, biases, rows, out, lse)
@@ -109,7 +110,7 @@ def _bwd(call, tiles, saved, d_out):
     tiles = tiles or tiles_for(keys[0].shape[1])
     d_out = d_out.astype(q.dtype)
     d_q, deltas, d_biases = d_queries(q, keys, biases, rows, out, lse, d_out, call, tiles.d_queries)
-    d_k_v = d_keys(q, keys, biases, rows, lse, deltas, d_out, call, tiles.d_keys)
+    d_k_v = d_keys(q, keys, rows, lse, deltas, d_out, call, tiles.d_keys)
     return d_q, d_k_v, d_biases, None
 
 
@@ -125,7 +126,8 @@ def d_queries(q, keys, biases, rows, out, lse, d_out, call, tile):
         [q, keys[0], keys[-1], *_arrays(rows), _of_values(biases), out, lse, d_out],
         [_like(q), _like(lse)] + ([sums] if biases else []),
         programs=batch * heads * parts,
-        **_constants(q, keys, biases, rows, call, tile),
+        **_constants(q, keys, rows, call, tile),
+        BIASED=biases is not None,
         **({} if biases else {"d_sums": None}),
     )
     if not biases:
@@ -136,7 +138,7 @@ def d_queries(q, keys, biases, rows, out, lse, d_out, call, tile):
     return d_q, deltas, (found[0].astype(of_q.dtype), d_v_bias.astype(of_v.dtype))
 
 
-def d_keys(q, keys, biases, rows, lse, deltas, d_out, call, tile):
+def d_keys(q, keys, rows, lse, deltas, d_out, call, tile):
     """The gradients of keys; `deltas` are of `d_queries`."""
     from mjax.kernels.short_attention_triton import attention_d_keys
 
@@ -146,7 +148,7 @@ def d_keys(q, keys, biases, rows, lse, deltas, d_out, call, tile):
         [q, keys[0], keys[-1], *_arrays(rows), lse, deltas, d_out],
         [_like(x) for x in keys],
         programs=batch * kv_heads * -(-size // tile.keys),
-        **_constants(q, keys, biases, rows, call, tile),
+        **_constants(q, keys, rows, call, tile),
         **({"d_v": None} if len(keys) == 1 else {}),
     )
     return tuple(found)
@@ -171,7 +173,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _constants(q, keys, biases, rows, call, tile) -> dict:
+def _constants(q, keys, rows, call, tile) -> dict:
     """What both kernels are compiled for; a window as long as the row is none."""
     assert rows.lengths is None or call.mask != "causal", "a causal query sees no padding"
     (_, size, heads, width), length = q.shape, keys[0].shape[1]
@@ -190,7 +192,6 @@ def _constants(q, keys, biases, rows, call, tile) -> dict:
         SEGMENTED=rows.segments is not None,
         PADDED=rows.lengths is not None,
         PAIRS=int(len(keys) == 1),
-        BIASED=biases is not None,
         QUERIES=tile.queries,
         KEYS=tile.keys,
         STAGES=tile.stages,

@@ -52,15 +52,14 @@ def attention_forward(
     query = _tile(q, at, queries < S)
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
-    kv_head, values = head // (HEADS // KV_HEADS), v + PAIRS * KV_HEADS * H
+    kv_head = head // (HEADS // KV_HEADS)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
     top = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, H], tl.float32)
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
-        place = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
-        key, value = _tile(k, place, keys < T), _tile(values, place, keys < T)
+        key, value = _keys_values(k, v, row, keys, kv_head, T, KV_HEADS, H, PAIRS)
         scores = tl.dot(query, tl.trans(key))
         is_edge = begin + KEYS > (start if CAUSAL else length)
         theirs = _segments(k_segments, row, keys, T, SEGMENTED)
@@ -110,21 +109,18 @@ def attention_d_queries(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradient of q, and sum(out * d_out) over H, [B, N, S], in `deltas`.
+    """Write the gradient of q, `deltas` [B, N, S] and `d_sums` [B, tiles of queries, 2, N, H].
 
-    `out` is without the bias there. `d_sums` [B, tiles of queries, 2, N, H] are sums over the
-    queries of a tile, of the gradient of q and of d_out. A program takes QUERIES of a head and
-    walks the tiles of keys that they see.
+    The sums are over the queries of a tile, of the gradient of q and of d_out.
     """
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
     at = _places(row, queries, head, S, HEADS, H)
     query, d_mean = _tile(q, at, queries < S), _tile(d_out, at, queries < S)
     of_rows = (row * HEADS + head) * S + queries
-    kv_head, values = head // (HEADS // KV_HEADS), v + PAIRS * KV_HEADS * H
+    kv_head = head // (HEADS // KV_HEADS)
     mean = _tile(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
-    delta = tl.sum(mean * d_mean.to(tl.float32), 1)
-    tl.store(deltas + of_rows, delta, queries < S)
+    delta = _store_delta(deltas + of_rows, mean, d_mean, queries < S)
     total = tl.load(lse + of_rows, queries < S, other=0.0)
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
@@ -132,10 +128,8 @@ def attention_d_queries(
     d_query = tl.zeros([QUERIES, H], tl.float32)
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
-        place = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
-        key, value = _tile(k, place, keys < T), _tile(values, place, keys < T)
-        scores = tl.dot(query, tl.trans(key))
-        weights = tl.exp2(scores * (SCALE * LOG2E) - total[:, None])
+        key, value = _keys_values(k, v, row, keys, kv_head, T, KV_HEADS, H, PAIRS)
+        weights = tl.exp2(tl.dot(query, tl.trans(key)) * (SCALE * LOG2E) - total[:, None])
         is_edge = begin + KEYS > (start if CAUSAL else length)
         theirs = _segments(k_segments, row, keys, T, SEGMENTED)
         weights = _hidden(
@@ -143,14 +137,8 @@ def attention_d_queries(
         )
         d_scores = weights * (tl.dot(d_mean, tl.trans(value)) - delta[:, None])
         d_query = tl.dot(d_scores.to(key.dtype), key, d_query)
-    d_query *= SCALE
-    tl.store(d_q + at, d_query.to(query.dtype), (queries < S)[:, None])
-    if BIASED:
-        tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
-        of_tile = (row * tiles + start // QUERIES) * 2 * HEADS + head
-        places = d_sums + of_tile * H + tl.arange(0, H)
-        tl.store(places, tl.sum(d_query, 0))
-        tl.store(places + HEADS * H, tl.sum(d_mean.to(tl.float32), 0))
+    tl.store(d_q + at, (d_query * SCALE).to(query.dtype), (queries < S)[:, None])
+    _store_sums(d_sums, row, head, start, d_query * SCALE, d_mean, S, HEADS, H, QUERIES, BIASED)
 
 
 @triton.jit
@@ -177,19 +165,15 @@ def attention_d_keys(
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
-    BIASED: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradients of k and v.
-
-    A program takes KEYS of a head and walks the tiles of queries, of each head that has these keys.
-    """
+    """Write the gradients of k and v: of KEYS of a head, by the queries of its heads in tiles."""
     row, kv_head, begin = _task(T, KV_HEADS, KEYS)
     keys = begin + tl.arange(0, KEYS)
     at = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
-    key, value = _tile(k, at, keys < T), _tile(v + PAIRS * KV_HEADS * H, at, keys < T)
+    key, value = _keys_values(k, v, row, keys, kv_head, T, KV_HEADS, H, PAIRS)
     theirs = _segments(k_segments, row, keys, T, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     low, high = _queries_that_see(begin, length, S, CAUSAL, WINDOW, QUERIES, KEYS)
@@ -206,8 +190,8 @@ def attention_d_keys(
             delta = tl.load(deltas + of_rows, queries < S, other=0.0)
             scores = tl.dot(key, tl.trans(query))  # [KEYS, QUERIES]
             weights = tl.exp2(scores * (SCALE * LOG2E) - total[None])
+            mine = _segments(q_segments, row, queries, S, SEGMENTED)
             if CAUSAL or WINDOW or SEGMENTED:
-                mine = _segments(q_segments, row, queries, S, SEGMENTED)
                 seen = _seen(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED)
                 weights = tl.where(tl.trans(seen), weights, 0.0)
             d_value = tl.dot(weights.to(query.dtype), d_mean, d_value)
@@ -215,9 +199,7 @@ def attention_d_keys(
             d_key = tl.dot(d_scores.to(query.dtype), query, d_key)
     is_seen = (keys < length)[:, None]  # a row of a gradient is of one key
     tl.store(d_k + at, tl.where(is_seen, d_key * SCALE, 0.0).to(key.dtype), (keys < T)[:, None])
-    d_values = d_v
-    if PAIRS:
-        d_values = d_k + KV_HEADS * H
+    d_values = d_k + KV_HEADS * H if PAIRS else d_v
     tl.store(d_values + at, tl.where(is_seen, d_value, 0.0).to(key.dtype), (keys < T)[:, None])
 
 
@@ -240,6 +222,54 @@ def _places(row, tokens, head, COUNT: tl.constexpr, HEADS: tl.constexpr, H: tl.c
 def _tile(x, places, within):
     """The elements at `places`, zeros for tokens that are not within the row."""
     return tl.load(x + places, within[:, None], other=0.0)
+
+
+@triton.jit
+def _keys_values(
+    k,
+    v,
+    row,
+    keys,
+    kv_head,
+    T: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    H: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """[KEYS, H] of a head's keys, and of its values."""
+    places = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
+    return _tile(k, places, keys < T), _tile(v + PAIRS * KV_HEADS * H, places, keys < T)
+
+
+@triton.jit
+def _store_delta(places, mean, d_mean, within):
+    """The sums of mean * d_mean over H, which it writes to `places`."""
+    delta = tl.sum(mean * d_mean.to(tl.float32), 1)
+    tl.store(places, delta, within)
+    return delta
+
+
+@triton.jit
+def _store_sums(
+    d_sums,
+    row,
+    head,
+    start,
+    d_query,
+    d_mean,
+    S: tl.constexpr,
+    HEADS: tl.constexpr,
+    H: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Write the sums over the queries of a tile to their place in `d_sums`, where there is one."""
+    if BIASED:
+        tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
+        of_tile = (row * tiles + start // QUERIES) * 2 * HEADS + head
+        places = d_sums + of_tile * H + tl.arange(0, H)
+        tl.store(places, tl.sum(d_query, 0))
+        tl.store(places + HEADS * H, tl.sum(d_mean.to(tl.float32), 0))
 
 
 @triton.jit

@@ -2,11 +2,9 @@
 
 Pairs of a token and one of its experts are sorted by expert, so that each expert's rows lie
 together, and grouped matmuls multiply each row by the weights of its expert. Pairs of an expert
-number that no device holds, which are dropped, have no row.
-Gates are multiplied in before the second matmul, so the backward does not need its output, and rows
-are gathered again in the backward instead of being kept (SonicMoE, arXiv 2512.14080). Over ep every
-device gets the tokens of its group, works on the pairs of the experts that it holds, and
-scatters the sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
+number that no device holds, which are dropped, have no row. Over ep every device gets the tokens of
+its group, works on the pairs of the experts that it holds (`expert_passes.py`), and scatters the
+sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
 all experts on all tokens. Invariant: the result depends on neither the mesh nor the order of pairs.
 """
 
@@ -19,23 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
 from mjax.kernels.chooser import choose
-from mjax.kernels.grouped import grouped_matmul
 from mjax.models.capacity import expert_capacity
 from mjax.models.context import Context
-from mjax.models.dispatch import (
-    Dispatch,
-    gates_of_pairs,
-    gates_of_rows,
-    make_dispatch,
-    make_padded_dispatch,
-    most_rows,
-    rows_of_tokens,
-    sums_of_rows,
-)
+from mjax.models.dispatch import Dispatch, make_dispatch, make_padded_dispatch, most_rows
 from mjax.models.expert import Expert
 from mjax.models.expert_exchange import Route, gather_tokens, has_gathered, route_of, scatter_sums
+from mjax.models.expert_matmuls import bias_of_rows, multiply_down, multiply_up
+from mjax.models.expert_passes import Operands, experts_in_passes, rows_of_pass
 from mjax.models.experts_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
-from mjax.models.grouped_linear import matrices_of, weight_cotangent
 from mjax.models.router import Routing
 from mjax.models.weight import Weight, read_value
 from mjax.sharding.collectives import Parallel
@@ -146,6 +135,10 @@ def _sums_of_experts(
 ) -> jax.Array:
     """[T, D]: the sums over this device's experts and ffn columns, without the bias of `down`."""
     up, down, bias, _ = weights
+    rows = rows_of_pass(routed.experts.size, len(dispatch.pairs), parallel.ep)
+    if rows < len(dispatch.pairs) and up.recipe is None and expert.kernel != "batched":
+        operands = Operands(routed.x, routed.gates, up, down, bias)
+        return experts_in_passes(expert, rows, operands, dispatch)
     by_up, by_down = multiply_up, multiply_down
     if up.recipe is not None:
         by_up = functools.partial(multiply_up8, parallel)
@@ -203,94 +196,11 @@ def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context
     return RoutedTokens(None, whole(experts), gates, route)
 
 
-# ---- biases --------------------------------------------------------------------------------------
-
-
-def bias_of_rows(bias: jax.Array, dispatch: Dispatch) -> jax.Array:
-    """The bias [E, ...] of each row's expert, [M, ...].
-
-    It is a product with a matrix of ones and zeros. So the gradient is one, too, where the
-    transpose of a lookup would add row after row.
-    """
-    ends = jnp.cumsum(dispatch.sizes)
-    row = jnp.arange(len(dispatch.pairs))[:, None]
-    is_in = (row < ends) & (row >= ends - dispatch.sizes)
-    return jnp.tensordot(is_in.astype(bias.dtype), bias, 1)
-
-
 def gates_of_held(routed: RoutedTokens, first: jax.Array | int, held: int) -> jax.Array:
     """The gates fp32 [T, held] of a device's experts, from `first` on; 0 where not chosen."""
     numbers = first + jnp.arange(held, dtype=jnp.int32)
     is_chosen = routed.experts[:, :, None] == numbers
     return jnp.sum(routed.gates[:, :, None], 1, where=is_chosen)
-
-
-# ---- the two matmuls --------------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
-    """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
-    rows = rows_of_tokens(x, dispatch)
-    h = grouped_matmul(rows, matrices_of(up), dispatch.sizes, expert.kernel)
-    return h.reshape(-1, *up.value.shape[2:])
-
-
-def _multiply_up_forward(expert, x, up, dispatch):
-    h = multiply_up(expert, x, up, dispatch)
-    return h, (x, up, dispatch)
-
-
-def _multiply_up_backward(expert, saved, dh):
-    x, up, dispatch = saved
-    dh = dh.reshape(len(dh), -1)
-    rows = rows_of_tokens(x, dispatch)
-    sizes = dispatch.sizes
-    d_up = weight_cotangent(up, rows, dh, sizes, expert.kernel)
-    d_rows = grouped_matmul(dh, matrices_of(up), sizes, expert.kernel, transposed=True)
-    dx = sums_of_rows(d_rows, dispatch)
-    return dx, d_up, None
-
-
-multiply_up.defvjp(_multiply_up_forward, _multiply_up_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_down(
-    expert: Expert,
-    h: jax.Array,
-    gates: jax.Array,
-    down: Weight,
-    dispatch: Dispatch,
-) -> jax.Array:
-    """[T, D]: each token's sum of gate * act(h) times its experts' `down` [E, F, D].
-
-    h [M, (2,) F] are the rows that `multiply_up` gives, gates fp32 [T, k].
-    """
-    of_rows = gates_of_rows(gates, dispatch)
-    rows = expert.weighted(h, of_rows)
-    y = grouped_matmul(rows, matrices_of(down), dispatch.sizes, expert.kernel)
-    return sums_of_rows(y, dispatch)
-
-
-def _multiply_down_forward(expert, h, gates, down, dispatch):
-    y = multiply_down(expert, h, gates, down, dispatch)
-    return y, (h, gates, down, dispatch)
-
-
-def _multiply_down_backward(expert, saved, dy):
-    h, gates, down, dispatch = saved
-    dy = rows_of_tokens(dy, dispatch)
-    of_rows = gates_of_rows(gates, dispatch)
-    rows, vjp = jax.vjp(expert.weighted, h, of_rows)
-    sizes = dispatch.sizes
-    d_down = weight_cotangent(down, rows, dy, sizes, expert.kernel)
-    d_rows = grouped_matmul(dy, matrices_of(down), sizes, expert.kernel, transposed=True)
-    dh, d_gates = vjp(d_rows)
-    return dh, gates_of_pairs(d_gates, dispatch), d_down, None
-
-
-multiply_down.defvjp(_multiply_down_forward, _multiply_down_backward)
 
 
 # ---- oracle --------------------------------------------------------------------------------------

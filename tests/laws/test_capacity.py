@@ -11,7 +11,8 @@ from mjax.config import load
 from mjax.models.capacity import expert_capacity, within_capacity
 from mjax.models.context import tokens_of
 from mjax.models.dispatch import make_dispatch, make_padded_dispatch
-from mjax.models.experts import Expert, multiply_down, multiply_up
+from mjax.models.expert import Expert
+from mjax.models.expert_matmuls import multiply_down, multiply_up
 from mjax.models.router import Routing
 from mjax.models.router_losses import dropped_share
 from mjax.models.weight import Weight

@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 
 from mjax.models.dispatch import make_dispatch
-from mjax.models.experts import (
-    Expert,
-    ExpertWeights,
-    RoutedTokens,
-    every_expert,
-    multiply_down,
-    multiply_up,
-)
+from mjax.models.expert import Expert
+from mjax.models.expert_matmuls import multiply_down, multiply_up
+from mjax.models.experts import ExpertWeights, RoutedTokens, every_expert
 from mjax.models.weight import Weight
 from mjax.prove import deviation
 

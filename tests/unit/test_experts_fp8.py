@@ -12,7 +12,7 @@ from mjax.kernels.quantize import Recipe, quantize_stack, scale_of, transposed_b
 from mjax.models import experts_fp8 as fp8
 from mjax.models.dispatch import make_dispatch
 from mjax.models.expert import Expert
-from mjax.models.experts import multiply_down, multiply_up
+from mjax.models.expert_matmuls import multiply_down, multiply_up
 from mjax.models.weight import Weight
 from mjax.sharding.collectives import LOCAL
 
