@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, DECODER, branches_of, stream_of
 from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
@@ -65,13 +64,8 @@ def reads_pairs(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether some attention reads keys and values as one array, where their matmul put them."""
     choices = attention_by_letter(cfg, sizes).items()
     short = [letter for letter, choice in choices if choice.name == "triton"]
-    return any(_sizes_of(cfg.model, letter).position_embedding != "rope" for letter in short)
-
-
-def _sizes_of(model: ModelConfig, letter: str) -> ModelConfig:
-    """The sizes that a branch has: the model's, or those of a tower."""
-    modality = BRANCHES[letter].modality
-    return model.of_modality(modality) if modality else model
+    has_rope = cfg.model.position_embedding == "rope"
+    return any(not (has_rope and BRANCHES[letter].rotary) for letter in short)
 
 
 def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
@@ -89,7 +83,7 @@ def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]
     choices: dict[str, Choice] = {}
     for letter in sorted(model.branches):
         branch, stream = BRANCHES[letter], streams[letter]
-        own = _sizes_of(model, letter)
+        own = model.of_modality(branch.modality) if branch.modality else model
         heads = branch_class(letter).heads(own)
         if heads is None:
             continue

@@ -9,7 +9,7 @@ from mjax.config import load
 from mjax.kernels import choose
 from mjax.kernels.attention_call import AttentionCall
 from mjax.kernels.chooser import NO_GPU, RULES, Device, believed
-from mjax.plan.kernels import attention_choices, kernel_choices, kernel_lines
+from mjax.plan.kernels import attention_choices, kernel_choices, kernel_lines, reads_pairs
 from tests.devices import CPU, GPU, HOPPER
 
 AUTO = AttentionCall(scale=1.0)
@@ -138,22 +138,24 @@ def test_what_is_asked_for_is_not_replaced(name):
 
 
 @pytest.mark.parametrize(
-    "model, mesh, wanted",
+    "model, mesh, wanted, pairs",
     [
-        ("modernbert_base", {}, ["cudnn", "triton"]),
-        ("modernbert_base", {"cp": 2}, ["cudnn", "xla"]),
-        ("vit_l16", {}, ["triton"]),
-        ("clip_vit_l14", {}, ["triton", "triton"]),
-        ("llava_1_5_7b", {}, ["cudnn"]),
-        ("gpt_oss_20b", {}, ["mosaic"]),
-        ("t5_base", {}, ["cudnn"]),
-        ("llava_onevision_0_5b", {}, ["cudnn"]),
+        ("modernbert_base", {}, ["cudnn", "triton"], False),
+        ("modernbert_base", {"cp": 2}, ["cudnn", "xla"], False),
+        ("vit_l16", {}, ["triton"], True),
+        ("clip_vit_l14", {}, ["triton", "triton"], True),
+        ("llava_1_5_7b", {}, ["cudnn"], False),
+        ("gpt_oss_20b", {}, ["mosaic"], False),
+        ("t5_base", {}, ["cudnn"], False),
+        ("llava_onevision_0_5b", {}, ["cudnn"], False),
     ],
 )
-def test_a_dry_run_names_what_each_kind_of_attention_gets(model, mesh, wanted):
+def test_a_dry_run_names_what_each_kind_of_attention_gets(model, mesh, wanted, pairs):
     cfg = load(Path(__file__).parents[2] / f"configs/models/{model}.yaml", ["mesh.dp=1"])
     with believed(HOPPER):
-        found = attention_choices(cfg, dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1) | mesh)
+        sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1) | mesh
+        found = attention_choices(cfg, sizes)
+        assert reads_pairs(cfg, sizes) == pairs
     assert [choice.name for choice in found.values()] == wanted
 
 
@@ -167,6 +169,7 @@ def test_a_dry_run_knows_the_mesh_of_a_tower():
         sizes = dict.fromkeys(("pp", "dp", "ep"), 1) | {"cp": 2, "tp": 2}
         with believed(HOPPER):
             found.append([choice.name for choice in attention_choices(cfg, sizes).values()])
+            assert reads_pairs(cfg, sizes) == (towers != "{}")  # the tower's, not Llama's
     assert found == [["cudnn"], ["cudnn", "triton"]]
 
 

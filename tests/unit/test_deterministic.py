@@ -19,6 +19,8 @@ def test_options_reach_the_compiler_or_the_start_is_refused(monkeypatch, known):
     monkeypatch.setattr(xla_options, "accepted", lambda options, device: known)
     execution = decide_execution(load(None, ["data.mock=true"]), ONE)
     assert xla_options.compiler_options(execution, False, [GPU]) == {}
+    apart = xla_options.compiler_options(execution, False, [GPU], reads_pairs=True)
+    assert apart == ({"xla_gpu_dot_merger_threshold_mb": 0} if known else {})
     if known:
         made = xla_options.compiler_options(execution, False, [GPU], deterministic=True)
         assert made == dict(xla_options.DETERMINISTIC) and made["xla_gpu_deterministic_ops"]
