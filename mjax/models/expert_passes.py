@@ -96,6 +96,7 @@ def _forward(expert, rows, operands, dispatch):
 
 def _backward(expert, rows, kept, dy):
     operands, dispatch, h = kept
+    h = lax.optimization_barrier(h)  # or XLA would keep what the forward made of it
     d = _pass_gradients(expert, operands, h, pass_of(dispatch, 0, rows), dy)
 
     def add_pass(number: jax.Array, d: Operands) -> Operands:
