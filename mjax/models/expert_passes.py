@@ -61,7 +61,7 @@ def pass_of(dispatch: Dispatch, number: jax.Array | int, rows: int) -> Dispatch:
     ends = jnp.cumsum(dispatch.sizes)
     first, last = (jnp.clip(x - start, 0, rows) for x in (ends - dispatch.sizes, ends))
     places = dispatch.places - start
-    is_here = (places >= 0) & (places < rows)
+    is_here = (places >= 0) & (places < rows) & (dispatch.places < ends[-1])
     return Dispatch(
         lax.dynamic_slice_in_dim(pairs, start, rows),
         jnp.where(is_here, places, rows),

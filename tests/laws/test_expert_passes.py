@@ -67,19 +67,25 @@ def test_many_passes_equal_one(name, sums, biased):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_passes_take_each_row_once_and_in_order():
-    experts = jnp.asarray(CHOSEN, jnp.int32)
-    whole = make_dispatch(experts, 4, HELD)
+# All pairs but a few are here, and the last pass reaches beyond what could come.
+NEARLY_ALL = np.where(np.arange(TOKENS) % 20, 5, EXPERTS)[:, None]
+
+
+@pytest.mark.parametrize("numbers,rows,passes", [(CHOSEN, 8, 4), (NEARLY_ALL, 12, 4)])
+def test_passes_take_each_row_once_and_in_order(numbers, rows, passes):
+    whole = make_dispatch(jnp.asarray(numbers, jnp.int32), 4, HELD)
     count = int(whole.sizes.sum())
-    parts = [pass_of(whole, number, 8) for number in range(4)]
+    assert -(-count // rows) == passes
+    parts = [pass_of(whole, number, rows) for number in range(passes)]
     taken = np.concatenate([part.pairs for part in parts])
     np.testing.assert_array_equal(taken[:count], whole.pairs[:count])
     np.testing.assert_array_equal(sum(part.sizes for part in parts), whole.sizes)
     for number, part in enumerate(parts):
-        assert part.sizes.sum() == min(max(count - 8 * number, 0), 8)
-        here = np.asarray(part.places) < 8
+        assert part.sizes.sum() == min(max(count - rows * number, 0), rows)
+        here = np.asarray(part.places) < rows
+        assert here.sum() == part.sizes.sum()
         np.testing.assert_array_equal(
-            np.asarray(whole.places)[here] - 8 * number, np.asarray(part.places)[here]
+            np.asarray(whole.places)[here] - rows * number, np.asarray(part.places)[here]
         )
 
 
@@ -104,7 +110,7 @@ CASES = [({"ep": 4, "tp": 2}, 3, 2), ({"ep": 8}, 1, 1), ({"pp": 2, "ep": 4}, 1, 
 
 @pytest.mark.parametrize("mesh,zero,micro_batches", quick(CASES))
 def test_gradients_equal_one_device(monkeypatch, mesh, zero, micro_batches):
-    # A twentieth of the room: every device takes several passes.
+    # An eighth of the room: every device takes several passes.
     monkeypatch.setattr("mjax.models.expert_passes.ROOM", 0.2)
     record = compare("experts", Cell(mesh, zero, micro_batches), *SKEWED, steps=1)
     assert holds(record), record
