@@ -68,4 +68,4 @@ def source(made: dict, name: str) -> str:
     line = made[name.strip("%")]
     if view := re.search(r" (?:bitcast|get-tuple-element)\(%?([\w.\-]+)\)", line):
         return source(made, view[1])
-    return "kernel" if '"triton_kernel_call"' in line else "other"
+    return "kernel" if '"triton_kernel_call' in line else "other"  # _ffi, where jax-triton is newer
