@@ -59,13 +59,15 @@ def test_fp8_products_of_a_block_read_what_kernels_wrote(monkeypatch):
     for line in made.values():
         if 'custom_call_target="__cublas$lt$matmul$f8"' in line and "/mlp/" in line:
             operands = re.search(r"custom-call\(([^)]*)\)", line)[1].split(", ")[:2]
-            found[tuple(sorted(source(made, name) for name in operands))] += 1
+            found[tuple(sorted(source(text, made, name) for name in operands))] += 1
     assert found == {("kernel", "kernel"): 2, ("kernel", "other"): 4}
 
 
-def source(made: dict, name: str) -> str:
-    """What wrote an operand, behind its views."""
+def source(text: str, made: dict, name: str) -> str:
+    """What wrote an operand, behind its views: a kernel, alone or with slices that it reads."""
     line = made[name.strip("%")]
     if view := re.search(r" (?:bitcast|get-tuple-element)\(%?([\w.\-]+)\)", line):
-        return source(made, view[1])
+        return source(text, made, view[1])
+    if called := re.search(r" fusion\(.*calls=(%[\w.\-]+)", line):
+        line = re.search(rf"^{re.escape(called[1])} .*?^}}", text, re.M | re.S)[0]
     return "kernel" if '"triton_kernel_call' in line else "other"  # _ffi, where jax-triton is newer
