@@ -38,3 +38,22 @@ def test_it_trains_and_counts_what_mjax_counts(name, capsys):
     assert record["first_loss"] == pytest.approx(loss, abs=near)
     tokens = 4 * record["case"]["seq"] * 1e3 / record["ms"]
     assert record["tokens_per_second"] == pytest.approx(tokens, rel=0.01)
+
+
+def test_berts_layers_compile_apart_and_its_head_with_the_loss(monkeypatch, capsys):
+    import torch
+    from torch._dynamo.utils import counters
+
+    def compile_eagerly(module):  # what dynamo captures, without a C++ compiler
+        module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+    losses = []
+    for mode in ("no", "layers"):
+        torch._dynamo.reset()
+        counters.clear()
+        keys = ["--config", "configs/models/bert_base.yaml", *TINY, *DENSE, "--compile", mode]
+        assert bench.main([*keys, "--dtype", "float32"]) == 0
+        losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["first_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
