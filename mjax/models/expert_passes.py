@@ -10,8 +10,9 @@ with room for all, whatever the routing.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.models.dispatch import Dispatch
 from mjax.models.expert import Expert
-from mjax.models.expert_exchange import ROOM, ROWS_TOGETHER
+from mjax.models.expert_exchange import ROOM
 from mjax.models.expert_matmuls import (
     backward_of_down,
     backward_of_up,
@@ -29,6 +30,9 @@ from mjax.models.expert_matmuls import (
     multiply_up,
 )
 from mjax.models.weight import Weight
+
+PassState = TypeVar("PassState")
+ROWS_ALIGNED = 128  # of which kernels of 8 bits want a multiple
 
 
 class Operands(NamedTuple):
@@ -49,13 +53,15 @@ def rows_of_pass(pairs: int, most: int, ep: int) -> int:
 
     They are `most` where fewer would not save half of it.
     """
-    rows = math.ceil(pairs / ep * ROOM)
-    rows = -(-rows // ROWS_TOGETHER) * ROWS_TOGETHER
+    together = math.gcd(most, ROWS_ALIGNED)
+    rows = math.ceil(pairs / ep * ROOM / together) * together
     return rows if 2 * rows <= most else most
 
 
 def pass_of(dispatch: Dispatch, number: jax.Array | int, rows: int) -> Dispatch:
     """The rows `number` * rows, .. of a dispatch, as one of `rows` rows."""
+    if rows == len(dispatch.pairs):
+        return dispatch
     start = number * rows
     pairs = jnp.pad(dispatch.pairs, (0, -len(dispatch.pairs) % rows))
     ends = jnp.cumsum(dispatch.sizes)
@@ -67,6 +73,34 @@ def pass_of(dispatch: Dispatch, number: jax.Array | int, rows: int) -> Dispatch:
         jnp.where(is_here, places, rows),
         last - first,
     )
+
+
+def later_passes(
+    dispatch: Dispatch,
+    rows: int,
+    add_pass: Callable[[Dispatch, PassState], PassState],
+    so_far: PassState,
+) -> PassState:
+    """What all passes make: `add_pass` adds each but the first to `so_far`, the first's."""
+    if rows == len(dispatch.pairs):
+        return so_far
+    passes = -(-dispatch.sizes.sum() // rows)
+
+    def add(number: jax.Array, so_far: PassState) -> PassState:
+        return add_pass(pass_of(dispatch, number, rows), so_far)
+
+    return lax.fori_loop(1, passes, add, so_far)
+
+
+def with_sum(w: Weight, d: Weight) -> Weight:
+    """A weight whose running sum, if it has one, is that of its cotangent by earlier passes."""
+    return w if w.grad_sum is None else replace(w, grad_sum=d.grad_sum)
+
+
+def joined_cotangent(w: Weight, d: Weight, more: Weight) -> Weight:
+    """The cotangent of w by earlier passes and one more, whose matmul added to the running sum."""
+    both = jax.tree.map(jnp.add, d, more) if w.grad_sum is None else more
+    return both if w.scales is None else replace(both, scales=jnp.maximum(d.scales, more.scales))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -84,43 +118,37 @@ def _forward(expert, rows, operands, dispatch):
     first = pass_of(dispatch, 0, rows)
     h = checkpoint_name(multiply_up(expert, operands.x, operands.up, first), operands.up.name)
 
-    def add_pass(number: jax.Array, y: jax.Array) -> jax.Array:
-        part = pass_of(dispatch, number, rows)
+    def add_pass(part: Dispatch, y: jax.Array) -> jax.Array:
         h = multiply_up(expert, operands.x, operands.up, part)
         return y + _sums(expert, operands, h, part)
 
-    y = _sums(expert, operands, h, first)
-    y = lax.fori_loop(1, _count_passes(dispatch, rows), add_pass, y)
+    y = later_passes(dispatch, rows, add_pass, _sums(expert, operands, h, first))
     return y, (operands, dispatch, h)
 
 
 def _backward(expert, rows, kept, dy):
     operands, dispatch, h = kept
     h = lax.optimization_barrier(h)  # or XLA would keep what the forward made of it
-    d = _pass_gradients(expert, operands, h, pass_of(dispatch, 0, rows), dy)
+    _, _, up, down, _ = operands
 
-    def add_pass(number: jax.Array, d: Operands) -> Operands:
-        part = pass_of(dispatch, number, rows)
-        h = multiply_up(expert, operands.x, operands.up, part)
+    def add_pass(part: Dispatch, d: Operands) -> Operands:
+        h = multiply_up(expert, operands.x, up, part)
         so_far = operands._replace(
-            up=_with_sum(operands.up, d.up), down=_with_sum(operands.down, d.down)
+            up=with_sum(up, d.up),
+            down=with_sum(down, d.down),
         )
-        of_pass = _pass_gradients(expert, so_far, h, part, dy)
-        both = jax.tree.map(jnp.add, d, of_pass)
-        # A running sum has been added to by its matmul.
-        up = of_pass.up if operands.up.grad_sum is not None else both.up
-        down = of_pass.down if operands.down.grad_sum is not None else both.down
-        return both._replace(up=up, down=down)
+        more = _pass_gradients(expert, so_far, h, part, dy)
+        both = jax.tree.map(jnp.add, d, more)
+        return both._replace(
+            up=joined_cotangent(up, d.up, more.up),
+            down=joined_cotangent(down, d.down, more.down),
+        )
 
-    d = lax.fori_loop(1, _count_passes(dispatch, rows), add_pass, d)
-    return d, None
+    d = _pass_gradients(expert, operands, h, pass_of(dispatch, 0, rows), dy)
+    return later_passes(dispatch, rows, add_pass, d), None
 
 
 experts_in_passes.defvjp(_forward, _backward)
-
-
-def _count_passes(dispatch: Dispatch, rows: int) -> jax.Array:
-    return -(-dispatch.sizes.sum() // rows)
 
 
 def _sums(expert: Expert, operands: Operands, h: jax.Array, part: Dispatch) -> jax.Array:
@@ -143,8 +171,3 @@ def _pass_gradients(
         (d_bias,) = transposed(dh)
     dx, d_up = backward_of_up(expert, (x, up, part), dh)
     return Operands(dx, d_gates, d_up, d_down, d_bias)
-
-
-def _with_sum(w: Weight, d: Weight) -> Weight:
-    """A weight whose running sum, if it has one, is that of its cotangent."""
-    return w if w.grad_sum is None else replace(w, grad_sum=d.grad_sum)

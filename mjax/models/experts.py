@@ -108,7 +108,8 @@ def _run_experts(
         dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
     if up.recipe is not None and in_one(expert, up, weights.up_bias is not None):
         both, route = (up, weights.down), routed.route
-        y = gated_experts8(parallel, expert, x, routed.gates, both, dispatch, route)
+        rows = _rows_of_pass(expert, routed, dispatch, parallel)
+        y = gated_experts8(parallel, expert, rows, x, routed.gates, both, dispatch, route)
         return ExpertSums(y, has_gathered(route))
     routed = routed._replace(x=gather_tokens(parallel, x, routed.route))
     if dispatch is None:
@@ -135,8 +136,8 @@ def _sums_of_experts(
 ) -> jax.Array:
     """[T, D]: the sums over this device's experts and ffn columns, without the bias of `down`."""
     up, down, bias, _ = weights
-    rows = rows_of_pass(routed.experts.size, len(dispatch.pairs), parallel.ep)
-    if rows < len(dispatch.pairs) and up.recipe is None and expert.kernel != "batched":
+    rows = _rows_of_pass(expert, routed, dispatch, parallel)
+    if rows < len(dispatch.pairs) and up.recipe is None:
         operands = Operands(routed.x, routed.gates, up, down, bias)
         return experts_in_passes(expert, rows, operands, dispatch)
     by_up, by_down = multiply_up, multiply_down
@@ -148,6 +149,15 @@ def _sums_of_experts(
     if bias is not None:
         h = h + bias_of_rows(bias, dispatch)
     return by_down(expert, h, routed.gates, down, dispatch)
+
+
+def _rows_of_pass(
+    expert: Expert, routed: RoutedTokens, dispatch: Dispatch, parallel: Parallel
+) -> int:
+    most = len(dispatch.pairs)
+    if expert.kernel == "batched":  # its experts have places of their own
+        return most
+    return rows_of_pass(routed.experts.size, most, parallel.ep)
 
 
 def dispatch_of(

@@ -13,6 +13,7 @@ all experts: of a stack of weights, of rows and of gradients, by the recipes of 
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from mjax.models.dispatch import (
 )
 from mjax.models.expert import Expert
 from mjax.models.expert_exchange import Route, gather_tokens, scatter_sums
+from mjax.models.expert_passes import joined_cotangent, later_passes, pass_of, with_sum
 from mjax.models.grouped_linear import weight_cotangent8
 from mjax.models.weight import Weight, backward_operand, kept_for_backward
 from mjax.sharding.collectives import Parallel
@@ -131,60 +133,139 @@ def in_one(expert: Expert, up: Weight, has_biases: bool) -> bool:
     return plain and up.recipe.delayed and expert.hidden_act in gate.GATES
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def gated_experts8(
     parallel: Parallel,
     expert: Expert,
+    rows: int,
     x: jax.Array,
     gates: jax.Array,
     weights: tuple[Weight, Weight],
     dispatch: Dispatch,
     route: Route | None = None,
 ) -> jax.Array:
-    """What `multiply_down8` makes of `multiply_up8`, by weights up and down.
+    """What `multiply_down8` makes of `multiply_up8`, by weights up and down, `rows` rows a pass.
 
-    x and the result are [B, S/tp, D], a device's own tokens.
+    x and the result are [B, S/tp, D], a device's own tokens. Passes round by one scale.
     """
-    return _experts_forward(parallel, expert, x, gates, weights, dispatch, route)[0]
+    return _experts_forward(parallel, expert, rows, x, gates, weights, dispatch, route)[0]
 
 
-def _experts_forward(parallel, expert, x, gates, weights, dispatch, route):
+class KeptByExperts(NamedTuple):
+    """What the backward of `gated_experts8` reads; scales are pairs of a scale and a maximum.
+
+    x8 e4m3 [T, D]: the group's tokens, rounded by used_x. h [M, 2, F]: the first pass's. used: of
+    what the second matmul read.
+    """
+
+    x8: jax.Array
+    used_x: jax.Array
+    h: jax.Array
+    gates: jax.Array
+    used: jax.Array
+    up: Weight
+    down: Weight
+    dispatch: Dispatch
+    route: Route | None
+
+
+class ExpertCotangents(NamedTuple):
+    """Of the group's tokens [T, D], their gates, and both weights."""
+
+    x: jax.Array
+    gates: jax.Array
+    up: Weight
+    down: Weight
+
+
+def _experts_forward(parallel, expert, rows, x, gates, weights, dispatch, route):
     up, down = weights
     x8, used_x = _gather_rounded(parallel, x, up, 0, route)
-    rows = rows_of_tokens(x8, dispatch)
-    h = _by_weights(expert, rows, used_x, up, dispatch, x.dtype)
-    h = checkpoint_name(h, up.name)
-    of_rows = gates_of_rows(gates, dispatch)
-    scale = down.scales[0]
-    a8, amax = gate.gate_forward8(h, scale, expert.hidden_act, of_rows)
-    used = jnp.stack([scale, amax])
+
+    def up_of(part: Dispatch) -> jax.Array:
+        return _by_weights(expert, rows_of_tokens(x8, part), used_x, up, part, x.dtype)
+
+    def add_pass(part: Dispatch, so_far: tuple[jax.Array, jax.Array]) -> tuple:
+        before, top = so_far
+        sums, amax = _sums_of_pass(expert, up_of(part), gates, down, part)
+        return before + sums, jnp.maximum(top, amax)
+
+    first = pass_of(dispatch, 0, rows)
+    h = checkpoint_name(up_of(first), up.name)
+    of_first = _sums_of_pass(expert, h, gates, down, first)
+    sums, amax = later_passes(dispatch, rows, add_pass, of_first)
+    used = jnp.stack([down.scales[0], amax])
     used = checkpoint_name(used, SCALES)
-    y = _by_weights(expert, a8, used, down, dispatch, x.dtype)
-    sums = sums_of_rows(y, dispatch)
-    kept_by_up = x8, used_x, kept_for_backward(up), dispatch
-    kept = kept_by_up, h, gates, used, kept_for_backward(down), route
+    kept = KeptByExperts(
+        x8,
+        used_x,
+        h,
+        gates,
+        used,
+        kept_for_backward(up),
+        kept_for_backward(down),
+        dispatch,
+        route,
+    )
     return scatter_sums(parallel, sums, len(x), route), kept
 
 
-def _experts_backward(parallel, expert, kept, dy):
-    kept_by_up, h, gates, used, down, route = kept
-    _, _, up, dispatch = kept_by_up
-    d8, used_d = _gather_rounded(parallel, dy, down, 2, route)
-    d8 = rows_of_tokens(d8, dispatch)
-    d_rows = _by_transposes(expert, d8, used_d, down, dispatch, dy.dtype)
-    of_rows = gates_of_rows(gates, dispatch)
+def _sums_of_pass(expert, h, gates, down, part):
+    """([T, D], the sums over the rows of a pass; the maximum of what is rounded)."""
+    scale = down.scales[0]
+    of_rows = gates_of_rows(gates, part)
+    a8, amax = gate.gate_forward8(h, scale, expert.hidden_act, of_rows)
+    used = jnp.stack([scale, amax])
+    y = _by_weights(expert, a8, used, down, part, h.dtype)
+    return sums_of_rows(y, part), amax
+
+
+def _experts_backward(parallel, expert, rows, kept, dy):
+    up, down, dispatch = kept.up, kept.down, kept.dispatch
+    d8 = _gather_rounded(parallel, dy, down, 2, kept.route)
+
+    def add_pass(part: Dispatch, so_far: ExpertCotangents) -> ExpertCotangents:
+        tokens = rows_of_tokens(kept.x8, part)
+        of_pass = kept._replace(
+            h=_by_weights(expert, tokens, kept.used_x, up, part, dy.dtype),
+            up=with_sum(up, so_far.up),
+            down=with_sum(down, so_far.down),
+        )
+        more = _cotangents_by_pass(expert, of_pass, d8, part, dy.dtype)
+        return ExpertCotangents(
+            so_far.x + more.x,
+            so_far.gates + more.gates,
+            joined_cotangent(up, so_far.up, more.up),
+            joined_cotangent(down, so_far.down, more.down),
+        )
+
+    first = pass_of(dispatch, 0, rows)
+    if rows < len(dispatch.pairs):  # or XLA would keep what the forward made of it
+        kept = kept._replace(h=lax.optimization_barrier(kept.h))
+    of_first = _cotangents_by_pass(expert, kept, d8, first, dy.dtype)
+    d = later_passes(dispatch, rows, add_pass, of_first)
+    dx = scatter_sums(parallel, d.x, len(dy), kept.route)
+    return dx, d.gates, (d.up, d.down), None, None
+
+
+def _cotangents_by_pass(expert, kept, d8, part, dtype):
+    """The `ExpertCotangents` of a pass whose h is kept, by the gradient of the group's tokens."""
+    up, down, used = kept.up, kept.down, kept.used
+    d8, used_d = d8
+    d8 = rows_of_tokens(d8, part)
+    d_rows = _by_transposes(expert, d8, used_d, down, part, dtype)
+    of_rows = gates_of_rows(kept.gates, part)
     dh8, a8, dh8_turned, amax, d_gates = gate.gate_backward8(
-        h, d_rows, used[0], up.scales[2], expert.hidden_act, of_rows
+        kept.h, d_rows, used[0], up.scales[2], expert.hidden_act, of_rows
     )
-    d_gates = gates_of_pairs(d_gates, dispatch)
     used_dh = jnp.stack([up.scales[2], amax])
     rounded = dh8, dh8_turned, used_dh
-    dx, d_up = _gradients_of_up(expert, kept_by_up, rounded, dy.dtype)
-    dx = scatter_sums(parallel, dx, len(dy), route)
+    kept_by_up = kept.x8, kept.used_x, up, part
+    dx, d_up = _gradients_of_up(expert, kept_by_up, rounded, dtype)
     by_rows, by_gradient = (a8, used), (d8.T, used_d)
-    facts = dispatch.sizes, expert.kernel, dy.dtype
+    facts = part.sizes, expert.kernel, dtype
     d_down = weight_cotangent8(down, by_rows, by_gradient, *facts)
-    return dx, d_gates, (d_up, d_down), None, None
+    return ExpertCotangents(dx, gates_of_pairs(d_gates, part), d_up, d_down)
 
 
 gated_experts8.defvjp(_experts_forward, _experts_backward)

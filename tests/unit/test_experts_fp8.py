@@ -86,11 +86,30 @@ def test_they_are_near_and_one_function_is_two(delayed, held):
         assert (seen[[0, 2]] > 0).all() and seen[1] == 0
     assert fp8.in_one(expert, operands(recipe, held, False)[2], False) == delayed
     if delayed:
-
-        def function(x, gates, up, down, dispatch):
-            y = fp8.gated_experts8(LOCAL, expert, x[None], gates, (up, down), dispatch)
-            return y[0]
-
-        again = run(function, *operands(recipe, held, bits=False))
+        again = run(in_one(expert, T * K), *operands(recipe, held, bits=False))
         for a, e in zip(numbers(again), numbers(made), strict=True):
             np.testing.assert_allclose(a, e, atol=1e-4)
+
+
+def in_one(expert, rows):
+    def function(x, gates, up, down, dispatch):
+        return fp8.gated_experts8(LOCAL, expert, rows, x[None], gates, (up, down), dispatch)[0]
+
+    return function
+
+
+@pytest.mark.parametrize("held,bits,sums", [(2, True, True), (E, False, False)])
+def test_many_passes_equal_one(held, bits, sums):
+    expert = Expert("silu", True)
+    given = operands(Recipe(True), held, bits)
+    if not sums:
+        weights = (replace(w, grad_sum=None) for w in given[2:4])
+        given = *given[:2], *weights, given[4]
+    assert given[4].sizes.sum() > 3 * 12
+    many, one = (run(in_one(expert, rows), *given) for rows in (12, T * K))
+    assert jax.tree.structure(many) == jax.tree.structure(one)
+    for a, e in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+        if a.dtype != jax.dtypes.float0:  # of bits
+            np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-4)
+    for w in (many["up"], many["down"]):
+        assert (np.asarray(w.scales)[[0, 2]] > 0).all()
