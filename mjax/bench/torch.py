@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         "--compile",
         choices=("model", "layers", "no"),
         default="model",
-        help="compile the whole model, or each layer and the loss (BERT: and its head), sooner",
+        help="compile the whole model, or each layer and the loss (BERT's with head), sooner",
     )
     args = parse_with_config(parser, argv)
     if args.steps < 1:

@@ -163,11 +163,8 @@ class Attention(BranchModule):
     def _reads_pairs(
         self, q: jax.Array, kv: jax.Array, call: AttentionCall, inputs: BranchInputs
     ) -> bool:
-        """Whether attention reads the product kv as it is: only biases stand between the two."""
-        sizes = self.cfg.attention
-        changed = sizes.qk_norm or sizes.attention_output_gate or sizes.attention_sinks
-        changed = changed or sizes.key_multiplier is not None or inputs.letter in inputs.rope
-        if changed or inputs.ctx.parallel.cp > 1:
+        """Whether attention reads the product kv as it is."""
+        if inputs.ctx.parallel.cp > 1 or not adds_biases_only(self.cfg, inputs.letter):
             return False
         return reads_pairs(q, kv, call, attention_arrays(self.cfg, inputs))
 
@@ -277,6 +274,14 @@ def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
         matmul="attn_proj",
         hf=("self_attn.o_proj.weight",),
     )
+
+
+def adds_biases_only(cfg: ModelConfig, letter: str) -> bool:
+    """Whether nothing but biases stands between the products q, kv and attention."""
+    sizes = cfg.attention
+    rotates = cfg.position_embedding == "rope" and bool(BRANCHES[letter].rotary)
+    changed = sizes.qk_norm or sizes.attention_output_gate or sizes.attention_sinks
+    return not (changed or rotates or sizes.key_multiplier is not None)
 
 
 def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> AttentionCall:

@@ -5,7 +5,7 @@ would be ep times what is used, in what a layer keeps and in every pass over its
 room for `ROOM` times the balanced rows. A device that meets more takes another pass, and one more,
 until it has done all; no other device waits for anything but the sums. Only the first pass keeps
 its rows for the backward; later ones make theirs again. Invariant: the result is that of one pass
-with room for all, whatever the routing.
+with room for all, whatever the routing; sums over passes are rounded once more a pass.
 """
 
 import functools

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, DECODER, branches_of, stream_of
 from mjax.config.schema import Config
 from mjax.kernels import Choice, choose
-from mjax.models.attention import attention_call
+from mjax.models.attention import adds_biases_only, attention_call
 from mjax.models.branch import BranchInputs, branch_class
 from mjax.models.context import tokens_of
 from mjax.models.expert_exchange import choose_expert_exchange
@@ -62,10 +63,17 @@ def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
 
 def reads_pairs(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether some attention reads keys and values as one array, where their matmul put them."""
-    choices = attention_by_letter(cfg, sizes).items()
-    short = [letter for letter, choice in choices if choice.name == "triton"]
-    has_rope = cfg.model.position_embedding == "rope"
-    return any(not (has_rope and BRANCHES[letter].rotary) for letter in short)
+    for letter, choice in attention_by_letter(cfg, sizes).items():
+        is_short = choice.name == "triton" and BRANCHES[letter].mask != "cross"
+        if is_short and adds_biases_only(_sizes_of(cfg.model, letter), letter):
+            return True
+    return False
+
+
+def _sizes_of(model: ModelConfig, letter: str) -> ModelConfig:
+    """The sizes of a branch: the model's, or those of a tower."""
+    modality = BRANCHES[letter].modality
+    return model.of_modality(modality) if modality else model
 
 
 def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
@@ -83,7 +91,7 @@ def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]
     choices: dict[str, Choice] = {}
     for letter in sorted(model.branches):
         branch, stream = BRANCHES[letter], streams[letter]
-        own = model.of_modality(branch.modality) if branch.modality else model
+        own = _sizes_of(model, letter)
         heads = branch_class(letter).heads(own)
         if heads is None:
             continue

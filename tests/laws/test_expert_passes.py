@@ -95,8 +95,8 @@ def test_only_the_first_pass_is_kept():
     run = lambda x: experts_in_passes(Expert("silu", True), 8, operands._replace(x=x), dispatch)  # noqa: E731
     policy = jax.checkpoint_policies.save_only_these_names("expert_up")
     kept = jax.eval_shape(lambda x: jax.vjp(jax.checkpoint(run, policy=policy), x)[1], operands.x)
-    assert (8, 2, F) in [leaf.shape for leaf in jax.tree.leaves(kept)]
-    assert all(leaf.shape[0] <= TOKENS * 3 for leaf in jax.tree.leaves(kept) if leaf.shape)
+    of_up = [leaf.shape for leaf in jax.tree.leaves(kept) if leaf.shape[1:] == (2, F)]
+    assert of_up == [(8, 2, F)]
 
 
 @pytest.mark.parametrize("pairs,most,ep,rows", [(4096, 4096, 8, 768), (1024, 1024, 2, 1024)])
