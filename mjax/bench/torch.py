@@ -157,7 +157,9 @@ def made_model(cfg: ModelConfig, dtype: str, compiled: str, device: str):
                 module.compile()
         if cfg.bert.mlm_head:  # its loss is part of its forward: one graph behind the trunk
             trunk = model.base_model
-            trunk.forward = torch.compiler.disable(trunk.forward, recursive=False)
+            trunk.forward = torch.compiler.disable(
+                trunk.forward
+            )  # its layers are compiled by themselves
             model.compile()
         elif hasattr(model, "loss_function"):
             model.loss_function = torch.compile(model.loss_function)

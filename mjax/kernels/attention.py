@@ -53,7 +53,7 @@ def attention(
     require(call, q, v, arrays)
     packed = arrays.is_packed(call)
     if call.implementation == "triton":
-        return short_attention(q, (k, v), None, _rows(q, call, arrays), call)
+        return short_attention((q, k, v), None, _rows(q, call, arrays), call)
     if call.implementation == "mosaic":
         documents = arrays.segments[0] if packed else None
         return mosaic.mosaic_attention(q, k, v, arrays.sinks, documents, call)
@@ -77,28 +77,30 @@ def attention(
     return cudnn_attention(q, k, v, bias, packing, call)
 
 
-def reads_pairs(q: jax.Array, kv: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> bool:
-    """Whether `attention_of_pairs` computes a call with keys and values kv [B, S, 2, K, H]."""
-    return call.mask != "cross" and resolve(call, q, kv, arrays).implementation == "triton"
+def reads_products(q: jax.ShapeDtypeStruct, call: AttentionCall, arrays: AttentionArrays) -> bool:
+    """Whether `attention_of_products` computes a call with queries and values shaped like q."""
+    return call.mask != "cross" and resolve(call, q, q, arrays).implementation == "triton"
 
 
-def attention_of_pairs(
-    q: jax.Array,
-    kv: jax.Array,
+def attention_of_products(
+    products: tuple[jax.Array, ...],
     biases: tuple[jax.Array, jax.Array] | None,
     call: AttentionCall,
     arrays: AttentionArrays,
+    name: str = "",
 ) -> jax.Array:
     """`attention` of q [B, S, N, H] to keys and values kv [B, S, 2, K, H], read where they lie.
 
-    `biases` are those of queries [N, H], and of keys and values [2, K, H] or values [1, K, H]. That
-    of keys adds one number to all scores of a query, which a softmax does not see: it is left out,
-    and its gradient is 0. That of queries has been added to q, as a constant.
+    `products` are (q, kv), or one array [B, S, 3, N, H] of all. `biases` are those of queries
+    [N, H], and of keys and values [2, K, H] or values [1, K, H]; they are added here. That of keys
+    adds one number to all scores of a query, which a softmax does not see: it is left out, and its
+    gradient is 0. `name` is that of queries with their bias, for remat policies.
     """
-    require(replace(call, implementation="triton"), q, kv, arrays)
+    q = products[0] if len(products) == 2 else products[0][:, :, 0]
+    require(replace(call, implementation="triton"), q, products[-1], arrays)
     if biases is not None:
         biases = biases[0], biases[1][-1]
-    return short_attention(q, (kv,), biases, _rows(q, call, arrays), call)
+    return short_attention(products, biases, _rows(q, call, arrays), call, name)
 
 
 def resolve(

@@ -65,68 +65,79 @@ def require_short(q: jax.Array, v: jax.Array, call: AttentionCall, arrays: Atten
         raise UserError(f"train.attention=triton: {lacks}; set train.attention=auto or xla")
 
 
-Keys = tuple[jax.Array, jax.Array] | tuple[jax.Array]  # k and v, or both in one array
+# (q, k, v), or (q, keys and values in one array), or (all in one array,)
+Products = tuple[jax.Array, ...]
 Biases = tuple[jax.Array, jax.Array]  # of queries [N, H] and of values [K, H]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def short_attention(
-    q: jax.Array,
-    keys: Keys,
+    products: Products,
     biases: Biases | None,
     rows: Rows,
     call: AttentionCall,
+    name: str = "",
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Attention of q [B, S, N, H] to `keys`, bf16 or fp16 -> [B, S, N, H].
+    """Attention of bf16 or fp16 -> [B, S, N, H], whose queries, keys and values `products` hold.
 
-    `keys` are k and v [B, T, K, H], or the array [B, T, 2, K, H] of both. Of `biases` that of
-    values comes to every value; each query must see some key then. That of queries is in q already:
-    its gradient alone is made here, as it costs nothing. `tiles` are by the number of keys unless
-    given. The residuals are named `attn_out` and `attn_lse`.
+    They are q [B, S, N, H] and k and v [B, T, K, H], or q and the array [B, T, 2, K, H] of keys and
+    values, or the one array [B, S, 3, N, H] of all. `biases` come to all queries and all values;
+    each query must see some key then. `tiles` are by the number of keys unless given. The residuals
+    are named `attn_out` and `attn_lse`. With biases, the first product is one, in which queries
+    have theirs, and it is named `name`.
     """
-    return _fwd(q, keys, biases, rows, call, tiles)[0]
+    return _fwd(products, biases, rows, call, name, tiles)[0]
 
 
-def _fwd(q, keys, biases, rows, call, tiles):
+def _fwd(products, biases, rows, call, name, tiles):
     from mjax.kernels.short_attention_triton import attention_forward
 
-    batch, size, heads, _ = q.shape
-    tiles = tiles or tiles_for(keys[0].shape[1])
-    out, lse = triton_call(
+    sizes = sizes_of(products)
+    tiles = tiles or tiles_for(sizes.keys)
+    first = products[0]
+    more = {"aliases": {0: 2}} if biases else {"biased": None}
+    out, lse, *biased = triton_call(
         attention_forward,
-        [q, keys[0], keys[-1], *_arrays(rows), _of_values(biases)],
-        [_like(q), jax.ShapeDtypeStruct((batch, heads, size), jnp.float32)],
-        programs=batch * heads * -(-size // tiles.forward.queries),
-        **_constants(q, keys, rows, call, tiles.forward),
+        [*_operands(products), *_arrays(rows), *(biases or [_unread(jnp.float32)] * 2)],
+        [_out_like(products), _of_queries(sizes)] + ([_like(first)] if biases else []),
+        programs=sizes.batch * sizes.heads * -(-sizes.queries // tiles.forward.queries),
+        **_constants(products, rows, call, tiles.forward),
         BIASED=biases is not None,
+        **more,
     )
+    if biases:
+        products = checkpoint_name(biased[0], name), *products[1:]
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    return out, (q, keys, biases, rows, out, lse)
+    return out, (products, biases, rows, out, lse)
 
 
-def _bwd(call, tiles, saved, d_out):
-    q, keys, biases, rows, out, lse = saved
-    tiles = tiles or tiles_for(keys[0].shape[1])
-    d_out = d_out.astype(q.dtype)
-    d_q, deltas, d_biases = d_queries(q, keys, biases, rows, out, lse, d_out, call, tiles.d_queries)
-    d_k_v = d_keys(q, keys, rows, lse, deltas, d_out, call, tiles.d_keys)
-    return d_q, d_k_v, d_biases, None
+def _bwd(call, name, tiles, saved, d_out):
+    products, biases, rows, out, lse = saved
+    tiles = tiles or tiles_for(sizes_of(products).keys)
+    d_out = d_out.astype(out.dtype)
+    d_q, deltas, d_biases = d_queries(*saved, d_out, call, tiles.d_queries)
+    d_products = d_keys(products, rows, lse, deltas, d_out, d_q, call, tiles.d_keys)
+    return d_products, d_biases, None
 
 
-def d_queries(q, keys, biases, rows, out, lse, d_out, call, tile):
-    """(the gradient of q, sum(out * d_out) over H: fp32 [B, N, S], the gradients of biases)."""
+def d_queries(products, biases, rows, out, lse, d_out, call, tile):
+    """(the gradient of the first product, sum(out * d_out) over H: fp32 [B, N, S], of biases).
+
+    Where the first product holds keys and values as well, theirs is not written.
+    """
     from mjax.kernels.short_attention_triton import attention_d_queries
 
-    batch, size, heads, width = q.shape
-    parts = -(-size // tile.queries)
-    sums = jax.ShapeDtypeStruct((batch, parts, 2, heads, width), jnp.float32)
+    sizes = sizes_of(products)
+    parts = -(-sizes.queries // tile.queries)
+    sums = jax.ShapeDtypeStruct((sizes.batch, parts, 2, sizes.heads, sizes.width), jnp.float32)
+    of_values = biases[1] if biases else _unread(jnp.float32)
     d_q, deltas, *sums = triton_call(
         attention_d_queries,
-        [q, keys[0], keys[-1], *_arrays(rows), _of_values(biases), out, lse, d_out],
-        [_like(q), _like(lse)] + ([sums] if biases else []),
-        programs=batch * heads * parts,
-        **_constants(q, keys, rows, call, tile),
+        [*_operands(products), *_arrays(rows), of_values, out, lse, d_out],
+        [_like(products[0]), _like(lse)] + ([sums] if biases else []),
+        programs=sizes.batch * sizes.heads * parts,
+        **_constants(products, rows, call, tile),
         BIASED=biases is not None,
         **({} if biases else {"d_sums": None}),
     )
@@ -134,37 +145,74 @@ def d_queries(q, keys, biases, rows, out, lse, d_out, call, tile):
         return d_q, deltas, None
     of_q, of_v = biases
     found = sums[0].sum((0, 1))
-    d_v_bias = found[1].reshape(of_v.shape[0], -1, width).sum(1)  # over heads that share values
+    d_v_bias = found[1].reshape(len(of_v), -1, sizes.width).sum(1)  # over heads that share values
     return d_q, deltas, (found[0].astype(of_q.dtype), d_v_bias.astype(of_v.dtype))
 
 
-def d_keys(q, keys, rows, lse, deltas, d_out, call, tile):
-    """The gradients of keys; `deltas` are of `d_queries`."""
+def d_keys(products, rows, lse, deltas, d_out, d_q, call, tile):
+    """The gradients of all products; `d_q` and `deltas` are of `d_queries`."""
     from mjax.kernels.short_attention_triton import attention_d_keys
 
-    batch, size, kv_heads = keys[0].shape[0], keys[0].shape[1], keys[0].shape[-2]
+    sizes, rest = sizes_of(products), products[1:]
+    joined = not rest
+    left_out = {"d_v": None} if len(rest) < 2 else {}
     found = triton_call(
         attention_d_keys,
-        [q, keys[0], keys[-1], *_arrays(rows), lse, deltas, d_out],
-        [_like(x) for x in keys],
-        programs=batch * kv_heads * -(-size // tile.keys),
-        **_constants(q, keys, rows, call, tile),
-        **({"d_v": None} if len(keys) == 1 else {}),
+        [*_operands(products), *_arrays(rows), lse, deltas, d_out, d_q if joined else _unread()],
+        [_like(x) for x in rest or products],
+        programs=sizes.batch * sizes.kv_heads * -(-sizes.keys // tile.keys),
+        **_constants(products, rows, call, tile),
+        **left_out | ({"aliases": {9: 0}} if joined else {}),
     )
-    return tuple(found)
+    return tuple(found) if joined else (d_q, *found)
 
 
 short_attention.defvjp(_fwd, _bwd)
 
 
-def _of_values(biases: Biases | None) -> jax.Array:
-    """What a kernel wants for the bias of values, which it does not read where there is none."""
-    return biases[1] if biases else jnp.zeros(1, jnp.float32)
+class Sizes(NamedTuple):
+    """Of the products of a call; queries and keys are tokens of a row, width is that of a head."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+
+
+def sizes_of(products: Products) -> Sizes:
+    first, keys = products[0], products[min(1, len(products) - 1)]
+    batch, queries, *_, heads, width = first.shape
+    return Sizes(batch, queries, keys.shape[1], heads, keys.shape[-2], width)
+
+
+def _operands(products: Products) -> tuple[jax.Array, ...]:
+    """The three arrays that a kernel wants.
+
+    One that holds several is given once: given twice, it could not be written in its place.
+    """
+    return *products, *[_unread(products[0].dtype)] * (3 - len(products))
+
+
+def _unread(dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
+    """What a kernel wants and does not read."""
+    return jnp.zeros(1, dtype)
+
+
+def _out_like(products: Products) -> jax.ShapeDtypeStruct:
+    sizes = sizes_of(products)
+    shape = sizes.batch, sizes.queries, sizes.heads, sizes.width
+    return jax.ShapeDtypeStruct(shape, products[0].dtype)
+
+
+def _of_queries(sizes: Sizes) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.queries), jnp.float32)
 
 
 def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
     """The three arrays that a kernel wants; those that it does not read have one element."""
-    unread = jnp.zeros(1, jnp.int32)
+    unread = _unread(jnp.int32)
     lengths = unread if rows.lengths is None else rows.lengths
     return *(rows.segments or (unread, unread)), lengths
 
@@ -173,25 +221,26 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _constants(q, keys, rows, call, tile) -> dict:
-    """What both kernels are compiled for; a window as long as the row is none."""
+def _constants(products: Products, rows: Rows, call: AttentionCall, tile: Tile) -> dict:
+    """What all kernels are compiled for; a window as long as the row is none."""
     assert rows.lengths is None or call.mask != "causal", "a causal query sees no padding"
-    (_, size, heads, width), length = q.shape, keys[0].shape[1]
+    sizes = sizes_of(products)
+    size, length = sizes.queries, sizes.keys
     assert size == length or call.mask == "cross", "masks are by the index of a token in its row"
     window = call.window if call.window is not None and call.window < max(size, length) else 0
     return dict(
         warps=tile.warps,
         S=size,
         T=length,
-        HEADS=heads,
-        KV_HEADS=keys[0].shape[-2],
-        H=width,
+        HEADS=sizes.heads,
+        KV_HEADS=sizes.kv_heads,
+        H=sizes.width,
         SCALE=call.scale,
         CAUSAL=call.mask == "causal",
         WINDOW=window,
         SEGMENTED=rows.segments is not None,
         PADDED=rows.lengths is not None,
-        PAIRS=int(len(keys) == 1),
+        PARTS=4 - len(products),
         QUERIES=tile.queries,
         KEYS=tile.keys,
         STAGES=tile.stages,

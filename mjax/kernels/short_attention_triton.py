@@ -3,8 +3,10 @@
 Arrays are row-major: queries [B, S, N, H], keys and values [B, T, K, H]. Exponentials are to base
 2. Scores, sums and log-sum-exps are fp32; products read operands of the inputs' dtype. SEGMENTED: a
 query sees keys of its own segment only. PADDED: a row's keys from its length on are not seen.
-PAIRS: `k` and `v` are one array [B, T, 2, K, H], and so are their gradients. BIASED: `v_bias`
-[K, H] comes to every value. As weights sum to 1, it comes to the output, and no product reads it.
+PARTS of an array: 1, or 2 where `k` is an array [B, T, 2, K, H] of keys and values, or 3 where `q`
+is one of all [B, S, 3, N, H]; gradients alike. BIASED: `q_bias` [N, H] comes to every query and
+`v_bias` [K, H] to every value. As weights sum to 1, that comes to the output, and no product reads
+it.
 """
 
 import triton
@@ -23,9 +25,11 @@ def attention_forward(
     q_segments,
     k_segments,
     lengths,
+    q_bias,
     v_bias,
     out,
     lse,
+    biased,
     S: tl.constexpr,
     T: tl.constexpr,
     HEADS: tl.constexpr,
@@ -36,7 +40,7 @@ def attention_forward(
     WINDOW: tl.constexpr,
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
     BIASED: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -44,12 +48,16 @@ def attention_forward(
 ):
     """Write out [B, S, N, H] and the log-sum-exp of scores, to base 2, [B, N, S].
 
-    A program takes QUERIES of a head and walks the tiles of keys that they see.
+    A program takes QUERIES of a head and walks the tiles of keys that they see. It writes queries
+    with their bias to the place of those without: `biased` is `q`.
     """
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
-    at = _places(row, queries, head, S, HEADS, H)
-    query = _tile(q, at, queries < S)
+    of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
+    query = _tile(q, of_q, queries < S)
+    if BIASED:
+        query = (query + _bias(q_bias, head, H, BIASED)).to(query.dtype)
+        tl.store(q + of_q, query, (queries < S)[:, None])
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     kv_head = head // (HEADS // KV_HEADS)
@@ -59,7 +67,7 @@ def attention_forward(
     mean = tl.zeros([QUERIES, H], tl.float32)
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
-        key, value = _keys_values(k, v, row, keys, kv_head, T, KV_HEADS, H, PAIRS)
+        key, value = _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS)
         scores = tl.dot(query, tl.trans(key))
         is_edge = begin + KEYS > (start if CAUSAL else length)
         theirs = _segments(k_segments, row, keys, T, SEGMENTED)
@@ -74,6 +82,7 @@ def attention_forward(
         top = new_top
     total = tl.where(total > 0, total, 1.0)  # a query that sees no key has a mean of zeros
     mean = mean / total[:, None] + _bias(v_bias, kv_head, H, BIASED)
+    at = _places(row, queries, head, S, HEADS, H)
     tl.store(out + at, mean.to(query.dtype), (queries < S)[:, None])
     tl.store(lse + (row * HEADS + head) * S + queries, top + tl.log2(total), queries < S)
 
@@ -103,7 +112,7 @@ def attention_d_queries(
     WINDOW: tl.constexpr,
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
     BIASED: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -116,7 +125,8 @@ def attention_d_queries(
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
     at = _places(row, queries, head, S, HEADS, H)
-    query, d_mean = _tile(q, at, queries < S), _tile(d_out, at, queries < S)
+    of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
+    query, d_mean = _tile(q, of_q, queries < S), _tile(d_out, at, queries < S)
     of_rows = (row * HEADS + head) * S + queries
     kv_head = head // (HEADS // KV_HEADS)
     mean = _tile(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
@@ -128,7 +138,7 @@ def attention_d_queries(
     d_query = tl.zeros([QUERIES, H], tl.float32)
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
-        key, value = _keys_values(k, v, row, keys, kv_head, T, KV_HEADS, H, PAIRS)
+        key, value = _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS)
         weights = tl.exp2(tl.dot(query, tl.trans(key)) * (SCALE * LOG2E) - total[:, None])
         is_edge = begin + KEYS > (start if CAUSAL else length)
         theirs = _segments(k_segments, row, keys, T, SEGMENTED)
@@ -137,7 +147,7 @@ def attention_d_queries(
         )
         d_scores = weights * (tl.dot(d_mean, tl.trans(value)) - delta[:, None])
         d_query = tl.dot(d_scores.to(key.dtype), key, d_query)
-    tl.store(d_q + at, (d_query * SCALE).to(query.dtype), (queries < S)[:, None])
+    tl.store(d_q + of_q, (d_query * SCALE).to(query.dtype), (queries < S)[:, None])
     _store_sums(d_sums, row, head, start, d_query * SCALE, d_mean, S, HEADS, H, QUERIES, BIASED)
 
 
@@ -152,6 +162,7 @@ def attention_d_keys(
     lse,
     deltas,
     d_out,
+    d_all,
     d_k,
     d_v,
     S: tl.constexpr,
@@ -164,16 +175,18 @@ def attention_d_keys(
     WINDOW: tl.constexpr,
     SEGMENTED: tl.constexpr,
     PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradients of k and v: of KEYS of a head, by the queries of its heads in tiles."""
+    """Write the gradients of k and v: of KEYS of a head, by the queries of its heads in tiles.
+
+    With 3 PARTS they go into `d_all`, which has the gradient of queries and is `d_k`.
+    """
     row, kv_head, begin = _task(T, KV_HEADS, KEYS)
     keys = begin + tl.arange(0, KEYS)
-    at = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
-    key, value = _keys_values(k, v, row, keys, kv_head, T, KV_HEADS, H, PAIRS)
+    key, value = _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS)
     theirs = _segments(k_segments, row, keys, T, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     low, high = _queries_that_see(begin, length, S, CAUSAL, WINDOW, QUERIES, KEYS)
@@ -183,8 +196,9 @@ def attention_d_keys(
         head = kv_head * (HEADS // KV_HEADS) + member
         for start in tl.range(low, high, QUERIES, num_stages=STAGES):
             queries = start + tl.arange(0, QUERIES)
-            place = _places(row, queries, head, S, HEADS, H)
-            query, d_mean = _tile(q, place, queries < S), _tile(d_out, place, queries < S)
+            of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
+            query = _tile(q, of_q, queries < S)
+            d_mean = _tile(d_out, _places(row, queries, head, S, HEADS, H), queries < S)
             of_rows = (row * HEADS + head) * S + queries
             total = tl.load(lse + of_rows, queries < S, other=float("inf"))  # exp2(-inf) is 0
             delta = tl.load(deltas + of_rows, queries < S, other=0.0)
@@ -198,8 +212,9 @@ def attention_d_keys(
             d_scores = weights * (tl.dot(value, tl.trans(d_mean)) - delta[None])
             d_key = tl.dot(d_scores.to(query.dtype), query, d_key)
     is_seen = (keys < length)[:, None]  # a row of a gradient is of one key
-    tl.store(d_k + at, tl.where(is_seen, d_key * SCALE, 0.0).to(key.dtype), (keys < T)[:, None])
-    d_values = d_k + KV_HEADS * H if PAIRS else d_v
+    d_keys, d_values = _arrays_of(d_all, d_k, d_v, KV_HEADS, H, PARTS)
+    at = _places(row, keys, kv_head, T, PARTS * KV_HEADS, H)
+    tl.store(d_keys + at, tl.where(is_seen, d_key * SCALE, 0.0).to(key.dtype), (keys < T)[:, None])
     tl.store(d_values + at, tl.where(is_seen, d_value, 0.0).to(key.dtype), (keys < T)[:, None])
 
 
@@ -219,6 +234,33 @@ def _places(row, tokens, head, COUNT: tl.constexpr, HEADS: tl.constexpr, H: tl.c
 
 
 @triton.jit
+def _query_places(
+    row,
+    queries,
+    head,
+    S: tl.constexpr,
+    HEADS: tl.constexpr,
+    H: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The places of a tile of a head in `q`, and in its gradient."""
+    in_row: tl.constexpr = 3 * HEADS if PARTS == 3 else HEADS
+    return _places(row, queries, head, S, in_row, H)
+
+
+@triton.jit
+def _arrays_of(q, k, v, KV_HEADS: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr):
+    """Where the first head of keys begins, and that of values."""
+    if PARTS == 3:
+        found = q + KV_HEADS * H, q + 2 * KV_HEADS * H
+    elif PARTS == 2:
+        found = k, k + KV_HEADS * H
+    else:
+        found = k, v
+    return found
+
+
+@triton.jit
 def _tile(x, places, within):
     """The elements at `places`, zeros for tokens that are not within the row."""
     return tl.load(x + places, within[:, None], other=0.0)
@@ -226,6 +268,7 @@ def _tile(x, places, within):
 
 @triton.jit
 def _keys_values(
+    q,
     k,
     v,
     row,
@@ -234,11 +277,12 @@ def _keys_values(
     T: tl.constexpr,
     KV_HEADS: tl.constexpr,
     H: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """[KEYS, H] of a head's keys, and of its values."""
-    places = _places(row, keys, kv_head, T, (1 + PAIRS) * KV_HEADS, H)
-    return _tile(k, places, keys < T), _tile(v + PAIRS * KV_HEADS * H, places, keys < T)
+    keys_at, values_at = _arrays_of(q, k, v, KV_HEADS, H, PARTS)
+    places = _places(row, keys, kv_head, T, PARTS * KV_HEADS, H)
+    return _tile(keys_at, places, keys < T), _tile(values_at, places, keys < T)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES
-from mjax.kernels.attention import attention_of_pairs, reads_pairs
+from mjax.kernels.attention import attention_of_products, reads_products
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
 from mjax.kernels.decode_attention import decode_attention
 from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec, HeadSizes
@@ -114,11 +114,11 @@ class Attention(BranchModule):
         parallel = ctx.parallel
         if cfg.attention.attention_in_multiplier is not None:
             x = x * cfg.attention.attention_in_multiplier
-        q, kv = self._project(x, ctx)
         scale = cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5
         call = attention_call(cfg, inputs, scale)
-        if cache is None and self._reads_pairs(q, kv, call, inputs):
-            return self._returned(self._of_pairs(q, kv, call, inputs), ctx)
+        if cache is None and self._reads_products(x, call, inputs):
+            return self._returned(self._of_products(x, call, inputs), ctx)
+        q, kv = self._project(x, ctx)
         q, (k, v) = self._biased_q(q), self.biased(kv, parallel)
         if cfg.attention.attention_output_gate:
             q, gate = jnp.split(q, 2, axis=-1)
@@ -160,27 +160,36 @@ class Attention(BranchModule):
             y = y * self.cfg.attention.attention_out_multiplier
         return BranchOutput(y, cache=cache)
 
-    def _reads_pairs(
-        self, q: jax.Array, kv: jax.Array, call: AttentionCall, inputs: BranchInputs
-    ) -> bool:
-        """Whether attention reads the product kv as it is."""
-        if inputs.ctx.parallel.cp > 1 or not adds_biases_only(self.cfg, inputs.letter):
+    def _reads_products(self, x: jax.Array, call: AttentionCall, inputs: BranchInputs) -> bool:
+        """Whether attention reads the products q and kv of x as they are."""
+        cfg, parallel = self.cfg, inputs.ctx.parallel
+        if parallel.cp > 1 or not adds_biases_only(cfg, inputs.letter):
             return False
-        return reads_pairs(q, kv, call, attention_arrays(self.cfg, inputs))
+        heads = cfg.attention.num_attention_heads // parallel.tp
+        shape = len(x), parallel.tp * x.shape[1], heads, cfg.attention.head_dim
+        q = jax.ShapeDtypeStruct(shape, x.dtype)
+        return reads_products(q, call, attention_arrays(cfg, inputs))
 
-    @jax.named_scope("sdpa")
-    def _of_pairs(
-        self, q: jax.Array, kv: jax.Array, call: AttentionCall, inputs: BranchInputs
-    ) -> jax.Array:
-        """Heads of values [B, S, N/tp, H] for the products q and kv."""
-        cfg, biases = self.cfg, None
+    def _of_products(self, x: jax.Array, call: AttentionCall, inputs: BranchInputs) -> jax.Array:
+        """Heads of values [B, S, N/tp, H], by attention that reads its products as they are.
+
+        Where each head has keys of its own, they are one product.
+        """
+        cfg, ctx = self.cfg, inputs.ctx
+        weights = weight_of(self.q), self.local_kv_weight(ctx.parallel)
+        each_has_keys = cfg.attention.num_attention_heads == cfg.attention.num_key_value_heads
+        if each_has_keys and can_join(*weights):
+            weights = (joined(*weights),)
+        biases = None
         if cfg.attention.attention_bias:
-            biases = self.q_bias[...], self._local_kv_bias(inputs.ctx.parallel)
-            q = q + jax.lax.stop_gradient(biases[0])
-        if self.keeps_what_attention_reads:
-            q = checkpoint_name(q, weight_of(self.q).name)
-            kv = checkpoint_name(kv, weight_of(self.kv).name)
-        return attention_of_pairs(q, kv, biases, call, attention_arrays(cfg, inputs))
+            biases = self.q_bias[...], self._local_kv_bias(ctx.parallel)
+        products = column(x, weights, ctx, named=biases is None)
+        with jax.named_scope("sdpa"):
+            if biases is not None:  # the first is named when it has them
+                named = (checkpoint_name(p, w.name) for p, w in zip(products, weights, strict=True))
+                products = products[0], *list(named)[1:]
+            arrays = attention_arrays(cfg, inputs)
+            return attention_of_products(products, biases, call, arrays, weights[0].name)
 
     def output(self, out: jax.Array, ctx: Context) -> jax.Array:
         """Heads of values [B, S, N/tp, H] back in the residual stream, [B, S/tp, D]."""
@@ -274,6 +283,20 @@ def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
         matmul="attn_proj",
         hf=("self_attn.o_proj.weight",),
     )
+
+
+def can_join(q: Weight, kv: Weight) -> bool:
+    """Whether one matmul may have both weights: without scales, with two running sums or none."""
+    return not (q.recipe or kv.recipe) and (q.grad_sum is None) == (kv.grad_sum is None)
+
+
+def joined(q: Weight, kv: Weight) -> Weight:
+    """One weight [D, 3, N, H] of q [D, N, H] and kv [D, 2, N, H]; its product bears kv's name."""
+
+    def join(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+        return None if a is None else jnp.concatenate([a[:, None], b], axis=1)
+
+    return replace(kv, value=join(q.value, kv.value), grad_sum=join(q.grad_sum, kv.grad_sum))
 
 
 def adds_biases_only(cfg: ModelConfig, letter: str) -> bool:

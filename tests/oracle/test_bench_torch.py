@@ -48,12 +48,16 @@ def test_berts_layers_compile_apart_and_its_head_with_the_loss(monkeypatch, caps
         module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
-    losses = []
-    for mode in ("no", "layers"):
+    losses, captured = [], []
+    for depth, mode in ((2, "no"), (2, "layers"), (1, "layers")):
         torch._dynamo.reset()
         counters.clear()
         keys = ["--config", "configs/models/bert_base.yaml", *TINY, *DENSE, "--compile", mode]
-        assert bench.main([*keys, "--dtype", "float32"]) == 0
+        keys += [f"model.num_hidden_layers={depth}", "--dtype", "float32"]
+        assert bench.main(keys) == 0
         losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["first_loss"])
+        captured.append((counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert counters["stats"]["unique_graphs"] == 2
+    assert captured[0] == (0, 0)
+    assert captured[1] == captured[2]  # equal layers share a graph, so depth adds nothing to it
+    assert captured[1][0] == 2

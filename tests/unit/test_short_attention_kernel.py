@@ -56,7 +56,7 @@ def test_kernels_equal_fp64(monkeypatch, case):
     q, k, v, d_out = draw(s, heads), draw(t, kv_heads), draw(t, kv_heads), draw(s, heads)
     tiles = Tiles(*[Tile(*tile, 4, 1)] * 3)
     low = [jnp.asarray(x, jnp.float32) for x in (q, k, v, d_out)]
-    out, back = jax.vjp(lambda q, *kv: short_attention(q, kv, None, rows, call, tiles), *low[:3])
+    out, back = jax.vjp(lambda *qkv: short_attention(qkv, None, rows, call, "", tiles), *low[:3])
     got = out, *back(low[3])
     with jax.enable_x64(True):
         columns = jnp.arange(s), jnp.arange(t)
@@ -69,8 +69,13 @@ def test_kernels_equal_fp64(monkeypatch, case):
         np.testing.assert_allclose(mine, right, rtol=0, atol=4e-6 * scale)
 
 
-@pytest.mark.parametrize("case", quick(["full", "causal", "padded", "packed", "wide window"], 1))
-def test_keys_and_values_in_one_array_with_biases(monkeypatch, case):
+# One array of all three needs as many heads of keys as of queries.
+JOINED = [("full", False), ("full", True), ("causal", False), ("padded", False)]
+JOINED += [("packed", False), ("packed", True), ("wide window", False), ("wide window", True)]
+
+
+@pytest.mark.parametrize("case,joined", quick(JOINED, 1, 2))
+def test_keys_and_values_in_one_array_with_biases(monkeypatch, case, joined):
     """The reference adds both biases. That of keys changes nothing, so the kernels never see it."""
     mask, s, _, heads, kv_heads, window, kind, tile = CASES[case]
     interpret(monkeypatch)
@@ -83,8 +88,8 @@ def test_keys_and_values_in_one_array_with_biases(monkeypatch, case):
     tiles = Tiles(*[Tile(*tile, 4, 1)] * 3)
 
     def ours(q, kv, q_bias, v_bias):
-        q = q + jax.lax.stop_gradient(q_bias)
-        return short_attention(q, (kv,), (q_bias, v_bias), rows, call, tiles)
+        products = (jnp.concatenate([q[:, :, None], kv], 2),) if joined else (q, kv)
+        return short_attention(products, (q_bias, v_bias), rows, call, "", tiles)
 
     low = [jnp.asarray(x, jnp.float32) for x in (q, kv, q_bias, biases[1], d_out)]
     out, back = jax.vjp(ours, *low[:4])
