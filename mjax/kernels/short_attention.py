@@ -95,16 +95,17 @@ def _fwd(products, biases, rows, call, name, tiles):
 
     sizes = sizes_of(products)
     tiles = tiles or tiles_for(sizes.keys)
-    first = products[0]
-    more = {"aliases": {0: 2}} if biases else {"biased": None}
+    shape = sizes.batch, sizes.queries, sizes.heads, sizes.width
+    out = jax.ShapeDtypeStruct(shape, products[0].dtype)
+    lse = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.queries), jnp.float32)
     out, lse, *biased = triton_call(
         attention_forward,
         [*_operands(products), *_arrays(rows), *(biases or [_unread(jnp.float32)] * 2)],
-        [_out_like(products), _of_queries(sizes)] + ([_like(first)] if biases else []),
+        [out, lse] + ([_like(products[0])] if biases else []),
         programs=sizes.batch * sizes.heads * -(-sizes.queries // tiles.forward.queries),
         **_constants(products, rows, call, tiles.forward),
         BIASED=biases is not None,
-        **more,
+        **({"aliases": {0: 2}} if biases else {"biased": None}),
     )
     if biases:
         products = checkpoint_name(biased[0], name), *products[1:]
@@ -154,17 +155,17 @@ def d_keys(products, rows, lse, deltas, d_out, d_q, call, tile):
     from mjax.kernels.short_attention_triton import attention_d_keys
 
     sizes, rest = sizes_of(products), products[1:]
-    joined = not rest
-    left_out = {"d_v": None} if len(rest) < 2 else {}
+    of_all = _unread() if rest else d_q
     found = triton_call(
         attention_d_keys,
-        [*_operands(products), *_arrays(rows), lse, deltas, d_out, d_q if joined else _unread()],
+        [*_operands(products), *_arrays(rows), lse, deltas, d_out, of_all],
         [_like(x) for x in rest or products],
         programs=sizes.batch * sizes.kv_heads * -(-sizes.keys // tile.keys),
         **_constants(products, rows, call, tile),
-        **left_out | ({"aliases": {9: 0}} if joined else {}),
+        **({} if rest else {"aliases": {9: 0}}),
+        **({} if len(rest) == 2 else {"d_v": None}),
     )
-    return tuple(found) if joined else (d_q, *found)
+    return (d_q, *found) if rest else tuple(found)
 
 
 short_attention.defvjp(_fwd, _bwd)
@@ -198,16 +199,6 @@ def _operands(products: Products) -> tuple[jax.Array, ...]:
 def _unread(dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
     """What a kernel wants and does not read."""
     return jnp.zeros(1, dtype)
-
-
-def _out_like(products: Products) -> jax.ShapeDtypeStruct:
-    sizes = sizes_of(products)
-    shape = sizes.batch, sizes.queries, sizes.heads, sizes.width
-    return jax.ShapeDtypeStruct(shape, products[0].dtype)
-
-
-def _of_queries(sizes: Sizes) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.queries), jnp.float32)
 
 
 def _arrays(rows: Rows) -> tuple[jax.Array, ...]:

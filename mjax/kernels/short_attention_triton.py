@@ -3,10 +3,13 @@
 Arrays are row-major: queries [B, S, N, H], keys and values [B, T, K, H]. Exponentials are to base
 2. Scores, sums and log-sum-exps are fp32; products read operands of the inputs' dtype. SEGMENTED: a
 query sees keys of its own segment only. PADDED: a row's keys from its length on are not seen.
-PARTS of an array: 1, or 2 where `k` is an array [B, T, 2, K, H] of keys and values, or 3 where `q`
-is one of all [B, S, 3, N, H]; gradients alike. BIASED: `q_bias` [N, H] comes to every query and
-`v_bias` [K, H] to every value. As weights sum to 1, that comes to the output, and no product reads
-it.
+
+PARTS of an array: 1, or 2 where `k` is [B, T, 2, K, H] of keys and values, or 3 where `q` is [B, S,
+3, N, H] of all. Gradients lie alike: `d_k` has 2 parts, and those of keys are written into `d_all`,
+where those of queries are.
+
+BIASED: `q_bias` [N, H] comes to every query, in its place in `q`, which is `biased` then. `v_bias`
+[K, H] comes to every value. As weights sum to 1, that comes to the output, and no product reads it.
 """
 
 import triton
@@ -48,19 +51,15 @@ def attention_forward(
 ):
     """Write out [B, S, N, H] and the log-sum-exp of scores, to base 2, [B, N, S].
 
-    A program takes QUERIES of a head and walks the tiles of keys that they see. It writes queries
-    with their bias to the place of those without: `biased` is `q`.
+    A program takes QUERIES of a head and walks the tiles of keys that they see.
     """
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
-    of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
-    query = _tile(q, of_q, queries < S)
-    if BIASED:
-        query = (query + _bias(q_bias, head, H, BIASED)).to(query.dtype)
-        tl.store(q + of_q, query, (queries < S)[:, None])
+    at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
+    query = _biased_in_place(q, of_q, queries < S, q_bias, head, H, BIASED)
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
-    length = _length(lengths, row, T, PADDED)
     kv_head = head // (HEADS // KV_HEADS)
+    length = _length(lengths, row, T, PADDED)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
     top = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -69,20 +68,15 @@ def attention_forward(
         keys = begin + tl.arange(0, KEYS)
         key, value = _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS)
         scores = tl.dot(query, tl.trans(key))
-        is_edge = begin + KEYS > (start if CAUSAL else length)
         theirs = _segments(k_segments, row, keys, T, SEGMENTED)
+        is_edge = begin + KEYS > (start if CAUSAL else length)
         scores = _hidden(
             scores, NEVER, queries, keys, mine, theirs, length, is_edge, CAUSAL, WINDOW, SEGMENTED
         )
-        new_top = tl.maximum(top, tl.max(scores, 1) * (SCALE * LOG2E))
-        weights = tl.exp2(scores * (SCALE * LOG2E) - new_top[:, None])
-        left = tl.exp2(top - new_top)
-        total = total * left + tl.sum(weights, 1)
+        weights, left, top, total = _weights(scores, top, total, SCALE)
         mean = tl.dot(weights.to(value.dtype), value, mean * left[:, None])
-        top = new_top
     total = tl.where(total > 0, total, 1.0)  # a query that sees no key has a mean of zeros
     mean = mean / total[:, None] + _bias(v_bias, kv_head, H, BIASED)
-    at = _places(row, queries, head, S, HEADS, H)
     tl.store(out + at, mean.to(query.dtype), (queries < S)[:, None])
     tl.store(lse + (row * HEADS + head) * S + queries, top + tl.log2(total), queries < S)
 
@@ -124,8 +118,7 @@ def attention_d_queries(
     """
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
-    at = _places(row, queries, head, S, HEADS, H)
-    of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
+    at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
     query, d_mean = _tile(q, of_q, queries < S), _tile(d_out, at, queries < S)
     of_rows = (row * HEADS + head) * S + queries
     kv_head = head // (HEADS // KV_HEADS)
@@ -140,8 +133,8 @@ def attention_d_queries(
         keys = begin + tl.arange(0, KEYS)
         key, value = _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS)
         weights = tl.exp2(tl.dot(query, tl.trans(key)) * (SCALE * LOG2E) - total[:, None])
-        is_edge = begin + KEYS > (start if CAUSAL else length)
         theirs = _segments(k_segments, row, keys, T, SEGMENTED)
+        is_edge = begin + KEYS > (start if CAUSAL else length)
         weights = _hidden(
             weights, 0.0, queries, keys, mine, theirs, length, is_edge, CAUSAL, WINDOW, SEGMENTED
         )
@@ -180,10 +173,7 @@ def attention_d_keys(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradients of k and v: of KEYS of a head, by the queries of its heads in tiles.
-
-    With 3 PARTS they go into `d_all`, which has the gradient of queries and is `d_k`.
-    """
+    """Write the gradients of k and v: of KEYS of a head, by the queries of its heads in tiles."""
     row, kv_head, begin = _task(T, KV_HEADS, KEYS)
     keys = begin + tl.arange(0, KEYS)
     key, value = _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS)
@@ -196,9 +186,8 @@ def attention_d_keys(
         head = kv_head * (HEADS // KV_HEADS) + member
         for start in tl.range(low, high, QUERIES, num_stages=STAGES):
             queries = start + tl.arange(0, QUERIES)
-            of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
-            query = _tile(q, of_q, queries < S)
-            d_mean = _tile(d_out, _places(row, queries, head, S, HEADS, H), queries < S)
+            at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
+            query, d_mean = _tile(q, of_q, queries < S), _tile(d_out, at, queries < S)
             of_rows = (row * HEADS + head) * S + queries
             total = tl.load(lse + of_rows, queries < S, other=float("inf"))  # exp2(-inf) is 0
             delta = tl.load(deltas + of_rows, queries < S, other=0.0)
@@ -219,7 +208,7 @@ def attention_d_keys(
 
 
 @triton.jit
-def _task(COUNT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr):
+def _task(COUNT, HEADS, TILE):
     """The row, the head and the first token of this program's tile of COUNT tokens."""
     tiles: tl.constexpr = (COUNT + TILE - 1) // TILE
     program = tl.program_id(0)
@@ -228,28 +217,23 @@ def _task(COUNT: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _places(row, tokens, head, COUNT: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
+def _places(row, tokens, head, COUNT, HEADS, H):
     """The places of a tile of a head, [tokens, H], in an array [B, COUNT, HEADS, H]."""
     return ((row * COUNT + tokens[:, None]) * HEADS + head) * H + tl.arange(0, H)[None]
 
 
 @triton.jit
-def _query_places(
-    row,
-    queries,
-    head,
-    S: tl.constexpr,
-    HEADS: tl.constexpr,
-    H: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """The places of a tile of a head in `q`, and in its gradient."""
-    in_row: tl.constexpr = 3 * HEADS if PARTS == 3 else HEADS
-    return _places(row, queries, head, S, in_row, H)
+def _query_places(row, queries, head, S, HEADS, H, PARTS):
+    """The places of a tile of a head in an array like `out`, and in `q` and its gradient."""
+    at = _places(row, queries, head, S, HEADS, H)
+    of_q = at
+    if PARTS == 3:
+        of_q = _places(row, queries, head, S, 3 * HEADS, H)
+    return at, of_q
 
 
 @triton.jit
-def _arrays_of(q, k, v, KV_HEADS: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr):
+def _arrays_of(q, k, v, KV_HEADS, H, PARTS):
     """Where the first head of keys begins, and that of values."""
     if PARTS == 3:
         found = q + KV_HEADS * H, q + 2 * KV_HEADS * H
@@ -267,22 +251,20 @@ def _tile(x, places, within):
 
 
 @triton.jit
-def _keys_values(
-    q,
-    k,
-    v,
-    row,
-    keys,
-    kv_head,
-    T: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    H: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS):
     """[KEYS, H] of a head's keys, and of its values."""
     keys_at, values_at = _arrays_of(q, k, v, KV_HEADS, H, PARTS)
     places = _places(row, keys, kv_head, T, PARTS * KV_HEADS, H)
     return _tile(keys_at, places, keys < T), _tile(values_at, places, keys < T)
+
+
+@triton.jit
+def _weights(scores, top, total, SCALE):
+    """A step of a softmax by tiles: (the weights, what is left of earlier ones, top, total)."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * (SCALE * LOG2E))
+    weights = tl.exp2(scores * (SCALE * LOG2E) - new_top[:, None])
+    left = tl.exp2(top - new_top)
+    return weights, left, new_top, total * left + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -294,19 +276,7 @@ def _store_delta(places, mean, d_mean, within):
 
 
 @triton.jit
-def _store_sums(
-    d_sums,
-    row,
-    head,
-    start,
-    d_query,
-    d_mean,
-    S: tl.constexpr,
-    HEADS: tl.constexpr,
-    H: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BIASED: tl.constexpr,
-):
+def _store_sums(d_sums, row, head, start, d_query, d_mean, S, HEADS, H, QUERIES, BIASED):
     """Write the sums over the queries of a tile to their place in `d_sums`, where there is one."""
     if BIASED:
         tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
@@ -317,7 +287,7 @@ def _store_sums(
 
 
 @triton.jit
-def _bias(biases, head, H: tl.constexpr, BIASED: tl.constexpr):
+def _bias(biases, head, H, BIASED):
     """[1, H]: the bias of a head in fp32, zeros where there is none."""
     found = tl.zeros([H], tl.float32)
     if BIASED:
@@ -326,7 +296,17 @@ def _bias(biases, head, H: tl.constexpr, BIASED: tl.constexpr):
 
 
 @triton.jit
-def _segments(ids, row, tokens, COUNT: tl.constexpr, SEGMENTED: tl.constexpr):
+def _biased_in_place(x, places, within, biases, head, H, BIASED):
+    """A tile of a head with its bias, as it is in `x` from now on."""
+    tile = _tile(x, places, within)
+    if BIASED:
+        tile = (tile + _bias(biases, head, H, BIASED)).to(tile.dtype)
+        tl.store(x + places, tile, within[:, None])
+    return tile
+
+
+@triton.jit
+def _segments(ids, row, tokens, COUNT, SEGMENTED):
     """The segments of tokens of a row; one for all where there are none."""
     found = tokens * 0
     if SEGMENTED:
@@ -335,7 +315,7 @@ def _segments(ids, row, tokens, COUNT: tl.constexpr, SEGMENTED: tl.constexpr):
 
 
 @triton.jit
-def _length(lengths, row, T: tl.constexpr, PADDED: tl.constexpr):
+def _length(lengths, row, T, PADDED):
     length = T
     if PADDED:
         length = tl.load(lengths + row)
@@ -343,16 +323,7 @@ def _length(lengths, row, T: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _keys_seen(
-    start,
-    length,
-    T: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+def _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS):
     """The keys, from a tile's first to the last and one, that QUERIES from `start` on may see."""
     low, high = 0, T
     if WINDOW:
@@ -366,15 +337,7 @@ def _keys_seen(
 
 
 @triton.jit
-def _queries_that_see(
-    begin,
-    length,
-    S: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+def _queries_that_see(begin, length, S, CAUSAL, WINDOW, QUERIES, KEYS):
     """The queries, from a tile's first to the last and one, that may see KEYS from `begin` on."""
     low, high = 0, S
     if CAUSAL:
@@ -388,17 +351,7 @@ def _queries_that_see(
 
 @triton.jit
 def _hidden(
-    values,
-    hidden,
-    queries,
-    keys,
-    mine,
-    theirs,
-    length,
-    is_edge,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SEGMENTED: tl.constexpr,
+    values, hidden, queries, keys, mine, theirs, length, is_edge, CAUSAL, WINDOW, SEGMENTED
 ):
     """`values` [QUERIES, KEYS], and `hidden` where a key is not seen.
 
@@ -415,16 +368,7 @@ def _hidden(
 
 
 @triton.jit
-def _seen(
-    queries,
-    keys,
-    mine,
-    theirs,
-    length,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SEGMENTED: tl.constexpr,
-):
+def _seen(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED):
     """Which of a row's first `length` keys each query sees: bool [QUERIES or 1, KEYS]."""
     seen = (keys < length)[None]
     if CAUSAL:

@@ -179,7 +179,7 @@ class Attention(BranchModule):
         weights = weight_of(self.q), self.local_kv_weight(ctx.parallel)
         each_has_keys = cfg.attention.num_attention_heads == cfg.attention.num_key_value_heads
         if each_has_keys and can_join(*weights):
-            weights = (joined(*weights),)
+            weights = (one_weight(*weights),)
         biases = None
         if cfg.attention.attention_bias:
             biases = self.q_bias[...], self._local_kv_bias(ctx.parallel)
@@ -287,10 +287,12 @@ def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
 
 def can_join(q: Weight, kv: Weight) -> bool:
     """Whether one matmul may have both weights: without scales, with two running sums or none."""
-    return not (q.recipe or kv.recipe) and (q.grad_sum is None) == (kv.grad_sum is None)
+    if q.recipe or kv.recipe:
+        return False
+    return (q.grad_sum is None) == (kv.grad_sum is None)
 
 
-def joined(q: Weight, kv: Weight) -> Weight:
+def one_weight(q: Weight, kv: Weight) -> Weight:
     """One weight [D, 3, N, H] of q [D, N, H] and kv [D, 2, N, H]; its product bears kv's name."""
 
     def join(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

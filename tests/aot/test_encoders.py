@@ -1,5 +1,7 @@
 """What the H200 programs of encoders contain: cuDNN's attention, once a layer, padded or not."""
 
+import re
+
 import pytest
 
 from mjax.kernels.chooser import Device, believed
@@ -55,3 +57,17 @@ def test_windows_to_both_sides_hold_scores_of_the_keys_near_by():
     assert made.calls("__cudnn$fmhaSoftmax") == 2, "of full attention"
     assert made.calls("__cudnn$fmhaSoftmaxBackward") == 2
     assert "1024,1024]" not in made.text, "whole scores exist"
+
+
+@pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+def test_queries_keys_and_values_are_one_product_that_no_kernel_cuts_copies_or_adds_to():
+    """Where each head has keys of its own, the attention of short rows reads them as they lie."""
+    batch = *BATCH, "train.attention=auto", "train.remat=none"
+    with believed(Device("gpu", triton=True)):
+        made = compile_step(BERT, *FOUR_LAYERS, *batch)
+    # What gives an array of all, alone or first in a tuple.
+    givers = re.findall(r" = \(?bf16\[32,512,3,12,64\][^=]*? ([\w-]+)\(", made.text)
+    assert set(givers) <= {"custom-call", "get-tuple-element", "parameter", "bitcast", "fusion"}
+    fused = re.findall(r"%(\S+) = \(?bf16\[32,512,3,12,64\][^=]*? fusion\(", made.text)
+    assert all(name.startswith("dynamic_slice_fusion") for name in fused), "a kernel of ours"
+    assert not re.search(r" = bf16\[32,512,(2,)?12,64\]\S* fusion\(", made.text)

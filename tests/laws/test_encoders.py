@@ -4,18 +4,21 @@
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mjax.config import load
 from mjax.errors import UserError
-from mjax.kernels import attention
+from mjax.kernels import attention, chooser
+from mjax.kernels.chooser import Choice
 from mjax.models.flops import flops_per_token
 from mjax.models.masked import MaskedTokens
 from mjax.models.objective import objective_of
 from mjax.prove import FEATURES, Cell, deviation, make_batch, make_trainer
 from tests.marks import quick, slow
 from tests.measures import measured
+from tests.triton_interpreter import interpret
 
 MASKED = [
     "model.layer_pattern=B",
@@ -156,3 +159,41 @@ def test_a_ring_is_refused_by_name():
     with pytest.raises(UserError, match="cp_type=ring lacks full masks; set .*all_gather or a2a"):
         trainer.step(make_batch(24))
     assert "bert" in FEATURES
+
+
+OWN_KEYS = ["model.attention.num_key_value_heads=8"]  # of each head; else two heads serve all
+NO_BIASES = ["model.attention.attention_bias=false"]
+
+
+@pytest.mark.parametrize(
+    "cell, more",
+    quick(
+        [
+            (Cell({}, 0, 2), [*OWN_KEYS, "train.remat=dots"]),
+            (Cell({"tp": 2, "pp": 2}, 1, 2), OWN_KEYS),
+            (Cell({"dp": 2}, 3, 2), ["train.remat=dots"]),
+            (Cell({"tp": 4}), NO_BIASES),
+        ],
+        0,
+    ),
+)
+def test_attention_that_reads_its_products_where_they_lie_changes_no_number(
+    monkeypatch, cell, more
+):
+    """One product of q, k and v, or two where heads share keys; the reference cuts and adds."""
+    batch = padded(make_batch(24))
+
+    def with_biases(cell: Cell) -> dict:
+        trainer = make_trainer("bert", cell, "model.num_hidden_layers=2", *more)
+        layers = trainer.state["params"]["dense"]["attention"]
+        for name in layers.keys() & {"q_bias", "kv_bias"}:
+            layers[name] += jnp.cos(jnp.arange(layers[name].size)).reshape(layers[name].shape)
+        return measured(trainer, batch)
+
+    one = with_biases(Cell())
+    ran = interpret(monkeypatch)
+    monkeypatch.setitem(chooser.RULES, "attention", lambda *_, **__: Choice("triton", "asked"))
+    monkeypatch.setattr(attention, "require_short", lambda *_: None)  # it refuses fp32
+    found = with_biases(cell)
+    assert {"attention_forward", "attention_d_queries", "attention_d_keys"} <= set(ran)
+    assert deviation(found, one) <= 1e-5
