@@ -164,7 +164,8 @@ def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
     if scope == "sdpa" or is_sdpa:
         return "attention", phase
     by_name = not made.opcode and _MATMUL_KERNEL.search(event.kernel)
-    if by_name or made.opcode == "dot" or "cublas" in made.target or "dot" in made.opcodes:
+    called = re.search("cublas|mosaic_gpu", made.target)  # experts' matmuls are Mosaic's
+    if by_name or made.opcode == "dot" or called or "dot" in made.opcodes:
         return "head and loss: matmul" if scope == "head" else "matmul", phase
     moves = made.opcode in _MOVES or (made.opcodes and made.opcodes <= _MOVES)
     if moves or _COPY_KERNEL.match(event.kernel):

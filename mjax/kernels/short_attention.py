@@ -155,10 +155,9 @@ def d_keys(products, rows, lse, deltas, d_out, d_q, call, tile):
     from mjax.kernels.short_attention_triton import attention_d_keys
 
     sizes, rest = sizes_of(products), products[1:]
-    of_all = _unread() if rest else d_q
     found = triton_call(
         attention_d_keys,
-        [*_operands(products), *_arrays(rows), lse, deltas, d_out, of_all],
+        [*_operands(products), *_arrays(rows), lse, deltas, d_out, _unread() if rest else d_q],
         [_like(x) for x in rest or products],
         programs=sizes.batch * sizes.kv_heads * -(-sizes.keys // tile.keys),
         **_constants(products, rows, call, tile),

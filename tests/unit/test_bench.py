@@ -53,6 +53,7 @@ ENTRY %main (x: bf16[4,4]) -> bf16[4,4] {
   %gemm.3 = bf16[4,4]{1,0} fusion(%x), kind=kCustom, calls=%triton, metadata={op_name="jit(f)/transpose(jvp())/checkpoint/mlp/dot_general"}, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
   %call.4 = (bf16[4,4]{1,0}, s8[9]{0}) custom-call(%x), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/jvp(head)/while/body/dot_general"}
   %sdpa.5 = (bf16[4,4]{1,0}) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward", metadata={op_name="jit(f)/attention/sdpa/bwd"}
+  %experts.8 = bf16[4,4]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/jvp()/mlp/mosaic_gpu"}
   %gather-start = (bf16[4]{0}, bf16[8]{0}) all-gather-start(%x), metadata={op_name="jit(f)/gather/all_gather"}
   %gather-done = bf16[8]{0} all-gather-done(%gather-start)
   %silu.6 = bf16[4,4]{1,0} exponential(%x), metadata={op_name="jit(f)/transpose(jvp())/checkpoint/rematted_computation/mlp/exp"}
@@ -69,6 +70,7 @@ ENTRY %main (x: bf16[4,4]) -> bf16[4,4] {
         (Event(0, 1, "k", "gemm.3"), ("matmul", "backward")),
         (Event(0, 1, "k", "call.4"), ("head and loss: matmul", "forward")),
         (Event(0, 1, "k", "sdpa.5"), ("attention", "backward")),
+        (Event(0, 1, "k", "experts.8"), ("matmul", "forward")),
         (Event(0, 1, "k", "gather-done"), ("communication, exposed", "forward")),
         (Event(0, 1, "k", "silu.6"), ("activation", "recompute")),
         (Event(0, 1, "k", "adam.7"), ("optimizer", "forward")),
