@@ -155,11 +155,9 @@ def made_model(cfg: ModelConfig, dtype: str, compiled: str, device: str):
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.compile()
-        if cfg.bert.mlm_head:  # its loss is part of its forward: one graph behind the trunk
-            trunk = model.base_model
-            trunk.forward = torch.compiler.disable(
-                trunk.forward
-            )  # its layers are compiled by themselves
+        if cfg.bert.mlm_head:  # its loss is part of its forward: one graph behind the trunk,
+            trunk = model.base_model  # within which the layers alone are compiled
+            trunk.forward = torch.compiler.disable(trunk.forward)
             model.compile()
         elif hasattr(model, "loss_function"):
             model.loss_function = torch.compile(model.loss_function)

@@ -182,6 +182,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(products: Products) -> Sizes:
+    """The sizes of a call; where one array holds all, there are as many keys as queries."""
     first, keys = products[0], products[min(1, len(products) - 1)]
     batch, queries, *_, heads, width = first.shape
     return Sizes(batch, queries, keys.shape[1], heads, keys.shape[-2], width)

@@ -4,12 +4,12 @@ Arrays are row-major: queries [B, S, N, H], keys and values [B, T, K, H]. Expone
 2. Scores, sums and log-sum-exps are fp32; products read operands of the inputs' dtype. SEGMENTED: a
 query sees keys of its own segment only. PADDED: a row's keys from its length on are not seen.
 
-PARTS of an array: 1, or 2 where `k` is [B, T, 2, K, H] of keys and values, or 3 where `q` is [B, S,
-3, N, H] of all. Gradients lie alike: `d_k` has 2 parts, and those of keys are written into `d_all`,
-where those of queries are.
+PARTS: how many of queries, keys and values lie in one array. 1: they are `q`, `k` and `v`. 2: `k`
+is [B, T, 2, K, H] of keys and values. 3: `q` is [B, S, 3, N, H] of all. Gradients lie likewise.
+With 2 `d_k` holds both. With 3 those of keys and values go into `d_all`, which has that of queries.
 
-BIASED: `q_bias` [N, H] comes to every query, in its place in `q`, which is `biased` then. `v_bias`
-[K, H] comes to every value. As weights sum to 1, that comes to the output, and no product reads it.
+BIASED: the forward kernel adds `q_bias` [N, H] to queries and writes them back: `biased` is `q`. It
+adds `v_bias` [K, H] to the output and not to values, which is the same, as weights sum to 1.
 """
 
 import triton

@@ -185,9 +185,9 @@ class Attention(BranchModule):
             biases = self.q_bias[...], self._local_kv_bias(ctx.parallel)
         products = column(x, weights, ctx, named=biases is None)
         with jax.named_scope("sdpa"):
-            if biases is not None:  # the first is named when it has them
-                named = (checkpoint_name(p, w.name) for p, w in zip(products, weights, strict=True))
-                products = products[0], *list(named)[1:]
+            if biases is not None:  # the first is named where it gets its own
+                rest = zip(products[1:], weights[1:], strict=True)
+                products = products[0], *(checkpoint_name(p, w.name) for p, w in rest)
             arrays = attention_arrays(cfg, inputs)
             return attention_of_products(products, biases, call, arrays, weights[0].name)
 
