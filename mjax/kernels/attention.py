@@ -89,12 +89,12 @@ def attention_of_products(
     arrays: AttentionArrays,
     name: str = "",
 ) -> jax.Array:
-    """`attention` of q [B, S, N, H] to keys and values kv [B, S, 2, K, H], read where they lie.
+    """`attention` of queries, keys and values, read where their matmuls put them -> [B, S, N, H].
 
-    `products` are (q, kv), or one array [B, S, 3, N, H] of all. `biases` are those of queries
-    [N, H], and of keys and values [2, K, H] or values [1, K, H]; they are added here. That of keys
-    adds one number to all scores of a query, which a softmax does not see: it is left out, and its
-    gradient is 0. `name` is that of queries with their bias, for remat policies.
+    `products` are q [B, S, N, H] and kv [B, S, 2, K, H], or one array [B, S, 3, N, H] of all. They
+    lack the `biases`: of queries [N, H], and of keys and values [2, K, H] or of values [1, K, H].
+    That of keys adds one number to all scores of a query, which a softmax does not see: it is left
+    out, and its gradient is 0. Remat policies know the first product, with its bias, by `name`.
     """
     q = products[0] if len(products) == 2 else products[0][:, :, 0]
     require(replace(call, implementation="triton"), q, products[-1], arrays)

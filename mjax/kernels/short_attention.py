@@ -79,13 +79,13 @@ def short_attention(
     name: str = "",
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Attention of bf16 or fp16 -> [B, S, N, H], whose queries, keys and values `products` hold.
+    """The attention [B, S, N, H], in bf16 or fp16, of queries, keys and values in `products`.
 
-    They are q [B, S, N, H] and k and v [B, T, K, H], or q and the array [B, T, 2, K, H] of keys and
-    values, or the one array [B, S, 3, N, H] of all. `biases` come to all queries and all values;
-    each query must see some key then. `tiles` are by the number of keys unless given. The residuals
-    are named `attn_out` and `attn_lse`. With biases, the first product is one, in which queries
-    have theirs, and it is named `name`.
+    `products` are q [B, S, N, H] and k and v [B, T, K, H]; or q and one array [B, T, 2, K, H] of
+    keys and values; or one array [B, S, 3, N, H] of all. `biases` are added to queries and values.
+    Each query must see some key then. `tiles` are by the number of keys unless given. The residuals
+    have names: `attn_out`, `attn_lse`, and with biases `name`, which is the first of `products`
+    after queries got theirs.
     """
     return _fwd(products, biases, rows, call, name, tiles)[0]
 
@@ -125,7 +125,7 @@ def _bwd(call, name, tiles, saved, d_out):
 def d_queries(products, biases, rows, out, lse, d_out, call, tile):
     """(the gradient of the first product, sum(out * d_out) over H: fp32 [B, N, S], of biases).
 
-    Where the first product holds keys and values as well, theirs is not written.
+    Where the first product holds keys and values, too, `d_keys` writes their part.
     """
     from mjax.kernels.short_attention_triton import attention_d_queries
 
@@ -189,15 +189,16 @@ def sizes_of(products: Products) -> Sizes:
 
 
 def _operands(products: Products) -> tuple[jax.Array, ...]:
-    """The three arrays that a kernel wants.
+    """The three arrays that a kernel takes for queries, keys and values.
 
-    One that holds several is given once: given twice, it could not be written in its place.
+    An array that holds several is one operand. XLA would copy an operand that is there twice before
+    a kernel writes to it.
     """
     return *products, *[_unread(products[0].dtype)] * (3 - len(products))
 
 
 def _unread(dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
-    """What a kernel wants and does not read."""
+    """What a kernel takes and does not read."""
     return jnp.zeros(1, dtype)
 
 
