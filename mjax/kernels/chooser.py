@@ -30,6 +30,7 @@ FEWEST = {  # elements of the widest input: with less, nothing is won
     "quantize": 2**20,
     "loss_rows": 2**24,
     "causal_conv": 2**20,
+    "activated_matmul": 2**24,  # of the output
 }
 MOST = 2**31 - 1  # elements that a 32-bit offset reaches
 WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
@@ -43,6 +44,8 @@ SSD_STATES = (64, 128)  # a larger one does not fit the registers
 DELTA_CHUNK = 64  # tokens whose systems our kernel solves
 DELTA_CHANNELS = 64  # of a head's values that a program takes
 DELTA_KEYS = (64, 128)  # a larger state does not fit the registers
+
+ACTIVATED_SIDES = 64, 256  # what D and F are multiples of, of a matmul with an activation function
 
 GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
 GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
@@ -261,6 +264,27 @@ def _gate(x: Inputs, *, act: str = GATES[0], rows: int = 1) -> Choice:
     return _elementwise("gate", x)
 
 
+def _activated_matmul(x: Inputs, *, act: str, plain: bool = True) -> Choice:
+    """Of a block's first matmul, of sizes (M, D, F): whether it computes act, and the second act'.
+
+    `plain`: the block has a bias and no gate.
+    """
+    m, *sides = x.shape
+    if not plain:
+        return Choice("xla", "our kernels take blocks with a bias and without a gate")
+    if act not in GATES:
+        return Choice("xla", f"our kernels compute {', '.join(GATES)} only")
+    if x.dtype != jnp.bfloat16:
+        return Choice("xla", f"our kernels take no {x.dtype}")
+    if any(size % unit for size, unit in zip(sides, ACTIVATED_SIDES, strict=True)):
+        return Choice("xla", f"{sides[0]} x {sides[1]} is no multiple of {ACTIVATED_SIDES}")
+    if m * sides[1] < FEWEST["activated_matmul"]:
+        return Choice("xla", "the tiles of a small product are too few")
+    if not x.device.hopper:
+        return Choice("xla", "it needs a Hopper GPU and jax >= 0.11")
+    return Choice("mosaic", "the function needs no pass over memory, in layers that keep all")
+
+
 def _quantize(x: Inputs, *, delayed: bool, backend: str) -> Choice:
     """Of a gradient [M, N] and its transpose, in 8 bits; `backend` is that of the matmuls."""
     if backend != "xla":
@@ -364,6 +388,7 @@ def _causal_conv(x: Inputs, *, taps: int) -> Choice:
 
 
 RULES = {
+    "activated_matmul": _activated_matmul,
     "adam_row": _adam_row,
     "attention": _attention,
     "causal_conv": _causal_conv,

@@ -35,6 +35,7 @@ class Context:
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     loss_chunk: tokens whose logits exist at a time (`train.loss_chunk`); None: by memory.
     head_remat: the remat policy of layers that an objective applies.
+    keeps_all: whether a layer keeps all that its backward asks for.
     seen_layers: (layers, experts) of a model whose layers are looked at, or None
         (`models/layer_figures.py`).
     see: a function (name, x) that may keep or replace activations at the named places of a block
@@ -59,6 +60,7 @@ class Context:
     z_loss: float = 0.0
     loss_chunk: int | None = None
     head_remat: str = "none"
+    keeps_all: bool = False
     seen_layers: tuple[int, int] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
 

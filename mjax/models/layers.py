@@ -43,7 +43,7 @@ from mjax.models.execution import (
 from mjax.models.frozen import WeightParts, join_frozen, map_parameters, split_frozen_layer
 from mjax.models.layer_figures import nothing_seen, see_activations
 from mjax.models.params import Definition
-from mjax.models.remat import remat
+from mjax.models.remat import keeps_all, remat
 from mjax.models.residuals import switch_layers
 from mjax.models.stacks import cut_group, layers_of_stack, rows_of_group, stack_in_place
 from mjax.models.streams import Activation
@@ -398,6 +398,8 @@ class Layers:
         `overlap` the token of `reduce_under_previous_layer`.
         """
 
+        ctx = replace(self.ctx, keeps_all=keeps_all(plan.remat))
+
         def of_kind(kind: str) -> Callable:
             def apply(carry, weights, inputs, number, cache):
                 if row is not None:
@@ -406,7 +408,7 @@ class Layers:
                 x, statistics, *ready = carry
                 block = self.blocks[plan.stack].bind(weights)
                 options = {"kind": kind, "rope": inputs.rope, "layer": number, "cache": cache}
-                output = block(x, inputs.tokens, self.ctx, **options)
+                output = block(x, inputs.tokens, ctx, **options)
                 statistics = _add_found(statistics, output.statistics)
                 if self.ctx.seen_layers is not None:
                     seen = see_activations(output.y, kind, number, self.ctx.seen_layers[0])

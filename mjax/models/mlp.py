@@ -15,6 +15,7 @@ from mjax.models.barriers import compute_again
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.context import Context
 from mjax.models.linear import column, row
+from mjax.models.mlp_activated import activated_mlp, in_matmuls
 from mjax.models.params import declare, declare_bias, normal
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
@@ -165,8 +166,12 @@ class MLP(BranchModule):
             y = mlp_fp8.gated_mlp_fp8(x, up, down, act)
             y = ctx.parallel.scatter_seq(y)
             return checkpoint_name(y, "down")
-        (h,) = column(x, (up,), ctx)
         bias = self.up_bias[...] if self.cfg.mlp_bias else None
+        if self._keeps_activation(x, ctx) and in_matmuls(x, up, bias, act):
+            y = activated_mlp(ctx.parallel.gather_seq(x), up, bias, down, act)
+            y = checkpoint_name(ctx.parallel.scatter_seq(y), "down")
+            return y + self.down_bias[...]
+        (h,) = column(x, (up,), ctx)
         if self.cfg.mlp_gated:
             h = h if bias is None else h + bias
             if self.cfg.mlp_multipliers is not None:
@@ -181,6 +186,11 @@ class MLP(BranchModule):
         if self.cfg.mlp_multipliers is not None:
             y = y * self.cfg.mlp_multipliers[1]
         return y
+
+    def _keeps_activation(self, x: jax.Array, ctx: Context) -> bool:
+        """Whether the activation function may be part of the matmuls, whose backward needs it."""
+        plain = not self.cfg.mlp_gated and self.cfg.mlp_multipliers is None
+        return plain and ctx.keeps_all and not ctx.overlaps(x.shape[1])
 
     def _in_one_function(self, x: jax.Array, ctx: Context) -> bool:
         """Whether nothing stands between the two matmuls and the gate."""

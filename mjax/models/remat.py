@@ -49,6 +49,11 @@ def remat(
     return jax.checkpoint(layer, policy=rule, prevent_cse=not in_loop)
 
 
+def keeps_all(policy: str) -> bool:
+    """Whether the backward of a layer of this policy computes nothing again but views."""
+    return policy == STASHED or kept_names(policy) is None
+
+
 def all_but_views(layer: Callable) -> Callable:
     """`layer` keeping all that autodiff asks for, except views of other arrays."""
 

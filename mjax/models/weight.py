@@ -132,6 +132,15 @@ def as_matrix(w: Weight) -> Weight:
     )
 
 
+def product_cotangent(x: jax.Array, g: jax.Array, w: Weight) -> Weight:
+    """The cotangent of w [K, N] by x [M, K] and the gradient g [M, N] of their product."""
+    contract_rows = (((0,), (0,)), ((), ()))
+    if w.grad_sum is None:
+        return replace(w, value=lax.dot_general(x, g, contract_rows))
+    product = lax.dot_general(x, g, contract_rows, preferred_element_type=w.grad_sum.dtype)
+    return replace(w, value=None, grad_sum=w.grad_sum + product)
+
+
 @jax.custom_vjp
 def _matmul_adding(x: jax.Array, w: Weight) -> jax.Array:
     """x [M, K], w [K, N] with a running sum -> [M, N]."""
@@ -140,10 +149,7 @@ def _matmul_adding(x: jax.Array, w: Weight) -> jax.Array:
 
 def _matmul_adding_backward(saved: tuple, g: jax.Array) -> tuple[jax.Array, Weight]:
     x, w = saved
-    contract_rows = (((0,), (0,)), ((), ()))
-    product = lax.dot_general(x, g, contract_rows, preferred_element_type=w.grad_sum.dtype)
-    total = w.grad_sum + product
-    return g @ w.value.T, replace(w, value=None, grad_sum=total)
+    return g @ w.value.T, product_cotangent(x, g, w)
 
 
 def _matmul_adding_forward(x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:

@@ -119,11 +119,15 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     hidden = rows, width // tp, model.hidden_size
     halves = 2 if model.mlp_gated else 1
     up = rows, width, halves, model.intermediate_size // tp
+    product = tokens, model.hidden_size, up[-1]
+    is_plain = model.mlp_bias and not model.mlp_gated
+    of_function = {"act": model.hidden_act, "plain": is_plain}
     logits = tokens, model.padded_vocab_size // tp
     choices = attention_choices(cfg, sizes)
     choices |= {
         "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),
         "gate": choose("gate", dtype, up, act=model.hidden_act),
+        "activated matmul": choose("activated_matmul", dtype, product, **of_function),
         "loss rows": choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk),
     }
     if "E" in model.branches:
