@@ -122,10 +122,10 @@ def _scratch(tile, dtypes, left, right, out_dtype):
     """Shared memory and barriers, by name."""
 
     def ring(dtype, *shape):
-        return plgpu.SMEM((tile.slots, *shape), dtype, transforms=_swizzled(dtype))
+        return plgpu.SMEM((tile.slots, *shape), dtype, transforms=swizzled_tiles(dtype))
 
     width = SLICE // jnp.dtype(out_dtype).itemsize
-    swizzled = plgpu.SMEM((2, 64, width), out_dtype, transforms=_swizzled(out_dtype))
+    swizzled = plgpu.SMEM((2, 64, width), out_dtype, transforms=swizzled_tiles(out_dtype))
     plain = plgpu.SMEM((64, width), out_dtype)  # any row of it can be copied alone
     return dict(
         left=ring(dtypes[0], HALVES, *left),
@@ -136,7 +136,7 @@ def _scratch(tile, dtypes, left, right, out_dtype):
     )
 
 
-def _swizzled(dtype):
+def swizzled_tiles(dtype):
     width = SLICE // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(SLICE)
 
@@ -171,7 +171,7 @@ def _launch(most, item, move, multiply, operands, out, scratch):
         @pl.when(half == HALVES)
         def _():
             plgpu.set_max_registers(_REGISTERS[0], action="decrease")
-            _drain(refs, walk(partial(move, refs)))
+            drain(refs, walk(partial(move, refs)))
 
         @pl.when(half < HALVES)
         def _():
@@ -191,7 +191,7 @@ def _launch(most, item, move, multiply, operands, out, scratch):
     return run(*operands.values())
 
 
-def _in_bands(item, lines, columns, band):
+def in_bands(item, lines, columns, band):
     """Item -> (line, column) of a grid: columns of `band` lines, lines change fastest."""
     first = lax.div(item, band * columns) * band
     item = item - first * columns
@@ -199,7 +199,7 @@ def _in_bands(item, lines, columns, band):
     return first + lax.rem(item, width), lax.div(item, width)
 
 
-def _fill(tile, refs, count, halves, right):
+def fill(tile, refs, count, halves, right):
     """Copy the halves of a left tile, and a right one, into the slot of step `count`."""
     slot = lax.rem(count, tile.slots)
     pl.when(count >= tile.slots)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
@@ -208,7 +208,7 @@ def _fill(tile, refs, count, halves, right):
     plgpu.copy_gmem_to_smem(right, refs.right.at[slot], refs.ready.at[slot])
 
 
-def _drain(refs, count):
+def drain(refs, count):
     """Wait until the last copies are read: barriers outlive their arrivals."""
     slots = refs.free.shape[0]
 
@@ -306,11 +306,11 @@ def _item_of_rows(tile, steps, columns, groups, refs):
     count = refs.last[groups]
 
     def read(item):
-        place, _ = _in_bands(item, count, columns, tile.band)
+        place, _ = in_bands(item, count, columns, tile.band)
         return tuple(refs.tiles[place, i] for i in range(4))
 
     def facts(item, known):
-        place, column = _in_bands(item, count, columns, tile.band)
+        place, column = in_bands(item, count, columns, tile.band)
         group, offset, begin, end = known
         start = place * tile.lines + offset
         return SimpleNamespace(
@@ -334,7 +334,7 @@ def _move_rows(tile, transposed, refs, at, count):
         lines = [pl.ds(at.start + half * tile.half, tile.half) for half in range(HALVES)]
         right = (columns, part) if transposed else (part, columns)
         halves = [refs.rows.at[line, part] for line in lines]
-        _fill(tile, refs, count + i, halves, refs.w.at[at.group, *right])
+        fill(tile, refs, count + i, halves, refs.w.at[at.group, *right])
 
     return count + at.steps
 
@@ -396,7 +396,7 @@ def _item_of_weights(tile, groups, grid, depth, aligned, refs):
         return refs.begins[group], refs.ends[group]
 
     def facts(item, known):
-        line, column = _in_bands(lax.rem(item, each), grid[0], grid[1], tile.band)
+        line, column = in_bands(lax.rem(item, each), grid[0], grid[1], tile.band)
         first, stop = known
         start = pl.multiple_of(lax.div(first, aligned) * aligned, aligned)
         steps = lax.div(stop - start + depth - 1, depth)
@@ -421,7 +421,7 @@ def _move_weights(tile, turned, refs, at, count):
         rows, columns = pl.ds(at.start + i * depth, depth), pl.ds(at.column, tile.columns)
         lines = [pl.ds(at.line + half * tile.half, tile.half) for half in range(HALVES)]
         halves = [refs.x.at[_in_order(rows, line, turned)] for line in lines]
-        _fill(tile, refs, count + i, halves, refs.g.at[_in_order(rows, columns, turned)])
+        fill(tile, refs, count + i, halves, refs.g.at[_in_order(rows, columns, turned)])
 
     return count + at.steps
 

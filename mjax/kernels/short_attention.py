@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
 # Measured on an H100 and an H200 with rows of 77 to 1024 tokens.
 TILES = Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 4), Tile(64, 32, 4, 3))
 TILES_BELOW_512 = TILES._replace(forward=Tile(64, 32, 4, 3))  # keys; they fill the last tile better
-TILES_TO_128 = TILES_BELOW_512._replace(d_all=Tile(128, 32, 4, 2))
+TILES_TO_128 = TILES_BELOW_512._replace(d_all=Tile(128, 32, 4, 3))
 HELD = 208  # queries of a row up to which one kernel is faster: 197 gain a fifth, 256 lose a tenth
 
 

@@ -2,8 +2,8 @@
 
 By themselves the function and its backward read and write arrays [tokens, F] from and to memory.
 Here the first matmul writes act(u) and act'(u), and the backward's matmul by the second weight
-multiplies by act'(u) before it writes (`kernels/mosaic_dense.py`). Invariant: outputs and gradients
-are those of the two matmuls and the function, but for what is rounded: act'(u), not u.
+multiplies by act'(u) before it writes (`kernels/mosaic_activated.py`). Invariant: outputs and
+gradients are those of the two matmuls and the function, but for what is rounded: act'(u), not u.
 """
 
 import functools
@@ -31,24 +31,24 @@ def activated_mlp(x: jax.Array, up: Weight, bias: jax.Array, down: Weight, act: 
     Its backward keeps x, act(u) and act'(u), which have no names that a policy could keep.
     """
     rows = x.reshape(-1, x.shape[-1])
-    return _mlp(act, rows, as_matrix(up), bias, as_matrix(down)).reshape(x.shape)
+    return _activated_mlp(act, rows, as_matrix(up), bias, as_matrix(down)).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(act: str, x: jax.Array, up: Weight, bias: jax.Array, down: Weight) -> jax.Array:
-    return _forward(act, x, up, bias, down)[0]
+def _activated_mlp(act: str, x: jax.Array, up: Weight, bias: jax.Array, down: Weight) -> jax.Array:
+    return _activated_mlp_forward(act, x, up, bias, down)[0]
 
 
-def _forward(act, x, up, bias, down):
-    from mjax.kernels.mosaic_dense import multiply_and_activate
+def _activated_mlp_forward(act, x, up, bias, down):
+    from mjax.kernels.mosaic_activated import multiply_and_activate
 
     made = multiply_and_activate(x, up.value, bias.astype(jnp.float32), act)
     out, slope = lax.optimization_barrier(made)
     return out @ down.value, (x, out, slope, up, bias, down)
 
 
-def _backward(act, saved, g):
-    from mjax.kernels.mosaic_dense import multiply_by_slope
+def _activated_mlp_backward(act, saved, g):
+    from mjax.kernels.mosaic_activated import multiply_by_slope
 
     x, out, slope, up, bias, down = saved
     du, sums = multiply_by_slope(g, down.value, slope)
@@ -57,4 +57,4 @@ def _backward(act, saved, g):
     return du @ up.value.T, d_up, sums.astype(bias.dtype), d_down
 
 
-_mlp.defvjp(_forward, _backward)
+_activated_mlp.defvjp(_activated_mlp_forward, _activated_mlp_backward)

@@ -136,9 +136,12 @@ def product_cotangent(x: jax.Array, g: jax.Array, w: Weight) -> Weight:
     """The cotangent of w [K, N] by x [M, K] and the gradient g [M, N] of their product."""
     contract_rows = (((0,), (0,)), ((), ()))
     if w.grad_sum is None:
-        return replace(w, value=lax.dot_general(x, g, contract_rows))
-    product = lax.dot_general(x, g, contract_rows, preferred_element_type=w.grad_sum.dtype)
-    return replace(w, value=None, grad_sum=w.grad_sum + product)
+        gradient = lax.dot_general(x, g, contract_rows)
+        return replace(w, value=gradient)
+    dtype = w.grad_sum.dtype
+    product = lax.dot_general(x, g, contract_rows, preferred_element_type=dtype)
+    total = w.grad_sum + product
+    return replace(w, value=None, grad_sum=total)
 
 
 @jax.custom_vjp
@@ -149,7 +152,8 @@ def _matmul_adding(x: jax.Array, w: Weight) -> jax.Array:
 
 def _matmul_adding_backward(saved: tuple, g: jax.Array) -> tuple[jax.Array, Weight]:
     x, w = saved
-    return g @ w.value.T, product_cotangent(x, g, w)
+    dx = g @ w.value.T
+    return dx, product_cotangent(x, g, w)
 
 
 def _matmul_adding_forward(x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:

@@ -6,6 +6,7 @@ import pytest
 
 from mjax.kernels.chooser import Device, believed
 from tests.aot.common import compile_step, missing
+from tests.marks import slow
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -71,3 +72,19 @@ def test_queries_keys_and_values_are_one_product_that_no_kernel_cuts_copies_or_a
     fused = re.findall(r"%(\S+) = \(?bf16\[32,512,3,12,64\][^=]*? fusion\(", made.text)
     assert all(name.startswith("dynamic_slice_fusion") for name in fused), "a kernel of ours"
     assert not re.search(r" = bf16\[32,512,(2,)?12,64\]\S* fusion\(", made.text)
+
+
+@pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+@pytest.mark.parametrize("remat", ["none", pytest.param("dots", marks=slow)])
+def test_an_activation_function_needs_no_kernel_where_layers_keep_all(remat):
+    batch = "train.global_batch_size=128", "train.micro_batch_size=128", f"train.remat={remat}"
+    keys = "model.num_hidden_layers=2", "mesh.dp=1", "train.attention=auto", *batch
+    with believed(Device("gpu", hopper=True, triton=True)):
+        made = compile_step("configs/models/vit_l16.yaml", *keys)
+    apart = "act_forward", "act_backward"
+    assert all((f"/{name}/" in made.text) == (remat != "none") for name in apart)
+    calls = re.findall(r'custom_call_target="mosaic_gpu', made.text)
+    assert len(calls) == (4 if remat == "none" else 0)
+    # Nothing else writes arrays of the width of F: the slices of weights are of [1024, 4096].
+    writers = re.findall(r" = bf16\[25216,4096\]\S* ([\w-]+)\(", made.text)
+    assert remat != "none" or set(writers) <= {"get-tuple-element", "parameter", "bitcast"}

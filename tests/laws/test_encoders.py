@@ -3,6 +3,9 @@
 `python -m mjax.prove` has a row of BERT; here are held-out figures, classification and padding.
 """
 
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 
 from mjax.config import load
 from mjax.errors import UserError
-from mjax.kernels import attention, chooser
+from mjax.kernels import attention, chooser, gate
 from mjax.kernels.chooser import Choice
 from mjax.models.flops import flops_per_token
 from mjax.models.masked import MaskedTokens
@@ -198,3 +201,48 @@ def test_attention_that_reads_its_products_where_they_lie_changes_no_number(
     backward = ["d_all"] if OWN_KEYS[0] in more else ["d_queries", "d_keys"]
     assert {f"attention_{name}" for name in ["forward", *backward]} == set(ran)
     assert deviation(found, one) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "cell, remat",
+    quick(
+        [
+            (Cell({"tp": 2, "pp": 2}, 1, 2), "none"),
+            (Cell({"dp": 2, "tp": 2}, 3, 2), "none"),
+            (Cell({"cp": 2}, 0, 1, cp_type="all_gather"), "none"),
+            (Cell({"dp": 2}, 0, 2), "none*1,dots"),
+        ],
+        0,
+    ),
+)
+def test_activation_functions_within_matmuls_change_no_number(monkeypatch, cell, remat):
+    """What is not of the kernels: fp32 stand-ins take their place; layers with `dots` have none."""
+    batch, called = padded(make_batch(8)), []
+
+    def found(cell: Cell) -> tuple:
+        keys = ["model.num_hidden_layers=2", "model.mlp_gated=false", "model.mlp_bias=true"]
+        keys += ["model.hidden_act=gelu", f"train.remat={remat}"]
+        trainer = make_trainer("bert", cell._replace(rows=8), *keys)
+        layers = trainer.state["params"]["dense"]["mlp"]
+        for name in ("up_bias", "down_bias"):
+            layers[name] += jnp.cos(jnp.arange(layers[name].size)).reshape(layers[name].shape)
+        return jax.device_get(trainer.grads(batch))
+
+    def multiply_and_activate(x, w, bias, name):
+        called.append(name)
+        share, slope = gate._share(name, u := x @ w + bias)
+        return u * share, share + u * slope
+
+    def multiply_by_slope(g, w, slope):
+        du = g @ w.T * slope
+        return du, du.sum(0)
+
+    one = found(Cell())
+    stand_ins = {f.__name__: f for f in (multiply_and_activate, multiply_by_slope)}
+    place = sys.modules, "mjax.kernels.mosaic_activated", SimpleNamespace(**stand_ins)
+    monkeypatch.setitem(*place)
+    rule = "activated_matmul", lambda *_, **__: Choice("mosaic", "asked")
+    monkeypatch.setitem(chooser.RULES, *rule)
+    again = found(cell)
+    assert called and set(called) == {"gelu"}
+    assert deviation(again, one) <= 1e-5

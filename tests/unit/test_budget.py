@@ -58,11 +58,11 @@ def core_files() -> dict[Path, str]:
     return {path: text for path, text in within.items() if path.parts[0] in CORE}
 
 
-def test_package_is_at_most_35_000_lines_of_code():
+def test_package_is_at_most_35_500_lines_of_code():
     """DESIGN's 28,000, and the families that came after it: docs/design.md, "Budgets"."""
     assert count('"""Doc."""\n\nx = 1  # one\n# two\n') == (1, 3)
     assert count('x = f\'a{y:{z}} {f(y)}\' + f"""{\n1}"""\n') == (2, 5)
-    assert 0 < sum(count(text)[0] for text in SOURCES.values()) <= 35_000
+    assert 0 < sum(count(text)[0] for text in SOURCES.values()) <= 35_500
 
 
 def test_a_line_of_the_core_has_at_most_11_tokens_on_average():

@@ -24,6 +24,7 @@ Q = (2, 1024, 8, 128)
 SHORT_Q = (2, 512, 8, 64)
 MLA_Q = (2, 1024, 8, 192)
 BIG = (2**14, 2**10)
+UP = (2**14, 1024, 4096)
 EXPERTS = (2**14, 8, 4096, 14336)
 FP8_EXPERTS = {"asked": "auto", "eight_bits": True}
 BARE = Device("gpu", triton=False)
@@ -86,6 +87,22 @@ TABLE = [
     ("grouped_matmul", "bfloat16", EXPERTS, CPU, {}, "xla", NO_GPU),
     ("grouped_matmul", "bfloat16", EXPERTS, GPU, {}, "xla", ""),
     ("grouped_matmul", "bfloat16", EXPERTS, HOPPER, {}, "mosaic", "its own expert"),
+    ("activated_matmul", "bfloat16", UP, HOPPER, {"act": "gelu"}, "mosaic", "keep all"),
+    ("activated_matmul", "bfloat16", UP, GPU, {"act": "gelu"}, "xla", "Hopper"),
+    ("activated_matmul", "bfloat16", UP, CPU, {"act": "gelu"}, "xla", "Hopper"),
+    ("activated_matmul", "bfloat16", UP, HOPPER, {"act": "relu"}, "xla", "compute silu"),
+    ("activated_matmul", "bfloat16", UP, HOPPER, {"act": "gelu", "plain": False}, "xla", "gate"),
+    ("activated_matmul", "float32", UP, HOPPER, {"act": "gelu"}, "xla", "no float32"),
+    (
+        "activated_matmul",
+        "bfloat16",
+        (2**14, 768, 1000),
+        HOPPER,
+        {"act": "gelu"},
+        "xla",
+        "multiple",
+    ),
+    ("activated_matmul", "bfloat16", (512, 768, 3072), HOPPER, {"act": "gelu"}, "xla", "too few"),
     ("loss_rows", "float32", (16384, 151936), CPU, {"tp": 1}, "xla", NO_GPU),
     ("loss_rows", "float32", (16384, 151936), GPU, {"tp": 1}, "triton", "one read"),
     ("loss_rows", "float32", (16384, 151936), BARE, {"tp": 1}, "xla", "jax-triton"),

@@ -1,0 +1,78 @@
+"""Activation functions within matmuls on a GPU: against fp32 at sizes of models, and bit-equal."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mjax.kernels import chooser, gate
+from mjax.models.mlp import activated
+from mjax.models.mlp_activated import activated_mlp, in_matmuls
+from mjax.models.weight import Weight
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or not chooser.on_hopper(),
+    reason="needs a Hopper GPU and jax >= 0.11",
+)
+
+# tokens, D, F, act: ViT-L/16, GPT-2, CLIP's texts, GPT 1.3B; tokens that fill no tile
+SHAPES = [
+    (128 * 197, 1024, 4096, "gelu"),
+    (32768, 768, 3072, "gelu_tanh"),
+    (128 * 77, 768, 3072, "quick_gelu"),
+    (16389, 2048, 8192, "gelu_tanh"),
+    (8200, 64, 2048, "gelu"),
+]
+
+
+def wide(x):
+    return x.astype(jnp.float32)
+
+
+def error(got, right):
+    return float(jnp.linalg.norm(wide(got) - right) / jnp.linalg.norm(right))
+
+
+@pytest.mark.parametrize("m, depth, width, act", SHAPES)
+def test_kernels_equal_fp32_and_themselves(m, depth, width, act):
+    from mjax.kernels.mosaic_activated import multiply_and_activate, multiply_by_slope
+
+    keys = jax.random.split(jax.random.key(m), 5)
+    x, g = (jax.random.normal(key, (m, depth), jnp.bfloat16) for key in keys[:2])
+    up = (jax.random.normal(keys[2], (depth, width)) / depth**0.5).astype(jnp.bfloat16)
+    down = (jax.random.normal(keys[3], (width, depth)) / depth**0.5).astype(jnp.bfloat16)
+    bias = jax.random.normal(keys[4], (width,))
+    forward = jax.jit(lambda x: multiply_and_activate(x, up, bias, act))
+    backward = jax.jit(lambda g, slope: multiply_by_slope(g, down, slope))
+    got = *forward(x), *backward(g, forward(x)[1])
+    for once, again in zip(got, (*forward(x), *backward(g, got[1])), strict=True):
+        assert bool((once == again).all())
+    u = jnp.matmul(x, up, preferred_element_type=jnp.float32) + bias
+    share, slope = gate._share(act, u)
+    product = jnp.matmul(g, down.T, preferred_element_type=jnp.float32)
+    product *= wide(got[1])
+    right = u * share, share + u * slope, product, product.sum(0)
+    errors = [error(*pair) for pair in zip(got, right, strict=True)]
+    assert max(errors) <= 4e-3, errors
+
+
+def test_a_block_has_the_gradients_of_plain_matmuls():
+    m, depth, width, act = SHAPES[0]
+    keys = jax.random.split(jax.random.key(1), 5)
+    x, r = (jax.random.normal(key, (m, depth), jnp.bfloat16) for key in keys[:2])
+    shapes = (depth, width), (width, depth), (width,)
+    up, down, bias = (
+        (jax.random.normal(key, shape) / depth**0.5).astype(jnp.bfloat16)
+        for key, shape in zip(keys[2:], shapes, strict=True)
+    )
+    assert in_matmuls(x, Weight(up), bias, act)
+
+    def ours(x, up, bias, down):
+        return jnp.vdot(wide(r), wide(activated_mlp(x, Weight(up), bias, Weight(down), act)))
+
+    def plain(x, up, bias, down):
+        return jnp.vdot(wide(r), wide(activated(x @ up, bias, act) @ down))
+
+    arguments = x, up, bias, down
+    found = [jax.jit(jax.grad(f, (0, 1, 2, 3)))(*arguments) for f in (ours, plain)]
+    errors = [error(mine, wide(other)) for mine, other in zip(*found, strict=True)]
+    assert max(errors) <= 6e-3, errors
