@@ -57,14 +57,14 @@ def multiply_and_activate(
     x: jax.Array, w: jax.Array, bias: jax.Array, name: str, tile: Tile = TILE
 ) -> tuple[jax.Array, jax.Array]:
     """u = x [M, K] @ w [K, N] + bias fp32 [N] -> act(u), act'(u), [M, N] in the dtype of x."""
-    (m, depth), n, part = x.shape, w.shape[1], 32
+    (m, depth), n, part = x.shape, w.shape[1], 64
     parts, out = tile.columns // part, jax.ShapeDtypeStruct((m, n), x.dtype)
     scratch = dict(
         bias_ring=plgpu.SMEM((2, tile.columns), jnp.float32),
         bias_ready=plgpu.Barrier(num_barriers=2),
         bias_free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=2),
         stage=_parts(x.dtype, HALVES, parts, tile.half, part),
-        outs=_parts(x.dtype, HALVES, 2, tile.half, part),
+        outs=_parts(x.dtype, HALVES, tile.half, part),
     )
     job = Job(m, n, depth, tile, False, part, parts, partial(_activate, name), _with_bias)
     return _launch(job, dict(x=x, w=w, bias=bias), dict(out=out, slope=out), scratch)
@@ -190,7 +190,7 @@ def _drain_biases(refs, rounds):
 def _multiply(job, refs, half, place, i, count):
     """Multiply a tile and leave its sums in the stage; meanwhile finish the tile before."""
     tile, before, (steps, _) = job.tile, place(i - 1), _steps(job, refs)
-    apart = 2 if steps >= 2 * job.pieces else 1  # steps from piece to piece
+    apart = max(1, steps // job.pieces)  # steps from piece to piece
 
     def release(step):
         plgpu.barrier_arrive(refs.free.at[lax.rem(count + step, tile.slots)])
@@ -206,7 +206,7 @@ def _multiply(job, refs, half, place, i, count):
             plgpu.wgmma_wait(1)  # the one before is done
             pl.when(step > 0)(lambda: release(step - 1))
             # The halves take turns where there are steps enough: the cores wait less for them.
-            since = step - half * (apart - 1)
+            since = step - half * (apart // 2)
             piece = lax.div(since, apart)
             has_piece = (since >= 0) & (lax.rem(since, apart) == 0) & (piece < job.pieces)
             pl.when(has_piece & (i > 0))(lambda: job.finish(job, refs, half, before, piece))
@@ -260,11 +260,11 @@ def _with_bias(job, refs, half, at):
 
 def _activate(name, job, refs, half, at, part):
     """Write act(u), and act'(u) by way of u's place in the stage."""
-    of_slope, of_out = refs.stage.at[half, part], refs.outs.at[half, lax.rem(part, 2)]
+    of_slope, of_out = refs.stage.at[half, part], refs.outs.at[half]
     u, place = _read(of_slope), _place(job, half, at, part)
     share, slope = _share(name, u)
     out, slope = u * share, share + u * slope
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     of_out[...] = out.astype(of_out.dtype)
     of_slope[...] = slope.astype(of_slope.dtype)
     plgpu.commit_smem()
