@@ -267,11 +267,11 @@ def _gate(x: Inputs, *, act: str = GATES[0], rows: int = 1) -> Choice:
 def _activated_matmul(x: Inputs, *, act: str, plain: bool = True) -> Choice:
     """Of a block's first matmul, of sizes (M, D, F): whether it computes act, and the second act'.
 
-    `plain`: the block has a bias and no gate.
+    `plain`: the block has a bias, no gate and no FP8.
     """
     m, *sides = x.shape
     if not plain:
-        return Choice("xla", "our kernels take blocks with a bias and without a gate")
+        return Choice("xla", "our kernels take blocks with a bias, without a gate and FP8")
     if act not in GATES:
         return Choice("xla", f"our kernels compute {', '.join(GATES)} only")
     if x.dtype != jnp.bfloat16:

@@ -120,7 +120,8 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     halves = 2 if model.mlp_gated else 1
     up = rows, width, halves, model.intermediate_size // tp
     product = tokens, model.hidden_size, up[-1]
-    is_plain = model.mlp_bias and not model.mlp_gated
+    execution = decide_execution(cfg, sizes)
+    is_plain = model.mlp_bias and not model.mlp_gated and execution.recipe is None
     of_function = {"act": model.hidden_act, "plain": is_plain}
     logits = tokens, model.padded_vocab_size // tp
     choices = attention_choices(cfg, sizes)
@@ -147,7 +148,6 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         chunk = min(width, delta.linear_chunk_size)
         of_chunk = {"width": delta.linear_key_head_dim, "chunk": chunk}
         choices["gated delta"] = choose("gated_delta", dtype, read, **of_chunk)
-    execution = decide_execution(cfg, sizes)
     if execution.gradients_apart:
         choices["adam row"] = choose("adam_row", cfg.precision.grad_accum, ())
     recipe = execution.recipe
