@@ -278,6 +278,8 @@ def _activated_matmul(x: Inputs, *, act: str, plain: bool = True) -> Choice:
         return Choice("xla", f"our kernels take no {x.dtype}")
     if any(size % unit for size, unit in zip(sides, ACTIVATED_SIDES, strict=True)):
         return Choice("xla", f"{sides[0]} x {sides[1]} is no multiple of {ACTIVATED_SIDES}")
+    if m % GROUPED_ROWS:
+        return Choice("xla", f"{m} rows are no multiple of {GROUPED_ROWS}")
     if m * sides[1] < FEWEST["activated_matmul"]:
         return Choice("xla", "the tiles of a small product are too few")
     if not x.device.hopper:
