@@ -102,6 +102,7 @@ TABLE = [
         "xla",
         "multiple",
     ),
+    ("activated_matmul", "bfloat16", (16389, 768, 3072), HOPPER, {"act": "gelu"}, "xla", "of 8"),
     ("activated_matmul", "bfloat16", (512, 768, 3072), HOPPER, {"act": "gelu"}, "xla", "too few"),
     ("loss_rows", "float32", (16384, 151936), CPU, {"tp": 1}, "xla", NO_GPU),
     ("loss_rows", "float32", (16384, 151936), GPU, {"tp": 1}, "triton", "one read"),
