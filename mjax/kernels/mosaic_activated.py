@@ -27,6 +27,7 @@ from mjax.kernels.grouped_tiles import HALVES, Tile
 from mjax.kernels.mosaic_grouped import BLOCKS, depth_of, drain, fill, in_bands, swizzled_tiles
 
 TILE = Tile(128, 256, 3)
+PART = 64  # columns of a tile that leave together: 128 bytes of a line
 LOG2E = 1.4426950408889634
 _REGISTERS = 40, 232  # of a moving and of a multiplying thread
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # how a value for each column of a product is held
@@ -36,10 +37,10 @@ _COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # how a value for each column of a prod
 class Job:
     """A product [lines, columns] of sums over `depth`, and how half a tile of it is finished.
 
-    turned: the right operand is [columns, depth]. part: columns that leave together. pieces: of
-    work, of half a tile. finish(job, refs, half, place, piece) does one. before(job, refs, half,
-    place) is called when sums are known, and returns what they leave through: (values, first
-    column of the tile) -> values.
+    turned: the right operand is [columns, depth]. pieces: of work, of half a tile.
+    finish(job, refs, half, place, piece) does one. before(job, refs, half, place) is called when
+    sums are known, and returns what they leave through: (values, first column of the tile) ->
+    values.
     """
 
     lines: int
@@ -47,7 +48,6 @@ class Job:
     depth: int
     tile: Tile
     turned: bool
-    part: int
     pieces: int
     finish: Callable
     before: Callable
@@ -57,16 +57,16 @@ def multiply_and_activate(
     x: jax.Array, w: jax.Array, bias: jax.Array, name: str, tile: Tile = TILE
 ) -> tuple[jax.Array, jax.Array]:
     """u = x [M, K] @ w [K, N] + bias fp32 [N] -> act(u), act'(u), [M, N] in the dtype of x."""
-    (m, depth), n, part = x.shape, w.shape[1], 64
-    parts, out = tile.columns // part, jax.ShapeDtypeStruct((m, n), x.dtype)
+    (m, depth), n = x.shape, w.shape[1]
+    parts, out = tile.columns // PART, jax.ShapeDtypeStruct((m, n), x.dtype)
     scratch = dict(
         bias_ring=plgpu.SMEM((2, tile.columns), jnp.float32),
         bias_ready=plgpu.Barrier(num_barriers=2),
         bias_free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=2),
-        stage=_parts(x.dtype, HALVES, parts, tile.half, part),
-        outs=_parts(x.dtype, HALVES, tile.half, part),
+        stage=_swizzled(x.dtype, HALVES, parts, tile.half, PART),
+        outs=_swizzled(x.dtype, HALVES, tile.half, PART),
     )
-    job = Job(m, n, depth, tile, False, part, parts, partial(_activate, name), _with_bias)
+    job = Job(m, n, depth, tile, False, parts, partial(_activate, name), _with_bias)
     return _launch(job, dict(x=x, w=w, bias=bias), dict(out=out, slope=out), scratch)
 
 
@@ -74,26 +74,24 @@ def multiply_by_slope(
     g: jax.Array, w: jax.Array, slope: jax.Array, tile: Tile = TILE
 ) -> tuple[jax.Array, jax.Array]:
     """g [M, K], w [N, K], slope [M, N] -> (g @ w.T * slope in g's dtype, its sums fp32 [N])."""
-    (m, depth), n, part = g.shape, w.shape[0], 64
-    parts = tile.columns // part
+    (m, depth), n = g.shape, w.shape[0]
+    parts = tile.columns // PART
     sums = jax.ShapeDtypeStruct((-(-m // tile.lines) * HALVES, n), jnp.float32)
     scratch = dict(
-        stage=_parts(g.dtype, HALVES, parts, tile.half, part),
-        slopes=_parts(g.dtype, HALVES, tile.half, part),
+        stage=_swizzled(g.dtype, HALVES, parts, tile.half, PART),
+        slopes=_swizzled(g.dtype, HALVES, tile.half, PART),
         slopes_ready=plgpu.Barrier(num_barriers=HALVES),
         sum_stage=plgpu.SMEM((HALVES, tile.columns), jnp.float32),
     )
-    job = Job(m, n, depth, tile, True, part, 2 * parts, _times_slope, _ask_for_slopes)
+    job = Job(m, n, depth, tile, True, 2 * parts, _times_slope, _ask_for_slopes)
     outs = dict(out=jax.ShapeDtypeStruct((m, n), g.dtype), sums=sums)
     du, sums = _launch(job, dict(x=g, w=w, slope=slope), outs, scratch)
     return du, sums.sum(0)
 
 
-def _parts(dtype, *shape):
-    """Shared memory of tiles whose lines are `shape[-1]` long, swizzled."""
-    width = shape[-1]
-    swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), swizzle))
+def _swizzled(dtype, *shape):
+    """Shared memory of tiles as TMA and the tensor cores want them."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzled_tiles(dtype))
 
 
 def _launch(job, operands, outs, scratch):
@@ -102,13 +100,10 @@ def _launch(job, operands, outs, scratch):
     lines, across, step = -(-job.lines // tile.lines), tile.across(job.columns), depth_of(dtype)
     total, names = lines * across, [*operands, *outs]
     width = min(BLOCKS, total)
-
-    def ring(*shape):
-        return plgpu.SMEM((tile.slots, *shape), dtype, transforms=swizzled_tiles(dtype))
-
+    right = (tile.columns, step) if job.turned else (step, tile.columns)
     scratch = scratch | dict(
-        left=ring(HALVES, tile.half, step),
-        right=ring(tile.columns, step) if job.turned else ring(step, tile.columns),
+        left=_swizzled(dtype, tile.slots, HALVES, tile.half, step),
+        right=_swizzled(dtype, tile.slots, *right),
         ready=plgpu.Barrier(num_arrivals=HALVES + 1, num_barriers=tile.slots),
         free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=tile.slots),
     )
@@ -224,8 +219,8 @@ def _multiply(job, refs, half, place, i, count):
 
     leaving = job.before(job, refs, half, place(i))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for part, start in enumerate(range(0, tile.columns, job.part)):
-        values = leaving(acc[:, start : start + job.part], start)
+    for part, start in enumerate(range(0, tile.columns, PART)):
+        values = leaving(acc[:, start : start + PART], start)
         refs.stage[half, part] = values.astype(refs.stage.dtype)
     plgpu.commit_smem()
     if hasattr(refs, "bias"):
@@ -236,7 +231,7 @@ def _multiply(job, refs, half, place, i, count):
 def _place(job, half, at, part):
     """Where a part of half a tile is in the output."""
     lines = pl.ds(at.line + half * job.tile.half, job.tile.half)
-    return lines, pl.ds(at.column + part * job.part, job.part)
+    return lines, pl.ds(at.column + part * PART, PART)
 
 
 def _read(ref):
@@ -252,7 +247,7 @@ def _with_bias(job, refs, half, at):
     plgpu.barrier_wait(refs.bias_ready.at[slot])
 
     def leaving(values, start):
-        bias = plgpu.load(refs.bias_ring.at[slot, pl.ds(start, job.part)], layout=_COLUMNS)
+        bias = plgpu.load(refs.bias_ring.at[slot, pl.ds(start, PART)], layout=_COLUMNS)
         return values + lax.broadcast_in_dim(bias, values.shape, [1])
 
     return leaving
@@ -288,8 +283,8 @@ def _copy_slopes(job, refs, half, at, part):
 
 def _times_slope(job, refs, half, at, piece):
     """Two pieces of each part: write the product of sums and slopes; sum that over lines."""
-    part, parts = lax.div(piece, 2), job.tile.columns // job.part
-    stage, columns = refs.stage.at[half, part], pl.ds(part * job.part, job.part)
+    part, parts = lax.div(piece, 2), job.tile.columns // PART
+    stage, columns = refs.stage.at[half, part], pl.ds(part * PART, PART)
 
     @pl.when(lax.rem(piece, 2) == 0)
     def _multiply_part():

@@ -1,6 +1,7 @@
 """The feed-forward block: gated (SwiGLU, GEGLU) or plain, column- then row-parallel over tp."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -161,16 +162,13 @@ class MLP(BranchModule):
     def _output(self, x: jax.Array, ctx: Context) -> jax.Array:
         act = self.cfg.hidden_act
         up, down = weight_of(self.up), weight_of(self.down)
-        if self._in_one_function(x, ctx) and mlp_fp8.supports(up.recipe, act):
-            x = ctx.parallel.gather_seq(x)
-            y = mlp_fp8.gated_mlp_fp8(x, up, down, act)
-            y = ctx.parallel.scatter_seq(y)
-            return checkpoint_name(y, "down")
         bias = self.up_bias[...] if self.cfg.mlp_bias else None
-        if self._keeps_activation(x, ctx) and in_matmuls(x, up, bias, act):
-            y = activated_mlp(ctx.parallel.gather_seq(x), up, bias, down, act)
-            y = checkpoint_name(ctx.parallel.scatter_seq(y), "down")
-            return y + self.down_bias[...]
+        if self._in_one_function(x, ctx):
+            if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
+                return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))
+            if not self.cfg.mlp_gated and ctx.keeps_all and in_matmuls(x, up, bias, act):
+                y = _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))
+                return y + self.down_bias[...]
         (h,) = column(x, (up,), ctx)
         if self.cfg.mlp_gated:
             h = h if bias is None else h + bias
@@ -187,13 +185,12 @@ class MLP(BranchModule):
             y = y * self.cfg.mlp_multipliers[1]
         return y
 
-    def _keeps_activation(self, x: jax.Array, ctx: Context) -> bool:
-        """Whether the activation function may be part of the matmuls, whose backward needs it."""
-        plain = not self.cfg.mlp_gated and self.cfg.mlp_multipliers is None
-        return plain and ctx.keeps_all and not ctx.overlaps(x.shape[1])
-
     def _in_one_function(self, x: jax.Array, ctx: Context) -> bool:
-        """Whether nothing stands between the two matmuls and the gate."""
-        gate_alone = self.cfg.mlp_gated and not self.cfg.mlp_bias
-        gate_alone &= self.cfg.mlp_multipliers is None
-        return gate_alone and not ctx.overlaps(x.shape[1])
+        """Whether nothing but biases and the activation stands between the two matmuls."""
+        return self.cfg.mlp_multipliers is None and not ctx.overlaps(x.shape[1])
+
+
+def _exchanged(x: jax.Array, ctx: Context, block: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`block` of the sequence that tp devices share, its sums scattered over it again."""
+    y = block(ctx.parallel.gather_seq(x))
+    return checkpoint_name(ctx.parallel.scatter_seq(y), "down")
