@@ -20,16 +20,16 @@ EVER = 10**9
 
 def corrupt(monkeypatch, steps, times=EVER) -> None:
     """Put a number that is not finite into the batches of `steps`, the first `times` each."""
-    place, left = Trainer._place, dict.fromkeys(steps, times)
+    step, left = Trainer.step, dict.fromkeys(steps, times)
 
-    def placed(self, batch):
-        step = self.step_number + 1
-        if left.get(step, 0) > 0:
-            left[step] -= 1
-            batch = batch | {"loss_mask": np.full_like(batch["loss_mask"], np.nan)}
-        return place(self, batch)
+    def corrupted(self, batch, *gate):
+        number = self.step_number + 1
+        if left.get(number, 0) > 0:
+            left[number] -= 1
+            batch = batch | {"loss_mask": batch["loss_mask"] * np.float32(np.nan)}
+        return step(self, batch, *gate)
 
-    monkeypatch.setattr(Trainer, "_place", placed)
+    monkeypatch.setattr(Trainer, "step", corrupted)
 
 
 def flip_in_gradients(monkeypatch, steps, device, bits=(30,), times=EVER) -> None:

@@ -8,6 +8,7 @@ adds a line to a file of measurements, of which `python -m mjax.bench table` mak
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -25,7 +27,7 @@ from mjax.config import Config, load
 from mjax.data.loader import tokens_to_read
 from mjax.errors import UserError
 from mjax.train import Trainer
-from mjax.train.batch import field_maker
+from mjax.train.batch import field_maker, placed_ahead
 from mjax.train.metrics import peak_memory_gb, speed
 
 
@@ -98,7 +100,8 @@ def measure(
             trainer.programs.recompile(breakdown.XLA_OPTIONS)
             jax.clear_caches()
             jax.block_until_ready(trainer.step(batch))
-        events, text = breakdown.profile(lambda: [trainer.step(batch) for _ in range(profiled)])
+        results = steps_on(trainer, batch)
+        events, text = breakdown.profile(lambda: list(itertools.islice(results, profiled)))
         record["breakdown"] = breakdown.breakdown(events, text, profiled) if events else None
         record["top"] = breakdown.top(events, text, profiled, longest) if events else None
     return record
@@ -127,18 +130,26 @@ def step_seconds(
 ) -> tuple[list[float], dict[str, jax.Array]]:
     """Seconds between the ends of `steps` steps, and the last one's metrics.
 
-    On GPUs one step is queued ahead, as in training; CPU devices may not mix two programs.
+    On GPUs one step is queued ahead, and each batch is placed before the step in front of it, as in
+    training; CPU devices may not mix two programs.
     """
     ahead = trainer.mesh.devices.flat[0].platform != "cpu"
-    queued = trainer.step(batch)
+    results = steps_on(trainer, batch)
+    queued = next(results)
     ends = []
     for _ in range(1 + warmup + steps):
-        last, queued = queued, trainer.step(batch) if ahead else None
+        last, queued = queued, next(results) if ahead else None
         jax.block_until_ready(last)
         ends.append(time.perf_counter())
-        queued = queued or trainer.step(batch)
+        queued = queued or next(results)
     jax.block_until_ready(queued)  # not timed: where a launch queue is full it has ended already
     return list(np.diff(ends)[-steps:]), queued
+
+
+def steps_on(trainer: Trainer, batch: dict[str, np.ndarray]) -> Iterator[dict[str, jax.Array]]:
+    """The metrics of step after step on the same batch."""
+    ahead = placed_ahead(trainer.place, itertools.repeat(batch))
+    return (trainer.step(placed) for _, placed in ahead)
 
 
 def case(trainer: Trainer, documents: int) -> dict:

@@ -1,7 +1,40 @@
-"""The norm's backward as a Triton kernel; `norm.py` says what it computes and calls it."""
+"""The norm's forward and backward as Triton kernels; `norm.py` says what they compute."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def norm_forward(
+    gain,
+    bias,
+    x,
+    added,
+    y,
+    stream,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """LayerNorm of TILE rows a program. `stream` is x + `added`; None: nothing is added."""
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.arange(0, PADDED)[None]
+    real = columns < WIDTH
+    mask = (rows < ROWS) & real
+    place = rows * WIDTH + columns
+    z = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    if stream is not None:
+        z += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
+        rounded = z.to(y.dtype.element_ty)
+        tl.store(stream + place, rounded, mask=mask)
+        z = rounded.to(tl.float32)
+    z = tl.where(real, z - tl.sum(z, 1, keep_dims=True) * (1 / WIDTH), 0.0)
+    r = tl.rsqrt(tl.sum(z * z, 1, keep_dims=True) * (1 / WIDTH) + EPS)
+    out = z * r * tl.load(gain + columns, mask=real, other=0.0)
+    out += tl.load(bias + columns, mask=real, other=0.0)
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

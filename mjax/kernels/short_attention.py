@@ -100,13 +100,14 @@ def short_attention(
 
 
 def _fwd(products, biases, rows, call, name, tiles):
-    from mjax.kernels.short_attention_triton import attention_forward
+    from mjax.kernels.short_attention_triton import ROOM_OF, attention_forward
 
     sizes = sizes_of(products)
     tiles = tiles or tiles_for(sizes.keys)
     shape = sizes.batch, sizes.queries, sizes.heads, sizes.width
     out = jax.ShapeDtypeStruct(shape, products[0].dtype)
-    lse = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, sizes.queries), jnp.float32)
+    room = -(-sizes.queries // ROOM_OF.value) * ROOM_OF.value
+    lse = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, room), jnp.float32)
     out, lse, *biased = triton_call(
         attention_forward,
         [*_operands(products), *_arrays(rows), *(biases or [_unread(jnp.float32)] * 2)],
@@ -153,7 +154,7 @@ def d_all(products, biases, rows, out, lse, d_out, call, tile):
 
 
 def d_queries(products, biases, rows, out, lse, d_out, call, tile):
-    """(the gradient of the first product, sum(out * d_out) over H: fp32 [B, N, S], of biases).
+    """(the gradient of the first product, sum(out * d_out) over H: like `lse`, of biases).
 
     Where the first product holds keys and values, too, `d_keys` writes their part.
     """

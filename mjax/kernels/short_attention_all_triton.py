@@ -14,10 +14,13 @@ from mjax.kernels.short_attention_triton import (
     _bias,
     _keys_values,
     _length,
+    _numbers,
     _places,
     _query_places,
     _seen,
     _segments,
+    _store_sums,
+    _sums,
     _task,
     _tile,
 )
@@ -65,9 +68,9 @@ def attention_d_all(
     held, d_queries, d_sum = _all_held(
         arrays, row, head, bias, S, HEADS, H, PARTS, SEGMENTED, QUERIES
     )
-    sums = d_sums + (row * 2 * HEADS + head) * H + tl.arange(0, H)
+    sums = d_sums + (row * 2 * HEADS + head) * H
     if BIASED:
-        tl.store(sums + HEADS * H, d_sum)
+        _store_sums(sums + HEADS * H, d_sum)
     into, length = _arrays_of(d_q, d_k, d_v, KV_HEADS, H, PARTS), _length(lengths, row, T, PADDED)
     for begin in tl.range(0, length, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
@@ -82,14 +85,14 @@ def attention_d_all(
         _store_unseen(into, row, head, length, T, PARTS * KV_HEADS, H, KEYS)
     d_sum = _store_queries(d_q, row, head, held, d_queries, SCALE, S, HEADS, H, PARTS)
     if BIASED:
-        tl.store(sums, d_sum)
+        _store_sums(sums, d_sum)
 
 
 @triton.jit
 def _all_held(arrays, row, head, bias, S, HEADS, H, PARTS, SEGMENTED, QUERIES):
     """By tiles of queries: what a program holds, zeros for their gradients; the sums of d_out."""
     TILES: tl.constexpr = (S + QUERIES - 17) // QUERIES
-    held, d_queries, d_sum = (), (), tl.zeros([H], tl.float32)
+    held, d_queries, d_sum = (), (), tl.zeros([16, H], tl.float32)
     for i in tl.static_range(TILES + (S > TILES * QUERIES)):
         queries = i * QUERIES + tl.arange(0, QUERIES if i < TILES else 16)
         one, d_more = _held(arrays, row, head, queries, bias, S, HEADS, H, PARTS, SEGMENTED)
@@ -106,11 +109,10 @@ def _held(arrays, row, head, queries, bias, S, HEADS, H, PARTS, SEGMENTED):
     query, d_mean = _tile(q, of_q, queries < S), _tile(d_out, at, queries < S)
     mean = _tile(out, at, queries < S) - bias
     delta = tl.sum(mean * d_mean.to(tl.float32), 1)
-    of_rows = (row * HEADS + head) * S + queries
-    total = tl.load(lse + of_rows, queries < S, other=float("inf"))  # exp2(-inf) is 0
+    total = _numbers(lse, row, head, queries, S, HEADS, float("inf"))  # exp2(-inf) is 0
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     held = query, d_mean, total, delta, queries, mine
-    return held, tl.sum(d_mean.to(tl.float32), 0)
+    return held, _sums(d_mean)
 
 
 @triton.jit
@@ -177,10 +179,10 @@ def _store_unseen(into, row, head, length, T, HEADS, H, KEYS):
 @triton.jit
 def _store_queries(d_q, row, head, held, d_queries, SCALE, S, HEADS, H, PARTS):
     """Write the gradients of queries, and return their sums."""
-    total = tl.zeros([H], tl.float32)
+    total = tl.zeros([16, H], tl.float32)
     for i in tl.static_range(len(held)):
-        queries, d_query = held[i][4], d_queries[i] * SCALE
+        queries, d_query = held[i][4], (d_queries[i] * SCALE).to(d_q.dtype.element_ty)
         _, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
-        tl.store(d_q + of_q, d_query.to(d_q.dtype.element_ty), (queries < S)[:, None])
-        total += tl.sum(d_query, 0)
+        tl.store(d_q + of_q, d_query, (queries < S)[:, None])
+        total += _sums(d_query)
     return total

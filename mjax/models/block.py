@@ -84,10 +84,12 @@ class Block(nnx.Module):
         norms_stream = cfg.norm_placement == "post_residual"
         statistics: dict[str, jax.Array] = {}
         new_cache = {}
+        added = None  # by the branch before; the next norm adds it to the stream
         for i, group in enumerate(branch_groups(kind)):
             name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
             norm = getattr(self, f"{name}_norm")
-            h, x = (x, x) if norm is None else norm.fork(x)  # for a branch; the residual stream
+            # for a branch; the residual stream
+            h, x = (sum_of(x, added),) * 2 if norm is None else norm.fork(x, added)
             outputs = []
             for letter in group:
                 branch = BRANCHES[letter].name
@@ -103,10 +105,14 @@ class Block(nnx.Module):
                 h = post_norm(h)
             h = scaled(h, cfg.residual_multiplier)
             h = ctx.tap(name, h)
-            x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
+            added = dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
             if norms_stream and post_norm is not None:
-                x = post_norm(x)
-        return BranchOutput(x, statistics, None if cache is None else new_cache)
+                x, added = post_norm(x, added=added), None
+        return BranchOutput(sum_of(x, added), statistics, None if cache is None else new_cache)
+
+
+def sum_of(x: jax.Array, added: jax.Array | None) -> jax.Array:
+    return x if added is None else x + added
 
 
 class NormNames(NamedTuple):

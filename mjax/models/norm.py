@@ -38,10 +38,13 @@ class Norm(nnx.Module):
             self.bias = declare(rngs, bias, constant(0.0))
 
     @jax.named_scope("norm")
-    def __call__(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, parallel: Parallel = LOCAL, added: jax.Array | None = None
+    ) -> jax.Array:
+        """Normed x, to which `added` is added before, where the norm is over one axis."""
         gain, bias = self.weights()
         if len(self.sizes) == 1:
-            return kernel.norm(x, gain, bias, eps=self.cfg.norm_eps)
+            return kernel.norm(x, gain, bias, eps=self.cfg.norm_eps, added=added)
 
         def mean(y: jax.Array) -> jax.Array:
             total = jnp.sum(y, (-2, -1), keepdims=True)
@@ -51,10 +54,13 @@ class Norm(nnx.Module):
         return kernel.reference(x, gain, bias, self.cfg.norm_eps, mean)
 
     @jax.named_scope("norm")
-    def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(normed x, x): a residual stream goes on with the second (`kernels/norm.py`)."""
+    def fork(self, x: jax.Array, added: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """(normed x, x), where x has got what is `added`.
+
+        A residual stream goes on with the second (`kernels/norm.py`).
+        """
         gain, bias = self.weights()
-        return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps)
+        return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps, added=added)
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
         """(the factor on x, the bias of LayerNorm, zeros if it has none), fp32."""

@@ -3,7 +3,7 @@
 Invariant: a token's row and column are those of the global batch, whatever the mesh.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -32,6 +32,31 @@ PLACE_FIELDS = {
     "rows": BatchField(np.int32, ("batch",)),
     "columns": BatchField(np.int32, ("seq",)),
 }
+
+
+AheadBatch = tuple[HostBatch, Batch]  # as it was given, and placed
+
+
+def placed_ahead(
+    place: Callable[[HostBatch], Batch], batches: Iterator[HostBatch]
+) -> Iterator[AheadBatch]:
+    """Each batch and what `place` makes of it, once the next one is placed, too.
+
+    A copy to devices waits for what was dispatched before, so a batch that is placed before the
+    step in front of it moves while that runs. The error of a batch comes after all before it.
+    """
+    ahead, error = None, None
+    while error is None:
+        try:
+            batch = next(batches)
+            following = batch, place(batch)
+        except (StopIteration, UserError) as e:
+            following, error = None, e
+        if ahead is not None:
+            yield ahead
+        ahead = following
+    if isinstance(error, UserError):
+        raise error
 
 
 def given_fields(objective: Objective) -> dict[str, BatchField]:

@@ -65,17 +65,17 @@ class HostTime:
             except StopIteration:
                 return
             self._data += time.perf_counter() - began
+            self._steps += 1
             yield batch
 
     @contextmanager
     def dispatching(self) -> Iterator[None]:
-        """Around the call that places a batch and dispatches its step."""
+        """Around the calls that place a batch and dispatch its step."""
         began = time.thread_time()
         try:
             yield
         finally:
             self._dispatch += time.thread_time() - began
-            self._steps += 1
 
     def gather(self) -> jax.Array | np.ndarray | None:
         """Seconds a step since the call before; asynchronous, for `figures`.

@@ -26,7 +26,7 @@ from mjax.config.schema import Config
 from mjax.data.loader import Dataset, build_datasets, make_loader
 from mjax.errors import UserError
 from mjax.models.flops import flops_of_run
-from mjax.models.objective import HostBatch
+from mjax.models.objective import Batch, HostBatch
 from mjax.optim.schedule import (
     batch_range,
     consumed_samples,
@@ -36,7 +36,7 @@ from mjax.optim.schedule import (
 )
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
-from mjax.train.batch import field_maker
+from mjax.train.batch import AheadBatch, field_maker, placed_ahead
 from mjax.train.diagnostics import Diagnostics
 from mjax.train.held_out import HeldOut, read_prompt, sample_text
 from mjax.train.host_time import HostTime, figures_of
@@ -207,15 +207,16 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
     )
     previous: DispatchedStep | None = None
     with contextlib.closing(batches):
-        ready = until_data_fails(run, run.host.waiting(batches))
-        for step, batch in enumerate(ready, start=run.start + 1):
+        ahead = placed_ahead(partial(place, run), run.host.waiting(batches))
+        ready = until_data_fails(run, ahead)
+        for step, (batch, placed) in enumerate(ready, start=run.start + 1):
             run.profiler.begin(step)
             # Behind a step that is not accepted this one is held back.
             is_open = True if previous is None else previous.metrics["accepted"]
             run.diagnostics.ask_if_due(step, batch)
             run.watchdog.doing(f"dispatching step {step}")
             with run.host.dispatching():
-                computed = trainer.step(batch, judge.most_loss(), is_open)
+                computed = trainer.step(placed, judge.most_loss(), is_open)
             host = run.host.gather() if is_logged(run, step) else None
             current = DispatchedStep(step, batch, computed, stopper.ask(run.saver.news()), host)
             run.watchdog.dispatched(step)
@@ -223,7 +224,7 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
             previous, is_settled = settle(run, previous)
             if is_settled:
                 run.diagnostics.ask_if_due(step, batch)
-                computed = trainer.step(batch, judge.most_loss())
+                computed = trainer.step(batch, judge.most_loss())  # placed anew, in case
                 current = dataclasses.replace(current, metrics=computed)
             stop_reason = complete(run, previous)
             run.replicas.ask_if_due(step)
@@ -241,6 +242,11 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
                         save(run, step, loss)
         complete(run, settle(run, previous)[0])
     return GO_ON
+
+
+def place(run: TrainingRun, batch: HostBatch) -> Batch:
+    with run.host.dispatching():
+        return run.trainer.place(batch)
 
 
 def is_evaluated(run: TrainingRun, step: int) -> bool:
@@ -278,7 +284,7 @@ def settle(
     return dataclasses.replace(dispatched, figures=figures), is_suspect
 
 
-def until_data_fails(run: TrainingRun, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
+def until_data_fails(run: TrainingRun, batches: Iterator[AheadBatch]) -> Iterator[AheadBatch]:
     """`batches` up to one that cannot be read: the error waits until the state is saved.
 
     Of several processes, the others would wait for this one's batch, so it is raised at once.

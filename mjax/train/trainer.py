@@ -16,7 +16,7 @@ from mjax.config.schema import Config
 from mjax.config.validate import validate
 from mjax.kernels.quantize import require_fp8
 from mjax.models import definition_of
-from mjax.models.objective import HostBatch, further_lengths, objective_of
+from mjax.models.objective import Batch, HostBatch, further_lengths, objective_of
 from mjax.models.tower_mesh import with_whole_towers
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
@@ -149,14 +149,18 @@ class Trainer:
     # ---- computation -------------------------------------------------------------------------
 
     def step(
-        self, batch: HostBatch, most_loss: float = math.inf, is_open: jax.Array | bool = True
+        self,
+        batch: HostBatch | Batch,
+        most_loss: float = math.inf,
+        is_open: jax.Array | bool = True,
     ) -> dict[str, jax.Array]:
-        """One optimizer step on a global batch; device scalars, as `train_step` says.
+        """One optimizer step on a global batch, or on one that `place` returned; device scalars, as
+        `train_step` says.
 
         The state changes only if the numbers are finite, the loss is at most `most_loss` and
         `is_open` holds (`step.py: Gate`). The step is counted in any case.
         """
-        placed = self._place(batch)
+        placed = batch if "rows" in batch else self.place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
         step = self._program("train", placed)
         if not isinstance(is_open, jax.Array):
@@ -170,7 +174,7 @@ class Trainer:
 
     def norms(self, batch: HostBatch) -> Norms:
         """The norms of the step that `step` would do on this batch; the state stays."""
-        placed = self._place(batch)
+        placed = self.place(batch)
         rates = self.rates.of_step(self.step_number)
         return self._program("norms", placed)(self._live(), placed, *rates)
 
@@ -195,7 +199,7 @@ class Trainer:
 
     def run_program(self, kind: str, batch: HostBatch) -> tuple | dict:
         """The result of a program on a global batch, without moments (`Programs.jitted`)."""
-        placed = self._place(batch)
+        placed = self.place(batch)
         return self._program(kind, placed)(without_moments(self._live()), placed)
 
     def lower(self, batch_size: int | None = None) -> jax.stages.Lowered:
@@ -203,7 +207,8 @@ class Trainer:
         rows = batch_size or self.cfg.train.global_batch_size
         return self.programs.lower(self.placer.abstract(rows, self.cfg.data.seq_length))
 
-    def _place(self, batch: HostBatch) -> dict[str, jax.Array]:
+    def place(self, batch: HostBatch) -> Batch:
+        """The batch on the devices, for `step`; `placed_ahead` says when it is best called."""
         placed = self.placer.place(batch)
         self.programs.bound_documents(most_documents(batch), only_padding_follows(batch))
         return placed

@@ -1,4 +1,4 @@
-"""The norm's own backward against fp64, in Triton's interpreter; when it is called; on a mesh."""
+"""The norm's own kernels against fp64, in Triton's interpreter; when they are called; on a mesh."""
 
 import functools
 import re
@@ -49,19 +49,29 @@ CASES = [
 ]
 
 
-# dtype, LayerNorm, with a stream's gradient
-KINDS = [("float32", 0, 1), ("float32", 1, 0), ("bfloat16", 0, 0), ("bfloat16", 1, 1)]
-KINDS += [("float16", 0, 1), ("float16", 1, 0)]
+# dtype, LayerNorm, with a stream's gradient, after a sum
+KINDS = [("float32", 0, 1, 0), ("float32", 1, 0, 1), ("bfloat16", 0, 0, 1), ("bfloat16", 1, 1, 0)]
+KINDS += [("float16", 0, 1, 1), ("float16", 1, 0, 0), ("bfloat16", 1, 1, 1)]
 
 
-@pytest.mark.parametrize("dtype, layernorm, fork", KINDS)
+@pytest.mark.parametrize("dtype, layernorm, fork, adds", KINDS)
 @pytest.mark.parametrize("lead, width, tile", CASES)
-def test_backward_equals_fp64(monkeypatch, lead, width, tile, dtype, layernorm, fork):
-    interpret(monkeypatch)
+def test_forward_and_backward_equal_fp64(
+    monkeypatch, lead, width, tile, dtype, layernorm, fork, adds
+):
+    ran = interpret(monkeypatch)
     x, dy, stream, gain, bias = draw(lead, width, dtype, layernorm)
+    added = stream * 3 if adds else None
     how = How(EPS, tile, bool(fork))
-    out, pull = jax.vjp(functools.partial(fused, how), x, gain, bias)
-    got = (out[0] if fork else out, *pull((dy, stream) if fork else dy))
+    out, pull = jax.vjp(functools.partial(fused, how), x, added, gain, bias)
+    dx, d_added, *rest = pull((dy, stream) if fork else dy)
+    got = (out[0] if fork else out, dx, *rest)
+    assert ("norm_forward" in ran) == bool(layernorm)
+    if adds:
+        assert d_added is dx or bool((d_added == dx).all())
+        x = x + added
+    if fork:
+        assert bool((out[1] == x).all())
     with jax.enable_x64(True):
         y, pull = jax.vjp(plain, *(a if a is None else a.astype(float) for a in (x, gain, bias)))
         dx, *rest = pull(dy.astype(float))
