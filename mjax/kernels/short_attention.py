@@ -1,9 +1,8 @@
 """Attention of short rows on GPUs, by our Triton kernels: full, causal, and windows to both sides.
 
 Images and sentences have rows of some hundred tokens, which cuDNN's tiles fill badly, and no fused
-kernel of NVIDIA's has windows to both sides. The backward is one kernel where a program can hold
-the queries of a row. Otherwise it is two, one for queries and one for keys, each of which computes
-the scores again. All of it is deterministic. Source:
+kernel of NVIDIA's has windows to both sides. The backward is two kernels, one for queries and one
+for keys, each of which computes the scores again. All of it is deterministic. Source:
 FlashAttention-2 (arXiv 2307.08691). Measured: docs/lab/2026-11-25-short-rows.md.
 """
 
@@ -41,28 +40,23 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the forward pass and of the kernels of the backward pass.
+    """Of the forward pass and of both kernels of the backward pass.
 
-    d_all: of the one kernel, for rows that fit it. None: they take the two.
+    None of these reads more queries at a time than the forward pass, or than `ROOM_OF`.
     """
 
     forward: Tile
     d_queries: Tile
     d_keys: Tile
-    d_all: Tile | None = None
 
 
 # Measured on an H100 and an H200 with rows of 77 to 1024 tokens.
-TILES = Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 4), Tile(64, 32, 4, 3))
+TILES = Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 4))
 TILES_BELOW_512 = TILES._replace(forward=Tile(64, 32, 4, 3))  # keys; they fill the last tile better
-TILES_TO_128 = TILES_BELOW_512._replace(d_all=Tile(128, 32, 4, 3))
-HELD = 208  # queries of a row up to which one kernel is faster: 197 gain a fifth, 256 lose a tenth
 
 
 def tiles_for(keys: int) -> Tiles:
     """The tiles that were fastest for rows of so many keys."""
-    if keys <= 128:
-        return TILES_TO_128
     return TILES if keys >= 512 else TILES_BELOW_512
 
 
@@ -128,29 +122,9 @@ def _bwd(call, name, tiles, saved, d_out):
     sizes = sizes_of(products)
     tiles = tiles or tiles_for(sizes.keys)
     d_out = d_out.astype(out.dtype)
-    if tiles.d_all and fits_one_program(sizes):
-        return *d_all(*saved, d_out, call, tiles.d_all), None
     d_q, deltas, d_biases = d_queries(*saved, d_out, call, tiles.d_queries)
     d_products = d_keys(products, rows, lse, deltas, d_out, d_q, call, tiles.d_keys)
     return d_products, d_biases, None
-
-
-def d_all(products, biases, rows, out, lse, d_out, call, tile):
-    """(the gradients of all products, those of biases), by one kernel."""
-    from mjax.kernels.short_attention_all_triton import attention_d_all
-
-    sizes = sizes_of(products)
-    sums = jax.ShapeDtypeStruct((sizes.batch, 2, sizes.heads, sizes.width), jnp.float32)
-    of_values = biases[1] if biases else _unread(jnp.float32)
-    *found, sums = triton_call(
-        attention_d_all,
-        [*_operands(products), *_arrays(rows), of_values, out, lse, d_out],
-        [*map(_like, _operands(products)), sums if biases else _like(of_values)],
-        programs=sizes.batch * sizes.heads,
-        **_constants(products, rows, call, tile),
-        BIASED=biases is not None,
-    )
-    return tuple(found[: len(products)]), _of_biases(biases, sums.sum(0)) if biases else None
 
 
 def d_queries(products, biases, rows, out, lse, d_out, call, tile):
@@ -221,11 +195,6 @@ def sizes_of(products: Products) -> Sizes:
     first, keys = products[0], products[min(1, len(products) - 1)]
     batch, queries, *_, heads, width = first.shape
     return Sizes(batch, queries, keys.shape[1], heads, keys.shape[-2], width)
-
-
-def fits_one_program(sizes: Sizes) -> bool:
-    """Whether `d_all` takes a call: no heads share keys, and few queries are held at a time."""
-    return sizes.heads == sizes.kv_heads and sizes.queries <= HELD
 
 
 def _operands(products: Products) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""The norm's backward kernel on a GPU against fp64, at sizes of real models; bit-equal twice."""
+"""The norm's kernels on a GPU against fp64, at sizes of real models; bit-equal twice."""
 
 import functools
 
@@ -30,13 +30,14 @@ def _backward(x, gain, bias, eps):
     return jax.vjp(plain, *(None if a is None else a.astype(jnp.float64) for a in (x, gain, bias)))
 
 
-# dtype, LayerNorm, with a stream's gradient
-KINDS = [("bfloat16", 0, 1), ("bfloat16", 1, 0), ("float32", 0, 0), ("float32", 1, 1)]
+# dtype, LayerNorm, with a stream's gradient, after a sum
+KINDS = [("bfloat16", 0, 1, 0), ("bfloat16", 1, 0, 0), ("float32", 0, 0, 1), ("float32", 1, 1, 0)]
+KINDS += [("bfloat16", 1, 1, 1)]
 
 
-@pytest.mark.parametrize("dtype, layernorm, fork", KINDS)
+@pytest.mark.parametrize("dtype, layernorm, fork, adds", KINDS)
 @pytest.mark.parametrize("rows, width", SHAPES)
-def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, monkeypatch):
+def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, adds, monkeypatch):
     monkeypatch.setattr(chooser, "WIDEST", dict.fromkeys(chooser.WIDEST, 2**14))  # where XLA wins
     keys = jax.random.split(jax.random.key(0), 6)
     x, dy, stream = (jax.random.normal(k, (rows, width)) for k in keys[:3])
@@ -48,16 +49,21 @@ def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, monkeypatch
 
     @jax.jit
     def mine(x, gain, bias):
-        op = functools.partial(kernel.fork if fork else kernel.norm, eps=1e-5)
+        def op(x, gain, bias):
+            f = functools.partial(kernel.fork if fork else kernel.norm, eps=1e-5)
+            return f(x, gain, bias, added=2 * x if adds else None)  # the gradient of x is 3 times
+
         out, pull = jax.vjp(op, x, gain, bias)
         return out[0] if fork else out, *pull((dy, stream) if fork else dy)
 
     _poison()
     got = mine(x, gain, bias)
+    total = x + 2 * x if adds else x
     with jax.enable_x64(True):
-        y, pull = _backward(x, gain, bias, 1e-5)
+        y, pull = _backward(total, gain, bias, 1e-5)
         dx, *rest = pull(dy.astype(jnp.float64))
-        expected = jax.tree.map(np.asarray, (y, dx + fork * stream.astype(jnp.float64), *rest))
+        dx = (dx + fork * stream.astype(jnp.float64)) * (1 + 2 * adds)
+        expected = jax.tree.map(np.asarray, (y, dx, *rest))
     ulp = float(jnp.finfo(dtype).eps)
     for a, e, bound in zip(got[: 3 + layernorm], expected, (ulp, ulp, 0, 0), strict=False):
         size = np.abs(e).max(-1, keepdims=True)  # of each row
