@@ -80,7 +80,7 @@ def attention_forward(
         mean = tl.dot(weights.to(value.dtype), value, mean * left[:, None])
     total = tl.where(total > 0, total, 1.0)  # a query that sees no key has a mean of zeros
     mean = mean / total[:, None] + _bias(v_bias, kv_head, H, BIASED)
-    tl.store(out + at, mean.to(query.dtype), (queries < S)[:, None])
+    _store_tile(out, at, mean.to(query.dtype), queries < S)
     sums = tl.where(queries < S, top + tl.log2(total), float("inf"))
     _store_numbers(lse, row, head, queries, S, HEADS, sums)
 
@@ -132,6 +132,8 @@ def attention_d_queries(
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
+    if BIASED:  # before the loop: its memory is free yet
+        _store_sums(d_sums, row, start, 1, head, _sums(d_mean), S, HEADS, QUERIES)
     d_query = tl.zeros([QUERIES, H], tl.float32)
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
@@ -145,12 +147,9 @@ def attention_d_queries(
         d_scores = weights * (tl.dot(d_mean, tl.trans(value)) - delta[:, None])
         d_query = tl.dot(d_scores.to(key.dtype), key, d_query)
     d_query = (d_query * SCALE).to(query.dtype)
-    tl.store(d_q + of_q, d_query, (queries < S)[:, None])
+    _store_tile(d_q, of_q, d_query, queries < S)
     if BIASED:
-        tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
-        sums = d_sums + ((row * tiles + start // QUERIES) * 2 * HEADS + head) * H
-        _store_sums(sums, _sums(d_query))
-        _store_sums(sums + HEADS * H, _sums(d_mean))
+        _store_sums(d_sums, row, start, 0, head, _sums(d_query), S, HEADS, QUERIES)
 
 
 @triton.jit
@@ -211,8 +210,8 @@ def attention_d_keys(
     is_seen = (keys < length)[:, None]  # a row of a gradient is of one key
     d_keys, d_values = _arrays_of(d_all, d_k, d_v, KV_HEADS, H, PARTS)
     at = _places(row, keys, kv_head, T, PARTS * KV_HEADS, H)
-    tl.store(d_keys + at, tl.where(is_seen, d_key * SCALE, 0.0).to(key.dtype), (keys < T)[:, None])
-    tl.store(d_values + at, tl.where(is_seen, d_value, 0.0).to(key.dtype), (keys < T)[:, None])
+    _store_tile(d_keys, at, tl.where(is_seen, d_key * SCALE, 0.0).to(key.dtype), keys < T)
+    _store_tile(d_values, at, tl.where(is_seen, d_value, 0.0).to(key.dtype), keys < T)
 
 
 @triton.jit
@@ -226,8 +225,12 @@ def _task(COUNT, HEADS, TILE):
 
 @triton.jit
 def _places(row, tokens, head, COUNT, HEADS, H):
-    """The places of a tile of a head, [tokens, H], in an array [B, COUNT, HEADS, H]."""
-    return ((row * COUNT + tokens[:, None]) * HEADS + head) * H + tl.arange(0, H)[None]
+    """Where a head of a row begins in an array [B, COUNT, HEADS, H], and its tile [tokens, H].
+
+    The latter are 32-bit numbers, from there on: those of 64 would take twice the registers.
+    """
+    first = (row * COUNT * HEADS + head) * H
+    return first, tokens[:, None] * (HEADS * H) + tl.arange(0, H)[None]
 
 
 @triton.jit
@@ -269,7 +272,12 @@ def _arrays_of(q, k, v, KV_HEADS, H, PARTS):
 @triton.jit
 def _tile(x, places, within):
     """The elements at `places`, zeros for tokens that are not within the row."""
-    return tl.load(x + places, within[:, None], other=0.0)
+    return tl.load(x + places[0] + places[1], within[:, None], other=0.0)
+
+
+@triton.jit
+def _store_tile(x, places, tile, within):
+    tl.store(x + places[0] + places[1], tile, within[:, None])
 
 
 @triton.jit
@@ -299,12 +307,12 @@ def _sums(x):
 
 
 @triton.jit
-def _store_sums(places, sums):
-    """Write H sums of `_sums`."""
-    is_first = tl.arange(0, 16)[:, None] == 0
-    tl.store(
-        places + tl.arange(0, sums.shape[1])[None] + tl.zeros([16, 1], tl.int32), sums, is_first
-    )
+def _store_sums(d_sums, row, start, which, head, sums, S, HEADS, QUERIES):
+    """Write the H numbers of `_sums` of the tile from `start` on to [B, tiles, 2, HEADS, H]."""
+    tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
+    place = ((row * tiles + start // QUERIES) * 2 + which) * HEADS + head
+    rows, columns = tl.arange(0, 16)[:, None], tl.arange(0, sums.shape[1])[None]
+    tl.store(d_sums + place * sums.shape[1] + (rows * 0 + columns), sums, rows == 0)
 
 
 @triton.jit
@@ -322,7 +330,7 @@ def _biased_in_place(x, places, within, biases, head, H, BIASED):
     tile = _tile(x, places, within)
     if BIASED:
         tile = (tile + _bias(biases, head, H, BIASED)).to(tile.dtype)
-        tl.store(x + places, tile, within[:, None])
+        _store_tile(x, places, tile, within)
     return tile
 
 

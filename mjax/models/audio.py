@@ -15,7 +15,7 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.context import Context, Tokens
-from mjax.models.params import declare, declare_bias, normal
+from mjax.models.params import declare, declare_bias, look_up, normal
 from mjax.sharding.spec import ParamSpec
 
 
@@ -75,7 +75,7 @@ class FrameEmbedding(nnx.Module):
         x = jax.nn.gelu(x, approximate=False)
         table = self.positions[:grid]
         assert len(table) == grid, "more frames than model.audio.max_source_positions * 2"
-        return x + jnp.take(table, positions, axis=0)
+        return x + look_up(table, positions)
 
 
 def sinusoids(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:

@@ -37,7 +37,7 @@ from mjax.models.layers import Caches, LayerInputs, Layers
 from mjax.models.modalities import MODALITIES, beside_given, embeddings
 from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
-from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
+from mjax.models.params import StatisticCount, as_edge, declare, look_up, normal, split, stack
 from mjax.models.positions import rope_tables
 from mjax.models.streams import Activation, Streams
 from mjax.models.tiles import Tiled
@@ -58,15 +58,6 @@ def _table(cfg: ModelConfig, rows: int, axis: str | None, of: str) -> ParamSpec:
         role="embedding",
         hf=(f"model.embed_{of}.weight",),
     )
-
-
-def _look_up(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """table[rows]. The gradient of a row is a sum in fp32: many tokens are one word.
-
-    GPUs add bf16 to one place by trying again and again: BERT's mask tokens took 60 of 199 ms.
-    """
-    wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
-    return jnp.take(wide, rows, axis=0).astype(table.dtype)
 
 
 class Decoder(nnx.Module):
@@ -388,7 +379,7 @@ class Decoder(nnx.Module):
         row = tokens - parallel.index("tp") * rows
         is_local = (row >= 0) & (row < rows)
         # The rows of other devices are spread: GPUs add the gradients of one row one by one.
-        x = _look_up(table, row % rows)
+        x = look_up(table, row % rows)
         x = jnp.where(is_local[..., None], x, 0)
         x = parallel.scatter_seq(x)
         x = scaled(x, cfg.embedding_multiplier)
@@ -397,7 +388,7 @@ class Decoder(nnx.Module):
             x = jnp.where(is_text[..., None], x, 0)
         if cfg.position_embedding == "learned":
             positions = parallel.shard_seq(info.positions) + cfg.bert.position_offset
-            x = x + _look_up(self.position_embedding[...], positions)
+            x = x + look_up(self.position_embedding[...], positions)
         if cfg.bert.type_vocab_size:
             types = jnp.zeros_like(tokens) if info.types is None else info.types
             # A product, whose backward sums all tokens' gradients at once: there are few rows.

@@ -18,7 +18,7 @@ from mjax.config.model_schema import ModelConfig
 from mjax.config.vision_schema import VisionConfig
 from mjax.models.context import Context, Tokens
 from mjax.models.norm import Norm
-from mjax.models.params import declare, declare_bias, normal
+from mjax.models.params import declare, declare_bias, look_up, normal
 from mjax.sharding.spec import ParamSpec
 
 _CUBIC = -0.75  # the slope of the kernel that torch resizes with
@@ -73,7 +73,7 @@ class PatchEmbedding(nnx.Module):
             is_class = columns[:, None] == 0
             x = jnp.where(is_class, self.class_token[...], x)
         positions = parallel.shard_seq(tokens.positions)
-        x = x + jnp.take(self.table(grid), positions, axis=0)
+        x = x + look_up(self.table(grid), positions)
         return self.norm(x) if self.cfg.vision.embedding_norm else x
 
     def table(self, grid: int) -> jax.Array:

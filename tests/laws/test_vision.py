@@ -19,7 +19,7 @@ from mjax.config import load
 from mjax.data.images import ImageDataset
 from mjax.data.sources import samples_of
 from mjax.errors import UserError
-from mjax.models import build
+from mjax.models import build, split
 from mjax.models.context import Context, tokens_of
 from mjax.models.flops import flops_by_part
 from mjax.models.objective import objective_of
@@ -75,6 +75,20 @@ def test_patches_are_cut_in_the_order_of_reading_channel_by_channel():
 def test_resizing_keeps_what_is_constant_and_what_is_not_resized():
     np.testing.assert_allclose(resize_matrix(7, 11).sum(1), 1)
     np.testing.assert_array_equal(resize_matrix(5, 5), np.eye(5))
+
+
+def test_gradients_of_positions_are_sums_in_fp32():
+    """In bf16, 256 and 1 would be 256."""
+    definition, params = split(build(load(None, ["data.mock=true", *VIT]).model, nnx.Rngs(0)))
+    patches, info = jnp.zeros((300, 5, 4 * 4 * 3)), tokens_of((300, 5))
+
+    def total(params):
+        x = definition.bind(params).patch_embedding(patches, info, Context(), 2)
+        return x.astype(jnp.float32).sum()
+
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    gradient = jax.grad(total)(low)["patch_embedding"]["positions"]
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), 300)
 
 
 def test_padding_moves_nothing_and_tokens_are_refused():
