@@ -154,9 +154,9 @@ def _fused_forward(how, x, added, gain, bias):
 def _fused_backward(how, saved, grads):
     x, gain, added, bias = saved
     dy, *stream = grads if how.fork else (grads,)
-    dx, *parts = norm_backward(how, x, gain, dy, *stream, bias=bias is not None)
-    d_bias = () if bias is not None else (None,)
-    return dx, None if added is None else dx, *(jnp.sum(part, 0) for part in parts), *d_bias
+    dx, parts = norm_backward(how, x, gain, dy, *stream, bias=bias is not None)
+    d_gain, *d_bias = jnp.sum(parts, 0)
+    return dx, None if added is None else dx, d_gain, *(d_bias or [None])
 
 
 fused.defvjp(_fused_forward, _fused_backward)
@@ -195,19 +195,21 @@ def norm_backward(
     *,
     bias: bool,
 ) -> list[jax.Array]:
-    """The gradient of x [..., D], plus `stream` [..., D]; then fp32 parts [programs, D] of that of
-    the gain and, where there is one, of the bias."""
+    """The gradient of x [..., D], plus `stream` [..., D]; then parts of that of the gain and, where
+    there is one, of the bias: fp32 [programs, 1 or 2, D]."""
     from mjax.kernels import norm_triton
 
     width, tile = x.shape[-1], how.tile
     rows = math.prod(x.shape[:-1])
     programs = min(tile.programs, -(-rows // tile.rows))
-    part = jax.ShapeDtypeStruct((programs, width), jnp.float32)
     flat = [a.reshape(rows, width) for a in (x, dy, dy if stream is None else stream)]
-    dx, *parts = triton_call(
+    dx, parts = triton_call(
         norm_triton.norm_backward,
         [gain, *flat],
-        [jax.ShapeDtypeStruct((rows, width), x.dtype), *[part] * (1 + bias)],
+        [
+            jax.ShapeDtypeStruct((rows, width), x.dtype),
+            jax.ShapeDtypeStruct((programs, 1 + bias, width), jnp.float32),
+        ],
         programs=programs,
         warps=tile.warps,
         ROWS=rows,
@@ -217,9 +219,9 @@ def norm_backward(
         PROGRAMS=programs,
         EPS=how.eps,
         FORK=stream is not None,
-        **({} if bias else {"bias_parts": None}),
+        CENTERED=bias,
     )
-    return [dx.reshape(x.shape), *parts]
+    return [dx.reshape(x.shape), parts]
 
 
 def _power_of_2(n: int) -> int:

@@ -44,8 +44,7 @@ def norm_backward(
     dy,
     stream,
     dx,
-    gain_parts,
-    bias_parts,
+    parts,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -53,9 +52,11 @@ def norm_backward(
     PROGRAMS: tl.constexpr,
     EPS: tl.constexpr,
     FORK: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):
-    """Over tiles of TILE rows, PROGRAMS apart. `stream` is read with FORK alone; `bias_parts` is
-    None for RMSNorm. PADDED is the power of 2 that holds WIDTH columns."""
+    """Over tiles of TILE rows, PROGRAMS apart. `stream` is read with FORK alone. CENTERED: this is
+    LayerNorm, and `parts` [PROGRAMS, 2, WIDTH] are of gain and bias; else they are of the gain.
+    PADDED is the power of 2 that holds WIDTH columns."""
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)[None]
     real = columns < WIDTH
@@ -74,7 +75,7 @@ def norm_backward(
         a = a.to(tl.float32)
         d = d.to(tl.float32)
         w = d * g
-        if bias_parts is None:
+        if not CENTERED:
             z = a
         else:
             mean, mean_w = _means(a, w, WIDTH)
@@ -82,20 +83,20 @@ def norm_backward(
         variance, slope = _means(z * z, w * z, WIDTH)
         r = tl.rsqrt(variance + EPS)
         out = w - z * (slope * r * r)
-        if bias_parts is not None:
+        if CENTERED:
             out = out - mean_w
         out = out * r
         if FORK:
             out = out + more.to(tl.float32)
         tl.store(dx + place, out.to(dx.dtype.element_ty), mask=mask)
         d_gain += d * (z * r)
-        if bias_parts is not None:
+        if CENTERED:
             d_bias += d
     column = tl.arange(0, PADDED)
-    own = program * WIDTH + column
-    tl.store(gain_parts + own, tl.sum(d_gain, 0), mask=column < WIDTH)
-    if bias_parts is not None:
-        tl.store(bias_parts + own, tl.sum(d_bias, 0), mask=column < WIDTH)
+    own = program * (1 + CENTERED) * WIDTH + column
+    tl.store(parts + own, tl.sum(d_gain, 0), mask=column < WIDTH)
+    if CENTERED:
+        tl.store(parts + own + WIDTH, tl.sum(d_bias, 0), mask=column < WIDTH)
 
 
 @triton.jit
