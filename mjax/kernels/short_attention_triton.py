@@ -116,24 +116,21 @@ def attention_d_queries(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradient of q, `deltas` [B, N, ROOM] and `d_sums` [B, tiles of queries, 2, N, H].
-
-    The sums are over the queries of a tile, of the gradient of q and of d_out.
-    """
+    """Write the gradient of q, `deltas` [B, N, ROOM] and `d_sums` [B, tiles of queries, 2, N, H],
+    which are over the queries of a tile, of the gradient of q and of d_out."""
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
     at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
     query, d_mean = _tile(q, of_q, queries < S), _tile(d_out, at, queries < S)
     kv_head = head // (HEADS // KV_HEADS)
     mean = _tile(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
-    delta = tl.sum(mean * d_mean.to(tl.float32), 1)
-    _store_numbers(deltas, row, head, queries, S, HEADS, delta)
+    delta = _stored_delta(deltas, row, head, queries, S, HEADS, mean, d_mean)
     total = _numbers(lse, row, head, queries, S, HEADS, float("inf"))
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
-    if BIASED:  # before the loop: its memory is free yet
-        _store_sums(d_sums, row, start, 1, head, _sums(d_mean), S, HEADS, QUERIES)
+    # before the loop, whose memory is free yet
+    _store_sums(d_sums, row, start, 1, head, d_mean, S, HEADS, QUERIES, BIASED)
     d_query = tl.zeros([QUERIES, H], tl.float32)
     for begin in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = begin + tl.arange(0, KEYS)
@@ -148,8 +145,7 @@ def attention_d_queries(
         d_query = tl.dot(d_scores.to(key.dtype), key, d_query)
     d_query = (d_query * SCALE).to(query.dtype)
     _store_tile(d_q, of_q, d_query, queries < S)
-    if BIASED:
-        _store_sums(d_sums, row, start, 0, head, _sums(d_query), S, HEADS, QUERIES)
+    _store_sums(d_sums, row, start, 0, head, d_query, S, HEADS, QUERIES, BIASED)
 
 
 @triton.jit
@@ -258,6 +254,14 @@ def _store_numbers(x, row, head, queries, S, HEADS, numbers):
 
 
 @triton.jit
+def _stored_delta(deltas, row, head, queries, S, HEADS, mean, d_mean):
+    """The sums of mean * d_mean over H, which it writes to `deltas`."""
+    delta = tl.sum(mean * d_mean.to(tl.float32), 1)
+    _store_numbers(deltas, row, head, queries, S, HEADS, delta)
+    return delta
+
+
+@triton.jit
 def _arrays_of(q, k, v, KV_HEADS, H, PARTS):
     """Where the first head of keys begins, and that of values."""
     if PARTS == 3:
@@ -298,21 +302,17 @@ def _weights(scores, top, total, SCALE):
 
 
 @triton.jit
-def _sums(x):
-    """[16, H]: the sums over the rows of x [rows, H], each of them 16 times.
+def _store_sums(d_sums, row, start, which, head, x, S, HEADS, QUERIES, BIASED):
+    """Write the sums over x [QUERIES, H], from query `start` on, to [B, tiles, 2, HEADS, H].
 
-    A product adds them up in a fraction of the time that exchanges between threads take.
+    A product of 16 equal rows makes them, in less time than exchanges between threads take.
     """
-    return tl.dot(tl.full([16, x.shape[0]], 1.0, x.dtype), x)
-
-
-@triton.jit
-def _store_sums(d_sums, row, start, which, head, sums, S, HEADS, QUERIES):
-    """Write the H numbers of `_sums` of the tile from `start` on to [B, tiles, 2, HEADS, H]."""
-    tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
-    place = ((row * tiles + start // QUERIES) * 2 + which) * HEADS + head
-    rows, columns = tl.arange(0, 16)[:, None], tl.arange(0, sums.shape[1])[None]
-    tl.store(d_sums + place * sums.shape[1] + (rows * 0 + columns), sums, rows == 0)
+    if BIASED:
+        sums = tl.dot(tl.full([16, x.shape[0]], 1.0, x.dtype), x)
+        tiles: tl.constexpr = (S + QUERIES - 1) // QUERIES
+        place = ((row * tiles + start // QUERIES) * 2 + which) * HEADS + head
+        rows, columns = tl.arange(0, 16)[:, None], tl.arange(0, x.shape[1])[None]
+        tl.store(d_sums + place * x.shape[1] + (rows * 0 + columns), sums, rows == 0)
 
 
 @triton.jit

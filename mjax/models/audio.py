@@ -15,7 +15,8 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.models.context import Context, Tokens
-from mjax.models.params import declare, declare_bias, look_up, normal
+from mjax.models.params import declare, declare_bias, normal
+from mjax.models.positions import look_up
 from mjax.sharding.spec import ParamSpec
 
 

@@ -37,8 +37,8 @@ from mjax.models.layers import Caches, LayerInputs, Layers
 from mjax.models.modalities import MODALITIES, beside_given, embeddings
 from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
-from mjax.models.params import StatisticCount, as_edge, declare, look_up, normal, split, stack
-from mjax.models.positions import rope_tables
+from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
+from mjax.models.positions import look_up, rope_tables
 from mjax.models.streams import Activation, Streams
 from mjax.models.tiles import Tiled
 from mjax.models.vision import rows_of_images

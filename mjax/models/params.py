@@ -163,13 +163,3 @@ def define(
         delattr(model, name)
     edges, _ = split(model)
     return ModelDefinition(complete.graph, complete.specs, edges, blocks, statistics)
-
-
-def look_up(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """table[rows]. The gradient of a row is a sum in fp32: many tokens are one word.
-
-    GPUs add bf16 to one place by trying again and again: BERT's mask tokens took 60 of 199 ms, the
-    positions of CLIP's patches 1 of 145.
-    """
-    wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
-    return jnp.take(wide, rows, axis=0).astype(table.dtype)

@@ -18,7 +18,8 @@ from mjax.config.model_schema import ModelConfig
 from mjax.config.vision_schema import VisionConfig
 from mjax.models.context import Context, Tokens
 from mjax.models.norm import Norm
-from mjax.models.params import declare, declare_bias, look_up, normal
+from mjax.models.params import declare, declare_bias, normal
+from mjax.models.positions import look_up
 from mjax.sharding.spec import ParamSpec
 
 _CUBIC = -0.75  # the slope of the kernel that torch resizes with

@@ -207,7 +207,7 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
     )
     previous: DispatchedStep | None = None
     with contextlib.closing(batches):
-        ahead = placed_ahead(partial(place, run), run.host.waiting(batches))
+        ahead = placed_ahead(partial(placed_by, run), run.host.waiting(batches))
         ready = until_data_fails(run, ahead)
         for step, (batch, placed) in enumerate(ready, start=run.start + 1):
             run.profiler.begin(step)
@@ -244,7 +244,7 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
     return GO_ON
 
 
-def place(run: TrainingRun, batch: HostBatch) -> Batch:
+def placed_by(run: TrainingRun, batch: HostBatch) -> Batch:
     with run.host.dispatching():
         return run.trainer.place(batch)
 
