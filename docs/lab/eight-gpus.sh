@@ -43,15 +43,16 @@ step() { # label, config, override ...: a step, measured, or planned with PLAN=1
 
 tokens=(train.global_batch_size=$((8 * gpus))) # eight micro-batches a GPU
 whole=(mesh.ep="$gpus" mesh.zero=1 "${tokens[@]}")
-models="qwen3_30b_a3b mixtral_8x7b deepseek_v2_lite" host=()
-if [ "$gpus" = 4 ]; then # they hold neither the moments of 30 billion parameters nor Mixtral at all
-    models="qwen3_30b_a3b deepseek_v2_lite" host=(optimizer.offload=true)
+models="deepseek_v2_lite qwen3_30b_a3b mixtral_8x7b" small=()
+if [ "$gpus" = 4 ]; then # they hold neither fp32 moments of 30 billion parameters nor Mixtral at all
+    models="deepseek_v2_lite qwen3_30b_a3b"
+    small=(optimizer.mu_dtype=bfloat16 optimizer.nu_dtype=bfloat16 train.remat=dots)
 fi
 balanced=model.moe.force_balanced=true
 eight=(precision.fp8=delayed precision.fp8_experts=true)
 
 for model in $models; do
-    own=("${whole[@]}" "${host[@]}")
+    own=("${whole[@]}" "${small[@]}")
     [ "$model" = deepseek_v2_lite ] && own=("${whole[@]}")
     step "$model ep$gpus" "$model" "${own[@]}"
     step "$model ep$gpus, balanced" "$model" "${own[@]}" $balanced
@@ -63,8 +64,10 @@ done
 for mesh in "mesh.ep=$gpus mesh.zero=3" "mesh.ep=$((gpus / 2)) mesh.tp=2 mesh.zero=1" \
     "mesh.ep=$((gpus / 2)) mesh.pp=2 mesh.virtual_stages=2 mesh.zero=1"; do
     # shellcheck disable=SC2086  # each is several overrides
-    step "qwen3_30b_a3b $mesh" qwen3_30b_a3b $mesh "${tokens[@]}" "${host[@]}"
+    step "qwen3_30b_a3b $mesh" qwen3_30b_a3b $mesh "${tokens[@]}" "${small[@]}"
 done
+[ "$gpus" = 8 ] || step "qwen3_30b_a3b ep4, moments on the host" qwen3_30b_a3b "${whole[@]}" \
+    optimizer.offload=true
 
 # One layer and its exchange, one sequence a GPU: the difference of two depths.
 for layers in 1 2; do

@@ -37,7 +37,9 @@ PREFETCH = (
 # all_to_all likewise: beside matmuls NCCL's kernels cost more than they hide. ZeRO's gathers that
 # hide are all_to_alls too (`Parallel.all_gather_by_copies`).
 EXCHANGES = (("xla_gpu_use_memcpy_local_p2p", True),)
-# XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed.
+# XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed. Those for bf16 win alone
+# and lose within a step of images: CLIP takes 136.5 ms with them and 135.2 without, LLaVA 88.2 and
+# 86.5, ViT the same. Half the time to compile goes into trying them.
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 # XLA merges matmuls of one input, and what reads keys and values where their matmul put them would
 # find them in a slice of q, k and v. ViT-L: 100.7 ms a step, 103.5 merged.
@@ -58,11 +60,13 @@ def compiler_options(
     devices: Sequence[jax.Device],
     deterministic: bool = False,
     reads_pairs: bool = False,
+    reads_images: bool = False,
 ) -> dict[str, str | bool]:
     """The XLA options of a program.
 
     `tp_overlaps`: whether tp's exchanges run under matmuls. `deterministic` is `run.deterministic`.
     `reads_pairs`: whether some attention reads keys and values as one array.
+    `reads_images`: whether the model has a tower of images.
     Raises `UserError` where the compiler does not know how.
     """
     if devices[0].platform == "cpu":
@@ -76,7 +80,7 @@ def compiler_options(
     loop = execution.unroll == 1 and not (execution.pipelined or execution.offload)
     wanted = {
         DETERMINISTIC: deterministic,
-        CUBLAS: execution.recipe is not None,
+        CUBLAS: execution.recipe is not None or reads_images,
         UNMERGED: reads_pairs,
         COPIES: tp_overlaps and can_copy(devices),
         EXCHANGES: execution.overlap,

@@ -166,9 +166,14 @@ class Programs:
             body = in_program_order(body)
         mapped = on_shards(body, mesh, inputs, outputs)
         overlaps = program.model.ctx.overlap_rows is not None
-        deterministic = self.cfg.run.deterministic
-        pairs = devices[0].platform != "cpu" and reads_pairs(self.cfg, dict(mesh.shape))
-        options = compiler_options(program.execution, overlaps, devices, deterministic, pairs)
+        options = compiler_options(
+            program.execution,
+            overlaps,
+            devices,
+            self.cfg.run.deterministic,
+            reads_pairs=devices[0].platform != "cpu" and reads_pairs(self.cfg, dict(mesh.shape)),
+            reads_images="vision" in self.cfg.model.embedded,
+        )
         donate = 0 if kind == "train" else None
         options |= self.xla_options
         return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)

@@ -21,6 +21,8 @@ def test_options_reach_the_compiler_or_the_start_is_refused(monkeypatch, known):
     assert xla_options.compiler_options(execution, False, [GPU]) == {}
     apart = xla_options.compiler_options(execution, False, [GPU], reads_pairs=True)
     assert apart == ({"xla_gpu_dot_merger_threshold_mb": 0} if known else {})
+    images = xla_options.compiler_options(execution, False, [GPU], reads_images=True)
+    assert images == ({"xla_gpu_enable_triton_gemm": False} if known else {})
     if known:
         made = xla_options.compiler_options(execution, False, [GPU], deterministic=True)
         assert made == dict(xla_options.DETERMINISTIC) and made["xla_gpu_deterministic_ops"]
