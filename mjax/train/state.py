@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -213,7 +212,8 @@ def _is_on_host(a: jax.ShapeDtypeStruct) -> bool:
 
 
 def _host_full(a: jax.ShapeDtypeStruct, value: float) -> jax.Array:
-    shard = a.sharding.shard_shape(a.shape)
-    return jax.make_array_from_callback(
-        a.shape, a.sharding, lambda _: np.full(shard, value, a.dtype)
-    )
+    """Made on the devices, which write to the host beside each other; numpy would fill shard after
+    shard in memory of its own first."""
+    on_device = NamedSharding(a.sharding.mesh, a.sharding.spec)
+    made = jax.jit(lambda: jnp.full(a.shape, value, a.dtype), out_shardings=on_device)()
+    return jax.block_until_ready(jax.device_put(made, a.sharding))  # one at a time: it is large
