@@ -1,4 +1,4 @@
-"""Batches are placed one ahead: in order, each before the step in front of it, errors in their turn."""
+"""Batches are placed one ahead: in order, each before the step in front of it, errors in turn."""
 
 import pytest
 
