@@ -42,7 +42,8 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Of the forward pass and of both kernels of the backward pass.
 
-    None of these reads more queries at a time than the forward pass, or than `ROOM_OF`.
+    The forward pass writes statistics as far as its last tile, or `ROOM_OF`, reaches. So neither of
+    the others may take more queries at a time than it, unless it takes `ROOM_OF`.
     """
 
     forward: Tile

@@ -19,7 +19,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(float("-inf"))  # the score of a key that is not seen
-ROOM_OF = tl.constexpr(64)
+ROOM_OF = tl.constexpr(64)  # queries
 LOWEST = tl.constexpr(-1e30)  # the largest score where no key is seen: a finite number
 
 

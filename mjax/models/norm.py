@@ -41,10 +41,11 @@ class Norm(nnx.Module):
     def __call__(
         self, x: jax.Array, parallel: Parallel = LOCAL, added: jax.Array | None = None
     ) -> jax.Array:
-        """Normed x, to which `added` is added before, where the norm is over one axis."""
+        """Normed x, to which `added` is added before: only a norm over one axis has a stream."""
         gain, bias = self.weights()
         if len(self.sizes) == 1:
             return kernel.norm(x, gain, bias, eps=self.cfg.norm_eps, added=added)
+        assert added is None
 
         def mean(y: jax.Array) -> jax.Array:
             total = jnp.sum(y, (-2, -1), keepdims=True)
