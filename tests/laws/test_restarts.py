@@ -198,5 +198,5 @@ def test_a_hang_ends_in_bounded_time_and_says_where(tmp_path, how, processes):
         assert "the run resumes from its newest checkpoint" in texts[i]
         assert f"process {i} of {processes}" in texts[i]
         if i == 1:
-            words = {"data": "loading data; steps dispatched: 5", "save": "saving step 2; steps"}
+            words = {"data": "loading data; steps dispatched: 4", "save": "saving step 2; steps"}
             assert f"it was {words[how]}" in texts[1] and "most recent call first" in texts[1]
