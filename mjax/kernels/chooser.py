@@ -142,7 +142,8 @@ def _attention(
     has_several = call.max_documents != 1 and not call.padded
     sizes = x.shape[-1], value_size or x.shape[-1]
     more = {"sinks": sinks, "relative": relative}
-    lacks = short_attention_lacks(x.dtype, *sizes, call, x.device, **more)
+    row = 3 * math.prod(x.shape[1:])  # where one array holds queries, keys and values
+    lacks = short_attention_lacks(x.dtype, *sizes, call, x.device, row=row, **more)
     if call.window is not None and call.mask == "full":
         if lacks or by_blocks:
             return Choice(
@@ -192,10 +193,14 @@ def short_attention_lacks(
     call: AttentionCall,
     device: Device,
     *,
+    row: int,
     sinks: bool = False,
     relative: bool = False,
 ) -> str | None:
-    """Why our attention of short rows cannot compute a call with heads of these sizes, or None."""
+    """Why our attention of short rows cannot compute a call with heads of these sizes, or None.
+
+    `row` is the number of elements of a row of its largest array.
+    """
     if device.backend != "gpu":
         return NO_GPU
     if not device.triton:
@@ -210,6 +215,8 @@ def short_attention_lacks(
         return f"it computes bfloat16 and float16, not precision.compute={dtype}"
     if (size, value_size) != (SHORT_HEAD, SHORT_HEAD):
         return f"it has heads of {SHORT_HEAD}, not model.attention.head_dim={size}"
+    if row > MOST:
+        return f"its 32-bit offsets do not reach all of a row's {row:,} elements"
     return None
 
 

@@ -7,6 +7,7 @@ FlashAttention-2 (arXiv 2307.08691). Measured: docs/lab/2026-11-25-short-rows.md
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -42,8 +43,8 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Of the forward pass and of both kernels of the backward pass.
 
-    The forward pass writes statistics as far as its last tile, or `ROOM_OF`, reaches. So neither of
-    the others may take more queries at a time than it, unless it takes `ROOM_OF`.
+    A kernel writes a number for each query as far as its last tile reaches, and a later kernel
+    reads them. So none takes more queries at a time than the kernel before.
     """
 
     forward: Tile
@@ -62,9 +63,10 @@ def tiles_for(keys: int) -> Tiles:
 
 
 def require_short(q: jax.Array, v: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> None:
-    """Raise `UserError` where the kernels lack a device, dtype, head size, mask or feature."""
+    """Raise `UserError` where the kernels lack a device, dtype, size, mask or feature."""
     sizes = q.shape[-1], v.shape[-1]
     has = {"sinks": arrays.sinks is not None, "relative": arrays.relative is not None}
+    has["row"] = max(math.prod(array.shape[1:]) for array in (q, v))
     if lacks := chooser.short_attention_lacks(q.dtype, *sizes, call, chooser.this_device(), **has):
         raise UserError(f"train.attention=triton: {lacks}; set train.attention=auto or xla")
 
@@ -120,8 +122,8 @@ def _fwd(products, biases, rows, call, name, tiles):
 
 def _bwd(call, name, tiles, saved, d_out):
     products, biases, rows, out, lse = saved
-    sizes = sizes_of(products)
-    tiles = tiles or tiles_for(sizes.keys)
+    tiles = tiles or tiles_for(sizes_of(products).keys)
+    assert tiles.d_keys.queries <= tiles.d_queries.queries <= tiles.forward.queries, "unwritten"
     d_out = d_out.astype(out.dtype)
     d_q, deltas, d_biases = d_queries(*saved, d_out, call, tiles.d_queries)
     d_products = d_keys(products, rows, lse, deltas, d_out, d_q, call, tiles.d_keys)

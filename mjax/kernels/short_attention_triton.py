@@ -281,6 +281,7 @@ def _tile(x, places, within):
 
 @triton.jit
 def _store_tile(x, places, tile, within):
+    """The reverse of `_tile`."""
     tl.store(x + places[0] + places[1], tile, within[:, None])
 
 

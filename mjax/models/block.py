@@ -14,6 +14,7 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, DECODER, branch_groups, stream_of, stream_read_by
+from mjax.kernels.norm import sum_of
 from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, Source, branch_class
 from mjax.models.context import Context, Tokens, dropout
 from mjax.models.norm import Norm
@@ -109,10 +110,6 @@ class Block(nnx.Module):
             if norms_stream and post_norm is not None:
                 x, added = post_norm(x, added=added), None
         return BranchOutput(sum_of(x, added), statistics, None if cache is None else new_cache)
-
-
-def sum_of(x: jax.Array, added: jax.Array | None) -> jax.Array:
-    return x if added is None else x + added
 
 
 class NormNames(NamedTuple):

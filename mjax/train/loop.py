@@ -245,6 +245,7 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
 
 
 def placed_by(run: TrainingRun, batch: HostBatch) -> Batch:
+    """`Trainer.place`; its time counts as that of dispatching."""
     with run.host.dispatching():
         return run.trainer.place(batch)
 

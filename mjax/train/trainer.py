@@ -160,7 +160,8 @@ class Trainer:
         The state changes only if the numbers are finite, the loss is at most `most_loss` and
         `is_open` holds (`step.py: Gate`). The step is counted in any case.
         """
-        placed = batch if "rows" in batch else self.place(batch)
+        is_placed = isinstance(batch.get("rows"), jax.Array)
+        placed = batch if is_placed else self.place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
         step = self._program("train", placed)
         if not isinstance(is_open, jax.Array):

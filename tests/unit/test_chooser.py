@@ -22,6 +22,7 @@ WHOLE = AttentionCall(scale=1.0, mask="full", max_documents=2, padded=True)
 PACKED = AttentionCall(scale=1.0, mask="full")
 Q = (2, 1024, 8, 128)
 SHORT_Q = (2, 512, 8, 64)
+LONGEST_Q = (1, 2**20, 10, 64)  # a row of queries, keys and values has 0.94 * 2**31 elements
 MLA_Q = (2, 1024, 8, 192)
 BIG = (2**14, 2**10)
 UP = (2**14, 1024, 4096)
@@ -44,6 +45,8 @@ TABLE = [
     ("attention", "bfloat16", Q, HOPPER, {"call": NEAR}, "xla", "windows to both sides"),
     ("attention", "bfloat16", SHORT_Q, HOPPER, {"call": NEAR}, "triton", "windows to both sides"),
     ("attention", "bfloat16", SHORT_Q, BARE, {"call": NEAR}, "xla", "windows to both sides"),
+    ("attention", "bfloat16", LONGEST_Q, GPU, {"call": NEAR}, "triton", "windows to both sides"),
+    ("attention", "bfloat16", (1, 2**20, 11, 64), GPU, {"call": NEAR}, "xla", "windows"),
     ("attention", "bfloat16", SHORT_Q, GPU, {"call": NEAR, "by_blocks": True}, "xla", "windows"),
     ("attention", "bfloat16", SHORT_Q, GPU, {"call": WHOLE}, "triton", "rows of 512 tokens"),
     ("attention", "float16", SHORT_Q, GPU, {"call": WHOLE}, "triton", "rows of 512 tokens"),

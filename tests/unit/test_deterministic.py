@@ -31,6 +31,14 @@ def test_options_reach_the_compiler_or_the_start_is_refused(monkeypatch, known):
             xla_options.compiler_options(execution, False, [GPU], deterministic=True)
 
 
+def test_models_with_a_tower_of_images_read_images():
+    def reads(name):
+        return "vision" in load(f"configs/models/{name}.yaml", ["data.mock=true"]).model.embedded
+
+    assert all(map(reads, ("vit_l16", "clip_vit_l14", "siglip_so400m", "llava_1_5_7b")))
+    assert not any(map(reads, ("gpt2_124m", "bert_large", "qwen3_30b_a3b")))
+
+
 def test_the_environment_says_first_how_nccl_sums(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     xla_options.fix_reduction_order()

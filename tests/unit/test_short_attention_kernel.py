@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.errors import UserError
 from mjax.kernels.attention import attention
 from mjax.kernels.attention_call import AttentionArrays, AttentionCall
-from mjax.kernels.short_attention import Rows, Tile, Tiles, short_attention
+from mjax.kernels.chooser import believed
+from mjax.kernels.short_attention import Rows, Tile, Tiles, _bwd, require_short, short_attention
+from tests.devices import GPU
 from tests.marks import quick
 from tests.triton_interpreter import interpret
 
@@ -69,6 +72,26 @@ def test_kernels_equal_fp64(monkeypatch, case):
     for mine, right in zip(got, wanted, strict=True):
         scale = float(np.abs(right).max())
         np.testing.assert_allclose(mine, right, rtol=0, atol=4e-6 * scale)
+
+
+def test_rows_beyond_32_bits_and_tiles_that_would_read_what_none_wrote_are_refused():
+    call, arrays = AttentionCall(scale=1.0), AttentionArrays(columns=(None, None))
+
+    def require(heads):
+        q, all_three = (
+            jax.ShapeDtypeStruct((1, 2**20, *more, heads, 64), jnp.bfloat16) for more in ((), (3,))
+        )
+        require_short(q, all_three, call, arrays)
+
+    with believed(GPU):
+        require(10)
+        with pytest.raises(UserError, match="32-bit offsets do not reach all of a row's 2,214,592"):
+            require(11)
+    tile = Tile(16, 16, 4, 1)
+    tiles = Tiles(tile, tile._replace(queries=32), tile)
+    q = jnp.zeros((1, 20, 1, 16))
+    with pytest.raises(AssertionError, match="unwritten"):
+        jax.eval_shape(lambda q: _bwd(call, "", tiles, ((q, q, q), None, Rows(), q, q), q), q)
 
 
 # One array of all three needs as many heads of keys as of queries.
