@@ -16,7 +16,7 @@ refuse() { echo "eight-gpus.sh: $1" >&2; exit 2; }
 "$python" -c 'import jax_triton, mjax' 2> /dev/null ||
     refuse "PYTHON=$python lacks mjax or jax-triton; pip install -e '.[cuda13]' there"
 figures='^memory: train.remat=[^ ]+|estimate [0-9.]+ GB|estimate [0-9,]+ to [^:]+: [^,]+,[^,]+|^mjax: .*'
-figures+='|"(ms|loss|memory_gb|tokens_per_second|gb_per_s)": [0-9.e-]+'
+figures+='|"(ms|loss|memory_gb|tokens_per_second|gb_per_s)": [0-9.e-]+|^first step .*|^losses .*|.*TFLOP/s a device'
 
 run() { # label, seconds, command ...
     local label=$1 most=$(($2 < limit - SECONDS ? $2 : limit - SECONDS)) log
@@ -25,7 +25,7 @@ run() { # label, seconds, command ...
     [ "$most" -gt 30 ] || { printf '%-50s no time left\n' "$label"; return; }
     timeout "$most" "$@" > "$log" 2>&1
     printf '%-50s exit %s: ' "$label" $?
-    grep -oE "$figures" "$log" | uniq | tail -n 6 | cut -c1-120 | paste -sd ';'
+    grep -oE "$figures" "$log" | uniq | tail -n 6 | cut -c1-200 | paste -sd ';'
 }
 
 step() { # label, config, override ...: a step, measured, or planned with PLAN=1
@@ -60,23 +60,29 @@ for model in $models; do
     step "$model ep$gpus, all-to-all" "$model" "${own[@]}" train.expert_exchange=all_to_all
 done
 
-# The same model by other meshes. Their losses, after as many steps of the same tokens, agree to 1e-3.
-for mesh in "mesh.ep=$gpus mesh.zero=3" "mesh.ep=$((gpus / 2)) mesh.tp=2 mesh.zero=1" \
+# The same 12 layers by four meshes. Losses of 20 steps, of new tokens in each, agree to 1e-3.
+for mesh in "mesh.ep=$gpus mesh.zero=1" "mesh.ep=$gpus mesh.zero=3" \
+    "mesh.ep=$((gpus / 2)) mesh.tp=2 mesh.zero=1" \
     "mesh.ep=$((gpus / 2)) mesh.pp=2 mesh.virtual_stages=2 mesh.zero=1"; do
-    # shellcheck disable=SC2086  # each is several overrides
-    step "qwen3_30b_a3b $mesh" qwen3_30b_a3b $mesh "${tokens[@]}" "${small[@]}"
+    # shellcheck disable=SC2206  # each is several overrides
+    own=($mesh "${tokens[@]}" model.num_hidden_layers=12 train.remat=dots)
+    if [ -n "${PLAN:-}" ]; then
+        step "12 layers of Qwen3, $mesh" qwen3_30b_a3b "${own[@]}"
+    else
+        run "12 layers of Qwen3, $mesh" 240 "$python" docs/lab/mesh_losses.py \
+            configs/models/qwen3_30b_a3b.yaml data.mock=true data.seq_length=4096 \
+            train.micro_batch_size=1 schedule.warmup_steps=20 "${own[@]}"
+    fi
 done
 [ "$gpus" = 8 ] || step "qwen3_30b_a3b ep4, moments on the host" qwen3_30b_a3b "${whole[@]}" \
     optimizer.offload=true
 
-# One layer and its exchange, one sequence a GPU: the difference of two depths.
-for layers in 1 2; do
-    step "mixtral layer, $layers deep" mixtral_8x7b mesh.ep="$gpus" model.num_hidden_layers=$layers \
-        train.global_batch_size="$gpus" train.remat=none
-    step "h7168, $((32 * gpus)) experts of 2048, top-8, $layers deep" mixtral_8x7b mesh.ep="$gpus" \
-        model.hidden_size=7168 model.moe.moe_intermediate_size=2048 \
-        model.moe.num_experts=$((32 * gpus)) model.moe.num_experts_per_tok=8 \
-        model.num_hidden_layers=$layers train.global_batch_size="$gpus" train.remat=none
-done
 [ -n "${PLAN:-}" ] && exit
+# One layer and its exchange, one sequence a GPU.
+for shape in mixtral h7168; do
+    for exchange in auto all_to_all; do
+        run "layer $shape, $exchange" 120 "$python" docs/lab/expert_layer.py "$shape" \
+            train.expert_exchange=$exchange
+    done
+done
 run "collectives" 120 "$python" -m mjax.bench collective --sizes 16,128,1024

@@ -9,11 +9,16 @@ orders; the one within a kernel's own operands is in `kernels/quantize.py`.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.flatten_util import ravel_pytree
 
 # A pytree of arrays.
 Tree = Any
+
+# More arrays than _FEW of a dtype, each of at most _SMALL elements, wait as one.
+_FEW, _SMALL = 4, 1 << 14
 
 
 def wait_for_all(*trees: Tree) -> tuple:
@@ -60,8 +65,31 @@ def _gradients_before_forward(*primals):
 
 def _gradients_before_backward(_, cotangents):
     leaves, tree = jax.tree.flatten(cotangents, is_leaf=_is_zero)
-    computed = iter(lax.optimization_barrier([ct for ct in leaves if not _is_zero(ct)]))
+    computed = iter(_wait_as_few([ct for ct in leaves if not _is_zero(ct)]))
     return jax.tree.unflatten(tree, [None if _is_zero(ct) else next(computed) for ct in leaves])
+
+
+def _wait_as_few(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays as they are, when all are there; many small ones of one dtype wait as one array.
+
+    XLA copies a slice that waits by itself, and a layer with biases has a dozen gradients that are
+    slices of sums: so they cost one kernel instead of one each.
+    """
+    small: dict[jnp.dtype, dict[int, jax.Array]] = {}
+    for i, array in enumerate(arrays):
+        if array.size <= _SMALL:
+            small.setdefault(array.dtype, {})[i] = array
+    many = [own for own in small.values() if len(own) > _FEW]
+    packs = [ravel_pytree(own) for own in many]
+    waiting = dict(enumerate(arrays))
+    for own in many:
+        for i in own:
+            del waiting[i]
+    flat = [pack for pack, _ in packs]
+    waiting, flat = lax.optimization_barrier((waiting, flat))
+    for pack, (_, unravel) in zip(flat, packs, strict=True):
+        waiting |= unravel(pack)
+    return [waiting[i] for i in range(len(arrays))]
 
 
 def _is_zero(cotangent: object) -> bool:

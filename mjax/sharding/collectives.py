@@ -285,12 +285,33 @@ def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
 
     `partitions` are as in `reduce_gradients`.
     """
-    sums: dict[tuple[str, ...], jax.Array] = {}
+    sums: dict[tuple[str, ...], list[jax.Array]] = {}
     cuts, structure = jax.tree.flatten(partitions)
     for partition, part in zip(cuts, structure.flatten_up_to(tree), strict=True):
         axes = parallel.live(*mesh_axes(partition))
-        for x in jax.tree.leaves(part):
-            squares = jnp.square(x.astype(jnp.float32))
-            sums[axes] = sums.get(axes, 0.0) + jnp.sum(squares)
-    totals = [parallel.psum(local_sum, *axes) for axes, local_sum in sums.items()]
+        sums.setdefault(axes, []).extend(map(_squares, jax.tree.leaves(part)))
+    totals = [parallel.psum(_sum_of_all(vectors), *axes) for axes, vectors in sums.items()]
     return jnp.sqrt(functools.reduce(jnp.add, totals))
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    """Sums of the squares of x, fp32 [1024] where that divides its size, else [1].
+
+    One kernel adds up those of all parameters. A sum of all squares at once is two kernels each.
+    """
+    lanes = 1024 if x.size % 1024 == 0 else 1
+    x = x.astype(jnp.float32).reshape(lanes, -1)
+    return jnp.sum(jnp.square(x), 1)
+
+
+def _sum_of_all(vectors: list[jax.Array]) -> jax.Array:
+    """The sum of all elements, []; vectors of one length are added up before."""
+    by_length: dict[int, jax.Array | float] = {}
+    for vector in vectors:
+        length = vector.size
+        before = by_length.get(length, 0.0)
+        by_length[length] = before + vector
+    total = jnp.float32(0)
+    for vector in by_length.values():
+        total += jnp.sum(vector)
+    return total

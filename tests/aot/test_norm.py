@@ -30,3 +30,12 @@ def test_one_call_a_norm(monkeypatch, compute):
     # gain, bias, x, what is added; `dots` norms again in the backward
     assert operands("forward") == [3, 3, 3, 4, 4]
     assert operands("backward") == [3, 4, 4]  # gain, x, its norm's gradient, the stream's
+
+
+def test_no_small_gradient_is_a_kernel_of_its_own(monkeypatch):
+    """Those of gain and bias are slices of one sum, and the norm of all is one sum at its end."""
+    choose_for(monkeypatch, GPU, "norm")
+    keys = "model.num_hidden_layers=4", "mesh.dp=1", "train.micro_batch_size=8", "train.remat=none"
+    step = compile_step("configs/models/gpt2_124m.yaml", *keys)
+    assert not re.search(r"wrapped_slice\S* = bf16\[1,768\]", step.text)
+    assert len(re.findall(r" = f32\[\]\S* fusion\(.*/reduce/reduce_sum", step.text)) <= 3
