@@ -8,8 +8,8 @@ as matmuls read them, gradients stay where the weights are, and the router's are
 The router is force-balanced. A figure is the median of 20 times the mean of 5 calls.
 """
 
+import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -42,11 +42,8 @@ def keys_of(shape: str, count: int) -> list[str]:
     keys += ["model.moe.force_balanced=true"]
     if shape == "mixtral":
         return keys
-    return (
-        keys
-        + [f"model.{key}={value}" for key, value in WIDE.items()]
-        + [f"model.moe.num_experts={32 * count}"]
-    )
+    keys += [f"model.moe.num_experts={32 * count}"]
+    return keys + [f"model.{key}={value}" for key, value in WIDE.items()]
 
 
 def milliseconds(f, arguments: tuple, batches: int = 20, calls: int = 5) -> float:
@@ -121,4 +118,7 @@ def main(shape: str, overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", choices=["mixtral", "h7168"])
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    main(**vars(parser.parse_args()))
