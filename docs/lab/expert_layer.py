@@ -5,12 +5,10 @@
 times router, exchange, experts and combination, without norm and attention: the forward, and the
 forward with all gradients as one program; the backward is the difference. Parameters are in bf16
 as matmuls read them, gradients stay where the weights are, and the router's are summed over ep.
-The router is force-balanced. A figure is the median of 20 times the mean of 5 calls.
+The router is force-balanced.
 """
 
 import argparse
-import statistics
-import time
 from pathlib import Path
 
 import jax
@@ -19,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mjax.bench.report import launch_ms
 from mjax.config import load
 from mjax.models.branch import BranchInputs
 from mjax.models.context import tokens_of
@@ -44,22 +43,6 @@ def keys_of(shape: str, count: int) -> list[str]:
         return keys
     keys += [f"model.moe.num_experts={32 * count}"]
     return keys + [f"model.{key}={value}" for key, value in WIDE.items()]
-
-
-def milliseconds(f, arguments: tuple, batches: int = 20, calls: int = 5) -> float:
-    """Of a call of f."""
-    if jax.default_backend() == "cpu":
-        calls = 1  # its devices may not mix two programs
-    for _ in range(3):
-        jax.block_until_ready(f(*arguments))
-    times = []
-    for _ in range(batches):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = f(*arguments)
-        jax.block_until_ready(out)
-        times.append(1e3 * (time.perf_counter() - start) / calls)
-    return statistics.median(times)
 
 
 def main(shape: str, overrides: list[str]) -> None:
@@ -105,9 +88,8 @@ def main(shape: str, overrides: list[str]) -> None:
     options = compiler_options(execution, rows is not None, devices) or None
 
     def timed(f, outputs) -> float:
-        return milliseconds(
-            jax.jit(on_shards(f, mesh, given, outputs), compiler_options=options), arguments
-        )
+        f = jax.jit(on_shards(f, mesh, given, outputs), compiler_options=options)
+        return launch_ms(lambda: f(*arguments))
 
     one, all_ = timed(forward, of_x), timed(both, (of_x, of_x, cuts))
     moe = cfg.model.moe
