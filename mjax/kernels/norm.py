@@ -1,13 +1,13 @@
-"""RMSNorm and LayerNorm over the last axis, and the sum of a residual stream before them.
+"""RMSNorm and LayerNorm over the last axis.
 
 XLA's backward reads x and its output's gradient anew for each sum that it needs (1.4 of 4.2 TB/s on
 an H200). Our Triton kernel (`norm_triton.py`) reads both once: a program holds whole rows in
 registers, finds their statistics again, and adds up its own part of the gradients of gain and bias;
 the parts are summed afterwards, without atomics, equal bit for bit each time. So a forward keeps
-its input and nothing else. The forward of LayerNorm is a kernel, too, which adds what a branch adds
-to its stream (on an H100 0.108 ms where XLA takes 0.139); that of RMSNorm is XLA's, which rounds to
-8 bits in the same pass. Only what is differentiated calls kernels: what is exported, or generates,
-never does. Invariant: statistics, sums, gain and bias are fp32; what leaves is rounded once.
+its input and nothing else. It also makes the gradient of the bias that a branch adds to the stream.
+The forward of LayerNorm is a kernel, too; that of RMSNorm is XLA's, which rounds to 8 bits in the
+same pass. Only what is differentiated calls kernels: what is exported, or generates, never does.
+Invariant: statistics, sums, gain and bias are fp32; what leaves is rounded once.
 """
 
 import functools
@@ -75,16 +75,18 @@ def norm(
     bias: jax.Array | None = None,
     *,
     eps: float,
-    added: jax.Array | None = None,
+    shift: jax.Array | None = None,
 ) -> jax.Array:
     """LayerNorm where there is a bias, else RMSNorm: x [..., D] -> [..., D] in x's dtype.
 
-    `gain` and `bias`, fp32 [D], multiply and add as they are. `added` is added to x before.
+    `gain` and `bias`, fp32 [D], multiply and add as they are. `shift` [D], where kernels do it, is
+    a bias that was added to x with its gradient stopped. It gets its gradient here instead, where
+    that of x is at hand.
     """
-    x, added = _to_add(x, added, bias)
     if not supports(x, bias):
+        assert shift is None
         return reference(x, gain, bias, eps)
-    return fused(How(eps, tile_of(x.shape[-1])), x, added, gain, bias)
+    return fused(How(eps, tile_of(x.shape[-1])), x, shift, gain, bias)
 
 
 def fork(
@@ -93,28 +95,15 @@ def fork(
     bias: jax.Array | None = None,
     *,
     eps: float,
-    added: jax.Array | None = None,
+    shift: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(`norm` of x, x), where x has got what is `added`. Whoever reads the second instead of x, as
-    a residual stream does, has the two gradients of x added within the kernel."""
-    x, added = _to_add(x, added, bias)
+    """(`norm` of x, x). Whoever reads the second instead of x, as a residual stream does, has the
+    two gradients of x added within the kernel. `shift` is a bias that will be added to the second
+    with its gradient stopped."""
     if not supports(x, bias):
+        assert shift is None
         return reference(x, gain, bias, eps), x
-    return fused(How(eps, tile_of(x.shape[-1]), fork=True), x, added, gain, bias)
-
-
-def _to_add(
-    x: jax.Array, added: jax.Array | None, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """(x, what the kernel is to add to it): the rest is added here."""
-    if added is None or (bias is not None and supports(x, bias) and added.dtype == x.dtype):
-        return x, added
-    return sum_of(x, added), None
-
-
-def sum_of(x: jax.Array, added: jax.Array | None) -> jax.Array:
-    """x and what is added to it, if anything is."""
-    return x if added is None else x + added
+    return fused(How(eps, tile_of(x.shape[-1]), fork=True), x, shift, gain, bias)
 
 
 def supports(x: jax.Array, bias: jax.Array | None = None) -> bool:
@@ -135,58 +124,59 @@ class How:
 def fused(
     how: How,
     x: jax.Array,
-    added: jax.Array | None,
+    shift: jax.Array | None,
     gain: jax.Array,
     bias: jax.Array | None,
 ):
     """`norm`, or `fork`, with kernels where it is differentiated."""
-    x = sum_of(x, added)
     y = reference(x, gain, bias, how.eps)
     return (y, x) if how.fork else y
 
 
-def _fused_forward(how, x, added, gain, bias):
+def _fused_forward(how, x, shift, gain, bias):
     if bias is None:
-        x = sum_of(x, added)
         y = reference(x, gain, None, how.eps)
     else:
-        y, *stream = norm_forward(x, added, gain, bias, how.eps)
-        x = x if added is None else stream[0]
-    kept = x, gain, *(None if a is None else () for a in (added, bias))
-    return (y, x) if how.fork else y, kept
+        y, x = norm_forward(x, gain, bias, how.eps)
+    return (y, x) if how.fork else y, (x, gain, shift, None if bias is None else ())
 
 
 def _fused_backward(how, saved, grads):
-    x, gain, added, bias = saved
+    x, gain, shift, bias = saved
     dy, *stream = grads if how.fork else (grads,)
-    dx, parts = norm_backward(how, x, gain, dy, *stream, bias=bias is not None)
-    d_gain, *d_bias = jnp.sum(parts, 0)
-    return dx, None if added is None else dx, d_gain, *(d_bias or [None])
+    has = {"bias": bias is not None, "shift": shift is not None}
+    dx, parts = norm_backward(how, x, gain, dy, *stream, **has)
+    d_gain, *rest = jnp.sum(parts, 0)
+    d_shift = rest.pop().astype(shift.dtype) if has["shift"] else None
+    return dx, d_shift, d_gain, *(rest or [None])
 
 
 fused.defvjp(_fused_forward, _fused_backward)
 
 
-def norm_forward(
-    x: jax.Array, added: jax.Array | None, gain: jax.Array, bias: jax.Array, eps: float
-) -> list[jax.Array]:
-    """LayerNorm of x [..., D], after `added` if it is there, and then that sum: [..., D] each."""
+def norm_forward(x: jax.Array, gain: jax.Array, bias: jax.Array, eps: float) -> list[jax.Array]:
+    """(LayerNorm of x [..., D], x), the second in x's own memory.
+
+    A residual stream that a kernel gives is added by cuBLAS's matmul as it writes. XLA takes one
+    that a matmul gave for a summand of one reader only, which that matmul may overwrite, and then
+    copies it for the other reader: two passes more.
+    """
     from mjax.kernels import norm_triton
 
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     tile, warps = forward_tile(width)
     found = triton_call(
         norm_triton.norm_forward,
-        [gain, bias, *(a.reshape(rows, width) for a in (x, x if added is None else added))],
-        [jax.ShapeDtypeStruct((rows, width), x.dtype)] * (1 if added is None else 2),
+        [gain, bias, x.reshape(rows, width)],
+        [jax.ShapeDtypeStruct((rows, width), x.dtype)] * 2,
         programs=-(-rows // tile),
         warps=warps,
+        aliases={2: 1},
         ROWS=rows,
         WIDTH=width,
         PADDED=_power_of_2(width),
         TILE=tile,
         EPS=eps,
-        **({"stream": None} if added is None else {}),
     )
     return [a.reshape(x.shape) for a in found]
 
@@ -199,9 +189,10 @@ def norm_backward(
     stream: jax.Array | None = None,
     *,
     bias: bool,
+    shift: bool = False,
 ) -> list[jax.Array]:
     """The gradient of x [..., D], plus `stream` [..., D]; then parts of that of the gain and, where
-    there is one, of the bias: fp32 [programs, 1 or 2, D]."""
+    they are there, of the bias and of a shift: fp32 [programs, 1 to 3, D]."""
     from mjax.kernels import norm_triton
 
     width, tile = x.shape[-1], how.tile
@@ -213,7 +204,7 @@ def norm_backward(
         [gain, *flat],
         [
             jax.ShapeDtypeStruct((rows, width), x.dtype),
-            jax.ShapeDtypeStruct((programs, 1 + bias, width), jnp.float32),
+            jax.ShapeDtypeStruct((programs, 1 + bias + shift, width), jnp.float32),
         ],
         programs=programs,
         warps=tile.warps,
@@ -225,6 +216,7 @@ def norm_backward(
         EPS=how.eps,
         FORK=stream is not None,
         CENTERED=bias,
+        SHIFTED=shift,
     )
     return [dx.reshape(x.shape), parts]
 

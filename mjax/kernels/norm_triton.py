@@ -9,7 +9,6 @@ def norm_forward(
     gain,
     bias,
     x,
-    added,
     y,
     stream,
     ROWS: tl.constexpr,
@@ -18,18 +17,13 @@ def norm_forward(
     TILE: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """LayerNorm of TILE rows a program. `stream` is x + `added`; None: nothing is added."""
+    """LayerNorm of TILE rows a program. `stream` is x, in its place: nothing is written."""
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
     columns = tl.arange(0, PADDED)[None]
     real = columns < WIDTH
     mask = (rows < ROWS) & real
     place = rows * WIDTH + columns
     z = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    if stream is not None:
-        z += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
-        rounded = z.to(y.dtype.element_ty)
-        tl.store(stream + place, rounded, mask=mask)
-        z = rounded.to(tl.float32)
     z = tl.where(real, z - tl.sum(z, 1, keep_dims=True) * (1 / WIDTH), 0.0)
     r = tl.rsqrt(tl.sum(z * z, 1, keep_dims=True) * (1 / WIDTH) + EPS)
     out = z * r * tl.load(gain + columns, mask=real, other=0.0)
@@ -53,15 +47,18 @@ def norm_backward(
     EPS: tl.constexpr,
     FORK: tl.constexpr,
     CENTERED: tl.constexpr,
+    SHIFTED: tl.constexpr,
 ):
-    """Over tiles of TILE rows, PROGRAMS apart. `stream` is read with FORK alone. CENTERED: this is
-    LayerNorm, and `parts` [PROGRAMS, 2, WIDTH] are of gain and bias; else they are of the gain.
+    """Over tiles of TILE rows, PROGRAMS apart. `stream` is read with FORK alone. `parts`
+    [PROGRAMS, 1 to 3, WIDTH] are of the gain; CENTERED, which is LayerNorm, of the bias; SHIFTED,
+    of a bias in x, the sum of dx, or with FORK of one behind x, the sum of `stream`.
     PADDED is the power of 2 that holds WIDTH columns."""
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)[None]
     real = columns < WIDTH
     d_gain = tl.zeros((TILE, PADDED), tl.float32)
     d_bias = tl.zeros((TILE, PADDED), tl.float32)
+    d_shift = tl.zeros((TILE, PADDED), tl.float32)
     for i in range((ROWS + TILE * PROGRAMS - 1) // (TILE * PROGRAMS)):
         rows = (program + i * PROGRAMS) * TILE + tl.arange(0, TILE)[:, None]
         mask = (rows < ROWS) & real
@@ -72,31 +69,40 @@ def norm_backward(
             more = tl.load(stream + place, mask=mask, other=0.0)
         # each time anew, from the cache: registers are what limits the rows in flight
         g = tl.load(gain + columns, mask=real, other=0.0)
-        a = a.to(tl.float32)
         d = d.to(tl.float32)
-        w = d * g
-        if not CENTERED:
-            z = a
-        else:
-            mean, mean_w = _means(a, w, WIDTH)
-            z = tl.where(real, a - mean, 0.0)
-        variance, slope = _means(z * z, w * z, WIDTH)
-        r = tl.rsqrt(variance + EPS)
-        out = w - z * (slope * r * r)
-        if CENTERED:
-            out = out - mean_w
-        out = out * r
+        out, y = _gradient(a.to(tl.float32), d, g, real, WIDTH, EPS, CENTERED)
         if FORK:
-            out = out + more.to(tl.float32)
+            more = more.to(tl.float32)
+            out = out + more
+        if SHIFTED:
+            d_shift += more if FORK else out
         tl.store(dx + place, out.to(dx.dtype.element_ty), mask=mask)
-        d_gain += d * (z * r)
+        d_gain += d * y
         if CENTERED:
             d_bias += d
     column = tl.arange(0, PADDED)
-    own = program * (1 + CENTERED) * WIDTH + column
-    tl.store(parts + own, tl.sum(d_gain, 0), mask=column < WIDTH)
+    own = parts + program * (1 + CENTERED + SHIFTED) * WIDTH + column
+    tl.store(own, tl.sum(d_gain, 0), mask=column < WIDTH)
     if CENTERED:
-        tl.store(parts + own + WIDTH, tl.sum(d_bias, 0), mask=column < WIDTH)
+        tl.store(own + WIDTH, tl.sum(d_bias, 0), mask=column < WIDTH)
+    if SHIFTED:
+        tl.store(own + (1 + CENTERED) * WIDTH, tl.sum(d_shift, 0), mask=column < WIDTH)
+
+
+@triton.jit
+def _gradient(a, d, g, real, WIDTH: tl.constexpr, EPS: tl.constexpr, CENTERED: tl.constexpr):
+    """(The gradient of rows a, whose norm times g has the gradient d; that norm), in fp32."""
+    w = d * g
+    z = a
+    if CENTERED:
+        mean, mean_w = _means(a, w, WIDTH)
+        z = tl.where(real, a - mean, 0.0)
+    variance, slope = _means(z * z, w * z, WIDTH)
+    r = tl.rsqrt(variance + EPS)
+    out = w - z * (slope * r * r)
+    if CENTERED:
+        out = out - mean_w
+    return out * r, z * r
 
 
 @triton.jit

@@ -117,7 +117,7 @@ class Attention(BranchModule):
         scale = cfg.attention.attention_multiplier or cfg.attention.head_dim**-0.5
         call = attention_call(cfg, inputs, scale)
         if cache is None and self._reads_products(x, call, inputs):
-            return self._returned(self._of_products(x, call, inputs), ctx)
+            return self._returned(self._of_products(x, call, inputs), inputs)
         q, kv = self._project(x, ctx)
         q, (k, v) = self._biased_q(q), self.biased(kv, parallel)
         if cfg.attention.attention_output_gate:
@@ -150,12 +150,12 @@ class Attention(BranchModule):
             out = context_attention(q, k, v, call, arrays, ctx)
         if cfg.attention.attention_output_gate:
             out = out * jax.nn.sigmoid(gate)
-        return self._returned(out, ctx, cache)
+        return self._returned(out, inputs, cache)
 
     def _returned(
-        self, out: jax.Array, ctx: Context, cache: KeysValues | None = None
+        self, out: jax.Array, inputs: BranchInputs, cache: KeysValues | None = None
     ) -> BranchOutput:
-        y = self.output(out, ctx)
+        y = self.output(out, inputs)
         if self.cfg.attention.attention_out_multiplier is not None:
             y = y * self.cfg.attention.attention_out_multiplier
         return BranchOutput(y, cache=cache)
@@ -191,10 +191,17 @@ class Attention(BranchModule):
             arrays = attention_arrays(cfg, inputs)
             return attention_of_products(products, biases, call, arrays, weights[0].name)
 
-    def output(self, out: jax.Array, ctx: Context) -> jax.Array:
+    def output(self, out: jax.Array, inputs: BranchInputs) -> jax.Array:
         """Heads of values [B, S, N/tp, H] back in the residual stream, [B, S/tp, D]."""
-        y = row(out, weight_of(self.out), ctx)
-        return y + self.out_bias[...] if self.cfg.attention.attention_out_bias else y
+        y = row(out, weight_of(self.out), inputs.ctx)
+        if not self.cfg.attention.attention_out_bias:
+            return y
+        return y + (self.out_bias[...] if inputs.bias is None else inputs.bias)
+
+    def output_bias(self) -> jax.Array | None:
+        sizes = self.cfg.attention
+        last = sizes.attention_out_bias and sizes.attention_out_multiplier is None
+        return self.out_bias[...] if last else None
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:

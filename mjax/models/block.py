@@ -14,7 +14,6 @@ from flax import nnx
 
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import BRANCHES, DECODER, branch_groups, stream_of, stream_read_by
-from mjax.kernels.norm import sum_of
 from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, Source, branch_class
 from mjax.models.context import Context, Tokens, dropout
 from mjax.models.norm import Norm
@@ -85,31 +84,44 @@ class Block(nnx.Module):
         norms_stream = cfg.norm_placement == "post_residual"
         statistics: dict[str, jax.Array] = {}
         new_cache = {}
-        added = None  # by the branch before; the next norm adds it to the stream
         for i, group in enumerate(branch_groups(kind)):
             name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
-            norm = getattr(self, f"{name}_norm")
-            # for a branch; the residual stream
-            h, x = (sum_of(x, added),) * 2 if norm is None else norm.fork(x, added)
+            norm, post_norm = getattr(self, f"{name}_norm"), getattr(self, f"{name}_post_norm")
+            bias = self._summed_bias(group, post_norm if norms_stream else norm, x)
+            h, x = (x, x) if norm is None else norm.fork(x, bias)  # for a branch; the stream
             outputs = []
             for letter in group:
                 branch = BRANCHES[letter].name
                 of_branch = replace(inputs, letter=letter, salt=salts.inside)
+                if bias is not None:
+                    of_branch = replace(of_branch, bias=jax.lax.stop_gradient(bias))
                 held = None if cache is None else cache[branch]
                 output = getattr(self, branch)(h, of_branch, held)
                 outputs.append(output.y)
                 statistics |= output.statistics
                 new_cache[branch] = output.cache
             h = functools.reduce(jnp.add, outputs)
-            post_norm = getattr(self, f"{name}_post_norm")
             if post_norm is not None and not norms_stream:
                 h = post_norm(h)
             h = scaled(h, cfg.residual_multiplier)
             h = ctx.tap(name, h)
-            added = dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
+            x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
             if norms_stream and post_norm is not None:
-                x, added = post_norm(x, added=added), None
-        return BranchOutput(sum_of(x, added), statistics, None if cache is None else new_cache)
+                x = post_norm(x, shift=bias)
+        return BranchOutput(x, statistics, None if cache is None else new_cache)
+
+    def _summed_bias(self, group: str, norm: Norm | None, x: jax.Array) -> jax.Array | None:
+        """The bias that a branch adds last, if the backward of `norm` makes its gradient.
+
+        The gradient of the stream behind the branch is that of the branch's output, and the norm
+        reads it, or makes it: the one before the branch or the one of the sum.
+        """
+        cfg = self.cfg
+        if len(group) > 1 or norm is None or cfg.hidden_dropout or cfg.residual_multiplier:
+            return None
+        if cfg.norm_placement not in ("pre", "post_residual") or not norm.sums(x):
+            return None
+        return getattr(self, BRANCHES[group].name).output_bias()
 
 
 class NormNames(NamedTuple):

@@ -71,6 +71,7 @@ class BranchInputs:
     salt: tells its draws of dropout from those of others.
     layer: the number of its layer in the model.
     shared, source: of a model with two streams (`models/streams.py`).
+    bias: what to add in place of the branch's `output_bias`: the same, of another gradient.
     """
 
     tokens: Tokens
@@ -81,6 +82,7 @@ class BranchInputs:
     layer: jax.Array | int = 0
     shared: SharedWeights | None = None
     source: Source | None = None
+    bias: jax.Array | None = None
 
 
 class BranchOutput(NamedTuple):
@@ -98,6 +100,10 @@ class BranchModule(nnx.Module):
     the projection back to the residual stream. `__call__(x, inputs, cache)` gives a `BranchOutput`
     of x [B, S/tp, D].
     """
+
+    def output_bias(self) -> jax.Array | None:
+        """The bias [D] that it adds last, if there is one and nothing comes after it."""
+        return None
 
     @staticmethod
     def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:

@@ -53,7 +53,7 @@ class CrossAttention(Attention):
         if cache is not None:
             k, v = cache.keys.swapaxes(1, 2), cache.values.swapaxes(1, 2)
         out = self.attend(q, k, v, inputs)
-        return BranchOutput(self.output(out, ctx), cache=cache)
+        return BranchOutput(self.output(out, inputs), cache=cache)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: BranchInputs) -> jax.Array:
         """Heads of values [B, T, N/tp, H] for queries of that shape."""

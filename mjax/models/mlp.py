@@ -157,9 +157,19 @@ class MLP(BranchModule):
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
-        return BranchOutput(self._output(x, inputs.ctx))
+        y = self._product(x, inputs.ctx)
+        if self.cfg.mlp_bias:
+            y = y + (self.down_bias[...] if inputs.bias is None else inputs.bias)
+        if self.cfg.mlp_multipliers is not None:
+            y = y * self.cfg.mlp_multipliers[1]
+        return BranchOutput(y)
 
-    def _output(self, x: jax.Array, ctx: Context) -> jax.Array:
+    def output_bias(self) -> jax.Array | None:
+        last = self.cfg.mlp_bias and self.cfg.mlp_multipliers is None
+        return self.down_bias[...] if last else None
+
+    def _product(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """The second matmul's output."""
         act = self.cfg.hidden_act
         up, down = weight_of(self.up), weight_of(self.down)
         bias = self.up_bias[...] if self.cfg.mlp_bias else None
@@ -167,8 +177,7 @@ class MLP(BranchModule):
             if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
                 return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))
             if not self.cfg.mlp_gated and ctx.keeps_all and in_matmuls(x, up, bias, act):
-                y = _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))
-                return y + self.down_bias[...]
+                return _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))
         (h,) = column(x, (up,), ctx)
         if self.cfg.mlp_gated:
             h = h if bias is None else h + bias
@@ -178,12 +187,7 @@ class MLP(BranchModule):
             h = gated(h, act)
         else:
             h = activated(h, bias, act)
-        y = row(h, down, ctx)
-        if self.cfg.mlp_bias:
-            y = y + self.down_bias[...]
-        if self.cfg.mlp_multipliers is not None:
-            y = y * self.cfg.mlp_multipliers[1]
-        return y
+        return row(h, down, ctx)
 
     def _in_one_function(self, x: jax.Array, ctx: Context) -> bool:
         """Whether nothing but biases and the activation stands between the two matmuls."""

@@ -1,7 +1,5 @@
 """The norm's kernels on a GPU against fp64, at sizes of real models; bit-equal twice."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,14 +28,14 @@ def _backward(x, gain, bias, eps):
     return jax.vjp(plain, *(None if a is None else a.astype(jnp.float64) for a in (x, gain, bias)))
 
 
-# dtype, LayerNorm, with a stream's gradient, after a sum
-KINDS = [("bfloat16", 0, 1, 0), ("bfloat16", 1, 0, 0), ("float32", 0, 0, 1), ("float32", 1, 1, 0)]
+# dtype, LayerNorm, with a stream's gradient, with a bias of the stream
+KINDS = [("bfloat16", 0, 1, 0), ("bfloat16", 1, 0, 1), ("float32", 0, 0, 1), ("float32", 1, 1, 0)]
 KINDS += [("bfloat16", 1, 1, 1)]
 
 
-@pytest.mark.parametrize("dtype, layernorm, fork, adds", KINDS)
+@pytest.mark.parametrize("dtype, layernorm, fork, shifts", KINDS)
 @pytest.mark.parametrize("rows, width", SHAPES)
-def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, adds, monkeypatch):
+def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, shifts, monkeypatch):
     monkeypatch.setattr(chooser, "WIDEST", dict.fromkeys(chooser.WIDEST, 2**14))  # where XLA wins
     keys = jax.random.split(jax.random.key(0), 6)
     x, dy, stream = (jax.random.normal(k, (rows, width)) for k in keys[:3])
@@ -47,30 +45,34 @@ def test_equals_fp64_and_itself(rows, width, dtype, layernorm, fork, adds, monke
     bias = bias if layernorm else None
     assert kernel.supports(x, bias)
 
-    @jax.jit
-    def mine(x, gain, bias):
-        def op(x, gain, bias):
-            f = functools.partial(kernel.fork if fork else kernel.norm, eps=1e-5)
-            return f(x, gain, bias, added=2 * x if adds else None)  # the gradient of x is 3 times
+    shift = gain if shifts else None  # any numbers: they are in x already
 
-        out, pull = jax.vjp(op, x, gain, bias)
+    @jax.jit
+    def mine(x, gain, bias, shift):
+        def op(x, gain, bias, shift):
+            return (kernel.fork if fork else kernel.norm)(x, gain, bias, eps=1e-5, shift=shift)
+
+        out, pull = jax.vjp(op, x, gain, bias, shift)
         return out[0] if fork else out, *pull((dy, stream) if fork else dy)
 
     _poison()
-    got = mine(x, gain, bias)
-    total = x + 2 * x if adds else x
+    got = mine(x, gain, bias, shift)
     with jax.enable_x64(True):
-        y, pull = _backward(total, gain, bias, 1e-5)
+        y, pull = _backward(x, gain, bias, 1e-5)
         dx, *rest = pull(dy.astype(jnp.float64))
-        dx = (dx + fork * stream.astype(jnp.float64)) * (1 + 2 * adds)
+        dx = dx + fork * stream.astype(jnp.float64)
         expected = jax.tree.map(np.asarray, (y, dx, *rest))
+        behind = np.asarray(stream if fork else dx, np.float64)
+    if shifts:
+        error = np.abs(np.asarray(got[4], np.float64) - behind.sum(0))
+        assert error.max() <= 1e-5 * np.abs(behind).max(-1).sum()
     ulp = float(jnp.finfo(dtype).eps)
     for a, e, bound in zip(got[: 3 + layernorm], expected, (ulp, ulp, 0, 0), strict=False):
         size = np.abs(e).max(-1, keepdims=True)  # of each row
         error = np.abs(np.asarray(a, np.float64) - e) / size
         assert np.isfinite(error).all() and error.max() <= bound + 1e-5, error.max()
     _poison()
-    for a, again in zip(got, mine(x, gain, bias), strict=True):
+    for a, again in zip(got, mine(x, gain, bias, shift), strict=True):
         assert a is None or bool((a == again).all())
 
 
