@@ -88,13 +88,12 @@ class Block(nnx.Module):
             name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
             norm, post_norm = getattr(self, f"{name}_norm"), getattr(self, f"{name}_post_norm")
             bias = self._summed_bias(group, post_norm if norms_stream else norm, x)
+            stopped = None if bias is None else jax.lax.stop_gradient(bias)
             h, x = (x, x) if norm is None else norm.fork(x, bias)  # for a branch; the stream
             outputs = []
             for letter in group:
                 branch = BRANCHES[letter].name
-                of_branch = replace(inputs, letter=letter, salt=salts.inside)
-                if bias is not None:
-                    of_branch = replace(of_branch, bias=jax.lax.stop_gradient(bias))
+                of_branch = replace(inputs, letter=letter, salt=salts.inside, bias=stopped)
                 held = None if cache is None else cache[branch]
                 output = getattr(self, branch)(h, of_branch, held)
                 outputs.append(output.y)

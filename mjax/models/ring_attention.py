@@ -126,7 +126,7 @@ def ring_attention(q, k, v, places, ring):
 def _ring_forward(q, k, v, places, ring):
     local = Keys(jnp.stack([k, v]), places)
     keys, next_keys = ring.exchange(local)  # under way during the diagonal
-    both_places = None if places is None else (places, places)
+    both_places = _twice(places)
     out, lse = block_forward(q, k, v, both_places, ring.call, diagonal=True)
     low, high = map(PartialSoftmax, _halves(out, 1), _halves(lse, 2))
     for step in range(1, ring.size):
@@ -202,53 +202,39 @@ def _diagonal_backward(ring, q, local: Keys, out, lse, d_out):
     def columns(d):
         return jnp.concatenate(_halves(d, 0), 1)
 
-    k, v = local.kv[0], local.kv[1]
     places = jax.tree.map(rows, local.places)
-    d_q, d_k, d_v = block_backward(
-        rows(q),
-        rows(k),
-        rows(v),
-        None if places is None else (places, places),
-        rows(out),
-        rows(lse, 2),
-        rows(d_out),
-        ring.call,
-        diagonal=True,
+    both_places = _twice(places)
+    queries, means, d_means = map(rows, (q, out, d_out))
+    keys, values = map(rows, local.kv)
+    sums = rows(lse, 2)
+    grads = block_backward(
+        queries, keys, values, both_places, means, sums, d_means, ring.call, diagonal=True
     )
-    return columns(d_q), jnp.stack([columns(d_k), columns(d_v)])
+    d_q, d_k, d_v = map(columns, grads)
+    return d_q, jnp.stack([d_k, d_v])
 
 
 def _high_to_low_backward(ring, q, local: Keys, out, lse, d_out):
     """(d_q, d_kv), fp32, of a device's high queries with its low keys, all of which they see."""
 
-    def low(x, axis=1):
-        return _halves(x, axis)[0]
+    def low(x):
+        return _halves(x, 1)[0]
 
     def high(x, axis=1):
         return _halves(x, axis)[1]
 
-    def of_low(d):
-        return jnp.concatenate([d, jnp.zeros_like(d)], 1)
-
-    def of_high(d):
-        return jnp.concatenate([jnp.zeros_like(d), d], 1)
-
-    k, v = local.kv[0], local.kv[1]
     places = None
     if local.places is not None:
         places = jax.tree.map(high, local.places), jax.tree.map(low, local.places)
+    queries, means, d_means = map(high, (q, out, d_out))
+    keys, values = map(low, local.kv)
+    sums = high(lse, 2)
     d_q, d_k, d_v = block_backward(
-        high(q),
-        low(k),
-        low(v),
-        places,
-        high(out),
-        high(lse, 2),
-        high(d_out),
-        ring.call,
-        diagonal=False,
+        queries, keys, values, places, means, sums, d_means, ring.call, diagonal=False
     )
-    return of_high(d_q), jnp.stack([of_low(d_k), of_low(d_v)])
+    d_kv = jnp.stack([d_k, d_v])
+    d_q = jnp.concatenate([jnp.zeros_like(d_q), d_q], 1)
+    return d_q, jnp.concatenate([d_kv, jnp.zeros_like(d_kv)], 2)
 
 
 def _pair_backward(ring, q, places, keys: Keys, out, lse, d_out, earlier):
@@ -307,6 +293,11 @@ def _unpaired(d, earlier, first_to_low):
 
 def _halves(x, axis):
     return jnp.split(x, 2, axis)
+
+
+def _twice(places):
+    """Places of queries and of keys that are the same tokens, if there are any."""
+    return None if places is None else (places, places)
 
 
 def _only_if(condition: jax.Array, part: PartialSoftmax) -> PartialSoftmax:
