@@ -193,15 +193,10 @@ class Attention(BranchModule):
 
     def output(self, out: jax.Array, inputs: BranchInputs) -> jax.Array:
         """Heads of values [B, S, N/tp, H] back in the residual stream, [B, S/tp, D]."""
-        y = row(out, weight_of(self.out), inputs.ctx)
-        if not self.cfg.attention.attention_out_bias:
-            return y
-        return y + (self.out_bias[...] if inputs.bias is None else inputs.bias)
+        return self.with_output_bias(row(out, weight_of(self.out), inputs.ctx), inputs)
 
     def output_bias(self) -> jax.Array | None:
-        sizes = self.cfg.attention
-        last = sizes.attention_out_bias and sizes.attention_out_multiplier is None
-        return self.out_bias[...] if last else None
+        return self.out_bias[...] if self.cfg.attention.attention_out_bias else None
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:

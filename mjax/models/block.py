@@ -112,11 +112,12 @@ class Block(nnx.Module):
     def _summed_bias(self, group: str, norm: Norm | None, x: jax.Array) -> jax.Array | None:
         """The bias that a branch adds last, if the backward of `norm` makes its gradient.
 
-        The gradient of the stream behind the branch is that of the branch's output, and the norm
-        reads it, or makes it: the one before the branch or the one of the sum.
+        The gradient of the stream behind the branch is that of the bias, too, where nothing stands
+        between. The norm reads it, or makes it: the one before the branch or the one of the sum.
         """
-        cfg = self.cfg
-        if len(group) > 1 or norm is None or cfg.hidden_dropout or cfg.residual_multiplier:
+        cfg, scale = self.cfg, self.cfg.attention.attention_out_multiplier
+        between = cfg.hidden_dropout, cfg.residual_multiplier, cfg.mlp_multipliers, scale
+        if len(group) > 1 or norm is None or any(between):
             return None
         if cfg.norm_placement not in ("pre", "post_residual") or not norm.sums(x):
             return None

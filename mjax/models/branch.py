@@ -102,8 +102,13 @@ class BranchModule(nnx.Module):
     """
 
     def output_bias(self) -> jax.Array | None:
-        """The bias [D] that it adds last, if there is one and nothing comes after it."""
+        """The bias [D] that it adds to its last product, if it has one."""
         return None
+
+    def with_output_bias(self, y: jax.Array, inputs: BranchInputs) -> jax.Array:
+        """The last product y with that bias, or with what `inputs` give in its place."""
+        bias = self.output_bias() if inputs.bias is None else inputs.bias
+        return y if bias is None else y + bias
 
     @staticmethod
     def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:

@@ -38,19 +38,21 @@ PREFETCH = (
 # hide are all_to_alls too (`Parallel.all_gather_by_copies`).
 EXCHANGES = (("xla_gpu_use_memcpy_local_p2p", True),)
 # XLA's own kernels for 8-bit matmuls reach a fraction of cuBLASLt's speed. Those for bf16 win alone
-# and lose within a step: CLIP takes 136.5 ms with them and 135.2 without, Llama's layers 1,711 and
-# 1,701, Mixtral's 508 and 506, BERT-large some 131 and 128.6 (docs/lab/2026-11-26-norms.md). To try
-# them takes a fifth to a half of the time to compile.
+# and lose within a step of one GPU: CLIP takes 136.5 ms with them and 135.2 without, LLaVA 88.2 and
+# 86.5, Llama's layers 1,711 and 1,701, Mixtral's 508 and 506 (docs/lab/2026-11-26-norms.md). To try
+# them takes a fifth to a half of the time to compile. Over several GPUs some exchanges of tp and
+# ZeRO-3 would hide under no matmul.
 CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 # XLA merges matmuls of one input, and what reads keys and values where their matmul put them would
 # find them in a slice of q, k and v. ViT-L: 100.7 ms a step, 103.5 merged.
 UNMERGED = (("xla_gpu_dot_merger_threshold_mb", 0),)
 # No atomic sums (scatters are sorted first), cuDNN's deterministic backward of attention, and no
-# kernel chosen by a measurement: nor XLA's own matmul kernels, which then have no tile size.
+# kernel chosen by a measurement. Without measurements XLA's own matmul kernels have no tile size.
 # Command buffers are off out of caution (docs/debugging.md); their cost was not measured.
 DETERMINISTIC = (
     ("xla_gpu_deterministic_ops", True),
     ("xla_gpu_enable_command_buffer", ""),
+    *CUBLAS,
 )
 
 
@@ -60,17 +62,19 @@ def compiler_options(
     devices: Sequence[jax.Device],
     deterministic: bool = False,
     reads_pairs: bool = False,
+    reads_images: bool = False,
 ) -> dict[str, str | bool]:
     """The XLA options of a program.
 
     `tp_overlaps`: whether tp's exchanges run under matmuls. `deterministic` is `run.deterministic`.
     `reads_pairs`: whether some attention reads keys and values as one array.
+    `reads_images`: whether the model has a tower of images.
     Raises `UserError` where the compiler does not know how.
     """
     if devices[0].platform == "cpu":
         return {}
-    if deterministic and not accepted(DETERMINISTIC + CUBLAS, devices[0]):
-        names = " and ".join(name for name, _ in DETERMINISTIC + CUBLAS)
+    if deterministic and not accepted(DETERMINISTIC, devices[0]):
+        names = " and ".join(name for name, _ in DETERMINISTIC)
         raise UserError(
             f"run.deterministic: this jaxlib lacks {names}; use another or set it false"
         )
@@ -78,7 +82,7 @@ def compiler_options(
     loop = execution.unroll == 1 and not (execution.pipelined or execution.offload)
     wanted = {
         DETERMINISTIC: deterministic,
-        CUBLAS: True,
+        CUBLAS: execution.recipe is not None or reads_images or len(devices) == 1,
         UNMERGED: reads_pairs,
         COPIES: tp_overlaps and can_copy(devices),
         EXCHANGES: execution.overlap,

@@ -172,6 +172,7 @@ class Programs:
             devices,
             self.cfg.run.deterministic,
             reads_pairs=devices[0].platform != "cpu" and reads_pairs(self.cfg, dict(mesh.shape)),
+            reads_images="vision" in self.cfg.model.embedded,
         )
         donate = 0 if kind == "train" else None
         options |= self.xla_options

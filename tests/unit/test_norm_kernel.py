@@ -163,11 +163,17 @@ def test_a_bias_behind_a_branch_gets_its_gradient_from_a_norm(placement, monkeyp
         np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5 * float(abs(e).max()))
 
 
+BIASED = ["model.norm_placement=pre", "model.mlp_bias=true", "model.attention.attention_bias=true"]
+
+
 @slow
-def test_a_step_on_a_mesh_is_what_it_was(request):
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_step_on_a_mesh_is_what_it_was(biased, request):
     """In the manual region, scanned and recomputed, rows split over tp and dp: norms before and
-    after, of q and of k, zero-centered, against XLA's backward on one device."""
+    after, of q and of k, zero-centered, against XLA's backward on one device. `biased`: those
+    before alone, which make the gradients of the branches' last biases."""
     extra = ["train.remat=dots", "model.norm=layernorm", "model.num_hidden_layers=2"]
+    extra += [*BIASED, "model.attention.attention_out_bias=true"] if biased else []
     before = measure(make_trainer("windows", Cell(), *extra), 1).first
     request.getfixturevalue("on")
     mesh = Cell({"tp": 2, "dp": 2}, 1, 2)
