@@ -76,8 +76,8 @@ EXPERT_WIDTH = 300
 # residuals, and biases of the branches.
 OF_BLOCK = 20
 # The same of [tokens, heads]: rotary embedding or biases of queries, keys and values; of
-# [tokens, F]: the activation function, without and with a gate.
-OF_HEADS, OF_ACTIVATION, OF_GATE = 4, 5, 9
+# [tokens, F]: the activation function without a gate, where matmuls compute it, and with one.
+OF_HEADS, OF_ACTIVATION, OF_GATE = 4, 1, 9
 OF_SCAN = 64  # [tokens, channels] of Mamba-2: scan, convolution, gated norm, sums of gradients
 OF_PAIR = 6  # [pairs of a token and an expert, D]: gathers and sums, where experts' rows are sorted
 OF_LOOP = 40  # [tokens, D] that a loop over layers copies to stacks, back, and fills with zeros
