@@ -339,8 +339,8 @@ def _share(name, x):
 
 
 def _sigmoid(x):
-    """1 / (1 + exp(-x)); a logarithm and a power of two take less than a division."""
-    return jnp.exp2(-jnp.log2(1.0 + jnp.exp2(-LOG2E * x)))
+    """1 / (1 + exp(-x)), by the one instruction that Hopper has for tanh: exact to 1e-4."""
+    return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 
 def _normal_distribution(x):

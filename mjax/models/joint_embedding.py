@@ -18,7 +18,7 @@ from mjax.config.model_schema import ModelConfig
 from mjax.models.context import Context, Tokens
 from mjax.models.mlp import activate
 from mjax.models.norm import Norm
-from mjax.models.params import constant, declare, declare_bias, normal
+from mjax.models.params import constant, declare, declare_bias, matrix, normal
 from mjax.sharding.spec import ParamSpec
 
 _LARGEST = 2  # as `eos_token_id`: the end of a text has the largest id
@@ -43,13 +43,7 @@ class Projection(nnx.Module):
         has_bias: bool = True,
         active: float = 0.0,
     ):
-        weight = ParamSpec(
-            shape=shape,
-            axes=("embed", None),
-            role="matrix",
-            active=active,
-            hf=(f"{hf}weight",),
-        )
+        weight = matrix(shape, ("embed", None), f"{hf}weight", active=active)
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
         self.has_bias = has_bias
         if has_bias:

@@ -9,9 +9,8 @@ from flax import nnx
 from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.linear import local_product
-from mjax.models.params import declare, normal
+from mjax.models.params import declare, matrix, normal
 from mjax.models.weight import weight_of
-from mjax.sharding.spec import ParamSpec
 
 
 class LinearMap(BranchModule):
@@ -22,13 +21,7 @@ class LinearMap(BranchModule):
 
     def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
         width = cfg.hidden_size
-        spec = ParamSpec(
-            shape=(width, width),
-            axes=("embed", None),
-            role="matrix",
-            matmul=self.matmul,
-            hf=(self.hf,),
-        )
+        spec = matrix((width, width), ("embed", None), self.hf, matmul=self.matmul)
         self.weight = declare(rngs, spec, normal(out_std))
 
     @jax.named_scope("linear")

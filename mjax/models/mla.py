@@ -26,7 +26,7 @@ from mjax.models.context import Context
 from mjax.models.context_attention import latent_attention
 from mjax.models.linear import column, local_product, row
 from mjax.models.norm import Norm
-from mjax.models.params import declare, normal
+from mjax.models.params import declare, matrix, normal
 from mjax.models.positions import apply_rope, mla_scale, pairs_apart
 from mjax.models.weight import weight_of
 from mjax.sharding.spec import ParamSpec
@@ -67,24 +67,15 @@ class MLA(BranchModule):
 
     def _down(self, matmul: str, hf: str, rank: int) -> ParamSpec:
         """The projection of the input down to a latent."""
-        return ParamSpec(
-            shape=(self.cfg.hidden_size, rank),
-            axes=("embed", "latent"),
-            role="matrix",
-            matmul=matmul,
-            hf=(f"self_attn.{hf}.weight",),
-        )
+        shape, name = (self.cfg.hidden_size, rank), f"self_attn.{hf}.weight"
+        return matrix(shape, ("embed", "latent"), name, matmul=matmul)
 
     def _up(self, matmul: str, hf: str, inputs: tuple[str, int], head: int) -> ParamSpec:
         """The projection of `inputs`, an axis and its size, to heads."""
         axis, width = inputs
-        return ParamSpec(
-            shape=(width, self.cfg.attention.num_attention_heads, head),
-            axes=(axis, "heads", "head_dim"),
-            role="matrix",
-            matmul=matmul,
-            hf=(f"self_attn.{hf}.weight",),
-        )
+        shape = width, self.cfg.attention.num_attention_heads, head
+        axes, name = (axis, "heads", "head_dim"), f"self_attn.{hf}.weight"
+        return matrix(shape, axes, name, matmul=matmul)
 
     def _norm(self, hf: str, rank: int, rngs: nnx.Rngs) -> Norm:
         """The norm of a latent."""

@@ -12,7 +12,7 @@ from mjax.models.experts import ExpertSums, ExpertWeights, run_experts
 from mjax.models.layer_figures import see_experts
 from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
-from mjax.models.params import StatisticCount, declare, declare_bias, normal
+from mjax.models.params import StatisticCount, declare, declare_bias, matrix, normal
 from mjax.models.router import Router, Routing, balanced, counted, rerouted, route, without_padding
 from mjax.models.router_losses import balance_loss, dropped_share, entropy, gathered_share, z_loss
 from mjax.models.sinkhorn import sinkhorn_experts
@@ -81,20 +81,9 @@ class MoE(BranchModule):
 
     def _declare_latent(self, latent: int, out_std: float, rngs: nnx.Rngs) -> None:
         width = self.cfg.hidden_size
-        into = ParamSpec(
-            shape=(width, latent),
-            axes=("embed", "latent"),
-            role="matrix",
-            matmul="latent_in",
-            hf=("mlp.fc1_latent_proj.weight",),
-        )
-        back = ParamSpec(
-            shape=(latent, width),
-            axes=("latent", "embed"),
-            role="matrix",
-            matmul="latent_out",
-            hf=("mlp.fc2_latent_proj.weight",),
-        )
+        into, back = (f"mlp.{name}_latent_proj.weight" for name in ("fc1", "fc2"))
+        into = matrix((width, latent), ("embed", "latent"), into, matmul="latent_in")
+        back = matrix((latent, width), ("latent", "embed"), back, matmul="latent_out")
         self.latent_in = declare(rngs, into, normal(self.cfg.initializer_range))
         self.latent_out = declare(rngs, back, normal(out_std))
 

@@ -54,6 +54,13 @@ def declare_bias(
     return declare(rngs, ParamSpec(shape, axes, "bias", hf=hf, counts=counts), constant(0.0))
 
 
+def matrix(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], hf: str, **more: str | float | None
+) -> ParamSpec:
+    """The declaration of a matrix; the arguments are as in `ParamSpec`, with one name in `hf`."""
+    return ParamSpec(shape, axes, "matrix", hf=(hf,), **more)
+
+
 def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
     """One module whose every parameter holds those of that many independent layers, stacked."""
 

@@ -43,6 +43,16 @@ def expert_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     return choose("experts", cfg.precision.compute, shape, **facts)
 
 
+def activation_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
+    """Whether the matmuls of a dense feed-forward block compute its activation function."""
+    model = cfg.model
+    rows, width = micro_batch_shape(cfg, sizes)
+    product = rows * width, model.hidden_size, model.intermediate_size // sizes["tp"]
+    is_plain = model.mlp_bias and not model.mlp_gated and cfg.precision.fp8 == "none"
+    facts = {"act": model.hidden_act, "plain": is_plain}
+    return choose("activated_matmul", cfg.precision.compute, product, **facts)
+
+
 def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
     """How the tokens of a micro-batch reach their experts over ep."""
     rows, width = micro_batch_shape(cfg, sizes)
@@ -119,16 +129,13 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     hidden = rows, width // tp, model.hidden_size
     halves = 2 if model.mlp_gated else 1
     up = rows, width, halves, model.intermediate_size // tp
-    product = tokens, model.hidden_size, up[-1]
     execution = decide_execution(cfg, sizes)
-    is_plain = model.mlp_bias and not model.mlp_gated and execution.recipe is None
-    of_function = {"act": model.hidden_act, "plain": is_plain}
     logits = tokens, model.padded_vocab_size // tp
     choices = attention_choices(cfg, sizes)
     choices |= {
         "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),
         "gate": choose("gate", dtype, up, act=model.hidden_act),
-        "activated matmul": choose("activated_matmul", dtype, product, **of_function),
+        "activated matmul": activation_choice(cfg, sizes),
         "loss rows": choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk),
     }
     if "E" in model.branches:

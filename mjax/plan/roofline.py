@@ -32,7 +32,7 @@ from mjax.pipeline.schedule import make_schedule
 from mjax.plan.balance import head_in_layers, step_time
 from mjax.plan.chips import Chip
 from mjax.plan.execution import micro_batch_shape
-from mjax.plan.kernels import exchange_choice, expert_choice
+from mjax.plan.kernels import activation_choice, exchange_choice, expert_choice
 from mjax.plan.memory import WIDTH, Counts, counts_on_device, moment_bytes_on_device
 
 MEASURED_ON = "h200"  # the chip of all shares below
@@ -53,6 +53,7 @@ class Span(NamedTuple):
         return Span(self.low * factor, self.high * factor)
 
 
+OF_RATES = Device("gpu", hopper=True)  # what the rates below were measured on
 # Shares of the chip's peak that work of a kind reached on H200s.
 MATMUL = Span(0.69, 0.77)  # of bf16
 MATMUL_8 = Span(0.62, 0.70)  # of fp8
@@ -76,8 +77,8 @@ EXPERT_WIDTH = 300
 # residuals, and biases of the branches.
 OF_BLOCK = 20
 # The same of [tokens, heads]: rotary embedding or biases of queries, keys and values; of
-# [tokens, F]: the activation function without a gate, where matmuls compute it, and with one.
-OF_HEADS, OF_ACTIVATION, OF_GATE = 4, 1, 9
+# [tokens, F]: the activation function where matmuls compute it, by itself, and with a gate.
+OF_HEADS, OF_ACTIVATED, OF_ACTIVATION, OF_GATE = 4, 1, 5, 9
 OF_SCAN = 64  # [tokens, channels] of Mamba-2: scan, convolution, gated norm, sums of gradients
 OF_PAIR = 6  # [pairs of a token and an expert, D]: gathers and sums, where experts' rows are sorted
 OF_LOOP = 40  # [tokens, D] that a loop over layers copies to stacks, back, and fills with zeros
@@ -172,8 +173,14 @@ def _expert_rate(cfg: Config, sizes: dict[str, int], chip: Chip) -> Span:
 
 def _multiplied_in_8_bits(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether experts are, and not only rounded: on the GPUs of the rates, by their sizes."""
-    with believed(Device("gpu", hopper=True)):
+    with believed(OF_RATES):
         return cfg.precision.fp8_experts and expert_choice(cfg, sizes).name == "mosaic"
+
+
+def _activated_in_matmuls(cfg: Config, sizes: dict[str, int]) -> bool:
+    """Whether the matmuls of a dense block compute its activation function, on those GPUs."""
+    with believed(OF_RATES):
+        return activation_choice(cfg, sizes).name == "mosaic"
 
 
 def _share_sent(cfg: Config, sizes: dict[str, int]) -> float:
@@ -277,6 +284,8 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
         heads = branch_class(letter).heads(model)
         elements = OF_BLOCK / 2 * model.hidden_size
         of_ffn = OF_GATE if model.mlp_gated else OF_ACTIVATION
+        if letter == "D" and _activated_in_matmuls(cfg, sizes):
+            of_ffn = OF_ACTIVATED
         if heads is not None:
             channels = heads.heads * heads.size + heads.kv_channels
             elements += OF_HEADS * channels

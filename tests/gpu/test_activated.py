@@ -55,6 +55,24 @@ def test_kernels_equal_fp32_and_themselves(m, depth, width, act):
     assert max(errors) <= 4e-3, errors
 
 
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "quick_gelu", "silu"])
+def test_every_bf16_number_gets_its_value_and_slope(act):
+    """By a product that picks numbers: to a bf16 rounding, and 2e-4 of the number besides."""
+    from mjax.kernels.mosaic_activated import multiply_and_activate
+
+    bits = jnp.arange(2**16, dtype=jnp.uint16)
+    u = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    u = u[(jnp.abs(u) < 100) & (jnp.abs(u) > 1e-6)]
+    u = u[: len(u) // 8 * 8]
+    x, pick = jnp.zeros((len(u), 64), u.dtype).at[:, 0].set(u), jnp.zeros((64, 512), u.dtype)
+    got = multiply_and_activate(x, pick.at[0].set(1), jnp.zeros(512), act)
+    share, slope = gate._share(act, wide(u))
+    for made, right in zip(got, (u * share, share + u * slope), strict=True):
+        assert bool((made == made[:, :1]).all())
+        allowed = jnp.abs(right) * 2.0**-8 + 2e-4 * jnp.minimum(jnp.abs(wide(u)), 5.0)
+        assert float(jnp.max(jnp.abs(wide(made[:, 0]) - right) - allowed)) <= 0
+
+
 def test_a_block_has_the_gradients_of_plain_matmuls():
     m, depth, width, act = SHAPES[0]
     keys = jax.random.split(jax.random.key(1), 5)

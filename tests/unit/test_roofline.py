@@ -163,3 +163,14 @@ def test_parts_appear_where_the_mesh_has_them():
         remat = "train.remat=dots"
         assert name in {part.name for part in parts_of(small(key, remat), 8)}
         assert name not in {part.name for part in parts_of(small(remat), 8)}
+
+
+@pytest.mark.parametrize("act, share", [("gelu_tanh", 1.0), ("quick_gelu", 1.0), ("relu2", 5.0)])
+def test_an_activation_function_is_a_pass_over_memory_where_no_matmul_computes_it(act, share):
+    keys = [*NOTHING_ELSE, f"model.hidden_act={act}", "train.micro_batch_size=32"]
+    cfg = load(ROOT / "configs/models/gpt2_124m.yaml", keys)
+    model, sizes = cfg.model, mesh_sizes(cfg.mesh, 1)
+    per_layer = roofline._layer_bytes(cfg, sizes) / model.num_hidden_layers / 2  # of bf16
+    channels = model.hidden_size * (1 + 2)  # of queries, keys and values
+    rest = roofline.OF_BLOCK * model.hidden_size + roofline.OF_HEADS * channels
+    assert (per_layer - rest) / model.intermediate_size == share
