@@ -339,7 +339,7 @@ def _share(name, x):
 
 
 def _sigmoid(x):
-    """1 / (1 + exp(-x)), by the one instruction that Hopper has for tanh: exact to 1e-4."""
+    """1 / (1 + exp(-x)), by the one instruction that GPUs have for tanh: within 2e-4."""
     return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 

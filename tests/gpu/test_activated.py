@@ -57,7 +57,7 @@ def test_kernels_equal_fp32_and_themselves(m, depth, width, act):
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "quick_gelu", "silu"])
 def test_every_bf16_number_gets_its_value_and_slope(act):
-    """By a product that picks numbers: to a bf16 rounding, and 2e-4 of the number besides."""
+    """By a product that picks numbers: to a bf16 rounding, and 2e-4 of the number besides (of 5 at most)."""
     from mjax.kernels.mosaic_activated import multiply_and_activate
 
     bits = jnp.arange(2**16, dtype=jnp.uint16)
@@ -69,7 +69,7 @@ def test_every_bf16_number_gets_its_value_and_slope(act):
     share, slope = gate._share(act, wide(u))
     for made, right in zip(got, (u * share, share + u * slope), strict=True):
         assert bool((made == made[:, :1]).all())
-        allowed = jnp.abs(right) * 2.0**-8 + 2e-4 * jnp.minimum(jnp.abs(wide(u)), 5.0)
+        allowed = jnp.abs(right) * 2.0**-8 + 2e-4 * jnp.clip(jnp.abs(wide(u)), 0.5, 5.0)
         assert float(jnp.max(jnp.abs(wide(made[:, 0]) - right) - allowed)) <= 0
 
 
