@@ -57,7 +57,7 @@ def test_kernels_equal_fp32_and_themselves(m, depth, width, act):
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "quick_gelu", "silu"])
 def test_every_bf16_number_gets_its_value_and_slope(act):
-    """By a product that picks numbers: to a bf16 rounding, and 2e-4 of the number besides (of 5 at most)."""
+    """By a product that picks them: to a bf16 rounding, and besides to 2e-4 of the number."""
     from mjax.kernels.mosaic_activated import multiply_and_activate
 
     bits = jnp.arange(2**16, dtype=jnp.uint16)
