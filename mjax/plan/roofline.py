@@ -284,8 +284,6 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
         heads = branch_class(letter).heads(model)
         elements = OF_BLOCK / 2 * model.hidden_size
         of_ffn = OF_GATE if model.mlp_gated else OF_ACTIVATION
-        if letter == "D" and _activated_in_matmuls(cfg, sizes):
-            of_ffn = OF_ACTIVATED
         if heads is not None:
             channels = heads.heads * heads.size + heads.kv_channels
             elements += OF_HEADS * channels
@@ -294,7 +292,8 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
         elif letter == "T":  # not measured
             elements += OF_SCAN * model.deltanet.channels
         elif letter == "D":
-            elements += of_ffn * model.intermediate_size
+            passes = OF_ACTIVATED if _activated_in_matmuls(cfg, sizes) else of_ffn
+            elements += passes * model.intermediate_size
         elif letter == "E":
             width = model.moe.moe_intermediate_size * _experts_run(cfg, sizes)
             width += model.moe.shared_expert_intermediate_size
