@@ -4,7 +4,7 @@ XLA's backward reads x and its output's gradient anew for each sum that it needs
 an H200). Our Triton kernel (`norm_triton.py`) reads both once: a program holds whole rows in
 registers, finds their statistics again, and adds up its own part of the gradients of gain and bias;
 the parts are summed afterwards, without atomics, equal bit for bit each time. So a forward keeps
-its input and nothing else. It also makes the gradient of the bias that a branch adds to the stream.
+its input and nothing else.
 The forward of LayerNorm is a kernel, too; that of RMSNorm is XLA's, which rounds to 8 bits in the
 same pass. Only what is differentiated calls kernels: what is exported, or generates, never does.
 Invariant: statistics, sums, gain and bias are fp32; what leaves is rounded once.
@@ -69,41 +69,27 @@ def reference(
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def norm(
-    x: jax.Array,
-    gain: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    eps: float,
-    shift: jax.Array | None = None,
-) -> jax.Array:
+def norm(x: jax.Array, gain: jax.Array, bias: jax.Array | None = None, *, eps: float) -> jax.Array:
     """LayerNorm where there is a bias, else RMSNorm: x [..., D] -> [..., D] in x's dtype.
 
-    `gain` and `bias`, fp32 [D], multiply and add as they are. `shift` [D], where kernels do it, is
-    a bias that was added to x with its gradient stopped. It gets its gradient here instead, where
-    that of x is at hand.
+    `gain` and `bias`, fp32 [D], multiply and add as they are.
     """
     if not supports(x, bias):
-        assert shift is None
         return reference(x, gain, bias, eps)
-    return fused(How(eps, tile_of(x.shape[-1])), x, shift, gain, bias)
+    return fused(How(eps, tile_of(x.shape[-1])), x, gain, bias)
 
 
 def fork(
-    x: jax.Array,
-    gain: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    eps: float,
-    shift: jax.Array | None = None,
+    x: jax.Array, gain: jax.Array, bias: jax.Array | None = None, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(`norm` of x, x). Whoever reads the second instead of x, as a residual stream does, has the
-    two gradients of x added within the kernel. `shift` is a bias that will be added to the second
-    with its gradient stopped."""
+    """Return (`norm` of x, x).
+
+    A residual stream that reads the second instead of x has the two gradients of x added within
+    the kernel.
+    """
     if not supports(x, bias):
-        assert shift is None
         return reference(x, gain, bias, eps), x
-    return fused(How(eps, tile_of(x.shape[-1]), fork=True), x, shift, gain, bias)
+    return fused(How(eps, tile_of(x.shape[-1]), fork=True), x, gain, bias)
 
 
 def supports(x: jax.Array, bias: jax.Array | None = None) -> bool:
@@ -121,34 +107,26 @@ class How:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused(
-    how: How,
-    x: jax.Array,
-    shift: jax.Array | None,
-    gain: jax.Array,
-    bias: jax.Array | None,
-):
+def fused(how: How, x: jax.Array, gain: jax.Array, bias: jax.Array | None):
     """`norm`, or `fork`, with kernels where it is differentiated."""
     y = reference(x, gain, bias, how.eps)
     return (y, x) if how.fork else y
 
 
-def _fused_forward(how, x, shift, gain, bias):
+def _fused_forward(how, x, gain, bias):
     if bias is None:
         y = reference(x, gain, None, how.eps)
     else:
         y, x = norm_forward(x, gain, bias, how.eps)
-    return (y, x) if how.fork else y, (x, gain, shift, None if bias is None else ())
+    return (y, x) if how.fork else y, (x, gain, None if bias is None else ())
 
 
 def _fused_backward(how, saved, grads):
-    x, gain, shift, bias = saved
+    x, gain, bias = saved
     dy, *stream = grads if how.fork else (grads,)
-    has = {"bias": bias is not None, "shift": shift is not None}
-    dx, parts = norm_backward(how, x, gain, dy, *stream, **has)
-    d_gain, *rest = jnp.sum(parts, 0)
-    d_shift = rest.pop().astype(shift.dtype) if has["shift"] else None
-    return dx, d_shift, d_gain, *(rest or [None])
+    dx, parts = norm_backward(how, x, gain, dy, *stream, bias=bias is not None)
+    d_gain, *d_bias = jnp.sum(parts, 0)
+    return dx, d_gain, *(d_bias or [None])
 
 
 fused.defvjp(_fused_forward, _fused_backward)
@@ -189,10 +167,11 @@ def norm_backward(
     stream: jax.Array | None = None,
     *,
     bias: bool,
-    shift: bool = False,
 ) -> list[jax.Array]:
-    """The gradient of x [..., D], plus `stream` [..., D]; then parts of that of the gain and, where
-    they are there, of the bias and of a shift: fp32 [programs, 1 to 3, D]."""
+    """Return the gradient of x [..., D], plus `stream` [..., D], and parts of those of the weights.
+
+    Parts are of the gain and, where there is one, of the bias: fp32 [programs, 1 or 2, D].
+    """
     from mjax.kernels import norm_triton
 
     width, tile = x.shape[-1], how.tile
@@ -204,7 +183,7 @@ def norm_backward(
         [gain, *flat],
         [
             jax.ShapeDtypeStruct((rows, width), x.dtype),
-            jax.ShapeDtypeStruct((programs, 1 + bias + shift, width), jnp.float32),
+            jax.ShapeDtypeStruct((programs, 1 + bias, width), jnp.float32),
         ],
         programs=programs,
         warps=tile.warps,
@@ -216,7 +195,6 @@ def norm_backward(
         EPS=how.eps,
         FORK=stream is not None,
         CENTERED=bias,
-        SHIFTED=shift,
     )
     return [dx.reshape(x.shape), parts]
 

@@ -47,18 +47,17 @@ def norm_backward(
     EPS: tl.constexpr,
     FORK: tl.constexpr,
     CENTERED: tl.constexpr,
-    SHIFTED: tl.constexpr,
 ):
-    """Over tiles of TILE rows, PROGRAMS apart. `stream` is read with FORK alone. `parts`
-    [PROGRAMS, 1 to 3, WIDTH] are of the gain; CENTERED, which is LayerNorm, of the bias; SHIFTED,
-    of a bias in x, the sum of dx, or with FORK of one behind x, the sum of `stream`.
-    PADDED is the power of 2 that holds WIDTH columns."""
+    """Gradients over tiles of TILE rows, PROGRAMS apart.
+
+    `stream` is read with FORK alone. `parts` [PROGRAMS, 1 or 2, WIDTH] are of the gain and, with
+    CENTERED, which is LayerNorm, of the bias. PADDED is the power of 2 that holds WIDTH columns.
+    """
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)[None]
     real = columns < WIDTH
     d_gain = tl.zeros((TILE, PADDED), tl.float32)
     d_bias = tl.zeros((TILE, PADDED), tl.float32)
-    d_shift = tl.zeros((TILE, PADDED), tl.float32)
     for i in range((ROWS + TILE * PROGRAMS - 1) // (TILE * PROGRAMS)):
         rows = (program + i * PROGRAMS) * TILE + tl.arange(0, TILE)[:, None]
         mask = (rows < ROWS) & real
@@ -72,21 +71,16 @@ def norm_backward(
         d = d.to(tl.float32)
         out, z, r = _gradient(a.to(tl.float32), d, g, real, WIDTH, EPS, CENTERED)
         if FORK:
-            more = more.to(tl.float32)
-            out = out + more
-        if SHIFTED:
-            d_shift += more if FORK else out
+            out = out + more.to(tl.float32)
         tl.store(dx + place, out.to(dx.dtype.element_ty), mask=mask)
         d_gain += d * (z * r)
         if CENTERED:
             d_bias += d
     column = tl.arange(0, PADDED)
-    own = parts + program * (1 + CENTERED + SHIFTED) * WIDTH + column
+    own = parts + program * (1 + CENTERED) * WIDTH + column
     tl.store(own, tl.sum(d_gain, 0), mask=column < WIDTH)
     if CENTERED:
         tl.store(own + WIDTH, tl.sum(d_bias, 0), mask=column < WIDTH)
-    if SHIFTED:
-        tl.store(own + (1 + CENTERED) * WIDTH, tl.sum(d_shift, 0), mask=column < WIDTH)
 
 
 @triton.jit

@@ -193,10 +193,8 @@ class Attention(BranchModule):
 
     def output(self, out: jax.Array, inputs: BranchInputs) -> jax.Array:
         """Heads of values [B, S, N/tp, H] back in the residual stream, [B, S/tp, D]."""
-        return self.with_output_bias(row(out, weight_of(self.out), inputs.ctx), inputs)
-
-    def output_bias(self) -> jax.Array | None:
-        return self.out_bias[...] if self.cfg.attention.attention_out_bias else None
+        y = row(out, weight_of(self.out), inputs.ctx)
+        return y + self.out_bias[...] if self.cfg.attention.attention_out_bias else y
 
     @staticmethod
     def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:

@@ -87,13 +87,11 @@ class Block(nnx.Module):
         for i, group in enumerate(branch_groups(kind)):
             name, salts = BRANCHES[group[0]].name, _salts(inputs.layer, i)
             norm, post_norm = getattr(self, f"{name}_norm"), getattr(self, f"{name}_post_norm")
-            bias = self._summed_bias(group, post_norm if norms_stream else norm, x)
-            stopped = None if bias is None else jax.lax.stop_gradient(bias)
-            h, x = (x, x) if norm is None else norm.fork(x, bias)  # for a branch; the stream
+            h, x = (x, x) if norm is None else norm.fork(x)  # for a branch; the stream
             outputs = []
             for letter in group:
                 branch = BRANCHES[letter].name
-                of_branch = replace(inputs, letter=letter, salt=salts.inside, bias=stopped)
+                of_branch = replace(inputs, letter=letter, salt=salts.inside)
                 held = None if cache is None else cache[branch]
                 output = getattr(self, branch)(h, of_branch, held)
                 outputs.append(output.y)
@@ -106,22 +104,8 @@ class Block(nnx.Module):
             h = ctx.tap(name, h)
             x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
             if norms_stream and post_norm is not None:
-                x = post_norm(x, shift=bias)
+                x = post_norm(x)
         return BranchOutput(x, statistics, None if cache is None else new_cache)
-
-    def _summed_bias(self, group: str, norm: Norm | None, x: jax.Array) -> jax.Array | None:
-        """The bias that a branch adds last, if the backward of `norm` makes its gradient.
-
-        The gradient of the stream behind the branch is that of the bias, too, where nothing stands
-        between. The norm reads it, or makes it: the one before the branch or the one of the sum.
-        """
-        cfg, scale = self.cfg, self.cfg.attention.attention_out_multiplier
-        between = cfg.hidden_dropout, cfg.residual_multiplier, cfg.mlp_multipliers, scale
-        if len(group) > 1 or norm is None or any(between):
-            return None
-        if cfg.norm_placement not in ("pre", "post_residual") or not norm.sums(x):
-            return None
-        return getattr(self, BRANCHES[group].name).output_bias()
 
 
 class NormNames(NamedTuple):

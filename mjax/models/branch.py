@@ -71,7 +71,6 @@ class BranchInputs:
     salt: tells its draws of dropout from those of others.
     layer: the number of its layer in the model.
     shared, source: of a model with two streams (`models/streams.py`).
-    bias: what to add in place of the branch's `output_bias`: the same, of another gradient.
     """
 
     tokens: Tokens
@@ -82,7 +81,6 @@ class BranchInputs:
     layer: jax.Array | int = 0
     shared: SharedWeights | None = None
     source: Source | None = None
-    bias: jax.Array | None = None
 
 
 class BranchOutput(NamedTuple):
@@ -100,15 +98,6 @@ class BranchModule(nnx.Module):
     the projection back to the residual stream. `__call__(x, inputs, cache)` gives a `BranchOutput`
     of x [B, S/tp, D].
     """
-
-    def output_bias(self) -> jax.Array | None:
-        """The bias [D] that it adds to its last product, if it has one."""
-        return None
-
-    def with_output_bias(self, y: jax.Array, inputs: BranchInputs) -> jax.Array:
-        """The last product y with that bias, or with what `inputs` give in its place."""
-        bias = self.output_bias() if inputs.bias is None else inputs.bias
-        return y if bias is None else y + bias
 
     @staticmethod
     def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:

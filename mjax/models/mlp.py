@@ -157,13 +157,12 @@ class MLP(BranchModule):
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
     ) -> BranchOutput:
-        y = self.with_output_bias(self._product(x, inputs.ctx), inputs)
+        y = self._product(x, inputs.ctx)
+        if self.cfg.mlp_bias:
+            y = y + self.down_bias[...]
         if self.cfg.mlp_multipliers is not None:
             y = y * self.cfg.mlp_multipliers[1]
         return BranchOutput(y)
-
-    def output_bias(self) -> jax.Array | None:
-        return self.down_bias[...] if self.cfg.mlp_bias else None
 
     def _product(self, x: jax.Array, ctx: Context) -> jax.Array:
         """The second matmul's output."""

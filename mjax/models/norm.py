@@ -38,17 +38,11 @@ class Norm(nnx.Module):
             self.bias = declare(rngs, bias, constant(0.0))
 
     @jax.named_scope("norm")
-    def __call__(
-        self,
-        x: jax.Array,
-        parallel: Parallel = LOCAL,
-        shift: jax.Array | None = None,
-    ) -> jax.Array:
-        """Normed x; for `shift` see `kernels/norm.py`. Only a norm over one axis may have one."""
+    def __call__(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
+        """Return normed x, of x's shape and dtype."""
         gain, bias = self.weights()
         if len(self.sizes) == 1:
-            return kernel.norm(x, gain, bias, eps=self.cfg.norm_eps, shift=shift)
-        assert shift is None
+            return kernel.norm(x, gain, bias, eps=self.cfg.norm_eps)
 
         def mean(y: jax.Array) -> jax.Array:
             total = jnp.sum(y, (-2, -1), keepdims=True)
@@ -58,14 +52,10 @@ class Norm(nnx.Module):
         return kernel.reference(x, gain, bias, self.cfg.norm_eps, mean)
 
     @jax.named_scope("norm")
-    def fork(self, x: jax.Array, shift: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(normed x, x). A residual stream goes on with the second (`kernels/norm.py`)."""
         gain, bias = self.weights()
-        return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps, shift=shift)
-
-    def sums(self, x: jax.Array) -> bool:
-        """Whether a backward of x makes the gradient of a `shift`, too."""
-        return kernel.supports(x, self.weights()[1])
+        return kernel.fork(x, gain, bias, eps=self.cfg.norm_eps)
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
         """(the factor on x, the bias of LayerNorm, zeros if it has none), fp32."""
