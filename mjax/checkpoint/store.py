@@ -33,7 +33,6 @@ from mjax.checkpoint.quiet import plain_reason
 from mjax.checkpoint.retention import retention
 from mjax.checkpoint.side import SIDE_FILES, identify_data, side_files_of_run
 from mjax.checkpoint.steps import newest_step
-from mjax.config.keys import move_keys
 from mjax.config.paths import require_files
 from mjax.config.pattern import stacks_of
 from mjax.config.schema import Config
@@ -45,7 +44,6 @@ log = logging.getLogger(__name__)
 
 CHUNK = 64 * 2**20  # bytes; parameters can then be read in parts without reading much more
 HELD_OUT_LOSS = "held_out_loss"  # key of the record
-STATE_VERSION = 2  # of the tree that is saved, see `_read_state`
 OUTDATED = f"outdated{digest.TEMPORARY}"  # folder of steps that retention has taken away
 
 
@@ -350,7 +348,6 @@ class Store:
     def _meta(self, step: int, held_out_loss: float | None) -> dict:
         return {
             "config": self.cfg.model_dump(mode="json"),
-            "state_version": STATE_VERSION,
             "digests": digest.FORMAT if self._digests else None,
             "step": step,
             "consumed_samples": consumed_samples(self.cfg.train, step),
@@ -362,26 +359,15 @@ class Store:
     def read_meta(self, step: int) -> dict:
         """The JSON record of a step: config, step, versions."""
         items = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        meta = self._manager.restore(step, args=items)["meta"]
-        move_keys(meta["config"], str(self.directory))
-        return meta
+        return self._manager.restore(step, args=items)["meta"]
 
     def _read_state(self, step: int, meta: dict, abstract_state: dict) -> dict:
-        """The state of a step, without "loss_scale" if the run that saved it had none.
-
-        Version 1 had buffers beside the parameters, under their names.
-        """
-        wanted, buffers = dict(abstract_state), []
+        """Return the state of a step, without "loss_scale" if the run that saved it had none."""
+        wanted = dict(abstract_state)
         if meta["config"].get("precision", {}).get("compute") != "float16":
             wanted.pop("loss_scale", None)
-        if meta.get("state_version", 1) < STATE_VERSION:
-            buffers = list(wanted.get("buffers", {}))
-            wanted |= wanted.pop("buffers", {})
         items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        state = self._manager.restore(step, args=items)["state"]
-        if buffers:
-            state["buffers"] = {name: state.pop(name) for name in buffers}
-        return state
+        return self._manager.restore(step, args=items)["state"]
 
     def _rename_damaged(self, steps: list[int]) -> None:
         """Out of orbax's sight, or retention would count them and a later save collide."""

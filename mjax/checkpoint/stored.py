@@ -14,7 +14,6 @@ from pathlib import Path
 import tensorstore as ts
 
 from mjax.checkpoint.source import Path as Leaf
-from mjax.config.keys import move_keys
 from mjax.errors import UserError, first_line, or_user_error
 from mjax.json_file import read_json
 
@@ -69,7 +68,5 @@ class StoredArrays:
 
 
 def read_record(folder: Path) -> dict:
-    """The record of the step in `folder`: config (its keys as of now), step, versions, data."""
-    record = read_json(folder / "meta" / "metadata")
-    move_keys(record["config"], str(folder))
-    return record
+    """The record of the step in `folder`: config, step, versions, data."""
+    return read_json(folder / "meta" / "metadata")

@@ -8,7 +8,6 @@ file on standard error says where they are now (`keys.py`).
 """
 
 import argparse
-import copy
 import difflib
 import json
 import re
@@ -20,7 +19,7 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from mjax.config import yaml_text
-from mjax.config.keys import describe_moves, is_group, move_keys
+from mjax.config.keys import is_group
 from mjax.config.schema import Config
 from mjax.config.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
@@ -34,8 +33,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     """
     places: dict[str, str] = {}  # of each key, where it was set
     tree = {} if path is None else _read_file(Path(path), (), places)
-    for override in _read_overrides(overrides, places):
-        _merge_into(tree, override)
+    for override in overrides:
+        _merge_into(tree, _read_override(override, places))
     require_sane_patterns(tree, places)
     try:
         cfg = Config.model_validate(tree)
@@ -104,7 +103,6 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(f"{trail}: must hold a mapping of keys, not {type(tree).__name__}")
-    _move_and_say(tree, str(path), places_here)
     bases = tree.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(b, str) for b in bases):
@@ -115,29 +113,6 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
         _merge_into(merged, _read_file(path.parent / base, (*chain, path), places))
     places.update(places_here)
     return _merge_into(merged, tree)
-
-
-def _read_overrides(overrides: Iterable[str], places: dict[str, str]) -> list[dict]:
-    """The tree of each override, with keys in their places of today."""
-    trees = [_read_override(override, places) for override in overrides]
-    together: dict = {}  # so that a key in two places is seen
-    for tree in copy.deepcopy(trees):
-        _merge_into(together, tree)
-    _move_and_say(together, "overrides", places)
-    for tree in trees:
-        move_keys(tree, "overrides")
-    return trees
-
-
-def _move_and_say(tree: dict, source: str, places: dict[str, str]) -> None:
-    """Put the keys of a tree in their places of today, and say so."""
-    moves = move_keys(tree, source)
-    for old, new in moves.items():
-        for key in [k for k in places if re.match(rf"{re.escape(old)}(?![^.\[])", k)]:
-            places[new + key.removeprefix(old)] = places.pop(key)
-    if moves:
-        hint = "the old place still works; --print-config prints the new"
-        print(f"mjax: {source}: {describe_moves(moves)} ({hint})", file=sys.stderr)
 
 
 def _read_override(override: str, places: dict[str, str]) -> dict:

