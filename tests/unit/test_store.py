@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.store import Store
-from mjax.checkpoint.weights import read_config
 from mjax.config import load
 from mjax.errors import UserError
 
@@ -223,20 +222,6 @@ def test_the_record_beside_the_arrays_says_what_made_them(tmp_path):
     assert type(CFG).model_validate(meta["config"]) == CFG
     assert (meta["step"], meta["consumed_samples"]) == (5, 40)
     assert set(meta["versions"]) == {"mjax", "jax"}
-
-
-def test_a_record_from_before_the_groups_of_a_model_is_understood(tmp_path):
-    store(tmp_path, async_save=False, digests=False).save(5, make_state(5))
-    file = tmp_path / "5" / "meta" / "metadata"
-    meta = json.loads(file.read_text())
-    model = meta["config"]["model"]
-    model |= model.pop("attention") | model.pop("rope") | model.pop("moe")
-    file.write_text(json.dumps(meta))
-    assert_same(store(tmp_path).restore(abstract(make_state())), make_state(5))
-    assert read_config(tmp_path / "5") == CFG.model
-    other = load(None, ["data.mock=true", "model.attention.num_key_value_heads=2"])
-    with pytest.raises(UserError, match="has model.attention.num_key_value_heads=4 but"):
-        store(tmp_path, other).restore(abstract(make_state()))
 
 
 def test_older_checkpoints_are_never_mixed_with_a_new_start(tmp_path):
