@@ -24,7 +24,7 @@ from tests.sources import restore_params
 
 CFG = load(
     None,
-    """data.mock=true model.vocab_size=97 model.hidden_size=32 model.num_attention_heads=4
+    """data.mock=true model.vocab_size=97 model.hidden_size=32 model.attention.num_attention_heads=4
     model.intermediate_size=48 model.num_hidden_layers=2""".split(),
 )
 SPECS = definition_of(CFG.model).specs

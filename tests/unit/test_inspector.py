@@ -17,8 +17,8 @@ from mjax.config import load
 from mjax.errors import UserError
 from mjax.models import definition_of
 
-MODEL = """data.mock=true model.vocab_size=97 model.hidden_size=32 model.num_attention_heads=4
-    model.intermediate_size=48 model.num_hidden_layers=2""".split()
+MODEL = """data.mock=true model.vocab_size=97 model.hidden_size=32 model.intermediate_size=48
+    model.attention.num_attention_heads=4 model.num_hidden_layers=2""".split()
 CFG = load(None, MODEL)
 SPECS = definition_of(CFG.model).specs
 

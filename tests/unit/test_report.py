@@ -130,7 +130,7 @@ def test_differences_of_configs_are_those_of_values_not_of_spelling(tmp_path):
     runs = read_runs(
         [
             write(tmp_path / "a", [record(1)], "run: {dir: a}\ntrain: {steps: 9}\n"),
-            write(tmp_path / "b", [record(1)], "run: {dir: b}\nmodel: {attention: {head_dim: 7}}\n"),
+            write(tmp_path / "b", [record(1)], "model: {attention: {head_dim: 7}}\n"),
             write(tmp_path / "c", [record(1)], None),
             write(tmp_path / "d", [record(1)], "train: [unreadable"),
         ]
