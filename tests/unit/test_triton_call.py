@@ -22,7 +22,7 @@ def write_ptxas(folder, version):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Give (ptxas of the system, of a wheel) these versions, None for none; nothing else is found."""
+    """Give the system and a wheel a ptxas of these versions (None: none); no other is found."""
     monkeypatch.setattr(triton_call, "_INSTALLED", ())
 
     def make(system, wheel):
