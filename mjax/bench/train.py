@@ -75,9 +75,11 @@ def measure(
     trainer = Trainer(cfg)
     trainer.init()
     batch = batch_of(trainer, documents)
+    say("compiling the training step")
     start = time.perf_counter()
     jax.block_until_ready(trainer.step(batch))
     first, since = time.perf_counter() - start, report.process_seconds()
+    say(f"the first step took {first:.1f} s; measuring {steps} steps after {warmup}")
     times, metrics = step_seconds(trainer, batch, warmup, steps)
     loss, memory = float(metrics["loss"]), peak_memory_gb()
     cfg, seconds = trainer.cfg, statistics.median(times)
@@ -96,7 +98,7 @@ def measure(
     }
     if profiled:
         if jax.default_backend() == "gpu":
-            print(f"mjax: {record['ms']} ms a step; now compiling to profile", file=sys.stderr)
+            say(f"{record['ms']} ms a step; now compiling to profile")
             trainer.programs.recompile(breakdown.XLA_OPTIONS)
             jax.clear_caches()
             jax.block_until_ready(trainer.step(batch))
@@ -105,6 +107,12 @@ def measure(
         record["breakdown"] = breakdown.breakdown(events, text, profiled) if events else None
         record["top"] = breakdown.top(events, text, profiled, longest) if events else None
     return record
+
+
+def say(line: str) -> None:
+    """Print a line of progress on stderr, in the first process alone."""
+    if jax.process_index() == 0:
+        print(f"mjax: {line}", file=sys.stderr, flush=True)
 
 
 def explain(record: dict) -> None:

@@ -1,7 +1,7 @@
 """The console lines of a run: one record in at most 100 columns.
 
-Invariant: a line of training never wraps in a terminal of 100 columns. What is not known is left
-out. `metrics.jsonl` has every figure in full.
+Invariant: a line of training never wraps in a terminal of 100 columns, and all lines of a run have
+one separator. What is not known is left out. `metrics.jsonl` has every figure in full.
 """
 
 import math
@@ -13,7 +13,11 @@ COLUMNS = 100
 LEGEND = (
     "lines: loss, gradient norm, learning rate, time a step, tok/s and MFU a device, peak memory"
 )
-SEPARATORS = (" | ", "  ", " ")  # the widest that fits
+# A line of usual figures after its step, each at its widest: it decides the separator of a run.
+USUAL = (
+    "loss 2.5000", "norm 0.250", "lr 3.1e-4", "1234 ms", "39.8k tok/s", "MFU 47.3%", "139 GB",
+    "ETA 39m54s",
+)  # fmt: skip
 OPTIONAL = ("memory", "rate", "lr")  # left out in this order where even the last does not
 SHOWN_WAIT = 0.1  # share of the time above which waiting for data is worth a place
 
@@ -26,18 +30,22 @@ class Console:
     def __init__(self, last_step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._last_step, self._clock = last_step, clock
         self._seen: deque[tuple[int, float]] = deque(maxlen=100)
-        self._separators = SEPARATORS  # those left: lines of a run should look alike
+        usual = "  ".join((self._step(last_step), *USUAL))
+        self._separator = "  " if len(usual) <= COLUMNS else " "
 
     def line(self, record: Mapping[str, Known]) -> str:
         """A record of training or of an evaluation as one line."""
-        step = f"step {record['step']:>{len(str(self._last_step))}}/{self._last_step}"
+        step = self._step(record["step"])
         if "eval_loss" in record:
             loss = _fixed(record["eval_loss"])
-            line = f"{step} | held-out loss {loss} | {record['eval_tokens']:,} tokens"
-            return (line + _further(record))[:COLUMNS]
+            fields = [step, f"held-out loss {loss}", f"{record['eval_tokens']:,} tokens"]
+            return self._separator.join([*fields, *_further(record)])[:COLUMNS]
         figures = _figures(record) | {"eta": self._time_left(record["step"])}
         known = {name: text for name, text in figures.items() if text is not None}
         return self._fit({"step": step, **known})
+
+    def _step(self, step: int) -> str:
+        return f"step {step:>{len(str(self._last_step))}}/{self._last_step}"
 
     def _time_left(self, step: int) -> str | None:
         """The time that the steps left will take, as the last records did, saving included."""
@@ -50,24 +58,18 @@ class Console:
 
     def _fit(self, fields: dict[str, str]) -> str:
         """The fields in one line of at most `COLUMNS` columns."""
-        while True:
-            for i, separator in enumerate(self._separators):
-                line = separator.join(fields.values())
-                if len(line) <= COLUMNS:
-                    self._separators = self._separators[i:]
-                    return line
-            least = next((name for name in OPTIONAL if name in fields), None)
-            if least is None:
-                return line[:COLUMNS]
+        for least in OPTIONAL:
+            if len(self._separator.join(fields.values())) <= COLUMNS:
+                break
             fields = {name: text for name, text in fields.items() if name != least}
+        return self._separator.join(fields.values())[:COLUMNS]
 
 
-def _further(record: Mapping[str, Known]) -> str:
-    """What an evaluation measured besides the loss, as text that goes on with its line."""
+def _further(record: Mapping[str, Known]) -> list[str]:
+    """The texts of what an evaluation measured besides the loss."""
     known = "eval_loss", "eval_tokens"
     names = [name for name in record if name.startswith("eval_") and name not in known]
-    parts = [f" | {name.removeprefix('eval_')} {_fixed(record[name])}" for name in names]
-    return "".join(parts)
+    return [f"{name.removeprefix('eval_')} {_fixed(record[name])}" for name in names]
 
 
 def _figures(record: Mapping[str, Known]) -> dict[str, str | None]:

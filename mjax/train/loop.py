@@ -37,6 +37,7 @@ from mjax.optim.schedule import (
 from mjax.sharding.spec import count_frozen, count_parameters
 from mjax.train import metrics
 from mjax.train.batch import AheadBatch, field_maker, placed_ahead
+from mjax.train.console import duration
 from mjax.train.diagnostics import Diagnostics
 from mjax.train.held_out import HeldOut, read_prompt, sample_text
 from mjax.train.host_time import HostTime, figures_of
@@ -215,8 +216,7 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
             is_open = True if previous is None else previous.metrics["accepted"]
             run.diagnostics.ask_if_due(step, batch)
             run.watchdog.doing(f"dispatching step {step}")
-            with run.host.dispatching():
-                computed = trainer.step(placed, judge.most_loss(), is_open)
+            computed = dispatch(run, step, placed, is_open)
             host = run.host.gather() if is_logged(run, step) else None
             current = DispatchedStep(step, batch, computed, stopper.ask(run.saver.news()), host)
             run.watchdog.dispatched(step)
@@ -242,6 +242,23 @@ def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
                         save(run, step, loss)
         complete(run, settle(run, previous)[0])
     return GO_ON
+
+
+def dispatch(
+    run: TrainingRun, step: int, batch: Batch, is_open: jax.Array | bool
+) -> dict[str, jax.Array]:
+    """The metrics of a step that the device goes on to compute; the first is compiled, and says so.
+
+    `is_open`: see `Trainer.step`.
+    """
+    if is_first := step == run.start + 1:
+        run.log.say("compiling the training step, which takes minutes for a large model")
+    began = time.monotonic()
+    with run.host.dispatching():
+        computed = run.trainer.step(batch, run.suspects.judge.most_loss(), is_open)
+    if is_first:
+        run.log.say(f"compiled in {duration(time.monotonic() - began)}; running step {step}")
+    return computed
 
 
 def placed_by(run: TrainingRun, batch: HostBatch) -> Batch:

@@ -4,6 +4,7 @@ import json
 import subprocess
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -370,3 +371,38 @@ def test_transformers_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(decode, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="torch and transformers cannot be imported"):
         decode.main(["--transformers", "--prompt=5", "--new=5", *SMALL_MODEL])
+
+
+def test_transformers_has_ended_before_jax_takes_the_device(monkeypatch, capsys):
+    """Its process has JAX on the CPU, all sizes, and no other engine; ours comes after it."""
+    order = []
+
+    def run(command, env, **_):
+        order.append("transformers")
+        assert env["JAX_PLATFORMS"] == "cpu" and "--engine=transformers" in command
+        assert {"--batch=2", "--prompt=5", "--new=4", *SMALL_MODEL} <= set(command)
+        assert "--transformers" not in command
+        line = json.dumps({"bench": "decode", "case": {"engine": "transformers"}, "ms": 1.0})
+        return SimpleNamespace(returncode=0, stdout=f"a warning\n{line}\n")
+
+    monkeypatch.setattr(decode, "find_spec", lambda name: object())
+    monkeypatch.setattr(decode, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    monkeypatch.setitem(decode.ENGINES, "mjax", lambda *_: order.append("mjax") or run_in_no_time)
+    sizes = "--batch=2", "--prompt=5", "--new=4", "--samples=1"
+    assert decode.main(["--transf", *sizes, *SMALL_MODEL]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["case"]["engine"] for line in lines] == ["transformers", "mjax"]
+    assert order == ["transformers", "mjax"]
+
+
+def run_in_no_time(ids):
+    return [0.1, 0.2, 0.3]
+
+
+def test_a_failure_of_transformers_is_one_line(monkeypatch):
+    monkeypatch.setattr(decode, "find_spec", lambda name: object())
+    failed = SimpleNamespace(returncode=1, stdout="")
+    own = SimpleNamespace(run=lambda *_, **__: failed, PIPE=None)
+    monkeypatch.setattr(decode, "subprocess", own)
+    with pytest.raises(UserError, match="--transformers: its process ended with exit code 1"):
+        decode.main(["--transformers", "--prompt=5", "--new=4", *SMALL_MODEL])

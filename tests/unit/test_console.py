@@ -21,14 +21,14 @@ def test_a_line_has_every_known_figure():
     lines = console(1000, seconds_a_line=3600)
     lines.line({"step": 1, "loss": 3.0, "grad_norm": 1.0, "lr": 0.0})
     assert lines.line({**RECORD, "step": 601}) == (
-        "step  601/1000  loss 2.5000  norm 0.250  lr 3e-4  1234 ms  9087 tok/s  MFU 47.3%  61 GB  "
+        "step  601/1000 loss 2.5000 norm 0.250 lr 3e-4 1234 ms 9087 tok/s MFU 47.3% 61 GB "
         "ETA 39m54s"
     )
 
 
 def test_what_is_not_known_is_left_out():
     record = {"step": 1, "loss": 2.5, "grad_norm": 0.25, "lr": 0.0, "mfu": None, "memory_gb": None}
-    assert console(10).line(record) == "step  1/10 | loss 2.5000 | norm 0.250 | lr 0"
+    assert console(10).line(record) == "step  1/10  loss 2.5000  norm 0.250  lr 0"
     assert "467 TFLOP/s" not in console(10).line(RECORD)
     assert "468 TFLOP/s" in console(10).line({**RECORD, "mfu": None})
     assert "data" not in console(10).line({**RECORD, "data_wait": 0.02})
@@ -48,6 +48,26 @@ def test_every_line_fits_a_hundred_columns(last, scale, wait):
     evaluation = {"step": last, "eval_loss": 1234567.8 * scale, "eval_tokens": 10**12}
     assert len(lines.line(evaluation)) <= COLUMNS
     assert len(LEGEND) <= COLUMNS
+
+
+@pytest.mark.parametrize("last", [10, 900, 20_000, 9_999_999])
+def test_lines_of_a_run_have_one_separator_as_numbers_grow(last):
+    lines = console(last, seconds_a_line=1e4)
+    small = {"loss": 1.0, "grad_norm": 0.1, "lr": 0.0, "ms_per_step": 1.0, "mfu": 0.1}
+    records = [
+        {"loss": 3.0, "grad_norm": 1.0, "lr": 0.0},
+        small | {"tokens_per_second": 1.0, "memory_gb": 1.0},
+        RECORD,
+        {**RECORD, "data_wait": 0.5, "loss": 123456.0, "grad_norm": 2.34e5, "lr": 3.14e-5},
+        {"eval_loss": 2.5, "eval_tokens": 4096, "eval_accuracy": 0.5},
+        small,
+    ]
+    found = {
+        lines.line({**record, "step": i + 1}).count("  loss")
+        for i, record in enumerate(records)
+        if "loss" in record
+    }
+    assert len(found) == 1
 
 
 def test_millions_of_steps_and_every_figure_fit():
