@@ -36,8 +36,8 @@ step() { # label, config, override ...: a step, measured, or planned with PLAN=1
         run "$label" 300 "$python" -m mjax.train --config "$config" "$@" --dry-run --no-compile \
             --on "h200:$gpus"
     else
-        run "$label" 420 "$python" -m mjax.bench train --steps 16 --warmup 4 --breakdown \
-            --record "$folder/records.jsonl" --workload "$label" --config "$config" "$@"
+        run "$label" 420 "$python" -m benchmarks.record --to "$folder/records.jsonl" --workload "$label" \
+            train --steps 16 --warmup 4 --breakdown --config "$config" "$@"
     fi
 }
 

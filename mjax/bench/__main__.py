@@ -8,12 +8,10 @@ from mjax.errors import UserError, run_cli
 BENCHMARKS = {
     "train": "speed of the training step on random tokens, and where its time goes",
     "kernel": "our kernels one at a time, against what the device reaches and their references",
-    "torch": "speed of the same training step by torch and transformers",
     "decode": "milliseconds a token of generation, beside what memory allows",
     "checkpoint": "how long a save blocks training, and the rates of saves and restores",
     "collective": "bandwidth of the collectives over all devices",
     "data": "index build and loader throughput on a synthetic corpus",
-    "table": "writes the table of docs/performance.md from docs/measurements.jsonl",
 }
 
 

@@ -3,8 +3,7 @@
 Real training steps of the trainer on random tokens (one document per sequence unless `--documents`
 says otherwise), after warm-up; the median step counts. As in training, a step is handed to the
 device while the one before still runs. `--breakdown` profiles a few more steps and prints where
-their time goes; `--startup` measures the seconds to the first step, cold and warm. `--record`
-adds a line to a file of measurements, of which `python -m mjax.bench table` makes a table.
+their time goes; `--startup` measures the seconds to the first step, cold and warm.
 """
 
 import argparse
@@ -17,12 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import numpy as np
 
-from mjax.bench import breakdown, measurements, report
+from mjax.bench import breakdown, report
 from mjax.config import Config, load
 from mjax.data.loader import tokens_to_read
 from mjax.errors import UserError
@@ -41,31 +39,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--startup", action="store_true", help="seconds to the first step with an empty cache, then"
     )
-    measurements.add_record_arguments(parser)
     args = report.parse_with_config(parser, argv)
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: at least one step must be measured")
-    if args.record and not Path(args.record).absolute().parent.is_dir():
-        raise UserError(f"--record {args.record}: its folder does not exist; make it first")
     cfg = load(args.config, args.overrides)
     before = startup(args) if args.startup else {}  # before this process takes the devices
     profiled = 3 if args.breakdown or args.top else 0
     record = measure(cfg, args.steps, args.warmup, args.documents, profiled, args.top)
     if jax.process_index() == 0:
         explain(record)
-    code = report.report(args, [record | before])
-    if args.record and jax.process_index() == 0:
-        keep(record, args, argv)
-    return code
-
-
-def keep(record: dict, args: argparse.Namespace, argv: list[str]) -> None:
-    """Add a line about a record to the file that --record names."""
-    config = Path(args.config).stem if args.config else "defaults"
-    workload = args.workload or " ".join([config, *args.overrides])
-    command = measurements.without_record_arguments(argv)
-    line = measurements.line_of(record | report.stamp(), workload, command)
-    measurements.append(Path(args.record), line)
+    return report.report(args, [record | before])
 
 
 def measure(

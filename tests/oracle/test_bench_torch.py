@@ -1,4 +1,4 @@
-"""`mjax.bench torch` trains what our config means, for each objective that it knows."""
+"""`benchmarks.torch_train` trains what our config means, for each objective that it knows."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the oracle extra")
 
-from mjax.bench import torch as bench  # noqa: E402
+from benchmarks import torch_train as bench  # noqa: E402
 
 TINY = ["--compile", "no", "--steps", "2", "--warmup", "0", "train.freeze=[]"]
 TINY += ["train.global_batch_size=4", "train.micro_batch_size=2", "model.hidden_size=32"]

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from mjax.bench import checkpoint, collective, data, decode, kernel, report, torch, train
+from benchmarks import torch_train
+from mjax.bench import checkpoint, collective, data, decode, kernel, report, train
 from mjax.bench.breakdown import Event, breakdown, classify, parse, profile, top
 from mjax.config import load
 from mjax.errors import UserError
@@ -358,13 +359,13 @@ def test_decoding_needs_a_model():
 def test_what_torch_cannot_be_compared_with_is_one_line(monkeypatch, argv, message):
     monkeypatch.setattr(decode, "find_spec", lambda name: True)
     with pytest.raises(UserError, match=message):
-        torch.main(["data.mock=true", *argv])
+        torch_train.main(["data.mock=true", *argv])
 
 
 def test_torch_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(decode, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="bench torch: torch and transformers cannot be imported"):
-        torch.main(["data.mock=true"])
+    with pytest.raises(UserError, match="torch_train: torch and transformers cannot be imported"):
+        torch_train.main(["data.mock=true"])
 
 
 def test_transformers_is_asked_for_where_it_is_missing(monkeypatch):

@@ -5,10 +5,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mjax.bench import measurements, report, table, train
+from benchmarks import measurements, record, table
+from mjax.bench import report, train
 from mjax.errors import UserError
 from tests.unit.test_bench import TINY
 
@@ -56,7 +58,7 @@ def test_the_newest_line_of_a_workload_and_number_of_gpus_is_shown():
 
 
 def test_what_is_not_known_is_left_out_of_line_and_table():
-    record = {
+    found = {
         "bench": "train",
         "case": {"devices": 2},
         "ms": 12.5,
@@ -68,7 +70,7 @@ def test_what_is_not_known_is_left_out_of_line_and_table():
         "date": "2026-01-02",
         "commit": None,
     }
-    line = measurements.line_of(record, "w", ["a.b=c d", "--steps", "2"])
+    line = measurements.line_of(found, "w", ["a.b=c d", "--steps", "2"])
     assert line == {
         "workload": "w",
         "bench": "train",
@@ -84,7 +86,7 @@ def test_what_is_not_known_is_left_out_of_line_and_table():
     assert row == "| w | 2 | 1,235 | 1 |  |  | 12.5 |  |  | 2026-01-02 |"
 
 
-def test_the_bench_adds_a_line_that_takes_over_the_public_figure(tmp_path, monkeypatch):
+def test_a_record_is_a_line_that_takes_over_the_public_figure(tmp_path, monkeypatch, capsys):
     file = tmp_path / "m.jsonl"
     public = {"best_public": "9 tok/s", "best_public_link": "https://x"}
     file.write_text(json.dumps(LINE | {"workload": "tiny"} | public) + "\n")
@@ -92,16 +94,26 @@ def test_the_bench_adds_a_line_that_takes_over_the_public_figure(tmp_path, monke
     made = {"bench": "train", "case": {"devices": 8}, "ms": 2.0, "tokens_per_second": 4.0}
     made |= {"tflops": 0.5, "mfu": None, "memory_gb": None}
     monkeypatch.setattr(train, "measure", lambda *_: made)
-    assert train.main([*argv, "--record", str(file), "--workload=tiny"]) == 0
-    assert train.main([*argv, f"--record={file}"]) == 0
+
+    def run(command, **_):
+        assert command[1:4] == ["-m", "mjax.bench", "train"]
+        capsys.readouterr()
+        code = train.main(command[4:])
+        return SimpleNamespace(returncode=code, stdout=capsys.readouterr().out)
+
+    monkeypatch.setattr(record, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    assert record.main([f"--to={file}", "--workload=tiny", "train", *argv]) == 0
+    assert record.main([f"--to={file}", "train", *argv]) == 0
     _, tiny, unnamed = measurements.read_measurements(file)
     assert tiny["command"] == f"python -m mjax.bench train {' '.join(argv)}"
     assert {k: tiny[k] for k in public} == public
     assert tiny["gpus"] == 8 and tiny["tokens_per_second_per_gpu"] == 4 and tiny["ms"] == 2.0
     assert tiny["commit"] == report.own_commit() and tiny["machine"] == "cpu"
-    assert unnamed["workload"] == " ".join(["defaults", *TINY]) and "best_public" not in unnamed
+    assert unnamed["workload"] == " ".join(argv) and "best_public" not in unnamed
     with pytest.raises(UserError, match="its folder does not exist"):
-        train.main([*argv, "--record", str(tmp_path / "no" / "m.jsonl")])
+        record.main([f"--to={tmp_path / 'no' / 'm.jsonl'}", "train", *argv])
+    with pytest.raises(UserError, match="no benchmark; give what follows"):
+        record.main([f"--to={file}"])
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m mjax.bench torch --config X [a.b=c ...]`: the same training step by torch, as JSON.
+"""`python -m benchmarks.torch_train --config X [a.b=c ...]`: the same step by torch, as JSON.
 
 What `python -m mjax.bench train` is compared with: the model of transformers that our weights
 export to, at the same sizes, batch and micro-batches, without recomputation. torch compiles it with
@@ -13,6 +13,7 @@ import argparse
 import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -22,15 +23,15 @@ from mjax.bench.decode import config_of_transformers, require_transformers
 from mjax.bench.report import parse_with_config, report
 from mjax.config import Config, load
 from mjax.config.model_schema import ModelConfig
-from mjax.errors import UserError
+from mjax.errors import UserError, run_cli
 from mjax.models.flops import flops_of_run
 from mjax.train.metrics import peak_tflops
 
 OBJECTIVES = "next_token", "masked_lm", "span_corruption", "classify_images", "contrastive"
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench torch", description=__doc__)
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.torch_train", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them")
     parser.add_argument(
@@ -45,19 +46,19 @@ def main(argv: list[str]) -> int:
         default="model",
         help="compile the whole model, or each layer and the loss (BERT's with head), sooner",
     )
-    args = parse_with_config(parser, argv)
+    args = parse_with_config(parser, sys.argv[1:] if argv is None else argv)
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: at least one step must be measured")
-    require_transformers("bench torch")
+    require_transformers("torch_train")
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX only says what the device is
     cfg = load(args.config, args.overrides)
     if cfg.train.objective not in OBJECTIVES:
         raise UserError(
-            f"bench torch: train.objective={cfg.train.objective} is not compared; "
+            f"torch_train: train.objective={cfg.train.objective} is not compared; "
             f"{', '.join(OBJECTIVES)} are"
         )
     if cfg.train.freeze:
-        raise UserError("bench torch: it trains all parameters; give train.freeze=[]")
+        raise UserError("torch_train: it trains all parameters; give train.freeze=[]")
     return report(args, [measure(cfg, args)])
 
 
@@ -230,3 +231,7 @@ def labels_of(tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
         tokens[:, 1 : 1 + patches] = image
         labels[:, : 1 + patches] = -100
     return labels
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -8,7 +8,6 @@ Invariant: the table is a function of the file and of the code's history. It sho
 of each workload and number of GPUs, and marks it where the code that it ran has changed since.
 """
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from mjax.bench.report import own_commit
 from mjax.errors import UNREADABLE, UserError, or_user_error
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[1] / "mjax"
 BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
 STALE = " †"
 
@@ -30,13 +29,6 @@ CODE = {
     "collective": ("sharding",),
     "data": ("data",),
 }
-
-
-def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--record", metavar="JSONL", help="add a line to this file, docs/measurements.jsonl say"
-    )
-    parser.add_argument("--workload", help="its name there; without it, the config and overrides")
 
 
 def line_of(record: dict, workload: str, argv: Sequence[str]) -> dict:
@@ -59,13 +51,6 @@ def line_of(record: dict, workload: str, argv: Sequence[str]) -> dict:
         "commit": record["commit"],
     }
     return {name: value for name, value in line.items() if value is not None}
-
-
-def without_record_arguments(argv: Sequence[str]) -> list[str]:
-    """The arguments that make the measurement, without those that say where to write it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_record_arguments(parser)
-    return parser.parse_known_args(list(argv))[1]
 
 
 def append(path: Path, line: dict) -> None:

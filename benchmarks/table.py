@@ -1,4 +1,4 @@
-"""`python -m mjax.bench table`: writes the table of docs/performance.md from measurements.jsonl.
+"""`python -m benchmarks.table`: writes the table of docs/performance.md from measurements.jsonl.
 
 Run it in a git checkout of mjax: a row is marked where the code that it ran has changed since its
 commit. `--check` writes nothing and exits with code 1 if the page is not as it would be.
@@ -7,12 +7,12 @@ commit. `--check` writes nothing and exits with code 1 if the page is not as it 
 import argparse
 from pathlib import Path
 
-from mjax.bench import measurements
-from mjax.errors import or_user_error
+from benchmarks import measurements
+from mjax.errors import or_user_error, run_cli
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench table", description=__doc__)
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
     parser.add_argument("--measurements", type=Path, default=Path("docs/measurements.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("docs/performance.md"))
     parser.add_argument("--check", action="store_true", help="only say whether the page is right")
@@ -26,3 +26,7 @@ def main(argv: list[str]) -> int:
         return int(new != page)
     args.page.write_text(new, encoding="utf-8")
     return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
