@@ -22,7 +22,7 @@ from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.modalities import MODALITIES
 from mjax.models.mtp import field_names, shifted_fields, with_weight
-from mjax.models.streams import Activation, Streams
+from mjax.models.streams import EXPERT_LOADS, Activation, Streams
 from mjax.models.tiles import CORNERS
 from mjax.sharding.collectives import Parallel
 
@@ -202,8 +202,9 @@ class MultiToken(NextToken):
             x = output.y
             loss = edges.token_loss(x, labels, mask, ctx)
             found[f"mtp_{depth}"] = with_weight(loss, self.factor / self.depths)
-            for name in edges.statistics:
-                found[name] = found.get(name, 0.0) + output.statistics.get(name, 0.0)
+            for name in (*edges.statistics, EXPERT_LOADS):
+                if name in output.statistics:
+                    found[name] = found.get(name, 0.0) + output.statistics[name]
         return found
 
 

@@ -73,8 +73,10 @@ def muon_direction(
     them again. Newton-Schulz runs in the dtype of `m`.
     """
     matrices = gather(m, spec)
-    ends = list(itertools.accumulate(spec.parts))[:-1]
-    parts = [_orthogonal(part, spec, steps, mode) for part in jnp.split(matrices, ends, -1)]
+    starts = list(itertools.accumulate(spec.parts[:-1]))
+    parts = []
+    for part in jnp.split(matrices, starts, -1):
+        parts.append(_orthogonal(part, spec, steps, mode))
     return shard(jnp.concatenate(parts, -1), spec)
 
 
