@@ -247,6 +247,14 @@ def objective_of(cfg: Config) -> Objective:
     return objective
 
 
+def divisor(count: jax.Array) -> jax.Array:
+    """What a sum is divided by: its count, or 1 where nothing counts and the sum is 0.
+
+    The weights of a mask may sum to less than 1.
+    """
+    return jnp.where(count == 0, 1, count)
+
+
 @dataclass(frozen=True)
 class Denominators:
     """What the sums of a step are divided by.
@@ -271,7 +279,7 @@ class Denominators:
         """This device's shares of the global losses, from its sums."""
         shares = {}
         for name, total in losses.items():
-            shares[name] = total / jnp.maximum(self.counts[name], 1) / self.tp
+            shares[name] = total / divisor(self.counts[name]) / self.tp
         for name, total in statistics.items():
             shares[name] = total / self.of_statistics[name]
         return shares
@@ -300,7 +308,7 @@ class Denominators:
         """The factors that make shares of sums: `shares`, up to rounding."""
         factors = {}
         for name, count in self.counts.items():
-            factors[name] = 1 / jnp.maximum(count, 1) / self.tp
+            factors[name] = 1 / divisor(count) / self.tp
         for name, count in self.of_statistics.items():
             factors[name] = jnp.float32(1 / count)
         return factors
