@@ -60,6 +60,14 @@ class Tokenizer:
         """Ids of one text."""
         return self.encode_batch([text])[0]
 
+    def special_text(self, id: int) -> str:
+        """The text of a special token, which `decode` leaves out; "" of any other."""
+        if id >= self.vocab_size or self.decode([id]):
+            return ""
+        text = self.decode_whole([id]) if self.decode_whole else ""
+        piece = self.piece_of(id) if self.piece_of and not text else None
+        return text or (piece or "").replace("▁", "")  # that alone is a space
+
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     """`byte` (256 bytes and an end-of-document id 256), a `tokenizer.json`, a folder that holds
