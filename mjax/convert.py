@@ -68,7 +68,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from mjax.checkpoint.families import slots
+    from mjax.checkpoint.families import BALANCE_KEYS, slots
     from mjax.checkpoint.huggingface import export
     from mjax.models import definition_of
     from mjax.pretrained import source_of
@@ -82,7 +82,13 @@ def _export(args: argparse.Namespace) -> int:
     extras = side_files(cfg, args.ckpt, args.dtype)
     size = int(args.max_shard_gb * 1e9)
     export(source.read, cfg, specs, places, args.hf, args.dtype, size, extras)
-    print(f"{args.hf}: {json.loads(extras['config.json'])['architectures'][0]} as {args.dtype}")
+    config = json.loads(extras["config.json"])
+    print(f"{args.hf}: {config['architectures'][0]} as {args.dtype}")
+    if cfg.moe.router_aux_loss_coef and 0.0 in (config.get(key) for key in BALANCE_KEYS):
+        print(
+            "config.json has no balance loss: readers of that family take model.moe."
+            f"router_aux_loss_type={cfg.moe.router_aux_loss_type} for another loss"
+        )
     return verify(args.ckpt, args.hf, args.dtype) if args.verify else 0
 
 

@@ -69,7 +69,7 @@ def _harness(args: argparse.Namespace) -> None:
 
 def _perplexity(args: argparse.Namespace) -> None:
     with or_user_error(f"--file {args.file}: {{reason}}; give a UTF-8 file", UNREADABLE):
-        text = args.file.read_text(encoding="utf-8")
+        text = args.file.read_bytes().decode()  # ends of lines stay as they are
     model, _, tokenizer = load_model(args)
     length = args.seq_length or min(model.cfg.max_position_embeddings, 4096)
     stride = args.stride or max(1, length // 2)

@@ -108,7 +108,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompt_file is not None:
         wrong = f"--prompt-file {args.prompt_file}: {{reason}}; give a UTF-8 file"
         with or_user_error(wrong, UNREADABLE):
-            text = args.prompt_file.read_text(encoding="utf-8")
+            text = args.prompt_file.read_bytes().decode()  # ends of lines stay
         lines = args.prompt_file.suffix == ".jsonl"
         out += list(_json_prompts(args.prompt_file, text)) if lines else [text]
     if not out:

@@ -19,8 +19,9 @@ from mjax.optim.schedule import consumed_samples
 NOT_ARCHITECTURE = frozenset(
     """attention.attention_dropout audio.length_multiple hidden_dropout initializer_range
     model_type moe.capacity_factor moe.drop_policy moe.expert_bias_update_rate
-    moe.force_balanced moe.router_aux_loss_coef moe.router_aux_loss_over moe.router_jitter_noise
-    moe.router_z_loss_coef moe.sinkhorn scaled_output_init vision.length_multiple""".split()
+    moe.force_balanced moe.router_aux_loss_coef moe.router_aux_loss_over moe.router_aux_loss_type
+    moe.router_jitter_noise moe.router_z_loss_coef moe.sinkhorn scaled_output_init
+    vision.length_multiple""".split()
 )
 
 

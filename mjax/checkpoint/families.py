@@ -307,11 +307,14 @@ SETTLED = {
     "use_mrope": False,
     "z_loss_coefficient": 0.0,
 }
+# The weight of the balance loss.
+BALANCE_KEYS = "router_aux_loss_coef", "aux_loss_alpha"
 # Keys of ours that a config.json does not carry, or that do not change the trained function.
 UNSAID = frozenset(
     """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
-    moe.expert_bias_update_rate moe.capacity_factor moe.drop_policy
-    moe.router_jitter_noise moe.sinkhorn vision.max_images vision.length_multiple""".split()
+    moe.router_aux_loss_type moe.expert_bias_update_rate moe.capacity_factor moe.drop_policy
+    moe.router_jitter_noise moe.sinkhorn moe.skip_padding vision.max_images
+    vision.length_multiple""".split()
 )
 
 
@@ -341,23 +344,37 @@ def config_from_hf(config: dict) -> ModelConfig:
 
 
 def config_to_hf(cfg: ModelConfig) -> dict:
-    """Our model -> a config.json of its family. Raises `UserError` if none can express it."""
+    """Our model -> a config.json of its family. Raises `UserError` if none can express it.
+
+    Where the family's balance loss is another one, its coefficient is 0: none means the same.
+    """
     problems = []
     for name in [cfg.model_type] if cfg.model_type else FAMILIES:
-        family = FAMILIES[name]
-        config: dict = {"architectures": [family.architecture], "model_type": name}
-        for part in reversed(family.parts):  # what reads first has the last word
-            config |= part.write(cfg)
+        said, config = cfg, _written(name, cfg)
         try:
             back = config_from_hf(dict(config))
+            if back.moe.router_aux_loss_type != cfg.moe.router_aux_loss_type:
+                moe = cfg.moe.model_copy(update={"router_aux_loss_coef": 0.0})
+                said = cfg.model_copy(update={"moe": moe})
+                config = _written(name, said)
+                back = config_from_hf(dict(config))
         except UserError as e:
             problems.append(f"{name}: {e}")
             continue
-        differing = [key for key in _said(cfg) if _meaning(back, key) != _meaning(cfg, key)]
+        differing = [key for key in _said(cfg) if _meaning(back, key) != _meaning(said, key)]
         if not differing:
             return config
         problems.append(f"{name}: no model.{differing[0]}={value_of(cfg, differing[0])!r}")
     raise UserError(f"no Hugging Face family can express this model ({'; '.join(problems)})")
+
+
+def _written(name: str, cfg: ModelConfig) -> dict:
+    """A config.json of the family of that name, which may not say all of `cfg`."""
+    family = FAMILIES[name]
+    config: dict = {"architectures": [family.architecture], "model_type": name}
+    for part in reversed(family.parts):  # what reads first has the last word
+        config |= part.write(cfg)
+    return config
 
 
 def family_of(cfg: ModelConfig) -> Family:

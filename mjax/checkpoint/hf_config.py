@@ -89,6 +89,9 @@ def ignored(*keys: str) -> Part:
     return Part(read, lambda cfg: {})
 
 
+# What transformers' router_aux_loss_coef weighs.
+BALANCE = {"moe.router_aux_loss_type": "mean_over_layers"}
+
 ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -458,7 +461,7 @@ def experts(count: str, **defaults: Any) -> Part:
     def read(config: dict) -> dict:
         numbers = [config.pop(key, None) for key in ("num_experts", "num_local_experts")]
         fields = {"moe.num_experts": numbers[0] or numbers[1] or defaults["num_experts"]}
-        fields |= keys.read(config)
+        fields |= keys.read(config) | BALANCE
         if not has_width:
             only(config, "sliding_window")
             fields |= {"moe.moe_intermediate_size": config["intermediate_size"]}

@@ -4,7 +4,7 @@ Its windows are read by `layer_types`. The published weights of its experts are 
 (`mxfp4.py`); an export has them in bfloat16.
 """
 
-from mjax.checkpoint.hf_config import Part, alike, only, same, take
+from mjax.checkpoint.hf_config import BALANCE, Part, alike, only, same, take
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.models.expert import GPT_OSS_SHARPNESS
@@ -46,6 +46,7 @@ def gpt_oss() -> Part:
             config["rope_scaling"] = dict(_ROPE)
         has_bias = take(config, "attention_bias", True)
         return keys.read(config) | {
+            **BALANCE,
             "moe.moe_intermediate_size": config["intermediate_size"],
             "attention.attention_bias": has_bias,
             "attention.attention_out_bias": has_bias,

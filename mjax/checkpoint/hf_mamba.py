@@ -8,7 +8,7 @@ Biases of the projections are refused: no published model has them.
 import math
 from collections.abc import Callable
 
-from mjax.checkpoint.hf_config import HEADS, Part, alike, ignored, only, same, take
+from mjax.checkpoint.hf_config import BALANCE, HEADS, Part, alike, ignored, only, same, take
 from mjax.checkpoint.hf_deepseek import ROUTED
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import shortest
@@ -332,7 +332,8 @@ def granite_experts() -> Part:
 
     def read(config: dict) -> dict:
         if config.get("num_local_experts", 8):
-            return keys.read(config) | {"moe.moe_intermediate_size": config["intermediate_size"]}
+            width = config["intermediate_size"]
+            return keys.read(config) | BALANCE | {"moe.moe_intermediate_size": width}
         for key in ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"):
             config.pop(key, None)
         config["intermediate_size"] = take(config, "shared_intermediate_size")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mjax.config.keys import leaf_keys, value_of
 from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig
 from mjax.config.model_schema import LayerSizes
-from mjax.config.pattern import BRANCHES, branches_of, sizes_of
+from mjax.config.pattern import BRANCHES, branches_of, of_decoder, sizes_of
 from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config
 
@@ -280,6 +280,14 @@ def sinkhorn_alone(c: Config) -> Iterator[str]:
     named = " and ".join(f"`model.moe.{name}`" for name in set_keys(c.model.moe, *others))
     if c.model.moe.sinkhorn and named:
         yield f"`model.moe.sinkhorn` balances by itself, not with {named}"
+
+
+@rule("set model.moe.router_aux_loss_type=sum")
+def layers_averaged_in_one_stream(c: Config) -> Iterator[str]:
+    of_others = any("E" in branches_of(k) and not of_decoder(k) for k in c.model.layer_kinds)
+    averages = c.model.moe.router_aux_loss_type == "mean_over_layers"
+    if averages and of_others and c.model.has_two_streams and not c.model.is_encoder_decoder:
+        yield "`model.moe.router_aux_loss_type` is not built for experts of neighbors or towers"
 
 
 @rule("set model.moe.capacity_factor")

@@ -106,6 +106,18 @@ def _repeated(what: object, count: object) -> int:
     return len(what) * count if is_repeat else 0
 
 
+def _to_json(
+    x: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` of transformers, whose arguments templates also give by position."""
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(x, ensure_ascii=ensure_ascii, **options)
+
+
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str):
     """The template in the environment that Hugging Face gives its templates."""
@@ -143,7 +155,7 @@ def _compiled(source: str):
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)

@@ -16,7 +16,7 @@ import numpy as np
 
 from mjax.config.schema import Config
 from mjax.data.gpt import Batch, split_range
-from mjax.data.masked import fill_row, padded_rows
+from mjax.data.masked import fill_row, frame_of_pairs, padded_rows
 from mjax.data.tokenizer import Tokenizer
 from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import parse_json
@@ -28,6 +28,8 @@ Line = tuple[list[list[int]], int]
 
 class LabelledDataset:
     """`size` samples: [CLS] text [SEP], and text_pair [SEP], then padding to `data.seq_length`.
+
+    Pairs are framed as the tokenizer frames them (`masked.frame_of_pairs`).
 
     `batch(indices)` gives `tokens`, `token_types`, `segment_ids`, `positions` (int32 [B, S]) and
     `row_label` (int32 [B]). What is too long loses tokens at the end of its longer text. Raises
@@ -52,6 +54,7 @@ class LabelledDataset:
                 f"{tokenizer.vocab_size}: raise it"
             )
         self.settings, self.seq_length = data.masked, data.seq_length
+        self.frame = frame_of_pairs(tokenizer, model.bert)
         self.size, self.seed = size, cfg.run.seed
         lines = sorted(read_lines(path, tokenizer, model.bert.num_labels), key=_digest)
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
@@ -71,15 +74,18 @@ class LabelledDataset:
 
     def _framed(self, texts: list[list[int]]) -> tuple[list[int], list[int]]:
         """(tokens, their types) of a sample without its padding."""
-        room = self.seq_length - 1 - len(texts)
+        ends = [[self.settings.sep_token_id]] * len(texts)
+        if len(texts) > 1:
+            ends[0] = ends[0] * self.frame.separators
+        room = self.seq_length - 1 - sum(map(len, ends))
         tokens, types = [self.settings.cls_token_id], [0]
         behind = sum(map(len, texts[1:]))
         most = max(room - behind, room // len(texts))  # tokens of the text that is next
-        for number, text in enumerate(texts):
+        for text, end, kind in zip(texts, ends, (0, self.frame.second_type), strict=False):
             kept = text[:most]
             most = room - len(kept)
-            tokens += [*kept, self.settings.sep_token_id]
-            types += [number] * (len(kept) + 1)
+            tokens += [*kept, *end]
+            types += [kind] * (len(kept) + len(end))
         return tokens, types
 
 

@@ -17,7 +17,7 @@ from mjax.data.blend import SURPLUS, BlendedDataset, normalize, sizes_per_datase
 from mjax.data.fim import FillInTheMiddle, fill_in_the_middle
 from mjax.data.gpt import Batch, GPTDataset
 from mjax.data.labelled import LabelledDataset
-from mjax.data.masked import MaskedDataset
+from mjax.data.masked import MaskedDataset, frame_of_pairs
 from mjax.data.mock import MockDataset
 from mjax.data.neighbors import NeighborDataset
 from mjax.data.text import prepare_text
@@ -238,13 +238,18 @@ def _sentence_dataset(
 ) -> Dataset:
     """Samples of whole sentences, with hidden spans or masked words."""
     given = path, split, shares, n, cfg.run.seed, cfg.data, cfg.model.vocab_size
-    continues = _continuations(cfg)
+    name = cfg.data.tokenizer
+    if cfg.data.text:
+        name = prepare_text(cfg.data, Path(cfg.run.dir)).tokenizer_path
+    continues = word_continuations(name) if cfg.data.masked.whole_words else None
     if cfg.train.objective == SPAN_CORRUPTION:
         from mjax.data.spans import SpanDataset  # imports jax, as grain does
 
         start = cfg.model.decoder_start_token_id
         return SpanDataset(*given, continues=continues, start_token=start)
-    return MaskedDataset(*given, pairs=cfg.model.bert.num_labels > 0, continues=continues)
+    bert = cfg.model.bert
+    framed = frame_of_pairs(load_tokenizer(name) if name else None, bert)
+    return MaskedDataset(*given, pairs=bert.num_labels > 0, framed=framed, continues=continues)
 
 
 def tokens_to_read(cfg: Config) -> int:
@@ -261,13 +266,3 @@ def tokens_to_read(cfg: Config) -> int:
     length = stream_length(data.seq_length, data.target_length, *sizes)
     sentinels_of(data, span_counts(length, *sizes)[1])
     return length
-
-
-def _continuations(cfg: Config) -> np.ndarray | None:
-    """Which tokens continue a word, where whole words are hidden."""
-    if not cfg.data.masked.whole_words:
-        return None
-    name = cfg.data.tokenizer
-    if cfg.data.text:
-        name = prepare_text(cfg.data, Path(cfg.run.dir)).tokenizer_path
-    return word_continuations(name)

@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mjax.config.model_schema import BertConfig
 from mjax.config.schema import DataConfig
 from mjax.data.cache import cached_arrays
 from mjax.data.gpt import Batch, split_range
 from mjax.data.indexed import REMEDY, IndexedDataset, Watch
 from mjax.data.sentence_index import build_sample_index
+from mjax.data.tokenizer import BERT_PAIR, ROBERTA_PAIR, PairFrame, Tokenizer
 from mjax.errors import UserError
 
 
@@ -179,6 +181,18 @@ def fill_row(fields: Batch, row: int, values: Mapping[str, Sequence[int] | np.nd
         fields[name][row, : len(array)] = array
 
 
+def frame_of_pairs(tokenizer: Tokenizer | None, bert: BertConfig) -> PairFrame:
+    """How pairs of texts are framed for a model: as its tokenizer does.
+
+    Where that does not say it, positions that begin behind padding tell RoBERTa's. A table without
+    a second type has one for all.
+    """
+    frame = None if tokenizer is None else tokenizer.pair
+    if frame is None:
+        frame = ROBERTA_PAIR if bert.position_offset else BERT_PAIR
+    return frame._replace(second_type=0) if bert.type_vocab_size == 1 else frame
+
+
 class MaskedDataset(SentenceDataset):
     """Samples of `seq_length` tokens, padding included; see the module for how they are made.
 
@@ -188,7 +202,10 @@ class MaskedDataset(SentenceDataset):
     `SentenceDataset` says the rest.
     """
 
-    frame = 3  # [CLS] and two [SEP]
+    def __init__(self, *given, pairs: bool = False, framed: PairFrame = BERT_PAIR, **more):
+        self.framed = framed
+        self.frame = 2 + (framed.separators if pairs else 1)  # [CLS] and [SEP]
+        super().__init__(*given, pairs=pairs, **more)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked: the fields of `[i]`, each [B, S] or [B]."""
@@ -218,14 +235,18 @@ class MaskedDataset(SentenceDataset):
             first, second = second, first
         first, second = _trimmed(first, second, target, rng)
         cls, sep = [self.masked.cls_token_id], [self.masked.sep_token_id]
-        parts = [cls, first, sep] + ([second, sep] if len(second) else [])
+        parts = [cls, first, sep]
+        if len(second):
+            parts = [cls, first, sep * self.framed.separators, second, sep]
         tokens = np.concatenate(parts).astype(np.int32)
+        is_second = np.arange(len(tokens)) > len(first) + self.framed.separators
+        types = is_second * self.framed.second_type
         seen, hidden = self._hide(tokens, target, rng)
         fields = {
             "tokens": seen,
             "labels": np.where(hidden, tokens, 0),
             "loss_mask": hidden,
-            "token_types": np.arange(len(tokens)) >= len(first) + 2,  # the second text
+            "token_types": types,
             "segment_ids": np.ones_like(tokens),
         }
         return fields, is_swapped

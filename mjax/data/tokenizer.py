@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,13 +23,28 @@ END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
+class PairFrame(NamedTuple):
+    """How two texts are framed: the separators between them, and the type of the second's tokens.
+
+    BERT's row is [CLS] A [SEP] B [SEP], of types 0 and 1. RoBERTa's is <s> A </s></s> B </s>, of
+    type 0.
+    """
+
+    separators: int
+    second_type: int
+
+
+BERT_PAIR, ROBERTA_PAIR = PairFrame(1, 1), PairFrame(2, 0)
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """`encode_batch(texts)` -> one list of ids per text; `decode(ids)` -> text, special ids
     dropped; `eod_id` None where the vocabulary has no end-of-document token; `prefix`: ids that
     the model wants before a text (a BOS), which `encode_batch` does not add; `decode_whole(ids)` ->
     text with the texts of special ids that have one; `id_of(token)` -> the id of a token, or
-    None; `piece_of(id)` -> the entry of the vocabulary, None where it has none but bytes."""
+    None; `piece_of(id)` -> the entry of the vocabulary, None where it has none but bytes; `pair`:
+    how it frames two texts, None where it does not."""
 
     vocab_size: int
     eod_id: int | None
@@ -39,10 +54,19 @@ class Tokenizer:
     decode_whole: Callable[[Sequence[int]], str] | None = None
     id_of: Callable[[str], int | None] = lambda token: None
     piece_of: Callable[[int], str | None] | None = None
+    pair: PairFrame | None = None
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text."""
         return self.encode_batch([text])[0]
+
+    def special_text(self, id: int) -> str:
+        """The text of a special token, which `decode` leaves out; "" of any other."""
+        if id >= self.vocab_size or self.decode([id]):
+            return ""
+        text = self.decode_whole([id]) if self.decode_whole else ""
+        piece = self.piece_of(id) if self.piece_of and not text else None
+        return text or (piece or "").replace("▁", "")  # that alone is a space
 
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
@@ -104,7 +128,19 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
         lambda ids: inner.decode([int(i) for i in ids], skip_special_tokens=False),
         vocabulary.get,
         inner.id_to_token,
+        _pair_frame(inner),
     )
+
+
+def _pair_frame(inner: Any) -> PairFrame | None:
+    """How a tokenizer of `tokenizers` frames two texts; None where it does not."""
+    encoded = inner.encode("a", "a")
+    texts = encoded.sequence_ids  # None: a token of the frame
+    if None not in texts or not {0, 1} <= set(texts):
+        return None
+    second = texts.index(1)
+    separators = texts[:second].count(None) - texts.index(0)
+    return PairFrame(separators, encoded.type_ids[second])
 
 
 def token_text(token: str | dict | None) -> str | None:

@@ -113,8 +113,7 @@ class Generator:
         given = {"vision": images, "audio": audio}
         items = {name: array for name, array in given.items() if array is not None}
         self._check_items(prompts, items)
-        decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
-        open_rows = {row: TextStream(decode, ids, stop) for row, ids in enumerate(prompts)}
+        open_rows = {row: self._text_stream(ids, stop) for row, ids in enumerate(prompts)}
         ids, real = left_padded(prompts, bucket(max(map(len, prompts))))
         sampled = [sampling] * len(prompts)
         # Where the model is, so that they are not sent again with every step.
@@ -157,6 +156,11 @@ class Generator:
             )
             for row in rows
         ]
+
+    def _text_stream(self, prompt: Sequence[int], stop: Sequence[str]) -> TextStream:
+        if self.tokenizer is None:
+            return TextStream(lambda ids: "", prompt, stop)
+        return TextStream(self.tokenizer.decode, prompt, stop, self.tokenizer.special_text)
 
     def _check(self, prompts, max_new_tokens: int, stop: Sequence[str]) -> None:
         limit = self.cfg.max_position_embeddings

@@ -16,6 +16,9 @@ import numpy as np
 
 from mjax.errors import UserError
 
+# The least number above 0 that fp32 computes with, and the largest: beyond them lie 0 and infinity.
+_LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 Settings = dict[str, jax.Array]  # the fields of `Sampling`, each [B]
 
 
@@ -89,7 +92,9 @@ def sample(
     token = jnp.argmax(z, -1).astype(jnp.int32)
     if draws.random:
         hot = settings["temperature"] > 0
-        left = z / jnp.where(hot, settings["temperature"], 1.0)[:, None]
+        # Differences to the likeliest, which at the least temperature are 0 or minus infinity.
+        divisor = jnp.maximum(jnp.where(hot, settings["temperature"], 1.0), _LEAST)
+        left = (z - z.max(-1, keepdims=True)) / divisor[:, None]
         if draws.limited:
             left = limited(left, settings)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:]))(keys)
@@ -102,8 +107,9 @@ def sample(
 def penalised(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
     """Logits [B, V] of seen tokens moved toward minus infinity: over penalty [B] where positive,
     times it where negative."""
-    p = penalty[:, None]
-    return jnp.where(seen, jnp.where(logits < 0, logits * p, logits / p), logits)
+    p = jnp.maximum(penalty, _LEAST)[:, None]
+    changed = jnp.clip(jnp.where(logits < 0, logits * p, logits / p), -_LARGEST, _LARGEST)
+    return jnp.where(seen, changed, logits)
 
 
 def limited(z: jax.Array, settings: Settings) -> jax.Array:

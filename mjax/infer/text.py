@@ -6,38 +6,50 @@ before it (SentencePiece drops the first space), so a few earlier tokens are dec
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 
 _BEFORE = 5  # tokens of the prompt that are decoded along
 _UNFINISHED = "\ufffd"  # how decoders show bytes that are no whole character (yet)
 
 
 class TextStream:
-    """Decoder of one row. `stopped` turns true when a stop string is complete."""
+    """Decoder of one row. `stopped` turns true when a stop string is complete.
+
+    Stop strings are also found in the texts of special tokens, `special(id)`, which `decode` and
+    what is returned leave out.
+    """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str]
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        special: Callable[[int], str] = lambda token: "",
     ):
-        self._decode, self._stop = decode, tuple(stop)
+        self._decode, self._stop, self._special = decode, tuple(stop), special
         self._ids = list(prompt[-_BEFORE:])  # decoded up to `_done`; context from `_from` on
         self._from, self._done = 0, len(self._ids)
         self._held = ""  # decoded, but perhaps the start of a stop string
+        self._shown: list[bool] = []  # which characters of it are no special token's
         self.stopped = False
 
     def push(self, token: int) -> str:
         """What `token` adds to the text that is certain."""
         self._ids.append(token)
         new = self._pending()
-        if new.endswith(_UNFINISHED):
+        special = self._special(token) if self._stop else ""
+        if new.endswith(_UNFINISHED) and not special:
             return ""
         self._from, self._done = self._done, len(self._ids)
-        return self._release(new)
+        return self._release(new, special)
 
     def close(self) -> str:
         """The rest, when no token follows."""
         if self.stopped:
             return ""
         text = self._release(self._pending())
-        text, self._held = text + self._held, ""
+        text += "".join(compress(self._held, self._shown))
+        self._held, self._shown = "", []
         self._from = self._done = len(self._ids)
         return text
 
@@ -45,15 +57,15 @@ class TextStream:
         before = self._decode(self._ids[self._from : self._done])
         return self._decode(self._ids[self._from :])[len(before) :]
 
-    def _release(self, new: str) -> str:
-        text = self._held + new
+    def _release(self, new: str, special: str = "") -> str:
+        text = self._held + new + special
+        shown = self._shown + [True] * len(new) + [False] * len(special)
         found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
         keep = max((_overlap(text, s) for s in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        end = min(found, default=len(text) - keep)
+        self.stopped = bool(found)
+        self._held, self._shown = ("", []) if found else (text[end:], shown[end:])
+        return "".join(compress(text[:end], shown))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -55,11 +55,13 @@ class Attention(BranchModule):
         heads, kv_heads = cfg.attention.num_attention_heads, cfg.attention.num_key_value_heads
         q_axes = ("heads", "head_dim")
         kv_axes = ("pair", "kv_heads", "head_dim")
-        queries = 2 * head if cfg.attention.attention_output_gate else head
+        parts = (head, head) if cfg.attention.attention_output_gate else (head,)
+        queries = sum(parts)
         q = ParamSpec(
             shape=(width, heads, queries),
             axes=("embed", *q_axes),
             role="matrix",
+            parts=parts,
             matmul=f"{self.matmul_prefix}q",
             hf=self._hf_names("q", "weight"),
         )

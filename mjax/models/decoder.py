@@ -39,7 +39,8 @@ from mjax.models.mtp import PredictionLayer
 from mjax.models.norm import Norm
 from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
 from mjax.models.positions import look_up, rope_tables
-from mjax.models.streams import Activation, Streams
+from mjax.models.router_losses import balance_of_loads, beside_loads
+from mjax.models.streams import Activation, Streams, WithLoads
 from mjax.models.tiles import Tiled
 from mjax.models.vision import rows_of_images
 from mjax.sharding.spec import ParamSpec
@@ -283,7 +284,13 @@ class Decoder(nnx.Module):
         execution = Execution(plain_layers(self.kinds), unroll=1 if caches is None else 0)
         inputs = LayerInputs(info, self.rope(info, ctx))
         layers = Layers(blocks, execution, ctx, statistics=tuple(self.statistics))
-        return layers.run(weights, x, inputs, caches=caches)
+        if caches is None:
+            x = beside_loads(x, len(info.rows), self.cfg)
+        x, statistics, caches = layers.run(weights, x, inputs, caches=caches)
+        if isinstance(x, WithLoads):
+            statistics["aux_loss"] = balance_of_loads(x.loads, self.cfg, ctx.parallel)
+            x = x.x
+        return x, statistics, caches
 
     @property
     def statistics(self) -> dict[str, StatisticCount]:

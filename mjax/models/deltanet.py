@@ -53,8 +53,9 @@ class DeltaNet(RecurrentMixer):
         values = sizes.linear_num_value_heads, sizes.linear_value_head_dim
         axes = "heads", "head_dim"
         init = normal(cfg.initializer_range)
-        inner = self._projection("delta_in", "qkvz", 2 * sum(sizes.widths))
-        ba = self._projection("delta_ba", "ba", 2 * sizes.heads_a_key)
+        of_key, of_values = sizes.widths
+        inner = self._projection("delta_in", "qkvz", of_key, of_key, of_values, of_values)
+        ba = self._projection("delta_ba", "ba", sizes.heads_a_key, sizes.heads_a_key)
         self.inner = declare(rngs, inner, init)
         self.ba = declare(rngs, ba, init)
         of_qk = _names("q_conv.weight", "k_conv.weight")
@@ -84,13 +85,14 @@ class DeltaNet(RecurrentMixer):
         )
         self.out = declare(rngs, out, normal(out_std))
 
-    def _projection(self, matmul: str, letters: str, width: int) -> ParamSpec:
-        """A projection of the input to `width` channels for each head of keys."""
+    def _projection(self, matmul: str, letters: str, *parts: int) -> ParamSpec:
+        """Projections of the input to so many channels each for each head of keys."""
         heads = self.cfg.deltanet.linear_num_key_heads
         return ParamSpec(
-            shape=(self.cfg.hidden_size, heads, width),
+            shape=(self.cfg.hidden_size, heads, sum(parts)),
             axes=("embed", "heads", "head_dim"),
             role="matrix",
+            parts=parts,
             matmul=matmul,
             hf=_names(f"in_proj_{letters}.weight"),
         )

@@ -42,8 +42,9 @@ class Projection(nnx.Module):
         *,
         has_bias: bool = True,
         active: float = 0.0,
+        parts: tuple[int, ...] = (),
     ):
-        weight = matrix(shape, ("embed", None), f"{hf}weight", active=active)
+        weight = matrix(shape, ("embed", None), f"{hf}weight", active=active, parts=parts)
         self.weight = declare(rngs, weight, normal(cfg.initializer_range))
         self.has_bias = has_bias
         if has_bias:
@@ -76,6 +77,7 @@ class ImagePooler(nnx.Module):
             f"{_POOLER}.attention.in_proj_",
             rngs,
             active=2 / 3,  # keys and values of each patch; the query is one
+            parts=(width, width, width),
         )
         name = f"{_POOLER}.attention.out_proj."
         self.out = Projection(cfg, (width, width), name, rngs)

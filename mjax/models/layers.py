@@ -46,7 +46,7 @@ from mjax.models.params import Definition
 from mjax.models.remat import keeps_all, remat
 from mjax.models.residuals import switch_layers
 from mjax.models.stacks import cut_group, layers_of_stack, rows_of_group, stack_in_place
-from mjax.models.streams import Activation
+from mjax.models.streams import Activation, join_loads, split_loads
 from mjax.models.weight import Weight, WeightOrArray, is_weight, values_of, with_values, without_fp8
 from mjax.sharding.collectives import reduce_gradients
 from mjax.sharding.rules import ParamPlacement, Placement
@@ -333,7 +333,7 @@ class Layers:
         statistics = {name: jnp.float32(0) for name in self.statistics}
         if self.ctx.seen_layers is not None:
             statistics |= nothing_seen(*self.ctx.seen_layers)
-        carry = x, statistics
+        carry = split_loads(x, statistics)
         if self.execution.overlap:
             carry = *carry, jnp.float32(0)
         if not self.execution.loops:
@@ -341,7 +341,7 @@ class Layers:
         else:
             assert caches is None, "layers in a loop have no caches"
             carry = self._run_loop(weights, carry, inputs, numbers, choices)
-        return carry[0], carry[1], caches
+        return *join_loads(carry[0], carry[1]), caches
 
     def _run_list(
         self, weights: dict, carry: tuple, inputs, numbers, choices, caches

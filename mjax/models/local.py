@@ -18,7 +18,8 @@ from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
 from mjax.models.multimodal import WithItems
 from mjax.models.objective import FURTHER_COLUMNS, Batch, FieldDeriver, Measurer, Objective, Scalars
 from mjax.models.params import ModelDefinition
-from mjax.models.streams import Activation
+from mjax.models.router_losses import balance_of_loads, beside_loads
+from mjax.models.streams import EXPERT_LOADS, Activation, split_loads
 from mjax.sharding.rules import Placement
 
 
@@ -75,7 +76,11 @@ class LocalModel:
 
     def embed(self, weights: dict, micro_batch: Batch, tokens: Tokens) -> Activation:
         """The input of the first layer."""
-        return self.objective.embed(self.edges(weights), micro_batch, tokens, self.ctx)
+        edges = self.edges(weights)
+        x = self.objective.embed(edges, micro_batch, tokens, self.ctx)
+        if not self.definition.statistics:  # in evaluation
+            return x
+        return beside_loads(x, len(micro_batch["rows"]), edges.cfg)
 
     def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
         """The inputs of all layers besides weights and activations."""
@@ -108,7 +113,12 @@ class LocalModel:
         """
         edges, tokens = self.edges(weights), self.tokens(micro_batch, key)
         ctx = replace(self.ctx, head_remat=self.execution.layers[-1].remat)
+        x, of_layers = split_loads(x, {})
         found = self.objective.losses(edges, x, micro_batch, tokens, ctx)
+        loads = found.pop(EXPERT_LOADS, 0.0)  # of layers of multi-token prediction
+        if of_layers:
+            loads = loads + of_layers[EXPERT_LOADS]
+            found["aux_loss"] = balance_of_loads(loads, edges.cfg, ctx.parallel)
         losses = {name: total for name, total in found.items() if name not in edges.statistics}
         zero = jnp.float32(0)
         return losses, {name: found.get(name, zero) for name in self.definition.statistics}

@@ -45,37 +45,40 @@ class MLA(BranchModule):
         self.cfg = cfg
         sizes = cfg.mla
         rank = sizes.kv_lora_rank
+        # Tensors hold two of the paper's matrices each: content and rotated part of queries, latent
+        # and rotated key, content of keys and values.
+        query = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
         init = normal(cfg.initializer_range)
         if sizes.q_lora_rank is None:
-            q = self._up("q", "q_proj", ("embed", cfg.hidden_size), sizes.qk_head_dim)
+            q = self._up("q", "q_proj", ("embed", cfg.hidden_size), *query)
             self.q = declare(rngs, q, init)
         else:
             from_latent = "latent", sizes.q_lora_rank
             q_a = self._down("q_a", "q_a_proj", sizes.q_lora_rank)
-            q_b = self._up("q_b", "q_b_proj", from_latent, sizes.qk_head_dim)
+            q_b = self._up("q_b", "q_b_proj", from_latent, *query)
             self.q_a = declare(rngs, q_a, init)
             self.q_norm = self._norm("q_a_layernorm", sizes.q_lora_rank, rngs)
             self.q_b = declare(rngs, q_b, init)
-        key_and_value = sizes.qk_nope_head_dim + sizes.v_head_dim
-        kv_a = self._down("kv_a", "kv_a_proj_with_mqa", rank + sizes.qk_rope_head_dim)
-        kv_b = self._up("kv_b", "kv_b_proj", ("latent", rank), key_and_value)
+        key_and_value = sizes.qk_nope_head_dim, sizes.v_head_dim
+        kv_a = self._down("kv_a", "kv_a_proj_with_mqa", rank, sizes.qk_rope_head_dim)
+        kv_b = self._up("kv_b", "kv_b_proj", ("latent", rank), *key_and_value)
         self.kv_a = declare(rngs, kv_a, init)
         self.kv_norm = self._norm("kv_a_layernorm", rank, rngs)
         self.kv_b = declare(rngs, kv_b, init)
         out = output_spec(cfg, sizes.v_head_dim)
         self.out = declare(rngs, out, normal(out_std))
 
-    def _down(self, matmul: str, hf: str, rank: int) -> ParamSpec:
-        """The projection of the input down to a latent."""
-        shape, name = (self.cfg.hidden_size, rank), f"self_attn.{hf}.weight"
-        return matrix(shape, ("embed", "latent"), name, matmul=matmul)
+    def _down(self, matmul: str, hf: str, *parts: int) -> ParamSpec:
+        """The projections of the input down to a latent, and to what lies beside it."""
+        shape, name = (self.cfg.hidden_size, sum(parts)), f"self_attn.{hf}.weight"
+        return matrix(shape, ("embed", "latent"), name, parts=parts, matmul=matmul)
 
-    def _up(self, matmul: str, hf: str, inputs: tuple[str, int], head: int) -> ParamSpec:
-        """The projection of `inputs`, an axis and its size, to heads."""
+    def _up(self, matmul: str, hf: str, inputs: tuple[str, int], *parts: int) -> ParamSpec:
+        """The projections of `inputs`, an axis and its size, to the parts of heads."""
         axis, width = inputs
-        shape = width, self.cfg.attention.num_attention_heads, head
+        shape = width, self.cfg.attention.num_attention_heads, sum(parts)
         axes, name = (axis, "heads", "head_dim"), f"self_attn.{hf}.weight"
-        return matrix(shape, axes, name, matmul=matmul)
+        return matrix(shape, axes, name, parts=parts, matmul=matmul)
 
     def _norm(self, hf: str, rank: int, rngs: nnx.Rngs) -> Norm:
         """The norm of a latent."""

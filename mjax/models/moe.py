@@ -14,8 +14,17 @@ from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, declare, declare_bias, matrix, normal
 from mjax.models.router import Router, Routing, balanced, counted, rerouted, route, without_padding
-from mjax.models.router_losses import balance_loss, dropped_share, entropy, gathered_share, z_loss
+from mjax.models.router_losses import (
+    averages_layers,
+    balance_loss,
+    dropped_share,
+    entropy,
+    expert_loads,
+    gathered_share,
+    z_loss,
+)
 from mjax.models.sinkhorn import sinkhorn_experts
+from mjax.models.streams import EXPERT_LOADS
 from mjax.models.weight import weight_of
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
@@ -193,4 +202,9 @@ class MoE(BranchModule):
             "dropped_share": dropped_share,
         }
         names = [name for name in self.statistics(self.cfg) if name in makers]
-        return {name: makers[name](routing, self.cfg, parallel) for name in names}
+        if "aux_loss" in names and averages_layers(self.cfg):
+            names.remove("aux_loss")
+        found = {name: makers[name](routing, self.cfg, parallel) for name in names}
+        if averages_layers(self.cfg):
+            found[EXPERT_LOADS] = expert_loads(routing, self.cfg)
+        return found

@@ -22,7 +22,7 @@ from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.modalities import MODALITIES
 from mjax.models.mtp import field_names, shifted_fields, with_weight
-from mjax.models.streams import Activation, Streams
+from mjax.models.streams import EXPERT_LOADS, Activation, Streams
 from mjax.models.tiles import CORNERS
 from mjax.sharding.collectives import Parallel
 
@@ -202,8 +202,9 @@ class MultiToken(NextToken):
             x = output.y
             loss = edges.token_loss(x, labels, mask, ctx)
             found[f"mtp_{depth}"] = with_weight(loss, self.factor / self.depths)
-            for name in edges.statistics:
-                found[name] = found.get(name, 0.0) + output.statistics.get(name, 0.0)
+            for name in (*edges.statistics, EXPERT_LOADS):
+                if name in output.statistics:
+                    found[name] = found.get(name, 0.0) + output.statistics[name]
         return found
 
 
@@ -246,6 +247,14 @@ def objective_of(cfg: Config) -> Objective:
     return objective
 
 
+def divisor(count: jax.Array) -> jax.Array:
+    """What a sum is divided by: its count, or 1 where nothing counts and the sum is 0.
+
+    The weights of a mask may sum to less than 1.
+    """
+    return jnp.where(count == 0, 1, count)
+
+
 @dataclass(frozen=True)
 class Denominators:
     """What the sums of a step are divided by.
@@ -270,7 +279,7 @@ class Denominators:
         """This device's shares of the global losses, from its sums."""
         shares = {}
         for name, total in losses.items():
-            shares[name] = total / jnp.maximum(self.counts[name], 1) / self.tp
+            shares[name] = total / divisor(self.counts[name]) / self.tp
         for name, total in statistics.items():
             shares[name] = total / self.of_statistics[name]
         return shares
@@ -299,7 +308,7 @@ class Denominators:
         """The factors that make shares of sums: `shares`, up to rounding."""
         factors = {}
         for name, count in self.counts.items():
-            factors[name] = 1 / jnp.maximum(count, 1) / self.tp
+            factors[name] = 1 / divisor(count) / self.tp
         for name, count in self.of_statistics.items():
             factors[name] = jnp.float32(1 / count)
         return factors

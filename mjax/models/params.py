@@ -55,7 +55,7 @@ def declare_bias(
 
 
 def matrix(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], hf: str, **more: str | float | None
+    shape: tuple[int, ...], axes: tuple[str | None, ...], hf: str, **more: object
 ) -> ParamSpec:
     """The declaration of a matrix; the arguments are as in `ParamSpec`, with one name in `hf`."""
     return ParamSpec(shape, axes, "matrix", hf=(hf,), **more)

@@ -11,42 +11,73 @@ import jax.numpy as jnp
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import branches_of
 from mjax.models.router import Routing, one_where
+from mjax.models.streams import Activation, WithLoads
 from mjax.sharding.collectives import DATA_AXES, Parallel
 
 
 def balance_loss(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
+    """This device's share of a layer's balance loss, summed over its sequences: fp32 []."""
+    return balance_of_loads(expert_loads(routing, cfg), cfg, parallel)
+
+
+def expert_loads(routing: Routing, cfg: ModelConfig) -> jax.Array:
+    """Choices of each expert, sums of its probabilities, and tokens: fp32 [3, B, E].
+
+    They are of this device's tokens of each sequence; the loads of layers add up. The choices are
+    those of the best scores, whatever groups and expert bias make of them, as in Megatron-LM,
+    DeepSeek-V3 and transformers. They are constant.
+    """
+    probs = routing.probs
+    constant = jax.lax.stop_gradient(probs)
+    _, best = jax.lax.top_k(constant, cfg.moe.num_experts_per_tok)
+    chosen = one_where(best, probs.shape[-1])
+    of_tokens = chosen, probs, jnp.ones_like(constant)
+    sums = [routing.of_text(values).sum(1) for values in of_tokens]
+    return jnp.stack(sums)
+
+
+def balance_of_loads(loads: jax.Array, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
     """This device's share of the balance loss, summed over its sequences: fp32 [].
 
-    The loss is coef * E * sum_e f_e * P_e. f_e is the fraction of the choices that went to expert
-    e, P_e the mean probability of e, each over a sequence (DeepSeek-V3; Megatron-LM's seq_aux_loss)
-    or over the global batch (global_aux_loss). Balanced experts have coef. The choices are those of
-    the best scores, whatever groups and expert bias make of them, as in both.
+    The loss is coef * E * sum_e f_e * P_e, each over a sequence (DeepSeek-V3; Megatron-LM's
+    seq_aux_loss) or over the global batch (global_aux_loss). P_e is the mean probability of expert
+    e. f_e is the part of the choices that went to it, or with `mean_over_layers` of the tokens:
+    then they sum to k, and `loads` are those of all layers. Balanced experts have coef, or k times
+    that.
 
-    The routing is of [B, S/cp/tp] tokens. Shares add up over all devices. f_e is constant and known
-    before the backward, so with several micro-batches the loss over the global batch would need all
-    choices before the first gradient: a second forward pass. The rule
-    `global_balance_needs_one_micro_batch` refuses that.
+    Shares add up over all devices. f_e is constant and known before the backward, so with several
+    micro-batches the loss over the global batch would need all choices before the first gradient:
+    a second forward pass. The rule `global_balance_needs_one_micro_batch` refuses that.
     """
-    moe, experts = cfg.moe, routing.probs.shape[-1]
-    constant = jax.lax.stop_gradient(routing.probs)
-    _, best = jax.lax.top_k(constant, moe.num_experts_per_tok)
-    chosen = routing.of_text(one_where(best, experts))
-    probs = routing.of_text(routing.probs)
-    lengths = _text_of_sequences(routing, parallel)
-    tokens = lengths[:, None]
-    counts = chosen.sum(1)
-    counts = parallel.psum(counts, "cp", "tp")  # of all tokens of a sequence
+    moe = cfg.moe
+    probs = loads[1]
+    constant = jax.lax.stop_gradient(loads[::2])
+    constant = parallel.psum(constant, "cp", "tp")  # of all tokens of a sequence
+    weight = 1
     if moe.router_aux_loss_over == "global_batch":
-        tokens = lengths.sum()
-        tokens = parallel.psum(tokens, *DATA_AXES)
-        counts = counts.sum(0)
-        counts = parallel.psum(counts, *DATA_AXES)
-    choices = tokens * moe.num_experts_per_tok
-    fractions = counts / choices
-    weighted = fractions * probs.sum(1)
-    means = weighted / lengths[:, None]
-    mean = jnp.sum(means)
-    return moe.router_aux_loss_coef * experts * mean
+        constant = parallel.psum(constant.sum(1), *DATA_AXES)
+        weight = len(probs) * parallel.size(*DATA_AXES)  # sums are divided by the sequences
+    counts, tokens = constant
+    tokens = jnp.maximum(tokens, 1)
+    fractions = counts / tokens
+    if not averages_layers(cfg):
+        fractions = fractions / moe.num_experts_per_tok
+    means = weight * probs / tokens
+    total = jnp.sum(fractions * means)
+    return moe.router_aux_loss_coef * moe.num_experts * total
+
+
+def averages_layers(cfg: ModelConfig) -> bool:
+    """Whether the balance loss is one of all layers together, as transformers has it."""
+    return cfg.moe.router_aux_loss_type == "mean_over_layers"
+
+
+def beside_loads(x: Activation, rows: int, cfg: ModelConfig) -> Activation:
+    """The input of the first layer, with the loads of no layer yet where a loss averages layers."""
+    if cfg.moe.router_aux_loss_coef == 0 or not averages_layers(cfg):
+        return x
+    shape = 3, rows, cfg.moe.num_experts
+    return WithLoads(x, jnp.zeros(shape, jnp.float32))
 
 
 def z_loss(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:

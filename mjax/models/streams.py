@@ -54,5 +54,37 @@ class Streams:
         return replace(self, activations=self.activations | {name: x})
 
 
+@register_dataclass
+@dataclass(frozen=True)
+class WithLoads:
+    """An activation, and the loads of the experts of the layers before (`router_losses.py`).
+
+    The loads travel along because a balance loss over all layers together is made at the end.
+    """
+
+    x: jax.Array | Streams
+    loads: jax.Array
+
+
 # The activation between layers: [B, S/tp, D], or those of a model with several sequences.
-Activation = jax.Array | Streams
+Activation = jax.Array | Streams | WithLoads
+
+# The loads of experts, where they are among the statistics of layers.
+EXPERT_LOADS = "expert_loads"
+
+Statistics = dict[str, jax.Array]
+
+
+def split_loads(x: Activation, statistics: Statistics) -> tuple[Activation, Statistics]:
+    """(the activation alone, the statistics with the loads that were beside it, if any)."""
+    if not isinstance(x, WithLoads):
+        return x, statistics
+    return x.x, statistics | {EXPERT_LOADS: x.loads}
+
+
+def join_loads(x: Activation, statistics: Statistics) -> tuple[Activation, Statistics]:
+    """What `split_loads` took apart."""
+    if EXPERT_LOADS not in statistics:
+        return x, statistics
+    rest = {name: value for name, value in statistics.items() if name != EXPERT_LOADS}
+    return WithLoads(x, statistics[EXPERT_LOADS]), rest

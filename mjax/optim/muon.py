@@ -2,11 +2,13 @@
 
 The orthogonalization is the quintic Newton-Schulz iteration of Jordan et al.
 (https://kellerjordan.github.io/posts/muon/), batched over the axes that enumerate matrices
-(`ParamSpec.matrix_view`). The layers of a stack, the halves of a fused projection and experts are
-each their own matrices; the axes of one side of a matrix are flattened. Invariant: the update of a
-matrix does not depend on how it is stacked or, given `gather` and `shard`, on how it is sharded.
+(`ParamSpec.matrix_view`). The layers of a stack, the projections that share a tensor (a `pair` axis
+or `ParamSpec.parts`) and experts are each their own matrices; the axes of one side of a matrix are
+flattened. Invariant: the update of a matrix does not depend on how it is stacked, on what shares
+its tensor or, given `gather` and `shard`, on how it is sharded.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -71,6 +73,15 @@ def muon_direction(
     them again. Newton-Schulz runs in the dtype of `m`.
     """
     matrices = gather(m, spec)
+    starts = list(itertools.accumulate(spec.parts[:-1]))
+    parts = []
+    for part in jnp.split(matrices, starts, -1):
+        parts.append(_orthogonal(part, spec, steps, mode))
+    return shard(jnp.concatenate(parts, -1), spec)
+
+
+def _orthogonal(matrices: jax.Array, spec: ParamSpec, steps: int, mode: str) -> jax.Array:
+    """The step for the matrices of one projection, fp32."""
     batch, inputs, outputs = spec.matrix_view()
     order = (*batch, *inputs, *outputs)
     moved = matrices.transpose(order)
@@ -81,5 +92,4 @@ def muon_direction(
     x = x.reshape(moved.shape)
     inverse_order = tuple(order.index(axis) for axis in range(len(order)))
     x = x.transpose(inverse_order).astype(jnp.float32)
-    x = x * update_scale(mode, fan_in, fan_out)
-    return shard(x, spec)
+    return x * update_scale(mode, fan_in, fan_out)

@@ -31,6 +31,9 @@ class ParamSpec:
 
     `inputs` is the number of input axes (fan-in) among those that do not enumerate matrices.
 
+    `parts` are the sizes along the last axis of projections that lie side by side there, if there
+    are several. Each is a matrix of its own.
+
     `matmul` is the name of the matmul of a block that reads the parameter (`models/linear.py`), or
     None. Its output and the scales of its 8-bit recipe go by that name.
 
@@ -53,6 +56,7 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     role: str
     inputs: int = 1
+    parts: tuple[int, ...] = ()
     matmul: str | None = None
     active: float = 1.0
     hf: tuple[str, ...] = ()
@@ -64,6 +68,7 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes) and self.role in ROLES, self
+        assert not self.parts or sum(self.parts) == self.shape[-1], self
         assert self.matmul is None or self.matmul in matmul_names(), self
 
     @property

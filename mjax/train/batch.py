@@ -84,7 +84,8 @@ class BatchPlacer:
     """Places batches of `objective` on `mesh`.
 
     `micro_batch_size` sequences a device must divide their rows; token ids are below `vocab_size`.
-    `further` has the lengths of axes besides rows and their columns (`further_lengths`).
+    `further` has the lengths of axes besides rows and their columns (`further_lengths`), `types`
+    is the number of token types.
     """
 
     mesh: Mesh
@@ -93,6 +94,7 @@ class BatchPlacer:
     micro_batch_size: int
     vocab_size: int
     further: Mapping[str, int | None]
+    types: int = 0
 
     @property
     def fields(self) -> Mapping[str, BatchField]:
@@ -107,6 +109,8 @@ class BatchPlacer:
         """
         rows = self.global_rows(batch)
         _require_token_ids(batch, self.vocab_size)
+        if "token_types" in self.fields:
+            _require_below("token_types", batch["token_types"], self.types, "bert.type_vocab_size")
         width = batch["positions"].shape[1]
         lengths = {"seq": width, **self.further}
         mine = self.local_rows(rows)
@@ -195,13 +199,18 @@ def _require_token_ids(batch: HostBatch, vocab_size: int) -> None:
             ids = ids[np.asarray(batch["loss_mask"]) != 0]
         if name == "neighbors":
             ids = ids[ids != -1]  # padding
-        lowest, highest = ids.min(initial=0), ids.max(initial=0)
-        if lowest < 0 or highest >= vocab_size:
-            bad = lowest if lowest < 0 else highest
-            raise UserError(
-                f"batch: {name} holds id {bad}, outside model.vocab_size={vocab_size}; use the "
-                "tokenizer of this model"
-            )
+        _require_below(name, ids, vocab_size, "vocab_size")
+
+
+def _require_below(name: str, ids: np.ndarray, size: int, key: str) -> None:
+    """Raise `UserError` unless the ids of a field are those of a table of `model.{key}` rows."""
+    lowest, highest = np.min(ids, initial=0), np.max(ids, initial=0)
+    if lowest < 0 or highest >= size:
+        bad = lowest if lowest < 0 else highest
+        raise UserError(
+            f"batch: {name} holds id {bad}, outside model.{key}={size}; use the tokenizer of this "
+            "model"
+        )
 
 
 def most_documents(batch: HostBatch) -> int:

@@ -49,7 +49,7 @@ class HeldOut:
         )
         record = {"eval_loss": 0.0, "eval_tokens": int(counts["loss"])}
         for name, count in counts.items():
-            record[f"eval_{name}"] = float(totals[name] / max(count, 1))
+            record[f"eval_{name}"] = float(totals[name] / (count or 1))
         return record
 
     def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:

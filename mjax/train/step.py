@@ -28,7 +28,7 @@ from mjax.models.execution import Execution
 from mjax.models.frozen import join_frozen, split_frozen
 from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
 from mjax.models.local import LocalModel
-from mjax.models.objective import FURTHER_COLUMNS, Batch, Denominators, Scalars
+from mjax.models.objective import FURTHER_COLUMNS, Batch, Denominators, Scalars, divisor
 from mjax.models.stacks import stacked
 from mjax.models.weight import add_gradients, with_sums
 from mjax.optim.build import Optimizer
@@ -292,7 +292,7 @@ def global_denominators(model: LocalModel, batch: Batch) -> Denominators:
     of_statistics = {}
     for name, kind in model.definition.statistics.items():
         assert name not in counts, f"a loss and a statistic are both called {name}"
-        of_statistics[name] = sequences if kind == "sequences" else jnp.maximum(counts["loss"], 1)
+        of_statistics[name] = sequences if kind == "sequences" else divisor(counts["loss"])
     return Denominators(counts, of_statistics, parallel.tp)
 
 

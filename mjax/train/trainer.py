@@ -73,7 +73,8 @@ class Trainer:
             cfg, self.definition, self.objective, self.state_layout, self.layout
         )
         sizes = cfg.train.micro_batch_size, cfg.model.vocab_size, further_lengths(cfg)
-        self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes)
+        types = cfg.model.bert.type_vocab_size
+        self.placer = BatchPlacer(self.mesh, self.parallel, self.objective, *sizes, types)
         self.local_rows = self.placer.local_rows
         self.state: steps.State | None = None
         self.step_number = 0

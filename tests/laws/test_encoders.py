@@ -116,6 +116,12 @@ def test_flops_of_windows_to_both_sides_are_those_of_the_keys_that_are_seen():
 
 
 @slow
+def test_a_type_of_tokens_that_the_table_lacks_is_refused():
+    trainer = make_trainer("bert", Cell(), "model.bert.type_vocab_size=1")
+    with pytest.raises(UserError, match="token_types holds id 1, outside model.bert.type_vocab"):
+        trainer.place(make_batch(24))
+
+
 def test_what_padding_holds_moves_nothing():
     found = [numbers(Cell(), padded(make_batch(24), filler)) for filler in (0, 7)]
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -5,6 +5,7 @@ them. It took 25 lines of code; nothing in mjax knows of it.
 """
 
 import json
+from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
@@ -20,6 +21,7 @@ from mjax.models.objective import BatchField
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from mjax.train.batch import field_maker
+from mjax.train.held_out import HeldOut
 from mjax.train.loop import train
 from tests.marks import quick, slow
 
@@ -117,6 +119,28 @@ def test_what_is_only_logged_moves_nothing():
     both = first_step("dense", Cell(), NAME.replace("Denoise", "WithCopy"))
     assert both["copy"] == both["loss"] == one["loss"]
     jax.tree.map(np.testing.assert_array_equal, both["gradients"], one["gradients"])
+
+
+@pytest.mark.parametrize("mesh, micro_batches", quick([({}, 1), ({"pp": 2, "dp": 2}, 2)], 0))
+def test_a_loss_is_divided_by_the_sum_of_weights_below_1_too(mesh, micro_batches):
+    """64 weights of 1/1024 give the loss of 64 weights of 1, on any path; the sum is 1/16."""
+    cell = Cell(mesh, 0, micro_batches, rows=4)
+    trainer = make_trainer("dense", cell, "model.num_hidden_layers=2")
+    batch = make_batch(cell.rows)
+    ones = np.ones((cell.rows, 16), np.float32)
+    whole, light = (trainer.grads(batch | {"loss_mask": ones / n}) for n in (1, 1024))
+    assert whole[0] > 5 and whole[1] > 1
+    assert deviation(light, whole) <= 1e-6
+    nothing = trainer.grads(batch | {"loss_mask": 0 * ones})
+    assert nothing[0] == nothing[1] == 0
+
+
+def test_a_held_out_loss_is_divided_by_the_sum_of_weights_below_1_too(monkeypatch):
+    sums, counts = {"loss": np.float32(0.25)}, {"loss": np.float32(0.0625)}
+    trainer = SimpleNamespace(local_rows=None, run_program=lambda kind, batch: (sums, counts))
+    held_out = HeldOut(trainer, None)
+    monkeypatch.setattr(HeldOut, "batches", lambda self, rows: iter([{}, {}]))
+    assert held_out.loss(lambda: None)["eval_loss"] == 0.5 / 0.125
 
 
 def test_the_loader_makes_the_fields_of_each_row_of_the_global_batch():

@@ -57,7 +57,16 @@ GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
         {{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}
     {{ '<end_of_turn>\\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
-TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "mistral": MISTRAL, "gemma": GEMMA}
+TO_JSON = """{% for m in messages %}{{ m | tojson(false) }}{{ m | tojson(true) }}
+{{ m | tojson(false, 2, [",", ": "], true) }}
+{{ [m] | tojson(indent=1, sort_keys=true) }}{% endfor %}"""
+TEMPLATES = {
+    "llama3": LLAMA3,
+    "chatml": CHATML,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "json": TO_JSON,
+}
 
 TURNS = [
     {"role": "user", "content": "  Grüße <b>\n'quoted' 日本 "},

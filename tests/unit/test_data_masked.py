@@ -9,6 +9,7 @@ from mjax.config.schema import DataConfig, MaskedDataConfig
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.masked import MaskedDataset
 from mjax.data.sentence_index import build_sample_index, swapped_order, twister64
+from mjax.data.tokenizer import BERT_PAIR, ROBERTA_PAIR
 from mjax.errors import UserError
 
 VOCAB = 300
@@ -254,6 +255,24 @@ def test_samples_hold_what_megatrons_hold(tmp_path, pairs, size, seed, more):
         if n < 5:
             for name, value in data[n].items():
                 np.testing.assert_array_equal(value, batch[name][n])
+
+
+def test_pairs_of_roberta_have_two_separators_and_one_type(tmp_path):
+    """<s> A </s></s> B </s>, of type 0 throughout: BERT's row of one token less, but for that."""
+    bounds, lengths = corpus(3)
+    write(tmp_path / "c", bounds, lengths)
+
+    def made(size: int, framed):
+        settings = DataConfig(seq_length=size, masked=MaskedDataConfig(**IDS))
+        given = tmp_path / "c", "train", (1, 0, 0), 200, 1, settings, VOCAB
+        batch = MaskedDataset(*given, pairs=True, framed=framed).batch(np.arange(40))
+        texts = np.where(batch["loss_mask"] == 1, batch["labels"], batch["tokens"])
+        return texts, batch["token_types"]
+
+    (ours, types), (bert, bert_types) = made(65, ROBERTA_PAIR), made(64, BERT_PAIR)
+    assert not types.any()
+    for row, wanted, second in zip(ours, bert, bert_types.argmax(1), strict=True):
+        np.testing.assert_array_equal(row, np.insert(wanted, second, IDS["sep_token_id"]))
 
 
 def test_what_cannot_be_used_is_said(tmp_path):

@@ -378,6 +378,17 @@ def test_any_spelling_of_the_layers_is_written():
         config_to_hf(cfg.model_copy(update={"layer_pattern": "GE"}))
 
 
+@pytest.mark.parametrize("config", [QWEN15_MOE, OLMOE, GPT_OSS_20B, QWEN3_NEXT_80B])
+def test_the_balance_loss_of_a_file_keeps_its_meaning(config):
+    """transformers averages over layers; no coefficient says a sum, so an export has none."""
+    cfg = config_from_hf(config)
+    assert cfg.moe.router_aux_loss_type == "mean_over_layers"
+    assert config_to_hf(cfg)["router_aux_loss_coef"] == config["router_aux_loss_coef"] > 0
+    summed = cfg.moe.model_copy(update={"router_aux_loss_type": "sum"})
+    written = config_to_hf(cfg.model_copy(update={"moe": summed}))
+    assert written == config_to_hf(cfg) | {"router_aux_loss_coef": 0.0}
+
+
 def test_a_model_that_no_family_has_is_not_written():
     with pytest.raises(UserError, match="no Hugging Face family can express this model"):
         config_to_hf(ModelConfig(attention={"attention_sinks": True}))

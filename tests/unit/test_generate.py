@@ -291,6 +291,70 @@ def test_stop_strings_agree_with_searching_the_whole_text():
     assert 50 < cuts < 300
 
 
+def spoken(specials: str) -> Tokenizer:
+    """Letters as ids, of which decoding leaves out `specials`; each is called <|letter|>."""
+
+    def decode(ids):
+        return "".join(chr(i) for i in ids if chr(i) not in specials)
+
+    def decode_whole(ids):
+        return "".join(f"<|{chr(i)}|>" if chr(i) in specials else chr(i) for i in ids)
+
+    return Tokenizer(256, None, None, decode, decode_whole=decode_whole)
+
+
+@pytest.mark.parametrize(
+    "stop, text, finish",
+    [
+        (["<|x|>"], "ab", "stop"),
+        (["b<|x|>c"], "a", "stop"),
+        (["<|x|>c"], "ab", "stop"),
+        (["|>c<|"], "ab", "stop"),
+        (["<|x|>d", "<|y|>e"], "abcd", ""),
+        (["bc"], "abcd", ""),
+        ([], "abcd", ""),
+    ],
+)
+def test_a_stop_string_may_hold_special_tokens_which_are_not_shown(stop, text, finish):
+    """abxcyd, of which x and y are special: their own texts stop, but are in no text."""
+    tokenizer = spoken("xy")
+    stream = TextStream(tokenizer.decode, [], stop, tokenizer.special_text)
+    pieces = []
+    for letter in "abxcyd":
+        pieces.append(stream.push(ord(letter)))
+        if stream.stopped:
+            break
+    assert "".join(pieces) + stream.close() == text
+    assert stream.stopped == (finish == "stop")
+
+
+def test_special_tokens_of_files_stop(tmp_path):
+    import tokenizers
+    from tokenizers import decoders, models
+
+    pieces = {piece: i for i, piece in enumerate(["<s>", "▁", "▁a", "<|end|>"])}
+    inner = tokenizers.Tokenizer(models.WordLevel(pieces, "<s>"))
+    inner.add_special_tokens(["<s>", "<|end|>"])
+    inner.decoder = decoders.Metaspace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert [loaded.special_text(i) for i in range(5)] == ["<s>", "", "", "<|end|>", ""]
+    pieces = Tokenizer(
+        4, 2, None, lambda ids: "", piece_of=["<s>", "▁", "</s>", "<|e|>"].__getitem__
+    )
+    assert [pieces.special_text(i) for i in range(5)] == ["<s>", "", "</s>", "<|e|>", ""]
+
+
+def test_a_row_ends_at_a_special_token_that_is_asked_for(plain, greedy):
+    ids = greedy[1].ids
+    specials = chr(ids[5])
+    at = ids.index(ids[5])
+    generator = made(tokenizer=spoken(specials))[0]
+    row = generator.complete(PROMPTS, NEW, stop=[f"<|{specials}|>"])[1]
+    assert row.finish == "stop" and row.ids == ids[: at + 1]
+    assert row.text == "".join(map(chr, ids[:at]))
+
+
 @pytest.mark.parametrize(
     "prompts,new,options,message",
     [
@@ -343,6 +407,25 @@ def test_greedy_is_the_argmax_and_the_limit_of_low_temperature(logits):
     np.testing.assert_array_equal(run(logits, temperature=1e-6)[0], best)
     np.testing.assert_array_equal(run(logits, temperature=9.0, top_k=1)[0], best)
     assert (run(logits, temperature=9.0)[0] != best).any()
+    for temperature in (1e-36, 2e-38, 1.2e-38, 1e-38, 1e-45, 1e-300):
+        np.testing.assert_array_equal(run(logits, temperature=temperature)[0], best)
+        limits = run(logits, temperature=temperature, top_k=5, top_p=0.9, min_p=0.1)
+        np.testing.assert_array_equal(limits[0], best)
+
+
+def test_equal_logits_are_drawn_alike_at_the_least_temperature(logits):
+    equal = jnp.full((400, 5), 7.0).at[:, 3].set(6.0)
+    drawn = np.asarray(run(equal, temperature=2e-38)[0])
+    assert set(drawn.tolist()) == {0, 1, 2, 4}
+
+
+def test_the_least_repetition_penalty_makes_no_infinity(logits):
+    seen = jnp.zeros(logits.shape, bool).at[:, [2, 5]].set(True)
+    z = jnp.abs(logits).at[:, 5].set(0.0)
+    for penalty in (1e-38, 1e-45):
+        found = run(z, seen=seen, repetition_penalty=penalty, temperature=1.0)
+        np.testing.assert_array_equal(found[0], 2)
+        assert np.isfinite(found[1]).all()
 
 
 def test_a_batch_does_what_one_of_its_rows_needs():

@@ -90,8 +90,8 @@ def test_prompts_files_and_chats_give_what_the_generator_gives(generator, tmp_pa
     assert chat == expected("<s>Be<u>ab<a>")[0] + "\n"
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "ab"}]}\n')
     assert printed("--prompt-file", str(tmp_path / "p.jsonl")) == expected("<u>ab<a>")[0] + "\n"
-    (tmp_path / "p.txt").write_text("ab")
-    assert printed("--prompt-file", str(tmp_path / "p.txt")) == expected("ab")[0] + "\n"
+    (tmp_path / "p.txt").write_bytes(b"a\r\nb")
+    assert printed("--prompt-file", str(tmp_path / "p.txt")) == expected("a\r\nb")[0] + "\n"
 
 
 @pytest.mark.parametrize("tp", ["1", "2"])
@@ -177,6 +177,12 @@ def test_perplexity_equals_a_direct_computation(model, tmp_path, capsys, length,
     assert found["nll_per_token"] == pytest.approx(total / found["tokens"], rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(total / found["tokens"]), rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(TEXT.encode()))
+
+
+def test_perplexity_counts_the_bytes_of_a_file_as_they_are(model, tmp_path, capsys):
+    (tmp_path / "text").write_bytes(b"a\r\nb\rc\n")
+    evaluate.main(["perplexity", *BASE, "--file", str(tmp_path / "text"), "--seq-length", "10"])
+    assert json.loads(capsys.readouterr().out)["tokens"] == 7
 
 
 def test_windows_score_every_token_once_with_as_much_context_as_there_is():

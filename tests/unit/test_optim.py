@@ -8,9 +8,12 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, PartitionSpec
 
+from mjax.config.keys import nested
+from mjax.config.model_schema import ModelConfig
 from mjax.config.schema import OptimizerConfig
+from mjax.models import definition_of
 from mjax.optim.build import Optimizer, state_like
-from mjax.optim.muon import newton_schulz, update_scale
+from mjax.optim.muon import muon_direction, newton_schulz, update_scale
 from mjax.sharding.spec import ParamSpec
 
 SPECS = {
@@ -165,6 +168,82 @@ def test_muon_equals_numpy_on_each_matrix_of_a_stack():
         want, adam_state = adam.update(random_tree(i), adam_state, params, lr=1.0, weight_decay=0.0)
     for name in ("embedding", "head"):
         np.testing.assert_array_equal(new[name], want[name])
+
+
+def channels(*widths: int) -> list:
+    """Cuts of the last axis into parts of these widths."""
+    ends = np.cumsum([0, *widths])
+    return [np.s_[..., a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+NARROW = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 3,
+    "attention.num_attention_heads": 2,
+}
+HYBRID = {
+    "layer_pattern": "[GE][TD][MD]",
+    "attention.attention_output_gate": True,
+    "moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 6},
+    "deltanet.linear_num_key_heads": 2,
+    "deltanet.linear_num_value_heads": 4,
+    "deltanet.linear_key_head_dim": 3,
+    "deltanet.linear_value_head_dim": 5,
+    "mamba": {"mamba_num_heads": 2, "mamba_head_dim": 8, "state_size": 4},
+}
+LATENT = {
+    "layer_pattern": "[AD]",
+    "mla": {
+        "kv_lora_rank": 7,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+}
+SIGLIP = {
+    "layer_pattern": "V,U",
+    "vision": {"image_size": 4, "patch_size": 4, "hidden_size": 8, "class_token": False},
+    "contrastive": {"projection_dim": 8, "loss": "sigmoid"},
+}
+PAIR = [np.s_[:, :, 0], np.s_[:, :, 1]]
+QUERIES = LATENT | {"mla": LATENT["mla"] | {"q_lora_rank": 6}}
+# A parameter, and where each projection lies in it: q and its gate, key and value, gate and up of
+# each expert; q, k, v and z, b and a of Gated DeltaNet; z and x, B and C of Mamba-2; the matrices
+# of DeepSeek-V2's paper; q, k and v of the pooler of SigLIP.
+PROJECTIONS = [
+    (HYBRID, "moe.attention.q", channels(4, 4)),
+    (HYBRID, "moe.attention.kv", PAIR),
+    (HYBRID, "moe.mlp.up", [np.s_[:, e, :, i] for e in (0, 1) for i in (0, 1)]),
+    (HYBRID, "deltanet_mlp.deltanet.inner", channels(3, 3, 10, 10)),
+    (HYBRID, "deltanet_mlp.deltanet.ba", channels(2, 2)),
+    (HYBRID, "mamba_mlp.mamba.inner", PAIR),
+    (HYBRID, "mamba_mlp.mamba.bc", PAIR),
+    (LATENT, "mla_mlp.attention.q", channels(5, 4)),
+    (QUERIES, "mla_mlp.attention.q_b", channels(5, 4)),
+    (LATENT, "mla_mlp.attention.kv_a", channels(7, 4)),
+    (LATENT, "mla_mlp.attention.kv_b", channels(5, 6)),
+    (SIGLIP, "image_pooler.qkv.weight", channels(8, 8, 8)),
+]
+
+
+@pytest.mark.parametrize("model,name,cuts", PROJECTIONS, ids=[name for _, name, _ in PROJECTIONS])
+def test_muon_takes_each_projection_for_a_matrix(model, name, cuts):
+    cfg = ModelConfig(**nested(NARROW | model))
+    spec = flatten_dict(definition_of(cfg).specs)[tuple(name.split("."))]
+    gradient = np.random.default_rng(0).standard_normal(spec.shape).astype(np.float32)
+    step = muon_direction(jnp.asarray(gradient), spec, 5, "spectral", *[lambda x, _: x] * 2)
+    covered = 0
+    for cut in cuts:
+        wanted, got = gradient[cut], np.asarray(step)[cut]
+        covered += got.size
+        if spec.is_stacked:  # the first layer is enough
+            wanted, got = wanted[0], got[0]
+        wanted, got = (x.reshape(len(x), -1) for x in (wanted, got))
+        factor = max(wanted.shape) ** 0.5
+        np.testing.assert_allclose(got, factor * numpy_newton_schulz(wanted, 5), atol=5e-4)
+    assert covered == gradient.size
 
 
 def test_muon_scales():

@@ -195,6 +195,11 @@ BROKEN = {
         [*EXPERTS, "model.moe.sinkhorn=true", "model.moe.expert_bias=true"],
         "model.moe.sinkhorn=True balances by itself, not with model.moe.expert_bias=True",
     ),
+    "layers_averaged_in_one_stream": (
+        [*RETRO, "model.layer_pattern='[G],[BCE],[RD],[GRD]'", "model.moe.num_experts=4"]
+        + ["model.moe.router_aux_loss_type=mean_over_layers"],
+        "model.moe.router_aux_loss_type='mean_over_layers' is not built for experts of neighbors",
+    ),
     "drop_policy_used": (
         [*EXPERTS, "model.moe.drop_policy=position"],
         "model.moe.drop_policy='position' has no effect without a capacity",

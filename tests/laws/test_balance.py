@@ -1,0 +1,45 @@
+"""Laws of the balance loss over all layers together, `model.moe.router_aux_loss_type`.
+
+That it is transformers' loss is in `tests/oracle/test_balance.py`.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from mjax.pipeline.storage import canonical
+from mjax.prove import BOUND, Cell, deviation, make_batch, make_trainer
+from tests.laws.test_expert_padding import SKIP, padded
+from tests.marks import quick
+
+AVERAGED = [
+    "model.moe.router_aux_loss_type=mean_over_layers",
+    "model.moe.router_aux_loss_coef=1.0",
+    SKIP,
+    "model.layer_pattern=GE",
+    "model.num_hidden_layers=4",
+]
+GLOBAL = "model.moe.router_aux_loss_over=global_batch"
+PREDICTS = "model.num_nextn_predict_layers=1"
+MESHES = [
+    ({"pp": 2, "ep": 2, "tp": 2}, 1, 3, [PREDICTS]),
+    ({"pp": 2, "dp": 2, "cp": 2}, 1, 1, [GLOBAL]),
+    ({"pp": 2, "ep": 2}, 0, 4, ["mesh.virtual_stages=2"]),
+    ({"dp": 2, "ep": 2, "tp": 2}, 3, 2, []),
+]
+
+
+@pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(MESHES, 1))
+def test_every_mesh_equals_one_device(mesh, zero, micro_batches, keys):
+    cell = Cell(mesh, zero, micro_batches)
+    batch = make_batch(cell.rows)
+    batch["segment_ids"] = padded(batch["segment_ids"])
+    found = []
+    for where in (cell, Cell(rows=cell.rows)):
+        own = [key for key in keys if where is cell or not key.startswith("mesh.")]
+        trainer = make_trainer("experts", where, *AVERAGED, *own)
+        metrics = trainer.step(batch)
+        figures = [metrics[name] for name in ("loss", "aux_loss", "grad_norm")]
+        first_moments = canonical(trainer.storage, trainer.state["opt"]["mu"])
+        found.append(jax.tree.map(np.asarray, (figures, first_moments)))
+    assert deviation(*found) <= BOUND
