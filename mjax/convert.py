@@ -102,15 +102,16 @@ def _config(args: argparse.Namespace) -> int:
 def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
     """Name -> content of what an exported folder holds besides weights: a config.json that keeps
     the token ids of the one that was imported, the generation config, the tokenizer."""
-    from mjax.checkpoint.families import MEANINGLESS, config_to_hf
+    from mjax.checkpoint.families import config_to_hf
     from mjax.checkpoint.float8 import quantization_config
+    from mjax.checkpoint.hf_keys import FOREIGN, MEANINGLESS
     from mjax.checkpoint.side import read_side_files, tokenizer_dir
 
     tokenizer = tokenizer_dir(ckpt)
     found = read_side_files(ckpt)
     config = config_to_hf(cfg)
     old = json.loads(found.pop("config.json", b"{}"))
-    kept = {k: v for k, v in old.items() if k in MEANINGLESS and k not in config}
+    kept = {k: v for k, v in old.items() if k in MEANINGLESS.union(FOREIGN) and k not in config}
     if "eos_token_id" not in kept and tokenizer is not None:
         from mjax.data.tokenizer import load_tokenizer
 

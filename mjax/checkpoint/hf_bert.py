@@ -4,7 +4,7 @@ The class in a config.json's `architectures` says which heads a model has. Publi
 more or other heads than it, so the names of their tensors have the last word (`heads_in_file`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from mjax.checkpoint.family import Family
@@ -18,8 +18,8 @@ from mjax.checkpoint.hf_config import (
     required,
     same,
     take,
-    typed_rope,
 )
+from mjax.checkpoint.hf_rope import typed_rope
 from mjax.checkpoint.slots import Slot, Slots, changed
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import shortest
@@ -201,7 +201,7 @@ ENCODERS: dict[str, Family] = {
         "ModernBertForMaskedLM",
         _heads("ModernBert"),
         _layer_types(),
-        typed_rope(160000.0, 10000.0, "global_rope_theta", "local_rope_theta"),
+        typed_rope(160000.0, 10000.0, "global_rope_theta", "local_rope_theta", True),
         _MODERN_SHAPE,
         biases(mlp=True),
         activation("hidden_activation", default="gelu"),
@@ -244,7 +244,7 @@ ENCODERS: dict[str, Family] = {
 }
 
 
-def heads_in_file(cfg: ModelConfig, names: Sequence[str]) -> ModelConfig:
+def heads_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
     """The config of an encoder with those heads of BERT that the tensors `names` make up."""
     if cfg.model_type != "bert" or "cls.predictions.transform.dense.weight" not in names:
         return cfg
@@ -253,7 +253,7 @@ def heads_in_file(cfg: ModelConfig, names: Sequence[str]) -> ModelConfig:
     return cfg.model_copy(update={"bert": bert})
 
 
-def with_old_names(slots: Slots, names: Sequence[str]) -> Slots:
+def with_old_names(slots: Slots, names: Collection[str]) -> Slots:
     """The slots in a file that calls gains and biases of norms gamma and beta, if it does."""
     known = set(names)
 

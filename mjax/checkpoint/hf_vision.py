@@ -6,7 +6,7 @@ have a tower of images and one of texts, whose sizes and names are alike.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,11 +21,11 @@ from mjax.checkpoint.hf_config import (
     ignored,
     only,
     required,
-    rope,
     same,
     shape,
     take,
 )
+from mjax.checkpoint.hf_rope import rope
 from mjax.checkpoint.slots import Slots, changed
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import of_tower
@@ -267,7 +267,7 @@ def _names(cfg: ModelConfig, name: str) -> str:
     return f"{_PUBLISHED}encoder.layers.{number}.{_in_layer(rest)}"
 
 
-def with_new_towers(slots: Slots, names: Sequence[str]) -> Slots:
+def with_new_towers(slots: Slots, names: Collection[str]) -> Slots:
     """The slots in a file of transformers 5, whose names of towers are shorter, if it is one."""
     if any(name.startswith(_PUBLISHED) for name in names):
         return slots
