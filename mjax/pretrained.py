@@ -97,7 +97,7 @@ def source_of(path: str | Path) -> Source:
         cfg = heads_in_file(without_missing_predictions(cfg, names), names)
         cfg = tied_in_file(cfg, names)
         if cfg.tie_word_embeddings:
-            found = names_in(families.slots(cfg, definition_of(cfg).specs), names)
+            found = names_in(cfg, families.slots(cfg, definition_of(cfg).specs), names)
             apart = heads_apart(found, names, cfg)
             cfg = cfg.model_copy(update={"tie_word_embeddings": not apart})
         specs = definition_of(cfg).specs

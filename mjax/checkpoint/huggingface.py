@@ -47,7 +47,7 @@ def hf_source(
     `has_more`: the folder may hold tensors that have no place.
     """
     tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
-    found = names_in(slots, tensors)
+    found = names_in(cfg, slots, tensors)
     slots = mxfp4.turned(found.slots, tensors)
     by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
 

@@ -52,8 +52,8 @@ class Names:
     beside: frozenset[str]
 
 
-def names_in(slots: Slots, names: Collection[str]) -> Names:
-    """`slots` with the names of a file, whose tensors are `names`."""
+def names_in(cfg: ModelConfig, slots: Slots, names: Collection[str]) -> Names:
+    """`slots` of a model with the names of a file, whose tensors are `names`."""
     embedding = _embedding(slots)
     prefixes, tower = _prefixes(slots, embedding, names)
     slots = changed(slots, lambda slot: replace(slot, tensor=_renamed(slot.tensor, prefixes)))
@@ -61,7 +61,8 @@ def names_in(slots: Slots, names: Collection[str]) -> Names:
     embedding = _embedding(slots)
     read = {slot.tensor for places in slots.values() for slot in places}
     repeats = dict(_copies(slots))
-    same = dict.fromkeys((*_HEADS, *_EMBEDDINGS), embedding) | _BIASES
+    heads = _HEADS if cfg.tie_word_embeddings else ()
+    same = dict.fromkeys((*heads, *_EMBEDDINGS), embedding) | _BIASES
     repeats |= {n: of for n, of in same.items() if n in names and n not in read and of is not None}
     if embedding is not None and embedding not in names and embedding in repeats.values():
         there = next(name for name, of in repeats.items() if of == embedding)
