@@ -139,12 +139,15 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
     import jax
     import jax.numpy as jnp
 
+    from mjax.checkpoint.families import family_of
     from mjax.pretrained import from_pretrained
 
     mine = from_pretrained(ours)
     params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), mine.params)
     tokens = _random_inputs(mine.cfg)
-    architecture = read_json(hf / "config.json")["architectures"][0]
+    architecture = read_json(hf / "config.json").get("architectures", ["Model"])[0]
+    if architecture.endswith("Model") and not mine.cfg.is_dual_encoder:  # of a base class
+        architecture = family_of(mine.cfg).architecture
     model = getattr(transformers, architecture).from_pretrained(
         hf, dtype=torch.float32, attn_implementation="eager"
     )

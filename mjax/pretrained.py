@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from mjax.checkpoint import families
-from mjax.checkpoint.hf_bert import heads_in_file
+from mjax.checkpoint.hf_bert import heads_in_file, without_heads
 from mjax.checkpoint.hf_deepseek import without_missing_predictions
 from mjax.checkpoint.hf_t5 import tied_in_file
 from mjax.checkpoint.hf_vision import with_new_towers
@@ -92,7 +92,7 @@ def source_of(path: str | Path) -> Source:
     require_files(path)
     path = Path(path)
     if (path / "config.json").is_file():
-        cfg = families.config_from_hf(read_json(path / "config.json"))
+        cfg = families.config_from_hf(without_heads(read_json(path / "config.json")))
         names = open_folder(path)
         cfg = heads_in_file(without_missing_predictions(cfg, names), names)
         cfg = tied_in_file(cfg, names)

@@ -88,6 +88,8 @@ def _heads(name: str) -> Part:
         (kind, *_) = config.get("architectures") or [f"{name}ForMaskedLM"]
         labels = take(config, "num_labels", len(config.get("id2label") or "01"))
         known = [f"{name}For{what}" for what in _KINDS[name]]
+        if kind == f"{name}Model" and labels == 0:
+            return {"bert.mlm_head": False, "bert.num_labels": 0}
         if kind not in known:
             raise UserError(
                 f"config.json: architectures={kind!r} is not supported (only {', '.join(known)})"
@@ -98,6 +100,8 @@ def _heads(name: str) -> Part:
         return {"bert.mlm_head": True, "bert.num_labels": 2 if both else 0}
 
     def write(cfg: ModelConfig) -> dict:
+        if not cfg.bert.mlm_head and not cfg.bert.num_labels:
+            return {"architectures": [f"{name}Model"], "num_labels": 0}
         if not cfg.bert.mlm_head:
             kind, labels = "SequenceClassification", {"num_labels": cfg.bert.num_labels}
         else:
@@ -242,6 +246,13 @@ ENCODERS: dict[str, Family] = {
         },
     ),
 }
+
+
+def without_heads(config: dict) -> dict:
+    """The config.json of a file of a base class, which has no head to tell labels with."""
+    if config.get("architectures") in [[f"{name}Model"] for name in _KINDS]:
+        return config | {"num_labels": 0}
+    return config
 
 
 def heads_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:

@@ -125,9 +125,8 @@ _LEFT_OUT: dict[str, dict] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "qwen2": _QWEN2,
-    "gemma3_text": {},
 }
-# model_type -> (that of its text, whether the head is tied where neither says it). Without images
+# model_type -> (that of its text, whether the head is tied where nothing is said). Without images
 # or sounds the class computes what that of its text does.
 _TEXTS = {
     "gemma3": ("gemma3_text", True),
@@ -140,7 +139,6 @@ _TEXTS = {
     "smolvlm": ("llama", False),
     "video_llava": ("llama", False),
     "vipllava": ("llama", False),
-    "voxtral": ("llama", False),
 }
 
 
@@ -153,8 +151,8 @@ def text_of(config: dict) -> dict:
     usual, tied = _TEXTS.get(name, ("mistral", False))
     text = {"model_type": usual} | config["text_config"]
     # A file with a head of its own has the last word (`names.py`).
-    says = [part["tie_word_embeddings"] for part in (config, text) if "tie_word_embeddings" in part]
-    text["tie_word_embeddings"] = any(says) if says else tied
+    says = config.get("tie_word_embeddings", tied), text.get("tie_word_embeddings", False)
+    text["tie_word_embeddings"] = any(says)
     kind = take(dict(text), "model_type")
     say(f"of {name} the text alone is read, a model of model_type {kind!r}")
     return _LEFT_OUT.get(kind, {}) | text
