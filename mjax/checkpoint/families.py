@@ -137,6 +137,7 @@ FAMILIES: dict[str, Family] = {
         rope(),
         biases(),
         softcaps(),
+        ignored("hidden_act"),  # hidden_activation counts
         fixed={**_GEMMA, "norm_placement": "sandwich"},
         left_out=_GEMMA2_LEFT_OUT
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -149,6 +150,7 @@ FAMILIES: dict[str, Family] = {
         typed_rope(1e6, 1e4),
         biases(),
         softcaps(),
+        ignored("hidden_act"),  # hidden_activation counts
         fixed={**_GEMMA, "norm_placement": "sandwich", "attention.qk_norm": True},
         left_out=_GEMMA2_LEFT_OUT | _GEMMA3_LEFT_OUT,
     ),

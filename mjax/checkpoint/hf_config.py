@@ -197,6 +197,9 @@ def layer_types(
     full, windows = kinds
 
     def read(config: dict) -> dict:
+        # Without layer_types, SmolLM3's window is of the layers that RoPE does not turn.
+        if nope and config.get("use_sliding_window") and not config.get("layer_types"):
+            only(config, "sliding_window")
         windowed, window = _windows(config, older)
         layers = len(windowed)
         kinds = [windows if w else full for w in windowed]

@@ -56,23 +56,44 @@ FOREIGN: dict[str, object] = {
     "_flash_attn_2_enabled": ...,
     "_unsloth_fixed": ...,
     "activation": "swiglu",  # Falcon 3, beside hidden_act
+    "attention_out_bias": False,
+    "bias": False,
+    "dropout": 0.0,
+    "embedding_multiplier": 1.0,
     "full_attn_mod": 1,  # Phi-4-mini
+    "hidden_dropout": 0.0,
     "interpolate_factor": 1,
+    "is_composition": ...,
     "is_llama_config": ...,
+    "layerdrop": 0.0,
     "lm_head_bias": False,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "max_window_layers": ...,  # with use_sliding_window=false
     "model_max_length": ...,
+    "n_shared_experts": 0,
     "neftune_noise_alpha": ...,
+    "num_nextn_predict_layers": 0,
     "onnx": ...,
-    "pixel_shuffle_factor": ...,  # of SmolVLM's towers, written to its text
+    "perceiver_config": ...,  # of SmolVLM's towers, like the next, written to its text
+    "pixel_shuffle_factor": ...,
     "qk_layer_norms": False,
+    "qk_layernorm": False,
+    "qk_norm": False,
+    "qkv_bias": False,
+    "residual_multiplier": 1.0,
     "rope_interleaved": False,
+    "rope_ratio": 1.0,
     "seq_length": ...,
     "tokenizer_model_max_length": ...,
     "transformers.js_config": ...,
     "unsloth_fixed": ...,
     "unsloth_template": ...,
-    "use_flash_attn": ...,
+    "use_alibi": False,
     "use_flash_attention": ...,
+    "use_flash_attn": ...,
+    "use_parallel_residual": False,
+    "use_qk_norm": False,
     "use_reentrant_checkpointing": ...,
     "use_resampler": False,
 }
@@ -83,9 +104,11 @@ def require_known(rest: dict, family: str) -> None:
     for key in ("quantization_config", "compression_config", "quantization"):
         if rest.get(key):
             raise UserError(
-                f"config.json: the weights are quantized ({key}={rest[key]!r}), which is not "
-                f"supported for model_type {family!r}; take or save them in bfloat16"
+                f"config.json: {key}: quantized weights are not supported for model_type "
+                f"{family!r}; take or save them in bfloat16"
             )
+    if rest.get("layer_types") and set(rest["layer_types"]) == {"full_attention"}:
+        del rest["layer_types"]  # what such a family has
     taken = [key for key in FOREIGN if rest.get(key) is not None]
     for key, value in (SETTLED | FOREIGN).items():
         only(rest, key, rest.get(key) if value is ... else value)
