@@ -14,6 +14,7 @@ import mjax
 from mjax.checkpoint.families import config_from_hf
 from mjax.errors import UserError
 from mjax.models.positions import frequencies
+from tests.marks import quick, slow
 from tests.oracle.families import MODELS
 
 TEXT = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
@@ -80,7 +81,7 @@ WITH_TOWERS = {
 }
 
 
-@pytest.mark.parametrize("name", WITH_TOWERS)
+@pytest.mark.parametrize("name", quick(WITH_TOWERS, 0))
 def test_the_text_of_a_model_with_a_tower_is_read(name, tmp_path, capfd):
     made(name, tmp_path, **WITH_TOWERS[name])
     assert_reads_as(theirs(name, tmp_path), tmp_path)
@@ -101,13 +102,14 @@ BASE = {
 }
 
 
-@pytest.mark.parametrize("name", BASE)
+@pytest.mark.parametrize("name", quick(BASE, 0))
 def test_files_of_base_classes_are_read(name, tmp_path):
     options, whole = BASE[name]
     made(name, tmp_path, **options)
     assert_reads_as(theirs(whole, tmp_path), tmp_path)
 
 
+@slow
 def test_a_bare_encoder_gives_the_products_of_its_output_and_its_words(tmp_path):
     """Whether its norms are called gamma and beta or not."""
     model = made("BertModel", tmp_path, **TEXT)
@@ -144,7 +146,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", quick(APART, 0))
 def test_a_head_that_is_apart_in_the_file_is_read(name, tmp_path, capfd):
     cls, options, head = APART[name]
     made(cls, tmp_path, **options)
@@ -165,7 +167,7 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("name", quick(COPIED, 0))
 def test_a_file_may_hold_a_tensor_twice_or_under_its_other_name(name, tmp_path, capfd):
     cls, options, first, second = COPIED[name]
     made(cls, tmp_path, **options)
@@ -186,7 +188,7 @@ ONE_FOR_BOTH = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_FOR_BOTH)
+@pytest.mark.parametrize("name", quick(ONE_FOR_BOTH, 0))
 def test_two_tensors_where_the_model_has_one_are_refused(name, tmp_path):
     cls, options, second = ONE_FOR_BOTH[name]
     made(cls, tmp_path, **options)
@@ -195,6 +197,7 @@ def test_two_tensors_where_the_model_has_one_are_refused(name, tmp_path):
         mjax.from_pretrained(tmp_path)
 
 
+@slow
 def test_prediction_layers_with_words_of_their_own_are_refused(tmp_path):
     made("DeepseekV3ForCausalLM", tmp_path, **TEXT | LATENT)
     found = load_file(tmp_path / "model.safetensors")
@@ -224,7 +227,7 @@ def said(cls: type, config: dict) -> dict:
 CLASSES = {prefix: name for name, (prefix, _) in MODELS.items() if prefix != "DeciLM"}
 
 
-@pytest.mark.parametrize("name", CLASSES.values())
+@pytest.mark.parametrize("name", quick(CLASSES.values(), 0, 2, 6))
 def test_keys_that_are_left_out_have_transformers_values(name):
     """Or are refused; a number of prediction layers counts those in the file, not in the model."""
     prefix, options = MODELS[name]
