@@ -108,15 +108,16 @@ def _config(args: argparse.Namespace) -> int:
 def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
     """Name -> content of what an exported folder holds besides weights: a config.json that keeps
     the token ids of the one that was imported, the generation config, the tokenizer."""
-    from mjax.checkpoint.families import MEANINGLESS, config_to_hf
+    from mjax.checkpoint.families import config_to_hf
     from mjax.checkpoint.float8 import quantization_config
+    from mjax.checkpoint.hf_keys import FOREIGN, MEANINGLESS
     from mjax.checkpoint.side import read_side_files, tokenizer_dir
 
     tokenizer = tokenizer_dir(ckpt)
     found = read_side_files(ckpt)
     config = config_to_hf(cfg)
     old = json.loads(found.pop("config.json", b"{}"))
-    kept = {k: v for k, v in old.items() if k in MEANINGLESS and k not in config}
+    kept = {k: v for k, v in old.items() if k in MEANINGLESS.union(FOREIGN) and k not in config}
     if "eos_token_id" not in kept and tokenizer is not None:
         from mjax.data.tokenizer import load_tokenizer
 
@@ -144,12 +145,15 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
     import jax
     import jax.numpy as jnp
 
+    from mjax.checkpoint.families import family_of
     from mjax.pretrained import from_pretrained
 
     mine = from_pretrained(ours)
     params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), mine.params)
     tokens = _random_inputs(mine.cfg)
-    architecture = read_json(hf / "config.json")["architectures"][0]
+    architecture = read_json(hf / "config.json").get("architectures", ["Model"])[0]
+    if architecture.endswith("Model") and not mine.cfg.is_dual_encoder:  # of a base class
+        architecture = family_of(mine.cfg).architecture
     model = getattr(transformers, architecture).from_pretrained(
         hf, dtype=torch.float32, attn_implementation="eager"
     )

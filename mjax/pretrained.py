@@ -12,11 +12,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from mjax.checkpoint import families
-from mjax.checkpoint.hf_bert import heads_in_file, with_old_names
+from mjax.checkpoint.hf_bert import heads_in_file, without_heads
 from mjax.checkpoint.hf_deepseek import without_missing_predictions
-from mjax.checkpoint.hf_t5 import untied_in_file
+from mjax.checkpoint.hf_t5 import tied_in_file
 from mjax.checkpoint.hf_vision import with_new_towers
 from mjax.checkpoint.huggingface import hf_source
+from mjax.checkpoint.names import heads_apart, names_in
 from mjax.checkpoint.safetensors import open_folder
 from mjax.checkpoint.side import tokenizer_dir
 from mjax.checkpoint.source import Source, arrays
@@ -31,8 +32,6 @@ from mjax.models.decoder import Decoder
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import param_partitions
 from mjax.sharding.spec import ParamSpec, is_spec
-
-PREFIX = "transformer."  # GPT-2 as published lacks it
 
 
 @dataclass(frozen=True)
@@ -93,17 +92,19 @@ def source_of(path: str | Path) -> Source:
     require_files(path)
     path = Path(path)
     if (path / "config.json").is_file():
-        cfg = families.config_from_hf(read_json(path / "config.json"))
-        names = list(open_folder(path))
+        cfg = families.config_from_hf(without_heads(read_json(path / "config.json")))
+        names = open_folder(path)
         cfg = heads_in_file(without_missing_predictions(cfg, names), names)
-        cfg = untied_in_file(cfg, names)
+        cfg = tied_in_file(cfg, names)
+        if cfg.tie_word_embeddings:
+            found = names_in(cfg, families.slots(cfg, definition_of(cfg).specs), names)
+            apart = heads_apart(found, names, cfg)
+            cfg = cfg.model_copy(update={"tie_word_embeddings": not apart})
         specs = definition_of(cfg).specs
         found = families.slots(cfg, specs)
         if "vision" in cfg.modalities:
             found = with_new_towers(found, names)
-        if cfg.model_type == "gpt2" and not any(n.startswith(PREFIX) for n in names):
-            found = families.without_prefix(found, PREFIX)
-        return hf_source(path, cfg, specs, with_old_names(found, names))
+        return hf_source(path, cfg, specs, found)
     if (path / "metadata.json").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
         from mjax.checkpoint.megatron import megatron_source
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import NoReturn
 
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_bert import ENCODERS
@@ -23,19 +24,17 @@ from mjax.checkpoint.hf_config import (
     every_second_below,
     expert_layers,
     experts,
+    gemma_activation,
     gemma_scales,
     gpt2_shape,
     ignored,
     layer_types,
     one_window,
-    only,
     optional_window,
-    rope,
     same,
     shape,
     softcaps,
     two_dropouts,
-    typed_rope,
     window_of_all,
 )
 from mjax.checkpoint.hf_deepseek import (
@@ -46,11 +45,13 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v3,
 )
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
+from mjax.checkpoint.hf_keys import require_known, text_of
 from mjax.checkpoint.hf_nas import block_configs, norm_names
+from mjax.checkpoint.hf_rope import rope, typed_rope
 from mjax.checkpoint.hf_t5 import T5
 from mjax.checkpoint.hf_vision import VISION
 from mjax.checkpoint.hybrids import HYBRIDS, MULTIPLIERS
-from mjax.checkpoint.slots import Slot, Slots, changed
+from mjax.checkpoint.slots import Slot, Slots
 from mjax.checkpoint.source import Path, flat
 from mjax.config.keys import leaf_keys, model_of, nested, value_of
 from mjax.config.model_schema import ModelConfig
@@ -58,8 +59,19 @@ from mjax.config.pattern import stack_of
 from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
-_GELU = activation("hidden_act", default="gelu_pytorch_tanh", first="hidden_activation")
-_GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh", first="hidden_act")
+_GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh")
+_QWEN_LEFT_OUT = {"num_key_value_heads": 32, "sliding_window": 4096}
+_GEMMA2_LEFT_OUT = {
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+_GEMMA3_LEFT_OUT = {  # the published 4B leaves out more than its siblings
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GEMMA_SHAPE = {"tie_word_embeddings": True, "head_dim": 256}
 _MIXTRAL = {"num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
@@ -84,13 +96,20 @@ _GEMMA = {"norm_zero_centered": True}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family.of("LlamaForCausalLM", shape(), rope(), biases(mlp=True)),
-    "mistral": Family.of("MistralForCausalLM", shape(), rope(), one_window()),
+    "mistral": Family.of(
+        "MistralForCausalLM",
+        shape(),
+        rope(),
+        one_window(),
+        left_out={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
     "qwen2": Family.of(
         "Qwen2ForCausalLM",
         layer_types(optional_window),
         shape(),
         rope(),
         biases(True, out=False),
+        left_out=_QWEN_LEFT_OUT,
     ),
     "qwen3": Family.of(
         "Qwen3ForCausalLM",
@@ -99,14 +118,16 @@ FAMILIES: dict[str, Family] = {
         rope(),
         biases(),
         fixed={"attention.qk_norm": True},
+        left_out=_QWEN_LEFT_OUT,
     ),
     "gemma": Family.of(
         "GemmaForCausalLM",
         gemma_scales(False),
-        shape(_GELU, **_GEMMA_SHAPE),
+        shape(gemma_activation(), **_GEMMA_SHAPE),
         rope(),
         biases(),
         fixed=_GEMMA,
+        left_out={"num_key_value_heads": 16},
     ),
     "gemma2": Family.of(
         "Gemma2ForCausalLM",
@@ -116,7 +137,10 @@ FAMILIES: dict[str, Family] = {
         rope(),
         biases(),
         softcaps(),
+        ignored("hidden_act"),  # hidden_activation counts
         fixed={**_GEMMA, "norm_placement": "sandwich"},
+        left_out=_GEMMA2_LEFT_OUT
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": Family.of(
         "Gemma3ForCausalLM",
@@ -126,12 +150,14 @@ FAMILIES: dict[str, Family] = {
         typed_rope(1e6, 1e4),
         biases(),
         softcaps(),
+        ignored("hidden_act"),  # hidden_activation counts
         fixed={**_GEMMA, "norm_placement": "sandwich", "attention.qk_norm": True},
+        left_out=_GEMMA2_LEFT_OUT | _GEMMA3_LEFT_OUT,
     ),
     "phi3": Family.of(
         "Phi3ForCausalLM",
         shape(rms_norm_eps=1e-5),
-        rope(partial=True, original=True),
+        rope(fraction=1.0, original=True),
         one_window(),
         biases(False),
         two_dropouts(0.0),
@@ -173,6 +199,7 @@ FAMILIES: dict[str, Family] = {
             (".up_proj.", ".w3."),
             (".down_proj.", ".w2."),
         ),
+        left_out={"num_key_value_heads": 8},
     ),
     "deepseek_v2": Family.of(
         "DeepseekV2ForCausalLM",
@@ -183,6 +210,7 @@ FAMILIES: dict[str, Family] = {
         rope(),
         biases(False, mlp=True),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        left_out={"q_lora_rank": 1536},
     ),
     "deepseek_v3": Family.of(
         "DeepseekV3ForCausalLM",
@@ -194,6 +222,7 @@ FAMILIES: dict[str, Family] = {
         rope(),
         biases(False),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        left_out={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
     ),
     "glm4_moe": Family.of(
         "Glm4MoeForCausalLM",
@@ -201,10 +230,11 @@ FAMILIES: dict[str, Family] = {
         prediction_layers(),
         routed_experts_v3(factor=1.0),
         shape(rms_norm_eps=1e-5),
-        rope(partial=True),
+        rope(fraction=0.5),
         biases(out=False),
         same({"use_qk_norm": "attention.qk_norm"}, {"use_qk_norm": False}),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
+        left_out={"num_key_value_heads": 8, "first_k_dense_replace": 1},
     ),
     "gpt_oss": Family.of(
         "GptOssForCausalLM",
@@ -216,6 +246,7 @@ FAMILIES: dict[str, Family] = {
         rename=GPT_OSS_RENAMES,
         stacked=True,
         interleaved=True,
+        left_out={"num_key_value_heads": 8, "sliding_window": 128},
     ),
     "olmoe": Family.of(
         "OlmoeForCausalLM",
@@ -233,6 +264,7 @@ FAMILIES: dict[str, Family] = {
         rope(),
         same({"qkv_bias": "attention.attention_bias"}, {"qkv_bias": True}),
         fixed={"moe.shared_expert_gate": True},
+        left_out={"num_key_value_heads": 16, "sliding_window": 4096},
     ),
     "qwen3_moe": Family.of(
         "Qwen3MoeForCausalLM",
@@ -279,34 +311,6 @@ FAMILIES: dict[str, Family] = {
     **VISION,
 }
 
-# Keys that say nothing about the function a model computes.
-MEANINGLESS = frozenset(
-    """_name_or_path architectures auto_map bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout dtype eos_token_id ep_size finetuning_task
-    gradient_checkpointing id2label is_encoder_decoder label2id mamba_ssm_cache_dtype
-    max_length model_type num_logits_to_keep output_attentions output_hidden_states
-    output_router_logits pad_token_id problem_type reorder_and_upcast_attn
-    rescale_prenorm_residual residual_in_fp32 return_dict task_specific_params torch_dtype
-    transformers_version unsloth_version use_cache use_mamba_kernels""".split()
-)
-# Keys that have one value in all models that mjax can express; a family may read them itself.
-SETTLED = {
-    "add_cross_attention": False,
-    "clip_qkv": 0.0,
-    "is_decoder": False,
-    "mamba_proj_bias": False,
-    "mamba_hidden_act": "silu",
-    "moe_layer_freq": 1,
-    "pretraining_tp": 1,
-    "projectors_bias": False,
-    "router_jitter_noise": 0.0,
-    "scale_attn_by_inverse_layer_idx": False,
-    "scale_attn_weights": True,
-    "use_bias": False,
-    "use_bidirectional_attention": False,
-    "use_mrope": False,
-    "z_loss_coefficient": 0.0,
-}
 # The weight of the balance loss.
 BALANCE_KEYS = "router_aux_loss_coef", "aux_loss_alpha"
 # Keys of ours that a config.json does not carry, or that do not change the trained function.
@@ -318,28 +322,27 @@ UNSAID = frozenset(
 )
 
 
+class _Keys(dict):
+    """A config.json, whose missing keys are named."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise UserError(f"config.json lacks {key!r}, which its model_type needs; add it")
+
+
 def config_from_hf(config: dict) -> ModelConfig:
     """A parsed config.json -> ours. Raises `UserError` naming what is unknown or unsupported."""
-    if config.get("model_type") == "gemma3" and "text_config" in config:
-        config = {"model_type": "gemma3_text", **config["text_config"]}
+    config = text_of(config)
     name = config.get("model_type")
     if name not in FAMILIES:
         raise UserError(
             f"config.json: model_type={name!r} is not supported; known: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
-    rest = dict(config)
+    rest = _Keys(family.left_out | config)
     fields: dict = dict(family.fixed)
     for part in family.parts:
         fields |= part.read(rest)
-    for key, value in SETTLED.items():
-        only(rest, key, value)
-    unread = sorted(k for k, v in rest.items() if v is not None and k not in MEANINGLESS)
-    if unread:
-        raise UserError(
-            f"config.json: {unread[0]}={rest[unread[0]]!r} is not known to mjax for model_type "
-            f"{name!r}; remove it if it does not change the model"
-        )
+    require_known(rest, name)
     return model_of({"model_type": name, **nested(fields)}, "config.json: {key}: {why}")
 
 
@@ -473,8 +476,3 @@ def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
             where = {"lead": (0,) * family.ones[name]}
         number = name in family.numbers
         yield Slot(name, index, dims, axis=axis, number=number, **where), order
-
-
-def without_prefix(found: Slots, prefix: str) -> Slots:
-    """The same slots in a checkpoint of the bare model, whose names lack `prefix` (GPT-2's)."""
-    return changed(found, lambda slot: replace(slot, tensor=slot.tensor.removeprefix(prefix)))

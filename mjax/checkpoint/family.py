@@ -15,7 +15,8 @@ class Family:
     [in, out], as in GPT-2. `stacked`: all experts of a layer are one tensor.
     `interleaved`: it is [E, in, out], and gate and up take turns along its last axis. `name_of`:
     makes a tensor's name of a declared one, where replacements do not reach. `ones`: tensor -> how
-    many dimensions of size 1 it begins with. `numbers`: tensors without a dimension."""
+    many dimensions of size 1 it begins with. `numbers`: tensors without a dimension. `left_out`:
+    transformers' values of keys that a config.json lacks, where parts would take others."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -28,6 +29,7 @@ class Family:
     name_of: Callable[[ModelConfig, str], str] | None = None
     ones: dict[str, int] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
+    left_out: dict[str, object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, architecture: str, *parts: Part, **others: Any) -> "Family":

@@ -4,7 +4,7 @@ The class in a config.json's `architectures` says which heads a model has. Publi
 more or other heads than it, so the names of their tensors have the last word (`heads_in_file`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from mjax.checkpoint.family import Family
@@ -18,8 +18,8 @@ from mjax.checkpoint.hf_config import (
     required,
     same,
     take,
-    typed_rope,
 )
+from mjax.checkpoint.hf_rope import typed_rope
 from mjax.checkpoint.slots import Slot, Slots, changed
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import shortest
@@ -88,6 +88,8 @@ def _heads(name: str) -> Part:
         (kind, *_) = config.get("architectures") or [f"{name}ForMaskedLM"]
         labels = take(config, "num_labels", len(config.get("id2label") or "01"))
         known = [f"{name}For{what}" for what in _KINDS[name]]
+        if kind == f"{name}Model" and labels == 0:
+            return {"bert.mlm_head": False, "bert.num_labels": 0}
         if kind not in known:
             raise UserError(
                 f"config.json: architectures={kind!r} is not supported (only {', '.join(known)})"
@@ -98,6 +100,8 @@ def _heads(name: str) -> Part:
         return {"bert.mlm_head": True, "bert.num_labels": 2 if both else 0}
 
     def write(cfg: ModelConfig) -> dict:
+        if not cfg.bert.mlm_head and not cfg.bert.num_labels:
+            return {"architectures": [f"{name}Model"], "num_labels": 0}
         if not cfg.bert.mlm_head:
             kind, labels = "SequenceClassification", {"num_labels": cfg.bert.num_labels}
         else:
@@ -201,7 +205,7 @@ ENCODERS: dict[str, Family] = {
         "ModernBertForMaskedLM",
         _heads("ModernBert"),
         _layer_types(),
-        typed_rope(160000.0, 10000.0, "global_rope_theta", "local_rope_theta"),
+        typed_rope(160000.0, 10000.0, "global_rope_theta", "local_rope_theta", True),
         _MODERN_SHAPE,
         biases(mlp=True),
         activation("hidden_activation", default="gelu"),
@@ -244,7 +248,14 @@ ENCODERS: dict[str, Family] = {
 }
 
 
-def heads_in_file(cfg: ModelConfig, names: Sequence[str]) -> ModelConfig:
+def without_heads(config: dict) -> dict:
+    """The config.json of a file of a base class, which has no head to tell labels with."""
+    if config.get("architectures") in [[f"{name}Model"] for name in _KINDS]:
+        return config | {"num_labels": 0}
+    return config
+
+
+def heads_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
     """The config of an encoder with those heads of BERT that the tensors `names` make up."""
     if cfg.model_type != "bert" or "cls.predictions.transform.dense.weight" not in names:
         return cfg
@@ -253,7 +264,7 @@ def heads_in_file(cfg: ModelConfig, names: Sequence[str]) -> ModelConfig:
     return cfg.model_copy(update={"bert": bert})
 
 
-def with_old_names(slots: Slots, names: Sequence[str]) -> Slots:
+def with_old_names(slots: Slots, names: Collection[str]) -> Slots:
     """The slots in a file that calls gains and biases of norms gamma and beta, if it does."""
     known = set(names)
 

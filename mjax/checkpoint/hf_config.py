@@ -5,12 +5,13 @@ keys ("attention.head_dim"); `Part.write` is its inverse. Invariant: a part read
 older spellings too, and raises `UserError` for a value that mjax cannot express.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from mjax.config.keys import value_of
-from mjax.config.model_schema import ModelConfig, RopeScaling
+from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import shortest
 from mjax.errors import UserError
 
@@ -49,6 +50,11 @@ def only(config: dict, key: str, *values: Any) -> None:
     if value is not None and value not in values:
         wanted = " or ".join(repr(v) for v in values if v is not None) or "null"
         raise UserError(f"config.json: {key}={value!r} is not supported (only {wanted})")
+
+
+def say(text: str) -> None:
+    """Tell on standard error what a config.json has that is not used."""
+    print(f"mjax: config.json: {text}", file=sys.stderr)
 
 
 def alike(names: str, group: str = "") -> dict[str, str]:
@@ -102,14 +108,10 @@ ACTIVATIONS = {
 }
 
 
-def activation(
-    key: str, written: dict[str, str] | None = None, default: Any = REQUIRED, first: str = ""
-) -> Part:
-    """The activation under `key`; `written` overrides names on export; a key `first` goes before
-    it (Gemma's config.json may hold two, and hidden_activation is the one that counts)."""
+def activation(key: str, written: dict[str, str] | None = None, default: Any = REQUIRED) -> Part:
+    """The activation under `key`; `written` overrides names on export."""
 
     def read(config: dict) -> dict:
-        config[key] = config.pop(first, None) or config.get(key)
         name = take(config, key, default)
         if name not in ACTIVATIONS:
             raise UserError(
@@ -119,6 +121,23 @@ def activation(
 
     names = {ours: hf for hf, ours in reversed(ACTIVATIONS.items())} | (written or {})
     return Part(read, lambda cfg: {key: names[cfg.hidden_act]})
+
+
+def gemma_activation() -> Part:
+    """Gemma's, whose first files say gelu and mean its tanh form.
+
+    Releases of transformers differ in which of two keys they read, so a second one must agree.
+    """
+    tanh = "gelu_pytorch_tanh"
+    one = activation("hidden_act", default=tanh)
+
+    def read(config: dict) -> dict:
+        if config.get("hidden_act") in (None, "gelu"):
+            config["hidden_act"] = tanh
+        only(config, "hidden_activation", config["hidden_act"])
+        return one.read(config)
+
+    return Part(read, one.write)
 
 
 def shape(hidden_act: Part | None = None, **defaults: Any) -> Part:
@@ -157,116 +176,14 @@ def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool
     return Part(read, write)
 
 
-# ---- positions ---------------------------------------------------------------------------------
-
-_TYPES = {"su": "longrope", "longrope": "longrope"}  # Phi-3's first name
-_TYPES |= {name: name for name in ("linear", "llama3", "yarn")}
-_LENGTH = "original_max_position_embeddings"
-_NEEDED = {  # readers differ in what they assume where these are left out
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
-    "yarn": ("factor", _LENGTH),
-    "longrope": ("short_factor", "long_factor", _LENGTH),
-}
-
-
-def _scaling_in(scaling: dict | None, original: int | None) -> dict | None:
-    """Hugging Face's rope_scaling -> ours. Raises `UserError` for unknown types and keys."""
-    scaling = {k: v for k, v in (scaling or {}).items() if v is not None}
-    old, new = scaling.pop("type", None), scaling.pop("rope_type", None)
-    kind = new or old
-    if kind in (None, "default"):
-        return None
-    unknown = sorted(set(scaling) - set(RopeScaling.model_fields))
-    if kind not in _TYPES or unknown:
-        what = f"key {unknown[0]!r}" if kind in _TYPES else f"rope_type {kind!r}"
-        raise UserError(f"config.json: rope_scaling has {what}, which is not supported")
-    if original is not None:
-        scaling.setdefault(_LENGTH, original)
-    missing = [key for key in _NEEDED[_TYPES[kind]] if key not in scaling]
-    if missing:
-        raise UserError(f"config.json: rope_scaling of type {kind!r} lacks {missing[0]!r}; add it")
-    lists = {k: [float(x) for x in v] for k, v in scaling.items() if isinstance(v, list)}
-    return {"rope_type": _TYPES[kind], **scaling, **lists}
-
-
-def _scaling_out(cfg: ModelConfig) -> dict | None:
-    if cfg.rope.rope_scaling is None:
-        return None
-    given = cfg.rope.rope_scaling.model_dump(exclude_unset=True, exclude_none=True)
-    return {**given, "type": given["rope_type"]} if given["rope_type"] == "longrope" else given
-
-
-def rope(theta: float = 10000.0, partial: bool = False, original: bool = False) -> Part:
-    """Rotary positions in either spelling: `rope_theta` and `rope_scaling`, or transformers 5's
-    `rope_parameters`. `partial`: the family may rotate part of a head; `original`: it keeps
-    original_max_position_embeddings outside. Written in the older spelling, which all readers take.
-    """
-
-    def read(config: dict) -> dict:
-        both = dict(config.pop("rope_parameters", None) or {})
-        both |= dict(config.pop("rope_scaling", None) or {})
-        fraction = config.pop("partial_rotary_factor", None) or both.pop("partial_rotary_factor", 1)
-        if fraction != 1 and not partial:
-            raise UserError(f"config.json: partial_rotary_factor={fraction} is not supported")
-        length = take(config, _LENGTH, None) if original else None
-        base = both.pop("rope_theta", None)
-        fields = {"rope.rope_theta": config.pop("rope_theta", None) or base or theta}
-        fields |= {"rope.rope_scaling": _scaling_in(both, length)}
-        return fields | ({"rope.partial_rotary_factor": float(fraction)} if partial else {})
-
-    def write(cfg: ModelConfig) -> dict:
-        scaling = _scaling_out(cfg)
-        out = {"rope_theta": cfg.rope.rope_theta, "rope_scaling": scaling}
-        if original and scaling:
-            scaling = {k: v for k, v in scaling.items() if k not in (_LENGTH, "rope_type")}
-            out |= {_LENGTH: cfg.rope.rope_scaling.original_max_position_embeddings}
-            out |= {"rope_scaling": scaling}
-        fraction = cfg.rope.partial_rotary_factor
-        return out | ({"partial_rotary_factor": fraction} if partial else {})
-
-    return Part(read, write)
-
-
-def typed_rope(
-    theta: float, local: float, key: str = "rope_theta", local_key: str = "rope_local_base_freq"
-) -> Part:
-    """One base for full and one for windowed layers, under keys of the family (Gemma 3's)."""
-
-    def read(config: dict) -> dict:
-        new = config.pop("rope_parameters", None) or {}
-        full, window = new.get("full_attention", {}), new.get("sliding_attention", {})
-        if window.get("rope_type", "default") != "default":
-            raise UserError("config.json: rope_parameters.sliding_attention must not be scaled")
-        scaling = config.pop("rope_scaling", None) or {
-            k: full[k] for k in full if k != "rope_theta"
-        }
-        base = config.pop(key, None) or full.get("rope_theta") or theta
-        own = config.pop(local_key, None) or window.get("rope_theta") or local
-        return {
-            "rope.rope_theta": base,
-            "rope.rope_local_theta": own,
-            "rope.rope_scaling": _scaling_in(scaling, None),
-        }
-
-    def write(cfg: ModelConfig) -> dict:
-        return {
-            key: cfg.rope.rope_theta,
-            local_key: cfg.rope.rope_local_theta,
-            "rope_scaling": _scaling_out(cfg),
-        }
-
-    return Part(read, write)
-
-
 # ---- windows and other layer kinds -------------------------------------------------------------
 
 
-def one_window() -> Part:
-    """`sliding_window` of all layers, or null."""
+def one_window(default: int | None = None) -> Part:
+    """`sliding_window` of all layers, or null; `default`: the family's where it is left out."""
 
     def read(config: dict) -> dict:
-        window = take(config, "sliding_window", None)
+        window = config.pop("sliding_window", default)
         return {"attention.sliding_window": window, "layer_pattern": "G" if window is None else "L"}
 
     return Part(read, lambda cfg: {"sliding_window": cfg.attention.sliding_window})
@@ -283,6 +200,9 @@ def layer_types(
     full, windows = kinds
 
     def read(config: dict) -> dict:
+        # Without layer_types, SmolLM3's window is of the layers that RoPE does not turn.
+        if nope and config.get("use_sliding_window") and not config.get("layer_types"):
+            only(config, "sliding_window")
         windowed, window = _windows(config, older)
         layers = len(windowed)
         kinds = [windows if w else full for w in windowed]

@@ -242,18 +242,6 @@ def every_nth_attends() -> Part:
     return Part(read, lambda cfg: {})
 
 
-def turned_part(fraction: float) -> Part:
-    """The part of each head that RoPE turns where nothing else is said. Reads before `rope`."""
-
-    def read(config: dict) -> dict:
-        said = config.get("rope_parameters") or {}
-        if "partial_rotary_factor" not in said:
-            config.setdefault("partial_rotary_factor", fraction)
-        return {}
-
-    return Part(read, lambda cfg: {})
-
-
 def granite_positions() -> Part:
     """Granite 4: rotary or no positions. Reads before `rope`."""
 

@@ -5,7 +5,7 @@ Biases by distance lie in the first layer of each side.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_config import ACTIVATIONS, Part, alike, ignored, same, take
@@ -82,14 +82,12 @@ def _head() -> Part:
     return Part(read, write)
 
 
-def untied_in_file(cfg: ModelConfig, names: Sequence[str]) -> ModelConfig:
-    """The config with a head of its own where the tensors `names` hold one.
-
-    transformers 5 writes that heads are tied, whether they are or not.
-    """
-    if cfg.model_type != "t5" or cfg.logits_scaling is not None:
+def tied_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """The config without a head of its own where the tensors `names` hold none, as transformers 5
+    reads it."""
+    if cfg.model_type != "t5" or cfg.logits_scaling is not None or "lm_head.weight" in names:
         return cfg
-    return cfg.model_copy(update={"tie_word_embeddings": "lm_head.weight" not in names})
+    return cfg.model_copy(update={"tie_word_embeddings": True})
 
 
 def _layers() -> Part:

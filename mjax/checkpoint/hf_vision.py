@@ -6,7 +6,7 @@ have a tower of images and one of texts, whose sizes and names are alike.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,11 +21,11 @@ from mjax.checkpoint.hf_config import (
     ignored,
     only,
     required,
-    rope,
     same,
     shape,
     take,
 )
+from mjax.checkpoint.hf_rope import rope
 from mjax.checkpoint.slots import Slots, changed
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import of_tower
@@ -267,7 +267,7 @@ def _names(cfg: ModelConfig, name: str) -> str:
     return f"{_PUBLISHED}encoder.layers.{number}.{_in_layer(rest)}"
 
 
-def with_new_towers(slots: Slots, names: Sequence[str]) -> Slots:
+def with_new_towers(slots: Slots, names: Collection[str]) -> Slots:
     """The slots in a file of transformers 5, whose names of towers are shorter, if it is one."""
     if any(name.startswith(_PUBLISHED) for name in names):
         return slots
@@ -283,12 +283,9 @@ _TEXT_TOWER = same(
     {"intermediate_size": 2048, "max_position_embeddings": 77, "layer_norm_eps": 1e-5}
     | {"hidden_size": 512, "num_attention_heads": 8, "vocab_size": 49408},
 )
-# What says nothing about a tower. Files of 2022 repeat all that generation may be told.
+# What says nothing about a tower.
 _NO_SIZES = """projection_dim projection_size dropout tie_word_embeddings tie_encoder_decoder
-    torchscript use_bfloat16 pruned_heads tokenizer_class do_sample early_stopping min_length
-    num_beams num_beam_groups num_return_sequences diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size output_scores
-    encoder_no_repeat_ngram_size return_dict_in_generate remove_invalid_values""".split()
+    pruned_heads""".split()
 
 
 def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part:
@@ -304,9 +301,15 @@ def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part
             raise UserError(f"config.json: hidden_act={act!r} of a tower is not supported")
         return _ACTS[act]
 
+    def sizes(config: dict, tower: str) -> dict:
+        """Where CLIP's files of 2022 say them twice, transformers reads the second alone."""
+        first = take(config, f"{tower}_config", {})
+        second = config.pop(f"{tower}_config_dict", None)
+        return dict(first if second is None or kind != "clip" else second)
+
     def read(config: dict) -> dict:
-        vision = of_images | dict(take(config, "vision_config", {}))
-        text = of_texts | dict(take(config, "text_config", {}))
+        vision = of_images | sizes(config, "vision")
+        text = of_texts | sizes(config, "text")
         only(vision, "model_type", f"{kind}_vision_model")
         only(vision, "vision_use_head", True)
         only(text, "model_type", f"{kind}_text_model")
@@ -360,8 +363,7 @@ _CLIP = {"hidden_act": "quick_gelu", "num_hidden_layers": 12}
 _SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 12, "layer_norm_eps": 1e-6}
 _SIGLIP_TEXT = {"vocab_size": 32000, "max_position_embeddings": 64, "num_attention_heads": 12}
 _SIGLIP_TEXT |= {"hidden_size": 768, "intermediate_size": 3072}
-_INITIAL = ("initializer_factor", "logit_scale_init_value", "text_config_dict")
-_INITIAL += ("vision_config_dict",)
+_INITIAL = ("initializer_factor", "logit_scale_init_value")
 
 VISION: dict[str, Family] = {
     "clip": Family.of(

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mjax.checkpoint import float8, mxfp4
+from mjax.checkpoint.names import names_in, require_repeats
 from mjax.checkpoint.safetensors import INDEX, Tensor, open_folder, write_file
 from mjax.checkpoint.slots import Slot, Slots
 from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
@@ -28,13 +30,12 @@ from mjax.errors import UserError, or_user_error
 from mjax.sharding.spec import ParamSpec
 
 # Tensors that files carry and a model has no use for: rotary tables, causal masks (GPT-2),
-# positions and copies of tied tables (BERT, T5), prediction layers (Qwen3-Next), what a tower has
+# positions, poolers beside other heads (BERT), prediction layers (Qwen3-Next), what a tower has
 # behind the layer that is read (LLaVA).
 IGNORED = re.compile(
-    r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
-    r"|^((cls\.predictions|lm_head)\.decoder\.(weight|bias)|decoder\.weight)$"
-    r"|^(encoder|decoder)\.embed_tokens\.weight$|^mtp\."
-    r"|^vision_tower\.(vision_model\.)?(post_layernorm|head|encoder\.layers\.\d+)\b"
+    r"\brotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.(masked_)?bias$"
+    r"|\bembeddings\.position_ids$|^mtp\.|^((bert|roberta)\.)?pooler\.dense\."
+    r"|^(model\.)?vision_tower\.(vision_model\.)?(post_layernorm|head|encoder\.layers\.\d+)\b"
 )
 
 
@@ -46,7 +47,8 @@ def hf_source(
     `has_more`: the folder may hold tensors that have no place.
     """
     tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
-    slots = mxfp4.turned(slots, tensors)
+    found = names_in(cfg, slots, tensors)
+    slots = mxfp4.turned(found.slots, tensors)
     by_batch = {path: {slot.batch: slot for slot in places} for path, places in slots.items()}
 
     @cache
@@ -73,8 +75,17 @@ def hf_source(
 
     def check() -> None:
         shapes = tensor_shapes(cfg, specs, slots)
-        named = {n: t for n, t in tensors.items() if n in shapes} if has_more else tensors
-        _check(folder, cfg, named, shapes)
+        named = {n: t for n, t in tensors.items() if n in shapes or not has_more}
+        named = {n: t for n, t in named.items() if n not in found.beside}
+        _check(folder, found.repeats, named, shapes)
+        require_repeats(found.repeats, tensors)
+        if found.beside:
+            of_towers = sorted({name.removeprefix("model.").split(".")[0] for name in found.beside})
+            print(
+                f"mjax: {folder}: {len(found.beside)} tensors are of towers and not read "
+                f"({', '.join(of_towers)})",
+                file=sys.stderr,
+            )
 
     return Source(cfg, read, check)
 
@@ -101,16 +112,21 @@ def _natural(name: str) -> list:
     return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
 
 
-def _check(folder: str | Path, cfg: ModelConfig, tensors: dict[str, Tensor], shapes: dict) -> None:
+def _check(
+    folder: str | Path, repeats: Mapping[str, str], tensors: dict[str, Tensor], shapes: dict
+) -> None:
     missing = [name for name in shapes if name not in tensors]
+    if missing and missing[0].endswith("lm_head.weight"):
+        raise UserError(
+            f"{folder}: tensor {missing[0]} is missing{_more(missing)}: a model without a head (a "
+            "base class) serves only where config.json says tie_word_embeddings=true"
+        )
     if missing:
         raise UserError(
             f"{folder}: tensor {missing[0]} is missing{_more(missing)}; is its config.json that of "
             "another model?"
         )
-    heads = {"lm_head.weight", "language_model.lm_head.weight"}
-    tied = heads if cfg.tie_word_embeddings else set()
-    extra = [n for n in tensors if n not in shapes and n not in tied and not IGNORED.search(n)]
+    extra = [n for n in tensors if n not in shapes and n not in repeats and not IGNORED.search(n)]
     if extra:
         raise UserError(
             f"{tensors[extra[0]].file}: tensor {extra[0]} has no place in the model{_more(extra)}; "

@@ -1,16 +1,7 @@
 """Rows of the table of families (`families.py`): state-space mixers and linear attention."""
 
 from mjax.checkpoint.family import Family
-from mjax.checkpoint.hf_config import (
-    activation,
-    alike,
-    biases,
-    experts,
-    required,
-    rope,
-    same,
-    shape,
-)
+from mjax.checkpoint.hf_config import activation, alike, biases, experts, required, same, shape
 from mjax.checkpoint.hf_mamba import (
     MAMBA2_SHAPE,
     NEMOTRON_IGNORED,
@@ -24,8 +15,8 @@ from mjax.checkpoint.hf_mamba import (
     nemotron_experts,
     nemotron_shape,
     one_branch_a_layer,
-    turned_part,
 )
+from mjax.checkpoint.hf_rope import rope
 
 _MIXER = {
     "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
@@ -89,12 +80,12 @@ HYBRIDS: dict[str, Family] = {
         "BambaForCausalLM",
         attention_among(True, lambda config: ("[MD]", "G")),
         mixer("bamba", mamba_conv_bias=True),
-        turned_part(0.5),
         shape(rms_norm_eps=1e-5),
-        rope(partial=True),
+        rope(fraction=0.5),
         biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
+        left_out={"num_key_value_heads": 8},
     ),
     "granitemoehybrid": Family.of(
         "GraniteMoeHybridForCausalLM",
@@ -133,6 +124,7 @@ HYBRIDS: dict[str, Family] = {
         biases(mlp=True),
         rename=_FEED_FORWARD,
         fused=_MIXER,
+        left_out={"num_key_value_heads": 8},
     ),
     "qwen3_next": Family.of(
         "Qwen3NextForCausalLM",
@@ -140,9 +132,8 @@ HYBRIDS: dict[str, Family] = {
         attention_among(False, lambda config: ("[TE]", "E")),
         same(alike(" ".join(_DELTANET), "deltanet."), _DELTANET),
         experts("num_experts", **_QWEN3_NEXT),
-        turned_part(0.25),
         shape(head_dim=256),
-        rope(partial=True),
+        rope(fraction=0.25),
         biases(),
         required(use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
         fixed={
@@ -152,5 +143,6 @@ HYBRIDS: dict[str, Family] = {
             "moe.shared_expert_gate": True,
         },
         fused={"linear_attn.conv1d": tuple(f"linear_attn.{name}_conv" for name in "qkv")},
+        left_out={"num_key_value_heads": 2},
     ),
 }

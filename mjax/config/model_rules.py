@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mjax.config.keys import leaf_keys, value_of
 from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig
-from mjax.config.model_schema import LayerSizes
+from mjax.config.model_schema import ROPE_KEYS, LayerSizes
 from mjax.config.pattern import BRANCHES, branches_of, of_decoder, sizes_of
 from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config
@@ -178,6 +178,17 @@ def rope_keys_need_rope(c: Config) -> Iterator[str]:
             "rope_scaling and rope_local_theta of model.rope have no effect with "
             "`model.position_embedding`"
         )
+
+
+@rule("remove it")
+def scaling_keys_used(c: Config) -> Iterator[str]:
+    scaling = c.model.rope.rope_scaling
+    if scaling is None:
+        return
+    given = set_keys(scaling, *type(scaling).model_fields)
+    for key in sorted(set(given) - {"rope_type", *ROPE_KEYS[scaling.rope_type]}):
+        where = f"model.rope.rope_scaling.{key}"
+        yield f"`{where}` has no effect with `model.rope.rope_scaling.rope_type`"
 
 
 @rule("give both in model.rope.rope_scaling")

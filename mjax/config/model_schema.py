@@ -72,6 +72,33 @@ class RopeScaling(Group):
     """longrope: beyond the original length"""
 
 
+ROPE_KEYS = {  # of RopeScaling, that each type uses
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+    ),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+    ),
+}
+
+
 class AttentionConfig(Group):
     """Self-attention: heads, window, and what is done to queries, keys and logits."""
 

@@ -418,3 +418,123 @@ def test_the_tokenizer_of_a_run_travels_with_its_export(tmp_path):
     assert found["tokenizer.json"] == (tmp_path / "data" / "tokenizer.json").read_bytes()
     assert json.loads(found["config.json"])["eos_token_id"] is not None
     assert "tokenizer_config.json" in found
+
+
+# ---- what stands in two places, and what is not read ---------------------------------------------
+
+LENGTH = "original_max_position_embeddings"
+TWICE = {
+    "theta": (
+        dict(rope_theta=10000.0, rope_parameters=dict(rope_theta=500000.0)),
+        "rope_theta=10000.0 and rope_parameters.rope_theta=500000.0 say the same",
+    ),
+    "kind": (
+        dict(
+            rope_scaling=dict(type="linear", factor=2.0),
+            rope_parameters=dict(rope_type="default", factor=2.0),
+        ),
+        "rope_scaling.rope_type='linear' and rope_parameters.rope_type='default' say the same",
+    ),
+    "hidden": (
+        dict(
+            rope_theta=None,
+            rope_scaling=dict(rope_type="linear", factor=2.0),
+            rope_parameters=dict(rope_theta=500000.0),
+        ),
+        "rope_parameters.rope_theta=500000.0 has no effect beside rope_scaling",
+    ),
+    "length": ({LENGTH: 4096}, f"rope_scaling.{LENGTH}=8192"),
+    "nested": (
+        dict(rope_scaling=None, rope_parameters=dict(full_attention=dict(rope_theta=1.0))),
+        "key 'full_attention'",
+    ),
+    "mscale": (
+        dict(rope_scaling=dict(rope_type="linear", factor=2.0, mscale_all_dim=1.0)),
+        "has mscale_all_dim=1.0, which is not supported",
+    ),
+    "no object": (dict(rope_scaling=["linear"]), "rope_scaling=['linear'] must be an object"),
+    "gemma 3": (
+        GEMMA3_27B["text_config"] | dict(rope_parameters=dict(rope_theta=1e6)),
+        "rope_parameters has 'rope_theta', which is not known",
+    ),
+    "gemma 3, twice": (
+        GEMMA3_27B["text_config"]
+        | dict(rope_theta=1e6, rope_parameters=dict(full_attention=dict(rope_theta=1e5))),
+        "rope_theta=1000000.0 and rope_parameters.full_attention.rope_theta=100000.0",
+    ),
+    "gemma": (
+        dict(model_type="gemma", rope_scaling=None, hidden_act="gelu", hidden_activation="gelu"),
+        "hidden_activation='gelu' is not supported (only 'gelu_pytorch_tanh')",
+    ),
+    "quantized": (dict(quantization_config=dict(bits=4)), "quantized weights are not supported"),
+    "turned otherwise": (dict(rope_interleaved=True), "rope_interleaved=True is not supported"),
+    "biased head": (dict(lm_head_bias=True), "lm_head_bias=True is not supported (only False)"),
+}
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_one_key_with_two_values_is_refused(case):
+    changes, message = TWICE[case]
+    with pytest.raises(UserError) as e:
+        config_from_hf(TINY | changes)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_one_value_in_two_places_is_taken():
+    scaling = TINY["rope_scaling"]
+    both = dict(rope_theta=5e5, rope_parameters=scaling | dict(rope_theta=500000))
+    assert config_from_hf(TINY | both) == config_from_hf(TINY)
+
+
+# Words of others in the config.json of SmolLM2, Falcon 3, Unsloth, Phi-4-mini, and of older ones.
+OTHERS = {
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "transformers.js_config": {"dtype": "q4"},
+    "activation": "swiglu",
+    "unsloth_fixed": True,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+}
+SILENT = dict(_attn_implementation="eager", torch_dtype="bfloat16", dtype="bfloat16")
+SILENT |= dict(quantization_config=None, pad_token_id=0, do_sample=False, pruned_heads={})
+
+
+def test_keys_that_cannot_change_the_numbers_are_taken_with_one_line(capsys):
+    plain = config_from_hf(TINY)
+    assert config_from_hf(TINY | SILENT) == plain and not capsys.readouterr().err
+    assert config_from_hf(TINY | OTHERS | SILENT) == plain
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(key in line for key in OTHERS)
+
+
+def test_what_a_kind_of_scaling_does_not_use_is_left_out_with_one_line(capsys):
+    linear = dict(rope_type="linear", factor=2.0)
+    plain = config_from_hf(TINY | dict(rope_scaling=linear))
+    more = TINY | dict(rope_scaling=linear | dict(beta_fast=8.0, low_freq_factor=2.0))
+    assert config_from_hf(more) == plain
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'linear' does not use beta_fast, low_freq_factor" in line
+    assert config_to_hf(plain)["rope_scaling"] == linear
+
+
+def test_the_published_gemma_3_4b_leaves_out_what_its_class_has(capsys):
+    """Sizes of transformers' Gemma3TextConfig, and a scaled RoPE in full layers alone."""
+    text = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34)
+    text |= dict(sliding_window=1024, rope_scaling=dict(factor=8.0, rope_type="linear"))
+    cfg = config_from_hf(GEMMA3_27B | dict(text_config=text | dict(model_type="gemma3_text")))
+    heads = cfg.attention
+    assert (heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim) == (8, 4, 256)
+    assert heads.attention_multiplier is None and cfg.tie_word_embeddings  # 256 ** -0.5
+    assert (cfg.vocab_size, cfg.rope.rope_theta, cfg.rope.rope_local_theta) == (262208, 1e6, 1e4)
+    assert "the text alone is read" in capsys.readouterr().err
+
+
+def test_a_head_of_a_composite_is_tied_where_either_part_says_so():
+    text = {k: v for k, v in TINY.items() if k != "tie_word_embeddings"}
+    for above, within, want in ((None, None, False), (True, False, True), (False, True, True)):
+        says = {} if within is None else {"tie_word_embeddings": within}
+        config = dict(model_type="llava_next", text_config=text | says)
+        config |= {} if above is None else {"tie_word_embeddings": above}
+        assert config_from_hf(config).tie_word_embeddings is want

@@ -150,6 +150,11 @@ BROKEN = {
         ["model.position_embedding=learned", "model.rope.rope_scaling={rope_type: linear}"],
         "model.position_embedding='learned'",
     ),
+    "scaling_keys_used": (
+        ["model.rope.rope_scaling={rope_type: linear, factor: 2.0, beta_fast: 8.0}"],
+        "model.rope.rope_scaling.beta_fast=8.0 has no effect with "
+        "model.rope.rope_scaling.rope_type='linear'; remove it",
+    ),
     "longrope_complete": (
         ["model.rope.rope_scaling={rope_type: longrope, short_factor: [1.0]}"],
         "longrope needs short_factor and long_factor",
