@@ -25,6 +25,7 @@ from mjax.data.tokenizer import load_tokenizer, word_continuations
 from mjax.errors import UserError, or_user_error
 from mjax.optim.schedule import consumed_samples, final_step, held_out_samples
 
+MOST_NAMED = 16  # samples in a message
 SPAN_CORRUPTION = "span_corruption"
 
 
@@ -87,6 +88,13 @@ def make_loader(
     batches = iter(steps.to_iter_dataset(options))
     batches.start_prefetch()
     return batches
+
+
+def describe(dataset: Dataset, indices: Sequence[int]) -> str:
+    """Words for where samples come from; of many, the first."""
+    names = list(dict.fromkeys(dataset.names(indices[:MOST_NAMED])))
+    more = len(indices) - MOST_NAMED
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
 def build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
