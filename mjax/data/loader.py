@@ -25,7 +25,6 @@ from mjax.data.tokenizer import load_tokenizer, word_continuations
 from mjax.errors import UserError, or_user_error
 from mjax.optim.schedule import consumed_samples, final_step, held_out_samples
 
-MOST_NAMED = 16  # samples in a message
 SPAN_CORRUPTION = "span_corruption"
 
 
@@ -90,10 +89,10 @@ def make_loader(
     return batches
 
 
-def describe(dataset: Dataset, indices: Sequence[int]) -> str:
-    """Words for where samples come from; of many, the first."""
-    names = list(dict.fromkeys(dataset.names(indices[:MOST_NAMED])))
-    more = len(indices) - MOST_NAMED
+def describe(dataset: Dataset, indices: Sequence[int], most: int) -> str:
+    """Words for where samples come from; of many, the first `most`."""
+    names = list(dict.fromkeys(dataset.names(indices[:most])))
+    more = len(indices) - most
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 

@@ -55,7 +55,7 @@ class HeldOut:
     def nothing(self) -> str:
         """A line on held-out samples of which none counts."""
         train = self.trainer.cfg.train
-        names = describe(self.data, range(train.eval_steps * train.global_batch_size))
+        names = describe(self.data, range(train.eval_steps * train.global_batch_size), 3)
         return f"held-out loss: there is none, for no token of its samples counts: {names}"
 
     def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:

@@ -33,6 +33,7 @@ RECENT = 64  # accepted losses that a spike is measured against
 FEWEST = 16  # of them, before any loss is called a spike
 WINDOW = 100  # steps in which suspect ones are counted
 SAME = 1e-3  # relative; a repeated step may sum in another order
+NAMED_SAMPLES = 16  # of a suspect step
 ALIVE = 2.0  # times its loss before a step: the most that its batch may have behind it
 
 Figures = dict[str, float]
@@ -114,8 +115,8 @@ class Suspects:
         if first["tokens"] == 0:
             self._save(step)
             raise UserError(
-                f"data: step {step} has nothing to learn from: no token of its {self._samples(step)} "
-                "counts in the loss; mend the data or leave them out"
+                f"data: step {step} has nothing to learn from: no token counts of its "
+                f"{self._samples(step, 3)}; mend the data, or leave them out"
             )
         if first.get("skipped"):
             self.trainer.set_step(step)
@@ -148,16 +149,16 @@ class Suspects:
         except NonFiniteLoss as e:
             self._save(step)
             raise NonFiniteLoss(
-                f"{e}; {self._samples(step)}; last good "
-                f"checkpoint: {self.saver.last_checkpoint()}; start again to resume there, with a "
+                f"{e}; {self._samples(step, NAMED_SAMPLES)}; last good checkpoint: "
+                f"{self.saver.last_checkpoint()}; start again to resume there, with a "
                 "lower schedule.lr or train.on_suspect=skip if it recurs"
             ) from None
 
-    def _samples(self, step: int) -> str:
+    def _samples(self, step: int, most: int) -> str:
         """Words for the samples of a step, and what they are made of."""
         first, count = batch_range(self.trainer.cfg.train, step - 1)
-        names = describe(self.data, range(first, first + count))
-        return f"samples {first} to {first + count - 1} of the data order, {names},"
+        names = describe(self.data, range(first, first + count), most)
+        return f"samples {first} to {first + count - 1} of the data order: {names}"
 
     def _save(self, step: int) -> None:
         """Save the state that a step began with, if it has been trained and is not the fault.
