@@ -5,15 +5,24 @@ A `UserError` message is one line that says what is wrong, where (file, key), an
 mended: exit code 3. Every other exception is a defect in mjax and keeps its traceback.
 """
 
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 UNREADABLE = (OSError, ValueError)  # what reading a file as text or JSON raises
 START_AGAIN = 3  # exit code: nothing to mend, the same command goes on
 INTERRUPTED = 130  # exit code: before the first step, or twice
+
+
+class Warnings(logging.Handler):
+    """Writes warnings to standard error as all lines of mjax are there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            print(f"mjax: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 class LostProcess(RuntimeError):
@@ -61,8 +70,11 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """Run `main`, exit with its code (None is 0); a `UserError` prints one line and exits 2.
 
     One process of several that fails exits at once: in good order it would wait minutes for the
-    others, and they for its next step.
+    others, and they for its next step. Warnings of mjax are lines on standard error, too.
     """
+    logger = logging.getLogger("mjax")
+    logger.addHandler(handler := Warnings())
+    logger.propagate = False  # or handlers that libraries have set say them again
     try:
         code = main()
     except (UserError, LostProcess) as e:
@@ -75,6 +87,9 @@ def run_cli(main: Callable[[], int | None]) -> None:
             raise
         traceback.print_exc()
         code = 1
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
     if code and _is_one_of_several():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,5 +1,6 @@
 """Which checkpoints of a run stay when a newer one is saved, as policies of orbax."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,13 @@ def retention(
 
 @dataclass(frozen=True)
 class LowestLoss:
-    """The `count` steps of lowest loss; a step without a loss is none of them."""
+    """The `count` steps of lowest loss; a step without a finite loss is none of them."""
 
     count: int
     loss_of: LossOf
 
     def should_preserve(self, checkpoints: Sequence, *, context: object) -> list[bool]:
         losses = {c.step: self.loss_of(c.step) for c in checkpoints}
-        known = [step for step, loss in losses.items() if loss is not None]
+        known = [s for s, loss in losses.items() if loss is not None and math.isfinite(loss)]
         best = sorted(known, key=losses.get)[: self.count]
         return [c.step in best for c in checkpoints]

@@ -267,20 +267,26 @@ class Store:
                 f"checkpoint {where} is intact but cannot be loaded: {first_line(e.__cause__ or e)}"
             ) from e
 
-    def set_aside(self) -> Path | None:
-        """Rename the folder to a free `NAME.old-N`, so that a run can start over; None if empty."""
-        if self.latest_step() is None:
-            return None
+    def set_aside(self, *beside: str) -> Path | None:
+        """Rename the folder, and files `beside` it, to free `NAME.old-N`: a run can start over.
+
+        Returns the folder's new path, or None if it holds no step.
+        """
+        is_empty = self.latest_step() is None
         self.wait()
+        names = *beside, *([] if is_empty else [self.directory.name])
         n = 1
-        while (target := self.directory.with_name(f"{self.directory.name}.old-{n}")).exists():
+        while any(self.directory.with_name(f"{name}.old-{n}").exists() for name in names):
             n += 1
         wait_for_every_process("mjax_set_aside_name")  # all have chosen the name before it is taken
         if jax.process_index() == 0:
-            self.directory.rename(target)
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    old = self.directory.with_name(name)
+                    old.rename(old.with_name(f"{name}.old-{n}"))
         wait_for_every_process("mjax_set_aside")
-        del self._manager
-        return target
+        self.forget_steps()
+        return None if is_empty else self.directory.with_name(f"{self.directory.name}.old-{n}")
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:

@@ -26,7 +26,7 @@ def decode_frames(encoded: bytes, bins: int, frames: int) -> np.ndarray:
 def decode_sound(encoded: bytes) -> np.ndarray:
     """fp32 [samples] of a file that libsndfile knows (WAV, FLAC, OGG, MP3), channels averaged.
 
-    Raises `ValueError` for what is no such file, or of another rate than 16 kHz.
+    Raises `ValueError` for what is no such file, of another rate than 16 kHz, empty or not finite.
     """
     with or_user_error("sounds need {reason}; install mjax[audio]", ImportError):
         import soundfile
@@ -37,6 +37,11 @@ def decode_sound(encoded: bytes) -> np.ndarray:
         raise ValueError(str(e)) from e
     if rate != RATE:
         raise ValueError(f"{rate} samples a second; resample it to {RATE}")
+    if not len(samples):
+        raise ValueError("a sound without a sample")
+    if not np.isfinite(samples).all():
+        place = np.flatnonzero(~np.isfinite(samples).all(1))[0]
+        raise ValueError(f"sample {place} of the waveform is not a finite number")
     return samples.mean(1)
 
 

@@ -102,6 +102,11 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.dataset_index)
 
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Those that its data sets give to samples `indices`."""
+        drawn = ((self.dataset_index[i], self.dataset_sample_index[i]) for i in indices)
+        return [self.datasets[k].names([sample])[0] for k, sample in drawn]
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Samples `indices`, stacked to [B, S]."""
         chosen = self.dataset_index[np.asarray(indices, np.int64)]

@@ -22,7 +22,7 @@ from mjax.config.schema import Config
 from mjax.data.chat import ChatTemplate, load_chat_template
 from mjax.data.gpt import Batch
 from mjax.data.labelled import part_of_split, shuffled
-from mjax.data.readers import ImageReader, Skipped, SoundReader
+from mjax.data.readers import ImageReader, Names, Skipped, SoundReader
 from mjax.data.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.tiles import PictureReader, cut, expanded, tag_ids
 from mjax.data.tokenizer import Tokenizer, encode_with_items
@@ -56,9 +56,9 @@ class Line:
     features: Sequence[Features] = ()
 
     @property
-    def prompt(self) -> int:
-        """How many ids stand before the first answer."""
-        return self.is_answer.index(True)
+    def names(self) -> Names:
+        """Its own, and those of its items."""
+        return self.name, *(item.name for items in self.items.values() for item in items)
 
 
 class ImageTextDataset:
@@ -93,7 +93,7 @@ class ImageTextDataset:
         lines = [lines[number] for number in order]
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
         self.size = len(self.lines) if size is None else size
-        self.skipped = Skipped(len(self.lines))
+        self.skipped = Skipped(f"{path}", split, len(self.lines), self.size)
         self.tags = tag_ids(cfg.model.vision, tokenizer)
         readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_cut else {})
         self.readers = {name: readers[name](cfg, self.skipped) for name in cfg.model.modalities}
@@ -103,8 +103,14 @@ class ImageTextDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked."""
-        chosen = shuffled(indices, len(self.lines), self.cfg.run.seed)
-        return self.rows_of([self.lines[n] for n in chosen])
+        return self.rows_of(self._chosen(indices))
+
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The files of samples `indices`, with what is wrong with them, if anything."""
+        return [self.skipped.described(line.names) for line in self._chosen(indices)]
+
+    def _chosen(self, indices: Sequence[int] | np.ndarray) -> list[Line]:
+        return [self.lines[n] for n in shuffled(indices, len(self.lines), self.cfg.run.seed)]
 
     def rows_of(self, chosen: Sequence[Line]) -> Batch:
         """A row for each of these lines, stacked."""
@@ -124,6 +130,7 @@ class ImageTextDataset:
             else:
                 items[name], is_read = self._items(name, chosen, fits)
             fits = fits & is_read
+        self.skipped.judge([line.names for line in chosen], fits)
         for row in np.flatnonzero(fits):
             line = chosen[row]
             labels[row] = 0
@@ -162,8 +169,10 @@ class ImageTextDataset:
             most = getattr(tower, f"max_{tower.item}s")
             if len(items) > most:
                 whys.append(f"{len(items)} {KEYS[name]}: model.{name}.max_{tower.item}s is {most}")
+        if not (model.is_dual_encoder or any(line.is_answer[1:])):
+            whys.append("its text is empty, and no end follows")
         if whys:
-            self.skipped.add(line.name, whys[0])
+            self.skipped.note(line.name, whys[0])
         return not whys
 
     def _items(

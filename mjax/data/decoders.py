@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from mjax.errors import UserError
+from mjax.errors import UserError, reason
 
 MOST = 16  # processes, unless the config says how many
 # Or glibc gives memory back after each image, and asks for it anew: a third of the time.
@@ -39,7 +39,7 @@ def attempt(function: Callable, *given: object) -> np.ndarray | bytes | str:
     try:
         return function(*given)
     except Exception as e:  # libraries raise all kinds of errors for bytes that are no image
-        return " ".join(str(e).split()) or type(e).__name__
+        return reason(e)
 
 
 class Decoders:

@@ -243,6 +243,11 @@ class GPTDataset:
         (first, _), (last, _) = self.sample_index[k : k + 2]
         return self.document_index[first : last + 1]
 
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The corpus and the sequences in its index that samples `indices` have tokens of."""
+        numbers = [", ".join(map(str, self.documents_of(i))) for i in indices]
+        return [f"{self.prefix} ({found})" for found in numbers]
+
     def _filled(
         self, indices: Sequence[int] | np.ndarray, text: np.ndarray, size: np.ndarray, n: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ import numpy as np
 from mjax.config.schema import Config
 from mjax.data.gpt import Batch
 from mjax.data.labelled import part_of_split, shuffled
-from mjax.data.readers import ImageReader, Skipped
+from mjax.data.readers import ImageReader, Names, Skipped
 from mjax.data.sources import IMAGES, Sample, samples_of
 from mjax.errors import UserError
 from mjax.models.vision import fields_of_rows
@@ -47,22 +47,34 @@ class ImageDataset:
                 )
             if len(sample.items.get(IMAGES, ())) != 1:
                 raise UserError(f"{sample.name}: a class, but not one image; leave it out")
-        self.reader = ImageReader(cfg, Skipped(len(self.samples)))
+        self.skipped = Skipped(path, split, len(self.samples), self.size)
+        self.reader = ImageReader(cfg, self.skipped)
 
     def __len__(self) -> int:
         return self.size
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked."""
-        cfg = self.cfg
-        numbers = shuffled(indices, len(self.samples), cfg.run.seed)
-        chosen = [self.samples[number] for number in numbers]
+        cfg, chosen = self.cfg, self._chosen(indices)
         vision = cfg.model.vision
         patches = np.zeros((len(chosen), cfg.data.seq_length, vision.numbers), np.float32)
         is_good = self.reader.read([sample.items[IMAGES][0] for sample in chosen], patches)
+        self.skipped.judge(list(map(_names, chosen)), is_good)
         labels = np.array([sample.facts["label"] for sample in chosen], np.int32)
         fields = fields_of_rows(patches, vision.num_tokens(cfg.image_size))
         return fields | {"row_label": np.where(is_good, labels, np.int32(-1))}
+
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The files of samples `indices`, with what is wrong with them, if anything."""
+        return [self.skipped.described(_names(sample)) for sample in self._chosen(indices)]
+
+    def _chosen(self, indices: Sequence[int] | np.ndarray) -> list[Sample]:
+        numbers = shuffled(indices, len(self.samples), self.cfg.run.seed)
+        return [self.samples[number] for number in numbers]
+
+
+def _names(sample: Sample) -> Names:
+    return sample.name, sample.items[IMAGES][0].name
 
 
 def _digest(sample: Sample) -> bytes:

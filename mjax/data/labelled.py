@@ -55,9 +55,11 @@ class LabelledDataset:
             )
         self.settings, self.seq_length = data.masked, data.seq_length
         self.frame = frame_of_pairs(tokenizer, model.bert)
-        self.size, self.seed = size, cfg.run.seed
-        lines = sorted(read_lines(path, tokenizer, model.bert.num_labels), key=_digest)
-        self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
+        self.path, self.size, self.seed = f"{path}", size, cfg.run.seed
+        lines = read_lines(path, tokenizer, model.bert.num_labels)
+        order = sorted(range(len(lines)), key=lambda number: _digest(lines[number]))
+        self.numbers = part_of_split(order, split_fractions, split, self.path, "lines")
+        self.lines = [lines[number] for number in self.numbers]
 
     def __len__(self) -> int:
         return self.size
@@ -71,6 +73,11 @@ class LabelledDataset:
             ones = [1] * len(tokens)
             fill_row(out, row, {"tokens": tokens, "token_types": types, "segment_ids": ones})
         return out
+
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The file, and which of its lines samples `indices` are, blank ones not counted."""
+        lines = shuffled(indices, len(self.lines), self.seed)
+        return [f"{self.path} (line {self.numbers[line] + 1})" for line in lines]
 
     def _framed(self, texts: list[list[int]]) -> tuple[list[int], list[int]]:
         """(tokens, their types) of a sample without its padding."""

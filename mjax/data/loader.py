@@ -38,6 +38,9 @@ class Dataset(Protocol):
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch: ...
 
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Where samples come from, for messages: a file, or a corpus and numbers in its index."""
+
     @property
     def max_documents(self) -> int: ...
 
@@ -84,6 +87,13 @@ def make_loader(
     batches = iter(steps.to_iter_dataset(options))
     batches.start_prefetch()
     return batches
+
+
+def describe(dataset: Dataset, indices: Sequence[int], most: int) -> str:
+    """Words for where samples come from; of many, the first `most`."""
+    names = list(dict.fromkeys(dataset.names(indices[:most])))
+    more = len(indices) - most
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
 def build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:

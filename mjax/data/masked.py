@@ -113,6 +113,11 @@ class SentenceDataset:
     def __getitem__(self, i: int) -> Batch:
         return {name: array[0] for name, array in self.batch([i]).items()}
 
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The corpus and the sequences in its index that samples `indices` are made of."""
+        bounds = self.sample_index[np.asarray(indices, np.int64), :2].tolist()
+        return [f"{self.prefix} ({first} to {last - 1})" for first, last in bounds]
+
     def sources(self, indices: Sequence[int] | np.ndarray) -> Iterator[Source]:
         """Yield what samples `indices` are made of; one call reads all their text."""
         self._watch.check()

@@ -19,6 +19,10 @@ class MockDataset:
     def __len__(self) -> int:
         return self.size
 
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The numbers of samples `indices`."""
+        return [f"data.mock ({i})" for i in indices]
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Samples `indices`, stacked to [B, S]."""
         rows = np.asarray(indices, np.uint64)[:, None] * np.uint64(self.seq_length + 1)

@@ -220,6 +220,10 @@ class NeighborDataset:
     def padded(self) -> bool:
         return self.dataset.padded
 
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Those that the data set gives to samples `indices`."""
+        return self.dataset.names(indices)
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices` and their neighbors, stacked."""
         starts = np.asarray(self.starts[np.asarray(indices, np.int64)])

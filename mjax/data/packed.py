@@ -49,6 +49,12 @@ class PackedTexts:
         """The most texts of a row, and padding."""
         return 1 + max(map(len, self.rows))
 
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The files of rows `indices`, with what is wrong with them, if anything."""
+        chosen = [self.rows[n] for n in shuffled(indices, len(self.rows), self.seed)]
+        described, lines = self.texts.skipped.described, self.texts.lines
+        return [", ".join(described(lines[n].names) for n in row) for row in chosen]
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Rows `indices`, stacked."""
         chosen = [self.rows[n] for n in shuffled(indices, len(self.rows), self.seed)]

@@ -18,27 +18,40 @@ _SPARE = 3.0  # a large image is first reduced by whole factors, to no less than
 def decode_image(encoded: bytes | np.ndarray, side: int, channels: int) -> np.ndarray:
     """uint8 [side, side, channels]: the shorter side resized, the center cut out.
 
-    Raises what Pillow raises for what is no image.
+    Raises what Pillow raises for what is no image, and `ValueError` for pixels beyond 8 bits.
     """
-    from PIL import Image
-
-    if isinstance(encoded, np.ndarray):
-        image = Image.fromarray(encoded)
-    else:
-        image = Image.open(io.BytesIO(encoded))
-        least = int(_SPARE * side)
-        image.draft(None, (least, least))  # JPEG alone: it is decoded at a half, a quarter, ..
-    square = _square(image.convert("L" if channels == 1 else "RGB"), side)
+    image = _opened(encoded)
+    least = int(_SPARE * side)
+    image.draft(None, (least, least))  # JPEG alone: it is decoded at a half, a quarter, ..
+    square = _square(_of_8_bits(image, channels), side)
     return np.asarray(square).reshape(side, side, -1)
 
 
 def decode_picture(encoded: bytes | np.ndarray, channels: int) -> np.ndarray:
     """uint8 [H, W, 3], or [H, W] of one channel, in its own size; raises as `decode_image`."""
-    from PIL import Image
+    return np.asarray(_of_8_bits(_opened(encoded), channels))
 
-    is_array = isinstance(encoded, np.ndarray)
-    image = Image.fromarray(encoded) if is_array else Image.open(io.BytesIO(encoded))
-    return np.asarray(image.convert("L" if channels == 1 else "RGB"))
+
+def _opened(encoded: bytes | np.ndarray) -> "Image":
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(encoded, np.ndarray):
+        return Image.fromarray(encoded)
+    try:
+        return Image.open(io.BytesIO(encoded))
+    except UnidentifiedImageError:  # Pillow's words name an object in memory
+        raise ValueError("no image that Pillow knows") from None
+
+
+def _of_8_bits(image: "Image", channels: int) -> "Image":
+    """An image of one or three channels; Pillow cuts off wider numbers, which are refused."""
+    if image.mode.startswith(("F", "I")):
+        wide = np.asarray(image)
+        least, most = wide.min(), wide.max()  # NaN if any is
+        is_of_8_bits = least >= 0 and most <= 255
+        if not is_of_8_bits or (image.mode == "F" and 0 < most <= 1):
+            raise ValueError(f"pixels from {least:g} to {most:g}; give whole numbers of 8 bits")
+    return image.convert("L" if channels == 1 else "RGB")
 
 
 def _square(image: "Image", side: int) -> "Image":

@@ -17,29 +17,70 @@ from mjax.data.audio import decode_frames
 from mjax.data.decoders import Decode, decoders
 from mjax.data.pixels import decode_image, norm_image, norm_pixels
 from mjax.data.sources import Item
-from mjax.errors import or_user_error
+from mjax.errors import UserError, or_user_error
 from mjax.models.audio import rows_of_frames
 from mjax.models.vision import patches_of
 
 log = logging.getLogger(__name__)
 
 
-class Skipped:
-    """What is left out of some data: each is named in the log once, with how many there are."""
+FIRST = 32  # samples of a source of training data, of which most must be of use
+NAMED = 5  # samples that are left out; further ones are counted
 
-    def __init__(self, count: int):
-        """`count`: how many samples there are."""
-        self.count, self.names = count, set()
+# The name of a sample, and those of its items.
+Names = tuple[str, ...]
+
+
+class Skipped:
+    """The samples of a source that are left out: the first are named in the log, all are counted.
+
+    whys: by the name of a sample or an item, what is wrong with it.
+    """
+
+    def __init__(self, source: str, split: str, count: int, size: int):
+        """`count` samples are in this split of a source, and `size` are drawn from it."""
+        self.source, self.count = source, count
+        self.first = min(FIRST, count, size) if split == "train" else 0
+        self.whys: dict[str, str] = {}
+        self.left_out: set[str] = set()
+        self.seen: dict[str, bool] = {}  # the first samples, and whether they are of use
         self.lock = threading.Lock()
 
-    def add(self, name: str, why: str) -> None:
+    def note(self, name: str, why: str) -> None:
+        """Keep why a sample or an item cannot be used, for `judge`."""
+        self.whys[name] = why
+
+    def judge(self, samples: Sequence[Names], is_good: Sequence[bool]) -> None:
+        """Count samples. Raises `UserError` where most of the first cannot be used."""
         with self.lock:
-            is_new = name not in self.names
-            self.names.add(name)
-            bad = len(self.names)
-        if is_new:
+            for names, good in zip(samples, is_good, strict=True):
+                if len(self.seen) < self.first:
+                    self.seen[names[0]] = bool(good)
+                if not good:
+                    self._leave_out(names)
+
+    def _leave_out(self, names: Names) -> None:
+        bad, known = len(self.left_out) + 1, self._known(names)
+        # Behind the first ones, as often as their number doubles.
+        if names[0] not in self.left_out and (bad <= NAMED or bad.bit_count() == 1):
             say = "data.images: %s cannot be used and is left out (%s); %d of %d so far"
-            log.warning(say, name, why, bad, self.count)
+            log.warning(say, *known, bad, self.count)
+        self.left_out.add(names[0])
+        bad = len(self.seen) - sum(self.seen.values())
+        if 2 * bad > self.first:
+            raise UserError(
+                f"data.images: {self.source}: {bad} of the first {len(self.seen)} samples cannot "
+                f"be used, such as {self.described(names)}; mend them or leave them out"
+            )
+
+    def _known(self, names: Names) -> tuple[str, str] | None:
+        return next(((name, self.whys[name]) for name in names if name in self.whys), None)
+
+    def described(self, names: Names) -> str:
+        """The name of what is wrong with a sample, and why; or else those of its items."""
+        if known := self._known(names):
+            return "{} ({})".format(*known)
+        return ", ".join(dict.fromkeys(names[1:] or names))
 
 
 class ImageReader:
@@ -81,7 +122,7 @@ class ImageReader:
 
         def keep(place: int, decoded: np.ndarray | str) -> None:
             if isinstance(decoded, str):
-                self.skipped.add(items[place].name, decoded)
+                self.skipped.note(items[place].name, decoded)
             else:
                 self.fill(rows[place], decoded)
                 is_good[place] = True

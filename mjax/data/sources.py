@@ -164,14 +164,20 @@ def _in_parquet(file: Path) -> list[Sample]:
         for sample, cell in zip(samples, table[column], strict=True):
             parts = cell if isinstance(cell, ListScalar) and cell.is_valid else [cell]
             for part in filter(attrgetter("is_valid"), parts):
-                sample.add(key, Item(sample.name, partial(_bytes_of, part)))
+                sample.add(key, Item(sample.name, partial(_bytes_of, part, file.parent)))
     return samples
 
 
-def _bytes_of(cell: Any) -> bytes:
-    """The encoded file in a cell: bytes, or Hugging Face's struct."""
+def _bytes_of(cell: Any, folder: Path) -> bytes:
+    """The encoded file in a cell: bytes, or Hugging Face's struct of bytes or a path."""
     found = cell.as_py()
-    return found["bytes"] if isinstance(found, dict) else found
+    if isinstance(found, dict):
+        named = found.get("path")
+        has_path = found["bytes"] is None and named is not None
+        found = (folder / named).read_bytes() if has_path else found["bytes"]
+    if not isinstance(found, bytes):
+        raise ValueError(f"{type(found).__name__} in the place of an encoded file")
+    return found
 
 
 def _in_lines(file: Path) -> list[Sample]:

@@ -62,7 +62,7 @@ class PictureReader(ImageReader):
                 why = attempt(best_size, *decoded.shape[:2], self.cfg.model.vision)
                 decoded = why if isinstance(why, str) else decoded.copy()
             if isinstance(decoded, str):
-                self.skipped.add(items[place].name, decoded)
+                self.skipped.note(items[place].name, decoded)
             else:
                 found[place] = decoded
 

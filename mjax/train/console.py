@@ -94,8 +94,10 @@ def _figures(record: Mapping[str, Known]) -> dict[str, str | None]:
     }
 
 
-def _fixed(value: float) -> str:
+def _fixed(value: float | None) -> str:
     """A loss: four decimals as far as they mean something."""
+    if value is None:
+        return "none"
     return f"{value:.4f}" if abs(value) < 100 else _short(value)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mjax.config.schema import Config
 from mjax.data.bigram import bigram_cross_entropy
 from mjax.data.gpt import split_tokens
-from mjax.data.loader import Dataset, make_loader
+from mjax.data.loader import Dataset, describe, make_loader
 from mjax.data.text import prepare_text
 from mjax.data.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
@@ -36,7 +36,7 @@ class HeldOut:
     def loss(self, beat: Callable[[], None]) -> Record:
         """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
 
-        `beat` is called after every batch.
+        What counts nothing is None. `beat` is called after every batch.
         """
         found: list = []
         for batch in self.batches(self.trainer.local_rows):
@@ -49,8 +49,14 @@ class HeldOut:
         )
         record = {"eval_loss": 0.0, "eval_tokens": int(counts["loss"])}
         for name, count in counts.items():
-            record[f"eval_{name}"] = float(totals[name] / (count or 1))
+            record[f"eval_{name}"] = float(totals[name] / count) if count else None
         return record
+
+    def nothing(self) -> str:
+        """A line on held-out samples of which none counts."""
+        train = self.trainer.cfg.train
+        names = describe(self.data, range(train.eval_steps * train.global_batch_size), 3)
+        return f"held-out loss: there is none, for no token of its samples counts: {names}"
 
     def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:
         """The batches of an evaluation, numpy [B, S] fields; `rows`: the part of this process."""

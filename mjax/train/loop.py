@@ -57,12 +57,17 @@ from mjax.train.watchdog import Watchdog
 STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite", "accepted", "skipped"})
 
 
+# What else of a run is set aside with its checkpoints.
+OF_RUN = "metrics.jsonl", "config.yaml", "wandb_id"
+
+
 @dataclass
 class TrainingRun:
     """A training run in this process.
 
     held_out: evaluates on held-out data, or None without such data.
     start: steps completed before this process. last: the step to stop after.
+    trained: steps of this process that changed the weights.
     data_error: why there are no more batches.
     """
 
@@ -79,6 +84,7 @@ class TrainingRun:
     profiler: Profiler
     clock: metrics.Clock = field(default_factory=metrics.Clock)
     host: HostTime = field(default_factory=HostTime)
+    trained: int = 0
     data_error: UserError | None = None
 
     @property
@@ -139,13 +145,13 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
             trainer.store.apply_retention()  # of a run that was killed as it ended
             return
         held_out = None if held_out_data is None else HeldOut(trainer, held_out_data)
-        run = start_run(trainer, lock, log, held_out, last)
+        run = start_run(trainer, lock, log, (train_data, held_out), last)
         if is_resumed:
             log.keep_event(run.start, note)
         if is_resumed and (line := changes(trainer)):
             log.event(run.start, line)
         with stopper, run.watchdog, run.profiler:
-            stop_reason = train_steps(run, train_data, stopper)
+            stop_reason = train_steps(run, stopper)
             loss = finish(run, stop_reason)
         if stop_reason != SIGNALED:
             is_first = jax.process_index() == 0
@@ -156,48 +162,47 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
 
 
 def start_run(
-    trainer: Trainer, lock: RunLock, log: metrics.Log, held_out: HeldOut | None, last: int
+    trainer: Trainer,
+    lock: RunLock,
+    log: metrics.Log,
+    data: tuple[Dataset, HeldOut | None],
+    last: int,
 ) -> TrainingRun:
-    """The run up to step `last`; from here on the folder is changed."""
+    """The run up to step `last`. What an earlier run left stays until a step has been trained."""
     cfg, store, start = trainer.cfg, trainer.store, trainer.step_number
-    old = store.set_aside() if cfg.checkpoint.resume == "never" else None
-    if trainer.checkpoints.source is not trainer.checkpoints.local:
-        trainer.checkpoints.clear_local()
-    trainer.checkpoints.claim_local()
     if jax.process_index() == 0:
         store.remove_remains()
     log.open(cfg, lock.path.parent, last, start)
     for line in filter(None, (os.environ.get(RESTART_NOTE), lock.note)):
         log.event(start, line)
-    if old is not None:
-        log.event(start, f"earlier checkpoints are now in {old}")
     if cfg.checkpoint.async_save:
         reserve_host_memory(trainer.abstract_state())
     watchdog = Watchdog(cfg.train.step_timeout_minutes)
     limit = cfg.checkpoint.max_failed_saves
     saver = Saver(trainer, lock, log, watchdog, cfg.checkpoint.interval, limit)
-    suspects = Suspects(trainer, Judge(cfg.train), saver, log, watchdog)
+    replicas = ReplicaCheck(trainer, saver, log, cfg.train.check_replicas_interval)
+    suspects = Suspects(trainer, Judge(cfg.train), saver, replicas, log, watchdog, data[0])
     profiler = Profiler(lock.path.parent, cfg.log.profile_steps, last, log.event)
     return TrainingRun(
         trainer=trainer,
         saver=saver,
         suspects=suspects,
-        replicas=ReplicaCheck(trainer, saver, log, cfg.train.check_replicas_interval),
+        replicas=replicas,
         diagnostics=Diagnostics(trainer, log, cfg.log.diagnostics_interval),
         profiler=profiler,
         log=log,
-        held_out=held_out,
+        held_out=data[1],
         start=start,
         last=last,
         watchdog=watchdog,
     )
 
 
-def train_steps(run: TrainingRun, dataset: Dataset, stopper: Stopper) -> int:
+def train_steps(run: TrainingRun, stopper: Stopper) -> int:
     """Run steps start + 1 to last; returns GO_ON, or the reason for stopping before."""
     cfg, trainer, judge = run.cfg, run.trainer, run.suspects.judge
     batches = make_loader(
-        dataset,
+        run.suspects.data,
         partial(batch_range, cfg.train),
         run.start,
         run.last - run.start,
@@ -325,13 +330,14 @@ def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
     cfg, step = run.cfg, dispatched.step
     values = dispatched.figures
     run.watchdog.ended(step)
+    if step == run.start + 1:
+        take_folder(run)
     run.replicas.read(step)
     run.diagnostics.write(step)
     _, count = batch_range(cfg.train, step - 1)
     if values["accepted"]:
+        run.trained += 1
         run.suspects.judge.accepted(values["loss"])
-    if step == run.start + 1 and jax.process_index() == 0:
-        write_config(run)
     run.clock.count(count * cfg.data.seq_length)
     with run.clock.paused() if run.profiler.is_last(step) else contextlib.nullcontext():
         run.profiler.end(step)
@@ -344,6 +350,20 @@ def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
                 run.log.event(step, line)
         run.log.write(record)
     return run.saver.react(int(dispatched.stop_reason))
+
+
+def take_folder(run: TrainingRun) -> None:
+    """Set aside what an earlier run left, if asked to, once a step has been trained."""
+    checkpoints = run.trainer.checkpoints
+    if run.cfg.checkpoint.resume == "never":
+        old = checkpoints.store.set_aside(*OF_RUN)
+        if old is not None:
+            run.log.event(run.start, f"earlier checkpoints are now in {old}, their log beside it")
+    if checkpoints.source is not checkpoints.local:
+        checkpoints.clear_local()
+    checkpoints.claim_local()
+    if jax.process_index() == 0:
+        write_config(run)
 
 
 def write_config(run: TrainingRun) -> None:
@@ -384,6 +404,8 @@ def evaluate(run: TrainingRun) -> float | None:
     run.watchdog.doing("evaluating")
     record = run.held_out.loss(run.watchdog.beat)
     run.log.write({"step": run.trainer.step_number, **record, "time": time.time()})
+    if record["eval_loss"] is None:
+        run.log.event(run.trainer.step_number, run.held_out.nothing())
     return record["eval_loss"]
 
 
@@ -404,7 +426,25 @@ def finish(run: TrainingRun, stop_reason: int) -> float | None:
     if stop_reason != GO_ON:
         line += f": {REASONS[stop_reason]}"
     run.log.say(f"{line}; checkpoint: {run.saver.last_checkpoint()}")
+    if line := left_out(run):
+        run.log.event(run.trainer.step_number, line)
     return loss
+
+
+def left_out(run: TrainingRun) -> str:
+    """A line on steps of this start that were not accepted, or ""."""
+    count, precision = run.trainer.step_number - run.start, run.cfg.precision
+    if run.trained == count:
+        return ""
+    if run.trained:
+        return f"{count - run.trained} of {count} steps changed no weight: they were left out"
+    line = f"WARNING: none of {count} steps changed a weight: all were left out"
+    if precision.compute == "float16":
+        line += (
+            "; gradients overflowed while the loss scale came down: train for more steps, or "
+            f"lower precision.initial_loss_scale={precision.initial_loss_scale:g}"
+        )
+    return line
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 A record is one flat dict of a step (training or held-out). Every sink gets the same record, on
 process 0 only. Invariant: `metrics.jsonl` holds each step once and in order: on resume, records
-after the restored step are dropped before new ones are appended. Events are records of a text.
-Speed counts training steps only: the clock stands still while a run compiles, evaluates or saves.
+after the restored step are dropped before new ones are appended, once there are any: a start that
+trains no step drops nothing. Events are records of a text. Speed counts training steps only: the
+clock stands still while a run compiles, evaluates or saves.
 """
 
 import json
@@ -105,15 +106,20 @@ class Log:
         self._is_logger = jax.process_index() == 0
         self._console = self._events = None
         self._figures: list[LogWriter] = []
+        self._early: list[Record] = []  # events before the first figures
         if self._is_logger:
             self._console = LogWriter("standard output", print_line, close_output)
 
     def open(self, cfg: Config, run_dir: Path, last_step: int, start_step: int) -> None:
-        """Open what records of steps after `start_step` go to; raises `UserError`."""
+        """Let records of steps after `start_step` go to `run_dir`, from the first figures on."""
         if not self._is_logger:
             return
+        self._place = cfg, run_dir, start_step
         self._lines = Console(last_step)
         self.say(LEGEND)
+
+    def _open_sinks(self, cfg: Config, run_dir: Path, start_step: int) -> None:
+        """Open what records go to; raises `UserError`."""
         with or_user_error(
             f"{run_dir}: the log cannot be opened: {{reason}}; free space or mend the folder"
         ):
@@ -123,6 +129,8 @@ class Log:
                 self._figures.append(LogWriter("tensorboard", *sink))
             if cfg.log.wandb_project:
                 self._figures.append(LogWriter("wandb", *wandb_sink(cfg, run_dir, start_step)))
+        for event in self._early:
+            self._events(event)
 
     def say(self, text: str) -> None:
         """Print a line on the console only."""
@@ -136,23 +144,34 @@ class Log:
 
     def keep_event(self, step: int, text: str) -> None:
         """Keep in `metrics.jsonl` what happened at `step`, without printing it."""
-        if self._events is not None:
-            self._events({"step": step, "event": text, "time": time.time()})
+        record = {"step": step, "event": text, "time": time.time()}
+        if self._is_logger:
+            self._early.append(record) if self._events is None else self._events(record)
 
     def write(self, record: Record) -> None:
         """Log the figures of a step."""
-        if self._events is None:
-            return
-        self.say(self._lines.line(record))
-        self.keep_figures(record)
+        if self._is_logger:
+            self.say(self._lines.line(record))
+            self.keep_figures(record)
 
     def keep_figures(self, record: Record) -> None:
         """Log figures everywhere but on the console."""
-        if self._events is not None:
-            for writer in (self._events, *self._figures):
-                writer(record)
+        if not self._is_logger:
+            return
+        if self._events is None:
+            self._open_sinks(*self._place)
+        for writer in (self._events, *self._figures):
+            writer(record)
 
     def close(self) -> None:
+        """End all logs; what happened in a start without figures is added to an older one."""
+        if self._events is None and self._early:
+            _, run_dir, start_step = self._place
+            path = run_dir / "metrics.jsonl"
+            if start_step > 0 or not path.exists():
+                self._events = LogWriter("metrics.jsonl", JsonLines(path))
+                for event in self._early:
+                    self._events(event)
         for writer in filter(None, (*self._figures, self._events, self._console)):
             writer.close()
 

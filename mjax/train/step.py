@@ -6,7 +6,7 @@ norm, update. The losses are those of the objective (`models/objective.py`) and 
 the layers; the step knows none by name but "loss". Invariant: shares of a loss sum over all devices
 to (its sum) / (its count) of the global batch. So the result does not depend on the mesh, on the
 number of micro-batches, or on where the tokens that count lie. A loss or norm that is not finite,
-a loss above a limit, or a buffer that says so, leaves the state as it was.
+a loss above a limit or over no token, or a buffer that says so, leaves the state as it was.
 """
 
 import functools
@@ -132,6 +132,7 @@ def train_step(
             )
             finite &= counts
         accepted = finite & (computed.losses["loss"] <= gate.most_loss) & gate.is_open
+        accepted &= computed.tokens > 0  # or weight decay alone would move the weights
         new = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), new, rest)
         new["params"], new["opt"] = program.optimizer.update(
             computed.gradients,

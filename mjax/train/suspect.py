@@ -8,6 +8,7 @@ function of its number, whatever is skipped. After Megatron-LM's rerun state mac
 from an earlier state follows PaLM (arXiv:2204.02311, section 5.1).
 """
 
+import contextlib
 import math
 import statistics
 from collections import deque
@@ -15,11 +16,15 @@ from dataclasses import dataclass, field
 
 import jax
 
+from mjax.checkpoint.store import SaveFailed
 from mjax.config.schema import TrainConfig
+from mjax.data.loader import Dataset, describe
+from mjax.errors import UserError
 from mjax.models.objective import HostBatch
 from mjax.optim.schedule import batch_range
 from mjax.train.metrics import Log
-from mjax.train.resilience import NonFiniteLoss
+from mjax.train.replicas import ReplicaCheck
+from mjax.train.resilience import NonFiniteLoss, ReplicasDiffer
 from mjax.train.saving import Saver
 from mjax.train.trainer import Trainer
 from mjax.train.watchdog import Watchdog
@@ -28,6 +33,8 @@ RECENT = 64  # accepted losses that a spike is measured against
 FEWEST = 16  # of them, before any loss is called a spike
 WINDOW = 100  # steps in which suspect ones are counted
 SAME = 1e-3  # relative; a repeated step may sum in another order
+NAMED_SAMPLES = 16  # of a suspect step
+ALIVE = 2.0  # times its loss before a step: the most that its batch may have behind it
 
 Figures = dict[str, float]
 
@@ -78,13 +85,19 @@ class Judge:
 
 @dataclass
 class Suspects:
-    """Repeats the suspect steps of a run and does with them what its judge says."""
+    """Repeats the suspect steps of a run and does with them what its judge says.
+
+    data: of the run, to name the samples of a step.
+    """
 
     trainer: Trainer
     judge: Judge
     saver: Saver
+    replicas: ReplicaCheck
     log: Log
     watchdog: Watchdog
+    data: Dataset
+    _accepted: tuple[HostBatch, float] | None = None  # the last batch, and its loss
 
     def settle(
         self, step: int, batch: HostBatch, metrics: dict[str, jax.Array]
@@ -93,11 +106,18 @@ class Suspects:
 
         A suspect step is repeated and judged; the state is then the one after it. A step that
         overflowed fp16 is left out with no more than a line. Raises `NonFiniteLoss` where the run
-        must end.
+        must end, and `UserError` for a step in which nothing counts; the state is saved then.
         """
         first = read_figures(metrics)
         if first["accepted"]:
+            self._accepted = batch, first["loss"]
             return first, False
+        if first["tokens"] == 0:
+            self._save(step)
+            raise UserError(
+                f"data: step {step} has nothing to learn from: no token counts of its "
+                f"{self._samples(step, 3)}; mend the data, or leave them out"
+            )
         if first.get("skipped"):
             self.trainer.set_step(step)
             self.log.event(step, skip_line(step, first["loss_scale"]))
@@ -127,12 +147,33 @@ class Suspects:
         try:
             return self.judge.verdict(step, first, again)
         except NonFiniteLoss as e:
-            sample, count = batch_range(self.trainer.cfg.train, step - 1)
+            self._save(step)
             raise NonFiniteLoss(
-                f"{e}; samples {sample} to {sample + count - 1} of the data order; last good "
-                f"checkpoint: {self.saver.last_checkpoint()}; start again to resume there, with a "
+                f"{e}; {self._samples(step, NAMED_SAMPLES)}; last good checkpoint: "
+                f"{self.saver.last_checkpoint()}; start again to resume there, with a "
                 "lower schedule.lr or train.on_suspect=skip if it recurs"
             ) from None
+
+    def _samples(self, step: int, most: int) -> str:
+        """Words for the samples of a step, and what they are made of."""
+        first, count = batch_range(self.trainer.cfg.train, step - 1)
+        names = describe(self.data, range(first, first + count), most)
+        return f"samples {first} to {first + count - 1} of the data order: {names}"
+
+    def _save(self, step: int) -> None:
+        """Save the state that a step began with, if it has been trained and is not the fault.
+
+        It is not, if the batch before still has about the loss that it had.
+        """
+        self.trainer.set_step(step - 1)
+        if self._accepted is None:
+            return
+        batch, loss = self._accepted
+        again = self._repeat(step, batch)
+        if again["loss"] <= ALIVE * max(loss, 1.0):
+            with contextlib.suppress(NonFiniteLoss, ReplicasDiffer, SaveFailed):
+                self.replicas.require_equal(step - 1)
+                self.saver.save_last(None)
 
     def _roll_back(self) -> str:
         """Restore the newest checkpoint, if there is one; returns the words that say so."""

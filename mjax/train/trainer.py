@@ -120,11 +120,18 @@ class Trainer:
         `held_out_loss` is that of this step, for `checkpoint.keep_best`. Raises `NonFiniteLoss` if
         a parameter holds a number that is not finite; nothing is saved then.
         """
+        self._count_rejected()
         self.checkpoints.save(self.step_number, self._live(), held_out_loss)
 
     def save_local(self) -> None:
         """Start to save the current step in the local tier; it raises as `save` does."""
+        self._count_rejected()
         self.checkpoints.save_local(self.step_number, self._live())
+
+    def _count_rejected(self) -> None:
+        """Number the state by `step_number`, which counts steps that were not accepted, too."""
+        if int(self._live()["step"]) != self.step_number:
+            self.set_step(self.step_number)
 
     def restore(self, step: int | None = None) -> int:
         """Load checkpoint `step` (default: the newest), onto any mesh; returns its step."""
@@ -158,8 +165,9 @@ class Trainer:
         """One optimizer step on a global batch, or on one that `place` returned; device scalars, as
         `train_step` says.
 
-        The state changes only if the numbers are finite, the loss is at most `most_loss` and
-        `is_open` holds (`step.py: Gate`). The step is counted in any case.
+        The state changes only if a token counts, the numbers are finite, the loss is at most
+        `most_loss` and `is_open` holds (`step.py: Gate`). `step_number` counts the step in any
+        case; the state's own number follows when it is saved.
         """
         is_placed = isinstance(batch.get("rows"), jax.Array)
         placed = batch if is_placed else self.place(batch)
