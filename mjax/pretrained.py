@@ -98,12 +98,13 @@ def source_of(path: str | Path) -> Source:
         cfg = heads_in_file(without_missing_predictions(cfg, names), names)
         cfg = untied_in_file(cfg, names)
         specs = definition_of(cfg).specs
-        found = families.slots(cfg, specs)
+        exported = found = families.slots(cfg, specs)
         if "vision" in cfg.modalities:
             found = with_new_towers(found, names)
         if cfg.model_type == "gpt2" and not any(n.startswith(PREFIX) for n in names):
             found = families.without_prefix(found, PREFIX)
-        return hf_source(path, cfg, specs, with_old_names(found, names))
+        here = with_old_names(found, names)
+        return hf_source(path, cfg, specs, here, exported=exported)
     if (path / "metadata.json").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
         from mjax.checkpoint.megatron import megatron_source
 
