@@ -27,10 +27,12 @@ def in_words_of(imported: Mapping, exported: dict, dtype: str) -> dict:
     if before is not None:
         said = own | _overlaid(old, config_to_hf(before), new)
         config = said if _reading(said) == _reading(exported) else config
-    if len(config.get("id2label") or ()) != exported.get("num_labels"):
+    labels = config.get("id2label")
+    if labels and exported.get("num_labels") not in (None, len(labels)):
         config = {k: v for k, v in config.items() if k not in ("id2label", "label2id")}
     named = [name for name in DTYPES if name in config] or DTYPES
-    return _with_dtype(config, dtype) | dict.fromkeys(named, dtype)
+    config = _with_dtype(config, dtype) | dict.fromkeys(named, dtype)
+    return {key: config[key] for key in [*imported, *config] if key in config}
 
 
 def _reading(config: dict) -> ModelConfig | None:
