@@ -62,7 +62,8 @@ def _import(args: argparse.Namespace) -> int:
         raise UserError("--verify compares with transformers, which cannot read Megatron's format")
     source = source_of(args.hf) if args.hf else megatron_source(args.megatron)
     specs = definition_of(source.cfg).specs
-    write_weights(args.out, source, specs, args.dtype, read_folder(folder))
+    source.check()
+    write_weights(args.out, source, specs, args.dtype, read_folder(folder) | source.unread())
     print(f"{args.out}: {source.cfg.model_type or 'megatron'} weights as {args.dtype}")
     return verify(args.out, args.hf, args.dtype) if args.verify else 0
 
@@ -106,25 +107,31 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
-    """Name -> content of what an exported folder holds besides weights: a config.json that keeps
-    the token ids of the one that was imported, the generation config, the tokenizer."""
+    """Name -> content of what an exported folder holds besides weights: a config.json in the words
+    of the one that was imported, and all that lay beside its weights."""
+    from mjax.checkpoint.config_words import in_words_of
     from mjax.checkpoint.families import config_to_hf
     from mjax.checkpoint.float8 import quantization_config
-    from mjax.checkpoint.hf_keys import FOREIGN, MEANINGLESS
-    from mjax.checkpoint.side import read_side_files, tokenizer_dir
+    from mjax.checkpoint.safetensors import pack
+    from mjax.checkpoint.side import UNREAD, read_side_files, tokenizer_dir
 
     tokenizer = tokenizer_dir(ckpt)
     found = read_side_files(ckpt)
     config = config_to_hf(cfg)
     old = json.loads(found.pop("config.json", b"{}"))
-    kept = {k: v for k, v in old.items() if k in MEANINGLESS.union(FOREIGN) and k not in config}
-    if "eos_token_id" not in kept and tokenizer is not None:
-        from mjax.data.tokenizer import load_tokenizer
-
-        kept["eos_token_id"] = load_tokenizer(tokenizer).eod_id
+    unread = _unread_of_export(found.pop(UNREAD, pack({})), old, cfg)
+    if unread:
+        found[UNREAD] = pack(unread)
     if dtype == "float8":
         config["quantization_config"], dtype = quantization_config(cfg), "bfloat16"
-    config = {**config, **kept, "dtype": dtype, "torch_dtype": dtype}
+        linear = [name.removesuffix(".weight") for name, t in unread.items() if t.ndim == 2]
+        config["quantization_config"]["ignore"] += linear
+    config = in_words_of(old, config, dtype)
+    words = json.dumps(config).encode() + found.get("generation_config.json", b"")
+    if tokenizer is not None and b'"eos_token_id"' not in words:
+        from mjax.data.tokenizer import load_tokenizer
+
+        config["eos_token_id"] = load_tokenizer(tokenizer).eod_id
     ids = {k: v for k, v in config.items() if k.endswith("token_id") and v is not None}
     found.setdefault("generation_config.json", _json({"_from_model_config": True, **ids}))
     if "tokenizer.json" in found:
@@ -132,6 +139,23 @@ def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
         fast |= {"model_max_length": cfg.max_position_embeddings}
         found.setdefault("tokenizer_config.json", _json(fast))
     return found | {"config.json": _json(config)}
+
+
+def _unread_of_export(content: bytes, config: dict, cfg: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors that were kept aside at import, those that still belong to the model.
+
+    `config` is what was imported. Tables of positions go with those that they were made for.
+    """
+    from mjax.checkpoint.families import config_from_hf
+    from mjax.checkpoint.huggingface import TABLES
+    from mjax.checkpoint.safetensors import unpack
+
+    unread = unpack(content)
+    if not unread or config.get("model_type") != cfg.model_type:
+        return {}
+    positions = ((of.rope, of.max_position_embeddings) for of in (config_from_hf(config), cfg))
+    same = len(set(map(str, positions))) == 1
+    return {name: tensor for name, tensor in unread.items() if same or not TABLES.search(name)}
 
 
 def verify(ours: Path, hf: Path, dtype: str) -> int:

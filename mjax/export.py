@@ -15,13 +15,20 @@ from mjax.errors import read_numbers, run_cli
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
-    from mjax.checkpoint.side import read_folder, read_side_files, side_folders, tokenizer_dir
+    from mjax.checkpoint.side import (
+        UNREAD,
+        read_folder,
+        read_side_files,
+        side_folders,
+        tokenizer_dir,
+    )
     from mjax.data.tokenizer import load_tokenizer
     from mjax.infer.cli import end_ids
     from mjax.infer.export import export_model
     from mjax.pretrained import source_of
 
     source, tokenizer = source_of(args.ckpt), tokenizer_dir(args.ckpt)
+    not_ours = "config.json", UNREAD  # are of the layout of Hugging Face
     folder = next(filter(read_folder, side_folders(args.ckpt)), None)
     manifest = export_model(
         source,
@@ -32,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         dtype=args.dtype,
         block=args.block,
         eos=end_ids(folder, None if tokenizer is None else load_tokenizer(tokenizer)),
-        extras={k: v for k, v in read_side_files(args.ckpt).items() if k != "config.json"},
+        extras={k: v for k, v in read_side_files(args.ckpt).items() if k not in not_ours},
     )
     names = ", ".join(f"{b['batch']}x{b['length']}" for b in manifest["buckets"])
     print(f"{args.out}: prefill and decode for {names} as {args.dtype}")

@@ -101,10 +101,10 @@ def source_of(path: str | Path) -> Source:
             apart = heads_apart(found, names, cfg)
             cfg = cfg.model_copy(update={"tie_word_embeddings": not apart})
         specs = definition_of(cfg).specs
-        found = families.slots(cfg, specs)
+        exported = found = families.slots(cfg, specs)
         if "vision" in cfg.modalities:
             found = with_new_towers(found, names)
-        return hf_source(path, cfg, specs, found)
+        return hf_source(path, cfg, specs, found, exported=exported)
     if (path / "metadata.json").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
         from mjax.checkpoint.megatron import megatron_source
 

@@ -122,8 +122,9 @@ def show(step: Path, config: bool) -> int:
         sizes = f"{decimal(corpus['bin_bytes'])} of tokens, {decimal(corpus['idx_bytes'])} of index"
         digest = " ".join(f"{crc:08x}" for crc in corpus["idx_crc32"])
         print(f"data: {corpus['path']} ({sizes}, CRC-32 {digest})")
-    side = sorted((step / SIDE_FILES).glob("*"))
-    named = [f"{path.name} ({decimal(path.stat().st_size)})" for path in side]
+    files = [path for path in sorted((step / SIDE_FILES).rglob("*")) if path.is_file()]
+    side = {path.relative_to(step / SIDE_FILES): path.stat().st_size for path in files}
+    named = [f"{name} ({decimal(size)})" for name, size in side.items()]
     print("side files: " + (", ".join(named) or "none"))
     opened = {path: stored.open(path) for path in stored.paths()}
     total = sum(_bytes(array) for array in opened.values())

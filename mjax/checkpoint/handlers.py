@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import ChainedFuture, Future
 
 from mjax.checkpoint import digest
-from mjax.checkpoint.side import SIDE_FILES
+from mjax.checkpoint.side import SIDE_FILES, write_files
 
 DATA_OF_PROCESS = "ocdbt.process_{}"  # orbax's folder for the arrays that a process wrote
 
@@ -76,8 +76,7 @@ class FilesHandler(ocp.CheckpointHandler):
 
     def save(self, directory, args: "FilesSave") -> None:
         if jax.process_index() == 0:
-            for name, content in args.files.items():
-                Path(directory / name).write_bytes(content)
+            write_files(Path(directory), args.files)
 
     def restore(self, directory, args: object = None) -> None:
         raise NotImplementedError("side files are read where they lie")

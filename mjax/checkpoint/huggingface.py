@@ -20,7 +20,16 @@ import numpy as np
 
 from mjax.checkpoint import float8, mxfp4
 from mjax.checkpoint.names import names_in, require_repeats
-from mjax.checkpoint.safetensors import INDEX, Tensor, open_folder, write_file
+from mjax.checkpoint.safetensors import (
+    INDEX,
+    Tensor,
+    open_folder,
+    pack,
+    require_fp16_range,
+    unpack,
+    write_file,
+)
+from mjax.checkpoint.side import UNREAD, write_files
 from mjax.checkpoint.slots import Slot, Slots
 from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
@@ -29,22 +38,31 @@ from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.sharding.spec import ParamSpec
 
-# Tensors that files carry and a model has no use for: rotary tables, causal masks (GPT-2),
-# positions, poolers beside other heads (BERT), prediction layers (Qwen3-Next), what a tower has
-# behind the layer that is read (LLaVA).
-IGNORED = re.compile(
+# Tables that follow from the config: rotary ones, causal masks (GPT-2), positions.
+TABLES = re.compile(
     r"\brotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.(masked_)?bias$"
-    r"|\bembeddings\.position_ids$|^mtp\.|^((bert|roberta)\.)?pooler\.dense\."
+    r"|\bembeddings\.position_ids$"
+)
+# Tensors that files carry and a model has no use for. Besides tables these are poolers beside other
+# heads (BERT), prediction layers (Qwen3-Next), what a tower has behind the layer that is read (LLaVA).
+IGNORED = re.compile(
+    rf"{TABLES.pattern}|^mtp\.|^((bert|roberta)\.)?pooler\.dense\."
     r"|^(model\.)?vision_tower\.(vision_model\.)?(post_layernorm|head|encoder\.layers\.\d+)\b"
 )
 
 
 def hf_source(
-    folder: str | Path, cfg: ModelConfig, specs: dict, slots: Slots, has_more: bool = False
+    folder: str | Path,
+    cfg: ModelConfig,
+    specs: dict,
+    slots: Slots,
+    has_more: bool = False,
+    exported: Slots | None = None,
 ) -> Source:
     """The safetensors of a folder as parameters of `cfg`. Raises `UserError` for damaged files.
 
-    `has_more`: the folder may hold tensors that have no place.
+    `has_more`: the folder may hold tensors that have no place. `exported`: the slots of an export,
+    where its names are not those of the folder.
     """
     tensors, of = mxfp4.unpacked(open_folder(folder)), real_specs(cfg, specs)
     found = names_in(cfg, slots, tensors)
@@ -87,7 +105,29 @@ def hf_source(
                 file=sys.stderr,
             )
 
-    return Source(cfg, read, check)
+    def unread() -> dict[str, bytes]:
+        pairs = {
+            here.tensor: there.tensor
+            for path, places in slots.items()
+            for here, there in zip(places, (exported or slots)[path], strict=True)
+        }
+        left = [n for n in tensors if n not in {*pairs, *found.repeats, *found.beside}]
+        named = {_exported_name(name, pairs): tensors[name].whole() for name in left}
+        return {UNREAD: pack(named)} if named else {}
+
+    return Source(cfg, read, check, unread=unread)
+
+
+def _exported_name(name: str, pairs: Mapping[str, str]) -> str:
+    """The name that an export gives a tensor which the model lacks.
+
+    `pairs` are those of tensors that it has. The one with the longest common start tells how names
+    start in an export.
+    """
+    near = max(pairs, key=lambda other: len(os.path.commonprefix([name, other])))
+    end = len(os.path.commonprefix([near[::-1], pairs[near][::-1]]))
+    start, wanted = near[: len(near) - end], pairs[near][: len(pairs[near]) - end]
+    return wanted + name.removeprefix(start) if name.startswith(start) else name
 
 
 def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tuple[int, ...]]:
@@ -274,6 +314,7 @@ def export(
             for path, slot in pieces[name]
             for task in _write_slot(out, slot, of[path], partial(read, path))
         )
+        require_fp16_range(out, name)
         return out
 
     if dtype == "float8":
@@ -286,17 +327,20 @@ def export(
         def parts(name):
             return [tensor(name, dtypes[name])]
 
+    extras = dict(extras or {})
+    unread = unpack(extras.pop(UNREAD, pack({})))
+    unread = {name: tensor for name, tensor in unread.items() if name not in tensors}
+    tensors |= {name: (tensor.shape, tensor.dtype) for name, tensor in unread.items()}
     files = _shards(tensors, max_shard_bytes)
     with new_folder(folder) as temporary:
         for name, part in files.items():
-            write_file(temporary / name, part, parts)
+            write_file(temporary / name, part, lambda n: [unread[n]] if n in unread else parts(n))
         if len(files) > 1:
             where = {tensor: name for name, part in files.items() for tensor in part}
             index = {"metadata": {"total_size": sum(map(_bytes, tensors.values()))}}
             index["weight_map"] = where
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        for name, content in (extras or {}).items():
-            (temporary / name).write_bytes(content)
+        write_files(temporary, extras)
 
 
 Entry = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor

@@ -26,8 +26,15 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ITEM_SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {"U8": 1}
+# With those that only tensors have which no model reads.
+KINDS = DTYPES | {
+    "BOOL": np.dtype(bool),
+    "F64": np.dtype(np.float64),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    **{f"{sign}{8 * n}": np.dtype(f"{sign.lower()}{n}") for sign in "IU" for n in (1, 2, 4, 8)},
+}
+NAMES = {dtype: name for name, dtype in KINDS.items()}
 INDEX = "model.safetensors.index.json"
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError)  # what reading others' JSON raises
 _LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
@@ -51,6 +58,19 @@ class Tensor:
                 f"{', '.join(DTYPES)}; save the model in bfloat16 or float32"
             )
         return DTYPES[self.kind]
+
+    def whole(self) -> np.ndarray:
+        """The tensor as it is stored, of any kind that the format has but numbers of 4 or 6 bits.
+
+        Raises `UserError` for those.
+        """
+        dtype = KINDS.get(self.kind)
+        if dtype is None:
+            raise UserError(f"{self.file}: tensor {self.name} is {self.kind}, which cannot be kept")
+        raw = np.empty(dtype.itemsize * math.prod(self.shape), np.uint8)
+        with open(self.file, "rb", buffering=0) as f:
+            self._fill(f.fileno(), raw, self.offset)
+        return raw.view(dtype).reshape(self.shape)
 
     def read(self, file: int, first: int, width: int, rows: slice, cols: slice) -> np.ndarray:
         """Rows and columns of the matrix of `width` columns that begins at element `first`.
@@ -137,8 +157,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
             tensor = Tensor(name, file, str(entry["dtype"]), shape, 8 + length + first)
             if 8 + length + last > size:
                 raise UserError(f"{file}: ends within tensor {name}; copy the file again")
-            wanted = _ITEM_SIZES.get(tensor.kind)
-            if wanted is not None and last - first != wanted * math.prod(shape):
+            wanted = KINDS.get(tensor.kind)
+            if wanted is not None and last - first != wanted.itemsize * math.prod(shape):
                 raise UserError(f"{file}: tensor {name} has {last - first} bytes for {shape}")
             tensors[name] = tensor
             ends[name] = (first, last)
@@ -172,9 +192,20 @@ def write_file(
 ) -> None:
     """Write tensors, name -> (shape, dtype), in that order; `parts(name)` is called as needed and
     gives arrays whose bytes, one after the other, are the tensor's in row-major order.
-
-    Raises `UserError` for weights that float16 does not hold.
     """
+    with open(file, "wb", buffering=0) as f:
+        write_array(f, np.frombuffer(_header(tensors), np.uint8))
+        for name, (shape, dtype) in tensors.items():
+            size = 0
+            for part in parts(name):
+                assert part.dtype == dtype, (name, part.dtype)
+                write_array(f, part)
+                size += part.size
+                del part  # before the next one is made
+            assert size == math.prod(shape), (name, size, shape)
+
+
+def _header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (shape, dtype) in tensors.items():
@@ -183,17 +214,25 @@ def write_file(
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(file, "wb", buffering=0) as f:
-        write_array(f, np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
-        for name, (shape, dtype) in tensors.items():
-            size = 0
-            for part in parts(name):
-                assert part.dtype == dtype, (name, part.dtype)
-                require_fp16_range(part, name)
-                write_array(f, part)
-                size += part.size
-                del part  # before the next one is made
-            assert size == math.prod(shape), (name, size, shape)
+    return len(text).to_bytes(8, "little") + text
+
+
+def pack(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """A file of small tensors of any kind, by name."""
+    header = _header({name: (array.shape, array.dtype) for name, array in tensors.items()})
+    return b"".join([header, *(array.tobytes() for array in tensors.values())])
+
+
+def unpack(content: bytes) -> dict[str, np.ndarray]:
+    """The tensors of a file that `pack` made, by name, as views of `content`."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(content[8:start]).items():
+        if name != "__metadata__":
+            first, last = (start + at for at in entry["data_offsets"])
+            flat = np.frombuffer(content[first:last], KINDS[entry["dtype"]])
+            tensors[name] = flat.reshape(entry["shape"])
+    return tensors
 
 
 def require_fp16_range(array: np.ndarray, name: str) -> None:

@@ -1,25 +1,46 @@
-"""What belongs to a model besides its weights: tokenizer, chat template, token ids, its data.
+"""What belongs to a model besides its weights: tokenizer, chat template, processors, token ids.
 
 Every checkpoint of ours carries these files in STEP/hf, under the names that Hugging Face gives
-them, so that it generates, exports and serves like the model it came from. Invariant: files of two
-tokenizers are never mixed.
+them, so that it generates, exports and serves like the model it came from. All that lay beside the
+weights travels, but for other weights and programs. Invariant: files of two tokenizers are never
+mixed.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
 
-from mjax.checkpoint.digest import digest_files
+from mjax.checkpoint.digest import UNLISTED, digest_files
 from mjax.checkpoint.steps import newest_step
 from mjax.checkpoint.stored import read_record
 from mjax.config.schema import Config
+from mjax.errors import or_user_error
+
+log = logging.getLogger(__name__)
 
 SIDE_FILES = "hf"  # item of a step: the folder of these files
+UNREAD = "unread.safetensors"  # tensors of the imported files that the model does not read
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+# Files of a tokenizer and of the chat that it is for.
 NAMES = (
     *TOKENIZERS,
-    *"""config.json generation_config.json tokenizer_config.json special_tokens_map.json
-    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json""".split(),
+    *"""generation_config.json tokenizer_config.json special_tokens_map.json
+    added_tokens.json vocab.json vocab.txt merges.txt spiece.model chat_template.jinja
+    chat_template.json""".split(),
 )
+PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
+WEIGHTS = frozenset(
+    """.safetensors .bin .pt .pth .ckpt .h5 .hdf5 .msgpack .ot .onnx .onnx_data .gguf .ggml .npz
+    .npy .pkl .pickle .pb .tflite .mlmodel .nemo .distcp""".split()
+)
+PROGRAMS = frozenset(
+    """.py .pyc .pyi .ipynb .sh .bash .bat .cmd .ps1 .js .so .dll .dylib .exe .c .cc .cpp .cu .cuh
+    .h .hpp .jar .whl""".split()
+)
+STARTS_OF_PROGRAMS = (b"#!", b"\x7fELF")
+LARGEST = 512 * 2**20  # bytes of all files that travel, the small ones first
 
 
 def side_folders(path: str | Path) -> Iterator[Path]:
@@ -38,14 +59,70 @@ def side_folders(path: str | Path) -> Iterator[Path]:
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """Name -> content of the side files in one folder."""
-    return {name: (folder / name).read_bytes() for name in NAMES if (folder / name).is_file()}
+    """Name, with / for folders in it, -> content of the side files in one folder.
+
+    Of a folder that is not a model's, these are the files of a tokenizer.
+    """
+    is_model = folder.name == SIDE_FILES or (folder / "config.json").is_file()
+    files = _files_of(folder) if is_model else map(folder.glob, (*NAMES, *PATTERNS))
+    wrong = f"{folder}: cannot read what lies beside the weights: {{reason}}; mend it"
+    found, room = {}, LARGEST
+    with or_user_error(wrong):
+        sizes = {file: file.stat().st_size for some in files for file in some if file.is_file()}
+        for file in sorted(sizes, key=sizes.get):
+            room -= 0 if file.name == UNREAD else sizes[file]
+            if room < 0:
+                log.warning("%s stays behind: too large for a file beside weights", file)
+            elif not (content := file.read_bytes()).startswith(STARTS_OF_PROGRAMS):
+                found[file.relative_to(folder).as_posix()] = content
+    return dict(sorted(found.items()))
+
+
+def _files_of(folder: Path) -> Iterator[list[Path]]:
+    """The files of a model but its weights and programs. Folders with weights hold other models."""
+    for at, folders, files in os.walk(folder):
+        if Path(at) != folder and any(map(_is_weights, files)):
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield [Path(at, name) for name in files if not (_is_weights(name) or _is_left(name))]
+
+
+def _is_left(name: str) -> bool:
+    is_hidden = name.startswith(".") or name in UNLISTED  # the latter are orbax's
+    return is_hidden or Path(name).suffix.lower() in PROGRAMS
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file holds weights, or says in which file each of them is."""
+    is_index = name.endswith(".index.json") or ".safetensors.index" in name
+    return is_index or (Path(name).suffix.lower() in WEIGHTS and name != UNREAD)
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return any(PurePath(name).match(pattern) for pattern in (*NAMES, *PATTERNS))
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write side files, by the names that `read_folder` gives them."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def read_side_files(path: str | Path | None) -> dict[str, bytes]:
-    """Name -> content of the side files of a model folder, a checkpoint or a run."""
-    folders = side_folders(path) if path is not None else ()
-    return next(filter(None, map(read_folder, folders)), {})
+    """Name -> content of the side files of a model folder, a checkpoint or a run.
+
+    Of a Hugging Face folder, the tensors that the model does not read are one of them.
+    """
+    if path is None:
+        return {}
+    found = next(filter(None, map(read_folder, side_folders(path))), {})
+    if (Path(path) / "config.json").is_file() and UNREAD not in found:
+        from mjax.pretrained import source_of
+
+        found |= source_of(path).unread()
+    return found
 
 
 def tokenizer_dir(path: str | Path) -> Path | None:
@@ -70,7 +147,7 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
     """The side files for the checkpoints of a run, from where its weights or its data come from.
 
     Weights are those of its newest checkpoint, else of `checkpoint.init_from`. Where `data` has
-    another tokenizer than they, its files take the place of all of theirs.
+    another tokenizer than they, its files take the place of all of its kind.
     """
     step = newest_step(checkpoints)
     of_weights = read_folder(step / SIDE_FILES) if step else {}
@@ -78,7 +155,11 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
     of_data = _tokenizer_of_data(cfg)
     shared = of_data.keys() & of_weights.keys() & set(TOKENIZERS)
     if any(of_data[name] != of_weights[name] for name in shared):
-        return of_data
+        of_weights = {n: content for n, content in of_weights.items() if not _is_of_tokenizer(n)}
+        if "config.json" in of_weights:
+            config = json.loads(of_weights["config.json"])
+            config = {key: v for key, v in config.items() if not key.endswith("token_id")}
+            of_weights["config.json"] = json.dumps(config).encode()
     return of_data | of_weights
 
 
@@ -91,7 +172,7 @@ def _tokenizer_of_data(cfg: Config) -> dict[str, bytes]:
     if name.startswith("train:"):
         file = Path(cfg.run.dir) / "data" / "tokenizer.json"
     folder = file if file.is_dir() else file.parent
-    files = {n: content for n, content in read_folder(folder).items() if n != "config.json"}
+    files = {n: content for n, content in read_folder(folder).items() if _is_of_tokenizer(n)}
     if file.is_file():
         files[TOKENIZERS[file.suffix == ".model"]] = file.read_bytes()
     return files

@@ -20,7 +20,7 @@ import mjax
 from mjax.checkpoint import digest
 from mjax.checkpoint.digest import FileDigest
 from mjax.checkpoint.safetensors import write_array
-from mjax.checkpoint.side import SIDE_FILES
+from mjax.checkpoint.side import SIDE_FILES, write_files
 from mjax.checkpoint.source import Index, Source, block_shape, blocks, flat, run_all
 from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.steps import newest_step
@@ -68,8 +68,7 @@ def write_weights(
         (meta / "metadata").write_text(json.dumps(record), encoding="utf-8")
         if extras:
             (temporary / "0" / SIDE_FILES).mkdir()
-        for name, content in (extras or {}).items():
-            (temporary / "0" / SIDE_FILES / name).write_bytes(content)
+            write_files(temporary / "0" / SIDE_FILES, extras)
         digest.write_digests(temporary / "0", digests)
 
 

@@ -23,7 +23,8 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 import mjax
-from mjax.checkpoint.safetensors import write_file
+from mjax.checkpoint.safetensors import require_fp16_range, write_file
+from mjax.checkpoint.side import write_files
 from mjax.checkpoint.source import Source, block_shape, blocks, flat
 from mjax.checkpoint.store import new_folder
 from mjax.config.keys import nested
@@ -111,8 +112,7 @@ def export_model(
         (temporary / artifact.MANIFEST).write_text(text, encoding="utf-8")
         write_file(temporary / artifact.WEIGHTS, shapes, partial(_parts, source, shapes))
         shutil.copyfile(artifact.__file__, temporary / "run.py")
-        for name, content in (extras or {}).items():
-            (temporary / name).write_bytes(content)
+        write_files(temporary, extras or {})
     return manifest
 
 
@@ -184,4 +184,6 @@ def _parts(source: Source, shapes: Mapping, name: str) -> Iterator[np.ndarray]:
     """A parameter in runs of whole rows of its leading axes, each at most a block of memory."""
     shape, dtype = shapes[name]
     for index in blocks(shape, block_shape(shape, dtype.itemsize, tuple(range(len(shape))))):
-        yield source.read(tuple(name.split(".")), index).astype(dtype, copy=False)
+        part = source.read(tuple(name.split(".")), index).astype(dtype, copy=False)
+        require_fp16_range(part, name)
+        yield part

@@ -115,15 +115,14 @@ def test_loss_and_gradients(hf, tmp_path):
     assert_gradients_near(grads, wanted, least=1e-3)
 
 
-def test_export_gives_back_every_byte_that_is_read(hf, tmp_path, monkeypatch):
+def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
     theirs, folder = hf
     out = tmp_path / "back"
     before, after = there_and_back(folder, tmp_path / "ckpt", out, monkeypatch)
     after = {
         name.replace("vision_tower.vision_model.", "vision_tower."): t for name, t in after.items()
     }
-    left_out = {name for name in before if ".layers.2." in name or "post_layernorm" in name}
-    assert set(after) == set(before) - {n for n in left_out if n.startswith("vision_tower.")}
+    assert set(after) == set(before)  # those that mjax does not read, too
     for key, tensor in after.items():
         assert tensor.tobytes() == before[key].tobytes() and tensor.shape == before[key].shape, key
     again = transformers.LlavaForConditionalGeneration.from_pretrained(

@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from mjax import convert, generate
+from mjax.checkpoint.safetensors import pack, read_header
 from mjax.checkpoint.side import read_side_files, tokenizer_dir, tokenizer_of
 from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
@@ -30,6 +32,26 @@ MODEL = ModelConfig(
     max_position_embeddings=64,
 )
 IDS = {"bos_token_id": 3, "eos_token_id": [256, 7]}
+TRAVELS = """preprocessor_config.json processor_config.json additional_chat_templates/tool.jinja
+    spiece.model vocab.txt README.md 1_Pooling/config.json""".split()
+STAYS = {
+    "modeling_own.py": "import os",
+    "start": "#!/bin/sh",
+    "pytorch_model.bin": "x",
+    "pytorch_model.bin.index.json": "{}",
+    "onnx/model.onnx": "x",
+    "onnx/config.json": "{}",
+    ".git/config": "x",
+}
+UNREAD_TENSORS = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": np.arange(4, dtype=np.float32),
+    "mtp.norm.weight": np.array([1, np.inf], np.float16),
+    "mtp.count": np.array(7, np.int64),
+}
+
+
+OWN_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja
+    generation_config.json""".split()
 
 
 def run_convert(monkeypatch, *words: object) -> None:
@@ -49,8 +71,19 @@ def published(tmp_path, monkeypatch) -> Path:
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     (folder / "generation_config.json").write_text(json.dumps({**IDS, "temperature": 0.6}))
+    for name in TRAVELS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f'{{"name": "{name}"}}')
+    for name, content in STAYS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
     config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    config |= {"rope_parameters": rope, "use_cache": False, "pretraining_tp": 1}
     (folder / "config.json").write_text(json.dumps(config | IDS))
+    weights = folder / "model.safetensors"
+    found = {name: tensor.whole() for name, tensor in read_header(weights).items()}
+    weights.write_bytes(pack(found | UNREAD_TENSORS))
     return folder
 
 
@@ -77,9 +110,13 @@ def test_a_fine_tuned_model_keeps_tokenizer_template_and_ids(
     run_convert(monkeypatch, "export", "--ckpt", run, "--hf", tmp_path / "out")
     ours, theirs = read_side_files(tmp_path / "out"), read_side_files(published)
     config = json.loads(ours.pop("config.json"))
-    theirs.pop("config.json")
-    assert ours == theirs and len(ours) == 5
-    assert {name: config[name] for name in IDS} == IDS
+    assert config == json.loads(theirs.pop("config.json"))
+    assert ours == theirs and ours.keys() == {*TRAVELS, *OWN_FILES, "unread.safetensors"}
+    assert not any((tmp_path / "out" / name).exists() for name in STAYS)
+    tensors = read_header(tmp_path / "out" / "model.safetensors")
+    for name, wanted in UNREAD_TENSORS.items():
+        assert tensors[name].whole().tobytes() == wanted.tobytes()
+        assert tensors[name].whole().dtype == wanted.dtype
     capsys.readouterr()
     chat = ["--chat", "--prompt", "some text", "--max-new-tokens", "2", "--dtype", "float32"]
     if imported:
