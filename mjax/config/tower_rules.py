@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from mjax.config.audio_schema import AudioConfig
 from mjax.config.pattern import BRANCHES, branches_of_model, modality_of, of_tower
 from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config
@@ -98,11 +97,7 @@ def texts_with_items_given(c: Config) -> Iterator[str]:
 
 @rule("leave it out")
 def rows_can_be_packed(c: Config) -> Iterator[str]:
-    if not c.data.images.packed:
-        return
-    if not c.model.modalities or c.model.is_dual_encoder:
-        yield "`data.images.packed` has no meaning without texts that hold items"
-    elif c.model.vision.is_cut:
+    if c.data.images.packed and c.model.vision.is_cut:
         yield "`data.images.packed` does not go with tiles: what an image costs is known once read"
 
 
@@ -113,16 +108,6 @@ def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
         needed += tower.text_tokens(c.item_size(name)) + tower.is_tiled  # a row's end
     if c.data.mock and needed > c.data.seq_length and not c.model.is_dual_encoder:
         yield f"`data.seq_length` is less than the {needed} tokens of an item of each modality"
-
-
-@rule("write S layers and a Q, or leave it out")
-def sounds_are_heard(c: Config) -> Iterator[str]:
-    if "audio" in c.model.modalities:
-        return
-    if set_keys(c.model.audio, *AudioConfig.model_fields):
-        yield "model.audio has no effect with `model.layer_pattern`"
-    if c.checkpoint.init_audio is not None:
-        yield "`checkpoint.init_audio` has no effect with `model.layer_pattern`"
 
 
 @rule("set it back to its default")
