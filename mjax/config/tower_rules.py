@@ -97,7 +97,11 @@ def texts_with_items_given(c: Config) -> Iterator[str]:
 
 @rule("leave it out")
 def rows_can_be_packed(c: Config) -> Iterator[str]:
-    if c.data.images.packed and c.model.vision.is_cut:
+    if not c.data.images.packed:
+        return
+    if not c.model.modalities or c.model.is_dual_encoder:
+        yield "`data.images.packed` has no meaning without texts that hold items"
+    elif c.model.vision.is_cut:
         yield "`data.images.packed` does not go with tiles: what an image costs is known once read"
 
 

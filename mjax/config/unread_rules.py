@@ -3,7 +3,7 @@
 Branches of layers, objectives and readers of data say here which keys they read. A key needs every
 row that names it, and one that no row names is read by all runs. Keys that choose how to compute
 (kernels, exchanges, the mesh) are in no row. They hold wherever they apply, so that a file trains
-on any number of devices.
+on any number of devices. So are lengths of what null switches off (train.eval_steps).
 """
 
 import functools
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mjax.config.keys import leaf_keys, value_of
-from mjax.config.model_schema import ModelConfig
+from mjax.config.model_schema import ModelConfig, MoeConfig
 from mjax.config.optax_arguments import PREFIX
-from mjax.config.pattern import BRANCHES, Branch, has_heads
+from mjax.config.pattern import BRANCHES, has_heads
 from mjax.config.rule import rule
 from mjax.config.schema import Config
 
@@ -93,11 +93,7 @@ def _puts_in_texts(c: Config) -> bool:
     return "vision" in c.model.modalities and not c.model.is_dual_encoder
 
 
-def _has_kv_heads(branch: Branch) -> bool:
-    return f"attention.{_KV_HEADS}" in branch.sizes and not branch.modality
-
-
-_KV_HEADS = "num_key_value_heads"
+_KV_HEADS = "attention.num_key_value_heads"
 _TOWER = "hidden_size intermediate_size num_attention_heads hidden_act layer_norm_eps"
 _ATTENTION = "".join(letter for letter in BRANCHES if has_heads(letter))
 _FEATURES = (
@@ -105,7 +101,9 @@ _FEATURES = (
     "attention_sinks attention_output_gate attn_logit_softcapping attention_multiplier "
     "attention_dropout key_multiplier attention_in_multiplier attention_out_multiplier"
 )
-_KV = "".join(letter for letter, branch in BRANCHES.items() if _has_kv_heads(branch))
+# Files of families that have models without experts give num_experts_per_tok in all of them.
+_EXPERTS = " ".join(name for name in MoeConfig.model_fields if name != "num_experts_per_tok")
+_KV = {letter for letter, branch in BRANCHES.items() if _KV_HEADS in branch.sizes}
 _ROTARY = {letter for letter, branch in BRANCHES.items() if branch.rotary}
 _WINDOWED = "".join(letter for letter, branch in BRANCHES.items() if branch.windowed)
 
@@ -113,7 +111,7 @@ _OF_MODEL = (
     _layers("A blocks", "A", "model.mla"),
     _layers("M blocks", "M", "model.mamba"),
     _layers("T blocks", "T", "model.deltanet"),
-    _layers("E blocks", "E", "model.moe"),
+    _layers("E blocks", "E", "model.moe", _EXPERTS),
     _layers("R blocks", "R", "model.retro"),
     _layers("S blocks", "S", "model.audio"),
     _layers("S blocks", "S", "checkpoint", "init_audio"),
@@ -121,8 +119,13 @@ _OF_MODEL = (
     _layers("L or W blocks", _WINDOWED, "model.attention", "sliding_window"),
     _layers("L or W blocks", _WINDOWED, "model.rope", "rope_local_theta"),
     _layers("D or E blocks", "DE", "model", "mlp_bias mlp_gated"),
-    _layers("other attention: A blocks have no kv heads", _KV, "model.attention", _KV_HEADS),
     _layers("attention", _ATTENTION, "model.attention", _FEATURES),
+    Need(
+        "model.layer_pattern",
+        "other attention: A blocks have no kv heads",
+        lambda c: "A" not in c.model.branches or bool(_KV & c.model.branches),
+        (f"model.{_KV_HEADS}",),
+    ),
     Need(
         "model.position_embedding",
         "rope and attention that it turns",
@@ -246,12 +249,6 @@ _OF_DATA = (
         "a model that reads images or sounds",
         _reads_items,
         _prefixed("data.images", "path valid_path workers"),
-    ),
-    Need(
-        "model.layer_pattern",
-        "texts that hold items",
-        lambda c: bool(c.model.modalities) and not c.model.is_dual_encoder,
-        ("data.images.packed",),
     ),
     Need(
         "model.layer_pattern",
@@ -396,18 +393,6 @@ _OF_TRAINING = (
         "a folder of weights",
         lambda c: c.checkpoint.init_from is not None,
         ("checkpoint.init_changes",),
-    ),
-    Need(
-        "train.eval_interval",
-        "a number",
-        lambda c: c.train.eval_interval is not None,
-        ("train.eval_steps",),
-    ),
-    Need(
-        "train.sample_prompt",
-        "a text",
-        lambda c: c.train.sample_prompt is not None,
-        ("train.sample_tokens",),
     ),
 )
 
