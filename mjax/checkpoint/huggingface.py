@@ -44,7 +44,7 @@ TABLES = re.compile(
     r"|\bembeddings\.position_ids$"
 )
 # Tensors that files carry and a model has no use for. Besides tables these are poolers beside other
-# heads (BERT), prediction layers (Qwen3-Next), what a tower has behind the layer that is read (LLaVA).
+# heads (BERT), prediction layers (Qwen3-Next), what a tower has behind the layer read (LLaVA).
 IGNORED = re.compile(
     rf"{TABLES.pattern}|^mtp\.|^((bert|roberta)\.)?pooler\.dense\."
     r"|^(model\.)?vision_tower\.(vision_model\.)?(post_layernorm|head|encoder\.layers\.\d+)\b"

@@ -155,12 +155,6 @@ def sentences_are_masked(c: Config) -> Iterator[str]:
         )
 
 
-@rule("remove it, or set train.objective=span_corruption")
-def target_length_used(c: Config) -> Iterator[str]:
-    if c.data.target_length is not None and c.train.objective != _SPANS:
-        yield "`data.target_length` has no effect with `train.objective`"
-
-
 @rule("set it; sentinel_ids are the first and the last one (docs/encoders.md)")
 def spans_have_ids(c: Config) -> Iterator[str]:
     if c.train.objective != _SPANS:
@@ -217,22 +211,10 @@ def classes_are_of_text(c: Config) -> Iterator[str]:
         )
 
 
-@rule("set it to 0")
-def offset_is_of_positions(c: Config) -> Iterator[str]:
-    if c.model.bert.position_offset and c.model.position_embedding != "learned":
-        yield "`model.bert.position_offset` has no effect with `model.position_embedding`"
-
-
 @rule("set model.tie_word_embeddings=true")
 def bert_head_is_tied(c: Config) -> Iterator[str]:
     if c.model.bert.mlm_head and not c.model.tie_word_embeddings:
         yield "`model.bert.mlm_head` is built on tied embeddings alone: `model.tie_word_embeddings`"
-
-
-@rule("set mlm_head or num_labels of model.bert")
-def prediction_head_used(c: Config) -> Iterator[str]:
-    if c.model.bert.prediction_head and not (c.model.bert.mlm_head or c.model.bert.num_labels):
-        yield "`model.bert.prediction_head` has no effect without a head"
 
 
 @rule("set it to 0")

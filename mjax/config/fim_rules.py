@@ -2,15 +2,8 @@
 
 from collections.abc import Iterator
 
-from mjax.config.rule import rule, rules_of, set_keys
-from mjax.config.schema import Config, DataConfig
-
-
-@rule("remove it, or set data.fim_rate=0.5 as Megatron does")
-def fim_keys_used(c: Config) -> Iterator[str]:
-    for name in set_keys(c.data, *DataConfig.model_fields):
-        if name.startswith("fim_") and c.data.fim_rate == 0:
-            yield f"`data.{name}` has no effect with `data.fim_rate`"
+from mjax.config.rule import rule, rules_of
+from mjax.config.schema import Config
 
 
 @rule("set it to a token of the tokenizer or to an id")
@@ -34,7 +27,8 @@ def fim_text(c: Config) -> Iterator[str]:
 
 @rule("set both or neither")
 def fim_fragments(c: Config) -> Iterator[str]:
-    if (c.data.fim_split_sample is None) != (c.data.fim_fragment_rate is None):
+    is_half = (c.data.fim_split_sample is None) != (c.data.fim_fragment_rate is None)
+    if c.data.fim_rate and is_half:
         yield "`data.fim_split_sample` and `data.fim_fragment_rate` belong together"
 
 

@@ -89,13 +89,6 @@ def tp_overlap_doubles(c: Config) -> Iterator[str]:
         )
 
 
-@rule("remove it or set mesh.pp above 1")
-def pipeline_keys_used(c: Config) -> Iterator[str]:
-    if c.mesh.pp == 1:
-        for key in _pipeline_keys(c):
-            yield f"{key} has no effect with `mesh.pp`"
-
-
 @rule("remove one of them")
 def pipeline_layout_alone(c: Config) -> Iterator[str]:
     keys = _pipeline_keys(c)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from mjax.config.keys import leaf_keys, value_of
-from mjax.config.mixer_schema import DeltaNetConfig, MambaConfig, MlaConfig
 from mjax.config.model_schema import ROPE_KEYS, LayerSizes
 from mjax.config.pattern import BRANCHES, branches_of, of_decoder, sizes_of
 from mjax.config.rule import rule, rules_of, set_keys
@@ -76,12 +75,6 @@ def mla_sizes_given(c: Config) -> Iterator[str]:
         yield "`model.layer_pattern` has A blocks, whose sizes model.mla lacks"
 
 
-@rule("add A blocks or remove model.mla")
-def mla_used(c: Config) -> Iterator[str]:
-    if not _has(c, "A") and c.model.mla != MlaConfig():
-        yield "model.mla has no effect: `model.layer_pattern` has no A block"
-
-
 @rule("set it to false")
 def mla_features(c: Config) -> Iterator[str]:
     names = "attention_bias attention_out_bias qk_norm attention_sinks key_multiplier".split()
@@ -89,13 +82,6 @@ def mla_features(c: Config) -> Iterator[str]:
     for name in names:
         if _has(c, "A") and value_of(c.model.attention, name):
             yield f"`model.attention.{name}` is not built for A blocks"
-
-
-@rule("leave it out")
-def mla_has_no_groups(c: Config) -> Iterator[str]:
-    has_groups = c.model.attention.num_key_value_heads != c.model.attention.num_attention_heads
-    if has_groups and _has(c, "A") and not _has(c, HEAD_DIM):
-        yield "`model.attention.num_key_value_heads` has no effect: A blocks have no kv heads"
 
 
 @rule("set it to 1.0")
@@ -113,12 +99,6 @@ def mamba_heads_given(c: Config) -> Iterator[str]:
         yield "`model.layer_pattern` has M blocks, whose heads model.mamba lacks"
 
 
-@rule("add M blocks or remove model.mamba")
-def mamba_used(c: Config) -> Iterator[str]:
-    if not _has(c, "M") and c.model.mamba != MambaConfig():
-        yield "model.mamba has no effect: `model.layer_pattern` has no M block"
-
-
 @rule("each group must serve equally many heads: change either")
 def mamba_groups_divide_heads(c: Config) -> Iterator[str]:
     if c.model.mamba.mamba_num_heads % c.model.mamba.n_groups:
@@ -134,12 +114,6 @@ def deltanet_heads_fit(c: Config) -> Iterator[str]:
             "`model.deltanet.linear_num_value_heads` is no multiple of "
             "`model.deltanet.linear_num_key_heads`, or they are missing, for T blocks"
         )
-
-
-@rule("add T blocks or remove model.deltanet")
-def deltanet_used(c: Config) -> Iterator[str]:
-    if not _has(c, "T") and c.model.deltanet != DeltaNetConfig():
-        yield "model.deltanet has no effect: `model.layer_pattern` has no T block"
 
 
 @rule("give [smallest, largest] or null, and time_step_min up to time_step_max")
@@ -170,16 +144,6 @@ def rotary_dims_even(c: Config) -> Iterator[str]:
             yield f"`model.{key}` x `model.rope.partial_rotary_factor` rotates {dims} dims"
 
 
-@rule("remove them or set model.position_embedding=rope")
-def rope_keys_need_rope(c: Config) -> Iterator[str]:
-    given = c.model.rope.rope_scaling is not None or c.model.rope.rope_local_theta is not None
-    if given and c.model.position_embedding != "rope":
-        yield (
-            "rope_scaling and rope_local_theta of model.rope have no effect with "
-            "`model.position_embedding`"
-        )
-
-
 @rule("remove it")
 def scaling_keys_used(c: Config) -> Iterator[str]:
     scaling = c.model.rope.rope_scaling
@@ -204,12 +168,6 @@ def longrope_complete(c: Config) -> Iterator[str]:
         )
 
 
-@rule("set model.attention.qk_norm=true")
-def all_heads_norm_used(c: Config) -> Iterator[str]:
-    if c.model.attention.qk_norm_all_heads and not c.model.attention.qk_norm:
-        yield "`model.attention.qk_norm_all_heads` has no effect without qk_norm"
-
-
 @rule("choose a mesh.tp that divides them", every_size=True)
 def all_heads_norm_has_heads(c: Config) -> Iterator[str]:
     attention = c.model.attention
@@ -224,24 +182,6 @@ def all_heads_norm_has_heads(c: Config) -> Iterator[str]:
 def window_given(c: Config) -> Iterator[str]:
     if _has_windows(c) and c.model.attention.sliding_window is None:
         yield "`model.layer_pattern` has sliding-window blocks"
-
-
-@rule("add L or W blocks, or set model.attention.sliding_window=null")
-def window_used(c: Config) -> Iterator[str]:
-    if c.model.attention.sliding_window is not None and not _has_windows(c):
-        yield "`model.attention.sliding_window` has no effect: `model.layer_pattern` has no L, no W"
-
-
-@rule("set model.norm=layernorm, or leave it out")
-def norm_bias_used(c: Config) -> Iterator[str]:
-    if not c.model.norm_bias and c.model.norm != "layernorm":
-        yield "`model.norm_bias` has no effect with `model.norm`"
-
-
-@rule("add E blocks or set model.moe.num_experts=0")
-def experts_used(c: Config) -> Iterator[str]:
-    if c.model.moe.num_experts and not _has(c, "E"):
-        yield "`model.moe.num_experts` has no effect: `model.layer_pattern` has no E block"
 
 
 @rule("lower the one or raise the other")
@@ -279,12 +219,6 @@ def group_score_fits(c: Config) -> Iterator[str]:
         yield "`model.moe.group_score_topk` exceeds the experts of a group"
 
 
-@rule("set model.moe.shared_expert_intermediate_size")
-def shared_gate_used(c: Config) -> Iterator[str]:
-    if c.model.moe.shared_expert_gate and c.model.moe.shared_expert_intermediate_size <= 0:
-        yield "`model.moe.shared_expert_gate` has no effect without a shared expert"
-
-
 @rule("set the one or the other")
 def sinkhorn_alone(c: Config) -> Iterator[str]:
     others = "router_aux_loss_coef expert_bias n_group force_balanced skip_padding".split()
@@ -299,12 +233,6 @@ def layers_averaged_in_one_stream(c: Config) -> Iterator[str]:
     averages = c.model.moe.router_aux_loss_type == "mean_over_layers"
     if averages and of_others and c.model.has_two_streams and not c.model.is_encoder_decoder:
         yield "`model.moe.router_aux_loss_type` is not built for experts of neighbors or towers"
-
-
-@rule("set model.moe.capacity_factor")
-def drop_policy_used(c: Config) -> Iterator[str]:
-    if c.model.moe.drop_policy != "probs" and c.model.moe.capacity_factor is None:
-        yield "`model.moe.drop_policy` has no effect without a capacity"
 
 
 @rule("set model.moe.capacity_factor, or train.experts=auto")

@@ -12,7 +12,7 @@ from mjax.config.optax_arguments import (
     optax_names,
     own_key,
 )
-from mjax.config.rule import Rule, rule, rules_of, set_keys
+from mjax.config.rule import Rule, rule, rules_of
 from mjax.config.schema import Config
 
 BUILT_IN = ("adamw", "muon")
@@ -49,15 +49,9 @@ def optimizer_known(c: Config) -> Iterator[str]:
     yield "`optimizer.name` is no optimizer" + (f" (did you mean {near[0]}?)" if near else "")
 
 
-@rule("remove it and set keys such as optimizer.b1 or optimizer.muon_momentum")
-def args_used(c: Config) -> Iterator[str]:
-    if c.optimizer.args and not _named_by_optax(c):
-        yield "`optimizer.args` has no effect with `optimizer.name`, which has keys of its own"
-
-
 @rule("set that key")
 def args_not_own(c: Config) -> Iterator[str]:
-    for name, value in c.optimizer.args.items():
+    for name, value in c.optimizer.args.items() if _named_by_optax(c) else ():
         if own_key(name):
             yield f"optimizer.args.{name}={value!r} has a key of mjax's own, {own_key(name)}"
 
@@ -65,7 +59,7 @@ def args_not_own(c: Config) -> Iterator[str]:
 @rule("correct the name or remove it")
 def args_known(c: Config) -> Iterator[str]:
     known = _known_arguments(c)
-    for name, value in c.optimizer.args.items():
+    for name, value in c.optimizer.args.items() if _named_by_optax(c) else ():
         if name not in known:
             yield (
                 f"optimizer.args.{name}={value!r}: {c.optimizer.name} has no such argument "
@@ -77,7 +71,7 @@ def args_known(c: Config) -> Iterator[str]:
 def args_typed(c: Config) -> Iterator[str]:
     known = _known_arguments(c)
     for name, value in c.optimizer.args.items():
-        if not known[name].takes(value):
+        if name in known and not known[name].takes(value):
             yield (
                 f"optimizer.args.{name}={value!r} of {c.optimizer.name} must be "
                 f"{known[name].expected}"
@@ -89,13 +83,6 @@ def args_complete(c: Config) -> Iterator[str]:
     for name, argument in _known_arguments(c).items():
         if argument.required and name not in c.optimizer.args:
             yield f"`optimizer.args` lacks {name}, which `optimizer.name` needs"
-
-
-@rule("give it in optimizer.args, if the function has such an argument")
-def adam_keys_used(c: Config) -> Iterator[str]:
-    for key in set_keys(c.optimizer, "b1", "b2", "eps"):
-        if _named_by_optax(c):
-            yield f"`optimizer.{key}` has no effect with `optimizer.name`"
 
 
 @rule(
@@ -146,13 +133,6 @@ def bf16_optax_moves(c: Config) -> Iterator[str]:
 def bf16_masters_move(c: Config) -> Iterator[str]:
     if c.precision.params != "float32" and not c.optimizer.stochastic_rounding:
         yield "`precision.params`: updates below half a bf16 step would vanish"
-
-
-@rule("set precision.params, optimizer.mu_dtype or optimizer.nu_dtype to bfloat16")
-def rounding_used(c: Config) -> Iterator[str]:
-    stored = c.precision.params, c.optimizer.mu_dtype, c.optimizer.nu_dtype
-    if c.optimizer.stochastic_rounding and "bfloat16" not in stored:
-        yield "`optimizer.stochastic_rounding` has no effect: nothing is stored in bf16"
 
 
 # Muon gathers its matrices to orthogonalize them.

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from mjax.config.audio_schema import AudioConfig
 from mjax.config.pattern import BRANCHES, branches_of_model, modality_of, of_tower
 from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config
@@ -113,16 +112,6 @@ def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
         needed += tower.text_tokens(c.item_size(name)) + tower.is_tiled  # a row's end
     if c.data.mock and needed > c.data.seq_length and not c.model.is_dual_encoder:
         yield f"`data.seq_length` is less than the {needed} tokens of an item of each modality"
-
-
-@rule("write S layers and a Q, or leave it out")
-def sounds_are_heard(c: Config) -> Iterator[str]:
-    if "audio" in c.model.modalities:
-        return
-    if set_keys(c.model.audio, *AudioConfig.model_fields):
-        yield "model.audio has no effect with `model.layer_pattern`"
-    if c.checkpoint.init_audio is not None:
-        yield "`checkpoint.init_audio` has no effect with `model.layer_pattern`"
 
 
 @rule("set it back to its default")

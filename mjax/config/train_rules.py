@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from mjax.config.mesh_rules import count_slots, not_for_cudnn
 from mjax.config.remat import not_kept, remat_policies
-from mjax.config.rule import rule, rules_of, set_keys
+from mjax.config.rule import rule, rules_of
 from mjax.config.schema import Config
 
 
@@ -127,26 +127,11 @@ def fp8_of_blackwell(c: Config) -> Iterator[str]:
         )
 
 
-@rule("remove it or set precision.fp8=current")
-def fp8_keys_used(c: Config) -> Iterator[str]:
-    if c.precision.fp8 != "none":
-        return
-    for key in ("fp8_skip_layers", "fp8_experts"):
-        if getattr(c.precision, key):
-            yield f"`precision.{key}` has no effect with `precision.fp8`"
-
-
 @rule("set precision.fp8_experts=false or train.experts=auto")
 def fp8_experts_one_by_one(c: Config) -> Iterator[str]:
     rounds = c.precision.fp8 != "none" and c.precision.fp8_experts
     if rounds and c.train.experts == "loop":
         yield "`train.experts` has no products of 8 bits for `precision.fp8`"
-
-
-@rule("remove it or set precision.fp8=delayed")
-def fp8_backend_used(c: Config) -> Iterator[str]:
-    if c.precision.fp8 == "none" and c.precision.fp8_backend != "xla":
-        yield "`precision.fp8_backend` has no effect with `precision.fp8`"
 
 
 @rule("lower it or set precision.fp8=none")
@@ -175,14 +160,6 @@ def fp16_without_fp8(c: Config) -> Iterator[str]:
 def fp16_masters(c: Config) -> Iterator[str]:
     if c.precision.compute == "float16" and c.precision.params != "float32":
         yield "`precision.params`: `precision.compute` needs fp32 masters"
-
-
-@rule("remove it or set precision.compute=float16")
-def loss_scale_used(c: Config) -> Iterator[str]:
-    names = "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
-    for name in set_keys(c.precision, *names):
-        if c.precision.compute != "float16":
-            yield f"`precision.{name}` has no effect with `precision.compute`"
 
 
 @rule("set them to Megatron's, which are 4294967296 and 1")

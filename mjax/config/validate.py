@@ -15,6 +15,7 @@ from mjax.config.rule import Rule
 from mjax.config.schema import Config
 from mjax.config.tower_rules import TOWER_RULES
 from mjax.config.train_rules import TRAIN_RULES
+from mjax.config.unread_rules import every_key_is_read
 from mjax.config.vision_rules import VISION_RULES
 from mjax.errors import UserError
 
@@ -29,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     *OPTIMIZER_RULES,
     *FIM_RULES,
     *TRAIN_RULES,
+    every_key_is_read,
 )
 
 

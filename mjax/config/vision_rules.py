@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from mjax.config.pattern import of_tower
 from mjax.config.rule import rule, rules_of, set_keys
 from mjax.config.schema import Config
-from mjax.config.vision_schema import VisionConfig
 
 _OBJECTIVE = "classify_images"
 _CONTRASTIVE = "contrastive"
@@ -21,10 +20,6 @@ def images_are_classified(c: Config) -> Iterator[str]:
         yield "`train.objective` reads tokens, but `model.vision.patch_size` cuts images into them"
     if not c.model.reads_images and c.train.objective == _OBJECTIVE:
         yield "`train.objective` reads images, but `model.vision.patch_size` cuts none"
-    if not c.model.embedded and c.data.images.path is not None:
-        yield "`data.images.path` are images, but `model.vision.patch_size` cuts none"
-    if not c.model.reads_images and set_keys(c.model.vision, *VisionConfig.model_fields):
-        yield "model.vision has no effect with `model.vision.patch_size`"
 
 
 @rule("set model.layer_pattern=B and model.position_embedding=learned")
@@ -49,18 +44,13 @@ def compared_texts_are_plain(c: Config) -> Iterator[str]:
     model = c.model
     if not model.is_dual_encoder:
         pools = not (model.vision.class_token or "vision" in model.modalities)
-        if set_keys(model, "contrastive") or pools:
-            yield "model.contrastive and class_token are for V without P in `model.layer_pattern`"
+        if pools:
+            yield "model.vision.class_token is for V without P in `model.layer_pattern`"
         return
-    of_heads = ("tie_word_embeddings", "logits_scaling", "final_logit_softcapping")
-    for key in set_keys(model, "bert", "num_nextn_predict_layers", *of_heads):
-        yield f"`model.{key}` has no meaning for texts that are compared with images"
     if (model.contrastive.eos_token_id or 0) >= model.vocab_size:
         yield "`model.contrastive.eos_token_id` is outside `model.vocab_size`"
     if model.contrastive.projection_dim == 0:
         yield "`model.contrastive.projection_dim` is needed to compare images with texts"
-    for key in set_keys(model.vision, "num_labels", "image_token_id", "max_images"):
-        yield f"`model.vision.{key}` has no meaning for images that are compared with texts"
 
 
 @rule("make them equal: no projection follows images that attention pools")
@@ -81,14 +71,6 @@ def patches_fill_an_image(c: Config) -> Iterator[str]:
         yield "`model.vision.image_size` is no multiple of `model.vision.patch_size`"
     elif c.image_size % vision.patch_size:
         yield "`data.images.image_size` is no multiple of `model.vision.patch_size`"
-
-
-@rule("leave it out, or write a P")
-def patches_are_projected(c: Config) -> Iterator[str]:
-    keys = set_keys(c.model.vision, "image_grid_pinpoints", "tile_tags", "pixel_shuffle")
-    has_projector = "vision" in c.model.modalities and not c.model.is_dual_encoder
-    for key in keys if not has_projector else ():
-        yield f"model.vision.{key} has no meaning in `model.layer_pattern` without P"
 
 
 @rule("change either")
@@ -134,13 +116,6 @@ def rows_hold_an_image(c: Config) -> Iterator[str]:
 def image_classes_given(c: Config) -> Iterator[str]:
     if c.train.objective == _OBJECTIVE and c.model.vision.num_labels < 2:
         yield "`model.vision.num_labels`: classify_images has no classes to tell"
-
-
-@rule("leave it out")
-def images_have_no_text(c: Config) -> Iterator[str]:
-    for key in ("bert", "num_nextn_predict_layers", "decoder_start_token_id"):
-        if c.model.reads_images and set_keys(c.model, key):
-            yield f"`model.{key}` is of texts, and the model reads images (model.vision)"
 
 
 @rule("give one number, or one a channel")

@@ -3,7 +3,9 @@
 import pytest
 
 from mjax.config import load, mesh_sizes, validate
-from mjax.config.schema import MeshConfig
+from mjax.config.keys import leaf_keys
+from mjax.config.schema import Config, MeshConfig
+from mjax.config.unread_rules import NEEDS
 from mjax.config.validate import RULES
 from mjax.errors import UserError
 
@@ -57,7 +59,6 @@ BROKEN = {
         ["mesh.tp=3", "mesh.tp_overlap=always"],
         "mesh.tp_overlap='always' exchanges with 1, 2, 4, .. devices, but mesh.tp=3 is no power",
     ),
-    "pipeline_keys_used": (["mesh.virtual_stages=2"], "mesh.virtual_stages=2 has no effect"),
     "pipeline_layout_alone": (
         ["mesh.pp=2", "mesh.virtual_stages=2", "mesh.pipeline_layout='Ettt|tL'"],
         "decides what mesh.virtual_stages=2 asks for",
@@ -119,18 +120,15 @@ BROKEN = {
     "kv_heads_divide_heads": (["model.attention.num_key_value_heads=3"], "num_key_value_heads=3"),
     "head_dim_known": (["model.hidden_size=255"], "set model.attention.head_dim"),
     "mla_sizes_given": (["model.layer_pattern=A"], "whose sizes model.mla lacks"),
-    "mla_used": (["model.mla.kv_lora_rank=8"], "model.layer_pattern='G' has no A block"),
     "mla_features": (
         [*LATENT, "model.attention.qk_norm=true"],
         "model.attention.qk_norm=True is not built for A blocks",
     ),
-    "mla_has_no_groups": ([*LATENT, "model.attention.num_key_value_heads=2"], "no kv heads"),
     "mla_rotates_whole_part": (
         [*LATENT, "model.rope.partial_rotary_factor=0.5"],
         "model.rope.partial_rotary_factor=0.5 is not for A blocks",
     ),
     "mamba_heads_given": (["model.layer_pattern=M"], "whose heads model.mamba lacks"),
-    "mamba_used": (["model.mamba.n_groups=1", "model.mamba.state_size=8"], "has no M block"),
     "mamba_groups_divide_heads": (
         [*STATES, "model.mamba.n_groups=4"],
         "model.mamba.mamba_num_heads=6 is not divisible by model.mamba.n_groups=4",
@@ -139,17 +137,12 @@ BROKEN = {
         ["model.layer_pattern=T", "model.deltanet.linear_num_key_heads=4"],
         "model.deltanet.linear_num_value_heads=0 is no multiple of",
     ),
-    "deltanet_used": (["model.deltanet.linear_chunk_size=8"], "has no T block"),
     "mamba_steps_fit": (
         [*STATES, "model.mamba.time_step_limit=[0.1]"],
         "model.mamba.time_step_limit=[0.1]",
     ),
     "multipliers_fit": (["model.mlp_multipliers=[0.5]"], "model.mlp_multipliers=[0.5]"),
     "rotary_dims_even": (["model.rope.partial_rotary_factor=0.05"], "rotates 3 dims"),
-    "rope_keys_need_rope": (
-        ["model.position_embedding=learned", "model.rope.rope_scaling={rope_type: linear}"],
-        "model.position_embedding='learned'",
-    ),
     "scaling_keys_used": (
         ["model.rope.rope_scaling={rope_type: linear, factor: 2.0, beta_fast: 8.0}"],
         "model.rope.rope_scaling.beta_fast=8.0 has no effect with "
@@ -158,10 +151,6 @@ BROKEN = {
     "longrope_complete": (
         ["model.rope.rope_scaling={rope_type: longrope, short_factor: [1.0]}"],
         "longrope needs short_factor and long_factor",
-    ),
-    "all_heads_norm_used": (
-        ["model.attention.qk_norm_all_heads=true"],
-        "set model.attention.qk_norm=true",
     ),
     "all_heads_norm_has_heads": (
         [
@@ -173,12 +162,6 @@ BROKEN = {
         "model.attention.num_key_value_heads=1 is not divisible by mesh.tp=2",
     ),
     "window_given": (["model.layer_pattern=LG"], "set model.attention.sliding_window"),
-    "window_used": (
-        ["model.attention.sliding_window=8"],
-        "model.attention.sliding_window=8 has no effect",
-    ),
-    "norm_bias_used": (["model.norm_bias=false"], "no effect with model.norm='rmsnorm'"),
-    "experts_used": (["model.moe.num_experts=4"], "'G' has no E block"),
     "top_k_fits": (
         [*EXPERTS, "model.moe.num_experts_per_tok=5"],
         "exceeds model.moe.num_experts=4",
@@ -192,10 +175,6 @@ BROKEN = {
         [*EXPERTS, "model.moe.n_group=2", "model.moe.group_score_topk=3"],
         "model.moe.group_score_topk=3 exceeds the experts of a group",
     ),
-    "shared_gate_used": (
-        [*EXPERTS, "model.moe.shared_expert_gate=true"],
-        "model.moe.shared_expert_gate=True has no effect without a shared expert",
-    ),
     "sinkhorn_alone": (
         [*EXPERTS, "model.moe.sinkhorn=true", "model.moe.expert_bias=true"],
         "model.moe.sinkhorn=True balances by itself, not with model.moe.expert_bias=True",
@@ -204,10 +183,6 @@ BROKEN = {
         [*RETRO, "model.layer_pattern='[G],[BCE],[RD],[GRD]'", "model.moe.num_experts=4"]
         + ["model.moe.router_aux_loss_type=mean_over_layers"],
         "model.moe.router_aux_loss_type='mean_over_layers' is not built for experts of neighbors",
-    ),
-    "drop_policy_used": (
-        [*EXPERTS, "model.moe.drop_policy=position"],
-        "model.moe.drop_policy='position' has no effect without a capacity",
     ),
     "batched_experts_have_capacity": (
         [*EXPERTS, "train.experts=batched"],
@@ -261,8 +236,8 @@ BROKEN = {
         "model.layer_pattern='V*2,G,U': without P, layers of V stand before G alone or U alone",
     ),
     "compared_texts_are_plain": (
-        [*CLIP, "model.tie_word_embeddings=true"],
-        "model.tie_word_embeddings=True has no meaning for texts that are compared",
+        [*CLIP, "model.contrastive.projection_dim=0"],
+        "model.contrastive.projection_dim=0 is needed to compare images with texts",
     ),
     "pooled_images_have_the_width": (
         [*CLIP, "model.vision.class_token=false"],
@@ -271,10 +246,6 @@ BROKEN = {
     "patches_fill_an_image": (
         [*VIT, "data.images.image_size=30"],
         "data.images.image_size=30 is no multiple of model.vision.patch_size=8",
-    ),
-    "patches_are_projected": (
-        [*VIT, "model.vision.pixel_shuffle=true"],
-        "model.vision.pixel_shuffle has no meaning in model.layer_pattern='B' without P",
     ),
     "tiles_divide_images": (
         [*LLAVA, "model.vision.image_grid_pinpoints=[[32, 64], [48, 32]]"],
@@ -289,7 +260,6 @@ BROKEN = {
         "data.seq_length=16 is less than the 17 tokens of an image",
     ),
     "image_classes_given": ([*VIT, "model.vision.num_labels=0"], "model.vision.num_labels=0"),
-    "images_have_no_text": ([*VIT, "model.bert.type_vocab_size=2"], "is of texts"),
     "channels_are_scaled": (
         [*VIT, "data.images.mean=[0.5, 0.5]"],
         "data.images.mean=[0.5, 0.5] does not fit model.vision.num_channels=3",
@@ -326,7 +296,6 @@ BROKEN = {
         [*LLAVA, *BOTH, "model.vision.image_token_id=8", "data.seq_length=20"],
         "data.seq_length=20 is less than the 24 tokens of an item of each modality",
     ),
-    "sounds_are_heard": ([*LLAVA, SOUNDS], "model.audio has no effect"),
     "towers_lack": (
         [*LLAVA, "model.residual_multiplier=0.5"],
         "model.residual_multiplier=0.5 is not built beside towers",
@@ -386,10 +355,6 @@ BROKEN = {
         ["model.layer_pattern=B", "train.objective=classify", "data.tokenizer=byte", *SAMPLES],
         "makes samples for masked_lm and span_corruption, not for train.objective='classify'",
     ),
-    "target_length_used": (
-        ["data.target_length=32"],
-        "data.target_length=32 has no effect with train.objective='next_token'",
-    ),
     "spans_have_ids": (
         [*SPANS, "data.masked.sentinel_ids=[255]"],
         "train.objective='span_corruption' needs data.masked.sentinel_ids=[255]",
@@ -419,17 +384,9 @@ BROKEN = {
         + ["data.mock=false", "data.paths=[a]"],
         "train.objective='classify' needs data.text, a file of JSON lines with a label each",
     ),
-    "offset_is_of_positions": (
-        ["model.bert.position_offset=2"],
-        "model.bert.position_offset=2 has no effect with model.position_embedding='rope'",
-    ),
     "bert_head_is_tied": (
         [*MASKED, "model.bert.mlm_head=true"],
         "model.bert.mlm_head=True is built on tied embeddings alone",
-    ),
-    "prediction_head_used": (
-        ["model.bert.prediction_head=true"],
-        "model.bert.prediction_head=True has no effect",
     ),
     "prediction_has_a_final_norm": (
         ["model.num_nextn_predict_layers=1", "model.norm_placement=post_residual"],
@@ -477,7 +434,6 @@ BROKEN = {
         "checkpoint.interval=30 is no multiple of train.eval_interval=20",
     ),
     "optimizer_known": (["optimizer.name=sgd"], "(did you mean optax.sgd?)"),
-    "args_used": (["optimizer.args={b1: 0.5}"], "args={'b1': 0.5} has no effect"),
     "args_not_own": (
         ["optimizer.name=optax.lion", "optimizer.args={weight_decay: 0.5}"],
         "optimizer.args.weight_decay=0.5 has a key of mjax's own, optimizer.weight_decay",
@@ -494,10 +450,6 @@ BROKEN = {
         ["optimizer.name=optax.trace"],
         "lacks decay, which optimizer.name='optax.tr",
     ),
-    "adam_keys_used": (
-        ["optimizer.name=optax.lion", "optimizer.eps=0.5"],
-        "optimizer.eps=0.5 has no effect with optimizer.name='optax.lion'",
-    ),
     "roles_known": (["optimizer.lr_multipliers={embeding: 2.0}"], "'embeding'"),
     "muon_roles_are_matrices": (["optimizer.muon_roles=[norm]"], "['norm']"),
     "lr_multipliers_legal": (["optimizer.lr_multipliers={head: -1.0}"], "{'head': -1.0}"),
@@ -509,14 +461,9 @@ BROKEN = {
         "moments of optimizer.name='optax.lion' in bfloat16 might stand still",
     ),
     "bf16_masters_move": (["precision.params=bfloat16"], "or precision.params=float32"),
-    "rounding_used": (["optimizer.stochastic_rounding=true"], "nothing is stored in bf16"),
     "offload_of_muon": (
         ["optimizer.name=muon", "optimizer.offload=true"],
         "built for elementwise updates, not for optimizer.name='muon'",
-    ),
-    "fim_keys_used": (
-        ["data.fim_fragment_rate=0.5"],
-        "data.fim_fragment_rate=0.5 has no effect with data.fim_rate=0.0",
     ),
     "fim_sentinels": (
         ["data.fim_rate=0.5", "data.fim_prefix_token=1"],
@@ -553,12 +500,10 @@ BROKEN = {
         "compares all rows of a step, but train.global_batch_size=16 is several",
     ),
     "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
-    "fp8_keys_used": (["precision.fp8_skip_layers=1"], "has no effect with precision.fp8='none'"),
     "fp8_experts_one_by_one": (
         ["precision.fp8=current", "precision.fp8_experts=true", "train.experts=loop"],
         "train.experts='loop' has no products of 8 bits for precision.fp8='current'",
     ),
-    "fp8_backend_used": (["precision.fp8_backend=te"], "has no effect with precision.fp8='none'"),
     "fp8_layers_left": (
         ["precision.fp8=current", "precision.fp8_skip_layers=2"],
         "precision.fp8_skip_layers=2 at both ends of model.num_hidden_layers=4 leaves none",
@@ -576,10 +521,6 @@ BROKEN = {
         ["precision.compute=float16", "precision.params=bfloat16"]
         + ["optimizer.stochastic_rounding=true"],
         "precision.params='bfloat16': precision.compute='float16' needs fp32 masters",
-    ),
-    "loss_scale_used": (
-        ["precision.hysteresis=1"],
-        "precision.hysteresis=1 has no effect with precision.compute='bfloat16'",
     ),
     "loss_scale_range": (
         ["precision.compute=float16", "precision.initial_loss_scale=0.5"],
@@ -605,7 +546,141 @@ BROKEN = {
         ["train.attention=triton", "precision.compute=bfloat16", "mesh.cp=2"],
         "takes all keys of a row, but mesh.cp=2 cuts them",
     ),
+    "every_key_is_read": (
+        ["optimizer.muon_steps=4"],
+        "optimizer.muon_steps=4 has no effect with optimizer.name='adamw', only with muon",
+    ),
 }
+
+CLASSES = ["model.layer_pattern=B", "train.objective=classify", "model.bert.num_labels=2"]
+PATTERN = "model.layer_pattern="
+# Overrides of a legal config, the key among them that nothing reads, and what decides it.
+UNREAD = [
+    (["mesh.virtual_stages=2"], "mesh.virtual_stages=2", "mesh.pp=1"),
+    (["model.mla.kv_lora_rank=8"], "model.mla.kv_lora_rank=8", f"{PATTERN}'G'"),
+    (
+        [*LATENT, "model.attention.num_key_value_heads=2"],
+        "model.attention.num_key_value_heads=2",
+        f"{PATTERN}'A'",
+    ),
+    (["model.mamba.state_size=8"], "model.mamba.state_size=8", f"{PATTERN}'G'"),
+    (["model.deltanet.linear_chunk_size=8"], "model.deltanet.linear_chunk_size=8", PATTERN),
+    (["model.retro.num_neighbors=3"], "model.retro.num_neighbors=3", f"{PATTERN}'G'"),
+    (["model.relative.max_distance=99"], "model.relative.max_distance=99", "model.position_"),
+    (
+        ["model.position_embedding=learned", "model.rope.rope_scaling={rope_type: linear}"],
+        "model.rope.rope_scaling=",
+        "model.position_embedding='learned'",
+    ),
+    (
+        ["model.position_embedding=none", "model.rope.rope_theta=5e5"],
+        "model.rope.rope_theta=500000.0",
+        "model.position_embedding='none'",
+    ),
+    ([*STATES, "model.attention.qk_norm=true"], "model.attention.qk_norm=True", f"{PATTERN}'M'"),
+    (
+        ["model.attention.qk_norm_all_heads=true"],
+        "model.attention.qk_norm_all_heads=True",
+        "model.attention.qk_norm=False",
+    ),
+    (["model.attention.sliding_window=8"], "model.attention.sliding_window=8", f"{PATTERN}'G'"),
+    (["model.norm_bias=false"], "model.norm_bias=False", "model.norm='rmsnorm'"),
+    (["model.moe.num_experts=4"], "model.moe.num_experts=4", f"{PATTERN}'G'"),
+    (["model.moe.router_bias=true"], "model.moe.router_bias=True", f"{PATTERN}'G'"),
+    (
+        [*EXPERTS, "model.moe.shared_expert_gate=true"],
+        "model.moe.shared_expert_gate=True",
+        "model.moe.shared_expert_intermediate_size=0",
+    ),
+    (
+        [*EXPERTS, "model.moe.drop_policy=position"],
+        "model.moe.drop_policy='position'",
+        "model.moe.capacity_factor=None",
+    ),
+    ([*VIT, "model.vision.pixel_shuffle=true"], "model.vision.pixel_shuffle=True", PATTERN),
+    ([*VIT, "model.vision.hidden_size=64"], "model.vision.hidden_size=64", f"{PATTERN}'B'"),
+    ([*VIT, "model.bert.type_vocab_size=2"], "model.bert.type_vocab_size=2", PATTERN),
+    ([*CLIP, "model.tie_word_embeddings=true"], "model.tie_word_embeddings=True", PATTERN),
+    ([*CLIP, "model.vision.max_images=2"], "model.vision.max_images=2", PATTERN),
+    ([*LLAVA, "model.vision.num_labels=3"], "model.vision.num_labels=3", "train.objective="),
+    ([*LLAVA, "model.contrastive.projection_dim=8"], "model.contrastive.projection_dim=8", PATTERN),
+    ([*LLAVA, SOUNDS], "model.audio.hidden_size=32", PATTERN),
+    ([*LLAVA, "checkpoint.init_audio=x"], "checkpoint.init_audio='x'", PATTERN),
+    (["model.vision.image_size=32"], "model.vision.image_size=32", "model.vision.patch_size=0"),
+    (["model.decoder_start_token_id=0"], "model.decoder_start_token_id=0", f"{PATTERN}'G'"),
+    (["data.target_length=32"], "data.target_length=32", "train.objective='next_token'"),
+    (
+        ["model.bert.position_offset=2"],
+        "model.bert.position_offset=2",
+        "model.position_embedding='rope'",
+    ),
+    (["model.bert.prediction_head=true"], "model.bert.prediction_head=True", "model.bert."),
+    (["optimizer.args={b1: 0.5}"], "optimizer.args={'b1': 0.5}", "optimizer.name='adamw'"),
+    (
+        ["optimizer.name=optax.lion", "optimizer.eps=0.5"],
+        "optimizer.eps=0.5",
+        "optimizer.name='optax.lion'",
+    ),
+    (
+        ["optimizer.stochastic_rounding=true"],
+        "optimizer.stochastic_rounding=True",
+        "precision.params='float32'",
+    ),
+    (["data.fim_fragment_rate=0.5"], "data.fim_fragment_rate=0.5", "data.fim_rate=0.0"),
+    (["precision.fp8_skip_layers=1"], "precision.fp8_skip_layers=1", "precision.fp8='none'"),
+    (["precision.fp8_backend=te"], "precision.fp8_backend='te'", "precision.fp8='none'"),
+    (["precision.hysteresis=1"], "precision.hysteresis=1", "precision.compute='bfloat16'"),
+    (["schedule.wsd_decay_steps=9"], "schedule.wsd_decay_steps=9", "schedule.decay='cosine'"),
+    (["checkpoint.init_changes=[heads]"], "checkpoint.init_changes=", "checkpoint.init_from=None"),
+]
+FILES = ["data.mock=false", "data.images.path=x", "data.tokenizer=byte"]
+UNREAD += [
+    ([*of_images, f"{key}={value}"], f"{key}=", switch)
+    for of_images in ([*VIT, *FILES[:2]], [*LLAVA, *FILES], [*CLIP, *FILES])
+    for key, value, switch in (
+        ("data.valid_paths", "[y]", "data.images.path='x'"),
+        ("data.cache_dir", "y", "train.objective="),
+        ("data.reset_position_ids", "true", "train.objective="),
+        ("data.masked.probability", "0.3", "train.objective="),
+    )
+]
+UNREAD += [
+    ([*CLASSES, *changed], key, "train.objective='classify'")
+    for changed, key in (
+        (["data.cache_dir=y"], "data.cache_dir='y'"),
+        (["train.label_smoothing=0.1"], "train.label_smoothing=0.1"),
+        (["data.eod_mask_loss=true", "data.eod_token_id=1"], "data.eod_mask_loss=True"),
+    )
+]
+UNREAD += [
+    ([*VIT, *FILES[:1], "data.text=x", "data.tokenizer=byte"], "data.text='x'", "model.vision."),
+    ([*VIT, *FILES[:1], "data.paths=[x]"], "data.paths=['x']", "model.vision.patch_size=8"),
+    (["data.images.mean=[0.1]"], "data.images.mean=[0.1]", f"{PATTERN}'G'"),
+    ([*FILES[:1], "data.images.path=x"], "data.images.path='x'", f"{PATTERN}'G'"),
+    (["data.valid_paths=[x]"], "data.valid_paths=['x']", "data.mock=True"),
+    (
+        [*FILES[:1], "data.paths=[x]", "data.valid_paths=[y]", "data.split=[9, 1, 0]"],
+        "data.split=[9.0, 1.0, 0.0]",
+        "data.valid_paths=['y']",
+    ),
+    ([*MASKED, "data.masked.max_ngram=2"], "data.masked.max_ngram=2", "data.masked.sentences=F"),
+    ([*MASKED, "data.masked.mean_span=2.0"], "data.masked.mean_span=2.0", "train.objective='mas"),
+    (["data.masked.mask_token_id=1"], "data.masked.mask_token_id=1", "train.objective='next_"),
+]
+
+
+@pytest.mark.parametrize("overrides, key, switch", UNREAD, ids=[case[1] for case in UNREAD])
+def test_a_key_that_nothing_reads_is_one_line(overrides, key, switch):
+    with pytest.raises(UserError) as e:
+        load(None, ["data.mock=true", *overrides])
+    line = str(e.value)
+    assert line.startswith(key) and f" has no effect with {switch}" in line and "\n" not in line
+
+
+def test_every_row_of_needs_names_keys_and_what_decides_them():
+    keys, groups = leaf_keys(Config), {key.rpartition(".")[0] for key in leaf_keys(Config)}
+    for need in NEEDS:
+        assert set(need.keys) <= {*keys, *groups} and need.switch in keys, need
 
 
 def test_every_rule_is_broken_once():
