@@ -5,6 +5,7 @@ them, so that it generates, exports and serves like the model it came from. Inva
 tokenizers are never mixed.
 """
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,19 @@ from mjax.checkpoint.digest import digest_files
 from mjax.checkpoint.steps import newest_step
 from mjax.checkpoint.stored import read_record
 from mjax.config.schema import Config
+from mjax.data.text import read_digests
+from mjax.data.tokenizer import load_tokenizer, tokenizer_files, vocabulary_in
+from mjax.errors import UserError
 
 SIDE_FILES = "hf"  # item of a step: the folder of these files
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
 NAMES = (
     *TOKENIZERS,
     *"""config.json generation_config.json tokenizer_config.json special_tokens_map.json
@@ -51,7 +62,7 @@ def read_side_files(path: str | Path | None) -> dict[str, bytes]:
 def tokenizer_dir(path: str | Path) -> Path | None:
     """The folder with the tokenizer of a model folder, a checkpoint or a run."""
     for folder in side_folders(path):
-        if any((folder / name).is_file() for name in TOKENIZERS):
+        if vocabulary_in(folder):
             return folder
     return None
 
@@ -92,9 +103,19 @@ def _tokenizer_of_data(cfg: Config) -> dict[str, bytes]:
         file = Path(cfg.run.dir) / "data" / "tokenizer.json"
     folder = file if file.is_dir() else file.parent
     files = {n: content for n, content in read_folder(folder).items() if n != "config.json"}
-    if file.is_file():
-        files[TOKENIZERS[file.suffix == ".model"]] = file.read_bytes()
+    with contextlib.suppress(UserError):
+        files |= {name: path.read_bytes() for name, path in tokenizer_files(file).items()}
     return files
+
+
+def identify_text(cfg: Config) -> dict[str, str]:
+    """Digests of the "tokenizer" and the "text" of a run's data, where it has them."""
+    found = read_digests(Path(cfg.run.dir) / "data") if cfg.data.text else {}
+    name = cfg.data.tokenizer
+    if not found and name is not None:
+        with contextlib.suppress(UserError):  # then it makes no data of this run
+            found = {"tokenizer": load_tokenizer(name).digest}
+    return found
 
 
 def identify_data(cfg: Config) -> list[dict]:

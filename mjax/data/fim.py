@@ -55,8 +55,8 @@ class FillInTheMiddle:
         """Raise `UserError` for a tokenizer whose parts cannot be joined."""
         if self.tokenizer.inside is None:
             raise UserError(
-                "data.fim_rate: the tokenizer joins words with spaces (WordPiece), so that parts of "
-                "a text do not give it back; take one of bytes or SentencePiece, or fim_rate=0"
+                "data.fim_rate: the tokenizer joins words with spaces (WordPiece), so that parts "
+                "of a text do not give it back; take one of bytes or SentencePiece, or fim_rate=0"
             )
 
     def fill(self, sample: int, pieces: Sequence[np.ndarray]) -> FilledRow:

@@ -189,7 +189,7 @@ def wrapped(inner, said: dict) -> Tokenizer:
         lambda ids: inner.decode([int(i) for i in ids], skip_special_tokens=False),
         vocabulary.get,
         inner.id_to_token,
-        lambda: _inside(inner),
+        lambda: _inside(inner, said),
     )
 
 
@@ -202,7 +202,7 @@ def stated_prefix(said: dict, id_of: Callable[[str], int | None]) -> tuple[int, 
     return () if number is None else (number,)
 
 
-def _inside(inner) -> Tokenizer | None:
+def _inside(inner, said: dict) -> Tokenizer | None:
     """`Tokenizer.inside` of a `tokenizers.Tokenizer`: the same without what begins a text."""
     import tokenizers
 
@@ -213,7 +213,7 @@ def _inside(inner) -> Tokenizer | None:
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         spec[part] = _without_start(spec[part])
     made = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    return replace(wrapped(made, {}), make_inside=None)
+    return replace(wrapped(made, said), make_inside=None)
 
 
 def _without_start(part: dict | None) -> dict | None:
