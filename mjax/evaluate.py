@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
+from mjax.data.documents import read_text
+from mjax.errors import UserError, run_cli
 from mjax.infer.cli import add_model_arguments, load_model
 from mjax.infer.text import windows
 
@@ -68,8 +69,7 @@ def _harness(args: argparse.Namespace) -> None:
 
 
 def _perplexity(args: argparse.Namespace) -> None:
-    with or_user_error(f"--file {args.file}: {{reason}}; give a UTF-8 file", UNREADABLE):
-        text = args.file.read_bytes().decode()  # ends of lines stay as they are
+    text = read_text(args.file)
     model, _, tokenizer = load_model(args)
     length = args.seq_length or min(model.cfg.max_position_embeddings, 4096)
     stride = args.stride or max(1, length // 2)

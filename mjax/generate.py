@@ -6,7 +6,7 @@ after the other, each under a line `== prompt I`.
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +15,11 @@ import numpy as np
 
 from mjax.config.model_schema import ModelConfig
 from mjax.data.chat import load_chat_template
+from mjax.data.documents import is_json_lines, json_rows, read_text
 from mjax.data.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
 from mjax.infer.cli import add_model_arguments, end_ids, load_model
 from mjax.infer.sample import Sampling
-from mjax.json_file import parse_json
 
 if TYPE_CHECKING:
     from mjax.models.tiles import Tiled
@@ -106,27 +106,20 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     """What --prompt and --prompt-file give, in that order."""
     out: list[Prompt] = list(args.prompt)
     if args.prompt_file is not None:
-        wrong = f"--prompt-file {args.prompt_file}: {{reason}}; give a UTF-8 file"
-        with or_user_error(wrong, UNREADABLE):
-            text = args.prompt_file.read_bytes().decode()  # ends of lines stay
-        lines = args.prompt_file.suffix == ".jsonl"
-        out += list(_json_prompts(args.prompt_file, text)) if lines else [text]
+        if is_json_lines(args.prompt_file):
+            out += _json_prompts(args.prompt_file)
+        else:
+            out.append(read_text(args.prompt_file))
     if not out:
         raise UserError("nothing to continue; give --prompt or --prompt-file")
     return out
 
 
-def _json_prompts(path: Path, text: str) -> Iterable[Prompt]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            item = parse_json(line)
-            prompt = item["messages"] if "messages" in item else item["prompt"]
-        except (ValueError, KeyError, TypeError) as e:
-            raise UserError(
-                f'{path}:{number}: not {{"prompt": ...}} or {{"messages": [...]}}: {e}; mend it'
-            ) from e
+def _json_prompts(path: Path) -> Iterator[Prompt]:
+    for where, row in json_rows([str(path)]):
+        prompt = row.get("messages", row.get("prompt"))
+        if not isinstance(prompt, list if "messages" in row else str):
+            raise UserError(f'{where}: not {{"prompt": ".."}} or {{"messages": [..]}}; mend it')
         yield prompt
 
 

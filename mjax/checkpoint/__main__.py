@@ -122,6 +122,8 @@ def show(step: Path, config: bool) -> int:
         sizes = f"{decimal(corpus['bin_bytes'])} of tokens, {decimal(corpus['idx_bytes'])} of index"
         digest = " ".join(f"{crc:08x}" for crc in corpus["idx_crc32"])
         print(f"data: {corpus['path']} ({sizes}, CRC-32 {digest})")
+    for name, digest in record.get("text_digests", {}).items():
+        print(f"{name}: digest {digest}")
     files = [path for path in sorted((step / SIDE_FILES).rglob("*")) if path.is_file()]
     side = {path.relative_to(step / SIDE_FILES): path.stat().st_size for path in files}
     named = [f"{name} ({decimal(size)})" for name, size in side.items()]

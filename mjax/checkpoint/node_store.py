@@ -19,6 +19,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -30,6 +31,7 @@ from mjax.checkpoint.continuation import require_continuation
 from mjax.checkpoint.digest import DamagedCheckpoint, read_digests, write_digests
 from mjax.checkpoint.peers import devices_by_process, gather_numbers, in_order, machine_id, send
 from mjax.checkpoint.quiet import plain_reason
+from mjax.checkpoint.side import identify_text
 from mjax.config.schema import Config
 from mjax.errors import UserError
 from mjax.optim.schedule import consumed_samples
@@ -73,6 +75,7 @@ class NodeStore:
             "consumed_samples": consumed_samples(self.cfg.train, step),
             "config": self.cfg.model_dump(mode="json"),
             "layout": _layout(state),
+            "text_digests": self._text_digests,
         }
         abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
         arguments = step, record, abstract, parts, newest_of.min()
@@ -186,6 +189,10 @@ class NodeStore:
                 if is_receiver:
                     found.append(of_leaf)
         return found
+
+    @cached_property
+    def _text_digests(self) -> dict[str, str]:
+        return identify_text(self.cfg)
 
     def read_meta(self, step: int) -> dict:
         """The record of a step; this run's own where this node holds no part of it."""

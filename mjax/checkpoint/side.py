@@ -6,6 +6,7 @@ weights travels, but for other weights and programs. Invariant: files of two tok
 mixed.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -16,19 +17,27 @@ from mjax.checkpoint.digest import UNLISTED, digest_files
 from mjax.checkpoint.steps import newest_step
 from mjax.checkpoint.stored import read_record
 from mjax.config.schema import Config
-from mjax.errors import or_user_error
+from mjax.data.text import read_digests
+from mjax.data.tokenizer import load_tokenizer, tokenizer_files, vocabulary_in
+from mjax.errors import UserError, or_user_error
 
 log = logging.getLogger(__name__)
 
 SIDE_FILES = "hf"  # item of a step: the folder of these files
 UNREAD = "unread.safetensors"  # tensors of the imported files that the model does not read
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
 # Files of a tokenizer and of the chat that it is for.
 NAMES = (
     *TOKENIZERS,
     *"""generation_config.json tokenizer_config.json special_tokens_map.json
-    added_tokens.json vocab.json vocab.txt merges.txt spiece.model chat_template.jinja
-    chat_template.json""".split(),
+    added_tokens.json chat_template.jinja chat_template.json""".split(),
 )
 PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
 WEIGHTS = frozenset(
@@ -128,7 +137,7 @@ def read_side_files(path: str | Path | None) -> dict[str, bytes]:
 def tokenizer_dir(path: str | Path) -> Path | None:
     """The folder with the tokenizer of a model folder, a checkpoint or a run."""
     for folder in side_folders(path):
-        if any((folder / name).is_file() for name in TOKENIZERS):
+        if vocabulary_in(folder):
             return folder
     return None
 
@@ -173,9 +182,19 @@ def _tokenizer_of_data(cfg: Config) -> dict[str, bytes]:
         file = Path(cfg.run.dir) / "data" / "tokenizer.json"
     folder = file if file.is_dir() else file.parent
     files = {n: content for n, content in read_folder(folder).items() if _is_of_tokenizer(n)}
-    if file.is_file():
-        files[TOKENIZERS[file.suffix == ".model"]] = file.read_bytes()
+    with contextlib.suppress(UserError):
+        files |= {name: path.read_bytes() for name, path in tokenizer_files(file).items()}
     return files
+
+
+def identify_text(cfg: Config) -> dict[str, str]:
+    """Digests of the "tokenizer" and the "text" of a run's data, where it has them."""
+    found = read_digests(Path(cfg.run.dir) / "data") if cfg.data.text else {}
+    name = cfg.data.tokenizer
+    if not found and name is not None:
+        with contextlib.suppress(UserError):  # then it makes no data of this run
+            found = {"tokenizer": load_tokenizer(name).digest}
+    return found
 
 
 def identify_data(cfg: Config) -> list[dict]:

@@ -31,7 +31,7 @@ from mjax.checkpoint.continuation import require_continuation
 from mjax.checkpoint.digest import DamagedCheckpoint, read_digests
 from mjax.checkpoint.quiet import plain_reason
 from mjax.checkpoint.retention import retention
-from mjax.checkpoint.side import SIDE_FILES, identify_data, side_files_of_run
+from mjax.checkpoint.side import SIDE_FILES, identify_data, identify_text, side_files_of_run
 from mjax.checkpoint.steps import newest_step
 from mjax.config.paths import require_files
 from mjax.config.pattern import stacks_of
@@ -351,6 +351,14 @@ class Store:
     def _data(self) -> list[dict]:
         return identify_data(self.cfg) if jax.process_index() == 0 else []
 
+    @cached_property
+    def _text_digests(self) -> dict[str, str]:
+        return identify_text(self.cfg) if jax.process_index() == 0 else {}
+
+    def read_sources(self) -> None:
+        """Read what steps keep of other files now, before those files can change."""
+        _ = self._side_files, self._data, self._text_digests
+
     def _meta(self, step: int, held_out_loss: float | None) -> dict:
         return {
             "config": self.cfg.model_dump(mode="json"),
@@ -359,6 +367,7 @@ class Store:
             "consumed_samples": consumed_samples(self.cfg.train, step),
             HELD_OUT_LOSS: held_out_loss,
             "data": self._data,
+            "text_digests": self._text_digests,
             "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
         }
 

@@ -51,6 +51,14 @@ class FillInTheMiddle:
     pad_id: int
     eod_id: int | None
 
+    def __post_init__(self) -> None:
+        """Raise `UserError` for a tokenizer whose parts cannot be joined."""
+        if self.tokenizer.inside is None:
+            raise UserError(
+                "data.fim_rate: the tokenizer joins words with spaces (WordPiece), so that parts "
+                "of a text do not give it back; take one of bytes or SentencePiece, or fim_rate=0"
+            )
+
     def fill(self, sample: int, pieces: Sequence[np.ndarray]) -> FilledRow:
         """Sample number `sample`, given as its pieces, one of each sequence of the index.
 
@@ -89,9 +97,14 @@ class FillInTheMiddle:
         never = self.data.fim_no_prefix
         if never is not None and text.startswith(never):
             return ids
-        first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())
-        texts = [text[:first], text[first:second], text[second:]]
-        prefix, middle, suffix = self.tokenizer.encode_batch(texts)
+        # With the space that a tokenizer puts before a text: it belongs to the first part.
+        spaced = self.tokenizer.inside.decode_whole(ids)
+        text = text if spaced.endswith(text) else spaced
+        lead = len(spaced) - len(text)
+        cuts = sorted(rng.integers(0, len(text) + 1, 2).tolist())
+        first, second = (cut and cut + lead for cut in cuts)
+        texts = [spaced[:first], spaced[first:second], spaced[second:]]
+        prefix, middle, suffix = self.tokenizer.inside.encode_batch(texts)
         if rng.random() < self.data.fim_spm_rate:
             order = [self.prefix_id, self.suffix_id, *suffix, self.middle_id, *prefix, *middle]
         else:

@@ -9,17 +9,16 @@ import functools
 import hashlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from mjax.config.schema import Config
+from mjax.data.documents import expand, json_rows
 from mjax.data.gpt import Batch, split_range
 from mjax.data.masked import fill_row, frame_of_pairs, padded_rows
 from mjax.data.tokenizer import Tokenizer
-from mjax.errors import UNREADABLE, UserError, or_user_error
-from mjax.json_file import parse_json
+from mjax.errors import UserError
 
 Example = TypeVar("Example")
 # A line's texts as ids, and its class.
@@ -124,26 +123,22 @@ def _order(length: int, seed: int) -> np.ndarray:
 
 
 def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int) -> list[Line]:
-    """The lines of a file of JSON lines. Raises `UserError` naming the first that is no sample."""
-    wrong = f"data.text {path}: cannot be read: {{reason}}; give a file of JSON lines"
-    with or_user_error(wrong, UNREADABLE):
-        raw = Path(path).read_text(encoding="utf-8").splitlines()
+    """The lines of a file, a folder or a glob of JSON lines.
+
+    Raises `UserError` naming the first that is no sample.
+    """
     texts, sizes, labels = [], [], []
-    for number, line in enumerate(raw, 1):
-        if line.strip():
-            found, label = _parsed(f"{path}:{number}", line, num_labels)
-            texts += found
-            sizes.append(len(found))
-            labels.append(label)
+    for where, row in json_rows(expand([os.fspath(path)])):
+        found, label = _parsed(where, row, num_labels)
+        texts += found
+        sizes.append(len(found))
+        labels.append(label)
     ids = iter(tokenizer.encode_batch(texts))
     return [([next(ids) for _ in range(n)], k) for n, k in zip(sizes, labels, strict=True)]
 
 
-def _parsed(where: str, line: str, num_labels: int) -> tuple[list[str], int]:
+def _parsed(where: str, row: dict, num_labels: int) -> tuple[list[str], int]:
     """(the texts, the class) of a line."""
-    with or_user_error(f"{where}: not a JSON line: {{reason}}", ValueError):
-        row = parse_json(line)
-    row = row if isinstance(row, dict) else {}
     texts = [row.get("text"), row.get("text_pair")]
     texts = texts if texts[1] is not None else texts[:1]
     label = row.get("label")

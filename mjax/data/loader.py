@@ -20,7 +20,7 @@ from mjax.data.labelled import LabelledDataset
 from mjax.data.masked import MaskedDataset, frame_of_pairs
 from mjax.data.mock import MockDataset
 from mjax.data.neighbors import NeighborDataset
-from mjax.data.text import prepare_text
+from mjax.data.text import prepare_text, require_tokenizer
 from mjax.data.tokenizer import load_tokenizer, word_continuations
 from mjax.errors import UserError, or_user_error
 from mjax.optim.schedule import consumed_samples, final_step, held_out_samples
@@ -96,17 +96,23 @@ def describe(dataset: Dataset, indices: Sequence[int], most: int) -> str:
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
-def build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
+def build_datasets(
+    cfg: Config, num_train: int, num_valid: int, trained_with: str | None = None
+) -> tuple[Dataset, Dataset | None]:
     """Training data of at least `num_train` samples, held-out data of `num_valid` (0: None).
 
-    `data.text` is prepared first if need be. Raises `UserError` on anything unusable.
+    `data.text` is prepared first if need be. `trained_with`: digest of the tokenizer of the weights
+    that go on, if any. Raises `UserError` on anything unusable, and for another tokenizer.
     """
+    name = cfg.data.tokenizer
+    if trained_with is not None and name is not None and not name.startswith("train:"):
+        require_tokenizer(name, load_tokenizer(name), trained_with)
     wrong = (
         f"data: the order of {num_train:,} samples does not fit in memory; lower train.steps, "
         "train.max_tokens or train.global_batch_size"
     )
     with or_user_error(wrong, (MemoryError, OverflowError)):
-        train, valid = _build_datasets(cfg, num_train, num_valid)
+        train, valid = _build_datasets(cfg, num_train, num_valid, trained_with)
     if not cfg.model.is_retro or cfg.data.mock:
         return train, valid
     training = NeighborDataset(train, num_train, train, cfg)
@@ -121,7 +127,9 @@ def run_datasets(cfg: Config) -> tuple[tuple[int, int], tuple[Dataset, Dataset |
     return counts, _build_datasets(cfg, *counts)
 
 
-def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
+def _build_datasets(
+    cfg: Config, num_train: int, num_valid: int, trained_with: str | None = None
+) -> tuple[Dataset, Dataset | None]:
     data, seed = cfg.data, cfg.run.seed
     given = [k for k in ("paths", "text", "mock") if getattr(data, k)]
     if data.images.path is not None and not given:
@@ -138,7 +146,7 @@ def _build_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
         paths, make = [data.text], _labelled(cfg)
     else:
         if data.text:
-            corpus = prepare_text(data, Path(cfg.run.dir))
+            corpus = prepare_text(data, Path(cfg.run.dir), trained_with)
             if corpus.vocab_size > cfg.model.vocab_size:
                 raise UserError(
                     f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "

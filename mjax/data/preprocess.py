@@ -1,28 +1,24 @@
 """`python -m mjax.data.preprocess`: raw text to an indexed corpus, in parallel.
 
-Inputs are files, folders, globs or `-` (stdin), each plain or .gz or .zst. A .jsonl or .json file
-is one document per line under `--json-key`; any other file is one document. Stdin is JSON lines if
-it starts with a brace. Invariant: the output depends on the inputs, their order and the tokenizer,
-never on the number of workers; it appears whole or not at all.
+Inputs are files, folders, globs or `-` (stdin), read as `documents.py` says: JSON lines are one
+document each under `--json-key`, any other file is one document. Invariant: the output depends on
+the inputs, their order and the tokenizer, never on the number of workers; it appears whole or not
+at all.
 """
 
 import argparse
-import glob
-import gzip
-import io
 import json
 import multiprocessing
 import os
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
+from mjax.data.documents import COMPRESSED, Document, document_text, expand, read_documents
 from mjax.data.indexed import IndexedDatasetWriter, token_dtype
 from mjax.data.sentences import split_sentences
 from mjax.data.tokenizer import (
@@ -32,141 +28,15 @@ from mjax.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from mjax.errors import UserError, or_user_error, run_cli
-from mjax.json_file import parse_json
-
-try:
-    import zstandard  # an extra
-except ImportError:
-    zstandard = None
+from mjax.errors import UserError, run_cli
 
 CHUNK_BYTES = 1 << 20  # raw text per task: large enough to hide the cost of sending it
-COMPRESSED = (".gz", ".zst")
-READ_ERRORS = (OSError, EOFError, zlib.error) + ((zstandard.ZstdError,) if zstandard else ())
-
-
-class Document(NamedTuple):
-    """Raw bytes of one document; `where` is FILE or FILE:LINE for messages."""
-
-    where: str
-    raw: bytes
-    is_json: bool
 
 
 class Summary(NamedTuple):
     documents: int
     tokens: int
     seconds: float
-
-
-def expand(inputs: Sequence[str]) -> list[str]:
-    """The files that the inputs name, each folder and glob in sorted order; `-` stays."""
-    files: list[str] = []
-    for name in inputs:
-        if name == "-" or os.path.isfile(name):
-            found = [name]
-        elif os.path.isdir(name):
-            found = _files_in(Path(name))
-        else:
-            found = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
-        if not found:
-            raise UserError(f"{name}: no such file, or no file in it; check the input path")
-        files += found
-    return files
-
-
-def _files_in(folder: Path) -> list[str]:
-    """The files in a folder and those below it, in sorted order, without hidden ones."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden:
-            found.append(str(path))
-    return found
-
-
-def read_documents(files: Iterable[str]) -> Iterator[Document]:
-    """Every document of the files, in order. Raises `UserError` on an unreadable file."""
-    for path in files:
-        with or_user_error(f"{path}: cannot be read: {{reason}}", READ_ERRORS):
-            with _open(path) as f:
-                if _is_jsonl(path, f):
-                    for n, line in enumerate(f, 1):
-                        if line.strip():
-                            yield Document(f"{path}:{n}", line, True)
-                else:
-                    yield Document(path, f.read(), False)
-
-
-def _open(path: str) -> BinaryIO:
-    if path == "-":
-        return open(sys.stdin.fileno(), "rb", closefd=False)
-    if path.endswith(".gz"):
-        return io.BufferedReader(gzip.open(path, "rb"))
-    if path.endswith(".zst"):
-        if zstandard is None:
-            raise UserError(f"{path}: needs `pip install zstandard`")
-        return io.BufferedReader(_ZstdReader(path))
-    return open(path, "rb")
-
-
-class _ZstdReader(io.RawIOBase):
-    """Frames of a .zst file end to end. The library's own reader takes a cut-off file for a whole
-    one; this one raises EOFError."""
-
-    def __init__(self, path: str):
-        self._file = open(path, "rb")
-        self._frame = None  # the frame being decompressed
-        self._input = self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: memoryview) -> int:
-        while not self._ready:
-            self._input = self._input or self._file.read(CHUNK_BYTES)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a zstd frame")
-                return 0
-            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._ready, self._input = self._frame.decompress(self._input), b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        n = min(len(target), len(self._ready))
-        target[:n], self._ready = self._ready[:n], self._ready[n:]
-        return n
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _is_jsonl(path: str, f: BinaryIO) -> bool:
-    if path == "-":
-        return f.peek(1)[:1] == b"{"
-    stem = path.removesuffix(".gz").removesuffix(".zst")
-    return stem.endswith((".jsonl", ".json"))
-
-
-def document_text(document: Document, json_key: str) -> str:
-    """The text of a document; `UserError` names file and line where there is none."""
-    try:
-        if not document.is_json:
-            return document.raw.decode("utf-8")
-        row = parse_json(document.raw)
-    except UnicodeDecodeError as e:
-        raise UserError(f"{document.where}: not UTF-8 text ({e.reason}): convert or remove") from e
-    except ValueError as e:
-        raise UserError(f"{document.where}: not a JSON line: {e}") from e
-    text = row.get(json_key) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f"{document.where}: no text under {json_key!r}: set --json-key")
-    try:
-        text.encode()  # JSON can escape lone surrogates, which tokenizers choke on
-    except UnicodeEncodeError as e:
-        raise UserError(f"{document.where}: not Unicode text ({e.reason}): mend or remove") from e
-    return text
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -246,7 +116,7 @@ def preprocess(
     if append_eod and loaded.eod_id is None:
         raise UserError(f"{tokenizer}: has no end-of-document token, so --append-eod cannot work")
     files = expand(inputs)
-    known = not any(f == "-" or f.endswith(COMPRESSED) for f in files)
+    known = not any(f == "-" or f.lower().endswith(COMPRESSED) for f in files)
     total = sum(os.path.getsize(f) for f in files) if known else None
     began, documents, tokens = time.perf_counter(), 0, 0
     show = TextColumn("{task.fields[rate]:.2f}M tok/s")
@@ -285,7 +155,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser = argparse.ArgumentParser(prog=program, description=about)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="files, folders, globs or - (.gz, .zst too)")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, folders, globs or - (.gz, .zst, .bz2, .xz too)",
+    )
     add("--json-key", default="text", help="key of the text in JSON lines (default: text)")
     if train:
         add("--vocab-size", type=int, required=True)

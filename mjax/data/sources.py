@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mjax.data.documents import MARK, is_json_lines, json_rows
 from mjax.errors import UNREADABLE, UserError, or_user_error
-from mjax.json_file import parse_json
 
 log = logging.getLogger(__name__)
 DIGITS = "digits"
@@ -57,13 +57,13 @@ def samples_of(path: str, facts: Sequence[str]) -> list[Sample]:
     """
     if path == DIGITS:
         return list(_digits())
-    readers = {".tar": _in_tar, ".parquet": _in_parquet, ".jsonl": _in_lines}
+    readers = {".tar": _in_tar, ".parquet": _in_parquet}
     found: list[Sample] = []
     if Path(path).is_dir():
         found = list((_in_classes if "label" in facts else _in_folder)(Path(path)))
     else:
         for file in sorted(glob.glob(path)) or [path]:
-            reader = readers.get(Path(file).suffix)
+            reader = _in_lines if is_json_lines(file) else readers.get(Path(file).suffix)
             if reader is None:
                 raise UserError(
                     f"data.images: {file} is neither a folder nor a .tar nor a .parquet nor a "
@@ -137,7 +137,7 @@ def _grouped(members: Iterable[tuple[str, Callable[[], bytes]]], before: str = "
             sample.add(SUFFIXES[suffix], Item(before + name, read))
             continue
         with or_user_error(f"{before}{name}: {{reason}}; mend it", UNREADABLE):
-            said = read().decode()
+            said = read().decode().removeprefix(MARK)
             found = said.strip() if suffix == ".txt" else json.loads(said)
         sample.facts |= found if isinstance(found, dict) else {FACTS[suffix] or "label": found}
     return list(samples.values())
@@ -183,11 +183,7 @@ def _bytes_of(cell: Any, folder: Path) -> bytes:
 def _in_lines(file: Path) -> list[Sample]:
     """file of JSON lines."""
     samples = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        name = f"{file}:{number}"
-        with or_user_error(f"{name}: not a JSON line: {{reason}}", ValueError):
-            row = parse_json(line)
-        row = row if isinstance(row, dict) else {}
+    for name, row in json_rows([str(file)]):
         sample = Sample(name, row)
         for key, column in (("image", IMAGES), (IMAGES, IMAGES), (SOUNDS, SOUNDS)):
             named = row.pop(key, [])

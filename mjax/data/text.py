@@ -6,8 +6,10 @@ document are neighbors instead of one in the training and one in the held-out pa
 """
 
 import fcntl
+import functools
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sysconfig
@@ -18,10 +20,11 @@ from pathlib import Path
 from mjax.config.schema import DataConfig
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.preprocess import expand, preprocess, read_texts
-from mjax.data.tokenizer import load_tokenizer, train_tokenizer
+from mjax.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
+log = logging.getLogger(__name__)
 VERSION = 1  # raise it when the same settings give other files
 
 
@@ -34,13 +37,20 @@ class TextCorpus:
     vocab_size: int
 
 
-def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
-    """Tokenize `data.text` into `run_dir`/data, or find it done with the same settings; other
-    settings rebuild it. Trains the tokenizer for 'train:VOCAB'. Documents end in the EOD token if
+def prepare_text(
+    data: DataConfig, run_dir: str | os.PathLike, trained_with: str | None = None
+) -> TextCorpus:
+    """Tokenize `data.text` into `run_dir`/data, or find it done with the same settings and text;
+    others rebuild it. Trains the tokenizer for 'train:VOCAB'. Documents end in the EOD token if
     the tokenizer has one, but not those of sentences. Processes of one host wait for the first.
-    Raises `UserError`."""
+
+    `trained_with`: digest of the tokenizer of the weights that go on, if any. Raises `UserError`,
+    also for another tokenizer than that, or than the corpus was made with; nothing then changes.
+    """
     if not data.text or not data.tokenizer:
         raise UserError("data.text needs data.tokenizer: 'byte', a tokenizer file or 'train:VOCAB'")
+    if data.text == "-":
+        raise UserError("data.text '-': standard input can be read only once; give a file")
     folder = Path(run_dir) / "data"
     train = data.tokenizer.startswith("train:")
     if train and not data.tokenizer.removeprefix("train:").isdecimal():
@@ -49,42 +59,108 @@ def prepare_text(data: DataConfig, run_dir: str | os.PathLike) -> TextCorpus:
     settings = {"version": VERSION, "text": data.text, "tokenizer": data.tokenizer}
     if data.masked.sentences:
         settings["sentences"] = True
-    stamp = folder / "settings.json"
     with or_user_error(f"{run_dir}: cannot be written ({{reason}}): set run.dir"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name("data.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel frees it if the process dies
-            if not _was_made_with(stamp, settings):
-                _rebuild(data.text, data.tokenizer, settings, folder)
-    return TextCorpus(str(folder / "corpus"), spec, load_tokenizer(spec).vocab_size)
+            if not _is_made(folder, settings, spec):
+                _rebuild(settings, folder, trained_with)
+    tokenizer = load_tokenizer(spec)
+    require_tokenizer(data.tokenizer, tokenizer, trained_with)
+    return TextCorpus(str(folder / "corpus"), spec, tokenizer.vocab_size)
 
 
-def _was_made_with(stamp: Path, settings: dict) -> bool:
+def require_tokenizer(name: str, tokenizer: Tokenizer, digest: str | None) -> None:
+    """Raise `UserError` if weights were trained with the tokenizer of another digest."""
+    if digest not in (None, tokenizer.digest):
+        raise UserError(
+            f"data.tokenizer {name!r} is another tokenizer than the run's checkpoints were trained "
+            "with: put the earlier one back (each checkpoint has a copy), or set another run.dir"
+        )
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Digests of the "tokenizer" and the "text" that a corpus in `folder` was made with."""
+    return read_json(folder / "settings.json", missing={}).get("digests", {})
+
+
+def _is_made(folder: Path, settings: dict, spec: str) -> bool:
+    """Whether `folder` was made with the settings, and with the text that is there now.
+
+    Raises `UserError` if the tokenizer of the same name is another one by now.
+    """
+    stamp = folder / "settings.json"
     try:
-        return stamp.is_file() and read_json(stamp) == settings
+        found = read_json(stamp, missing={})
     except UserError as e:
-        raise UserError(f"{e}, or delete the folder {stamp.parent} to make it again") from None
+        raise UserError(f"{e}, or delete the folder {folder} to make it again") from None
+    digests = found.pop("digests", {})
+    if found != settings:
+        return False
+    if digests.get("tokenizer") not in (None, load_tokenizer(spec).digest):
+        raise UserError(
+            f"data.tokenizer: {spec} is another tokenizer than {folder} was made with: put the "
+            f"earlier one back, set another run.dir, or delete {folder} if nothing is trained yet"
+        )
+    if digests.get("text") in (None, _text_digest(settings["text"]) or digests["text"]):
+        return True
+    log.warning(
+        "data.text %s: another text than %s was made with; it is made anew",
+        settings["text"],
+        folder,
+    )
+    return False
 
 
-def _rebuild(text: str, tokenizer: str, settings: dict, folder: Path) -> None:
+def _files_of(text: str) -> list[str]:
+    return stdlib_files() if text == "stdlib" else expand([text])
+
+
+def _text_digest(text: str) -> str | None:
+    """Digest of the files that `data.text` names, in any order; None where they are gone."""
+    try:
+        files = _files_of(text)
+    except UserError:
+        return None
+    with or_user_error(f"data.text {text}: cannot be read: {{reason}}"):
+        states = [(name, os.stat(name)) for name in files]
+        return _digest_of(tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in states))
+
+
+@functools.lru_cache(maxsize=8)  # a run asks several times
+def _digest_of(files: tuple[tuple, ...]) -> str:
+    """Digest of the contents of files; their sizes and times make it another question."""
+    digests = []
+    for name, *_ in files:
+        with open(name, "rb") as file:
+            digests.append(hashlib.file_digest(file, hashlib.blake2b).digest())
+    return hashlib.blake2b(b"".join(sorted(digests)), digest_size=16).hexdigest()
+
+
+def _rebuild(settings: dict, folder: Path, trained_with: str | None) -> None:
     """Make everything in a scratch folder, then give it its name."""
-    inputs = stdlib_files() if text == "stdlib" else expand([text])
+    inputs, name = _files_of(settings["text"]), settings["tokenizer"]
+    digests = {"text": _text_digest(settings["text"])}
     scratch = folder.with_name("data.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        if tokenizer.startswith("train:"):
-            size = int(tokenizer.removeprefix("train:"))
-            tokenizer = str(scratch / "tokenizer.json")
-            train_tokenizer(read_texts(inputs), size, tokenizer)
+        spec = name
+        if name.startswith("train:"):
+            size = int(name.removeprefix("train:"))
+            spec = str(scratch / "tokenizer.json")
+            train_tokenizer(read_texts(inputs), size, spec)
+        tokenizer = load_tokenizer(spec)
+        require_tokenizer(name, tokenizer, trained_with)
         by_sentence = bool(settings.get("sentences"))
-        append_eod = load_tokenizer(tokenizer).eod_id is not None and not by_sentence
+        append_eod = tokenizer.eod_id is not None and not by_sentence
         how = {"append_eod": append_eod, "by_sentence": by_sentence}
-        preprocess(inputs, scratch / "unordered", tokenizer, **how)
+        preprocess(inputs, scratch / "unordered", spec, **how)
         _order_by_content(scratch / "unordered", scratch / "corpus")
         for suffix in (".bin", ".idx"):
             (scratch / f"unordered{suffix}").unlink()
-        (scratch / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+        stamp = settings | {"digests": digests | {"tokenizer": tokenizer.digest}}
+        (scratch / "settings.json").write_text(json.dumps(stamp, indent=1) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(scratch, folder)
@@ -109,6 +185,7 @@ def _order_by_content(source: Path, target: Path) -> None:
             writer.end_document()
 
 
+@functools.cache
 def stdlib_files() -> list[str]:
     """Every UTF-8 .py file of Python's own standard library, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))

@@ -1,13 +1,17 @@
-"""Text to token ids and back: byte level, Hugging Face `tokenizer.json`, SentencePiece `.model`.
+"""Text to token ids and back: byte level, Hugging Face `tokenizer.json`, and older files.
 
 Invariant: ids are in [0, vocab_size) and no special tokens are added; the end-of-document id is
-appended only by who asks for it. The work is done by `tokenizers` and `sentencepiece`.
+appended only by who asks for it. The work is done by `tokenizers`, and for older files
+(`vocabularies.py`) by the library that they were made for.
 """
 
+import functools
+import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +25,18 @@ from mjax.json_file import read_json
 END_OF_TEXT = "<|endoftext|>"
 # What an end of document is called, where no tokenizer_config.json beside the file says so.
 EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+# Of a folder; the first that is there counts.
+VOCABULARIES = (
+    *"""tokenizer.json tokenizer.model spiece.model tiktoken.model *merges.txt *vocab.json
+    *vocab.txt *.tiktoken""".split(),
+)
+SETTINGS = frozenset(
+    """bos_token eos_token unk_token sep_token pad_token cls_token mask_token added_tokens_decoder
+    additional_special_tokens extra_special_tokens add_bos_token add_eos_token add_prefix_space
+    legacy extra_ids do_lower_case strip_accents tokenize_chinese_chars tokenizer_class pattern
+    num_special_tokens special_tokens vocab_size""".split()
+)
 
 
 class PairFrame(NamedTuple):
@@ -43,8 +59,12 @@ class Tokenizer:
     dropped; `eod_id` None where the vocabulary has no end-of-document token; `prefix`: ids that
     the model wants before a text (a BOS), which `encode_batch` does not add; `decode_whole(ids)` ->
     text with the texts of special ids that have one; `id_of(token)` -> the id of a token, or
-    None; `piece_of(id)` -> the entry of the vocabulary, None where it has none but bytes; `pair`:
-    how it frames two texts, None where it does not."""
+    None; `piece_of(id)` -> the entry of the vocabulary, None where it has none but bytes;
+    `pair`: how it frames two texts, None where it does not.
+
+    `make_inside()`: the tokenizer for parts of a text, None where its ids cannot be joined; without
+    it this one. `digest`: of all that its ids depend on.
+    """
 
     vocab_size: int
     eod_id: int | None
@@ -55,6 +75,8 @@ class Tokenizer:
     id_of: Callable[[str], int | None] = lambda token: None
     piece_of: Callable[[int], str | None] | None = None
     pair: PairFrame | None = None
+    make_inside: "Callable[[], Tokenizer | None] | None" = None
+    digest: str = ""
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -68,24 +90,83 @@ class Tokenizer:
         piece = self.piece_of(id) if self.piece_of and not text else None
         return text or (piece or "").replace("▁", "")  # that alone is a space
 
+    @functools.cached_property
+    def inside(self) -> "Tokenizer | None":
+        """The tokenizer for parts of a text, which puts no space before them and takes none away.
+
+        Ids of parts, joined, decode to the parts, joined. None where that cannot be.
+        """
+        return self if self.make_inside is None else self.make_inside()
+
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
-    """`byte` (256 bytes and an end-of-document id 256), a `tokenizer.json`, a folder that holds
-    one, or a SentencePiece `.model`. Raises `UserError` if it cannot be loaded."""
+    """The tokenizer of a spec: `byte` (256 bytes and an end-of-document id 256), a file or a
+    folder (`tokenizer_files` lists them). Raises `UserError` if it cannot be loaded."""
     if spec == "byte":
-        return _byte_tokenizer()
+        return replace(_byte_tokenizer(), digest="byte")
+    files = tokenizer_files(spec)
+    name, path = next(iter(files.items()))
+    said = read_settings(path.parent)
+    if name == "tokenizer.json":
+        found = _huggingface_tokenizer(path, said)
+        said = {}  # but for what stands in `found`
+    else:
+        from mjax.data.vocabularies import load_vocabulary
+
+        found = load_vocabulary(files, said)
+    raw = hashlib.blake2b(digest_size=16)
+    for path in files.values():
+        raw.update(path.read_bytes())
+    facts = [found.vocab_size, found.eod_id, found.prefix, said]
+    raw.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    return replace(found, digest=raw.hexdigest())
+
+
+def tokenizer_files(spec: str | os.PathLike) -> dict[str, Path]:
+    """Name in a model folder -> file of a vocabulary. Raises `UserError` where there is none.
+
+    The forms, the first of a folder: tokenizer.json; tokenizer.model or spiece.model
+    (SentencePiece; tokenizer.model may be tiktoken's); vocab.json with merges.txt; vocab.txt
+    (WordPiece); NAME.tiktoken; vocab.json that is Megatron's list for tiktoken. A file may have
+    another name with the same end, such as gpt2-vocab.json with gpt2-merges.txt.
+    """
     path = Path(spec)
     if path.is_dir():
-        names = "tokenizer.json", "tokenizer.model"
-        path = path / next((n for n in names if (path / n).is_file()), names[0])
+        path = vocabulary_in(path) or path / VOCABULARIES[0]
     if not path.is_file():
         raise UserError(
-            f"tokenizer {str(spec)!r}: no such file; give 'byte', a tokenizer.json or a "
-            "SentencePiece .model ('train:VOCAB' is for data.text)"
+            f"tokenizer {str(spec)!r}: no such file; give 'byte', a tokenizer.json, a "
+            "SentencePiece .model, a vocab.json with merges.txt, a vocab.txt, a .tiktoken, or a "
+            "folder with one ('train:VOCAB' is for data.text)"
         )
+    if path.name.endswith("merges.txt"):
+        path = path.with_name(path.name.removesuffix("merges.txt") + "vocab.json")
+    if path.name.endswith("vocab.json"):
+        merges = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt")
+        return {"vocab.json": path} | ({"merges.txt": merges} if merges.is_file() else {})
     if path.suffix == ".model":
-        return _sentencepiece_tokenizer(path)
-    return _huggingface_tokenizer(path)
+        return {path.name if path.name in VOCABULARIES else "tokenizer.model": path}
+    names = {".txt": "vocab.txt", ".tiktoken": path.name}
+    return {names.get(path.suffix, "tokenizer.json"): path}
+
+
+def vocabulary_in(folder: Path) -> Path | None:
+    """The file with the vocabulary of a folder."""
+    for pattern in VOCABULARIES:
+        found = sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
+        if found:
+            return found[0]
+    return None
+
+
+def read_settings(folder: Path) -> dict:
+    """Keys of the settings beside a vocabulary that its ids depend on, as transformers reads them:
+    tokenizer_config.json, special_tokens_map.json, added_tokens.json (here "added_tokens")."""
+    said = read_json(folder / "special_tokens_map.json", missing={})
+    said |= read_json(folder / "tokenizer_config.json", missing={})
+    added = read_json(folder / "added_tokens.json", missing={})
+    kept = {k: v for k, v in said.items() if k in SETTINGS and v is not None}
+    return kept | ({"added_tokens": added} if added else {})
 
 
 def _byte_tokenizer() -> Tokenizer:
@@ -98,19 +179,23 @@ def _byte_tokenizer() -> Tokenizer:
     return Tokenizer(257, 256, encode_batch, decode, decode_whole=decode)
 
 
-def _huggingface_tokenizer(path: Path) -> Tokenizer:
+def _huggingface_tokenizer(path: Path, said: dict) -> Tokenizer:
     import tokenizers
 
     # The library raises plain Exception.
     with or_user_error(f"{path}: not a Hugging Face tokenizer.json: {{reason}}", Exception):
         inner = tokenizers.Tokenizer.from_file(str(path))
+    if not inner.get_vocab_size():
+        raise UserError(f"{path}: the tokenizer has no vocabulary")
+    return wrapped(inner, said)
+
+
+def wrapped(inner, said: dict) -> Tokenizer:
+    """A `tokenizers.Tokenizer` with what `read_settings` found beside it."""
     inner.no_truncation()  # files often carry the limits of some chat model
     inner.no_padding()
     vocabulary = inner.get_vocab(with_added_tokens=True)
-    if not vocabulary:
-        raise UserError(f"{path}: the tokenizer has no vocabulary")
-    declared = read_json(path.with_name("tokenizer_config.json"), missing={}).get("eos_token")
-    names = [token_text(declared), *EOD_NAMES]
+    names = [token_text(said.get("eos_token")), *EOD_NAMES]
     eod = next((vocabulary[n] for n in names if n in vocabulary), None)
 
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
@@ -118,17 +203,18 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
 
     whole, bare = inner.encode("a").ids, encode_batch(["a"])[0]
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-    prefix = tuple(whole[: next(starts, 0)])
+    prefix = stated_prefix(said, vocabulary.get)
     return Tokenizer(
         max(vocabulary.values()) + 1,
         eod,
         encode_batch,
         lambda ids: inner.decode([int(i) for i in ids]),
-        prefix,
+        tuple(whole[: next(starts, 0)]) if prefix is None else prefix,
         lambda ids: inner.decode([int(i) for i in ids], skip_special_tokens=False),
         vocabulary.get,
         inner.id_to_token,
         _pair_frame(inner),
+        lambda: _inside(inner, said),
     )
 
 
@@ -143,31 +229,52 @@ def _pair_frame(inner: Any) -> PairFrame | None:
     return PairFrame(separators, encoded.type_ids[second])
 
 
+def stated_prefix(said: dict, id_of: Callable[[str], int | None]) -> tuple[int, ...] | None:
+    """The ids before a text by `add_bos_token`; None where the settings do not speak of it."""
+    if "add_bos_token" not in said and "add_eos_token" not in said:
+        return None
+    bos = token_text(said.get("bos_token"))
+    number = id_of(bos) if said.get("add_bos_token") and bos is not None else None
+    return () if number is None else (number,)
+
+
+def _inside(inner, said: dict) -> Tokenizer | None:
+    """`Tokenizer.inside` of a `tokenizers.Tokenizer`: the same without what begins a text."""
+    import tokenizers
+
+    spec = json.loads(inner.to_str())
+    model = spec["model"]
+    if model.get("type") in ("WordPiece", "WordLevel") or model.get("end_of_word_suffix"):
+        return None
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        spec[part] = _without_start(spec[part])
+    made = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    return replace(wrapped(made, said), make_inside=None)
+
+
+def _without_start(part: dict | None) -> dict | None:
+    """A part of a tokenizer.json that treats the start and the end of a text like its middle."""
+    if part is None or part["type"] in ("Prepend", "Strip"):
+        return None
+    pattern = part.get("pattern", {}).get("Regex", "")
+    if part["type"] == "Replace" and pattern.startswith((r"\A", "^")):
+        return None
+    part = dict(part)
+    for key, value in (("prepend_scheme", "never"), ("add_prefix_space", False)):
+        if key in part:
+            part[key] = value
+    lists = [key for key in ("normalizers", "pretokenizers", "decoders") if key in part]
+    for key in lists:
+        kinds = [one["type"] for one in part[key]]
+        # The marks of words are then all that says where spaces are.
+        kept = [p for p in part[key] if p["type"] != "WhitespaceSplit" or "Metaspace" not in kinds]
+        part[key] = [found for found in map(_without_start, kept) if found is not None]
+    return part
+
+
 def token_text(token: str | dict | None) -> str | None:
     """A token as tokenizer_config.json has it: its text, or a dictionary with its `content`."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
-    with or_user_error(f"{path}: needs `pip install sentencepiece`", ImportError):
-        import sentencepiece
-    with or_user_error(f"{path}: not a SentencePiece model: {{reason}}", (RuntimeError, OSError)):
-        inner = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    eod = inner.eos_id() if inner.eos_id() >= 0 else None
-
-    def encode_batch(texts):
-        return inner.encode(list(texts))
-
-    def decode(ids):
-        return inner.decode([int(i) for i in ids])
-
-    def id_of(token: str) -> int | None:
-        found = inner.piece_to_id(token)  # of unknown pieces, that of <unk>
-        return found if inner.id_to_piece(found) == token else None
-
-    return Tokenizer(
-        inner.get_piece_size(), eod, encode_batch, decode, (), decode, id_of, inner.id_to_piece
-    )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | os.PathLike) -> Tokenizer:

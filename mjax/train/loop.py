@@ -45,7 +45,7 @@ from mjax.train.log_writer import reason, replace_text, warn
 from mjax.train.profile import Profiler
 from mjax.train.replicas import ReplicaCheck
 from mjax.train.resilience import GO_ON, REASONS, SIGNALED, Stopper
-from mjax.train.resume import changes, resume
+from mjax.train.resume import changes, resume, trained_with
 from mjax.train.run_lock import LOCK_NAME, RunLock
 from mjax.train.saving import Saver, reserve_host_memory
 from mjax.train.supervisor import RESTART_NOTE
@@ -127,7 +127,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
         note = resume(trainer)
         last = final_step(cfg)
         train_data, held_out_data = build_datasets(
-            cfg, consumed_samples(cfg.train, last), held_out_samples(cfg)
+            cfg, consumed_samples(cfg.train, last), held_out_samples(cfg), trained_with(trainer)
         )
         padding = cfg.model.is_encoder_decoder  # behind the documents of a row
         for data in filter(None, (train_data, held_out_data)):
@@ -170,6 +170,7 @@ def start_run(
 ) -> TrainingRun:
     """The run up to step `last`. What an earlier run left stays until a step has been trained."""
     cfg, store, start = trainer.cfg, trainer.store, trainer.step_number
+    store.read_sources()
     if jax.process_index() == 0:
         store.remove_remains()
     log.open(cfg, lock.path.parent, last, start)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mjax.checkpoint.hf_whisper import whisper_source
+from mjax.checkpoint.side import identify_text
 from mjax.config.difference import differences
 from mjax.config.schema import Config
 from mjax.errors import UserError
@@ -42,14 +43,26 @@ def begin(trainer: Trainer) -> str:
     return f"starting at step 0 from the weights in {' and '.join(sources)}\n{loaded}"
 
 
-def changes(trainer: Trainer) -> str:
-    """A line on what this run's config has otherwise than that of the checkpoint, or ""."""
-    cfg = trainer.cfg
+def trained_with(trainer: Trainer) -> str | None:
+    """Digest of the tokenizer that the restored weights were trained with, if it is recorded."""
+    return _record(trainer).get("text_digests", {}).get("tokenizer")
+
+
+def _record(trainer: Trainer) -> dict:
+    """The record of the step that was restored."""
     source = trainer.checkpoints.source or trainer.store
-    saved = source.read_meta(trainer.step_number)["config"]
+    return source.read_meta(trainer.step_number) if trainer.step_number else {}
+
+
+def changes(trainer: Trainer) -> str:
+    """A line on what this run has otherwise than its checkpoint: keys, the text; or ""."""
+    cfg, record = trainer.cfg, _record(trainer)
     ours, defaults = cfg.model_dump(mode="json"), Config().model_dump(mode="json")
-    found = differences(saved, ours, defaults)
+    found = differences(record["config"], ours, defaults)
     found = [line for line in found if not line.startswith(SILENT_KEYS)]
+    before, now = record.get("text_digests", {}).get("text"), identify_text(cfg).get("text")
+    if before is not None and before != now:
+        found.append("data.text, which holds another text")
     if not found:
         return ""
     return f"changed since step {trainer.step_number}: {', '.join(found)}"
