@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from mjax.bench.decode import config_of_transformers, require_transformers
@@ -24,7 +25,9 @@ from mjax.bench.report import parse_with_config, report
 from mjax.config import Config, load
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, run_cli
+from mjax.models import definition_of
 from mjax.models.flops import flops_of_run
+from mjax.plan.auto import resolve_auto
 from mjax.train.metrics import peak_tflops
 
 OBJECTIVES = "next_token", "masked_lm", "span_corruption", "classify_images", "contrastive"
@@ -66,6 +69,7 @@ def measure(cfg: Config, args: argparse.Namespace) -> dict:
     """Run 1 + `warmup` + `steps` training steps; the record."""
     import torch
 
+    cfg, _ = resolve_auto(cfg, jax.devices()[:1], definition_of(cfg.model).specs)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = made_model(cfg.model, args.dtype, args.compile, device)

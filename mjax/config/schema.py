@@ -61,10 +61,17 @@ class MeshConfig(Group):
     """
     pipeline_account_for: list[Literal["embedding", "loss"]] = []
     """Count as one layer when layers are split over stages."""
-    zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: what is sharded over dp, ep and cp (sharding/rules.py)."""
+    zero: Literal[0, 1, 2, 3, "auto"] = "auto"
+    """ZeRO stage: what is sharded over dp, ep and cp (sharding/rules.py); auto: by memory and time
+    (plan/auto.py).
+    """
     zero_group: int | None = Field(None, ge=1)
     """Shard within groups of this many devices; None: all of them."""
+
+    @property
+    def zero_stage(self) -> int:
+        """`zero`; 1 as long as it is auto."""
+        return 1 if self.zero == "auto" else self.zero
 
     def of_tower(self, modality: str) -> dict[str, int]:
         """The sizes of tp and cp in the layers of a modality."""
@@ -251,8 +258,10 @@ class TrainConfig(Group):
     """Exit, not hang, when no step ends in this long (with compiling)."""
     global_batch_size: UpTo28 = Field(8, ge=1)
     """Sequences per step."""
-    micro_batch_size: UpTo28 = Field(8, ge=1)
-    """Sequences per device and micro-batch."""
+    micro_batch_size: Annotated[UpTo28, Field(ge=1)] | Literal["auto"] = "auto"
+    """Sequences per device and micro-batch; auto: the most that divide a device's share of the
+    batch and fit (docs/memory.md).
+    """
     rampup_batch_size: list[int] | None = Field(None, min_length=3, max_length=3)
     """[start, increment, samples], as Megatron."""
     on_suspect: Literal["stop", "skip", "roll_back"] = "stop"

@@ -13,19 +13,35 @@ from mjax.config.schema import Config
 
 
 def _sequences_per_micro_batch(c: Config) -> int:
-    """Sequences in one micro-batch of all devices; while dp is "auto", as if it were 1."""
+    """Sequences in one micro-batch of all devices; of what is "auto", the least there can be."""
     dp = 1 if c.mesh.dp == "auto" else c.mesh.dp
-    return c.train.micro_batch_size * dp * c.mesh.ep
+    rows = 1 if c.train.micro_batch_size == "auto" else c.train.micro_batch_size
+    return rows * dp * c.mesh.ep
+
+
+def _has_several_micro_batches(c: Config) -> bool:
+    """Whether a step is several micro-batches for sure; where size or dp are "auto", it is not."""
+    if "auto" in (c.mesh.dp, c.train.micro_batch_size):
+        return False
+    return c.train.global_batch_size != _sequences_per_micro_batch(c)
+
+
+def balances_over_batch(c: Config) -> bool:
+    """Whether the balance loss of experts counts the choices of all rows of a step together."""
+    moe = c.model.moe
+    return moe.router_aux_loss_over == "global_batch" and moe.router_aux_loss_coef > 0
 
 
 def _micro_batch_factors(c: Config) -> str:
     """The keys whose product is `_sequences_per_micro_batch`, for a message."""
-    factors = "`train.micro_batch_size`"
+    factors = []
+    if c.train.micro_batch_size != "auto":
+        factors.append("`train.micro_batch_size`")
     if c.mesh.dp != "auto":
-        factors += " x `mesh.dp`"
+        factors.append("`mesh.dp`")
     if c.mesh.ep != 1:
-        factors += " x `mesh.ep`"
-    return factors
+        factors.append("`mesh.ep`")
+    return " x ".join(factors)
 
 
 def _decay_steps(c: Config) -> int:
@@ -86,32 +102,29 @@ def ramp_divisible(c: Config) -> Iterator[str]:
             )
 
 
-@rule("change either: a step is a whole number of micro-batches on every device")
+@rule(
+    "change either (train.micro_batch_size=auto picks one that divides): a step is a whole number "
+    "of micro-batches on every device"
+)
 def batch_divisible(c: Config) -> Iterator[str]:
     if c.train.global_batch_size % _sequences_per_micro_batch(c):
         yield f"`train.global_batch_size` is not divisible by {_micro_batch_factors(c)}"
 
 
-# While dp is "auto", the number of micro-batches is not known.
 @rule(
     "make a step one micro-batch, or balance each sequence: model.moe.router_aux_loss_over=sequence"
 )
 def global_balance_needs_one_micro_batch(c: Config) -> Iterator[str]:
-    moe = c.model.moe
-    over_batch = moe.router_aux_loss_over == "global_batch" and moe.router_aux_loss_coef > 0
-    is_several = c.train.global_batch_size != _sequences_per_micro_batch(c)
-    if over_batch and is_several and c.mesh.dp != "auto":
+    if balances_over_batch(c) and _has_several_micro_batches(c):
         yield (
             "`model.moe.router_aux_loss_over` needs all choices before the first gradient, but "
             f"`train.global_batch_size` is several times {_micro_batch_factors(c)}"
         )
 
 
-# As above, dp may be "auto".
-@rule("raise train.micro_batch_size, so that a step is one micro-batch")
+@rule("raise train.micro_batch_size, so that a step is one micro-batch, or set it to auto")
 def pairs_need_one_micro_batch(c: Config) -> Iterator[str]:
-    is_several = c.train.global_batch_size != _sequences_per_micro_batch(c)
-    if c.train.objective == "contrastive" and is_several and c.mesh.dp != "auto":
+    if c.train.objective == "contrastive" and _has_several_micro_batches(c):
         yield (
             "`train.objective` compares all rows of a step, but `train.global_batch_size` is "
             f"several times {_micro_batch_factors(c)}"

@@ -1,16 +1,23 @@
-"""Every `auto` that is about memory: `mesh`, `train.remat`, `optimizer.offload`; and why.
+"""Every `auto` that is about memory: `mesh`, `mesh.zero`, `train.remat`,
+`train.micro_batch_size`, `optimizer.offload`; and why.
 
 Meshes go from the cheapest communication to the dearest: data parallelism with ZeRO-1, ZeRO-3,
 then tensor parallelism, then context parallelism (longer sequences than a device can hold), then
-pipeline stages. On the mesh, memory policies go from the fastest to the slowest: keep matmul
-outputs and attention; keep nothing of as few layers as will do; of all; then the same with moments
-in host memory. The first that fits by the estimate (`memory.py`) is taken. Invariant: the choice is
-a pure function of (config, device count, bytes per device). `--dry-run` shows the compiled truth.
+pipeline stages. On a given mesh, ZeRO stages go from 1 to 3. On each, memory policies go from the
+fastest to the slowest: keep matmul outputs and attention; keep nothing of as few layers as will do;
+of all; then the same with moments in host memory. Under each, the largest micro-batch that fits is
+taken. The first that fits by the estimate (`memory.py`) is taken, but of stages the fastest.
+Invariant: the choice is a pure function of (config, device count, kind of device, bytes of each).
+`--dry-run` shows the compiled truth.
 """
 
+import functools
+import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,12 +27,17 @@ from mjax.config.mesh_rules import mesh_sizes
 from mjax.config.schema import Config, MeshConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
-from mjax.plan.chips import chip_of_kind
+from mjax.plan import roofline
+from mjax.plan.chips import Chip, chip_of_kind
 from mjax.plan.described import is_described
-from mjax.plan.execution import decide_execution
-from mjax.plan.memory import bytes_per_device, held_layers
+from mjax.plan.execution import decide_execution, micro_batch_sizes
+from mjax.plan.memory import Traced, bytes_per_device, held_layers
 
 FRACTION = 0.95  # of the device's memory: the estimate's error (docs/memory.md) and fragmentation
+BUSY = (
+    8192  # tokens of a micro-batch that fill a GPU; a CPU, whose memory is unknown, takes no more
+)
+COUNTS = (*range(1, 9), *range(16, 1025, 8))  # of devices: within a node, and whole nodes
 GB = 1e9
 
 
@@ -33,14 +45,20 @@ def resolve_auto(
     cfg: Config, devices: Sequence[jax.Device], specs: dict
 ) -> tuple[Config, str | None]:
     """(`cfg` with each of its "auto" replaced for `devices`, why: a line for each choice)."""
-    limit, why = device_memory(devices), []
+    count, limit, why = len(devices), device_memory(devices), []
     if cfg.mesh.auto:
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # CPU devices share it
-        mesh, line = propose_mesh(cfg, len(devices), limit or host / len(devices), specs)
+        mesh, line = propose_mesh(cfg, count, limit or host / count, specs)
         cfg = cfg.model_copy(update={"mesh": mesh})
         why.append(line)
-    validate(cfg, device_count=len(devices))
-    cfg, line = choose_memory_policy(cfg, len(devices), limit, specs)
+    try:
+        validate(cfg, device_count=count)
+    except UserError as error:
+        raise UserError(f"{error}{_smallest_count(cfg, limit, specs)}") from None
+    if cfg.mesh.zero == "auto":
+        cfg, line = choose_zero(cfg, count, limit, specs, chip_of_kind(devices[0].device_kind))
+        why += [line] if line else []
+    cfg, line = choose_memory_policy(cfg, count, limit, specs)
     return cfg, "\n".join([*why, line] if line else why) or None
 
 
@@ -70,11 +88,14 @@ def propose_mesh(cfg: Config, devices: int, memory: float, specs: dict) -> tuple
     tried, traced = [], {}
     for policy in memory_policies(cfg):
         for mesh in mesh_candidates(cfg, devices):
-            if not _is_legal(policy.model_copy(update={"mesh": mesh}), devices):
+            on_mesh = policy.model_copy(update={"mesh": mesh})
+            if not _is_legal(on_mesh, devices):
                 continue  # heads, layers or batch do not divide
-            sizes = tuple(mesh_sizes(mesh, devices).values())
-            traced_on_mesh = traced.setdefault(sizes, {})
-            need = bytes_per_device(policy, mesh, devices, specs, traced_on_mesh)
+            sizes = mesh_sizes(mesh, devices)
+            rows = micro_batch_sizes(on_mesh, sizes)[-1]
+            smallest = _with(on_mesh, "train", micro_batch_size=rows)
+            traced_on_mesh = traced.setdefault(tuple(sizes.values()), {})
+            need = bytes_per_device(smallest, mesh, devices, specs, traced_on_mesh)
             total = sum(need.values())
             tried.append((total, mesh))
             if total <= FRACTION * memory:
@@ -90,35 +111,155 @@ def propose_mesh(cfg: Config, devices: int, memory: float, specs: dict) -> tuple
     )
 
 
+def choose_zero(
+    cfg: Config, devices: int, memory: float | None, specs: dict, chip: Chip | None
+) -> tuple[Config, str | None]:
+    """(`cfg` with mesh.zero resolved, why).
+
+    ZeRO-1 is taken where it fits and no layer is computed twice; else, of the stages that fit, the
+    fastest by the estimate of time, or the first on a chip without one. The host's memory counts
+    where none fits. Without a known limit, or with nothing to shard over, it is ZeRO-1.
+    """
+    sizes = mesh_sizes(cfg.mesh, devices)
+    stages = [_with(cfg, "mesh", zero=stage) for stage in (1, 2, 3)]
+    if memory is None or sizes["dp"] * sizes["ep"] * sizes["cp"] == 1:
+        return stages[0], None
+    for offload in _places_of_moments(cfg):
+        seconds: dict[int, float] = {}
+        for stage in stages:
+            option = _with(stage, "optimizer", offload=offload)
+            if not _is_legal(option):
+                continue
+            found, _ = _first_that_fits(option, devices, memory, specs)
+            if not found.fits:
+                continue
+            if stage is stages[0] and "full" not in found.cfg.train.remat:
+                return stage, "mesh: zero=1: it fits, and no layer is computed twice"
+            seconds[stage.mesh.zero] = _seconds(found.cfg, sizes, specs, chip)
+        if seconds:
+            fastest = min(seconds, key=seconds.__getitem__)
+            each = ", ".join(f"{stage}: {time:.3g} s" for stage, time in seconds.items())
+            how = f"the fastest that fits (estimates of a step: {each})"
+            return stages[fastest - 1], f"mesh: zero={fastest}: {how}"
+    return stages[2], "mesh: zero=3: it needs the least"
+
+
+def _seconds(cfg: Config, sizes: dict[str, int], specs: dict, chip: Chip | None) -> float:
+    """The estimate of a step's time; 0 on a chip of which too little is known."""
+    if chip is None or chip.details is None:
+        return 0.0
+    execution = decide_execution(cfg, sizes)
+    return roofline.total(roofline.step_parts(cfg, sizes, execution, specs, chip)).middle
+
+
 def choose_memory_policy(
     cfg: Config, devices: int, memory: float | None, specs: dict
 ) -> tuple[Config, str | None]:
-    """(`cfg` with train.remat and optimizer.offload resolved, why).
+    """(`cfg` with train.remat, train.micro_batch_size and optimizer.offload resolved, why).
 
     `memory` is the bytes of a device. Without a known limit the fastest policy is taken, and if
     nothing fits, the one that needs the least. The reason is None where nothing was to choose.
     """
-    execution = decide_execution(cfg, mesh_sizes(cfg.mesh, devices))
-    unrolled = memory is not None and not execution.loops and not execution.pipelined
-    options = list(memory_policies(cfg, devices, unrolled))
-    if options == [cfg]:
+    chooses_rows = cfg.train.micro_batch_size == "auto"
+    policies = list(memory_policies(cfg, devices))
+    if policies == [cfg] and not chooses_rows:
         return cfg, None
     if memory is None:
-        return options[0], f"{_policy_name(options[0])}: the device does not tell its limit"
-    limit = f"{FRACTION * memory / GB:.0f} GB"
-    needs, traced = [], {}
-    for option in options:
-        need = bytes_per_device(option, cfg.mesh, devices, specs, traced)
-        needs.append((sum(need.values()), option, need))
-        if needs[-1][0] <= FRACTION * memory:
-            fits = f"fits {limit}"
-            how = f"the first of {len(needs)} tried that {fits}" if len(needs) > 1 else fits
-            return option, f"{_policy_name(option)}: {how} a device ({estimate_text(need)})"
-    _, option, need = min(needs, key=lambda entry: entry[0])
-    return option, (
-        f"{_policy_name(option)}: needs the least of {len(needs)} tried but does NOT fit "
-        f"{limit} a device ({estimate_text(need)})"
-    )
+        rows = _rows_to_try(cfg, mesh_sizes(cfg.mesh, devices))[0][-1]
+        option = _with(policies[0], "train", micro_batch_size=rows)
+        return option, f"{_policy_name(option, chooses_rows)}: the device does not tell its limit"
+    found, tried = _first_that_fits(cfg, devices, memory, specs)
+    how, smallest = f"fits {FRACTION * memory / GB:.0f} GB a device", ""
+    if not found.fits:
+        how = f"needs the least of {tried} tried but does NOT fit {how.removeprefix('fits ')}"
+        smallest = _smallest_count(cfg, memory, specs)
+    elif tried > 1:
+        how = f"the first of {tried} tried that {how}"
+    name = _policy_name(found.cfg, chooses_rows)
+    return found.cfg, f"{name}: {how} ({estimate_text(found.need)}){smallest}"
+
+
+class Attempt(NamedTuple):
+    """A config, the bytes that it needs on a device, and whether they fit."""
+
+    cfg: Config
+    need: dict[str, float]
+    fits: bool
+
+
+def _first_that_fits(cfg: Config, devices: int, memory: float, specs: dict) -> tuple[Attempt, int]:
+    """(the first memory policy that fits, with the largest micro-batch that does; how many were
+    tried). If none fits, the one that needs the least.
+
+    Micro-batches that leave a GPU idle come last, but before moments go to the host.
+    """
+    sizes = mesh_sizes(cfg.mesh, devices)
+    execution = decide_execution(cfg, sizes)
+    unrolled = not execution.loops and not execution.pipelined
+    traced: dict[int, Traced] = {}
+    tried: list[Attempt] = []
+
+    def attempt(policy: Config, rows: int) -> Attempt:
+        option = _with(policy, "train", micro_batch_size=rows)
+        of_rows = traced.setdefault(rows, {})
+        need = bytes_per_device(option, cfg.mesh, devices, specs, of_rows)
+        return Attempt(option, need, sum(need.values()) <= FRACTION * memory)
+
+    def fits(policy: Config, rows: int) -> bool:
+        tried.append(attempt(policy, rows))
+        return tried[-1].fits
+
+    policies = memory_policies(cfg, devices, unrolled)
+    for _, some in itertools.groupby(policies, lambda policy: policy.optimizer.offload):
+        for choices, policy in itertools.product(_rows_to_try(cfg, sizes), list(some)):
+            rows = _largest(choices, functools.partial(fits, policy))
+            if rows is not None:
+                return attempt(policy, rows), len(tried)
+    return min(tried, key=lambda attempt: sum(attempt.need.values())), len(tried)
+
+
+def _rows_to_try(cfg: Config, sizes: dict[str, int]) -> tuple[list[int], list[int]]:
+    """(sizes of micro-batches that keep a GPU busy, others), each the largest first.
+
+    If none keeps it busy, the largest counts as one that does.
+    """
+    choices = micro_batch_sizes(cfg, sizes)
+    width = cfg.data.seq_length // sizes["cp"]
+    busy = [rows for rows in choices if rows * width >= BUSY] or choices[:1]
+    return busy, choices[len(busy) :]
+
+
+def _largest(choices: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of descending `choices` that fits, or None.
+
+    If one fits so do smaller ones, but not for the first, which may be a step in one micro-batch.
+    """
+    if not choices or fits(choices[0]):
+        return choices[0] if choices else None
+    if len(choices) == 1 or not fits(choices[-1]):
+        return None
+    return choices[bisect_left(choices, True, 1, len(choices) - 1, key=fits)]
+
+
+def _smallest_count(cfg: Config, memory: float | None, specs: dict) -> str:
+    """Words for the end of a line: the smallest number of such devices on which a run would fit."""
+    traced: dict[int, Traced] = {}
+    stages = (1, 3) if cfg.mesh.zero == "auto" else (cfg.mesh.zero,)
+    leanest = [list(memory_policies(_with(cfg, "mesh", zero=stage)))[-1] for stage in stages]
+
+    def bytes_on(count: int, option: Config) -> float:
+        rows = micro_batch_sizes(option, mesh_sizes(option.mesh, count))[-1]
+        option = _with(option, "train", micro_batch_size=rows)
+        of_rows = traced.setdefault(rows, {})
+        return sum(bytes_per_device(option, option.mesh, count, specs, of_rows).values())
+
+    for count in COUNTS:
+        if _is_legal(cfg, count) and (
+            memory is None
+            or any(bytes_on(count, option) <= FRACTION * memory for option in leanest)
+        ):
+            return f"; the smallest number of these devices that fits it is {count}"
+    return ""
 
 
 def memory_policies(
@@ -136,14 +277,21 @@ def memory_policies(
         counts = range(1, len(layers))
         remats = ["none", *(f"dots*{n},none" for n in counts)] if unrolled else []
         remats += ["dots", *(f"full*{n},dots" for n in counts), "full"]
-    moments = [False, True] if cfg.optimizer.offload == "auto" else [cfg.optimizer.offload]
-    for offload in moments:
-        optimizer = cfg.optimizer.model_copy(update={"offload": offload})
+    for offload in _places_of_moments(cfg):
         for remat in remats:
-            train = cfg.train.model_copy(update={"remat": remat})
-            option = cfg.model_copy(update={"train": train, "optimizer": optimizer})
+            option = _with(_with(cfg, "train", remat=remat), "optimizer", offload=offload)
             if _is_legal(option):
                 yield option
+
+
+def _places_of_moments(cfg: Config) -> list[bool]:
+    """Whether moments may wait on the host: values of optimizer.offload, the faster first."""
+    return [False, True] if cfg.optimizer.offload == "auto" else [cfg.optimizer.offload]
+
+
+def _with(cfg: Config, group: str, **keys: object) -> Config:
+    """`cfg` with other values of keys of a group."""
+    return cfg.model_copy(update={group: getattr(cfg, group).model_copy(update=keys)})
 
 
 def _is_legal(cfg: Config, devices: int | None = None) -> bool:
@@ -165,7 +313,8 @@ def mesh_candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
     for shape in shapes:
         used = math.prod(shape.values())
         ep = math.gcd(devices // used, experts)
-        for zero in (1, 3) if shape.get("pp", 1) == 1 else (1,):
+        stages = (1, 3) if shape.get("pp", 1) == 1 else (1,)
+        for zero in stages if cfg.mesh.zero == "auto" else (cfg.mesh.zero,):
             yield MeshConfig(**base, **shape, ep=ep, zero=zero)
 
 
@@ -192,9 +341,11 @@ def from_megatron(
 # ---- for people ----------------------------------------------------------------------------------
 
 
-def _policy_name(cfg: Config) -> str:
+def _policy_name(cfg: Config, with_rows: bool) -> str:
+    """The values that a memory policy stands for; `with_rows`: those of micro-batches, too."""
     moments = str(cfg.optimizer.offload).lower()
-    return f"memory: train.remat={cfg.train.remat} optimizer.offload={moments}"
+    rows = f" train.micro_batch_size={cfg.train.micro_batch_size}" if with_rows else ""
+    return f"memory: train.remat={cfg.train.remat} optimizer.offload={moments}{rows}"
 
 
 def _mesh_name(mesh: MeshConfig | None) -> str:

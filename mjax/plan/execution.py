@@ -20,15 +20,18 @@ kernel updates rows of stacks. Otherwise they are put into stacks first.
 """
 
 import logging
+import math
 from dataclasses import dataclass, replace
 
 from mjax.config.pattern import stack_index, stack_of
 from mjax.config.remat import offloaded, remat_policies
 from mjax.config.schema import Config, MeshConfig
+from mjax.config.train_rules import balances_over_batch
 from mjax.errors import UserError
 from mjax.kernels.quantize import Recipe
 from mjax.models.context import Context
 from mjax.models.execution import Execution, LayerPlan
+from mjax.models.objective import WholeBatch, objective_of
 from mjax.models.remat import STASHED
 from mjax.models.tower_mesh import tower_handles
 from mjax.models.tp_overlap import MIN_ROWS
@@ -36,6 +39,8 @@ from mjax.pipeline.layout import layout_of
 from mjax.sharding.collectives import Parallel
 
 log = logging.getLogger(__name__)
+
+PER_STAGE = 4  # micro-batches for each stage of a pipeline: it idles for a fifth of a step at most
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,10 @@ def decide_execution(
 ) -> Execution:
     """How a training step of `rows` sequences runs (default: train.global_batch_size).
 
-    `sizes` are those of the mesh axes. `train.remat: auto` counts as "dots".
+    `sizes` are those of the mesh axes. `train.remat: auto` counts as "dots", `mesh.zero: auto` as
+    1, `train.micro_batch_size: auto` as all of a device's rows.
     """
-    pipelined, zero = sizes["pp"] > 1, cfg.mesh.zero
+    pipelined, zero = sizes["pp"] > 1, cfg.mesh.zero_stage
     layers = pipeline_slots(cfg) if pipelined else model_layers(cfg)
     micro_batches = count_micro_batches(cfg, sizes, rows)
     unroll = _unroll(cfg, devices)
@@ -107,7 +113,7 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
         layers=tuple(replace(plan, remat="none") for plan in training.layers),
         unroll=1,
         apart=False,
-        gather="layer" if cfg.mesh.zero == 3 and _is_cut(cfg, sizes) else "step",
+        gather="layer" if cfg.mesh.zero_stage == 3 and _is_cut(cfg, sizes) else "step",
         reduce="step",
         gradients_apart=False,
         sums_in_matmuls=False,
@@ -148,6 +154,27 @@ def micro_batch_shape(cfg: Config, sizes: dict[str, int]) -> tuple[int, int]:
     return rows, cfg.data.seq_length // sizes["cp"]
 
 
+def micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
+    """The values that train.micro_batch_size may take on this mesh, the largest first.
+
+    They divide a device's rows of every step. What counts all rows together leaves one: all of
+    them. A pipeline needs several micro-batches to fill its stages.
+    """
+    train, local = cfg.train, max(_local_rows(cfg, sizes), 1)
+    if train.micro_batch_size != "auto":
+        return [train.micro_batch_size]
+    if balances_over_batch(cfg) or isinstance(objective_of(cfg), WholeBatch):
+        return [local]
+    start, increment, _ = train.rampup_batch_size or (0, 0, 0)
+    first = _local_rows(cfg, sizes, math.gcd(train.global_batch_size, start, increment))
+    low = [size for size in range(1, math.isqrt(first) + 1) if first % size == 0]
+    fitting = sorted({*low, *(first // size for size in low)}, reverse=True)
+    if sizes["pp"] > 1:
+        least = PER_STAGE * sizes["pp"]
+        fitting = [size for size in fitting if local // size >= least] or fitting[-1:]
+    return fitting or [1]
+
+
 def _local_rows(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> int:
     """Sequences of a step on each device."""
     return (rows or cfg.train.global_batch_size) // (sizes["dp"] * sizes["ep"])
@@ -155,7 +182,8 @@ def _local_rows(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> 
 
 def _micro_batch_rows(cfg: Config, local: int) -> int:
     """Sequences of a micro-batch on a device that has `local` of them in a step."""
-    return max(min(cfg.train.micro_batch_size, local), 1)
+    size = cfg.train.micro_batch_size
+    return max(local if size == "auto" else min(size, local), 1)
 
 
 def model_layers(cfg: Config) -> tuple[LayerPlan, ...]:
@@ -206,7 +234,7 @@ def _updates_rows(cfg: Config) -> bool:
 def _is_cut(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether ZeRO stores parameters in finer shards than matmuls read."""
     shards = sizes["dp"] * sizes["ep"] * sizes["cp"]
-    return cfg.mesh.zero > 0 and min(shards, cfg.mesh.zero_group or shards) > 1
+    return cfg.mesh.zero_stage > 0 and min(shards, cfg.mesh.zero_group or shards) > 1
 
 
 def _recipe(cfg: Config) -> Recipe | None:

@@ -23,7 +23,7 @@ from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.pipeline.storage import storage_specs
-from mjax.plan.execution import decide_execution
+from mjax.plan.execution import decide_execution, micro_batch_shape
 from mjax.plan.kept import Kept, kept
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import ParamPlacement, place
@@ -137,7 +137,8 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
     """
     layout = layout_of(cfg) if sizes["pp"] > 1 else None
     parallel = Parallel(**sizes)
-    placement = place(storage_specs(layout, specs), parallel, cfg.mesh.zero, cfg.mesh.zero_group)
+    stored = storage_specs(layout, specs)
+    placement = place(stored, parallel, cfg.mesh.zero_stage, cfg.mesh.zero_group)
     found: list[ParamPlacement] = []
     layers: dict[str, float] = {}
     for name in placement.specs:
@@ -184,7 +185,7 @@ def _parameter_bytes(
     is no free place for the largest of experts.
     """
     count = counts_on_device(cfg, sizes, specs)
-    zero, optimizer, precision = cfg.mesh.zero, cfg.optimizer, cfg.precision
+    zero, optimizer, precision = cfg.mesh.zero_stage, cfg.optimizer, cfg.precision
     compute, accumulate = WIDTH[precision.compute], WIDTH[precision.grad_accum]
     is_cut = sizes["dp"] * sizes["ep"] * sizes["cp"] > 1
     once = execution.micro_batches == 1
@@ -234,7 +235,7 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
     A backward of unrolled layers would gather and reorder anew what the ring did in its forward.
     XLA finds that out and keeps it: keys, values, and six times the queries.
     """
-    heads, rows = model_heads(cfg.model), cfg.train.micro_batch_size
+    heads, (rows, _) = model_heads(cfg.model), micro_batch_shape(cfg, sizes)
     has_ring = sizes["cp"] > 1 and cfg.mesh.cp_type != "a2a"
     if not has_ring or execution.pipelined or execution.loops:
         return 0.0
@@ -250,16 +251,17 @@ def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
 
     Of the contrastive loss: the vectors of the batch and their gradients, likewise.
     """
+    rows, _ = micro_batch_shape(cfg, sizes)
     if cfg.model.is_dual_encoder:
-        pairs = min(LOGIT_ROWS, cfg.train.micro_batch_size)
+        pairs = min(LOGIT_ROWS, rows)
         width = 4 * cfg.model.contrastive.projection_dim + 3 * pairs
         return 4.0 * cfg.train.global_batch_size * width
     if cfg.model.only_classifies:
         return 0.0
-    rows = cfg.model.padded_vocab_size // sizes["tp"]
+    words = cfg.model.padded_vocab_size // sizes["tp"]
     length = cfg.data.target_length or cfg.data.seq_length
-    tokens = cfg.train.micro_batch_size * length // sizes["cp"]
+    tokens = rows * length // sizes["cp"]
     chunk = cfg.train.loss_chunk
-    fused = fits(tokens, rows, sizes["tp"], chunk)
-    cut = cut_of(tokens, rows, chunk, fused=fused)
-    return 4 * rows * cfg.model.hidden_size + cut.bytes(rows)
+    fused = fits(tokens, words, sizes["tp"], chunk)
+    cut = cut_of(tokens, words, chunk, fused=fused)
+    return 4 * words * cfg.model.hidden_size + cut.bytes(words)

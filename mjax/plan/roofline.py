@@ -361,7 +361,7 @@ def _exchanges(
     shards = sizes["dp"] * sizes["ep"] * sizes["cp"]
     if shards > 1:
         moved = _zero_bytes(cfg, execution, counts) * (shards - 1) / shards
-        hides = execution.overlap or cfg.mesh.zero == 3
+        hides = execution.overlap or cfg.mesh.zero_stage == 3
         yield part("weights and gradients over dp", ("dp", "ep", "cp"), moved, hides)
     others = {axis: n - 1 for axis, n in sizes.items()}
     own = {axis: _share_of_own(cfg, axis) for axis in ("tp", "cp")}
@@ -397,9 +397,9 @@ def _zero_bytes(cfg: Config, execution: Execution, counts: Counts) -> float:
     summed = compute if execution.overlap else WIDTH[execution.accumulate]
     eight = counts.eight_bits * (compute - 1) if execution.quantize_stored else 0
     gathered = weights * compute - eight
-    if cfg.mesh.zero == 0:
+    if cfg.mesh.zero_stage == 0:
         return 2 * weights * summed
-    if cfg.mesh.zero == 3:
+    if cfg.mesh.zero_stage == 3:
         return 2 * m * gathered + m * weights * compute
     times = m if execution.reduce == "micro_batch" else 1
     return gathered + times * weights * summed

@@ -28,7 +28,7 @@ from mjax.plan.balance import advice
 from mjax.plan.chips import chip_of_kind
 from mjax.plan.described import Described, as_on, cannot_compile, described_devices, parse_described
 from mjax.plan.exchanges import exchange_lines, read_exchanges
-from mjax.plan.execution import execution_lines
+from mjax.plan.execution import count_micro_batches, execution_lines
 from mjax.plan.kept import kept
 from mjax.plan.kernels import kernel_lines
 from mjax.plan.memory import bytes_per_device, held_layers
@@ -190,11 +190,11 @@ def kept_table(trainer: Trainer) -> list[tuple[str, ...]]:
 
 def pipeline_lines(trainer: Trainer) -> list[str]:
     """Which layers are where, the bubble and a picture of the schedule; nothing without pp."""
-    layout, train = trainer.layout, trainer.cfg.train
+    layout = trainer.layout
     if layout is None:
         return []
-    rows = train.global_batch_size // trainer.parallel.size("dp", "ep")
-    schedule = make_schedule(layout.pp, layout.v, rows // min(train.micro_batch_size, rows))
+    micro_batches = count_micro_batches(trainer.cfg, dict(trainer.mesh.shape))
+    schedule = make_schedule(layout.pp, layout.v, micro_batches)
     return [
         f"pipeline    {layout.pp} devices x {layout.v} chunks, {schedule.m} micro-batches: bubble "
         f"{schedule.bubble:.1%}, {len(layout.kinds)} layers each placed once, "

@@ -168,7 +168,7 @@ def state_layout(
     `specs` declare the parameters. `layout` is that of the pipeline.
     """
     specs = storage_specs(layout, specs)
-    placement = place(specs, parallel, cfg.mesh.zero, cfg.mesh.zero_group)
+    placement = place(specs, parallel, cfg.mesh.zero_stage, cfg.mesh.zero_group)
     storage = Storage(layout, paddings(placement))
     optimizer = Optimizer(
         cfg.optimizer,
