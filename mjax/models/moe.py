@@ -13,7 +13,16 @@ from mjax.models.layer_figures import see_experts
 from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, declare, declare_bias, matrix, normal
-from mjax.models.router import Router, Routing, balanced, counted, rerouted, route, without_padding
+from mjax.models.router import (
+    Router,
+    Routing,
+    balanced,
+    counted,
+    padding_marked,
+    rerouted,
+    route,
+    without_padding,
+)
 from mjax.models.router_losses import (
     averages_layers,
     balance_loss,
@@ -158,6 +167,9 @@ class MoE(BranchModule):
             y = y + self._shared_output(x, inputs)
         statistics = self._statistics(routing, parallel)
         statistics["gathered_share"] = gathered_share(gathered, routing, self.cfg, parallel)
+        if averages_layers(cfg):
+            of_text = padding_marked(routing, inputs.tokens, parallel)
+            statistics[EXPERT_LOADS] = expert_loads(of_text, cfg)
         if inputs.ctx.seen_layers is not None:
             layers, _ = inputs.ctx.seen_layers
             statistics |= see_experts(routing, router.expert_bias, inputs.layer, layers)
@@ -204,7 +216,4 @@ class MoE(BranchModule):
         names = [name for name in self.statistics(self.cfg) if name in makers]
         if "aux_loss" in names and averages_layers(self.cfg):
             names.remove("aux_loss")
-        found = {name: makers[name](routing, self.cfg, parallel) for name in names}
-        if averages_layers(self.cfg):
-            found[EXPERT_LOADS] = expert_loads(routing, self.cfg)
-        return found
+        return {name: makers[name](routing, self.cfg, parallel) for name in names}

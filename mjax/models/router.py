@@ -98,12 +98,19 @@ def rerouted(
 
 def without_padding(routing: Routing, tokens: Tokens, parallel: Parallel) -> Routing:
     """The routing in which tokens of segment 0 go nowhere and count in no loss."""
+    routing = padding_marked(routing, tokens, parallel)
+    if routing.is_text is None:
+        return routing
+    nowhere = routing.probs.shape[-1]
+    experts = jnp.where(routing.is_text[..., None], routing.experts, nowhere)
+    return routing._replace(experts=experts)
+
+
+def padding_marked(routing: Routing, tokens: Tokens, parallel: Parallel) -> Routing:
+    """The routing in which tokens of segment 0 count in no loss."""
     if tokens.segments is None:
         return routing
-    is_text = parallel.shard(tokens.segments, "tp", 1) != 0
-    nowhere = routing.probs.shape[-1]
-    experts = jnp.where(is_text[..., None], routing.experts, nowhere)
-    return routing._replace(experts=experts, is_text=is_text)
+    return routing._replace(is_text=parallel.shard(tokens.segments, "tp", 1) != 0)
 
 
 def counted(routing: Routing, expert_bias: jax.Array) -> Routing:

@@ -2,7 +2,8 @@
 
 Each is a mean over the tokens of every sequence of the global batch, so it depends on neither the
 mesh nor micro-batches. Masked tokens count in it too, because they load the experts alike; padding
-does not if `model.moe.skip_padding` says so. A sequence of padding alone has 0.
+does not if `model.moe.skip_padding` says so, and never in the balance loss of all layers together.
+A sequence of padding alone has 0.
 """
 
 import jax

@@ -15,14 +15,13 @@ from tests.marks import quick
 AVERAGED = [
     "model.moe.router_aux_loss_type=mean_over_layers",
     "model.moe.router_aux_loss_coef=1.0",
-    SKIP,
     "model.layer_pattern=GE",
     "model.num_hidden_layers=4",
 ]
 GLOBAL = "model.moe.router_aux_loss_over=global_batch"
 PREDICTS = "model.num_nextn_predict_layers=1"
 MESHES = [
-    ({"pp": 2, "ep": 2, "tp": 2}, 1, 3, [PREDICTS]),
+    ({"pp": 2, "ep": 2, "tp": 2}, 1, 3, [PREDICTS, SKIP]),
     ({"pp": 2, "dp": 2, "cp": 2}, 1, 1, [GLOBAL]),
     ({"pp": 2, "ep": 2}, 0, 4, ["mesh.virtual_stages=2"]),
     ({"dp": 2, "ep": 2, "tp": 2}, 3, 2, []),

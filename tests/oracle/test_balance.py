@@ -1,7 +1,6 @@
 """The balance loss of an imported model is transformers' load_balancing_loss_func, masks too."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -29,9 +28,9 @@ def trainer_of(folder: Path, *more: str) -> Trainer:
     keys |= {"data.mock": True, "data.seq_length": SEQ, "precision.compute": "float32"}
     keys |= {"train.global_batch_size": ROWS, "train.micro_batch_size": ROWS, "mesh.dp": 1}
     given = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    cfg = load(None, [*given, "model.moe.skip_padding=true", *more])
+    cfg = load(None, [*given, *more])
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
-    trainer.load_params(replace(source_of(folder), cfg=cfg.model))
+    trainer.load_params(source_of(folder))
     return trainer
 
 
