@@ -66,6 +66,13 @@ def test_muon_takes_padded_shards():
     assert holds(record), record
 
 
+@slow
+def test_muon_takes_projections_that_share_a_tensor_apart_on_any_mesh():
+    where = Cell({"dp": 2, "tp": 2}, 3, 2)
+    record = compare("gated deltanet", where, "optimizer.name=muon", steps=3)
+    assert holds(record), record
+
+
 def test_a_missing_reduction_would_be_seen(monkeypatch):
     """The law can fail: without the gradient rule each device goes its own way."""
     monkeypatch.setattr(layers, "reduce_gradients", lambda grads, *_: grads)
