@@ -250,7 +250,6 @@ NEEDS = (
         "precision.compute",
         "float16",
     ),
-    _value("checkpoint.init_changes", "checkpoint.init_from"),
 )
 
 

@@ -621,7 +621,6 @@ UNREAD = [
     (["precision.fp8_backend=te"], "precision.fp8_backend='te'", "precision.fp8='none'"),
     (["precision.hysteresis=1"], "precision.hysteresis=1", "precision.compute='bfloat16'"),
     (["schedule.wsd_decay_steps=9"], "schedule.wsd_decay_steps=9", "schedule.decay='cosine'"),
-    (["checkpoint.init_changes=[heads]"], "checkpoint.init_changes=", "checkpoint.init_from=None"),
 ]
 FILES = ["data.mock=false", "data.images.path=x", "data.tokenizer=byte"]
 UNREAD += [
