@@ -4,6 +4,7 @@ Invariant: every key of the model counts unless it is named here as one that lea
 function as it is, so a new key is compared from its first day.
 """
 
+import itertools
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,12 +18,28 @@ from mjax.optim.schedule import consumed_samples
 
 # Keys of a model that leave the trained function as it is: a resumed run may change them.
 NOT_ARCHITECTURE = frozenset(
-    """attention.attention_dropout audio.length_multiple hidden_dropout initializer_range
-    model_type moe.capacity_factor moe.drop_policy moe.expert_bias_update_rate
-    moe.force_balanced moe.router_aux_loss_coef moe.router_aux_loss_over moe.router_aux_loss_type
-    moe.router_jitter_noise moe.router_z_loss_coef moe.sinkhorn scaled_output_init
-    vision.length_multiple""".split()
+    """attention.attention_dropout audio.length_multiple audio.max_audios
+    deltanet.linear_chunk_size hidden_dropout initializer_range mamba.chunk_size
+    mamba.time_step_floor mamba.time_step_max mamba.time_step_min model_type moe.capacity_factor
+    moe.drop_policy moe.expert_bias_update_rate moe.force_balanced moe.router_aux_loss_coef
+    moe.router_aux_loss_over moe.router_aux_loss_type moe.router_jitter_noise
+    moe.router_z_loss_coef moe.sinkhorn moe.skip_padding scaled_output_init vision.length_multiple vision.max_images""".split()
 )
+
+# What may differ from weights to start from -> the keys of a model that say it.
+CHANGES = {
+    "vocab_size": ("vocab_size", "vocab_multiple"),
+    "num_hidden_layers": ("num_hidden_layers", "layer_pattern"),
+    "context": (
+        "max_position_embeddings",
+        "rope.rope_theta",
+        "rope.rope_local_theta",
+        "rope.rope_scaling",
+    ),
+    "experts": ("layer_pattern",),
+    "heads": ("bert.mlm_head", "bert.num_labels"),
+    "towers": ("layer_pattern", "num_hidden_layers"),
+}
 
 
 def require_same_model(
@@ -35,9 +52,12 @@ def require_same_model(
     for name in leaf_keys(ModelConfig):
         ours, theirs = value_of(cfg, name), value_of(of_weights, name)
         if ours != theirs and name not in NOT_ARCHITECTURE and name not in may_differ:
+            words = [f", or name {word} in checkpoint.init_changes" for word in CHANGES]
+            allowed = [name in keys for keys in CHANGES.values()]
             raise UserError(
                 f"the weights to start from are of a model with {name}={theirs!r}, but this run "
                 f"has model.{name}={ours!r}; set it to {theirs!r}"
+                + next(itertools.compress(words, allowed), "")
             )
 
 

@@ -1,5 +1,5 @@
-"""Starting from weights of a model that differs: vocabulary resized, layers added or left out,
-MLPs made into experts (`upcycle.py`).
+"""Starting from weights of a model that differs: vocabulary or context resized, layers added or
+left out, MLPs made into experts (`upcycle.py`).
 
 Only what `checkpoint.init_changes` names may differ. What both models have is loaded; the rest of
 the run's model is as drawn from run.seed. Invariant: nothing is left out or drawn unsaid: `summary`
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.checkpoint.continuation import require_same_model
+from mjax.checkpoint.continuation import CHANGES, require_same_model
 from mjax.checkpoint.huggingface import real_specs
 from mjax.checkpoint.source import Index, Path, Source
 from mjax.checkpoint.upcycle import upcycled
@@ -23,14 +23,6 @@ from mjax.config.pattern import modality_of
 from mjax.errors import UserError
 from mjax.models import definition_of
 
-# What may differ -> the keys of a model that say it.
-CHANGES = {
-    "vocab_size": ("vocab_size", "vocab_multiple"),
-    "num_hidden_layers": ("num_hidden_layers", "layer_pattern"),
-    "experts": ("layer_pattern",),
-    "heads": ("bert.mlm_head", "bert.num_labels"),
-    "towers": ("layer_pattern", "num_hidden_layers"),
-}
 _TOWERS = ("vision.", "audio.")
 _POSITIONS = {"audio.max_source_positions"}  # the first ones are those of shorter sounds
 

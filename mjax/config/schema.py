@@ -313,7 +313,7 @@ class TrainConfig(Group):
     sample_tokens: UpTo24 = Field(64, ge=1)
 
 
-InitChange = Literal["vocab_size", "num_hidden_layers", "experts", "heads", "towers"]
+InitChange = Literal["vocab_size", "num_hidden_layers", "context", "experts", "heads", "towers"]
 
 
 class CheckpointConfig(Group):
@@ -340,9 +340,10 @@ class CheckpointConfig(Group):
     init_from: str | None = None
     """Start step 0 from the weights in this Hugging Face, mjax or Megatron folder."""
     init_changes: list[InitChange] = []
-    """In what the model may differ from those weights; what they lack is drawn. experts: it has
-    experts where they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md); towers: it
-    reads images or sounds (docs/multimodal.md).
+    """In what the model may differ from those weights; what they lack is drawn. context:
+    max_position_embeddings and the rope_* keys (docs/checkpoints.md); experts: it has experts where
+    they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md); towers: it reads images
+    or sounds (docs/multimodal.md).
     """
     init_audio: str | None = None
     """Start the tower of sounds from the encoder in this Whisper folder, after init_from."""

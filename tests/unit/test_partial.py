@@ -4,8 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from mjax.checkpoint.continuation import NOT_ARCHITECTURE
 from mjax.checkpoint.source import flat
 from mjax.config import load
+from mjax.config.keys import leaf_keys
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
 from mjax.pretrained import source_of
 from mjax.sharding.mesh import make_mesh
@@ -93,6 +96,43 @@ def test_nothing_may_differ_unasked(weights, tmp_path):
         with pytest.raises(UserError, match=message):
             trainer.load_params(source_of(folder))
         assert trainer.state is None
+
+
+CONTEXT = ["model.max_position_embeddings=64", "checkpoint.init_changes=[context]"]
+
+
+def test_a_longer_context_is_a_word_and_learned_positions_are_extended(weights, tmp_path):
+    folder, given = weights
+    scaling = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16}"
+    rope = [f"model.rope.rope_scaling={scaling}", "model.rope.rope_theta=5e5"]
+    with pytest.raises(UserError, match="set it to 2048, or name context in checkpoint.init_chang"):
+        make_trainer(tmp_path / "a", *CONTEXT[:1]).load_params(source_of(folder))
+    trainer = make_trainer(tmp_path / "a", *CONTEXT, *rope)
+    said = trainer.load_params(source_of(folder))
+    assert said.startswith(f"loaded: {len(flat(given))} of {len(flat(given))} parameters as they")
+    jax.tree.map(equal_rows, jax.tree.map(np.asarray, trainer.params()), given)
+    learned = "model.position_embedding=learned"
+    short = make_trainer(tmp_path / "b", learned, "model.max_position_embeddings=16")
+    short.init()
+    short.save()
+    short.store.wait()
+    longer = make_trainer(tmp_path / "c", learned, *CONTEXT)
+    longer.init()
+    drawn = np.asarray(longer.params()["position_embedding"])
+    said = longer.load_params(source_of(tmp_path / "b"))
+    rows = np.asarray(longer.params()["position_embedding"])
+    np.testing.assert_array_equal(rows[:16], np.asarray(short.params()["position_embedding"]))
+    np.testing.assert_array_equal(rows[16:], drawn[16:])
+    assert "  position_embedding: [16, 32] loaded of [16, 32], the rest of [64, 32]" in said
+
+
+def test_keys_that_no_weight_depends_on_may_differ(weights, tmp_path):
+    folder, given = weights
+    trainer = make_trainer(tmp_path, "model.moe.skip_padding=true")
+    trainer.load_params(source_of(folder))
+    jax.tree.map(equal_rows, jax.tree.map(np.asarray, trainer.params()), given)
+    for key in ("vision.max_images", "audio.max_audios", "moe.skip_padding", "mamba.chunk_size"):
+        assert key in NOT_ARCHITECTURE & leaf_keys(ModelConfig).keys()
 
 
 SOUNDS = [
