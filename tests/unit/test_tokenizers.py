@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from mjax.config.schema import DataConfig
 from mjax.data.fim import FillInTheMiddle
-from mjax.data.tokenizer import load_tokenizer, tokenizer_files
+from mjax.data.tokenizer import encode_behind, load_tokenizer, tokenizer_files
 from mjax.data.vocabularies import SPLIT_CL100K, SPLIT_MEGATRON
 from mjax.errors import UserError
 
@@ -118,6 +118,17 @@ def test_a_sentencepiece_folder_counts_what_its_settings_add(tmp_path):
     assert load_tokenizer(tmp_path).encode("<s>cat") == [1, *cat]
     settings(tmp_path, tokenizer_config=said | {"add_bos_token": False})
     assert load_tokenizer(tmp_path).prefix == ()
+
+
+def test_a_text_goes_on_without_a_space_that_nobody_wrote(tmp_path):
+    train(tmp_path, **AS_WRITTEN)
+    settings(tmp_path, tokenizer_config=LLAMA | {"legacy": True})
+    ours = load_tokenizer(tmp_path)
+    for before, text in [("the cat", " sat"), ("the c", "at"), ("the cat</s>", "sat"), ("", "sat")]:
+        ids = ours.encode(before)
+        joined = [*ids, *encode_behind(ours, ids, text)]
+        assert ours.decode_whole(joined) == ours.decode_whole(ours.encode(before + text))
+    assert encode_behind(ours, ours.encode("the"), " cat") == ours.encode("cat")
 
 
 def test_spiece_model_has_t5s_sentinels_from_the_end(tmp_path):
