@@ -151,7 +151,7 @@ class DataConfig(Group):
     mock: bool = False
     """Random tokens, for speed tests."""
     tokenizer: str | None = None
-    """'byte', a tokenizer.json, a SentencePiece .model, or 'train:VOCAB'."""
+    """'byte', a tokenizer's file or its folder (docs/data.md lists them), or 'train:VOCAB'."""
     seq_length: UpTo28 = Field(1024, ge=1)
     target_length: int | None = Field(None, ge=8)
     """Tokens of a row of the decoder, for span_corruption."""

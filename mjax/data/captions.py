@@ -25,7 +25,7 @@ from mjax.data.labelled import part_of_split, shuffled
 from mjax.data.readers import ImageReader, Names, Skipped, SoundReader
 from mjax.data.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.tiles import PictureReader, cut, expanded, tag_ids
-from mjax.data.tokenizer import Tokenizer, encode_with_items
+from mjax.data.tokenizer import Tokenizer, encode_behind, encode_with_items
 from mjax.errors import UserError, or_user_error
 from mjax.models.modalities import MODALITIES, features_of_tiles
 from mjax.models.multimodal import items_of
@@ -247,7 +247,7 @@ def _line(
     is_answer = [False] * len(ids)
     for prompt, text in turns:
         before = encode_with_items(prompt, tokenizer, model, sizes)
-        answer = [*tokenizer.encode(text), *end]
+        answer = [*encode_behind(tokenizer, before, text), *end]
         ids += [*before, *answer]
         is_answer += [False] * len(before) + [True] * len(answer)
     if model.is_dual_encoder and len(ids) > cfg.data.seq_length:

@@ -167,7 +167,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         add("--output", required=True, help="the tokenizer.json to write")
     else:
         add("--output", required=True, metavar="PREFIX")
-        add("--tokenizer", required=True, help="byte, a tokenizer.json or a SentencePiece .model")
+        add("--tokenizer", required=True, help="byte, a tokenizer's file or its folder")
         add("--append-eod", action="store_true", help="end every document with the EOD token")
         add("--split-sentences", action="store_true", help="a sequence a sentence, for masked_lm")
         add("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")

@@ -342,6 +342,20 @@ def encode_with_items(
     return ids
 
 
+def encode_behind(tokenizer: Tokenizer, before: Sequence[int], text: str) -> list[int]:
+    """The ids of a text that goes on behind these ids of the same text.
+
+    Behind a special token it is what the tokenizer makes of it there.
+    """
+    if before and not tokenizer.decode(before[-1:]) and tokenizer.piece_of is not None:
+        token = tokenizer.piece_of(before[-1]) or ""
+        first, *rest = tokenizer.encode(token + text) or [None]
+        if first == before[-1]:
+            return rest
+    inside = tokenizer.inside if before else None
+    return (inside or tokenizer).encode(text)
+
+
 def encode_documents(
     tokenizer: Tokenizer, documents: Sequence[Sequence[str]], eod_id: int | None
 ) -> EncodedDocuments:

@@ -36,8 +36,7 @@ READ = {
 OF_MODEL = {"roberta": "Roberta", "t5": "T5", "mt5": "T5", "bart": "Bart", "longformer": "Roberta"}
 OF_MODEL |= dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2")
 ROBERTA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-ROBERTA |= {"cls_token": "<s>", "sep_token": "</s>"}
-ROBERTA |= {"mask_token": {"content": "<mask>", "lstrip": True}}
+ROBERTA |= {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 BERT = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -184,7 +183,8 @@ class _Pieces:
     decoded: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.decoded |= {number: token.content for number, token in self.added.items()}
+        texts = {number: token.content for number, token in self.added.items()}
+        self.decoded = texts | self.decoded
         self.ids = {token.content: number for number, token in self.added.items()}
         longest = sorted(self.added.values(), key=lambda token: -len(token.content))
         self.numbers = [self.ids[token.content] for token in longest]
@@ -247,6 +247,7 @@ def _sentencepiece(path: Path, said: dict) -> Tokenizer:
             count = int(said.get("extra_ids", 100))
             sentinels = {f"<extra_id_{count - 1 - i}>": size + i for i in range(count)}
             said = said | {"added_tokens": sentinels | said.get("added_tokens", {})}
+        said = {"unk_token": plain.id_to_piece(plain.unk_id())} | said
         said = said | {"extra_special_tokens": [*said.get("extra_special_tokens", ()), *controls]}
     added = _added(path, said, size, find)
     if said.get("add_prefix_space") is False:
@@ -255,11 +256,10 @@ def _sentencepiece(path: Path, said: dict) -> Tokenizer:
     pieces = _Pieces(plain, bare, plain if is_legacy else bare, added)
     # A text keeps its unknown pieces by a character that has none.
     inner = _Pieces(bare, bare, bare, added, {plain.unk_id(): "\ue000"})
-    ends = [token_text(said.get("eos_token")), plain.id_to_piece(plain.eos_id())]
-    ends = ends if plain.eos_id() >= 0 else [ends[0], *EOD_NAMES]
+    own_end, own_start = map(pieces.piece_of, (plain.eos_id(), plain.bos_id()))  # -1: none
+    ends = [token_text(said.get("eos_token")), *([own_end] if own_end else EOD_NAMES)]
     eod = next((i for i in map(pieces.id_of, filter(None, ends)) if i is not None), None)
-    if plain.bos_id() >= 0:
-        said = {"bos_token": plain.id_to_piece(plain.bos_id())} | said
+    said = {"bos_token": own_start} | said
     found = Tokenizer(
         max([size, *(i + 1 for i in added)]),
         eod,

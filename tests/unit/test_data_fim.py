@@ -5,8 +5,8 @@ import json
 import jax
 import numpy as np
 import pytest
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Inner
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mjax.config import load
 from mjax.config.schema import DataConfig
@@ -242,3 +242,52 @@ def test_what_cannot_be_used_is_one_line(tokenizer, corpus, overrides, message):
         validate(cfg)
         build_datasets(cfg, 4, 0)
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def with_marks(kind: str) -> Inner:
+    """A tokenizer that marks words with ▁ and puts a mark before each text, in one of the ways."""
+    inner = Inner(models.BPE(unk_token="<unk>", fuse_unk=True))
+    strip = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(strip)
+    to_mark = normalizers.Replace(" ", "▁")
+    if kind == "prepend":  # Llama 2
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_mark])
+    elif kind == "byte level":  # RoBERTa for words
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        inner.decoder = decoders.ByteLevel()
+    elif kind == "trimmed":  # SentencePiece by default, as transformers converts it
+        trim = normalizers.Replace(Regex(r"\A +| +\z"), "")
+        inner.normalizer = normalizers.Sequence([trim, to_mark])
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    elif kind == "by words":  # T5
+        parts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+        inner.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        inner.decoder = decoders.Metaspace()
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    return inner
+
+
+KINDS_OF_MARKS = ["prepend", "byte level", "trimmed", "by words", "always", "first"]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MARKS)
+@pytest.mark.parametrize("spm", [0.0, 1.0])
+def test_parts_joined_are_the_document_where_a_space_is_put_before_texts(tmp_path, kind, spm):
+    inner, text = with_marks(kind), "two mice sleep in an old clock"
+    trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>"], show_progress=False)
+    inner.train_from_iterator([text] * 50, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    pre, mid, suf = range(loaded.vocab_size, loaded.vocab_size + 3)
+    data = DataConfig(fim_rate=1.0, fim_spm_rate=spm)
+    fim = FillInTheMiddle(loaded, 0, data, pre, mid, suf, None, 0, None)
+    whole = loaded.encode(text)
+    assert loaded.decode(whole).strip() == text
+    for ids in (whole, whole[1:], loaded.encode(" " + text)):
+        for seed in range(40):
+            found = fim._permute_document(np.array(ids), np.random.default_rng(seed)).tolist()
+            s, m = found.index(suf), found.index(mid)
+            before = found[1:s] if spm == 0 else []
+            after, behind = (found[m + 1 :], found[s + 1 : m])
+            assert loaded.decode_whole([*before, *after, *behind]) == loaded.decode_whole(ids)

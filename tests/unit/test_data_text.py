@@ -212,10 +212,80 @@ def test_prepare_text_builds_once_reuses_and_rebuilds(tmp_path):
     assert sorted(documents(byte.prefix)) == sorted(expected)
 
 
+def test_another_tokenizer_of_the_same_name_is_refused(tmp_path):
+    (tmp_path / "x.txt").write_text("some text")
+    for kind in ("file", "trained"):
+        file, run = tmp_path / "tokenizer.json", tmp_path / kind
+        spec = str(file) if kind == "file" else "train:270"
+        file = file if kind == "file" else run / "data" / "tokenizer.json"
+        made = train_tokenizer(["some text"], 270, tmp_path / "tokenizer.json")
+        data = DataConfig(text=str(tmp_path / "x.txt"), tokenizer=spec)
+        corpus, first = prepare_text(data, run), file.read_bytes()
+        before = {p.name: p.read_bytes() for p in (run / "data").glob("corpus*")}
+        train_tokenizer(["others, of other words"], 270, file)
+        with pytest.raises(UserError, match="is another tokenizer than .*data was made with"):
+            prepare_text(data, run)
+        assert before == {p.name: p.read_bytes() for p in (run / "data").glob("corpus*")}
+        file.write_bytes(first)  # put back, it is the same; so are settings that move no id
+        (file.parent / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+        assert prepare_text(data, run) == corpus and corpus.vocab_size == made.vocab_size
+        (file.parent / "tokenizer_config.json").unlink()
+
+
+def test_another_text_is_said_and_read(tmp_path, caplog):
+    file, times = tmp_path / "x.txt", (1e9, 1e9)
+    file.write_text("first")
+    os.utime(file, times)
+    data = DataConfig(text=str(tmp_path / "*.txt"), tokenizer="byte")
+    prefix = prepare_text(data, tmp_path / "run").prefix
+    file.rename(tmp_path / "y.txt")  # the same text
+    prepare_text(data, tmp_path / "run")
+    assert not caplog.records and documents(prefix) == ["first"]
+    (tmp_path / "y.txt").rename(tmp_path / "gone")  # what is made stays usable
+    prepare_text(data, tmp_path / "run")
+    assert not caplog.records and documents(prefix) == ["first"]
+    file.write_text("other")  # of the same size and time
+    os.utime(file, times)
+    prepare_text(data, tmp_path / "run")
+    (record,) = caplog.records
+    assert "another text than" in record.getMessage() and documents(prefix) == ["other"]
+
+
+def test_a_corpus_that_older_versions_made_is_kept(tmp_path):
+    (tmp_path / "x.txt").write_text("first")
+    data = DataConfig(text=str(tmp_path / "x.txt"), tokenizer="byte")
+    prefix = prepare_text(data, tmp_path / "run").prefix
+    stamp = tmp_path / "run/data/settings.json"
+    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "digests": {}}))
+    (tmp_path / "x.txt").write_text("other")
+    prepare_text(data, tmp_path / "run")
+    assert documents(prefix) == ["first"]
+
+
+def test_nothing_changes_where_the_weights_know_another_tokenizer(tmp_path):
+    (tmp_path / "x.txt").write_text(" ".join(TEXTS))
+    data = DataConfig(text=str(tmp_path / "x.txt"), tokenizer="train:300")
+    prepare_text(data, tmp_path / "run")
+    folder = tmp_path / "run" / "data"
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    digest = load_tokenizer(folder).digest
+    assert prepare_text(data, tmp_path / "run", digest).vocab_size == 300
+    for changed in ({"tokenizer": "train:280"}, {"tokenizer": "byte"}):
+        other = data.model_copy(update=changed)
+        with pytest.raises(UserError, match="than the run's checkpoints were trained with"):
+            prepare_text(other, tmp_path / "run", digest)
+    (tmp_path / "x.txt").write_text("a text that gives another tokenizer " * 9)
+    with pytest.raises(UserError, match="than the run's checkpoints were trained with"):
+        prepare_text(data, tmp_path / "run", digest)
+    assert before == {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert not (tmp_path / "run" / "data.tmp").exists()
+
+
 def test_bad_text_settings_are_one_line(tmp_path):
     (tmp_path / "file").write_text("x")
     for message, run, data in [
         ("needs data.tokenizer", "run", {"text": str(tmp_path)}),
+        ("standard input", "run", {"text": "-", "tokenizer": "byte"}),
         ("train:VOCAB", "run", {"text": str(tmp_path), "tokenizer": "train:many"}),
         ("no such file", "run", {"text": str(tmp_path / "none"), "tokenizer": "byte"}),
         ("set run.dir", "file", {"text": str(tmp_path), "tokenizer": "byte"}),

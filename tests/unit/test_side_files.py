@@ -1,6 +1,7 @@
 """Laws of what travels with weights: import, fine-tune and export give back the model's files."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from mjax import convert, generate
 from mjax.checkpoint.safetensors import pack, read_header
 from mjax.checkpoint.side import read_side_files, tokenizer_dir, tokenizer_of
 from mjax.checkpoint.source import array_source
+from mjax.checkpoint.stored import read_record
 from mjax.checkpoint.weights import write_weights
 from mjax.config import load
 from mjax.config.model_schema import ModelConfig
-from mjax.data.tokenizer import train_tokenizer
+from mjax.data.tokenizer import load_tokenizer, train_tokenizer
+from mjax.errors import UserError
 from mjax.models import build, split
 from mjax.sharding.mesh import make_mesh
 from mjax.train.loop import train
-from tests.marks import quick
+from tests.marks import quick, slow
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -129,3 +132,28 @@ def test_a_fine_tuned_model_keeps_tokenizer_template_and_ids(
 def test_a_run_on_bytes_is_read_as_bytes(tmp_path):
     fine_tune(tmp_path / "run", 1, "data.tokenizer=byte")
     assert tokenizer_of(tmp_path / "run") == "byte" and tokenizer_dir(tmp_path / "run") is None
+
+
+@slow
+def test_a_run_goes_on_with_the_tokenizer_it_was_trained_with_or_not_at_all(tmp_path, capsys):
+    run, text = tmp_path / "run", tmp_path / "x.txt"
+    text.write_text("some text to learn from, " * 20)
+    file = tmp_path / "tokenizer.json"
+    train_tokenizer(["some text to learn from"], 259, file)
+    keys = ["data.mock=false", f"data.text={text}", "data.split=[1,0,0]", f"data.tokenizer={file}"]
+    fine_tune(run, 1, *keys)
+    digests = read_record(run / "checkpoints" / "1")["text_digests"]
+    assert digests["tokenizer"] == load_tokenizer(file).digest and digests["text"]
+    text.write_text("other text to learn from, " * 20)
+    capsys.readouterr()
+    fine_tune(run, 2, *keys)
+    assert "data.text, which holds another text" in capsys.readouterr().out
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    train_tokenizer(["words of another kind"], 259, file)
+    shutil.rmtree(run / "data")  # the record knows it as well
+    for tokenizer in (file, "byte"):
+        with pytest.raises(UserError, match="than the run's checkpoints were trained with"):
+            fine_tune(run, 3, *keys, f"data.tokenizer={tokenizer}")
+    kept = {p: t for p, t in before.items() if "checkpoints" in p.parts}
+    assert kept == {p: p.stat().st_mtime_ns for p in kept} and not (run / "data").exists()
+    fine_tune(run, 1, *keys, "checkpoint.resume=never")  # which starts anew
