@@ -5,6 +5,7 @@ for these models, or it has the one value that all of them have.
 """
 
 from mjax.checkpoint.hf_config import only, say, take
+from mjax.checkpoint.hf_vision import LLAMA, QWEN2
 from mjax.errors import UserError
 
 # Keys that say nothing about the function a model computes.
@@ -50,33 +51,29 @@ SETTLED = {
     "use_sliding_window": False,
     "z_loss_coefficient": 0.0,
 }
-# Keys that others than transformers write, with the only value that is taken, or any (...). A line
-# names them.
-FOREIGN: dict[str, object] = {
-    "_flash_attn_2_enabled": ...,
-    "_unsloth_fixed": ...,
-    "activation": "swiglu",  # Falcon 3, beside hidden_act
+# Keys that others than transformers write (Unsloth, SmolVLM of its towers, ...), and such with the
+# only value that is taken (Falcon 3, Phi-4-mini). A line names them.
+_ANY = frozenset(
+    """_flash_attn_2_enabled _unsloth_fixed is_composition is_llama_config max_window_layers
+    model_max_length neftune_noise_alpha onnx perceiver_config pixel_shuffle_factor
+    seq_length tokenizer_model_max_length transformers.js_config unsloth_fixed
+    unsloth_template use_flash_attention use_flash_attn use_reentrant_checkpointing""".split()
+)
+_ONE = {
+    "activation": "swiglu",
     "attention_out_bias": False,
     "bias": False,
     "dropout": 0.0,
     "embedding_multiplier": 1.0,
-    "full_attn_mod": 1,  # Phi-4-mini
+    "full_attn_mod": 1,
     "hidden_dropout": 0.0,
     "interpolate_factor": 1,
-    "is_composition": ...,
-    "is_llama_config": ...,
     "layerdrop": 0.0,
     "lm_head_bias": False,
     "logit_scale": 1.0,
     "logits_scaling": 1.0,
-    "max_window_layers": ...,  # with use_sliding_window=false
-    "model_max_length": ...,
     "n_shared_experts": 0,
-    "neftune_noise_alpha": ...,
     "num_nextn_predict_layers": 0,
-    "onnx": ...,
-    "perceiver_config": ...,  # of SmolVLM's towers, like the next, written to its text
-    "pixel_shuffle_factor": ...,
     "qk_layer_norms": False,
     "qk_layernorm": False,
     "qk_norm": False,
@@ -84,19 +81,12 @@ FOREIGN: dict[str, object] = {
     "residual_multiplier": 1.0,
     "rope_interleaved": False,
     "rope_ratio": 1.0,
-    "seq_length": ...,
-    "tokenizer_model_max_length": ...,
-    "transformers.js_config": ...,
-    "unsloth_fixed": ...,
-    "unsloth_template": ...,
     "use_alibi": False,
-    "use_flash_attention": ...,
-    "use_flash_attn": ...,
     "use_parallel_residual": False,
     "use_qk_norm": False,
-    "use_reentrant_checkpointing": ...,
     "use_resampler": False,
 }
+FOREIGN = _ANY | _ONE.keys()
 
 
 def require_known(rest: dict, family: str) -> None:
@@ -109,10 +99,11 @@ def require_known(rest: dict, family: str) -> None:
             )
     if rest.get("layer_types") and set(rest["layer_types"]) == {"full_attention"}:
         del rest["layer_types"]  # what such a family has
-    taken = [key for key in FOREIGN if rest.get(key) is not None]
-    for key, value in (SETTLED | FOREIGN).items():
-        only(rest, key, rest.get(key) if value is ... else value)
-    unread = sorted(k for k, v in rest.items() if v is not None and k not in MEANINGLESS)
+    taken = sorted(key for key in FOREIGN if rest.get(key) is not None)
+    for key, value in (SETTLED | _ONE).items():
+        only(rest, key, value)
+    known = MEANINGLESS | _ANY
+    unread = sorted(key for key, value in rest.items() if value is not None and key not in known)
     if unread:
         value = rest[unread[0]]
         raise UserError(
@@ -125,29 +116,12 @@ def require_known(rest: dict, family: str) -> None:
 
 # ---- the text of models of more than text --------------------------------------------------------
 
-_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "hidden_act": "silu",
-}
-_MISTRAL = _LLAMA | {
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-}
-_QWEN2 = _LLAMA | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "max_position_embeddings": 32768,
-}
+_MISTRAL = LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131072}
 # What transformers takes for keys that such a text leaves out. Their other defaults are ours.
 _LEFT_OUT: dict[str, dict] = {
-    "llama": _LLAMA,
+    "llama": LLAMA,
     "mistral": _MISTRAL,
-    "qwen2": _QWEN2,
+    "qwen2": QWEN2,
 }
 # model_type -> (that of its text, whether the head is tied where nothing is said). Without images
 # or sounds the class computes what that of its text does.
@@ -178,7 +152,7 @@ def text_of(config: dict) -> dict:
     text["tie_word_embeddings"] = any(says)
     kind = take(dict(text), "model_type")
     say(f"of {name} the text alone is read, a model of model_type {kind!r}")
-    return _LEFT_OUT.get(kind, {}) | text
+    return {"hidden_act": "silu"} | _LEFT_OUT[kind] | text if kind in _LEFT_OUT else text
 
 
 def _kind(config: object) -> object:

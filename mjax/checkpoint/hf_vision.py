@@ -82,9 +82,9 @@ def _classes() -> Part:
 
 # ---- LLaVA ---------------------------------------------------------------------------------------
 
-_LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
-_LLAMA |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048}
-_TEXT = (shape(activation("hidden_act", default="silu"), **_LLAMA), rope(), biases(mlp=True))
+LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+LLAMA |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048}
+_TEXT = (shape(activation("hidden_act", default="silu"), **LLAMA), rope(), biases(mlp=True))
 _TOWER_KEYS = "hidden_size intermediate_size num_attention_heads layer_norm_eps"
 _TOWER_KEYS += " image_size patch_size num_channels"
 _CLIP_TOWER = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
@@ -92,9 +92,9 @@ _CLIP_TOWER |= {"layer_norm_eps": 1e-5, "image_size": 224, "patch_size": 32, "nu
 _TOWER = same(alike(_TOWER_KEYS, "vision."), _CLIP_TOWER)
 _SIGLIP_SIZES = _CLIP_TOWER | {"layer_norm_eps": 1e-6, "patch_size": 16}
 _SIGLIP_TOWER = same(alike(_TOWER_KEYS, "vision."), _SIGLIP_SIZES)
-_QWEN2 = {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
-_QWEN2 |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 151936}
-_QWEN2 |= {"max_position_embeddings": 32768}
+QWEN2 = {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
+QWEN2 |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 151936}
+QWEN2 |= {"max_position_embeddings": 32768}
 _BIASES = biases(True, out=False)
 _NO_WINDOW = ignored("layer_types", "max_window_layers", "sliding_window")
 _SAYS_NOTHING = (
@@ -167,7 +167,7 @@ def _tower(kind: _Kind) -> Part:
         image_token = config.pop("image_token_id", kind.image_token_id)
         fixed["image_token_id"] = take(config, "image_token_index", image_token)
         fields |= {f"vision.{key}": value for key, value in fixed.items()}
-        text = dict(config["text_config"]).get("num_hidden_layers") or _LLAMA["num_hidden_layers"]
+        text = dict(config["text_config"]).get("num_hidden_layers") or LLAMA["num_hidden_layers"]
         pattern, count = f"V*{used}, [P], G*{text}", used + 1 + text
         return fields | {"layer_pattern": pattern, "num_hidden_layers": count}
 
@@ -202,7 +202,7 @@ _LLAVA = _Kind(
 )
 _ONEVISION = _Kind(
     text="qwen2",
-    parts=(_NO_WINDOW, required(use_sliding_window=False), shape(**_QWEN2), rope(), _BIASES),
+    parts=(_NO_WINDOW, required(use_sliding_window=False), shape(**QWEN2), rope(), _BIASES),
     tower="siglip_vision_model",
     sizes=_SIGLIP_TOWER,
     act="gelu_pytorch_tanh",
