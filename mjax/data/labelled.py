@@ -55,6 +55,12 @@ class LabelledDataset:
         self.size, self.seed = size, cfg.run.seed
         lines = sorted(read_lines(path, tokenizer, model.bert.num_labels), key=_digest)
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
+        least = 2 + max(len(texts) for texts, _ in self.lines)
+        if self.seq_length < least:
+            raise UserError(
+                f"data.seq_length={self.seq_length}: [CLS], a token, and [SEP] behind each text of "
+                f"{path} need {least}; raise it"
+            )
 
     def __len__(self) -> int:
         return self.size

@@ -10,15 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config.pattern import ENCODER
+from mjax.errors import UserError
 from mjax.models.chunked_attention import beside_neighbors
 from mjax.models.context import Context, Tokens, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
 from mjax.models.multimodal import WithItems
-from mjax.models.objective import FURTHER_COLUMNS, Batch, FieldDeriver, Measurer, Objective, Scalars
+from mjax.models.objective import (
+    FURTHER_COLUMNS,
+    Batch,
+    FieldDeriver,
+    Measurer,
+    Objective,
+    Scalars,
+    require_scalars,
+)
 from mjax.models.params import ModelDefinition
-from mjax.models.streams import Activation
+from mjax.models.streams import Activation, Streams
 from mjax.sharding.rules import Placement
 
 
@@ -75,7 +84,16 @@ class LocalModel:
 
     def embed(self, weights: dict, micro_batch: Batch, tokens: Tokens) -> Activation:
         """The input of the first layer."""
-        return self.objective.embed(self.edges(weights), micro_batch, tokens, self.ctx)
+        edges, shape = self.edges(weights), micro_batch["segment_ids"].shape
+        x = self.objective.embed(edges, micro_batch, tokens, self.ctx)
+        wanted = shape[0], shape[1] // self.ctx.parallel.tp, edges.cfg.hidden_size
+        if not isinstance(x, Streams) and jnp.shape(x) != wanted:
+            of = type(self.objective)
+            raise UserError(
+                f"{of.__module__}:{of.__qualname__}.embed returns {jnp.shape(x)}, and the layers "
+                f"take [rows, columns, model.hidden_size]={wanted}; mend it"
+            )
+        return x
 
     def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
         """The inputs of all layers besides weights and activations."""
@@ -109,6 +127,9 @@ class LocalModel:
         edges, tokens = self.edges(weights), self.tokens(micro_batch, key)
         ctx = replace(self.ctx, head_remat=self.execution.layers[-1].remat)
         found = self.objective.losses(edges, x, micro_batch, tokens, ctx)
+        counts = jax.eval_shape(self.objective.counts, micro_batch)
+        require_scalars(self.objective, "losses", found, *counts)
+        require_scalars(self.objective, "counts", counts, *(set(found) - set(edges.statistics)))
         losses = {name: total for name, total in found.items() if name not in edges.statistics}
         zero = jnp.float32(0)
         return losses, {name: found.get(name, zero) for name in self.definition.statistics}

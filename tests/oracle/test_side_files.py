@@ -1,4 +1,4 @@
-"""Exports of models with processors: transformers' Auto classes read them as they read the import."""
+"""Exports of models with processors: transformers' Auto classes read them as the import."""
 
 import json
 from pathlib import Path
