@@ -11,6 +11,7 @@ renamed last. `--verify` compares logits with transformers, where that is instal
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,8 @@ def _export(args: argparse.Namespace) -> int:
     from mjax.models import definition_of
     from mjax.pretrained import source_of
 
+    if not 0 < args.max_shard_gb < math.inf:
+        raise UserError(f"--max-shard-gb {args.max_shard_gb}: give a number above 0")
     if args.verify and args.dtype == "float8":
         raise UserError("--verify has a bound for exact weights; leave it out with --dtype float8")
     source = source_of(args.ckpt)
@@ -81,7 +84,7 @@ def _export(args: argparse.Namespace) -> int:
     cfg, specs = source.cfg, definition_of(source.cfg).specs
     places = slots(cfg, specs)  # names what no family can express, before anything is written
     extras = side_files(cfg, args.ckpt, args.dtype)
-    size = int(args.max_shard_gb * 1e9)
+    size = math.ceil(args.max_shard_gb * 1e9)
     export(source.read, cfg, specs, places, args.hf, args.dtype, size, extras)
     config = json.loads(extras["config.json"])
     print(f"{args.hf}: {config['architectures'][0]} as {args.dtype}")

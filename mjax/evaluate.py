@@ -10,6 +10,7 @@ token) is put first, so that the first token is scored too; without either it is
 """
 
 import argparse
+import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -54,15 +55,21 @@ def _harness(args: argparse.Namespace) -> None:
     from lm_eval import simple_evaluate  # isort: skip
     from lm_eval.tasks import TaskManager  # isort: skip
 
+    manager, tasks = TaskManager(include_path=args.include_path), args.tasks.split(",")
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks, 1)
+        hint = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists all"
+        raise UserError(f"--tasks: the harness has no task {unknown[0]!r}; {hint}")
     model, dtype, tokenizer = load_model(args)
     sizes = {"batch_size": args.batch_size, "max_length": args.seq_length}
     found = simple_evaluate(
         HarnessModel(model, tokenizer, dtype=dtype, **sizes),
-        tasks=args.tasks.split(","),
+        tasks=manager.match_tasks(tasks),
         num_fewshot=args.num_fewshot,
         limit=args.limit,
         apply_chat_template=args.chat,
-        task_manager=TaskManager(include_path=args.include_path),
+        task_manager=manager,
         log_samples=False,
     )
     print(json.dumps(found["results"], indent=1, default=str))
@@ -76,7 +83,8 @@ def _perplexity(args: argparse.Namespace) -> None:
     ids, size = tokenizer.encode(text), len(text.encode())
     first = tokenizer.prefix or (() if tokenizer.eod_id is None else (tokenizer.eod_id,))
     if not first:
-        size -= len(tokenizer.decode(ids[:1]).encode())
+        start = tokenizer.decode(ids[:1])
+        size -= len(start.encode()) if text.startswith(start) else 1  # a part of a character
     whole = [*first[-1:], *ids]
     nll, tokens = score(model, whole, length, stride, args.batch_size)
     found = {
@@ -114,19 +122,18 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
             f"{model.cfg.vocab_size}); give a longer text, or the model's own tokenizer"
         )
 
-    objective, ctx = NextToken(), Context(attention="xla")
+    ctx = Context(attention="xla")
 
     @jax.jit
     def nll(params, part):
         decoder, info = model.definition.bind(params), tokens_of(part["tokens"].shape)
-        x = objective.embed(decoder, part, info, ctx)
-        x, *_ = decoder.layers(x, info, ctx)
-        return objective.losses(decoder, x, part, info, ctx)["loss"]
+        x, *_ = decoder.hidden(part["tokens"], info, ctx)
+        return decoder.token_loss(x, part["labels"], part["loss_mask"], ctx)
 
     parts = list(windows(len(stream) - 1, min(length, len(stream) - 1), stride))
     total = 0.0
     for at in range(0, len(parts), batch):
-        part = _batch(stream, parts[at : at + batch], batch, objective.fields)
+        part = _batch(stream, parts[at : at + batch], batch, NextToken.fields)
         total += float(nll(model.params, part))
     return total, len(stream) - 1
 

@@ -135,9 +135,17 @@ def read_images(
     from mjax.data.pixels import decode_image, decode_picture, norm_image
     from mjax.data.tiles import tagged_images, tiled_images
 
+    _require_tower(cfg, "vision", f"--image {args.image[0]}")
     vision, found = cfg.vision, []
-    mean = args.image_mean or (CLIP_MEAN if vision.class_token else [0.5])
-    std = args.image_std or (CLIP_STD if vision.class_token else [0.5])
+    is_clip = vision.class_token and vision.num_channels == 3
+    mean = args.image_mean or (CLIP_MEAN if is_clip else [0.5])
+    std = args.image_std or (CLIP_STD if is_clip else [0.5])
+    for option, numbers in (("--image-mean", mean), ("--image-std", std)):
+        if len(numbers) not in (1, vision.num_channels) or not np.isfinite(numbers).all():
+            said = f"give one number, or model.vision.num_channels={vision.num_channels}"
+            raise UserError(f"{option} {' '.join(map(str, numbers))}: {said}")
+    if min(std) <= 0:
+        raise UserError(f"--image-std {' '.join(map(str, std))}: give numbers above 0")
     for name in args.image:
         with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
             encoded = Path(name).read_bytes()
@@ -156,10 +164,19 @@ def read_images(
     return tiled, [[vision.image_token_id] * count for count in counts]
 
 
+def _require_tower(cfg: ModelConfig, modality: str, option: str) -> None:
+    if modality not in cfg.modalities:
+        raise UserError(
+            f"{option}: the model has no tower that reads it (model.layer_pattern="
+            f"{cfg.layer_pattern}); leave it out"
+        )
+
+
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
     """What --audio gives, fp32 [1, I, F, M], or None. Raises `UserError` for what is no sound."""
     if not args.audio:
         return None
+    _require_tower(cfg, "audio", f"--audio {args.audio[0]}")
     from mjax.data.audio import decode_frames
 
     found = []

@@ -18,12 +18,12 @@ from mjax.optim.schedule import consumed_samples
 
 # Keys of a model that leave the trained function as it is: a resumed run may change them.
 NOT_ARCHITECTURE = frozenset(
-    """attention.attention_dropout audio.length_multiple audio.max_audios
-    deltanet.linear_chunk_size hidden_dropout initializer_range mamba.chunk_size
-    mamba.time_step_floor mamba.time_step_max mamba.time_step_min model_type moe.capacity_factor
-    moe.drop_policy moe.expert_bias_update_rate moe.force_balanced moe.router_aux_loss_coef
-    moe.router_aux_loss_over moe.router_aux_loss_type moe.router_jitter_noise
-    moe.router_z_loss_coef moe.sinkhorn moe.skip_padding scaled_output_init vision.length_multiple vision.max_images""".split()
+    """attention.attention_dropout audio.length_multiple audio.max_audios deltanet.linear_chunk_size
+    hidden_dropout initializer_range mamba.chunk_size mamba.time_step_floor mamba.time_step_max
+    mamba.time_step_min model_type moe.capacity_factor moe.drop_policy moe.expert_bias_update_rate
+    moe.force_balanced moe.router_aux_loss_coef moe.router_aux_loss_over moe.router_aux_loss_type
+    moe.router_jitter_noise moe.router_z_loss_coef moe.sinkhorn moe.skip_padding
+    scaled_output_init vision.length_multiple vision.max_images""".split()
 )
 
 # What may differ from weights to start from -> the keys of a model that say it.

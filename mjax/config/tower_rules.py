@@ -114,14 +114,18 @@ def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
         yield f"`data.seq_length` is less than the {needed} tokens of an item of each modality"
 
 
+@rule("set train.objective to that")
+def towers_have_one_objective(c: Config) -> Iterator[str]:
+    wanted = "contrastive" if c.model.is_dual_encoder else "next_token"
+    if c.model.modalities and c.train.objective != wanted:
+        yield f"`train.objective` is not {wanted}, which `model.layer_pattern` with a tower is for"
+
+
 @rule("set it back to its default")
 def towers_lack(c: Config) -> Iterator[str]:
     model = c.model
     if not model.modalities:
         return
-    wanted = "contrastive" if model.is_dual_encoder else "next_token"
-    if c.train.objective != wanted:
-        yield f"`train.objective` is not {wanted}, which `model.layer_pattern` with a tower is for"
     if not c.data.document_mask:
         yield "`data.document_mask` keeps an item's padding out of sight"
     for key in ("residual_multiplier", "layer_sizes"):

@@ -59,6 +59,13 @@ class LabelledDataset:
         order = sorted(range(len(lines)), key=lambda number: _digest(lines[number]))
         self.numbers = part_of_split(order, split_fractions, split, self.path, "lines")
         self.lines = [lines[number] for number in self.numbers]
+        most = max(len(texts) for texts, _ in self.lines)
+        least = 2 + most + (self.frame.separators - 1 if most > 1 else 0)
+        if self.seq_length < least:
+            raise UserError(
+                f"data.seq_length={self.seq_length}: [CLS], a token, and [SEP] behind each text of "
+                f"{path} need {least}; raise it"
+            )
 
     def __len__(self) -> int:
         return self.size

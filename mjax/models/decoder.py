@@ -149,6 +149,11 @@ class Decoder(nnx.Module):
                 "this model compares images with texts and predicts no token; call "
                 "image_embeddings, text_embeddings and pair_logits"
             )
+        if target is not None and (segments is None) != (target_segments is None):
+            raise UserError(
+                "segments and target_segments go together: a token of the target sees those tokens "
+                "that have its segment; give both or neither"
+            )
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
         if self.cfg.modalities:
             given = {"vision": images, "audio": audio}

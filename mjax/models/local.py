@@ -10,16 +10,25 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config.pattern import ENCODER
+from mjax.errors import UserError
 from mjax.models.chunked_attention import beside_neighbors
 from mjax.models.context import Context, Tokens, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.execution import Execution
 from mjax.models.layers import LayerInputs, Layers, fp8_scales, load_weights
 from mjax.models.multimodal import WithItems
-from mjax.models.objective import FURTHER_COLUMNS, Batch, FieldDeriver, Measurer, Objective, Scalars
+from mjax.models.objective import (
+    FURTHER_COLUMNS,
+    Batch,
+    FieldDeriver,
+    Measurer,
+    Objective,
+    Scalars,
+    require_scalars,
+)
 from mjax.models.params import ModelDefinition
 from mjax.models.router_losses import balance_of_loads, beside_loads
-from mjax.models.streams import EXPERT_LOADS, Activation, split_loads
+from mjax.models.streams import EXPERT_LOADS, Activation, Streams, split_loads
 from mjax.sharding.rules import Placement
 
 
@@ -76,11 +85,18 @@ class LocalModel:
 
     def embed(self, weights: dict, micro_batch: Batch, tokens: Tokens) -> Activation:
         """The input of the first layer."""
-        edges = self.edges(weights)
+        edges, shape = self.edges(weights), micro_batch["segment_ids"].shape
         x = self.objective.embed(edges, micro_batch, tokens, self.ctx)
+        wanted = shape[0], shape[1] // self.ctx.parallel.tp, edges.cfg.hidden_size
+        if not isinstance(x, Streams) and jnp.shape(x) != wanted:
+            of = type(self.objective)
+            raise UserError(
+                f"{of.__module__}:{of.__qualname__}.embed returns {jnp.shape(x)}, and the layers "
+                f"take [rows, columns, model.hidden_size]={wanted}; mend it"
+            )
         if not self.definition.statistics:  # in evaluation
             return x
-        return beside_loads(x, len(micro_batch["rows"]), edges.cfg)
+        return beside_loads(x, shape[0], edges.cfg)
 
     def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
         """The inputs of all layers besides weights and activations."""
@@ -115,7 +131,11 @@ class LocalModel:
         ctx = replace(self.ctx, head_remat=self.execution.layers[-1].remat)
         x, of_layers = split_loads(x, {})
         found = self.objective.losses(edges, x, micro_batch, tokens, ctx)
-        loads = found.pop(EXPERT_LOADS, 0.0)  # of layers of multi-token prediction
+        # of layers of multi-token prediction
+        loads = found.pop(EXPERT_LOADS, 0.0) if isinstance(found, dict) else 0.0
+        counts = jax.eval_shape(self.objective.counts, micro_batch)
+        require_scalars(self.objective, "losses", found, *counts)
+        require_scalars(self.objective, "counts", counts, *(set(found) - set(edges.statistics)))
         if of_layers:
             loads = loads + of_layers[EXPERT_LOADS]
             found["aux_loss"] = balance_of_loads(loads, edges.cfg, ctx.parallel)

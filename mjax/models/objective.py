@@ -8,6 +8,9 @@ the global batch. So it depends neither on the mesh nor on the number of micro-b
 
 import functools
 import pkgutil
+import re
+import reprlib
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config.schema import Config
-from mjax.errors import UserError
+from mjax.errors import UserError, reason
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.modalities import MODALITIES
@@ -209,6 +212,7 @@ class MultiToken(NextToken):
 
 
 NEXT_TOKEN = "next_token"
+_IMPORTS = re.compile(r"<frozen |\b(importlib|pkgutil)\b")
 
 # What makes objectives of a config, by their names in `train.objective`.
 CONFIGURED = {
@@ -234,16 +238,22 @@ def objective_of(cfg: Config) -> Objective:
         return pkgutil.resolve_name(CONFIGURED[name])(cfg)
     try:
         objective = pkgutil.resolve_name(name)()
-    except (ImportError, AttributeError, ValueError, TypeError) as e:
+        is_one = isinstance(objective, Objective)
+    except Exception as e:  # whatever the code of a user raises
         raise UserError(
-            f"train.objective={name}: {e}; set it to {', '.join((NEXT_TOKEN, *CONFIGURED))}, or to "
-            "module.path:Name of a class that can be imported and takes no arguments"
+            f"train.objective={name}: {type(e).__name__}: {reason(e)}{_line_of(e)}; set it to "
+            f"{', '.join((NEXT_TOKEN, *CONFIGURED))}, or to module.path:Name of a class that can "
+            "be imported and takes no arguments"
         ) from e
-    if not isinstance(objective, Objective):
+    if not is_one or isinstance(objective, type):
         raise UserError(
             f"train.objective={name} is no objective: it needs fields, counts, embed and losses, "
             "as models/objective.py says; mend the class or name another"
         )
+    fields = objective.fields
+    kinds = fields.values() if isinstance(fields, Mapping) else [fields]
+    if not all(isinstance(kind, BatchField) for kind in kinds):
+        raise UserError(f"train.objective={name}: fields is no dictionary of BatchField; mend it")
     return objective
 
 
@@ -253,6 +263,31 @@ def divisor(count: jax.Array) -> jax.Array:
     The weights of a mask may sum to less than 1.
     """
     return jnp.where(count == 0, 1, count)
+
+
+def _line_of(error: Exception) -> str:
+    """The line of a user's module that raised an error, if it came so far."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename != __file__ and not _IMPORTS.search(f.filename)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def require_scalars(objective: Objective, method: str, found: object, *names: str) -> None:
+    """Raise `UserError` unless what a method of an objective returned is a number for each name."""
+    where = f"{type(objective).__module__}:{type(objective).__qualname__}.{method}"
+    if not isinstance(found, Mapping):
+        raise UserError(f"{where} returns {reprlib.repr(found)}; give numbers by name")
+    for name in names:
+        if name not in found:
+            have = ", ".join(map(str, found)) or "nothing"
+            raise UserError(f"{where} returns {have}, without {name!r}; add it")
+    for name, value in found.items():
+        is_number = isinstance(value, (int, float)) or hasattr(value, "shape")
+        shape = getattr(value, "shape", ()) if is_number else type(value).__name__
+        if shape != ():
+            raise UserError(f"{where}: {name!r} is no number ({shape}); give one, as by jnp.sum")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,14 @@ from mjax.models.execution import Execution
 from mjax.models.frozen import join_frozen, split_frozen
 from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
 from mjax.models.local import LocalModel
-from mjax.models.objective import FURTHER_COLUMNS, Batch, Denominators, Scalars, divisor
+from mjax.models.objective import (
+    FURTHER_COLUMNS,
+    Batch,
+    Denominators,
+    Scalars,
+    divisor,
+    require_scalars,
+)
 from mjax.models.stacks import stacked
 from mjax.models.weight import add_gradients, with_sums
 from mjax.optim.build import Optimizer
@@ -285,10 +292,9 @@ def evaluation_sums(
 def global_denominators(model: LocalModel, batch: Batch) -> Denominators:
     """What the losses and statistics of a step are divided by, in the global batch."""
     parallel = model.placement.parallel
-    counts = {
-        name: parallel.psum(count, "dp", "ep", "cp")
-        for name, count in model.objective.counts(batch).items()
-    }
+    counts = model.objective.counts(batch)
+    require_scalars(model.objective, "counts", counts, "loss")
+    counts = {name: parallel.psum(count, "dp", "ep", "cp") for name, count in counts.items()}
     sequences = len(batch["rows"]) * parallel.size(*DATA_AXES)
     of_statistics = {}
     for name, kind in model.definition.statistics.items():
