@@ -96,7 +96,7 @@ class LocalModel:
             )
         if not self.definition.statistics:  # in evaluation
             return x
-        return beside_loads(x, shape[0], edges.cfg)
+        return beside_loads(x, len(micro_batch["rows"]), edges.cfg)
 
     def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
         """The inputs of all layers besides weights and activations."""
