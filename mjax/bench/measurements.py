@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mjax.bench.report import own_commit
+from mjax.config.paths import path_text
 from mjax.errors import UNREADABLE, UserError, or_user_error
 
 PACKAGE = Path(__file__).parents[1]
@@ -34,7 +35,10 @@ CODE = {
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--record", metavar="JSONL", help="add a line to this file, docs/measurements.jsonl say"
+        "--record",
+        type=path_text,
+        metavar="JSONL",
+        help="add a line to this file, docs/measurements.jsonl say",
     )
     parser.add_argument("--workload", help="its name there; without it, the config and overrides")
 

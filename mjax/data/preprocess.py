@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from mjax.config.paths import path_text
 from mjax.data.indexed import IndexedDatasetWriter, token_dtype
 from mjax.data.sentences import split_sentences
 from mjax.data.tokenizer import (
@@ -285,14 +286,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser = argparse.ArgumentParser(prog=program, description=about)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="files, folders, globs or - (.gz, .zst too)")
+    inputs = "files, folders, globs or - (.gz, .zst too)"
+    add("--input", nargs="+", type=path_text, required=True, help=inputs)
     add("--json-key", default="text", help="key of the text in JSON lines (default: text)")
     if train:
         add("--vocab-size", type=int, required=True)
-        add("--output", required=True, help="the tokenizer.json to write")
+        add("--output", type=path_text, required=True, help="the tokenizer.json to write")
     else:
-        add("--output", required=True, metavar="PREFIX")
-        add("--tokenizer", required=True, help="byte, a tokenizer.json or a SentencePiece .model")
+        add("--output", type=path_text, required=True, metavar="PREFIX")
+        kinds = "byte, a tokenizer.json or a SentencePiece .model"
+        add("--tokenizer", type=path_text, required=True, help=kinds)
         add("--append-eod", action="store_true", help="end every document with the EOD token")
         add("--split-sentences", action="store_true", help="a sequence a sentence, for masked_lm")
         add("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
