@@ -11,12 +11,15 @@ import sys
 from pathlib import Path
 
 from benchmarks import measurements
+from mjax.config.paths import as_path
 from mjax.errors import UserError, run_cli
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.record", description=__doc__)
-    parser.add_argument("--to", metavar="FILE", type=Path, default=Path("docs/measurements.jsonl"))
+    parser.add_argument(
+        "--to", metavar="FILE", type=as_path, default=Path("docs/measurements.jsonl")
+    )
     parser.add_argument("--workload", help="its name there; without it, the command's arguments")
     parser.add_argument("bench", nargs=argparse.REMAINDER, metavar="train ...")
     args = parser.parse_args(argv)

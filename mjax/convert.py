@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mjax.config.model_schema import ModelConfig
-from mjax.config.paths import require_files
+from mjax.config.paths import as_path, require_files
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.json_file import read_json
 
@@ -34,19 +34,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="into an mjax checkpoint")
     source = into.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder")
-    source.add_argument("--megatron", type=Path, metavar="DIR", help="torch_dist checkpoint")
-    into.add_argument("--out", type=Path, required=True, metavar="CKPT", help="folder to make")
+    source.add_argument("--hf", type=as_path, metavar="DIR", help="Hugging Face folder")
+    source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
+    into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
     out = commands.add_parser("export", help="to a Hugging Face folder")
-    out.add_argument("--ckpt", type=Path, required=True, metavar="CKPT")
-    out.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder to make")
+    out.add_argument("--ckpt", type=as_path, required=True, metavar="CKPT")
+    out.add_argument("--hf", type=as_path, required=True, metavar="DIR", help="folder to make")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
         kinds = ["float32", "bfloat16", *(["float16", "float8"] if one is out else [])]
         one.add_argument("--dtype", choices=kinds, default=default, help=f"default: {default}")
         one.add_argument("--verify", action="store_true", help="logits against transformers")
     config = commands.add_parser("config", help="print the model part of a config")
-    config.add_argument("--hf", type=Path, required=True, metavar="DIR_OR_JSON")
+    config.add_argument("--hf", type=as_path, required=True, metavar="DIR_OR_JSON")
     return parser
 
 

@@ -14,10 +14,10 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
+from mjax.config.paths import as_path, path_text
 from mjax.data.documents import read_text
 from mjax.errors import UserError, run_cli
 from mjax.infer.cli import add_model_arguments, load_model
@@ -39,10 +39,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         longest = "tokens the model sees at once (default: what it takes, at most 4096)"
         command.add_argument("--seq-length", type=int, metavar="N", help=longest)
         command.add_argument("--batch-size", type=int, default=4, help="rows at once")
-    file.add_argument("--file", type=Path, required=True, help="UTF-8 text")
+    file.add_argument("--file", type=as_path, required=True, help="UTF-8 text")
     file.add_argument("--stride", type=int, metavar="M", help="default: half of --seq-length")
     tasks.add_argument("--tasks", required=True, help="names, with commas between")
-    tasks.add_argument("--include-path", help="folder with further tasks")
+    tasks.add_argument("--include-path", type=path_text, help="folder with further tasks")
     tasks.add_argument("--num-fewshot", type=int, help="default: the task's own")
     tasks.add_argument("--limit", type=int, help="documents of each task, for a trial")
     tasks.add_argument("--chat", action="store_true", help="use the model's chat template")

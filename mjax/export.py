@@ -8,8 +8,8 @@ with the calling convention, and the tokenizer (mjax/infer/export.py says how th
 """
 
 import argparse
-from pathlib import Path
 
+from mjax.config.paths import as_path
 from mjax.errors import read_numbers, run_cli
 
 
@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mjax.export", description="Export a model.")
-    parser.add_argument("--ckpt", type=Path, required=True, help="any folder that mjax reads")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--ckpt", type=as_path, required=True, help="any folder that mjax reads")
+    parser.add_argument("--out", type=as_path, required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--batch", default="1", metavar="B,...", help="default: 1")
     lengths = "slots of a cache: prompt, padding and new tokens (default: 1024)"
     parser.add_argument("--length", default="1024", metavar="T,...", help=lengths)

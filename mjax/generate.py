@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mjax.config.model_schema import ModelConfig
+from mjax.config.paths import as_path, path_text
 from mjax.data.chat import load_chat_template
 from mjax.data.documents import is_json_lines, json_rows, read_text
 from mjax.data.tokenizer import Tokenizer, encode_with_items
@@ -70,11 +71,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     text = "text to continue, or with --chat a user's message; several make a batch"
     parser.add_argument("--prompt", action="append", default=[], help=text)
     file = 'a text file: one prompt; .jsonl: a line each {"prompt": ...} or {"messages": [...]}'
-    parser.add_argument("--prompt-file", type=Path, metavar="F", help=file)
+    parser.add_argument("--prompt-file", type=as_path, metavar="F", help=file)
     about = "a picture for each <image> of a prompt, in order; all prompts see the same; repeat"
-    parser.add_argument("--image", action="append", default=[], metavar="F", help=about)
+    many = {"action": "append", "type": path_text, "default": [], "metavar": "F"}
+    parser.add_argument("--image", **many, help=about)
     about = "a sound for each <audio> of a prompt, likewise: WAV, FLAC, OGG or MP3 of 16 kHz"
-    parser.add_argument("--audio", action="append", default=[], metavar="F", help=about)
+    parser.add_argument("--audio", **many, help=about)
     scale = "what images lose and are divided by, as in training (data.images.mean, std); without "
     scale += "it CLIP's, or 0.5 for SigLIP's towers"
     parser.add_argument("--image-mean", type=float, nargs="+", help=scale)

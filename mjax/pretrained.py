@@ -62,6 +62,7 @@ def from_pretrained(
     `path`: a Hugging Face folder (config.json and safetensors), an mjax run or checkpoint folder,
     or a Megatron torch_dist checkpoint. Raises `UserError` where it is none of them or damaged.
     """
+    path = Path(path).expanduser()
     source = source_of(path)
     source.check()
     definition = definition_of(source.cfg)

@@ -25,6 +25,7 @@ import numpy as np
 from mjax.bench import report
 from mjax.bench.train import batch_of, case
 from mjax.config import load
+from mjax.config.paths import as_path
 from mjax.errors import UserError, or_user_error
 from mjax.train import Trainer
 from mjax.train.replicas import digests_of, replicated_leaves
@@ -35,7 +36,9 @@ THREADS = 8  # of the plain files
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.bench checkpoint", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path(), help="where to write (default: here)")
+    parser.add_argument(
+        "--dir", type=as_path, default=Path(), help="where to write (default: here)"
+    )
     parser.add_argument("--steps", type=int, default=10, help="steps without a save (default 10)")
     args = report.parse_with_config(parser, argv)
     if args.steps < 2:

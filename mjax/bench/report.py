@@ -21,6 +21,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from mjax.config.paths import path_text
 from mjax.errors import UNREADABLE, UserError, or_user_error
 
 _LIBRARIES = "jaxlib", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-nccl-cu13"
@@ -29,7 +30,7 @@ _LIBRARIES = "jaxlib", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-nccl-cu13"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", action="store_true", help="a table of the records on stderr")
     parser.add_argument(
-        "--baseline", metavar="JSONL", help="compare with records of an earlier run"
+        "--baseline", type=path_text, metavar="JSONL", help="records of an earlier run"
     )
     parser.add_argument(
         "--tolerance", type=float, default=0.03, help="slowdown that is let pass (default 0.03)"
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """The arguments of a benchmark that takes `--config X [a.b=c ...]` besides its own options."""
-    parser.add_argument("--config", metavar="YAML")
+    parser.add_argument("--config", type=path_text, metavar="YAML")
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     return parser.parse_intermixed_args(argv)

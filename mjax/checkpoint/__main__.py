@@ -23,7 +23,7 @@ from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.source import block_shape, blocks
 from mjax.checkpoint.steps import checkpoint_folder, is_step, newest_step, steps_in
 from mjax.checkpoint.stored import StoredArrays, read_record
-from mjax.config.paths import require_files
+from mjax.config.paths import as_path, require_files
 from mjax.errors import UserError, run_cli
 
 NOTHING = object()  # a value of a key that is not there
@@ -52,11 +52,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         ("verify", "compare all files with their digests; exits 1 if one is damaged"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", type=Path, help=path)
+        command.add_argument("path", type=as_path, help=path)
         if name == "show":
             command.add_argument("--config", action="store_true", help="print the whole config")
         if name == "diff":
-            command.add_argument("other", type=Path, help=path)
+            command.add_argument("other", type=as_path, help=path)
             text = "leave the numbers in the arrays alone"
             command.add_argument("--no-values", action="store_true", help=text)
     return parser.parse_args(argv)

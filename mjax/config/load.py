@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from mjax.config import yaml_text
 from mjax.config.keys import is_group
+from mjax.config.paths import as_path
 from mjax.config.schema import Config
 from mjax.config.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
@@ -62,7 +63,8 @@ def json_schema() -> dict:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--config X [a.b=c ...] --print-config --print-schema` to a command line."""
-    parser.add_argument("--config", metavar="YAML", help="config file; without it, the defaults")
+    about = "config file; without it, the defaults"
+    parser.add_argument("--config", type=as_path, metavar="YAML", help=about)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a config key")
     parser.add_argument("--print-config", action="store_true", help="print the config and exit")
     parser.add_argument("--print-schema", action="store_true", help="print JSON Schema and exit")
@@ -84,7 +86,20 @@ def config_from_args(
     if args.print_config:
         print(dump(cfg), end="")
         sys.exit(0)
+    if args.config is not None and not any(o.startswith("run.dir=") for o in args.overrides):
+        _require_in_place(args.config, cfg)
     return args, cfg
+
+
+def _require_in_place(file: Path, cfg: Config) -> None:
+    """Raise `UserError` for the config.yaml of a run that has another folder as its run.dir."""
+    folder, named = file.resolve().parent, Path(cfg.run.dir)
+    is_of_run = file.name == "config.yaml" and (folder / "metrics.jsonl").exists()
+    if is_of_run and named.resolve() != folder:
+        raise UserError(
+            f"{file}: the run in this folder was moved or copied, and would train anew in its "
+            f"run.dir={str(named)!r}; give run.dir={folder} to go on, or that of a new run"
+        )
 
 
 def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> dict:
@@ -110,7 +125,8 @@ def _read_file(path: Path, chain: tuple[Path, ...], places: dict[str, str]) -> d
         raise UserError(f"{place}: base={bases!r} must be a path or a list of paths")
     merged: dict = {}
     for base in bases:
-        _merge_into(merged, _read_file(path.parent / base, (*chain, path), places))
+        file = path.parent / Path(base).expanduser()
+        _merge_into(merged, _read_file(file, (*chain, path), places))
     places.update(places_here)
     return _merge_into(merged, tree)
 
@@ -156,7 +172,7 @@ def _explain(error: ValidationError, places: dict[str, str]) -> str:
     elif first["type"] in ("model_type", "dict_type", "model_attributes_type"):
         line = f"{key}={shortened(repr(first['input']))}: must be a group of keys"
     else:
-        expected = " or ".join(e["msg"].removeprefix("Input should be ") for e in errors)
+        expected = " or ".join(_expectation(e["msg"]) for e in errors)
         line = f"{key}={shortened(repr(first['input']))}: must be {expected}"
     while key and key not in places:  # an element or a missing key is where its parent is
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
@@ -165,6 +181,11 @@ def _explain(error: ValidationError, places: dict[str, str]) -> str:
     if len(problems) > 1:
         line += f" (and {len(problems) - 1} more)"
     return line
+
+
+def _expectation(message: str) -> str:
+    """What pydantic says that a value should be."""
+    return message.removeprefix("Input should be ").removeprefix("Value error, must be ")
 
 
 def _groups(group: type[BaseModel] = Config, home: str = "") -> dict[str, type[BaseModel]]:

@@ -1,11 +1,18 @@
-"""Paths that are none: addresses of object stores, which mjax neither reads nor writes.
+"""Paths as users give them, in keys and on command lines, with ~ as the home folder.
 
+Addresses of object stores are none: mjax neither reads nor writes them.
 A run needs what they lack: a lock, an atomic rename, reads of any range of a file. Orbax itself
 writes to them with packages that mjax does not depend on.
 """
 
+import os
 import re
+from argparse import ArgumentTypeError
 from os import PathLike
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from mjax.errors import UserError
 
@@ -13,6 +20,28 @@ from mjax.errors import UserError
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 NEEDS_FILES = "is in an object store, but checkpoints need a file system (locks, renames, digests)"
 MOUNT_IT = "mount it (gcsfuse, mountpoint-s3) or copy it to a disk, and give that folder"
+
+
+class _NotAPath(ArgumentTypeError, ValueError):
+    """An error that argparse and pydantic both make a line of."""
+
+
+def path_text(text: str) -> str:
+    """A path as text, with ~ as the home folder: a type of arguments and of keys of a config."""
+    path = os.path.expanduser(text)
+    if not path.strip():
+        raise _NotAPath("must be a path, not empty; '.' is the current folder")
+    if path.startswith("~"):
+        raise _NotAPath(f"must be a path: nobody here is called {path[1:]!r}; or write ./{path}")
+    return path
+
+
+def as_path(text: str) -> Path:
+    """The same as a `Path`, for arguments."""
+    return Path(path_text(text))
+
+
+PathText = Annotated[str, AfterValidator(path_text)]
 
 
 def is_address(path: str | PathLike[str] | None) -> bool:

@@ -11,13 +11,14 @@ from pydantic import Field, model_validator
 
 from mjax.config.group import Group
 from mjax.config.model_schema import Dtype, ModelConfig
+from mjax.config.paths import PathText
 from mjax.config.sizes import UpTo20, UpTo24, UpTo28
 
 
 class RunConfig(Group):
     """Where a run lives and what makes it repeatable."""
 
-    dir: str = "runs/default"
+    dir: PathText = "runs/default"
     """Run folder: config, logs, checkpoints, data."""
     seed: int = Field(1234, ge=0)
     """Seed of parameters, dropout and data order."""
@@ -110,11 +111,11 @@ class MaskedDataConfig(Group):
 class ImageDataConfig(Group):
     """Images with classes, for classify_images, or images and sounds beside texts."""
 
-    path: str | list[str] | None = None
+    path: PathText | list[PathText] | None = None
     """A folder (for classes: of folders), a webdataset .tar, a .parquet, a .jsonl, a glob of one
     kind, or 'digits' (scikit-learn's); several are blended by data.weights.
     """
-    valid_path: str | None = None
+    valid_path: PathText | None = None
     """Held-out images; None: use data.split."""
     image_size: int | None = Field(None, ge=1)
     """Pixels of a side, resized and cut; None: model.vision.image_size."""
@@ -137,20 +138,20 @@ class ImageDataConfig(Group):
 class DataConfig(Group):
     """The training data. Exactly one of `paths`, `text`, `images.path`, `mock` is used."""
 
-    paths: list[str] = []
+    paths: list[PathText] = []
     """Prefixes of Megatron .bin/.idx pairs."""
     weights: list[float] | None = None
     """Blend weights of paths or images.path; None: by their counts."""
-    valid_paths: list[str] = []
+    valid_paths: list[PathText] = []
     """Held-out prefixes; empty: use `split`."""
     split: list[float] = Field([0.969, 0.03, 0.001], min_length=3, max_length=3)
-    text: str | None = None
+    text: PathText | None = None
     """Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) file, or 'stdlib' (Python's own
     sources). Tokenized once into run.dir/data.
     """
     mock: bool = False
     """Random tokens, for speed tests."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """'byte', a tokenizer's file or its folder (docs/data.md lists them), or 'train:VOCAB'."""
     seq_length: UpTo28 = Field(1024, ge=1)
     target_length: int | None = Field(None, ge=8)
@@ -162,7 +163,7 @@ class DataConfig(Group):
     eod_token_id: int | None = Field(None, ge=0)
     eod_mask_loss: bool = False
     """No loss on predicting from an EOD token."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Index cache; None: beside the data."""
     fim_rate: float = Field(0.0, ge=0, le=1)
     """Share of documents made fill-in-the-middle (data/fim.py)."""
@@ -332,12 +333,12 @@ class CheckpointConfig(Group):
     async_save: bool = True
     max_failed_saves: int | None = Field(3, ge=1)
     """Failed saves in a row that end the run; None: it goes on."""
-    local_dir: str | None = None
+    local_dir: PathText | None = None
     """Folder of a fast disk or in memory (/dev/shm) for saves in between."""
     local_interval: int | None = Field(None, ge=1)
     """Steps between saves there."""
     resume: Literal["auto", "never", "require"] = "auto"
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Start step 0 from the weights in this Hugging Face, mjax or Megatron folder."""
     init_changes: list[InitChange] = []
     """In what the model may differ from those weights; what they lack is drawn. context:
@@ -345,7 +346,7 @@ class CheckpointConfig(Group):
     they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md); towers: it reads images
     or sounds (docs/multimodal.md).
     """
-    init_audio: str | None = None
+    init_audio: PathText | None = None
     """Start the tower of sounds from the encoder in this Whisper folder, after init_from."""
 
 

@@ -39,8 +39,11 @@ class Need:
         group, colon, names = self.keys.partition(": ")
         return [f"{group}.{name}" for name in names.split()] if colon else [group]
 
-    def is_for(self, key: str) -> bool:
-        return any(f"{key}.".startswith(f"{name}.") for name in self.names)
+    @functools.cached_property
+    def leaves(self) -> list[str]:
+        """The dotted names of all keys."""
+        within = tuple(f"{name}." for name in self.names)
+        return [key for key in leaf_keys(Config) if f"{key}.".startswith(within)]
 
 
 def _blocks(keys: str, letters: str, wanted: str = "") -> Need:
@@ -131,11 +134,11 @@ _OF_HEADS = " ".join(name for name in AttentionConfig.model_fields if "head" not
 _OF_EXPERTS = " ".join(name for name in MoeConfig.model_fields if name != "num_experts_per_tok")
 
 NEEDS = (
+    _objective("data: target_length masked.sentinel_ids", "span_corruption"),
     _blocks("model.mla", "A"),
     _blocks("model.mamba", "M"),
     _blocks("model.deltanet", "T"),
     _blocks(f"model.moe: {_OF_EXPERTS}", "E"),
-    _blocks("model.retro", "R"),
     _blocks("model.audio", "S"),
     _blocks("checkpoint.init_audio", "S"),
     _blocks("model.decoder_start_token_id", "X"),
@@ -205,7 +208,6 @@ NEEDS = (
         "fim_split_sample fim_fragment_rate fim_no_prefix",
         "data.fim_rate",
     ),
-    _objective("data: target_length masked.sentinel_ids", "span_corruption"),
     _objective("data.masked: probability sentences mean_span", "masked_lm", "span_corruption"),
     _objective(
         "data.masked: mask_token_id cls_token_id sep_token_id pad_token_id",
@@ -253,13 +255,6 @@ NEEDS = (
 )
 
 
-@functools.cache
-def _needs_by_key() -> dict[str, tuple[Need, ...]]:
-    """The rows of each key that has some."""
-    rows = {key: tuple(need for need in NEEDS if need.is_for(key)) for key in leaf_keys(Config)}
-    return {key: needs for key, needs in rows.items() if needs}
-
-
 @rule("remove it, or change what it needs")
 def every_key_is_read(c: Config) -> Iterator[str]:
     m = c.model
@@ -267,8 +262,7 @@ def every_key_is_read(c: Config) -> Iterator[str]:
     given = {"hidden_size": m.hidden_size, "intermediate_size": m.intermediate_size}
     heads = {"num_attention_heads": m.attention.num_attention_heads}
     defaults = Config(model=ModelConfig.model_validate(given | {"attention": heads}))
-    for key, needs in _needs_by_key().items():
-        if value_of(c, key) != value_of(defaults, key):
-            for need in needs:
-                if not need.holds(c):
-                    yield f"`{key}` has no effect with `{need.switch}`, only with {need.wanted}"
+    for need in NEEDS:
+        for key in need.leaves if not need.holds(c) else ():
+            if value_of(c, key) != value_of(defaults, key):
+                yield f"`{key}` has no effect with `{need.switch}`, only with {need.wanted}"

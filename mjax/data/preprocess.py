@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
+from mjax.config.paths import path_text
 from mjax.data.documents import COMPRESSED, Document, document_text, expand, read_documents
 from mjax.data.indexed import IndexedDatasetWriter, token_dtype
 from mjax.data.sentences import split_sentences
@@ -158,16 +159,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--input",
         nargs="+",
+        type=path_text,
         required=True,
         help="files, folders, globs or - (.gz, .zst, .bz2, .xz too)",
     )
     add("--json-key", default="text", help="key of the text in JSON lines (default: text)")
     if train:
         add("--vocab-size", type=int, required=True)
-        add("--output", required=True, help="the tokenizer.json to write")
+        add("--output", type=path_text, required=True, help="the tokenizer.json to write")
     else:
-        add("--output", required=True, metavar="PREFIX")
-        add("--tokenizer", required=True, help="byte, a tokenizer's file or its folder")
+        add("--output", type=path_text, required=True, metavar="PREFIX")
+        kinds = "byte, a tokenizer's file or its folder"
+        add("--tokenizer", type=path_text, required=True, help=kinds)
         add("--append-eod", action="store_true", help="end every document with the EOD token")
         add("--split-sentences", action="store_true", help="a sequence a sentence, for masked_lm")
         add("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")

@@ -186,7 +186,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         prompts = [[int(i) for i in row.split(",")] for row in args.ids]
-        for row in Artifact(args.dir).generate(prompts, args.max_new_tokens):
+        for row in Artifact(args.dir.expanduser()).generate(prompts, args.max_new_tokens):
             print(json.dumps(row))
     except ValueError as e:
         print(f"{Path(sys.argv[0]).name}: error: {e}", file=sys.stderr)

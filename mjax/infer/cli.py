@@ -4,17 +4,22 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mjax.config.paths import as_path, path_text
 from mjax.data.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
 from mjax.json_file import read_json
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ckpt", required=True, help="an mjax checkpoint or Hugging Face folder")
+    parser.add_argument(
+        "--ckpt", type=as_path, required=True, help="a checkpoint or Hugging Face folder"
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split it over")
     kinds = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=kinds, help="default: bfloat16, on a CPU float32")
-    parser.add_argument("--tokenizer", help="default: the model's own; see data.tokenizer")
+    parser.add_argument(
+        "--tokenizer", type=path_text, help="default: the model's own; see data.tokenizer"
+    )
 
 
 def load_model(args: argparse.Namespace):

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 
 from mjax.bench.report import own_commit
+from mjax.config.paths import as_path
 from mjax.errors import UserError, run_cli
 from mjax.prove import BOUND, CURVE_BOUND, cells, compare, holds
 from mjax.prove.features import FEATURES, ROWS, STEPS
@@ -127,12 +128,12 @@ devices do not divide the sizes of the row: it has 50 runs on 4 and 8.
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mjax.prove", description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8], help="fake CPU devices")
-    parser.add_argument("--out", type=Path, default=Path("docs/invariance.md"))
+    parser.add_argument("--out", type=as_path, default=Path("docs/invariance.md"))
     parser.add_argument("--features", nargs="+", choices=list(FEATURES), default=list(FEATURES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
     parser.add_argument(
         "--records",
-        type=Path,
+        type=as_path,
         help="JSON lines to add to; cells that it has, of whatever code, are not run again",
     )
     parser.add_argument("--cells", nargs="+", help=argparse.SUPPRESS)

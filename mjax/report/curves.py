@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.config.paths import as_path
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import Run, last_finite, read_run
 from mjax.report.svg import COLORS, text_at
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", metavar="NAME=RUN", nargs="+", help="a name and a run's folder")
     parser.add_argument("--field", default="eval_loss", help="of metrics.jsonl (eval_loss)")
     parser.add_argument("--title", help="above the curves; the field unless given")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("curves.svg"))
+    parser.add_argument("--out", metavar="FILE", type=as_path, default=Path("curves.svg"))
     args = parser.parse_args(argv)
     runs = [_named_run(argument) for argument in args.runs]
     text = drawing(runs, args.field, args.title or args.field)
@@ -39,7 +40,7 @@ def _named_run(argument: str) -> Run:
     name, equals, folder = argument.partition("=")
     if not (name and equals and folder):
         raise UserError(f"{argument}: is not NAME=RUN; give a name and the folder of a run")
-    return read_run(Path(folder), name)
+    return read_run(as_path(folder), name)
 
 
 class _Axis:

@@ -9,6 +9,7 @@ import argparse
 import math
 from pathlib import Path
 
+from mjax.config.paths import as_path
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import records_of
 from mjax.report.svg import text_at
@@ -26,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m mjax.report.expert_load",
         description="Draw the load of each expert over a run.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("expert_load.svg"))
+    parser.add_argument("run", metavar="RUN", type=as_path, help="folder of a run")
+    parser.add_argument("--out", metavar="FILE", type=as_path, default=Path("expert_load.svg"))
     args = parser.parse_args(argv)
     loads = read_loads(args.run)
     with or_user_error(f"--out {args.out}: cannot be written ({{reason}})"):

@@ -565,7 +565,6 @@ UNREAD = [
     ),
     (["model.mamba.state_size=8"], "model.mamba.state_size=8", f"{PATTERN}'G'"),
     (["model.deltanet.linear_chunk_size=8"], "model.deltanet.linear_chunk_size=8", PATTERN),
-    (["model.retro.num_neighbors=3"], "model.retro.num_neighbors=3", f"{PATTERN}'G'"),
     (["model.relative.max_distance=99"], "model.relative.max_distance=99", "model.position_"),
     (
         ["model.position_embedding=learned", "model.rope.rope_scaling={rope_type: linear}"],
