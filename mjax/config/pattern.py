@@ -285,6 +285,7 @@ def _is_kind(kind: str) -> bool:
     return all(groups) and all(letter in BRANCHES for letter in "".join(groups))
 
 
+@functools.cache
 def branch_groups(kind: str) -> tuple[str, ...]:
     """The branches of a layer: groups of letters, one letter each but where some stand side by
     side."""
@@ -300,7 +301,7 @@ def branches_of(kind: str) -> str:
 
 def branches_of_model(kinds: Sequence[str]) -> set[str]:
     """The letters of the branches that layers of these kinds have."""
-    return {letter for kind in kinds for letter in branches_of(kind)}
+    return {letter for kind in set(kinds) for letter in branches_of(kind)}
 
 
 def sees_ahead(kinds: Sequence[str]) -> bool:

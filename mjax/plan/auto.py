@@ -11,7 +11,6 @@ Invariant: the choice is a pure function of (config, device count, kind of devic
 `--dry-run` shows the compiled truth.
 """
 
-import functools
 import itertools
 import math
 import os
@@ -54,11 +53,13 @@ def resolve_auto(
     try:
         validate(cfg, device_count=count)
     except UserError as error:
-        raise UserError(f"{error}{_smallest_count(cfg, limit, specs)}") from None
+        smallest = _smallest_count(cfg, limit, specs)
+        raise UserError(f"{error}; {smallest}" if smallest else str(error)) from None
+    asked = cfg
     if cfg.mesh.zero == "auto":
         cfg, line = choose_zero(cfg, count, limit, specs, chip_of_kind(devices[0].device_kind))
         why += [line] if line else []
-    cfg, line = choose_memory_policy(cfg, count, limit, specs)
+    cfg, line = choose_memory_policy(cfg, count, limit, specs, asked)
     return cfg, "\n".join([*why, line] if line else why) or None
 
 
@@ -124,13 +125,14 @@ def choose_zero(
     stages = [_with(cfg, "mesh", zero=stage) for stage in (1, 2, 3)]
     if memory is None or sizes["dp"] * sizes["ep"] * sizes["cp"] == 1:
         return stages[0], None
+    traced: dict[int, Traced] = {}
     for offload in _places_of_moments(cfg):
         seconds: dict[int, float] = {}
         for stage in stages:
             option = _with(stage, "optimizer", offload=offload)
             if not _is_legal(option):
                 continue
-            found, _ = _first_that_fits(option, devices, memory, specs)
+            found, _ = _first_that_fits(option, devices, memory, specs, traced)
             if not found.fits:
                 continue
             if stage is stages[0] and "full" not in found.cfg.train.remat:
@@ -153,26 +155,28 @@ def _seconds(cfg: Config, sizes: dict[str, int], specs: dict, chip: Chip | None)
 
 
 def choose_memory_policy(
-    cfg: Config, devices: int, memory: float | None, specs: dict
+    cfg: Config, devices: int, memory: float | None, specs: dict, asked: Config | None = None
 ) -> tuple[Config, str | None]:
     """(`cfg` with train.remat, train.micro_batch_size and optimizer.offload resolved, why).
 
     `memory` is the bytes of a device. Without a known limit the fastest policy is taken, and if
     nothing fits, the one that needs the least. The reason is None where nothing was to choose.
+    `asked` is the config before its ZeRO stage was chosen, if it was.
     """
     chooses_rows = cfg.train.micro_batch_size == "auto"
-    policies = list(memory_policies(cfg, devices))
-    if policies == [cfg] and not chooses_rows:
+    first_two = list(itertools.islice(memory_policies(cfg, devices), 2))
+    if first_two == [cfg] and not chooses_rows:
         return cfg, None
     if memory is None:
         rows = _rows_to_try(cfg, mesh_sizes(cfg.mesh, devices))[0][-1]
-        option = _with(policies[0], "train", micro_batch_size=rows)
+        option = _with(first_two[0], "train", micro_batch_size=rows)
         return option, f"{_policy_name(option, chooses_rows)}: the device does not tell its limit"
-    found, tried = _first_that_fits(cfg, devices, memory, specs)
+    found, tried = _first_that_fits(cfg, devices, memory, specs, {})
     how, smallest = f"fits {FRACTION * memory / GB:.0f} GB a device", ""
     if not found.fits:
-        how = f"needs the least of {tried} tried but does NOT fit {how.removeprefix('fits ')}"
-        smallest = _smallest_count(cfg, memory, specs)
+        how = f"needs the least but does NOT fit {how.removeprefix('fits ')}"
+        none = "no number of them fits it on this mesh: set mesh.tp or mesh.ep, or mesh=auto"
+        smallest = f"; {_smallest_count(asked or cfg, memory, specs) or none}"
     elif tried > 1:
         how = f"the first of {tried} tried that {how}"
     name = _policy_name(found.cfg, chooses_rows)
@@ -187,17 +191,18 @@ class Attempt(NamedTuple):
     fits: bool
 
 
-def _first_that_fits(cfg: Config, devices: int, memory: float, specs: dict) -> tuple[Attempt, int]:
+def _first_that_fits(
+    cfg: Config, devices: int, memory: float, specs: dict, traced: dict[int, Traced]
+) -> tuple[Attempt, int]:
     """(the first memory policy that fits, with the largest micro-batch that does; how many were
     tried). If none fits, the one that needs the least.
 
+    `traced` is what layers keep by rows of a micro-batch; what is found is added to it.
     Micro-batches that leave a GPU idle come last, but before moments go to the host.
     """
     sizes = mesh_sizes(cfg.mesh, devices)
     execution = decide_execution(cfg, sizes)
     unrolled = not execution.loops and not execution.pipelined
-    traced: dict[int, Traced] = {}
-    tried: list[Attempt] = []
 
     def attempt(policy: Config, rows: int) -> Attempt:
         option = _with(policy, "train", micro_batch_size=rows)
@@ -205,17 +210,23 @@ def _first_that_fits(cfg: Config, devices: int, memory: float, specs: dict) -> t
         need = bytes_per_device(option, cfg.mesh, devices, specs, of_rows)
         return Attempt(option, need, sum(need.values()) <= FRACTION * memory)
 
-    def fits(policy: Config, rows: int) -> bool:
-        tried.append(attempt(policy, rows))
-        return tried[-1].fits
-
-    policies = memory_policies(cfg, devices, unrolled)
-    for _, some in itertools.groupby(policies, lambda policy: policy.optimizer.offload):
-        for choices, policy in itertools.product(_rows_to_try(cfg, sizes), list(some)):
-            rows = _largest(choices, functools.partial(fits, policy))
-            if rows is not None:
-                return attempt(policy, rows), len(tried)
-    return min(tried, key=lambda attempt: sum(attempt.need.values())), len(tried)
+    busy, idle = _rows_to_try(cfg, sizes)
+    ends = {busy[0], [*busy, *idle][-1]}
+    leanest: list[Attempt] = []
+    tried = 0
+    for offload in _places_of_moments(cfg):
+        of_place = _with(cfg, "optimizer", offload=offload)
+        least = [attempt(p, rows) for p in list(memory_policies(of_place))[-1:] for rows in ends]
+        leanest += least
+        if not any(found.fits for found in least):
+            continue
+        for choices in (busy, idle):
+            for policy in memory_policies(of_place, devices, unrolled):
+                tried += 1
+                rows = _largest(choices, lambda rows, policy=policy: attempt(policy, rows).fits)
+                if rows is not None:
+                    return attempt(policy, rows), tried
+    return min(leanest, key=lambda found: sum(found.need.values())), tried
 
 
 def _rows_to_try(cfg: Config, sizes: dict[str, int]) -> tuple[list[int], list[int]]:
@@ -241,8 +252,8 @@ def _largest(choices: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     return choices[bisect_left(choices, True, 1, len(choices) - 1, key=fits)]
 
 
-def _smallest_count(cfg: Config, memory: float | None, specs: dict) -> str:
-    """Words for the end of a line: the smallest number of such devices on which a run would fit."""
+def _smallest_count(cfg: Config, memory: float | None, specs: dict) -> str | None:
+    """Words for the end of a line: on how many of such devices a run would fit at least."""
     traced: dict[int, Traced] = {}
     stages = (1, 3) if cfg.mesh.zero == "auto" else (cfg.mesh.zero,)
     leanest = [list(memory_policies(_with(cfg, "mesh", zero=stage)))[-1] for stage in stages]
@@ -258,8 +269,8 @@ def _smallest_count(cfg: Config, memory: float | None, specs: dict) -> str:
             memory is None
             or any(bytes_on(count, option) <= FRACTION * memory for option in leanest)
         ):
-            return f"; the smallest number of these devices that fits it is {count}"
-    return ""
+            return f"the smallest number of these devices that fits it is {count}"
+    return None
 
 
 def memory_policies(

@@ -368,10 +368,13 @@ def take_folder(run: TrainingRun) -> None:
 
 
 def write_config(run: TrainingRun) -> None:
-    """Keep the config of a run that has trained a step; not worth ending it for."""
+    """Keep the config of a run that has trained a step, and what of it was chosen for "auto"; not
+    worth ending it for.
+    """
     file = run.saver.lock.path.with_name("config.yaml")
+    chosen = [f"# {line}\n" for line in (run.trainer.why or "").splitlines()]
     try:
-        replace_text(file, dump(run.cfg))
+        replace_text(file, "".join(chosen) + dump(run.cfg))
     except OSError as e:
         warn(f"{file} cannot be written ({reason(e)}); training goes on")
 

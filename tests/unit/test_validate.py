@@ -492,7 +492,8 @@ BROKEN = {
     "batch_divisible": (["train.micro_batch_size=3"], "train.global_batch_size=8"),
     "global_balance_needs_one_micro_batch": (
         [*EXPERTS, "model.moe.router_aux_loss_coef=0.1", "mesh.dp=1"]
-        + ["model.moe.router_aux_loss_over=global_batch", "train.global_batch_size=16"],
+        + ["model.moe.router_aux_loss_over=global_batch", "train.global_batch_size=16"]
+        + ["train.micro_batch_size=8"],
         "needs all choices before the first gradient, but train.global_batch_size=16 is several",
     ),
     "pairs_need_one_micro_batch": (
