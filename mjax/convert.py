@@ -53,9 +53,9 @@ def _parser() -> argparse.ArgumentParser:
 def _import(args: argparse.Namespace) -> int:
     from mjax.checkpoint.megatron import megatron_source
     from mjax.checkpoint.side import read_folder
+    from mjax.checkpoint.sources import source_of
     from mjax.checkpoint.weights import write_weights
     from mjax.models import definition_of
-    from mjax.pretrained import source_of
 
     folder = args.hf or args.megatron
     require_files(folder)
@@ -72,8 +72,8 @@ def _import(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from mjax.checkpoint.families import BALANCE_KEYS, slots
     from mjax.checkpoint.huggingface import export
+    from mjax.checkpoint.sources import source_of
     from mjax.models import definition_of
-    from mjax.pretrained import source_of
 
     if not 0 < args.max_shard_gb < math.inf:
         raise UserError(f"--max-shard-gb {args.max_shard_gb}: give a number above 0")

@@ -22,10 +22,10 @@ def main(argv: list[str] | None = None) -> None:
         side_folders,
         tokenizer_dir,
     )
+    from mjax.checkpoint.sources import source_of
     from mjax.data.tokenizer import load_tokenizer
     from mjax.infer.cli import end_ids
     from mjax.infer.export import export_model
-    from mjax.pretrained import source_of
 
     source, tokenizer = source_of(args.ckpt), tokenizer_dir(args.ckpt)
     not_ours = "config.json", UNREAD  # are of the layout of Hugging Face

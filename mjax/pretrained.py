@@ -11,22 +11,10 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from mjax.checkpoint import families
-from mjax.checkpoint.hf_bert import heads_in_file, without_heads
-from mjax.checkpoint.hf_deepseek import without_missing_predictions
-from mjax.checkpoint.hf_t5 import tied_in_file
-from mjax.checkpoint.hf_vision import with_new_towers
-from mjax.checkpoint.huggingface import hf_source
-from mjax.checkpoint.names import heads_apart, names_in
-from mjax.checkpoint.safetensors import open_folder
 from mjax.checkpoint.side import tokenizer_dir
-from mjax.checkpoint.source import Source, arrays
-from mjax.checkpoint.steps import newest_step
-from mjax.checkpoint.weights import read_weights
+from mjax.checkpoint.source import arrays
+from mjax.checkpoint.sources import source_of
 from mjax.config.model_schema import ModelConfig
-from mjax.config.paths import require_files
-from mjax.errors import UserError
-from mjax.json_file import read_json
 from mjax.models import Definition, definition_of
 from mjax.models.decoder import Decoder
 from mjax.sharding.mesh import parallel_of
@@ -83,37 +71,3 @@ def abstract_params(definition: Definition, dtype: str, shardings: dict) -> dict
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype), sharding=where)
 
     return jax.tree.map(abstract, definition.specs, shardings, is_leaf=is_spec)
-
-
-def source_of(path: str | Path) -> Source:
-    """The weights in `path`, whatever their format; of a run the newest, of a step its own.
-
-    Raises `UserError` if it is none we know.
-    """
-    require_files(path)
-    path = Path(path)
-    if (path / "config.json").is_file():
-        cfg = families.config_from_hf(without_heads(read_json(path / "config.json")))
-        names = open_folder(path)
-        cfg = heads_in_file(without_missing_predictions(cfg, names), names)
-        cfg = tied_in_file(cfg, names)
-        if cfg.tie_word_embeddings:
-            found = names_in(cfg, families.slots(cfg, definition_of(cfg).specs), names)
-            apart = heads_apart(found, names, cfg)
-            cfg = cfg.model_copy(update={"tie_word_embeddings": not apart})
-        specs = definition_of(cfg).specs
-        exported = found = families.slots(cfg, specs)
-        if "vision" in cfg.modalities:
-            found = with_new_towers(found, names)
-        return hf_source(path, cfg, specs, found, exported=exported)
-    if (path / "metadata.json").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
-        from mjax.checkpoint.megatron import megatron_source
-
-        return megatron_source(path)
-    step = newest_step(path)
-    if step is None:
-        raise UserError(
-            f"{path}: no weights here: neither config.json (Hugging Face), nor a checkpoint of "
-            "mjax, nor metadata.json (Megatron torch_dist); give the folder that holds one"
-        )
-    return read_weights(step)

@@ -6,11 +6,8 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 here, or refused by name; a config is written only if reading it back gives the same model.
 """
 
-import copy
-import functools
 import math
 import re
-import reprlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -47,6 +44,7 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v2,
     routed_experts_v3,
 )
+from mjax.checkpoint.hf_faults import named_faults
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.checkpoint.hf_keys import require_known, text_of
 from mjax.checkpoint.hf_nas import block_configs, norm_names
@@ -59,7 +57,7 @@ from mjax.checkpoint.source import Path, flat
 from mjax.config.keys import leaf_keys, model_of, nested, value_of
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import stack_of
-from mjax.errors import UserError, reason
+from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh")
@@ -316,9 +314,6 @@ FAMILIES: dict[str, Family] = {
 
 # The weight of the balance loss.
 BALANCE_KEYS = "router_aux_loss_coef", "aux_loss_alpha"
-# What reading a value of another kind raises.
-WRONG_KIND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
 # Keys of ours that a config.json does not carry, or that do not change the trained function.
 UNSAID = frozenset(
     """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
@@ -337,40 +332,7 @@ class _Keys(dict):
 
 def config_from_hf(config: dict) -> ModelConfig:
     """A parsed config.json -> ours. Raises `UserError` naming what is unknown or unsupported."""
-    try:
-        return _model_of(config)
-    except UserError:
-        raise
-    except WRONG_KIND as e:
-        path = next((path for path in _paths(config) if _is_cause(config, path)), None)
-        if path is None:
-            raise UserError(f"config.json cannot be read: {reason(e)}; mend it") from e
-        value = functools.reduce(dict.__getitem__, path, config)
-        raise UserError(
-            f"config.json: {'.'.join(path)}={reprlib.repr(value)} is not of the kind that belongs "
-            f"there ({reason(e)}); mend it"
-        ) from e
-
-
-def _paths(config: dict) -> Iterator[tuple[str, ...]]:
-    """The keys of a config.json, those of its parts first."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from ((key, *path) for path in _paths(value))
-        yield (key,)
-
-
-def _is_cause(config: dict, path: tuple[str, ...]) -> bool:
-    """Whether a config.json without a key can be read, or is refused in good order."""
-    rest = copy.deepcopy(config)
-    del functools.reduce(dict.__getitem__, path[:-1], rest)[path[-1]]
-    try:
-        _model_of(rest)
-    except UserError:
-        return True
-    except WRONG_KIND:
-        return False
-    return True
+    return named_faults(_model_of, config)
 
 
 def _model_of(config: dict) -> ModelConfig:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mjax.checkpoint import float8, mxfp4
-from mjax.checkpoint.names import names_in, require_repeats
+from mjax.checkpoint.names import Names, names_in, require_repeats
 from mjax.checkpoint.safetensors import (
     INDEX,
     Tensor,
@@ -106,16 +106,23 @@ def hf_source(
             )
 
     def unread() -> dict[str, bytes]:
-        pairs = {
-            here.tensor: there.tensor
-            for path, places in slots.items()
-            for here, there in zip(places, (exported or slots)[path], strict=True)
-        }
-        left = [n for n in tensors if n not in {*pairs, *found.repeats, *found.beside}]
-        named = {_exported_name(name, pairs): tensors[name].whole() for name in left}
-        return {UNREAD: pack(named)} if named else {}
+        return _unread(tensors, found, slots, exported or slots)
 
     return Source(cfg, read, check, unread=unread)
+
+
+def _unread(
+    tensors: Mapping[str, Tensor], found: Names, slots: Slots, exported: Slots
+) -> dict[str, bytes]:
+    """The file of the tensors that the model does not read, by the names of its export."""
+    pairs = {
+        here.tensor: there.tensor
+        for path, places in slots.items()
+        for here, there in zip(places, exported[path], strict=True)
+    }
+    left = [n for n in tensors if n not in {*pairs, *found.repeats, *found.beside}]
+    named = {_exported_name(name, pairs): tensors[name].whole() for name in left}
+    return {UNREAD: pack(named)} if named else {}
 
 
 def _exported_name(name: str, pairs: Mapping[str, str]) -> str:

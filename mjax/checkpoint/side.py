@@ -128,7 +128,7 @@ def read_side_files(path: str | Path | None) -> dict[str, bytes]:
         return {}
     found = next(filter(None, map(read_folder, side_folders(path))), {})
     if (Path(path) / "config.json").is_file() and UNREAD not in found:
-        from mjax.pretrained import source_of
+        from mjax.checkpoint.sources import source_of
 
         found |= source_of(path).unread()
     return found

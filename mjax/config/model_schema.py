@@ -73,29 +73,13 @@ class RopeScaling(Group):
 
 
 ROPE_KEYS = {  # of RopeScaling, that each type uses
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-        "truncate",
-    ),
-    "longrope": (
-        "short_factor",
-        "long_factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-    ),
+    "linear": ["factor"],
+    "llama3": """factor low_freq_factor high_freq_factor
+        original_max_position_embeddings""".split(),
+    "yarn": """factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+        attention_factor truncate""".split(),
+    "longrope": """short_factor long_factor original_max_position_embeddings
+        attention_factor""".split(),
 }
 
 

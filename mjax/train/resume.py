@@ -4,10 +4,10 @@ from pathlib import Path
 
 from mjax.checkpoint.hf_whisper import whisper_source
 from mjax.checkpoint.side import identify_text
+from mjax.checkpoint.sources import source_of
 from mjax.config.difference import differences
 from mjax.config.schema import Config
 from mjax.errors import UserError
-from mjax.pretrained import source_of
 from mjax.train.trainer import Trainer
 
 # Keys that say how and where a run proceeds, not what it computes.
