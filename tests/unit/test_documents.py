@@ -138,7 +138,7 @@ def test_labelled_lines_come_from_folders_as_other_texts_do(tmp_path):
 
 STDIN = [
     ([MARK, RAW], TEXTS),  # parts that arrive one after the other
-    ([b"\n ", MARK + b"\r\n", RAW.replace(b"\n", b"\r\n")], TEXTS),
+    ([b"\n \r\n", MARK + b"\r\n", RAW.replace(b"\n", b"\r\n")], TEXTS),
     ([gzip.compress(MARK + RAW)], TEXTS),
     ([MARK + b"a {text}\r\n"], ["a {text}\r\n"]),
 ]
