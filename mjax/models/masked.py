@@ -105,7 +105,7 @@ class MaskedTokens(_OfEncoder):
         return made
 
     def _hide(self, tokens: np.ndarray, seed: tuple) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens with some replaced, 1 where the loss counts), [S] each.
+        """(tokens with some replaced, 1 where the loss counts), [S] each; one counts at least.
 
         Of the tokens that count, 80 % become the mask token and 10 % any token.
         """
@@ -113,6 +113,7 @@ class MaskedTokens(_OfEncoder):
         chosen, how = rng.random((2, len(tokens)))
         anything = rng.integers(0, self.vocab_size, len(tokens))
         counts = chosen < self.ids.probability
+        counts[chosen.argmin()] = True
         seen = np.where(counts & (how < 0.8), self.ids.mask_token_id, tokens)
         seen = np.where(counts & (how >= 0.9), anything, seen)
         return seen.astype(np.int32), counts.astype(np.float32)

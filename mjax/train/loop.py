@@ -430,18 +430,16 @@ def finish(run: TrainingRun, stop_reason: int) -> float | None:
     if stop_reason != GO_ON:
         line += f": {REASONS[stop_reason]}"
     run.log.say(f"{line}; checkpoint: {run.saver.last_checkpoint()}")
-    if line := left_out(run):
+    if line := trained_nothing(run):
         run.log.event(run.trainer.step_number, line)
     return loss
 
 
-def left_out(run: TrainingRun) -> str:
-    """A line on steps of this start that were not accepted, or ""."""
-    count, precision = run.trainer.step_number - run.start, run.cfg.precision
-    if run.trained == count:
-        return ""
+def trained_nothing(run: TrainingRun) -> str:
+    """A line on a start that trained nothing, for all of its steps were left out, or ""."""
     if run.trained:
-        return f"{count - run.trained} of {count} steps changed no weight: they were left out"
+        return ""
+    count, precision = run.trainer.step_number - run.start, run.cfg.precision
     line = f"WARNING: none of {count} steps changed a weight: all were left out"
     if precision.compute == "float16":
         line += (

@@ -97,7 +97,7 @@ class Suspects:
     log: Log
     watchdog: Watchdog
     data: Dataset
-    _accepted: tuple[HostBatch, float] | None = None  # the last batch, and its loss
+    _accepted: tuple[int, HostBatch, float] | None = None  # the last step, its batch and loss
 
     def settle(
         self, step: int, batch: HostBatch, metrics: dict[str, jax.Array]
@@ -110,7 +110,7 @@ class Suspects:
         """
         first = read_figures(metrics)
         if first["accepted"]:
-            self._accepted = batch, first["loss"]
+            self._accepted = step, batch, first["loss"]
             return first, False
         if first["tokens"] == 0:
             self._save(step)
@@ -147,7 +147,8 @@ class Suspects:
         try:
             return self.judge.verdict(step, first, again)
         except NonFiniteLoss as e:
-            self._save(step)
+            if is_same(first, again):  # or a device errs, and may have before
+                self._save(step)
             raise NonFiniteLoss(
                 f"{e}; {self._samples(step, NAMED_SAMPLES)}; last good checkpoint: "
                 f"{self.saver.last_checkpoint()}; start again to resume there, with a "
@@ -163,14 +164,15 @@ class Suspects:
     def _save(self, step: int) -> None:
         """Save the state that a step began with, if it has been trained and is not the fault.
 
-        It is not, if the batch before still has about the loss that it had.
+        It is not, if the step before still has about the loss that it had, and gradients.
         """
-        self.trainer.set_step(step - 1)
         if self._accepted is None:
             return
-        batch, loss = self._accepted
-        again = self._repeat(step, batch)
-        if again["loss"] <= ALIVE * max(loss, 1.0):
+        before, batch, loss = self._accepted
+        again = self._repeat(before, batch)
+        self.trainer.set_step(step - 1)
+        has_gradients = again["finite"] or "loss_scale" in again  # fp16's may overflow
+        if has_gradients and again["loss"] <= ALIVE * max(loss, 1.0):
             with contextlib.suppress(NonFiniteLoss, ReplicasDiffer, SaveFailed):
                 self.replicas.require_equal(step - 1)
                 self.saver.save_last(None)

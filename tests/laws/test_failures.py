@@ -144,6 +144,14 @@ def test_a_start_that_trains_nothing_changes_nothing(tmp_path):
         run(tmp_path, "train.steps=4", "train.z_loss=1e38")
     log = tmp_path / "metrics.jsonl"  # it says what was tried
     assert contents() | {log: b""} == files | {log: b""} and len(losses(tmp_path)) == 2
+    files = contents()
+    with pytest.raises(NonFiniteLoss):
+        run(tmp_path, "checkpoint.resume=never", "train.z_loss=1e38")
+    assert contents() == files
+    run(tmp_path, "checkpoint.resume=never", "train.steps=1")
+    for name in ("metrics.jsonl", "config.yaml"):
+        assert (tmp_path / f"{name}.old-1").read_bytes() == files[tmp_path / name]
+    assert len(losses(tmp_path)) == 1 and (tmp_path / "checkpoints.old-1" / "2").is_dir()
 
 
 def test_a_run_that_lost_its_folder_to_another_saves_nothing(tmp_path, monkeypatch):

@@ -107,7 +107,7 @@ def test_too_many_suspect_steps_end_the_run(tmp_path, monkeypatch, run):
         run(tmp_path, "train.on_suspect=skip", "train.max_suspects=2")
 
 
-def test_a_step_above_the_limit_or_behind_a_closed_gate_changes_nothing(tmp_path):
+def test_a_step_above_the_limit_without_a_token_or_behind_a_closed_gate_changes_nothing(tmp_path):
     cfg = config(tmp_path)
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:4]))
     trainer.init()
@@ -118,7 +118,17 @@ def test_a_step_above_the_limit_or_behind_a_closed_gate_changes_nothing(tmp_path
         metrics = trainer.step(batch, **limits)
         assert metrics["finite"] and not metrics["accepted"]
         assert_equal(jax.tree.map(np.asarray, trainer.state), before)
+    empty = batch | {"loss_mask": np.zeros_like(batch["loss_mask"])}
+    metrics = trainer.step(empty)
+    assert metrics["tokens"] == 0 and not metrics["accepted"]
+    assert_equal(jax.tree.map(np.asarray, trainer.state), before)
     assert trainer.step(batch, most_loss=10.0)["accepted"] and trainer.state["step"] == 1
+    for step in (4, 5):  # rejected steps are counted as the state is saved
+        trainer.save()
+        trainer.store.wait()
+        assert trainer.state["step"] == trainer.step_number == trainer.store.latest_step() == step
+        assert trainer.restore() == step
+        trainer.step(batch)
 
 
 def test_a_spike_is_measured_against_the_median_of_the_last_losses():
