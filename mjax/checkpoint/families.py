@@ -282,6 +282,7 @@ FAMILIES: dict[str, Family] = {
     **VISION,
 }
 
+MOST_LAYERS = 100_000
 # What reading a value of another kind raises.
 WRONG_KIND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -323,6 +324,12 @@ UNSAID = frozenset(
 
 def config_from_hf(config: dict) -> ModelConfig:
     """A parsed config.json -> ours. Raises `UserError` naming what is unknown or unsupported."""
+    for path in _paths(config):
+        count = functools.reduce(dict.__getitem__, path, config)
+        if "layer" in path[-1] and isinstance(count, int) and count > MOST_LAYERS:
+            raise UserError(
+                f"config.json: {'.'.join(path)}={count} is above {MOST_LAYERS}; mend it"
+            )
     try:
         return _model_of(config)
     except UserError:
