@@ -8,12 +8,19 @@ from typing import Any
 
 from mjax.errors import UserError, reason
 
+MOST_LAYERS = 100_000
 # What reading a value of another kind raises.
 WRONG_KIND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def named_faults(read: Callable[[dict], Any], config: dict) -> Any:
     """What `read` makes of a config.json. Raises `UserError` for a value of another kind."""
+    for path in _paths(config):
+        value = functools.reduce(dict.__getitem__, path, config)
+        if "layer" in path[-1] and isinstance(value, int) and value > MOST_LAYERS:
+            raise UserError(
+                f"config.json: {'.'.join(path)}={value} is above {MOST_LAYERS}; mend it"
+            )
     try:
         return read(config)
     except UserError:

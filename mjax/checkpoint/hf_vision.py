@@ -160,6 +160,8 @@ def _tower(kind: _Kind) -> Part:
                 f"{layers} layers is not supported"
             )
         fields = kind.sizes.read(vision)
+        if fields["vision.patch_size"] == 0:
+            raise UserError("config.json: vision_config.patch_size=0 cuts no image into tokens")
         for key in (*_SAYS_NOTHING, "vision_use_head"):
             vision.pop(key, None)
         config |= vision

@@ -24,6 +24,7 @@ from mjax.models.objective import (
     Measurer,
     Objective,
     Scalars,
+    require_dictionary,
     require_scalars,
 )
 from mjax.models.params import ModelDefinition
@@ -117,7 +118,13 @@ class LocalModel:
         """A batch with the fields that the objective derives on the devices."""
         if not isinstance(self.objective, FieldDeriver):
             return batch
-        return batch | self.objective.derive_fields(batch, self.placement.parallel)
+        derived = self.objective.derive_fields(batch, self.placement.parallel)
+        where = require_dictionary(self.objective, "derive_fields", derived)
+        for name, field in derived.items():
+            if jnp.shape(field)[:1] != batch["rows"].shape:
+                rows = f"{len(batch['rows'])} rows of this device"
+                raise UserError(f"{where}: {name} has shape {jnp.shape(field)}; give the {rows}")
+        return batch | derived
 
     def head_losses(
         self, weights: dict, x: Activation, micro_batch: Batch, key: jax.Array | None

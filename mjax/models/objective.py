@@ -240,8 +240,9 @@ def objective_of(cfg: Config) -> Objective:
         objective = pkgutil.resolve_name(name)()
         is_one = isinstance(objective, Objective)
     except Exception as e:  # whatever the code of a user raises
+        why = reason(e) if isinstance(e, ImportError) else f"{type(e).__name__}: {reason(e)}"
         raise UserError(
-            f"train.objective={name}: {type(e).__name__}: {reason(e)}{_line_of(e)}; set it to "
+            f"train.objective={name}: {why}{_line_of(e)}; set it to "
             f"{', '.join((NEXT_TOKEN, *CONFIGURED))}, or to module.path:Name of a class that can "
             "be imported and takes no arguments"
         ) from e
@@ -268,17 +269,23 @@ def divisor(count: jax.Array) -> jax.Array:
 def _line_of(error: Exception) -> str:
     """The line of a user's module that raised an error, if it came so far."""
     if isinstance(error, SyntaxError):
-        return f" ({error.filename}:{error.lineno})"
+        return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename != __file__ and not _IMPORTS.search(f.filename)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def require_dictionary(objective: Objective, method: str, found: object) -> str:
+    """The name of a method; raises `UserError` unless it returned a dictionary."""
+    where = f"{type(objective).__module__}:{type(objective).__qualname__}.{method}"
+    if not isinstance(found, Mapping):
+        raise UserError(f"{where} returns {reprlib.repr(found)}; give a dictionary")
+    return where
 
 
 def require_scalars(objective: Objective, method: str, found: object, *names: str) -> None:
     """Raise `UserError` unless what a method of an objective returned is a number for each name."""
-    where = f"{type(objective).__module__}:{type(objective).__qualname__}.{method}"
-    if not isinstance(found, Mapping):
-        raise UserError(f"{where} returns {reprlib.repr(found)}; give numbers by name")
+    where = require_dictionary(objective, method, found)
     for name in names:
         if name not in found:
             have = ", ".join(map(str, found)) or "nothing"

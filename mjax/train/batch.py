@@ -22,6 +22,7 @@ from mjax.models.objective import (
     FieldMaker,
     HostBatch,
     Objective,
+    require_dictionary,
 )
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import global_array, local_part
@@ -162,6 +163,10 @@ class BatchPlacer:
             raise UserError(f"batch: positions has shape {shape}; it must be [sequences, tokens]")
         sizes = {"batch": shape[0], "seq": shape[1], **self.further}
         for name, field in self.fields.items():
+            if not sizes.keys() >= set(field.axes):
+                raise UserError(
+                    f"batch: {name} has the axes {field.axes}; known: {', '.join(sizes)}"
+                )
             wanted = tuple(sizes[axis] for axis in field.axes)
             _require_field(name, np.asarray(batch[name]), wanted, np.dtype(field.dtype))
         local, width = shape
@@ -243,4 +248,10 @@ def field_maker(cfg: Config, objective: Objective) -> Callable | None:
     """The `make_fields` of `make_loader` for this objective; None: a data set has its fields."""
     if not isinstance(objective, FieldMaker):
         return None
-    return lambda batch, step, rows: objective.make_fields(batch, cfg.run.seed, step, rows)
+
+    def make(batch: HostBatch, step: int, rows: np.ndarray) -> HostBatch:
+        made = objective.make_fields(batch, cfg.run.seed, step, rows)
+        require_dictionary(objective, "make_fields", made)
+        return made
+
+    return make

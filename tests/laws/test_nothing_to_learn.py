@@ -105,7 +105,9 @@ def test_what_a_path_in_parquet_names_is_read(tmp_path):
     (name,) = png(tmp_path, 1)
     row = {"image": {"bytes": None, "path": name}, "label": 2}
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "x.parquet")
-    cfg = load(None, [*VIT, f"data.images.path={tmp_path / 'x.parquet'}", WHOLE, "data.images.workers=0"])
+    cfg = load(
+        None, [*VIT, f"data.images.path={tmp_path / 'x.parquet'}", WHOLE, "data.images.workers=0"]
+    )
     batch = build_datasets(cfg, 1, 0)[0].batch([0])
     assert batch["row_label"] == 2 and batch["patches"].any()
 
@@ -217,7 +219,9 @@ def test_a_suspect_step_that_ends_a_run_keeps_the_state_and_names_its_samples(
     tmp_path, monkeypatch
 ):
     corrupt(monkeypatch, [4])
-    said = rf"samples 12 to 15 .*: data.mock \(12\), .*\(15\); last good .*: {tmp_path}/checkpoints/3;"
+    said = (
+        rf"samples 12 to 15 .*: data.mock \(12\), .*\(15\); last good .*: {tmp_path}/checkpoints/3;"
+    )
     with pytest.raises(NonFiniteLoss, match=said):
         run(tmp_path, "train.steps=6")
     assert steps(tmp_path) == ["3"]

@@ -296,6 +296,10 @@ BROKEN = {
         [*LLAVA, *BOTH, "model.vision.image_token_id=8", "data.seq_length=20"],
         "data.seq_length=20 is less than the 24 tokens of an item of each modality",
     ),
+    "towers_have_one_objective": (
+        [*LLAVA, "train.objective=masked_lm"],
+        "train.objective='masked_lm' is not next_token, which model.layer_pattern",
+    ),
     "towers_lack": (
         [*LLAVA, "model.residual_multiplier=0.5"],
         "model.residual_multiplier=0.5 is not built beside towers",
