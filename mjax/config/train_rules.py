@@ -103,8 +103,8 @@ def ramp_divisible(c: Config) -> Iterator[str]:
 
 
 @rule(
-    "change either (train.micro_batch_size=auto picks one that divides): a step is a whole number "
-    "of micro-batches on every device"
+    "change either: a step is a whole number of micro-batches on every device "
+    "(train.micro_batch_size=auto picks their size)"
 )
 def batch_divisible(c: Config) -> Iterator[str]:
     if c.train.global_batch_size % _sequences_per_micro_batch(c):

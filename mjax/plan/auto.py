@@ -143,7 +143,7 @@ def choose_zero(
             each = ", ".join(f"{stage}: {time:.3g} s" for stage, time in seconds.items())
             how = f"the fastest that fits (estimates of a step: {each})"
             return stages[fastest - 1], f"mesh: zero={fastest}: {how}"
-    return stages[2], "mesh: zero=3: it needs the least"
+    return stages[2], "mesh: zero=3: no stage fits, and it needs the least"
 
 
 def _seconds(cfg: Config, sizes: dict[str, int], specs: dict, chip: Chip | None) -> float:
@@ -223,7 +223,9 @@ def _first_that_fits(
         for choices in (busy, idle):
             for policy in memory_policies(of_place, devices, unrolled):
                 tried += 1
-                rows = _largest_fit(choices, lambda rows, policy=policy: attempt(policy, rows).fits)
+                rows = _largest_fitting(
+                    choices, lambda rows, policy=policy: attempt(policy, rows).fits
+                )
                 if rows is not None:
                     return attempt(policy, rows), tried
     return min(leanest, key=lambda found: sum(found.need.values())), tried
@@ -240,7 +242,7 @@ def _rows_to_try(cfg: Config, sizes: dict[str, int]) -> tuple[list[int], list[in
     return busy, choices[len(busy) :]
 
 
-def _largest_fit(choices: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+def _largest_fitting(choices: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """The first of descending `choices` that fits, or None.
 
     If one fits so do smaller ones, but not for the first, which may be a step in one micro-batch.
