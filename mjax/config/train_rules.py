@@ -131,6 +131,13 @@ def pairs_need_one_micro_batch(c: Config) -> Iterator[str]:
         )
 
 
+@rule("raise it")
+def pairs_need_others(c: Config) -> Iterator[str]:
+    if c.train.objective == "contrastive" and c.train.global_batch_size == 1:
+        if c.model.contrastive.loss == "softmax":
+            yield "`train.global_batch_size`: a pair that is alone has no other to be told from"
+
+
 @rule("set precision.fp8=current or delayed, which Hopper and Blackwell both run")
 def fp8_of_blackwell(c: Config) -> Iterator[str]:
     if c.precision.fp8 in ("mxfp8", "nvfp4"):

@@ -46,7 +46,9 @@ class ImageDataset:
                     f"{sample.name}: class {label} is none of model.vision.num_labels={classes}"
                 )
             if len(sample.items.get(IMAGES, ())) != 1:
-                raise UserError(f"{sample.name}: a class, but not one image; leave it out")
+                raise UserError(
+                    f"{sample.name}: a class, but not one image under image; leave it out"
+                )
         self.skipped = Skipped(path, split, len(self.samples), self.size)
         self.reader = ImageReader(cfg, self.skipped)
 

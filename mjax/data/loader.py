@@ -93,7 +93,7 @@ def describe(dataset: Dataset, indices: Sequence[int], most: int) -> str:
     """Words for where samples come from; of many, the first `most`."""
     names = list(dict.fromkeys(dataset.names(indices[:most])))
     more = len(indices) - most
-    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names) + (f" and {more} more samples" if more > 0 else "")
 
 
 def build_datasets(

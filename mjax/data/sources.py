@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 DIGITS = "digits"
 _NEEDS = "data.images needs {reason}; install mjax[vision]"
 IMAGES, SOUNDS = "images", "audio"  # keys of JSON lines and columns; "image" is the first, too
-SUFFIXES = dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm"), IMAGES)
+IMAGE_SUFFIXES = ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff"
+SUFFIXES = dict.fromkeys(IMAGE_SUFFIXES, IMAGES)
 SUFFIXES |= dict.fromkeys((".wav", ".flac", ".ogg", ".mp3"), SOUNDS)
 FACTS = {".cls": "label", ".txt": "text", ".json": None}  # None: a dictionary of facts
 
@@ -102,17 +103,30 @@ def _digits() -> Iterator[Sample]:
 def _in_classes(folder: Path) -> Iterator[Sample]:
     """The images of a folder with a folder for each class; classes are numbered by name."""
     classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    for label, name in enumerate(classes):
-        for file in sorted((folder / name).rglob("*")):
-            if SUFFIXES.get(file.suffix.lower()) == IMAGES:
-                name = str(file.relative_to(folder))
-                yield Sample(name, {"label": label}, {IMAGES: [Item(name, file.read_bytes)]})
+    files = [(n, file) for n, name in enumerate(classes) for file in _files(folder / name)]
+    _say_unread(f"{folder}", [f"{file}" for _, file in files], IMAGE_SUFFIXES)
+    for label, file in files:
+        if file.suffix.lower() in IMAGE_SUFFIXES:
+            name = str(file.relative_to(folder))
+            yield Sample(name, {"label": label}, {IMAGES: [Item(name, file.read_bytes)]})
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.rglob("*")) if file.is_file()]
+
+
+def _say_unread(source: str, names: Sequence[str], suffixes: Iterable[str]) -> None:
+    """Count in the log the files of a source that are not read, for their suffixes are unknown."""
+    unread = [name for name in names if Path(name).suffix.lower() not in suffixes]
+    if unread:
+        say = "data.images: %s: %d of %d files are not read, as %s: they end in none of %s"
+        log.warning(say, source, len(unread), len(names), unread[0], ", ".join(suffixes))
 
 
 def _in_folder(folder: Path) -> list[Sample]:
     """The samples of a folder with KEY.jpg and KEY.txt."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return _grouped((str(file.relative_to(folder)), file.read_bytes) for file in files)
+    members = [(str(file.relative_to(folder)), file.read_bytes) for file in _files(folder)]
+    return _grouped(members, f"{folder}")
 
 
 def _in_tar(file: Path) -> list[Sample]:
@@ -120,11 +134,14 @@ def _in_tar(file: Path) -> list[Sample]:
     with tarfile.open(file, "r:") as tar:  # uncompressed: images are read in place
         parts = [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
     members = [(name, partial(_part, file, offset, size)) for name, offset, size in parts]
-    return _grouped(members, f"{file.name}/")
+    return _grouped(members, f"{file}", f"{file.name}/")
 
 
-def _grouped(members: Iterable[tuple[str, Callable[[], bytes]]], before: str = "") -> list[Sample]:
+def _grouped(
+    members: Sequence[tuple[str, Callable[[], bytes]]], source: str, before: str = ""
+) -> list[Sample]:
     """Samples of members of one name up to the first dot, named with what stands `before` it."""
+    _say_unread(source, [name for name, _ in members], [*SUFFIXES, *FACTS])
     samples: dict[str, Sample] = {}
     for name, read in members:
         folder, file = os.path.split(name)

@@ -56,7 +56,7 @@ class HeldOut:
         """A line on held-out samples of which none counts."""
         train = self.trainer.cfg.train
         names = describe(self.data, range(train.eval_steps * train.global_batch_size), 3)
-        return f"held-out loss: there is none, for no token of its samples counts: {names}"
+        return f"held-out loss: there is none, for nothing of its samples counts: {names}"
 
     def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:
         """The batches of an evaluation, numpy [B, S] fields; `rows`: the part of this process."""

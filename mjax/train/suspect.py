@@ -115,7 +115,7 @@ class Suspects:
         if first["tokens"] == 0:
             self._save(step)
             raise UserError(
-                f"data: step {step} has nothing to learn from: no token counts of its "
+                f"data: step {step} has nothing to learn from: nothing counts of its "
                 f"{self._samples(step, 3)}; mend the data, or leave them out"
             )
         if first.get("skipped"):

@@ -70,6 +70,10 @@ def too_long_packed(folder) -> tuple[list[str], str]:
     return [*keys, "data.images.packed=true"], path
 
 
+def no_words(folder) -> tuple[list[str], str]:
+    return CLIP, lines(folder, [{"image": name, "text": ""} for name in png(folder, 8)])
+
+
 def not_finite(folder) -> tuple[list[str], str]:
     soundfile = pytest.importorskip("soundfile")
     wave = np.zeros(700, np.float32)
@@ -87,6 +91,7 @@ def not_finite(folder) -> tuple[list[str], str]:
         (no_bytes, r"x.parquet:\d \(No such file or directory\)"),
         (too_long, r"x.jsonl:\d \(101 tokens: data.seq_length is 24\)"),
         (too_long_packed, r"x.jsonl:\d \(101 tokens: data.seq_length is 24\)"),
+        (no_words, r"x.jsonl:\d \(its text is empty\)"),
         (not_finite, r"a.wav \(sample 300 of the waveform is not a finite number\)"),
     ],
 )
@@ -105,9 +110,8 @@ def test_what_a_path_in_parquet_names_is_read(tmp_path):
     (name,) = png(tmp_path, 1)
     row = {"image": {"bytes": None, "path": name}, "label": 2}
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "x.parquet")
-    cfg = load(
-        None, [*VIT, f"data.images.path={tmp_path / 'x.parquet'}", WHOLE, "data.images.workers=0"]
-    )
+    keys = [*VIT, f"data.images.path={tmp_path / 'x.parquet'}", "data.images.workers=0"]
+    cfg = load(None, [*keys, WHOLE])
     batch = build_datasets(cfg, 1, 0)[0].batch([0])
     assert batch["row_label"] == 2 and batch["patches"].any()
 
@@ -140,6 +144,17 @@ def test_bad_samples_are_named_and_then_counted(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert said[0].endswith("0.png cannot be used and is left out (cut); 1 of 50 so far")
     assert [int(line.split()[-5]) for line in said] == [1, 2, 3, 4, 5, 8, 16, 32]
+
+
+def test_files_that_are_not_read_are_counted(tmp_path, caplog):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (made,) = png(tmp_path / name, 1)
+        (tmp_path / name / "1.avif").write_bytes((tmp_path / name / made).read_bytes())
+    cfg = load(None, [*VIT, f"data.images.path={tmp_path}", WHOLE])
+    build_datasets(cfg, 3, 0)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"{tmp_path}: 3 of 6 files are not read, as {tmp_path}/a/1.avif: they end in" in said
 
 
 def test_pixels_that_do_not_fit_8_bits_are_refused():
@@ -176,7 +191,7 @@ def test_a_held_out_loss_that_counts_nothing_is_null_and_never_the_best(tmp_path
     evaluations = [r for r in records(tmp_path / "run") if "eval_loss" in r]
     assert [r["eval_loss"] for r in evaluations] == [None, None]
     assert [r["eval_accuracy"] for r in evaluations] == [None, None]
-    assert "no token of its samples counts" in events(tmp_path / "run")[0]
+    assert "nothing of its samples counts" in events(tmp_path / "run")[0]
     for step in "12":
         record = tmp_path / "run" / "checkpoints" / step / "meta" / "metadata"
         assert json.loads(record.read_text())["held_out_loss"] is None
@@ -219,9 +234,8 @@ def test_a_suspect_step_that_ends_a_run_keeps_the_state_and_names_its_samples(
     tmp_path, monkeypatch
 ):
     corrupt(monkeypatch, [4])
-    said = (
-        rf"samples 12 to 15 .*: data.mock \(12\), .*\(15\); last good .*: {tmp_path}/checkpoints/3;"
-    )
+    said = r"samples 12 to 15 .*: data.mock \(12\), .*\(15\); last good checkpoint: "
+    said += f"{tmp_path}/checkpoints/3;"
     with pytest.raises(NonFiniteLoss, match=said):
         run(tmp_path, "train.steps=6")
     assert steps(tmp_path) == ["3"]

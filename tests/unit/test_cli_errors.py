@@ -1,5 +1,6 @@
 """Law: a mistake a user can mend is one line on standard error, exit code 2, and no run folder."""
 
+import logging
 import shutil
 import struct
 import sys
@@ -55,6 +56,17 @@ def start(monkeypatch, capsys):
         return end.value.code, capsys.readouterr().err
 
     return run
+
+
+def test_a_warning_is_one_line_of_mjax_whatever_libraries_log(capfd):
+    root = logging.getLogger()
+    root.addHandler(other := logging.StreamHandler())
+    try:
+        with pytest.raises(SystemExit):
+            run_cli(lambda: logging.getLogger("mjax.data").warning("%d bad", 3))
+    finally:
+        root.removeHandler(other)
+    assert capfd.readouterr().err == "mjax: 3 bad\n"
 
 
 CONFIG = {

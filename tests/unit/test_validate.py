@@ -504,6 +504,10 @@ BROKEN = {
         [*CLIP, "mesh.dp=1", "train.global_batch_size=16"],
         "compares all rows of a step, but train.global_batch_size=16 is several",
     ),
+    "pairs_need_others": (
+        [*CLIP, "train.global_batch_size=1", "train.micro_batch_size=1"],
+        "train.global_batch_size=1: a pair that is alone has no other",
+    ),
     "fp8_of_blackwell": (["precision.fp8=mxfp8"], "precision.fp8='mxfp8': block-scaled recipes"),
     "fp8_experts_one_by_one": (
         ["precision.fp8=current", "precision.fp8_experts=true", "train.experts=loop"],
