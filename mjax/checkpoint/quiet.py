@@ -22,25 +22,31 @@ def quiet_saves() -> Iterator[None]:
     """A context in which failed saves print nothing by themselves.
 
     Reports of writes that failed after the first come when Python frees them, which may be at the
-    end of the process. So the filter for them stays when the context ends.
+    end of the process. So the filters for them stay when the context ends.
     """
     logging.getLogger("asyncio").addFilter(_is_no_late_report)
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    _silence_late_callbacks()
+    logger = logging.getLogger("absl")
     level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _silence_late_callbacks() -> None:
+    """Silence tensorstore's writes that end after the first has failed and find no event loop."""
+    hook = sys.unraisablehook
+    if getattr(hook, "__module__", None) == __name__:
+        return
 
     def without_late_callbacks(report: "sys.UnraisableHookArgs") -> None:
-        # tensorstore's writes that end after the first one has failed find no event loop.
         error = report.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             hook(report)
 
-    logger.setLevel(logging.CRITICAL)
     sys.unraisablehook = without_late_callbacks
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
-        logger.setLevel(level)
 
 
 def _is_no_late_report(record: logging.LogRecord) -> bool:

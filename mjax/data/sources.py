@@ -133,6 +133,9 @@ def _in_tar(file: Path) -> list[Sample]:
     """webdataset of KEY.jpg and KEY.cls, KEY.txt or KEY.json."""
     with tarfile.open(file, "r:") as tar:  # uncompressed: images are read in place
         parts = [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
+        end = tar.offset
+    if _part(file, end, tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile lets that pass
+        raise tarfile.ReadError(f"no member and no end at byte {end:,}: it is cut short or damaged")
     members = [(name, partial(_part, file, offset, size)) for name, offset, size in parts]
     return _grouped(members, f"{file}", f"{file.name}/")
 
