@@ -6,6 +6,7 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 here, or refused by name; a config is written only if reading it back gives the same model.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -354,16 +355,15 @@ def _paths(config: dict) -> Iterator[tuple[str, ...]]:
 
 
 def _is_cause(config: dict, path: tuple[str, ...]) -> bool:
-    """Whether a config.json without a key can be read, or is refused in good order."""
-    rest = copy.deepcopy(config)
-    del functools.reduce(dict.__getitem__, path[:-1], rest)[path[-1]]
-    try:
-        _model_of(rest)
-    except UserError:
-        return True
-    except WRONG_KIND:
-        return False
-    return True
+    """Whether a config.json can be read once a key has a value of another kind, or none."""
+    changed = copy.deepcopy(config)
+    place = functools.reduce(dict.__getitem__, path[:-1], changed)
+    for value in (None, 8, "silu", {}):
+        place[path[-1]] = value
+        with contextlib.suppress(*WRONG_KIND):  # a `UserError` is a ValueError
+            _model_of(changed)
+            return True
+    return False
 
 
 def _model_of(config: dict) -> ModelConfig:

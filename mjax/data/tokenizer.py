@@ -6,6 +6,7 @@ appended only by who asks for it. The work is done by `tokenizers` and `sentence
 
 import os
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -109,7 +110,13 @@ def _huggingface_tokenizer(path: Path) -> Tokenizer:
 
 def token_text(token: str | dict | None) -> str | None:
     """A token as tokenizer_config.json has it: its text, or a dictionary with its `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(text, str):
+        raise UserError(
+            f"tokenizer_config.json or special_tokens_map.json: the token {reprlib.repr(token)} is "
+            'neither a text nor {"content": ".."}; mend it'
+        )
+    return text
 
 
 def _sentencepiece_tokenizer(path: Path) -> Tokenizer:
