@@ -53,7 +53,7 @@ class HarnessModel(LM):
         super().__init__()
         require_decoder(model.cfg)
         limit = model.cfg.max_position_embeddings
-        self.max_length = max_length or min(limit, 4096)
+        self.max_length = min(limit, 4096) if max_length is None else max_length
         if not 2 <= self.max_length <= limit or batch_size < 1:
             raise UserError(
                 f"--seq-length {self.max_length} --batch-size {batch_size}: need 2 to "

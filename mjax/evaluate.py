@@ -78,8 +78,9 @@ def _harness(args: argparse.Namespace) -> None:
 def _perplexity(args: argparse.Namespace) -> None:
     text = read_text(args.file)
     model, _, tokenizer = load_model(args)
-    length = args.seq_length or min(model.cfg.max_position_embeddings, 4096)
-    stride = args.stride or max(1, length // 2)
+    length, stride = args.seq_length, args.stride
+    length = min(model.cfg.max_position_embeddings, 4096) if length is None else length
+    stride = max(1, length // 2) if stride is None else stride
     ids, size = tokenizer.encode(text), len(text.encode())
     first = tokenizer.prefix or (() if tokenizer.eod_id is None else (tokenizer.eod_id,))
     if not first:

@@ -144,7 +144,7 @@ def read_images(
     std = args.image_std or (CLIP_STD if is_clip else [0.5])
     for option, numbers in (("--image-mean", mean), ("--image-std", std)):
         if len(numbers) not in (1, vision.num_channels) or not np.isfinite(numbers).all():
-            said = f"give one number, or model.vision.num_channels={vision.num_channels}"
+            said = f"give one finite number, or model.vision.num_channels={vision.num_channels}"
             raise UserError(f"{option} {' '.join(map(str, numbers))}: {said}")
     if min(std) <= 0:
         raise UserError(f"--image-std {' '.join(map(str, std))}: give numbers above 0")

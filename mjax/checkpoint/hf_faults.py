@@ -1,5 +1,6 @@
 """The key of a config.json whose value is of another kind than a reader takes, in one line."""
 
+import contextlib
 import copy
 import functools
 import reprlib
@@ -45,13 +46,12 @@ def _paths(config: dict) -> Iterator[tuple[str, ...]]:
 
 
 def _is_cause(read: Callable[[dict], Any], config: dict, path: tuple[str, ...]) -> bool:
-    """Whether a config.json without a key can be read, or is refused in good order."""
-    rest = copy.deepcopy(config)
-    del functools.reduce(dict.__getitem__, path[:-1], rest)[path[-1]]
-    try:
-        read(rest)
-    except UserError:
-        return True
-    except WRONG_KIND:
-        return False
-    return True
+    """Whether a config.json can be read once a key has a value of another kind, or none."""
+    changed = copy.deepcopy(config)
+    place = functools.reduce(dict.__getitem__, path[:-1], changed)
+    for value in (None, 8, "silu", {}):
+        place[path[-1]] = value
+        with contextlib.suppress(*WRONG_KIND):  # a `UserError` is a ValueError
+            read(changed)
+            return True
+    return False

@@ -17,7 +17,7 @@ from typing import Any
 
 from mjax.data.time_limit import time_limit
 from mjax.data.tokenizer import token_text
-from mjax.errors import UserError, or_user_error
+from mjax.errors import UNREADABLE, UserError, or_user_error
 from mjax.json_file import read_json
 
 LONGEST_RENDERING = 5.0  # seconds; real templates take milliseconds
@@ -81,13 +81,17 @@ def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> Ch
     named = config.get("chat_template") or {}
     if isinstance(named, str):
         named = {"default": named}
-    if isinstance(named, list):
-        named = {t["name"]: t["template"] for t in named}
+    if isinstance(named, list) and all(isinstance(t, dict) for t in named):
+        named = {t.get("name"): t.get("template") for t in named}
+    is_named = isinstance(named, dict)
+    if not is_named or not all(isinstance(t, str) for pair in named.items() for t in pair):
+        raise UserError(f"{path}: chat_template is neither a text nor named ones; mend it")
     files = {p.stem: p for p in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (single := folder / "chat_template.jinja").is_file():
         files["default"] = single
     if files:  # they replace what the configuration says
-        named = {key: p.read_text(encoding="utf-8") for key, p in files.items()}
+        with or_user_error(f"{folder}: a chat template cannot be read: {{reason}}", UNREADABLE):
+            named = {key: p.read_text(encoding="utf-8") for key, p in files.items()}
     source = named.get(name or "default")
     if source is None:
         have = f"only {', '.join(sorted(named))}" if named else "none"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -274,7 +275,13 @@ def _without_start(part: dict | None) -> dict | None:
 
 def token_text(token: str | dict | None) -> str | None:
     """A token as tokenizer_config.json has it: its text, or a dictionary with its `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(text, str):
+        raise UserError(
+            f"tokenizer_config.json or special_tokens_map.json: the token {reprlib.repr(token)} is "
+            'neither a text nor {"content": ".."}; mend it'
+        )
+    return text
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | os.PathLike) -> Tokenizer:

@@ -48,7 +48,13 @@ def load_model(args: argparse.Namespace):
 def end_ids(folder: Path | None, tokenizer: Tokenizer | None) -> Sequence[int]:
     """Ids that end a text, by generation_config.json, config.json, or else the tokenizer."""
     names = () if folder is None else ("generation_config.json", "config.json")
-    found = (read_json(folder / n, missing={}).get("eos_token_id") for n in names)
-    own = None if tokenizer is None else tokenizer.eod_id
-    ids = next((i for i in found if i is not None), own)
-    return () if ids is None else ids if isinstance(ids, list) else (ids,)
+    for file in (folder / name for name in names):
+        ids = read_json(file, missing={}).get("eos_token_id")
+        if ids is not None:
+            found = ids if isinstance(ids, list) else [ids]
+            if any(type(number) is not int for number in found):
+                raise UserError(
+                    f"{file}: eos_token_id={ids!r} is no id and no list of ids; mend it"
+                )
+            return found
+    return () if tokenizer is None or tokenizer.eod_id is None else (tokenizer.eod_id,)

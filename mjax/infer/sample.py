@@ -40,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         legal = {
             "temperature": (0 <= self.temperature < float("inf"), ">= 0"),
-            "top_k": (self.top_k >= 0 and self.top_k == int(self.top_k), "an integer >= 0"),
+            "top_k": (0 <= self.top_k < 2**31 and self.top_k % 1 == 0, "an integer in [0, 2^31)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
             "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "> 0"),
