@@ -25,7 +25,7 @@ from mjax.data.labelled import part_of_split, shuffled
 from mjax.data.readers import ImageReader, Names, Skipped, SoundReader
 from mjax.data.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.tiles import PictureReader, cut, expanded, tag_ids
-from mjax.data.tokenizer import Tokenizer, encode_behind, encode_with_items
+from mjax.data.tokenizer import Tokenizer, encode_behind, encode_with_items, require_no_items
 from mjax.errors import UserError, or_user_error
 from mjax.models.modalities import MODALITIES, features_of_tiles
 from mjax.models.multimodal import items_of
@@ -88,13 +88,13 @@ class ImageTextDataset:
                 f"model.contrastive.eos_token_id={eos} is not the end that data.tokenizer puts "
                 f"behind a text, {tokenizer.eod_id}; set it to that"
             )
+        self.tags = tag_ids(cfg.model.vision, tokenizer)
         lines = read_lines(path, tokenizer, cfg)
         order = shuffled(np.arange(len(lines)), len(lines), 0)
         lines = [lines[number] for number in order]
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
         self.size = len(self.lines) if size is None else size
         self.skipped = Skipped(f"{path}", split, len(self.lines), self.size)
-        self.tags = tag_ids(cfg.model.vision, tokenizer)
         readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_cut else {})
         self.readers = {name: readers[name](cfg, self.skipped) for name in cfg.model.modalities}
 
@@ -248,10 +248,12 @@ def _line(
     sizes = {modality: cfg.item_size(modality) for modality in model.modalities}
     ids = [] if is_chat else list(tokenizer.prefix)
     end = [] if is_chat or tokenizer.eod_id is None else [tokenizer.eod_id]
+    require_no_items(ids, model, sample.name)
     is_answer = [False] * len(ids)
     for prompt, text in turns:
-        before = encode_with_items(prompt, tokenizer, model, sizes)
+        before = encode_with_items(prompt, tokenizer, model, sizes, sample.name)
         answer = [*encode_behind(tokenizer, before, text), *end]
+        require_no_items(answer, model, sample.name)
         ids += [*before, *answer]
         is_answer += [False] * len(before) + [True] * len(answer)
     if model.is_dual_encoder and len(ids) > cfg.data.seq_length:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -326,11 +327,13 @@ def encode_with_items(
     tokenizer: Tokenizer,
     model: ModelConfig,
     sizes: Mapping[str, int | None] | None = None,
+    where: str = "a text",
 ) -> list[int]:
     """The ids of a text, with those of all tokens of an item in the place of <image> or <audio>.
 
     `sizes`: of the items, by modality; None: those that the model's positions are for. An image in
-    tiles is one id, for its tokens depend on its size (`data/tiles.py`).
+    tiles is one id, for its tokens depend on its size (`data/tiles.py`). Raises `UserError`, which
+    says `where`, for words that use such an id.
     """
     if "vision" in model.modalities and "<video>" in text:
         raise UserError("<video> in a text: videos are not built; give frames as images (<image>)")
@@ -341,10 +344,15 @@ def encode_with_items(
         marks[tower.mark] = [tower.token_id] * count
     if all(tokenizer.encode(mark) == ids[:1] for mark, ids in marks.items()):
         of_id = {ids[0]: ids for ids in marks.values()}
-        return [i for id in tokenizer.encode(text) for i in of_id.get(id, [id])]
+        found = tokenizer.encode(text)
+        own = [id for mark, (id, *_) in marks.items() for _ in range(text.count(mark))]
+        require_no_items((Counter(found) - Counter(own)).elements(), model, where)
+        return [i for id in found for i in of_id.get(id, [id])]
     first, *rest = re.split(f"({'|'.join(marks)})", text)
     ids = tokenizer.encode(first)
+    require_no_items(ids, model, where)
     for mark, words in zip(rest[::2], tokenizer.encode_batch(rest[1::2]), strict=True):
+        require_no_items(words, model, where)
         ids = [*ids, *marks[mark], *words]
     return ids
 
@@ -361,6 +369,18 @@ def encode_behind(tokenizer: Tokenizer, before: Sequence[int], text: str) -> lis
             return rest
     inside = tokenizer.inside if before else None
     return (inside or tokenizer).encode(text)
+
+
+def require_no_items(ids: Iterable[int], model: ModelConfig, where: str) -> None:
+    """Raise `UserError` where ids of words hold one that stands for an item."""
+    used = set(ids)
+    for name in model.modalities:
+        tower = model.tower(name)
+        if tower.token_id in used:
+            raise UserError(
+                f"{where} uses token {tower.token_id}, which stands for an {tower.item}; set "
+                f"model.{name}.{tower.item}_token_id to an id that no text uses"
+            )
 
 
 def encode_documents(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from PIL import Image
@@ -18,7 +19,7 @@ from mjax.config import load
 from mjax.config.audio_schema import AudioConfig
 from mjax.config.vision_schema import VisionConfig
 from mjax.data.captions import ImageTextDataset
-from mjax.data.tokenizer import load_tokenizer
+from mjax.data.tokenizer import encode_with_items, load_tokenizer
 from mjax.errors import UserError
 from mjax.generate import main as generate
 from mjax.infer.generate import Generator
@@ -237,6 +238,33 @@ def test_a_line_that_is_no_sample_is_named(line, said, tmp_path):
     cfg = load(None, MOCK)
     with pytest.raises(UserError, match=said):
         ImageTextDataset(tmp_path / "x.jsonl", "train", [1.0, 0, 0], 1, cfg, load_tokenizer("byte"))
+
+
+WORDS = [  # an id, the texts of a sample with one image, and what uses the id
+    (ord("a"), "see <image>", "a", "x.jsonl:1 uses token 97, which stands for an image; set model"),
+    (ord("s"), "see <image>", "a", "x.jsonl:1 uses token 115"),
+    (256, "<image>", "a", "x.jsonl:1 uses token 256"),  # the end
+]
+
+
+@pytest.mark.parametrize("token, prompt, text, said", WORDS)
+def test_an_id_that_texts_use_stands_for_no_image(token, prompt, text, said, data):
+    row = {"image": "a.png", "prompt": prompt, "text": text}
+    data.write_text(json.dumps(row))
+    cfg = load(None, [*LLAVA, f"data.images.path={data}", f"model.vision.image_token_id={token}"])
+    with pytest.raises(UserError, match=said):
+        ImageTextDataset(data, "train", [1.0, 0, 0], 1, cfg, load_tokenizer("byte"))
+
+
+def test_a_mark_that_is_an_unknown_word_stands_for_no_image(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1}, "<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    cfg = load(None, [*LLAVA, "data.mock=true", "model.vision.image_token_id=0"]).model
+    assert encode_with_items("a <image> a", tokenizer, cfg) == [1, 0, 0, 0, 0, 1]
+    with pytest.raises(UserError, match="a text uses token 0"):
+        encode_with_items("a <image> other", tokenizer, cfg)
 
 
 @slow
