@@ -10,11 +10,15 @@ from PIL import Image
 
 from mjax.checkpoint.retention import LowestLoss
 from mjax.config import load
+from mjax.data import IndexedDatasetWriter
+from mjax.data.blend import BlendedDataset
 from mjax.data.decoders import attempt
+from mjax.data.gpt import GPTDataset
 from mjax.data.loader import build_datasets
 from mjax.data.pixels import decode_image
 from mjax.data.readers import FIRST, Skipped
 from mjax.errors import UserError
+from mjax.models.objective import objective_of
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import train
@@ -249,3 +253,29 @@ def test_a_run_that_changed_no_weight_says_so(tmp_path):
     scale = "precision.initial_loss_scale=1024"
     run(tmp_path / "low", "train.steps=2", "precision.compute=float16", scale)
     assert events(tmp_path / "low") == []
+
+
+# ---- streams and corpora -------------------------------------------------------------------------
+
+
+def test_every_row_of_a_stream_hides_a_token():
+    keys = ["train.objective=masked_lm", "data.mock=true"]
+    keys += ["data.masked.mask_token_id=3", "data.masked.probability=1e-9"]
+    objective = objective_of(load(None, [*keys, "model.layer_pattern=B"]))
+    made = objective.make_fields({"tokens": np.ones((9, 6), np.int32)}, 1, 5, np.arange(9))
+    assert made["loss_mask"].sum(1).tolist() == [1] * 9
+
+
+def test_samples_of_corpora_are_named_by_what_they_are_made_of(tmp_path):
+    for name in "ab":
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for _ in range(5):
+                writer.add_document(np.ones(4, np.uint16))
+    given = "train", [1.0, 0, 0], 4, 4, 0
+    parts = [GPTDataset(tmp_path / name, *given) for name in "ab"]
+    blend = BlendedDataset(parts, [0.5, 0.5], 4)
+    for number, name in enumerate(blend.names(range(4))):
+        part, sample = blend.dataset_index[number], blend.dataset_sample_index[number]
+        found = parts[part].documents_of(sample).tolist()
+        assert name == f"{tmp_path}/{'ab'[part]} ({', '.join(map(str, found))})"
+        assert len(found) == 2  # 4 tokens, and the label behind them
