@@ -6,16 +6,13 @@ A family is a list of two-way `Part`s, each reading some keys of a config.json i
 here, or refused by name; a config is written only if reading it back gives the same model.
 """
 
-import contextlib
-import copy
-import functools
 import math
 import re
-import reprlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from mjax.checkpoint.config_values import with_named_values
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_bert import ENCODERS
 from mjax.checkpoint.hf_config import (
@@ -59,7 +56,7 @@ from mjax.checkpoint.source import Path, flat
 from mjax.config.keys import leaf_keys, model_of, nested, value_of
 from mjax.config.model_schema import ModelConfig
 from mjax.config.pattern import stack_of
-from mjax.errors import UserError, reason
+from mjax.errors import UserError
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 _GELU = activation("hidden_act", default="gelu_pytorch_tanh", first="hidden_activation")
@@ -283,10 +280,6 @@ FAMILIES: dict[str, Family] = {
     **VISION,
 }
 
-MOST_LAYERS = 100_000
-# What reading a value of another kind raises.
-WRONG_KIND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
 # Keys that say nothing about the function a model computes.
 MEANINGLESS = frozenset(
     """_name_or_path architectures auto_map bos_token_id cache_implementation
@@ -325,45 +318,7 @@ UNSAID = frozenset(
 
 def config_from_hf(config: dict) -> ModelConfig:
     """A parsed config.json -> ours. Raises `UserError` naming what is unknown or unsupported."""
-    for path in _paths(config):
-        count = functools.reduce(dict.__getitem__, path, config)
-        if "layer" in path[-1] and isinstance(count, int) and count > MOST_LAYERS:
-            raise UserError(
-                f"config.json: {'.'.join(path)}={count} is above {MOST_LAYERS}; mend it"
-            )
-    try:
-        return _model_of(config)
-    except UserError:
-        raise
-    except WRONG_KIND as e:
-        path = next((path for path in _paths(config) if _is_cause(config, path)), None)
-        if path is None:
-            raise UserError(f"config.json cannot be read: {reason(e)}; mend it") from e
-        value = functools.reduce(dict.__getitem__, path, config)
-        raise UserError(
-            f"config.json: {'.'.join(path)}={reprlib.repr(value)} is not of the kind that belongs "
-            f"there ({reason(e)}); mend it"
-        ) from e
-
-
-def _paths(config: dict) -> Iterator[tuple[str, ...]]:
-    """The keys of a config.json, those of its parts first."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from ((key, *path) for path in _paths(value))
-        yield (key,)
-
-
-def _is_cause(config: dict, path: tuple[str, ...]) -> bool:
-    """Whether a config.json can be read once a key has a value of another kind, or none."""
-    changed = copy.deepcopy(config)
-    place = functools.reduce(dict.__getitem__, path[:-1], changed)
-    for value in (None, 8, "silu", {}):
-        place[path[-1]] = value
-        with contextlib.suppress(*WRONG_KIND):  # a `UserError` is a ValueError
-            _model_of(changed)
-            return True
-    return False
+    return with_named_values(_model_of, config)
 
 
 def _model_of(config: dict) -> ModelConfig:
