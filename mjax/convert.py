@@ -83,7 +83,7 @@ def _export(args: argparse.Namespace) -> int:
     source.check()
     cfg, specs = source.cfg, definition_of(source.cfg).specs
     places = slots(cfg, specs)  # names what no family can express, before anything is written
-    extras = side_files(cfg, args.ckpt, args.dtype)
+    extras = side_files(cfg, args.ckpt, args.dtype, source.unread())
     size = math.ceil(args.max_shard_gb * 1e9)
     export(source.read, cfg, specs, places, args.hf, args.dtype, size, extras)
     config = json.loads(extras["config.json"])
@@ -109,9 +109,11 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
+def side_files(
+    cfg: ModelConfig, ckpt: Path, dtype: str, unread: dict[str, bytes] | None = None
+) -> dict[str, bytes]:
     """Name -> content of what an exported folder holds besides weights: a config.json in the words
-    of the one that was imported, and all that lay beside its weights."""
+    of the one that was imported, and all that lay beside its weights. `unread` as in `Source`."""
     from mjax.checkpoint.config_words import in_words_of
     from mjax.checkpoint.families import config_to_hf
     from mjax.checkpoint.float8 import quantization_config
@@ -119,15 +121,15 @@ def side_files(cfg: ModelConfig, ckpt: Path, dtype: str) -> dict[str, bytes]:
     from mjax.checkpoint.side import UNREAD, read_side_files, tokenizer_dir
 
     tokenizer = tokenizer_dir(ckpt)
-    found = read_side_files(ckpt)
+    found = read_side_files(ckpt) | (unread or {})
     config = config_to_hf(cfg)
     old = json.loads(found.pop("config.json", b"{}"))
-    unread = _unread_of_export(found.pop(UNREAD, pack({})), old, cfg)
-    if unread:
-        found[UNREAD] = pack(unread)
+    kept = _unread_of_export(found.pop(UNREAD, pack({})), old, cfg)
+    if kept:
+        found[UNREAD] = pack(kept)
     if dtype == "float8":
         config["quantization_config"], dtype = quantization_config(cfg), "bfloat16"
-        linear = [name.removesuffix(".weight") for name, t in unread.items() if t.ndim == 2]
+        linear = [name.removesuffix(".weight") for name, t in kept.items() if t.ndim == 2]
         config["quantization_config"]["ignore"] += linear
     config = in_words_of(old, config, dtype)
     words = json.dumps(config).encode() + found.get("generation_config.json", b"")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NoReturn
 
+from mjax.checkpoint.config_values import with_named_values
 from mjax.checkpoint.family import Family
 from mjax.checkpoint.hf_bert import ENCODERS
 from mjax.checkpoint.hf_config import (
@@ -44,7 +45,6 @@ from mjax.checkpoint.hf_deepseek import (
     routed_experts_v2,
     routed_experts_v3,
 )
-from mjax.checkpoint.hf_faults import named_faults
 from mjax.checkpoint.hf_gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.checkpoint.hf_keys import require_known, text_of
 from mjax.checkpoint.hf_nas import block_configs, norm_names
@@ -332,7 +332,7 @@ class _Keys(dict):
 
 def config_from_hf(config: dict) -> ModelConfig:
     """A parsed config.json -> ours. Raises `UserError` naming what is unknown or unsupported."""
-    return named_faults(_model_of, config)
+    return with_named_values(_model_of, config)
 
 
 def _model_of(config: dict) -> ModelConfig:

@@ -1,7 +1,7 @@
 """Families of models that read images: rows of the table of families (`families.py`).
 
 LLaVA's files hold all layers of CLIP's tower, of which the model reads the output of one before the
-last. The layers behind it are left out, and so is the norm of what nobody reads. CLIP and SigLIP
+last. The layers behind it are kept aside, and so is the norm of what nobody reads. CLIP and SigLIP
 have a tower of images and one of texts, whose sizes and names are alike.
 """
 

@@ -120,18 +120,9 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def read_side_files(path: str | Path | None) -> dict[str, bytes]:
-    """Name -> content of the side files of a model folder, a checkpoint or a run.
-
-    Of a Hugging Face folder, the tensors that the model does not read are one of them.
-    """
-    if path is None:
-        return {}
-    found = next(filter(None, map(read_folder, side_folders(path))), {})
-    if (Path(path) / "config.json").is_file() and UNREAD not in found:
-        from mjax.checkpoint.sources import source_of
-
-        found |= source_of(path).unread()
-    return found
+    """Name -> content of the side files of a model folder, a checkpoint or a run."""
+    folders = side_folders(path) if path is not None else ()
+    return next(filter(None, map(read_folder, folders)), {})
 
 
 def tokenizer_dir(path: str | Path) -> Path | None:
@@ -165,9 +156,9 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
     shared = of_data.keys() & of_weights.keys() & set(TOKENIZERS)
     if any(of_data[name] != of_weights[name] for name in shared):
         of_weights = {n: content for n, content in of_weights.items() if not _is_of_tokenizer(n)}
-        if "config.json" in of_weights:
-            config = json.loads(of_weights["config.json"])
-            config = {key: v for key, v in config.items() if not key.endswith("token_id")}
+        config = json.loads(of_weights.pop("config.json", b"{}"))
+        config = {key: value for key, value in config.items() if not key.endswith("token_id")}
+        if config:
             of_weights["config.json"] = json.dumps(config).encode()
     return of_data | of_weights
 

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +96,7 @@ class Store:
                 "damage in their files will be loaded as weights",
                 self.directory,
             )
+        self.unread: Callable[[], dict[str, bytes]] = dict  # of the weights that a run begins with
         self._losses: dict[int, float | None] = {}  # by step
         self._current: int | None = None  # the step this process last saved or restored
         self._saving: int | None = None  # the step that is being written
@@ -345,7 +346,7 @@ class Store:
 
     @cached_property
     def _side_files(self) -> dict[str, bytes]:
-        return side_files_of_run(self.cfg, self.directory)
+        return side_files_of_run(self.cfg, self.directory) | self.unread()
 
     @cached_property
     def _data(self) -> list[dict]:

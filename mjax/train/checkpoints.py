@@ -144,6 +144,8 @@ class Checkpoints:
         for source in sources:
             found = fit(source, cfg.model, cfg.checkpoint.init_changes, cfg.run.seed)
             source.check()
+            if source.has is None:
+                self.store.unread = source.unread
             loaded = arrays(found.source, canonical_abstract(storage, stored))
             if found.shared != found.wanted:
                 others = params or canonical(storage, self.layout.draw())

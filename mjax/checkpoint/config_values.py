@@ -1,12 +1,12 @@
-"""The key of a config.json whose value is of another kind than a reader takes, in one line."""
+"""Values of a config.json that are not of the kind that belongs there, found and named."""
 
 import contextlib
 import copy
 import functools
 import reprlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError, reason
 
 MOST_LAYERS = 100_000
@@ -14,13 +14,16 @@ MOST_LAYERS = 100_000
 WRONG_KIND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
-def named_faults(read: Callable[[dict], Any], config: dict) -> Any:
-    """What `read` makes of a config.json. Raises `UserError` for a value of another kind."""
+def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> ModelConfig:
+    """What `read` makes of a config.json; raises `UserError` naming the value that it cannot read.
+
+    That is the first which, replaced by another, lets `read` come to an end.
+    """
     for path in _paths(config):
-        value = functools.reduce(dict.__getitem__, path, config)
-        if "layer" in path[-1] and isinstance(value, int) and value > MOST_LAYERS:
+        count = _value(config, path)
+        if "layer" in path[-1] and isinstance(count, int) and count > MOST_LAYERS:
             raise UserError(
-                f"config.json: {'.'.join(path)}={value} is above {MOST_LAYERS}; mend it"
+                f"config.json: {'.'.join(path)}={count} is above {MOST_LAYERS}; mend it"
             )
     try:
         return read(config)
@@ -30,11 +33,15 @@ def named_faults(read: Callable[[dict], Any], config: dict) -> Any:
         path = next((path for path in _paths(config) if _is_cause(read, config, path)), None)
         if path is None:
             raise UserError(f"config.json cannot be read: {reason(e)}; mend it") from e
-        value = functools.reduce(dict.__getitem__, path, config)
+        value = reprlib.repr(_value(config, path))
         raise UserError(
-            f"config.json: {'.'.join(path)}={reprlib.repr(value)} is not of the kind that belongs "
-            f"there ({reason(e)}); mend it"
+            f"config.json: {'.'.join(path)}={value} is not of the kind that belongs there "
+            f"({reason(e)}); mend it"
         ) from e
+
+
+def _value(config: dict, path: tuple[str, ...]) -> object:
+    return functools.reduce(dict.__getitem__, path, config)
 
 
 def _paths(config: dict) -> Iterator[tuple[str, ...]]:
@@ -45,10 +52,10 @@ def _paths(config: dict) -> Iterator[tuple[str, ...]]:
         yield (key,)
 
 
-def _is_cause(read: Callable[[dict], Any], config: dict, path: tuple[str, ...]) -> bool:
+def _is_cause(read: Callable[[dict], ModelConfig], config: dict, path: tuple[str, ...]) -> bool:
     """Whether a config.json can be read once a key has a value of another kind, or none."""
     changed = copy.deepcopy(config)
-    place = functools.reduce(dict.__getitem__, path[:-1], changed)
+    place = _value(changed, path[:-1])
     for value in (None, 8, "silu", {}):
         place[path[-1]] = value
         with contextlib.suppress(*WRONG_KIND):  # a `UserError` is a ValueError
