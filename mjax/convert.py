@@ -2,7 +2,8 @@
 
     python -m mjax.convert import --hf DIR --out CKPT          # or --megatron DIR
     python -m mjax.convert export --ckpt CKPT --hf DIR         # --dtype float8: for vLLM
-    python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML
+    python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML;
+                                                               # or --megatron DIR, --ckpt RUN
 
 CKPT is a folder that `checkpoint.init_from`, `mjax.generate` and `mjax.from_pretrained` read; an
 export takes any mjax checkpoint or run folder. Everything is written under a temporary name and
@@ -46,7 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--dtype", choices=kinds, default=default, help=f"default: {default}")
         one.add_argument("--verify", action="store_true", help="logits against transformers")
     config = commands.add_parser("config", help="print the model part of a config")
-    config.add_argument("--hf", type=as_path, required=True, metavar="DIR_OR_JSON")
+    source = config.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hf", type=as_path, metavar="DIR_OR_JSON")
+    source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
+    source.add_argument("--ckpt", type=as_path, metavar="RUN", help="an mjax run or checkpoint")
     return parser
 
 
@@ -100,10 +104,13 @@ def _config(args: argparse.Namespace) -> int:
     import yaml
 
     from mjax.checkpoint.families import config_from_hf
+    from mjax.pretrained import source_of
 
-    require_files(args.hf)
-    path = args.hf / "config.json" if args.hf.is_dir() else args.hf
-    cfg = config_from_hf(read_json(path))
+    folder = args.hf or args.megatron or args.ckpt
+    require_files(folder)
+    path = folder / "config.json" if folder.is_dir() else folder
+    has_weights = not args.hf or any(folder.glob("*.safetensors"))  # files tell of heads in them
+    cfg = source_of(folder).cfg if has_weights else config_from_hf(read_json(path))
     said = cfg.model_dump(exclude_none=True, exclude_defaults=True)
     print(yaml.safe_dump({"model": said}, sort_keys=False), end="")
     return 0

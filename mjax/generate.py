@@ -19,7 +19,7 @@ from mjax.data.chat import load_chat_template
 from mjax.data.documents import is_json_lines, json_rows, read_text
 from mjax.data.tokenizer import Tokenizer, encode_with_items
 from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
-from mjax.infer.cli import add_model_arguments, end_ids, load_model
+from mjax.infer.cli import add_model_arguments, end_ids, image_scale, load_model
 from mjax.infer.sample import Sampling
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> None:
 
     model, dtype, tokenizer = load_model(args)
     folder = model.tokenizer_dir
+    mean, std = image_scale(args.ckpt) if args.image else (None, None)
+    args.image_mean, args.image_std = args.image_mean or mean, args.image_std or std
     images, texts = read_images(args, model.cfg, tokenizer)
     given = {"images": images, "audio": read_sounds(args, model.cfg)}
     ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
@@ -77,8 +79,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--image", **many, help=about)
     about = "a sound for each <audio> of a prompt, likewise: WAV, FLAC, OGG or MP3 of 16 kHz"
     parser.add_argument("--audio", **many, help=about)
-    scale = "what images lose and are divided by, as in training (data.images.mean, std); without "
-    scale += "it CLIP's, or 0.5 for SigLIP's towers"
+    scale = "what images lose and are divided by; without it as the run's data.images.mean and std "
+    scale += "or preprocessor_config.json say, else CLIP's, or 0.5 for SigLIP's towers"
     parser.add_argument("--image-mean", type=float, nargs="+", help=scale)
     parser.add_argument("--image-std", type=float, nargs="+", help="likewise")
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")

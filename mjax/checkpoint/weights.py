@@ -26,6 +26,7 @@ from mjax.checkpoint.source import Path as Leaf
 from mjax.checkpoint.steps import newest_step
 from mjax.checkpoint.store import new_folder, require_old
 from mjax.checkpoint.stored import WEIGHTS, StoredArrays, read_record
+from mjax.config.imports import import_modules
 from mjax.config.keys import model_of
 from mjax.config.model_schema import ModelConfig
 from mjax.errors import UserError
@@ -113,6 +114,7 @@ def read_weights(folder: Path) -> Source:
 def read_config(step_folder: Path) -> ModelConfig:
     """The model of the checkpoint in `step_folder`."""
     meta = read_record(step_folder)
+    import_modules(meta["config"])
     wrong = (
         f"{step_folder}: its config has model.{{key}}: {{why}}; read it with the mjax that wrote "
         f"it, {meta['versions']['mjax']}"

@@ -19,6 +19,7 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from mjax.config import yaml_text
+from mjax.config.imports import import_modules
 from mjax.config.keys import is_group
 from mjax.config.paths import as_path
 from mjax.config.schema import Config
@@ -36,6 +37,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     tree = {} if path is None else _read_file(Path(path), (), places)
     for override in overrides:
         _merge_into(tree, _read_override(override, places))
+    import_modules(tree)
     require_sane_patterns(tree, places)
     try:
         cfg = Config.model_validate(tree)

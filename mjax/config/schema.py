@@ -22,6 +22,8 @@ class RunConfig(Group):
     """Run folder: config, logs, checkpoints, data."""
     seed: int = Field(1234, ge=0)
     """Seed of parameters, dropout and data order."""
+    imports: list[str] = []
+    """Modules of one's own that are imported first, with mixers say (docs/adding-a-model.md)."""
     deterministic: bool = False
     """Equal runs give equal bits on GPUs too, at a cost (docs/debugging.md)."""
 

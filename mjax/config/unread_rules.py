@@ -46,13 +46,13 @@ class Need:
         return [key for key in leaf_keys(Config) if f"{key}.".startswith(within)]
 
 
-def _blocks(keys: str, letters: str, wanted: str = "") -> Need:
+def _blocks(keys: str, letters: str) -> Need:
     """Keys of blocks with one of these letters."""
 
     def holds(c: Config) -> bool:
         return not c.model.branches.isdisjoint(letters)
 
-    return Need(keys, "model.layer_pattern", wanted or f"{' or '.join(letters)} blocks", holds)
+    return Need(keys, "model.layer_pattern", f"{' or '.join(letters)} blocks", holds)
 
 
 def _value(keys: str, switch: str, *values: str | bool) -> Need:
@@ -126,8 +126,6 @@ _PATTERN, _PATCH, _MASKED = (
     "model.vision.patch_size",
     "data.masked.sentences",
 )
-_HEADS = "".join(letter for letter in BRANCHES if has_heads(letter))
-_WINDOWED = "".join(letter for letter, branch in BRANCHES.items() if branch.windowed)
 # Sizes are those of any model: others derive from them.
 _OF_HEADS = " ".join(name for name in AttentionConfig.model_fields if "head" not in name)
 # Files of families that have models without experts give num_experts_per_tok in all of them.
@@ -143,9 +141,18 @@ NEEDS = (
     _blocks("checkpoint.init_audio", "S"),
     _blocks("model.decoder_start_token_id", "X"),
     _blocks("model: mlp_bias mlp_gated", "DE"),
-    _blocks("model.attention.sliding_window", _WINDOWED),
-    _blocks("model.rope.rope_local_theta", _WINDOWED),
-    _blocks(f"model.attention: {_OF_HEADS} qk_norm_all_heads", _HEADS, "attention"),
+    Need(
+        "model: attention.sliding_window rope.rope_local_theta",
+        _PATTERN,
+        "L or W blocks",
+        lambda c: any(BRANCHES[letter].windowed for letter in c.model.branches),
+    ),
+    Need(
+        f"model.attention: {_OF_HEADS} qk_norm_all_heads",
+        _PATTERN,
+        "attention",
+        lambda c: any(map(has_heads, c.model.branches)),
+    ),
     Need("model.attention.num_key_value_heads", _PATTERN, "heads that A lacks", _has_kv_heads),
     _value("model.attention.qk_norm_all_heads", "model.attention.qk_norm", True),
     _value("model.attention.attention_key_bias", "model.attention.attention_bias", True),

@@ -4,6 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mjax.checkpoint.side import side_folders
+from mjax.checkpoint.steps import newest_step
+from mjax.checkpoint.stored import read_record
 from mjax.config.paths import as_path, path_text
 from mjax.data.tokenizer import Tokenizer, load_tokenizer
 from mjax.errors import UserError
@@ -43,6 +46,22 @@ def load_model(args: argparse.Namespace):
     if spec is None:
         raise UserError(f"{args.ckpt}: holds no tokenizer; give --tokenizer")
     return model, dtype, load_tokenizer(spec)
+
+
+def image_scale(path: Path) -> tuple[list[float] | None, list[float] | None]:
+    """What images lost and were divided by where the weights in `path` come from, or None twice.
+
+    A run's record says it, or the preprocessor_config.json of a published model.
+    """
+    step = newest_step(path)
+    images = {} if step is None else read_record(step)["config"].get("data", {}).get("images", {})
+    if images:
+        return images.get("mean"), images.get("std")
+    for folder in side_folders(path):
+        said = read_json(folder / "preprocessor_config.json", missing={})
+        if said.get("do_normalize", True) and "image_mean" in said:
+            return said["image_mean"], said.get("image_std")
+    return None, None
 
 
 def end_ids(folder: Path | None, tokenizer: Tokenizer | None) -> Sequence[int]:

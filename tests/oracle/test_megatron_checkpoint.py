@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.nn import functional as F
 
+from mjax import convert
 from mjax.checkpoint.megatron import megatron_source
 from mjax.checkpoint.source import flat
+from mjax.config import load
 from mjax.config.schema import MeshConfig
 from mjax.errors import UserError
 from mjax.models import build, split
@@ -602,6 +604,17 @@ def test_tensors_that_the_arguments_contradict_are_named(tmp_path, change, messa
     folder = rewrite(tmp_path / "c", **change)
     with pytest.raises(UserError, match=message):
         megatron_source(folder).check()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_model_part_that_is_printed_is_what_training_needs(tmp_path, monkeypatch, capsys, name):
+    run(tmp_path / "iter_0000007", name, "numbered")
+    monkeypatch.setattr("sys.argv", ["convert", "config", "--megatron", str(tmp_path)])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    assert convert.main() == 0
+    file = tmp_path / "own.yaml"
+    file.write_text("data: {mock: true, seq_length: 16}\n" + capsys.readouterr().out)
+    assert load(file).model == megatron_source(tmp_path).cfg
 
 
 def test_run_folders(tmp_path):

@@ -1,6 +1,8 @@
-"""The examples of docs/research.md run, in their order, as they stand."""
+"""The examples of pages run, in their order, as they stand; links and names lead somewhere."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,9 +12,13 @@ from flax import nnx
 from mjax import convert
 from mjax.checkpoint.source import array_source
 from mjax.checkpoint.weights import write_weights
+from mjax.config import load
 from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import expand
-from mjax.models import build, split
+from mjax.config.pattern import BRANCHES, expand
+from mjax.errors import UserError
+from mjax.models import build, definition_of, split
+from mjax.pretrained import source_of
+from mjax.train.loop import train
 from tests.marks import slow
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -66,7 +72,11 @@ def test_the_code_of_adding_a_model_is_what_the_laws_train():
     page = (DOCS / "adding-a-model.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) == 3
-    assert all(any(block in text for text in trained) for block in blocks)
+    parts = [
+        re.split(r"^(?=class |    word=)", block, maxsplit=1, flags=re.M)[1] for block in blocks
+    ]
+    parts[0] = parts[0].replace("my_mixer", "tests.laws.toy_recurrence")
+    assert all(any(part in text for text in trained) for part in parts)
     table = re.search(r"\| pattern \| layers \|\n\|---\|---\|\n(.*?)\n\n", page, re.S)
     patterns = re.findall(
         r"`([^`]+)`", "".join(row.split(" | ")[0] for row in table[1].split("\n"))
@@ -74,6 +84,63 @@ def test_the_code_of_adding_a_model_is_what_the_laws_train():
     assert len(patterns) >= 8
     for pattern in patterns:
         expand(pattern.replace("\\|", "|"), 26)
+
+
+@pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """The files that docs/adding-a-model.md has a user write, where Python finds them."""
+    page = (DOCS / "adding-a-model.md").read_text(encoding="utf-8")
+    row, mixer, objective = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "my_mixer.py").write_text(row + mixer)
+    (tmp_path / "my_objective.py").write_text(objective)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    BRANCHES.pop("Z", None)
+    for name in ("my_mixer", "my_objective"):
+        sys.modules.pop(name, None)
+
+
+def test_the_code_of_adding_a_model_trains_as_it_stands(own_modules):
+    keys = """data.mock=true data.seq_length=16 model.hidden_size=32 model.num_hidden_layers=2
+        model.attention.num_attention_heads=2 train.global_batch_size=8 train.micro_batch_size=1
+        train.steps=2 precision.compute=float32 train.objective=my_objective:Denoise
+        run.imports=[my_mixer]""".split()
+    pattern = "model.layer_pattern='recurrence+mlp, full+mlp'"
+    run = own_modules / "run"
+    with pytest.raises(UserError, match="has no block called 'recurrence'"):
+        load(None, [*keys[:-1], pattern])
+    train(load(None, [*keys, pattern, f"run.dir={run}"]))
+    assert source_of(run).cfg.layer_kinds == ("[ZD]", "G")
+    BRANCHES.pop("Z")  # as in another process, which knows the run's record alone
+    del sys.modules["my_mixer"]
+    assert "recurrence" in definition_of(source_of(run).cfg).specs["recurrence_mlp"]
+
+
+WRONG = [("", "No module named 'my_broken'"), ("1 / 0", "ZeroDivisionError: .*my_broken.py:1")]
+
+
+@pytest.mark.parametrize("text, said", WRONG)
+def test_a_module_that_cannot_be_imported_is_one_line(text, said, tmp_path, monkeypatch):
+    if text:
+        (tmp_path / "my_broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=said) as e:
+        load(None, ["data.mock=true", "run.imports=[my_broken]"])
+    assert str(e.value).startswith("run.imports='my_broken': ") and "\n" not in str(e.value)
+
+
+@slow
+def test_the_blocks_of_start_and_checkpoints_run_as_they_stand(tmp_path):
+    for name in ("docs", "configs"):
+        (tmp_path / name).symlink_to(DOCS.parent / name)
+    pages = [(DOCS / page).read_text("utf-8") for page in ("start.md", "checkpoints.md")]
+    first, last = (re.findall(r"^```python\n(.*?)^```", p, re.M | re.S)[-1] for p in pages)
+    config = "\nopen('runs/python/config.yaml', 'w').write(mjax.config.dump(cfg))\n"
+    code = first + config + last.replace("runs/quickstart", "runs/python")  # a run that there is
+    environ = os.environ | {"PYTHONPATH": str(DOCS.parent), "XLA_FLAGS": ""}  # one device
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True)
+    steps = tmp_path / "runs" / "python" / "checkpoints"
+    assert {"1", "2"} <= {path.name for path in steps.iterdir()}
 
 
 PAGES = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]

@@ -12,12 +12,15 @@ from jax.sharding import NamedSharding
 
 import mjax.infer.generate
 import mjax.pretrained
-from mjax import evaluate
+from mjax import convert, evaluate
 from mjax import generate as command
+from mjax.checkpoint.source import array_source
+from mjax.checkpoint.weights import write_weights
+from mjax.config import load
 from mjax.config.model_schema import ModelConfig
 from mjax.data.tokenizer import load_tokenizer
 from mjax.errors import UserError
-from mjax.infer.cli import end_ids
+from mjax.infer.cli import end_ids, image_scale
 from mjax.infer.generate import Generator
 from mjax.models import build, split
 from mjax.sharding.mesh import parallel_of
@@ -201,3 +204,28 @@ def test_windows_score_every_token_once_with_as_much_context_as_there_is():
 def test_sizes_that_do_not_fit_are_one_line(model, sizes):
     with pytest.raises(UserError, match=f"--seq-length {sizes[0]} --stride {sizes[1]}"):
         evaluate.score(model, [1, 2, 3], *sizes)
+
+
+def test_images_are_scaled_as_the_run_or_the_publisher_says(tmp_path):
+    assert image_scale(tmp_path / "x") == (None, None)
+    said = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    assert image_scale(tmp_path) == tuple(said.values())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said | {"do_normalize": False}))
+    assert image_scale(tmp_path) == (None, None)
+    step = tmp_path / "run" / "checkpoints" / "4"
+    (step / "state").mkdir(parents=True)
+    (step / "meta").mkdir()
+    record = {"config": {"data": {"images": {"mean": [0.25], "std": [0.75]}}}}
+    (step / "meta" / "metadata").write_text(json.dumps(record))
+    for path in (tmp_path / "run", step.parent, step):
+        assert image_scale(path) == ([0.25], [0.75])
+
+
+def test_the_model_part_of_a_run_is_what_training_from_it_needs(tmp_path, monkeypatch, capsys):
+    definition, params = split(build(CFG, nnx.Rngs(0)))
+    write_weights(tmp_path / "ckpt", array_source(CFG, params), definition.specs)
+    monkeypatch.setattr("sys.argv", ["convert", "config", "--ckpt", str(tmp_path / "ckpt")])
+    assert convert.main() == 0
+    (tmp_path / "own.yaml").write_text("data: {mock: true}\n" + capsys.readouterr().out)
+    assert load(tmp_path / "own.yaml", ["data.seq_length=64"]).model == CFG
