@@ -19,6 +19,7 @@ from mjax.plan.described import as_on, described_devices, parse_described
 from mjax.plan.execution import micro_batch_sizes
 from mjax.plan.memory import bytes_per_device
 from mjax.train import Trainer
+from mjax.train.loop import write_config
 from tests.marks import slow
 from tests.tiny import TINY
 
@@ -238,3 +239,16 @@ def test_an_error_names_a_count_that_mends_it_if_there_is_one():
     )
     with pytest.raises(UserError, match="start that many$"):
         resolve_auto(too_many, [device] * 4, definition_of(too_many.model).specs)
+
+
+def test_the_config_of_a_run_holds_what_was_chosen_and_says_that_it_was(tmp_path):
+    cfg = load(None, [*TINY, "train.micro_batch_size=auto"])
+    trainer = Trainer(cfg, devices=jax.devices()[:2])
+    lock = SimpleNamespace(path=tmp_path / "run.lock")
+    write_config(
+        SimpleNamespace(trainer=trainer, cfg=trainer.cfg, saver=SimpleNamespace(lock=lock))
+    )
+    text = (tmp_path / "config.yaml").read_text()
+    assert text.startswith("# memory: train.remat=dots optimizer.offload=false train.micro_batch")
+    assert load(tmp_path / "config.yaml") == trainer.cfg
+    assert (trainer.cfg.mesh.zero, trainer.cfg.train.micro_batch_size) == (1, 2)
