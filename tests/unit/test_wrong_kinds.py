@@ -74,6 +74,10 @@ def test_a_value_of_config_json_is_named(config, path, value, message):
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_keys_may_be_numbers():
+    assert config_from_hf(LLAMA | {"id2label": {0: "a", 1: "b"}}) == config_from_hf(LLAMA)
+
+
 # ---- files beside the weights --------------------------------------------------------------------
 
 
