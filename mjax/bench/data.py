@@ -7,6 +7,7 @@ page cache. Nothing is left on disk.
 
 import argparse
 import io
+import math
 import multiprocessing
 import os
 import tarfile
@@ -24,6 +25,7 @@ from mjax.data.gpt import GPTDataset
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.loader import build_datasets, make_loader
 from mjax.data.pixels import decode_image
+from mjax.errors import UserError
 
 
 def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -> int:
@@ -50,6 +52,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--image-size", type=int, default=336, help="pixels of a side")
     add_arguments(parser)
     args = parser.parse_args(argv)
+    for name in ("tokens", "seq_length", "batch", "document_length", "prefetch", "workers"):
+        if not 1 <= getattr(args, name) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
     return report(args, measure_images(args) if args.images else measure(args))
 
 

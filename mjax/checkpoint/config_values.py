@@ -21,10 +21,8 @@ def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> Mode
     """
     for path in _paths(config):
         count = _value(config, path)
-        if "layer" in path[-1] and isinstance(count, int) and count > MOST_LAYERS:
-            raise UserError(
-                f"config.json: {'.'.join(path)}={count} is above {MOST_LAYERS}; mend it"
-            )
+        if "layer" in str(path[-1]) and isinstance(count, int) and count > MOST_LAYERS:
+            raise UserError(f"config.json: {_name(path)}={count} is above {MOST_LAYERS}; mend it")
     try:
         return read(config)
     except UserError:
@@ -35,9 +33,13 @@ def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> Mode
             raise UserError(f"config.json cannot be read: {reason(e)}; mend it") from e
         value = reprlib.repr(_value(config, path))
         raise UserError(
-            f"config.json: {'.'.join(path)}={value} is not of the kind that belongs there "
+            f"config.json: {_name(path)}={value} is not of the kind that belongs there "
             f"({reason(e)}); mend it"
         ) from e
+
+
+def _name(path: tuple[str, ...]) -> str:
+    return ".".join(map(str, path))  # a dictionary of labels may have numbers as its keys
 
 
 def _value(config: dict, path: tuple[str, ...]) -> object:

@@ -1,5 +1,6 @@
 """The rules about models that read images: a part of the table of rules (`validate.py`)."""
 
+import math
 from collections.abc import Iterator
 
 from mjax.config.pattern import of_tower
@@ -120,10 +121,13 @@ def image_classes_given(c: Config) -> Iterator[str]:
 
 @rule("give one number, or one a channel")
 def channels_are_scaled(c: Config) -> Iterator[str]:
+    sees = c.model.reads_images or "vision" in c.model.modalities
     for key in ("mean", "std"):
         numbers = getattr(c.data.images, key)
-        if c.model.reads_images and len(numbers) not in (1, c.model.vision.num_channels):
+        if sees and len(numbers) not in (1, c.model.vision.num_channels):
             yield f"`data.images.{key}` does not fit `model.vision.num_channels`"
+        if not all(map(math.isfinite, numbers)):
+            yield f"`data.images.{key}` has a number that is not finite"
     if min(c.data.images.std) <= 0:
         yield "`data.images.std` has a number that is not positive"
 

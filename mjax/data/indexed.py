@@ -169,6 +169,10 @@ class IndexedDatasetWriter:
         codes = [c for c, d in DTYPES.items() if d == self.dtype]
         if not codes:
             raise UserError(f"{prefix}: dtype {self.dtype} is not one of Megatron's token dtypes")
+        if not Path(prefix).name:
+            raise UserError(
+                f"{str(prefix)!r} names no files to write; give a prefix, as data/corpus"
+            )
         self._code = codes[0]
         self._lengths: list[np.ndarray] = []
         self._bounds: list[np.ndarray] = [np.zeros(1, np.int64)]

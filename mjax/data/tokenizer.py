@@ -25,6 +25,7 @@ from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
 END_OF_TEXT = "<|endoftext|>"
+LARGEST_VOCABULARY = 10_000_000  # room for more may end the process
 # What an end of document is called, where no tokenizer_config.json beside the file says so.
 EOD_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
@@ -294,8 +295,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | os.PathLik
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise UserError(f"vocabulary of {vocab_size}: at least 257 (the bytes and {END_OF_TEXT})")
+    if not 257 <= vocab_size <= LARGEST_VOCABULARY:
+        raise UserError(
+            f"vocabulary of {vocab_size}: at least 257 (the bytes and {END_OF_TEXT}), at most "
+            f"{LARGEST_VOCABULARY:,}"
+        )
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

@@ -145,6 +145,8 @@ def main() -> int:
     for option, path in (("--out", args.out), ("--records", args.records or args.out)):
         if not path.absolute().parent.is_dir():
             raise UserError(f"{option} {path}: no such folder; create it or name another file")
+    if min(*args.devices, args.jobs) < 1:
+        raise UserError(f"--devices {args.devices} --jobs {args.jobs}: give numbers above 0")
     with tempfile.TemporaryDirectory() as folder:
         file = args.records or Path(folder) / "records.jsonl"
         records = prove(args.devices, args.features, args.jobs, file)

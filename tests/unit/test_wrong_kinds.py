@@ -13,12 +13,14 @@ import pytest
 from flax import nnx
 
 from mjax import convert, evaluate, generate
+from mjax.bench.data import main as measure
 from mjax.checkpoint.families import config_from_hf
 from mjax.config import load
 from mjax.config.model_schema import ModelConfig
 from mjax.data.chat import load_chat_template
+from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.labelled import LabelledDataset
-from mjax.data.tokenizer import load_tokenizer
+from mjax.data.tokenizer import load_tokenizer, train_tokenizer
 from mjax.errors import UserError
 from mjax.infer.cli import end_ids
 from mjax.models import build, split
@@ -70,6 +72,10 @@ def test_a_value_of_config_json_is_named(config, path, value, message):
     with pytest.raises(UserError, match=message) as error:
         config_from_hf(config)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_keys_may_be_numbers():
+    assert config_from_hf(LLAMA | {"id2label": {0: "a", 1: "b"}}) == config_from_hf(LLAMA)
 
 
 # ---- files beside the weights --------------------------------------------------------------------
@@ -173,6 +179,26 @@ def test_a_misspelt_task_is_named(monkeypatch):
     with pytest.raises(UserError, match="no task 'helaswag'; did you mean hellaswag"):
         evaluate.main(["harness", "--ckpt", "X", "--tasks", "gsm8k,helaswag"])
     monkeypatch.delitem(sys.modules, "mjax.eval_harness", raising=False)
+
+
+def test_a_corpus_has_a_name_and_a_vocabulary_an_end(tmp_path):
+    with pytest.raises(UserError, match="'' names no files to write"):
+        IndexedDatasetWriter("")
+    with pytest.raises(UserError, match="vocabulary of 10000001: at least 257"):
+        train_tokenizer(["a"], 10_000_001, tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("argv", [["data", "--tokens", "nan"], ["data", "--batch", "0"]])
+def test_a_benchmark_needs_something_to_measure(argv):
+    with pytest.raises(UserError, match=f"{argv[1]} .*: give 1 or more"):
+        measure(argv[1:])
+
+
+def test_a_tower_of_one_channel_is_trained_with_one_mean():
+    words = ["model.layer_pattern='V*1,[P],G*1'", "model.num_hidden_layers=3"]
+    words += [f"model.vision.{key}={value}" for key, value in TOWER.items()]
+    with pytest.raises(UserError, match="mean=.* does not fit model.vision.num_channels=1"):
+        load(None, [*SMALL, *words, "model.vocab_size=257", "data.images.mean=[0.1, 0.2, 0.3]"])
 
 
 # ---- models --------------------------------------------------------------------------------------
