@@ -104,7 +104,7 @@ def _config(args: argparse.Namespace) -> int:
     import yaml
 
     from mjax.checkpoint.families import config_from_hf
-    from mjax.pretrained import source_of
+    from mjax.checkpoint.sources import source_of
 
     folder = args.hf or args.megatron or args.ckpt
     require_files(folder)
