@@ -104,6 +104,14 @@ _ACTS = {"quick_gelu": "quick_gelu"} | ACTIVATIONS
 _PUBLISHED, _NEW = "vision_tower.vision_model.", "vision_tower."
 
 
+def _sizes(keys: Part, vision: dict) -> dict:
+    """The sizes of a tower. Raises `UserError` where it cuts no image."""
+    fields = keys.read(vision)
+    if fields["vision.patch_size"] == 0:
+        raise UserError("config.json: vision_config.patch_size=0 cuts no image into tokens")
+    return fields
+
+
 class _Kind(NamedTuple):
     """A family of LLaVA's kind: the `model_type` of its text and tower, and what they leave out.
 
@@ -159,9 +167,7 @@ def _tower(kind: _Kind) -> Part:
                 f"config.json: hidden_act={act!r} or vision_feature_layer={layer!r} of a tower of "
                 f"{layers} layers is not supported"
             )
-        fields = kind.sizes.read(vision)
-        if fields["vision.patch_size"] == 0:
-            raise UserError("config.json: vision_config.patch_size=0 cuts no image into tokens")
+        fields = _sizes(kind.sizes, vision)
         for key in (*_SAYS_NOTHING, "vision_use_head"):
             vision.pop(key, None)
         config |= vision
@@ -318,7 +324,7 @@ def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part
         fields = {"vision.hidden_act": act_of(vision), "hidden_act": act_of(text)}
         layers = take(vision, "num_hidden_layers"), take(text, "num_hidden_layers")
         width = text.get("projection_size") or text.get("hidden_size")
-        fields |= _TOWER.read(vision) | _TEXT_TOWER.read(text)
+        fields |= _sizes(_TOWER, vision) | _TEXT_TOWER.read(text)
         eos = text.get("eos_token_id") or 49407
         if kind == "clip":
             fields["contrastive.eos_token_id"] = eos

@@ -47,8 +47,8 @@ SIZES |= dict(attention={"num_attention_heads": 2}, intermediate_size=24)
     "config, path, value, message",
     [
         (LLAMA, ("model_type",), ["llama"], r"model_type=\['llama'\] is not supported"),
-        (LLAMA, ("rope_scaling",), ["yarn"], r"rope_scaling=\['yarn'\] is not of the kind"),
-        (LLAMA, ("rope_parameters",), "yarn", "rope_parameters='yarn' is not of the kind"),
+        (LLAMA, ("rope_scaling",), ["yarn"], r"rope_scaling=\['yarn'\]"),
+        (LLAMA, ("rope_parameters",), "yarn", "rope_parameters='yarn'"),
         (LLAMA, ("hidden_act",), ["silu"], r"hidden_act=\['silu'\] is not of the kind"),
         (LLAMA, ("num_hidden_layers",), 10**12, "num_hidden_layers=1000000000000 is above"),
         (LLAVA, ("text_config",), [1], r"text_config=\[1\] is not of the kind"),
