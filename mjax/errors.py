@@ -7,12 +7,14 @@ mended: exit code 3. Every other exception is a defect in mjax and keeps its tra
 
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 UNREADABLE = (OSError, ValueError)  # what reading a file as text or JSON raises
+_IMPORTS = re.compile(r"<frozen |\b(importlib|pkgutil)\b")  # files of frames that only import
 START_AGAIN = 3  # exit code: nothing to mend, the same command goes on
 INTERRUPTED = 130  # exit code: before the first step, or twice
 
@@ -42,6 +44,18 @@ def reason(error: BaseException) -> str:
     """The words of an error in one line, without a number or file name."""
     words = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(str(words).split())
+
+
+def line_of(error: BaseException) -> str:
+    """ " at FILE:LINE" of the code of a user that raised an error on its import or call.
+
+    "" where it did not come so far. The first frame is that of the caller, who caught it.
+    """
+    if isinstance(error, SyntaxError):
+        return f" at {error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if not _IMPORTS.search(frame.filename)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 @contextmanager

@@ -15,9 +15,11 @@ WRONG_KIND = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErro
 
 
 def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> ModelConfig:
-    """What `read` makes of a config.json; raises `UserError` naming the value that it cannot read.
+    """The model that `read` makes of a config.json.
 
-    That is the first which, replaced by another, lets `read` come to an end.
+    Raises `UserError` naming a value that it cannot read.
+
+    It is the first which, replaced by another, lets `read` come to an end.
     """
     for path in _paths(config):
         count = _value(config, path)

@@ -127,7 +127,7 @@ def _said(name: str, values: dict) -> list[Said]:
 
 
 def _flat(config: dict) -> list[Said]:
-    """What a config.json says of rotary positions of one kind."""
+    """Rotary positions of one kind in a config.json."""
     beside = [(key, key, config.pop(key, None)) for key in ("rope_theta", "partial_rotary_factor")]
     old = _said("rope_scaling", _dictionary(config, "rope_scaling"))
     new = _said("rope_parameters", _dictionary(config, "rope_parameters"))

@@ -310,7 +310,7 @@ def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part
         return _ACTS[act]
 
     def sizes(config: dict, tower: str) -> dict:
-        """Where CLIP's files of 2022 say them twice, transformers reads the second alone."""
+        """Sizes of a tower. CLIP's files of 2022 say them twice; transformers reads the second."""
         first = take(config, f"{tower}_config", {})
         second = config.pop(f"{tower}_config_dict", None)
         return dict(first if second is None or kind != "clip" else second)

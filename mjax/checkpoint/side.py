@@ -1,4 +1,4 @@
-"""What belongs to a model besides its weights: tokenizer, chat template, processors, token ids.
+"""Files of a model besides its weights: tokenizer, chat template, processors, token ids.
 
 Every checkpoint of ours carries these files in STEP/hf, under the names that Hugging Face gives
 them, so that it generates, exports and serves like the model it came from. All that lay beside the
@@ -17,7 +17,7 @@ from mjax.checkpoint.digest import UNLISTED, digest_files
 from mjax.checkpoint.steps import newest_step
 from mjax.checkpoint.stored import read_record
 from mjax.config.schema import Config
-from mjax.data.text import read_digests
+from mjax.data.text import digests_of_corpus
 from mjax.data.tokenizer import load_tokenizer, tokenizer_files, vocabulary_in
 from mjax.errors import UserError, or_user_error
 
@@ -180,7 +180,7 @@ def _tokenizer_of_data(cfg: Config) -> dict[str, bytes]:
 
 def identify_text(cfg: Config) -> dict[str, str]:
     """Digests of the "tokenizer" and the "text" of a run's data, where it has them."""
-    found = read_digests(Path(cfg.run.dir) / "data") if cfg.data.text else {}
+    found = digests_of_corpus(Path(cfg.run.dir) / "data") if cfg.data.text else {}
     name = cfg.data.tokenizer
     if not found and name is not None:
         with contextlib.suppress(UserError):  # then it makes no data of this run

@@ -1,10 +1,9 @@
 """Modules of a user's own that a config names in `run.imports`: mixers in the table of branches."""
 
 import importlib
-import traceback
 from collections.abc import Mapping
 
-from mjax.errors import UserError, reason
+from mjax.errors import UserError, line_of, reason
 
 
 def import_modules(config: Mapping) -> None:
@@ -15,8 +14,7 @@ def import_modules(config: Mapping) -> None:
         try:
             importlib.import_module(name)
         except Exception as e:  # whatever the code of a user raises
-            last = traceback.extract_tb(e.__traceback__)[-1]
             raise UserError(
-                f"run.imports={name!r}: {type(e).__name__}: {reason(e)} (at {last.filename}:"
-                f"{last.lineno}); mend the module, or start where Python finds it (PYTHONPATH)"
+                f"run.imports={name!r}: {type(e).__name__}: {reason(e)}{line_of(e)}; mend the "
+                "module, or start where Python finds it (PYTHONPATH)"
             ) from e

@@ -3,8 +3,7 @@
 A file may name others in `base:` (a path or a list, relative to the file). Mappings merge deeply:
 later ones win, lists and scalars replace. Overrides come last. Invariants: `load` of `dump(cfg)`
 gives `cfg` again, and every mistake is one `UserError` line that names the key, the value, what is
-expected and the file or override it came from. Keys in places of the past load too; one line a
-file on standard error says where they are now (`keys.py`).
+expected and the file or override it came from.
 """
 
 import argparse
@@ -186,7 +185,7 @@ def _explain(error: ValidationError, places: dict[str, str]) -> str:
 
 
 def _expectation(message: str) -> str:
-    """What pydantic says that a value should be."""
+    """The value that pydantic wants, in its words."""
     return message.removeprefix("Input should be ").removeprefix("Value error, must be ")
 
 

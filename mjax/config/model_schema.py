@@ -192,8 +192,8 @@ class MoeConfig(Group):
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the balance loss."""
     router_aux_loss_type: Literal["sum", "mean_over_layers"] = "sum"
-    """What it weighs: a loss of each E block, summed over them (Megatron-LM), or one of the mean
-    shares and probabilities of all, with shares that sum to num_experts_per_tok (transformers).
+    """The loss that it weighs: one of each E block, summed over them (Megatron-LM), or one of all
+    blocks' mean shares and probabilities, whose shares sum to num_experts_per_tok (transformers).
     """
     router_aux_loss_over: Literal["sequence", "global_batch"] = "sequence"
     """What the balance loss balances."""

@@ -20,7 +20,7 @@ from mjax.config.schema import Config
 
 @dataclass(frozen=True)
 class Need:
-    """What must be so for keys to be read.
+    """A condition that a run must meet for keys to be read.
 
     keys: "group: name name", or "group" for all keys in it.
     switch: the key that decides it; a message says its value.

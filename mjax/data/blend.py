@@ -103,7 +103,7 @@ class BlendedDataset:
         return len(self.dataset_index)
 
     def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Those that its data sets give to samples `indices`."""
+        """Names of samples `indices`, each from its data set."""
         drawn = ((self.dataset_index[i], self.dataset_sample_index[i]) for i in indices)
         return [self.datasets[k].names([sample])[0] for k, sample in drawn]
 

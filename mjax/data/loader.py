@@ -39,7 +39,7 @@ class Dataset(Protocol):
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch: ...
 
     def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Where samples come from, for messages: a file, or a corpus and numbers in its index."""
+        """Sources of samples, for messages: a file, or a corpus and numbers in its index."""
 
     @property
     def max_documents(self) -> int: ...

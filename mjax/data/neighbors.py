@@ -221,7 +221,7 @@ class NeighborDataset:
         return self.dataset.padded
 
     def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Those that the data set gives to samples `indices`."""
+        """Names of samples `indices`, from the data set."""
         return self.dataset.names(indices)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:

@@ -27,6 +27,8 @@ from mjax.json_file import read_json
 log = logging.getLogger(__name__)
 VERSION = 1  # raise it when the same settings give other files
 
+Files = tuple[tuple[str, int, int, int], ...]  # names, sizes, times of content and of entry
+
 
 @dataclass(frozen=True)
 class TextCorpus:
@@ -79,7 +81,7 @@ def require_tokenizer(name: str, tokenizer: Tokenizer, digest: str | None) -> No
         )
 
 
-def read_digests(folder: Path) -> dict[str, str]:
+def digests_of_corpus(folder: Path) -> dict[str, str]:
     """Digests of the "tokenizer" and the "text" that a corpus in `folder` was made with."""
     return read_json(folder / "settings.json", missing={}).get("digests", {})
 
@@ -94,7 +96,7 @@ def _is_made(folder: Path, settings: dict, spec: str) -> bool:
         found = read_json(stamp, missing={})
     except UserError as e:
         raise UserError(f"{e}, or delete the folder {folder} to make it again") from None
-    digests = found.pop("digests", {})
+    digests, state = found.pop("digests", {}), found.pop("files", None)
     if found != settings:
         return False
     if digests.get("tokenizer") not in (None, load_tokenizer(spec).digest):
@@ -102,7 +104,10 @@ def _is_made(folder: Path, settings: dict, spec: str) -> bool:
             f"data.tokenizer: {spec} is another tokenizer than {folder} was made with: put the "
             f"earlier one back, set another run.dir, or delete {folder} if nothing is trained yet"
         )
-    if digests.get("text") in (None, _text_digest(settings["text"]) or digests["text"]):
+    files = _states_of(settings["text"])
+    if "text" not in digests or not files or state == _state(files):
+        return True  # no file was written since
+    if digests["text"] == _digest_of(files):
         return True
     log.warning(
         "data.text %s: another text than %s was made with; it is made anew",
@@ -116,31 +121,37 @@ def _files_of(text: str) -> list[str]:
     return stdlib_files() if text == "stdlib" else expand([text])
 
 
-def _text_digest(text: str) -> str | None:
-    """Digest of the files that `data.text` names, in any order; None where they are gone."""
+def _states_of(text: str) -> Files:
+    """The files that `data.text` names, with their sizes and times; () where they are gone."""
     try:
-        files = _files_of(text)
+        names = _files_of(text)
     except UserError:
-        return None
+        return ()
     with or_user_error(f"data.text {text}: cannot be read: {{reason}}"):
-        states = [(name, os.stat(name)) for name in files]
-        return _digest_of(tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in states))
+        states = [(name, os.stat(name)) for name in names]
+    return tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in states)
+
+
+def _state(files: Files) -> str:
+    """Digest of names, sizes and times. While it is the same, no file need be read."""
+    return hashlib.blake2b(repr(files).encode(), digest_size=16).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)  # a run asks several times
-def _digest_of(files: tuple[tuple, ...]) -> str:
-    """Digest of the contents of files; their sizes and times make it another question."""
+def _digest_of(files: Files) -> str:
+    """Digest of the contents of files, in any order."""
     digests = []
     for name, *_ in files:
-        with open(name, "rb") as file:
-            digests.append(hashlib.file_digest(file, hashlib.blake2b).digest())
+        with or_user_error(f"data.text {name}: cannot be read: {{reason}}"), open(name, "rb") as f:
+            digests.append(hashlib.file_digest(f, hashlib.blake2b).digest())
     return hashlib.blake2b(b"".join(sorted(digests)), digest_size=16).hexdigest()
 
 
 def _rebuild(settings: dict, folder: Path, trained_with: str | None) -> None:
     """Make everything in a scratch folder, then give it its name."""
     inputs, name = _files_of(settings["text"]), settings["tokenizer"]
-    digests = {"text": _text_digest(settings["text"])}
+    files = _states_of(settings["text"])
+    digests = {"text": _digest_of(files)}
     scratch = folder.with_name("data.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -159,7 +170,8 @@ def _rebuild(settings: dict, folder: Path, trained_with: str | None) -> None:
         _order_by_content(scratch / "unordered", scratch / "corpus")
         for suffix in (".bin", ".idx"):
             (scratch / f"unordered{suffix}").unlink()
-        stamp = settings | {"digests": digests | {"tokenizer": tokenizer.digest}}
+        digests["tokenizer"] = tokenizer.digest
+        stamp = settings | {"digests": digests, "files": _state(files)}
         (scratch / "settings.json").write_text(json.dumps(stamp, indent=1) + "\n")
         if folder.exists():
             shutil.rmtree(folder)

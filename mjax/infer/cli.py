@@ -49,7 +49,7 @@ def load_model(args: argparse.Namespace):
 
 
 def image_scale(path: Path) -> tuple[list[float] | None, list[float] | None]:
-    """What images lost and were divided by where the weights in `path` come from, or None twice.
+    """Mean and deviation of images in the training of the weights in `path`, or None twice.
 
     A run's record says it, or the preprocessor_config.json of a published model.
     """

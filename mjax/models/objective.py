@@ -8,9 +8,7 @@ the global batch. So it depends neither on the mesh nor on the number of micro-b
 
 import functools
 import pkgutil
-import re
 import reprlib
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config.schema import Config
-from mjax.errors import UserError, reason
+from mjax.errors import UserError, line_of, reason
 from mjax.models.context import Context, Tokens
 from mjax.models.decoder import Decoder
 from mjax.models.modalities import MODALITIES
@@ -212,7 +210,6 @@ class MultiToken(NextToken):
 
 
 NEXT_TOKEN = "next_token"
-_IMPORTS = re.compile(r"<frozen |\b(importlib|pkgutil)\b")
 
 # What makes objectives of a config, by their names in `train.objective`.
 CONFIGURED = {
@@ -242,7 +239,7 @@ def objective_of(cfg: Config) -> Objective:
     except Exception as e:  # whatever the code of a user raises
         why = reason(e) if isinstance(e, ImportError) else f"{type(e).__name__}: {reason(e)}"
         raise UserError(
-            f"train.objective={name}: {why}{_line_of(e)}; set it to "
+            f"train.objective={name}: {why}{line_of(e)}; set it to "
             f"{', '.join((NEXT_TOKEN, *CONFIGURED))}, or to module.path:Name of a class that can "
             "be imported and takes no arguments"
         ) from e
@@ -259,20 +256,11 @@ def objective_of(cfg: Config) -> Objective:
 
 
 def divisor(count: jax.Array) -> jax.Array:
-    """What a sum is divided by: its count, or 1 where nothing counts and the sum is 0.
+    """The divisor of a sum: its count, or 1 where nothing counts and the sum is 0.
 
     The weights of a mask may sum to less than 1.
     """
     return jnp.where(count == 0, 1, count)
-
-
-def _line_of(error: Exception) -> str:
-    """The line of a user's module that raised an error, if it came so far."""
-    if isinstance(error, SyntaxError):
-        return f" at {error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename != __file__ and not _IMPORTS.search(f.filename)]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def require_dictionary(objective: Objective, method: str, found: object) -> str:

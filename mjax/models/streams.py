@@ -83,7 +83,7 @@ def split_loads(x: Activation, statistics: Statistics) -> tuple[Activation, Stat
 
 
 def join_loads(x: Activation, statistics: Statistics) -> tuple[Activation, Statistics]:
-    """What `split_loads` took apart."""
+    """The inverse of `split_loads`."""
     if EXPERT_LOADS not in statistics:
         return x, statistics
     rest = {name: value for name, value in statistics.items() if name != EXPERT_LOADS}

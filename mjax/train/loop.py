@@ -65,7 +65,7 @@ OF_RUN = "metrics.jsonl", "config.yaml", "wandb_id"
 class TrainingRun:
     """A training run in this process.
 
-    held_out: evaluates on held-out data, or None without such data.
+    data: what it trains on. held_out: evaluates on held-out data, or None without such data.
     start: steps completed before this process. last: the step to stop after.
     trained: steps of this process that changed the weights.
     data_error: why there are no more batches.
@@ -77,6 +77,7 @@ class TrainingRun:
     replicas: ReplicaCheck
     diagnostics: Diagnostics
     log: metrics.Log
+    data: Dataset
     held_out: HeldOut | None
     start: int
     last: int
@@ -192,6 +193,7 @@ def start_run(
         diagnostics=Diagnostics(trainer, log, cfg.log.diagnostics_interval),
         profiler=profiler,
         log=log,
+        data=data[0],
         held_out=data[1],
         start=start,
         last=last,
@@ -203,7 +205,7 @@ def train_steps(run: TrainingRun, stopper: Stopper) -> int:
     """Run steps start + 1 to last; returns GO_ON, or the reason for stopping before."""
     cfg, trainer, judge = run.cfg, run.trainer, run.suspects.judge
     batches = make_loader(
-        run.suspects.data,
+        run.data,
         partial(batch_range, cfg.train),
         run.start,
         run.last - run.start,

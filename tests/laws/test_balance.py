@@ -3,13 +3,11 @@
 That it is transformers' loss is in `tests/oracle/test_balance.py`.
 """
 
-import jax
-import numpy as np
 import pytest
 
 from mjax.pipeline.storage import canonical
-from mjax.prove import BOUND, Cell, deviation, make_batch, make_trainer
-from tests.laws.test_expert_padding import SKIP, padded
+from mjax.prove import BOUND, Cell, deviation, make_trainer
+from tests.laws.test_expert_padding import SKIP, on_a_mesh_and_alone
 from tests.marks import quick
 
 AVERAGED = [
@@ -31,14 +29,12 @@ MESHES = [
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(MESHES, 1))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, keys):
     cell = Cell(mesh, zero, micro_batches)
-    batch = make_batch(cell.rows)
-    batch["segment_ids"] = padded(batch["segment_ids"])
-    found = []
-    for where in (cell, Cell(rows=cell.rows)):
+
+    def figures(where, batch):
         own = [key for key in keys if where is cell or not key.startswith("mesh.")]
         trainer = make_trainer("experts", where, *AVERAGED, *own)
         metrics = trainer.step(batch)
-        figures = [metrics[name] for name in ("loss", "aux_loss", "grad_norm")]
         first_moments = canonical(trainer.storage, trainer.state["opt"]["mu"])
-        found.append(jax.tree.map(np.asarray, (figures, first_moments)))
-    assert deviation(*found) <= BOUND
+        return [metrics[name] for name in ("loss", "aux_loss", "grad_norm")], first_moments
+
+    assert deviation(*on_a_mesh_and_alone(cell, figures)) <= BOUND

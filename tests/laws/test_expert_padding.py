@@ -1,5 +1,6 @@
 """Laws of `model.moe.skip_padding`: padding meets no expert and moves no router."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -27,6 +28,14 @@ def padded(segments: np.ndarray) -> np.ndarray:
         segments[row, width - row * 3 % width :] = 0
     segments[-1] = 0
     return segments
+
+
+def on_a_mesh_and_alone(cell: Cell, figures: Callable) -> list:
+    """`figures(where, batch)` on the mesh of `cell` and on one device, for a batch with padding."""
+    batch = make_batch(cell.rows)
+    batch["segment_ids"] = padded(batch["segment_ids"])
+    places = cell, Cell(rows=cell.rows)
+    return [jax.tree.map(np.asarray, figures(where, batch)) for where in places]
 
 
 def routing_of(x: jax.Array, segments: np.ndarray | None):
@@ -87,11 +96,7 @@ CASES = [
 
 @pytest.mark.parametrize("mesh,zero,micro_batches,keys", quick(CASES))
 def test_every_mesh_equals_one_device(mesh, zero, micro_batches, keys):
-    cell = Cell(mesh, zero, micro_batches)
-    batch = make_batch(cell.rows)
-    batch["segment_ids"] = padded(batch["segment_ids"])
-    found = []
-    for where in (cell, Cell(rows=cell.rows)):
-        loss, norm, gradients = make_trainer("experts", where, SKIP, *keys).grads(batch)
-        found.append(jax.tree.map(np.asarray, (loss, norm, gradients)))
-    assert deviation(*found) <= BOUND
+    def figures(where, batch):
+        return tuple(make_trainer("experts", where, SKIP, *keys).grads(batch))
+
+    assert deviation(*on_a_mesh_and_alone(Cell(mesh, zero, micro_batches), figures)) <= BOUND
