@@ -31,6 +31,14 @@ class LostProcess(RuntimeError):
     """Another process of the run has died or stays away; the message is one complete line."""
 
 
+class NonFiniteLoss(RuntimeError):
+    """Training met a loss, gradient norm or weight that is not finite; the message is one line."""
+
+
+class ReplicasDiffer(RuntimeError):
+    """Devices that hold the same part of the state hold other bits; the message is one line."""
+
+
 class UserError(ValueError):
     """Something a user can mend; the message is one complete line."""
 

@@ -19,7 +19,7 @@ from mjax.data.gpt import Batch, GPTDataset
 from mjax.data.labelled import LabelledDataset
 from mjax.data.masked import MaskedDataset, frame_of_pairs
 from mjax.data.mock import MockDataset
-from mjax.data.neighbors import NeighborDataset
+from mjax.data.retro import NeighborDataset
 from mjax.data.text import prepare_text, require_tokenizer
 from mjax.data.tokenizer import load_tokenizer, word_continuations
 from mjax.errors import UserError, or_user_error

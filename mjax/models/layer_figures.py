@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config.pattern import stream_of
-from mjax.models.router import Routing
 from mjax.models.streams import Activation, Streams
 
 
@@ -42,33 +41,12 @@ def see_activations(
         "activation_square": squares.sum(),
         "activation_fourth": jnp.square(squares).sum(),
     }
-    return _in_row(found, layer, layers)
+    return in_row(found, layer, layers)
 
 
-def see_experts(
-    routing: Routing,
-    expert_bias: jax.Array | None,
-    layer: jax.Array | int,
-    layers: int,
-) -> dict[str, jax.Array]:
-    """The figures of a layer's router, as `nothing_seen` names them."""
-    entropy = jax.scipy.special.entr(routing.probs)
-    of_tokens = jnp.ones(routing.probs.shape[:2], jnp.float32)
-    tokens = routing.of_text(of_tokens).sum()
-    bias_range = jnp.float32(0)
-    if expert_bias is not None:
-        bias_range = jnp.ptp(expert_bias.astype(jnp.float32))
-    found = {
-        "expert_load": routing.chosen.sum((0, 1)),
-        "layer_tokens": tokens,
-        "layer_entropy": routing.of_text(entropy).sum(),
-        "bias_range": tokens * bias_range,
-    }
-    return _in_row(found, layer, layers)
-
-
-def _in_row(
+def in_row(
     found: dict[str, jax.Array], layer: jax.Array | int, layers: int
 ) -> dict[str, jax.Array]:
+    """The figures of one layer in its row of arrays [L, ...] for all layers."""
     row = jax.nn.one_hot(layer, layers, dtype=jnp.float32)
     return {name: jnp.multiply.outer(row, value) for name, value in found.items()}

@@ -8,8 +8,8 @@ from mjax.config.model_schema import ModelConfig
 from mjax.models.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
 from mjax.models.capacity import within_capacity
 from mjax.models.context import Context, jitter
+from mjax.models.expert_statistics import see_experts
 from mjax.models.experts import ExpertSums, ExpertWeights, run_experts
-from mjax.models.layer_figures import see_experts
 from mjax.models.linear import local_product
 from mjax.models.mlp import MLP, up_axes, up_names
 from mjax.models.params import StatisticCount, declare, declare_bias, matrix, normal

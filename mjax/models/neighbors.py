@@ -1,6 +1,6 @@
 """Next-token prediction with retrieved neighbors, the objective of RETRO (arXiv 2112.04426).
 
-`data/neighbors.py` looks the neighbors of each chunk of a sample up and adds them to its fields.
+`data/neighbor_index.py` looks up the neighbors of each chunk; `data/retro.py` adds their tokens.
 """
 
 from collections.abc import Mapping

@@ -44,9 +44,9 @@ def main() -> int:
     if jax.default_backend() != "cpu":  # there, collectives of a cached program can go astray
         cache = os.environ.get("MJAX_CACHE_DIR", str(Path.home() / ".cache" / "mjax"))
         jax.config.update("jax_compilation_cache_dir", cache)
+    from mjax.errors import NonFiniteLoss, ReplicasDiffer
     from mjax.train.estimate import dry_run
     from mjax.train.loop import train
-    from mjax.train.resilience import NonFiniteLoss, ReplicasDiffer
     from mjax.train.watchdog import lost_process
 
     try:

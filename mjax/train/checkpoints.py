@@ -21,11 +21,10 @@ from mjax.checkpoint.partial import fit
 from mjax.checkpoint.source import Source, arrays
 from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema import Config
-from mjax.errors import UserError
+from mjax.errors import NonFiniteLoss, UserError
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.train.finite import first_nonfinite, nonfinite_counts
 from mjax.train.local_tier import claim, local_folder
-from mjax.train.resilience import NonFiniteLoss
 from mjax.train.state import StateLayout
 from mjax.train.step import State
 

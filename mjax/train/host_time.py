@@ -19,7 +19,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from mjax.train.resilience import values_of_all
+from mjax.sharding.agreement import values_of_all
 
 SLOW = 0.1  # share of the step by which a host exceeds the median
 SUSPICIONS = 3  # records in which a process is slow before it is named

@@ -15,8 +15,8 @@ from mjax.checkpoint.node_store import NONE
 from mjax.checkpoint.peers import gather_numbers
 from mjax.config.schema import Config
 from mjax.errors import or_user_error
+from mjax.files import replace_text
 from mjax.sharding.agreement import on_process_0
-from mjax.train.log_writer import replace_text
 
 TOKEN = "local_token"  # file in run.dir
 

@@ -117,16 +117,6 @@ def _finite_or_none(value: float | int | str | None) -> float | int | str | None
     return value
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Give a file new text at once or, on an `OSError`, leave the old one."""
-    new_file = path.with_name(f".{path.name}.tmp")
-    try:
-        new_file.write_text(text, encoding="utf-8")
-        os.replace(new_file, path)
-    finally:
-        new_file.unlink(missing_ok=True)
-
-
 def print_line(text: str) -> None:
     """Print on standard output; raises `OSError` where that fails.
 

@@ -25,6 +25,7 @@ from mjax.config.load import dump
 from mjax.config.schema import Config
 from mjax.data.loader import Dataset, build_datasets, make_loader
 from mjax.errors import UserError
+from mjax.files import replace_text
 from mjax.models.flops import flops_of_run
 from mjax.models.objective import Batch, HostBatch
 from mjax.optim.schedule import (
@@ -41,7 +42,7 @@ from mjax.train.console import duration
 from mjax.train.diagnostics import Diagnostics
 from mjax.train.held_out import HeldOut, read_prompt, sample_text
 from mjax.train.host_time import HostTime, figures_of
-from mjax.train.log_writer import reason, replace_text, warn
+from mjax.train.log_writer import reason, warn
 from mjax.train.profile import Profiler
 from mjax.train.replicas import ReplicaCheck
 from mjax.train.resilience import GO_ON, REASONS, SIGNALED, Stopper

@@ -19,10 +19,11 @@ import jax
 
 from mjax.config.schema import Config, LogConfig
 from mjax.errors import UserError, or_user_error
+from mjax.files import replace_text
 from mjax.models.flops import flops_of_run
 from mjax.plan.chips import chip_of_kind
 from mjax.train.console import LEGEND, Console
-from mjax.train.log_writer import JsonLines, LogWriter, Sink, close_output, print_line, replace_text
+from mjax.train.log_writer import JsonLines, LogWriter, Sink, close_output, print_line
 
 Record = dict[str, float | int | str | list[float] | None]
 

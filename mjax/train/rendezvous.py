@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mjax.errors import or_user_error
-from mjax.train.log_writer import replace_text, warn
+from mjax.files import replace_text
+from mjax.train.log_writer import warn
 
 LOOK = 0.5  # seconds between two looks at the files of the others
 SIGN_OF_LIFE = 10.0  # seconds between two signs of life of process 0 within a round

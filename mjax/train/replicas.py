@@ -19,10 +19,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from mjax.errors import ReplicasDiffer
 from mjax.sharding.collectives import AXES, mesh_axes
 from mjax.sharding.mesh import on_shards
 from mjax.train.metrics import Log
-from mjax.train.resilience import ReplicasDiffer
 from mjax.train.saving import Saver
 from mjax.train.state import StateLayout
 from mjax.train.trainer import Trainer

@@ -9,29 +9,18 @@ import contextlib
 import os
 import signal
 import time
-from functools import lru_cache
 from types import FrameType
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mjax.errors import INTERRUPTED
+from mjax.sharding.agreement import largest_of_all
 
 # What a process may have to say after a step; all act on the largest.
 GO_ON, SAVE_FAILED, TIME_IS_UP, SIGNALED, TAKEN_OVER = range(5)
 # Slurm sends SIGTERM at the end, or what --signal names before; a closed terminal SIGHUP.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 REASONS = {TIME_IS_UP: "train.max_minutes is over", SIGNALED: "a stop signal was received"}
-
-
-class NonFiniteLoss(RuntimeError):
-    """Training met a loss, gradient norm or weight that is not finite; the message is one line."""
-
-
-class ReplicasDiffer(RuntimeError):
-    """Devices that hold the same part of the state hold other bits; the message is one line."""
 
 
 class Stopper:
@@ -76,43 +65,6 @@ class Stopper:
         self._signaled = True
         name = signal.Signals(number).name
         say_at_once(f"{name}: finishing this step, then saving; interrupt again to stop at once")
-
-
-def largest_of_all(value: int) -> jax.Array:
-    """The largest `value` of all processes, int32 []; every process must call."""
-    mesh = _all_devices()
-    return _largest(mesh)(_rows(mesh, np.full(1, value, np.int32)))
-
-
-def values_of_all(values: np.ndarray) -> jax.Array:
-    """[processes, n] from each process's `values` [n] of one dtype; every process must call."""
-    mesh = _all_devices()
-    return _gathered(mesh)(_rows(mesh, values[None]))
-
-
-def _rows(mesh: Mesh, row: np.ndarray) -> jax.Array:
-    """[devices, ..]: each process's `row` [1, ..] on its devices."""
-    shards = [jax.device_put(row, device) for device in mesh.local_devices]
-    sharding = NamedSharding(mesh, P("all"))
-    shape = (mesh.size, *row.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-@lru_cache(maxsize=1)
-def _all_devices() -> Mesh:
-    return Mesh(np.array(jax.devices()), ("all",))
-
-
-@lru_cache(maxsize=1)
-def _largest(mesh: Mesh):
-    return jax.jit(lambda values: values.max(), out_shardings=NamedSharding(mesh, P()))
-
-
-@lru_cache(maxsize=1)
-def _gathered(mesh: Mesh):
-    owners = [device.process_index for device in mesh.devices.flat]
-    firsts = np.array([owners.index(process) for process in sorted(set(owners))])
-    return jax.jit(lambda rows: rows[firsts], out_shardings=NamedSharding(mesh, P()))
 
 
 def say_at_once(text: str) -> None:

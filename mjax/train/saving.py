@@ -16,10 +16,10 @@ from jax.sharding import SingleDeviceSharding
 
 from mjax.checkpoint.quiet import plain_reason
 from mjax.checkpoint.store import SaveFailed
-from mjax.sharding.agreement import wait_for_every_process
+from mjax.sharding.agreement import largest_of_all, wait_for_every_process
 from mjax.train.log_writer import warn
 from mjax.train.metrics import Log
-from mjax.train.resilience import GO_ON, SAVE_FAILED, TAKEN_OVER, largest_of_all
+from mjax.train.resilience import GO_ON, SAVE_FAILED, TAKEN_OVER
 from mjax.train.run_lock import RunLock
 from mjax.train.step import State
 from mjax.train.trainer import Trainer

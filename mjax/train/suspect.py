@@ -19,12 +19,11 @@ import jax
 from mjax.checkpoint.store import SaveFailed
 from mjax.config.schema import TrainConfig
 from mjax.data.loader import Dataset, describe
-from mjax.errors import UserError
+from mjax.errors import NonFiniteLoss, ReplicasDiffer, UserError
 from mjax.models.objective import HostBatch
 from mjax.optim.schedule import batch_range
 from mjax.train.metrics import Log
 from mjax.train.replicas import ReplicaCheck
-from mjax.train.resilience import NonFiniteLoss, ReplicasDiffer
 from mjax.train.saving import Saver
 from mjax.train.trainer import Trainer
 from mjax.train.watchdog import Watchdog

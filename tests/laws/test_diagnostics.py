@@ -10,7 +10,8 @@ import pytest
 
 from mjax.config import load
 from mjax.config.pattern import branches_of
-from mjax.models.layer_figures import see_activations, see_experts
+from mjax.models.expert_statistics import see_experts
+from mjax.models.layer_figures import see_activations
 from mjax.models.router import Routing
 from mjax.models.trace import trace
 from mjax.prove import Cell, make_batch, make_trainer

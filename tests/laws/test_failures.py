@@ -19,11 +19,10 @@ import pytest
 from mjax.checkpoint.store import OUTDATED, SaveFailed
 from mjax.config import load
 from mjax.data import IndexedDatasetWriter
-from mjax.errors import UserError
+from mjax.errors import NonFiniteLoss, UserError
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer, log_writer, loop, metrics, run_lock, saving
 from mjax.train.loop import train
-from mjax.train.resilience import NonFiniteLoss
 from tests.marks import quick, slow
 from tests.processes import start_process
 from tests.tiny import TINY

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from mjax.config import load
+from mjax.errors import NonFiniteLoss
 from mjax.optim.schedule import rates_of_step
 from mjax.prove import Cell, deviation, make_batch, make_trainer, replicas_identical, sizes_for
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import train
-from mjax.train.resilience import NonFiniteLoss
 from tests.faults import corrupt, plant_in_gradients
 from tests.laws.test_failures import events, records
 from tests.laws.test_processes import finish, losses, start

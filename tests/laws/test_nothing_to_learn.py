@@ -17,12 +17,11 @@ from mjax.data.gpt import GPTDataset
 from mjax.data.loader import build_datasets
 from mjax.data.pixels import decode_image
 from mjax.data.readers import FIRST, Skipped
-from mjax.errors import UserError
+from mjax.errors import NonFiniteLoss, UserError
 from mjax.models.objective import objective_of
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import train
-from mjax.train.resilience import NonFiniteLoss
 from tests.faults import corrupt
 from tests.laws.test_clip import CLIP
 from tests.laws.test_failures import events, losses, records, run, steps

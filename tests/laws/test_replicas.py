@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from mjax.config import load
+from mjax.errors import NonFiniteLoss, ReplicasDiffer
 from mjax.sharding.fake_devices import fake_devices
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import train
 from mjax.train.replicas import describe, differing_replicas, digest, digests_of, replicated_leaves
-from mjax.train.resilience import NonFiniteLoss, ReplicasDiffer
 from tests import faults
 from tests.laws.test_failures import events, steps
 from tests.marks import quick, slow

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from mjax.config import dump, load
-from mjax.errors import UserError
+from mjax.errors import NonFiniteLoss, UserError
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import final_step, train
-from mjax.train.resilience import NonFiniteLoss
 from tests.batches import stream_hash
 from tests.marks import quick, slow
 from tests.processes import start_process

@@ -7,11 +7,11 @@ import pytest
 from mjax.config import load
 from mjax.config.schema import TrainConfig
 from mjax.data.loader import build_datasets, make_loader
+from mjax.errors import NonFiniteLoss
 from mjax.optim.schedule import batch_range
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from mjax.train.loop import train
-from mjax.train.resilience import NonFiniteLoss
 from mjax.train.suspect import FEWEST, Judge
 from tests.faults import corrupt
 from tests.laws.test_failures import events, losses

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from mjax.config import load
-from mjax.data import neighbors
+from mjax.data import neighbor_index
 from mjax.data.gpt import GPTDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.loader import build_datasets, make_loader
-from mjax.data.neighbors import Index, Vectors, database_of, first_allowed, main, search, texts_of
+from mjax.data.neighbor_index import Index, Vectors, database_of, first_allowed, search
+from mjax.data.neighbors import main
+from mjax.data.retro import texts_of
 from mjax.errors import UserError
 from tests.batches import stream_hash
 
@@ -92,7 +94,7 @@ def test_vectors_are_near_those_of_a_plain_tf_idf():
     made = Vectors([tokens[:200], tokens[200:]])(tokens)
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, rtol=1e-5)
     error = made @ made.T - plain @ plain.T
-    assert np.abs(error).mean() < 1.5 * neighbors.VECTOR**-0.5
+    assert np.abs(error).mean() < 1.5 * neighbor_index.VECTOR**-0.5
     assert (
         np.corrcoef((made[:150] * made[150:]).sum(1), (plain[:150] * plain[150:]).sum(1))[0, 1]
         > 0.9
@@ -111,8 +113,8 @@ def test_neighbors_are_the_nearest_of_other_documents(tmp_path, monkeypatch, exa
     """Against a search of every chunk for every chunk, where Megatron's rule allows it."""
     documents = corpus(tmp_path / "corpus", n=400)
     if not exact:
-        monkeypatch.setattr(neighbors, "EXACT", 100)
-        monkeypatch.setattr(neighbors, "PROBED", 10**6)  # all parts, so it is exact again
+        monkeypatch.setattr(neighbor_index, "EXACT", 100)
+        monkeypatch.setattr(neighbor_index, "PROBED", 10**6)  # all parts, so it is exact again
     cfg = config(tmp_path)[1]
     dataset = GPTDataset(tmp_path / "corpus", "train", (0.8, 0.2, 0), LENGTH, 150, 3)
     data = dataset.dataset
@@ -183,6 +185,6 @@ def test_what_cannot_be_looked_up_is_said(tmp_path, monkeypatch):
     given, _ = config(tmp_path)
     with pytest.raises(UserError, match="neighbors are for RETRO .R blocks. on text"):
         main([*given, "model.layer_pattern=G"])
-    monkeypatch.setattr(neighbors, "find_spec", lambda name: None)
+    monkeypatch.setattr(neighbor_index, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs faiss; pip install 'mjax.retro.'"):
         main(given)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "mjax"
 ROOMS = (
-    "errors json_file config sharding kernels models pipeline optim plan data checkpoint "
+    "errors json_file files config sharding kernels models pipeline optim plan data checkpoint "
     "pretrained infer train convert export generate eval_harness evaluate report bench prove"
 ).split()
 

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
+from mjax.files import replace_text
 from mjax.train import log_writer, metrics
-from mjax.train.log_writer import JsonLines, LogWriter, replace_text
+from mjax.train.log_writer import JsonLines, LogWriter
 from tests.processes import start_process
 
 

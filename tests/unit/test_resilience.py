@@ -10,15 +10,8 @@ import textwrap
 import jax
 import pytest
 
-from mjax.train.resilience import (
-    GO_ON,
-    SAVE_FAILED,
-    SIGNALED,
-    TAKEN_OVER,
-    TIME_IS_UP,
-    Stopper,
-    largest_of_all,
-)
+from mjax.sharding.agreement import largest_of_all
+from mjax.train.resilience import GO_ON, SAVE_FAILED, SIGNALED, TAKEN_OVER, TIME_IS_UP, Stopper
 from tests.marks import slow
 from tests.processes import start_process
 
