@@ -18,8 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from mjax.config.schema import DataConfig
+from mjax.data.documents import expand
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.preprocess import expand, preprocess, read_texts
+from mjax.data.tokenize_files import preprocess, read_texts
 from mjax.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json

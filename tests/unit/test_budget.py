@@ -71,7 +71,7 @@ ROOMS = {
     "checkpoint pretrained convert": 8_500,
     "train": 4_000,
     "infer": 3_300,
-    "generate evaluate eval_harness export bench report prove errors files json_file __init__": 3_600,
+    "generate evaluate eval_harness export bench report prove errors files json_file": 3_600,
 }
 
 
@@ -81,7 +81,7 @@ def test_no_room_pays_for_another():
     lines = defaultdict(int)
     homes = {name: rooms for rooms in ROOMS for name in rooms.split()}
     for path, text in SOURCES.items():
-        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py").replace("__init__", "errors")
         lines[homes[name]] += count(text)[0]
     over = {rooms: (n, ROOMS[rooms]) for rooms, n in lines.items() if n > ROOMS[rooms]}
     assert lines.keys() == ROOMS.keys() and not over

@@ -13,8 +13,9 @@ import pytest
 from mjax.config.schema import DataConfig
 from mjax.data import IndexedDataset
 from mjax.data.bigram import bigram_cross_entropy
-from mjax.data.preprocess import main, preprocess, read_texts
+from mjax.data.preprocess import main
 from mjax.data.text import prepare_text, stdlib_files
+from mjax.data.tokenize_files import preprocess, read_texts
 from mjax.data.tokenizer import load_tokenizer, train_tokenizer
 from mjax.errors import UserError
 
@@ -132,7 +133,7 @@ def test_stdin_is_json_lines_or_one_text(tmp_path):
 
 
 def test_output_does_not_depend_on_workers(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mjax.data.preprocess.CHUNK_BYTES", 200)
+    monkeypatch.setattr("mjax.data.tokenize_files.CHUNK_BYTES", 200)
     source = write_jsonl(tmp_path / "x.jsonl", [f"{t} {i}" for i in range(30) for t in TEXTS])
     vocabulary = ["--vocab-size", "300", "--output", str(tmp_path / "tokenizer.json")]
     assert main(["train-tokenizer", "--input", source, *vocabulary]) == 0
