@@ -23,7 +23,7 @@ STALE = " †"
 
 # What the workload of each benchmark runs, as folders of the package.
 CODE = {
-    "train": ("models", "kernels", "pipeline", "train", "plan", "optim", "sharding"),
+    "train": ("models", "objectives", "kernels", "pipeline", "train", "plan", "optim", "sharding"),
     "kernel": ("kernels",),
     "decode": ("models", "kernels", "infer", "sharding"),
     "collective": ("sharding",),

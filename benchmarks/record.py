@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import measurements
-from mjax.config.paths import as_path
+from mjax.config.languages.paths import as_path
 from mjax.errors import UserError, run_cli
 
 

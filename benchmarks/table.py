@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks import measurements
-from mjax.config.paths import as_path
+from mjax.config.languages.paths import as_path
 from mjax.errors import or_user_error, run_cli
 
 

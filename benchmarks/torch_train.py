@@ -23,12 +23,12 @@ import numpy as np
 from mjax.bench.decode import config_of_transformers, require_transformers
 from mjax.bench.report import parse_with_config, report
 from mjax.config import Config, load
-from mjax.config.model_schema import ModelConfig
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, run_cli
 from mjax.models import definition_of
 from mjax.models.flops import flops_of_run
 from mjax.plan.auto import resolve_auto
-from mjax.train.metrics import peak_tflops
+from mjax.run.monitor.metrics import peak_tflops
 
 OBJECTIVES = "next_token", "masked_lm", "span_corruption", "classify_images", "contrastive"
 

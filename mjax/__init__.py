@@ -28,7 +28,8 @@ os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, _host_gib
 
 
 def from_pretrained(path, mesh=None, dtype="float32"):
-    """`mjax.pretrained.from_pretrained`: a model with the weights in `path`, from any format."""
-    from mjax.pretrained import from_pretrained  # on use: importing mjax must not start jax
+    """`mjax.interop.pretrained.from_pretrained`: a model with the weights in `path`, from any
+    format."""
+    from mjax.interop.pretrained import from_pretrained  # on use: importing mjax must not start jax
 
     return from_pretrained(path, mesh, dtype)

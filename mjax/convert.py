@@ -5,9 +5,9 @@
     python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML;
                                                                # or --megatron DIR, --ckpt RUN
 
-CKPT is a folder that `checkpoint.init_from`, `mjax.generate` and `mjax.from_pretrained` read; an
-export takes any mjax checkpoint or run folder. Everything is written under a temporary name and
-renamed last. `--verify` compares logits with transformers, where that is installed.
+CKPT is a folder that `checkpoint.init_from`, `mjax.generate.__main__` and `mjax.from_pretrained`
+read; an export takes any mjax checkpoint or run folder. Everything is written under a temporary
+name and renamed last. `--verify` compares logits with transformers, where that is installed.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.config.model_schema import ModelConfig
-from mjax.config.paths import as_path, require_files
+from mjax.config.languages.paths import as_path, require_files
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.json_file import read_json
 
@@ -55,10 +55,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from mjax.checkpoint.megatron import megatron_source
-    from mjax.checkpoint.side import read_folder
-    from mjax.checkpoint.sources import source_of
+    from mjax.checkpoint.base.companion_files import read_folder
     from mjax.checkpoint.weights import write_weights
+    from mjax.interop.megatron.parameters import megatron_source
+    from mjax.interop.sources import source_of
     from mjax.models import definition_of
 
     folder = args.hf or args.megatron
@@ -74,9 +74,9 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from mjax.checkpoint.families import BALANCE_KEYS, slots
-    from mjax.checkpoint.huggingface import export
-    from mjax.checkpoint.sources import source_of
+    from mjax.interop.huggingface.families.table import BALANCE_KEYS, slots
+    from mjax.interop.huggingface.files import export
+    from mjax.interop.sources import source_of
     from mjax.models import definition_of
 
     if not 0 < args.max_shard_gb < math.inf:
@@ -103,8 +103,8 @@ def _export(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> int:
     import yaml
 
-    from mjax.checkpoint.families import config_from_hf
-    from mjax.checkpoint.sources import source_of
+    from mjax.interop.huggingface.families.table import config_from_hf
+    from mjax.interop.sources import source_of
 
     folder = args.hf or args.megatron or args.ckpt
     require_files(folder)
@@ -121,11 +121,11 @@ def side_files(
 ) -> dict[str, bytes]:
     """Name -> content of what an exported folder holds besides weights: a config.json in the words
     of the one that was imported, and all that lay beside its weights. `unread` as in `Source`."""
-    from mjax.checkpoint.config_words import in_words_of
-    from mjax.checkpoint.families import config_to_hf
-    from mjax.checkpoint.float8 import quantization_config
-    from mjax.checkpoint.safetensors import pack
-    from mjax.checkpoint.side import UNREAD, read_side_files, tokenizer_dir
+    from mjax.checkpoint.base.companion_files import UNREAD, read_side_files, tokenizer_dir
+    from mjax.checkpoint.base.safetensors import pack
+    from mjax.interop.huggingface.config_words import in_words_of
+    from mjax.interop.huggingface.families.table import config_to_hf
+    from mjax.interop.huggingface.float8 import quantization_config
 
     tokenizer = tokenizer_dir(ckpt)
     found = read_side_files(ckpt) | (unread or {})
@@ -141,7 +141,7 @@ def side_files(
     config = in_words_of(old, config, dtype)
     words = json.dumps(config).encode() + found.get("generation_config.json", b"")
     if tokenizer is not None and b'"eos_token_id"' not in words:
-        from mjax.data.tokenizer import load_tokenizer
+        from mjax.data.base.tokenizer import load_tokenizer
 
         config["eos_token_id"] = load_tokenizer(tokenizer).eod_id
     ids = {k: v for k, v in config.items() if k.endswith("token_id") and v is not None}
@@ -158,9 +158,9 @@ def _unread_of_export(content: bytes, config: dict, cfg: ModelConfig) -> dict[st
 
     `config` is what was imported. Tables of positions go with those that they were made for.
     """
-    from mjax.checkpoint.families import config_from_hf
-    from mjax.checkpoint.huggingface import TABLES
-    from mjax.checkpoint.safetensors import unpack
+    from mjax.checkpoint.base.safetensors import unpack
+    from mjax.interop.huggingface.families.table import config_from_hf
+    from mjax.interop.huggingface.files import TABLES
 
     unread = unpack(content)
     if not unread or config.get("model_type") != cfg.model_type:
@@ -181,8 +181,8 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
     import jax
     import jax.numpy as jnp
 
-    from mjax.checkpoint.families import family_of
-    from mjax.pretrained import from_pretrained
+    from mjax.interop.huggingface.families.table import family_of
+    from mjax.interop.pretrained import from_pretrained
 
     mine = from_pretrained(ours)
     params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), mine.params)

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from mjax.sharding.fake_devices import fake_devices
+from mjax.sharding.processes.fake_devices import fake_devices
 from tests.processes import end_processes, end_processes_if_terminated
 
 on_gpu = os.environ.setdefault(

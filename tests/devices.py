@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from mjax.kernels import chooser
-from mjax.kernels.chooser import Choice, Device, Inputs
+from mjax.kernels.base import chooser
+from mjax.kernels.base.chooser import Choice, Device, Inputs
 
 CPU = Device("cpu")
 GPU = Device("gpu")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mjax.models.local import LocalModel
+from mjax.objectives.local_model import LocalModel
 from mjax.sharding.collectives import AXES
 from mjax.train import Trainer
 from mjax.train import step as train_step

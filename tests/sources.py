@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mjax.checkpoint.source import arrays
+from mjax.checkpoint.base.source import arrays
 from mjax.checkpoint.weights import read_weights
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mjax.sharding.fake_devices import fake_devices
+from mjax.sharding.processes.fake_devices import fake_devices
 
 EVERY, KEEP, BEST = 30, 2, 1
 BASE = (
@@ -385,7 +385,7 @@ def verify_all(checkpoints: Path) -> None:
 def compare(a: Path, b: Path) -> None:
     """Exit with 1 unless the arrays of two steps are the same bit for bit."""
     from mjax.checkpoint.__main__ import differing_array
-    from mjax.checkpoint.stored import StoredArrays
+    from mjax.checkpoint.base.stored import StoredArrays
 
     ours, theirs = StoredArrays(a), StoredArrays(b)
     assert ours.paths() == theirs.paths()
@@ -463,9 +463,8 @@ def main() -> int:
     import jax
 
     import mjax.checkpoint.__main__
-    import mjax.train.__main__
-    import mjax.train.estimate
-    import mjax.train.loop  # noqa: F401
+    import mjax.run.dry_run
+    import mjax.run.loop  # noqa: F401
 
     print(f"torture: seed {args.seed}, {args.kills} kills", flush=True)
     # No `TemporaryDirectory`: the processes forked from this one would remove it as they end.

@@ -25,11 +25,11 @@ import numpy as np
 from mjax.bench import report
 from mjax.bench.train import batch_of, case
 from mjax.config import load
-from mjax.config.paths import as_path
+from mjax.config.languages.paths import as_path
 from mjax.errors import UserError, or_user_error
+from mjax.run.faults.replicas import digests_of, replicated_leaves
+from mjax.run.faults.saving import reserve_host_memory
 from mjax.train import Trainer
-from mjax.train.replicas import digests_of, replicated_leaves
-from mjax.train.saving import reserve_host_memory
 
 THREADS = 8  # of the plain files
 

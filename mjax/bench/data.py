@@ -21,10 +21,10 @@ import numpy as np
 
 from mjax.bench.report import add_arguments, report
 from mjax.config import load
-from mjax.data.gpt import GPTDataset
-from mjax.data.indexed import IndexedDatasetWriter
+from mjax.data.corpus.gpt import GPTDataset
+from mjax.data.corpus.indexed import IndexedDatasetWriter
 from mjax.data.loader import build_datasets, make_loader
-from mjax.data.pixels import decode_image
+from mjax.data.multimodal.pixels import decode_image
 from mjax.errors import UserError
 
 

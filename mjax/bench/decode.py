@@ -1,12 +1,12 @@
 """`python -m mjax.bench decode --config X [a.b=c ...]`: milliseconds a token of generation.
 
-A model of random weights continues random prompts greedily, as `mjax.generate` does. `prefill_ms`
-is the median time to the first token, `ms` that from one token to the next, of all rows at once.
-Every token must read all weights and the filled part of the cache once: `gb_read` is how much that
-is at the middle of the new tokens, and `bound_ms` how long it takes at `--bandwidth`. Embeddings
-count if the head reads them too. `--transformers` runs the same shapes by transformers first, with
-its static cache, which it compiles on GPUs. It runs in a process of its own, which has ended, with
-the memory of the GPU, before JAX takes the GPU here.
+A model of random weights continues random prompts greedily, as `mjax.generate.__main__` does.
+`prefill_ms` is the median time to the first token, `ms` that from one token to the next, of all
+rows at once. Every token must read all weights and the filled part of the cache once: `gb_read` is
+how much that is at the middle of the new tokens, and `bound_ms` how long it takes at `--bandwidth`.
+Embeddings count if the head reads them too. `--transformers` runs the same shapes by transformers
+first, with its static cache, which it compiles on GPUs. It runs in a process of its own, which has
+ended, with the memory of the GPU, before JAX takes the GPU here.
 """
 
 import argparse
@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.bench.report import parse_with_config, report, rounded
-from mjax.checkpoint.families import config_to_hf
 from mjax.config import load
-from mjax.config.model_schema import ModelConfig
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, read_numbers
 from mjax.infer.generate import Generator
+from mjax.interop.huggingface.families.table import config_to_hf
 from mjax.models import definition_of
-from mjax.models.branch import cache_specs
+from mjax.models.base.branch import cache_specs
 from mjax.sharding.spec import ParamSpec, is_spec
 
 # prompts [B, S] -> seconds from the start to each of the new tokens

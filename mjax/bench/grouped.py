@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.bench.work import Work, draw
-from mjax.kernels import chooser
-from mjax.kernels.gate import E4M3, E5M2
-from mjax.kernels.grouped import (
+from mjax.kernels.base import chooser
+from mjax.kernels.elementwise.gate import E4M3, E5M2
+from mjax.kernels.matmul.grouped import (
     grouped_matmul,
     grouped_matmul8,
     grouped_weight_gradient,

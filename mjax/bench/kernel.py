@@ -19,16 +19,16 @@ from mjax.bench.grouped import grouped_matmuls, grouped_matmuls8
 from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.ssd import scans
 from mjax.bench.work import Work, draw, pulled
-from mjax.config.model_schema import ModelConfig
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, read_numbers
-from mjax.kernels.attention import attention
-from mjax.kernels.attention_call import AttentionArrays, AttentionCall
-from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
-from mjax.kernels.mosaic_attention import supports as supports_mosaic
-from mjax.kernels.norm import fork, norm
-from mjax.kernels.norm import reference as normed
-from mjax.models import positions
-from mjax.models.mlp import activate, activated, gated
+from mjax.kernels.attention.api import attention
+from mjax.kernels.attention.mosaic import supports as supports_mosaic
+from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.kernels.elementwise.norm import fork, norm
+from mjax.kernels.elementwise.norm import reference as normed
+from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, reference
+from mjax.models.attention import positions
+from mjax.models.feedforward.mlp import activate, activated, gated
 from mjax.sharding.collectives import LOCAL
 
 # What --shape gives, and the shapes measured without it.

@@ -21,7 +21,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from mjax.config.paths import path_text
+from mjax.config.languages.paths import path_text
 from mjax.errors import UNREADABLE, UserError, or_user_error
 
 _LIBRARIES = "jaxlib", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-nccl-cu13"

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from mjax.bench.work import Work, draw, pulled
-from mjax.kernels.causal_conv import causal_conv
-from mjax.kernels.chooser import Device, believed
-from mjax.kernels.ssd import SsdInputs, ssd
+from mjax.kernels.base.chooser import Device, believed
+from mjax.kernels.recurrence.causal_conv import causal_conv
+from mjax.kernels.recurrence.ssd import SsdInputs, ssd
 
 _CHUNK = 64
 _CHUNK_OF_REFERENCE = 128  # its fastest

@@ -24,9 +24,9 @@ from mjax.bench import breakdown, report
 from mjax.config import Config, load
 from mjax.data.loader import tokens_to_read
 from mjax.errors import UserError
+from mjax.run.monitor.metrics import peak_memory_gb, speed
 from mjax.train import Trainer
 from mjax.train.batch import field_maker, placed_ahead
-from mjax.train.metrics import peak_memory_gb, speed
 
 
 def main(argv: list[str]) -> int:

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from rich.filesize import decimal
 
-from mjax.checkpoint.digest import read_digests, require_never_made
-from mjax.checkpoint.side import SIDE_FILES
-from mjax.checkpoint.source import Path as Leaf
-from mjax.checkpoint.source import block_shape, blocks
-from mjax.checkpoint.steps import checkpoint_folder, is_step, newest_step, steps_in
-from mjax.checkpoint.stored import StoredArrays, read_record
-from mjax.config.paths import as_path, require_files
+from mjax.checkpoint.base.companion_files import SIDE_FILES
+from mjax.checkpoint.base.digest import read_digests, require_never_made
+from mjax.checkpoint.base.source import Path as Leaf
+from mjax.checkpoint.base.source import block_shape, blocks
+from mjax.checkpoint.base.steps import checkpoint_folder, is_step, newest_step, steps_in
+from mjax.checkpoint.base.stored import StoredArrays, read_record
+from mjax.config.languages.paths import as_path, require_files
 from mjax.errors import UserError, run_cli
 
 NOTHING = object()  # a value of a key that is not there

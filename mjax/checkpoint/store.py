@@ -26,19 +26,25 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 import mjax
-from mjax.checkpoint import digest, handlers
-from mjax.checkpoint.continuation import require_continuation
-from mjax.checkpoint.digest import DamagedCheckpoint, read_digests
-from mjax.checkpoint.quiet import plain_reason
-from mjax.checkpoint.retention import retention
-from mjax.checkpoint.side import SIDE_FILES, identify_data, identify_text, side_files_of_run
-from mjax.checkpoint.steps import newest_step
-from mjax.config.paths import require_files
-from mjax.config.pattern import stacks_of
-from mjax.config.schema import Config
+from mjax.checkpoint import orbax_handlers
+from mjax.checkpoint.base import digest
+from mjax.checkpoint.base.companion_files import (
+    SIDE_FILES,
+    identify_data,
+    identify_text,
+    side_files_of_run,
+)
+from mjax.checkpoint.base.continuation import require_continuation
+from mjax.checkpoint.base.digest import DamagedCheckpoint, read_digests
+from mjax.checkpoint.base.orbax_messages import plain_reason
+from mjax.checkpoint.base.retention import retention
+from mjax.checkpoint.base.steps import newest_step
+from mjax.config.languages.layer_pattern import stacks_of
+from mjax.config.languages.paths import require_files
+from mjax.config.schema.run import Config
 from mjax.errors import UserError, first_line, or_user_error
 from mjax.optim.schedule import consumed_samples
-from mjax.sharding.agreement import on_process_0, wait_for_every_process
+from mjax.sharding.processes.agreement import on_process_0, wait_for_every_process
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +149,7 @@ class Store:
             "meta": ocp.args.JsonSave(self._meta(step, held_out_loss)),
         }
         if self._side_files:
-            items[SIDE_FILES] = handlers.FilesSave(self._side_files)
+            items[SIDE_FILES] = orbax_handlers.FilesSave(self._side_files)
         return ocp.args.Composite(**items)
 
     def wait(self) -> None:
@@ -298,7 +304,7 @@ class Store:
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             todelete_subdir=OUTDATED,
         )
-        registry = handlers.registry(self._digests)
+        registry = orbax_handlers.registry(self._digests)
         return ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
 
     def remove_remains(self) -> None:

@@ -5,6 +5,6 @@ from mjax.config.load import config_from_args as config_from_args
 from mjax.config.load import dump as dump
 from mjax.config.load import json_schema as json_schema
 from mjax.config.load import load as load
-from mjax.config.schema import Config as Config
+from mjax.config.schema.run import Config as Config
 from mjax.config.validate import mesh_sizes as mesh_sizes
 from mjax.config.validate import validate as validate

@@ -18,11 +18,11 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 
 from mjax.config import yaml_text
-from mjax.config.imports import import_modules
-from mjax.config.keys import is_group
-from mjax.config.paths import as_path
-from mjax.config.schema import Config
-from mjax.config.sizes import require_sane_patterns, shortened
+from mjax.config.languages.imports import import_modules
+from mjax.config.languages.paths import as_path
+from mjax.config.schema.keys import is_group
+from mjax.config.schema.run import Config
+from mjax.config.schema.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
 from mjax.errors import UserError, or_user_error
 

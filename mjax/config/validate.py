@@ -4,19 +4,19 @@
 They see `mesh.dp` as a number once the device count is known.
 """
 
-from mjax.config.data_rules import DATA_RULES
-from mjax.config.encoder_rules import ENCODER_RULES
-from mjax.config.fim_rules import FIM_RULES
-from mjax.config.mesh_rules import MESH_RULES, mesh_sizes
-from mjax.config.model_rules import MODEL_RULES
-from mjax.config.optimizer_rules import OPTIMIZER_RULES
-from mjax.config.retro_rules import RETRO_RULES
-from mjax.config.rule import Rule
-from mjax.config.schema import Config
-from mjax.config.tower_rules import TOWER_RULES
-from mjax.config.train_rules import TRAIN_RULES
-from mjax.config.unread_rules import every_key_is_read
-from mjax.config.vision_rules import VISION_RULES
+from mjax.config.rules.data_rules import DATA_RULES
+from mjax.config.rules.encoder_rules import ENCODER_RULES
+from mjax.config.rules.fim_rules import FIM_RULES
+from mjax.config.rules.mesh_rules import MESH_RULES, mesh_sizes
+from mjax.config.rules.model_rules import MODEL_RULES
+from mjax.config.rules.optimizer_rules import OPTIMIZER_RULES
+from mjax.config.rules.retro_rules import RETRO_RULES
+from mjax.config.rules.rule import Rule
+from mjax.config.rules.tower_rules import TOWER_RULES
+from mjax.config.rules.train_rules import TRAIN_RULES
+from mjax.config.rules.unread_rules import every_key_is_read
+from mjax.config.rules.vision_rules import VISION_RULES
+from mjax.config.schema.run import Config
 from mjax.errors import UserError
 
 RULES: tuple[Rule, ...] = (

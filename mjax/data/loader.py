@@ -12,16 +12,16 @@ from typing import Protocol
 
 import numpy as np
 
-from mjax.config.schema import Config, DataConfig
+from mjax.config.schema.run import Config, DataConfig
+from mjax.data.base.tokenizer import load_tokenizer, word_continuations
 from mjax.data.blend import SURPLUS, BlendedDataset, normalize, sizes_per_dataset
-from mjax.data.fim import FillInTheMiddle, fill_in_the_middle
-from mjax.data.gpt import Batch, GPTDataset
-from mjax.data.labelled import LabelledDataset
-from mjax.data.masked import MaskedDataset, frame_of_pairs
+from mjax.data.corpus.fim import FillInTheMiddle, fill_in_the_middle
+from mjax.data.corpus.gpt import Batch, GPTDataset
+from mjax.data.corpus.retro import NeighborDataset
+from mjax.data.corpus.text import prepare_text, require_tokenizer
 from mjax.data.mock import MockDataset
-from mjax.data.retro import NeighborDataset
-from mjax.data.text import prepare_text, require_tokenizer
-from mjax.data.tokenizer import load_tokenizer, word_continuations
+from mjax.data.sentences.labelled import LabelledDataset
+from mjax.data.sentences.masked import MaskedDataset, frame_of_pairs
 from mjax.errors import UserError, or_user_error
 from mjax.optim.schedule import consumed_samples, final_step, held_out_samples
 
@@ -160,9 +160,9 @@ def _build_datasets(
 
 def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Dataset, Dataset | None]:
     """The images of a run, and held-out ones."""
-    from mjax.data.captions import ImageTextDataset  # they import jax, as grain does
-    from mjax.data.images import ImageDataset
-    from mjax.data.packed import PackedTexts
+    from mjax.data.multimodal.image_text import ImageTextDataset  # they import jax, as grain does
+    from mjax.data.multimodal.images import ImageDataset
+    from mjax.data.multimodal.packed import PackedTexts
 
     images, make = cfg.data.images, partial(ImageDataset, cfg=cfg)
     if cfg.model.modalities:
@@ -261,7 +261,7 @@ def _sentence_dataset(
         name = prepare_text(cfg.data, Path(cfg.run.dir)).tokenizer_path
     continues = word_continuations(name) if cfg.data.masked.whole_words else None
     if cfg.train.objective == SPAN_CORRUPTION:
-        from mjax.data.spans import SpanDataset  # imports jax, as grain does
+        from mjax.data.sentences.spans import SpanDataset  # imports jax, as grain does
 
         start = cfg.model.decoder_start_token_id
         return SpanDataset(*given, continues=continues, start_token=start)
@@ -278,7 +278,7 @@ def tokens_to_read(cfg: Config) -> int:
     data = cfg.data
     if cfg.train.objective != SPAN_CORRUPTION:
         return data.seq_length
-    from mjax.models.span_fields import sentinels_of, span_counts, stream_length
+    from mjax.objectives.span_fields import sentinels_of, span_counts, stream_length
 
     sizes = data.masked.probability, data.masked.mean_span
     length = stream_length(data.seq_length, data.target_length, *sizes)

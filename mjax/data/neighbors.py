@@ -12,10 +12,10 @@ import time
 import numpy as np
 
 from mjax.config.load import add_config_arguments, config_from_args
-from mjax.data.gpt import GPTDataset
+from mjax.data.corpus.gpt import GPTDataset
+from mjax.data.corpus.neighbor_index import Index, database_of, search
+from mjax.data.corpus.retro import NeighborDataset
 from mjax.data.loader import run_datasets
-from mjax.data.neighbor_index import Index, database_of, search
-from mjax.data.retro import NeighborDataset
 from mjax.errors import UserError, run_cli
 
 

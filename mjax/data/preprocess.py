@@ -9,9 +9,9 @@ import json
 import os
 import sys
 
-from mjax.config.paths import path_text
-from mjax.data.tokenize_files import preprocess, read_texts
-from mjax.data.tokenizer import train_tokenizer
+from mjax.config.languages.paths import path_text
+from mjax.data.base.tokenizer import train_tokenizer
+from mjax.data.corpus.tokenize_files import preprocess, read_texts
 from mjax.errors import UserError, run_cli
 
 

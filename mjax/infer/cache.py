@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass
 
-from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import ENCODER
+from mjax.config.languages.layer_pattern import ENCODER
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.models.branch import CacheSpec, cache_specs
-from mjax.models.context import Context, tokens_of
+from mjax.models.base.branch import CacheSpec, cache_specs
+from mjax.models.base.context import Context, tokens_of
 from mjax.models.decoder import Decoder
-from mjax.models.layers import Caches
+from mjax.models.runtime.layers import Caches
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import partition
 
@@ -28,7 +28,7 @@ from mjax.sharding.rules import partition
 @register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """layers: the cache of each layer, by the names of its branches (`models/branch.py`).
+    """layers: the cache of each layer, by the names of its branches (`models/base/branch.py`).
 
     real int32 [B, T]: 1 where a slot holds a token, 0 for padding and empty slots. lengths int32
     [B]: tokens of each row, which is its next position. column int32 []: the next slot, equal for

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mjax.config.model_schema import ModelConfig
-from mjax.data.tokenizer import Tokenizer
+from mjax.config.schema.model import ModelConfig
+from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated, require_decoder
 from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, settings_of
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
-from mjax.models.params import Definition
-from mjax.models.tiles import PADDING, Tiled
+from mjax.models.base.params import Definition
+from mjax.models.towers.tiles import PADDING, Tiled
 
 _SMALLEST = 16  # tokens of the smallest bucket
 

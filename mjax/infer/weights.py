@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from mjax.models.stacks import split_rows
+from mjax.models.runtime.stacks import split_rows
 from mjax.sharding.spec import ParamSpec, is_spec
 
 

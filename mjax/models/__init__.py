@@ -2,11 +2,11 @@
 
 from flax import nnx
 
-from mjax.config.model_schema import ModelConfig
+from mjax.config.schema.model import ModelConfig
+from mjax.models.base.params import Definition as Definition
+from mjax.models.base.params import ModelDefinition, define
+from mjax.models.base.params import split as split
 from mjax.models.decoder import Decoder
-from mjax.models.params import Definition as Definition
-from mjax.models.params import ModelDefinition, define
-from mjax.models.params import split as split
 
 
 def build(cfg: ModelConfig, rngs: nnx.Rngs) -> Decoder:

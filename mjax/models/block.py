@@ -1,7 +1,8 @@
 """A layer: residual branches in order, each normed; the unit that stacks and pipelines are made of.
 
-`config/pattern.py` says which branches a kind of layer has. Invariant: what a layer draws for
-dropout depends on its number in the model and on the place of a token, not on where it runs.
+`config/languages/layer_pattern.py` says which branches a kind of layer has. Invariant: what a layer
+draws for dropout depends on its number in the model and on the place of a token, not on where it
+runs.
 """
 
 import functools
@@ -12,12 +13,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, DECODER, branch_groups, stream_of, stream_read_by
-from mjax.models.branch import BranchInputs, BranchOutput, LayerCache, Rope, Source, branch_class
-from mjax.models.context import Context, Tokens, dropout
-from mjax.models.norm import Norm
-from mjax.models.streams import Activation, Streams
+from mjax.config.languages.layer_pattern import (
+    BRANCHES,
+    DECODER,
+    branch_groups,
+    stream_of,
+    stream_read_by,
+)
+from mjax.config.schema.model import ModelConfig
+from mjax.models.base.branch import (
+    BranchInputs,
+    BranchOutput,
+    LayerCache,
+    Rope,
+    Source,
+    branch_class,
+)
+from mjax.models.base.context import Context, Tokens, dropout
+from mjax.models.base.norm import Norm
+from mjax.models.base.streams import Activation, Streams
 
 FIRST_SALT = 1  # of the first layer's draws of dropout; 0 is the embedding's
 
@@ -25,7 +39,8 @@ FIRST_SALT = 1  # of the first layer's draws of dropout; 0 is the embedding's
 class Block(nnx.Module):
     """One layer: residual branches, each normed. It serves all kinds of layers in one stack.
 
-    Norms and branches are attributes, named by the table of branches (`config/pattern.py`).
+    Norms and branches are attributes, named by the table of branches
+    (`config/languages/layer_pattern.py`).
     """
 
     def __init__(self, cfg: ModelConfig, kind: str, rngs: nnx.Rngs):

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import (
+from mjax.config.languages.layer_pattern import (
     BRANCHES,
     DECODER,
     ENCODER,
@@ -23,26 +22,27 @@ from mjax.config.pattern import (
     stacks_of,
     stream_of,
 )
+from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.kernels.cross_entropy import Terms, count_hits, cross_entropy
-from mjax.models.bert import Classifier, MaskedHead
+from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy
+from mjax.models.attention.positions import look_up, rope_tables
+from mjax.models.base.branch import BranchOutput, Rope, branch_class
+from mjax.models.base.context import Context, Tokens, dropout, tokens_of
+from mjax.models.base.norm import Norm
+from mjax.models.base.params import StatisticCount, as_edge, declare, normal, split, stack
+from mjax.models.base.streams import Activation, Streams, WithLoads
 from mjax.models.block import Block, scaled
-from mjax.models.branch import BranchOutput, Rope, branch_class
-from mjax.models.chunked_attention import beside_neighbors, neighbor_rows
-from mjax.models.context import Context, Tokens, dropout, tokens_of
-from mjax.models.execution import Execution, plain_layers
-from mjax.models.joint import Joint
-from mjax.models.joint_embedding import ImagePooler, JointEmbedding, vectors_of_texts
-from mjax.models.layers import Caches, LayerInputs, Layers
-from mjax.models.modalities import MODALITIES, beside_given, embeddings
-from mjax.models.mtp import PredictionLayer
-from mjax.models.norm import Norm
-from mjax.models.params import StatisticCount, as_edge, declare, normal, split, stack
-from mjax.models.positions import look_up, rope_tables
-from mjax.models.router_losses import balance_of_loads, beside_loads
-from mjax.models.streams import Activation, Streams, WithLoads
-from mjax.models.tiles import Tiled
-from mjax.models.vision import rows_of_images
+from mjax.models.heads.encoder_heads import Classifier, MaskedHead
+from mjax.models.heads.multi_token import PredictionLayer
+from mjax.models.moe.router_losses import balance_of_loads, beside_loads
+from mjax.models.retrieval.chunked_attention import beside_neighbors, neighbor_rows
+from mjax.models.runtime.execution import Execution, plain_layers
+from mjax.models.runtime.layers import Caches, LayerInputs, Layers
+from mjax.models.towers.joint_embedding import ImagePooler, JointEmbedding, vectors_of_texts
+from mjax.models.towers.modalities import MODALITIES, beside_given, embeddings
+from mjax.models.towers.shared_weights import Joint
+from mjax.models.towers.tiles import Tiled
+from mjax.models.towers.vision import rows_of_images
 from mjax.sharding.spec import ParamSpec
 
 # dropout call sites; those of layers are in `block.py`

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import (
+from mjax.config.languages.layer_pattern import (
     BRANCHES,
     DECODER,
     ENCODER,
@@ -22,10 +21,11 @@ from mjax.config.pattern import (
     stream_of,
     stream_read_by,
 )
-from mjax.config.schema import Config
+from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.run import Config
 from mjax.models import definition_of
-from mjax.models.branch import branch_class
-from mjax.models.modalities import MODALITIES
+from mjax.models.base.branch import branch_class
+from mjax.models.towers.modalities import MODALITIES
 from mjax.sharding.spec import ParamSpec, freeze, is_spec
 
 # Roles of the parameters that every token is multiplied with, besides the head.

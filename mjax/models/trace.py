@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 
 import jax
 
-from mjax.config.pattern import stack_index, stack_of
+from mjax.config.languages.layer_pattern import stack_index, stack_of
 from mjax.errors import UserError
-from mjax.models.context import Context, tokens_of
+from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.params import split
 from mjax.models.decoder import Decoder
-from mjax.models.params import split
 
 Hook = Callable[[jax.Array], jax.Array]
 

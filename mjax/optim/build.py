@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from mjax.config.model_schema import EXPERTS_GROUP, ROLES
-from mjax.config.schema import OptimizerConfig
-from mjax.kernels.adam import Betas, Numbers, adam_direction, adam_moments, update_row
+from mjax.config.schema.model import EXPERTS_GROUP, ROLES
+from mjax.config.schema.run import OptimizerConfig
+from mjax.kernels.elementwise.adam import Betas, Numbers, adam_direction, adam_moments, update_row
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
 from mjax.optim.offload import update_in_slices
 from mjax.optim.rounding import Name, Offsets, element_offsets, random_bits, round_to_bf16

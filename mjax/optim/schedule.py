@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from mjax.config.schema import Config, OptimizerConfig, ScheduleConfig, TrainConfig
+from mjax.config.schema.run import Config, OptimizerConfig, ScheduleConfig, TrainConfig
 
 
 class Rates(NamedTuple):

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mjax.config.optax_arguments import optax_function
-from mjax.config.schema import OptimizerConfig
+from mjax.config.languages.optax_arguments import optax_function
+from mjax.config.schema.run import OptimizerConfig
 from mjax.errors import UserError, first_line
 
 # Names in optax of the moments whose dtypes are `optimizer.mu_dtype` and `nu_dtype`.

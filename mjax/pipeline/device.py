@@ -15,14 +15,14 @@ import numpy as np
 from jax import lax
 from jax.tree_util import register_dataclass
 
-from mjax.config.pipeline_layout import EMPTY
-from mjax.models.frozen import WeightParts, Weights, join_frozen, split_frozen
-from mjax.models.layers import LayerInputs
-from mjax.models.local import LocalModel
-from mjax.models.objective import Batch, Scalars
-from mjax.models.residuals import VjpLayout, split_vjp
-from mjax.models.stacks import stack_groups
-from mjax.models.streams import Activation
+from mjax.config.languages.pipeline_layout import EMPTY
+from mjax.models.base.streams import Activation
+from mjax.models.runtime.frozen import WeightParts, Weights, join_frozen, split_frozen
+from mjax.models.runtime.layers import LayerInputs
+from mjax.models.runtime.stacks import stack_groups
+from mjax.models.runtime.vjp import VjpLayout, split_vjp
+from mjax.objectives.local_model import LocalModel
+from mjax.objectives.objective import Batch, Scalars
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.schedule import Schedule, UnitTable
 

@@ -3,9 +3,9 @@
 A model is split into pp * v virtual stages of consecutive layers. Virtual stage i is chunk i // pp
 of device i % pp (circular, as in Megatron-LM's interleaved schedule). Stages may differ in length
 and in their layers: every chunk has the same slots, each for layers of one stack, and unused slots
-are padding (`config/pipeline_layout.py`). Invariant: every layer is in exactly one slot, in order.
-Layout strings follow Megatron-LM's `--pipeline-model-parallel-layout`. `storage.py` says where the
-parameters of a slot are.
+are padding (`config/languages/pipeline_layout.py`). Invariant: every layer is in exactly one slot,
+in order. Layout strings follow Megatron-LM's `--pipeline-model-parallel-layout`. `storage.py` says
+where the parameters of a slot are.
 """
 
 import functools
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mjax.config.pattern import stack_index, stacks_of
-from mjax.config.pipeline_layout import Slots, assign_slots, stage_sizes
-from mjax.config.schema import Config
+from mjax.config.languages.layer_pattern import stack_index, stacks_of
+from mjax.config.languages.pipeline_layout import Slots, assign_slots, stage_sizes
+from mjax.config.schema.run import Config
 
 
 @dataclass(frozen=True)

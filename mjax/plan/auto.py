@@ -22,13 +22,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mjax.config.mesh_rules import mesh_sizes
-from mjax.config.schema import Config, MeshConfig
+from mjax.config.rules.mesh_rules import mesh_sizes
+from mjax.config.schema.run import Config, MeshConfig
 from mjax.config.validate import validate
 from mjax.errors import UserError
 from mjax.plan import roofline
+from mjax.plan.absent_devices import is_described
 from mjax.plan.chips import Chip, chip_of_kind
-from mjax.plan.described import is_described
 from mjax.plan.execution import decide_execution, micro_batch_sizes
 from mjax.plan.memory import Traced, bytes_per_device, held_layers
 

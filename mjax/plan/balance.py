@@ -9,8 +9,8 @@ measure before you believe them.
 
 import numpy as np
 
-from mjax.config.model_schema import ModelConfig
-from mjax.config.schema import Config
+from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.run import Config
 from mjax.models.flops import flops_by_part, flops_per_token
 from mjax.pipeline.layout import Layout, layout_of, make_layout
 from mjax.pipeline.schedule import Schedule, make_schedule

@@ -2,7 +2,7 @@
 
 `decide_execution` is a pure function of the config, the sizes of the mesh, what the devices can do
 and the rows of a batch. Trainer, step, pipeline, memory estimate and compiler options read its
-result (`models/execution.py`) and derive nothing themselves.
+result (`models/runtime/execution.py`) and derive nothing themselves.
 
 |                                  | one micro-batch               | several                    |
 |----------------------------------|-------------------------------|----------------------------|
@@ -23,18 +23,18 @@ import logging
 import math
 from dataclasses import dataclass, replace
 
-from mjax.config.pattern import stack_index, stack_of
-from mjax.config.remat import offloaded, remat_policies
-from mjax.config.schema import Config, MeshConfig
-from mjax.config.train_rules import balances_over_batch
+from mjax.config.languages.layer_pattern import stack_index, stack_of
+from mjax.config.languages.remat import offloaded, remat_policies
+from mjax.config.rules.train_rules import balances_over_batch
+from mjax.config.schema.run import Config, MeshConfig
 from mjax.errors import UserError
-from mjax.kernels.quantize import Recipe
-from mjax.models.context import Context
-from mjax.models.execution import Execution, LayerPlan
-from mjax.models.objective import WholeBatch, objective_of
-from mjax.models.remat import STASHED
-from mjax.models.tower_mesh import tower_handles
-from mjax.models.tp_overlap import MIN_ROWS
+from mjax.kernels.fp8.quantize import Recipe
+from mjax.models.base.context import Context
+from mjax.models.base.tensor_parallel_overlap import MIN_ROWS
+from mjax.models.runtime.execution import Execution, LayerPlan
+from mjax.models.runtime.remat import STASHED
+from mjax.models.towers.tower_mesh import tower_handles
+from mjax.objectives.objective import WholeBatch, objective_of
 from mjax.pipeline.layout import layout_of
 from mjax.sharding.collectives import Parallel
 
@@ -225,7 +225,8 @@ def _unroll(cfg: Config, devices: DeviceFacts) -> int:
 
 
 def _updates_rows(cfg: Config) -> bool:
-    """Whether the optimizer is one that `kernels/adam.py` computes; fp16 unscales stacks."""
+    """Whether the optimizer is one that `kernels/elementwise/adam.py` computes; fp16 unscales
+    stacks."""
     optimizer = cfg.optimizer
     plain = optimizer.offload is not True and not optimizer.stochastic_rounding
     return optimizer.name == "adamw" and plain and cfg.precision.compute != "float16"

@@ -9,22 +9,22 @@ function of (config, sizes of the mesh, declared parameters).
 from collections import Counter
 from typing import NamedTuple
 
-from mjax.config.mesh_rules import mesh_sizes
-from mjax.config.pipeline_layout import EMPTY
-from mjax.config.remat import offloaded
-from mjax.config.schema import Config, MeshConfig, OptimizerConfig
-from mjax.kernels.cross_entropy import cut_of
-from mjax.kernels.loss_rows import fits
-from mjax.models.branch import model_heads
-from mjax.models.contrastive import LOGIT_ROWS
-from mjax.models.execution import Execution, is_matmul_weight
-from mjax.models.remat import STASHED
+from mjax.config.languages.pipeline_layout import EMPTY
+from mjax.config.languages.remat import offloaded
+from mjax.config.rules.mesh_rules import mesh_sizes
+from mjax.config.schema.run import Config, MeshConfig, OptimizerConfig
+from mjax.kernels.loss.cross_entropy import cut_of
+from mjax.kernels.loss.rows import fits
+from mjax.models.base.branch import model_heads
+from mjax.models.runtime.execution import Execution, is_matmul_weight
+from mjax.models.runtime.remat import STASHED
+from mjax.objectives.contrastive import LOGIT_ROWS
 from mjax.optim.build import moment_bytes
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.pipeline.storage import storage_specs
+from mjax.plan.activations import Kept, kept
 from mjax.plan.execution import decide_execution, micro_batch_shape
-from mjax.plan.kept import Kept, kept
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import ParamPlacement, place
 

@@ -18,21 +18,21 @@ not measured: 400 Gb/s a GPU is an assumption.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mjax.config.model_schema import ModelConfig
-from mjax.config.pattern import BRANCHES, modality_of
-from mjax.config.schema import Config
-from mjax.kernels.chooser import Device, believed
-from mjax.models.branch import branch_class, model_heads
-from mjax.models.capacity import expert_capacity
-from mjax.models.execution import Execution
-from mjax.models.expert_exchange import rows_per_peer
+from mjax.config.languages.layer_pattern import BRANCHES, modality_of
+from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.run import Config
+from mjax.kernels.base.chooser import Device, believed
+from mjax.models.base.branch import branch_class, model_heads
 from mjax.models.flops import branch_flops, flops_of_run, predicted_share, run_flops_by_part
+from mjax.models.moe.capacity import expert_capacity
+from mjax.models.moe.exchange import rows_per_peer
+from mjax.models.runtime.execution import Execution
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.plan.balance import head_in_layers, step_time
 from mjax.plan.chips import Chip
 from mjax.plan.execution import micro_batch_shape
-from mjax.plan.kernels import activation_choice, exchange_choice, expert_choice
+from mjax.plan.kernel_lines import activation_choice, exchange_choice, expert_choice
 from mjax.plan.memory import WIDTH, Counts, counts_on_device, moment_bytes_on_device
 
 MEASURED_ON = "h200"  # the chip of all shares below

@@ -15,8 +15,8 @@ from jax.sharding import SingleDeviceSharding
 
 from mjax.errors import UserError
 from mjax.kernels import choose
-from mjax.models.execution import Execution
-from mjax.plan.described import StandIn
+from mjax.models.runtime.execution import Execution
+from mjax.plan.absent_devices import StandIn
 from mjax.plan.execution import DeviceFacts
 
 # ppermute as a copy by the source's copy engine: on four H200s 360 GB/s and no multiprocessor taken

@@ -18,16 +18,16 @@ import jax
 import numpy as np
 
 from mjax.config import load
-from mjax.config.mesh_rules import AXES
-from mjax.config.pattern import shortest
-from mjax.config.schema import Config
-from mjax.config.vision_schema import VisionConfig
-from mjax.data.tiles import features_of_images
-from mjax.models.modalities import MODALITIES, Items, features_of, features_of_tiles
-from mjax.models.multimodal import items_of
-from mjax.models.objective import further_lengths
-from mjax.models.tiles import padded_features
-from mjax.models.vision import image_fields
+from mjax.config.languages.layer_pattern import shortest
+from mjax.config.rules.mesh_rules import AXES
+from mjax.config.schema.run import Config
+from mjax.config.schema.vision import VisionConfig
+from mjax.data.multimodal.tiles import features_of_images
+from mjax.models.towers.modalities import MODALITIES, Items, features_of, features_of_tiles
+from mjax.models.towers.tiles import padded_features
+from mjax.models.towers.vision import image_fields
+from mjax.objectives.objective import further_lengths
+from mjax.objectives.text_with_items import items_of
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import (
     DEEP,

@@ -19,11 +19,11 @@ from pathlib import Path
 import jax
 
 from mjax.bench.report import own_commit
-from mjax.config.paths import as_path
+from mjax.config.languages.paths import as_path
 from mjax.errors import UserError, run_cli
 from mjax.prove import BOUND, CURVE_BOUND, cells, compare, holds
 from mjax.prove.features import FEATURES, ROWS, STEPS
-from mjax.sharding.fake_devices import fake_devices
+from mjax.sharding.processes.fake_devices import fake_devices
 
 
 def print_cells(devices: int, feature: str, rows: int, done: set[str]) -> None:

@@ -7,7 +7,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from mjax.config.paths import as_path
+from mjax.config.languages.paths import as_path
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import read_runs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.config.paths import as_path
+from mjax.config.languages.paths import as_path
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import Run, last_finite, read_run
 from mjax.report.svg import COLORS, text_at

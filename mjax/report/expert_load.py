@@ -9,7 +9,7 @@ import argparse
 import math
 from pathlib import Path
 
-from mjax.config.paths import as_path
+from mjax.config.languages.paths import as_path
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import records_of
 from mjax.report.svg import text_at

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from mjax.config.mesh_rules import AXES
+from mjax.config.rules.mesh_rules import AXES
 
 DATA_AXES = ("dp", "ep")  # over which the rows of a batch are split
 _FEW_DEVICES = 8  # as many as a host has, as a rule

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mjax.config.mesh_rules import mesh_sizes
-from mjax.config.schema import MeshConfig
+from mjax.config.rules.mesh_rules import mesh_sizes
+from mjax.config.schema.run import MeshConfig
 from mjax.errors import LostProcess, first_line
 from mjax.sharding.collectives import AXES, Parallel
-from mjax.sharding.launcher import find_processes, gpus_of_process, launcher_variables
+from mjax.sharding.processes.launcher import find_processes, gpus_of_process, launcher_variables
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -59,8 +59,9 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 # Axes that fall back to replication where the mesh does not divide them: a device then takes the
-# kv heads that its query heads use (`models/attention.py`), and the groups that its heads of a
-# state-space mixer use (`models/mamba.py`). All others are refused by validate.py.
+# kv heads that its query heads use (`models/attention/self_attention.py`), and the groups that its
+# heads of a state-space mixer use (`models/recurrent/mamba.py`). All others are refused by
+# validate.py.
 REPLICABLE = frozenset({"kv_heads", "groups"})
 
 # Mesh axes over which ZeRO cuts masters, moments and reduced gradients; `whole` ones over tp, too.

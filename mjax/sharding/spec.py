@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from mjax.config.model_schema import ROLES
-from mjax.config.remat import matmul_names
+from mjax.config.languages.remat import matmul_names
+from mjax.config.schema.model import ROLES
 from mjax.errors import UserError
 
 # Logical axes that enumerate independent matrices: layers of a stack, the two halves of a fused
@@ -34,22 +34,23 @@ class ParamSpec:
     `parts` are the sizes along the last axis of projections that lie side by side there, if there
     are several. Each is a matrix of its own.
 
-    `matmul` is the name of the matmul of a block that reads the parameter (`models/linear.py`), or
-    None. Its output and the scales of its 8-bit recipe go by that name.
+    `matmul` is the name of the matmul of a block that reads the parameter
+    (`models/base/tensor_parallel.py`), or None. Its output and the scales of its 8-bit recipe go by
+    that name.
 
     `active` is the share of the parameter that a token is multiplied with, for counting FLOPs.
 
     `hf` holds its Hugging Face names in Llama's words, one for each entry of a `pair` axis. They
     are names within the layer if the parameter is a layer's. `{expert}` stands for the number of an
-    expert where Hugging Face stores experts separately. `checkpoint/families.py` turns them into
-    the names of a family.
+    expert where Hugging Face stores experts separately. `interop/huggingface/families/table.py`
+    turns them into the names of a family.
 
     A `frozen` parameter is not trained. A `precise` one is read in fp32, whatever others are. One
     without `fp8` is not rounded to 8 bits. A `whole` one is not split over tp, whatever its axes.
 
     No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
-    entries, and the step moves it by that (`models/buffers.py`). It lies whole on each device, in
-    fp32.
+    entries, and the step moves it by that (`models/runtime/buffers.py`). It lies whole on each
+    device, in fp32.
     """
 
     shape: tuple[int, ...]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mjax.config.load import add_config_arguments, config_from_args
 from mjax.errors import INTERRUPTED, LostProcess, run_cli
-from mjax.train.supervisor import RESTART_NOTE, add_restart_arguments, supervise
+from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supervise
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     from mjax.sharding.mesh import start_processes
 
     if args.on is not None or args.no_compile:
-        from mjax.train.estimate import plan_elsewhere
+        from mjax.run.dry_run import plan_elsewhere
 
         return plan_elsewhere(cfg, args)
     start_processes(args.coordinator, args.num_processes, args.process_id)
@@ -45,9 +45,9 @@ def main() -> int:
         cache = os.environ.get("MJAX_CACHE_DIR", str(Path.home() / ".cache" / "mjax"))
         jax.config.update("jax_compilation_cache_dir", cache)
     from mjax.errors import NonFiniteLoss, ReplicasDiffer
-    from mjax.train.estimate import dry_run
-    from mjax.train.loop import train
-    from mjax.train.watchdog import lost_process
+    from mjax.run.dry_run import dry_run
+    from mjax.run.faults.watchdog import lost_process
+    from mjax.run.loop import train
 
     try:
         dry_run(cfg) if args.dry_run else train(cfg)

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mjax.config.schema import Config
+from mjax.config.schema.run import Config
 from mjax.errors import UserError
-from mjax.kernels.chooser import this_device
-from mjax.models.context_attention import zigzag
-from mjax.models.objective import (
+from mjax.kernels.base.chooser import this_device
+from mjax.models.attention.context_parallel import zigzag
+from mjax.objectives.objective import (
     FURTHER_COLUMNS,
     LAYER_FIELDS,
     Batch,

@@ -1,9 +1,9 @@
 """The checkpoints of a trainer: its state as any mesh can read it, and weights to start from.
 
 There may be two tiers: those in run.dir, and between them faster and more frequent ones
-(`checkpoint.local_dir`), near the devices (`checkpoint/node_store.py`). Invariant: a state is saved
-only if all its weights are finite. The tier is chosen as Megatron-LM does: the local one counts if
-its step is not older, and an explicit step is always of run.dir.
+(`checkpoint.local_dir`), near the devices (`checkpoint/local/node_store.py`). Invariant: a state is
+saved only if all its weights are finite. The tier is chosen as Megatron-LM does: the local one
+counts if its step is not older, and an explicit step is always of run.dir.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from pathlib import Path
 
 import jax
 
-from mjax.checkpoint.digest import DamagedCheckpoint
-from mjax.checkpoint.node_store import NodeStore
-from mjax.checkpoint.partial import fit
-from mjax.checkpoint.source import Source, arrays
+from mjax.checkpoint.base.digest import DamagedCheckpoint
+from mjax.checkpoint.base.source import Source, arrays
+from mjax.checkpoint.local.folder import claim, local_folder
+from mjax.checkpoint.local.node_store import NodeStore
 from mjax.checkpoint.store import SaveFailed, Store
-from mjax.config.schema import Config
+from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
+from mjax.interop.partial_load import fit
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.train.finite import first_nonfinite, nonfinite_counts
-from mjax.train.local_tier import claim, local_folder
 from mjax.train.state import StateLayout
 from mjax.train.step import State
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mjax.config.schema import PrecisionConfig
+from mjax.config.schema.run import PrecisionConfig
 
 GROWTH, BACKOFF = 2.0, 0.5  # factors on the scale; Megatron-LM's
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mjax.models.objective import Batch
-from mjax.models.stacks import stacked
+from mjax.models.runtime.stacks import stacked
+from mjax.objectives.objective import Batch
 from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.spec import ParamSpec, is_spec, trained_only
 from mjax.train.step import Program, State, clip_factor, compute_gradients

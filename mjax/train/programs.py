@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.config.schema import Config
+from mjax.config.schema.run import Config
 from mjax.errors import UserError
-from mjax.models.local import LocalModel
-from mjax.models.objective import Batch, Objective, WholeBatch
-from mjax.models.params import ModelDefinition
+from mjax.models.base.params import ModelDefinition
+from mjax.objectives.local_model import LocalModel
+from mjax.objectives.objective import Batch, Objective, WholeBatch
 from mjax.pipeline.layout import Layout
 from mjax.plan.execution import (
     decide_evaluation,
@@ -25,14 +25,14 @@ from mjax.plan.execution import (
     tp_overlap_rows,
     training_context,
 )
-from mjax.plan.kernels import reads_pairs
+from mjax.plan.kernel_lines import reads_pairs
 from mjax.plan.xla_options import compiler_options, device_facts
+from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards
-from mjax.sharding.ordered import in_program_order
 from mjax.train import step as steps
 from mjax.train.batch import batch_partitions, bound_of_documents
+from mjax.train.layer_statistics import seen_layers
 from mjax.train.norms import step_norms
-from mjax.train.seen_layers import seen_layers
 from mjax.train.state import StateLayout, without_moments
 
 
@@ -82,7 +82,7 @@ class Programs:
         """The program `kind` on global arrays, jitted.
 
         That is the function of `train/step.py` (train, grads or eval), of `train/norms.py` (norms)
-        or of `train/seen_layers.py` (layers). "train" takes over the memory of its state.
+        or of `train/layer_statistics.py` (layers). "train" takes over the memory of its state.
         """
         key = ProgramKey(kind, rows, self.max_documents, self.padded)
         if key not in self._jitted:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.schema import Config
+from mjax.config.schema.run import Config
 from mjax.optim.schedule import rates_of_step
 
 Pair = tuple[jax.Array | np.float32, jax.Array | np.float32]  # learning rate, weight decay

@@ -13,9 +13,9 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mjax.config.schema import Config
+from mjax.config.schema.run import Config
 from mjax.models import build, split
-from mjax.models.buffers import Buffer, buffers_of
+from mjax.models.runtime.buffers import Buffer, buffers_of
 from mjax.optim.build import Optimizer, moment_trees
 from mjax.optim.shards import muon_resharders
 from mjax.pipeline.layout import Layout

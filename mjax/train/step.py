@@ -1,12 +1,13 @@
 """The training step: one function of local shards, run inside one `shard_map` over all five axes.
 
 Read it top to bottom: load the weights from the masters, differentiate this device's share of the
-losses over the micro-batches, store the gradients reduced (`models/layers.py`), clip by the global
-norm, update. The losses are those of the objective (`models/objective.py`) and the statistics of
-the layers; the step knows none by name but "loss". Invariant: shares of a loss sum over all devices
-to (its sum) / (its count) of the global batch. So the result does not depend on the mesh, on the
-number of micro-batches, or on where the tokens that count lie. A loss or norm that is not finite,
-a loss above a limit or over no token, or a buffer that says so, leaves the state as it was.
+losses over the micro-batches, store the gradients reduced (`models/runtime/layers.py`), clip by the
+global norm, update. The losses are those of the objective (`objectives/objective.py`) and the
+statistics of the layers; the step knows none by name but "loss". Invariant: shares of a loss sum
+over all devices to (its sum) / (its count) of the global batch. So the result does not depend on
+the mesh, on the number of micro-batches, or on where the tokens that count lie. A loss or norm that
+is not finite, a loss above a limit or over no token, or a buffer that says so, leaves the state as
+it was.
 """
 
 import functools
@@ -16,7 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mjax.models.buffers import (
+from mjax.models.base.weight import add_gradients, with_sums
+from mjax.models.runtime.buffers import (
     Buffer,
     Seen,
     global_counts,
@@ -24,11 +26,12 @@ from mjax.models.buffers import (
     move_biases,
     update_buffers,
 )
-from mjax.models.execution import Execution
-from mjax.models.frozen import join_frozen, split_frozen
-from mjax.models.layers import scatter_micro_batch, store_gradients, zero_sums
-from mjax.models.local import LocalModel
-from mjax.models.objective import (
+from mjax.models.runtime.execution import Execution
+from mjax.models.runtime.frozen import join_frozen, split_frozen
+from mjax.models.runtime.layers import scatter_micro_batch, store_gradients, zero_sums
+from mjax.models.runtime.stacks import stacked
+from mjax.objectives.local_model import LocalModel
+from mjax.objectives.objective import (
     FURTHER_COLUMNS,
     Batch,
     Denominators,
@@ -36,8 +39,6 @@ from mjax.models.objective import (
     divisor,
     require_scalars,
 )
-from mjax.models.stacks import stacked
-from mjax.models.weight import add_gradients, with_sums
 from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.run import pipeline_gradients, pipeline_losses
@@ -46,7 +47,7 @@ from mjax.sharding.rules import Placement
 from mjax.train.loss_scale import LossScaler
 
 # {"params": nested dict, "opt": nested dict, "step": int32 []}, and where a run has buffers
-# "buffers": {name: tree} (models/buffers.py), in fp16 "loss_scale" (train/loss_scale.py)
+# "buffers": {name: tree} (models/runtime/buffers.py), in fp16 "loss_scale" (train/loss_scale.py)
 State = dict
 
 

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mjax.checkpoint.source import Source
+from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.store import Store
-from mjax.config.schema import Config
+from mjax.config.schema.run import Config
 from mjax.config.validate import validate
-from mjax.kernels.quantize import require_fp8
+from mjax.kernels.fp8.quantize import require_fp8
 from mjax.models import definition_of
-from mjax.models.objective import Batch, HostBatch, further_lengths, objective_of
-from mjax.models.tower_mesh import with_whole_towers
+from mjax.models.towers.tower_mesh import with_whole_towers
+from mjax.objectives.objective import Batch, HostBatch, further_lengths, objective_of
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical

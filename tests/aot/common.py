@@ -1,7 +1,7 @@
 """Compile training steps for H200s on a machine without a GPU, and read what came out.
 
-Needs the CUDA wheels of jax (extra cuda13), no driver (`mjax/plan/described.py`). Kernels are those
-of CPUs unless a test chooses others, and `auto` policies those of devices that tell no limit.
+Needs the CUDA wheels of jax (extra cuda13), no driver (`mjax/plan/absent_devices.py`). Kernels are
+those of CPUs unless a test chooses others, and `auto` policies those of devices that tell no limit.
 """
 
 import math
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import pytest
 
 from mjax.config import load
-from mjax.config.mesh_rules import AXES, mesh_sizes
+from mjax.config.rules.mesh_rules import AXES, mesh_sizes
 from mjax.plan import auto
+from mjax.plan.absent_devices import cannot_compile, compiler_devices, compiler_told
 from mjax.plan.chips import named_chips
-from mjax.plan.described import cannot_compile, compiler_devices, compiler_told
-from mjax.plan.exchanges import Collective, read_exchanges
+from mjax.plan.hlo_collectives import Collective, read_exchanges
 from mjax.train import Trainer
 
 H200 = named_chips()["h200"]

@@ -14,7 +14,7 @@ from mjax.config import load
 from mjax.infer.generate import Programs
 from mjax.infer.sample import Sampling, draws_of, settings_of
 from mjax.models import definition_of
-from mjax.plan.described import compiler_devices
+from mjax.plan.absent_devices import compiler_devices
 from mjax.sharding.spec import is_spec
 from tests.aot.common import H200, missing
 

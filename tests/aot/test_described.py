@@ -7,8 +7,8 @@ import re
 import pytest
 
 from mjax.config import load
-from mjax.plan.described import cannot_compile, parse_described
-from mjax.train.estimate import dry_run
+from mjax.plan.absent_devices import cannot_compile, parse_described
+from mjax.run.dry_run import dry_run
 
 pytestmark = pytest.mark.skipif(cannot_compile() is not None, reason=str(cannot_compile()))
 

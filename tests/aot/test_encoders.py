@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mjax.kernels.chooser import Device, believed
+from mjax.kernels.base.chooser import Device, believed
 from tests.aot.common import compile_step, missing
 from tests.marks import slow
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mjax.config import load
-from mjax.kernels.chooser import Device, believed
+from mjax.kernels.base.chooser import Device, believed
 from mjax.models import definition_of
 from mjax.plan.memory import bytes_per_device
 from tests.aot.common import compile_step, missing

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from mjax.kernels.grouped import (
+from mjax.kernels.matmul.grouped import (
     grouped_matmul,
     grouped_matmul8,
     grouped_weight_gradient,
     grouped_weight_gradient8,
 )
-from mjax.plan.described import as_on, compiler_devices
+from mjax.plan.absent_devices import as_on, compiler_devices
 from tests.aot.common import H200, missing
 from tests.marks import slow
 

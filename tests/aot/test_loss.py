@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mjax.kernels.cross_entropy import cut_of
+from mjax.kernels.loss.cross_entropy import cut_of
 from tests.aot.common import compile_step, missing
 from tests.devices import GPU, choose_for
 

@@ -4,7 +4,7 @@ import pytest
 
 from mjax.config import load
 from mjax.models import definition_of
-from mjax.plan.kept import kept
+from mjax.plan.activations import kept
 from mjax.plan.memory import bytes_per_device
 from tests.aot.common import Compiled, compile_step, missing
 from tests.devices import GPU, choose_for

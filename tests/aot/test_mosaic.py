@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from mjax.kernels import chooser
+from mjax.kernels.base import chooser
 from tests.aot.common import compile_step, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mjax.kernels.chooser import Device, believed
+from mjax.kernels.base.chooser import Device, believed
 from tests.aot.common import compile_step, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mjax.kernels.ssd import SsdInputs, ssd
-from mjax.plan.described import compiler_devices
+from mjax.kernels.recurrence.ssd import SsdInputs, ssd
+from mjax.plan.absent_devices import compiler_devices
 from tests.aot.common import H200, compile_step, missing
 from tests.devices import GPU, choose_for
 from tests.marks import quick

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mjax.kernels import chooser, gate
-from mjax.models.mlp import activated
-from mjax.models.mlp_activated import activated_mlp, in_matmuls
-from mjax.models.weight import Weight
+from mjax.kernels.base import chooser
+from mjax.kernels.elementwise import gate
+from mjax.models.base.weight import Weight
+from mjax.models.feedforward.mlp import activated
+from mjax.models.feedforward.mlp_activated import activated_mlp, in_matmuls
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or not chooser.on_hopper(),
@@ -34,7 +35,7 @@ def error(got, right):
 
 @pytest.mark.parametrize("m, depth, width, act", SHAPES)
 def test_kernels_equal_fp32_and_themselves(m, depth, width, act):
-    from mjax.kernels.mosaic_activated import multiply_and_activate, multiply_by_slope
+    from mjax.kernels.matmul.activated_mosaic import multiply_and_activate, multiply_by_slope
 
     keys = jax.random.split(jax.random.key(m), 5)
     x, g = (jax.random.normal(key, (m, depth), jnp.bfloat16) for key in keys[:2])
@@ -58,7 +59,7 @@ def test_kernels_equal_fp32_and_themselves(m, depth, width, act):
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "quick_gelu", "silu"])
 def test_every_bf16_number_gets_its_value_and_slope(act):
     """By a product that picks them: to a bf16 rounding, and besides to 2e-4 of the number."""
-    from mjax.kernels.mosaic_activated import multiply_and_activate
+    from mjax.kernels.matmul.activated_mosaic import multiply_and_activate
 
     bits = jnp.arange(2**16, dtype=jnp.uint16)
     u = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)

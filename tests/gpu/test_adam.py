@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.config.schema import OptimizerConfig
+from mjax.config.schema.run import OptimizerConfig
 from mjax.optim.build import Optimizer
 from mjax.sharding.spec import ParamSpec
 

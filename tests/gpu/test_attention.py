@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels.attention import attention
-from mjax.kernels.attention_call import AttentionArrays, AttentionCall
-from mjax.kernels.short_attention import Rows, short_attention
+from mjax.kernels.attention.api import attention
+from mjax.kernels.attention.short import Rows, short_attention
+from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

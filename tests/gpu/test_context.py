@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from mjax.kernels.attention import attention, block_backward, block_forward
-from mjax.kernels.attention_call import AttentionArrays, AttentionCall
-from mjax.models.context import Context
-from mjax.models.context_attention import context_attention, zigzag
+from mjax.kernels.attention.api import attention, block_backward, block_forward
+from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.models.attention.context_parallel import context_attention, zigzag
+from mjax.models.base.context import Context
 from mjax.sharding.collectives import Parallel
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -33,7 +33,7 @@ import hashlib, sys
 import jax, numpy as np
 from mjax.config import load
 from mjax.train import Trainer
-from mjax.train.loop import train
+from mjax.run.loop import train
 cfg = load(None, sys.argv[1:])
 made, init = [], Trainer.__init__
 def kept(self, *args):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels.quantize import E4M3, E5M2, Recipe, amax_of, scale_of
-from mjax.models.weight import Weight, matmul
+from mjax.kernels.fp8.quantize import E4M3, E5M2, Recipe, amax_of, scale_of
+from mjax.models.base.weight import Weight, matmul
 from mjax.plan.xla_options import CUBLAS
 from tests.devices import CPU, choose_for
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import gate
-from mjax.kernels import quantize as q
-from mjax.kernels.gate import E4M3, E5M2
-from mjax.models.mlp_fp8 import gated_mlp_fp8
-from mjax.models.weight import Weight
+from mjax.kernels.elementwise import gate
+from mjax.kernels.elementwise.gate import E4M3, E5M2
+from mjax.kernels.fp8 import quantize as q
+from mjax.models.base.weight import Weight
+from mjax.models.feedforward.mlp_fp8 import gated_mlp_fp8
 from mjax.plan.xla_options import CUBLAS
 from tests.devices import CPU, choose_for
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import gated_delta_fused as fused
-from mjax.kernels.chooser import choose
-from mjax.kernels.gated_delta import DeltaInputs, gated_delta
+from mjax.kernels.base.chooser import choose
+from mjax.kernels.recurrence import gated_delta_fused as fused
+from mjax.kernels.recurrence.gated_delta import DeltaInputs, gated_delta
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from mjax.bench.grouped import skewed_sizes
-from mjax.kernels import chooser
-from mjax.kernels.gate import E4M3, E5M2
-from mjax.kernels.grouped import grouped_matmul, grouped_matmul8, grouped_weight_gradient8
-from mjax.kernels.grouped_tiles import NARROW, WIDE, Tile
-from mjax.models.grouped_linear import weight_cotangent
-from mjax.models.weight import Weight
+from mjax.kernels.base import chooser
+from mjax.kernels.elementwise.gate import E4M3, E5M2
+from mjax.kernels.matmul.grouped import grouped_matmul, grouped_matmul8, grouped_weight_gradient8
+from mjax.kernels.matmul.grouped_tiles import NARROW, WIDE, Tile
+from mjax.models.base.weight import Weight
+from mjax.models.moe.grouped_linear import weight_cotangent
 
 pytestmark = pytest.mark.skipif(not chooser.on_hopper(), reason="needs a Hopper GPU, jax >= 0.11")
 
@@ -87,7 +87,7 @@ def test_kernels_equal_the_loop(name):
 
 @pytest.mark.parametrize("tile", [WIDE, NARROW, Tile(256, 192, 3), Tile(256, 128, 4, 8)])
 def test_every_tile_equals_the_loop(tile):
-    from mjax.kernels.mosaic_grouped import multiply_rows, weight_gradient
+    from mjax.kernels.matmul.grouped_mosaic import multiply_rows, weight_gradient
 
     m, k, n, sizes = CASES["ragged"]
     x, w, g, total = _inputs(m, len(sizes), k, n)
@@ -145,7 +145,7 @@ def test_a_sum_that_others_read_is_not_overwritten():
     m, k, n, sizes = CASES["ragged"]
     x, w, g, total = _inputs(m, len(sizes), k, n)
     before = np.asarray(total)
-    from mjax.kernels.grouped import grouped_weight_gradient
+    from mjax.kernels.matmul.grouped import grouped_weight_gradient
 
     counts = jnp.asarray(sizes, jnp.int32)
     add = jax.jit(lambda t: (grouped_weight_gradient(x, g, counts, t, "mosaic"), t + 1))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import loss_rows as kernel
-from mjax.kernels.cross_entropy import Terms, cross_entropy, reference
+from mjax.kernels.loss import rows as kernel
+from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, reference
 from mjax.sharding.collectives import LOCAL
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

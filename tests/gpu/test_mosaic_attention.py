@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import chooser
-from mjax.kernels import mosaic_attention as mosaic
-from mjax.kernels.attention_call import AttentionCall
+from mjax.kernels.attention import mosaic
+from mjax.kernels.base import chooser
+from mjax.kernels.base.attention_call import AttentionCall
 
 pytestmark = pytest.mark.skipif(not chooser.on_hopper(), reason="needs a Hopper GPU, jax >= 0.11")
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels import chooser
-from mjax.kernels import norm as kernel
+from mjax.kernels.base import chooser
+from mjax.kernels.elementwise import norm as kernel
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

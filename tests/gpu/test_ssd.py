@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels.causal_conv import causal_conv, plain_conv
-from mjax.kernels.chooser import choose
-from mjax.kernels.ssd import SsdInputs, ssd, ssd_step
+from mjax.kernels.base.chooser import choose
+from mjax.kernels.recurrence.causal_conv import causal_conv, plain_conv
+from mjax.kernels.recurrence.ssd import SsdInputs, ssd, ssd_step
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

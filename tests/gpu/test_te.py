@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mjax.kernels import te
-from mjax.kernels.quantize import E4M3, E5M2, Recipe, amax_of, quantize, quantize_stack, scale_of
-from mjax.models import mlp_fp8
-from mjax.models.weight import Weight, matmul
+from mjax.kernels.fp8 import transformer_engine
+from mjax.kernels.fp8.quantize import (
+    E4M3,
+    E5M2,
+    Recipe,
+    amax_of,
+    quantize,
+    quantize_stack,
+    scale_of,
+)
+from mjax.models.base.weight import Weight, matmul
+from mjax.models.feedforward import mlp_fp8
 from mjax.plan.xla_options import CUBLAS
 from mjax.prove import Cell, make_batch, make_trainer
 
@@ -36,7 +44,7 @@ def operands(m: int, k: int, n: int) -> tuple[jax.Array, ...]:
 def test_it_rounds_to_the_same_bits_and_finds_the_maximum(dtype, factor):
     x = operands(336, 208, 80)[0]
     scale = scale_of(amax_of(x), dtype) * factor
-    made, amax = jax.jit(lambda x, s: te.quantize(x, s, dtype))(x, scale)
+    made, amax = jax.jit(lambda x, s: transformer_engine.quantize(x, s, dtype))(x, scale)
     want = jax.jit(lambda x, s: quantize(x, s, dtype))(x, scale)
 
     def as_bytes(a):

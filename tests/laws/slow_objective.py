@@ -4,7 +4,7 @@ import time
 
 import jax
 
-from mjax.models.objective import NextToken
+from mjax.objectives.objective import NextToken
 
 SECONDS = 3.0  # far longer than a step, also on a busy machine
 

@@ -7,11 +7,11 @@ matmuls, its computation on any tp, its cache and its FLOPs. `test_branches.py` 
 import jax
 import jax.numpy as jnp
 
-from mjax.config.pattern import Branch
-from mjax.models.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
-from mjax.models.linear import column, row
-from mjax.models.params import constant, declare, normal
-from mjax.models.weight import weight_of
+from mjax.config.languages.layer_pattern import Branch
+from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec
+from mjax.models.base.params import constant, declare, normal
+from mjax.models.base.tensor_parallel import column, row
+from mjax.models.base.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
 ROW = Branch(

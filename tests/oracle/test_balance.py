@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mjax.checkpoint.families import config_to_hf
 from mjax.config import load
-from mjax.pretrained import from_pretrained, source_of
+from mjax.interop.huggingface.families.table import config_to_hf
+from mjax.interop.pretrained import from_pretrained, source_of
 from mjax.sharding.mesh import make_mesh
 from mjax.sharding.spec import trained_only
 from mjax.train import Trainer

@@ -8,16 +8,16 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from mjax.checkpoint.families import config_from_hf
 from mjax.config import load
 from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
-from mjax.kernels import attention
-from mjax.models.context import Context, tokens_of
-from mjax.models.masked import ClassifyRows, MaskedTokens
-from mjax.pretrained import from_pretrained
+from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.pretrained import from_pretrained
+from mjax.kernels.attention import api
+from mjax.models.base.context import Context, tokens_of
+from mjax.objectives.masked import ClassifyRows, MaskedTokens
 from tests.oracle.families import add_to_vectors
 
 ROWS, SEQ, VOCAB = 3, 24, 251
@@ -201,7 +201,7 @@ def test_export_gives_back_every_byte(hf, tmp_path, monkeypatch):
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_windows_in_blocks_and_either_pooling(tmp_path, monkeypatch, pooling):
     """The windows of a long sequence are computed a block of queries at a time."""
-    monkeypatch.setattr(attention, "_FEWEST_NEAR", 1)
+    monkeypatch.setattr(api, "_FEWEST_NEAR", 1)
     name = "ModernBertForSequenceClassification"
     theirs, fields = make(name, pooling), batch(name)
     theirs.save_pretrained(tmp_path / "hf")

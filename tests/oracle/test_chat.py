@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mjax.data.chat import load_chat_template
+from mjax.data.base.chat import load_chat_template
 from mjax.errors import UserError
 
 LLAMA3 = """{{- bos_token }}

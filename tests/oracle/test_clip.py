@@ -8,10 +8,10 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from mjax.checkpoint.families import config_from_hf
 from mjax.convert import main as convert
 from mjax.errors import UserError
-from mjax.pretrained import from_pretrained
+from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.pretrained import from_pretrained
 from tests.oracle.families import add_to_vectors, assert_gradients_near, save_gradients
 
 END, LENGTH, ROWS = 80, 12, 3

@@ -9,10 +9,10 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mjax.config import load
-from mjax.models.context import Context
-from mjax.models.experts import ExpertWeights, run_experts
-from mjax.models.router import Routing
-from mjax.models.weight import Weight
+from mjax.models.base.context import Context
+from mjax.models.base.weight import Weight
+from mjax.models.moe.experts import ExpertWeights, run_experts
+from mjax.models.moe.router import Routing
 
 D, F, E, K, TOKENS = 16, 12, 5, 2, 30
 

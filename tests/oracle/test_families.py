@@ -12,11 +12,11 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from mjax.config import load
-from mjax.config.schema import MeshConfig
+from mjax.config.schema.run import MeshConfig
 from mjax.convert import main as convert
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
-from mjax.pretrained import from_pretrained, source_of
+from mjax.interop.pretrained import from_pretrained, source_of
 from mjax.sharding.mesh import make_mesh
 from mjax.sharding.spec import trained_only
 from mjax.train import Trainer

@@ -1,7 +1,7 @@
 """Oracle: a model that came from transformers, fine-tuned here, goes back whole.
 
 Tokenizer, chat template, token ids and generation config of the exported folder are those of the
-model it started from, and transformers generates from it what `mjax.generate` does.
+model it started from, and transformers generates from it what `mjax.generate.__main__` does.
 """
 
 import json
@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from mjax.config import load
 from mjax.convert import main as convert
-from mjax.generate import main as generate
-from mjax.pretrained import source_of
+from mjax.generate.__main__ import main as generate
+from mjax.interop.pretrained import source_of
+from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
-from mjax.train.loop import train
 from tests.oracle.families import MODELS
 
 FAMILIES = ["llama2", "qwen3", "gemma2"]

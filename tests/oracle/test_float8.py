@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from mjax import convert, from_pretrained
-from mjax.checkpoint.float8 import quantize
-from mjax.checkpoint.safetensors import open_folder
+from mjax.checkpoint.base.safetensors import open_folder
 from mjax.errors import UserError
+from mjax.interop.huggingface.float8 import quantize
 from tests.oracle import families
 
 pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors to check FP8")

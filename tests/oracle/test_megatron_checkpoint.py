@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.nn import functional as F
 
 from mjax import convert
-from mjax.checkpoint.megatron import megatron_source
-from mjax.checkpoint.source import flat
+from mjax.checkpoint.base.source import flat
 from mjax.config import load
-from mjax.config.schema import MeshConfig
+from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
+from mjax.interop.megatron.parameters import megatron_source
+from mjax.interop.pretrained import from_pretrained
 from mjax.models import build, split
-from mjax.pretrained import from_pretrained
 from mjax.sharding.mesh import make_mesh
 
 VOCAB, PADDED, BATCH, SEQ = 251, 320, 2, 16
@@ -448,7 +448,7 @@ def test_torch_is_not_needed(tmp_path):
     code = """
         import sys
         sys.modules["torch"] = sys.modules["megatron"] = None  # importing either raises
-        from mjax.checkpoint.torch_dist import open_torch_dist
+        from mjax.interop.megatron.torch_dist import open_torch_dist
         store = open_torch_dist(sys.argv[1])
         x = store.read("output_layer.weight", (slice(3, 5), slice(0, 24)))
         print(store.common["args"].num_layers, x.view(store.dtype("output_layer.weight")).sum())
@@ -516,7 +516,7 @@ def test_an_argument_that_we_cannot_honor_is_named(tmp_path, arg):
     + [("add_bias_linear", True), ("moe_router_load_balancing_type", "sinkhorn")],
 )
 def test_experts_that_we_do_not_have_are_named(tmp_path, moe_arg, value):
-    from mjax.checkpoint.megatron_args import model_config
+    from mjax.interop.megatron.arguments import model_config
 
     assert model_config(arguments("moe"), "common.pt").layer_pattern == "GEE"
     with pytest.raises(UserError, match=moe_arg):
@@ -526,7 +526,7 @@ def test_experts_that_we_do_not_have_are_named(tmp_path, moe_arg, value):
 
 
 def test_layer_arguments_become_a_pattern():
-    from mjax.checkpoint.megatron_args import model_config
+    from mjax.interop.megatron.arguments import model_config
 
     def pattern(**more):
         cfg = model_config({**BASE, "num_layers": 6, **more}, "common.pt")
@@ -544,7 +544,7 @@ def test_layer_arguments_become_a_pattern():
 
 
 def test_gelu_is_the_form_that_megatrons_kernel_computes():
-    from mjax.checkpoint.megatron_args import model_config
+    from mjax.interop.megatron.arguments import model_config
 
     def act(**more):
         return model_config({**arguments("gpt2"), **more}, "common.pt").hidden_act

@@ -11,11 +11,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mjax.checkpoint.mxfp4 import pairs_of_codes
-from mjax.config.schema import MeshConfig
+from mjax.config.schema.run import MeshConfig
 from mjax.convert import main as convert
 from mjax.errors import UserError
-from mjax.pretrained import from_pretrained
+from mjax.interop.huggingface.mxfp4 import pairs_of_codes
+from mjax.interop.pretrained import from_pretrained
 from mjax.sharding.mesh import make_mesh
 
 EXPERTS, HIDDEN, WIDTH = 4, 64, 96

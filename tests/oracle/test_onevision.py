@@ -13,12 +13,12 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 
-from mjax.checkpoint.families import config_from_hf
-from mjax.data.tiles import expanded, tiled_images
+from mjax.data.multimodal.tiles import expanded, tiled_images
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
-from mjax.models.tiles import Tiled
-from mjax.pretrained import from_pretrained
+from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.pretrained import from_pretrained
+from mjax.models.towers.tiles import Tiled
 from tests.oracle.families import (
     add_to_vectors,
     assert_gradients_near,

@@ -7,11 +7,11 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from mjax.config.model_schema import BertConfig
-from mjax.config.schema import Config
-from mjax.data.labelled import LabelledDataset
-from mjax.data.masked import frame_of_pairs
-from mjax.data.tokenizer import BERT_PAIR, ROBERTA_PAIR, PairFrame, load_tokenizer
+from mjax.config.schema.model import BertConfig
+from mjax.config.schema.run import Config
+from mjax.data.base.tokenizer import BERT_PAIR, ROBERTA_PAIR, PairFrame, load_tokenizer
+from mjax.data.sentences.labelled import LabelledDataset
+from mjax.data.sentences.masked import frame_of_pairs
 
 WORDS = ["<s>", "<pad>", "</s>", "<mask>", *"abcdefgh"]
 LENGTH = 12

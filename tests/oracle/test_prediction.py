@@ -16,9 +16,9 @@ from transformers.masking_utils import create_causal_mask
 
 from mjax.convert import main as convert
 from mjax.errors import UserError
-from mjax.models.context import Context, tokens_of
-from mjax.models.objective import MultiToken
-from mjax.pretrained import from_pretrained
+from mjax.interop.pretrained import from_pretrained
+from mjax.models.base.context import Context, tokens_of
+from mjax.objectives.objective import MultiToken
 from mjax.sharding.collectives import LOCAL
 from tests.oracle.families import make
 

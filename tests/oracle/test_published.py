@@ -11,9 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import mjax
-from mjax.checkpoint.families import config_from_hf
 from mjax.errors import UserError
-from mjax.models.positions import frequencies
+from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.models.attention.positions import frequencies
 from tests.marks import quick, slow
 from tests.oracle.families import MODELS
 

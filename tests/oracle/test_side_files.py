@@ -10,7 +10,7 @@ import transformers
 from PIL import Image
 from safetensors.numpy import load_file
 
-from mjax.checkpoint.safetensors import pack
+from mjax.checkpoint.base.safetensors import pack
 from tests.oracle import test_clip, test_llava
 from tests.oracle.families import make, there_and_back
 

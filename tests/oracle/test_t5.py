@@ -8,13 +8,13 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from mjax.config.mesh_rules import AXES
-from mjax.config.schema import MeshConfig
+from mjax.config.rules.mesh_rules import AXES
+from mjax.config.schema.run import MeshConfig
 from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.infer.generate import Generator
-from mjax.kernels.relative_bias import buckets
-from mjax.pretrained import from_pretrained
+from mjax.interop.pretrained import from_pretrained
+from mjax.kernels.attention.relative_bias import buckets
 from mjax.sharding.mesh import make_mesh
 
 ROWS, SEQ, TARGET, VOCAB = 3, 40, 24, 256

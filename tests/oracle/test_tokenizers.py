@@ -8,8 +8,8 @@ import transformers
 from tokenizers import Tokenizer as Inner
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from mjax.data.tokenizer import load_tokenizer
-from tests.unit.test_tokenizers import AS_WRITTEN, LLAMA, train
+from mjax.data.base.tokenizer import load_tokenizer
+from tests.unit.data.test_tokenizers import AS_WRITTEN, LLAMA, train
 
 WORDS = "The cat's mat, and the dog ran 12345 times! naïve café über"
 TEXTS = [

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
-from mjax.checkpoint.families import config_from_hf
 from mjax.convert import verify
 from mjax.errors import UserError
-from mjax.pretrained import from_pretrained
+from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.pretrained import from_pretrained
 from tests.oracle.families import (
     add_to_vectors,
     assert_gradients_near,

@@ -7,16 +7,16 @@ import pytest
 import torch
 import transformers
 
-from mjax.checkpoint.hf_whisper import whisper_source
 from mjax.config import load
-from mjax.data.audio import log_mel
+from mjax.data.multimodal.audio import log_mel
 from mjax.errors import UserError
-from mjax.models.audio import rows_of_frames
-from mjax.models.context import Context, tokens_of
-from mjax.models.modalities import Items, beside_items
-from mjax.models.params import split
+from mjax.interop.huggingface.whisper import whisper_source
+from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.params import split
+from mjax.models.towers.audio import rows_of_frames
+from mjax.models.towers.modalities import Items, beside_items
+from mjax.run.resume import begin
 from mjax.train import Trainer
-from mjax.train.resume import begin
 from tests.oracle.families import add_to_vectors, save_gradients
 
 FRAMES, BINS = 24, 5

@@ -1,0 +1,1 @@
+"""What the store stands on: files, digests, steps, sources of weights."""

@@ -1,0 +1,204 @@
+"""Files of a model besides its weights: tokenizer, chat template, processors, token ids.
+
+Every checkpoint of ours carries these files in STEP/hf, under the names that Hugging Face gives
+them, so that it generates, exports and serves like the model it came from. All that lay beside the
+weights travels, but for other weights and programs. Invariant: files of two tokenizers are never
+mixed.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+
+from mjax.checkpoint.base.digest import UNLISTED, digest_files
+from mjax.checkpoint.base.steps import newest_step
+from mjax.checkpoint.base.stored import read_record
+from mjax.config.schema.run import Config
+from mjax.data.base.tokenizer import load_tokenizer, tokenizer_files, vocabulary_in
+from mjax.data.corpus.text import digests_of_corpus
+from mjax.errors import UserError, or_user_error
+
+log = logging.getLogger(__name__)
+
+SIDE_FILES = "hf"  # item of a step: the folder of these files
+UNREAD = "unread.safetensors"  # tensors of the imported files that the model does not read
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+# Files of a tokenizer and of the chat that it is for.
+NAMES = (
+    *TOKENIZERS,
+    *"""generation_config.json tokenizer_config.json special_tokens_map.json
+    added_tokens.json chat_template.jinja chat_template.json""".split(),
+)
+PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
+WEIGHTS = frozenset(
+    """.safetensors .bin .pt .pth .ckpt .h5 .hdf5 .msgpack .ot .onnx .onnx_data .gguf .ggml .npz
+    .npy .pkl .pickle .pb .tflite .mlmodel .nemo .distcp""".split()
+)
+PROGRAMS = frozenset(
+    """.py .pyc .pyi .ipynb .sh .bash .bat .cmd .ps1 .js .so .dll .dylib .exe .c .cc .cpp .cu .cuh
+    .h .hpp .jar .whl""".split()
+)
+STARTS_OF_PROGRAMS = (b"#!", b"\x7fELF")
+LARGEST = 512 * 2**20  # bytes of all files that travel, the small ones first
+
+
+def side_folders(path: str | Path) -> Iterator[Path]:
+    """Where the side files of a model folder, a checkpoint or a run may lie, the best first.
+
+    They lay beside the steps before they lay in them, and a run on `data.text` has its own.
+    """
+    path = Path(path)
+    yield path
+    step = newest_step(path)
+    if step is not None:
+        yield step / SIDE_FILES
+        yield step.parent / SIDE_FILES
+        yield step.parent.parent / "data"
+    yield path / "data"
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Name, with / for folders in it, -> content of the side files in one folder.
+
+    Of a folder that is not a model's, these are the files of a tokenizer.
+    """
+    is_model = folder.name == SIDE_FILES or (folder / "config.json").is_file()
+    files = _files_of(folder) if is_model else map(folder.glob, (*NAMES, *PATTERNS))
+    wrong = f"{folder}: cannot read what lies beside the weights: {{reason}}; mend it"
+    found, room = {}, LARGEST
+    with or_user_error(wrong):
+        sizes = {file: file.stat().st_size for some in files for file in some if file.is_file()}
+        for file in sorted(sizes, key=sizes.get):
+            room -= 0 if file.name == UNREAD else sizes[file]
+            if room < 0:
+                log.warning("%s stays behind: too large for a file beside weights", file)
+            elif not (content := file.read_bytes()).startswith(STARTS_OF_PROGRAMS):
+                found[file.relative_to(folder).as_posix()] = content
+    return dict(sorted(found.items()))
+
+
+def _files_of(folder: Path) -> Iterator[list[Path]]:
+    """The files of a model but its weights and programs. Folders with weights hold other models."""
+    for at, folders, files in os.walk(folder):
+        if Path(at) != folder and any(map(_is_weights, files)):
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield [Path(at, name) for name in files if not (_is_weights(name) or _is_left(name))]
+
+
+def _is_left(name: str) -> bool:
+    is_hidden = name.startswith(".") or name in UNLISTED  # the latter are orbax's
+    return is_hidden or Path(name).suffix.lower() in PROGRAMS
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file holds weights, or says in which file each of them is."""
+    is_index = name.endswith(".index.json") or ".safetensors.index" in name
+    return is_index or (Path(name).suffix.lower() in WEIGHTS and name != UNREAD)
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return any(PurePath(name).match(pattern) for pattern in (*NAMES, *PATTERNS))
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write side files, by the names that `read_folder` gives them."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def read_side_files(path: str | Path | None) -> dict[str, bytes]:
+    """Name -> content of the side files of a model folder, a checkpoint or a run."""
+    folders = side_folders(path) if path is not None else ()
+    return next(filter(None, map(read_folder, folders)), {})
+
+
+def tokenizer_dir(path: str | Path) -> Path | None:
+    """The folder with the tokenizer of a model folder, a checkpoint or a run."""
+    for folder in side_folders(path):
+        if vocabulary_in(folder):
+            return folder
+    return None
+
+
+def tokenizer_of(path: str | Path) -> Path | str | None:
+    """What `load_tokenizer` takes for a model folder, a checkpoint or a run."""
+    folder = tokenizer_dir(path)
+    step = newest_step(Path(path))
+    if folder is None and step is not None:
+        config = read_record(step)["config"]
+        return "byte" if config.get("data", {}).get("tokenizer") == "byte" else None
+    return folder
+
+
+def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
+    """The side files for the checkpoints of a run, from where its weights or its data come from.
+
+    Weights are those of its newest checkpoint, else of `checkpoint.init_from`. Where `data` has
+    another tokenizer than they, its files take the place of all of its kind.
+    """
+    step = newest_step(checkpoints)
+    of_weights = read_folder(step / SIDE_FILES) if step else {}
+    of_weights = of_weights or read_side_files(cfg.checkpoint.init_from)
+    of_data = _tokenizer_of_data(cfg)
+    shared = of_data.keys() & of_weights.keys() & set(TOKENIZERS)
+    if any(of_data[name] != of_weights[name] for name in shared):
+        of_weights = {n: content for n, content in of_weights.items() if not _is_of_tokenizer(n)}
+        config = json.loads(of_weights.pop("config.json", b"{}"))
+        config = {key: value for key, value in config.items() if not key.endswith("token_id")}
+        if config:
+            of_weights["config.json"] = json.dumps(config).encode()
+    return of_data | of_weights
+
+
+def _tokenizer_of_data(cfg: Config) -> dict[str, bytes]:
+    """The files of data.tokenizer and those beside it, without the config of a model."""
+    name = cfg.data.tokenizer
+    if name is None or name == "byte":
+        return {}
+    file = Path(name)
+    if name.startswith("train:"):
+        file = Path(cfg.run.dir) / "data" / "tokenizer.json"
+    folder = file if file.is_dir() else file.parent
+    files = {n: content for n, content in read_folder(folder).items() if _is_of_tokenizer(n)}
+    with contextlib.suppress(UserError):
+        files |= {name: path.read_bytes() for name, path in tokenizer_files(file).items()}
+    return files
+
+
+def identify_text(cfg: Config) -> dict[str, str]:
+    """Digests of the "tokenizer" and the "text" of a run's data, where it has them."""
+    found = digests_of_corpus(Path(cfg.run.dir) / "data") if cfg.data.text else {}
+    name = cfg.data.tokenizer
+    if not found and name is not None:
+        with contextlib.suppress(UserError):  # then it makes no data of this run
+            found = {"tokenizer": load_tokenizer(name).digest}
+    return found
+
+
+def identify_data(cfg: Config) -> list[dict]:
+    """Path, sizes and digest of the index of each corpus that a run reads."""
+    prefixes = [*cfg.data.paths, *cfg.data.valid_paths]
+    if cfg.data.text:
+        prefixes.append(str(Path(cfg.run.dir) / "data" / "corpus"))
+    found = []
+    for prefix in prefixes:
+        index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        if index.is_file() and tokens.is_file():
+            (digest,) = digest_files([index])
+            size = tokens.stat().st_size
+            found.append({"path": prefix, "bin_bytes": size, "idx_bytes": digest.bytes})
+            found[-1]["idx_crc32"] = list(digest.blocks)
+    return found

@@ -1,0 +1,1 @@
+"""The fast tier on the nodes, with copies on peers."""

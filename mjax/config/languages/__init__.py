@@ -1,0 +1,1 @@
+"""Small languages within values: layer patterns, remat, pipeline layouts, paths."""

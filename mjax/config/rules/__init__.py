@@ -1,0 +1,1 @@
+"""Rules across keys; each breaks with one line that says the remedy."""

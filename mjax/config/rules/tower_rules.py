@@ -1,0 +1,140 @@
+"""The rules about texts with images and sounds: a part of the table of rules (`validate.py`)."""
+
+from collections.abc import Iterator
+
+from mjax.config.languages.layer_pattern import BRANCHES, branches_of_model, modality_of, of_tower
+from mjax.config.rules.rule import rule, rules_of, set_keys
+from mjax.config.schema.run import Config
+from mjax.config.schema.towers import TowerConfig
+
+# The sizes that a tower needs, besides those of all towers.
+_NEEDED = {"vision": "patch_size", "audio": "max_source_positions"}
+
+
+def towers_of(c: Config) -> Iterator[tuple[str, TowerConfig]]:
+    """Each modality of a model and its group."""
+    for modality in c.model.modalities:
+        yield modality, c.model.tower(modality)
+
+
+@rule("write it as 'V*23, [P], G*32', or with sounds as 'V*23, [P], S*32, [Q], G*32'")
+def towers_stand_before_projectors(c: Config) -> Iterator[str]:
+    kinds = c.model.layer_kinds
+    items = [kind for kind in kinds if modality_of(kind)]
+    if not items or c.model.is_dual_encoder:
+        return
+    last = max(place for place, kind in enumerate(kinds) if modality_of(kind))
+    text = branches_of_model(kinds[last + 1 :])
+    is_text = {BRANCHES[letter].mask for letter in text} == {"causal"}
+    in_order = last + 1 == len(items)
+    for modality in {modality_of(kind) for kind in items}:
+        towers = [of_tower(kind) for kind in items if modality_of(kind) == modality]
+        in_order &= len(towers) > 1 and towers == [True] * (len(towers) - 1) + [False]
+    of_items = [kind for kind in items if kind not in ("V", "[P]", "S", "[Q]")]
+    if of_items or not (in_order and is_text):
+        yield (
+            "`model.layer_pattern`: a text with items has the layers of each tower (V, S), one "
+            "projector behind them ([P], [Q]), and then causal layers"
+        )
+
+
+@rule("set it (docs/multimodal.md)")
+def towers_have_sizes(c: Config) -> Iterator[str]:
+    for modality, tower in towers_of(c):
+        token = f"{tower.item}_token_id"
+        for name in (_NEEDED[modality], "hidden_size", "intermediate_size"):
+            if getattr(tower, name) == 0:
+                yield f"`model.{modality}.{name}` is needed for a tower"
+        if tower.token_id is None and not c.model.is_dual_encoder:
+            yield f"`model.{modality}.{token}` is needed for a tower"
+
+
+@rule("change either")
+def towers_divide(c: Config) -> Iterator[str]:
+    for modality, tower in towers_of(c):
+        tp, cp = c.mesh.of_tower(modality).values()
+        of, heads = f"model.{modality}", tower.num_attention_heads
+        if tower.hidden_size % heads:
+            yield f"`{of}.hidden_size` is not divisible by `{of}.num_attention_heads`"
+        if (tower.token_id or 0) >= c.model.vocab_size:
+            yield f"`{of}.{tower.item}_token_id` is outside `model.vocab_size`"
+        for name in ("num_attention_heads", "intermediate_size"):
+            if getattr(tower, name) % tp:
+                yield f"`{of}.{name}` is not divisible by `mesh.tp`"
+        cuts = tp if c.mesh.cp == 1 else 2 * c.mesh.cp * tp  # a batch is cut over the mesh's cp
+        if tower.row_length(c.item_size(modality)) % cuts:
+            yield f"`{of}.length_multiple` is not divisible by `mesh.tp`, or with cp by 2 cp tp"
+        if "a2a" in c.mesh.cp_type and heads // tp % cp:
+            yield f"`{of}.num_attention_heads` over tp is not divisible by `mesh.cp` for a2a"
+        if c.model.hidden_size % tp and not c.model.is_dual_encoder:
+            yield "`model.hidden_size`, of a projector (P, Q), is not divisible by `mesh.tp`"
+
+
+@rule("leave it out, or write 1")
+def towers_have_mesh_sizes(c: Config) -> Iterator[str]:
+    for modality, sizes in c.mesh.towers.items():
+        if modality not in c.model.modalities or c.model.is_dual_encoder:
+            yield f"`mesh.towers`: no projector reads a tower called {modality} in this model"
+        for axis, size in sizes.items():
+            if size not in (1, getattr(c.mesh, axis)):
+                yield f"`mesh.towers`: sizes between 1 and `mesh.{axis}` are not built"
+
+
+@rule("give each a token of its own")
+def towers_have_tokens_of_their_own(c: Config) -> Iterator[str]:
+    ids = [tower.token_id for _, tower in towers_of(c)]
+    if len(set(ids)) < len(ids):
+        yield "`model.vision.image_token_id` and `model.audio.audio_token_id` are the same"
+
+
+@rule("set data.images.path to texts with their images and sounds, and data.tokenizer")
+def texts_with_items_given(c: Config) -> Iterator[str]:
+    has_tokenizer = not (c.data.tokenizer or "train:").startswith("train:")
+    is_given = c.data.images.path is not None and has_tokenizer
+    if c.model.modalities and not c.data.mock and not is_given:
+        yield "`model.layer_pattern` has a tower, but the data no items or no `data.tokenizer`"
+
+
+@rule("leave it out")
+def rows_can_be_packed(c: Config) -> Iterator[str]:
+    if not c.data.images.packed:
+        return
+    if not c.model.modalities or c.model.is_dual_encoder:
+        yield "`data.images.packed` has no meaning without texts that hold items"
+    elif c.model.vision.is_cut:
+        yield "`data.images.packed` does not go with tiles: what an image costs is known once read"
+
+
+@rule("raise it, or leave the mock data out")
+def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
+    needed = 0
+    for name, tower in towers_of(c):
+        needed += tower.text_tokens(c.item_size(name)) + tower.is_tiled  # a row's end
+    if c.data.mock and needed > c.data.seq_length and not c.model.is_dual_encoder:
+        yield f"`data.seq_length` is less than the {needed} tokens of an item of each modality"
+
+
+@rule("set train.objective to that")
+def towers_have_one_objective(c: Config) -> Iterator[str]:
+    wanted = "contrastive" if c.model.is_dual_encoder else "next_token"
+    if c.model.modalities and c.train.objective != wanted:
+        yield f"`train.objective` is not {wanted}, which `model.layer_pattern` with a tower is for"
+
+
+@rule("set it back to its default")
+def towers_lack(c: Config) -> Iterator[str]:
+    model = c.model
+    if not model.modalities:
+        return
+    if not c.data.document_mask:
+        yield "`data.document_mask` keeps an item's padding out of sight"
+    for key in ("residual_multiplier", "layer_sizes"):
+        if set_keys(model, key):
+            yield f"`model.{key}` is not built beside towers"
+    if model.norm_placement == "post_residual":
+        yield "`model.norm_placement` is not built beside towers"
+    if model.position_embedding not in ("rope", "none") and not model.is_dual_encoder:
+        yield "`model.position_embedding` is not built beside towers"
+
+
+TOWER_RULES = rules_of(globals())

@@ -1,0 +1,1 @@
+"""The keys that one may set, a file a group."""

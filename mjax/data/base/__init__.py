@@ -1,0 +1,1 @@
+"""What datasets stand on: tokenizers, chat templates, caches, sentences."""

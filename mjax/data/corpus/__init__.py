@@ -1,0 +1,1 @@
+"""Corpora of tokens: Megatron's index, GPT samples, raw text, preprocessing, neighbors."""

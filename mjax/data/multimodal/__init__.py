@@ -1,0 +1,1 @@
+"""Texts with images and sounds."""

@@ -1,0 +1,117 @@
+"""Rows that hold several texts with their images and sounds, packed by what they cost.
+
+A text costs its tokens and its items of each modality; a row has room for `data.seq_length` tokens
+and for as many items as the model's towers. Texts are packed once, the longest first, each into the
+row with the least room that takes it (best fit decreasing; Johnson 1974). Each is a document of its
+own: it sees no other, and its positions begin at 0. Invariant: row n is a pure function of (files,
+settings, seed, n), and every text is in one row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mjax.data.corpus.gpt import Batch
+from mjax.data.multimodal.image_text import ImageTextDataset
+from mjax.data.sentences.labelled import shuffled
+from mjax.models.towers.modalities import MODALITIES
+
+# The fields of a text that are copied to its place in a row.
+_OF_TOKENS = "tokens", "labels", "loss_mask", "positions"
+
+
+class PackedTexts:
+    """`size` rows (None: an epoch) of an epoch of `texts`.
+
+    `batch(indices)` gives that one's fields. `segment_ids` number the texts of a row from 1 on, and
+    `row_label` is -1 where none of them can be used.
+    """
+
+    padded = False
+
+    def __init__(self, texts: ImageTextDataset, size: int | None):
+        self.texts = texts
+        cfg, model = texts.cfg, texts.cfg.model
+        room = cfg.data.seq_length, *(model.tower(name).max_items for name in model.modalities)
+        costs = [
+            (len(line.ids) - 1, *(len(line.items[name]) for name in model.modalities))
+            for line in texts.lines
+        ]
+        self.rows = packed(costs, room)
+        self.size = len(self.rows) if size is None else size
+        self.seed = cfg.run.seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def max_documents(self) -> int:
+        """The most texts of a row, and padding."""
+        return 1 + max(map(len, self.rows))
+
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The files of rows `indices`, with what is wrong with them, if anything."""
+        chosen = [self.rows[n] for n in shuffled(indices, len(self.rows), self.seed)]
+        described, lines = self.texts.skipped.described, self.texts.lines
+        return [", ".join(described(lines[n].names) for n in row) for row in chosen]
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Rows `indices`, stacked."""
+        chosen = [self.rows[n] for n in shuffled(indices, len(self.rows), self.seed)]
+        texts = self.texts.rows_of([self.texts.lines[n] for row in chosen for n in row])
+        whole = {
+            name: np.zeros((len(chosen), *of.shape[1:]), of.dtype) for name, of in texts.items()
+        }
+        whole["row_label"] -= 1
+        number = 0
+        for row, members in enumerate(chosen):
+            place, counts = 0, dict.fromkeys(self.texts.readers, 0)
+            for document, member in enumerate(members, 1):
+                if texts["row_label"][number] >= 0:
+                    length = int(texts["segment_ids"][number].sum())
+                    columns = slice(place, place + length)
+                    for name in _OF_TOKENS:
+                        whole[name][row, columns] = texts[name][number, :length]
+                    whole["segment_ids"][row, columns] = document
+                    whole["row_label"][row] = 0
+                    place += length
+                    for name, first in counts.items():
+                        more = len(self.texts.lines[member].items[name])
+                        field = MODALITIES[name].field
+                        whole[field][row, first : first + more] = texts[field][number, :more]
+                        counts[name] += more
+                number += 1
+        return whole
+
+
+def packed(costs: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
+    """The numbers of what costs so much, in as few rows as best fit decreasing finds.
+
+    The first cost decides; the others must have room, too. What fits nowhere is a row of its own.
+    """
+    rows: list[list[int]] = []
+    left: list[list[int]] = []  # room of each row
+    with_room: list[list[int]] = [[] for _ in range(room[0] + 1)]  # rows by the first of that
+    is_there = 0  # bits: which of these lists are not empty
+    for number in sorted(range(len(costs)), key=lambda n: (-costs[n][0], n)):
+        cost = costs[number]
+        row, at = None, cost[0]
+        while row is None and is_there >> at:
+            rest = is_there >> at
+            at += (rest & -rest).bit_length() - 1
+            last = with_room[at][-1]
+            if all(a >= b for a, b in zip(left[last], cost, strict=True)):
+                row = with_room[at].pop()
+                if not with_room[at]:
+                    is_there ^= 1 << at
+            at += 1
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            left.append(list(room))
+        rows[row].append(number)
+        left[row] = [a - b for a, b in zip(left[row], cost, strict=True)]
+        if left[row][0] >= 0:
+            with_room[left[row][0]].append(row)
+            is_there |= 1 << left[row][0]
+    return rows

@@ -1,0 +1,1 @@
+"""Samples of sentences: masked, spans, labelled."""

@@ -1,0 +1,1 @@
+"""`python -m mjax.evaluate`: perplexity, accuracy, lm-evaluation-harness."""

@@ -1,0 +1,156 @@
+"""`python -m mjax.evaluate perplexity|harness --ckpt X [options]`: how well a model predicts.
+
+    python -m mjax.evaluate perplexity --ckpt X --file F
+    python -m mjax.evaluate harness --ckpt X --tasks hellaswag,gsm8k    # needs mjax[lm-eval]
+
+Perplexity by sliding windows: a window of --seq-length tokens moves on by --stride, and scores
+those that no window before it has. Invariant: every token is scored exactly once, with at least
+seq_length - stride tokens of context where the text has them. A BOS (or else the end-of-document
+token) is put first, so that the first token is scored too; without either it is only context.
+"""
+
+import argparse
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mjax.config.languages.paths import as_path, path_text
+from mjax.data.base.documents import read_text
+from mjax.errors import UserError, run_cli
+from mjax.generate.options import add_model_arguments, load_model
+from mjax.infer.text import windows
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parse(argv)
+    {"perplexity": _perplexity, "harness": _harness}[args.command](args)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mjax.evaluate", description="Score a model.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    file = commands.add_parser("perplexity", help="of a text file; prints a JSON line")
+    tasks = commands.add_parser("harness", help="lm-evaluation-harness; prints JSON")
+    for command in (file, tasks):
+        add_model_arguments(command)
+        longest = "tokens the model sees at once (default: what it takes, at most 4096)"
+        command.add_argument("--seq-length", type=int, metavar="N", help=longest)
+        command.add_argument("--batch-size", type=int, default=4, help="rows at once")
+    file.add_argument("--file", type=as_path, required=True, help="UTF-8 text")
+    file.add_argument("--stride", type=int, metavar="M", help="default: half of --seq-length")
+    tasks.add_argument("--tasks", required=True, help="names, with commas between")
+    tasks.add_argument("--include-path", type=path_text, help="folder with further tasks")
+    tasks.add_argument("--num-fewshot", type=int, help="default: the task's own")
+    tasks.add_argument("--limit", type=int, help="documents of each task, for a trial")
+    tasks.add_argument("--chat", action="store_true", help="use the model's chat template")
+    return parser.parse_args(argv)
+
+
+def _harness(args: argparse.Namespace) -> None:
+    from mjax.evaluate.harness import HarnessModel  # says so where lm_eval is missing
+
+    from lm_eval import simple_evaluate  # isort: skip
+    from lm_eval.tasks import TaskManager  # isort: skip
+
+    manager, tasks = TaskManager(include_path=args.include_path), args.tasks.split(",")
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks, 1)
+        hint = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists all"
+        raise UserError(f"--tasks: the harness has no task {unknown[0]!r}; {hint}")
+    model, dtype, tokenizer = load_model(args)
+    sizes = {"batch_size": args.batch_size, "max_length": args.seq_length}
+    found = simple_evaluate(
+        HarnessModel(model, tokenizer, dtype=dtype, **sizes),
+        tasks=manager.match_tasks(tasks),
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        apply_chat_template=args.chat,
+        task_manager=manager,
+        log_samples=False,
+    )
+    print(json.dumps(found["results"], indent=1, default=str))
+
+
+def _perplexity(args: argparse.Namespace) -> None:
+    text = read_text(args.file)
+    model, _, tokenizer = load_model(args)
+    length, stride = args.seq_length, args.stride
+    length = min(model.cfg.max_position_embeddings, 4096) if length is None else length
+    stride = max(1, length // 2) if stride is None else stride
+    ids, size = tokenizer.encode(text), len(text.encode())
+    first = tokenizer.prefix or (() if tokenizer.eod_id is None else (tokenizer.eod_id,))
+    if not first:
+        start = tokenizer.decode(ids[:1])
+        size -= len(start.encode()) if text.startswith(start) else 1  # a part of a character
+    whole = [*first[-1:], *ids]
+    nll, tokens = score(model, whole, length, stride, args.batch_size)
+    found = {
+        "file": str(args.file),
+        "seq_length": length,
+        "stride": stride,
+        "tokens": tokens,
+        "nll_per_token": nll / tokens,
+        "perplexity": math.exp(nll / tokens),
+        "bits_per_byte": nll / math.log(2) / size,
+    }
+    print(json.dumps(found))
+
+
+def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -> tuple[float, int]:
+    """(sum of -log p in nats, number of tokens) of ids[1:], each given what its window holds of the
+    ids before it. `model` is a `Pretrained`. Raises `UserError` for sizes that do not fit."""
+    import jax
+
+    from mjax.infer.cache import require_decoder
+    from mjax.models.base.context import Context, tokens_of
+    from mjax.objectives.objective import NextToken
+
+    require_decoder(model.cfg)
+    limit = model.cfg.max_position_embeddings
+    if not 1 <= stride <= length <= limit or batch < 1:
+        raise UserError(
+            f"--seq-length {length} --stride {stride} --batch-size {batch}: need 1 <= stride <= "
+            f"seq-length <= model.max_position_embeddings={limit} and a batch of 1 or more"
+        )
+    stream = np.asarray(ids, np.int32)
+    if len(stream) < 2 or stream.min() < 0 or stream.max() >= model.cfg.vocab_size:
+        raise UserError(
+            f"{len(stream)} tokens, to be 2 or more, with ids in [0, model.vocab_size="
+            f"{model.cfg.vocab_size}); give a longer text, or the model's own tokenizer"
+        )
+
+    ctx = Context(attention="xla")
+
+    @jax.jit
+    def nll(params, part):
+        decoder, info = model.definition.bind(params), tokens_of(part["tokens"].shape)
+        x, *_ = decoder.hidden(part["tokens"], info, ctx)
+        return decoder.token_loss(x, part["labels"], part["loss_mask"], ctx)
+
+    parts = list(windows(len(stream) - 1, min(length, len(stream) - 1), stride))
+    total = 0.0
+    for at in range(0, len(parts), batch):
+        part = _batch(stream, parts[at : at + batch], batch, NextToken.fields)
+        total += float(nll(model.params, part))
+    return total, len(stream) - 1
+
+
+def _batch(
+    stream: np.ndarray, parts: Sequence[tuple], rows: int, fields: Mapping
+) -> dict[str, np.ndarray]:
+    """Windows of one length as a batch with these `BatchField`s; missing rows score nothing."""
+    size = parts[0][2] - parts[0][0]
+    batch = {name: np.full((rows, size), f.pad, f.dtype) for name, f in fields.items()}
+    for row, (begin, first, end) in enumerate(parts):
+        batch["tokens"][row] = stream[begin:end]
+        batch["labels"][row] = stream[begin + 1 : end + 1]
+        batch["loss_mask"][row, first - begin :] = 1
+    return batch
+
+
+if __name__ == "__main__":
+    run_cli(main)

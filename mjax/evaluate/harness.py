@@ -1,0 +1,218 @@
+"""EleutherAI's lm-evaluation-harness over an mjax model: `python -m mjax.evaluate harness`.
+
+The adapter turns the harness' three kinds of requests into rows of token ids, scored or continued
+in batches of like length, padded to powers of two so that few programs are compiled. Rules are
+those of the harness' own Hugging Face backend (lm-eval 0.4): spaces between context and
+continuation belong to the continuation, long rows lose tokens on the left, an empty context is the
+BOS (or else the end-of-document token). Invariant: the order of answers is that of the requests.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mjax.data.base.chat import load_chat_template
+from mjax.data.base.tokenizer import Tokenizer
+from mjax.errors import UserError, or_user_error
+from mjax.generate.options import end_ids
+from mjax.infer.cache import require_decoder
+from mjax.infer.generate import Generator, bucket
+from mjax.infer.sample import Sampling
+from mjax.infer.text import windows
+from mjax.interop.pretrained import Pretrained
+from mjax.models.base.context import Context, tokens_of
+
+with or_user_error(
+    "the harness needs lm-evaluation-harness ({reason}); install mjax[lm-eval]", ImportError
+):
+    from lm_eval.api.model import LM
+
+Row = tuple[list[int], int]  # ids, and how many at their end are scored
+_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_AT_ONCE = 1024  # tokens whose logits are in memory
+
+
+class HarnessModel(LM):
+    """A model as the harness sees it. Raises `UserError` for requests it cannot answer."""
+
+    def __init__(
+        self,
+        model: Pretrained,
+        tokenizer: Tokenizer,
+        *,
+        dtype: str = "float32",
+        batch_size: int = 8,
+        max_length: int | None = None,
+    ):
+        """`max_length`: tokens the model sees at once; default: what it takes, at most 4096."""
+        super().__init__()
+        require_decoder(model.cfg)
+        limit = model.cfg.max_position_embeddings
+        self.max_length = min(limit, 4096) if max_length is None else max_length
+        if not 2 <= self.max_length <= limit or batch_size < 1:
+            raise UserError(
+                f"--seq-length {self.max_length} --batch-size {batch_size}: need 2 to "
+                f"model.max_position_embeddings={limit} tokens and a batch of 1 or more"
+            )
+        start = tokenizer.prefix or (() if tokenizer.eod_id is None else (tokenizer.eod_id,))
+        if not start:
+            raise UserError("the tokenizer has neither BOS nor an end of document to start with")
+        self.batch_size, self._start = batch_size, start[-1]
+        self._model, self._tokenizer = model, tokenizer
+        self._dtype = dtype
+        self._eos = end_ids(model.tokenizer_dir, tokenizer)
+        self._program = scorer(model)
+
+    @functools.cached_property
+    def _generator(self) -> Generator:
+        """Made for the first request that generates, because it holds a copy of the layers."""
+        model = self._model
+        keywords = {"dtype": self._dtype, "tokenizer": self._tokenizer}
+        return Generator(model.definition, model.params, model.cfg, **keywords)
+
+    # ---- requests: each has `args`, a tuple ----
+
+    def loglikelihood(self, requests: Sequence, disable_tqdm: bool = False) -> list:
+        """(context, continuation) -> (log-probability, whether greedy decoding would make it)."""
+        return self._score([self._pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
+        """(text,) -> log-probability of all its tokens, each scored once."""
+        rows: list[Row] = []
+        owner: list[int] = []
+        for number, request in enumerate(requests):
+            ids = [self._start, *self._tokenizer.encode(request.args[0])]
+            size = min(self.max_length, len(ids) - 1)
+            for begin, first, end in windows(len(ids) - 1, size, size):
+                rows.append((ids[begin : end + 1], end - first))
+                owner.append(number)
+        totals = [0.0] * len(requests)
+        for number, (logprob, _) in zip(owner, self._score(rows), strict=True):
+            totals[number] += logprob
+        return totals
+
+    def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
+        """(context, settings) -> text up to a string of settings["until"] or the end of text."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        out = [""] * len(requests)
+        for text, numbers in groups.items():
+            new, stop, sampling = settings(json.loads(text))
+            if new >= self.max_length:
+                raise UserError(f"max_gen_toks={new} leaves no room in {self.max_length} tokens")
+            ids = {n: self._encode(requests[n].args[0]) for n in numbers}
+            ids = {n: row[new - self.max_length :] or [self._start] for n, row in ids.items()}
+            numbers.sort(key=lambda n: len(ids[n]))  # noqa: B023
+            for at in range(0, len(numbers), self.batch_size):
+                part = numbers[at : at + self.batch_size]
+                prompts = [ids[n] for n in part]
+                prompts += prompts[-1:] * (self.batch_size - len(part))  # one program for all
+                options = dict(seed=at, eos=self._eos, stop=stop)
+                made = self._generator.complete(prompts, new, sampling, **options)
+                for n, row in zip(part, made, strict=False):
+                    out[n] = row.text
+        return out
+
+    # ---- chat ----
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Keys the harness' cache of requests."""
+        return str(self._model.tokenizer_dir).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template's source, for the record of results."""
+        return self._template(chat_template).source
+
+    def apply_chat_template(self, chat_history: list, add_generation_prompt: bool = True) -> str:
+        """Messages -> text."""
+        return self._template(True).render(chat_history, add_generation_prompt)
+
+    def _template(self, name: bool | str):
+        if self._model.tokenizer_dir is None:
+            raise UserError("the model's folder holds no chat template; leave out --chat")
+        named = name if isinstance(name, str) else None
+        return load_chat_template(self._model.tokenizer_dir, named)
+
+    # ---- rows ----
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of a context, with what the tokenizer puts first unless the text has it already."""
+        ids, prefix = self._tokenizer.encode(text), list(self._tokenizer.prefix)
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+    def _pair(self, context: str, continuation: str) -> Row:
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        if kept:
+            whole = self._encode(kept + continuation)
+            scored = max(0, len(whole) - len(self._encode(kept)))
+        else:
+            ids = self._tokenizer.encode(continuation)
+            whole = ids if ids[:1] == [self._start] else [self._start, *ids]
+            scored = len(whole) - 1
+        if scored > self.max_length:
+            raise UserError(
+                f"a continuation of {scored} tokens does not fit --seq-length {self.max_length}"
+            )
+        return whole[-self.max_length - 1 :], scored
+
+    def _score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        """Of the scored tokens of each row: sum of log-probabilities, whether all are likeliest."""
+        order = sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))
+        out: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        for at in range(0, len(order), self.batch_size):
+            part = order[at : at + self.batch_size]
+            longest = max(2, len(rows[part[0]][0])) - 1
+            shape = self.batch_size, min(bucket(longest), self.max_length)
+            tokens, labels = np.zeros((2, *shape), np.int32)
+            mask = np.zeros(shape, bool)
+            for i, n in enumerate(part):
+                ids, scored = rows[n]
+                tokens[i, : len(ids) - 1], labels[i, : len(ids) - 1] = ids[:-1], ids[1:]
+                mask[i, len(ids) - 1 - scored : len(ids) - 1] = True
+            sums, greedy = self._program(self._model.params, tokens, labels, mask)
+            for n, total, hit in zip(part, np.asarray(sums), np.asarray(greedy), strict=False):
+                out[n] = float(total), bool(hit)
+        return out
+
+
+def scorer(model: Pretrained):
+    """Jitted (params, tokens, labels, mask [B, S]) -> (fp32 [B] sums of the masked labels'
+    log-probabilities, bool [B] whether each of them is the likeliest)."""
+
+    @jax.jit
+    def score(params, tokens, labels, mask):
+        decoder = model.definition.bind(params)
+        x, _, _ = decoder.hidden(tokens, tokens_of(tokens.shape), Context(attention="xla"))
+
+        def one(token):
+            z = decoder.logits(token[0])
+            return z[token[1]] - jax.nn.logsumexp(z), jnp.argmax(z) == token[1]
+
+        flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+        logprobs, hits = jax.lax.map(one, flat, batch_size=_AT_ONCE)
+        logprobs, hits = logprobs.reshape(mask.shape), hits.reshape(mask.shape)
+        return jnp.where(mask, logprobs, 0).sum(1), (hits | ~mask).all(1)
+
+    return score
+
+
+def settings(given: dict) -> tuple[int, tuple[str, ...], Sampling]:
+    """A task's generation settings -> (most new tokens, stop strings, how to draw)."""
+    rest = dict(given)
+    new = [rest.pop(name) for name in _NEW_TOKENS if name in rest]
+    until = rest.pop("until", None) or []
+    draw = rest.pop("do_sample", False)
+    known = {f.name: rest.pop(f.name) for f in fields(Sampling) if f.name in rest}
+    if rest:
+        raise UserError(f"generation setting {sorted(rest)[0]!r} of a task is not known to mjax")
+    known["temperature"] = float(known.get("temperature", 1.0)) if draw else 0.0
+    stop = (until,) if isinstance(until, str) else tuple(until)
+    return int(new[0]) if new else 256, tuple(s for s in stop if s), Sampling(**known)

@@ -1,0 +1,1 @@
+"""`python -m mjax.export`: weights and programs for others."""

@@ -1,0 +1,1 @@
+"""`python -m mjax.generate`: text from a model."""

@@ -1,0 +1,214 @@
+"""`python -m mjax.generate --ckpt X --prompt "..." [options]`: continue prompts, as a stream.
+
+One prompt streams to standard output as its tokens are made; several run as one batch, printed one
+after the other, each under a line `== prompt I`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mjax.config.languages.paths import as_path, path_text
+from mjax.config.schema.model import ModelConfig
+from mjax.data.base.chat import load_chat_template
+from mjax.data.base.documents import is_json_lines, json_rows, read_text
+from mjax.data.base.tokenizer import Tokenizer, encode_with_items
+from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
+from mjax.generate.options import add_model_arguments, end_ids, image_scale, load_model
+from mjax.infer.sample import Sampling
+
+if TYPE_CHECKING:
+    from mjax.models.towers.tiles import Tiled
+
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+Prompt = str | list[dict]  # text, or the messages of a chat
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parse(argv)
+    settings = {f.name: getattr(args, f.name) for f in fields(Sampling)}
+    sampling = Sampling(**settings)  # its mistakes should show before anything is loaded
+    prompts = read_prompts(args)
+    import jax
+
+    from mjax.data.multimodal.tiles import expanded
+    from mjax.infer.generate import Generator
+
+    model, dtype, tokenizer = load_model(args)
+    folder = model.tokenizer_dir
+    mean, std = image_scale(args.ckpt) if args.image else (None, None)
+    args.image_mean, args.image_std = args.image_mean or mean, args.image_std or std
+    images, texts = read_images(args, model.cfg, tokenizer)
+    given = {"images": images, "audio": read_sounds(args, model.cfg)}
+    ids = [encode(p, tokenizer, folder, args, model.cfg) for p in prompts]
+    if model.cfg.vision.is_cut:
+        ids = [expanded(row, model.cfg.vision.image_token_id, texts)[0] for row in ids]
+    keywords = {"dtype": dtype, "tokenizer": tokenizer, "donate": True}
+    generator = Generator(model.definition, model.params, model.cfg, **keywords)
+    items = {key: item for key, item in given.items() if item is not None}
+    items = jax.tree.map(lambda array: np.repeat(array, len(ids), axis=0), items)
+    options = dict(seed=args.seed, eos=end_ids(folder, tokenizer), stop=args.stop, **items)
+    tokens = generator.stream(ids, args.max_new_tokens, sampling, **options)
+    rows: dict[int, list[str]] = {i: [] for i in range(len(ids))}
+    for token in tokens:
+        piece = token.text
+        if args.logprobs:
+            piece = f"{token.id}\t{token.logprob:.6f}\t{json.dumps(piece, ensure_ascii=False)}\n"
+        if len(ids) == 1:
+            print(piece, end="", flush=True)
+        rows[token.row].append(piece)
+    if len(ids) > 1:
+        print("\n".join(f"== prompt {i}\n{''.join(r)}" for i, r in rows.items()), end="")
+    print(end="" if args.logprobs else "\n", flush=True)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mjax.generate", description="Continue text.")
+    add_model_arguments(parser)
+    text = "text to continue, or with --chat a user's message; several make a batch"
+    parser.add_argument("--prompt", action="append", default=[], help=text)
+    file = 'a text file: one prompt; .jsonl: a line each {"prompt": ...} or {"messages": [...]}'
+    parser.add_argument("--prompt-file", type=as_path, metavar="F", help=file)
+    about = "a picture for each <image> of a prompt, in order; all prompts see the same; repeat"
+    many = {"action": "append", "type": path_text, "default": [], "metavar": "F"}
+    parser.add_argument("--image", **many, help=about)
+    about = "a sound for each <audio> of a prompt, likewise: WAV, FLAC, OGG or MP3 of 16 kHz"
+    parser.add_argument("--audio", **many, help=about)
+    scale = "what images lose and are divided by; without it as the run's data.images.mean and std "
+    scale += "or preprocessor_config.json say, else CLIP's, or 0.5 for SigLIP's towers"
+    parser.add_argument("--image-mean", type=float, nargs="+", help=scale)
+    parser.add_argument("--image-std", type=float, nargs="+", help="likewise")
+    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
+    parser.add_argument("--system", help="with --chat: the system message of every --prompt")
+    parser.add_argument(
+        "--no-bos", action="store_true", help="do not put the tokenizer's BOS first"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    about = {
+        "temperature": "0: always the likeliest token",
+        "top_k": "0: off",
+        "top_p": "1: off",
+        "min_p": "0: off",
+        "repetition_penalty": "1: off",
+    }
+    for field in fields(Sampling):
+        flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
+        parser.add_argument(flag, type=kind, default=field.default, help=about[field.name])
+    parser.add_argument("--stop", action="append", default=[], help="text that ends a row; repeat")
+    parser.add_argument("--seed", type=int, default=0)
+    lines = "a line for each token: id, log-probability, text"
+    parser.add_argument("--logprobs", action="store_true", help=lines)
+    return parser.parse_args(argv)
+
+
+def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """What --prompt and --prompt-file give, in that order."""
+    out: list[Prompt] = list(args.prompt)
+    if args.prompt_file is not None:
+        if is_json_lines(args.prompt_file):
+            out += _json_prompts(args.prompt_file)
+        else:
+            out.append(read_text(args.prompt_file))
+    if not out:
+        raise UserError("nothing to continue; give --prompt or --prompt-file")
+    return out
+
+
+def _json_prompts(path: Path) -> Iterator[Prompt]:
+    for where, row in json_rows([str(path)]):
+        prompt = row.get("messages", row.get("prompt"))
+        if not isinstance(prompt, list if "messages" in row else str):
+            raise UserError(f'{where}: not {{"prompt": ".."}} or {{"messages": [..]}}; mend it')
+        yield prompt
+
+
+def read_images(
+    args: argparse.Namespace, cfg: ModelConfig, tokenizer: Tokenizer
+) -> tuple["np.ndarray | Tiled | None", list[list[int]]]:
+    """What --image gives, fp32 [1, I, H, W, C], or None; the ids of each, if cut into tiles.
+
+    Raises `UserError` for what is no picture.
+    """
+    if not args.image:
+        return None, []
+    from mjax.data.multimodal.pixels import decode_image, decode_picture, norm_image
+    from mjax.data.multimodal.tiles import tagged_images, tiled_images
+
+    _require_tower(cfg, "vision", f"--image {args.image[0]}")
+    vision, found = cfg.vision, []
+    is_clip = vision.class_token and vision.num_channels == 3
+    mean = args.image_mean or (CLIP_MEAN if is_clip else [0.5])
+    std = args.image_std or (CLIP_STD if is_clip else [0.5])
+    for option, numbers in (("--image-mean", mean), ("--image-std", std)):
+        if len(numbers) not in (1, vision.num_channels) or not np.isfinite(numbers).all():
+            said = f"give one finite number, or model.vision.num_channels={vision.num_channels}"
+            raise UserError(f"{option} {' '.join(map(str, numbers))}: {said}")
+    if min(std) <= 0:
+        raise UserError(f"--image-std {' '.join(map(str, std))}: give numbers above 0")
+    for name in args.image:
+        with or_user_error(f"--image {name}: {{reason}}; give a picture", UNREADABLE):
+            encoded = Path(name).read_bytes()
+            if vision.is_cut:
+                found.append(decode_picture(encoded, vision.num_channels))
+            else:
+                pixels = decode_image(encoded, vision.image_size, vision.num_channels)
+                found.append(norm_image(pixels, mean, std))
+    if not vision.is_cut:
+        return np.stack([found]), []
+    if vision.tile_tags:
+        tagged, (texts,) = tagged_images([found], vision, tokenizer, mean, std)
+        return tagged, texts
+    with or_user_error(f"--image {args.image[0]}: {{reason}}; give another", ValueError):
+        tiled, (counts,) = tiled_images([found], vision, mean, std)
+    return tiled, [[vision.image_token_id] * count for count in counts]
+
+
+def _require_tower(cfg: ModelConfig, modality: str, option: str) -> None:
+    if modality not in cfg.modalities:
+        raise UserError(
+            f"{option}: the model has no tower that reads it (model.layer_pattern="
+            f"{cfg.layer_pattern}); leave it out"
+        )
+
+
+def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
+    """What --audio gives, fp32 [1, I, F, M], or None. Raises `UserError` for what is no sound."""
+    if not args.audio:
+        return None
+    _require_tower(cfg, "audio", f"--audio {args.audio[0]}")
+    from mjax.data.multimodal.audio import decode_frames
+
+    found = []
+    for name in args.audio:
+        with or_user_error(f"--audio {name}: {{reason}}; give a sound", UNREADABLE):
+            encoded, frames = Path(name).read_bytes(), 2 * cfg.audio.max_source_positions
+            found.append(decode_frames(encoded, cfg.audio.num_mel_bins, frames))
+    return np.stack([found])
+
+
+def encode(
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    folder: Path | None,
+    args: argparse.Namespace,
+    cfg: ModelConfig,
+) -> list[int]:
+    """Ids of a prompt: a chat through its template, which writes all special tokens itself."""
+    if isinstance(prompt, str) and not args.chat:
+        prefix = () if args.no_bos else tokenizer.prefix
+        return [*prefix, *encode_with_items(prompt, tokenizer, cfg)]
+    if folder is None:
+        raise UserError(f"{args.ckpt}: holds no chat template; leave out --chat and messages")
+    if isinstance(prompt, str):
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        prompt = [*system, {"role": "user", "content": prompt}]
+    return encode_with_items(load_chat_template(folder).render(prompt), tokenizer, cfg)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,80 @@
+"""What `mjax.generate.__main__` and `mjax.evaluate.__main__` share on the command line: a model and
+its tokenizer."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mjax.checkpoint.base.companion_files import side_folders
+from mjax.checkpoint.base.steps import newest_step
+from mjax.checkpoint.base.stored import read_record
+from mjax.config.languages.paths import as_path, path_text
+from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
+from mjax.errors import UserError
+from mjax.json_file import read_json
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ckpt", type=as_path, required=True, help="a checkpoint or Hugging Face folder"
+    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to split it over")
+    kinds = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=kinds, help="default: bfloat16, on a CPU float32")
+    parser.add_argument(
+        "--tokenizer", type=path_text, help="default: the model's own; see data.tokenizer"
+    )
+
+
+def load_model(args: argparse.Namespace):
+    """(the `Pretrained` of --ckpt on --tp devices, its dtype, its tokenizer)."""
+    import jax
+
+    from mjax.checkpoint.base.companion_files import tokenizer_of
+    from mjax.config.schema.run import MeshConfig
+    from mjax.interop.pretrained import from_pretrained
+    from mjax.sharding.mesh import make_mesh
+
+    have = len(jax.devices())
+    if not 1 <= args.tp <= have:
+        raise UserError(f"--tp {args.tp}: there are {have} devices; give 1 to {have}")
+    mesh = None
+    if args.tp > 1:
+        mesh = make_mesh(MeshConfig(dp=1, tp=args.tp), jax.devices()[: args.tp])
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model = from_pretrained(args.ckpt, mesh=mesh, dtype=dtype)
+    spec = args.tokenizer or tokenizer_of(args.ckpt)
+    if spec is None:
+        raise UserError(f"{args.ckpt}: holds no tokenizer; give --tokenizer")
+    return model, dtype, load_tokenizer(spec)
+
+
+def image_scale(path: Path) -> tuple[list[float] | None, list[float] | None]:
+    """Mean and deviation of images in the training of the weights in `path`, or None twice.
+
+    A run's record says it, or the preprocessor_config.json of a published model.
+    """
+    step = newest_step(path)
+    images = {} if step is None else read_record(step)["config"].get("data", {}).get("images", {})
+    if images:
+        return images.get("mean"), images.get("std")
+    for folder in side_folders(path):
+        said = read_json(folder / "preprocessor_config.json", missing={})
+        if said.get("do_normalize", True) and "image_mean" in said:
+            return said["image_mean"], said.get("image_std")
+    return None, None
+
+
+def end_ids(folder: Path | None, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """Ids that end a text, by generation_config.json, config.json, or else the tokenizer."""
+    names = () if folder is None else ("generation_config.json", "config.json")
+    for file in (folder / name for name in names):
+        ids = read_json(file, missing={}).get("eos_token_id")
+        if ids is not None:
+            found = ids if isinstance(ids, list) else [ids]
+            if any(type(number) is not int for number in found):
+                raise UserError(
+                    f"{file}: eos_token_id={ids!r} is no id and no list of ids; mend it"
+                )
+            return found
+    return () if tokenizer is None or tokenizer.eod_id is None else (tokenizer.eod_id,)

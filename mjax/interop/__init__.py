@@ -1,0 +1,1 @@
+"""Weights and configs of others, both ways."""

@@ -1,0 +1,71 @@
+"""A config.json in the words of the one that was imported: its keys, their spelling and order.
+
+Families read several words for one meaning (`gelu_new`, `rope_parameters`), and keys that say
+nothing of the function. An export keeps those of the import for all that a run did not change.
+Invariant: what is written reads as the exported model, or is written in the family's own words.
+"""
+
+from collections.abc import Mapping
+
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
+from mjax.interop.huggingface.families.table import config_from_hf, config_to_hf
+from mjax.interop.huggingface.families.unread_keys import FOREIGN, MEANINGLESS
+
+# Keys that are kept whatever a run changed.
+KEPT = MEANINGLESS.union(FOREIGN)
+# What an export says of itself.
+OWN = frozenset(("architectures", "model_type", "quantization_config", "compression_config"))
+DTYPES = ("dtype", "torch_dtype")
+
+
+def in_words_of(imported: Mapping, exported: dict, dtype: str) -> dict:
+    """`exported`, a config.json as its family writes it, as `imported` would say it; `dtype` is
+    that of its weights."""
+    old, new = ({k: v for k, v in side.items() if k not in OWN} for side in (imported, exported))
+    own = {key: exported[key] for key in OWN & exported.keys()}
+    config = {k: v for k, v in old.items() if k in KEPT} | exported
+    is_alike = imported.get("model_type") == exported["model_type"]
+    before = _reading(own | old) if is_alike else None
+    if before is not None:
+        said = own | _overlaid(old, config_to_hf(before), new)
+        config = said if _reading(said) == _reading(exported) else config
+    labels = config.get("id2label")
+    if labels and exported.get("num_labels") not in (None, len(labels)):
+        config = {k: v for k, v in config.items() if k not in ("id2label", "label2id")}
+    named = [name for name in DTYPES if name in config] or DTYPES
+    config = _with_dtype(config, dtype) | dict.fromkeys(named, dtype)
+    return {key: config[key] for key in [*imported, *config] if key in config}
+
+
+def _reading(config: dict) -> ModelConfig | None:
+    """The model of a config.json; None where no family reads it and writes it again."""
+    try:
+        model = config_from_hf(dict(config))
+        config_to_hf(model)
+    except UserError:
+        return None
+    return model.model_copy(update={"layer_pattern": "".join(model.layer_kinds)})
+
+
+def _overlaid(old: dict, base: dict, new: dict) -> dict:
+    """`old` with what `new` changes of `base`, which are both in the family's words.
+
+    A change of what `old` says in other words puts the family's in the place of all such.
+    """
+    changed = {key for key in new if key not in base or new[key] != base[key]}
+    out = {key: value for key, value in old.items() if key in new or key not in base}
+    if changed - old.keys():
+        out = {key: value for key, value in out.items() if key in new or key in KEPT}
+        changed |= new.keys() - old.keys()
+    for key in sorted(changed):
+        parts = old.get(key), base.get(key), new[key]
+        is_section = all(isinstance(part, dict) for part in parts)
+        out[key] = _overlaid(*parts) if is_section else new[key]
+    return out
+
+
+def _with_dtype(config: dict, dtype: str) -> dict:
+    """The config with `dtype` wherever a part of it names one."""
+    sections = {k: _with_dtype(v, dtype) for k, v in config.items() if isinstance(v, dict)}
+    return config | sections | {key: dtype for key in DTYPES if isinstance(config.get(key), str)}

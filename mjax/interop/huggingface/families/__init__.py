@@ -1,0 +1,1 @@
+"""Hugging Face model types, as parts of a config.json and names of tensors."""

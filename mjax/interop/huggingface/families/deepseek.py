@@ -1,0 +1,140 @@
+"""DeepSeek's part of a Hugging Face config.json: latent attention, its experts, and which layers
+have them.
+
+Kimi-K2, Moonlight and others use the same classes; GLM-4.5 has the same experts behind ordinary
+attention. Layers of multi-token prediction follow the others, under their numbers.
+"""
+
+from collections.abc import Collection
+
+from mjax.config.schema.mixers import MlaConfig
+from mjax.config.schema.model import ModelConfig
+from mjax.interop.huggingface.families.parts import Part, alike, only, same, take
+
+# Those of experts that DeepSeek and Nemotron 3 call by the same names.
+ROUTED = {"n_routed_experts": "moe.num_experts"} | alike(
+    "num_experts_per_tok moe_intermediate_size n_group topk_group routed_scaling_factor", "moe."
+)
+# What else says nothing where all layers are dense.
+_OF_EXPERTS = """aux_loss_alpha moe_layer_freq n_shared_experts norm_topk_prob scoring_func seq_aux
+    topk_method""".split()
+
+
+def dense_first(dense: str, routed: str) -> Part:
+    """Layers of kind `dense`, then those of kind `routed`. Reads before `shape`."""
+
+    def read(config: dict) -> dict:
+        layers = config["num_hidden_layers"]
+        first = min(take(config, "first_k_dense_replace", 0), layers)
+        config.pop("num_mtp_layers", None)
+        for key in (*ROUTED, *_OF_EXPERTS) if first == layers else ():
+            config.pop(key, None)
+        if first in (0, layers):
+            return {"layer_pattern": dense if first else routed}
+        before = dense if first == 1 else f"{dense}*{first}"
+        return {"layer_pattern": f"{before},{routed}*{layers - first}"}
+
+    return Part(read, lambda cfg: {"first_k_dense_replace": cfg.layer_kinds.count(dense)})
+
+
+def prediction_layers() -> Part:
+    """Layers of multi-token prediction. transformers drops their weights, and keeps the number."""
+    name = "num_nextn_predict_layers"
+    return same({name: name}, {name: 0})
+
+
+def without_missing_predictions(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """`cfg` without the layers of multi-token prediction, if no tensor in `names` is theirs."""
+    first = f"model.layers.{cfg.num_hidden_layers}."
+    if any(name.startswith(first) for name in names):
+        return cfg
+    return cfg.model_copy(update={"num_nextn_predict_layers": 0})
+
+
+def latent_attention() -> Part:
+    """`model.mla`. Reads before `shape`."""
+
+    def read(config: dict) -> dict:
+        sizes = {key: take(config, key) for key in MlaConfig.model_fields if key != "q_lora_rank"}
+        sizes["q_lora_rank"] = config.pop("q_lora_rank", None)
+        turned = sizes["qk_rope_head_dim"]
+        only(config, "qk_head_dim", sizes["qk_nope_head_dim"] + turned)
+        only(config, "head_dim", turned)
+        only(config, "num_key_value_heads", config["num_attention_heads"])
+        only(config, "rope_interleave", True)
+        return {f"mla.{key}": size for key, size in sizes.items()}
+
+    def write(cfg: ModelConfig) -> dict:
+        return cfg.mla.model_dump() | {
+            "head_dim": cfg.mla.qk_rope_head_dim,
+            "num_key_value_heads": cfg.attention.num_attention_heads,
+        }
+
+    return Part(read, write)
+
+
+def routed_experts_v2() -> Part:
+    """DeepSeek-V2's experts: softmax scores, a group as good as its best expert."""
+
+    def read(config: dict) -> dict:
+        if config.get("topk_method") in (None, "greedy"):
+            config["n_group"] = config["topk_group"] = 1
+        only(config, "topk_method", "greedy", "group_limited_greedy")
+        only(config, "scoring_func", "softmax")
+        only(config, "norm_topk_prob", False)
+        return {"moe.norm_topk_prob": False, "moe.group_score_topk": 1}
+
+    def write(cfg: ModelConfig) -> dict:
+        grouped = cfg.moe.n_group > 1
+        method = "group_limited_greedy" if grouped else "greedy"
+        return {"topk_method": method, "norm_topk_prob": False}
+
+    return _routed_experts(Part(read, write), 1.0)
+
+
+def routed_experts_v3(factor: float = 2.5) -> Part:
+    """DeepSeek-V3's experts: sigmoid scores with a bias, a group as good as its two best.
+
+    `factor` is the family's routed_scaling_factor, where it is left out.
+    """
+
+    def read(config: dict) -> dict:
+        only(config, "topk_method", "noaux_tc")
+        only(config, "scoring_func", "sigmoid")
+        normalized = take(config, "norm_topk_prob", True)
+        scores = {"moe.scoring_func": "sigmoid", "moe.expert_bias": True}
+        return scores | {"moe.norm_topk_prob": normalized}
+
+    def write(cfg: ModelConfig) -> dict:
+        named = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        return named | {"norm_topk_prob": cfg.moe.norm_topk_prob}
+
+    return _routed_experts(Part(read, write), factor)
+
+
+def _routed_experts(routing: Part, factor: float) -> Part:
+    """The experts of layers that are not dense, with the `routing` of a version.
+
+    `factor` stands for a routed_scaling_factor left out.
+    """
+    keys = same(
+        ROUTED | {"aux_loss_alpha": "moe.router_aux_loss_coef"},
+        {"n_group": 1, "topk_group": 1, "routed_scaling_factor": factor, "aux_loss_alpha": 0.0},
+    )
+
+    def read(config: dict) -> dict:
+        if "n_routed_experts" not in config:  # dense layers only
+            return {}
+        only(config, "seq_aux", True)
+        shared = take(config, "n_shared_experts")
+        fields = routing.read(config) | keys.read(config)
+        width = shared * fields["moe.moe_intermediate_size"]
+        return fields | {"moe.shared_expert_intermediate_size": width}
+
+    def write(cfg: ModelConfig) -> dict:
+        if not cfg.moe.num_experts:
+            return {}
+        shared = cfg.moe.shared_expert_intermediate_size // cfg.moe.moe_intermediate_size
+        return keys.write(cfg) | routing.write(cfg) | {"n_shared_experts": shared}
+
+    return Part(read, write)

@@ -1,0 +1,156 @@
+"""Rows of the table of families (`families.py`): state-space mixers and linear attention."""
+
+from mjax.interop.huggingface.families.engine import Family
+from mjax.interop.huggingface.families.mamba import (
+    MAMBA2_SHAPE,
+    NEMOTRON_IGNORED,
+    attention_among,
+    every_nth_attends,
+    falcon_layers,
+    granite_experts,
+    granite_kinds,
+    granite_positions,
+    mixer,
+    nemotron_experts,
+    nemotron_shape,
+    one_branch_a_layer,
+)
+from mjax.interop.huggingface.families.parts import (
+    activation,
+    alike,
+    biases,
+    experts,
+    required,
+    same,
+    shape,
+)
+from mjax.interop.huggingface.families.rope import rope
+
+_MIXER = {
+    "mamba.in_proj": tuple(f"mamba.{name}_proj" for name in ("z", "x", "b", "c", "dt")),
+    "mamba.conv1d": tuple(f"mamba.{name}_conv" for name in "xbc"),
+}
+_BACKBONE = (
+    ("model.norm.", "backbone.norm_f."),
+    ("model.embed_tokens", "backbone.embeddings"),
+    ("model.layers.", "backbone.layers."),
+    ("input_layernorm", "norm"),
+    ("mlp.shared_expert.", "mlp.shared_experts."),
+    *((f".{name}.", ".mixer.") for name in ("mamba", "self_attn", "mlp")),
+)
+_FEED_FORWARD = (
+    ("model.norm.", "model.final_layernorm."),
+    ("post_attention_layernorm", "pre_ff_layernorm"),
+    (".mlp.", ".feed_forward."),
+)
+_DELTANET = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_QWEN3_NEXT = {
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "router_aux_loss_coef": 0.001,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 512,
+}
+MULTIPLIERS = alike("embedding_multiplier residual_multiplier logits_scaling")
+MULTIPLIERS |= alike("attention_multiplier", "attention.")
+
+HYBRIDS: dict[str, Family] = {
+    "mamba2": Family.of(
+        "Mamba2ForCausalLM",
+        mixer("mamba2", n_groups=8, chunk_size=256, use_conv_bias=True),
+        required(hidden_act="silu"),
+        MAMBA2_SHAPE,
+        fixed={"position_embedding": "none", "layer_pattern": "M"},
+        rename=_BACKBONE,
+        fused=_MIXER,
+    ),
+    "nemotron_h": Family.of(
+        "NemotronHForCausalLM",
+        one_branch_a_layer(),
+        mixer("nemotron_h", use_conv_bias=True),
+        nemotron_experts(),
+        NEMOTRON_IGNORED,
+        required(attention_bias=False, mlp_bias=False, hidden_dropout=0.0, sliding_window=None),
+        nemotron_shape(),
+        activation("mlp_hidden_act", default="relu2"),
+        fixed={"position_embedding": "none", "mlp_gated": False},
+        rename=_BACKBONE,
+        fused=_MIXER,
+    ),
+    "bamba": Family.of(
+        "BambaForCausalLM",
+        attention_among(True, lambda config: ("[MD]", "G")),
+        mixer("bamba", mamba_conv_bias=True),
+        shape(rms_norm_eps=1e-5),
+        rope(fraction=0.5),
+        biases(mlp=True),
+        rename=_FEED_FORWARD,
+        fused=_MIXER,
+        left_out={"num_key_value_heads": 8},
+    ),
+    "granitemoehybrid": Family.of(
+        "GraniteMoeHybridForCausalLM",
+        attention_among(False, granite_kinds),
+        mixer("bamba", mamba_conv_bias=True),
+        granite_positions(),
+        granite_experts(),
+        shape(),
+        rope(),
+        biases(),
+        same(MULTIPLIERS, dict.fromkeys(MULTIPLIERS, 1.0)),
+        rename=(
+            ("mlp.shared_expert.down_proj", "shared_mlp.output_linear"),
+            ("mlp.shared_expert.", "shared_mlp."),
+            ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
+            ("mlp.experts.down_proj", "block_sparse_moe.output_linear"),
+            ("mlp.experts.", "block_sparse_moe."),
+            (".mlp.down_proj", ".shared_mlp.output_linear"),
+        ),
+        fused=_MIXER
+        | {
+            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.shared_expert.input_linear": tuple(
+                f"mlp.shared_expert.{name}_proj" for name in ("gate", "up")
+            ),
+            "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+        },
+        stacked=True,
+    ),
+    "falcon_h1": Family.of(
+        "FalconH1ForCausalLM",
+        falcon_layers(),
+        mixer("bamba", mamba_conv_bias=True),
+        shape(rms_norm_eps=1e-5),
+        rope(),
+        biases(mlp=True),
+        rename=_FEED_FORWARD,
+        fused=_MIXER,
+        left_out={"num_key_value_heads": 8},
+    ),
+    "qwen3_next": Family.of(
+        "Qwen3NextForCausalLM",
+        every_nth_attends(),
+        attention_among(False, lambda config: ("[TE]", "E")),
+        same(alike(" ".join(_DELTANET), "deltanet."), _DELTANET),
+        experts("num_experts", **_QWEN3_NEXT),
+        shape(head_dim=256),
+        rope(fraction=0.25),
+        biases(),
+        required(use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
+        fixed={
+            "norm_zero_centered": True,
+            "attention.qk_norm": True,
+            "attention.attention_output_gate": True,
+            "moe.shared_expert_gate": True,
+        },
+        fused={"linear_attn.conv1d": tuple(f"linear_attn.{name}_conv" for name in "qkv")},
+        left_out={"num_key_value_heads": 2},
+    ),
+}

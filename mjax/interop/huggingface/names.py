@@ -1,0 +1,177 @@
+"""How the tensors of a file are called, where that differs from the names that slots have.
+
+Base classes leave out the prefix of the trunk, models with towers put one before their text, and
+files repeat a tensor that is read for two. Invariant: a tensor that stands for another in the model
+has its values, or the model has a place for it, or the file is refused.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mjax.checkpoint.base.safetensors import Tensor
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError, or_user_error
+from mjax.interop.huggingface.families.bert import with_old_names
+from mjax.interop.huggingface.families.slots import Slot, Slots, changed
+
+_TRUNKS = ("model.", "transformer.", "backbone.", "bert.", "roberta.")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+# Names under which files repeat the embedding, besides those of a tied head.
+_EMBEDDINGS = (
+    "cls.predictions.decoder.weight",
+    "lm_head.decoder.weight",
+    "decoder.weight",
+    "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight",
+)
+_BIASES = {
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+    "lm_head.decoder.bias": "lm_head.bias",
+}
+_LLAVA = "language_model.model."
+_CHUNK = 2**22  # numbers that are compared at a time
+
+Prefixes = tuple[tuple[str, str], ...]  # what slots say, and the file
+
+
+@dataclass(frozen=True)
+class Names:
+    """The slots of a model in a file.
+
+    repeats: tensors of the file that stand for another, and that one. beside: its tensors of towers
+    that the model lacks.
+    """
+
+    slots: Slots
+    repeats: Mapping[str, str]
+    beside: frozenset[str]
+
+
+def names_in(cfg: ModelConfig, slots: Slots, names: Collection[str]) -> Names:
+    """`slots` of a model with the names of a file, whose tensors are `names`."""
+    embedding = _embedding(slots)
+    prefixes, tower = _prefixes(slots, embedding, names)
+    slots = changed(slots, lambda slot: replace(slot, tensor=_renamed(slot.tensor, prefixes)))
+    slots = with_old_names(_with_head(slots, names), names)
+    embedding = _embedding(slots)
+    read = {slot.tensor for places in slots.values() for slot in places}
+    repeats = dict(_copies(slots))
+    heads = _HEADS if cfg.tie_word_embeddings else ()
+    same = dict.fromkeys((*heads, *_EMBEDDINGS), embedding) | _BIASES
+    repeats |= {n: of for n, of in same.items() if n in names and n not in read and of is not None}
+    if embedding is not None and embedding not in names and embedding in repeats.values():
+        there = next(name for name, of in repeats.items() if of == embedding)
+        slots = _with_name(slots, embedding, there)
+        repeats = {n: there if of == embedding else of for n, of in repeats.items() if n != there}
+    beside = frozenset(n for n in names if tower is not None and not n.startswith((tower, *_HEADS)))
+    return Names(slots, repeats, beside)
+
+
+def heads_apart(found: Names, tensors: Mapping[str, Tensor], cfg: ModelConfig) -> bool:
+    """Whether a file has a head other than the embedding, of a model that calls it tied."""
+    heads = [name for name in _HEADS if name in found.repeats]
+    is_scaled = cfg.is_encoder_decoder and cfg.logits_scaling is not None  # T5 1.0: tied alone
+    if not heads or cfg.bert.mlm_head or is_scaled:
+        return False
+    head, embedding = tensors[heads[0]], tensors[found.repeats[heads[0]]]
+    if equal(head, embedding):
+        return False
+    print(
+        f"mjax: {head.file}: {head.name} differs from {embedding.name}, though config.json calls "
+        "them tied: read as tie_word_embeddings=false",
+        file=sys.stderr,
+    )
+    return True
+
+
+def require_repeats(repeats: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Raise `UserError` for a tensor that stands for another and has other values."""
+    for name, of in repeats.items():
+        if name in tensors and of in tensors and not equal(tensors[name], tensors[of]):
+            raise UserError(
+                f"{tensors[name].file}: tensors {name} and {of} differ, and the model has one for "
+                "both; remove the one that is not meant"
+            )
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape and numbers."""
+    if a.shape != b.shape:
+        return False
+    width = a.shape[-1] if len(a.shape) > 1 else math.prod(a.shape)
+    return all(
+        np.array_equal(x.astype(np.float32), y.astype(np.float32), equal_nan=True)
+        for x, y in zip(_rows(a, width), _rows(b, width), strict=True)
+    )
+
+
+def _rows(tensor: Tensor, width: int) -> Iterator[np.ndarray]:
+    count, step = math.prod(tensor.shape) // max(width, 1), max(1, _CHUNK // max(width, 1))
+    with or_user_error(f"{tensor.file}: cannot read tensor {tensor.name}: {{reason}}"):
+        file = os.open(tensor.file, os.O_RDONLY)
+        try:
+            for first in range(0, count, step):
+                rows = slice(first, min(first + step, count))
+                yield tensor.read(file, 0, width, rows, slice(0, width))
+        finally:
+            os.close(file)
+
+
+def _embedding(slots: Slots) -> str | None:
+    """The name of the table of words."""
+    places = [places for path, places in slots.items() if path[0] == "embedding"]
+    return places[0][-1].tensor if places else None
+
+
+def _prefixes(
+    slots: Slots, embedding: str | None, names: Collection[str]
+) -> tuple[Prefixes, str | None]:
+    """The prefixes of the file under which it has most of the model; that of a text with towers."""
+    found: list[tuple[Prefixes, str | None]] = [((), None)]
+    trunk = next((t for t in _TRUNKS if embedding and embedding.startswith(t)), None)
+    if embedding is not None and embedding.startswith(_LLAVA):
+        new = ("vision_tower.", "multi_modal_projector.", "image_newline")
+        moved = [(_LLAVA, "model.language_model."), ("language_model.lm_head.", "lm_head.")]
+        found.append(((*moved, *((name, f"model.{name}") for name in new)), None))
+    elif trunk is not None:
+        found.append((((trunk, ""),), None))
+        texts = f"language_model.{trunk}", "model.language_model.", "model.text_model."
+        for text in (*texts, "language_model.", "text_model."):
+            found.append((((trunk, text),), text))
+    tensors = {slot.tensor for places in slots.values() for slot in places}
+    return max(found, key=lambda kind: sum(_renamed(n, kind[0]) in names for n in tensors))
+
+
+def _renamed(name: str, prefixes: Prefixes) -> str:
+    for ours, theirs in prefixes:
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+def _with_head(slots: Slots, names: Collection[str]) -> Slots:
+    """The slots with the name that the file has for a head of its own."""
+    plain, of_text = _HEADS
+    is_moved = plain not in names and of_text in names
+    return _with_name(slots, plain, of_text) if is_moved else slots
+
+
+def _with_name(slots: Slots, old: str, new: str) -> Slots:
+    def named(slot: Slot) -> Slot:
+        return replace(slot, tensor=new) if slot.tensor == old else slot
+
+    return changed(slots, named)
+
+
+def _copies(slots: Slots) -> Iterator[tuple[str, str]]:
+    """The tensors that slots place a piece in, besides the one that is read, and that one."""
+    for places in slots.values():
+        read = {slot.batch: slot.tensor for slot in places}
+        for slot in places:
+            if slot.tensor != read[slot.batch]:
+                yield slot.tensor, read[slot.batch]

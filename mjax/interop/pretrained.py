@@ -1,0 +1,73 @@
+"""Weights from anywhere as a model: a Hugging Face folder, an mjax run or checkpoint, Megatron.
+
+`lm = mjax.from_pretrained(path)`; `lm.model` is a Flax NNX module for `jax.jit`, `lm.params` the
+same weights as a pytree for `jax.grad`. Invariant: weights go from disk to their shards piece by
+piece, never through a whole copy on the host.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+
+from mjax.checkpoint.base.companion_files import tokenizer_dir
+from mjax.checkpoint.base.source import arrays
+from mjax.config.schema.model import ModelConfig
+from mjax.interop.sources import source_of
+from mjax.models import Definition, definition_of
+from mjax.models.decoder import Decoder
+from mjax.sharding.mesh import parallel_of
+from mjax.sharding.rules import param_partitions
+from mjax.sharding.spec import ParamSpec, is_spec
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model with weights. `tokenizer_dir`: the folder with its tokenizer files, or None."""
+
+    cfg: ModelConfig
+    definition: Definition
+    params: dict
+    mesh: Mesh | None
+    tokenizer_dir: Path | None
+
+    @property
+    def model(self) -> Decoder:
+        """The NNX module: `jax.jit(lm.model)(tokens)` gives fp32 logits [B, S, V]."""
+        return self.definition.bind(self.params)
+
+    def logits(self, params: dict, tokens: jax.Array) -> jax.Array:
+        """A function of the weights, for `jax.grad`: int32 [B, S] -> fp32 [B, S, V]."""
+        return self.definition.bind(params)(tokens)
+
+
+def from_pretrained(
+    path: str | Path, mesh: Mesh | None = None, dtype: str = "float32"
+) -> Pretrained:
+    """Load the weights in `path`, as `dtype`, on one device or sharded over `mesh`.
+
+    `path`: a Hugging Face folder (config.json and safetensors), an mjax run or checkpoint folder,
+    or a Megatron torch_dist checkpoint. Raises `UserError` where it is none of them or damaged.
+    """
+    path = Path(path).expanduser()
+    source = source_of(path)
+    source.check()
+    definition = definition_of(source.cfg)
+    if mesh is None:
+        one = SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: one, definition.specs, is_leaf=is_spec)
+    else:
+        partitions = param_partitions(definition.specs, parallel_of(mesh))
+        shardings = jax.tree.map(lambda p: NamedSharding(mesh, p), partitions)
+    params = arrays(source, abstract_params(definition, dtype, shardings))
+    return Pretrained(source.cfg, definition, params, mesh, tokenizer_dir(path))
+
+
+def abstract_params(definition: Definition, dtype: str, shardings: dict) -> dict:
+    """`ShapeDtypeStruct`s of all parameters."""
+
+    def abstract(spec: ParamSpec, where: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype), sharding=where)
+
+    return jax.tree.map(abstract, definition.specs, shardings, is_leaf=is_spec)

@@ -1,0 +1,1 @@
+"""Attention: the public function, cuDNN, our Hopper kernels, short rows, decoding."""

@@ -1,0 +1,412 @@
+"""THE rule by which each op gets its implementation: by dtype, shape and device, and why.
+
+`choose` is the only function that decides. Kernels ask it when they are traced, and `--dry-run`
+prints its answers. Limits were measured on an H200 (docs/lab). Names: xla is plain JAX; triton is
+our kernel in Triton; mosaic are our kernels for Hopper, in Pallas; cudnn and te are NVIDIA's.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mjax.kernels.base.attention_call import AttentionCall
+
+HEAD_SIZES = (64, 128, 256)  # of mosaic attention
+SHORT_HEAD = 64  # of our attention of short rows
+SHORT_ROWS = {"full": 512, "causal": 1024}  # tokens of a row up to which it is faster than cuDNN
+GATES = ("silu", "gelu_tanh", "gelu", "quick_gelu")
+
+FEWEST = {  # elements of the widest input: with less, nothing is won
+    "norm": 2**20,
+    "gate": 2**20,
+    "quantize": 2**20,
+    "loss_rows": 2**24,
+    "causal_conv": 2**20,
+    "activated_matmul": 2**24,  # of the output
+}
+MOST = 2**31 - 1  # elements that a 32-bit offset reaches
+WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
+ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
+
+CONV_TAPS = 4  # of our causal convolution: it holds as many tokens in registers
+
+SSD_CHANNELS = 64  # of a head that a program of the scan takes
+SSD_STATES = (64, 128)  # a larger one does not fit the registers
+
+DELTA_CHUNK = 64  # tokens whose systems our kernel solves
+DELTA_CHANNELS = 64  # of a head's values that a program takes
+DELTA_KEYS = (64, 128)  # a larger state does not fit the registers
+
+ACTIVATED_SIDES = 64, 256  # what D and F are multiples of, of a matmul with an activation function
+
+GROUPED_SIDES, GROUPED_ROWS = 64, 8  # what sizes of a grouped matmul are multiples of
+GROUPED_8_BITS = 128  # the same for operands of 8 bits, rows too
+EIGHT_BITS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+
+NO_GPU = "there is no GPU"
+NO_TRITON = "jax-triton is not installed (pip install 'mjax[cuda13]')"
+
+
+@dataclass(frozen=True)
+class Device:
+    """backend: jax's name of it, cpu or gpu. hopper: whether Mosaic kernels run on it. triton:
+    whether triton and jax-triton are installed."""
+
+    backend: str
+    hopper: bool = False
+    triton: bool = True
+
+
+class Choice(NamedTuple):
+    """The name of an implementation, and why it was chosen."""
+
+    name: str
+    why: str
+
+
+class Inputs(NamedTuple):
+    """What the rules read of an op's widest input: its dtype and shape, and where it lies."""
+
+    dtype: jnp.dtype
+    shape: tuple[int, ...]
+    device: Device
+
+
+_BELIEVED: ContextVar[Device | None] = ContextVar("believed", default=None)
+
+
+def this_device() -> Device:
+    """The default device, or the one that `believed` names."""
+    return _BELIEVED.get() or Device(jax.default_backend(), on_hopper(), has_triton())
+
+
+@contextlib.contextmanager
+def believed(device: Device) -> Iterator[None]:
+    """Choose as if the default device were this one, which need not exist."""
+    token = _BELIEVED.set(device)
+    try:
+        yield
+    finally:
+        _BELIEVED.reset(token)
+
+
+def on_hopper() -> bool:
+    """Whether the default device is a Hopper GPU, and jax has what Mosaic kernels use."""
+    if jax.default_backend() != "gpu" or jax.__version_info__ < (0, 11):
+        return False
+    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether our Triton kernels can be compiled."""
+    return all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
+
+
+def choose(
+    op: str, dtype: jnp.dtype, shape: tuple[int, ...], device: Device | None = None, **facts
+) -> Choice:
+    """The implementation of `op` for its widest input, of `dtype` and `shape`.
+
+    `device` is the default one unless given. `facts` are the keyword arguments of the op's rule.
+    """
+    return RULES[op](Inputs(jnp.dtype(dtype), shape, device or this_device()), **facts)
+
+
+def _attention(
+    x: Inputs,
+    *,
+    call: AttentionCall,
+    sinks: bool = False,
+    value_size: int | None = None,
+    relative: bool = False,
+    by_blocks: bool = False,
+) -> Choice:
+    """Of queries [B, S, N, H]; `value_size` is that of value heads where it is not H.
+
+    `relative` is whether scores have biases by distance, `by_blocks` whether keys may come in
+    blocks.
+    """
+    if call.implementation != "auto":
+        return Choice(call.implementation, "train.attention asks for it")
+    if x.device.backend == "cpu":
+        return Choice("xla", NO_GPU)
+    has_several = call.max_documents != 1 and not call.padded
+    sizes = x.shape[-1], value_size or x.shape[-1]
+    more = {"sinks": sinks, "relative": relative}
+    row = 3 * math.prod(x.shape[1:])  # where one array holds queries, keys and values
+    lacks = short_attention_lacks(x.dtype, *sizes, call, x.device, row=row, **more)
+    if call.window is not None and call.mask == "full":
+        if lacks or by_blocks:
+            return Choice(
+                "xla", "no fused kernel has these windows to both sides; XLA takes blocks"
+            )
+        return Choice("triton", "it takes the keys of windows to both sides only")
+    is_short = x.shape[1] <= SHORT_ROWS.get(call.mask, 0)
+    if is_short and not (has_several or by_blocks or lacks):
+        return Choice("triton", f"its tiles fill rows of {x.shape[1]} tokens better than cuDNN's")
+    if relative and (has_several or call.deterministic):
+        where = "in a fixed order" if call.deterministic else "among several documents"
+        return Choice("xla", f"no fused kernel of ours adds biases by distance {where}")
+    if call.mask == "cross" and has_several:
+        return Choice("xla", "no fused kernel of ours has segments of cross-attention")
+    beyond_cudnn = call.softcap is not None or sinks
+    if beyond_cudnn and not mosaic_attention_lacks(x.dtype, *sizes, call, x.device):
+        return Choice("mosaic", "cuDNN lacks soft-caps and sinks")
+    if value_size not in (None, x.shape[-1]):
+        heads = f"heads of {x.shape[-1]} and values of {value_size}"
+        return Choice("cudnn", f"it takes {heads} as they are (padded, in packed documents)")
+    return Choice("cudnn", "whole steps are no faster with mosaic")
+
+
+def mosaic_attention_lacks(
+    dtype: jnp.dtype, size: int, value_size: int, call: AttentionCall, device: Device
+) -> str | None:
+    """Why our Hopper attention cannot compute a call with heads of these sizes, or None."""
+    if not device.hopper:
+        return "it needs a Hopper GPU and jax >= 0.11"
+    if call.dropout > 0:
+        return "it has no model.attention.attention_dropout"
+    if call.mask != "causal":
+        return f"it has causal masks only, no {call.mask} mask"
+    if dtype != jnp.bfloat16:
+        return f"it computes bfloat16, not precision.compute={dtype}"
+    if size not in HEAD_SIZES:
+        return f"it has heads of {HEAD_SIZES}, not model.attention.head_dim={size}"
+    if value_size != size:
+        return f"it has no value heads of size {value_size} beside queries of {size}"
+    return None
+
+
+def short_attention_lacks(
+    dtype: jnp.dtype,
+    size: int,
+    value_size: int,
+    call: AttentionCall,
+    device: Device,
+    *,
+    row: int,
+    sinks: bool = False,
+    relative: bool = False,
+) -> str | None:
+    """Why our attention of short rows cannot compute a call with heads of these sizes, or None.
+
+    `row` is the number of elements of a row of its largest array.
+    """
+    if device.backend != "gpu":
+        return NO_GPU
+    if not device.triton:
+        return NO_TRITON
+    if call.dropout > 0:
+        return "it has no model.attention.attention_dropout"
+    if call.softcap is not None or sinks or relative:
+        return "it has no soft-caps, sinks and biases by distance"
+    if call.mask == "prefix":
+        return "it has no prefix mask"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes bfloat16 and float16, not precision.compute={dtype}"
+    if (size, value_size) != (SHORT_HEAD, SHORT_HEAD):
+        return f"it has heads of {SHORT_HEAD}, not model.attention.head_dim={size}"
+    if row > MOST:
+        return f"its 32-bit offsets do not reach all of a row's {row:,} elements"
+    return None
+
+
+def _grouped_matmul(x: Inputs, *, implementation: str = "auto") -> Choice:
+    """Of rows and weights, as sizes (M, G, K, N)."""
+    if implementation != "auto":
+        return Choice(implementation, "it is asked for")
+    if x.device.backend == "cpu":
+        return Choice("xla", NO_GPU)
+    return _mosaic_or("xla", x)
+
+
+def _mosaic_or(other: str, x: Inputs) -> Choice:
+    """Our Hopper grouped matmul, or the name of another where it cannot compute the sizes."""
+    lacks = mosaic_grouped_lacks(*x)
+    if lacks:
+        return Choice(other, f"mosaic does not compute it: {lacks}")
+    return Choice("mosaic", "it multiplies each row by its own expert's weights only")
+
+
+def mosaic_grouped_lacks(dtype: jnp.dtype, shape: tuple[int, ...], device: Device) -> str | None:
+    """Why our Hopper grouped matmul cannot compute sizes (M, G, K, N), or None."""
+    m, _, *sides = shape
+    if not device.hopper:
+        return "it needs a Hopper GPU and jax >= 0.11"
+    if dtype != jnp.bfloat16 and dtype not in EIGHT_BITS:
+        return f"it computes bfloat16, not {dtype}"
+    of_sides, of_rows = GROUPED_SIDES, GROUPED_ROWS
+    if dtype in EIGHT_BITS:
+        of_sides = of_rows = GROUPED_8_BITS
+    if any(size % of_sides for size in sides):
+        return f"a weight of {sides[0]} x {sides[1]} is no multiple of {of_sides} both ways"
+    if m % of_rows:
+        return f"{m} rows are no multiple of {of_rows}"
+    return None
+
+
+def _norm(x: Inputs, *, layernorm: bool = False) -> Choice:
+    """Of rows x [..., D]: who computes the backward."""
+    widest = WIDEST["layernorm" if layernorm else "rmsnorm"]
+    if x.shape[-1] > widest:
+        return Choice("xla", f"it is faster beyond {widest} columns")
+    return _elementwise("norm", x)
+
+
+def _gate(x: Inputs, *, act: str = GATES[0], rows: int = 1) -> Choice:
+    """Of inputs [M, ...] of an activation function, taken by so many `rows`."""
+    if act not in GATES:
+        return Choice("xla", f"our kernel computes {', '.join(GATES)} only")
+    if x.shape[0] % rows:
+        return Choice("xla", f"our kernel takes {rows} rows at a time")
+    return _elementwise("gate", x)
+
+
+def _activated_matmul(x: Inputs, *, act: str, plain: bool = True) -> Choice:
+    """Of a block's first matmul, of sizes (M, D, F): whether it computes act, and the second act'.
+
+    `plain`: the block has a bias, no gate and no FP8.
+    """
+    m, *sides = x.shape
+    if not plain:
+        return Choice("xla", "our kernels take blocks with a bias, without a gate and FP8")
+    if act not in GATES:
+        return Choice("xla", f"our kernels compute {', '.join(GATES)} only")
+    if x.dtype != jnp.bfloat16:
+        return Choice("xla", f"our kernels take no {x.dtype}")
+    if any(size % unit for size, unit in zip(sides, ACTIVATED_SIDES, strict=True)):
+        return Choice("xla", f"{sides[0]} x {sides[1]} is no multiple of {ACTIVATED_SIDES}")
+    if m % GROUPED_ROWS:
+        return Choice("xla", f"{m} rows are no multiple of {GROUPED_ROWS}")
+    if m * sides[1] < FEWEST["activated_matmul"]:
+        return Choice("xla", "the tiles of a small product are too few")
+    if not x.device.hopper:
+        return Choice("xla", "it needs a Hopper GPU and jax >= 0.11")
+    return Choice("mosaic", "the function needs no pass over memory, in layers that keep all")
+
+
+def _quantize(x: Inputs, *, delayed: bool, backend: str) -> Choice:
+    """Of a gradient [M, N] and its transpose, in 8 bits; `backend` is that of the matmuls."""
+    if backend != "xla":
+        return Choice(backend, "precision.fp8_backend asks for it")
+    if not delayed:
+        return Choice("xla", "current scaling needs the maximum first")
+    if x.shape[0] % 2:
+        return Choice("xla", "our kernel takes 2 rows at a time")
+    return _elementwise("quantize", x)
+
+
+def _elementwise(op: str, x: Inputs) -> Choice:
+    """What our kernels of one pass over their inputs have in common."""
+    size = math.prod(x.shape)
+    # In fp16 nothing is rounded to 8 bits (config/validate.py).
+    if x.dtype not in (jnp.bfloat16, jnp.float32) and (x.dtype != jnp.float16 or op == "quantize"):
+        return Choice("xla", f"our kernel takes no {x.dtype}")
+    if size < FEWEST[op]:
+        return Choice("xla", f"a launch costs more for less than {FEWEST[op]:,} elements")
+    if size > MOST:
+        return Choice("xla", "32-bit offsets do not reach all elements")
+    return _on_gpu(x.device, "one pass over the inputs")
+
+
+def _loss_rows(x: Inputs, *, tp: int, chunk: int | None = None) -> Choice:
+    """Of logits [tokens, rows of the vocabulary] on each of `tp` devices, `chunk` at a time."""
+    tokens, rows = x.shape
+    if tp > 1:
+        return Choice("xla", "tp cuts the vocabulary")
+    if rows % ALIGNED:
+        return Choice("xla", f"the vocabulary is no multiple of {ALIGNED}")
+    if tokens * rows < FEWEST["loss_rows"]:
+        return Choice("xla", f"nothing is won for less than {FEWEST['loss_rows']:,} logits")
+    if 2 * (chunk or 1) * rows > MOST:  # up to whole parts, a chunk may nearly double
+        return Choice("xla", "32-bit offsets do not reach all logits of a chunk")
+    return _on_gpu(x.device, "one read of the logits")
+
+
+def _on_gpu(device: Device, why: str) -> Choice:
+    if device.backend != "gpu":
+        return Choice("xla", NO_GPU)
+    return Choice("triton", why) if device.triton else Choice("xla", NO_TRITON)
+
+
+def _experts(
+    x: Inputs, *, asked: str, has_capacity: bool = False, eight_bits: bool = False
+) -> Choice:
+    """Of the rows and weights of a device's experts, as sizes (M, E, D, F): what multiplies both.
+
+    F counts the width of one matrix; a gated expert has two, side by side. `eight_bits`: both are
+    rounded to them.
+    """
+    if asked != "auto":
+        return Choice(asked, "train.experts asks for it")
+    if x.device.backend == "cpu":
+        return Choice("xla", NO_GPU)
+    if has_capacity:
+        return Choice("batched", "capacity bounds the rows of an expert")
+    if eight_bits:
+        choice = _mosaic_or("xla", x._replace(dtype=EIGHT_BITS[0]))
+        how = "in 8 bits" if choice.name == "mosaic" else "rounded to 8 bits, multiplied in 16"
+        return Choice(choice.name, f"{choice.why}; {how}")
+    return _mosaic_or("loop", x)
+
+
+def _ssd(x: Inputs, *, state: int) -> Choice:
+    """Of x [B, S, H, P] of a scan of Mamba-2 with states [P, `state`]."""
+    if x.dtype != jnp.bfloat16:
+        return Choice("xla", f"our kernel takes no {x.dtype}")
+    if x.shape[-1] % SSD_CHANNELS:
+        return Choice("xla", f"heads of {x.shape[-1]} are no multiple of {SSD_CHANNELS} channels")
+    if state not in SSD_STATES:
+        return Choice("xla", f"our kernel takes states of {SSD_STATES}, not {state}")
+    return _on_gpu(x.device, "a program walks the chunks of a head with its state")
+
+
+def _gated_delta(x: Inputs, *, width: int, chunk: int) -> Choice:
+    """Of values [..., H, P] and keys of N = `width`, in chunks of so many tokens."""
+    if x.dtype != jnp.bfloat16:
+        return Choice("xla", f"our kernels take no {x.dtype}")
+    if chunk != DELTA_CHUNK:
+        return Choice("xla", f"our kernels solve chunks of {DELTA_CHUNK} tokens, not {chunk}")
+    if x.shape[-1] % DELTA_CHANNELS:
+        wanted = f"no multiple of {DELTA_CHANNELS} channels"
+        return Choice("xla", f"heads of {x.shape[-1]} are {wanted}")
+    if width not in DELTA_KEYS:
+        return Choice("xla", f"our kernels take keys of {DELTA_KEYS}, not {width}")
+    return _on_gpu(x.device, "a program walks the chunks of a head with its state")
+
+
+def _adam_row(x: Inputs) -> Choice:
+    """Of a layer's gradient, where the optimizer updates rows of stacks."""
+    return _on_gpu(x.device, "a row is updated where it lies")
+
+
+def _causal_conv(x: Inputs, *, taps: int) -> Choice:
+    """Of x [B, S, ...] with any channels."""
+    if taps != CONV_TAPS:
+        return Choice("xla", f"our kernel has {CONV_TAPS} taps, not {taps}")
+    return _elementwise("causal_conv", x)
+
+
+RULES = {
+    "activated_matmul": _activated_matmul,
+    "adam_row": _adam_row,
+    "attention": _attention,
+    "causal_conv": _causal_conv,
+    "experts": _experts,
+    "gated_delta": _gated_delta,
+    "grouped_matmul": _grouped_matmul,
+    "norm": _norm,
+    "gate": _gate,
+    "loss_rows": _loss_rows,
+    "quantize": _quantize,
+    "ssd": _ssd,
+}

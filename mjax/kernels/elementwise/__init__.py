@@ -1,0 +1,1 @@
+"""Norms, gates and AdamW in one pass."""

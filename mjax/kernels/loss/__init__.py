@@ -1,0 +1,1 @@
+"""Cross-entropy over a sharded vocabulary, in chunks."""

@@ -1,0 +1,1 @@
+"""Grouped matmuls of experts, and matmuls with an activation function within."""

@@ -1,0 +1,1 @@
+"""Mamba-2's scan, the gated delta rule, and the convolution before them."""

@@ -1,0 +1,1 @@
+"""Attention branches: self, latent, cross; context parallelism; positions."""

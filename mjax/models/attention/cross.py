@@ -1,0 +1,88 @@
+"""Cross-attention: a decoder's tokens attend to the output of an encoder (arXiv 1706.03762).
+
+Queries come from the residual stream, keys and values from the encoder's output after its norm. A
+query sees all keys of its own segment, so packed documents stay apart. The keys of a whole text are
+computed once: a cache holds them for the tokens that are made one by one.
+"""
+
+import jax
+
+from mjax.config.schema.model import ModelConfig
+from mjax.kernels.base.attention_call import AttentionCall
+from mjax.kernels.elementwise import norm
+from mjax.models.attention.context_parallel import context_attention
+from mjax.models.attention.self_attention import (
+    Attention,
+    KeysValues,
+    attention_arrays,
+    attention_call,
+    write_to_cache,
+)
+from mjax.models.base.branch import BranchInputs, BranchOutput, Source
+from mjax.models.base.context import Context, dropout
+from mjax.models.base.tensor_parallel import column
+from mjax.models.base.weight import weight_of
+
+_SOURCE_SALT = 2 << 24  # keys dropout of the encoder's output, equal in all layers
+
+
+class CrossAttention(Attention):
+    """[B, T/tp, D] -> [B, T/tp, D]: attention to all tokens of the source's segments.
+
+    The parameters are those of `Attention`. The norm of the source is `source_norm` of the shared
+    weights.
+    """
+
+    hf_name = "cross_attn"
+    matmul_prefix = "cross_"
+    source_norm = "encoder_norm"
+
+    @jax.named_scope("cross_attention")
+    def __call__(
+        self, x: jax.Array, inputs: BranchInputs, cache: KeysValues | None = None
+    ) -> BranchOutput:
+        cfg, ctx, source = self.cfg, inputs.ctx, inputs.source
+        (q,) = column(x, (weight_of(self.q),), ctx)
+        if cfg.attention.attention_bias:
+            q = q + self.q_bias[...]
+        if source.x is not None:
+            k, v = self._keys_and_values(source, inputs)
+            if cache is not None:
+                keys = write_to_cache(cache.keys, k, 0)
+                cache = KeysValues(keys, write_to_cache(cache.values, v, 0))
+        if cache is not None:
+            k, v = cache.keys.swapaxes(1, 2), cache.values.swapaxes(1, 2)
+        out = self.attend(q, k, v, inputs)
+        return BranchOutput(self.output(out, inputs), cache=cache)
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: BranchInputs) -> jax.Array:
+        """Heads of values [B, T, N/tp, H] for queries of that shape."""
+        arrays = attention_arrays(self.cfg, inputs)
+        return context_attention(q, k, v, self.call(inputs), arrays, inputs.ctx)
+
+    def call(self, inputs: BranchInputs) -> AttentionCall:
+        """What it computes."""
+        sizes = self.cfg.attention
+        scale = sizes.attention_multiplier or sizes.head_dim**-0.5
+        return attention_call(self.cfg, inputs, scale)
+
+    def _keys_and_values(self, source: Source, inputs: BranchInputs) -> tuple[jax.Array, jax.Array]:
+        """k, v [B, S, K', H] of the source's tokens, for this device's query heads."""
+        weights = getattr(inputs.shared, self.source_norm)
+        x = normed_source(source, weights, self.cfg, inputs.ctx)
+        (kv,) = column(x, (self.local_kv_weight(inputs.ctx.parallel),), inputs.ctx)
+        return self.biased(kv, inputs.ctx.parallel)
+
+
+def normed_source(
+    source: Source,
+    weights: tuple[jax.Array, jax.Array | None] | None,
+    cfg: ModelConfig,
+    ctx: Context,
+) -> jax.Array:
+    """The source after its norm, if that has `weights`, and dropout, [B, S/tp, D]."""
+    x = source.x
+    if weights is not None:
+        gain, bias = weights
+        x = norm.norm(x, gain, bias, eps=cfg.norm_eps)
+    return dropout(x, cfg.hidden_dropout, source.tokens, ctx, _SOURCE_SALT)

@@ -1,0 +1,1 @@
+"""What every branch stands on: parameters, weights, context, norms, tensor parallelism."""

@@ -1,0 +1,52 @@
+"""What layers and their routers do, layer by layer: seen in a forward pass of its own, for the log.
+
+A layer adds its figures to the rows of arrays for all layers. They are sums over this device's
+tokens, so they add up over devices and micro-batches.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mjax.config.languages.layer_pattern import stream_of
+from mjax.models.base.streams import Activation, Streams
+
+
+def nothing_seen(layers: int, experts: int) -> dict[str, jax.Array]:
+    """The sums before the first layer, fp32.
+
+    activations [L]: the numbers in each layer's output. activation_square, activation_fourth [L]:
+    their second and fourth powers. expert_load [L, E]: the tokens of each expert. layer_tokens [L]:
+    those of each layer with experts. layer_entropy [L]: the entropy of the router's probabilities,
+    in nats. bias_range [L]: largest less smallest bias that chooses. The last two are summed over
+    the layer's tokens.
+    """
+    names = ["activations", "activation_square", "activation_fourth"]
+    if experts:
+        names += ["layer_tokens", "layer_entropy", "bias_range"]
+    sums = {name: jnp.zeros(layers, jnp.float32) for name in names}
+    if experts:
+        sums["expert_load"] = jnp.zeros((layers, experts), jnp.float32)
+    return sums
+
+
+def see_activations(
+    x: Activation, kind: str, layer: jax.Array | int, layers: int
+) -> dict[str, jax.Array]:
+    """The figures of a layer's output, as `nothing_seen` names them."""
+    if isinstance(x, Streams):
+        x = x.activations[stream_of(kind)]
+    squares = jnp.square(x.astype(jnp.float32))
+    found = {
+        "activations": jnp.float32(x.size),
+        "activation_square": squares.sum(),
+        "activation_fourth": jnp.square(squares).sum(),
+    }
+    return in_row(found, layer, layers)
+
+
+def in_row(
+    found: dict[str, jax.Array], layer: jax.Array | int, layers: int
+) -> dict[str, jax.Array]:
+    """The figures of one layer in its row of arrays [L, ...] for all layers."""
+    row = jax.nn.one_hot(layer, layers, dtype=jnp.float32)
+    return {name: jnp.multiply.outer(row, value) for name, value in found.items()}

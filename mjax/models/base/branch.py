@@ -1,0 +1,158 @@
+"""A residual branch of a layer: what attention, a feed-forward and every other mixer are made as.
+
+`config/languages/layer_pattern.py` names the branches and the class of each. A class brings its
+parameters with the names of their matmuls, its computation, its cache and the FLOPs that are not
+those of its weights. Nothing else knows it.
+"""
+
+import pkgutil
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
+from mjax.config.schema.model import ModelConfig
+from mjax.models.base.context import Context, Tokens
+from mjax.models.base.params import StatisticCount
+from mjax.models.base.streams import SharedWeights
+
+# The cache of a branch: a tree of arrays, or None.
+BranchCache = jax.Array | tuple | dict | None
+
+# The caches of a layer, by the names of its branches.
+LayerCache = dict[str, BranchCache]
+
+# Rotary tables (cos, sin), by the letter of a branch.
+Rope = dict[str, tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """An array of a cache: its shape, and its logical axes (`sharding/rules.py`) or None.
+
+    precise: whether it is fp32, whatever the model is.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    precise: bool = False
+
+
+class HeadSizes(NamedTuple):
+    """The heads of attention: of queries and of keys and values; the size of a head of queries and
+    keys, and of one of values."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    value_size: int
+
+    @property
+    def kv_channels(self) -> int:
+        """Channels of the keys and values of a token."""
+        return self.kv_heads * (self.size + self.value_size)
+
+
+class Source(NamedTuple):
+    """What a stream reads of the other one: its activations x [B, S/tp, D], or None where keys are
+    cached; the facts about its tokens."""
+
+    x: jax.Array | None
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class BranchInputs:
+    """What a branch reads besides weights and activations.
+
+    letter: which row of `config.pattern.BRANCHES` it is.
+    salt: tells its draws of dropout from those of others.
+    layer: the number of its layer in the model.
+    shared, source: of a model with two streams (`models/base/streams.py`).
+    """
+
+    tokens: Tokens
+    ctx: Context
+    letter: str
+    rope: Rope = field(default_factory=dict)
+    salt: jax.Array | int = 0
+    layer: jax.Array | int = 0
+    shared: SharedWeights | None = None
+    source: Source | None = None
+
+
+class BranchOutput(NamedTuple):
+    """y [B, S/tp, D], this device's shares of statistics, fp32 [] by name, the new cache."""
+
+    y: jax.Array
+    statistics: dict[str, jax.Array] = {}
+    cache: BranchCache = None
+
+
+class BranchModule(nnx.Module):
+    """The base of all branches: one with no cache, and no FLOPs but those of its weights.
+
+    `__init__(cfg, out_std, rngs)` declares the parameters; `out_std` is the standard deviation of
+    the projection back to the residual stream. `__call__(x, inputs, cache)` gives a `BranchOutput`
+    of x [B, S/tp, D].
+    """
+
+    @staticmethod
+    def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:
+        """The names of the statistics that it gives, and what each is divided by."""
+        return {}
+
+    @staticmethod
+    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+        """FLOPs of a token, forward and backward, besides its products with weights.
+
+        It is the mean over a sequence of `seq_length` tokens.
+        """
+        return 0.0
+
+    @staticmethod
+    def heads(cfg: ModelConfig) -> HeadSizes | None:
+        """The heads of a branch that is attention."""
+        return None
+
+    @staticmethod
+    def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> BranchCache:
+        """The cache, as a tree of `CacheSpec`, of `length` tokens in each of `batch` rows.
+
+        `tp` devices share it.
+        """
+        return None
+
+
+def branch_class(letter: str) -> type[BranchModule]:
+    """The class of a branch."""
+    return pkgutil.resolve_name(BRANCHES[letter].module)
+
+
+def model_heads(cfg: ModelConfig) -> HeadSizes | None:
+    """The heads of the first of a model's kinds of attention, if it has one."""
+    found = [branch_class(letter).heads(cfg) for letter in sorted(cfg.branches)]
+    return next((heads for heads in found if heads is not None), None)
+
+
+def cache_specs(
+    cfg: ModelConfig, batch: int, length: int, tp: int = 1, source_length: int = 0
+) -> list[LayerCache | None]:
+    """The caches of all layers, as trees of `CacheSpec` (`BranchModule.cache`).
+
+    Beside a decoder, an encoder has none. Its decoder also keeps keys of `source_length` tokens.
+    """
+    specs: list[LayerCache | None] = []
+    for kind in cfg.layer_kinds:
+        if cfg.has_two_streams and not of_decoder(kind):
+            specs.append(None)
+            continue
+        layer: LayerCache = {}
+        for letter in branches_of(kind):
+            slots = source_length if BRANCHES[letter].mask == "cross" else length
+            sizes = cfg.of_layer(kind), batch, slots, tp
+            layer[BRANCHES[letter].name] = branch_class(letter).cache(*sizes)
+        specs.append(layer)
+    return specs

@@ -1,0 +1,181 @@
+"""The inputs of a forward pass besides weights and activations.
+
+`Context` is static: it selects code. `Tokens` is data: it travels with the batch and is sharded
+like it. Both default to an ordinary single-device forward pass.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import register_dataclass
+
+from mjax.config.languages.layer_pattern import DECODER
+from mjax.sharding.collectives import LOCAL, Parallel
+
+
+@dataclass(frozen=True)
+class Context:
+    """Static choices of a forward pass.
+
+    towers: the handles of modalities whose layers have mesh sizes of their own
+        (`models/towers/tower_mesh.py`).
+    attention, experts, expert_exchange: config keys of `train`.
+    deterministic: `run.deterministic`.
+    cp_type, cp_a2a: config keys of `mesh`.
+    permute: false where only some devices may run a layer, because a ppermute waits for all.
+    max_documents: a bound on the documents in a sequence; 1 promises that every sequence is a
+        single document, 0 that the number is unknown.
+    padded: promises that every sequence is one document, and then maybe padding.
+    overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
+    capacity: whether experts drop what is above `model.moe.capacity_factor`: in training and in
+        evaluation. Generation sees a part of a sequence at a time, and drops nothing.
+    dropout: whether dropout, the jitter of routers and Sinkhorn's routing are on: in training.
+    label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
+    loss_chunk: tokens whose logits exist at a time (`train.loss_chunk`); None: by memory.
+    head_remat: the remat policy of layers that an objective applies.
+    keeps_all: whether a layer keeps all that its backward asks for.
+    seen_layers: (layers, experts) of a model whose layers are looked at, or None
+        (`models/base/activation_statistics.py`).
+    see: a function (name, x) that may keep or replace activations at the named places of a block
+        (`models/trace.py`).
+    """
+
+    parallel: Parallel = LOCAL
+    towers: Mapping[str, Parallel] = field(default_factory=dict)
+    attention: str = "auto"
+    deterministic: bool = False
+    experts: str = "auto"
+    expert_exchange: str = "auto"
+    cp_type: str = "auto"
+    cp_a2a: int = 1
+    permute: bool = True
+    max_documents: int = 0
+    padded: bool = False
+    overlap_rows: int | None = None
+    capacity: bool = False
+    dropout: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    loss_chunk: int | None = None
+    head_remat: str = "none"
+    keeps_all: bool = False
+    seen_layers: tuple[int, int] | None = None
+    see: Callable[[str, jax.Array], jax.Array] | None = None
+
+    def of(self, stream: str) -> "Context":
+        """The context of the layers that work on a stream."""
+        return replace(self, parallel=self.towers.get(stream, self.parallel))
+
+    def overlaps(self, rows: int) -> bool:
+        """Whether matmuls exchange shards of `rows` tokens over tp piecewise."""
+        return self.parallel.tp > 1 and self.overlap_rows is not None and rows >= self.overlap_rows
+
+    def tap(self, name: str, x: jax.Array) -> jax.Array:
+        """`x`, or what `see` makes of it."""
+        return x if self.see is None else self.see(name, x)
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """Facts about each token, whole along tp. All int32.
+
+    positions [B, S]: for position embeddings.
+    segments [B, S] or None: attention stays within equal values.
+    rows [B], columns [S]: the token's place in the global batch, which keys dropout and orders
+        attention.
+    key: of dropout, or None.
+    types [B, S] or None: for embeddings of token types; None: all of the first.
+    key_segments [B, T] or None: `segments` of the keys of a cache.
+    others: of a model with several streams: facts about the tokens of those besides the decoder's,
+        by stream (`config.pattern.stream_of`).
+    features: of a text with items, by modality, [B, S]: which of all tokens of its row's items
+        (padding counts) stands in the place of a token; -1: none.
+    weights: fp32 [B, S, 4], of items in tiles, by modality: `features` are [B, S, 4] then, and what
+        stands in the place of a token is their sum, each times its weight
+        (`models/towers/tiles.py`).
+    """
+
+    positions: jax.Array
+    segments: jax.Array | None
+    rows: jax.Array
+    columns: jax.Array
+    key: jax.Array | None = None
+    key_segments: jax.Array | None = None
+    types: jax.Array | None = None
+    others: dict[str, "Tokens"] = field(default_factory=dict)
+    features: dict[str, jax.Array] = field(default_factory=dict)
+    weights: dict[str, jax.Array] = field(default_factory=dict)
+
+    def of(self, stream: str) -> "Tokens | None":
+        """Facts about the tokens of a stream; None: it is left out."""
+        return self if stream == DECODER else self.others.get(stream)
+
+
+def tokens_of(
+    shape: tuple[int, int],
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    columns: jax.Array | None = None,
+    key: jax.Array | None = None,
+    key_segments: jax.Array | None = None,
+) -> Tokens:
+    """The tokens of a plain [B, S] batch: what is left out is of sequences in order, unpacked."""
+    batch, seq = shape
+    columns = jnp.arange(seq, dtype=jnp.int32) if columns is None else columns
+    rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
+    positions = jnp.broadcast_to(columns, shape) if positions is None else positions
+    return Tokens(positions, segments, rows, columns, key, key_segments)
+
+
+def dropout(
+    x: jax.Array, rate: float, tokens: Tokens, ctx: Context, salt: jax.Array | int
+) -> jax.Array:
+    """Inverted dropout on [B, S/tp, D]; the mask is a function of the token's global place alone.
+
+    `salt` distinguishes the call sites of a model. One threefry key per token makes the mask equal
+    on every mesh and for every number of micro-batches.
+    """
+    if rate == 0 or not ctx.dropout:
+        return x
+
+    def keep(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(key, 1 - rate, x.shape[2:])
+
+    mask = _of_each_token(keep, tokens, ctx, salt)
+    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
+
+
+def jitter(
+    x: jax.Array, most: float, tokens: Tokens, ctx: Context, salt: jax.Array | int
+) -> jax.Array:
+    """x [B, S/tp, D] times numbers drawn from 1 - most to 1 + most, as `dropout` draws its mask."""
+    if most == 0 or not ctx.dropout:
+        return x
+
+    def factors(key: jax.Array) -> jax.Array:
+        return jax.random.uniform(key, x.shape[2:], minval=1 - most, maxval=1 + most)
+
+    return (x * _of_each_token(factors, tokens, ctx, salt)).astype(x.dtype)
+
+
+def _of_each_token(
+    draw: Callable[[jax.Array], jax.Array],
+    tokens: Tokens,
+    ctx: Context,
+    salt: jax.Array | int,
+) -> jax.Array:
+    """[B, S/tp, ...]: what `draw` makes of the key of each token."""
+    assert tokens.key is not None, "dropout is on but Tokens.key is None"
+    key = jax.random.fold_in(tokens.key, salt)
+    columns = ctx.parallel.shard(tokens.columns, "tp", 0)
+
+    def of_token(row: jax.Array, column: jax.Array) -> jax.Array:
+        return draw(jax.random.fold_in(jax.random.fold_in(key, row), column))
+
+    return jax.vmap(lambda row: jax.vmap(lambda column: of_token(row, column))(columns))(
+        tokens.rows
+    )

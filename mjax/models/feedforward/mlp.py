@@ -1,0 +1,196 @@
+"""The feed-forward block: gated (SwiGLU, GEGLU) or plain, column- then row-parallel over tp."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from mjax.config.schema.model import ModelConfig
+from mjax.kernels.elementwise import gate
+from mjax.models.base.barriers import compute_again
+from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.models.base.context import Context
+from mjax.models.base.params import declare, declare_bias, normal
+from mjax.models.base.tensor_parallel import column, row
+from mjax.models.base.weight import weight_of
+from mjax.models.feedforward import mlp_fp8
+from mjax.models.feedforward.mlp_activated import activated_mlp, in_matmuls
+from mjax.sharding.spec import ParamSpec
+
+
+def activate(x: jax.Array, name: str) -> jax.Array:
+    """The activation `name` (model.hidden_act, or tanh) of x, in x's shape and dtype."""
+    if name == "tanh":
+        return jnp.tanh(x)
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name == "relu":
+        return jax.nn.relu(x)
+    if name == "quick_gelu":
+        return x * jax.nn.sigmoid(1.702 * x)
+    if name == "relu2":
+        return jnp.square(jax.nn.relu(x))
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def activated(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
+    """act(h + bias), [..., F] in h's dtype.
+
+    The backward starts from h, as Megatron-LM's fused bias and GELU does. Autodiff would keep what
+    the forward computes on the way, which for GELU is another tensor of that size. Each direction
+    is one pass, by our kernel or by XLA.
+    """
+    x = h if bias is None else h + bias
+    return activate(x, name)
+
+
+def _activated_forward(h, bias, name):
+    if gate.supports(h, name):
+        y = gate.act_forward(h, bias, name)
+    else:
+        y = activated(h, bias, name)
+    return y, (h, bias)
+
+
+def _activated_backward(name, residuals, dy):
+    h, bias = residuals
+    if gate.supports(h, name):
+        return gate.act_backward(h, bias, dy, name)
+    h, bias = compute_again(h, bias)
+    _, vjp = jax.vjp(lambda h, bias: activated.fun(h, bias, name), h, bias)
+    return vjp(dy)
+
+
+activated.defvjp(_activated_forward, _activated_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gated(h: jax.Array, name: str) -> jax.Array:
+    """act(gate) * up, [..., F], of h [..., 2, F] (gate, up).
+
+    The backward computes both gradients and stacks them, in one pass by our kernel or by XLA.
+    Autodiff would pad each and add them: XLA would compute both halves everywhere.
+    """
+    return _gate_times_up(h[..., 0, :], h[..., 1, :], name)
+
+
+def _gate_times_up(gate: jax.Array, up: jax.Array, name: str) -> jax.Array:
+    return activate(gate, name) * up
+
+
+def _gated_forward(h, name):
+    return gated(h, name), h
+
+
+def _gated_backward(name, h, dy):
+    if gate.supports(h, name):
+        return (gate.gate_backward(h, dy, name),)
+    product = functools.partial(_gate_times_up, name=name)
+    _, vjp = jax.vjp(product, h[..., 0, :], h[..., 1, :])
+    d_gate, d_up = vjp(dy)
+    return (jnp.stack((d_gate, d_up), -2),)
+
+
+gated.defvjp(_gated_forward, _gated_backward)
+
+
+class UpAxes(NamedTuple):
+    """The axes of an `up` projection behind its input: (gate, up) and F when gated, else F."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+def up_axes(cfg: ModelConfig, ffn: int) -> UpAxes:
+    """The output axes of an `up` projection to `ffn` columns."""
+    if cfg.mlp_gated:
+        return UpAxes((2, ffn), ("pair", "mlp"))
+    return UpAxes((ffn,), ("mlp",))
+
+
+def up_names(cfg: ModelConfig, prefix: str, kind: str) -> tuple[str, ...]:
+    """Hugging Face names of an `up` projection, with its gate first."""
+    names = ("gate_proj", "up_proj") if cfg.mlp_gated else ("up_proj",)
+    return tuple(f"{prefix}.{name}.{kind}" for name in names)
+
+
+class MLP(BranchModule):
+    """[B, S/tp, D] -> [B, S/tp, D].
+
+    `up` is [D, 2, F] (gate, up) when `mlp_gated`, else [D, F]. `down` is [F, D]. F is `ffn`, or 0:
+    the model's. `prefix` begins the names in Hugging Face's words.
+    """
+
+    def __init__(
+        self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs, ffn: int = 0, prefix: str = "mlp"
+    ):
+        self.cfg = cfg
+        width, ffn = cfg.hidden_size, ffn or cfg.intermediate_size
+        shape, axes = up_axes(cfg, ffn)
+        up = ParamSpec(
+            shape=(width, *shape),
+            axes=("embed", *axes),
+            role="matrix",
+            matmul="up",
+            hf=up_names(cfg, prefix, "weight"),
+        )
+        down = ParamSpec(
+            shape=(ffn, width),
+            axes=("mlp", "embed"),
+            role="matrix",
+            matmul="down",
+            hf=(f"{prefix}.down_proj.weight",),
+        )
+        self.up = declare(rngs, up, normal(cfg.initializer_range))
+        self.down = declare(rngs, down, normal(out_std))
+        if cfg.mlp_bias:
+            self.up_bias = declare_bias(rngs, shape, axes, *up_names(cfg, prefix, "bias"))
+            name = f"{prefix}.down_proj.bias"
+            self.down_bias = declare_bias(rngs, (width,), ("embed",), name)
+
+    @jax.named_scope("mlp")
+    def __call__(
+        self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
+    ) -> BranchOutput:
+        y = self._product(x, inputs.ctx)
+        if self.cfg.mlp_bias:
+            y = y + self.down_bias[...]
+        if self.cfg.mlp_multipliers is not None:
+            y = y * self.cfg.mlp_multipliers[1]
+        return BranchOutput(y)
+
+    def _product(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """The second matmul's output."""
+        act = self.cfg.hidden_act
+        up, down = weight_of(self.up), weight_of(self.down)
+        bias = self.up_bias[...] if self.cfg.mlp_bias else None
+        if self._in_one_function(x, ctx):
+            if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
+                return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))
+            if not self.cfg.mlp_gated and ctx.keeps_all and in_matmuls(x, up, bias, act):
+                return _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))
+        (h,) = column(x, (up,), ctx)
+        if self.cfg.mlp_gated:
+            h = h if bias is None else h + bias
+            if self.cfg.mlp_multipliers is not None:
+                of_gate = jnp.asarray([self.cfg.mlp_multipliers[0], 1.0], h.dtype)
+                h = h * of_gate[:, None]
+            h = gated(h, act)
+        else:
+            h = activated(h, bias, act)
+        return row(h, down, ctx)
+
+    def _in_one_function(self, x: jax.Array, ctx: Context) -> bool:
+        """Whether nothing but biases and the activation stands between the two matmuls."""
+        return self.cfg.mlp_multipliers is None and not ctx.overlaps(x.shape[1])
+
+
+def _exchanged(x: jax.Array, ctx: Context, block: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`block` of the sequence that tp devices share, its sums scattered over it again."""
+    y = block(ctx.parallel.gather_seq(x))
+    return checkpoint_name(ctx.parallel.scatter_seq(y), "down")

@@ -1,0 +1,127 @@
+"""A gated feed-forward block in FP8 with delayed scaling, as one function with its own backward.
+
+As two matmuls (`models/base/weight.py`) with a gate between, XLA would round what goes into and out
+of the gate in separate passes. Here the gate's kernels (`kernels/elementwise/gate.py`) round while
+they compute. They write the operands of the weights' gradients as cuBLASLt wants them: contracted
+axes last. Invariant: the result is that of the two matmuls and the gate. The block keeps x,
+transposed, in 8 bits for the backward, and the gate's input by the name `up`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mjax.kernels.elementwise import gate
+from mjax.kernels.elementwise.gate import E4M3, E5M2
+from mjax.kernels.fp8.quantize import SCALES, Recipe, dot8
+from mjax.models.base.weight import (
+    Weight,
+    as_matrix,
+    backward_operand,
+    cotangent_fp8,
+    forward_operand,
+    kept_for_backward,
+)
+
+
+def supports(recipe: Recipe | None, act: str) -> bool:
+    """Whether `gated_mlp_fp8` computes a block with the activation function `act`.
+
+    Current scaling must know a maximum before it rounds. Transformer Engine has its own passes.
+    """
+    if recipe is None or not recipe.delayed:
+        return False
+    return recipe.backend == "xla" and act in gate.GATES
+
+
+def gated_mlp_fp8(x: jax.Array, up: Weight, down: Weight, act: str) -> jax.Array:
+    """x [..., D] -> [..., D] in x's dtype, by weights `up` [D, 2, F] and `down` [F, D]."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = _gated_mlp(act, rows, as_matrix(up), as_matrix(down))
+    return y.reshape(x.shape)
+
+
+class Residuals(NamedTuple):
+    """Arrays that the backward reads.
+
+    x8: e4m3 [D, M], transposed. h: [M, 2 F], the gate's input. maxima: fp32 [2], the largest
+    magnitudes of x and of the gate's output.
+    """
+
+    x8: jax.Array
+    h: jax.Array
+    maxima: jax.Array
+    up: Weight
+    down: Weight
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_mlp(act: str, x: jax.Array, up: Weight, down: Weight) -> jax.Array:
+    """x [M, D] -> [M, D]; the cotangents of weights are as in `weight.matmul`."""
+    y, _ = _gated_mlp_forward(act, x, up, down)
+    return y
+
+
+def _gated_mlp_forward(act, x, up, down):
+    x_scale, activation_scale = up.scales[0], down.scales[0]
+    x8, amax_x = gate.quantize_rows(x, x_scale, E4M3)
+    h = _forward_product(x8, up, x.dtype)
+    h = checkpoint_name(h, "up")
+    a8, amax_a = gate.gate_forward8(h, activation_scale, act)
+    maxima = jnp.stack([amax_x, amax_a])
+    maxima = checkpoint_name(maxima, SCALES)
+    x8, _ = gate.quantize_rows(x, x_scale, E4M3, plain=False, transposed=True)
+    y = _forward_product(a8, down, x.dtype)
+    return y, Residuals(x8, h, maxima, kept_for_backward(up), kept_for_backward(down))
+
+
+def _gated_mlp_backward(act, residuals: Residuals, g):
+    x8, h, maxima, up, down = residuals
+    g8, g8_transposed, amax_g = gate.quantize_rows(g, down.scales[2], E5M2, transposed=True)
+    da = _backward_product(g8, down, g.dtype)
+    activation_scale, dh_scale = down.scales[0], up.scales[2]
+    rounded = gate.gate_backward8(h, da, activation_scale, dh_scale, act)
+    dh8, a8, dh8_transposed, amax_dh = rounded
+    dx = _backward_product(dh8, up, g.dtype)
+    seen_by_up = maxima[0], amax_dh
+    seen_by_down = maxima[1], amax_g
+    d_up = _weight_cotangent(x8, dh8_transposed, up, g.dtype, seen_by_up)
+    d_down = _weight_cotangent(a8, g8_transposed, down, g.dtype, seen_by_down)
+    return dx, d_up, d_down
+
+
+_gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)
+
+
+def _forward_product(x8: jax.Array, w: Weight, dtype: jnp.dtype) -> jax.Array:
+    """x8 [M, K] times w [K, N] -> [M, N]."""
+    w8, contracted = forward_operand(w)
+    axes = 1, contracted
+    scales = w.scales[0], w.scales[1]
+    return dot8(x8, w8, axes, scales, dtype)
+
+
+def _backward_product(g8: jax.Array, w: Weight, dtype: jnp.dtype) -> jax.Array:
+    """g8 [M, N] times the transpose of w [K, N] -> [M, K]."""
+    w8 = backward_operand(w)
+    scales = w.scales[2], w.scales[1]
+    return dot8(g8, w8, (1, 1), scales, dtype, precise=True)
+
+
+def _weight_cotangent(
+    x8: jax.Array,
+    g8: jax.Array,
+    w: Weight,
+    dtype: jnp.dtype,
+    seen: tuple[jax.Array, jax.Array],
+) -> Weight:
+    """The cotangent of `w` from transposed x8 [K, M], g8 [N, M] and the maxima `seen`."""
+    scales = w.scales[0], w.scales[2]
+
+    def product(dtype: jnp.dtype) -> jax.Array:
+        return dot8(x8, g8, (1, 1), scales, dtype, precise=True)
+
+    return cotangent_fp8(w, product, dtype, seen)

@@ -1,0 +1,1 @@
+"""Heads besides the vocabulary's: encoders' and multi-token prediction."""

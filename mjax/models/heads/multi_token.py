@@ -1,0 +1,139 @@
+"""Multi-token prediction: layers that predict tokens further ahead (DeepSeek-V3, arXiv 2412.19437).
+
+Depth k predicts token i + k + 1 at place i. Its layer reads the normed output of the depth before,
+first that of the model, and the embedding of token i + k. Embedding and head are the model's. Only
+training runs these layers. They belong to the edges of the model, as the head does: the last stage
+of a pipeline runs them, ZeRO gathers them once a step, and FP8 recipes leave them in the dtype of
+the computation. Invariant: no prediction reaches over the end of its document.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mjax.config.schema.model import ModelConfig
+from mjax.models.base.branch import BranchOutput, Rope
+from mjax.models.base.context import Context, Tokens
+from mjax.models.base.norm import Norm
+from mjax.models.base.params import declare, normal
+from mjax.models.runtime.remat import remat
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.spec import ParamSpec
+
+# Fields of a batch, [B, S] each.
+Fields = dict[str, jax.Array]
+
+
+class PredictionLayer(nnx.Module):
+    """One depth: it joins hidden state and embedding, and applies a block of kind `kind`.
+
+    `projection` [2, D, D] brings the two, each normed, back to the width of the model. `block` is
+    as a layer of the model.
+    """
+
+    def __init__(self, cfg: ModelConfig, kind: str, block: nnx.Module, rngs: nnx.Rngs):
+        self.kind = kind
+        norm = partial(Norm, cfg, (cfg.hidden_size,), ("embed",), rngs=rngs)
+        self.embedding_norm = norm("enorm")
+        self.hidden_norm = norm("hnorm")
+        projection = ParamSpec(
+            shape=(2, cfg.hidden_size, cfg.hidden_size),
+            axes=(None, "embed", None),
+            role="matrix",
+            inputs=2,
+            hf=("eh_proj.weight",),
+        )
+        self.projection = declare(rngs, projection, normal(cfg.initializer_range))
+        self.block = block
+        self.final_norm = norm("shared_head.norm")
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        embedding: jax.Array,
+        tokens: Tokens,
+        ctx: Context,
+        *,
+        rope: Rope,
+        layer: int,
+    ) -> BranchOutput:
+        """The normed output [B, S/tp, D], and this device's shares of the block's statistics.
+
+        hidden [B, S/tp, D] is the normed output of the depth before, embedding [B, S/tp, D] that of
+        the tokens that follow. `layer` is the number that keys the block's dropout. The layer keeps
+        for its backward what `ctx.head_remat` says.
+        """
+        if ctx.parallel.pp > 1:  # only the last stage runs it, and a permute waits for all
+            ctx = replace(ctx, permute=False, overlap_rows=None)
+        graph, state = nnx.split(self)
+
+        def apply(state: nnx.State, hidden: jax.Array, embedding: jax.Array) -> BranchOutput:
+            own = nnx.merge(graph, state)
+            both = own.embedding_norm(embedding), own.hidden_norm(hidden)
+            x = jnp.concatenate(both, -1)
+            weight = own.projection[...]
+            x = x @ weight.reshape(-1, weight.shape[-1])
+            output = own.block(x, tokens, ctx, kind=own.kind, rope=rope, layer=layer)
+            return output._replace(y=own.final_norm(output.y))
+
+        return remat(apply, ctx.head_remat, in_loop=False)(state, hidden, embedding)
+
+
+# ---- the fields of each depth --------------------------------------------------------------------
+
+
+def field_names(depth: int) -> tuple[str, str, str]:
+    """The names of the tokens that a depth reads, of its labels, and of its loss mask."""
+    return f"mtp_{depth}_tokens", f"mtp_{depth}_labels", f"mtp_{depth}_loss_mask"
+
+
+def shifted_fields(batch: Fields, depths: int, parallel: Parallel) -> Fields:
+    """The fields of depths 1 to `depths`, from those of next-token prediction.
+
+    At place i of depth k lie token i + k, and the label and the loss mask of that place. Where it
+    is outside the document, token and mask are 0. Sequences are gathered over cp for this, because
+    the tokens that follow may lie on another device.
+    """
+    columns = batch["columns"]
+    shift = _shifter(columns, parallel)
+    segments = batch["segment_ids"]
+    fields = {}
+    for depth in range(1, depths + 1):
+        tokens, labels, mask = (shift(batch[name], depth) for name in _SHIFTED)
+        length = len(columns) * parallel.cp
+        inside = (shift(segments, depth) == segments) & (columns + depth < length)
+        values = jnp.where(inside, tokens, 0), labels, jnp.where(inside, mask, 0)
+        fields |= dict(zip(field_names(depth), values, strict=True))
+    return fields
+
+
+_SHIFTED = "tokens", "labels", "loss_mask"
+
+
+def _shifter(columns: jax.Array, parallel: Parallel) -> Callable[[jax.Array, int], jax.Array]:
+    """f(field [B, S/cp], k): its entries k places ahead; of what is behind the end, the last.
+
+    `columns` int32 [S/cp] are the places of this device's tokens in the sequence.
+    """
+    order = parallel.all_gather(columns, "cp", 0)
+    at = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+
+    def shift(field: jax.Array, places: int) -> jax.Array:
+        whole = parallel.all_gather(field, "cp", 1)
+        ahead = jnp.minimum(columns + places, len(order) - 1)
+        return jnp.take(whole, at[ahead], axis=1)
+
+    return shift
+
+
+# ---- its weight in the loss ----------------------------------------------------------------------
+
+
+def with_weight(loss: jax.Array, weight: float) -> jax.Array:
+    """The loss, with a gradient `weight` times its own: logged as it is, trained with a weight."""
+    constant = jax.lax.stop_gradient(loss)
+    return constant + weight * (loss - constant)

@@ -1,0 +1,220 @@
+"""The exchange of tokens over ep: `send_tokens` to the devices of their experts, and the sums back.
+
+`all_gather` sends every token to every device of the group. `all_to_all` sends a token once to each
+device that holds one of its experts, in a fixed number of rows for each pair of devices. Where any
+device of the group needs more rows, all of them gather instead, in that exchange: `lax.cond` on a
+flag that is summed over the group. So no token is lost. Both leave tokens in equal places, so what
+follows knows of neither. Tokens travel in the dtype of the computation, or in 8 bits
+(`experts_fp8.py`), sums in the former. Invariant: each exchange is
+the transpose of the other, and the result is that of `all_gather`.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mjax.config.schema.model import MoeConfig
+from mjax.kernels.base.chooser import Choice
+from mjax.models.base.context import Context
+from mjax.sharding.collectives import Parallel
+
+ROOM = 1.5  # times the rows that balanced routing needs
+LEAST_SAVED = 32 * 2**20  # bytes for which an all-to-all is worth its packing and its condition
+ROWS_TOGETHER = 8
+
+
+class Route(NamedTuple):
+    """What a device knows of an all-to-all of its T tokens over ep devices in P rows each.
+
+    sent int32 [ep, P]: the token in each row to a device; T where there is none.
+    rows int32 [T, ep]: the row of each token to a device; P where it does not go there.
+    tokens int32 [ep, P], received int32 [ep, T]: the same of the rows that come from each device.
+    fits: bool [], equal in the group: all rows suffice.
+    """
+
+    sent: jax.Array
+    rows: jax.Array
+    tokens: jax.Array
+    received: jax.Array
+    fits: jax.Array
+
+
+def rows_per_peer(tokens: int, ep: int, moe: MoeConfig) -> int:
+    """The rows of an all-to-all from one device of `tokens` tokens to another of its ep group.
+
+    Balanced routing sends a token to a device with the chance that one of its k experts is there.
+    """
+    elsewhere = (1 - 1 / ep) ** moe.num_experts_per_tok
+    share = min(1 - elsewhere, moe.topk_group / moe.n_group if moe.n_group > 1 else 1.0)
+    rows = math.ceil(tokens * share * ROOM)
+    rows = -(-rows // ROWS_TOGETHER) * ROWS_TOGETHER
+    return min(rows, tokens)
+
+
+def choose_expert_exchange(
+    asked: str,
+    tokens: int,
+    width: int,
+    ep: int,
+    moe: MoeConfig,
+) -> Choice:
+    """`all_gather` or `all_to_all` for `tokens` of `width` bytes on each device."""
+    if asked != "auto":
+        return Choice(asked, "train.expert_exchange asks for it")
+    rows = rows_per_peer(tokens, ep, moe)
+    saved = (ep - 1) * (tokens - rows) * width
+    what = f"an all-to-all sends {rows:,} rows to a device instead of {tokens:,}"
+    if 2 * rows > tokens or saved < LEAST_SAVED:
+        return Choice("all_gather", f"{what}: too little is saved")
+    return Choice("all_to_all", what)
+
+
+def make_route(
+    experts: jax.Array,
+    mine: jax.Array,
+    rows: int,
+    held: int,
+    parallel: Parallel,
+) -> Route:
+    """The route of tokens whose experts are `mine` int32 [T, k].
+
+    `experts` int32 [ep, T, k] are those of the whole group; each device holds `held` experts.
+    """
+    peers = jnp.arange(parallel.ep, dtype=jnp.int32)
+    goes = jnp.any(mine[:, :, None] // held == peers, 1)
+    comes = jnp.any(experts // held == parallel.index("ep"), 2)
+    places = _numbered(goes, 0)
+    needed = goes.sum(0).max()
+    overflows = (needed > rows).astype(jnp.int32)
+    fits = parallel.psum(overflows, "ep") == 0
+    received = jnp.where(comes, _numbered(comes, 1), rows)
+    places = jnp.where(goes, places, rows)
+    return Route(
+        sent=_first_rows(goes.T, rows),
+        rows=places,
+        tokens=_first_rows(comes, rows),
+        received=received,
+        fits=fits,
+    )
+
+
+def _numbered(mask: jax.Array, axis: int) -> jax.Array:
+    """How many are True before each, int32."""
+    return jnp.cumsum(mask, axis, dtype=jnp.int32) - 1
+
+
+def _first_rows(mask: jax.Array, rows: int) -> jax.Array:
+    """The places of the first `rows` True of each line of [ep, T]; T where there are fewer."""
+    tokens = mask.shape[1]
+    place = jnp.where(mask, jnp.arange(tokens, dtype=jnp.int32), tokens)
+    return jnp.sort(place, axis=1)[:, :rows]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def send_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.Array:
+    """[ep, T, D]: the tokens of each device of the group, from this device's x [T, D].
+
+    Without a route it has all tokens, else those that have an expert here, and zeros.
+    """
+
+    def gather(x: jax.Array, _) -> jax.Array:
+        return parallel.all_gather(x[None], "ep", 0)
+
+    def exchange(x: jax.Array, route: Route) -> jax.Array:
+        sent = jnp.take(x, route.sent, axis=0, mode="fill", fill_value=0)
+        rows = lax.all_to_all(sent, "ep", 0, 0, tiled=True)
+        take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
+        return jax.vmap(take)(rows, route.received)
+
+    if route is None:
+        return gather(x, None)
+    return lax.cond(route.fits, exchange, gather, x, route)
+
+
+def _send_forward(parallel, x, route):
+    return send_tokens(parallel, x, route), route
+
+
+def _send_backward(parallel, route, d):
+    return sum_tokens(parallel, d, route), None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_tokens(parallel: Parallel, y: jax.Array, route: Route | None) -> jax.Array:
+    """[T, D]: the sums over the group, from this device's part y [ep, T, D] of each."""
+
+    def scatter(y: jax.Array, _) -> jax.Array:
+        return parallel.reduce_scatter(y, "ep", 0)[0]
+
+    def exchange(y: jax.Array, route: Route) -> jax.Array:
+        take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
+        rows = lax.all_to_all(jax.vmap(take)(y, route.tokens), "ep", 0, 0, tiled=True)
+        of_tokens = jax.vmap(take, out_axes=1)(rows, route.rows.T)
+        return jnp.sum(of_tokens, 1, dtype=jnp.float32).astype(y.dtype)
+
+    if route is None:
+        return scatter(y, None)
+    return lax.cond(route.fits, exchange, scatter, y, route)
+
+
+def _sum_forward(parallel, y, route):
+    return sum_tokens(parallel, y, route), route
+
+
+def _sum_backward(parallel, route, d):
+    return send_tokens(parallel, d, route), None
+
+
+send_tokens.defvjp(_send_forward, _send_backward)
+sum_tokens.defvjp(_sum_forward, _sum_backward)
+
+
+def has_gathered(route: Route | None) -> jax.Array:
+    """1 where the tokens of a route were gathered, for lack of rows, else 0: fp32 []."""
+    if route is None:
+        return jnp.float32(0)
+    return 1 - route.fits.astype(jnp.float32)
+
+
+def gather_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.Array:
+    """[T, D]: the tokens of the group in the order of [B*ep, S], from this device's [B, S/tp, D].
+
+    Where an all-to-all carries them, tokens without an expert here are zero.
+    """
+    _, columns, width = x.shape
+    sent = send_tokens(parallel, x.reshape(-1, width), route)
+    sent = parallel.gather_seq(sent.reshape(-1, columns, width))
+    return sent.reshape(-1, width)
+
+
+def scatter_sums(parallel: Parallel, y: jax.Array, rows: int, route: Route | None) -> jax.Array:
+    """The transpose of `gather_tokens`: [B, S/tp, D], sums over all devices of the group.
+
+    `y` [T, D] are the sums over this device's experts and ffn columns. `rows` is B.
+    """
+    width = y.shape[-1]
+    y = parallel.scatter_seq(y.reshape(rows * parallel.ep, -1, width))
+    y = sum_tokens(parallel, y.reshape(parallel.ep, -1, width), route)
+    return y.reshape(rows, -1, width)
+
+
+def route_of(
+    x: jax.Array,
+    experts: jax.Array,
+    mine: jax.Array,
+    moe: MoeConfig,
+    ctx: Context,
+) -> Route | None:
+    """The route of x [T, D] (`make_route`), or None where tokens are gathered."""
+    ep, (tokens, width) = ctx.parallel.ep, x.shape
+    if ep == 1:
+        return None
+    size = width * x.dtype.itemsize
+    if choose_expert_exchange(ctx.expert_exchange, tokens, size, ep, moe).name == "all_gather":
+        return None
+    held = moe.num_experts // ep
+    return make_route(experts, mine, rows_per_peer(tokens, ep, moe), held, ctx.parallel)

@@ -1,0 +1,246 @@
+"""The experts of a mixture: from routed tokens to the weighted sum of what their experts make.
+
+Pairs of a token and one of its experts are sorted by expert, so that each expert's rows lie
+together, and grouped matmuls multiply each row by the weights of its expert. Pairs of an expert
+number that no device holds, which are dropped, have no row. Over ep every device gets the tokens of
+its group, works on the pairs of the experts that it holds (`expert_passes.py`), and scatters the
+sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
+all experts on all tokens. Invariant: the result depends on neither the mesh nor the order of pairs.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mjax.config.schema.model import ModelConfig
+from mjax.kernels.base.chooser import choose
+from mjax.models.base.context import Context
+from mjax.models.base.weight import Weight, read_value
+from mjax.models.moe.capacity import expert_capacity
+from mjax.models.moe.dispatch import Dispatch, make_dispatch, make_padded_dispatch, most_rows
+from mjax.models.moe.exchange import Route, gather_tokens, has_gathered, route_of, scatter_sums
+from mjax.models.moe.expert import Expert
+from mjax.models.moe.expert_matmuls import bias_of_rows, multiply_down, multiply_up
+from mjax.models.moe.matmuls_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
+from mjax.models.moe.passes import Operands, experts_in_passes, rows_of_pass
+from mjax.models.moe.router import Routing
+from mjax.sharding.collectives import Parallel
+
+
+class ExpertWeights(NamedTuple):
+    """This device's shards: up [E/ep, D, (2,) F/tp], down [E/ep, F/tp, D].
+
+    up_bias [E/ep, (2,) F/tp] and down_bias [E/ep, D], or None.
+    """
+
+    up: Weight
+    down: Weight
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+class RoutedTokens(NamedTuple):
+    """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
+
+    x is None before they came. route: how they come, if not all of them do.
+    """
+
+    x: jax.Array | None
+    experts: jax.Array
+    gates: jax.Array
+    route: Route | None = None
+
+
+class ExpertSums(NamedTuple):
+    """y [B, S/tp, D]: the sum of each token's experts, weighted by its gates.
+
+    gathered: fp32 [], 1 where the tokens did not fit an all-to-all, else 0.
+    """
+
+    y: jax.Array
+    gathered: jax.Array
+
+
+def run_experts(
+    x: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    cfg: ModelConfig,
+    ctx: Context,
+) -> ExpertSums:
+    """Tokens x [B, S/tp, D] through their experts."""
+    some_dropped = _has_capacity(cfg, ctx) or cfg.moe.skip_padding
+    if weights.up.recipe is None or not some_dropped:
+        return _run_experts(x, routing, weights, cfg, ctx)
+    # FP8's maxima are those of tokens that have an expert, and of their gradients.
+    is_sent = jnp.any(routing.experts < cfg.moe.num_experts, -1, keepdims=True)
+    x = jnp.where(is_sent, x, 0)
+    sums = _run_experts(x, routing, weights, cfg, ctx)
+    return sums._replace(y=jnp.where(is_sent, sums.y, 0))
+
+
+def _run_experts(
+    x: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    cfg: ModelConfig,
+    ctx: Context,
+) -> ExpertSums:
+    parallel, up = ctx.parallel, weights.up
+    facts = {
+        "asked": ctx.experts,
+        "has_capacity": _has_capacity(cfg, ctx),
+        "eight_bits": up.recipe is not None,
+    }
+    routed = routed_tokens(x, routing, cfg, ctx)
+    held = len(up.value)
+    shape = most_rows(routed.experts, held), held, x.shape[-1], up.value.shape[-1]
+    kernel = choose("experts", x.dtype, shape, **facts).name
+    expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
+    sequences = x.shape[0] * parallel.ep
+    first = parallel.index("ep") * held
+    dispatch = None
+    if kernel != "loop":
+        of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
+        dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
+    if up.recipe is not None and in_one(expert, up, weights.up_bias is not None):
+        both, route = (up, weights.down), routed.route
+        rows = _rows_of_pass(expert, routed, dispatch, parallel)
+        y = gated_experts8(parallel, expert, rows, x, routed.gates, both, dispatch, route)
+        return ExpertSums(y, has_gathered(route))
+    routed = routed._replace(x=gather_tokens(parallel, x, routed.route))
+    if dispatch is None:
+        y = every_expert(expert, routed, weights, first)
+    else:
+        y = _sums_of_experts(expert, routed, weights, dispatch, parallel)
+    if weights.down_bias is not None:
+        gates = gates_of_held(routed, first, held)
+        y = y + (gates.astype(y.dtype) @ weights.down_bias) / parallel.tp
+    y = scatter_sums(parallel, y, x.shape[0], routed.route)
+    return ExpertSums(y, has_gathered(routed.route))
+
+
+def _has_capacity(cfg: ModelConfig, ctx: Context) -> bool:
+    return ctx.capacity and cfg.moe.capacity_factor is not None
+
+
+def _sums_of_experts(
+    expert: Expert,
+    routed: RoutedTokens,
+    weights: ExpertWeights,
+    dispatch: Dispatch,
+    parallel: Parallel,
+) -> jax.Array:
+    """[T, D]: the sums over this device's experts and ffn columns, without the bias of `down`."""
+    up, down, bias, _ = weights
+    rows = _rows_of_pass(expert, routed, dispatch, parallel)
+    if rows < len(dispatch.pairs) and up.recipe is None:
+        operands = Operands(routed.x, routed.gates, up, down, bias)
+        return experts_in_passes(expert, rows, operands, dispatch)
+    by_up, by_down = multiply_up, multiply_down
+    if up.recipe is not None:
+        by_up = functools.partial(multiply_up8, parallel)
+        by_down = functools.partial(multiply_down8, parallel)
+    h = by_up(expert, routed.x, up, dispatch)
+    h = checkpoint_name(h, up.name)
+    if bias is not None:
+        h = h + bias_of_rows(bias, dispatch)
+    return by_down(expert, h, routed.gates, down, dispatch)
+
+
+def _rows_of_pass(
+    expert: Expert, routed: RoutedTokens, dispatch: Dispatch, parallel: Parallel
+) -> int:
+    most = len(dispatch.pairs)
+    if expert.kernel == "batched":  # its experts have places of their own
+        return most
+    return rows_of_pass(routed.experts.size, most, parallel.ep)
+
+
+def dispatch_of(
+    experts: jax.Array,
+    first: jax.Array | int,
+    held: int,
+    cfg: ModelConfig,
+    ctx: Context,
+    kernel: str,
+) -> Dispatch:
+    """The dispatch of experts int32 [B*ep, S, k] to those of this device, from `first` on.
+
+    It has no more rows than the experts' capacity allows, if they have one.
+    """
+    sequences, columns, k = experts.shape
+    tokens = experts.reshape(-1, k)
+    if not ctx.capacity:
+        return make_dispatch(tokens, first, held)
+    capacity = expert_capacity(cfg.moe, columns * ctx.parallel.cp)
+    rows = sequences * min(capacity, columns)
+    if kernel == "batched":
+        return make_padded_dispatch(tokens, first, held, rows)
+    return make_dispatch(tokens, first, held, held * rows)
+
+
+def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context) -> RoutedTokens:
+    """The routing of the ep group's tokens, in the order of [B*ep, S], from a device's own.
+
+    x is [B, S/tp, D].
+    """
+    parallel = ctx.parallel
+    columns, width = x.shape[1:]
+    k = routing.experts.shape[-1]
+
+    def whole(field: jax.Array) -> jax.Array:
+        """[ep, B*S/tp, ...] -> [ep*B*S, ...]."""
+        field = field.reshape(-1, columns, field.shape[-1])
+        return parallel.gather_seq(field).reshape(-1, field.shape[-1])
+
+    def of_group(field: jax.Array) -> jax.Array:
+        return parallel.all_gather(field.reshape(1, -1, k), "ep", 0)
+
+    experts, tokens = of_group(routing.experts), x.reshape(-1, width)
+    route = route_of(tokens, experts, routing.experts.reshape(-1, k), cfg.moe, ctx)
+    gates = whole(of_group(routing.gates))
+    return RoutedTokens(None, whole(experts), gates, route)
+
+
+def gates_of_held(routed: RoutedTokens, first: jax.Array | int, held: int) -> jax.Array:
+    """The gates fp32 [T, held] of a device's experts, from `first` on; 0 where not chosen."""
+    numbers = first + jnp.arange(held, dtype=jnp.int32)
+    is_chosen = routed.experts[:, :, None] == numbers
+    return jnp.sum(routed.gates[:, :, None], 1, where=is_chosen)
+
+
+# ---- oracle --------------------------------------------------------------------------------------
+
+
+def every_expert(
+    expert: Expert,
+    routed: RoutedTokens,
+    weights: ExpertWeights,
+    first: jax.Array | int,
+) -> jax.Array:
+    """[T, D]: this device's experts, from `first` on, run on all tokens, one after the other.
+
+    A token's gate is zero where the expert was not chosen. So this does E/k times the work needed.
+    The bias of `down` is left out.
+    """
+    x, held = routed.x, len(weights.up.value)
+    gates = gates_of_held(routed, first, held)
+
+    @jax.checkpoint  # or every expert's activations of all tokens would be kept
+    def add_expert(total: jax.Array, one: tuple) -> tuple[jax.Array, None]:
+        up, down, gates, bias = one
+        h = jnp.tensordot(x, up, 1)
+        h = h if bias is None else h + bias
+        rows = expert.weighted(h, gates)
+        y = jnp.tensordot(rows, down, 1, preferred_element_type=jnp.float32)
+        return total + y, None
+
+    zero = jnp.zeros(x.shape, jnp.float32)
+    matrices = read_value(weights.up), read_value(weights.down)
+    one_each = *matrices, gates.T, weights.up_bias
+    total, _ = jax.lax.scan(add_expert, zero, one_each)
+    return total.astype(x.dtype)

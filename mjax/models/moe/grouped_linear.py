@@ -1,0 +1,54 @@
+"""Weights of experts as grouped matmuls read them, and the cotangent that their gradient makes."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from mjax.kernels.matmul.grouped import grouped_weight_gradient, grouped_weight_gradient8
+from mjax.models.base.weight import Weight
+
+
+def matrices_of(w: Weight) -> jax.Array:
+    """The value [E, inputs, *outputs] of experts' weights as matrices [E, inputs, outputs]."""
+    return w.value.reshape(*w.value.shape[:2], -1)
+
+
+def weight_cotangent(
+    w: Weight, x: jax.Array, g: jax.Array, sizes: jax.Array, kernel: str
+) -> Weight:
+    """The cotangent of experts' weights: their gradient, or their running sum with it added.
+
+    x [M, inputs] and g [M, outputs] are the rows of the experts and their gradients.
+    """
+    total = w.grad_sum
+    if total is None:
+        product = grouped_weight_gradient(x, g, sizes, None, kernel)
+        return replace(w, value=product.reshape(w.value.shape))
+    matrices = total.reshape(matrices_of(w).shape)
+    product = grouped_weight_gradient(x, g, sizes, matrices, kernel)
+    return replace(w, value=None, grad_sum=product.reshape(total.shape))
+
+
+def weight_cotangent8(
+    w: Weight,
+    x: tuple[jax.Array, jax.Array],
+    g: tuple[jax.Array, jax.Array],
+    sizes: jax.Array,
+    kernel: str,
+    dtype: jnp.dtype,
+) -> Weight:
+    """`weight_cotangent` in FP8, with the maxima: from (e4m3 [inputs, M], fp32 [2]) of the rows.
+
+    `g` are the same of their gradients: (e5m2 [outputs, M], fp32 [2] of scale and maximum). The
+    gradient is in `dtype` where no sum takes it.
+    """
+    (x8, used_x), (g8, used_g) = x, g
+    shape = len(sizes), len(x8), len(g8)
+    scale, total = 1 / (used_x[0] * used_g[0]), w.grad_sum
+    matrices = None if total is None else total.reshape(shape)
+    product = grouped_weight_gradient8(x8, g8, sizes, scale, dtype, matrices, kernel)
+    product = product.reshape((w.value if w.bits is None else w.bits).shape)
+    maxima = jnp.stack([used_x[1], jnp.zeros_like(used_x[1]), used_g[1]])
+    w = replace(w, value=None, bits=None, transposed=None, scales=maxima)
+    return replace(w, value=product) if total is None else replace(w, grad_sum=product)

@@ -1,0 +1,219 @@
+"""Mixture of experts: a router (`router.py`), its experts (`experts.py`), a shared expert."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mjax.config.schema.model import ModelConfig
+from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.models.base.context import Context, jitter
+from mjax.models.base.params import StatisticCount, declare, declare_bias, matrix, normal
+from mjax.models.base.streams import EXPERT_LOADS
+from mjax.models.base.tensor_parallel import local_product
+from mjax.models.base.weight import weight_of
+from mjax.models.feedforward.mlp import MLP, up_axes, up_names
+from mjax.models.moe.capacity import within_capacity
+from mjax.models.moe.expert_statistics import see_experts
+from mjax.models.moe.experts import ExpertSums, ExpertWeights, run_experts
+from mjax.models.moe.router import (
+    Router,
+    Routing,
+    balanced,
+    counted,
+    padding_marked,
+    rerouted,
+    route,
+    without_padding,
+)
+from mjax.models.moe.router_losses import (
+    averages_layers,
+    balance_loss,
+    dropped_share,
+    entropy,
+    expert_loads,
+    gathered_share,
+    z_loss,
+)
+from mjax.models.moe.sinkhorn import sinkhorn_experts
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.spec import ParamSpec
+
+_JITTER_SALT = 1 << 25  # tells its draws from those of attention beside it
+
+
+class MoE(BranchModule):
+    """[B, S/tp, D] -> [B, S/tp, D] and its statistics.
+
+    `router` is [D, E]. `up` is [E, D, 2, F] (gate, up) when `mlp_gated`, else [E, D, F]. `down` is
+    [E, F, D]; `up_bias` [E, (2,) F] and `down_bias` [E, D] with `mlp_bias`. `shared` is an MLP for
+    all tokens, `shared_gate` [D, 1] its weight before a sigmoid. `expert_bias` is
+    [E]. With `moe.latent_size` L, experts have L in place of D; `latent_in` [D, L] makes their
+    input, `latent_out` [L, D] takes their sums back (NVIDIA's Nemotron 3).
+    """
+
+    def __init__(self, cfg: ModelConfig, out_std: float, rngs: nnx.Rngs):
+        self.cfg = cfg
+        experts, ffn = cfg.moe.num_experts, cfg.moe.moe_intermediate_size
+        latent, width = cfg.moe.latent_size, cfg.expert_width
+        axis = "latent" if latent else "embed"
+        shape, axes = up_axes(cfg, ffn)
+        prefix = "mlp.experts.{expert}"
+        active = cfg.moe.num_experts_per_tok / experts
+        router = ParamSpec(
+            shape=(cfg.hidden_size, experts),
+            axes=("embed", "router"),
+            role="router",
+            hf=("mlp.gate.weight",),
+        )
+        up = ParamSpec(
+            shape=(experts, width, *shape),
+            axes=("experts", axis, *axes),
+            role="matrix",
+            matmul="expert_up",
+            active=active,
+            hf=up_names(cfg, prefix, "weight"),
+        )
+        down = ParamSpec(
+            shape=(experts, ffn, width),
+            axes=("experts", "mlp", axis),
+            role="matrix",
+            matmul="expert_down",
+            active=active,
+            hf=(f"{prefix}.down_proj.weight",),
+        )
+        init = normal(cfg.initializer_range)
+        self.router = declare(rngs, router, init)
+        self.up = declare(rngs, up, init)
+        self.down = declare(rngs, down, normal(out_std))
+        if latent:
+            self._declare_latent(latent, out_std, rngs)
+        if cfg.mlp_bias:
+            self._declare_biases(rngs)
+        if cfg.moe.router_bias:
+            self.router_bias = declare_bias(rngs, (experts,), ("router",), "mlp.gate.bias")
+        if cfg.moe.expert_bias:
+            hf = "mlp.gate.e_score_correction_bias"
+            self.expert_bias = declare_bias(rngs, (experts,), ("router",), hf, counts=True)
+        if cfg.moe.shared_expert_intermediate_size:
+            self._declare_shared(out_std, rngs)
+
+    def _declare_latent(self, latent: int, out_std: float, rngs: nnx.Rngs) -> None:
+        width = self.cfg.hidden_size
+        fc1, fc2 = (f"mlp.{name}_latent_proj.weight" for name in ("fc1", "fc2"))
+        into = matrix((width, latent), ("embed", "latent"), fc1, matmul="latent_in")
+        back = matrix((latent, width), ("latent", "embed"), fc2, matmul="latent_out")
+        self.latent_in = declare(rngs, into, normal(self.cfg.initializer_range))
+        self.latent_out = declare(rngs, back, normal(out_std))
+
+    def _declare_biases(self, rngs: nnx.Rngs) -> None:
+        cfg, prefix = self.cfg, "mlp.experts.{expert}"
+        experts, ffn = cfg.moe.num_experts, cfg.moe.moe_intermediate_size
+        shape, axes = up_axes(cfg, ffn)
+        names = up_names(cfg, prefix, "bias")
+        self.up_bias = declare_bias(rngs, (experts, *shape), ("experts", *axes), *names)
+        shape = experts, cfg.expert_width
+        axes = "experts", "latent" if cfg.moe.latent_size else "embed"
+        self.down_bias = declare_bias(rngs, shape, axes, f"{prefix}.down_proj.bias")
+
+    def _declare_shared(self, out_std: float, rngs: nnx.Rngs) -> None:
+        cfg = self.cfg
+        ffn, prefix = cfg.moe.shared_expert_intermediate_size, "mlp.shared_expert"
+        self.shared = MLP(cfg, out_std, rngs, ffn, prefix)
+        if cfg.moe.shared_expert_gate:
+            gate = ParamSpec(
+                shape=(cfg.hidden_size, 1),
+                axes=("embed", None),
+                role="router",
+                hf=("mlp.shared_expert_gate.weight",),
+            )
+            self.shared_gate = declare(rngs, gate, normal(cfg.initializer_range))
+
+    @staticmethod
+    def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:
+        """The statistics of the block, and what each is divided by."""
+        found: dict[str, StatisticCount] = {
+            "router_entropy": "sequences",
+            "gathered_share": "sequences",
+        }
+        if cfg.moe.router_aux_loss_coef > 0:
+            found["aux_loss"] = "sequences"
+        if cfg.moe.router_z_loss_coef > 0:
+            found["router_z_loss"] = "sequences"
+        if cfg.moe.capacity_factor is not None:
+            found["dropped_share"] = "sequences"
+        return found
+
+    @jax.named_scope("mlp")
+    def __call__(
+        self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
+    ) -> BranchOutput:
+        cfg, ctx, parallel = self.cfg, inputs.ctx, inputs.ctx.parallel
+        router = self._router()
+        salt = inputs.salt ^ _JITTER_SALT
+        seen = jitter(x.astype(jnp.float32), cfg.moe.router_jitter_noise, inputs.tokens, ctx, salt)
+        routing = route(seen, router, cfg)
+        if cfg.moe.sinkhorn and ctx.dropout:
+            routing = rerouted(routing, sinkhorn_experts(routing.logits, cfg.moe, parallel), cfg)
+        if cfg.moe.force_balanced:
+            routing = balanced(routing, inputs.tokens, cfg, parallel)
+        if cfg.moe.skip_padding:
+            routing = without_padding(routing, inputs.tokens, parallel)
+        if router.expert_bias is not None:
+            routing = counted(routing, router.expert_bias)
+        if ctx.capacity:
+            routing = within_capacity(routing, inputs.tokens, cfg.moe, parallel)
+        y, gathered = self._experts_output(x, routing, ctx)
+        if cfg.moe.shared_expert_intermediate_size:
+            y = y + self._shared_output(x, inputs)
+        statistics = self._statistics(routing, parallel)
+        statistics["gathered_share"] = gathered_share(gathered, routing, self.cfg, parallel)
+        if averages_layers(cfg):
+            of_text = padding_marked(routing, inputs.tokens, parallel)
+            statistics[EXPERT_LOADS] = expert_loads(of_text, cfg)
+        if inputs.ctx.seen_layers is not None:
+            layers, _ = inputs.ctx.seen_layers
+            statistics |= see_experts(routing, router.expert_bias, inputs.layer, layers)
+        return BranchOutput(y, statistics)
+
+    def _experts_output(self, x: jax.Array, routing: Routing, ctx: Context) -> ExpertSums:
+        """The weighted sums of what each token's experts make."""
+        weights = self._expert_weights()
+        if self.cfg.moe.latent_size is None:
+            return run_experts(x, routing, weights, self.cfg, ctx)
+        latent = local_product(x, weight_of(self.latent_in), ctx)
+        sums = run_experts(latent, routing, weights, self.cfg, ctx)
+        return sums._replace(y=local_product(sums.y, weight_of(self.latent_out), ctx))
+
+    def _expert_weights(self) -> ExpertWeights:
+        weights = weight_of(self.up), weight_of(self.down)
+        if not self.cfg.mlp_bias:
+            return ExpertWeights(*weights)
+        return ExpertWeights(*weights, self.up_bias[...], self.down_bias[...])
+
+    def _router(self) -> Router:
+        moe = self.cfg.moe
+        return Router(
+            self.router[...],
+            self.router_bias[...] if moe.router_bias else None,
+            self.expert_bias[...] if moe.expert_bias else None,
+        )
+
+    def _shared_output(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
+        """What the shared expert adds, [B, S/tp, D]."""
+        y = self.shared(x, inputs).y
+        if not self.cfg.moe.shared_expert_gate:
+            return y
+        gate = x.astype(jnp.float32) @ self.shared_gate[...].astype(jnp.float32)
+        return y * jax.nn.sigmoid(gate).astype(y.dtype)
+
+    def _statistics(self, routing: Routing, parallel: Parallel) -> dict[str, jax.Array]:
+        makers = {
+            "aux_loss": balance_loss,
+            "router_z_loss": z_loss,
+            "router_entropy": entropy,
+            "dropped_share": dropped_share,
+        }
+        names = [name for name in self.statistics(self.cfg) if name in makers]
+        if "aux_loss" in names and averages_layers(self.cfg):
+            names.remove("aux_loss")
+        return {name: makers[name](routing, self.cfg, parallel) for name in names}

@@ -1,0 +1,1 @@
+"""RETRO's mixers."""

@@ -1,0 +1,1 @@
+"""How a stack of layers runs: weights' path, scan or list, remat, residuals, buffers."""

@@ -1,0 +1,176 @@
+"""A model on one device of a mesh, as functions of its local weights and one micro-batch.
+
+The training step composes them (`train/step.py`), and so do the stages of a pipeline
+(`pipeline/run.py`).
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from mjax.config.languages.layer_pattern import ENCODER
+from mjax.errors import UserError
+from mjax.models.base.context import Context, Tokens, tokens_of
+from mjax.models.base.params import ModelDefinition
+from mjax.models.base.streams import EXPERT_LOADS, Activation, Streams, split_loads
+from mjax.models.decoder import Decoder
+from mjax.models.moe.router_losses import balance_of_loads, beside_loads
+from mjax.models.retrieval.chunked_attention import beside_neighbors
+from mjax.models.runtime.execution import Execution
+from mjax.models.runtime.layers import LayerInputs, Layers, fp8_scales, load_weights
+from mjax.objectives.objective import (
+    FURTHER_COLUMNS,
+    Batch,
+    FieldDeriver,
+    Measurer,
+    Objective,
+    Scalars,
+    require_dictionary,
+    require_scalars,
+)
+from mjax.objectives.text_with_items import WithItems
+from mjax.sharding.rules import Placement
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The parts of a model.
+
+    objective: what it is trained for.
+    packed: whether sequences hold several documents, which do not attend to each other.
+    """
+
+    definition: ModelDefinition
+    placement: Placement
+    execution: Execution
+    ctx: Context
+    objective: Objective
+    packed: bool
+
+    def tokens(self, micro_batch: Batch, key: jax.Array | None) -> Tokens:
+        """Facts about the tokens of a micro-batch; `key` is that of dropout."""
+        place = {"rows": micro_batch["rows"], "key": key}
+        tokens = Tokens(
+            positions=micro_batch["positions"],
+            segments=micro_batch["segment_ids"] if self.packed else None,
+            columns=micro_batch["columns"],
+            **place,
+        )
+        if FURTHER_COLUMNS["retrieved"] in micro_batch:
+            columns = micro_batch[FURTHER_COLUMNS["retrieved"]]
+            return beside_neighbors(tokens, micro_batch["neighbors"], columns)
+        if isinstance(self.objective, WithItems):
+            return self.objective.tokens(tokens, micro_batch, self.ctx)
+        if FURTHER_COLUMNS["target"] not in micro_batch:
+            return tokens
+        target = tokens_of(
+            micro_batch["decoder_segment_ids"].shape,
+            segments=micro_batch["decoder_segment_ids"] if self.packed else None,
+            columns=micro_batch[FURTHER_COLUMNS["target"]],
+            **place,
+        )
+        return replace(target, others={ENCODER: tokens})
+
+    def edges(self, weights: dict) -> Decoder:
+        """The model without its layers: embedding, final norm and head."""
+        return self.definition.edges.bind(weights)
+
+    def load(self, params: dict, buffers: dict, tokens: jax.Array | int = 1) -> dict:
+        """The weights of a step from masters as stored (`load_weights`).
+
+        `tokens` is the count of the loss, from which FP8 guesses its first scales.
+        """
+        scales = fp8_scales(params, buffers.get("fp8", {}), tokens, self.placement, self.execution)
+        return load_weights(params, scales, self.placement, self.execution)
+
+    def embed(self, weights: dict, micro_batch: Batch, tokens: Tokens) -> Activation:
+        """The input of the first layer."""
+        edges, shape = self.edges(weights), micro_batch["segment_ids"].shape
+        x = self.objective.embed(edges, micro_batch, tokens, self.ctx)
+        wanted = shape[0], shape[1] // self.ctx.parallel.tp, edges.cfg.hidden_size
+        if not isinstance(x, Streams) and jnp.shape(x) != wanted:
+            of = type(self.objective)
+            raise UserError(
+                f"{of.__module__}:{of.__qualname__}.embed returns {jnp.shape(x)}, and the layers "
+                f"take [rows, columns, model.hidden_size]={wanted}; mend it"
+            )
+        if not self.definition.statistics:  # in evaluation
+            return x
+        return beside_loads(x, len(micro_batch["rows"]), edges.cfg)
+
+    def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
+        """The inputs of all layers besides weights and activations."""
+        return LayerInputs(tokens, self.edges(weights).rope(tokens, self.ctx))
+
+    @property
+    def layers(self) -> Layers:
+        """The layers of the model, or of a pipeline's chunk."""
+        return Layers(
+            self.definition.blocks,
+            self.execution,
+            self.ctx,
+            self.placement,
+            tuple(self.definition.statistics),
+        )
+
+    def with_derived_fields(self, batch: Batch) -> Batch:
+        """A batch with the fields that the objective derives on the devices."""
+        if not isinstance(self.objective, FieldDeriver):
+            return batch
+        derived = self.objective.derive_fields(batch, self.placement.parallel)
+        where = require_dictionary(self.objective, "derive_fields", derived)
+        for name, field in derived.items():
+            if jnp.shape(field)[:1] != batch["rows"].shape:
+                rows = f"{len(batch['rows'])} rows of this device"
+                raise UserError(f"{where}: {name} has shape {jnp.shape(field)}; give the {rows}")
+        return batch | derived
+
+    def head_losses(
+        self, weights: dict, x: Activation, micro_batch: Batch, key: jax.Array | None
+    ) -> tuple[Scalars, Scalars]:
+        """(sums of the losses, equal on all tp devices; this device's shares of statistics).
+
+        x is the last layer's output. The statistics are those that the objective adds to the
+        layers', zeros for the others.
+        """
+        edges, tokens = self.edges(weights), self.tokens(micro_batch, key)
+        ctx = replace(self.ctx, head_remat=self.execution.layers[-1].remat)
+        x, of_layers = split_loads(x, {})
+        found = self.objective.losses(edges, x, micro_batch, tokens, ctx)
+        # of layers of multi-token prediction
+        loads = found.pop(EXPERT_LOADS, 0.0) if isinstance(found, dict) else 0.0
+        counts = jax.eval_shape(self.objective.counts, micro_batch)
+        require_scalars(self.objective, "losses", found, *counts)
+        require_scalars(self.objective, "counts", counts, *(set(found) - set(edges.statistics)))
+        if of_layers:
+            loads = loads + of_layers[EXPERT_LOADS]
+            found["aux_loss"] = balance_of_loads(loads, edges.cfg, ctx.parallel)
+        losses = {name: total for name, total in found.items() if name not in edges.statistics}
+        zero = jnp.float32(0)
+        return losses, {name: found.get(name, zero) for name in self.definition.statistics}
+
+    def losses(
+        self, weights: dict, micro_batch: Batch, key: jax.Array | None
+    ) -> tuple[Scalars, Scalars]:
+        """(sums of the losses, equal on all tp devices; this device's shares of statistics).
+
+        Statistics are summed over layers and sequences.
+        """
+        tokens = self.tokens(micro_batch, key)
+        x = self.embed(weights, micro_batch, tokens)
+        x, statistics, _ = self.layers.run(weights, x, self.layer_inputs(weights, tokens))
+        losses, of_head = self.head_losses(weights, x, micro_batch, key)
+        for name, share in of_head.items():
+            statistics[name] = statistics[name] + share
+        return losses, statistics
+
+    def for_evaluation(self, execution: Execution) -> "LocalModel":
+        """The model without dropout and without the terms of the loss that only training has."""
+        ctx = replace(self.ctx, dropout=False, label_smoothing=0.0, z_loss=0.0)
+        definition = replace(self.definition, statistics={})
+        objective = self.objective
+        if isinstance(objective, Measurer):
+            objective = objective.for_evaluation()
+        parts = {"definition": definition, "execution": execution, "objective": objective}
+        return replace(self, ctx=ctx, **parts)

@@ -1,0 +1,45 @@
+"""Next-token prediction with retrieved neighbors, the objective of RETRO (arXiv 2112.04426).
+
+`data/corpus/neighbor_index.py` looks up the neighbors of each chunk; `data/corpus/retro.py` adds
+their tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from mjax.config.schema.run import Config
+from mjax.models.base.context import Context, Tokens
+from mjax.models.base.streams import Streams
+from mjax.models.decoder import Decoder
+from mjax.models.retrieval.chunked_attention import neighbor_rows
+from mjax.objectives.objective import Batch, BatchField, HostBatch, NextToken, further_lengths
+
+
+@dataclass(frozen=True)
+class WithNeighbors(NextToken):
+    """The cross-entropy of the next token in nats, a mean over unmasked tokens.
+
+    The field "neighbors", int32 [B, C*n, R], has R tokens of each of the n neighbors of a chunk,
+    -1 for padding, chunk by chunk.
+    """
+
+    cfg: Config
+
+    fields: ClassVar[Mapping[str, BatchField]] = NextToken.fields | {
+        "neighbors": BatchField(np.int32, ("batch", "neighbors", "retrieved"), pad=-1)
+    }
+
+    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+        ids = neighbor_rows(batch["neighbors"])
+        return edges.embed_streams(ids, batch["tokens"], tokens, ctx)
+
+    def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:
+        """Neighbors made of a row, for speed tests; nothing where the data set has them."""
+        if "neighbors" in batch:
+            return {}
+        further = further_lengths(self.cfg)
+        shape = further["neighbors"], further["retrieved"]
+        return {"neighbors": np.stack([np.resize(line, shape) for line in batch["tokens"]])}

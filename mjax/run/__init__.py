@@ -1,0 +1,1 @@
+"""A run that lasts for weeks: loop, resume, evaluation, dry run."""

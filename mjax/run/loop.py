@@ -1,0 +1,500 @@
+"""The training run, top to bottom: folder, state, data, steps, held-out loss, checkpoints, end.
+
+Invariants: The batch of a step is a pure function of (config, seed, step), so a resumed run needs
+the step number alone. Metrics are fetched one step late, so the device always has the next step
+queued. Checkpoints and log lines come from steps that have passed the check for finite numbers.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mjax.checkpoint.base.orbax_messages import quiet_saves
+from mjax.checkpoint.store import ensure_writable
+from mjax.config.load import dump
+from mjax.config.schema.run import Config
+from mjax.data.loader import Dataset, build_datasets, make_loader
+from mjax.errors import UserError
+from mjax.files import replace_text
+from mjax.models.flops import flops_of_run
+from mjax.objectives.objective import Batch, HostBatch
+from mjax.optim.schedule import (
+    batch_range,
+    consumed_samples,
+    final_step,
+    held_out_samples,
+    rates_of_step,
+)
+from mjax.run.evaluation import HeldOut, read_prompt, sample_text
+from mjax.run.faults.replicas import ReplicaCheck
+from mjax.run.faults.run_lock import LOCK_NAME, RunLock
+from mjax.run.faults.saving import Saver, reserve_host_memory
+from mjax.run.faults.stopping import GO_ON, REASONS, SIGNALED, Stopper
+from mjax.run.faults.supervisor import RESTART_NOTE
+from mjax.run.faults.suspect import Figures, Judge, Suspects
+from mjax.run.faults.watchdog import Watchdog
+from mjax.run.monitor import metrics
+from mjax.run.monitor.console import duration
+from mjax.run.monitor.diagnostics import Diagnostics
+from mjax.run.monitor.host_time import HostTime, figures_of
+from mjax.run.monitor.log_writer import reason, warn
+from mjax.run.monitor.profile import Profiler
+from mjax.run.resume import changes, resume, trained_with
+from mjax.sharding.spec import count_frozen, count_parameters
+from mjax.train.batch import AheadBatch, field_maker, placed_ahead
+from mjax.train.trainer import Trainer
+
+# Metrics of a step that a record has in places of their own, or not at all.
+STEP_METRICS = frozenset({"loss", "grad_norm", "tokens", "finite", "accepted", "skipped"})
+
+
+# What else of a run is set aside with its checkpoints.
+OF_RUN = "metrics.jsonl", "config.yaml", "wandb_id"
+
+
+@dataclass
+class TrainingRun:
+    """A training run in this process.
+
+    data: what it trains on. held_out: evaluates on held-out data, or None without such data.
+    start: steps completed before this process. last: the step to stop after.
+    trained: steps of this process that changed the weights.
+    data_error: why there are no more batches.
+    """
+
+    trainer: Trainer
+    saver: Saver
+    suspects: Suspects
+    replicas: ReplicaCheck
+    diagnostics: Diagnostics
+    log: metrics.Log
+    data: Dataset
+    held_out: HeldOut | None
+    start: int
+    last: int
+    watchdog: Watchdog
+    profiler: Profiler
+    clock: metrics.Clock = field(default_factory=metrics.Clock)
+    host: HostTime = field(default_factory=HostTime)
+    trained: int = 0
+    data_error: UserError | None = None
+
+    @property
+    def cfg(self) -> Config:
+        return self.trainer.cfg
+
+
+@dataclass(frozen=True)
+class DispatchedStep:
+    """A step that the device may still be computing.
+
+    metrics: scalars on the device. stop_reason: GO_ON or why all processes stop, on the device.
+    host: what all processes measured, on the device, if the step is logged.
+    """
+
+    step: int
+    batch: HostBatch
+    metrics: dict[str, jax.Array]
+    stop_reason: jax.Array | int
+    host: jax.Array | np.ndarray | None = None
+    figures: Figures | None = None  # the metrics on the host, once the step is settled
+
+
+def train(cfg: Config, mesh: Mesh | None = None) -> None:
+    """Train as `cfg` says until steps, tokens, time or a signal end it, resuming if run.dir can.
+
+    Raises `UserError` for mistakes of the user, `NonFiniteLoss` when training diverges and
+    `ReplicasDiffer` when a device errs.
+    """
+    stopper = Stopper(cfg.train.max_minutes)
+    metrics.require_sinks(cfg.log)
+    trainer = Trainer(cfg, mesh)
+    cfg = trainer.cfg  # mesh: auto is resolved in it
+    with (
+        run_folder(cfg) as folder,
+        RunLock(folder) as lock,
+        quiet_saves(),
+        contextlib.closing(metrics.Log()) as log,
+    ):
+        note = resume(trainer)
+        last = final_step(cfg)
+        train_data, held_out_data = build_datasets(
+            cfg, consumed_samples(cfg.train, last), held_out_samples(cfg), trained_with(trainer)
+        )
+        padding = cfg.model.is_encoder_decoder  # behind the documents of a row
+        for data in filter(None, (train_data, held_out_data)):
+            padded = data.padded or (padding and data.max_documents == 1)
+            trainer.programs.bound_documents(data.max_documents + padding, padded)
+        prompt = read_prompt(cfg)
+        is_resumed = trainer.step_number > 0
+        if trainer.state is None:
+            trainer.init()
+        log.say(run_summary(trainer))
+        log.say(note)
+        if trainer.step_number >= last:
+            step = trainer.step_number
+            log.say(f"nothing left to train: step {step} of {last}; raise train.steps")
+            trainer.store.apply_retention()  # of a run that was killed as it ended
+            return
+        held_out = None if held_out_data is None else HeldOut(trainer, held_out_data)
+        run = start_run(trainer, lock, log, (train_data, held_out), last)
+        if is_resumed:
+            log.keep_event(run.start, note)
+        if is_resumed and (line := changes(trainer)):
+            log.event(run.start, line)
+        with stopper, run.watchdog, run.profiler:
+            stop_reason = train_steps(run, stopper)
+            loss = finish(run, stop_reason)
+        if stop_reason != SIGNALED:
+            is_first = jax.process_index() == 0
+            if loss is not None and is_first and (line := held_out.bigram_line(loss)):
+                log.say(line)
+            if prompt is not None:
+                log.say(f"sample: {sample_text(trainer, *prompt, cfg.train.sample_tokens)}")
+
+
+def start_run(
+    trainer: Trainer,
+    lock: RunLock,
+    log: metrics.Log,
+    data: tuple[Dataset, HeldOut | None],
+    last: int,
+) -> TrainingRun:
+    """The run up to step `last`. What an earlier run left stays until a step has been trained."""
+    cfg, store, start = trainer.cfg, trainer.store, trainer.step_number
+    store.read_sources()
+    if jax.process_index() == 0:
+        store.remove_remains()
+    log.open(cfg, lock.path.parent, last, start)
+    for line in filter(None, (os.environ.get(RESTART_NOTE), lock.note)):
+        log.event(start, line)
+    if cfg.checkpoint.async_save:
+        reserve_host_memory(trainer.abstract_state())
+    watchdog = Watchdog(cfg.train.step_timeout_minutes)
+    limit = cfg.checkpoint.max_failed_saves
+    saver = Saver(trainer, lock, log, watchdog, cfg.checkpoint.interval, limit)
+    replicas = ReplicaCheck(trainer, saver, log, cfg.train.check_replicas_interval)
+    suspects = Suspects(trainer, Judge(cfg.train), saver, replicas, log, watchdog, data[0])
+    profiler = Profiler(lock.path.parent, cfg.log.profile_steps, last, log.event)
+    return TrainingRun(
+        trainer=trainer,
+        saver=saver,
+        suspects=suspects,
+        replicas=replicas,
+        diagnostics=Diagnostics(trainer, log, cfg.log.diagnostics_interval),
+        profiler=profiler,
+        log=log,
+        data=data[0],
+        held_out=data[1],
+        start=start,
+        last=last,
+        watchdog=watchdog,
+    )
+
+
+def train_steps(run: TrainingRun, stopper: Stopper) -> int:
+    """Run steps start + 1 to last; returns GO_ON, or the reason for stopping before."""
+    cfg, trainer, judge = run.cfg, run.trainer, run.suspects.judge
+    batches = make_loader(
+        run.data,
+        partial(batch_range, cfg.train),
+        run.start,
+        run.last - run.start,
+        rows=trainer.local_rows,
+        make_fields=field_maker(cfg, trainer.objective),
+        prefetch=cfg.data.prefetch,
+        workers=cfg.data.workers,
+    )
+    previous: DispatchedStep | None = None
+    with contextlib.closing(batches):
+        ahead = placed_ahead(partial(placed_by, run), run.host.waiting(batches))
+        ready = until_data_fails(run, ahead)
+        for step, (batch, placed) in enumerate(ready, start=run.start + 1):
+            run.profiler.begin(step)
+            # Behind a step that is not accepted this one is held back.
+            is_open = True if previous is None else previous.metrics["accepted"]
+            run.diagnostics.ask_if_due(step, batch)
+            run.watchdog.doing(f"dispatching step {step}")
+            computed = dispatch(run, step, placed, is_open)
+            host = run.host.gather() if is_logged(run, step) else None
+            current = DispatchedStep(step, batch, computed, stopper.ask(run.saver.news()), host)
+            run.watchdog.dispatched(step)
+            # The device computes the current step meanwhile.
+            previous, is_settled = settle(run, previous)
+            if is_settled:
+                run.diagnostics.ask_if_due(step, batch)
+                computed = trainer.step(batch, judge.most_loss())  # placed anew, in case
+                current = dataclasses.replace(current, metrics=computed)
+            stop_reason = complete(run, previous)
+            run.replicas.ask_if_due(step)
+            previous = current
+            # The first step compiles, so the clock starts after it.
+            must_settle = is_evaluated(run, step) or is_saved(run, step) or step == run.start + 1
+            if stop_reason != GO_ON or must_settle:
+                stop_reason = max(stop_reason, complete(run, settle(run, current)[0]))
+                previous = None
+                if stop_reason != GO_ON:
+                    return stop_reason  # `finish` evaluates and saves
+                with run.clock.paused():
+                    loss = evaluate(run) if is_evaluated(run, step) else None
+                    if is_saved(run, step):
+                        save(run, step, loss)
+        complete(run, settle(run, previous)[0])
+    return GO_ON
+
+
+def dispatch(
+    run: TrainingRun, step: int, batch: Batch, is_open: jax.Array | bool
+) -> dict[str, jax.Array]:
+    """The metrics of a step that the device goes on to compute; the first is compiled, and says so.
+
+    `is_open`: see `Trainer.step`.
+    """
+    if is_first := step == run.start + 1:
+        run.log.say("compiling the training step, which takes minutes for a large model")
+    began = time.monotonic()
+    with run.host.dispatching():
+        computed = run.trainer.step(batch, run.suspects.judge.most_loss(), is_open)
+    if is_first:
+        run.log.say(f"compiled in {duration(time.monotonic() - began)}; running step {step}")
+    return computed
+
+
+def placed_by(run: TrainingRun, batch: HostBatch) -> Batch:
+    """`Trainer.place`; its time counts as that of dispatching."""
+    with run.host.dispatching():
+        return run.trainer.place(batch)
+
+
+def is_evaluated(run: TrainingRun, step: int) -> bool:
+    """Whether held-out data is evaluated after a step, but for the last, which `finish` does."""
+    return _is_due(step, run.cfg.train.eval_interval) and step != run.last
+
+
+def is_saved(run: TrainingRun, step: int) -> bool:
+    """Whether a checkpoint follows a step, in whatever tier, but for the last."""
+    cfg = run.cfg.checkpoint
+    is_due = _is_due(step, cfg.interval) or _is_due(step, cfg.local_interval)
+    return is_due and step != run.last
+
+
+def save(run: TrainingRun, step: int, held_out_loss: float | None) -> None:
+    """Save a step whose replicas agree: in run.dir if that is due, else in the local tier."""
+    run.replicas.require_equal(step)
+    if _is_due(step, run.cfg.checkpoint.interval):
+        run.saver.save(held_out_loss)
+    else:
+        run.saver.save_local()
+
+
+def settle(
+    run: TrainingRun, dispatched: DispatchedStep | None
+) -> tuple[DispatchedStep | None, bool]:
+    """(the step with its figures, whether it was suspect); the state is then the one after it.
+
+    Raises `NonFiniteLoss` where the run must end.
+    """
+    if dispatched is None:
+        return None, False
+    run.watchdog.doing(f"waiting for the result of step {dispatched.step}")
+    figures, is_suspect = run.suspects.settle(dispatched.step, dispatched.batch, dispatched.metrics)
+    return dataclasses.replace(dispatched, figures=figures), is_suspect
+
+
+def until_data_fails(run: TrainingRun, batches: Iterator[AheadBatch]) -> Iterator[AheadBatch]:
+    """`batches` up to one that cannot be read: the error waits until the state is saved.
+
+    Of several processes, the others would wait for this one's batch, so it is raised at once.
+    """
+    try:
+        run.watchdog.doing("loading data")
+        for batch in batches:
+            yield batch
+            run.watchdog.doing("loading data")
+    except UserError as e:
+        if jax.process_count() > 1:
+            raise
+        run.data_error = e
+
+
+def complete(run: TrainingRun, dispatched: DispatchedStep | None) -> int:
+    """Log the figures of a settled step; returns GO_ON or why to stop."""
+    if dispatched is None:
+        return GO_ON
+    cfg, step = run.cfg, dispatched.step
+    values = dispatched.figures
+    run.watchdog.ended(step)
+    if step == run.start + 1:
+        take_folder(run)
+    run.replicas.read(step)
+    run.diagnostics.write(step)
+    _, count = batch_range(cfg.train, step - 1)
+    if values["accepted"]:
+        run.trained += 1
+        run.suspects.judge.accepted(values["loss"])
+    run.clock.count(count * cfg.data.seq_length)
+    with run.clock.paused() if run.profiler.is_last(step) else contextlib.nullcontext():
+        run.profiler.end(step)
+    if is_logged(run, step):
+        record = training_record(run, step, values)
+        hosts = figures_of(dispatched.host)
+        if hosts is not None:
+            record |= hosts.record(record["ms_per_step"])
+            if line := run.host.slow_process(hosts, record["ms_per_step"]):
+                run.log.event(step, line)
+        run.log.write(record)
+    return run.saver.react(int(dispatched.stop_reason))
+
+
+def take_folder(run: TrainingRun) -> None:
+    """Set aside what an earlier run left, if asked to, once a step has been trained."""
+    checkpoints = run.trainer.checkpoints
+    if run.cfg.checkpoint.resume == "never":
+        old = checkpoints.store.set_aside(*OF_RUN)
+        if old is not None:
+            run.log.event(run.start, f"earlier checkpoints are now in {old}, their log beside it")
+    if checkpoints.source is not checkpoints.local:
+        checkpoints.clear_local()
+    checkpoints.claim_local()
+    if jax.process_index() == 0:
+        write_config(run)
+
+
+def write_config(run: TrainingRun) -> None:
+    """Keep the config of a run that has trained a step, and what of it was chosen for "auto"; not
+    worth ending it for.
+    """
+    file = run.saver.lock.path.with_name("config.yaml")
+    chosen = [f"# {line}\n" for line in (run.trainer.why or "").splitlines()]
+    try:
+        replace_text(file, "".join(chosen) + dump(run.cfg))
+    except OSError as e:
+        warn(f"{file} cannot be written ({reason(e)}); training goes on")
+
+
+def training_record(run: TrainingRun, step: int, values: dict[str, float]) -> metrics.Record:
+    """The log record of a step; its speed is that since the record before."""
+    cfg = run.cfg
+    first, count = batch_range(cfg.train, step - 1)
+    steps, tokens, seconds = run.clock.lap()
+    record = {
+        "step": step,
+        "loss": values["loss"],
+        "grad_norm": values["grad_norm"],
+        "lr": rates_of_step(cfg, step - 1, values.get("skipped_samples", 0)).learning_rate,
+        "samples": first + count,
+        "tokens": (first + count) * cfg.data.seq_length,
+        "ms_per_step": 1000 * seconds / steps if steps else None,
+    }
+    record |= {name: value for name, value in values.items() if name not in STEP_METRICS}
+    if steps:
+        record |= metrics.speed(cfg, tokens, seconds)
+    record["memory_gb"] = metrics.peak_memory_gb()
+    record["time"] = time.time()
+    return record
+
+
+def evaluate(run: TrainingRun) -> float | None:
+    """The held-out loss, which is logged; None without held-out data."""
+    if run.held_out is None:
+        return None
+    run.watchdog.doing("evaluating")
+    record = run.held_out.loss(run.watchdog.beat)
+    run.log.write({"step": run.trainer.step_number, **record, "time": time.time()})
+    if record["eval_loss"] is None:
+        run.log.event(run.trainer.step_number, run.held_out.nothing())
+    return record["eval_loss"]
+
+
+def finish(run: TrainingRun, stop_reason: int) -> float | None:
+    """Evaluate (a signal leaves no time for it), save, say how it ended; the held-out loss."""
+    if run.data_error is not None and run.trainer.step_number == run.start:
+        raise run.data_error
+    is_hurried = stop_reason == SIGNALED or run.data_error is not None
+    loss = None if is_hurried else evaluate(run)
+    run.replicas.require_equal(run.trainer.step_number)
+    run.saver.save_last(loss)
+    run.trainer.checkpoints.clear_local()
+    run.watchdog.beat()
+    if run.data_error is not None:
+        raise run.data_error
+    end = "finished" if stop_reason == GO_ON else "stopped"
+    line = f"{end} at step {run.trainer.step_number} of {run.last}"
+    if stop_reason != GO_ON:
+        line += f": {REASONS[stop_reason]}"
+    run.log.say(f"{line}; checkpoint: {run.saver.last_checkpoint()}")
+    if line := trained_nothing(run):
+        run.log.event(run.trainer.step_number, line)
+    return loss
+
+
+def trained_nothing(run: TrainingRun) -> str:
+    """A line on a start that trained nothing, for all of its steps were left out, or ""."""
+    if run.trained:
+        return ""
+    count, precision = run.trainer.step_number - run.start, run.cfg.precision
+    line = f"WARNING: none of {count} steps changed a weight: all were left out"
+    if precision.compute == "float16":
+        line += (
+            "; gradients overflowed while the loss scale came down: train for more steps, or "
+            f"lower precision.initial_loss_scale={precision.initial_loss_scale:g}"
+        )
+    return line
+
+
+@contextlib.contextmanager
+def run_folder(cfg: Config) -> Iterator[Path]:
+    """run.dir, proven writable; a new one is removed again if it stays empty."""
+    folder = Path(cfg.run.dir)
+    is_new = not folder.exists()
+    ensure_writable(folder)
+    try:
+        yield folder
+    finally:
+        if jax.process_index() == 0 and is_new:
+            names = {path.name for path in folder.iterdir()}
+            if not names - {"data.lock", LOCK_NAME}:
+                shutil.rmtree(folder)
+
+
+def run_summary(trainer: Trainer) -> str:
+    """Lines on the model and the mesh of a run, and on what was chosen for "auto"."""
+    cfg, mesh = trainer.cfg, trainer.mesh
+    flops = flops_of_run(cfg)
+    axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    shape = " ".join(axes) or "one device"
+    parameters = f"{count_parameters(trainer.specs):,} parameters"
+    if cfg.train.freeze:
+        parameters += f" ({count_frozen(trainer.specs):,} frozen)"
+    lines = [
+        f"{parameters}, {flops:.4g} FLOPs a token, "
+        f"{cfg.train.global_batch_size} x {cfg.data.seq_length} tokens a step",
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({shape}), folder {cfg.run.dir}",
+    ]
+    if cfg.model.moe.force_balanced:
+        lines.append(
+            "WARNING: model.moe.force_balanced=true: experts take turns, for benchmarks; what is "
+            "trained is of no use"
+        )
+    if trainer.why:
+        lines.append(trainer.why)
+    return "\n".join(lines)
+
+
+def is_logged(run: TrainingRun, step: int) -> bool:
+    """Whether the figures of a step are written; every process knows."""
+    return _is_due(step, run.cfg.log.interval) or step in (run.start + 1, run.last)
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0

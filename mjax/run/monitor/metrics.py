@@ -1,0 +1,268 @@
+"""The metrics of a run: speed, peak FLOP/s of the chip, log records and where they go.
+
+A record is one flat dict of a step (training or held-out). Every sink gets the same record, on
+process 0 only. Invariant: `metrics.jsonl` holds each step once and in order: on resume, records
+after the restored step are dropped before new ones are appended, once there are any: a start that
+trains no step drops nothing. Events are records of a text. Speed counts training steps only: the
+clock stands still while a run compiles, evaluates or saves.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+from mjax.config.schema.run import Config, LogConfig
+from mjax.errors import UserError, or_user_error
+from mjax.files import replace_text
+from mjax.models.flops import flops_of_run
+from mjax.plan.chips import chip_of_kind
+from mjax.run.monitor.console import LEGEND, Console
+from mjax.run.monitor.log_writer import JsonLines, LogWriter, Sink, close_output, print_line
+
+Record = dict[str, float | int | str | list[float] | None]
+
+
+def peak_tflops(log: LogConfig, device_kind: str) -> float | None:
+    """The bf16 peak in TFLOP/s that MFU is measured against; None: unknown.
+
+    It is `log.peak_tflops` if that is set, else the chip's.
+    """
+    if log.peak_tflops is not None:
+        return log.peak_tflops
+    chip = chip_of_kind(device_kind)
+    return chip.bf16_tflops if chip else None
+
+
+def speed(cfg: Config, tokens: int, seconds: float) -> Record:
+    """tok/s, TFLOP/s and MFU per device of `tokens` global tokens trained in `seconds`."""
+    rate = tokens / seconds / jax.device_count()
+    tflops = rate * flops_of_run(cfg) / 1e12
+    peak = peak_tflops(cfg.log, jax.devices()[0].device_kind)
+    mfu = tflops / peak if peak else None
+    return {"tokens_per_second": rate, "tflops": tflops, "mfu": mfu}
+
+
+def peak_memory_gb() -> float | None:
+    """The most memory that any of this process's devices has used so far, in 1e9 bytes."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+    return max(peaks) / 1e9 if peaks else None
+
+
+class Clock:
+    """Seconds and tokens of training since the last `lap`, without what `paused` covers."""
+
+    def __init__(self) -> None:
+        self._tokens = self._steps = 0
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
+
+    def count(self, tokens: int) -> None:
+        """A step of `tokens` tokens has finished; ignored while stopped (the step compiled)."""
+        if self._since is not None:
+            self._tokens += tokens
+            self._steps += 1
+
+    def lap(self) -> tuple[int, int, float]:
+        """(steps, tokens, seconds) since the last lap."""
+        running = self._since is not None
+        self.stop()
+        since_last = self._steps, self._tokens, self._seconds
+        self._tokens = self._steps = 0
+        self._seconds = 0.0
+        if running:
+            self.start()
+        return since_last
+
+
+class Log:
+    """Fans records out to the console, `metrics.jsonl` and the sinks that `cfg.log` asks for.
+
+    Each has a thread of its own (`log_writer.py`). Processes other than process 0 log nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_logger = jax.process_index() == 0
+        self._console = self._events = None
+        self._figures: list[LogWriter] = []
+        self._early: list[Record] = []  # events before the first figures
+        if self._is_logger:
+            self._console = LogWriter("standard output", print_line, close_output)
+
+    def open(self, cfg: Config, run_dir: Path, last_step: int, start_step: int) -> None:
+        """Let records of steps after `start_step` go to `run_dir`, from the first figures on."""
+        if not self._is_logger:
+            return
+        self._place = cfg, run_dir, start_step
+        self._lines = Console(last_step)
+        self.say(LEGEND)
+
+    def _open_sinks(self, cfg: Config, run_dir: Path, start_step: int) -> None:
+        """Open what records go to; raises `UserError`."""
+        with or_user_error(
+            f"{run_dir}: the log cannot be opened: {{reason}}; free space or mend the folder"
+        ):
+            self._events = LogWriter("metrics.jsonl", *jsonl_sink(run_dir, start_step))
+            if cfg.log.tensorboard:
+                sink = tensorboard_sink(run_dir / "tensorboard", start_step)
+                self._figures.append(LogWriter("tensorboard", *sink))
+            if cfg.log.wandb_project:
+                self._figures.append(LogWriter("wandb", *wandb_sink(cfg, run_dir, start_step)))
+        for event in self._early:
+            self._events(event)
+
+    def say(self, text: str) -> None:
+        """Print a line on the console only."""
+        if self._console is not None:
+            self._console(text)
+
+    def event(self, step: int, text: str) -> None:
+        """Print a line and keep it in `metrics.jsonl`, as something that happened at `step`."""
+        self.say(text)
+        self.keep_event(step, text)
+
+    def keep_event(self, step: int, text: str) -> None:
+        """Keep in `metrics.jsonl` what happened at `step`, without printing it."""
+        record = {"step": step, "event": text, "time": time.time()}
+        if self._is_logger:
+            self._early.append(record) if self._events is None else self._events(record)
+
+    def write(self, record: Record) -> None:
+        """Log the figures of a step."""
+        if self._is_logger:
+            self.say(self._lines.line(record))
+            self.keep_figures(record)
+
+    def keep_figures(self, record: Record) -> None:
+        """Log figures everywhere but on the console."""
+        if not self._is_logger:
+            return
+        if self._events is None:
+            self._open_sinks(*self._place)
+        for writer in (self._events, *self._figures):
+            writer(record)
+
+    def close(self) -> None:
+        """End all logs; what happened in a start without figures is added to an older one."""
+        if self._events is None and self._early:
+            _, run_dir, start_step = self._place
+            path = run_dir / "metrics.jsonl"
+            if start_step > 0 or not path.exists():
+                self._events = LogWriter("metrics.jsonl", JsonLines(path))
+                for event in self._early:
+                    self._events(event)
+        for writer in filter(None, (*self._figures, self._events, self._console)):
+            writer.close()
+
+
+def require_sinks(log: LogConfig) -> None:
+    """Raise `UserError`, before a run has begun, if a sink that it asks for is not installed."""
+    if log.tensorboard and find_spec("tensorboardX") is None:
+        raise UserError("log.tensorboard needs tensorboardX; pip install 'mjax[tensorboard]'")
+    if log.wandb_project and find_spec("wandb") is None:
+        raise UserError("log.wandb_project needs wandb; pip install 'mjax[wandb]'")
+
+
+def jsonl_sink(run_dir: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
+    """(a function that appends a record as a line of JSON, a function that ends it).
+
+    Records after `start_step` and broken lines are dropped first. Events stay, unless the run
+    starts over.
+    """
+    path = run_dir / "metrics.jsonl"
+    if path.exists():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line + "\n" for line in lines if _stays(line, start_step)]
+        if len(kept) < len(lines):
+            replace_text(path, "".join(kept))
+    write = JsonLines(path)
+    return write, write.flush
+
+
+def _stays(line: str, start_step: int) -> bool:
+    """Whether a line of an earlier start stays; not one that was cut off by a kill."""
+    try:
+        record = json.loads(line)
+        is_old_event = "event" in record and start_step > 0
+        return is_old_event or record["step"] <= start_step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def tensorboard_sink(folder: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
+    """(a function that writes a record for TensorBoard, a function that closes the file).
+
+    Curves of a killed run after `start_step` are hidden.
+    """
+    # Its SummaryWriter writes in a thread that dies of a full disk; then every call blocks.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = EventsWriter(str(folder / "events"))
+    start = SessionLog(status=SessionLog.START)
+    writer.write_event(Event(wall_time=time.time(), step=start_step + 1, session_log=start))
+    writer.flush()
+
+    def write(record: Record) -> None:
+        scalars = _scalars(record)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars]
+        summary = Summary(value=values)
+        writer.write_event(Event(wall_time=time.time(), step=record["step"], summary=summary))
+        writer.flush()
+
+    return write, writer.close
+
+
+def wandb_sink(cfg: Config, run_dir: Path, start_step: int) -> tuple[Sink, Callable[[], None]]:
+    """(a function that sends a record to Weights & Biases, a function that ends the run there).
+
+    A resumed run continues under the id that is kept in the run folder.
+    """
+    import wandb
+
+    id_file = run_dir / "wandb_id"
+    if start_step == 0 or not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex)
+    run = wandb.init(
+        project=cfg.log.wandb_project,
+        name=run_dir.name,
+        id=id_file.read_text(),
+        resume="allow",
+        dir=str(run_dir),
+        config=cfg.model_dump(mode="json"),
+    )
+
+    def write(record: Record) -> None:
+        run.log(dict(_scalars(record)), step=record["step"])
+
+    return write, run.finish
+
+
+def _scalars(record: Record) -> list[tuple[str, float]]:
+    """(name, value) of all known values but the step and lists."""
+    known = {name: v for name, v in record.items() if v is not None and not isinstance(v, list)}
+    return [(name, v) for name, v in known.items() if name != "step"]

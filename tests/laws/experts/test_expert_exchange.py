@@ -1,0 +1,116 @@
+"""Laws of the exchange of tokens over ep: an all-to-all equals the gather, and loses no token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mjax.config.schema.model import MoeConfig
+from mjax.models.moe import exchange
+from mjax.models.moe.exchange import (
+    choose_expert_exchange,
+    make_route,
+    rows_per_peer,
+    send_tokens,
+    sum_tokens,
+)
+from mjax.prove import Cell, compare, holds, make_batch, make_trainer
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.cpu_collective_order import in_program_order
+from tests.marks import quick
+
+EP, HELD, T, D = 4, 2, 16, 6
+RNG = np.random.default_rng(0)
+NONE = EP * HELD  # a pair that was dropped
+# Experts of the tokens of a group, and whether 8 rows for each pair of devices suffice.
+ROUTINGS = {
+    "spread": (np.stack([RNG.permutation(8)[:2] for _ in range(EP * 7)]), True),
+    "all to one": (np.full((EP * T, 1), 5), False),
+    "one device overflows": (np.repeat([[0, 1], [6, 7], [2, 3], [4, 5]], [9, 5, 3, 47], 0), False),
+    "exactly full": (np.tile([[0], [2]], (EP * T // 2, 1)), True),
+    "empty experts": (np.tile([[0], [NONE]], (EP * T // 2, 1)), True),
+    "none goes anywhere": (np.full((EP * T, 2), NONE), True),
+}
+MESH = Mesh(np.array(jax.devices()[:EP]), ("ep",))
+PARALLEL = Parallel(ep=EP)
+
+
+def exchanged(experts, x, y, d_sent, d_sums, rows):
+    """(sent, the gradient of x, sums, the gradient of y, whether rows suffice) of all devices.
+
+    All are split by device. `rows` None: tokens are gathered.
+    """
+
+    def local(experts, x, y, d_sent, d_sums):
+        group = PARALLEL.all_gather(experts[None], "ep", 0)
+        route = None
+        if rows is not None:
+            route = make_route(group, experts, rows, HELD, PARALLEL)
+        here = jnp.any(group // HELD == PARALLEL.index("ep"), 2)[..., None]
+        # What has no expert here is neither read nor made.
+        sent, send_vjp = jax.vjp(lambda x: here * send_tokens(PARALLEL, x, route), x)
+        sums, sum_vjp = jax.vjp(lambda y: sum_tokens(PARALLEL, here * y, route), y)
+        fits = jnp.bool_(True) if route is None else route.fits
+        return sent, *send_vjp(d_sent), sums, *sum_vjp(d_sums), fits[None]
+
+    mapped = jax.shard_map(
+        in_program_order(local), mesh=MESH, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
+    )
+    return jax.jit(mapped)(experts, x, y, d_sent, d_sums)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_an_all_to_all_equals_the_gather_both_ways(name):
+    numbers, fits = ROUTINGS[name]
+    tokens = len(numbers) // EP
+    experts = jnp.asarray(numbers, jnp.int32)
+    shapes = (EP * tokens, D), (EP * EP, tokens, D), (EP * EP, tokens, D), (EP * tokens, D)
+    arrays = [jnp.float32(RNG.normal(size=shape)) for shape in shapes]
+    *want, _ = exchanged(experts, *arrays, None)
+    *got, fitted = exchanged(experts, *arrays, min(8, tokens))
+    assert fitted.tolist() == [fits] * EP  # one answer for all
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(got[0], want[0])
+
+
+CASES = [
+    ("experts", {"ep": 4, "tp": 2}, 1, 3, 1.5),
+    ("experts", {"ep": 8}, 3, 1, 0.3),  # most exchanges overflow
+    ("gpt-oss", {"pp": 2, "ep": 2, "tp": 2}, 1, 3, 0.6),
+    ("routing", {"dp": 2, "ep": 2, "cp": 2}, 2, 2, 0.9),
+]
+
+
+@pytest.mark.parametrize("feature,mesh,zero,micro_batches,room", quick(CASES, 1))
+def test_every_mesh_equals_one_device(feature, mesh, zero, micro_batches, room, monkeypatch):
+    monkeypatch.setattr(exchange, "ROOM", room)
+    keys = "train.expert_exchange=all_to_all", "train.remat=full"
+    record = compare(feature, Cell(mesh, zero, micro_batches), *keys, steps=2)
+    assert holds(record), record
+
+
+def moe(experts: int, k: int, **keys) -> MoeConfig:
+    return MoeConfig(num_experts=experts, num_experts_per_tok=k, **keys)
+
+
+def test_auto_takes_the_all_to_all_where_it_sends_much_less():
+    mixtral = 8192, 2 * 4096
+    assert choose_expert_exchange("auto", *mixtral, 2, moe(8, 2)).name == "all_gather"
+    assert choose_expert_exchange("auto", *mixtral, 8, moe(8, 2)).name == "all_to_all"
+    assert choose_expert_exchange("auto", 8192, 2 * 2048, 8, moe(128, 8)).name == "all_gather"
+    assert choose_expert_exchange("auto", 8192, 2 * 7168, 64, moe(256, 8)).name == "all_to_all"
+    assert choose_expert_exchange("auto", 64, 64, 8, moe(8, 2)).name == "all_gather"
+    assert choose_expert_exchange("all_to_all", 64, 64, 8, moe(8, 2)).name == "all_to_all"
+    assert rows_per_peer(8000, 8, moe(256, 8, n_group=8, topk_group=2)) == 3000
+    assert rows_per_peer(7, 2, moe(8, 8)) == 7
+
+
+def test_the_log_has_the_share_of_exchanges_that_gathered():
+    """A router of zeros sends all tokens to the first experts, which no all-to-all has room for."""
+    trainer = make_trainer("experts", Cell({"ep": 4}, 1, 2), "train.expert_exchange=all_to_all")
+    experts = trainer.state["params"]["moe"]["mlp"]
+    experts["router"] = experts["router"] * 0
+    assert float(trainer.step(make_batch(24))["gathered_share"]) == pytest.approx(1)

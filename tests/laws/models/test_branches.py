@@ -1,0 +1,182 @@
+"""Laws of layers as residual branches: every list of them gives one answer on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mjax.config.languages.layer_pattern import BRANCHES, branch_groups, expand, stack_of
+from mjax.config.rules.mesh_rules import AXES
+from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
+from mjax.infer.generate import Generator
+from mjax.models import build, split
+from mjax.models.flops import flops_per_token
+from mjax.plan.activations import kept
+from mjax.prove import Cell, compare, holds, make_batch, make_trainer
+from tests.laws import toy_recurrence
+from tests.marks import quick, slow
+
+# gpt-oss: windowed and full attention take turns, each before experts.
+GPT_OSS = ["model.layer_pattern='window+experts, full+experts'", "model.attention.sliding_window=5"]
+
+
+@pytest.fixture
+def recurrence(monkeypatch):
+    monkeypatch.setitem(BRANCHES, "Z", toy_recurrence.ROW)
+    expand.cache_clear()
+    yield
+    expand.cache_clear()
+
+
+# ---- the language ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern, layers, expected",
+    [
+        ("G", 3, "G G G"),
+        ("(LLG)*2,L", 7, "L L G L L G L"),
+        ("window+experts, full+experts", 4, "[LE] E [LE] E"),
+        ("([LE]G)*2", 4, "[LE] G [LE] G"),
+        ("[GD][G|D]", 4, "G [G|D] G [G|D]"),
+        ("full|mlp", 1, "[G|D]"),
+        ("G@1*2,G", 3, "G@1 G@1 G"),
+        ("[G][D]@2", 2, "[G] [D]@2"),
+        ("megatron:*-*E", 4, "[G] [D] [G] [E]"),
+        ("megatron:M*M-E", 5, "M [G] M [D] [E]"),
+        ("mamba+mlp, mamba|full", 2, "[MD] [M|G]"),
+        ("linear+mlp, full+linear_mlp", 2, "[ID] [GJ]"),
+    ],
+)
+def test_patterns(pattern, layers, expected):
+    assert " ".join(expand(pattern, layers)) == expected
+
+
+@pytest.mark.parametrize("pattern", ["[]", "[?]", "[G|]", "[GL]", "full+wide", "G@", "megatron:m"])
+def test_a_malformed_pattern_is_one_line(pattern):
+    with pytest.raises(UserError, match="layer_pattern") as error:
+        expand(pattern, 4)
+    assert "\n" not in str(error.value)
+
+
+def test_branches_and_stacks():
+    assert branch_groups("E") == ("G", "E") and branch_groups("[G|D]") == ("GD",)
+    assert [stack_of(kind) for kind in ("L", "[LE]", "[D]", "G@1")] == [
+        "dense",
+        "moe",
+        "mlp",
+        "dense_1",
+    ]
+
+
+# ---- one answer --------------------------------------------------------------------------------
+
+SIZES = [
+    "model.layer_pattern='G@1,G'",
+    "model.layer_sizes=[{intermediate_size: 96, attention: {num_key_value_heads: 8}}]",
+]
+CASES = [
+    ("experts", {"pp": 2, "ep": 2, "tp": 2}, 1, 2, GPT_OSS),
+    ("dense", {"pp": 2, "dp": 2, "tp": 2}, 3, 3, ["model.layer_pattern='G[G|D][D]G'"]),
+    ("dense", {"pp": 2, "dp": 2, "tp": 2}, 1, 2, SIZES),
+    ("experts", {"pp": 4, "ep": 2}, 1, 4, ["model.layer_pattern='megatron:*-*E-E*-'"]),
+    ("dense", {"pp": 2, "dp": 2, "tp": 2}, 1, 2, ["model.layer_pattern='[IJ]G[GJ][ID]'"]),
+]
+
+
+@pytest.mark.parametrize("feature, mesh, zero, micro_batches, more", quick(CASES))
+def test_gradients_equal_one_device(feature, mesh, zero, micro_batches, more):
+    layers = ["model.num_hidden_layers=8"] if "megatron" in more[0] else []
+    where = Cell(mesh, zero, micro_batches)
+    record = compare(feature, where, *more, *layers, steps=1)
+    assert holds(record), record
+
+
+@slow
+def test_a_checkpoint_does_not_depend_on_unlike_stages(tmp_path):
+    keys = [f"run.dir={tmp_path}", "model.layer_pattern=GEEE", "checkpoint.async_save=false"]
+    staged = make_trainer("experts", Cell({"pp": 2, "ep": 2}, 1, 2), *keys)
+    batch = make_batch(staged.cfg.train.global_batch_size)
+    staged.step(batch)
+    staged.save()
+    staged.store.wait()
+    wanted = float(staged.step(batch)["loss"])
+    plain = make_trainer("experts", Cell({"dp": 2}, 3, 2), *keys)
+    plain.restore()
+    assert float(plain.step(batch)["loss"]) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_branches_side_by_side_read_one_norm():
+    cfg = ModelConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        attention={"num_attention_heads": 4},
+        layer_pattern="[G|D]",
+    )
+    model = build(cfg, nnx.Rngs(0))
+    stack = model.attention_beside_mlp
+    assert hasattr(stack, "attention_norm") and not hasattr(stack, "mlp_norm")
+
+
+# ---- a mixer of one's own ----------------------------------------------------------------------
+
+TOY = ["model.layer_pattern='recurrence+mlp, full+mlp'"]
+
+
+@pytest.mark.parametrize(
+    "mesh, zero, more",
+    quick([({"dp": 2, "tp": 2, "pp": 2}, 1, []), ({"dp": 4, "tp": 2}, 3, ["train.unroll=0"])], 0),
+)
+def test_a_toy_mixer_trains_on_every_mesh(recurrence, mesh, zero, more):
+    record = compare("dense", Cell(mesh, zero, 2), *TOY, *more, steps=3)
+    assert holds(record), record
+
+
+@slow
+def test_a_toy_mixer_is_counted_and_saved(recurrence, tmp_path):
+    where = Cell({"dp": 2, "tp": 2}, 1, 2)
+    keys = [*TOY, f"run.dir={tmp_path}", "checkpoint.async_save=false", "train.remat=dots"]
+    trainer = make_trainer("dense", where, *keys)
+    model, per_layer = trainer.cfg.model, 6 * 2 * 32 * 48 + 6 * 48
+    alone = model.model_copy(update={"layer_pattern": "[Z]"})
+    head = 6 * 32 * model.vocab_size
+    assert flops_per_token(alone, 16) == head + model.num_hidden_layers * per_layer
+    held = held_bytes(trainer.cfg, "[ZD]")
+    assert held["rec_in"] == held["up"] / 2  # of gate and up
+    batch = make_batch(trainer.cfg.train.global_batch_size)
+    trainer.step(batch)
+    trainer.save()
+    trainer.store.wait()
+    again = make_trainer("dense", Cell(rows=where.rows), *keys)
+    assert again.restore() == 1
+    losses = [float(t.step(batch)["loss"]) for t in (trainer, again)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def held_bytes(cfg, kind):
+    """Bytes by name of what a layer keeps on one device."""
+    sizes = dict.fromkeys(AXES, 1)
+    return {tensor.name: tensor.bytes for tensor in kept(cfg, sizes, kind, "dots")}
+
+
+def test_a_toy_mixer_generates_with_its_state(recurrence):
+    cfg = ModelConfig(
+        vocab_size=120,
+        hidden_size=32,
+        num_hidden_layers=2,
+        attention={"num_attention_heads": 4},
+        intermediate_size=48,
+        initializer_range=0.3,
+        max_position_embeddings=64,
+        layer_pattern="[ZD]G",
+    )
+    definition, params = split(build(cfg, nnx.Rngs(0)))
+    prompts = [[3, 5, 7], list(range(20, 36))]
+    rows = Generator(definition, params, cfg).complete(prompts, 10)
+    for prompt, row_ in zip(prompts, rows, strict=True):
+        whole = jnp.asarray([prompt + row_.ids])
+        logits = np.asarray(jax.jit(definition.bind(params))(whole))[0]
+        greedy = logits.argmax(-1)[len(prompt) - 1 : -1]
+        np.testing.assert_array_equal(row_.ids, greedy)

@@ -1,0 +1,110 @@
+"""The report of two runs that were really trained, drawn by a real browser."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+
+import jax
+import pytest
+
+from mjax.config import load
+from mjax.report import __main__ as cli
+from mjax.run.loop import train
+from mjax.sharding.mesh import make_mesh
+from tests.marks import slow
+from tests.processes import start_process
+from tests.tiny import TINY
+
+BASE = [*TINY, "train.eval_interval=10", "train.eval_steps=2"]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+# Counts what Bokeh drew: its canvases lie in shadow trees, which --dump-dom leaves out.
+COUNT = """<script>
+function trees(node) {
+  const inner = [...node.querySelectorAll("*")].filter(one => one.shadowRoot);
+  return [node, ...inner.flatMap(one => trees(one.shadowRoot))];
+}
+function is_drawn(canvas) {
+  const {width, height} = canvas;
+  if (!width || !height) return false;
+  const ink = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+  const colors = new Set();
+  for (let i = 0; i < ink.length; i += 4) colors.add(ink.slice(i, i + 4).join());
+  return colors.size > 3;
+}
+function point_at(target) {  // the middle of a chart
+    const {left, top, width, height} = target.getBoundingClientRect();
+    const options = {bubbles: true, composed: true, pointerType: "mouse", isPrimary: true,
+      clientX: left + width / 2, clientY: top + height / 2};
+    for (const kind of ["pointerenter", "pointermove"])
+      target.dispatchEvent(new PointerEvent(kind, options));
+}
+setTimeout(() => {
+  for (const tree of trees(document)) tree.querySelectorAll(".bk-events").forEach(point_at);
+}, 4000);
+setTimeout(() => {
+  const canvases = trees(document).flatMap(tree => [...tree.querySelectorAll("canvas")]);
+  const seen = {
+    figures: Bokeh.documents.flatMap(one => one.roots()).length,
+    drawn: canvases.filter(is_drawn).length,
+    read: document.getElementById("values-loss").textContent,
+    hacked: "hacked" in window,
+    loaded: performance.getEntriesByType("resource").map(entry => entry.name),
+  };
+  document.documentElement.dataset.seen = btoa(JSON.stringify(seen));
+}, 6000);
+</script>"""
+
+
+def train_tiny(folder, *overrides):
+    cfg = load(None, [*BASE, f"run.dir={folder}", *overrides])
+    train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    return folder
+
+
+def browse(browser, folder, page, *options):
+    """(what Chromium prints, its log) when it opens a page and has let 10 s of its clock pass."""
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000"]
+    command += ["--window-size=1360,2400", *options, page.as_uri()]
+    process = start_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return process.communicate(timeout=300)
+
+
+@slow
+def test_a_browser_draws_every_chart_and_loads_nothing(tmp_path):
+    pytest.importorskip("bokeh", reason="needs the extra `report`")
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} on this machine")
+    one = train_tiny(tmp_path / "one", "train.steps=20")
+    train_tiny(one, "train.steps=60")  # resumes
+    two = train_tiny(tmp_path / "two", "train.steps=60", "optimizer.weight_decay=0.3")
+    with open(two / "metrics.jsonl", "a") as log:
+        log.write(json.dumps({"step": 60, "event": HOSTILE, "time": 1.0}) + "\n")
+    report = tmp_path / "report.html"
+    assert cli.main([str(one), str(two), "--out", str(report)]) == 0
+    text = report.read_text()
+    titles = re.findall(r"<h3>(.*?)<", text)
+    for title in ("Training loss", "Held-out loss", "Gradient norm", "Throughput", "Events"):
+        assert title in titles
+    assert "optimizer.weight_decay" in text and "resumed from" in text
+
+    page = tmp_path / "counted.html"
+    page.write_text(text.replace("</body>", COUNT + "</body>"))
+    shown, said = browse(browser, tmp_path, page, "--dump-dom")
+    found = re.search(r'data-seen="([^"]+)"', shown)
+    assert found, said
+    seen = json.loads(base64.b64decode(found[1]))
+    assert re.match(r"step \d+(4\.\d+){2}$", seen.pop("read"))  # the losses under the pointer
+    assert seen == {"figures": len(titles), "drawn": len(titles), "hacked": False, "loaded": []}
+    console = [line for line in said.splitlines() if "CONSOLE" in line]
+    assert any("document idle" in line for line in console), said
+    assert all(":INFO:CONSOLE" in line for line in console), console
+    assert "Uncaught" not in said and "Error" not in "".join(console)
+
+    picture = tmp_path / "report.png"
+    browse(browser, tmp_path, report, f"--screenshot={picture}")
+    assert picture.stat().st_size > 50_000

@@ -1,0 +1,142 @@
+"""mjax stays small and readable: DESIGN section 1's budgets, counted."""
+
+import ast
+import io
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from mjax.config import Config
+
+PACKAGE = Path(__file__).parents[3] / "mjax"
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+SOURCES = {p: p.read_text() for p in PACKAGE.rglob("*.py")}
+
+
+CORE = ("config", "sharding", "models", "pipeline", "plan", "optim", "train")
+SMALL = 40  # lines of code; an average over fewer says little
+
+
+def count(text: str) -> tuple[int, int]:
+    """(lines with code, tokens in them): without blank lines, comments and docstrings.
+
+    Docstrings are those of attributes (PEP 257), too: statements that are a text and no more.
+    """
+    statements = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Expr)]
+    docs = [e for e in statements if isinstance(getattr(e.value, "value", None), str)]
+    said = {line for e in docs for line in range(e.lineno, e.end_lineno + 1)}
+    tokens = [t for t in tokens_of(text) if t.type not in NO_CODE and t.start[0] not in said]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines), len(tokens)
+
+
+def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
+    """Yield tokens; an f-string is one, as before Python 3.12, which yields its parts."""
+    opened = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            opened.append(token.start)
+        start = opened.pop() if kind == "FSTRING_END" else token.start
+        if not opened:
+            yield token._replace(start=start)
+
+
+def core_files() -> dict[Path, str]:
+    """Texts of the core's files, by path within the package."""
+    within = {path.relative_to(PACKAGE): text for path, text in SOURCES.items()}
+    return {path: text for path, text in within.items() if path.parts[0] in CORE}
+
+
+# Lines of code of each room when all that is planned is built: docs/design.md, "Budgets".
+ROOMS = {
+    "config": 3_400,
+    "sharding": 900,
+    "kernels": 7_000,
+    "models": 7_900,
+    "pipeline": 900,
+    "plan": 1_800,
+    "optim": 900,
+    "data": 4_800,
+    "checkpoint pretrained convert": 8_500,
+    "train": 4_000,
+    "infer": 3_300,
+    "generate evaluate eval_harness export bench report prove errors files json_file": 3_600,
+}
+
+
+def test_no_room_pays_for_another():
+    assert count('"""Doc."""\n\nx = 1  # one\n# two\n') == (1, 3)
+    assert count('x = f\'a{y:{z}} {f(y)}\' + f"""{\n1}"""\n') == (2, 5)
+    lines = defaultdict(int)
+    homes = {name: rooms for rooms in ROOMS for name in rooms.split()}
+    for path, text in SOURCES.items():
+        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py").replace("__init__", "errors")
+        lines[homes[name]] += count(text)[0]
+    over = {rooms: (n, ROOMS[rooms]) for rooms, n in lines.items() if n > ROOMS[rooms]}
+    assert lines.keys() == ROOMS.keys() and not over
+
+
+def test_a_line_of_the_core_has_at_most_11_tokens_on_average():
+    dense = {}
+    for path, text in core_files().items():
+        lines, tokens = count(text)
+        if lines > SMALL and tokens / lines > 11:
+            dense[str(path)] = round(tokens / lines, 2)
+    assert not dense
+
+
+def test_no_name_is_defined_in_two_modules_of_the_core():
+    homes = defaultdict(set)
+    for path, text in core_files().items():
+        for node in ast.parse(text).body:
+            names = [node.name] if hasattr(node, "name") else []
+            names += [n.id for n in getattr(node, "targets", []) if isinstance(n, ast.Name)]
+            for name in names:
+                homes[name].add(str(path))
+    homes.pop("log")  # each module's logger
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_no_lambda_is_given_a_name():
+    here = {path.relative_to(PACKAGE.parent): text for path, text in SOURCES.items()}
+    assert not [str(path) for path, text in here.items() if "noqa: E731" in text]
+
+
+def test_files_are_at_most_500_lines():
+    sizes = {str(p): len(text.splitlines()) for p, text in SOURCES.items()}
+    assert not {p: n for p, n in sizes.items() if n > 500}
+
+
+def test_functions_are_at_most_60_lines():
+    long = {}
+    for path, text in SOURCES.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if lines > 60:
+                    long[f"{path}:{node.lineno} {node.name}"] = lines
+    assert not long
+
+
+def test_config_has_at_most_320_keys():
+    def leaves(group: type[BaseModel]) -> int:
+        kinds = [f.annotation for f in group.model_fields.values()]
+        nested = [[k for k in (t, *getattr(t, "__args__", ())) if _is_group(k)] for t in kinds]
+        return sum(leaves(groups[0]) if groups else 1 for groups in nested)
+
+    assert 100 < leaves(Config) <= 320
+
+
+def _is_group(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -1,0 +1,518 @@
+"""Generation: laws of sampling, cached decoding, left-padded batches, stop strings, meshes."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from mjax.config.schema.keys import nested
+from mjax.config.schema.model import ModelConfig
+from mjax.config.schema.run import MeshConfig
+from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
+from mjax.errors import UserError
+from mjax.infer.generate import Generator, bucket
+from mjax.infer.sample import Draws, Sampling, draws_of, limited, sample, settings_of
+from mjax.infer.text import TextStream
+from mjax.infer.weights import take_apart
+from mjax.models import build, split
+from mjax.sharding.mesh import make_mesh, parallel_of
+from mjax.sharding.rules import param_partitions
+from mjax.sharding.spec import is_spec
+from tests.marks import quick
+
+SMALL = {
+    "vocab_size": 252,
+    "vocab_multiple": 4,
+    "hidden_size": 32,
+    "attention.num_attention_heads": 4,
+    "attention.num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}
+SIZES = {"attention": {"num_key_value_heads": 4}, "intermediate_size": 32}
+VARIANTS = {
+    "window": {"layer_pattern": "LG", "num_hidden_layers": 3, "attention.sliding_window": 4},
+    "softcap": {
+        "attention.attn_logit_softcapping": 1.5,
+        "attention.num_key_value_heads": 4,
+        "attention.qk_norm": True,
+    },
+    "learned": {
+        "position_embedding": "learned",
+        "attention.num_key_value_heads": 1,
+        "attention.attention_sinks": True,
+        "tie_word_embeddings": True,
+    },
+    "experts": {"layer_pattern": "GE", "moe.num_experts": 4, "moe.moe_intermediate_size": 16},
+    "latent": {
+        "layer_pattern": "A",
+        "attention.num_key_value_heads": 4,
+        "mla.q_lora_rank": 24,
+        "mla.kv_lora_rank": 12,
+        "mla.qk_nope_head_dim": 8,
+        "mla.qk_rope_head_dim": 4,
+        "mla.v_head_dim": 6,
+    },
+    "states": {
+        "layer_pattern": "[MD][M|G]",
+        "mamba.mamba_num_heads": 8,
+        "mamba.mamba_head_dim": 8,
+        "mamba.state_size": 6,
+        "mamba.n_groups": 2,
+        "mamba.chunk_size": 8,
+    },
+    "deltas": {
+        "layer_pattern": "[TD]G",
+        "attention.attention_output_gate": True,
+        "deltanet.linear_num_key_heads": 4,
+        "deltanet.linear_num_value_heads": 8,
+        "deltanet.linear_key_head_dim": 6,
+        "deltanet.linear_value_head_dim": 8,
+        "deltanet.linear_chunk_size": 8,
+    },
+    "branches": {"layer_pattern": "[G|D][D]G@1", "num_hidden_layers": 3, "layer_sizes": [SIZES]},
+}
+PROMPTS = [[3, 5, 7], [*range(20, 36)], [9] * 9]
+NEW = 20
+# Ids as letters, so that text is legible and a stop string spans tokens.
+LETTERS = Tokenizer(252, None, None, lambda ids: "".join(chr(0x4E00 + i) for i in ids))
+
+
+def made(mesh=None, tokenizer=LETTERS, **kw):
+    cfg = ModelConfig(**nested({**SMALL, **kw}))
+    definition, params = split(build(cfg, nnx.Rngs(0)))
+    if mesh is not None:
+        places = param_partitions(definition.specs, parallel_of(mesh))
+
+        def put(p, place):
+            return jax.device_put(p, NamedSharding(mesh, place))
+
+        params = jax.tree.map(put, params, places)
+    return Generator(definition, params, cfg, tokenizer=tokenizer), definition, params
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return made()[0]
+
+
+@pytest.fixture(scope="module")
+def greedy(plain):
+    return plain.complete(PROMPTS, NEW)
+
+
+# ---- decoding ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_left_padded_batch_equals_running_every_whole_prefix(name):
+    generator, definition, params = made(**VARIANTS[name])
+    rows = generator.complete(PROMPTS, NEW)
+    texts = np.zeros((len(PROMPTS), 16 + NEW), np.int32)  # padded on the right: causal
+    for i, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
+        texts[i, : len(prompt) + NEW] = prompt + row.ids
+    logits = jax.jit(lambda p, t: definition.bind(p)(t))(params, texts)
+    for i, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
+        own = logits[i, len(prompt) - 1 : len(prompt) - 1 + NEW]
+        np.testing.assert_array_equal(row.ids, own.argmax(-1))
+        scored = jax.nn.log_softmax(own)[np.arange(NEW), np.asarray(row.ids)]
+        np.testing.assert_allclose(row.logprobs, scored, atol=2e-5)
+    assert len({tuple(r.ids) for r in rows}) == len(rows), "rows that are equal prove nothing"
+
+
+def test_a_row_does_not_depend_on_its_batch(plain, greedy):
+    for i, prompt in enumerate(PROMPTS):
+        assert plain.complete([prompt], NEW)[0].ids == greedy[i].ids
+    hot = Sampling(temperature=1.5, top_p=0.9)
+    alone = plain.complete(PROMPTS[:1], NEW, hot)[0]
+    assert alone.ids == plain.complete(PROMPTS, NEW, hot)[0].ids != greedy[0].ids
+
+
+@pytest.mark.parametrize("tp", [2, 4])  # 4: more devices than kv heads
+def test_tokens_are_equal_under_tp(tp, plain, greedy):
+    mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
+    generator = made(mesh)[0]
+    for row, alone in zip(generator.complete(PROMPTS, NEW), greedy, strict=True):
+        assert row.ids == alone.ids
+        np.testing.assert_allclose(row.logprobs, alone.logprobs, atol=2e-4)
+    hot = Sampling(temperature=1.0, top_k=20, repetition_penalty=1.2)
+    drawn = generator.complete(PROMPTS, NEW, hot, seed=5)
+    assert [r.ids for r in drawn] == [r.ids for r in plain.complete(PROMPTS, NEW, hot, seed=5)]
+    keys = only_activations_move(generator).keys
+    assert keys.shape[1] == max(2, tp) and keys.sharding.shard_shape(keys.shape)[1] == 1
+
+
+KINDS = [("window", 4), ("softcap", 4), ("learned", 2), ("experts", 2), ("branches", 2)]
+KINDS += [("latent", 4), ("states", 2), ("states", 4)]
+
+
+@pytest.mark.parametrize("name, tp", quick(KINDS, 1))
+def test_every_kind_of_layer_continues_under_tp(name, tp):
+    mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp])
+    alone = made(**VARIANTS[name])[0].complete(PROMPTS, NEW)
+    for row, one in zip(made(mesh, **VARIANTS[name])[0].complete(PROMPTS, NEW), alone, strict=True):
+        assert row.ids == one.ids
+        np.testing.assert_allclose(row.logprobs, one.logprobs, atol=2e-5)
+
+
+def test_a_step_sends_no_latents_over_tp():
+    mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
+    cache = only_activations_move(made(mesh, **VARIANTS["latent"])[0])
+    assert cache.shape == (3, 48, 16) and cache.sharding.is_fully_replicated
+
+
+def only_activations_move(generator):
+    """A step sends nothing of the size of a table, a layer or a cache; the first layer's cache."""
+    ids, settings = np.ones((3, 16), np.int32), settings_of([Sampling()] * 3)
+    weights = generator._params
+    state, _ = generator._prefill(weights, ids, ids, settings, Draws(), np.uint32(0), length=48)
+    text = generator._step.lower(weights, settings, Draws(), state=state).compile().as_text()
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)
+    sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
+    assert len(sizes) >= 4, "embedding, attention, MLP and logits talk over tp"
+    assert max(sizes) <= 3 * 252, "three rows of activations or logits"
+    return state[0].layers[0]["attention"]
+
+
+def test_few_programs_are_compiled(plain):
+    for kind in (Sampling(), Sampling(1.0), Sampling(0.5, top_k=3)):
+        plain.complete([[1]], 17, kind)
+    before = plain._prefill._cache_size(), plain._step._cache_size()
+    for length in (2, 7, 16):
+        new = 17 + length % 5
+        plain.complete([[1] * length], new, Sampling(repetition_penalty=1 + length))
+        plain.complete([[1] * length], new, Sampling(temperature=length))
+        plain.complete([[1] * length], new, Sampling(temperature=length, top_p=1 / length))
+    assert (plain._prefill._cache_size(), plain._step._cache_size()) == before
+    assert [bucket(n) for n in (1, 16, 17, 32, 33)] == [16, 16, 32, 32, 64]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_layer_has_arrays_of_its_own_and_memory_one_copy_if_donated(tp, dtype):
+    mesh = make_mesh(MeshConfig(dp=1, tp=tp), jax.devices()[:tp]) if tp > 1 else None
+    _, definition, params = made(mesh, **VARIANTS["experts"])
+    kept = take_apart(definition.specs, params, jnp.dtype(dtype))
+
+    def check(spec, old, new):
+        if spec.axes[:1] != ("layers",):
+            assert new.sharding == old.sharding and (new is old) == (dtype == "float32")
+            return
+        for i, row in enumerate(new):
+            np.testing.assert_array_equal(row, old[i].astype(dtype))
+            local = row.sharding.shard_shape(row.shape)
+            assert local == old.sharding.shard_shape(old.shape)[1:]
+
+    jax.tree.map(check, definition.specs, params, kept, is_leaf=is_spec)
+    given = jax.tree.map(lambda p: p + 0, params)
+    taken = take_apart(definition.specs, given, jnp.dtype(dtype), donate=True)
+    jax.tree.map(np.testing.assert_array_equal, kept, taken)
+    left = {id(p) for p in jax.tree.leaves(taken)}
+    assert all(p.is_deleted() != (id(p) in left) for p in jax.tree.leaves(given))
+
+
+# ---- ends --------------------------------------------------------------------------------------
+
+
+def test_rows_end_at_eos_and_the_batch_when_all_have(plain, greedy, monkeypatch):
+    eos = {greedy[0].ids[3], greedy[1].ids[1], greedy[2].ids[5]}
+    steps = []
+    step = plain._step
+    monkeypatch.setattr(plain, "_step", lambda *a, **k: steps.append(1) or step(*a, **k))
+    rows = plain.complete(PROMPTS, NEW, eos=sorted(eos))
+    for row, whole in zip(rows, greedy, strict=True):
+        end = next(i for i, token in enumerate(whole.ids) if token in eos)
+        assert row.ids == whole.ids[: end + 1] and row.finish == "eos"
+        assert row.text == whole.text[:end]
+    assert len(steps) == max(len(r.ids) for r in rows) < NEW
+    assert all(r.finish == "length" and len(r.ids) == NEW for r in greedy)
+
+
+def test_text_is_cut_before_a_stop_string_that_spans_tokens(plain, greedy):
+    stop = greedy[1].text[6:9]
+    assert greedy[1].text.find(stop) == 6 and stop not in greedy[0].text
+    rows = plain.complete(PROMPTS, NEW, stop=[stop, "never"])
+    assert rows[1].text == greedy[1].text[:6] and rows[1].finish == "stop"
+    assert rows[1].ids == greedy[1].ids[:9]
+    assert rows[0] == greedy[0] and rows[2] == greedy[2]
+
+
+def test_tokens_are_streamed_in_order_as_they_are_made(plain, greedy):
+    stream = plain.stream(PROMPTS, NEW)
+    first = [next(stream) for _ in range(4)]
+    assert [t.row for t in first] == [0, 1, 2, 0]
+    tokens = [*first, *stream]
+    for row, whole in enumerate(greedy):
+        assert "".join(t.text for t in tokens if t.row == row) == whole.text
+    assert whole.text == LETTERS.decode(whole.ids)
+
+
+def test_streamed_text_has_whole_characters_only():
+    tokenizer = load_tokenizer("byte")
+    text = "naïve 🙂 日本"
+    stream = TextStream(tokenizer.decode, tokenizer.encode("x"), ["本語"])
+    pieces = [stream.push(i) for i in tokenizer.encode(text)]
+    assert not any("\ufffd" in p for p in pieces) and "🙂" in pieces and "ï" in pieces
+    assert pieces[-1] == "" and stream.close() == "本", "could still become the stop string"
+    broken = TextStream(tokenizer.decode, [], [])
+    assert broken.push(0xF0) == "" and broken.close() == "\ufffd"
+
+
+def test_stop_strings_agree_with_searching_the_whole_text():
+    rng = np.random.default_rng(0)
+
+    def decode(ids):
+        return "".join(["a", "b", "ab", "aab"][i] for i in ids)
+
+    cuts = 0
+    for _ in range(300):
+        ids = rng.integers(0, 4, 12).tolist()
+        stops = ["".join(rng.choice(["a", "b"], rng.integers(2, 6))) for _ in range(2)]
+        stream = TextStream(decode, [], stops)
+        pieces = []
+        for i in ids:
+            pieces.append(stream.push(i))
+            if stream.stopped:
+                break
+        whole = decode(ids[: len(pieces)])
+        ends = [at for at in map(whole.find, stops) if at >= 0]
+        assert stream.stopped == bool(ends)
+        assert "".join(pieces) + stream.close() == whole[: min(ends, default=None)]
+        cuts += stream.stopped
+    assert 50 < cuts < 300
+
+
+def spoken(specials: str) -> Tokenizer:
+    """Letters as ids, of which decoding leaves out `specials`; each is called <|letter|>."""
+
+    def decode(ids):
+        return "".join(chr(i) for i in ids if chr(i) not in specials)
+
+    def decode_whole(ids):
+        return "".join(f"<|{chr(i)}|>" if chr(i) in specials else chr(i) for i in ids)
+
+    return Tokenizer(256, None, None, decode, decode_whole=decode_whole)
+
+
+@pytest.mark.parametrize(
+    "stop, text, finish",
+    [
+        (["<|x|>"], "ab", "stop"),
+        (["b<|x|>c"], "a", "stop"),
+        (["<|x|>c"], "ab", "stop"),
+        (["|>c<|"], "ab", "stop"),
+        (["<|x|>d", "<|y|>e"], "abcd", ""),
+        (["bc"], "abcd", ""),
+        ([], "abcd", ""),
+    ],
+)
+def test_a_stop_string_may_hold_special_tokens_which_are_not_shown(stop, text, finish):
+    """abxcyd, of which x and y are special: their own texts stop, but are in no text."""
+    tokenizer = spoken("xy")
+    stream = TextStream(tokenizer.decode, [], stop, tokenizer.special_text)
+    pieces = []
+    for letter in "abxcyd":
+        pieces.append(stream.push(ord(letter)))
+        if stream.stopped:
+            break
+    assert "".join(pieces) + stream.close() == text
+    assert stream.stopped == (finish == "stop")
+
+
+def test_special_tokens_of_files_stop(tmp_path):
+    import tokenizers
+    from tokenizers import decoders, models
+
+    pieces = {piece: i for i, piece in enumerate(["<s>", "▁", "▁a", "<|end|>"])}
+    inner = tokenizers.Tokenizer(models.WordLevel(pieces, "<s>"))
+    inner.add_special_tokens(["<s>", "<|end|>"])
+    inner.decoder = decoders.Metaspace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert [loaded.special_text(i) for i in range(5)] == ["<s>", "", "", "<|end|>", ""]
+    pieces = Tokenizer(
+        4, 2, None, lambda ids: "", piece_of=["<s>", "▁", "</s>", "<|e|>"].__getitem__
+    )
+    assert [pieces.special_text(i) for i in range(5)] == ["<s>", "", "</s>", "<|e|>", ""]
+
+
+def test_a_row_ends_at_a_special_token_that_is_asked_for(plain, greedy):
+    ids = greedy[1].ids
+    specials = chr(ids[5])
+    at = ids.index(ids[5])
+    generator = made(tokenizer=spoken(specials))[0]
+    row = generator.complete(PROMPTS, NEW, stop=[f"<|{specials}|>"])[1]
+    assert row.finish == "stop" and row.ids == ids[: at + 1]
+    assert row.text == "".join(map(chr, ids[:at]))
+
+
+@pytest.mark.parametrize(
+    "prompts,new,options,message",
+    [
+        ([], 4, {}, "0 prompts"),
+        ([[]], 4, {}, "prompt 0 of 0 tokens"),
+        ([[1], [1] * 61], 4, {}, "prompt 1 of 61 tokens and 4 new"),
+        ([[252]], 4, {}, "outside model.vocab_size=252"),
+        ([[1]], 0, {}, "0 new tokens"),
+        ([[1]], 4, {"stop": [""]}, "empty"),
+    ],
+)
+def test_what_cannot_be_continued_is_one_line(plain, prompts, new, options, message):
+    with pytest.raises(UserError, match=message):
+        plain.complete(prompts, new, **options)
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(UserError, match="need a tokenizer"):
+        made(tokenizer=None)[0].complete([[1]], 4, stop=["x"])
+
+
+# ---- sampling ----------------------------------------------------------------------------------
+
+ROWS, VOCAB = 6, 97
+
+
+@pytest.fixture(scope="module")
+def logits():
+    return 3 * jax.random.normal(jax.random.key(1), (ROWS, VOCAB))
+
+
+def run(logits, seed=0, seen=None, **kw):
+    return run_rows(logits, [Sampling(**kw)] * len(logits), seed, seen)
+
+
+def run_rows(logits, rows, seed=0, seen=None):
+    keys = jax.random.split(jax.random.key(seed), len(logits))
+    seen = jnp.zeros(logits.shape, bool) if seen is None else seen
+    program = jax.jit(sample, static_argnames="draws")
+    return program(logits, keys, settings_of(rows), seen, draws_of(rows))
+
+
+def kept(logits, **kw):
+    return np.isfinite(limited(logits, settings_of([Sampling(**kw)] * len(logits))))
+
+
+def test_greedy_is_the_argmax_and_the_limit_of_low_temperature(logits):
+    best = logits.argmax(-1)
+    np.testing.assert_array_equal(run(logits)[0], best)
+    np.testing.assert_array_equal(run(logits, temperature=1e-6)[0], best)
+    np.testing.assert_array_equal(run(logits, temperature=9.0, top_k=1)[0], best)
+    assert (run(logits, temperature=9.0)[0] != best).any()
+    for temperature in (1e-36, 2e-38, 1.2e-38, 1e-38, 1e-45, 1e-300):
+        np.testing.assert_array_equal(run(logits, temperature=temperature)[0], best)
+        limits = run(logits, temperature=temperature, top_k=5, top_p=0.9, min_p=0.1)
+        np.testing.assert_array_equal(limits[0], best)
+
+
+def test_equal_logits_are_drawn_alike_at_the_least_temperature(logits):
+    equal = jnp.full((400, 5), 7.0).at[:, 3].set(6.0)
+    drawn = np.asarray(run(equal, temperature=2e-38)[0])
+    assert set(drawn.tolist()) == {0, 1, 2, 4}
+
+
+def test_the_least_repetition_penalty_makes_no_infinity(logits):
+    seen = jnp.zeros(logits.shape, bool).at[:, [2, 5]].set(True)
+    z = jnp.abs(logits).at[:, 5].set(0.0)
+    for penalty in (1e-38, 1e-45):
+        found = run(z, seen=seen, repetition_penalty=penalty, temperature=1.0)
+        np.testing.assert_array_equal(found[0], 2)
+        assert np.isfinite(found[1]).all()
+
+
+def test_a_batch_does_what_one_of_its_rows_needs():
+    hot, limited_ = Sampling(temperature=1.5), Sampling(temperature=1.5, top_k=2)
+    assert draws_of([Sampling(), Sampling(top_k=2)]) == Draws(), "temperature 0 draws nothing"
+    assert draws_of([Sampling(), hot]) == Draws(random=True)
+    assert draws_of([hot, limited_, Sampling()]) == Draws(random=True, limited=True)
+
+
+def test_logprobs_are_the_models_own(logits):
+    token, logprob = run(logits, temperature=2.0, top_k=5, repetition_penalty=1.3)
+    rows = jnp.arange(ROWS)
+    np.testing.assert_allclose(logprob, jax.nn.log_softmax(logits)[rows, token], rtol=1e-5)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_keeps_the_smallest_set_that_reaches_p(logits, p):
+    probs, keep = np.asarray(jax.nn.softmax(logits), np.float64), kept(logits, top_p=p)
+    for row, inside in zip(probs, keep, strict=True):
+        assert row[inside].sum() >= p - 1e-6
+        assert row[inside].sum() - row[inside].min() < p + 1e-6
+        assert row[inside].min() > row[~inside].max()
+
+
+def test_top_k_and_min_p_keep_what_they_say(logits):
+    assert (kept(logits, top_k=7).sum(-1) == 7).all()
+    assert kept(logits, top_k=1000).all() and kept(logits).all()
+    probs = np.asarray(jax.nn.softmax(logits))
+    bound = 0.1 * probs.max(-1, keepdims=True)
+    np.testing.assert_array_equal(kept(logits, min_p=0.1), probs >= bound)
+
+
+def test_draws_follow_the_limited_distribution(logits):
+    many = jnp.repeat(logits[:1], 4000, 0)
+    drawn = np.bincount(run(many, temperature=1.7, top_k=5)[0], minlength=VOCAB) / len(many)
+    left = limited(logits[:1] / 1.7, settings_of([Sampling(top_k=5)]))
+    np.testing.assert_allclose(drawn, jax.nn.softmax(left)[0], atol=0.03)
+
+
+def test_repetition_penalty_formula(logits):
+    seen = jax.random.bernoulli(jax.random.key(2), 0.5, logits.shape)
+    z, s = np.asarray(logits), np.asarray(seen)
+    expected = np.where(s, np.where(z > 0, z / 4, z * 4), z).argmax(-1)
+    np.testing.assert_array_equal(run(logits, seen=seen, repetition_penalty=4.0)[0], expected)
+    assert (expected != z.argmax(-1)).any()
+
+
+def test_repetition_penalty_counts_prompt_and_text_but_not_padding(plain, greedy):
+    huge = plain.complete(PROMPTS, NEW, Sampling(repetition_penalty=1e6))
+    for prompt, row in zip(PROMPTS, huge, strict=True):
+        assert len(set(row.ids)) == NEW and not set(row.ids) & set(prompt)
+    assert any(len(set(row.ids)) < NEW for row in greedy)
+    alone = plain.complete([PROMPTS[1]], NEW, Sampling(repetition_penalty=1e6))
+    assert alone[0].ids == huge[1].ids
+
+
+def test_draws_repeat_with_the_seed_and_change_with_it(plain):
+    hot = Sampling(temperature=2.0)
+    first, again, other = (plain.complete(PROMPTS, NEW, hot, seed=s) for s in (1, 1, 2))
+    assert first == again and all(a.ids != b.ids for a, b in zip(first, other, strict=True))
+    same = plain.complete([PROMPTS[0]] * 3, NEW, hot)
+    assert same[0].ids != same[1].ids
+
+
+def test_a_row_depends_on_its_own_settings_alone(logits):
+    top_k, top_p = {"top_k": 4}, {"top_p": 0.5}
+    mixed = [Sampling(), *(Sampling(temperature=3.0, **limit) for limit in ({}, top_k, top_p))]
+    many = jnp.tile(logits, (20, 1))
+    rows = [mixed[i % 4] for i in range(len(many))]
+    token = np.asarray(run_rows(many, rows)[0])
+    for i, settings in enumerate(mixed):
+        alone = np.asarray(run_rows(many, [settings] * len(many))[0])
+        np.testing.assert_array_equal(token[i::4], alone[i::4])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+    ],
+)
+def test_wrong_settings_are_one_line(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        dataclasses.replace(Sampling(), **wrong)

@@ -1,0 +1,146 @@
+"""The norm's own kernels against fp64, in Triton's interpreter; when they are called; on a mesh."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mjax.config.schema.model import ModelConfig
+from mjax.kernels.base import chooser
+from mjax.kernels.elementwise import norm as kernel
+from mjax.kernels.elementwise.norm import How, Tile, fused, tile_of
+from mjax.models import build, split
+from mjax.prove import Cell, deviation, make_trainer, measure
+from tests.devices import GPU, choose_for
+from tests.marks import slow
+from tests.triton_interpreter import interpret
+
+EPS = 1e-5
+
+
+def plain(x, gain, bias):
+    """In the inputs' dtype."""
+    z = x if bias is None else x - x.mean(-1, keepdims=True)
+    y = z / jnp.sqrt((z * z).mean(-1, keepdims=True) + EPS) * gain
+    return y if bias is None else y + bias
+
+
+def draw(lead, width, dtype, layernorm):
+    """x, dy and a stream's gradient, gain and bias; x has a mean, and rows of very unlike size."""
+    rng = np.random.default_rng(width)
+    x, dy, stream = (jnp.asarray(rng.normal(size=(*lead, width)), dtype) for _ in range(3))
+    x = ((x + 2) * jnp.asarray(10.0 ** rng.integers(-2, 3, (*lead, 1)), dtype)).astype(dtype)
+    gain, bias = (jnp.asarray(rng.normal(size=width), jnp.float32) for _ in range(2))
+    return x, dy, stream, gain, bias if layernorm else None
+
+
+# Rows that fill no tile, tiles and steps that go past the last row, widths that are no power of 2.
+CASES = [
+    ((37,), 64, Tile(4, 4, 3)),
+    ((2, 19), 251, Tile(1, 4, 5)),
+    ((5, 3, 4), 128, Tile(8, 1, 4)),
+    ((9,), 768, Tile(2, 8, 64)),
+    ((3,), 1600, tile_of(1600)),
+    ((2,), 16384, tile_of(16384)),
+]
+
+
+# dtype, LayerNorm, with a stream's gradient
+KINDS = [("float32", 0, 1), ("float32", 1, 0), ("bfloat16", 0, 0), ("bfloat16", 1, 1)]
+KINDS += [("float16", 0, 1), ("float16", 1, 0)]
+
+
+@pytest.mark.parametrize("dtype, layernorm, fork", KINDS)
+@pytest.mark.parametrize("lead, width, tile", CASES)
+def test_forward_and_backward_equal_fp64(monkeypatch, lead, width, tile, dtype, layernorm, fork):
+    ran = interpret(monkeypatch)
+    x, dy, stream, gain, bias = draw(lead, width, dtype, layernorm)
+    how = How(EPS, tile, bool(fork))
+    out, pull = jax.vjp(functools.partial(fused, how), x, gain, bias)
+    dx, *rest = pull((dy, stream) if fork else dy)
+    got = (out[0] if fork else out, dx, *rest)
+    assert ("norm_forward" in ran) == bool(layernorm)
+    if fork:
+        assert bool((out[1] == x).all())
+    with jax.enable_x64(True):
+        y, pull = jax.vjp(plain, *(a if a is None else a.astype(float) for a in (x, gain, bias)))
+        dx, *rest = pull(dy.astype(float))
+        dx = dx + fork * stream.astype(float)
+        expected = jax.tree.map(np.asarray, (y, dx, *rest))
+    ulp = float(jnp.finfo(dtype).eps)
+    assert (got[3] is None) == (expected[3] is None) == (not layernorm)
+    for a, e, bound in zip(got[: 3 + layernorm], expected, (ulp, ulp, 0, 0), strict=False):
+        assert e.dtype == np.float64 and a.shape == e.shape
+        assert a.dtype == (x.dtype if bound else jnp.float32)
+        size = np.abs(e).max(-1, keepdims=True)  # of each row
+        assert (np.abs(np.asarray(a, np.float64) - e) <= (bound + 3e-6) * size).all()
+
+
+def test_parts_add_up_and_none_is_left_unwritten(monkeypatch):
+    """More programs than tiles of rows are not started; each writes its part, all finite."""
+    interpret(monkeypatch)
+    x, dy, _, gain, _ = draw((7,), 64, "float32", True)
+    how = How(EPS, Tile(2, 4, 100))
+    dx, parts = kernel.norm_backward(how, x, gain, dy, bias=True)
+    assert dx.shape == x.shape and parts.shape == (4, 2, 64)
+    np.testing.assert_allclose(parts[:, 1].sum(0), dy.sum(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """The kernel for every norm, in the interpreter."""
+    choose_for(monkeypatch, GPU, "norm")
+    monkeypatch.setitem(chooser.FEWEST, "norm", 1)
+    interpret(monkeypatch)
+
+
+def test_only_what_pays_and_fits_takes_it(on, monkeypatch):
+    def shaped(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    assert kernel.supports(shaped(4, 4096)) and kernel.supports(shaped(3, 251, dtype="float32"))
+    assert not kernel.supports(shaped(4, 4097)) and kernel.supports(shaped(4, 16384), shaped(16384))
+    assert kernel.supports(shaped(2**19, 4095)) and not kernel.supports(shaped(2**19, 4096))
+    monkeypatch.setitem(chooser.FEWEST, "norm", 1025)
+    assert not kernel.supports(shaped(1, 1024)) and kernel.supports(shaped(2, 1024))
+    monkeypatch.undo()
+    assert not kernel.supports(shaped(2**14, 2**10)), "there is no GPU here"
+
+
+def test_only_a_backward_calls_it(on):
+    """What is exported or generates text is a forward; and each norm is one call, not more."""
+    tiny = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "qk_norm": True}
+    cfg = ModelConfig(**tiny, attention=heads, norm_placement="sandwich")
+    definition, params = split(build(cfg, nnx.Rngs(0)))
+    ids = jnp.zeros((2, 8), jnp.int32)
+
+    def forward(params):
+        return definition.bind(params)(ids).sum()
+
+    def count(f):
+        return len(re.findall(r"\bpure_callback\[", str(jax.make_jaxpr(f)(params))))
+
+    assert count(forward) == 0
+    assert count(jax.grad(forward)) == 2 + 2 + 2 + 1  # before and after, q and k, final
+
+
+BIASED = ["model.norm_placement=pre", "model.mlp_bias=true", "model.attention.attention_bias=true"]
+
+
+@slow
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_step_on_a_mesh_is_what_it_was(biased, request):
+    """In the manual region, scanned and recomputed, rows split over tp and dp: norms before and
+    after, of q and of k, zero-centered, against XLA's backward on one device. `biased`: those
+    before alone, and branches with biases."""
+    extra = ["train.remat=dots", "model.norm=layernorm", "model.num_hidden_layers=2"]
+    extra += [*BIASED, "model.attention.attention_out_bias=true"] if biased else []
+    before = measure(make_trainer("windows", Cell(), *extra), 1).first
+    request.getfixturevalue("on")
+    mesh = Cell({"tp": 2, "dp": 2}, 1, 2)
+    assert deviation(measure(make_trainer("windows", mesh, *extra), 1).first, before) < 1e-5

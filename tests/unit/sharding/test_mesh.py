@@ -1,0 +1,86 @@
+"""How a process finds the others, for every launcher, and which GPUs it takes."""
+
+import pytest
+
+from mjax.errors import UserError
+from mjax.sharding.processes.launcher import Processes, find_processes, gpus_of_process
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_STEP_NODELIST": "gpu[07-08,12]",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+}
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "16",
+    "OMPI_COMM_WORLD_RANK": "9",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "PMIX_NAMESPACE": "prterun-1",
+}
+TORCH = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "a", "MASTER_PORT": "5000"}
+HERE = {"JAX_COORDINATOR_ADDRESS": "a:1"}
+
+
+def test_a_lone_process_starts_nothing():
+    assert find_processes({}) is None
+    assert find_processes({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}) is None  # sbatch, no srun
+    assert find_processes({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}) is None
+
+
+def test_variables_of_jax_and_torchrun():
+    env = {**HERE, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert find_processes(env) == Processes("a:1", 2, 1)
+    assert find_processes(TORCH) == Processes("a:5000", 4, 3)
+    local = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    assert find_processes(TORCH | local) == Processes("a:5001", 4, 3, 2, 1)
+
+
+def test_slurm_and_open_mpi():
+    found = find_processes(SLURM)
+    assert found.coordinator.startswith("gpu07:") and found.count == 11
+    assert (found.index, found.local_count, found.local_index) == (9, 3, 1)
+    other = SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    assert find_processes(other).coordinator == found.coordinator
+    plain = SLURM | {"SLURM_STEP_NODELIST": "alpha,beta"}
+    assert find_processes(plain).coordinator.startswith("alpha:")
+    inside = find_processes(SLURM | MPI | {"SLURM_JOB_NODELIST": "gpu[07-08]"})
+    assert inside.coordinator.startswith("gpu07:") and (inside.count, inside.index) == (16, 9)
+    assert find_processes(MPI | HERE) == Processes("a:1", 16, 9, 8, 1)
+    one_node = find_processes(MPI | {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"})
+    assert one_node.coordinator.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    "env,message",
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES=2 alone"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "set JAX_COORDINATOR_ADDRESS"),
+        ({**HERE, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is not"),
+        ({**HERE, "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "'two' is not a number"),
+        ({**HERE, **MPI, "JAX_COORDINATOR_ADDRESS": "host"}, "set JAX_COORDINATOR_ADDRESS"),
+        (MPI, "16 processes (Open MPI) but no address"),
+    ],
+)
+def test_what_is_missing_is_named(env, message):
+    with pytest.raises(UserError) as e:
+        find_processes(env)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_processes_of_a_node_share_its_gpus():
+    def own(local_count, local_index, visible, **env):
+        run = Processes("a:1", 16, 0, local_count, local_index)
+        return gpus_of_process(run, {"CUDA_VISIBLE_DEVICES": visible, **env})
+
+    assert own(1, 0, "0,1,2,3,4,5,6,7") is None
+    assert own(8, 3, "0,1,2,3,4,5,6,7") == [3]
+    assert own(2, 1, "0,1,2,3,4,5,6,7") == [4, 5, 6, 7]
+    assert own(8, 3, "3") is None  # the launcher has shown each its own
+    assert own(2, 1, "2,3", SLURM_GPUS_PER_TASK="2") is None
+    with pytest.raises(UserError, match="cannot share its 8 GPUs evenly"):
+        own(3, 0, "0,1,2,3,4,5,6,7")
