@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mjax.kernels.loss import rows
+from mjax.kernels.loss import rows as loss_rows
 from mjax.kernels.loss.rows import Terms
 from mjax.sharding.collectives import Parallel
 
@@ -67,7 +67,7 @@ def cross_entropy(
         x, labels, mask = _counting_first(x, labels, mask)
         chunk = min(chunk or _FEW, _FEW)
     size = x.shape[0], w.shape[0]
-    cut = cut_of(*size, chunk, fused=rows.supports(*size, parallel.tp, chunk))
+    cut = cut_of(*size, chunk, fused=loss_rows.supports(*size, parallel.tp, chunk))
     x, labels, mask = (_chunks(a, cut.chunk) for a in (x, labels, mask))
     return _loss(x, w, bias, labels, mask, terms, parallel, cut.part, few)
 
@@ -208,7 +208,7 @@ def _by_parts(x, w, bias, labels, mask, terms, part):
     def body(d_z, cut):
         x, labels, mask, first = cut
         z = _products(x, w, bias)
-        losses, d_z = rows.rows(z, labels, mask, d_z, first, terms)
+        losses, d_z = loss_rows.rows(z, labels, mask, d_z, first, terms)
         return d_z, losses
 
     tokens = labels.size

@@ -3,11 +3,11 @@
 A master lies in a stack [L, ...] of all layers of its shape, in fp32. With ZeRO, in every stage, a
 device has a shard of it. The weight of a layer goes this way in a step:
 
-1. `load_weights` casts the shard of the stack, and rounds it to 8 bits for FP8. It takes the stack
-   apart into layers (`Execution.apart`) and gathers each (`gather="step"`).
+1. `load_weights` casts the shard of the stack, rounds it to 8 bits for FP8, takes the stack apart
+   into layers (`Execution.apart`) and gathers each (`gather="step"`).
 2. `Layers.run` applies the layers. Where `gather="layer"`, a layer gathers its weights first.
-3. Autodiff gives a cotangent (`models/base/weight.py`). A layer that gathered has reduce-scattered
-it. 4. `add_gradients` adds those of micro-batches, or the matmul has done so. In between
+3. Autodiff gives a cotangent (`models/base/weight.py`), scattered again by layers that gathered.
+4. `add_gradients` adds those of micro-batches, or the matmul has done so. In between
    `scatter_micro_batch` reduce-scatters each where `reduce="micro_batch"`.
 5. `store_gradients` reduce-scatters what is not yet in shards, stacks the layers, and sums over the
    devices that hold copies. The optimizer then updates the shard of the master.
