@@ -8,7 +8,8 @@ from mjax.config.languages.layer_pattern import BRANCHES, DECODER, branches_of, 
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.kernels import Choice, choose
-from mjax.models.attention.self_attention import adds_biases_only, attention_call
+from mjax.models.attention.calls import attention_call
+from mjax.models.attention.packed_products import adds_biases_only
 from mjax.models.base.branch import BranchInputs, branch_class
 from mjax.models.base.context import tokens_of
 from mjax.models.moe.exchange import choose_expert_exchange
