@@ -36,7 +36,7 @@ class HeldOut:
     def loss(self, beat: Callable[[], None]) -> Record:
         """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
 
-        What counts nothing is None. `beat` is called after every batch.
+        A loss or measure with no counted entry is None. `beat` is called after every batch.
         """
         found: list = []
         for batch in self.batches(self.trainer.local_rows):

@@ -81,8 +81,8 @@ class Programs:
     def jitted(self, kind: str, rows: int) -> jax.stages.Wrapped:
         """The program `kind` on global arrays, jitted.
 
-        That is the function of `train/step.py` (train, grads or eval), of `train/norms.py` (norms)
-        or of `train/layer_statistics.py` (layers). "train" takes over the memory of its state.
+        Its function is in `train/step.py` (train, grads or eval), in `train/norms.py` (norms) or in
+        `train/layer_statistics.py` (layers). "train" takes over the memory of its state.
         """
         key = ProgramKey(kind, rows, self.max_documents, self.padded)
         if key not in self._jitted:

@@ -142,7 +142,7 @@ class Suspects:
         return figures
 
     def _verdict(self, step: int, first: Figures, again: Figures) -> str:
-        """That of the judge; where it ends the run, the line says how to go on."""
+        """Returns the judge's verdict; if that ends the run, the error says how to go on."""
         try:
             return self.judge.verdict(step, first, again)
         except NonFiniteLoss as e:
@@ -199,10 +199,10 @@ def read_figures(metrics: dict[str, jax.Array]) -> Figures:
 
 def is_same(first: Figures, again: Figures) -> bool:
     """Whether two results of one step agree; numbers that are not finite agree as such."""
+    return all(_agree(first[name], again[name]) for name in ("loss", "grad_norm"))
 
-    def agree(a: float, b: float) -> bool:
-        if not (math.isfinite(a) and math.isfinite(b)):
-            return math.isfinite(a) == math.isfinite(b)
+
+def _agree(a: float, b: float) -> bool:
+    if math.isfinite(a) and math.isfinite(b):
         return math.isclose(a, b, rel_tol=SAME)
-
-    return all(agree(first[name], again[name]) for name in ("loss", "grad_norm"))
+    return math.isfinite(a) == math.isfinite(b)
