@@ -20,7 +20,7 @@ import jax
 
 from mjax.bench.report import own_commit
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 from mjax.prove import BOUND, CURVE_BOUND, cells, compare, holds
 from mjax.prove.features import FEATURES, ROWS, STEPS
 from mjax.sharding.processes.fake_devices import fake_devices
@@ -126,7 +126,7 @@ devices do not divide the sizes of the row: it has 50 runs on 4 and 8.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.prove", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("prove"), description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8], help="fake CPU devices")
     parser.add_argument("--out", type=as_path, default=Path("docs/invariance.md"))
     parser.add_argument("--features", nargs="+", choices=list(FEATURES), default=list(FEATURES))

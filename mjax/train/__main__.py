@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 from mjax.config.load import add_config_arguments, config_from_args
-from mjax.errors import INTERRUPTED, LostProcess, run_cli
+from mjax.errors import INTERRUPTED, LostProcess, program, run_cli
 from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supervise
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.train", description="Train a model.")
+    parser = argparse.ArgumentParser(prog=program("train"), description="Train a model.")
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
     parser.add_argument("--on", metavar="NAME:COUNT", help="--dry-run for other GPUs: h200:8 say")

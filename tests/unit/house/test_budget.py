@@ -71,7 +71,7 @@ ROOMS = {
     "checkpoint pretrained convert": 8_500,
     "train": 4_000,
     "infer": 3_300,
-    "generate evaluate eval_harness export bench report prove errors files json_file": 3_600,
+    "generate evaluate eval_harness export bench report prove cli errors files json_file": 3_600,
 }
 
 
