@@ -67,7 +67,7 @@ def append(path: Path, line: dict) -> None:
 def read_measurements(path: Path) -> list[dict]:
     """The lines of a file. Raises `UserError` where it is not what it should be."""
     with or_user_error(
-        f"{path}: {{reason}}; give a file of JSON lines, such as docs/measurements.jsonl",
+        f"{path}: {{reason}}; give a file of JSON lines, such as benchmarks/measurements.jsonl",
         UNREADABLE,
     ):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -14,7 +14,9 @@ from mjax.errors import or_user_error, run_cli
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
-    parser.add_argument("--measurements", type=as_path, default=Path("docs/measurements.jsonl"))
+    parser.add_argument(
+        "--measurements", type=as_path, default=Path("benchmarks/measurements.jsonl")
+    )
     parser.add_argument("--page", type=as_path, default=Path("docs/performance.md"))
     parser.add_argument("--check", action="store_true", help="only say whether the page is right")
     args = parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """`python -m mjax.train --config X [a.b=c ...] [--restarts N] [--dry-run [--on NAME:COUNT]]`.
 
-Several processes: see docs/multi-host.md. Exit codes: 0 done, or stopped in good order by a signal
-or the wall time; 1 training diverged, a weight is not finite or a device errs; 2 something to mend,
-in one line; 3 no step ended within train.step_timeout_minutes or another process was lost; 130
-interrupted before the first step or twice (docs/failures.md).
+Several processes: see docs/start/multi-host.md. Exit codes: 0 done, or stopped in good order by a
+signal or the wall time; 1 training diverged, a weight is not finite or a device errs; 2 something
+to mend, in one line; 3 no step ended within train.step_timeout_minutes or another process was lost;
+130 interrupted before the first step or twice (docs/train/failures.md).
 """
 
 import argparse

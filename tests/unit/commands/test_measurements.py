@@ -15,7 +15,7 @@ from mjax.errors import UserError
 from tests.unit.commands.test_bench import TINY
 
 ROOT = Path(__file__).parents[3]
-FILE, PAGE = ROOT / "docs" / "measurements.jsonl", ROOT / "docs" / "performance.md"
+FILE, PAGE = ROOT / "benchmarks" / "measurements.jsonl", ROOT / "docs" / "performance.md"
 LINE = {"workload": "w", "bench": "train", "gpus": 1, "date": "2026-01-02", "commit": "abc"}
 
 
