@@ -149,7 +149,9 @@ def test_the_blocks_of_start_and_checkpoints_run_as_they_stand(tmp_path):
     assert {"1", "2"} <= {path.name for path in steps.iterdir()}
 
 
-PAGES = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+ROOT = DOCS.parent
+PAGES = [*DOCS.rglob("*.md"), *(ROOT / "mjax").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
+PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
 def anchors(page: Path) -> set[str]:
