@@ -195,3 +195,15 @@ def test_every_row_of_what_can_happen_names_a_test_that_exists():
     for match in found:
         source = (DOCS.parent / "tests" / match[1]).read_text(encoding="utf-8")
         assert f"def {match[2]}(" in source, match[0]
+
+
+def test_every_room_has_a_short_readme_whose_files_exist():
+    small = "generate", "evaluate", "export", "__pycache__"
+    rooms = [path for path in (ROOT / "mjax").iterdir() if path.is_dir() and path.name not in small]
+    assert len(rooms) > 15
+    for room in rooms:
+        text = (room / "README.md").read_text(encoding="utf-8")
+        assert text.startswith(f"# {room.name}\n") and len(text.splitlines()) <= 20, room
+        named = re.findall(r"`([\w/]+(?:\.py|/))`", text) + re.findall(r"\b(mjax/[\w/]+\.py)", text)
+        missing = [name for name in named if not any((at / name).exists() for at in (room, ROOT))]
+        assert named and not missing, (room.name, missing)
