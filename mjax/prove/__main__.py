@@ -104,17 +104,18 @@ def page(records: list[dict]) -> str:
 
 PAGE = f"""# Every mesh, same answer
 
-Each feature is trained on every way to split {{devices}} devices into pp, dp, ep, cp and tp. Each run is
-compared with one device and one micro-batch. Devices are fake ones on a CPU, in fp32. ZeRO stages 0 to 3, 1 to
-8 micro-batches and the exchange of keys over cp take turns from mesh to mesh.
+Each feature is trained on every way to split {{devices}} devices into pp, dp, ep, cp and tp.
+Each run is compared with one device and one micro-batch. Devices are fake ones on a CPU, in fp32.
+ZeRO stages 0 to 3, 1 to 8 micro-batches and the exchange of keys over cp take turns.
 
-- gradient: the largest relative deviation of loss, gradient norm or any gradient in the first step.
-  A gradient's deviation is relative to its largest entry. The bound is {BOUND:.0e}.
-- curve: the largest relative deviation of the loss in {STEPS} steps. The bound is {CURVE_BOUND:.0e}.
-- replicas: the number of runs at whose end all copies of parameters and moments have the same bits.
+- gradient: the largest relative deviation of loss, gradient norm or any gradient in the first
+  step. A gradient's deviation is relative to its largest entry. The bound is {BOUND:.0e}.
+- curve: the largest relative deviation of the loss in {STEPS} steps; the bound is
+  {CURVE_BOUND:.0e}.
+- replicas: the number of runs at whose end all copies of parameters and moments have equal bits.
 
-{{held}} of {{cells}} runs hold all three. Six devices do not divide the sizes of images and sounds in a text, so
-those rows have 50 runs. The keys of each feature are in `mjax/prove/features.py`.
+{{held}} of {{cells}} runs hold all three. Six devices do not divide the sizes of images and sounds
+in a text, so those rows have 50 runs. `mjax/prove/features.py` lists the keys of each feature.
 
 | feature | runs | gradient | curve | replicas |
 |---|---|---|---|---|
