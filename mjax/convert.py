@@ -19,7 +19,7 @@ import numpy as np
 
 from mjax.config.languages.paths import as_path, require_files
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, or_user_error, run_cli
+from mjax.errors import UserError, or_user_error, program, run_cli
 from mjax.json_file import read_json
 
 BOUND = 2e-4  # of --verify: largest difference of logits over the largest logit
@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mjax.convert", description="Convert weights.")
+    parser = argparse.ArgumentParser(prog=program("convert"), description="Convert weights.")
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="into an mjax checkpoint")
     source = into.add_mutually_exclusive_group(required=True)

@@ -26,7 +26,7 @@ from mjax.bench import report
 from mjax.bench.train import batch_of, case
 from mjax.config import load
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, or_user_error
+from mjax.errors import UserError, or_user_error, program
 from mjax.run.faults.replicas import digests_of, replicated_leaves
 from mjax.run.faults.saving import reserve_host_memory
 from mjax.train import Trainer
@@ -35,7 +35,7 @@ THREADS = 8  # of the plain files
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench checkpoint"), description=__doc__)
     parser.add_argument(
         "--dir", type=as_path, default=Path(), help="where to write (default: here)"
     )

@@ -25,7 +25,7 @@ from mjax.data.corpus.gpt import GPTDataset
 from mjax.data.corpus.indexed import IndexedDatasetWriter
 from mjax.data.loader import build_datasets, make_loader
 from mjax.data.multimodal.pixels import decode_image
-from mjax.errors import UserError
+from mjax.errors import UserError, program
 
 
 def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -> int:
@@ -40,7 +40,7 @@ def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench data")
+    parser = argparse.ArgumentParser(prog=program("bench data"))
     parser.add_argument("--tokens", type=float, default=1e8)
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=64, help="sequences per step")

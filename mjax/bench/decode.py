@@ -29,7 +29,7 @@ import numpy as np
 from mjax.bench.report import parse_with_config, report, rounded
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, read_numbers
+from mjax.errors import UserError, program, read_numbers
 from mjax.infer.generate import Generator
 from mjax.interop.huggingface.families.table import config_to_hf
 from mjax.models import definition_of
@@ -41,7 +41,7 @@ Run = Callable[[np.ndarray], list[float]]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench decode", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench decode"), description=__doc__)
     parser.add_argument("--batch", default="1,64", help="rows, with commas (default 1,64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default 128)")
     parser.add_argument("--new", type=int, default=128, help="new tokens (default 128)")

@@ -20,7 +20,7 @@ from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.ssd import scans
 from mjax.bench.work import Work, draw, pulled
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, read_numbers
+from mjax.errors import UserError, program, read_numbers
 from mjax.kernels.attention.api import attention
 from mjax.kernels.attention.mosaic import supports as supports_mosaic
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
@@ -58,7 +58,7 @@ SHAPES = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench kernel", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench kernel"), description=__doc__)
     parser.add_argument("kernel", choices=[*SHAPES, "all"])
     shapes = "; ".join(f"{name}: {words}" for name, (words, _) in SHAPES.items())
     parser.add_argument("--shape", action="append", help=f"numbers with commas ({shapes})")

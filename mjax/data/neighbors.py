@@ -16,13 +16,13 @@ from mjax.data.corpus.gpt import GPTDataset
 from mjax.data.corpus.neighbor_index import Index, database_of, search
 from mjax.data.corpus.retro import NeighborDataset
 from mjax.data.loader import run_datasets
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; prints one JSON line on success."""
     about = "Look up the neighbors of the chunks of a run's samples."
-    parser = argparse.ArgumentParser(prog="python -m mjax.data.neighbors", description=about)
+    parser = argparse.ArgumentParser(prog=program("data.neighbors"), description=about)
     add_config_arguments(parser)
     _, cfg = config_from_args(parser, argv)
     if not cfg.model.is_retro or cfg.data.mock:

@@ -12,18 +12,18 @@ import sys
 from mjax.config.languages.paths import path_text
 from mjax.data.base.tokenizer import train_tokenizer
 from mjax.data.corpus.tokenize_files import preprocess, read_texts
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     train = argv[:1] == ["train-tokenizer"]
-    program = "python -m mjax.data.preprocess" + (" train-tokenizer" if train else "")
+    name = "data.preprocess train-tokenizer" if train else "data.preprocess"
     about = (
         "Train a byte-level BPE tokenizer on text."
         if train
         else "Tokenize text into PREFIX.bin and PREFIX.idx; see also `train-tokenizer --help`."
     )
-    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser = argparse.ArgumentParser(prog=program(name), description=about)
     add = parser.add_argument
     add(
         "--input",

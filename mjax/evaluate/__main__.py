@@ -19,7 +19,7 @@ import numpy as np
 
 from mjax.config.languages.paths import as_path, path_text
 from mjax.data.base.documents import read_text
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 from mjax.generate.options import add_model_arguments, load_model
 from mjax.infer.text import windows
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mjax.evaluate", description="Score a model.")
+    parser = argparse.ArgumentParser(prog=program("evaluate"), description="Score a model.")
     commands = parser.add_subparsers(required=True, dest="command")
     file = commands.add_parser("perplexity", help="of a text file; prints a JSON line")
     tasks = commands.add_parser("harness", help="lm-evaluation-harness; prints JSON")

@@ -10,7 +10,7 @@ with the calling convention, and the tokenizer (mjax/export/programs.py says how
 import argparse
 
 from mjax.config.languages.paths import as_path
-from mjax.errors import read_numbers, run_cli
+from mjax.errors import program, read_numbers, run_cli
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mjax.export", description="Export a model.")
+    parser = argparse.ArgumentParser(prog=program("export"), description="Export a model.")
     parser.add_argument("--ckpt", type=as_path, required=True, help="any folder that mjax reads")
     parser.add_argument("--out", type=as_path, required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--batch", default="1", metavar="B,...", help="default: 1")

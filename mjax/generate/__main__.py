@@ -18,7 +18,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.documents import is_json_lines, json_rows, read_text
 from mjax.data.base.tokenizer import Tokenizer, encode_with_items
-from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
+from mjax.errors import UNREADABLE, UserError, or_user_error, program, run_cli
 from mjax.generate.options import add_model_arguments, end_ids, image_scale, load_model
 from mjax.infer.sample import Sampling
 
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mjax.generate", description="Continue text.")
+    parser = argparse.ArgumentParser(prog=program("generate"), description="Continue text.")
     add_model_arguments(parser)
     text = "text to continue, or with --chat a user's message; several make a batch"
     parser.add_argument("--prompt", action="append", default=[], help=text)

@@ -47,13 +47,13 @@ def require_decoder(cfg: ModelConfig) -> None:
     if cfg.is_retro:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
-            "built; train.eval_interval gives the held-out loss (docs/encoders.md)"
+            "built; train.eval_interval gives the held-out loss (docs/models/encoders.md)"
         )
     if cfg.is_encoder or cfg.is_encoder_decoder or cfg.is_dual_encoder:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
             "continues no text and gives a text no probability; use it by mjax.from_pretrained "
-            "(docs/encoders.md, docs/multimodal.md)"
+            "(docs/models/encoders.md, docs/models/multimodal.md)"
         )
 
 

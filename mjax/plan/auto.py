@@ -32,7 +32,8 @@ from mjax.plan.chips import Chip, chip_of_kind
 from mjax.plan.execution import decide_execution, micro_batch_sizes
 from mjax.plan.memory import Traced, bytes_per_device, held_layers
 
-FRACTION = 0.95  # of the device's memory: the estimate's error (docs/memory.md) and fragmentation
+# Share of the device's memory: the estimate's error (docs/train/memory.md) and fragmentation.
+FRACTION = 0.95
 BUSY = (
     8192  # tokens of a micro-batch that fill a GPU; a CPU, whose memory is unknown, takes no more
 )
@@ -282,7 +283,7 @@ def memory_policies(
 
     Counts of layers are tried only where `devices` says what a device holds. Where layers are a
     loop, or what they keep goes through a pipeline's stash, `dots` is faster than all that autodiff
-    asks for; `unrolled` it is slower (docs/tuning.md).
+    asks for; `unrolled` it is slower (docs/train/tuning.md).
     """
     remats = [cfg.train.remat]
     if remats == ["auto"]:

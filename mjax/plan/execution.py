@@ -216,7 +216,7 @@ def _unroll(cfg: Config, devices: DeviceFacts) -> int:
     """Layer groups in an iteration of the loop over layers; 0: no loop.
 
     A loop copies what each layer leaves for the backward into stacks, and zero-fills those first:
-    without it GPUs are 5 to 18 % faster (docs/tuning.md). It compiles in proportion to the
+    without it GPUs are 5 to 18 % faster (docs/train/tuning.md). It compiles in proportion to the
     layers, so CPUs, which run small models, keep the loop. Offloading needs one, too.
     """
     if cfg.train.unroll != "auto":

@@ -2,8 +2,8 @@
 
 Tensors kept for the backward are not estimated but read from the layer's own trace (`kept`), on the
 local shapes of a mesh that need not exist. The rest are shards of the parameters and, for what the
-compiler adds, factors measured on programs compiled for H200 (docs/memory.md). Invariant: a pure
-function of (config, sizes of the mesh, declared parameters).
+compiler adds, factors measured on programs compiled for H200 (docs/train/memory.md). Invariant: a
+pure function of (config, sizes of the mesh, declared parameters).
 """
 
 from collections import Counter

@@ -11,8 +11,8 @@ docs/lab/2026-11-23-grouped-matmul.md (experts: 630 at a width of 14336, 530 at 
 docs/lab/2026-11-25-two-gpus.md (experts in 8 bits: 1,228, 1,121 and 782 at 14336),
 docs/lab/2026-11-24-encoders.md (full attention, a head of hidden tokens, layers of Mamba-2),
 docs/performance.md (K3: 8 bytes a logit beside the loss's matmuls; K4: passes over memory),
-docs/tuning.md (collectives: 170 to 200 GB/s by NCCL, 360 by copies). Networks between nodes were
-not measured: 400 Gb/s a GPU is an assumption.
+docs/train/tuning.md (collectives: 170 to 200 GB/s by NCCL, 360 by copies). Networks between nodes
+were not measured: 400 Gb/s a GPU is an assumption.
 """
 
 from collections.abc import Iterator

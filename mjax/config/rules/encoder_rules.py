@@ -161,7 +161,7 @@ def sentences_are_masked(c: Config) -> Iterator[str]:
         )
 
 
-@rule("set it; sentinel_ids are the first and the last one (docs/encoders.md)")
+@rule("set it; sentinel_ids are the first and the last one (docs/models/encoders.md)")
 def spans_have_ids(c: Config) -> Iterator[str]:
     if c.train.objective != _SPANS:
         return

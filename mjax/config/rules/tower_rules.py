@@ -38,7 +38,7 @@ def towers_stand_before_projectors(c: Config) -> Iterator[str]:
         )
 
 
-@rule("set it (docs/multimodal.md)")
+@rule("set it (docs/models/multimodal.md)")
 def towers_have_sizes(c: Config) -> Iterator[str]:
     for modality, tower in towers_of(c):
         token = f"{tower.item}_token_id"

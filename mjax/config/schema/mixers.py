@@ -99,7 +99,7 @@ class DeltaNetConfig(Group):
 
 
 class RetroConfig(Group):
-    """Retrieved neighbors, where `model.layer_pattern` has R (docs/encoders.md)."""
+    """Retrieved neighbors, where `model.layer_pattern` has R (docs/models/encoders.md)."""
 
     chunk_length: UpTo20 = Field(64, ge=1)
     """Tokens that neighbors are looked up for."""

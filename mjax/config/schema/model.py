@@ -267,17 +267,17 @@ class ModelConfig(Group):
     attention without RoPE, B bidirectional attention, W the same in a window, F the same without a
     norm before it, A latent attention, E full attention with experts, M Mamba-2 alone, T Gated
     DeltaNet alone; or branches, as in 'window+experts, full+experts'. Groups repeat as in
-    '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an encoder and a decoder that reads it
-    (docs/encoders.md). 'V*23, [P], G*32': an image tower, its projector, a text; S and Q are a
-    tower and a projector of sounds. 'V*24, G*12', 'V*27, U*27': towers of images and of texts, of
-    which U sees both ways (docs/multimodal.md).
+    '(LLLLLG)*4,LL' (docs/models/families.md). 'B*12, [GXD]*12': an encoder and a decoder that reads
+    it (docs/models/encoders.md). 'V*23, [P], G*32': an image tower, its projector, a text; S and Q
+    are a tower and a projector of sounds. 'V*24, G*12', 'V*27, U*27': towers of images and of
+    texts, of which U sees both ways (docs/models/multimodal.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
     decoder_start_token_id: int | None = Field(None, ge=0)
     """What the decoder of an encoder-decoder reads first."""
     num_nextn_predict_layers: int = Field(0, ge=0)
-    """Layers that predict tokens further ahead, in training (docs/models.md)."""
+    """Layers that predict tokens further ahead, in training (docs/models/families.md)."""
 
     attention: AttentionConfig = AttentionConfig()
     mla: MlaConfig = MlaConfig()

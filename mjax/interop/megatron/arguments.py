@@ -59,7 +59,7 @@ class _Args:
     def refuse(self, name: str, why: str = "has no counterpart in mjax") -> UserError:
         return UserError(
             f"{self.where}: args.{name}={self(name)!r} {why}; such a model cannot be imported "
-            "(docs/from-megatron.md)"
+            "(docs/start/from-megatron.md)"
         )
 
 

@@ -3,8 +3,8 @@
 A sequence is cut into 2*cp chunks, and device r holds chunks r and 2*cp-1-r (zigzag), so all
 devices see equally many keys. `zigzag` orders a batch once, on the host. Every token carries its
 true column (`Tokens.columns`), so only attention needs to know. There are four ways to exchange
-keys (docs/context.md), rows of the table `KEY_EXCHANGES`: all_gather; ring (`ring_attention.py`);
-a2a, which trades heads for sequence (DeepSpeed-Ulysses, arXiv 2309.14509); and a2a_ring, both.
+keys (docs/train/context.md), rows of the table `KEY_EXCHANGES`: all_gather; ring (`ring.py`); a2a,
+which trades heads for sequence (DeepSpeed-Ulysses, arXiv 2309.14509); and a2a_ring, both.
 Zigzag follows Brandon et al. (arXiv 2311.09431). Invariant: the output is that of
 `kernels.attention` on the sequence in one piece.
 """

@@ -154,7 +154,7 @@ class Supervisor:
 
 def add_restart_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--restarts N [--min-processes M] [--patience MINUTES]` to a command line."""
-    group = parser.add_argument_group("starting again after a fault (docs/failures.md)")
+    group = parser.add_argument_group("starting again after a fault (docs/train/failures.md)")
     text = "start again after a fault; N times in a row without a new checkpoint"
     group.add_argument("--restarts", type=int, metavar="N", help=text)
     text = "go on with so many if others stay away (default: all are needed)"

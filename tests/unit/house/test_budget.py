@@ -71,7 +71,7 @@ ROOMS = {
     "checkpoint interop convert": 8_500,
     "train run": 4_000,
     "infer generate": 3_300,
-    "evaluate export bench report prove errors files json_file __init__": 3_600,
+    "evaluate export bench report prove cli errors files json_file __init__": 3_600,
 }
 
 

@@ -203,7 +203,7 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
     [("mixtral_8x7b", 1, 35.0e9), ("mixtral_8x7b", 3, 92.2e9), ("qwen3_30b_a3b", 8, 113.7e9)],
 )
 def test_the_estimate_of_experts_is_near_what_an_h200_measured(name, layers, measured):
-    """On 2026-11-23 and 25: one GPU, s4096, 4 micro-batches of 2 (docs/memory.md)."""
+    """On 2026-11-23 and 25: one GPU, s4096, 4 micro-batches of 2 (docs/train/memory.md)."""
     keys = ["data.seq_length=4096", "train.global_batch_size=8", "train.micro_batch_size=2"]
     keys += ["train.remat=none", "train.experts=mosaic", "train.attention=cudnn", "train.unroll=0"]
     with believed(Device("gpu", hopper=True, triton=True)):

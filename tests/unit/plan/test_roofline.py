@@ -1,4 +1,4 @@
-"""The estimate of a step's time against steps that were measured: docs/measurements.jsonl."""
+"""The estimate of a step's time against steps that were measured: benchmarks/measurements.jsonl."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ def measured_rows() -> dict[str, tuple[Config, int, float]]:
     The policies of memory are those that `auto` took there (docs/performance.md).
     """
     found = {}
-    for line in (ROOT / "docs" / "measurements.jsonl").read_text().splitlines():
+    for line in (ROOT / "benchmarks" / "measurements.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["bench"] != "train" or "page" in row or not row["gpus"] or "S2" in row["workload"]:
             continue
@@ -68,7 +68,7 @@ def specs_of(model: str) -> dict:
 
 
 ROWS = measured_rows()
-# Rows whose middle is farther off than 7 %, in percent, rounded up (docs/tuning.md).
+# Rows whose middle is farther off than 7 %, in percent, rounded up (docs/train/tuning.md).
 # GPT-2 on several GPUs was measured when the activation function was a pass over memory.
 FARTHER = {"s131072": 11, "tp4": 9, "32 a GPU, 2": 12, "32 a GPU, 4": 12}
 
