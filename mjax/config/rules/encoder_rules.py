@@ -2,13 +2,7 @@
 
 from collections.abc import Iterator
 
-from mjax.config.languages.layer_pattern import (
-    BRANCHES,
-    branches_of,
-    branches_of_model,
-    has_heads,
-    of_decoder,
-)
+from mjax.config.languages.layer_pattern import BRANCHES, branches_of_model, of_decoder, roles_of
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.keys import value_of
 from mjax.config.schema.model import BertConfig
@@ -52,10 +46,10 @@ def sides_are_apart(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     encoders = sum(not of_decoder(kind) for kind in kinds)
     encoder, decoder = kinds[:encoders], kinds[encoders:]
-    seen = {letter for letter in branches_of_model(encoder) if has_heads(letter)}
-    masks = {BRANCHES[letter].mask for letter in branches_of_model(decoder)}
-    in_order = all("X" in branches_of(kind) for kind in decoder)
-    are_apart = in_order and seen == {"B"} and masks == {"causal", "cross"}
+    seen = {word for word in branches_of_model(encoder) if BRANCHES[word].has_heads}
+    masks = {BRANCHES[word].mask for word in branches_of_model(decoder)}
+    in_order = all("cross_attention" in roles_of(kind) for kind in decoder)
+    are_apart = in_order and seen == {"bidirectional"} and masks == {"causal", "cross"}
     if c.model.is_encoder_decoder and not are_apart:
         yield (
             "`model.layer_pattern`: an encoder-decoder has layers of B blocks, and then layers "

@@ -6,18 +6,21 @@ from mjax.config.languages.layer_pattern import branches_of, branches_of_model, 
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.run import Config
 
+# The branches that layers of neighbors are made of.
+_OF_NEIGHBORS = {"bidirectional", "chunk", "mlp"}
+
 
 @rule("write it as 'G*5, [G], [BCD], B, [RD], (G*2,[GRD])*2'")
 def neighbors_are_encoded_before_they_are_read(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
-    if not c.model.branches & {"R", "C"}:
+    if not c.model.has_role("retrieval"):
         return
     of_text = list(map(of_decoder, kinds))
-    reading = ["R" in branches_of(kind) for kind in kinds]
+    reading = ["retrieval" in branches_of(kind) for kind in kinds]
     of_neighbors = branches_of_model([kind for kind in kinds if not of_decoder(kind)])
-    if "B" not in of_neighbors or True not in reading:
+    if "bidirectional" not in of_neighbors or True not in reading:
         yield "`model.layer_pattern`: RETRO has layers of neighbors (B) and of a text (R)"
-    elif of_neighbors - set("BCD") or "X" in c.model.branches:
+    elif of_neighbors - _OF_NEIGHBORS or c.model.has_role("cross_attention"):
         yield "`model.layer_pattern`: RETRO's layers of neighbors are made of B, C and D; X is T5's"
     elif reading.index(True) < of_text.index(False):
         yield "`model.layer_pattern`: a layer with R stands before all layers of neighbors"

@@ -25,12 +25,13 @@ def towers_stand_before_projectors(c: Config) -> Iterator[str]:
         return
     last = max(place for place, kind in enumerate(kinds) if modality_of(kind))
     text = branches_of_model(kinds[last + 1 :])
-    is_text = {BRANCHES[letter].mask for letter in text} == {"causal"}
+    is_text = {BRANCHES[word].mask for word in text} == {"causal"}
     in_order = last + 1 == len(items)
     for modality in {modality_of(kind) for kind in items}:
         towers = [of_tower(kind) for kind in items if modality_of(kind) == modality]
         in_order &= len(towers) > 1 and towers == [True] * (len(towers) - 1) + [False]
-    of_items = [kind for kind in items if kind not in ("V", "[P]", "S", "[Q]")]
+    known = "vision+mlp", "projector", "audio+mlp", "audio_projector"
+    of_items = [kind for kind in items if kind not in known]
     if of_items or not (in_order and is_text):
         yield (
             "`model.layer_pattern`: a text with items has the layers of each tower (V, S), one "

@@ -25,7 +25,7 @@ def images_are_classified(c: Config) -> Iterator[str]:
 
 @rule("set model.layer_pattern=B and model.position_embedding=learned")
 def towers_see_all_patches(c: Config) -> Iterator[str]:
-    if c.model.reads_images and {"D"} != c.model.branches - {"B"}:
+    if c.model.reads_images and {"mlp"} != c.model.branches - {"bidirectional"}:
         yield "`model.layer_pattern`: an image encoder has layers of B"
     if c.model.reads_images and c.model.position_embedding != "learned":
         yield "`model.position_embedding` is not built for images"
@@ -36,7 +36,8 @@ def compared_towers_stand_apart(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     if not c.model.is_dual_encoder:
         return
-    if {*kinds[sum(map(of_tower, kinds)) :]} not in ({"G"}, {"U"}) or kinds[0] != "V":
+    texts = {*kinds[sum(map(of_tower, kinds)) :]}
+    if texts not in ({"full+mlp"}, {"text+mlp"}) or kinds[0] != "vision+mlp":
         yield "`model.layer_pattern`: without P, layers of V stand before G alone or U alone"
 
 

@@ -262,7 +262,7 @@ class ModelConfig(Group):
     """FFN width; 0: 4 x hidden_size."""
     max_position_embeddings: int = Field(2048, ge=1)
 
-    layer_pattern: str = "G"
+    layer_pattern: str = "full+mlp"
     """Blocks in order, repeated to num_hidden_layers: G full attention, L sliding window, N full
     attention without RoPE, B bidirectional attention, W the same in a window, F the same without a
     norm before it, A latent attention, E full attention with experts, M Mamba-2 alone, T Gated
@@ -372,12 +372,12 @@ class ModelConfig(Group):
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the last layers are a decoder that reads what the first ones made."""
-        return "X" in self.branches
+        return self.has_role("cross_attention")
 
     @property
     def is_retro(self) -> bool:
         """Whether a decoder reads neighbors that were retrieved for its chunks."""
-        return "R" in self.branches
+        return self.has_role("retrieval")
 
     @property
     def has_two_streams(self) -> bool:
@@ -397,14 +397,14 @@ class ModelConfig(Group):
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """What has a tower beside a text: "audio" (S), "vision" (V)."""
-        found = {BRANCHES[letter].modality for letter in self.branches}
+        """The groups of the towers beside a text: "audio", "vision"."""
+        found = {BRANCHES[word].modality for word in self.branches}
         return tuple(sorted(found - {""}))
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Whether images and texts are embedded apart and compared: no projector (P) joins them."""
-        return "V" in self.branches and "P" not in self.branches
+        """Whether images and texts are embedded apart and compared: no projector joins them."""
+        return "vision" in self.branches and "projector" not in self.branches
 
     @property
     def embedded(self) -> tuple[str, ...]:
@@ -449,12 +449,20 @@ class ModelConfig(Group):
 
     @property
     def branches(self) -> set[str]:
-        """The letters of all branches that some layer has (`config/languages/layer_pattern.py`)."""
+        """The words of all branches that some layer has (`config/languages/layer_pattern.py`)."""
         return branches_of_model(self.layer_kinds)
 
-    def rotary_dim(self, letter: str) -> int:
+    def has_role(self, *roles: str) -> bool:
+        """Whether some layer has a branch of one of these roles (`Branch.role`)."""
+        return any(BRANCHES[word].role in roles for word in self.branches)
+
+    def reads_group(self, group: str) -> bool:
+        """Whether some layer has a branch whose own keys are those of `group` (`Branch.group`)."""
+        return any(BRANCHES[word].group == group for word in self.branches)
+
+    def rotary_dim(self, word: str) -> int:
         """The number of channels of each head that RoPE turns in a branch."""
-        group, _, name = BRANCHES[letter].rotary.partition(".")
+        group, _, name = BRANCHES[word].rotary.partition(".")
         head = getattr(getattr(self, group), name)
         return int(head * self.rope.partial_rotary_factor)
 

@@ -129,8 +129,8 @@ class Attention(BranchModule):
         if cfg.attention.qk_norm:
             q = self.q_norm(q, parallel)
             k = self.k_norm(k, parallel)
-        if inputs.letter in inputs.rope:
-            tables = inputs.rope[inputs.letter]
+        if inputs.word in inputs.rope:
+            tables = inputs.rope[inputs.word]
             q = apply_rope(q, tables)
             k = apply_rope(k, tables)
         if self.keeps_what_attention_reads:
@@ -165,7 +165,7 @@ class Attention(BranchModule):
     def _reads_products(self, x: jax.Array, call: AttentionCall, inputs: BranchInputs) -> bool:
         """Whether attention reads the products q and kv of x as they are."""
         cfg, parallel = self.cfg, inputs.ctx.parallel
-        if parallel.cp > 1 or not adds_biases_only(cfg, inputs.letter):
+        if parallel.cp > 1 or not adds_biases_only(cfg, inputs.word):
             return False
         heads = cfg.attention.num_attention_heads // parallel.tp
         shape = len(x), parallel.tp * x.shape[1], heads, cfg.attention.head_dim
@@ -199,7 +199,7 @@ class Attention(BranchModule):
         return y + self.out_bias[...] if self.cfg.attention.attention_out_bias else y
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """12 * N * H * (the mean number of keys that a query sees).
 
         That is s where a query sees all: those of its sequence, or of the source. In a window of
@@ -207,10 +207,10 @@ class Attention(BranchModule):
         masks are not discounted.
         """
         window = seq_length
-        if BRANCHES[letter].windowed and cfg.attention.sliding_window:
+        if BRANCHES[word].windowed and cfg.attention.sliding_window:
             window = min(cfg.attention.sliding_window, seq_length)
         keys = 2 * window - window * window / seq_length
-        if BRANCHES[letter].mask == "causal":
+        if BRANCHES[word].mask == "causal":
             keys /= 2
         return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * keys
 
@@ -303,17 +303,17 @@ def one_weight(q: Weight, kv: Weight) -> Weight:
     return replace(kv, value=join(q.value, kv.value), grad_sum=join(q.grad_sum, kv.grad_sum))
 
 
-def adds_biases_only(cfg: ModelConfig, letter: str) -> bool:
+def adds_biases_only(cfg: ModelConfig, word: str) -> bool:
     """Whether nothing but biases stands between the products q, kv and attention."""
     sizes = cfg.attention
-    rotates = cfg.position_embedding == "rope" and bool(BRANCHES[letter].rotary)
+    rotates = cfg.position_embedding == "rope" and bool(BRANCHES[word].rotary)
     changed = sizes.qk_norm or sizes.attention_output_gate or sizes.attention_sinks
     return not (changed or rotates or sizes.key_multiplier is not None)
 
 
 def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> AttentionCall:
     """What a branch of attention computes."""
-    ctx, branch = inputs.ctx, BRANCHES[inputs.letter]
+    ctx, branch = inputs.ctx, BRANCHES[inputs.word]
     return AttentionCall(
         scale=scale,
         window=cfg.attention.sliding_window if branch.windowed else None,
@@ -340,7 +340,7 @@ def attention_arrays(
     tokens.
     """
     tokens, ctx = inputs.tokens, inputs.ctx
-    reads_source = BRANCHES[inputs.letter].mask == "cross"
+    reads_source = BRANCHES[inputs.word].mask == "cross"
     keys = inputs.source.tokens if reads_source else tokens
     key_columns, key_segments = keys.columns, keys.segments
     if cached is not None:
@@ -352,7 +352,7 @@ def attention_arrays(
         columns=(tokens.columns, key_columns),
         segments=None if key_segments is None else (tokens.segments, key_segments),
         sinks=sinks,
-        relative=relative.get(inputs.letter),
+        relative=relative.get(inputs.word),
         dropout=_dropout_places(cfg, inputs) if has_dropout else None,
     )
 
