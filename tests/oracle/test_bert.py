@@ -9,6 +9,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from mjax.config import load
+from mjax.config.languages.layer_pattern import expand
 from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.errors import UserError

@@ -70,7 +70,7 @@ def head_dim_known(c: Config) -> Iterator[str]:
 @rule("set kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim of model.mla")
 def mla_sizes_given(c: Config) -> Iterator[str]:
     if c.model.reads_group("mla") and 0 in c.model.mla.model_dump().values():
-        yield "`model.layer_pattern` has A blocks, whose sizes model.mla lacks"
+        yield "`model.layer_pattern` has mla blocks, whose sizes model.mla lacks"
 
 
 @rule("set it to false")
@@ -79,14 +79,14 @@ def mla_features(c: Config) -> Iterator[str]:
     names += ["attention_in_multiplier", "attention_out_multiplier", "attention_output_gate"]
     for name in names:
         if c.model.reads_group("mla") and value_of(c.model.attention, name):
-            yield f"`model.attention.{name}` is not built for A blocks"
+            yield f"`model.attention.{name}` is not built for mla blocks"
 
 
 @rule("set it to 1.0")
 def mla_rotates_whole_part(c: Config) -> Iterator[str]:
     if c.model.reads_group("mla") and c.model.rope.partial_rotary_factor != 1:
         yield (
-            "`model.rope.partial_rotary_factor` is not for A blocks, which turn qk_rope_head_dim "
+            "`model.rope.partial_rotary_factor` is not for mla blocks, which turn qk_rope_head_dim "
             "dims"
         )
 
@@ -94,7 +94,7 @@ def mla_rotates_whole_part(c: Config) -> Iterator[str]:
 @rule("set model.mamba.mamba_num_heads, as a rule 2 x hidden_size / mamba_head_dim")
 def mamba_heads_given(c: Config) -> Iterator[str]:
     if c.model.reads_group("mamba") and c.model.mamba.mamba_num_heads <= 0:
-        yield "`model.layer_pattern` has M blocks, whose heads model.mamba lacks"
+        yield "`model.layer_pattern` has mamba blocks, whose heads model.mamba lacks"
 
 
 @rule("each group must serve equally many heads: change either")
@@ -111,7 +111,7 @@ def deltanet_heads_fit(c: Config) -> Iterator[str]:
     if c.model.reads_group("deltanet") and not fit:
         yield (
             "`model.deltanet.linear_num_value_heads` is no multiple of "
-            "`model.deltanet.linear_num_key_heads`, or they are missing, for T blocks"
+            "`model.deltanet.linear_num_key_heads`, or they are missing, for deltanet blocks"
         )
 
 
@@ -248,7 +248,7 @@ def ep_divides_experts(c: Config) -> Iterator[str]:
         yield "`model.moe.num_experts` is not divisible by `mesh.ep`"
 
 
-@rule("set it to null, or use E blocks without a shared expert, hidden_act=silu, mlp_gated=true")
+@rule("set it to null, or use experts without a shared one, hidden_act=silu, mlp_gated=true")
 def swiglu_limit_is_of_experts(c: Config) -> Iterator[str]:
     has_others = c.model.has_role("feedforward") or c.model.moe.shared_expert_intermediate_size
     is_swiglu = c.model.mlp_gated and c.model.hidden_act == "silu"

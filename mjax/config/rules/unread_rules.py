@@ -52,7 +52,7 @@ def _branches(keys: str, *words: str) -> Need:
     def holds(c: Config) -> bool:
         return not c.model.branches.isdisjoint(words)
 
-    return Need(keys, "model.layer_pattern", f"{' or '.join(words)} in it", holds)
+    return Need(keys, "model.layer_pattern", f"{' or '.join(words)} blocks", holds)
 
 
 def _value(keys: str, switch: str, *values: str | bool) -> Need:
@@ -144,7 +144,7 @@ NEEDS = (
     Need(
         "model: attention.sliding_window rope.rope_local_theta",
         _PATTERN,
-        "window or bidirectional_window in it",
+        "window or bidirectional_window blocks",
         lambda c: any(BRANCHES[word].windowed for word in c.model.branches),
     ),
     Need(
@@ -179,14 +179,14 @@ NEEDS = (
         "model.vision: image_token_id max_images image_grid_pinpoints vision_aspect_ratio "
         "tile_tags pixel_shuffle",
         _PATTERN,
-        "vision and projector in it",
+        "vision blocks and a projector",
         _has_vision_in_texts,
     ),
     _objective("model.vision.num_labels", "classify_images"),
     Need(
         "model.contrastive",
         _PATTERN,
-        "vision without a projector in it",
+        "vision blocks without a projector",
         lambda c: c.model.is_dual_encoder,
     ),
     Need(

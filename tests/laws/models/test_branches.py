@@ -37,8 +37,8 @@ def recurrence(monkeypatch):
     "pattern, layers, expected",
     [
         ("G", 3, "full+mlp full+mlp full+mlp"),
-        ("(LLG)*2,L", 7, " ".join([*["window+mlp", "window+mlp", "full+mlp"] * 2, "window+mlp"])),
-        ("window+experts, full+experts", 4, "window+experts full+experts window+experts full+experts"),
+        ("(LG)*2,L", 5, "window+mlp full+mlp window+mlp full+mlp window+mlp"),
+        ("window+experts, full+experts", 3, "window+experts full+experts window+experts"),
         ("([LE]G)*2", 4, "window+experts full+mlp window+experts full+mlp"),
         ("[GD][G|D]", 4, "full+mlp full|mlp full+mlp full|mlp"),
         ("full|mlp", 1, "full|mlp"),
@@ -48,7 +48,7 @@ def recurrence(monkeypatch):
         ("megatron:M*M-E", 5, "mamba full mamba mlp experts"),
         ("mamba+mlp, mamba|full", 2, "mamba+mlp mamba|full"),
         ("[ID][GJ]", 2, "linear+mlp full+linear_mlp"),
-        ("(window+mlp*2, full+mlp)*2", 6, " ".join(["window+mlp", "window+mlp", "full+mlp"] * 2)),
+        ("(window*2, mlp)*2", 6, "window window mlp window window mlp"),
         ("[M|GD]", 1, "mamba|full+mlp"),
     ],
 )

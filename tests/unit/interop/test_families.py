@@ -281,7 +281,8 @@ def test_gpt_oss_has_the_active_parameters_of_its_card(config, total, active):
     cfg = config_from_hf(config)
     assert round(count_parameters(definition_of(cfg).specs) / 1e9, 2) == total
     assert round(flops_per_token(cfg, 1) / 6e9, 2) == active
-    assert cfg.layer_kinds[:3] == ("window+experts", "full+experts", "window+experts") and not cfg.rope.rope_scaling.truncate
+    assert cfg.layer_kinds[:3] == ("window+experts", "full+experts", "window+experts")
+    assert not cfg.rope.rope_scaling.truncate
 
 
 def test_the_shipped_config_of_qwen3_next_is_the_published_one():
