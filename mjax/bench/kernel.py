@@ -218,7 +218,7 @@ def norms(t: int, d: int, heads: int) -> Iterator[Work]:
     q = draw((t // seq, seq, heads, 128))
     cfg = ModelConfig(hidden_size=heads * 128, attention={"num_attention_heads": heads})
     places = jnp.broadcast_to(jnp.arange(seq), (t // seq, seq))
-    tables = positions.rope_tables(cfg, places, "G")
+    tables = positions.rope_tables(cfg, places, "full")
     rope = functools.partial(positions.apply_rope, tables=tables)
     yield Work("rope forward", rope, (q,), bytes=2 * wide)
     yield pulled(rope, (q,), "rope backward", moved=2 * wide)

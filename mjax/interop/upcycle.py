@@ -23,6 +23,7 @@ from mjax.config.languages.layer_pattern import (
     BRANCHES,
     branch_groups,
     branches_of,
+    pattern_of,
     sizes_of,
     stack_index,
     stack_of,
@@ -32,7 +33,7 @@ from mjax.errors import UserError
 from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
 
-_NAME = BRANCHES["E"].name
+_NAME = BRANCHES["experts"].name
 _DRAWN, _ZERO = "router", ("router_bias", "expert_bias")
 
 
@@ -138,14 +139,15 @@ def _with_experts(dense: ModelConfig, cfg: ModelConfig) -> ModelConfig:
     if tuple(kinds) == dense.layer_kinds:
         return dense
     moe = dense.moe if dense.moe.num_experts else cfg.moe
-    return dense.model_copy(update={"layer_pattern": ",".join(kinds), "moe": moe})
+    return dense.model_copy(update={"layer_pattern": pattern_of(kinds), "moe": moe})
 
 
 def _replaces(ours: str, theirs: str) -> bool:
     """Whether a layer is another one with experts in the place of its MLP."""
-    like = tuple(group.replace("E", "D") for group in branch_groups(ours))
-    same = like == branch_groups(theirs) and sizes_of(ours) == sizes_of(theirs)
-    return same and "E" in branches_of(ours) and "D" in branches_of(theirs)
+    names = {"experts": "mlp"}
+    like = [tuple(names.get(word, word) for word in group) for group in branch_groups(ours)]
+    same = tuple(like) == branch_groups(theirs) and sizes_of(ours) == sizes_of(theirs)
+    return same and "experts" in branches_of(ours) and "mlp" in branches_of(theirs)
 
 
 def _is_new(path: Path, ours: str, theirs: str) -> bool:

@@ -56,9 +56,9 @@ class Block(nnx.Module):
             name, normed = BRANCHES[group[0]].name, BRANCHES[group[0]].normed
             names = _norm_names(i, after)
             setattr(self, f"{name}_norm", norm(names.before) if before and normed else None)
-            for letter in group:
-                module = branch_class(letter)(cfg, out_std, rngs)
-                setattr(self, BRANCHES[letter].name, module)
+            for word in group:
+                module = branch_class(word)(cfg, out_std, rngs)
+                setattr(self, BRANCHES[word].name, module)
             setattr(self, f"{name}_post_norm", norm(names.after) if after and normed else None)
 
     def __call__(
@@ -94,7 +94,7 @@ class Block(nnx.Module):
     def _run(
         self, x: jax.Array, inputs: BranchInputs, kind: str, cache: LayerCache | None
     ) -> BranchOutput:
-        """The branches of one stream; those of `inputs` get their own letters and salts."""
+        """The branches of one stream; those of `inputs` get their own words and salts."""
         cfg, ctx = self.cfg, inputs.ctx
         norms_stream = cfg.norm_placement == "post_residual"
         statistics: dict[str, jax.Array] = {}
@@ -104,9 +104,9 @@ class Block(nnx.Module):
             norm, post_norm = getattr(self, f"{name}_norm"), getattr(self, f"{name}_post_norm")
             h, x = (x, x) if norm is None else norm.fork(x)  # for a branch; the stream
             outputs = []
-            for letter in group:
-                branch = BRANCHES[letter].name
-                of_branch = replace(inputs, letter=letter, salt=salts.inside)
+            for word in group:
+                branch = BRANCHES[word].name
+                of_branch = replace(inputs, word=word, salt=salts.inside)
                 held = None if cache is None else cache[branch]
                 output = getattr(self, branch)(h, of_branch, held)
                 outputs.append(output.y)

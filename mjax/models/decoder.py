@@ -301,8 +301,8 @@ class Decoder(nnx.Module):
     def statistics(self) -> dict[str, StatisticCount]:
         """The names of the statistics of the layers, and what each is divided by."""
         found: dict[str, StatisticCount] = {}
-        for letter in sorted(self.cfg.branches):
-            found |= branch_class(letter).statistics(self.cfg)
+        for word in sorted(self.cfg.branches):
+            found |= branch_class(word).statistics(self.cfg)
         return found
 
     @jax.named_scope("head")
@@ -490,7 +490,7 @@ class Decoder(nnx.Module):
         tables = {}
         for kind in self.kinds:
             side = info.of(stream_of(kind)) if self.cfg.has_two_streams else info
-            for letter in branches_of(kind):
-                if BRANCHES[letter].rotary and letter not in tables:
-                    tables[letter] = rope_tables(self.cfg, side.positions, letter, ctx.parallel)
+            for word in branches_of(kind):
+                if BRANCHES[word].rotary and word not in tables:
+                    tables[word] = rope_tables(self.cfg, side.positions, word, ctx.parallel)
         return tables

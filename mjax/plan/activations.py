@@ -139,9 +139,9 @@ def _residuals(
         positions = tokens.of(stream_of(kind)).positions
     rope = {}
     if cfg.model.position_embedding == "rope":
-        for letter in branches_of(kind):
-            if BRANCHES[letter].rotary:
-                rope[letter] = rope_tables(cfg.model, positions, letter, ctx.parallel)
+        for word in branches_of(kind):
+            if BRANCHES[word].rotary:
+                rope[word] = rope_tables(cfg.model, positions, word, ctx.parallel)
 
     def apply(weights: dict, x: Activation) -> LayerOutput:
         bound = block.bind(weights)

@@ -66,24 +66,24 @@ def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
 def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for attention, and for its other kinds by their words, where they get another."""
     choices: dict[str, Choice] = {}
-    for letter, choice in attention_by_letter(cfg, sizes).items():
+    for word, choice in attention_by_letter(cfg, sizes).items():
         if choice not in choices.values():
-            choices[f"attention ({BRANCHES[letter].word})" if choices else "attention"] = choice
+            choices[f"attention ({BRANCHES[word].word})" if choices else "attention"] = choice
     return choices
 
 
 def reads_pairs(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether some attention reads keys and values as one array, where their matmul put them."""
-    for letter, choice in attention_by_letter(cfg, sizes).items():
-        is_short = choice.name == "triton" and BRANCHES[letter].mask != "cross"
-        if is_short and adds_biases_only(_sizes_of(cfg.model, letter), letter):
+    for word, choice in attention_by_letter(cfg, sizes).items():
+        is_short = choice.name == "triton" and BRANCHES[word].mask != "cross"
+        if is_short and adds_biases_only(_sizes_of(cfg.model, word), word):
             return True
     return False
 
 
-def _sizes_of(model: ModelConfig, letter: str) -> ModelConfig:
+def _sizes_of(model: ModelConfig, word: str) -> ModelConfig:
     """The sizes of a branch: the model's, or those of a tower."""
-    modality = BRANCHES[letter].modality
+    modality = BRANCHES[word].modality
     return model.of_modality(modality) if modality else model
 
 
@@ -92,24 +92,24 @@ def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]
     model = cfg.model
     streams = {}
     for kind in model.layer_kinds:
-        for letter in branches_of(kind):
-            streams[letter] = stream_of(kind)
+        for word in branches_of(kind):
+            streams[word] = stream_of(kind)
     most = 0 if cfg.data.document_mask else 1
     whole = training_context(cfg, Parallel(**sizes), max_documents=most)
     shapes = stream_shapes(cfg, sizes, whole)
     texts_hold_one = bool(model.modalities) and not cfg.data.images.packed
     rows_hold_one = cfg.train.objective in CONFIGURED or texts_hold_one  # and then padding
     choices: dict[str, Choice] = {}
-    for letter in sorted(model.branches):
-        branch, stream = BRANCHES[letter], streams[letter]
-        own = _sizes_of(model, letter)
-        heads = branch_class(letter).heads(own)
+    for word in sorted(model.branches):
+        branch, stream = BRANCHES[word], streams[word]
+        own = _sizes_of(model, word)
+        heads = branch_class(word).heads(own)
         if heads is None:
             continue
         ctx = whole.of(stream)
         if rows_hold_one or stream != DECODER:
             ctx = replace(ctx, max_documents=2, padded=True)
-        call = attention_call(own, BranchInputs(tokens_of((1, 1)), ctx, letter), scale=1.0)
+        call = attention_call(own, BranchInputs(tokens_of((1, 1)), ctx, word), scale=1.0)
         facts = {
             "call": call,
             "sinks": own.attention.attention_sinks,
@@ -118,7 +118,7 @@ def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]
             "by_blocks": ctx.parallel.cp > 1,
         }
         shape = *shapes.get(stream, shapes[DECODER]), heads.heads // ctx.parallel.tp, heads.size
-        choices[letter] = choose("attention", cfg.precision.compute, shape, **facts)
+        choices[word] = choose("attention", cfg.precision.compute, shape, **facts)
     return choices
 
 

@@ -234,17 +234,17 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
     length = cfg.data.seq_length
     branches = list(branch_flops(cfg.model, length, cfg.data.target_length))
     work = 0.0
-    for letter, sizes, flops, _ in branches:
+    for word, sizes, flops, _ in branches:
         window = length
-        if BRANCHES[letter].windowed and sizes.attention.sliding_window:
+        if BRANCHES[word].windowed and sizes.attention.sliding_window:
             window = min(length, sizes.attention.sliding_window)
-        heads = branch_class(letter).heads(sizes)
+        heads = branch_class(word).heads(sizes)
         if heads is None:
             work += flops
             continue
         head = (heads.size + heads.value_size) / 2
         of_head = head / (head + HEAD_SIZE)
-        of_window = window / (window + _lost_length(letter, sizes))
+        of_window = window / (window + _lost_length(word, sizes))
         work += flops / (of_head * of_window)
     all_flops = sum(branch.flops for branch in branches)
     counted = run_flops_by_part(cfg)["attention"]
@@ -252,9 +252,9 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
     return work * trained / (chip.bf16_tflops * 1e12)
 
 
-def _lost_length(letter: str, sizes: ModelConfig) -> int:
+def _lost_length(word: str, sizes: ModelConfig) -> int:
     """The tokens that a sequence would have to be longer by, for what its attention's time lost."""
-    plain = BRANCHES[letter].mask != "causal" and sizes.position_embedding != "relative"
+    plain = BRANCHES[word].mask != "causal" and sizes.position_embedding != "relative"
     return FULL_SEQUENCE if plain else SEQUENCE
 
 
@@ -280,21 +280,21 @@ def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """Bytes of a token that pass through memory besides matmuls, in all layers."""
     all_elements = 0.0
     lengths = cfg.data.seq_length, cfg.data.target_length
-    for letter, model, _, share in branch_flops(cfg.model, *lengths):
-        heads = branch_class(letter).heads(model)
+    for word, model, _, share in branch_flops(cfg.model, *lengths):
+        heads = branch_class(word).heads(model)
         elements = OF_BLOCK / 2 * model.hidden_size
         of_ffn = OF_GATE if model.mlp_gated else OF_ACTIVATION
         if heads is not None:
             channels = heads.heads * heads.size + heads.kv_channels
             elements += OF_HEADS * channels
-        elif letter == "M":
+        elif word == "M":
             elements += OF_SCAN * model.mamba.channels
-        elif letter == "T":  # not measured
+        elif word == "T":  # not measured
             elements += OF_SCAN * model.deltanet.channels
-        elif letter == "D":
+        elif word == "D":
             passes = OF_ACTIVATED if _activated_in_matmuls(cfg, sizes) else of_ffn
             elements += passes * model.intermediate_size
-        elif letter == "E":
+        elif word == "E":
             width = model.moe.moe_intermediate_size * _experts_run(cfg, sizes)
             width += model.moe.shared_expert_intermediate_size
             elements += of_ffn * width

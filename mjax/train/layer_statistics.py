@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from mjax.config.languages.layer_pattern import branches_of
+from mjax.config.languages.layer_pattern import roles_of
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.activation_statistics import nothing_seen
 from mjax.objectives.objective import Batch
@@ -56,7 +56,7 @@ def expert_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
     """
     record: dict = {}
     for number, kind in enumerate(cfg.layer_kinds):
-        if "E" not in branches_of(kind):
+        if "experts" not in roles_of(kind):
             continue
         of_layer = {name: values[number] for name, values in seen.items()}
         tokens = max(of_layer["layer_tokens"], 1)

@@ -142,7 +142,7 @@ class Programs:
             clip_grad_norm=cfg.optimizer.clip_grad_norm,
             expert_bias_rate=cfg.model.moe.expert_bias_update_rate,
             layers=cfg.model.num_hidden_layers,
-            experts=cfg.model.moe.num_experts if "E" in cfg.model.branches else 0,
+            experts=cfg.model.moe.num_experts if cfg.model.has_role("experts") else 0,
             layout=self.layout,
             scaler=self.state_layout.scaler,
         )

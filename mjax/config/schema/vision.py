@@ -14,8 +14,8 @@ HeightAndWidth = Annotated[list[Annotated[UpTo16, Field(ge=1)]], Field(min_lengt
 class VisionConfig(TowerConfig):
     """How images enter a model, in the words of Hugging Face (docs/models/multimodal.md).
 
-    A model with a `patch_size` reads images in the place of tokens: ViT. With V in
-    `model.layer_pattern` it reads both, and V blocks have these sizes: LLaVA, CLIP.
+    A model with a `patch_size` reads images in the place of tokens: ViT. With vision
+    blocks in `model.layer_pattern` it reads both, and they have these sizes: LLaVA, CLIP.
     """
 
     item: ClassVar[str] = "image"

@@ -45,7 +45,7 @@ def _reading(config: dict) -> ModelConfig | None:
         config_to_hf(model)
     except UserError:
         return None
-    return model.model_copy(update={"layer_pattern": "".join(model.layer_kinds)})
+    return model.model_copy(update={"layer_pattern": ", ".join(model.layer_kinds)})
 
 
 def _overlaid(old: dict, base: dict, new: dict) -> dict:

@@ -33,7 +33,7 @@ def quantization_config(cfg: ModelConfig) -> dict:
             "--dtype float8: GPT-2 stores transposed Conv1D matrices, which the compressed-tensors "
             "layout does not cover; export it as bfloat16"
         )
-    if "E" in cfg.branches:
+    if cfg.has_role("experts"):
         raise UserError(
             "--dtype float8: experts in the compressed-tensors layout are not checked against any "
             "reader yet; export the model as bfloat16"

@@ -8,6 +8,7 @@ Source: megatron/training/arguments.py, core/transformer/transformer_config.py, 
 
 from collections.abc import Mapping
 
+from mjax.config.languages.layer_pattern import pattern_of
 from mjax.config.schema.keys import model_of, nested
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
@@ -162,32 +163,39 @@ def _activation(args: _Args, bias: bool) -> dict:
     return {"hidden_act": act, "mlp_gated": gated}
 
 
+# The kinds of layers besides "full+mlp", and the arguments that ask for them.
+_MARKED = {
+    "full+experts": "num_experts",
+    "window+mlp": "window_size",
+    "nope+mlp": "no_rope_freq",
+}
+
+
 def _layers(args: _Args) -> dict:
     """layer_pattern and attention.sliding_window, from Megatron's three per-layer arguments."""
     n = args.need("num_layers")
-    marks = {letter: [False] * n for letter in "ELN"}
+    marks = {kind: [False] * n for kind in _MARKED}
     window = args("window_size")
     if window is not None:
         left, right = window
         if right not in (0, -1):
             raise args.refuse("window_size", "sees keys to the right")
         full = _every(args, "window_attn_skip_freq", n, marked=False) or [False] * n
-        marks["L"] = [left >= 0 and not whole for whole in full]
+        marks["window+mlp"] = [left >= 0 and not whole for whole in full]
     if args("no_rope_freq"):
-        marks["N"] = _every(args, "no_rope_freq", n)
+        marks["nope+mlp"] = _every(args, "no_rope_freq", n)
     if args("num_experts"):
-        marks["E"] = _every(args, "moe_layer_freq", n, first=0) or [True] * n
+        marks["full+experts"] = _every(args, "moe_layer_freq", n, first=0) or [True] * n
     kinds = []
     for layer in range(n):
-        letters = [letter for letter, mark in marks.items() if mark[layer]]
-        if len(letters) > 1:
-            names = {"E": "num_experts", "L": "window_size", "N": "no_rope_freq"}
-            both = " and ".join(f"args.{names[letter]}" for letter in letters)
-            raise args.refuse(names[letters[0]], f"meets another in layer {layer} ({both})")
-        kinds += letters or ["G"]
-    period = next(p for p in range(1, n + 1) if kinds == kinds[:p] * (n // p))
-    found = {"layer_pattern": "".join(kinds[:period])}
-    return {**found, "attention.sliding_window": window[0] + 1} if "L" in kinds else found
+        marked = [kind for kind, mark in marks.items() if mark[layer]]
+        if len(marked) > 1:
+            both = " and ".join(f"args.{_MARKED[kind]}" for kind in marked)
+            raise args.refuse(_MARKED[marked[0]], f"meets another in layer {layer} ({both})")
+        kinds += marked or ["full+mlp"]
+    found = {"layer_pattern": pattern_of(kinds)}
+    has_windows = "window+mlp" in kinds
+    return found | ({"attention.sliding_window": window[0] + 1} if has_windows else {})
 
 
 def _every(

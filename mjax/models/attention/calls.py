@@ -11,7 +11,7 @@ from mjax.models.base.branch import BranchInputs
 
 def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> AttentionCall:
     """What a branch of attention computes."""
-    ctx, branch = inputs.ctx, BRANCHES[inputs.letter]
+    ctx, branch = inputs.ctx, BRANCHES[inputs.word]
     return AttentionCall(
         scale=scale,
         window=cfg.attention.sliding_window if branch.windowed else None,
@@ -38,7 +38,7 @@ def attention_arrays(
     tokens.
     """
     tokens, ctx = inputs.tokens, inputs.ctx
-    reads_source = BRANCHES[inputs.letter].mask == "cross"
+    reads_source = BRANCHES[inputs.word].mask == "cross"
     keys = inputs.source.tokens if reads_source else tokens
     key_columns, key_segments = keys.columns, keys.segments
     if cached is not None:
@@ -50,7 +50,7 @@ def attention_arrays(
         columns=(tokens.columns, key_columns),
         segments=None if key_segments is None else (tokens.segments, key_segments),
         sinks=sinks,
-        relative=relative.get(inputs.letter),
+        relative=relative.get(inputs.word),
         dropout=_dropout_places(cfg, inputs) if has_dropout else None,
     )
 

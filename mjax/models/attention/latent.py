@@ -118,7 +118,7 @@ class MLA(BranchModule):
         return BranchOutput(y, cache=cache)
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """6 * N * (C + P + U) * s/2: a query sees s/2 keys on average.
 
         Document masks are not discounted.
@@ -165,10 +165,10 @@ class MLA(BranchModule):
 
     def _turn(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         """[B, S, N, P] after RoPE, where the model has it."""
-        if inputs.letter not in inputs.rope:
+        if inputs.word not in inputs.rope:
             return x
         x = pairs_apart(x)
-        return apply_rope(x, inputs.rope[inputs.letter])
+        return apply_rope(x, inputs.rope[inputs.word])
 
     def _attend(
         self,

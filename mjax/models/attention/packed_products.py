@@ -60,7 +60,7 @@ def attend_to_products(
 
 def _are_read(x: jax.Array, cfg: ModelConfig, call: AttentionCall, inputs: BranchInputs) -> bool:
     parallel = inputs.ctx.parallel
-    if parallel.cp > 1 or not adds_biases_only(cfg, inputs.letter):
+    if parallel.cp > 1 or not adds_biases_only(cfg, inputs.word):
         return False
     heads = cfg.attention.num_attention_heads // parallel.tp
     shape = len(x), parallel.tp * x.shape[1], heads, cfg.attention.head_dim
@@ -68,10 +68,10 @@ def _are_read(x: jax.Array, cfg: ModelConfig, call: AttentionCall, inputs: Branc
     return reads_products(q, call, attention_arrays(cfg, inputs))
 
 
-def adds_biases_only(cfg: ModelConfig, letter: str) -> bool:
+def adds_biases_only(cfg: ModelConfig, word: str) -> bool:
     """Whether nothing but biases stands between the products q, kv and attention."""
     sizes = cfg.attention
-    rotates = cfg.position_embedding == "rope" and bool(BRANCHES[letter].rotary)
+    rotates = cfg.position_embedding == "rope" and bool(BRANCHES[word].rotary)
     changed = sizes.qk_norm or sizes.attention_output_gate or sizes.attention_sinks
     return not (changed or rotates or sizes.key_multiplier is not None)
 

@@ -154,8 +154,8 @@ class Attention(BranchModule):
         if sizes.qk_norm:
             q = self.q_norm(q, parallel)
             k = self.k_norm(k, parallel)
-        if inputs.letter in inputs.rope:
-            tables = inputs.rope[inputs.letter]
+        if inputs.word in inputs.rope:
+            tables = inputs.rope[inputs.word]
             q = apply_rope(q, tables)
             k = apply_rope(k, tables)
         if self.keeps_what_attention_reads:
@@ -176,7 +176,7 @@ class Attention(BranchModule):
         return y + self.out_bias[...] if self.cfg.attention.attention_out_bias else y
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """12 * N * H * (the mean number of keys that a query sees).
 
         That is s where a query sees all: those of its sequence, or of the source. In a window of
@@ -184,10 +184,10 @@ class Attention(BranchModule):
         masks are not discounted.
         """
         window = seq_length
-        if BRANCHES[letter].windowed and cfg.attention.sliding_window:
+        if BRANCHES[word].windowed and cfg.attention.sliding_window:
             window = min(cfg.attention.sliding_window, seq_length)
         keys = 2 * window - window * window / seq_length
-        if BRANCHES[letter].mask == "causal":
+        if BRANCHES[word].mask == "causal":
             keys /= 2
         return 12.0 * cfg.attention.num_attention_heads * cfg.attention.head_dim * keys
 

@@ -24,7 +24,7 @@ BranchCache = jax.Array | tuple | dict | None
 # The caches of a layer, by the names of its branches.
 LayerCache = dict[str, BranchCache]
 
-# Rotary tables (cos, sin), by the letter of a branch.
+# Rotary tables (cos, sin), by the word of a branch.
 Rope = dict[str, tuple[jax.Array, jax.Array]]
 
 
@@ -67,7 +67,7 @@ class Source(NamedTuple):
 class BranchInputs:
     """What a branch reads besides weights and activations.
 
-    letter: which row of `config.pattern.BRANCHES` it is.
+    word: which row of `BRANCHES` it is (`config/languages/layer_pattern.py`).
     salt: tells its draws of dropout from those of others.
     layer: the number of its layer in the model.
     shared, source: of a model with two streams (`models/base/streams.py`).
@@ -75,7 +75,7 @@ class BranchInputs:
 
     tokens: Tokens
     ctx: Context
-    letter: str
+    word: str
     rope: Rope = field(default_factory=dict)
     salt: jax.Array | int = 0
     layer: jax.Array | int = 0
@@ -105,7 +105,7 @@ class BranchModule(nnx.Module):
         return {}
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """FLOPs of a token, forward and backward, besides its products with weights.
 
         It is the mean over a sequence of `seq_length` tokens.
@@ -126,14 +126,14 @@ class BranchModule(nnx.Module):
         return None
 
 
-def branch_class(letter: str) -> type[BranchModule]:
+def branch_class(word: str) -> type[BranchModule]:
     """The class of a branch."""
-    return pkgutil.resolve_name(BRANCHES[letter].module)
+    return pkgutil.resolve_name(BRANCHES[word].module)
 
 
 def model_heads(cfg: ModelConfig) -> HeadSizes | None:
     """The heads of the first of a model's kinds of attention, if it has one."""
-    found = [branch_class(letter).heads(cfg) for letter in sorted(cfg.branches)]
+    found = [branch_class(word).heads(cfg) for word in BRANCHES if word in cfg.branches]
     return next((heads for heads in found if heads is not None), None)
 
 
@@ -150,9 +150,9 @@ def cache_specs(
             specs.append(None)
             continue
         layer: LayerCache = {}
-        for letter in branches_of(kind):
-            slots = source_length if BRANCHES[letter].mask == "cross" else length
+        for word in branches_of(kind):
+            slots = source_length if BRANCHES[word].mask == "cross" else length
             sizes = cfg.of_layer(kind), batch, slots, tp
-            layer[BRANCHES[letter].name] = branch_class(letter).cache(*sizes)
+            layer[BRANCHES[word].name] = branch_class(word).cache(*sizes)
         specs.append(layer)
     return specs

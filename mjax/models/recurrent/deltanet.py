@@ -166,7 +166,7 @@ class DeltaNet(RecurrentMixer):
         return _gated(normed, z)
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """24 * H * N * P, Megatron-LM's count: k k^T, v k^T, the decay of S and S q take 8 of the
         recurrence, and backward twice that.
 

@@ -241,7 +241,7 @@ class Mamba(RecurrentMixer):
         return total * (sizes.n_groups / sizes.channels)
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """21 * H * P * N: Megatron-LM counts 7 of the scan's recurrence, and twice that backward.
 
         The form in chunks computes more, and its convolution and norm are not counted.

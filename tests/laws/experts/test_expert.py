@@ -251,7 +251,7 @@ def reference(
 def test_block_equals_reference_forward_and_backward(name):
     cfg = config(name)
     block = MoE(cfg, 0.1, nnx.Rngs(0))
-    inputs = BranchInputs(tokens_of((2, 16)), Context(), "E")
+    inputs = BranchInputs(tokens_of((2, 16)), Context(), "experts")
     graph, params = nnx.split(block)
     x = jax.random.normal(jax.random.key(1), (2, 16, cfg.hidden_size))
 

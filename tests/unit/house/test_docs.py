@@ -98,7 +98,7 @@ def own_modules(tmp_path, monkeypatch):
     (tmp_path / "my_objective.py").write_text(objective)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    BRANCHES.pop("Z", None)
+    BRANCHES.pop("recurrence", None)
     for name in ("my_mixer", "my_objective"):
         sys.modules.pop(name, None)
 
@@ -113,8 +113,8 @@ def test_the_code_of_adding_a_model_trains_as_it_stands(own_modules):
     with pytest.raises(UserError, match="has no block called 'recurrence'"):
         load(None, [*keys[:-1], pattern])
     train(load(None, [*keys, pattern, f"run.dir={run}"]))
-    assert source_of(run).cfg.layer_kinds == ("[ZD]", "G")
-    BRANCHES.pop("Z")  # as in another process, which knows the run's record alone
+    assert source_of(run).cfg.layer_kinds == ("recurrence+mlp", "full+mlp")
+    BRANCHES.pop("recurrence")  # as in another process, which knows the run's record alone
     del sys.modules["my_mixer"]
     assert "recurrence" in definition_of(source_of(run).cfg).specs["recurrence_mlp"]
 

@@ -54,8 +54,8 @@ def layer(**more) -> tuple[ModelConfig, MLA]:
 
 
 def apply(cfg, module, x, info, ctx=Context()) -> jax.Array:  # noqa: B008 - frozen
-    rope = {"A": rope_tables(cfg, info.positions, "A", ctx.parallel)}
-    return module(x, BranchInputs(info, ctx, "A", rope)).y
+    rope = {"mla": rope_tables(cfg, info.positions, "mla", ctx.parallel)}
+    return module(x, BranchInputs(info, ctx, "mla", rope)).y
 
 
 def by_numpy(module: MLA, x: np.ndarray, frequencies: np.ndarray, factor: float, scale: float):

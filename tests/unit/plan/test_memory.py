@@ -71,23 +71,23 @@ def test_a_layer_keeps_what_its_policy_names_and_its_input():
     """Of 8192 tokens in bf16; attention of XLA, which CPUs run, has no named output."""
     tokens = 2 * 8192
     want = {"input": 4096, "q": 4096, "kv": 2048, "attn_proj": 4096, "up": 28672}
-    found = kept(llama(), ONE, "G", "dots")
+    found = kept(llama(), ONE, "full+mlp", "dots")
     assert {t.name: t.bytes / tokens for t in found} == want
     away = [t.name for t in found if t.goes_to_host("dots", ("up", "down"))]
     assert away == ["up"] and not any(t.goes_to_host("none", ("up",)) for t in found)
-    assert [(t.name, t.shape) for t in kept(llama(), ONE, "G", "full")] == [
+    assert [(t.name, t.shape) for t in kept(llama(), ONE, "full+mlp", "full")] == [
         ("input", (1, 8192, 4096))
     ]
 
 
 def test_a_device_keeps_its_share():
-    whole = sum(t.bytes for t in kept(llama(), ONE, "G", "dots"))
+    whole = sum(t.bytes for t in kept(llama(), ONE, "full+mlp", "dots"))
     for sizes in ({"tp": 4}, {"cp": 4}, {"cp": 2, "tp": 2, "dp": 2}):
-        assert sum(t.bytes for t in kept(llama(), ONE | sizes, "G", "dots")) == whole / 4
+        assert sum(t.bytes for t in kept(llama(), ONE | sizes, "full+mlp", "dots")) == whole / 4
 
 
 def test_a_policy_that_names_less_keeps_less():
-    each = [kept(llama(), ONE, "G", p) for p in ("none", "dots", "full")]
+    each = [kept(llama(), ONE, "full+mlp", p) for p in ("none", "dots", "full")]
     sizes = [sum(t.bytes for t in found) for found in each]
     assert sizes[0] > sizes[1] > sizes[2]
 

@@ -7,7 +7,7 @@ more or other heads than it, so the names of their tensors have the last word (`
 from collections.abc import Collection
 from dataclasses import replace
 
-from mjax.config.languages.layer_pattern import shortest
+from mjax.config.languages.layer_pattern import pattern_of, shortest
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import Family
@@ -26,7 +26,7 @@ from mjax.interop.huggingface.families.rope import typed_rope
 from mjax.interop.huggingface.families.slots import Slot, Slots, changed
 
 _FIXED = BIASED | {
-    "layer_pattern": "B",
+    "layer_pattern": "bidirectional+mlp",
     "norm_placement": "post_residual",
     "tie_word_embeddings": True,
     "bert.embedding_norm": True,
@@ -120,6 +120,10 @@ def _positions_behind_padding() -> Part:
     return Part(read, lambda cfg: {"pad_token_id": cfg.bert.position_offset - 1})
 
 
+# ModernBERT's first layer, and those with a window.
+_FIRST, _WINDOWED = "bidirectional_unnormed+mlp", "bidirectional_window+mlp"
+
+
 def _layer_types() -> Part:
     """ModernBERT's windows: `layer_types`, or all but each `global_attn_every_n_layers`-th layer.
 
@@ -132,7 +136,7 @@ def _layer_types() -> Part:
         older = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
         types = take(config, "layer_types", older)
         window = take(config, "local_attention", 128) // 2 + 1
-        known = {"full_attention": "B", "sliding_attention": "W"}
+        known = {"full_attention": "bidirectional+mlp", "sliding_attention": _WINDOWED}
         unknown = [name for name in types if name not in known]
         if unknown or len(types) != layers or types[0] != "full_attention":
             raise UserError(
@@ -140,19 +144,19 @@ def _layer_types() -> Part:
                 f"0, then full_attention or sliding_attention, {layers} in all)"
             )
         kinds = [known[name] for name in types[1:]]
-        period = "".join(shortest(kinds)) if kinds else ""
-        pattern = "F" + "".join(kinds)
+        period = shortest(kinds) if kinds else kinds
+        pattern = ", ".join([_FIRST, *kinds])
         if period and len(kinds) % len(period) == 0:
-            pattern = f"F({period})*{len(kinds) // len(period)}"
+            pattern = f"{_FIRST}, ({pattern_of(period)})*{len(kinds) // len(period)}"
         return {
             "num_hidden_layers": layers,
             "layer_pattern": pattern,
-            "attention.sliding_window": window if "W" in kinds else None,
+            "attention.sliding_window": window if _WINDOWED in kinds else None,
         }
 
     def write(cfg: ModelConfig) -> dict:
         window = cfg.attention.sliding_window
-        names = {"W": "sliding_attention"}
+        names = {_WINDOWED: "sliding_attention"}
         types = [names.get(kind, "full_attention") for kind in cfg.layer_kinds]
         written = {"num_hidden_layers": cfg.num_hidden_layers, "layer_types": types}
         return written if window is None else written | {"local_attention": 2 * (window - 1)}

@@ -32,7 +32,7 @@ def dense_first(dense: str, routed: str) -> Part:
         if first in (0, layers):
             return {"layer_pattern": dense if first else routed}
         before = dense if first == 1 else f"{dense}*{first}"
-        return {"layer_pattern": f"{before},{routed}*{layers - first}"}
+        return {"layer_pattern": f"{before}, {routed}*{layers - first}"}
 
     return Part(read, lambda cfg: {"first_k_dense_replace": cfg.layer_kinds.count(dense)})
 

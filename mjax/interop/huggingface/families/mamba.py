@@ -8,7 +8,7 @@ Biases of the projections are refused: no published model has them.
 import math
 from collections.abc import Callable
 
-from mjax.config.languages.layer_pattern import shortest
+from mjax.config.languages.layer_pattern import branches_of, pattern_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.deepseek import ROUTED
@@ -108,10 +108,10 @@ MAMBA2_SHAPE = same(
 
 # Nemotron-H's layers: kind -> (its word, Megatron-LM's letter).
 _BRANCHES = {
-    "M": ("linear_attention", "M"),
-    "[G]": ("full_attention", "*"),
-    "[D]": ("mlp", "-"),
-    "[E]": ("moe", "E"),
+    "mamba": ("linear_attention", "M"),
+    "full": ("full_attention", "*"),
+    "mlp": ("mlp", "-"),
+    "experts": ("moe", "E"),
 }
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 _WORDS = {True: "full_attention", False: "linear_attention"}
@@ -133,7 +133,7 @@ def one_branch_a_layer() -> Part:
             letters = "".join(of_word[word] for word in words)
         if not letters:
             raise UserError("config.json lacks 'layers_block_type', which its model_type needs")
-        if "E" not in letters:
+        if _BRANCHES["experts"][1] not in letters:
             for key in _OF_EXPERTS:
                 config.pop(key, None)
         only(config, "num_hidden_layers", len(letters))
@@ -224,10 +224,10 @@ def attention_among(indices: bool, mixed: Callable[[dict], tuple[str, str]]) -> 
                 raise UserError(f"config.json: layer_types={types!r}, num_hidden_layers={layers}")
             attends = [t == "full_attention" for t in types]
         kinds = mixed(config)
-        return {"layer_pattern": "".join(shortest([kinds[a] for a in attends]))}
+        return {"layer_pattern": pattern_of([kinds[a] for a in attends])}
 
     def write(cfg: ModelConfig) -> dict:
-        attends = [kind in ("G", "E") for kind in cfg.layer_kinds]
+        attends = ["full" in branches_of(kind) for kind in cfg.layer_kinds]
         if all(attends):  # no hybrid: what is read back differs
             return {}
         if indices:
@@ -266,6 +266,9 @@ def granite_positions() -> Part:
     return Part(read, write)
 
 
+_FALCON_LAYER = "mamba|full+mlp"
+
+
 def falcon_layers() -> Part:
     """Falcon-H1: a mixer and attention side by side, then an MLP; a width and multipliers of its
     own. Reads first."""
@@ -286,10 +289,10 @@ def falcon_layers() -> Part:
         only(config, "mamba_d_ssm", wide)
         only(config, "layers_block_type", ["hybrid"] * config["num_hidden_layers"])
         factor = take(config, "lm_head_multiplier", 1.0)
-        return fields | {"layer_pattern": "[M|GD]", "logits_scaling": 1 / factor}
+        return fields | {"layer_pattern": _FALCON_LAYER, "logits_scaling": 1 / factor}
 
     def write(cfg: ModelConfig) -> dict:
-        if set(cfg.layer_kinds) != {"[M|GD]"}:
+        if set(cfg.layer_kinds) != {_FALCON_LAYER}:
             return {}
         width = {"mamba_d_ssm": cfg.mamba.channels, "mamba_norm_before_gate": False}
         factor = 1 / (cfg.logits_scaling or 1.0)
@@ -306,7 +309,8 @@ _FALCON_FACTORS = (
 
 
 def granite_kinds(config: dict) -> tuple[str, str]:
-    return ("[ME]", "E") if config.get("num_local_experts", 8) else ("[MD]", "G")
+    has_experts = config.get("num_local_experts", 8)
+    return ("mamba+experts", "full+experts") if has_experts else ("mamba+mlp", "full+mlp")
 
 
 def granite_experts() -> Part:

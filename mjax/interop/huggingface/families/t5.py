@@ -7,7 +7,7 @@ Biases by distance lie in the first layer of each side.
 import re
 from collections.abc import Collection
 
-from mjax.config.languages.layer_pattern import of_decoder
+from mjax.config.languages.layer_pattern import BRANCHES, of_decoder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import Family
@@ -96,7 +96,7 @@ def _layers() -> Part:
     def read(config: dict) -> dict:
         encoder = take(config, "num_layers")
         decoder = take(config, "num_decoder_layers", encoder)
-        pattern = f"B*{encoder}, [GXD]*{decoder}"
+        pattern = f"bidirectional+mlp*{encoder}, full+cross+mlp*{decoder}"
         return {"num_hidden_layers": encoder + decoder, "layer_pattern": pattern}
 
     def write(cfg: ModelConfig) -> dict:
@@ -137,7 +137,7 @@ def _names(cfg: ModelConfig, name: str) -> str:
         return _EDGES[name]
     biases = re.fullmatch(r"model\.relative_bias\.([A-Z])\.weight", name)
     if biases:
-        side = "encoder" if biases[1] == "B" else "decoder"
+        side = "encoder" if biases[1] == BRANCHES["bidirectional"].letter else "decoder"
         return f"{side}.{_BIASES}"
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(\w+)\.(?:(\w+)\.)?weight", name)
     if layer is None:

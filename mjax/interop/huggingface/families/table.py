@@ -204,7 +204,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v2": Family.of(
         "DeepseekV2ForCausalLM",
-        dense_first("A", "[AE]"),
+        dense_first("mla+mlp", "mla+experts"),
         latent_attention(),
         routed_experts_v2(),
         shape(),
@@ -215,7 +215,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family.of(
         "DeepseekV3ForCausalLM",
-        dense_first("A", "[AE]"),
+        dense_first("mla+mlp", "mla+experts"),
         prediction_layers(),
         latent_attention(),
         routed_experts_v3(),
@@ -227,7 +227,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family.of(
         "Glm4MoeForCausalLM",
-        dense_first("G", "E"),
+        dense_first("full+mlp", "full+experts"),
         prediction_layers(),
         routed_experts_v3(factor=1.0),
         shape(rms_norm_eps=1e-5),
@@ -239,7 +239,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family.of(
         "GptOssForCausalLM",
-        layer_types(every_second, kinds=("E", "[LE]")),
+        layer_types(every_second, kinds=("full+experts", "window+experts")),
         gpt_oss(),
         shape(rms_norm_eps=1e-5, head_dim=64),
         rope(150000.0),
@@ -392,9 +392,9 @@ def family_of(cfg: ModelConfig) -> Family:
 
 def _said(cfg: ModelConfig) -> list[str]:
     skipped = UNSAID | {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
-    if "D" not in cfg.branches:
+    if not cfg.has_role("feedforward"):
         skipped |= {"intermediate_size"}
-    if not cfg.branches & set("GLNBWF"):
+    if not cfg.reads_group("attention"):
         skipped |= {"attention.head_dim", "attention.num_key_value_heads"}
     return [key for key in leaf_keys(ModelConfig) if key not in skipped]
 

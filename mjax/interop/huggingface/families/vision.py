@@ -176,7 +176,8 @@ def _tower(kind: _Kind) -> Part:
         fixed["image_token_id"] = take(config, "image_token_index", image_token)
         fields |= {f"vision.{key}": value for key, value in fixed.items()}
         text = dict(config["text_config"]).get("num_hidden_layers") or LLAMA["num_hidden_layers"]
-        pattern, count = f"V*{used}, [P], G*{text}", used + 1 + text
+        pattern = f"vision+mlp*{used}, projector, full+mlp*{text}"
+        count = used + 1 + text
         return fields | {"layer_pattern": pattern, "num_hidden_layers": count}
 
     def write(cfg: ModelConfig) -> dict:
@@ -334,7 +335,7 @@ def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part
             vision.pop(key, None)
             text.pop(key, None)
         config |= text | vision  # what is left is judged with the rest
-        fields["layer_pattern"] = f"V*{layers[0]}, {layer}*{layers[1]}"
+        fields["layer_pattern"] = f"vision+mlp*{layers[0]}, {layer}*{layers[1]}"
         return fields | {"num_hidden_layers": sum(layers)}
 
     def write(cfg: ModelConfig) -> dict:
@@ -377,7 +378,7 @@ VISION: dict[str, Family] = {
     "clip": Family.of(
         "CLIPModel",
         ignored(*_INITIAL),
-        _both_towers("clip", "G", _CLIP, _CLIP),
+        _both_towers("clip", "full+mlp", _CLIP, _CLIP),
         same({"projection_dim": "contrastive.projection_dim"}, {"projection_dim": 512}),
         fixed=BIASED | {"vision.patch_bias": False, "vision.embedding_norm": True},
         name_of=_dual_names,
@@ -386,7 +387,7 @@ VISION: dict[str, Family] = {
     "siglip": Family.of(
         "SiglipModel",
         ignored(*_INITIAL),
-        _both_towers("siglip", "U", _SIGLIP | {"patch_size": 16}, _SIGLIP | _SIGLIP_TEXT),
+        _both_towers("siglip", "text+mlp", _SIGLIP | {"patch_size": 16}, _SIGLIP | _SIGLIP_TEXT),
         fixed=BIASED | {"vision.class_token": False, "contrastive.loss": "sigmoid"},
         name_of=_dual_names,
         ones={"vision_model.head.probe": 2},
@@ -398,7 +399,7 @@ VISION: dict[str, Family] = {
         _squares(),
         _SHAPE,
         activation("hidden_act", default="gelu"),
-        fixed=BIASED | {"layer_pattern": "B"},
+        fixed=BIASED | {"layer_pattern": "bidirectional+mlp"},
         rename=(
             ("model.layers.", "vit.encoder.layer."),
             ("model.embed_patches.", "vit.embeddings.patch_embeddings.projection."),
