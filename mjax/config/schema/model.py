@@ -265,11 +265,13 @@ class ModelConfig(Group):
     layer_pattern: str = "full+mlp"
     """Layers in order, repeated to num_hidden_layers, each by the words of its branches:
     'window+experts, full+experts' (docs/develop/adding-a-model.md lists them). Groups repeat, as in
-    '(window+mlp*5, full+mlp)*4'. Letters stand for common layers: '(LLLLLG)*4,LL' (docs/models/families.md).
+    '(window+mlp*5, full+mlp)*4'. Letters stand for common layers: '(LLLLLG)*4,LL'
+    (docs/models/families.md).
 
     'bidirectional+mlp*12, full+cross+mlp*12' is an encoder and a decoder that reads it
-    (docs/models/encoders.md). 'vision+mlp*23, projector, full+mlp*32' is an image tower, its projector and
-    a text. 'vision+mlp*27, text+mlp*27' are towers of images and of texts (docs/models/multimodal.md).
+    (docs/models/encoders.md). 'vision+mlp*23, projector, full+mlp*32' is an image tower, its
+    projector and a text. 'vision+mlp*27, text+mlp*27' are towers of images and of texts
+    (docs/models/multimodal.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
