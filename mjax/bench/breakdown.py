@@ -1,4 +1,4 @@
-"""Where a step's time goes: kernels of a profile, sorted by what part of the model they serve.
+"""A step's time by part of the model: the kernels of a profile, sorted by the part they serve.
 
 Each kernel carries the name of its HLO instruction; the compiled program's text says by what JAX
 name scopes that came to be, and whether it is a matmul, a copy or a collective. Invariant: the rows
@@ -68,7 +68,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the program says of an instruction; `opcodes` are those of the fusion it calls."""
+    """An instruction of the compiled program; `opcodes` are those of the fusion it calls."""
 
     opcode: str
     path: str
@@ -174,7 +174,7 @@ def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
 
 
 def _instruction(event: Event, program: dict[str, Instruction]) -> Instruction:
-    """That of an event; where a CUDA graph hides it, XLA's own kernels are named after theirs."""
+    """The event's instruction; inside a CUDA graph, XLA's own kernels have its name instead."""
     none = Instruction("", "", "", frozenset())
     return program.get(event.op) or program.get(event.kernel, none)
 
@@ -185,29 +185,52 @@ def breakdown(events: Sequence[Event], hlo_text: str, steps: int = 1) -> list[di
     `hlo_text` is the program whose instructions `Event.op` names. The last row is communication
     that was hidden under kernels: it is in no sum.
     """
-    program = parse(hlo_text)
-    times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    busy, talk, upto = [], [], float("-inf")
-    for e in sorted(events, key=lambda e: e.start):
-        part, phase = classify(e, program)
-        span = e.start, e.start + e.duration
-        (talk if part == _EXPOSED else busy).append(span)
-        if part != _EXPOSED:
-            times[part][phase] += max(0.0, span[1] - max(span[0], upto))
-            upto = max(upto, span[1])
-    wall = max(e.start + e.duration for e in events) - min(e.start for e in events)
+    times, busy, talk = _times_of_parts(events, parse(hlo_text))
+    last = max(e.start + e.duration for e in events)
+    wall = last - min(e.start for e in events)
     exposed = _union(busy + talk) - _union(busy)
-    times[_EXPOSED][""], times[_GAPS][""] = exposed, wall - _union(busy + talk)
+    hidden = _union(talk) - exposed
+    times[_EXPOSED][""] = exposed
+    times[_GAPS][""] = wall - _union(busy + talk)
     rows = []
     for part in PARTS:
-        phases = {p: times[part].get(p, 0.0) / steps / 1e6 for p in _PHASES}
-        ms = sum(times[part].values()) / steps / 1e6
-        if ms or part in (_EXPOSED, _GAPS):
-            share = ms * 1e6 * steps / wall
-            rows.append({"part": part, **phases, "ms": ms, "share": share})
-    hidden = _union(talk) - exposed
-    rows.append({"part": _HIDDEN, "ms": hidden / steps / 1e6, "share": hidden / wall})
-    return [{k: v if k == "part" else round(v, 4) for k, v in row.items()} for row in rows]
+        total = sum(times[part].values())
+        if not total and part not in (_EXPOSED, _GAPS):
+            continue
+        row: dict = {"part": part}
+        for phase in _PHASES:
+            row[phase] = round(times[part].get(phase, 0.0) / steps / 1e6, 4)
+        row["ms"] = round(total / steps / 1e6, 4)
+        row["share"] = round(total / wall, 4)
+        rows.append(row)
+    ms = round(hidden / steps / 1e6, 4)
+    share = round(hidden / wall, 4)
+    rows.append({"part": _HIDDEN, "ms": ms, "share": share})
+    return rows
+
+
+Span = tuple[float, float]  # start and end
+
+
+def _times_of_parts(
+    events: Sequence[Event], program: dict[str, Instruction]
+) -> tuple[dict[str, dict[str, float]], list[Span], list[Span]]:
+    """(part -> phase -> time, spans of kernels, spans of communication)."""
+    times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    busy: list[Span] = []
+    talk: list[Span] = []
+    upto = float("-inf")
+    for event in sorted(events, key=lambda e: e.start):
+        part, phase = classify(event, program)
+        end = event.start + event.duration
+        if part == _EXPOSED:
+            talk.append((event.start, end))
+            continue
+        busy.append((event.start, end))
+        begin = max(event.start, upto)
+        times[part][phase] += max(0.0, end - begin)
+        upto = max(upto, end)
+    return times, busy, talk
 
 
 _PHASES = "forward", "recompute", "backward"
@@ -218,17 +241,28 @@ def top(events: Sequence[Event], hlo_text: str, steps: int, count: int) -> list[
     layers) together: {op, ms, kernels, part, phase, path, kernel}, the last the longest one."""
     program = parse(hlo_text)
     groups: dict[tuple[str, ...], list[Event]] = defaultdict(list)
-    for e in events:
-        made = _instruction(e, program)
-        op = re.sub(r"[._]\d+$", "", e.op if e.op in program else e.kernel)
-        groups[op, "/".join(made.path.split("/")[-3:]), *classify(e, program)].append(e)
+    for event in events:
+        name = event.op if event.op in program else event.kernel
+        op = re.sub(r"[._]\d+$", "", name)
+        scopes = _instruction(event, program).path.split("/")
+        path = "/".join(scopes[-3:])
+        groups[op, path, *classify(event, program)].append(event)
     rows = []
     for (op, path, part, phase), own in groups.items():
-        ms = round(sum(e.duration for e in own) / steps / 1e6, 4)
-        row = {"op": op[:40], "ms": ms, "kernels": round(len(own) / steps), "part": part}
-        kernel = max(own, key=lambda e: e.duration).kernel[:40]
-        rows.append(row | {"phase": phase, "path": path, "kernel": kernel})
-    return sorted(rows, key=lambda row: -row["ms"])[:count]
+        duration = sum(e.duration for e in own)
+        longest = max(own, key=lambda e: e.duration)
+        row = {
+            "op": op[:40],
+            "ms": round(duration / steps / 1e6, 4),
+            "kernels": round(len(own) / steps),
+            "part": part,
+            "phase": phase,
+            "path": path,
+            "kernel": longest.kernel[:40],
+        }
+        rows.append(row)
+    rows.sort(key=lambda row: -row["ms"])
+    return rows[:count]
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

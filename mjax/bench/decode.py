@@ -31,7 +31,7 @@ from mjax.config import load
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, program, read_numbers
 from mjax.infer.generate import Generator
-from mjax.interop.huggingface.families.table import config_to_hf
+from mjax.interop.huggingface.families.engine import config_to_hf
 from mjax.models import definition_of
 from mjax.models.base.branch import cache_specs
 from mjax.sharding.spec import ParamSpec, is_spec
@@ -153,15 +153,19 @@ def record(cfg: ModelConfig, engine: str, run: Run, batch: int, args: argparse.N
 def bytes_read(cfg: ModelConfig, batch: int, tokens: int, dtype: str) -> int:
     """Bytes that a token must read: the weights, and the cache of `tokens` in each row.
 
-    Of a table of embeddings that is no head a token reads its rows only. Experts all count.
+    A table of embeddings that is no head does not count: a token reads its own row only. All
+    experts count.
     """
-    specs = definition_of(cfg).specs
+    specs = jax.tree.leaves(definition_of(cfg).specs, is_leaf=is_spec)
     lookups = () if cfg.tie_word_embeddings else ("embedding",)
-    weights = [s.size for s in jax.tree.leaves(specs, is_leaf=is_spec) if s.role not in lookups]
-    width, read = jnp.dtype(dtype).itemsize, 0
+    width = jnp.dtype(dtype).itemsize
+    total = 0
+    for spec in specs:
+        if spec.role not in lookups:
+            total += spec.size * width
     for spec in jax.tree.leaves(cache_specs(cfg, batch, tokens)):
-        read += math.prod(spec.shape) * (4 if spec.precise else width)
-    return sum(weights) * width + read
+        total += math.prod(spec.shape) * (4 if spec.precise else width)
+    return total
 
 
 def ours(cfg: ModelConfig, new: int, dtype: str) -> Run:
@@ -191,7 +195,8 @@ def random_weights(cfg: ModelConfig, specs: dict, dtype: str) -> dict:
 
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    return tree.unflatten([draw(key, spec) for key, spec in zip(keys, leaves, strict=True)])
+    drawn = [draw(key, spec) for key, spec in zip(keys, leaves, strict=True)]
+    return tree.unflatten(drawn)
 
 
 def config_of_transformers(cfg: ModelConfig):

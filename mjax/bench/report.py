@@ -1,4 +1,4 @@
-"""What every benchmark's record carries, how it is printed, and how it is held against a baseline.
+"""The stamp of every benchmark's record, its printing, and its comparison with a baseline.
 
 A record is one JSON line: `bench` and `case` say what ran, `ms` how long one run of it took, other
 fields what follows from that; the stamp says on what. Invariant: two records compare if and only if
@@ -127,9 +127,11 @@ def show(rows: Sequence[dict], title: str | None = None) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        cells = (row.get(c, "") for c in columns)
+        cells = [row.get(column, "") for column in columns]
         table.add_row(*(f"{x:,.4g}" if isinstance(x, float) else str(x) for x in cells))
-    Console(stderr=True, width=None if sys.stderr.isatty() else 200, highlight=False).print(table)
+    width = None if sys.stderr.isatty() else 200
+    console = Console(stderr=True, width=width, highlight=False)
+    console.print(table)
 
 
 @functools.cache

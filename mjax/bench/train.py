@@ -144,7 +144,7 @@ def steps_on(trainer: Trainer, batch: dict[str, np.ndarray]) -> Iterator[dict[st
 
 
 def case(trainer: Trainer, documents: int) -> dict:
-    """What two runs must share to be compared."""
+    """The facts that two runs must share to be compared."""
     cfg = trainer.cfg
     target = cfg.data.target_length
     return ({} if target is None else {"target": target}) | {

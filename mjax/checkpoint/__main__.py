@@ -184,7 +184,7 @@ def differing_keys(a: object, b: object, name: str = "") -> Iterator[str]:
 
 
 def differing_array(a: StoredArrays, b: StoredArrays, path: Leaf, values: bool) -> str | None:
-    """What differs between the arrays at `path`, read block by block; None: nothing."""
+    """Words on how the arrays at `path` differ, read block by block; None if they are equal."""
     ours, theirs = a.open(path), b.open(path)
     texts = [f"{x.dtype.numpy_dtype.name} {list(x.shape)}" for x in (ours, theirs)]
     if texts[0] != texts[1]:

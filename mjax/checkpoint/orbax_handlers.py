@@ -1,4 +1,4 @@
-"""What orbax is to do beyond its own: digests of all files of a step, files that travel with it.
+"""Handlers added to orbax's own: digests of all files of a step, and files that travel with it.
 
 `registry` is handed to orbax's CheckpointManager. Invariant: digests are made after the last byte
 of a step is written and before orbax gives the step its name, in the background like the writing.
@@ -22,9 +22,9 @@ DATA_OF_PROCESS = "ocdbt.process_{}"  # orbax's folder for the arrays that a pro
 
 
 def registry(digests: bool) -> ocp.handlers.CheckpointHandlerRegistry:
-    """The handlers of a step's arrays and files; with `digests` they are made.
+    """The handlers of a step's arrays and files; `digests`: whether digests are computed.
 
-    That of the record is orbax's own, which it finds.
+    Orbax finds its own handler for the record.
     """
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
     state = DigestingHandler() if digests else ocp.StandardCheckpointHandler()

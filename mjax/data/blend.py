@@ -66,8 +66,10 @@ def _guess(w: np.ndarray, steps: np.ndarray) -> np.ndarray:
     exact = steps[:, None] * w
     counts = np.floor(exact).astype(np.int64)
     missing = steps - counts.sum(axis=1)
-    rank = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1)
-    return counts + (rank < missing[:, None])
+    by_remainder = np.argsort(counts - exact, axis=1, kind="stable")
+    rank = np.argsort(by_remainder, axis=1)
+    rounds_up = rank < missing[:, None]
+    return counts + rounds_up
 
 
 def _run(w: np.ndarray, start: np.ndarray, chunks: np.ndarray, picks: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ SPAN_CORRUPTION = "span_corruption"
 
 
 class Dataset(Protocol):
-    """What the loader reads: `GPTDataset`, or another of this folder with its methods.
+    """A dataset as the loader reads it: `GPTDataset`, or another of this room.
 
     `padded` is whether a row is one document, and then maybe padding.
     """
@@ -216,7 +216,7 @@ def _blend(
     """One dataset as it is, several as a blend; `make` is `_dataset` of a config.
 
     Megatron's rules: given weights draw `size` with a surplus per dataset; without weights each
-    dataset counts by its samples of one epoch. Where one epoch is too short Megatron stops; here
+    dataset counts by its samples of one epoch. If one epoch is too short, Megatron stops; here
     every dataset repeats in that same proportion.
     """
     if len(paths) == 1 and weights is None:

@@ -33,7 +33,7 @@ PLATFORMS = {"gpu": "cuda"}  # jax's name of a device -> that of what is compile
 
 
 class ArtifactError(ValueError):
-    """What is wrong with an artifact or a request, in one line."""
+    """An artifact or a request that is wrong, in one line."""
 
 
 class Artifact:

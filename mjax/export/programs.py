@@ -165,9 +165,12 @@ def _program(
         layers = jax.tree.unflatten(tree, [cache[name] for name in names])
         old = KVCache(layers, cache["real"], cache["lengths"], cache["column"])
         x, new = extend(model, old, ids, real)
-        rest = {"real": new.real, "lengths": new.lengths, "column": new.column}
-        layers = dict(zip(names, jax.tree.leaves(new.layers), strict=True))
-        return model.logits(x[:, -1]), layers | rest
+        leaves = jax.tree.leaves(new.layers)
+        out = dict(zip(names, leaves, strict=True))
+        out["real"] = new.real
+        out["lengths"] = new.lengths
+        out["column"] = new.column
+        return model.logits(x[:, -1]), out
 
     def abstract(shape, dtype="int32"):
         return jax.ShapeDtypeStruct([sizes.get(n, n) for n in shape], jnp.dtype(dtype))

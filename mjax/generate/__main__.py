@@ -107,7 +107,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """What --prompt and --prompt-file give, in that order."""
+    """The prompts of --prompt and --prompt-file, in that order."""
     out: list[Prompt] = list(args.prompt)
     if args.prompt_file is not None:
         if is_json_lines(args.prompt_file):
@@ -130,9 +130,9 @@ def _json_prompts(path: Path) -> Iterator[Prompt]:
 def read_images(
     args: argparse.Namespace, cfg: ModelConfig, tokenizer: Tokenizer
 ) -> tuple["np.ndarray | Tiled | None", list[list[int]]]:
-    """What --image gives, fp32 [1, I, H, W, C], or None; the ids of each, if cut into tiles.
+    """The images of --image, fp32 [1, I, H, W, C], or None; the ids of each, if cut into tiles.
 
-    Raises `UserError` for what is no picture.
+    Raises `UserError` for a file that is no picture.
     """
     if not args.image:
         return None, []
@@ -177,7 +177,7 @@ def _require_tower(cfg: ModelConfig, modality: str, option: str) -> None:
 
 
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
-    """What --audio gives, fp32 [1, I, F, M], or None. Raises `UserError` for what is no sound."""
+    """The sounds of --audio, fp32 [1, I, F, M], or None. Raises `UserError` if one is no sound."""
     if not args.audio:
         return None
     _require_tower(cfg, "audio", f"--audio {args.audio[0]}")

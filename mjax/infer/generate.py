@@ -247,8 +247,11 @@ class Programs:
         logits = gathered(model.logits(x[:, -1]), self.mesh)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
         token, logprob = sample(logits, own, settings, seen, draws)
-        seen = seen.at[jnp.arange(len(token)), token].set(True)
-        state, made = replicated(((token, keys, seen), (token, logprob)), self.mesh)
+        rows = jnp.arange(len(token))
+        seen = seen.at[rows, token].set(True)
+        state = token, keys, seen
+        made = token, logprob
+        state, made = replicated((state, made), self.mesh)
         return (cache, *state), made
 
 

@@ -14,7 +14,7 @@ from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
-from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from mjax.kernels.attention import api
 from mjax.models.base.context import Context, tokens_of

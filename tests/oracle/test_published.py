@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import mjax
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.models.attention.positions import frequencies
 from tests.marks import quick, slow
 from tests.oracle.families import MODELS

@@ -53,9 +53,9 @@ LARGEST = 512 * 2**20  # bytes of all files that travel, the small ones first
 
 
 def side_folders(path: str | Path) -> Iterator[Path]:
-    """Where the side files of a model folder, a checkpoint or a run may lie, the best first.
+    """Folders that may have the side files of a model folder, a checkpoint or a run, best first.
 
-    They lay beside the steps before they lay in them, and a run on `data.text` has its own.
+    Older runs stored them next to the step folders; runs on `data.text` keep their own copy.
     """
     path = Path(path)
     yield path
@@ -70,7 +70,7 @@ def side_folders(path: str | Path) -> Iterator[Path]:
 def read_folder(folder: Path) -> dict[str, bytes]:
     """Name, with / for folders in it, -> content of the side files in one folder.
 
-    Of a folder that is not a model's, these are the files of a tokenizer.
+    A folder that is not a model's gives the files of a tokenizer only.
     """
     is_model = folder.name == SIDE_FILES or (folder / "config.json").is_file()
     files = _files_of(folder) if is_model else map(folder.glob, (*NAMES, *PATTERNS))
@@ -134,7 +134,7 @@ def tokenizer_dir(path: str | Path) -> Path | None:
 
 
 def tokenizer_of(path: str | Path) -> Path | str | None:
-    """What `load_tokenizer` takes for a model folder, a checkpoint or a run."""
+    """The argument of `load_tokenizer` for a model folder, a checkpoint or a run."""
     folder = tokenizer_dir(path)
     step = newest_step(Path(path))
     if folder is None and step is not None:
@@ -144,10 +144,10 @@ def tokenizer_of(path: str | Path) -> Path | str | None:
 
 
 def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
-    """The side files for the checkpoints of a run, from where its weights or its data come from.
+    """The side files for a run's checkpoints, from the origins of its weights and of its data.
 
-    Weights are those of its newest checkpoint, else of `checkpoint.init_from`. Where `data` has
-    another tokenizer than they, its files take the place of all of its kind.
+    The weights come from its newest checkpoint, else from `checkpoint.init_from`. If `data` has
+    another tokenizer than they, its files replace all files of a tokenizer.
     """
     step = newest_step(checkpoints)
     of_weights = read_folder(step / SIDE_FILES) if step else {}

@@ -52,7 +52,7 @@ class DigestList:
     def verify(self, *prefixes: str, process: int = 0, processes: int = 1) -> None:
         """Read the files whose names begin with one of `prefixes` (none: all) and compare.
 
-        Of several processes each reads its part of the blocks. Raises `DamagedCheckpoint`.
+        Each of several processes reads its part of the blocks. Raises `DamagedCheckpoint`.
         """
         tasks = []
         for name in sorted(self.files):
@@ -123,10 +123,11 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 def write_digests(folder: Path, known: Mapping[str, FileDigest] | None = None) -> None:
     """Write the list of the step in `folder`; files that `known` lacks are read for it."""
-    known, files = known or {}, files_of(folder)
-    unknown = [name for name in files if name not in known]
-    made = zip(unknown, digest_files(files[name] for name in unknown), strict=True)
-    digests = {**known, **dict(made)}
+    files = files_of(folder)
+    digests = dict(known or {})
+    unknown = [name for name in files if name not in digests]
+    computed = digest_files(files[name] for name in unknown)
+    digests.update(zip(unknown, computed, strict=True))
     write_list(folder / LIST, {name: digests[name] for name in files})
 
 

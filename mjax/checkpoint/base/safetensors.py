@@ -82,7 +82,7 @@ class Tensor:
     def read_bytes(
         self, file: int, size: int, first: int, width: int, rows: slice, cols: slice
     ) -> np.ndarray:
-        """What `read` reads, as uint8; an element has `size` bytes."""
+        """The bytes of the part that `read` reads, uint8; an element has `size` bytes."""
         n, m = rows.stop - rows.start, cols.stop - cols.start
         raw = np.empty((n, m * size), np.uint8)
         at = self.offset + size * (first + rows.start * width + cols.start)

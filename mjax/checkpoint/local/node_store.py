@@ -121,8 +121,10 @@ class NodeStore:
         folders = self.directory.glob("process-*")
         seen = {step for folder in folders for step in steps_of(folder)}
         newest = sorted(seen, reverse=True)[:MOST_STEPS]
-        found = gather_numbers([*newest, *[NONE] * (MOST_STEPS - len(newest))])
-        return sorted({int(step) for step in found.flat} - {NONE}, reverse=True)
+        padding = [NONE] * (MOST_STEPS - len(newest))
+        gathered = gather_numbers([*newest, *padding])
+        found = set(gathered.flatten().tolist()) - {NONE}
+        return sorted(found, reverse=True)
 
     def newest(self) -> Path | None:
         """The newest step of this process, for messages."""
@@ -154,9 +156,9 @@ class NodeStore:
         return jax.tree.unflatten(tree, arrays)
 
     def _remove_strange(self, step: int) -> None:
-        """Remove what is newer than the step that all go on from, and what absent processes left.
+        """Remove steps newer than the one that all go on from, and files of absent processes.
 
-        That is done when all have read what they need.
+        To be called once all have read the files that they need.
         """
         nodes = gather_numbers([self._node()])[:, 0]
         here = {
@@ -298,8 +300,10 @@ def _write_part(file: Path, leaves: list, origin: int, shards: list[list]) -> No
     with open(file, "wb") as f:
         for leaf, of_leaf in zip(leaves, shards, strict=True):
             for slot, first in enumerate(_first_slots(leaf, origin)):
-                if slot == first:
-                    f.write(np.asarray(of_leaf[slot]).reshape(-1).view(np.uint8))
+                if slot != first:
+                    continue
+                values = np.asarray(of_leaf[slot])
+                f.write(values.reshape(-1).view(np.uint8))
 
 
 def _read(

@@ -108,7 +108,7 @@ def read_documents(files: Iterable[str], all_lines: bool = False) -> Iterator[Do
 
 
 def _lines(path: str, chunks: Iterable[bytes]) -> Iterator[Document]:
-    """The lines that are not blank. Those of bytes end in LF, CR or both, and nowhere else."""
+    """The lines that are not blank. Lines of bytes end in LF, CR or both, and nowhere else."""
     lines = itertools.chain.from_iterable(chunk.splitlines() for chunk in chunks if chunk)
     for number, line in enumerate(lines, 1):
         line = _unmarked(line)  # each line: files are joined end to end

@@ -185,11 +185,13 @@ class _Pieces:
     def __post_init__(self) -> None:
         texts = {number: token.content for number, token in self.added.items()}
         self.decoded = texts | self.decoded
-        self.ids = {token.content: number for number, token in self.added.items()}
-        longest = sorted(self.added.values(), key=lambda token: -len(token.content))
-        self.numbers = [self.ids[token.content] for token in longest]
-        self.pattern = re.compile("|".join(token.pattern for token in longest) or r"(?!)")
+        self.ids = {text: number for number, text in texts.items()}
         self.special = {number for number, token in self.added.items() if token.special}
+        longest = list(self.added.values())
+        longest.sort(key=lambda token: -len(token.content))
+        self.numbers = [self.ids[token.content] for token in longest]
+        patterns = [token.pattern for token in longest]
+        self.pattern = re.compile("|".join(patterns) or r"(?!)")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         texts = list(texts)
@@ -363,15 +365,20 @@ def _add_tokens(inner, path: Path, said: dict) -> None:
 
 def _tiktoken(path: Path, said: dict) -> Tokenizer:
     wrong = f"{path}: no tiktoken file ({{reason}}): a line is a token in base64 and a number"
+    ranks = {}
     with or_user_error(wrong, (OSError, ValueError)):
-        pairs = (line.split() for line in path.read_bytes().splitlines() if line)
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        for line in filter(None, path.read_bytes().splitlines()):
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
     split, specials = KNOWN_FILES.get(len(ranks), (SPLIT_CL100K, {}))
-    added = _added(path, said, max([*ranks.values()]) + 1, specials.get)
+    first_added = max(list(ranks.values())) + 1
+    added = _added(path, said, first_added, specials.get)
     specials = specials | {token.content: number for number, token in added.items()}
-    if "<|begin_of_text|>" in specials and "add_bos_token" not in said:
-        said = {"bos_token": "<|begin_of_text|>"} | said | {"add_bos_token": True}  # Llama 3's
-    return _of_ranks(path, said, said.get("pattern", split), ranks, specials, True)
+    if "<|begin_of_text|>" in specials and "add_bos_token" not in said:  # Llama 3's
+        said = {"bos_token": "<|begin_of_text|>"} | said
+        said["add_bos_token"] = True
+    pattern = said.get("pattern", split)
+    return _of_ranks(path, said, pattern, ranks, specials, True)
 
 
 def _megatron_tiktoken(path: Path, said: dict) -> Tokenizer:

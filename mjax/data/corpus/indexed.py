@@ -203,12 +203,13 @@ class IndexedDatasetWriter:
 
         `counts` are the sequences of each document; None: one.
         """
+        if counts is None:
+            counts = np.ones(len(lengths), np.int64)
         assert len(tokens) == lengths.sum(), (len(tokens), lengths.sum())
-        counts = np.ones(len(lengths), np.int64) if counts is None else counts
         assert len(lengths) == counts.sum(), (len(lengths), counts.sum())
-        before = self._sequences
+        ends = self._sequences + np.cumsum(counts, dtype=np.int64)
         self._append(self._cast(tokens), lengths.astype(np.int32))
-        self._bounds.append(before + np.cumsum(counts, dtype=np.int64))
+        self._bounds.append(ends)
 
     def close(self) -> None:
         """Write the index and give both files their names."""

@@ -66,14 +66,17 @@ class Vectors:
 def _features(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(mixed bits of all tokens and pairs of neighbors in chunks [n, size], their rows), int64."""
     ids = tokens.astype(np.uint64)
-    pairs = (ids[:, :-1] + np.uint64(1)) << np.uint64(32) | ids[:, 1:]
-    real = tokens >= 0
-    found = [ids[real], pairs[real[:, 1:]]]
-    rows = [np.nonzero(real)[0], np.nonzero(real[:, 1:])[0]]
-    bits = np.concatenate(found)
+    first, second = ids[:, :-1] + np.uint64(1), ids[:, 1:]
+    pairs = first << np.uint64(32) | second
+    is_token = tokens >= 0
+    is_pair = is_token[:, 1:]
+    token_rows, _ = np.nonzero(is_token)
+    pair_rows, _ = np.nonzero(is_pair)
+    bits = np.concatenate([ids[is_token], pairs[is_pair]])
     for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):  # splitmix64
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(factor)
-    return (bits >> np.uint64(8)).astype(np.int64), np.concatenate(rows)
+    mixed = (bits >> np.uint64(8)).astype(np.int64)
+    return mixed, np.concatenate([token_rows, pair_rows])
 
 
 class Index:

@@ -35,7 +35,7 @@ Decode = Callable[[bytes | np.ndarray], np.ndarray]
 
 
 def attempt(function: Callable, *given: object) -> np.ndarray | bytes | str:
-    """What a function that reads or decodes returns, or why it cannot, in words."""
+    """Call a function that reads or decodes; returns its result, or in words why it failed."""
     try:
         return function(*given)
     except Exception as e:  # libraries raise all kinds of errors for bytes that are no image
@@ -77,7 +77,7 @@ class Decoders:
         list(self.threads.map(decode_part, parts) if self.threads else map(decode_part, parts))
 
     def _ask(self, decode: Decode, sent: list[bytes]) -> list[np.ndarray | str]:
-        """What this thread's process makes of some items, until it is asked again."""
+        """Decode some items in this thread's process; the results last until the next call."""
         if not sent:
             return []
         if not hasattr(self.local, "helper"):
@@ -110,7 +110,7 @@ class Helper:
         os.close(memory)
 
     def ask(self, decode: Decode, sent: list[bytes]) -> list[np.ndarray | str]:
-        """What it makes of some items: arrays in its memory until it is asked again, or words."""
+        """Decode some items: arrays in its memory that last until the next call, or words."""
         self.pipe.send((decode, sent))
         found = []
         for told in self.pipe.recv():

@@ -2,10 +2,10 @@
 
 A sample is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
 "A cat."}, as JSON lines, parquet, tar files or folders hold it (`data/multimodal/sources.py`); all
-but the text may be left out. The loss is on the text and the end behind it. In the place of both
-may stand a conversation, which the tokenizer's chat template writes: the loss is on answers. Where
-images are compared with texts (CLIP), a sample is an image and a text, and a text that is too long
-is cut. Invariant: sample n is a pure function of (files, settings, seed, n), as in
+but the text may be left out. The loss is on the text and the end token after it. A conversation may
+replace both, which the tokenizer's chat template writes: the loss is on answers. A model that
+compares images with texts (CLIP) has samples of an image and a text, and a text that is too long is
+cut. Invariant: sample n is a pure function of (files, settings, seed, n), as in
 `data/sentences/labelled.py`. A sample whose image or sound cannot be decoded, or that does not fit
 `data.seq_length`, counts in no loss and is named in the log.
 """

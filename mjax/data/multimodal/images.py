@@ -57,14 +57,18 @@ class ImageDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Samples `indices`, stacked."""
-        cfg, chosen = self.cfg, self._chosen(indices)
+        cfg = self.cfg
         vision = cfg.model.vision
+        chosen = self._chosen(indices)
+        images = [sample.items[IMAGES][0] for sample in chosen]
         patches = np.zeros((len(chosen), cfg.data.seq_length, vision.numbers), np.float32)
-        is_good = self.reader.read([sample.items[IMAGES][0] for sample in chosen], patches)
+        is_good = self.reader.read(images, patches)
         self.skipped.judge(list(map(_names, chosen)), is_good)
         labels = np.array([sample.facts["label"] for sample in chosen], np.int32)
-        fields = fields_of_rows(patches, vision.num_tokens(cfg.image_size))
-        return fields | {"row_label": np.where(is_good, labels, np.int32(-1))}
+        tokens = vision.num_tokens(cfg.image_size)
+        fields = fields_of_rows(patches, tokens)
+        fields["row_label"] = np.where(is_good, labels, np.int32(-1))
+        return fields
 
     def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """The files of samples `indices`, with what is wrong with them, if anything."""

@@ -85,9 +85,10 @@ class PackedTexts:
 
 
 def packed(costs: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
-    """The numbers of what costs so much, in as few rows as best fit decreasing finds.
+    """The numbers of items with these costs, in as few rows as best fit decreasing finds.
 
-    The first cost decides; the others must have room, too. What fits nowhere is a row of its own.
+    The first cost decides; the others must have room, too. An item that fits nowhere is a row of
+    its own.
     """
     rows: list[list[int]] = []
     left: list[list[int]] = []  # room of each row

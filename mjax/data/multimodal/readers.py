@@ -109,11 +109,13 @@ class ImageReader:
         return norm_image(self.decode(encoded), scale.mean, scale.std)
 
     def fill(self, row: np.ndarray, decoded: np.ndarray) -> None:
-        """Write the patches of what `decode` gives to zeros [T, C*P*P], normed."""
-        vision, scale = self.cfg.model.vision, self.cfg.data.images
-        patches = patches_of(decoded[None], vision.patch_size)[0]
-        patches = patches.reshape(len(patches), vision.num_channels, -1)
-        places = row[vision.leading : vision.leading + len(patches)].reshape(patches.shape)
+        """Write the patches of an image from `decode` to zeros [T, C*P*P], normed."""
+        vision = self.cfg.model.vision
+        scale = self.cfg.data.images
+        (flat,) = patches_of(decoded[None], vision.patch_size)
+        patches = flat.reshape(len(flat), vision.num_channels, -1)
+        last = vision.leading + len(patches)
+        places = row[vision.leading : last].reshape(patches.shape)
         norm_pixels(patches, scale.mean, scale.std, places, 1)
 
     def read(self, items: Sequence[Item], rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -54,7 +54,7 @@ class PictureReader(ImageReader):
         return partial(decode_picture, channels=self.cfg.model.vision.num_channels)
 
     def pictures(self, items: Sequence[Item]) -> list[np.ndarray | None]:
-        """What `decode` makes of each item; None where it cannot be used, which the log names."""
+        """Decode each item; None for one that cannot be used, which the log names."""
         found: list[np.ndarray | None] = [None] * len(items)
 
         def keep(place: int, decoded: np.ndarray | str) -> None:
@@ -125,9 +125,9 @@ def tiled_images(
     mean: Sequence[float] = (0.5,),
     std: Sequence[float] = (0.5,),
 ) -> tuple[Tiled, list[list[int]]]:
-    """What a model reads of texts with pictures, uint8 [H, W, C] of any size; their tokens.
+    """Cut the pictures of texts, uint8 [H, W, C] of any size, into a model's inputs.
 
-    The second is how many tokens `image_token_id` stand in a text for each of its pictures.
+    Returns them and how many tokens `image_token_id` stand in a text for each of its pictures.
     """
     cuts = [cut(pictures, vision, mean, std) for pictures in rows]
     corners = padded_features([found.features for found in cuts])
@@ -142,9 +142,9 @@ def tagged_images(
     mean: Sequence[float] = (0.5,),
     std: Sequence[float] = (0.5,),
 ) -> tuple[np.ndarray, list[list[list[int]]]]:
-    """What a model with `tile_tags` reads of texts with pictures, fp32 [B, I, H, W, C].
+    """Cut the pictures of texts into the inputs of a model with `tile_tags`, fp32 [B, I, H, W, C].
 
-    The second is the ids that stand in a text for each of its pictures, tags among them.
+    Returns them and the ids that stand in a text for each of its pictures, tags among them.
     """
     tags = tag_ids(vision, tokenizer)
     cuts = [cut(pictures, vision, mean, std, tags) for pictures in rows]
@@ -249,8 +249,8 @@ def _square(picture: "Image", ground: tuple[int, ...]) -> "Image":
 def best_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
     """The (height, width) of `image_grid_pinpoints` that keeps most of an image.
 
-    Of those that keep as much it is the one with the least padding. Raises `ValueError` for an
-    image so narrow that none keeps a pixel. With tags it is `nearest_size`.
+    The least padding breaks a tie. Raises `ValueError` for an image so narrow that none keeps a
+    pixel. With tags it is `nearest_size`.
     """
     if vision.tile_tags:
         return nearest_size(height, width, vision)
@@ -270,8 +270,8 @@ def best_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
 def nearest_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
     """The (height, width) of `image_grid_pinpoints` with the proportions nearest to an image's.
 
-    Of those as near it is the largest that has less than twice the pixels of the image, or else
-    the smallest (Megatron-LM, InternVL).
+    A tie goes to the largest that has less than twice the pixels of the image, or else to the
+    smallest (Megatron-LM, InternVL).
     """
     best, least = (0, 0), math.inf
     for tall, wide in sorted(vision.image_grid_pinpoints, key=math.prod):
@@ -282,7 +282,7 @@ def nearest_size(height: int, width: int, vision: VisionConfig) -> tuple[int, in
 
 
 def features_of_images(sizes: Sequence[tuple[int, int]], vision: VisionConfig) -> list[Features]:
-    """What stands in a text for each of its images [height, width]; transformers' order."""
+    """The features that stand in a text for each of its images; transformers' order."""
     if len(sizes) != 1:
         return [features_of_one_tile(vision, number) for number in range(len(sizes))]
     whole = unmixed(np.arange(vision.text_tokens()))
@@ -290,7 +290,7 @@ def features_of_images(sizes: Sequence[tuple[int, int]], vision: VisionConfig) -
 
 
 def _features_of_grid(height: int, width: int, vision: VisionConfig) -> Features:
-    """Those of the tiles behind the whole view of an image, a newline behind each row."""
+    """Features of an image's tiles, which follow its whole view; a newline ends each row."""
     side = vision.feature_grid()
     sizes = best_size(height, width, vision)
     rows, columns = (size // vision.image_size for size in sizes)
@@ -299,14 +299,22 @@ def _features_of_grid(height: int, width: int, vision: VisionConfig) -> Features
     by_tile = numbers.reshape(rows, columns, side, side)
     grid = by_tile.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
     grid = _without_padding(grid, height, width)
-    most = int(vision.vision_aspect_ratio.removeprefix("anyres_max_"))
-    ratio = math.sqrt(grid.size / (most * side**2))
-    ratio = ratio if ratio > _SLACK else 1
-    corners, weights = _interpolated(grid, int(grid.shape[0] // ratio), int(grid.shape[1] // ratio))
+    corners, weights = _interpolated(grid, *_size_in_text(grid, vision))
     newline = unmixed(np.full(len(corners), NEWLINE))
     corners = np.concatenate([corners, newline.corners[:, None]], axis=1)
     weights = np.concatenate([weights, newline.weights[:, None]], axis=1)
     return Features(corners.reshape(-1, CORNERS), weights.reshape(-1, CORNERS))
+
+
+def _size_in_text(grid: np.ndarray, vision: VisionConfig) -> tuple[int, int]:
+    """The size to which a grid of features is reduced if it has too many."""
+    most_tiles = int(vision.vision_aspect_ratio.removeprefix("anyres_max_"))
+    most = most_tiles * vision.feature_grid() ** 2
+    ratio = math.sqrt(grid.size / most)
+    if ratio <= _SLACK:
+        ratio = 1
+    tall, wide = grid.shape
+    return int(tall // ratio), int(wide // ratio)
 
 
 def _without_padding(grid: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -324,12 +332,13 @@ def _without_padding(grid: np.ndarray, height: int, width: int) -> np.ndarray:
 def _interpolated(grid: np.ndarray, tall: int, wide: int) -> tuple[np.ndarray, np.ndarray]:
     """A grid at another size, bilinearly: its numbers and their weights, [tall, wide, 4]."""
     corners, weights = [], []
-    for rows, of_rows in _neighbors(grid.shape[0], tall):
-        for columns, of_columns in _neighbors(grid.shape[1], wide):
+    height, width = grid.shape
+    for rows, of_rows in _neighbors(height, tall):
+        for columns, of_columns in _neighbors(width, wide):
             corners.append(grid[np.ix_(rows, columns)])
             weights.append(np.outer(of_rows, of_columns))
-    stacked = np.stack(corners, axis=2), np.stack(weights, axis=2)
-    return stacked[0].astype(np.int32), stacked[1].astype(np.float32)
+    numbers = np.stack(corners, axis=2).astype(np.int32)
+    return numbers, np.stack(weights, axis=2).astype(np.float32)
 
 
 def _neighbors(old: int, new: int) -> list[tuple[np.ndarray, np.ndarray]]:

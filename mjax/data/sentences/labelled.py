@@ -31,8 +31,8 @@ class LabelledDataset:
     Pairs are framed as the tokenizer frames them (`masked.frame_of_pairs`).
 
     `batch(indices)` gives `tokens`, `token_types`, `segment_ids`, `positions` (int32 [B, S]) and
-    `row_label` (int32 [B]). What is too long loses tokens at the end of its longer text. Raises
-    `UserError` for a line that cannot be used, naming it.
+    `row_label` (int32 [B]). A sample that is too long loses tokens at the end of its longer text.
+    Raises `UserError` for a line that cannot be used, naming it.
     """
 
     max_documents, padded = 2, True  # the texts, and padding

@@ -41,9 +41,9 @@ class Source(NamedTuple):
 class SentenceDataset:
     """Samples of up to `data.seq_length` tokens, from documents of a sentence, with `pairs` of two.
 
-    Those who inherit give `batch(indices)`. `[i]` is one sample of it. `continues` bool [V] tells
-    which tokens continue a word (`tokenizer.word_continuations`); None: each token is a word.
-    Raises `UserError` on a corpus or split that cannot be used.
+    A subclass gives `batch(indices)`; `[i]` is one sample of it. `continues` bool [V] tells which
+    tokens continue a word (`tokenizer.word_continuations`); None: each token is a word. Raises
+    `UserError` on a corpus or split that cannot be used.
     """
 
     max_documents, padded = 2, True  # the text, and padding
@@ -119,15 +119,18 @@ class SentenceDataset:
         return [f"{self.prefix} ({first} to {last - 1})" for first, last in bounds]
 
     def sources(self, indices: Sequence[int] | np.ndarray) -> Iterator[Source]:
-        """Yield what samples `indices` are made of; one call reads all their text."""
+        """Yield the sentences and draws of samples `indices`; one call reads all their text."""
         self._watch.check()
         numbers = np.asarray(indices, np.int64)
         first, last, target = self.sample_index[numbers].T.astype(np.int64)
         data = self.dataset
-        size = data.offsets[last - 1] + data.lengths[last - 1] - data.offsets[first]
-        text = data.gather(data.offsets[first], size).astype(np.int32)
+        begin = data.offsets[first]
+        end = data.offsets[last - 1] + data.lengths[last - 1]
+        sizes = end - begin
+        text = data.gather(begin, sizes).astype(np.int32)
         data.require_ids(text, self.vocab_size)
-        texts = np.split(text, np.cumsum(size)[:-1])
+        borders = np.cumsum(sizes)[:-1]
+        texts = np.split(text, borders)
         for row, number in enumerate(numbers.tolist()):
             lengths = data.lengths[first[row] : last[row]]
             rng = np.random.RandomState((self.seed + number) % 2**32)
@@ -187,10 +190,10 @@ def fill_row(fields: Batch, row: int, values: Mapping[str, Sequence[int] | np.nd
 
 
 def frame_of_pairs(tokenizer: Tokenizer | None, bert: BertConfig) -> PairFrame:
-    """How pairs of texts are framed for a model: as its tokenizer does.
+    """The frame of pairs of texts for a model: its tokenizer's.
 
-    Where that does not say it, positions that begin behind padding tell RoBERTa's. A table without
-    a second type has one for all.
+    If the tokenizer has none, positions that begin after padding tell that it is RoBERTa's. A
+    table without a second type has one type for all.
     """
     frame = None if tokenizer is None else tokenizer.pair
     if frame is None:

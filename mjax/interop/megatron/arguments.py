@@ -1,8 +1,8 @@
 """Megatron-LM's saved arguments -> `ModelConfig`.
 
 Invariant: every argument that changes what a GPT computes is either translated here or, when it is
-on, refused by name; what only changes how it is trained, sharded or rounded is not looked at. What
-this list does not know (Megatron grows) shows as a tensor without a place, which is refused too.
+on, refused by name. Arguments that only change how it is trained, sharded or rounded are not read.
+An argument newer than this list shows as a tensor without a place, which is refused, too.
 Source: megatron/training/arguments.py, core/transformer/transformer_config.py, gpt_builders.py.
 """
 
@@ -38,8 +38,8 @@ CHOICES = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
 
-_POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_POSITION_NAMES = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
+_NORM_NAMES = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 class _Args:
@@ -76,14 +76,14 @@ def model_config(values: Mapping[str, object], where: str) -> ModelConfig:
             raise args.refuse(name, f"is none of {', '.join(map(str, allowed))}")
     bias = bool(args("add_bias_linear", True))
     fields = {
-        **_sizes(args),
+        **_size_fields(args),
         **_positions(args),
         **_activation(args, bias),
-        **_layers(args),
-        **_experts(args, bias),
-        **_attention(args, bias),
+        **_layer_fields(args),
+        **_expert_fields(args, bias),
+        **_attention_fields(args, bias),
         "mlp_bias": bias,
-        "norm": _NORMS[args.need("normalization")],
+        "norm": _NORM_NAMES[args.need("normalization")],
         "norm_eps": float(args.need("norm_epsilon")),
         "norm_zero_centered": bool(args("apply_layernorm_1p", False)),
         "tie_word_embeddings": not args("untie_embeddings_and_output_weights", False),
@@ -98,7 +98,7 @@ def _idle(name: str, dense: bool) -> bool:
     return dense and name.startswith("moe_")
 
 
-def _sizes(args: _Args) -> dict:
+def _size_fields(args: _Args) -> dict:
     hidden, heads = args.need("hidden_size"), args.need("num_attention_heads")
     padded = args.need("padded_vocab_size")
     vocab = args("vocab_size", padded)
@@ -121,7 +121,7 @@ def _sizes(args: _Args) -> dict:
     }
 
 
-def _attention(args: _Args, bias: bool) -> dict:
+def _attention_fields(args: _Args, bias: bool) -> dict:
     return {
         "attention.attention_bias": bias or bool(args("add_qkv_bias", False)),
         "attention.attention_out_bias": bias,
@@ -133,7 +133,7 @@ def _attention(args: _Args, bias: bool) -> dict:
 
 
 def _positions(args: _Args) -> dict:
-    found = {"position_embedding": _POSITIONS[args.need("position_embedding_type")]}
+    found = {"position_embedding": _POSITION_NAMES[args.need("position_embedding_type")]}
     if found["position_embedding"] != "rope":
         return found
     found["rope.rope_theta"] = float(args("rotary_base", 10000))
@@ -171,7 +171,7 @@ _MARKED = {
 }
 
 
-def _layers(args: _Args) -> dict:
+def _layer_fields(args: _Args) -> dict:
     """layer_pattern and attention.sliding_window, from Megatron's three per-layer arguments."""
     n = args.need("num_layers")
     marks = {kind: [False] * n for kind in _MARKED}
@@ -216,7 +216,7 @@ def _every(
     return [bool(mark) == marked for mark in value]
 
 
-def _experts(args: _Args, bias: bool) -> dict:
+def _expert_fields(args: _Args, bias: bool) -> dict:
     if not args("num_experts"):
         return {}
     if bias:

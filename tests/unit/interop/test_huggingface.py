@@ -26,7 +26,7 @@ from mjax.checkpoint.store import Store
 from mjax.checkpoint.weights import read_weights, write_weights
 from mjax.config import load
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.slots import Slot
+from mjax.interop.huggingface.families.family import Slot
 from mjax.interop.huggingface.files import export, hf_source
 from mjax.models import build, split
 from mjax.run.resume import resume
@@ -459,7 +459,7 @@ MEASURED = """
     import numpy as np
     from mjax.interop.huggingface.files import export, hf_source
     from mjax.checkpoint.base.safetensors import write_file
-    from mjax.interop.huggingface.families.slots import Slot
+    from mjax.interop.huggingface.families.family import Slot
     from mjax.checkpoint.weights import read_weights, write_weights
     from mjax.config.schema.model import ModelConfig
     from mjax.sharding.spec import ParamSpec

@@ -14,7 +14,7 @@ from mjax.errors import UserError
 from mjax.interop.huggingface.families.deepseek import ROUTED
 from mjax.interop.huggingface.families.parts import (
     BALANCE,
-    HEADS,
+    HEAD_KEYS,
     Part,
     alike,
     ignored,
@@ -114,8 +114,13 @@ _BRANCHES = {
     "experts": ("moe", "E"),
 }
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
-_WORDS = {True: "full_attention", False: "linear_attention"}
-_OF_EXPERTS = (*ROUTED, "n_shared_experts", "moe_shared_expert_intermediate_size", "norm_topk_prob")
+_LAYER_WORDS = {True: "full_attention", False: "linear_attention"}
+_NEMOTRON_EXPERT_KEYS = (
+    *ROUTED,
+    "n_shared_experts",
+    "moe_shared_expert_intermediate_size",
+    "norm_topk_prob",
+)
 
 
 def one_branch_a_layer() -> Part:
@@ -134,7 +139,7 @@ def one_branch_a_layer() -> Part:
         if not letters:
             raise UserError("config.json lacks 'layers_block_type', which its model_type needs")
         if _BRANCHES["experts"][1] not in letters:
-            for key in _OF_EXPERTS:
+            for key in _NEMOTRON_EXPERT_KEYS:
                 config.pop(key, None)
         only(config, "num_hidden_layers", len(letters))
         return {"layer_pattern": f"megatron:{letters}", "num_hidden_layers": len(letters)}
@@ -156,7 +161,7 @@ def nemotron_shape() -> Part:
     keys = same(
         alike("vocab_size hidden_size intermediate_size max_position_embeddings")
         | alike("tie_word_embeddings initializer_range")
-        | alike(HEADS, "attention.")
+        | alike(HEAD_KEYS, "attention.")
         | {"layer_norm_epsilon": "norm_eps"},
         {"tie_word_embeddings": False, "initializer_range": 0.02}
         | {"attention_dropout": 0.0, "layer_norm_epsilon": 1e-5},
@@ -232,7 +237,7 @@ def attention_among(indices: bool, mixed: Callable[[dict], tuple[str, str]]) -> 
             return {}
         if indices:
             return {"attn_layer_indices": [i for i, attend in enumerate(attends) if attend]}
-        return {"layer_types": [_WORDS[attend] for attend in attends]}
+        return {"layer_types": [_LAYER_WORDS[attend] for attend in attends]}
 
     return Part(read, write)
 
@@ -245,7 +250,7 @@ def every_nth_attends() -> Part:
         every = take(config, "full_attention_interval", 4)
         if not config.get("layer_types"):
             attends = [(i + 1) % every == 0 for i in range(config["num_hidden_layers"])]
-            config["layer_types"] = [_WORDS[a] for a in attends]
+            config["layer_types"] = [_LAYER_WORDS[a] for a in attends]
         return {}
 
     return Part(read, lambda cfg: {})

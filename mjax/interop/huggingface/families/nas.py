@@ -13,10 +13,10 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.parts import Part, only, take
 
-_MULTIPLE = 256  # of the widths of MLPs
+_WIDTH_MULTIPLE = 256  # of the widths of MLPs
 # The parts of an entry: the branch, and the matrix in its place.
 _BRANCHES = {"attention": ("full", "linear"), "ffn": ("mlp", "linear_mlp")}
-_SIZES = {"attention": "n_heads_in_group", "ffn": "ffn_mult"}
+_SIZE_KEYS = {"attention": "n_heads_in_group", "ffn": "ffn_mult"}
 _ABSENT = """sparsify window_length num_sink_tokens unshifted_sink moe mamba is_mamba llama4
     is_llama4 use_prefill_window_in_sink_attention""".split()
 
@@ -36,37 +36,39 @@ def block_configs() -> Part:
         blocks, layers = take(config, "block_configs"), config.get("num_hidden_layers")
         if not isinstance(blocks, list) or len(blocks) != layers:
             raise UserError(f"config.json: block_configs must be a list of {layers} layers")
-        found = [_read(f"block_configs[{i}]", block, config) for i, block in enumerate(blocks)]
+        found = [
+            _read_block(f"block_configs[{i}]", block, config) for i, block in enumerate(blocks)
+        ]
         heads = config.get("num_attention_heads")
         kv_heads = next((layer.kv_heads for layer in found if layer.kv_heads), heads)
-        width = next((layer.width for layer in found if layer.width), _MULTIPLE)
+        width = next((layer.width for layer in found if layer.width), _WIDTH_MULTIPLE)
         config |= {"num_key_value_heads": kv_heads, "intermediate_size": width}
         sizes: list[dict] = []
         kinds = ["+".join(layer.words) + _mark(layer, kv_heads, width, sizes) for layer in found]
         return {"layer_pattern": pattern_of(kinds), "layer_sizes": sizes}
 
     def write(cfg: ModelConfig) -> dict:
-        blocks = [_written(cfg.of_layer(kind), branches_of(kind)) for kind in cfg.layer_kinds]
+        blocks = [_entry(cfg.of_layer(kind), branches_of(kind)) for kind in cfg.layer_kinds]
         sizes = {"num_key_value_heads": None, "intermediate_size": None}
         return sizes | {"block_configs": blocks}
 
     return Part(read, write)
 
 
-def _read(where: str, block: object, config: dict) -> _Layer:
+def _read_block(where: str, block: object, config: dict) -> _Layer:
     """One entry. Raises `UserError` for what mjax has no branch for."""
     words, sizes = [], {}
     for name, (word, matrix) in _BRANCHES.items():
         part = block.get(name) if isinstance(block, dict) else None
         if not isinstance(part, dict):
             raise UserError(f"config.json: {where} must have attention and ffn")
-        part, size = dict(part), part.get(_SIZES[name])
-        part.pop(_SIZES[name], None)
+        part, size = dict(part), part.get(_SIZE_KEYS[name])
+        part.pop(_SIZE_KEYS[name], None)
         if not take(part, "no_op", False):
             replaced = take(part, "replace_with_linear", False)
             words.append(matrix if replaced else word)
         if word in words and not (isinstance(size, int | float) and size > 0):
-            raise UserError(f"config.json: {where} has {_SIZES[name]}={size!r}; give a number")
+            raise UserError(f"config.json: {where} has {_SIZE_KEYS[name]}={size!r}; give a number")
         sizes[word] = size if word in words else None
         for key in _ABSENT:
             only(part, key, False)
@@ -84,7 +86,7 @@ def _read(where: str, block: object, config: dict) -> _Layer:
         kv_heads = int(config["num_attention_heads"] // sizes["full"])
     if sizes["mlp"]:
         wanted = int(2 * sizes["mlp"] * config["hidden_size"] / 3)
-        width = -(-wanted // _MULTIPLE) * _MULTIPLE
+        width = -(-wanted // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
     return _Layer(tuple(words), kv_heads, width)
 
 
@@ -100,7 +102,7 @@ def _mark(layer: _Layer, kv_heads: int, width: int, sizes: list[dict]) -> str:
     return f"@{sizes.index(entry) + 1}" if entry else ""
 
 
-def _written(cfg: ModelConfig, words: tuple[str, ...]) -> dict:
+def _entry(cfg: ModelConfig, words: tuple[str, ...]) -> dict:
     """The entry of a layer with these sizes."""
     entry: dict[str, dict] = {}
     for name, (word, matrix) in _BRANCHES.items():

@@ -16,7 +16,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 
 REQUIRED = object()
-HEADS = "num_attention_heads num_key_value_heads head_dim attention_dropout"
+HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim attention_dropout"
 # What GPT-2, BERT, ViT and CLIP have in common.
 BIASED = {
     "position_embedding": "learned",
@@ -52,7 +52,7 @@ def only(config: dict, key: str, *values: Any) -> None:
         raise UserError(f"config.json: {key}={value!r} is not supported (only {wanted})")
 
 
-def say(text: str) -> None:
+def say_unused(text: str) -> None:
     """Tell on standard error what a config.json has that is not used."""
     print(f"mjax: config.json: {text}", file=sys.stderr)
 
@@ -67,8 +67,12 @@ def same(fields: dict[str, str], defaults: dict[str, Any] | None = None) -> Part
     defaults = defaults or {}
 
     def read(config: dict) -> dict:
-        values = {ours: take(config, hf, defaults.get(hf, REQUIRED)) for hf, ours in fields.items()}
-        return {ours: value for ours, value in values.items() if value is not None}
+        found = {}
+        for theirs, ours in fields.items():
+            value = take(config, theirs, defaults.get(theirs, REQUIRED))
+            if value is not None:
+                found[ours] = value
+        return found
 
     return Part(read, lambda cfg: {hf: value_of(cfg, ours) for hf, ours in fields.items()})
 
@@ -141,7 +145,7 @@ def gemma_activation() -> Part:
 
 
 def shape(hidden_act: Part | None = None, **defaults: Any) -> Part:
-    """What most families call by the same names; `defaults` of a family for keys left out.
+    """The sizes that most families call by the same names; `defaults` are for keys left out.
 
     The activation is under its usual key, if no part of its own reads it.
     """
@@ -150,7 +154,7 @@ def shape(hidden_act: Part | None = None, **defaults: Any) -> Part:
     common |= dict(rms_norm_eps=1e-6, initializer_range=0.02, attention_dropout=0.0)
     names = """vocab_size hidden_size intermediate_size num_hidden_layers max_position_embeddings
         tie_word_embeddings initializer_range"""
-    fields = alike(names) | alike(HEADS, "attention.") | {"rms_norm_eps": "norm_eps"}
+    fields = alike(names) | alike(HEAD_KEYS, "attention.") | {"rms_norm_eps": "norm_eps"}
     sizes = same(fields, common | defaults)
     return Part(
         lambda config: sizes.read(config) | hidden_act.read(config),
@@ -249,7 +253,7 @@ def _windows(config: dict, older: Callable[[dict, int], list[bool]]) -> tuple[li
 
 
 # A layer, by whether it has a window and whether it has experts.
-_KINDS = {
+_LAYER_KINDS = {
     (False, False): "full+mlp",
     (True, False): "window+mlp",
     (False, True): "full+experts",
@@ -271,7 +275,7 @@ def expert_layers(older: Callable[[dict, int], list[bool]], typed: bool) -> Part
         kinds = []
         for i, has_window in enumerate(windowed):
             has_experts = i not in dense and (i + 1) % step == 0
-            kinds.append(_KINDS[has_window, has_experts])
+            kinds.append(_LAYER_KINDS[has_window, has_experts])
         return {
             "layer_pattern": pattern_of(kinds),
             "attention.sliding_window": window if any(windowed) else None,
