@@ -23,12 +23,14 @@ MOST_WORDS, MOST_SEMICOLONS, MOST_LETTERS = 25, 1, 120
 
 def prose_lines(text: str) -> Iterator[str]:
     """Yield the lines that are prose; "" stands for code, a table, a heading or a comment."""
-    in_code = False
+    in_code, last = False, ""
     for line in text.splitlines():
+        is_indented_code = not last.strip() and line.startswith("    ")
+        last = "" if is_indented_code else line
         if line.lstrip().startswith("```"):
             in_code = not in_code
             yield ""
-        elif in_code or re.match(r"\s*(\||#|<!--|!\[)", line):
+        elif in_code or is_indented_code or re.match(r"\s*(\||#|<!--|!\[)", line):
             yield ""
         else:
             yield line
