@@ -121,7 +121,7 @@ in a text, so those rows have 50 runs. `mjax/prove/features.py` lists the keys o
 |---|---|---|---|---|
 {{lines}}
 
-Written by `{{command}}` with jax {{jax}}, code of {{commits}}.
+Written by `{{command}}` with jax {{jax}}, code of `{{commits}}`.
 """
 
 
