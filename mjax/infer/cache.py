@@ -44,12 +44,13 @@ class KVCache:
 
 def require_decoder(cfg: ModelConfig) -> None:
     """Raise `UserError` for a model with an encoder, whose tokens see those that follow."""
-    if cfg.is_retro:
+    architecture = cfg.architecture
+    if architecture.reads_neighbors:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
             "built; train.eval_interval gives the held-out loss (docs/encoders.md)"
         )
-    if cfg.is_encoder or cfg.is_encoder_decoder or cfg.is_dual_encoder:
+    if architecture.reads_target or not architecture.generates:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
             "continues no text and gives a text no probability; use it by mjax.from_pretrained "

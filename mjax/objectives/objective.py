@@ -20,7 +20,7 @@ import numpy as np
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, line_of, reason
 from mjax.models.base.context import Context, Tokens
-from mjax.models.base.streams import EXPERT_LOADS, Activation, Streams
+from mjax.models.base.streams import EXPERT_LOADS, Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.models.heads.multi_token import field_names, shifted_fields, with_weight
 from mjax.models.towers.modalities import MODALITIES
@@ -133,6 +133,23 @@ class FieldDeriver(Protocol):
 
 
 @runtime_checkable
+class TokenDescriber(Protocol):
+    """An objective of a model whose layers work on several sequences."""
+
+    def tokens(self, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
+        """Facts about the tokens of all sequences, those of the decoder first.
+
+        `base` is about the tokens that "segment_ids", "positions" and "columns" belong to. Its
+        segments are None where a row holds one document.
+        """
+
+
+def described_tokens(objective: Objective, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
+    """`base`, or what the objective adds to it or puts in its place."""
+    return objective.tokens(batch, base, ctx) if isinstance(objective, TokenDescriber) else base
+
+
+@runtime_checkable
 class Measurer(Protocol):
     """An objective that measures more where a model is evaluated."""
 
@@ -165,8 +182,7 @@ class NextToken:
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
-        text = x.decoder if isinstance(x, Streams) else x
-        loss = edges.head_loss(text, batch["labels"], batch["loss_mask"], ctx)
+        loss = edges.head_loss(decoder_of(x), batch["labels"], batch["loss_mask"], ctx)
         return {"loss": loss}
 
 
@@ -224,7 +240,7 @@ CONFIGURED = {
 def objective_of(cfg: Config) -> Objective:
     """The objective that `train.objective` names: one of ours, or module.path:Name, called."""
     name = cfg.train.objective
-    if name == NEXT_TOKEN and cfg.model.is_retro:
+    if name == NEXT_TOKEN and cfg.model.architecture.reads_neighbors:
         return pkgutil.resolve_name("mjax.objectives.retrieved:WithNeighbors")(cfg)
     if name == NEXT_TOKEN and cfg.model.modalities:
         return pkgutil.resolve_name("mjax.objectives.text_with_items:WithItems")(cfg)

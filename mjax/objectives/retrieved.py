@@ -14,8 +14,15 @@ from mjax.config.schema.run import Config
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
 from mjax.models.decoder import Decoder
-from mjax.models.retrieval.chunked_attention import neighbor_rows
-from mjax.objectives.objective import Batch, BatchField, HostBatch, NextToken, further_lengths
+from mjax.models.retrieval.chunked_attention import beside_neighbors, neighbor_rows
+from mjax.objectives.objective import (
+    FURTHER_COLUMNS,
+    Batch,
+    BatchField,
+    HostBatch,
+    NextToken,
+    further_lengths,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,11 @@ class WithNeighbors(NextToken):
     fields: ClassVar[Mapping[str, BatchField]] = NextToken.fields | {
         "neighbors": BatchField(np.int32, ("batch", "neighbors", "retrieved"), pad=-1)
     }
+
+    def tokens(self, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
+        """Facts about a text's tokens, with those about the tokens of neighbors."""
+        columns = batch[FURTHER_COLUMNS["retrieved"]]
+        return beside_neighbors(base, batch["neighbors"], columns)
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         ids = neighbor_rows(batch["neighbors"])

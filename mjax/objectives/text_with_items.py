@@ -79,14 +79,14 @@ class WithItems(NextToken):
         masked = batch | {"loss_mask": self.mask(batch)}
         return super().counts(masked)
 
-    def tokens(self, text: Tokens, batch: Batch, ctx: Context) -> Tokens:
+    def tokens(self, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
         """Facts about the tokens of a text, with those about the tokens of its items."""
         for name in self.model.modalities:
             columns = batch[MODALITIES[name].columns]
             if "cp" in row_axes(name, ctx):
                 columns = None
-            text = beside_items(
-                text,
+            base = beside_items(
+                base,
                 name,
                 self.model.tower(name),
                 items_of(self.cfg, name),
@@ -95,7 +95,7 @@ class WithItems(NextToken):
                 batch.get(f"{name}_weights"),
                 ctx,
             )
-        return text
+        return base
 
     def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         rows, sizes = {}, {}
