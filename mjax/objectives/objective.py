@@ -19,6 +19,7 @@ import numpy as np
 
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, line_of, reason
+from mjax.models.architectures import MultiTokenDecoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import EXPERT_LOADS, Activation, decoder_of
 from mjax.models.decoder import Decoder
@@ -197,6 +198,10 @@ class MultiToken(NextToken):
     depths: int
     factor: float
 
+    @classmethod
+    def of(cls, cfg: Config) -> "MultiToken":
+        return cls(cfg.model.num_nextn_predict_layers, cfg.train.mtp_loss_scaling_factor)
+
     def derive_fields(self, batch: Batch, parallel: Parallel) -> Batch:
         return shifted_fields(batch, self.depths, parallel)
 
@@ -208,7 +213,7 @@ class MultiToken(NextToken):
         return counts
 
     def losses(
-        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
+        self, edges: MultiTokenDecoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         x = edges.final_norm(x)
         loss = edges.token_loss(x, batch["labels"], batch["loss_mask"], ctx)
@@ -227,6 +232,13 @@ class MultiToken(NextToken):
 
 NEXT_TOKEN = "next_token"
 
+# The objective of this name, by the architecture; that of others is `NextToken`.
+_NEXT_TOKEN = {
+    "multi_token_decoder": "mjax.objectives.objective:MultiToken.of",
+    "retro": "mjax.objectives.retrieved:WithNeighbors",
+    "text_with_items": "mjax.objectives.text_with_items:WithItems",
+}
+
 # What makes objectives of a config, by their names in `train.objective`.
 CONFIGURED = {
     "masked_lm": "mjax.objectives.masked:MaskedTokens.of",
@@ -240,13 +252,9 @@ CONFIGURED = {
 def objective_of(cfg: Config) -> Objective:
     """The objective that `train.objective` names: one of ours, or module.path:Name, called."""
     name = cfg.train.objective
-    if name == NEXT_TOKEN and cfg.model.architecture.reads_neighbors:
-        return pkgutil.resolve_name("mjax.objectives.retrieved:WithNeighbors")(cfg)
-    if name == NEXT_TOKEN and cfg.model.modalities:
-        return pkgutil.resolve_name("mjax.objectives.text_with_items:WithItems")(cfg)
     if name == NEXT_TOKEN:
-        depths = cfg.model.num_nextn_predict_layers
-        return MultiToken(depths, cfg.train.mtp_loss_scaling_factor) if depths else NextToken()
+        own = _NEXT_TOKEN.get(cfg.model.architecture.name)
+        return NextToken() if own is None else pkgutil.resolve_name(own)(cfg)
     if name in CONFIGURED:
         return pkgutil.resolve_name(CONFIGURED[name])(cfg)
     try:

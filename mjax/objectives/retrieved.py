@@ -11,9 +11,9 @@ from typing import ClassVar
 import numpy as np
 
 from mjax.config.schema.run import Config
+from mjax.models.architectures import NeighborDecoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
-from mjax.models.decoder import Decoder
 from mjax.models.retrieval.chunked_attention import beside_neighbors, neighbor_rows
 from mjax.objectives.objective import (
     FURTHER_COLUMNS,
@@ -44,7 +44,7 @@ class WithNeighbors(NextToken):
         columns = batch[FURTHER_COLUMNS["retrieved"]]
         return beside_neighbors(base, batch["neighbors"], columns)
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+    def embed(self, edges: NeighborDecoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         ids = neighbor_rows(batch["neighbors"])
         return edges.embed_streams(ids, batch["tokens"], tokens, ctx)
 

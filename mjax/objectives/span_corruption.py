@@ -13,9 +13,9 @@ import numpy as np
 
 from mjax.config.languages.layer_pattern import ENCODER
 from mjax.config.schema.run import Config
+from mjax.models.architectures import EncoderDecoder
 from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.streams import Streams
-from mjax.models.decoder import Decoder
 from mjax.objectives.objective import FURTHER_COLUMNS, Batch, BatchField, HostBatch, NextToken
 from mjax.objectives.span_fields import span_fields
 
@@ -48,7 +48,7 @@ class CorruptedSpans(NextToken):
         )
         return replace(target, others={ENCODER: base})
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+    def embed(self, edges: EncoderDecoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         return edges.embed_streams(batch["tokens"], batch["decoder_tokens"], tokens, ctx)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:

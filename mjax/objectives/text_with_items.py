@@ -12,9 +12,9 @@ import numpy as np
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.config.schema.towers import TowerConfig
+from mjax.models.architectures import TextWithItems
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
-from mjax.models.decoder import Decoder
 from mjax.models.towers.modalities import (
     MODALITIES,
     Items,
@@ -97,7 +97,7 @@ class WithItems(NextToken):
             )
         return base
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+    def embed(self, edges: TextWithItems, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         rows, sizes = {}, {}
         for name in self.model.modalities:
             field = batch[MODALITIES[name].field]
@@ -106,7 +106,7 @@ class WithItems(NextToken):
         return edges.embed_items(batch["tokens"], rows, sizes, tokens, ctx)
 
     def losses(
-        self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
+        self, edges: TextWithItems, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         masked = batch | {"loss_mask": self.mask(batch)}
         return super().losses(edges, x, masked, tokens, ctx)
