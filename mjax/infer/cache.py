@@ -20,7 +20,7 @@ from mjax.errors import UserError
 from mjax.models.base.branch import CacheSpec, cache_specs
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.decoder import Decoder
-from mjax.models.runtime.layers import Caches
+from mjax.models.runtime.run import Caches
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import partition
 

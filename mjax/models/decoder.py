@@ -31,7 +31,7 @@ from mjax.models.base.params import StatisticCount, declare, normal, split, stac
 from mjax.models.base.streams import EMBEDDING_SALT, Activation, decoder_of
 from mjax.models.block import Block, scaled
 from mjax.models.runtime.execution import Execution, plain_layers
-from mjax.models.runtime.layers import Caches, LayerInputs, Layers
+from mjax.models.runtime.run import Caches, LayerInputs, Layers
 
 # The normed output [B, S, D] of the last layer, shares of statistics, new caches.
 Hidden = tuple[jax.Array, dict[str, jax.Array], Caches | None]

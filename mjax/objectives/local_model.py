@@ -16,7 +16,8 @@ from mjax.models.base.params import ModelDefinition
 from mjax.models.base.streams import EXPERT_LOADS, Activation, Streams, WithLoads, split_loads
 from mjax.models.decoder import Decoder
 from mjax.models.runtime.execution import Execution
-from mjax.models.runtime.layers import LayerInputs, Layers, fp8_scales, load_weights
+from mjax.models.runtime.load import fp8_scales, load_weights
+from mjax.models.runtime.run import LayerInputs, Layers
 from mjax.objectives.objective import (
     Batch,
     FieldDeriver,

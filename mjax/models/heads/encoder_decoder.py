@@ -10,7 +10,7 @@ from mjax.errors import UserError
 from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.inputs import require_inputs
 from mjax.models.base.streams import TEXT_SALT, Streams
-from mjax.models.runtime.layers import Caches
+from mjax.models.runtime.run import Caches
 from mjax.models.towers.shared_weights import Joint
 
 

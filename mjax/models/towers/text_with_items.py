@@ -11,7 +11,7 @@ from mjax.config.languages.layer_pattern import DECODER
 from mjax.models.base.context import Context, Tokens, dropout, tokens_of
 from mjax.models.base.inputs import require_inputs
 from mjax.models.base.streams import EMBEDDING_SALT, SOUND_SALT, TEXT_SALT, Streams
-from mjax.models.runtime.layers import Caches
+from mjax.models.runtime.run import Caches
 from mjax.models.towers.modalities import MODALITIES, beside_given, embeddings
 from mjax.models.towers.shared_weights import Joint
 from mjax.models.towers.tiles import Tiled

@@ -15,7 +15,7 @@ from mjax.interop.huggingface.families.table import config_from_hf, config_to_hf
 from mjax.models import build, definition_of, split
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.runtime.execution import Execution
-from mjax.models.runtime.layers import LayerInputs, Layers
+from mjax.models.runtime.run import LayerInputs, Layers
 from mjax.models.towers.tiles import Tiled
 from mjax.plan.execution import model_layers
 
