@@ -103,7 +103,7 @@ def extend(
     info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
     ctx = Context(attention="xla")
     if model.cfg.modalities:
-        x, _, layers = model.read(ids, items or {}, info, ctx, cache.layers)
+        x, _, layers = model.hidden(ids, info, ctx, cache.layers, given=items or {})
     elif cache.source is None:
         x, _, layers = model.hidden(ids, info, ctx, cache.layers)
     else:

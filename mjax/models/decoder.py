@@ -100,14 +100,18 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size] (not inside a tp mesh).
 
-        `segments` and `types` are as in `Tokens`; padding is a segment of its own. `others` are
-        inputs of other architectures, which raise `UserError`.
+        `segments` and `types` are as in `Tokens`; padding is a segment of its own. `others` are the
+        inputs that some architectures read besides (`activations`).
         """
         assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
-        require_inputs(self.cfg, others)
+        given = {name: value for name, value in others.items() if value is not None}
+        require_inputs(self.cfg, given)
         info = replace(tokens_of(tokens.shape, positions, segments), types=types)
-        x, _, _ = self.hidden(tokens, info, ctx)
-        return self.logits(x)
+        return self.logits(self.activations(tokens, info, ctx, **given))
+
+    def activations(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
+        """The final normed activations [B, S, D] for the inputs of `__call__`."""
+        return self.hidden(tokens, info, ctx)[0]
 
     def hidden(
         self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None

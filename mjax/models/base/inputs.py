@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 
-_NEEDED = {
+_READERS = {
     "target": "target is for encoder-decoders, which need it: the tokens that the decoder reads",
     "neighbors": "neighbors are for RETRO (R), which needs them: the texts that were retrieved for "
     "each chunk",
@@ -13,10 +13,7 @@ _NEEDED = {
 
 
 def require_inputs(cfg: ModelConfig, given: Mapping[str, object]) -> None:
-    """Raise `UserError` unless a model is given the inputs that it needs, and no others."""
-    for name, reason in _NEEDED.items():
-        if (given.get(name) is not None) != (name in cfg.architecture.reads):
+    """Raise `UserError` where a needed input is not among those given, or the reverse."""
+    for name, reason in _READERS.items():
+        if (name in given) != (name in cfg.architecture.reads):
             raise UserError(f"model.layer_pattern={cfg.layer_pattern}: {reason}")
-    for name, value in given.items():
-        if value is not None and name not in _NEEDED:
-            raise UserError(f"model.layer_pattern={cfg.layer_pattern}: this model reads no {name}")

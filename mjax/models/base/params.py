@@ -63,7 +63,12 @@ def matrix(
 
 def table(rows: int, width: int, axis: str | None, of: str) -> ParamSpec:
     """The declaration of a table of embeddings."""
-    return ParamSpec((rows, width), (axis, "embed"), "embedding", hf=(f"model.embed_{of}.weight",))
+    return ParamSpec(
+        shape=(rows, width),
+        axes=(axis, "embed"),
+        role="embedding",
+        hf=(f"model.embed_{of}.weight",),
+    )
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:

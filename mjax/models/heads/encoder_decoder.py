@@ -8,7 +8,6 @@ from flax import nnx
 from mjax.config.languages.layer_pattern import DECODER, ENCODER
 from mjax.errors import UserError
 from mjax.models.base.context import Context, Tokens, tokens_of
-from mjax.models.base.inputs import require_inputs
 from mjax.models.base.streams import TEXT_SALT, Streams
 from mjax.models.runtime.run import Caches
 from mjax.models.towers.shared_weights import Joint
@@ -21,34 +20,26 @@ class EncoderDecoderParts:
         super().declare_head(rngs)
         self.joint = Joint(self.cfg, rngs)
 
-    def __call__(
+    def activations(
         self,
         tokens: jax.Array,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-        types: jax.Array | None = None,
-        target: jax.Array | None = None,
+        info: Tokens,
+        ctx: Context,
+        target: jax.Array,
         target_segments: jax.Array | None = None,
-        *,
-        ctx: Context = Context(),  # noqa: B008 - frozen
-        **others: jax.Array | None,
     ) -> jax.Array:
-        """tokens int32 [B, S], target int32 [B, T] -> fp32 logits [B, T, vocab_size].
+        """The final normed activations [B, T, D] of target int32 [B, T], which the decoder reads.
 
-        The decoder reads `target`, which has segments of its own; the rest is as for a decoder.
+        It has segments of its own.
         """
-        assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
-        require_inputs(self.cfg, {"target": target, **others})
-        if (segments is None) != (target_segments is None):
+        if (info.segments is None) != (target_segments is None):
             raise UserError(
                 "segments and target_segments go together: a token of the target sees those tokens "
                 "that have its segment; give both or neither"
             )
-        source = replace(tokens_of(tokens.shape, positions, segments), types=types)
         text = tokens_of(target.shape, segments=target_segments)
-        info = replace(text, others={ENCODER: source})
-        x, _, _ = self.hidden(tokens, info, ctx, target=target)
-        return self.logits(x)
+        text = replace(text, others={ENCODER: info})
+        return self.hidden(tokens, text, ctx, target=target)[0]
 
     def hidden(
         self,

@@ -126,20 +126,26 @@ class EncoderParts:
             self.masked_head = MaskedHead(self.cfg, rngs)
 
     def sum_embeddings(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
+        """The embeddings of words and positions, then those of types, normed."""
         x = super().sum_embeddings(tokens, info, ctx)
         if self.cfg.bert.type_vocab_size:
             types = jnp.zeros_like(tokens) if info.types is None else info.types
+            types = ctx.parallel.shard_seq(types)
             # A product, whose backward sums all tokens' gradients at once: there are few rows.
             rows = self.type_embedding[...]
-            one_hot = jax.nn.one_hot(ctx.parallel.shard_seq(types), len(rows), dtype=rows.dtype)
+            one_hot = jax.nn.one_hot(types, len(rows), dtype=rows.dtype)
             x = x + jnp.matmul(one_hot, rows, precision="highest")
         return self.embedding_norm(x) if self.cfg.bert.embedding_norm else x
 
     def head_bias(self) -> jax.Array | None:
-        return self.masked_head.bias[...] if self.cfg.bert.mlm_head else super().head_bias()
+        if not self.cfg.bert.mlm_head:
+            return super().head_bias()
+        return self.masked_head.bias[...]
 
     def head_input(self, x: jax.Array) -> jax.Array:
-        return super().head_input(self.masked_head(x) if self.cfg.bert.mlm_head else x)
+        if self.cfg.bert.mlm_head:
+            x = self.masked_head(x)
+        return super().head_input(x)
 
 
 class ClassifierParts:
@@ -157,8 +163,11 @@ class ClassifierParts:
         types: jax.Array | None = None,
     ) -> jax.Array:
         """tokens int32 [B, S] -> fp32 logits [B, C] of rows' classes; else as `__call__`."""
-        info, ctx = replace(tokens_of(tokens.shape, segments=segments), types=types), Context()
-        x, _, _ = self.layers(self.embed(tokens, info, ctx), info, ctx)
+        ctx = Context()
+        info = tokens_of(tokens.shape, segments=segments)
+        info = replace(info, types=types)
+        x = self.embed(tokens, info, ctx)
+        x, _, _ = self.layers(x, info, ctx)
         return self.row_logits(x, info, ctx)
 
     @jax.named_scope("classifier")

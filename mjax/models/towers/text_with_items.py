@@ -1,18 +1,17 @@
 """Texts in which images or sounds stand in the place of tokens (LLaVA, arXiv 2304.08485)."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.languages.layer_pattern import DECODER
-from mjax.models.base.context import Context, Tokens, dropout, tokens_of
-from mjax.models.base.inputs import require_inputs
+from mjax.models.base.context import Context, Tokens, dropout
 from mjax.models.base.streams import EMBEDDING_SALT, SOUND_SALT, TEXT_SALT, Streams
 from mjax.models.runtime.run import Caches
-from mjax.models.towers.modalities import MODALITIES, beside_given, embeddings
+from mjax.models.towers.modalities import MODALITIES, beside_given
 from mjax.models.towers.shared_weights import Joint
 from mjax.models.towers.tiles import Tiled
 
@@ -23,55 +22,43 @@ class ItemParts:
     """Streams of a text and of the items of each modality."""
 
     def declare_embedding(self, rngs: nnx.Rngs) -> None:
-        for name, module in embeddings(self.cfg, rngs).items():
-            setattr(self, name, module)
+        for name in self.cfg.modalities:
+            modality, sizes = MODALITIES[name], self.cfg.of_modality(name)
+            setattr(self, modality.embedding, modality.module(sizes, rngs))
         super().declare_embedding(rngs)
 
     def declare_head(self, rngs: nnx.Rngs) -> None:
         super().declare_head(rngs)
         self.joint = Joint(self.cfg, rngs)
 
-    def __call__(
+    def activations(
         self,
         tokens: jax.Array,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-        types: jax.Array | None = None,
-        *,
+        info: Tokens,
+        ctx: Context,
         images: jax.Array | Tiled | None = None,
         audio: jax.Array | None = None,
-        ctx: Context = Context(),  # noqa: B008 - frozen
-        **others: jax.Array | None,
     ) -> jax.Array:
-        """tokens int32 [B, S] -> fp32 logits [B, S, vocab_size].
+        """The final normed activations [B, S, D] of a text.
 
         `images` [B, I, H, W, C] (or `Tiled`) and `audio`, log-mel frames [B, I, F, M], stand in the
         places of tokens `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
-        The rest is as for a decoder.
         """
-        assert ctx.parallel.tp == 1, "inside a tp mesh use hidden() and head_loss()"
-        require_inputs(self.cfg, others)
-        info = replace(tokens_of(tokens.shape, positions, segments), types=types)
         given = {"vision": images, "audio": audio}
-        return self.logits(self.read(tokens, given, info, ctx)[0])
+        return self.hidden(tokens, info, ctx, given=given)[0]
 
     def hidden(
-        self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
-        """`read` of a text without items, or whose items are in the caches."""
-        return self.read(tokens, {}, info, ctx, caches)
-
-    def read(
         self,
         tokens: jax.Array,
-        given: Mapping[str, jax.Array | Tiled | None],
         info: Tokens,
         ctx: Context,
         caches: Caches | None = None,
+        given: Mapping[str, jax.Array | Tiled | None] = MappingProxyType({}),
     ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
-        """`hidden` of tokens beside what is given of each modality, [B, I, ...].
+        """(final normed activations [B, S, D], shares of statistics, new caches).
 
-        What is not given is not in the text, or caches hold it.
+        Items [B, I, ...] are given by modality. What is not given is not in the text, or caches
+        hold it.
         """
         rows, sizes = {}, {}
         for name in self.cfg.modalities:
