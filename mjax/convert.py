@@ -188,14 +188,15 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
     params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), mine.params)
     tokens = _random_inputs(mine.cfg)
     architecture = read_json(hf / "config.json").get("architectures", ["Model"])[0]
-    if architecture.endswith("Model") and not mine.cfg.is_dual_encoder:  # of a base class
+    if architecture.endswith("Model") and not mine.cfg.architecture.compares:  # of a base class
         architecture = family_of(mine.cfg).architecture
     model = getattr(transformers, architecture).from_pretrained(
         hf, dtype=torch.float32, attn_implementation="eager"
     )
-    ids = torch.tensor(np.moveaxis(tokens, -1, 1) if mine.cfg.reads_images else tokens.astype(int))
-    target = {"decoder_input_ids": ids[:, ::2]} if mine.cfg.is_encoder_decoder else {}
-    images = _random_images(mine.cfg) if mine.cfg.is_dual_encoder else None
+    kind = mine.cfg.architecture
+    ids = torch.tensor(tokens.astype(int) if kind.reads_tokens else np.moveaxis(tokens, -1, 1))
+    target = {"decoder_input_ids": ids[:, ::2]} if kind.reads_target else {}
+    images = _random_images(mine.cfg) if kind.compares else None
     if images is not None:
         target = {"pixel_values": torch.tensor(np.moveaxis(images, -1, 1))}
     with torch.no_grad():
@@ -207,9 +208,9 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
         model = mine.definition.bind(params)
         if images is not None:
             return model.pair_logits(model.image_embeddings(images), model.text_embeddings(tokens))
-        if mine.cfg.reads_images:
+        if not kind.reads_tokens:
             return model.classify_images(tokens)
-        if mine.cfg.only_classifies:
+        if kind.predicts == "classes":
             return model.classify(tokens)
         return model(tokens, target=tokens[:, ::2] if target else None)
 
@@ -223,7 +224,7 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
 def _random_inputs(cfg: ModelConfig) -> np.ndarray:
     """int32 tokens [2, S], or fp32 images [2, H, W, C] for a model that reads them."""
     rng = np.random.default_rng(0)
-    if cfg.reads_images:
+    if not cfg.architecture.reads_tokens:
         return _random_images(cfg)
     first = cfg.bert.position_offset  # RoBERTa's ids below it are no tokens of a text
     shape = 2, min(64, cfg.max_position_embeddings - first)

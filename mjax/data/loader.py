@@ -113,7 +113,7 @@ def build_datasets(
     )
     with or_user_error(wrong, (MemoryError, OverflowError)):
         train, valid = _build_datasets(cfg, num_train, num_valid, trained_with)
-    if not cfg.model.is_retro or cfg.data.mock:
+    if not cfg.model.architecture.reads_neighbors or cfg.data.mock:
         return train, valid
     training = NeighborDataset(train, num_train, train, cfg)
     if valid is None:

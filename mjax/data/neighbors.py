@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("data.neighbors"), description=about)
     add_config_arguments(parser)
     _, cfg = config_from_args(parser, argv)
-    if not cfg.model.is_retro or cfg.data.mock:
+    if not cfg.model.architecture.reads_neighbors or cfg.data.mock:
         raise UserError(
             f"model.layer_pattern={cfg.model.layer_pattern}, data.mock={cfg.data.mock}: neighbors "
             "are for RETRO (R blocks) on text; give its config"

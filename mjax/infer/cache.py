@@ -20,7 +20,7 @@ from mjax.errors import UserError
 from mjax.models.base.branch import CacheSpec, cache_specs
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.decoder import Decoder
-from mjax.models.runtime.layers import Caches
+from mjax.models.runtime.run import Caches
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import partition
 
@@ -44,12 +44,13 @@ class KVCache:
 
 def require_decoder(cfg: ModelConfig) -> None:
     """Raise `UserError` for a model with an encoder, whose tokens see those that follow."""
-    if cfg.is_retro:
+    architecture = cfg.architecture
+    if architecture.reads_neighbors:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
             "built; train.eval_interval gives the held-out loss (docs/models/encoders.md)"
         )
-    if cfg.is_encoder or cfg.is_encoder_decoder or cfg.is_dual_encoder:
+    if architecture.reads_target or not architecture.generates:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
             "continues no text and gives a text no probability; use it by mjax.from_pretrained "
@@ -102,7 +103,7 @@ def extend(
     info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
     ctx = Context(attention="xla")
     if model.cfg.modalities:
-        x, _, layers = model.read(ids, items or {}, info, ctx, cache.layers)
+        x, _, layers = model.hidden(ids, info, ctx, cache.layers, given=items or {})
     elif cache.source is None:
         x, _, layers = model.hidden(ids, info, ctx, cache.layers)
     else:

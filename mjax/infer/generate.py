@@ -74,7 +74,7 @@ class Generator:
         and memory holds the model once. Without a tokenizer texts are empty and stop strings
         refused.
         """
-        if not cfg.is_encoder_decoder:
+        if not cfg.architecture.reads_target:
             require_decoder(cfg)
         elif cfg.decoder_start_token_id is None:
             raise UserError(
@@ -223,7 +223,7 @@ class Programs:
         self, params, ids, real, settings: Settings, draws: Draws, seed, length: int, items=None
     ):
         source_ids = source = None
-        if self.cfg.is_encoder_decoder:
+        if self.cfg.architecture.reads_target:
             source_ids, source = ids, real
             ids = jnp.full_like(ids[:, :1], self.cfg.decoder_start_token_id)
             real = jnp.ones_like(ids)

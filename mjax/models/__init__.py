@@ -3,19 +3,10 @@
 from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
+from mjax.models.architectures import build as build
 from mjax.models.base.params import Definition as Definition
 from mjax.models.base.params import ModelDefinition, define
 from mjax.models.base.params import split as split
-from mjax.models.decoder import Decoder
-
-
-def build(cfg: ModelConfig, rngs: nnx.Rngs) -> Decoder:
-    """The model of `cfg`, fp32 parameters drawn from `rngs`.
-
-    `jax.jit(build(cfg.model, nnx.Rngs(0)))(tokens)`: int32 [B, S] -> fp32 logits [B, S, V]. The
-    dtype of the computation is the dtype of the parameters.
-    """
-    return Decoder(cfg, rngs)
 
 
 def definition_of(cfg: ModelConfig) -> ModelDefinition:

@@ -84,7 +84,9 @@ class Block(nnx.Module):
         if own not in x.activations:
             return BranchOutput(x)
         ctx = ctx.of(own)
-        if own != DECODER and not self.cfg.is_encoder_decoder:  # one item, then maybe padding
+        if (
+            own != DECODER and not self.cfg.architecture.reads_target
+        ):  # one item, then maybe padding
             ctx = replace(ctx, max_documents=2, padded=True)
         source = Source(x.activations.get(other), tokens.of(other))
         inputs = replace(inputs, tokens=tokens.of(own), ctx=ctx, shared=x.shared, source=source)

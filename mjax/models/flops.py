@@ -103,7 +103,7 @@ def flops_by_part(
             parts[part] += _active_weights(spec) * per_weight * passes
     inputs_trained = layers_trained or _is_trained(after.get("final_norm", {}))
     parts["head"] = 0.0
-    if not model.only_classifies:
+    if model.architecture.predicts == "tokens":
         head = specs.get("head", specs["embedding"])
         per_weight = _flops_per_weight(not head.frozen, inputs_trained)
         parts["head"] = _head_weights(model) * per_weight * sides[DECODER].share
@@ -126,7 +126,7 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
     """The streams of a model, for rows of `seq_length` tokens that are counted."""
     text = Side(1.0, seq_length)
     sides = {ENCODER: text, DECODER: text}
-    if model.is_retro:
+    if model.architecture.reads_neighbors:
         retro = model.retro
         neighbors = float(retro.num_neighbors * retro.num_retrieved_chunks)
         sides[ENCODER] = Side(neighbors, retro.retrieved_length)
@@ -147,7 +147,7 @@ def _tower_parts(model: ModelConfig, modality: str) -> set[str]:
 
 def _tower_edges(model: ModelConfig, modality: str) -> set[str]:
     """The names of what is multiplied with each token of a modality, besides layers."""
-    pooler = {"image_pooler"} if model.is_dual_encoder else set()
+    pooler = {"image_pooler"} if model.architecture.compares else set()
     return {MODALITIES[modality].embedding} | pooler
 
 
@@ -209,7 +209,7 @@ def _active_weights(spec: ParamSpec) -> float:
 
 def _head_weights(model: ModelConfig) -> int:
     """The head's weights, once for every token that is predicted from a place."""
-    if model.only_classifies:
+    if model.architecture.predicts != "tokens":
         return 0
     return (1 + model.num_nextn_predict_layers) * model.hidden_size * model.vocab_size
 

@@ -32,7 +32,7 @@ def trace(
     """tokens int32 [B, S] -> (fp32 logits [B, S, V], activations [B, S, D] whose name matches
     `keep`). `hooks` map names to functions whose result takes the activation's place. Raises
     `UserError` for a name that nothing matches."""
-    if model.cfg.has_two_streams:
+    if model.cfg.architecture.has_streams:
         raise UserError("trace: a model of several streams (encoder-decoder, towers) is not built")
     keep, hooks = tuple(keep), hooks or {}
     kept: dict[str, jax.Array] = {}

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mjax.models.architectures import DualEncoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
-from mjax.models.decoder import Decoder
 from mjax.models.towers.modalities import MODALITIES
 from mjax.objectives.masked import ROW_LABEL, rows_that_count
 from mjax.objectives.objective import Batch, BatchField, HostBatch, Scalars
@@ -65,7 +65,7 @@ class Contrastive(WithItems):
 
     @jax.named_scope("contrastive")
     def losses(
-        self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
+        self, edges: DualEncoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         rows, is_pair = batch["rows"], batch["row_label"] >= 0
         images = EmbeddedRows(edges.embedded_images(x, tokens, ctx), rows, is_pair)
@@ -86,7 +86,7 @@ class Contrastive(WithItems):
         return losses
 
     def _of_rows(
-        self, edges: Decoder, mine: EmbeddedRows, others: EmbeddedRows
+        self, edges: DualEncoder, mine: EmbeddedRows, others: EmbeddedRows
     ) -> tuple[jax.Array, jax.Array]:
         """(losses, whether the largest logit is right) of rows among all others, [B] each."""
         is_softmax = self.cfg.model.contrastive.loss == "softmax"

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from mjax.config.schema.run import Config
+from mjax.models.architectures import ImageEncoder
 from mjax.models.base.context import Context, Tokens
-from mjax.models.decoder import Decoder
 from mjax.models.towers.vision import image_fields
 from mjax.objectives.masked import ROW_LABEL, OfRows
 from mjax.objectives.objective import Batch, BatchField, HostBatch
@@ -45,7 +45,7 @@ class ClassifyImages(OfRows):
     def fields(self) -> Mapping[str, BatchField]:
         return {"patches": PATCHES, "row_label": ROW_LABEL}
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
+    def embed(self, edges: ImageEncoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
         grid = self.cfg.model.vision.grid(self.cfg.image_size)
         return edges.embed_patches(batch["patches"], tokens, ctx, grid)
 

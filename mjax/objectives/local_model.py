@@ -9,27 +9,25 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from mjax.config.languages.layer_pattern import ENCODER
 from mjax.errors import UserError
-from mjax.models.base.context import Context, Tokens, tokens_of
+from mjax.models.base.branch import begin_layers, finish_layers
+from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import ModelDefinition
-from mjax.models.base.streams import EXPERT_LOADS, Activation, Streams, split_loads
+from mjax.models.base.streams import EXPERT_LOADS, Activation, Streams, WithLoads, split_loads
 from mjax.models.decoder import Decoder
-from mjax.models.moe.router_losses import balance_of_loads, beside_loads
-from mjax.models.retrieval.chunked_attention import beside_neighbors
 from mjax.models.runtime.execution import Execution
-from mjax.models.runtime.layers import LayerInputs, Layers, fp8_scales, load_weights
+from mjax.models.runtime.load import fp8_scales, load_weights
+from mjax.models.runtime.run import LayerInputs, Layers
 from mjax.objectives.objective import (
-    FURTHER_COLUMNS,
     Batch,
     FieldDeriver,
     Measurer,
     Objective,
     Scalars,
+    described_tokens,
     require_dictionary,
     require_scalars,
 )
-from mjax.objectives.text_with_items import WithItems
 from mjax.sharding.rules import Placement
 
 
@@ -50,27 +48,14 @@ class LocalModel:
 
     def tokens(self, micro_batch: Batch, key: jax.Array | None) -> Tokens:
         """Facts about the tokens of a micro-batch; `key` is that of dropout."""
-        place = {"rows": micro_batch["rows"], "key": key}
         tokens = Tokens(
             positions=micro_batch["positions"],
             segments=micro_batch["segment_ids"] if self.packed else None,
+            rows=micro_batch["rows"],
             columns=micro_batch["columns"],
-            **place,
+            key=key,
         )
-        if FURTHER_COLUMNS["retrieved"] in micro_batch:
-            columns = micro_batch[FURTHER_COLUMNS["retrieved"]]
-            return beside_neighbors(tokens, micro_batch["neighbors"], columns)
-        if isinstance(self.objective, WithItems):
-            return self.objective.tokens(tokens, micro_batch, self.ctx)
-        if FURTHER_COLUMNS["target"] not in micro_batch:
-            return tokens
-        target = tokens_of(
-            micro_batch["decoder_segment_ids"].shape,
-            segments=micro_batch["decoder_segment_ids"] if self.packed else None,
-            columns=micro_batch[FURTHER_COLUMNS["target"]],
-            **place,
-        )
-        return replace(target, others={ENCODER: tokens})
+        return described_tokens(self.objective, micro_batch, tokens, self.ctx)
 
     def edges(self, weights: dict) -> Decoder:
         """The model without its layers: embedding, final norm and head."""
@@ -97,7 +82,7 @@ class LocalModel:
             )
         if not self.definition.statistics:  # in evaluation
             return x
-        return beside_loads(x, len(micro_batch["rows"]), edges.cfg)
+        return begin_layers(x, len(micro_batch["rows"]), edges.cfg)
 
     def layer_inputs(self, weights: dict, tokens: Tokens) -> LayerInputs:
         """The inputs of all layers besides weights and activations."""
@@ -145,7 +130,8 @@ class LocalModel:
         require_scalars(self.objective, "counts", counts, *(set(found) - set(edges.statistics)))
         if of_layers:
             loads = loads + of_layers[EXPERT_LOADS]
-            found["aux_loss"] = balance_of_loads(loads, edges.cfg, ctx.parallel)
+            _, of_all = finish_layers(WithLoads(x, loads), edges.cfg, ctx.parallel)
+            found |= of_all
         losses = {name: total for name, total in found.items() if name not in edges.statistics}
         zero = jnp.float32(0)
         return losses, {name: found.get(name, zero) for name in self.definition.statistics}

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config.schema.run import Config, MaskedDataConfig
+from mjax.models.architectures import Encoder
 from mjax.models.base.context import Context, Tokens
-from mjax.models.decoder import Decoder
 from mjax.models.heads.encoder_heads import has_first_token
 from mjax.objectives.objective import Batch, BatchField, HostBatch, NextToken, Scalars
 
@@ -31,7 +31,7 @@ class _OfEncoder:
     def for_evaluation(self) -> Self:
         return replace(self, measures=True)
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
+    def embed(self, edges: Encoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
         return edges.embed(batch["tokens"], replace(tokens, types=batch.get("token_types")), ctx)
 
 
@@ -75,7 +75,7 @@ class MaskedTokens(_OfEncoder):
         return counts
 
     def losses(
-        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
+        self, edges: Encoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         labels, mask = batch["labels"], batch["loss_mask"]
         found = {"loss": edges.head_loss(x, labels, mask, ctx)}
@@ -129,7 +129,7 @@ class OfRows(_OfEncoder):
         return counts
 
     def losses(
-        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
+        self, edges: Encoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         loss, hits = _row_losses(edges, x, batch, tokens, ctx)
         found = {"loss": loss}
@@ -181,7 +181,7 @@ def rows_that_count(batch: Batch) -> jax.Array:
 
 
 def _row_losses(
-    edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
+    edges: Encoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
 ) -> tuple[jax.Array, jax.Array]:
     """(the sum of rows' cross-entropies, the number of those that are right), fp32 []."""
     logits, counts = edges.row_logits(x, tokens, ctx), rows_that_count(batch)

@@ -19,8 +19,9 @@ import numpy as np
 
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, line_of, reason
+from mjax.models.architectures import MultiTokenDecoder
 from mjax.models.base.context import Context, Tokens
-from mjax.models.base.streams import EXPERT_LOADS, Activation, Streams
+from mjax.models.base.streams import EXPERT_LOADS, Activation, decoder_of
 from mjax.models.decoder import Decoder
 from mjax.models.heads.multi_token import field_names, shifted_fields, with_weight
 from mjax.models.towers.modalities import MODALITIES
@@ -133,6 +134,23 @@ class FieldDeriver(Protocol):
 
 
 @runtime_checkable
+class TokenDescriber(Protocol):
+    """An objective of a model whose layers work on several sequences."""
+
+    def tokens(self, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
+        """Facts about the tokens of all sequences, those of the decoder first.
+
+        `base` is about the tokens that "segment_ids", "positions" and "columns" belong to. Its
+        segments are None where a row holds one document.
+        """
+
+
+def described_tokens(objective: Objective, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
+    """`base`, or what the objective adds to it or puts in its place."""
+    return objective.tokens(batch, base, ctx) if isinstance(objective, TokenDescriber) else base
+
+
+@runtime_checkable
 class Measurer(Protocol):
     """An objective that measures more where a model is evaluated."""
 
@@ -165,8 +183,7 @@ class NextToken:
     def losses(
         self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
-        text = x.decoder if isinstance(x, Streams) else x
-        loss = edges.head_loss(text, batch["labels"], batch["loss_mask"], ctx)
+        loss = edges.head_loss(decoder_of(x), batch["labels"], batch["loss_mask"], ctx)
         return {"loss": loss}
 
 
@@ -181,6 +198,10 @@ class MultiToken(NextToken):
     depths: int
     factor: float
 
+    @classmethod
+    def of(cls, cfg: Config) -> "MultiToken":
+        return cls(cfg.model.num_nextn_predict_layers, cfg.train.mtp_loss_scaling_factor)
+
     def derive_fields(self, batch: Batch, parallel: Parallel) -> Batch:
         return shifted_fields(batch, self.depths, parallel)
 
@@ -192,7 +213,7 @@ class MultiToken(NextToken):
         return counts
 
     def losses(
-        self, edges: Decoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
+        self, edges: MultiTokenDecoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         x = edges.final_norm(x)
         loss = edges.token_loss(x, batch["labels"], batch["loss_mask"], ctx)
@@ -211,6 +232,13 @@ class MultiToken(NextToken):
 
 NEXT_TOKEN = "next_token"
 
+# The objective of this name, by the architecture; that of others is `NextToken`.
+_NEXT_TOKEN = {
+    "multi_token_decoder": "mjax.objectives.objective:MultiToken.of",
+    "retro": "mjax.objectives.retrieved:WithNeighbors",
+    "text_with_items": "mjax.objectives.text_with_items:WithItems",
+}
+
 # What makes objectives of a config, by their names in `train.objective`.
 CONFIGURED = {
     "masked_lm": "mjax.objectives.masked:MaskedTokens.of",
@@ -224,13 +252,9 @@ CONFIGURED = {
 def objective_of(cfg: Config) -> Objective:
     """The objective that `train.objective` names: one of ours, or module.path:Name, called."""
     name = cfg.train.objective
-    if name == NEXT_TOKEN and cfg.model.is_retro:
-        return pkgutil.resolve_name("mjax.objectives.retrieved:WithNeighbors")(cfg)
-    if name == NEXT_TOKEN and cfg.model.modalities:
-        return pkgutil.resolve_name("mjax.objectives.text_with_items:WithItems")(cfg)
     if name == NEXT_TOKEN:
-        depths = cfg.model.num_nextn_predict_layers
-        return MultiToken(depths, cfg.train.mtp_loss_scaling_factor) if depths else NextToken()
+        own = _NEXT_TOKEN.get(cfg.model.architecture.name)
+        return NextToken() if own is None else pkgutil.resolve_name(own)(cfg)
     if name in CONFIGURED:
         return pkgutil.resolve_name(CONFIGURED[name])(cfg)
     try:

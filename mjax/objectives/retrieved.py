@@ -11,11 +11,18 @@ from typing import ClassVar
 import numpy as np
 
 from mjax.config.schema.run import Config
+from mjax.models.architectures import NeighborDecoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
-from mjax.models.decoder import Decoder
-from mjax.models.retrieval.chunked_attention import neighbor_rows
-from mjax.objectives.objective import Batch, BatchField, HostBatch, NextToken, further_lengths
+from mjax.models.retrieval.chunked_attention import beside_neighbors, neighbor_rows
+from mjax.objectives.objective import (
+    FURTHER_COLUMNS,
+    Batch,
+    BatchField,
+    HostBatch,
+    NextToken,
+    further_lengths,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,12 @@ class WithNeighbors(NextToken):
         "neighbors": BatchField(np.int32, ("batch", "neighbors", "retrieved"), pad=-1)
     }
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+    def tokens(self, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
+        """Facts about a text's tokens, with those about the tokens of neighbors."""
+        columns = batch[FURTHER_COLUMNS["retrieved"]]
+        return beside_neighbors(base, batch["neighbors"], columns)
+
+    def embed(self, edges: NeighborDecoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         ids = neighbor_rows(batch["neighbors"])
         return edges.embed_streams(ids, batch["tokens"], tokens, ctx)
 

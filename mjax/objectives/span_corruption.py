@@ -6,16 +6,17 @@ has all fields; on a stream of tokens `make_fields` hides spans anew at each ste
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
+from mjax.config.languages.layer_pattern import ENCODER
 from mjax.config.schema.run import Config
-from mjax.models.base.context import Context, Tokens
+from mjax.models.architectures import EncoderDecoder
+from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.streams import Streams
-from mjax.models.decoder import Decoder
-from mjax.objectives.objective import Batch, BatchField, HostBatch, NextToken
+from mjax.objectives.objective import FURTHER_COLUMNS, Batch, BatchField, HostBatch, NextToken
 from mjax.objectives.span_fields import span_fields
 
 _OF_TARGET = ("batch", "target")
@@ -35,7 +36,19 @@ class CorruptedSpans(NextToken):
         "loss_mask": BatchField(np.float32, _OF_TARGET),
     }
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+    def tokens(self, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
+        """Facts about the decoder's tokens, with `base` as those about the encoder's."""
+        segments = batch["decoder_segment_ids"]
+        target = tokens_of(
+            segments.shape,
+            segments=None if base.segments is None else segments,
+            rows=base.rows,
+            columns=batch[FURTHER_COLUMNS["target"]],
+            key=base.key,
+        )
+        return replace(target, others={ENCODER: base})
+
+    def embed(self, edges: EncoderDecoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         return edges.embed_streams(batch["tokens"], batch["decoder_tokens"], tokens, ctx)
 
     def make_fields(self, batch: HostBatch, seed: int, step: int, rows: np.ndarray) -> HostBatch:

@@ -12,9 +12,9 @@ import numpy as np
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.config.schema.towers import TowerConfig
+from mjax.models.architectures import TextWithItems
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
-from mjax.models.decoder import Decoder
 from mjax.models.towers.modalities import (
     MODALITIES,
     Items,
@@ -79,14 +79,14 @@ class WithItems(NextToken):
         masked = batch | {"loss_mask": self.mask(batch)}
         return super().counts(masked)
 
-    def tokens(self, text: Tokens, batch: Batch, ctx: Context) -> Tokens:
+    def tokens(self, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
         """Facts about the tokens of a text, with those about the tokens of its items."""
         for name in self.model.modalities:
             columns = batch[MODALITIES[name].columns]
             if "cp" in row_axes(name, ctx):
                 columns = None
-            text = beside_items(
-                text,
+            base = beside_items(
+                base,
                 name,
                 self.model.tower(name),
                 items_of(self.cfg, name),
@@ -95,9 +95,9 @@ class WithItems(NextToken):
                 batch.get(f"{name}_weights"),
                 ctx,
             )
-        return text
+        return base
 
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
+    def embed(self, edges: TextWithItems, batch: Batch, tokens: Tokens, ctx: Context) -> Streams:
         rows, sizes = {}, {}
         for name in self.model.modalities:
             field = batch[MODALITIES[name].field]
@@ -106,7 +106,7 @@ class WithItems(NextToken):
         return edges.embed_items(batch["tokens"], rows, sizes, tokens, ctx)
 
     def losses(
-        self, edges: Decoder, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
+        self, edges: TextWithItems, x: Streams, batch: Batch, tokens: Tokens, ctx: Context
     ) -> Scalars:
         masked = batch | {"loss_mask": self.mask(batch)}
         return super().losses(edges, x, masked, tokens, ctx)

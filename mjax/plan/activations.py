@@ -79,7 +79,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
         dtype = jnp.dtype(cfg.precision.compute)
         inputs[name] = jax.ShapeDtypeStruct(shape, dtype)
     like = x = inputs[DECODER]
-    if cfg.model.has_two_streams:
+    if cfg.model.architecture.has_streams:
         x = Streams(inputs, _shared(cfg, sizes))
     leaves: list = []
     names: list = []
@@ -135,7 +135,7 @@ def _residuals(
             features[name] = jnp.zeros((*text, CORNERS), jnp.int32)
             corner_weights[name] = jnp.zeros((*text, CORNERS), jnp.float32)
     tokens = replace(tokens, others=others, features=features, weights=corner_weights)
-    if cfg.model.has_two_streams:
+    if cfg.model.architecture.has_streams:
         positions = tokens.of(stream_of(kind)).positions
     rope = {}
     if cfg.model.position_embedding == "rope":
@@ -172,7 +172,7 @@ def stream_shapes(cfg: Config, sizes: dict[str, int], ctx: Context) -> dict[str,
     text = rows, _ = micro_batch_shape(cfg, sizes)
     further = further_lengths(cfg)
     sides = {DECODER: text}
-    if cfg.model.is_retro:
+    if cfg.model.architecture.reads_neighbors:
         sides[ENCODER] = rows * further["neighbors"], further["retrieved"] // sizes["cp"]
     for name in cfg.model.modalities:
         count, length, _ = MODALITIES[name].axes
@@ -180,7 +180,7 @@ def stream_shapes(cfg: Config, sizes: dict[str, int], ctx: Context) -> dict[str,
         devices = ctx.parallel.size(*row_axes(name, ctx))
         items = -(-rows * further[count] // devices)
         sides[name] = items, further[length] // own.cp
-    if cfg.model.is_encoder_decoder:
+    if cfg.model.architecture.reads_target:
         target = cfg.data.target_length or cfg.data.seq_length
         sides = {ENCODER: text, DECODER: (rows, target // sizes["cp"])}
     return sides

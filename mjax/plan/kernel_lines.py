@@ -66,7 +66,7 @@ def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
 def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for attention, and for its other kinds by their words, where they get another."""
     choices: dict[str, Choice] = {}
-    for word, choice in attention_by_letter(cfg, sizes).items():
+    for word, choice in attention_by_word(cfg, sizes).items():
         if choice not in choices.values():
             choices[f"attention ({BRANCHES[word].word})" if choices else "attention"] = choice
     return choices
@@ -74,7 +74,7 @@ def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
 
 def reads_pairs(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether some attention reads keys and values as one array, where their matmul put them."""
-    for word, choice in attention_by_letter(cfg, sizes).items():
+    for word, choice in attention_by_word(cfg, sizes).items():
         is_short = choice.name == "triton" and BRANCHES[word].mask != "cross"
         if is_short and adds_biases_only(_sizes_of(cfg.model, word), word):
             return True
@@ -87,7 +87,7 @@ def _sizes_of(model: ModelConfig, word: str) -> ModelConfig:
     return model.of_modality(modality) if modality else model
 
 
-def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
+def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for each branch that is attention."""
     model = cfg.model
     streams = {}

@@ -252,11 +252,11 @@ def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     Of the contrastive loss: the vectors of the batch and their gradients, likewise.
     """
     rows, _ = micro_batch_shape(cfg, sizes)
-    if cfg.model.is_dual_encoder:
+    if cfg.model.architecture.compares:
         pairs = min(LOGIT_ROWS, rows)
         width = 4 * cfg.model.contrastive.projection_dim + 3 * pairs
         return 4.0 * cfg.train.global_batch_size * width
-    if cfg.model.only_classifies:
+    if cfg.model.architecture.predicts != "tokens":
         return 0.0
     words = cfg.model.padded_vocab_size // sizes["tp"]
     length = cfg.data.target_length or cfg.data.seq_length

@@ -272,7 +272,11 @@ def _pass_bytes(
         passes *= ROUNDING
     length = cfg.data.seq_length
     predicted = predicted_share(cfg) * (cfg.data.target_length or length) / length
-    logits = 0.0 if cfg.model.only_classifies else cfg.model.padded_vocab_size * predicted
+    logits = (
+        0.0
+        if cfg.model.architecture.predicts != "tokens"
+        else cfg.model.padded_vocab_size * predicted
+    )
     return passes + BYTES_A_LOGIT * logits
 
 

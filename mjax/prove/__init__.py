@@ -162,7 +162,7 @@ def with_items(cfg: Config, batch: dict) -> dict:
         field = rng.normal(size=(len(rows), items.count, items.length, tower.numbers))
         field[:, :, : tower.leading] = field[:, :, count:] = 0
         fields[MODALITIES[name].field] = field.astype(np.float32)
-    if cfg.model.is_dual_encoder:
+    if cfg.model.architecture.compares:
         tokens[rows, rows * 5 % tokens.shape[1]] = cfg.model.contrastive.eos_token_id or 0
         return {"tokens": tokens} | fields
     if cfg.model.vision.is_tiled:
@@ -225,9 +225,9 @@ def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
     rows, width = trainer.cfg.train.global_batch_size, trainer.cfg.data.seq_length
     further = further_lengths(trainer.cfg)
     batch = make_batch(rows, width=width, target=further["target"])
-    if trainer.cfg.model.is_retro:
+    if trainer.cfg.model.architecture.reads_neighbors:
         batch["neighbors"] = make_neighbors(rows, further["neighbors"], further["retrieved"])
-    if trainer.cfg.model.reads_images:
+    if not trainer.cfg.model.architecture.reads_tokens:
         batch |= make_images(trainer.cfg, rows, width)
     if trainer.cfg.model.modalities:
         batch |= with_items(trainer.cfg, batch)

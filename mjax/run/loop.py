@@ -131,7 +131,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
         train_data, held_out_data = build_datasets(
             cfg, consumed_samples(cfg.train, last), held_out_samples(cfg), trained_with(trainer)
         )
-        padding = cfg.model.is_encoder_decoder  # behind the documents of a row
+        padding = cfg.model.architecture.reads_target  # behind the documents of a row
         for data in filter(None, (train_data, held_out_data)):
             padded = data.padded or (padding and data.max_documents == 1)
             trainer.programs.bound_documents(data.max_documents + padding, padded)

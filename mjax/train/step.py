@@ -1,7 +1,7 @@
 """The training step: one function of local shards, run inside one `shard_map` over all five axes.
 
 Read it top to bottom: load the weights from the masters, differentiate this device's share of the
-losses over the micro-batches, store the gradients reduced (`models/runtime/layers.py`), clip by the
+losses over the micro-batches, store the gradients reduced (`models/runtime/store.py`), clip by the
 global norm, update. The losses are those of the objective (`objectives/objective.py`) and the
 statistics of the layers; the step knows none by name but "loss". Invariant: shares of a loss sum
 over all devices to (its sum) / (its count) of the global batch. So the result does not depend on
@@ -28,8 +28,8 @@ from mjax.models.runtime.buffers import (
 )
 from mjax.models.runtime.execution import Execution
 from mjax.models.runtime.frozen import join_frozen, split_frozen
-from mjax.models.runtime.layers import scatter_micro_batch, store_gradients, zero_sums
 from mjax.models.runtime.stacks import stacked
+from mjax.models.runtime.store import scatter_micro_batch, store_gradients, zero_sums
 from mjax.objectives.local_model import LocalModel
 from mjax.objectives.objective import (
     FURTHER_COLUMNS,

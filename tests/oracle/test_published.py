@@ -51,7 +51,7 @@ def theirs(name: str, folder) -> np.ndarray:
 
 def assert_reads_as(want: np.ndarray, folder) -> None:
     lm = mjax.from_pretrained(folder)
-    target = IDS[:, ::2] if lm.cfg.is_encoder_decoder else None
+    target = IDS[:, ::2] if lm.cfg.architecture.reads_target else None
     got = jax.jit(lambda ids: lm.model(ids, target=target))(IDS)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 

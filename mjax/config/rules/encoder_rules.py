@@ -34,7 +34,7 @@ def _knows(c: Config, *names: str) -> bool:
 
 @rule("set train.objective=masked_lm, or use full blocks")
 def next_token_is_hidden(c: Config) -> Iterator[str]:
-    if c.model.is_encoder and c.train.objective == "next_token":
+    if c.model.architecture.encodes and c.train.objective == "next_token":
         yield (
             "`train.objective` is given away where `model.layer_pattern` has bidirectional blocks, "
             "which see all tokens"
@@ -50,7 +50,7 @@ def sides_are_apart(c: Config) -> Iterator[str]:
     masks = {BRANCHES[word].mask for word in branches_of_model(decoder)}
     in_order = all("cross_attention" in roles_of(kind) for kind in decoder)
     are_apart = in_order and seen == {"bidirectional"} and masks == {"causal", "cross"}
-    if c.model.is_encoder_decoder and not are_apart:
+    if c.model.architecture.reads_target and not are_apart:
         yield (
             "`model.layer_pattern`: an encoder-decoder has bidirectional layers, and then layers "
             "with a causal branch and cross"
@@ -59,7 +59,7 @@ def sides_are_apart(c: Config) -> Iterator[str]:
 
 @rule("set train.objective=span_corruption")
 def decoder_writes_spans(c: Config) -> Iterator[str]:
-    if c.model.is_encoder_decoder and c.train.objective in ("next_token", *_OF_ENCODERS):
+    if c.model.architecture.reads_target and c.train.objective in ("next_token", *_OF_ENCODERS):
         yield (
             "`train.objective` knows no decoder beside an encoder (cross in `model.layer_pattern`)"
         )
@@ -67,13 +67,13 @@ def decoder_writes_spans(c: Config) -> Iterator[str]:
 
 @rule("set model.layer_pattern to 'bidirectional+mlp*12, full+cross+mlp*12' or the like")
 def spans_need_a_decoder(c: Config) -> Iterator[str]:
-    if c.train.objective == _SPANS and not c.model.is_encoder_decoder:
+    if c.train.objective == _SPANS and not c.model.architecture.reads_target:
         yield "`train.objective` needs an encoder and a decoder; `model.layer_pattern` has no cross"
 
 
 @rule("set it to rope")
 def relative_positions_of_both_sides(c: Config) -> Iterator[str]:
-    if c.model.position_embedding == "relative" and not c.model.is_encoder_decoder:
+    if c.model.position_embedding == "relative" and not c.model.architecture.reads_target:
         yield (
             "`model.position_embedding` is built for an encoder-decoder (X in "
             "`model.layer_pattern`)"
@@ -89,7 +89,7 @@ def distances_reach_all_buckets(c: Config) -> Iterator[str]:
 @rule("leave it out")
 def cross_attention_is_plain(c: Config) -> Iterator[str]:
     for name in NOT_IN_CROSS_ATTENTION:
-        reads = c.model.is_encoder_decoder or c.model.is_retro
+        reads = "encoder" in c.model.architecture.streams
         if reads and getattr(c.model.attention, name) not in (None, False):
             yield f"cross-attention lacks `model.attention.{name}`"
 
@@ -103,7 +103,7 @@ def target_length_divides(c: Config) -> Iterator[str]:
 
 @rule("set model.layer_pattern=B, or train.objective=next_token")
 def hidden_tokens_need_an_encoder(c: Config) -> Iterator[str]:
-    if c.train.objective in _OF_ENCODERS and not c.model.is_encoder:
+    if c.train.objective in _OF_ENCODERS and not c.model.architecture.encodes:
         yield (
             "`train.objective` is for encoders, but `model.layer_pattern` has no bidirectional "
             "blocks"
@@ -112,13 +112,14 @@ def hidden_tokens_need_an_encoder(c: Config) -> Iterator[str]:
 
 @rule("set it to true")
 def padding_is_not_seen(c: Config) -> Iterator[str]:
-    if not c.data.document_mask and (c.model.is_encoder or c.train.objective == _SPANS):
+    has_padding = c.model.architecture.encodes or c.train.objective == _SPANS
+    if not c.data.document_mask and has_padding:
         yield "`data.document_mask` keeps padding and other documents out of an encoder's sight"
 
 
 @rule("set it to null")
 def encoders_continue_nothing(c: Config) -> Iterator[str]:
-    has_encoder = c.model.is_encoder or c.model.has_two_streams
+    has_encoder = c.model.architecture.encodes or c.model.architecture.has_streams
     if has_encoder and c.train.sample_prompt is not None:
         yield "`train.sample_prompt`: an encoder continues no text"
 
@@ -225,7 +226,7 @@ def bert_head_is_tied(c: Config) -> Iterator[str]:
 @rule("set it to 0")
 def prediction_has_a_final_norm(c: Config) -> Iterator[str]:
     m = c.model
-    has_encoder = m.is_encoder or m.has_two_streams
+    has_encoder = m.architecture.encodes or m.architecture.has_streams
     is_like_bert = has_encoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
     if m.num_nextn_predict_layers and is_like_bert:
         yield (

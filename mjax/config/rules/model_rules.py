@@ -232,7 +232,8 @@ def sinkhorn_alone(c: Config) -> Iterator[str]:
 def layers_averaged_in_one_stream(c: Config) -> Iterator[str]:
     of_others = any("experts" in roles_of(k) and not of_decoder(k) for k in c.model.layer_kinds)
     averages = c.model.moe.router_aux_loss_type == "mean_over_layers"
-    if averages and of_others and c.model.has_two_streams and not c.model.is_encoder_decoder:
+    architecture = c.model.architecture
+    if averages and of_others and architecture.has_streams and not architecture.reads_target:
         yield "`model.moe.router_aux_loss_type` is not built for experts of neighbors or towers"
 
 
@@ -278,7 +279,7 @@ def prediction_fits_sequence(c: Config) -> Iterator[str]:
 @rule("lower the one or raise the other (model.bert.position_offset counts)")
 def seq_length_fits_positions(c: Config) -> Iterator[str]:
     m, length = c.model, max(c.data.seq_length, c.data.target_length or 0)
-    is_bounded = m.position_embedding not in ("none", "relative") and not m.reads_images
+    is_bounded = m.position_embedding not in ("none", "relative") and m.architecture.reads_tokens
     if is_bounded and length + m.bert.position_offset > m.max_position_embeddings:
         yield "`data.seq_length` exceeds `model.max_position_embeddings`"
 

@@ -28,16 +28,18 @@ def neighbors_are_encoded_before_they_are_read(c: Config) -> Iterator[str]:
 
 @rule("set train.objective=next_token")
 def retro_predicts_the_next_token(c: Config) -> Iterator[str]:
-    if c.model.is_retro and c.train.objective != "next_token":
+    if c.model.architecture.reads_neighbors and c.train.objective != "next_token":
         yield "`train.objective` knows no neighbors (retrieval in `model.layer_pattern`)"
 
 
 @rule("change either")
 def chunks_divide(c: Config) -> Iterator[str]:
     retro, parts = c.model.retro, c.mesh.tp if c.mesh.cp == 1 else 2 * c.mesh.cp * c.mesh.tp
-    if c.model.is_retro and c.data.seq_length % retro.chunk_length:
+    if not c.model.architecture.reads_neighbors:
+        return
+    if c.data.seq_length % retro.chunk_length:
         yield "`data.seq_length` is not divisible by `model.retro.chunk_length`"
-    if c.model.is_retro and retro.retrieved_length % parts:
+    if retro.retrieved_length % parts:
         yield (
             "`model.retro.chunk_length` x `model.retro.num_retrieved_chunks` is not divisible by "
             "`mesh.tp`, and with `mesh.cp` by 2 x both"
@@ -47,7 +49,7 @@ def chunks_divide(c: Config) -> Iterator[str]:
 @rule("change either")
 def chunks_trade_heads(c: Config) -> Iterator[str]:
     heads = c.model.attention.num_attention_heads // c.mesh.tp
-    if c.model.is_retro and heads % c.mesh.cp:
+    if c.model.architecture.reads_neighbors and heads % c.mesh.cp:
         yield (
             "`model.attention.num_attention_heads` over `mesh.tp` is not divisible by `mesh.cp`, "
             "over which chunks (retrieval in `model.layer_pattern`) trade heads for sequence"
@@ -56,11 +58,13 @@ def chunks_trade_heads(c: Config) -> Iterator[str]:
 
 @rule("put the texts into one pair of files (data.paths), or set the key back to its default")
 def neighbors_are_of_one_corpus(c: Config) -> Iterator[str]:
-    if c.model.is_retro and (len(c.data.paths) > 1 or c.data.weights is not None):
+    if not c.model.architecture.reads_neighbors:
+        return
+    if len(c.data.paths) > 1 or c.data.weights is not None:
         yield "`data.paths`: neighbors are looked up in one corpus, for the samples of one"
-    if c.model.is_retro and len(c.data.valid_paths) > 1:
+    if len(c.data.valid_paths) > 1:
         yield "`data.valid_paths`: neighbors are looked up for the samples of one corpus"
-    if c.model.is_retro and c.data.fim_rate:
+    if c.data.fim_rate:
         yield "`data.fim_rate` rearranges the text whose neighbors were looked up"
 
 

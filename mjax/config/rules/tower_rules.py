@@ -21,7 +21,7 @@ def towers_of(c: Config) -> Iterator[tuple[str, TowerConfig]]:
 def towers_stand_before_projectors(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     items = [kind for kind in kinds if modality_of(kind)]
-    if not items or c.model.is_dual_encoder:
+    if not items or c.model.architecture.compares:
         return
     last = max(place for place, kind in enumerate(kinds) if modality_of(kind))
     text = branches_of_model(kinds[last + 1 :])
@@ -46,7 +46,7 @@ def towers_have_sizes(c: Config) -> Iterator[str]:
         for name in (_NEEDED[modality], "hidden_size", "intermediate_size"):
             if getattr(tower, name) == 0:
                 yield f"`model.{modality}.{name}` is needed for a tower"
-        if tower.token_id is None and not c.model.is_dual_encoder:
+        if tower.token_id is None and not c.model.architecture.compares:
             yield f"`model.{modality}.{token}` is needed for a tower"
 
 
@@ -67,14 +67,14 @@ def towers_divide(c: Config) -> Iterator[str]:
             yield f"`{of}.length_multiple` is not divisible by `mesh.tp`, or with cp by 2 cp tp"
         if "a2a" in c.mesh.cp_type and heads // tp % cp:
             yield f"`{of}.num_attention_heads` over tp is not divisible by `mesh.cp` for a2a"
-        if c.model.hidden_size % tp and not c.model.is_dual_encoder:
+        if c.model.hidden_size % tp and not c.model.architecture.compares:
             yield "`model.hidden_size`, of a projector, is not divisible by `mesh.tp`"
 
 
 @rule("leave it out, or write 1")
 def towers_have_mesh_sizes(c: Config) -> Iterator[str]:
     for modality, sizes in c.mesh.towers.items():
-        if modality not in c.model.modalities or c.model.is_dual_encoder:
+        if modality not in c.model.modalities or c.model.architecture.compares:
             yield f"`mesh.towers`: no projector reads a tower called {modality} in this model"
         for axis, size in sizes.items():
             if size not in (1, getattr(c.mesh, axis)):
@@ -100,7 +100,7 @@ def texts_with_items_given(c: Config) -> Iterator[str]:
 def rows_can_be_packed(c: Config) -> Iterator[str]:
     if not c.data.images.packed:
         return
-    if not c.model.modalities or c.model.is_dual_encoder:
+    if not c.model.modalities or c.model.architecture.compares:
         yield "`data.images.packed` has no meaning without texts that hold items"
     elif c.model.vision.is_cut:
         yield "`data.images.packed` does not go with tiles: what an image costs is known once read"
@@ -111,13 +111,13 @@ def mock_rows_hold_an_item_of_each(c: Config) -> Iterator[str]:
     needed = 0
     for name, tower in towers_of(c):
         needed += tower.text_tokens(c.item_size(name)) + tower.is_tiled  # a row's end
-    if c.data.mock and needed > c.data.seq_length and not c.model.is_dual_encoder:
+    if c.data.mock and needed > c.data.seq_length and not c.model.architecture.compares:
         yield f"`data.seq_length` is less than the {needed} tokens of an item of each modality"
 
 
 @rule("set train.objective to that")
 def towers_have_one_objective(c: Config) -> Iterator[str]:
-    wanted = "contrastive" if c.model.is_dual_encoder else "next_token"
+    wanted = c.model.architecture.default_objective
     if c.model.modalities and c.train.objective != wanted:
         yield f"`train.objective` is not {wanted}, which `model.layer_pattern` with a tower is for"
 
@@ -134,7 +134,7 @@ def towers_lack(c: Config) -> Iterator[str]:
             yield f"`model.{key}` is not built beside towers"
     if model.norm_placement == "post_residual":
         yield "`model.norm_placement` is not built beside towers"
-    if model.position_embedding not in ("rope", "none") and not model.is_dual_encoder:
+    if model.position_embedding not in ("rope", "none") and not model.architecture.compares:
         yield "`model.position_embedding` is not built beside towers"
 
 

@@ -81,11 +81,11 @@ def _has_kv_heads(c: Config) -> bool:
 
 
 def _reads_tokens(c: Config) -> bool:
-    return not c.model.reads_images
+    return c.model.architecture.reads_tokens
 
 
 def _predicts_texts(c: Config) -> bool:
-    return _reads_tokens(c) and not c.model.is_dual_encoder
+    return _reads_tokens(c) and not c.model.architecture.compares
 
 
 def _reads_items(c: Config) -> bool:
@@ -97,7 +97,7 @@ def _reads_pixels(c: Config) -> bool:
 
 
 def _has_vision_in_texts(c: Config) -> bool:
-    return "vision" in c.model.modalities and not c.model.is_dual_encoder
+    return "vision" in c.model.modalities and not c.model.architecture.compares
 
 
 def _reads_corpus(c: Config) -> bool:
@@ -187,7 +187,7 @@ NEEDS = (
         "model.contrastive",
         _PATTERN,
         "vision blocks without a projector",
-        lambda c: c.model.is_dual_encoder,
+        lambda c: c.model.architecture.compares,
     ),
     Need(
         "model: bert tie_word_embeddings logits_scaling final_logit_softcapping "

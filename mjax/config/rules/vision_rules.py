@@ -17,24 +17,27 @@ def images_are_classified(c: Config) -> Iterator[str]:
         return
     if c.train.objective == _CONTRASTIVE:
         yield "`train.objective` compares images with texts, but `model.layer_pattern` has none"
-    if c.model.reads_images and c.train.objective in ("next_token", "masked_lm", "classify"):
+    reads_tokens = c.model.architecture.reads_tokens
+    if not reads_tokens and c.train.objective in ("next_token", "masked_lm", "classify"):
         yield "`train.objective` reads tokens, but `model.vision.patch_size` cuts images into them"
-    if not c.model.reads_images and c.train.objective == _OBJECTIVE:
+    if reads_tokens and c.train.objective == _OBJECTIVE:
         yield "`train.objective` reads images, but `model.vision.patch_size` cuts none"
 
 
 @rule("set model.layer_pattern=B and model.position_embedding=learned")
 def towers_see_all_patches(c: Config) -> Iterator[str]:
-    if c.model.reads_images and {"mlp"} != c.model.branches - {"bidirectional"}:
+    if c.model.architecture.reads_tokens:
+        return
+    if {"mlp"} != c.model.branches - {"bidirectional"}:
         yield "`model.layer_pattern`: an image encoder has layers of bidirectional"
-    if c.model.reads_images and c.model.position_embedding != "learned":
+    if c.model.position_embedding != "learned":
         yield "`model.position_embedding` is not built for images"
 
 
 @rule("write it as 'vision+mlp*24, full+mlp*12' or 'vision+mlp*27, text+mlp*27'")
 def compared_towers_stand_apart(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
-    if not c.model.is_dual_encoder:
+    if not c.model.architecture.compares:
         return
     texts = {*kinds[sum(map(of_tower, kinds)) :]}
     if texts not in ({"full+mlp"}, {"text+mlp"}) or kinds[0] != "vision+mlp":
@@ -47,7 +50,7 @@ def compared_towers_stand_apart(c: Config) -> Iterator[str]:
 @rule("leave it out")
 def compared_texts_are_plain(c: Config) -> Iterator[str]:
     model = c.model
-    if not model.is_dual_encoder:
+    if not model.architecture.compares:
         pools = not (model.vision.class_token or "vision" in model.modalities)
         if pools:
             yield (
@@ -64,7 +67,7 @@ def compared_texts_are_plain(c: Config) -> Iterator[str]:
 @rule("make them equal: no projection follows images that attention pools")
 def pooled_images_have_the_width(c: Config) -> Iterator[str]:
     vision, width = c.model.vision, c.model.contrastive.projection_dim
-    if c.model.is_dual_encoder and not vision.class_token and vision.hidden_size != width:
+    if c.model.architecture.compares and not vision.class_token and vision.hidden_size != width:
         yield "`model.contrastive.projection_dim` is not `model.vision.hidden_size`"
 
 
@@ -111,7 +114,7 @@ def tags_tell_tiles_apart(c: Config) -> Iterator[str]:
 
 @rule("raise it; what is more is padding, which no patch sees")
 def rows_hold_an_image(c: Config) -> Iterator[str]:
-    if not c.model.vision.patch_size or c.model.is_dual_encoder:
+    if not c.model.vision.patch_size or c.model.architecture.compares:
         return
     needed = c.model.vision.num_tokens(c.image_size)
     if c.model.modalities:
@@ -128,7 +131,7 @@ def image_classes_given(c: Config) -> Iterator[str]:
 
 @rule("give one number, or one a channel")
 def channels_are_scaled(c: Config) -> Iterator[str]:
-    sees = c.model.reads_images or "vision" in c.model.modalities
+    sees = "vision" in c.model.embedded
     for key in ("mean", "std"):
         numbers = getattr(c.data.images, key)
         if sees and len(numbers) not in (1, c.model.vision.num_channels):

@@ -15,9 +15,9 @@ from mjax.config.languages.layer_pattern import (
     expand,
     modality_of,
     of_tower,
-    sees_ahead,
     sizes_of,
 )
+from mjax.config.schema.architecture import Architecture, architecture_of
 from mjax.config.schema.audio import AudioConfig
 from mjax.config.schema.base import Group
 from mjax.config.schema.mixers import DeltaNetConfig, MambaConfig, MlaConfig, RetroConfig
@@ -366,35 +366,9 @@ class ModelConfig(Group):
         return self.layer_kinds[-1:] * self.num_nextn_predict_layers
 
     @property
-    def is_encoder(self) -> bool:
-        """Whether tokens attend to those behind them, so that it continues no text."""
-        return sees_ahead(self.layer_kinds) and not self.has_two_streams
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether the last layers are a decoder that reads what the first ones made."""
-        return self.has_role("cross_attention")
-
-    @property
-    def is_retro(self) -> bool:
-        """Whether a decoder reads neighbors that were retrieved for its chunks."""
-        return self.has_role("retrieval")
-
-    @property
-    def has_two_streams(self) -> bool:
-        """Whether a layer works on one of two or more sequences (`models/base/streams.py`)."""
-        return self.is_encoder_decoder or self.is_retro or bool(self.modalities)
-
-    @property
-    def only_classifies(self) -> bool:
-        """Whether the model predicts no token: it tells classes of rows, or compares them."""
-        tells_classes = self.bert.num_labels > 0 and not self.bert.mlm_head
-        return self.reads_images or self.is_dual_encoder or tells_classes
-
-    @property
-    def reads_images(self) -> bool:
-        """Whether images are read in the place of tokens: there is no vocabulary then."""
-        return self.vision.patch_size > 0 and not self.modalities
+    def architecture(self) -> Architecture:
+        """What the model reads, the sequences that its layers work on, and what it predicts."""
+        return architecture_of(self)
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -403,14 +377,9 @@ class ModelConfig(Group):
         return tuple(sorted(found - {""}))
 
     @property
-    def is_dual_encoder(self) -> bool:
-        """Whether images and texts are embedded apart and compared: no projector joins them."""
-        return "vision" in self.branches and "projector" not in self.branches
-
-    @property
     def embedded(self) -> tuple[str, ...]:
         """The modalities that enter the model, in a text or in the place of one."""
-        return ("vision",) if self.reads_images else self.modalities
+        return self.modalities if self.architecture.reads_tokens else ("vision",)
 
     def tower(self, modality: str) -> TowerConfig:
         """The group of a modality."""
@@ -418,7 +387,7 @@ class ModelConfig(Group):
 
     def of_modality(self, modality: str) -> "ModelConfig":
         """The config with the sizes of what embeds and encodes a modality."""
-        if self.reads_images:
+        if not self.architecture.reads_tokens:
             return self
         tower = self.tower(modality)
         heads = tower.num_attention_heads

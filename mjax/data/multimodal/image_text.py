@@ -118,7 +118,7 @@ class ImageTextDataset:
         shape = len(chosen), cfg.data.seq_length
         ids, mask = np.zeros((shape[0], shape[1] + 1), np.int32), np.zeros(shape, np.float32)
         segments, labels = np.zeros(shape, np.int32), np.full(shape[:1], -1, np.int32)
-        compared = cfg.model.is_dual_encoder
+        compared = cfg.model.architecture.compares
         if compared and cfg.model.contrastive.eos_token_id is None:
             ids += cfg.data.masked.pad_token_id or 0  # SigLIP's texts see padding, and end there
             segments += 1
@@ -171,7 +171,7 @@ class ImageTextDataset:
                 whys.append(f"{len(items)} {KEYS[name]}: model.{name}.max_{tower.item}s is {most}")
         # A token is predicted from one before it; texts that are compared need more than an end.
         is_empty = not any(line.is_answer[1:])
-        if model.is_dual_encoder:
+        if model.architecture.compares:
             is_empty = sum(line.is_answer) <= self.has_end
         if is_empty:
             whys.append("its text is empty")
@@ -256,7 +256,7 @@ def _line(
         require_no_items(answer, model, sample.name)
         ids += [*before, *answer]
         is_answer += [False] * len(before) + [True] * len(answer)
-    if model.is_dual_encoder and len(ids) > cfg.data.seq_length:
+    if model.architecture.compares and len(ids) > cfg.data.seq_length:
         ids = [*ids[: cfg.data.seq_length - len(end)], *end]
     return Line(sample.name, ids, is_answer, items)
 
@@ -312,7 +312,7 @@ def _items_of(
             continue
         items[modality] = found
         mark = model.tower(modality).mark
-        if model.is_dual_encoder:
+        if model.architecture.compares:
             if prompt or len(found) != 1:
                 said = "to compare an image with a text, give one image and no prompt"
                 raise UserError(f"{sample.name}: {said}")

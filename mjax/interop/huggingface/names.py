@@ -88,7 +88,8 @@ def _repeats_in_file(
 def heads_apart(found: NamesInFile, tensors: Mapping[str, Tensor], cfg: ModelConfig) -> bool:
     """Whether a file has a head other than the embedding, of a model that calls it tied."""
     heads = [name for name in _HEADS if name in found.repeats]
-    is_scaled = cfg.is_encoder_decoder and cfg.logits_scaling is not None  # T5 1.0: tied alone
+    # T5 1.0: tied alone
+    is_scaled = cfg.architecture.reads_target and cfg.logits_scaling is not None
     if not heads or cfg.bert.mlm_head or is_scaled:
         return False
     head, embedding = tensors[heads[0]], tensors[found.repeats[heads[0]]]

@@ -242,7 +242,7 @@ class Attention(BranchModule):
         """The kv weight of this device's query heads.
 
         Where tp does not divide the kv heads it is a part of the weight that the device holds, and
-        neither 8-bit forms nor running sums are made of it (`models/runtime/layers.py`).
+        neither 8-bit forms nor running sums are made of it (`models/runtime/load.py`).
         """
         weight = weight_of(self.kv)
         value = _local_kv_heads(weight.value, self.cfg, parallel)

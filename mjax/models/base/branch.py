@@ -16,7 +16,8 @@ from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decode
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import StatisticCount
-from mjax.models.base.streams import SharedWeights
+from mjax.models.base.streams import Activation, SharedWeights
+from mjax.sharding.collectives import Parallel
 
 # The cache of a branch: a tree of arrays, or None.
 BranchCache = jax.Array | tuple | dict | None
@@ -105,6 +106,24 @@ class BranchModule(nnx.Module):
         return {}
 
     @staticmethod
+    def begin(x: Activation, rows: int, cfg: ModelConfig) -> Activation:
+        """The input of the first layer, with what branches of this class add up over all layers.
+
+        There are `rows` sequences on this device.
+        """
+        return x
+
+    @staticmethod
+    def finish(
+        x: Activation, cfg: ModelConfig, parallel: Parallel
+    ) -> tuple[Activation, dict[str, jax.Array]]:
+        """(the output of the last layer without what `begin` put beside it, shares of statistics).
+
+        The statistics are those of all layers together.
+        """
+        return x, {}
+
+    @staticmethod
     def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """FLOPs of a token, forward and backward, besides its products with weights.
 
@@ -131,6 +150,24 @@ def branch_class(word: str) -> type[BranchModule]:
     return pkgutil.resolve_name(BRANCHES[word].module)
 
 
+def begin_layers(x: Activation, rows: int, cfg: ModelConfig) -> Activation:
+    """The input of the first layer as all branches of a model begin it (`BranchModule.begin`)."""
+    for word in sorted(cfg.branches):
+        x = branch_class(word).begin(x, rows, cfg)
+    return x
+
+
+def finish_layers(
+    x: Activation, cfg: ModelConfig, parallel: Parallel
+) -> tuple[Activation, dict[str, jax.Array]]:
+    """The output of the last layer, and statistics of all layers (`BranchModule.finish`)."""
+    statistics: dict[str, jax.Array] = {}
+    for word in sorted(cfg.branches):
+        x, found = branch_class(word).finish(x, cfg, parallel)
+        statistics |= found
+    return x, statistics
+
+
 def model_heads(cfg: ModelConfig) -> HeadSizes | None:
     """The heads of the first of a model's kinds of attention, if it has one."""
     found = [branch_class(word).heads(cfg) for word in BRANCHES if word in cfg.branches]
@@ -146,7 +183,7 @@ def cache_specs(
     """
     specs: list[LayerCache | None] = []
     for kind in cfg.layer_kinds:
-        if cfg.has_two_streams and not of_decoder(kind):
+        if cfg.architecture.has_streams and not of_decoder(kind):
             specs.append(None)
             continue
         layer: LayerCache = {}

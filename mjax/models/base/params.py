@@ -61,6 +61,16 @@ def matrix(
     return ParamSpec(shape, axes, "matrix", hf=(hf,), **more)
 
 
+def table(rows: int, width: int, axis: str | None, of: str) -> ParamSpec:
+    """The declaration of a table of embeddings."""
+    return ParamSpec(
+        shape=(rows, width),
+        axes=(axis, "embed"),
+        role="embedding",
+        hf=(f"model.embed_{of}.weight",),
+    )
+
+
 def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
     """One module whose every parameter holds those of that many independent layers, stacked."""
 

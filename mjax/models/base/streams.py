@@ -15,6 +15,10 @@ from jax.tree_util import register_dataclass
 
 from mjax.config.languages.layer_pattern import DECODER
 
+# The numbers that key the dropout of embeddings: of the first stream or the only one, of the text
+# beside it, and of sounds. Those of layers are in `models/block.py`.
+EMBEDDING_SALT, TEXT_SALT, SOUND_SALT = 0, 1 << 24, 2 << 24
+
 
 @register_dataclass
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ class WithLoads:
 
     x: jax.Array | Streams
     loads: jax.Array
+
+
+def decoder_of(x: jax.Array | Streams) -> jax.Array:
+    """The activations of a decoder's stream, or of the only one, [B, S/tp, D]."""
+    return x.decoder if isinstance(x, Streams) else x
 
 
 # The activation between layers: [B, S/tp, D], or those of a model with several sequences.

@@ -6,14 +6,16 @@ computation. Weights between the residual stream and the heads are whole on each
 device applies them to its own part of the sequence.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
-from mjax.models.base.context import Context, Tokens
+from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.norm import Norm
-from mjax.models.base.params import declare, declare_bias, normal
+from mjax.models.base.params import declare, declare_bias, normal, table
 from mjax.models.feedforward.mlp import activated
 from mjax.sharding.spec import ParamSpec
 
@@ -77,7 +79,7 @@ class Classifier(nnx.Module):
             hf=(f"{name}.weight",),
         )
         self.cfg = cfg
-        if not cfg.reads_images:
+        if cfg.architecture.reads_tokens:
             self.pooler = Dense(cfg, "pooler.dense", rngs, active=0.0)  # one token of a row
         if cfg.bert.prediction_head:
             self.norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "pooler.norm", rngs)
@@ -94,7 +96,7 @@ class Classifier(nnx.Module):
         if cfg.bert.prediction_head:
             pooled = self.pooler(pooled, cfg.hidden_act)
             pooled = self.norm(pooled)
-        elif not cfg.reads_images:
+        elif cfg.architecture.reads_tokens:
             pooled = self.pooler(pooled, "tanh")
         logits = jnp.einsum(
             "bd,cd->bc",
@@ -103,6 +105,78 @@ class Classifier(nnx.Module):
             preferred_element_type=jnp.float32,
         )
         return logits + self.bias[...].astype(jnp.float32)
+
+
+class EncoderParts:
+    """Token types, a norm of embeddings, and a head for hidden tokens, as the config says."""
+
+    def declare_embedding(self, rngs: nnx.Rngs) -> None:
+        super().declare_embedding(rngs)
+        cfg = self.cfg
+        if cfg.bert.type_vocab_size:
+            types = table(cfg.bert.type_vocab_size, cfg.hidden_size, None, "types")
+            self.type_embedding = declare(rngs, types, normal(cfg.initializer_range))
+        if cfg.bert.embedding_norm:
+            shape = (cfg.hidden_size,)
+            self.embedding_norm = Norm(cfg, shape, ("embed",), "model.embed_norm", rngs)
+
+    def declare_head(self, rngs: nnx.Rngs) -> None:
+        super().declare_head(rngs)
+        if self.cfg.bert.mlm_head:
+            self.masked_head = MaskedHead(self.cfg, rngs)
+
+    def sum_embeddings(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
+        """The embeddings of words and positions, then those of types, normed."""
+        x = super().sum_embeddings(tokens, info, ctx)
+        if self.cfg.bert.type_vocab_size:
+            types = jnp.zeros_like(tokens) if info.types is None else info.types
+            types = ctx.parallel.shard_seq(types)
+            # A product, whose backward sums all tokens' gradients at once: there are few rows.
+            rows = self.type_embedding[...]
+            one_hot = jax.nn.one_hot(types, len(rows), dtype=rows.dtype)
+            x = x + jnp.matmul(one_hot, rows, precision="highest")
+        return self.embedding_norm(x) if self.cfg.bert.embedding_norm else x
+
+    def head_bias(self) -> jax.Array | None:
+        if not self.cfg.bert.mlm_head:
+            return super().head_bias()
+        return self.masked_head.bias[...]
+
+    def head_input(self, x: jax.Array) -> jax.Array:
+        if self.cfg.bert.mlm_head:
+            x = self.masked_head(x)
+        return super().head_input(x)
+
+
+class ClassifierParts:
+    """A head for classes of rows, if the config has labels."""
+
+    def declare_head(self, rngs: nnx.Rngs) -> None:
+        super().declare_head(rngs)
+        if self.cfg.bert.num_labels or self.cfg.vision.num_labels:
+            self.classifier = Classifier(self.cfg, rngs)
+
+    def classify(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        types: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens int32 [B, S] -> fp32 logits [B, C] of rows' classes; else as `__call__`."""
+        ctx = Context()
+        info = tokens_of(tokens.shape, segments=segments)
+        info = replace(info, types=types)
+        x = self.embed(tokens, info, ctx)
+        x, _, _ = self.layers(x, info, ctx)
+        return self.row_logits(x, info, ctx)
+
+    @jax.named_scope("classifier")
+    def row_logits(self, x: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
+        """fp32 logits [B, C] of each row's class, from the last layer's output x [B, S/tp, D].
+
+        They mean something on cp devices that hold the first column, and are equal over tp.
+        """
+        return self.classifier(self.normed(x), info, ctx)
 
 
 def first_tokens(x: jax.Array, ctx: Context) -> jax.Array:

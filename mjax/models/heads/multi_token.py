@@ -19,7 +19,8 @@ from mjax.config.schema.model import ModelConfig
 from mjax.models.base.branch import BranchOutput, Rope
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.norm import Norm
-from mjax.models.base.params import declare, normal
+from mjax.models.base.params import as_edge, declare, normal
+from mjax.models.base.streams import EMBEDDING_SALT
 from mjax.models.runtime.remat import remat
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
@@ -81,6 +82,33 @@ class PredictionLayer(nnx.Module):
             return output._replace(y=own.final_norm(output.y))
 
         return remat(apply, ctx.head_remat, in_loop=False)(state, hidden, embedding)
+
+
+class MultiTokenParts:
+    """The layers `mtp_1`, .. of a decoder that predicts tokens further ahead."""
+
+    def declare_head(self, rngs: nnx.Rngs) -> None:
+        cfg = self.cfg
+        for depth, kind in enumerate(cfg.prediction_kinds, 1):
+            layer = PredictionLayer(cfg, kind, self.make_block(kind, rngs), rngs)
+            number = cfg.num_hidden_layers + depth - 1
+            setattr(self, f"mtp_{depth}", as_edge(layer, f"model.layers.{number}."))
+        super().declare_head(rngs)
+
+    @jax.named_scope("mtp")
+    def predict(
+        self, depth: int, x: jax.Array, tokens: jax.Array, info: Tokens, ctx: Context
+    ) -> BranchOutput:
+        """The normed output [B, S/tp, D] of a depth of multi-token prediction; its statistics.
+
+        x [B, S/tp, D] is the normed output of the depth before. `tokens` int32 [B, S] are those
+        that lie `depth` places ahead, `info` is about those of the model itself.
+        """
+        embedding = self.embed(tokens, info, ctx, salt=EMBEDDING_SALT + (depth << 24))
+        layer = getattr(self, f"mtp_{depth}")
+        number = self.cfg.num_hidden_layers + depth - 1
+        rope = self.rope(info, ctx)
+        return layer(x, embedding, info, ctx, rope=rope, layer=number)
 
 
 # ---- the fields of each depth --------------------------------------------------------------------

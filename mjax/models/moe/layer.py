@@ -28,6 +28,8 @@ from mjax.models.moe.router import (
 from mjax.models.moe.router_losses import (
     averages_layers,
     balance_loss,
+    balance_of_layers,
+    beside_loads,
     dropped_share,
     entropy,
     expert_loads,
@@ -127,6 +129,9 @@ class MoE(BranchModule):
                 hf=("mlp.shared_expert_gate.weight",),
             )
             self.shared_gate = declare(rngs, gate, normal(cfg.initializer_range))
+
+    begin = staticmethod(beside_loads)
+    finish = staticmethod(balance_of_layers)
 
     @staticmethod
     def statistics(cfg: ModelConfig) -> dict[str, StatisticCount]:

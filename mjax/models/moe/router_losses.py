@@ -81,6 +81,15 @@ def beside_loads(x: Activation, rows: int, cfg: ModelConfig) -> Activation:
     return WithLoads(x, jnp.zeros(shape, jnp.float32))
 
 
+def balance_of_layers(
+    x: Activation, cfg: ModelConfig, parallel: Parallel
+) -> tuple[Activation, dict[str, jax.Array]]:
+    """(the output of the last layer alone, the balance loss of the loads that came beside it)."""
+    if not isinstance(x, WithLoads):
+        return x, {}
+    return x.x, {"aux_loss": balance_of_loads(x.loads, cfg, parallel)}
+
+
 def z_loss(routing: Routing, cfg: ModelConfig, parallel: Parallel) -> jax.Array:
     """This device's share of coef * mean(logsumexp(logits)^2), summed over its sequences: fp32 [].
 

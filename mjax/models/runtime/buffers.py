@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.run import PrecisionConfig
 from mjax.kernels.fp8.quantize import empty_history, remember
-from mjax.models.runtime.layers import fp8_leaves
+from mjax.models.runtime.load import fp8_leaves
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import Placement
 

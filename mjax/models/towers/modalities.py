@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.towers import TowerConfig
 from mjax.errors import UserError
 from mjax.models.base.context import Context, Tokens, tokens_of
@@ -194,12 +193,3 @@ def beside_given(
     text = beside_items(text, modality, tower, of_row, features, weights=weights)
     flat = pixels.reshape(-1, *pixels.shape[2:])
     return text, MODALITIES[modality].rows(flat, tower, of_row.length), size
-
-
-def embeddings(cfg: ModelConfig, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-    """What embeds the items that a model reads, by the name of the part."""
-    found = {}
-    for name in cfg.embedded:
-        modality = MODALITIES[name]
-        found[modality.embedding] = modality.module(cfg.of_modality(name), rngs)
-    return found

@@ -15,7 +15,7 @@ from mjax.interop.huggingface.families.engine import config_from_hf, config_to_h
 from mjax.models import build, definition_of, split
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.runtime.execution import Execution
-from mjax.models.runtime.layers import LayerInputs, Layers
+from mjax.models.runtime.run import LayerInputs, Layers
 from mjax.models.towers.tiles import Tiled
 from mjax.plan.execution import model_layers
 
@@ -102,15 +102,15 @@ def test_traces_abstractly_at_full_size(name):
     _, params = split(nnx.eval_shape(lambda: build(cfg.model, nnx.Rngs(0))))
     definition = definition_of(cfg.model)
     padding = (cfg.model.padded_vocab_size - cfg.model.vocab_size) * cfg.model.hidden_size
-    tables = 1 if cfg.model.tie_word_embeddings or cfg.model.is_dual_encoder else 2
-    tables = 0 if cfg.model.reads_images else tables
+    tables = 1 if cfg.model.tie_word_embeddings or cfg.model.architecture.compares else 2
+    tables = 0 if not cfg.model.architecture.reads_tokens else tables
     if cfg.model.bert.mlm_head:  # a bias of the vocabulary
         padding += cfg.model.padded_vocab_size - cfg.model.vocab_size
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert total == PUBLISHED[name] + tables * padding
 
     shape = (1, cfg.data.seq_length)
-    if cfg.model.reads_images:
+    if not cfg.model.architecture.reads_tokens:
         side = cfg.model.vision.image_size
         images = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
         grads = jax.eval_shape(
@@ -128,7 +128,7 @@ def test_traces_abstractly_at_full_size(name):
 
         def total(params, tokens, images):
             model = definition.bind(params)
-            if not cfg.model.is_dual_encoder:
+            if not cfg.model.architecture.compares:
                 return model(tokens, images=images).sum()
             embedded = model.image_embeddings(images[0])
             return model.pair_logits(embedded, model.text_embeddings(tokens)).sum()
@@ -138,7 +138,7 @@ def test_traces_abstractly_at_full_size(name):
         return
     fields = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, dtype) for k, dtype in fields.items()}
-    both = cfg.model.is_encoder_decoder  # its two sequences are of one length here
+    both = cfg.model.architecture.reads_target  # its two sequences are of one length here
 
     def loss(params, batch):
         edges, info, ctx = definition.edges.bind(params), tokens_of(shape), Context()

@@ -1,0 +1,110 @@
+"""What a model is, as one value that the rest of the code asks: its inputs, sequences and outputs.
+
+It is derived from `model`, most of it from the branches of the layers. `models/architectures.py`
+has the class of each name.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from mjax.config.languages.layer_pattern import DECODER, sees_ahead, stream_of
+
+if TYPE_CHECKING:
+    from mjax.config.schema.model import ModelConfig
+
+TARGET, NEIGHBORS = "target", "neighbors"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The kind of a model.
+
+    name: the row of `models/architectures.py`.
+    reads: its inputs: "tokens"; "target", the text of a decoder beside an encoder; "neighbors",
+        texts that are retrieved; the modalities of items in or beside a text.
+    streams: the sequences that its layers work on (`models/base/streams.py`).
+    predicts: tokens, classes of rows, or which image and text are a pair.
+    encodes: whether its only sequence is read in both directions.
+    generates: whether it continues a text token by token.
+    default_objective: the entry of `train.objective` that it is made for.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    streams: tuple[str, ...]
+    predicts: Literal["tokens", "classes", "pairs"]
+    encodes: bool
+    generates: bool
+    default_objective: str
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether layers work on one of several sequences."""
+        return len(self.streams) > 1
+
+    @property
+    def reads_tokens(self) -> bool:
+        return "tokens" in self.reads
+
+    @property
+    def reads_target(self) -> bool:
+        return TARGET in self.reads
+
+    @property
+    def reads_neighbors(self) -> bool:
+        return NEIGHBORS in self.reads
+
+    @property
+    def compares(self) -> bool:
+        """Whether images and texts are embedded apart, and compared."""
+        return self.predicts == "pairs"
+
+
+_OBJECTIVES = {
+    "encoder": "masked_lm",
+    "image_encoder": "classify_images",
+    "encoder_decoder": "span_corruption",
+    "dual_encoder": "contrastive",
+}
+
+
+def architecture_of(model: "ModelConfig") -> Architecture:
+    """The architecture of a model. Raises `UserError` for a malformed layer_pattern."""
+    words = model.branches
+    inputs = list(model.modalities)
+    if "retrieval" in words:
+        inputs.append(NEIGHBORS)
+    if "cross" in words:
+        inputs.append(TARGET)
+    only_images = model.vision.patch_size > 0 and not model.modalities
+    reads = ("vision",) if only_images else ("tokens", *inputs)
+    streams = {DECODER}
+    if inputs:
+        streams |= set(map(stream_of, model.layer_kinds))
+    encodes = sees_ahead(model.layer_kinds) and not inputs
+    is_like_encoder = encodes or model.bert != type(model.bert)()
+    predicts = "tokens"
+    if only_images or (model.bert.num_labels and not model.bert.mlm_head):
+        predicts = "classes"
+    name = "multi_token_decoder" if model.num_nextn_predict_layers else "decoder"
+    if only_images:
+        name = "image_encoder"
+    elif NEIGHBORS in reads:
+        name = "retro"
+    elif TARGET in reads:
+        name = "encoder_decoder"
+    elif "vision" in words and "projector" not in words:
+        name, predicts = "dual_encoder", "pairs"
+    elif model.modalities:
+        name = "text_with_items"
+    elif is_like_encoder:
+        name = "encoder"
+    return Architecture(
+        name,
+        reads,
+        tuple(sorted(streams)),
+        predicts,
+        encodes,
+        generates=not encodes and name not in ("retro", "dual_encoder"),
+        default_objective=_OBJECTIVES.get(name, "next_token"),
+    )

@@ -1,0 +1,281 @@
+"""Running the layers of a model: one after the other, or in scans over stacks of equal ones.
+
+`load.py` has the whole way of a weight, of which this is the middle.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import register_dataclass
+
+from mjax.config.languages.pipeline_layout import EMPTY
+from mjax.models.base.activation_statistics import nothing_seen, see_activations
+from mjax.models.base.barriers import gradients_before_previous_layer, reduce_under_previous_layer
+from mjax.models.base.branch import LayerCache, Rope
+from mjax.models.base.context import Context, Tokens
+from mjax.models.base.params import Definition
+from mjax.models.base.streams import Activation, Statistics, join_loads, split_loads
+from mjax.models.base.weight import WeightOrArray, is_weight, values_of, with_values, without_fp8
+from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
+from mjax.models.runtime.frozen import WeightParts, join_frozen, split_frozen_layer
+from mjax.models.runtime.remat import keeps_all, remat
+from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
+from mjax.models.runtime.vjp import switch_layers
+from mjax.sharding.rules import ParamPlacement, Placement
+
+# The caches of a model, one for each layer; None: it has none.
+Caches = list[LayerCache | None]
+
+
+class LayerInputs(NamedTuple):
+    """The inputs of all layers besides weights and activations."""
+
+    tokens: Tokens
+    rope: Rope
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class LayerCarry:
+    """What one layer hands on to the next.
+
+    x: the activations. statistics: this device's shares so far, fp32.
+    ready: the token of `reduce_under_previous_layer`, fp32 []; None without `Execution.overlap`.
+    """
+
+    x: Activation
+    statistics: Statistics
+    ready: jax.Array | None = None
+
+
+class LayerCall(NamedTuple):
+    """The inputs of one layer besides what the layer before hands on.
+
+    weights: its own, or the stacks that they are rows of. number: its number in the model, int32.
+    """
+
+    weights: dict
+    inputs: LayerInputs
+    number: jax.Array
+    cache: LayerCache | None = None
+
+
+# f(carry, call, choice) -> (carry, cache). `choice` int32 picks one of the kinds of the layer.
+LayerFunction = Callable[[LayerCarry, LayerCall, jax.Array], tuple[LayerCarry, LayerCache | None]]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model, ready to run.
+
+    `blocks` are the definitions of one layer of each stack. Only layers that gather read
+    `placement`. `statistics` names those that are summed over the layers; others are left out.
+    """
+
+    blocks: dict[str, Definition]
+    execution: Execution
+    ctx: Context
+    placement: Placement | None = None
+    statistics: tuple[str, ...] = ()
+
+    def run(
+        self,
+        weights: dict,
+        x: Activation,
+        inputs: LayerInputs,
+        *,
+        numbers: jax.Array | None = None,
+        choices: jax.Array | None = None,
+        caches: Caches | None = None,
+    ) -> tuple[Activation, dict[str, jax.Array], Caches | None]:
+        """x [B, S/tp, D] through all layers; the shares of statistics, fp32; the new caches.
+
+        `weights` are as `load_weights` gives them. Lists of layers may take the place of stacks if
+        they run one after the other, and `stack_groups` of such lists in a loop. `numbers`
+        int32 [L] are the numbers of the layers in the model (default: 0, 1, ..), `choices` int32
+        [L] pick one of the kinds of each. Layers take `caches` if they run one after the other.
+        """
+        if numbers is None:
+            numbers = jnp.arange(len(self.execution.layers), dtype=jnp.int32)
+        if choices is None:
+            choices = jnp.zeros(len(self.execution.layers), jnp.int32)
+        statistics = {name: jnp.float32(0) for name in self.statistics}
+        if self.ctx.seen_layers is not None:
+            statistics |= nothing_seen(*self.ctx.seen_layers)
+        ready = jnp.float32(0) if self.execution.overlap else None
+        carry = LayerCarry(*split_loads(x, statistics), ready)
+        if not self.execution.loops:
+            carry, caches = self._run_list(weights, carry, inputs, numbers, choices, caches)
+        else:
+            assert caches is None, "layers in a loop have no caches"
+            carry = self._run_loop(weights, carry, inputs, numbers, choices)
+        return *join_loads(carry.x, carry.statistics), caches
+
+    def _run_list(
+        self, weights: dict, carry: LayerCarry, inputs, numbers, choices, caches
+    ) -> tuple[LayerCarry, Caches | None]:
+        """One layer after the other. Equal layers are traced once."""
+        functions: dict[LayerPlan, LayerFunction] = {}
+        layers = {stack: layers_of_stack(weights[stack]) for stack in self.blocks}
+        new_caches = []
+        for i, plan in enumerate(self.execution.layers):
+            like = replace(plan, row=0)
+            if like not in functions:
+                functions[like] = jax.jit(self._layer(plan, in_loop=False))
+            cache = None if caches is None else caches[i]
+            call = LayerCall(layers[plan.stack][plan.row], inputs, numbers[i], cache)
+            carry, cache = functions[like](carry, call, choices[i])
+            new_caches.append(cache)
+        return carry, None if caches is None else new_caches
+
+    def _run_loop(self, weights: dict, carry: LayerCarry, inputs, numbers, choices) -> LayerCarry:
+        """A scan over each group of equal layers."""
+        groups = list(scan_groups(self.execution.layers))
+        if isinstance(weights, dict):
+            weights = [cut_group(weights, group) for group in groups]
+        for group, stacks in zip(groups, weights, strict=True):
+            rows = rows_of_group(group.first, group.repeats, len(group.period))
+            xs = stacks, rows(numbers), rows(choices)
+            unroll = min(self.execution.unroll, group.repeats)
+            body = self._scan_body(group, inputs, in_loop=unroll < group.repeats)
+            carry, _ = jax.lax.scan(body, carry, xs, unroll=unroll)
+        return carry
+
+    def _scan_body(self, group: ScanGroup, inputs: LayerInputs, in_loop: bool) -> Callable:
+        """One period of layers, as `jax.lax.scan` calls it."""
+        own_rows = stack_rows(group.period)
+
+        def body(carry: LayerCarry, xs: tuple) -> tuple[LayerCarry, None]:
+            stacks, numbers, choices = xs
+            for i, plan in enumerate(group.period):
+                first, count = own_rows[plan.stack]
+                row = plan.row - first if count > 1 else None
+                layer = self._layer(plan, in_loop, row)
+                call = LayerCall(stacks[plan.stack], inputs, numbers[i])
+                carry, _ = layer(carry, call, choices[i])
+            return carry, None
+
+        return body
+
+    def _layer(self, plan: LayerPlan, in_loop: bool, row: int | None = None) -> LayerFunction:
+        """One layer, which keeps for its backward what its plan says.
+
+        `row` is the layer's where its weights are stacks.
+        """
+        layers = []
+        for kind in plan.kinds:
+            apply = functools.partial(self._apply, plan, kind, row)
+            layers.append(remat(apply, plan.remat, self.execution.offload, in_loop))
+        if len(layers) == 1:
+            return lambda carry, call, choice: layers[0](carry, call)
+        chosen = []
+        for kind, layer in zip(plan.kinds, layers, strict=True):
+            chosen.append(_without_cache(None if kind == EMPTY else layer))
+        return functools.partial(self._choose, plan, switch_layers(chosen))
+
+    def _choose(
+        self, plan: LayerPlan, switch: Callable, carry: LayerCarry, call: LayerCall, choice
+    ) -> tuple[LayerCarry, LayerCache | None]:
+        """One of the kinds of a layer. It has no cache."""
+        trained, frozen = self._split(plan, call.weights)
+        constants = call.inputs, call.number, frozen
+        return switch(choice, carry, trained, constants), call.cache
+
+    def _apply(
+        self, plan: LayerPlan, kind: str, row: int | None, carry: LayerCarry, call: LayerCall
+    ) -> tuple[LayerCarry, LayerCache | None]:
+        """One layer of a kind.
+
+        A layer takes its row of stacks by itself: of a row that a loop takes the backward would
+        keep a copy.
+        """
+        weights = call.weights
+        if row is not None:
+            weights = jax.tree.map(lambda w: w[row], weights)
+        carry, weights = self._enter(plan, carry, weights)
+        block = self.blocks[plan.stack].bind(weights)
+        output = block(
+            carry.x,
+            call.inputs.tokens,
+            replace(self.ctx, keeps_all=keeps_all(plan.remat)),
+            kind=kind,
+            rope=call.inputs.rope,
+            layer=call.number,
+            cache=call.cache,
+        )
+        statistics = _add_found(carry.statistics, output.statistics)
+        if self.ctx.seen_layers is not None:
+            seen = see_activations(output.y, kind, call.number, self.ctx.seen_layers[0])
+            statistics = _add_found(statistics, seen)
+        return replace(carry, x=output.y, statistics=statistics), output.cache
+
+    def _split(self, plan: LayerPlan, weights: dict) -> WeightParts:
+        """The weights of a layer, apart into trained and frozen ones."""
+        part = None if self.placement is None else self.placement.part(plan.stack)
+        return split_frozen_layer(weights, part)
+
+    def _enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
+        """Make a layer's weights whole, and order its exchanges and gradients among others."""
+        execution, x, ready = self.execution, carry.x, carry.ready
+        if not plan.fp8:
+            weights = without_fp8(weights)
+        if execution.overlap:
+            trained, frozen = self._split(plan, weights)
+            x, values, ready = reduce_under_previous_layer(x, values_of(trained), ready)
+            weights = join_frozen(with_values(trained, values), frozen)
+        if execution.gather == "layer":
+            weights = self._gather(plan, weights)
+        # A loop waits for gradients anyway, and ZeRO-3 reduces them one by one.
+        if execution.unroll != 1 and (execution.overlap or execution.gather == "step"):
+            trained, frozen = self._split(plan, weights)
+            x, values = gradients_before_previous_layer(x, values_of(trained))
+            weights = join_frozen(with_values(trained, values), frozen)
+        return replace(carry, x=x, ready=ready), weights
+
+    @jax.named_scope("gather")
+    def _gather(self, plan: LayerPlan, weights: dict) -> dict:
+        """The weights of a layer from their stored shards.
+
+        Where matmuls read the bits, the value only takes the gradient: its gather is dead code.
+        """
+        execution = self.execution
+
+        def gather(where: ParamPlacement, w: WeightOrArray) -> WeightOrArray:
+            if not execution.exchanged_in_layer(where):
+                return w
+            where = where.layer
+            if not is_weight(w):
+                return where.gather(w)
+            if execution.overlap:
+                value = where.gather_low(w.value, jnp.dtype(execution.compute))
+            else:
+                value = where.gather(w.value)
+            return replace(w, value=value, bits=None if w.bits is None else where.gather(w.bits))
+
+        return self.placement.part(plan.stack).map(gather, weights)
+
+
+def _add_found(
+    statistics: dict[str, jax.Array], found: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The sums of statistics with those that one layer found; others are left out."""
+    return {
+        name: total + found[name] if name in found else total for name, total in statistics.items()
+    }
+
+
+def _without_cache(layer: Callable | None) -> Callable:
+    """A layer as `switch_layers` takes it; None, an empty slot, hands on what it gets."""
+
+    def apply(carry: LayerCarry, trained: dict, constants: tuple) -> LayerCarry:
+        if layer is None:
+            return carry
+        inputs, number, frozen = constants
+        call = LayerCall(join_frozen(trained, frozen), inputs, number)
+        return layer(carry, call)[0]
+
+    return apply
