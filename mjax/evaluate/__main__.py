@@ -106,7 +106,7 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
     import jax
 
     from mjax.infer.cache import require_decoder
-    from mjax.models.base.context import Context, tokens_of
+    from mjax.models.base.context import Context, Kernels, tokens_of
     from mjax.objectives.objective import NextToken
 
     require_decoder(model.cfg)
@@ -123,7 +123,7 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
             f"{model.cfg.vocab_size}); give a longer text, or the model's own tokenizer"
         )
 
-    ctx = Context(attention="xla")
+    ctx = Context(kernels=Kernels(attention="xla"))
 
     @jax.jit
     def nll(params, part):

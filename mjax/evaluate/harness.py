@@ -25,7 +25,7 @@ from mjax.infer.generate import Generator, bucket
 from mjax.infer.sample import Sampling
 from mjax.infer.text import windows
 from mjax.interop.pretrained import Pretrained
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, Kernels, tokens_of
 
 with or_user_error(
     "the harness needs lm-evaluation-harness ({reason}); install mjax[lm-eval]", ImportError
@@ -203,7 +203,8 @@ def scorer(model: Pretrained):
     @jax.jit
     def score(params, tokens, labels, mask):
         decoder = model.definition.bind(params)
-        x, _, _ = decoder.hidden(tokens, tokens_of(tokens.shape), Context(attention="xla"))
+        ctx = Context(kernels=Kernels(attention="xla"))
+        x, _, _ = decoder.hidden(tokens, tokens_of(tokens.shape), ctx)
 
         def one(token):
             vector, label = token

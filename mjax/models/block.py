@@ -29,7 +29,7 @@ from mjax.models.base.branch import (
     Source,
     branch_class,
 )
-from mjax.models.base.context import Context, Tokens, dropout
+from mjax.models.base.context import PADDED_ROWS, Context, Tokens, dropout
 from mjax.models.base.norm import Norm
 from mjax.models.base.streams import Activation, Streams
 
@@ -87,7 +87,7 @@ class Block(nnx.Module):
         if (
             own != DECODER and not self.cfg.architecture.reads_target
         ):  # one item, then maybe padding
-            ctx = replace(ctx, max_documents=2, padded=True)
+            ctx = replace(ctx, documents=PADDED_ROWS)
         source = Source(x.activations.get(other), tokens.of(other))
         inputs = replace(inputs, tokens=tokens.of(own), ctx=ctx, shared=x.shared, source=source)
         output = self._run(x.activations[own], inputs, kind, cache)

@@ -240,8 +240,8 @@ class Decoder(nnx.Module):
         terms = Terms(
             self.cfg.vocab_size,
             self.cfg.final_logit_softcapping,
-            ctx.label_smoothing,
-            ctx.z_loss,
+            ctx.training.label_smoothing,
+            ctx.training.z_loss,
         )
         return function(
             x.reshape(-1, x.shape[-1]),
@@ -251,7 +251,7 @@ class Decoder(nnx.Module):
             bias=self.head_bias(),
             terms=terms,
             parallel=ctx.parallel,
-            chunk=ctx.loss_chunk,
+            chunk=ctx.training.loss_chunk,
             few=self.cfg.bert.mlm_head,
         )
 

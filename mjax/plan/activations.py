@@ -19,7 +19,7 @@ from mjax.config.languages.remat import kept_names
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import Config
 from mjax.models.attention.positions import rope_tables
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, Documents, tokens_of
 from mjax.models.base.params import Definition, split
 from mjax.models.base.streams import Activation, SharedWeights, Streams
 from mjax.models.base.weight import Weight
@@ -67,7 +67,7 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
         return Block(cfg.model, kind, nnx.Rngs(0))
 
     block = split(nnx.eval_shape(make_block))[0]
-    ctx = training_context(cfg, parallel, max_documents=1)
+    ctx = training_context(cfg, parallel, Documents(most=1))
     sides = stream_shapes(cfg, sizes, ctx)
     inputs = {}
     for name, (rows, length) in sides.items():

@@ -11,7 +11,7 @@ from mjax.kernels import Choice, choose
 from mjax.models.attention.calls import attention_call
 from mjax.models.attention.packed_products import adds_biases_only
 from mjax.models.base.branch import BranchInputs, branch_class
-from mjax.models.base.context import tokens_of
+from mjax.models.base.context import PADDED_ROWS, Documents, tokens_of
 from mjax.models.moe.exchange import choose_expert_exchange
 from mjax.objectives.objective import CONFIGURED
 from mjax.plan.activations import stream_shapes
@@ -95,7 +95,7 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         for word in branches_of(kind):
             streams[word] = stream_of(kind)
     most = 0 if cfg.data.document_mask else 1
-    whole = training_context(cfg, Parallel(**sizes), max_documents=most)
+    whole = training_context(cfg, Parallel(**sizes), Documents(most))
     shapes = stream_shapes(cfg, sizes, whole)
     texts_hold_one = bool(model.modalities) and not cfg.data.images.packed
     rows_hold_one = cfg.train.objective in CONFIGURED or texts_hold_one  # and then padding
@@ -108,7 +108,7 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
             continue
         ctx = whole.of(stream)
         if rows_hold_one or stream != DECODER:
-            ctx = replace(ctx, max_documents=2, padded=True)
+            ctx = replace(ctx, documents=PADDED_ROWS)
         call = attention_call(own, BranchInputs(tokens_of((1, 1)), ctx, word), scale=1.0)
         facts = {
             "call": call,

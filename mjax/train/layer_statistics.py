@@ -12,6 +12,7 @@ import numpy as np
 from mjax.config.languages.layer_pattern import roles_of
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.activation_statistics import nothing_seen
+from mjax.models.base.context import Probe
 from mjax.objectives.objective import Batch
 from mjax.sharding.collectives import AXES
 from mjax.train.step import Program, State, evaluation_sums
@@ -21,7 +22,7 @@ def seen_layers(program: Program, state: State, batch: Batch) -> dict[str, jax.A
     """The sums of `nothing_seen` over the global batch and all layers, on local shards."""
     sizes = program.layers, program.experts
     model = program.model.for_evaluation(program.evaluation)
-    context = replace(model.ctx, seen_layers=sizes)
+    context = replace(model.ctx, probe=Probe(layers=sizes))
     model = replace(model, ctx=context)
     start = nothing_seen(*sizes)
     _, totals, _ = evaluation_sums(program, model, state, batch, start)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
+from mjax.models.base.context import Documents
 from mjax.models.base.params import ModelDefinition
 from mjax.objectives.local_model import LocalModel
 from mjax.objectives.objective import Batch, Objective, WholeBatch
@@ -120,9 +121,11 @@ class Programs:
         ctx = training_context(
             cfg,
             placement.parallel,
+            Documents(
+                most=self.max_documents,
+                padded=self.max_documents == 2 and self.padded,
+            ),
             permute=uniform,
-            max_documents=self.max_documents,
-            padded=self.max_documents == 2 and self.padded,
             overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
         )
         model = LocalModel(
@@ -165,7 +168,7 @@ class Programs:
         if devices[0].platform == "cpu" and len(devices) > 1:
             body = in_program_order(body)
         mapped = on_shards(body, mesh, inputs, outputs)
-        overlaps = program.model.ctx.overlap_rows is not None
+        overlaps = program.model.ctx.kernels.overlap_rows is not None
         options = compiler_options(
             program.execution,
             overlaps,

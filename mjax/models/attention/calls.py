@@ -18,11 +18,11 @@ def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> Atte
         softcap=cfg.attention.attn_logit_softcapping,
         mask=branch.mask,
         max_distance=cfg.relative.max_distance,
-        dropout=cfg.attention.attention_dropout if ctx.dropout else 0.0,
-        max_documents=ctx.max_documents,
-        padded=ctx.padded,
-        implementation=ctx.attention,
-        deterministic=ctx.deterministic,
+        dropout=cfg.attention.attention_dropout if ctx.training.dropout else 0.0,
+        max_documents=ctx.documents.most,
+        padded=ctx.documents.padded,
+        implementation=ctx.kernels.attention,
+        deterministic=ctx.kernels.deterministic,
     )
 
 
@@ -44,7 +44,7 @@ def attention_arrays(
     if cached is not None:
         key_columns = jnp.arange(cached, dtype=jnp.int32)
         key_segments = tokens.key_segments
-    has_dropout = ctx.dropout and cfg.attention.attention_dropout > 0
+    has_dropout = ctx.training.dropout and cfg.attention.attention_dropout > 0
     relative = {} if inputs.shared is None else inputs.shared.relative
     return AttentionArrays(
         columns=(tokens.columns, key_columns),

@@ -53,8 +53,8 @@ def context_attention(
 ) -> jax.Array:
     """[B, S/cp, N, H]: `kernels.attention` of q, k, v and columns that are zigzag shards over cp.
 
-    Where `ctx.permute` is false, keys may not go round in a ring, because only some devices run
-    this layer. Raises `UserError` where `ctx.cp_type` lacks a feature: it never changes the
+    Without `Kernels.permute` keys may not go round in a ring, because only some devices run this
+    layer. Raises `UserError` where `Kernels.cp_type` lacks a feature: it never changes the
     computation.
     """
     if ctx.parallel.cp == 1:
@@ -93,7 +93,7 @@ def latent_attention(
 def _exchange_of(q, k, v, call, arrays, ctx: Context) -> str:
     """The way that a call with an implementation takes, by its name in `KEY_EXCHANGES`."""
     needs = _needs_of(q, v, call, arrays, ctx)
-    name = ctx.cp_type
+    name = ctx.kernels.cp_type
     if name == "auto":
         grouped = k.shape[2] < q.shape[2]
         name = choose_exchange(ctx.parallel.cp, grouped, needs)
@@ -131,7 +131,7 @@ def _needs_of(q, v, call: AttentionCall, arrays: AttentionArrays, ctx: Context) 
     blocks = [] if call.implementation == "xla" else list(of_mask)
     if call.implementation == "mosaic":  # cuDNN refuses the model's features itself
         blocks += of_model
-    return Needs((*of_model, *of_mask), tuple(blocks), ctx.permute)
+    return Needs((*of_model, *of_mask), tuple(blocks), ctx.kernels.permute)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Exchange:
 
     def group_size(self, ctx: Context) -> int:
         """The number of devices that trade heads for sequence."""
-        return {"none": 1, "groups": ctx.cp_a2a, "all": ctx.parallel.cp}[self.trades]
+        return {"none": 1, "groups": ctx.kernels.cp_a2a, "all": ctx.parallel.cp}[self.trades]
 
     def group(self, ctx: Context) -> "AllToAllGroup":
         return AllToAllGroup(ctx.parallel.cp, self.group_size(ctx))

@@ -172,7 +172,7 @@ class MLP(BranchModule):
         if self._in_one_function(x, ctx):
             if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
                 return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))
-            if not self.cfg.mlp_gated and ctx.keeps_all and in_matmuls(x, up, bias, act):
+            if not self.cfg.mlp_gated and ctx.training.keeps_all and in_matmuls(x, up, bias, act):
                 return _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))
         (h,) = column(x, (up,), ctx)
         if self.cfg.mlp_gated:

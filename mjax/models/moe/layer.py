@@ -157,7 +157,7 @@ class MoE(BranchModule):
         salt = inputs.salt ^ _JITTER_SALT
         seen = jitter(x.astype(jnp.float32), cfg.moe.router_jitter_noise, inputs.tokens, ctx, salt)
         routing = route(seen, router, cfg)
-        if cfg.moe.sinkhorn and ctx.dropout:
+        if cfg.moe.sinkhorn and ctx.training.dropout:
             routing = rerouted(routing, sinkhorn_experts(routing.logits, cfg.moe, parallel), cfg)
         if cfg.moe.force_balanced:
             routing = balanced(routing, inputs.tokens, cfg, parallel)
@@ -165,7 +165,7 @@ class MoE(BranchModule):
             routing = without_padding(routing, inputs.tokens, parallel)
         if router.expert_bias is not None:
             routing = counted(routing, router.expert_bias)
-        if ctx.capacity:
+        if ctx.training.capacity:
             routing = within_capacity(routing, inputs.tokens, cfg.moe, parallel)
         y, gathered = self._experts_output(x, routing, ctx)
         if cfg.moe.shared_expert_intermediate_size:
@@ -175,8 +175,8 @@ class MoE(BranchModule):
         if averages_layers(cfg):
             of_text = padding_marked(routing, inputs.tokens, parallel)
             statistics[EXPERT_LOADS] = expert_loads(of_text, cfg)
-        if inputs.ctx.seen_layers is not None:
-            layers, _ = inputs.ctx.seen_layers
+        if inputs.ctx.probe.layers is not None:
+            layers, _ = inputs.ctx.probe.layers
             statistics |= see_experts(routing, router.expert_bias, inputs.layer, layers)
         return BranchOutput(y, statistics)
 

@@ -20,7 +20,7 @@ from mjax.models.attention.context_parallel import zigzag
 from mjax.models.attention.latent import MLA
 from mjax.models.attention.positions import rope_tables
 from mjax.models.base.branch import BranchInputs
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, Kernels, tokens_of
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part, matmul_weights
 from mjax.sharding.collectives import Parallel, reduce_gradients
@@ -134,7 +134,7 @@ def test_flops_are_those_of_megatron_for_deepseek_v3():
 def over_cp(cfg: ModelConfig, module: MLA, cp_type: str):
     """The layer over two devices of cp, as a function of x in zigzag order."""
     mesh = make_mesh(MeshConfig(dp=1, cp=2), jax.devices()[:2])
-    ctx = Context(parallel_of(mesh), cp_type=cp_type)
+    ctx = Context(parallel_of(mesh), kernels=Kernels(cp_type=cp_type))
     halves = PartitionSpec(None, "cp")
 
     @functools.partial(
