@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--shape: shapes differ among kernels; name one kernel instead of 'all'")
     names = list(SHAPES) if args.kernel == "all" else [args.kernel]
     works = {name: shapes_of(name, args.shape) for name in names}
-    return report(args, measure(works, args.samples))
+    return report(args, measure_kernels(works, args.samples))
 
 
 def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
@@ -82,7 +82,7 @@ def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
     return out or list(default)
 
 
-def measure(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[dict]:
+def measure_kernels(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
     roof: dict[str, float] = {}
     for kind, work in ceilings().items():

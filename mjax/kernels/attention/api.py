@@ -93,8 +93,9 @@ def attention_of_products(
 
     `products` are q [B, S, N, H] and kv [B, S, 2, K, H], or one array [B, S, 3, N, H] of all. They
     lack the `biases`: of queries [N, H], and of keys and values [2, K, H] or of values [1, K, H].
-    That of keys adds one number to all scores of a query, which a softmax does not see: it is left
-    out, and its gradient is 0. Remat policies know the first product, with its bias, by `name`.
+    The keys' bias adds one number to all scores of a query, which a softmax does not see: it is
+    left out, and its gradient is 0. Remat policies know the first product, with its bias, by
+    `name`.
     """
     q = products[0] if len(products) == 2 else products[0][:, :, 0]
     require(replace(call, implementation="triton"), q, products[-1], arrays)
@@ -155,7 +156,7 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
 
 
 def _rows(q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> Rows:
-    """What of a row our kernels see; padding is behind all that a causal query sees."""
+    """The part of a row that our kernels see; padding comes after all that a causal query sees."""
     if not arrays.is_packed(call) or (call.padded and call.mask == "causal"):
         return Rows()
     if call.padded:
@@ -209,7 +210,7 @@ def _near_block(call) -> int:
 def _near(q, k, v, call, arrays):
     """Attention in windows to both sides: each block of queries to its keys and those next to it.
 
-    The blocks are rows of their own. Where a block lacks a neighbor its keys have segment -1.
+    The blocks are rows of their own. Keys of a missing neighbor have segment -1.
     """
     batch, size = q.shape[:2]
     block = _near_block(call)
@@ -267,7 +268,7 @@ def masked_scores(
     call: AttentionCall,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """What softmax takes: fp32 products of queries and keys, scaled, biased, capped and masked.
+    """The input of softmax: fp32 products of queries and keys, scaled, biased, capped and masked.
 
     `seen` and `bias` broadcast to them. None: all keys are seen; there is no bias.
     """

@@ -146,7 +146,7 @@ def _job(q, k, call, segments):
 
 
 def _intervals(job, segments):
-    """Of segment ids: (first key each query sees, last query that sees each key), int32 [B, S]."""
+    """(first key each query sees, last query that sees each key), int32 [B, S], by segment ids."""
     if segments is None:
         return None, None
     size = job.queries

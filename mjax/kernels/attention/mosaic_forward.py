@@ -5,8 +5,8 @@ each. In the forward they take turns on the tensor core, so that one computes it
 another multiplies (FlashAttention-3, arXiv 2407.08608). A launch has one thread block for each
 multiprocessor, which walks over its share of the work; the mover runs ahead into the next item.
 
-What a query sees is one interval of keys, [low, its own index]; a key is seen by [its own index,
-high]. A window and contiguous documents only move `low` and `high`, so blocks outside the interval
+A query sees one interval of keys, [low, its own index]; a key is seen by [its own index, high]. A
+window and contiguous documents only move `low` and `high`, so blocks outside the interval
 are never read and blocks wholly inside it need no mask. No sum is shared between thread blocks: no
 atomics, and results are equal bit for bit. Invariant: mover and computers count ring slots alike.
 """

@@ -21,7 +21,7 @@ from mjax.kernels.base.triton_call import triton_call
 
 
 class Rows(NamedTuple):
-    """What of a row of keys is seen.
+    """The keys of a row that queries see.
 
     segments: int32 [B, S] of queries and [B, T] of keys, or None. A query sees its own segment.
     lengths: int32 [B], or None: so many keys of a row are seen, one at least.
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the forward pass and of both kernels of the backward pass.
+    """Tile sizes of the forward kernel and of the two backward kernels.
 
     A kernel writes a number for each query as far as its last tile reaches, and a later kernel
     reads them. So none takes more queries at a time than the kernel before.
@@ -133,7 +133,7 @@ def _bwd(call, name, tiles, saved, d_out):
 def d_queries(products, biases, rows, out, lse, d_out, call, tile):
     """(the gradient of the first product, sum(out * d_out) over H: like `lse`, of biases).
 
-    Where the first product holds keys and values, too, `d_keys` writes their part.
+    If the first product holds keys and values, too, `d_keys` writes their part.
     """
     from mjax.kernels.attention.short_triton import attention_d_queries
 
@@ -183,7 +183,7 @@ short_attention.defvjp(_fwd, _bwd)
 
 
 class Sizes(NamedTuple):
-    """Of the products of a call; queries and keys are tokens of a row, width is that of a head."""
+    """Sizes of the products of a call; queries and keys are counts of tokens, width a head's."""
 
     batch: int
     queries: int
@@ -210,7 +210,7 @@ def _operands(products: Products) -> tuple[jax.Array, ...]:
 
 
 def _unread(dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
-    """What a kernel takes and does not read."""
+    """A placeholder for an argument that a kernel does not read."""
     return jnp.zeros(1, dtype)
 
 
@@ -226,7 +226,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _constants(products: Products, rows: Rows, call: AttentionCall, tile: Tile) -> dict:
-    """What all kernels are compiled for; a window as long as the row is none."""
+    """The constants that all kernels are compiled for; a window as long as the row is none."""
     assert rows.lengths is None or call.mask != "causal", "a causal query sees no padding"
     sizes = sizes_of(products)
     size, length = sizes.queries, sizes.keys

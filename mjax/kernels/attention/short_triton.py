@@ -221,9 +221,10 @@ def _task(COUNT, HEADS, TILE):
 
 @triton.jit
 def _places(row, tokens, head, COUNT, HEADS, H):
-    """Where a head of a row begins in an array [B, COUNT, HEADS, H], and its tile [tokens, H].
+    """Offset of a head of a row in an array [B, COUNT, HEADS, H], and of its tile [tokens, H].
 
-    The latter are 32-bit numbers, from there on: those of 64 would take twice the registers.
+    The tile's offsets are 32-bit numbers from the head's on: 64 bits would take twice the
+    registers.
     """
     first = (row * COUNT * HEADS + head) * H
     return first, tokens[:, None] * (HEADS * H) + tl.arange(0, H)[None]
@@ -263,7 +264,7 @@ def _stored_delta(deltas, row, head, queries, S, HEADS, mean, d_mean):
 
 @triton.jit
 def _arrays_of(q, k, v, KV_HEADS, H, PARTS):
-    """Where the first head of keys begins, and that of values."""
+    """Pointers to the first head of keys and to the first head of values."""
     if PARTS == 3:
         found = q + KV_HEADS * H, q + 2 * KV_HEADS * H
     elif PARTS == 2:

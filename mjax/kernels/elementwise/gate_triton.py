@@ -1,7 +1,7 @@
 """The passes of `gate.py` as Triton kernels; that file says what they compute and calls them.
 
 A program takes a tile of ROWS x COLUMNS of arrays [M, F], or of F to each of several parts side by
-side. Where no tile goes past the edge nothing is masked. A kernel that transposes takes the even
+side. Nothing is masked if no tile goes past the edge. A kernel that transposes takes the even
 rows, then the odd ones, so that the two bytes of neighbors make a word.
 """
 
@@ -328,9 +328,9 @@ def _share(x, ACT: tl.constexpr):
 def _normal_distribution(x):
     """The normal distribution function, to 1e-6 of itself for x > -4, and its density.
 
-    Both are factors of exp(-x^2 / 2), which is made once. What is left of the function's tail is
-    erfcx(|x| / sqrt(2)) / 2: t times a polynomial in t, to 1.3e-7 of itself for all x (a minimax
-    fit of our own).
+    Both are factors of exp(-x^2 / 2), which is computed once. The other factor of the function's
+    tail is erfcx(|x| / sqrt(2)) / 2: t times a polynomial in t, to 1.3e-7 of itself for all x (a
+    minimax fit of our own).
     """
     bell = power_of_two(-0.7213475204 * x * x)
     t = reciprocal(1.0 + 0.2828427125 * tl.abs(x))

@@ -3,7 +3,7 @@
 XLA reads logits three times: for the maximum, the sum of exponentials, the gradient. Our Triton
 kernel (`loss_rows_triton.py`) takes a row at a time: one sweep keeps a running maximum and sum for
 each lane (Milakov and Gimelshein, arXiv 1805.02867), a second one, backwards, writes the gradient.
-What the first read last then comes, in part, from the L2 cache. Rows are independent and sums in a
+Its first reads then come, in part, from the L2 cache. Rows are independent and sums in a
 fixed order: equal bit for bit each time. Invariant: fp32 inside; the gradient is rounded once.
 
 The gradient goes into rows of a larger array, in place: logits of a few tokens at a time suffice,

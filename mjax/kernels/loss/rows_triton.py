@@ -109,7 +109,7 @@ def _add(lanes, row, block, PADDED: tl.constexpr, how: tl.constexpr):
 
 @triton.jit
 def _gradient(out, row, token, how: tl.constexpr):
-    """Of `weight` times the loss, by a row of logits, from its end, which was read last."""
+    """Write the gradient of `weight` times the loss by a row, from its end, which was read last."""
     full: tl.constexpr = how.VOCAB // (how.LANES * how.LOADS)
     blocks: tl.constexpr = (how.WIDTH + how.LANES * how.LOADS - 1) // (how.LANES * how.LOADS)
     for i in range(full):
@@ -142,7 +142,7 @@ def _write(out, row, token, block, PADDED: tl.constexpr, how: tl.constexpr):
 
 @triton.jit
 def _logits(row, columns, EVICT: tl.constexpr, PADDED: tl.constexpr, how: tl.constexpr):
-    """Those of `columns`, capped; -inf beyond the vocabulary."""
+    """The logits of `columns`, capped; -inf beyond the vocabulary."""
     if PADDED:
         z = tl.load(row + columns, mask=columns < how.WIDTH, other=0.0, eviction_policy=EVICT)
         return tl.where(columns < how.VOCAB, _capped(z, how.SOFTCAP), float("-inf"))

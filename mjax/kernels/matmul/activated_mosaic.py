@@ -236,7 +236,7 @@ def _multiply(job, refs, half, place, i, count):
 
 
 def _place(job, half, at, part):
-    """Where a part of half a tile is in the output."""
+    """The place in the output of a part of half a tile."""
     lines = pl.ds(at.line + half * job.tile.half, job.tile.half)
     return lines, pl.ds(at.column + part * PART, PART)
 

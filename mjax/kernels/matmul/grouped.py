@@ -3,9 +3,9 @@
 `sizes` int32 [G] counts the rows of each group. Groups may be empty. Rows beyond sum(sizes) belong
 to no group: products make them zero, and gradients of weights leave them out, if they are finite.
 The plain-JAX versions are `jax.lax.ragged_dot_general`; XLA for GPUs multiplies all rows by all
-groups there. `batched` is for groups of equal sizes: products of batches of matrices. Those for
-Hopper GPUs are `mosaic_grouped.py`, imported on use: it needs a jax that has Mosaic. Operands of 8
-bits come with a scale, a power of two, for their product; elsewhere than on Hopper they are
+groups there. `batched` is for groups of equal sizes: products of batches of matrices. Kernels for
+Hopper GPUs are in `grouped_mosaic.py`, imported on use: it needs a jax that has Mosaic. Operands of
+8 bits come with a scale, a power of two, for their product; elsewhere than on Hopper they are
 multiplied in the dtype of the product, which holds them exactly. Invariant: a product is summed in
 fp32 and rounded once, to the dtype of the rows, or the given one.
 """

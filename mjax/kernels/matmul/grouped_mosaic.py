@@ -220,8 +220,8 @@ def drain(refs, count):
 def _sum(tile, refs, count, steps, product):
     """The sum fp32 [half, columns] of `steps` products; `product(acc, slot, i)` adds one.
 
-    It is scaled where there is a scale. Where tiles promote, each so many steps are a sum of their
-    own, which is added to those before.
+    It is scaled if there is a scale. If tiles promote, each so many steps are a sum of their own,
+    which is added to the sums before.
     """
 
     def slot_of(i):

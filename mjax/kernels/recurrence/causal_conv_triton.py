@@ -141,7 +141,7 @@ def _before(
 
 @triton.jit
 def _seen(t, before, begins, LENGTH: tl.constexpr, PACKED: tl.constexpr):
-    """What belongs to the 3 tokens before t; 0 where those are of another document."""
+    """The values of the 3 tokens before t; 0 for tokens of another document."""
     if PACKED:
         begin = tl.load(begins + t, mask=t < LENGTH, other=0)
         return (
@@ -155,5 +155,5 @@ def _seen(t, before, begins, LENGTH: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _total(w, seen, now):
-    """What SiLU takes."""
+    """The convolution at a token with its bias, the input of SiLU."""
     return w[4] + w[3] * now + w[2] * seen[2] + w[1] * seen[1] + w[0] * seen[0]

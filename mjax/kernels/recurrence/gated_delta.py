@@ -57,11 +57,11 @@ _keep_states = functools.partial(
 
 
 class DeltaInputs(NamedTuple):
-    """What the rule reads of each token.
+    """The inputs of the rule for each token.
 
     q, k: [B, S, G, N]; k of length 1 at most. v: [B, S, H, P].
     log_decay: fp32 [B, S, H], not positive. beta: fp32 [B, S, H], from 0 to 1.
-    Where log_decay and beta are 0 the state stays as it is.
+    A token with log_decay and beta 0 leaves the state as it is.
     """
 
     q: jax.Array
@@ -72,8 +72,7 @@ class DeltaInputs(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a chunk does to the state S before it, which becomes left S + (values - S readers)^T
-    writers.
+    """The effect of a chunk on the state S before it: left S + (values - S readers)^T writers.
 
     values [Q, H, P] and readers [Q, H, N] solve its system, writers [Q, H, N] are its keys as they
     have decayed at its end, all in v's dtype. left, fp32 [H], is left of S.
@@ -86,8 +85,12 @@ class Chunk(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Of the tokens of a chunk [Q, H], fp32: the sums of log_decay from its start on, and what each
-    token sees of the state before it. Their document [Q], or None."""
+    """Decays at the tokens of a chunk.
+
+    log: fp32 [Q, H], the sums of log_decay from the chunk's start on.
+    seen: fp32 [Q, H], the share of the state before the chunk that each token sees.
+    documents: the tokens' documents [Q], or None.
+    """
 
     log: jax.Array
     seen: jax.Array
@@ -188,7 +191,7 @@ def _decays(inputs: DeltaInputs, documents: jax.Array | None) -> tuple[Decays, j
 
 
 def _chunks(inputs: DeltaInputs, decays: Decays, left: jax.Array) -> Chunk:
-    """What each chunk does to a state, [B, C, ...]."""
+    """The effect of each chunk on a state, [B, C, ...]."""
     values, readers = in_blocks(_solve, decays.log, (inputs, decays))
     rest = jnp.exp(decays.log[:, :, -1:] - decays.log)
     if decays.documents is not None:

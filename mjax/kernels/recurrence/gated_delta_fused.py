@@ -28,7 +28,7 @@ WARPS, SOLVE_WARPS, STAGES = 4, 2, 2  # of a walk and of a solution; loads of a 
 def solve(system: jax.Array, right: jax.Array) -> jax.Array:
     """x [..., 64, W] of (I + system) x = right; system [..., 64, 64] is strictly lower, all fp32.
 
-    W is a multiple of 64. What is not below the diagonal of `system` is not read.
+    W is a multiple of 64. Only entries below the diagonal of `system` are read.
     """
     return _solve(system, right)
 

@@ -44,7 +44,7 @@ OUTPUT, STATES = "ssd_out", "ssd_states"
 
 
 class SsdInputs(NamedTuple):
-    """What the scan reads of each token, and `a`.
+    """The inputs of the scan for each token, and `a`.
 
     x: [B, S, H, P]. dt: fp32 [B, S, H], not negative; 0 leaves the state as it is.
     a: fp32 [H], negative. b, c: [B, S, G, N], of which each group serves H / G consecutive heads.

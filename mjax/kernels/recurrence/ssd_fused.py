@@ -110,7 +110,7 @@ def _steps(dt: jax.Array, a: jax.Array, chunk: int) -> tuple[jax.Array, jax.Arra
 
 
 def _padded(begins: jax.Array | None, chunk: int) -> jax.Array:
-    """Where documents begin, for whole chunks; without any, an array that nothing reads."""
+    """Begins of documents, padded to whole chunks; without any, an array that nothing reads."""
     if begins is None:
         return jnp.zeros((1,), jnp.int32)
     return jnp.pad(begins, [(0, 0), (0, -begins.shape[1] % chunk)], mode="edge")
