@@ -23,11 +23,11 @@ from mjax.bench.work import Work, draw, pulled
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, read_numbers
 from mjax.kernels.attention.api import attention
-from mjax.kernels.attention.mosaic import supports as supports_mosaic
+from mjax.kernels.attention.mosaic import supports_mosaic as supports_mosaic
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.elementwise.norm import fork, norm
-from mjax.kernels.elementwise.norm import reference as normed
-from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, reference
+from mjax.kernels.elementwise.norm import norm_reference as normed
+from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, loss_reference
 from mjax.models.attention import positions
 from mjax.models.feedforward.mlp import activate, activated, gated
 from mjax.sharding.collectives import LOCAL
@@ -203,7 +203,7 @@ def losses(t: int, v: int, d: int) -> Iterator[Work]:
     flops = 6.0 * t * padded * d
     inputs = x, w, labels, mask
     ours = functools.partial(cross_entropy, terms=terms, parallel=LOCAL)
-    whole = functools.partial(reference, terms=terms)
+    whole = functools.partial(loss_reference, terms=terms)
     for name, loss in (("", ours), ("reference ", whole)):
         both = jax.value_and_grad(loss, (0, 1))
         yield Work(f"{name}forward with gradients", both, inputs, flops)

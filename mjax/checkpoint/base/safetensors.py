@@ -42,7 +42,7 @@ _LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of `file`, its bytes from `offset` on; `DTYPES_BY_NAME` has the kinds that are read."""
+    """A tensor of `file`, its bytes from `offset` on; `DTYPES_BY_NAME` has the readable kinds."""
 
     name: str
     file: Path

@@ -56,7 +56,7 @@ def array_source(cfg: ModelConfig, params: dict) -> Source:
 def block_shape(
     shape: tuple[int, ...], itemsize: int, first: tuple[int, ...] = (0,)
 ) -> tuple[int, ...]:
-    """A block of `shape`: at most `SOURCE_BLOCK` bytes, cut along `first`, then the longest axes."""
+    """A block of `shape`: at most `SOURCE_BLOCK` bytes; cut along `first`, then longest axes."""
     block = list(shape)
     rest = sorted(set(range(len(shape))) - set(first), key=lambda i: -shape[i])
     for axis in [*first, *rest][: len(shape)]:

@@ -32,7 +32,7 @@ FEWEST = {  # elements of the widest input: with less, nothing is won
     "causal_conv": 2**20,
     "activated_matmul": 2**24,  # of the output
 }
-MOST = 2**31 - 1  # elements that a 32-bit offset reaches
+MOST_ELEMENTS = 2**31 - 1  # elements that a 32-bit offset reaches
 WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
 ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
 
@@ -216,7 +216,7 @@ def short_attention_lacks(
         return f"it computes bfloat16 and float16, not precision.compute={dtype}"
     if (size, value_size) != (SHORT_HEAD, SHORT_HEAD):
         return f"it has heads of {SHORT_HEAD}, not model.attention.head_dim={size}"
-    if row > MOST:
+    if row > MOST_ELEMENTS:
         return f"its 32-bit offsets do not reach all of a row's {row:,} elements"
     return None
 
@@ -317,7 +317,7 @@ def _elementwise(op: str, x: Inputs) -> Choice:
         return Choice("xla", f"our kernel takes no {x.dtype}")
     if size < FEWEST[op]:
         return Choice("xla", f"a launch costs more for less than {FEWEST[op]:,} elements")
-    if size > MOST:
+    if size > MOST_ELEMENTS:
         return Choice("xla", "32-bit offsets do not reach all elements")
     return _on_gpu(x.device, "one pass over the inputs")
 
@@ -331,7 +331,7 @@ def _loss_rows(x: Inputs, *, tp: int, chunk: int | None = None) -> Choice:
         return Choice("xla", f"the vocabulary is no multiple of {ALIGNED}")
     if tokens * rows < FEWEST["loss_rows"]:
         return Choice("xla", f"nothing is won for less than {FEWEST['loss_rows']:,} logits")
-    if 2 * (chunk or 1) * rows > MOST:  # up to whole parts, a chunk may nearly double
+    if 2 * (chunk or 1) * rows > MOST_ELEMENTS:  # up to whole parts, a chunk may nearly double
         return Choice("xla", "32-bit offsets do not reach all logits of a chunk")
     return _on_gpu(x.device, "one read of the logits")
 

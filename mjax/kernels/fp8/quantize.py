@@ -61,7 +61,7 @@ def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), jnp.ldexp(jnp.float32(1), power), jnp.nan)
 
 
-def quantize(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def quantize_to(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """x * scale rounded to `dtype`, saturating."""
     top = float(jnp.finfo(dtype).max)
     return jnp.clip(x * scale.astype(x.dtype), -top, top).astype(dtype)
@@ -81,15 +81,15 @@ def quantize_tensor(
     """
     use_te = recipe.backend == "te"
     if use_te and recipe.delayed:  # in one pass
-        x8, amax = transformer_engine.quantize(x, scale, dtype)
+        x8, amax = transformer_engine.quantize_by_te(x, scale, dtype)
         return x8, checkpoint_name(jnp.stack([scale, amax]), SCALES)
     amax = amax_of(x)
     if not recipe.delayed:
         scale = scale_of(parallel.pmax(amax, "tp"), dtype)
     used = checkpoint_name(jnp.stack([scale, amax]), SCALES)
     if use_te:
-        return transformer_engine.quantize(x, used[0], dtype)[0], used
-    return quantize(x, used[0], dtype), used
+        return transformer_engine.quantize_by_te(x, used[0], dtype)[0], used
+    return quantize_to(x, used[0], dtype), used
 
 
 def quantize_gradient(
@@ -154,7 +154,7 @@ def quantize_stack(weights: jax.Array, scales: jax.Array) -> jax.Array:
     The result is uint8: integers take no gradient, and travel as they are.
     """
     scale = scales[:, 1].reshape(-1, *[1] * (weights.ndim - 1))
-    return lax.bitcast_convert_type(quantize(weights, scale, E4M3), jnp.uint8)
+    return lax.bitcast_convert_type(quantize_to(weights, scale, E4M3), jnp.uint8)
 
 
 def transposed_bits(bits: jax.Array, inputs: int, of_experts: bool = False) -> jax.Array:
