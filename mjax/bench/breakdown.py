@@ -40,7 +40,13 @@ PARTS = (
     _GAPS,
 )
 
-_COLLECTIVE = "all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all"
+_COLLECTIVE_OPCODE = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+)
 _SDPA_KERNEL = re.compile(r"fmha|sdpa|flash|^attention_", re.I)
 _MATMUL_KERNEL = re.compile(r"gemm|nvjet|xmma|cutlass|cublas|splitk|wgmma", re.I)
 _COPY_KERNEL = re.compile(r"^mem(cpy|set)", re.I)
@@ -57,7 +63,7 @@ _MOVES = frozenset(
 
 
 @dataclass(frozen=True)
-class Event:
+class KernelEvent:
     """A kernel or copy on a device: start and duration in ns, its name, its HLO instruction."""
 
     start: float
@@ -76,7 +82,7 @@ class Instruction:
     opcodes: frozenset[str]
 
 
-def profile(run: Callable[[], object]) -> tuple[list[Event], str]:
+def profile(run: Callable[[], object]) -> tuple[list[KernelEvent], str]:
     """The first local device's events while `run()` works, and the text of the program that most
     of them belong to. Both are empty where the profiler sees no device (CPUs, no CUPTI)."""
     options = jax.profiler.ProfileOptions()
@@ -85,11 +91,11 @@ def profile(run: Callable[[], object]) -> tuple[list[Event], str]:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
         files = sorted(Path(folder).rglob("*.xplane.pb"))
-        events, module = _read(files[0]) if files else ([], "")
+        events, module = _read_plane(files[0]) if files else ([], "")
     return events, program_text(module)
 
 
-def _read(path: Path) -> tuple[list[Event], str]:
+def _read_plane(path: Path) -> tuple[list[KernelEvent], str]:
     """Events of the first device plane, in order, and the commonest module among them."""
     events, modules = [], defaultdict(float)
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
@@ -99,7 +105,9 @@ def _read(path: Path) -> tuple[list[Event], str]:
             continue  # lines that tools derive from the streams
         for e in line.events:
             stats = dict(e.stats)
-            events.append(Event(e.start_ns, e.duration_ns, e.name, str(stats.get("hlo_op", ""))))
+            events.append(
+                KernelEvent(e.start_ns, e.duration_ns, e.name, str(stats.get("hlo_op", "")))
+            )
             modules[str(stats.get("hlo_module", ""))] += e.duration_ns
     modules.pop("", None)
     return sorted(events, key=lambda e: e.start), max(modules, key=modules.get, default="")
@@ -148,7 +156,7 @@ def _path(line: str) -> str:
     return found[1] if found else ""
 
 
-def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
+def classify(event: KernelEvent, program: dict[str, Instruction]) -> tuple[str, str]:
     """(part of PARTS, 'forward', 'recompute' or 'backward')."""
     made = _instruction(event, program)
     scopes, _, _ = made.path.rpartition("/")
@@ -158,7 +166,7 @@ def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
     recompute = "rematted_computation" in scopes
     phase = "recompute" if recompute else "backward" if backward else "forward"
     moves = "nccl" in event.kernel.lower() or "MemcpyP2P" in event.kernel  # copies are tp's
-    if made.opcode.startswith(_COLLECTIVE) or moves:
+    if made.opcode.startswith(_COLLECTIVE_OPCODE) or moves:
         return _EXPOSED, phase
     is_sdpa = made.target.startswith("__cudnn$fmha") or _SDPA_KERNEL.search(event.kernel)
     if scope == "sdpa" or is_sdpa:
@@ -173,13 +181,13 @@ def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
     return _SCOPES.get(scope, "residual, other"), phase
 
 
-def _instruction(event: Event, program: dict[str, Instruction]) -> Instruction:
+def _instruction(event: KernelEvent, program: dict[str, Instruction]) -> Instruction:
     """The event's instruction; inside a CUDA graph, XLA's own kernels have its name instead."""
     none = Instruction("", "", "", frozenset())
     return program.get(event.op) or program.get(event.kernel, none)
 
 
-def breakdown(events: Sequence[Event], hlo_text: str, steps: int = 1) -> list[dict]:
+def breakdown(events: Sequence[KernelEvent], hlo_text: str, steps: int = 1) -> list[dict]:
     """Rows {part, forward, recompute, backward, ms, share} of one of `steps` profiled steps.
 
     `hlo_text` is the program whose instructions `Event.op` names. The last row is communication
@@ -209,16 +217,16 @@ def breakdown(events: Sequence[Event], hlo_text: str, steps: int = 1) -> list[di
     return rows
 
 
-Span = tuple[float, float]  # start and end
+TimeSpan = tuple[float, float]  # start and end
 
 
 def _times_of_parts(
-    events: Sequence[Event], program: dict[str, Instruction]
-) -> tuple[dict[str, dict[str, float]], list[Span], list[Span]]:
+    events: Sequence[KernelEvent], program: dict[str, Instruction]
+) -> tuple[dict[str, dict[str, float]], list[TimeSpan], list[TimeSpan]]:
     """(part -> phase -> time, spans of kernels, spans of communication)."""
     times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    busy: list[Span] = []
-    talk: list[Span] = []
+    busy: list[TimeSpan] = []
+    talk: list[TimeSpan] = []
     upto = float("-inf")
     for event in sorted(events, key=lambda e: e.start):
         part, phase = classify(event, program)
@@ -236,11 +244,11 @@ def _times_of_parts(
 _PHASES = "forward", "recompute", "backward"
 
 
-def top(events: Sequence[Event], hlo_text: str, steps: int, count: int) -> list[dict]:
+def top(events: Sequence[KernelEvent], hlo_text: str, steps: int, count: int) -> list[dict]:
     """Rows of the `count` instructions that take longest, those of equal origin (unrolled
     layers) together: {op, ms, kernels, part, phase, path, kernel}, the last the longest one."""
     program = parse(hlo_text)
-    groups: dict[tuple[str, ...], list[Event]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[KernelEvent]] = defaultdict(list)
     for event in events:
         name = event.op if event.op in program else event.kernel
         op = re.sub(r"[._]\d+$", "", name)

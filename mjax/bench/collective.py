@@ -54,10 +54,12 @@ def main(argv: list[str]) -> int:
     sizes = read_numbers("--sizes", args.sizes, float)
     if jax.device_count() < 2:
         raise UserError("bench collective: there is one device; it needs two or more")
-    return report(args, measure(jax.devices(), sizes, args.samples))
+    return report(args, measure_collectives(jax.devices(), sizes, args.samples))
 
 
-def measure(devices: Sequence[jax.Device], sizes: list[float], samples: int) -> Iterator[dict]:
+def measure_collectives(
+    devices: Sequence[jax.Device], sizes: list[float], samples: int
+) -> Iterator[dict]:
     """A record for each collective and size in MB, bf16."""
     n = len(devices)
     mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))

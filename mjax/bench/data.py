@@ -55,10 +55,10 @@ def main(argv: list[str]) -> int:
     for name in ("tokens", "seq_length", "batch", "document_length", "prefetch", "workers"):
         if not 1 <= getattr(args, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
-    return report(args, measure_images(args) if args.images else measure(args))
+    return report(args, measure_images(args) if args.images else measure_data(args))
 
 
-def measure(args: argparse.Namespace) -> Iterator[dict]:
+def measure_data(args: argparse.Namespace) -> Iterator[dict]:
     """The record of the index, then that of a pass over the corpus."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"

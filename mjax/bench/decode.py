@@ -37,7 +37,7 @@ from mjax.models.base.branch import cache_specs
 from mjax.sharding.spec import ParamSpec, is_spec
 
 # prompts [B, S] -> seconds from the start to each of the new tokens
-Run = Callable[[np.ndarray], list[float]]
+DecodeRun = Callable[[np.ndarray], list[float]]
 
 
 def main(argv: list[str]) -> int:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     if args.transformers or args.engine == "transformers":
         require_transformers("--transformers", ", or leave the option out")
     first = in_own_process(args) if args.transformers else []
-    return report(args, itertools.chain(first, measure(cfg, batches, args)))
+    return report(args, itertools.chain(first, measure_decode(cfg, batches, args)))
 
 
 def in_own_process(args: argparse.Namespace) -> list[dict]:
@@ -114,14 +114,18 @@ def require_transformers(asked: str, otherwise: str = "") -> None:
         )
 
 
-def measure(cfg: ModelConfig, batches: list[int], args: argparse.Namespace) -> Iterator[dict]:
+def measure_decode(
+    cfg: ModelConfig, batches: list[int], args: argparse.Namespace
+) -> Iterator[dict]:
     """A record for each batch."""
     run = ENGINES[args.engine](cfg, args.new, args.dtype)
     for batch in batches:
         yield {"bench": "decode"} | record(cfg, args.engine, run, batch, args)
 
 
-def record(cfg: ModelConfig, engine: str, run: Run, batch: int, args: argparse.Namespace) -> dict:
+def record(
+    cfg: ModelConfig, engine: str, run: DecodeRun, batch: int, args: argparse.Namespace
+) -> dict:
     """The times of one engine and batch, and what memory allows."""
     ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (batch, args.prompt), np.int32)
     run(ids)
@@ -168,7 +172,7 @@ def bytes_read(cfg: ModelConfig, batch: int, tokens: int, dtype: str) -> int:
     return total
 
 
-def ours(cfg: ModelConfig, new: int, dtype: str) -> Run:
+def ours(cfg: ModelConfig, new: int, dtype: str) -> DecodeRun:
     """Generation by mjax, on one device."""
     definition = definition_of(cfg)
     params = random_weights(cfg, definition.specs, dtype)
@@ -207,7 +211,7 @@ def config_of_transformers(cfg: ModelConfig):
     return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
 
 
-def theirs(cfg: ModelConfig, new: int, dtype: str) -> Run:
+def theirs(cfg: ModelConfig, new: int, dtype: str) -> DecodeRun:
     """Generation by transformers with a static cache, on the first GPU where there is one."""
     import torch
     import transformers

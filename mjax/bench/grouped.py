@@ -34,7 +34,7 @@ def skewed_sizes(rows: int, groups: int) -> np.ndarray:
 def grouped_matmuls(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
     """Time grouped matmuls of x [M, K] by w [G, K, N], by the Hopper kernels on Hopper GPUs."""
     sizes = skewed_sizes(m, groups)
-    x, w, g, total = _operands(m, groups, k, n)
+    x, w, g, total = _operands_of_groups(m, groups, k, n)
     products = products_of(x, w, g, jnp.asarray(sizes), total)
     implementation = fastest()
     loops = loops_of_matmuls(sizes)
@@ -47,7 +47,7 @@ def grouped_matmuls(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
         yield Work(f"reference {name}", loop, inputs, flops, kept=kept)
 
 
-def _operands(
+def _operands_of_groups(
     m: int, groups: int, k: int, n: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """x [M, K], w [G, K, N], d_y [M, N], and an fp32 sum of gradients of w."""
@@ -62,7 +62,7 @@ def grouped_matmuls8(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
 
     Beside each is that of bf16. Operands of 8 bits lie as `grouped_matmul8` wants them.
     """
-    x, w, g, total = _operands(m, groups, k, n)
+    x, w, g, total = _operands_of_groups(m, groups, k, n)
     x8 = x.astype(E4M3)
     w8 = w.astype(E4M3)
     g8 = g.astype(E5M2)

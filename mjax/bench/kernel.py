@@ -23,11 +23,11 @@ from mjax.bench.work import Work, draw, pulled
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, program, read_numbers
 from mjax.kernels.attention.api import attention
-from mjax.kernels.attention.mosaic import supports as supports_mosaic
+from mjax.kernels.attention.mosaic import supports_mosaic as supports_mosaic
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.elementwise.norm import fork, norm
-from mjax.kernels.elementwise.norm import reference as normed
-from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, reference
+from mjax.kernels.elementwise.norm import norm_reference as normed
+from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, loss_reference
 from mjax.models.attention import positions
 from mjax.models.feedforward.mlp import activate, activated, gated
 from mjax.sharding.collectives import LOCAL
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--shape: shapes differ among kernels; name one kernel instead of 'all'")
     names = list(SHAPES) if args.kernel == "all" else [args.kernel]
     works = {name: shapes_of(name, args.shape) for name in names}
-    return report(args, measure(works, args.samples))
+    return report(args, measure_kernels(works, args.samples))
 
 
 def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
@@ -82,7 +82,7 @@ def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
     return out or list(default)
 
 
-def measure(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[dict]:
+def measure_kernels(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
     roof: dict[str, float] = {}
     for kind, work in ceilings().items():
@@ -203,7 +203,7 @@ def losses(t: int, v: int, d: int) -> Iterator[Work]:
     flops = 6.0 * t * padded * d
     inputs = x, w, labels, mask
     ours = functools.partial(cross_entropy, terms=terms, parallel=LOCAL)
-    whole = functools.partial(reference, terms=terms)
+    whole = functools.partial(loss_reference, terms=terms)
     for name, loss in (("", ours), ("reference ", whole)):
         both = jax.value_and_grad(loss, (0, 1))
         yield Work(f"{name}forward with gradients", both, inputs, flops)

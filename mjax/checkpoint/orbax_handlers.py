@@ -47,7 +47,7 @@ class DigestingHandler(ocp.StandardCheckpointHandler):
         super().finalize(directory)  # merges what the processes wrote
         step = Path(directory).parent
         known: dict[str, digest.FileDigest] = {}
-        for part in sorted(step.glob(_part("*"))):
+        for part in sorted(step.glob(_list_of_process("*"))):
             known |= digest.read_list(part)
             part.unlink()
         digest.write_digests(step, known)
@@ -64,10 +64,10 @@ def digest_own_arrays(state: Path) -> None:
     files = sorted(own.iterdir()) if own.is_dir() else []
     names = [f"state/{file.relative_to(state).as_posix()}" for file in files]
     digests = dict(zip(names, digest.digest_files(files), strict=True))
-    digest.write_list(state.parent / _part(jax.process_index()), digests)
+    digest.write_list(state.parent / _list_of_process(jax.process_index()), digests)
 
 
-def _part(process: object) -> str:
+def _list_of_process(process: object) -> str:
     return f"digests.process_{process}"
 
 

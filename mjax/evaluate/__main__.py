@@ -25,11 +25,11 @@ from mjax.infer.text import windows
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = _parse(argv)
+    args = _evaluate_arguments(argv)
     {"perplexity": _perplexity, "harness": _harness}[args.command](args)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _evaluate_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("evaluate"), description="Score a model.")
     commands = parser.add_subparsers(required=True, dest="command")
     file = commands.add_parser("perplexity", help="of a text file; prints a JSON line")

@@ -14,7 +14,7 @@ from mjax.errors import program, read_numbers, run_cli
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = _parse(argv)
+    args = _export_arguments(argv)
     from mjax.checkpoint.base.companion_files import (
         UNREAD,
         read_folder,
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.out}: prefill and decode for {names} as {args.dtype}")
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _export_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("export"), description="Export a model.")
     parser.add_argument("--ckpt", type=as_path, required=True, help="any folder that mjax reads")
     parser.add_argument("--out", type=as_path, required=True, metavar="DIR", help="folder to make")

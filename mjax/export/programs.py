@@ -110,7 +110,7 @@ def export_model(
         }
         text = json.dumps(manifest, indent=1) + "\n"
         (temporary / artifact.MANIFEST).write_text(text, encoding="utf-8")
-        write_file(temporary / artifact.WEIGHTS, shapes, partial(_parts, source, shapes))
+        write_file(temporary / artifact.WEIGHTS, shapes, partial(_runs_of_rows, source, shapes))
         shutil.copyfile(artifact.__file__, temporary / "run.py")
         write_files(temporary, extras or {})
     return manifest
@@ -183,7 +183,7 @@ def _program(
     )
 
 
-def _parts(source: Source, shapes: Mapping, name: str) -> Iterator[np.ndarray]:
+def _runs_of_rows(source: Source, shapes: Mapping, name: str) -> Iterator[np.ndarray]:
     """A parameter in runs of whole rows of its leading axes, each at most a block of memory."""
     shape, dtype = shapes[name]
     for index in blocks(shape, block_shape(shape, dtype.itemsize, tuple(range(len(shape))))):

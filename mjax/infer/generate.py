@@ -84,7 +84,7 @@ class Generator:
         self.cfg, self.tokenizer = cfg, tokenizer
         self._mesh = mesh = mesh_of(params)
         self._params = take_apart(definition.specs, params, jnp.dtype(dtype), donate)
-        programs = Programs(definition, cfg, mesh, jnp.dtype(dtype))
+        programs = DecodePrograms(definition, cfg, mesh, jnp.dtype(dtype))
         self._prefill = jax.jit(programs.prefill, static_argnames=("draws", "length"))
         self._step = jax.jit(programs.step, static_argnames="draws", donate_argnames="state")
 
@@ -210,7 +210,7 @@ class Generator:
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity
-class Programs:
+class DecodePrograms:
     """The two jitted functions, over what is static. A state is (cache, last tokens [B], keys [B],
     seen [B, V]); both also return (tokens [B], log-probs [B]) for the host."""
 

@@ -197,12 +197,16 @@ def _unpad(x: jax.Array, padding: Padding) -> jax.Array:
 def _in_blocks(x: jax.Array, padding: Padding, length: int) -> jax.Array:
     """Split the padded dimension in two: [.., blocks * length, ..] -> [.., blocks, length, ..]."""
     dim = padding.dim
-    return x.reshape(*x.shape[:dim], padding.blocks, length, *x.shape[dim + 1 :])
+    before = x.shape[:dim]
+    after = x.shape[dim + 1 :]
+    return x.reshape(*before, padding.blocks, length, *after)
 
 
 def _joined(blocks: jax.Array, padding: Padding) -> jax.Array:
     dim = padding.dim
-    return blocks.reshape(*blocks.shape[:dim], -1, *blocks.shape[dim + 2 :])
+    before = blocks.shape[:dim]
+    after = blocks.shape[dim + 2 :]
+    return blocks.reshape(*before, -1, *after)
 
 
 # ---- arrays on the mesh ----------------------------------------------------------------------

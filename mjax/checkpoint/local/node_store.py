@@ -34,7 +34,7 @@ from mjax.checkpoint.base.orbax_messages import plain_reason
 from mjax.checkpoint.local.peers import (
     devices_by_process,
     gather_numbers,
-    in_order,
+    in_device_order,
     machine_id,
     send,
 )
@@ -68,7 +68,7 @@ class NodeStore:
         newest = max(steps_of(self._mine), default=NONE)
         newest_of, nodes = gather_numbers([newest, self._node()]).T
         leaves, me, processes = jax.tree.leaves(state), jax.process_index(), jax.process_count()
-        shards = [[shard.data for shard in in_order(leaf)] for leaf in leaves]
+        shards = [[shard.data for shard in in_device_order(leaf)] for leaf in leaves]
         parts = {OWN: (me, [_to_host(of_leaf) for of_leaf in shards])}
         if distance := _distance_to_peer(nodes):
             devices = devices_by_process(leaves[0])
@@ -191,7 +191,7 @@ class NodeStore:
             if not travels and not is_receiver:
                 continue
             file = None if origin is None else files[origin]
-            for of_leaf in _read(file, leaves, me if origin is None else origin):
+            for of_leaf in _read_part(file, leaves, me if origin is None else origin):
                 if travels:
                     of_leaf = send(of_leaf, devices, list(origin_of.items()))
                 if is_receiver:
@@ -306,7 +306,7 @@ def _write_part(file: Path, leaves: list, origin: int, shards: list[list]) -> No
                 f.write(values.reshape(-1).view(np.uint8))
 
 
-def _read(
+def _read_part(
     file: Path | None, leaves: list[jax.ShapeDtypeStruct], origin: int
 ) -> Iterator[list[jax.Array]]:
     """The shards of `origin` in a file, on this process's devices; zeros without a file."""

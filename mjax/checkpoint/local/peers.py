@@ -36,7 +36,7 @@ def devices_by_process(array: jax.Array | jax.ShapeDtypeStruct) -> list[list[jax
     return [found[process] for process in sorted(found)]
 
 
-def in_order(array: jax.Array) -> list[Shard]:
+def in_device_order(array: jax.Array) -> list[Shard]:
     """The shards of an array in this process, in the order of `devices_by_process`."""
     return sorted(array.addressable_shards, key=lambda shard: shard.device.id)
 
@@ -69,7 +69,7 @@ def send(
     rows = [shard[None] for shard in shards]
     whole = jax.make_array_from_single_device_arrays(shape, where, rows)
     received = _permute(mesh, tuple(steps))(whole)
-    return [shard.data[0] for shard in in_order(received)]
+    return [shard.data[0] for shard in in_device_order(received)]
 
 
 @functools.cache

@@ -25,10 +25,10 @@ from mjax.data.base.tokenizer import (
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json, read_json
 
-NAMED = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SPECIAL_TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # Classes of transformers, without "Fast" and "Tokenizer", that read a vocabulary as is done here.
 ANY = ("", "PreTrained", "TokenizersBackend")
-READ = {
+READABLE_CLASSES = {
     "SentencePiece": (*ANY, "SentencePieceBackend", "Llama", "CodeLlama", "Gemma", "T5", "MT5"),
     "byte pairs": (*ANY, "GPT2", "CodeGen", "Roberta", "Bart", "Longformer", "Qwen2"),
     "WordPiece": (*ANY, "Bert", "DistilBert", "Electra", "MobileBert", "ConvBert"),
@@ -40,9 +40,9 @@ ROBERTA |= {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 BERT = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-SPLIT_QWEN = rf"{_WORDS}\p{{N}}|{_MARKS}"
-SPLIT_CL100K = rf"{_WORDS}\p{{N}}{{1,3}}|{_MARKS}"  # Llama 3's, too
+_WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+SPLIT_QWEN = rf"{_WORD_PATTERN}\p{{N}}|{_MARKS}"
+SPLIT_CL100K = rf"{_WORD_PATTERN}\p{{N}}{{1,3}}|{_MARKS}"  # Llama 3's, too
 SPLIT_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
@@ -125,7 +125,7 @@ def _class_of(path: Path, said: dict, kind: str) -> str:
         model = read_json(path.with_name("config.json"), missing={}).get("model_type")
         name = OF_MODEL.get(model, "") if isinstance(model, str) else ""
     name = str(name).removesuffix("Fast").removesuffix("Tokenizer")
-    if name not in READ[kind]:
+    if name not in READABLE_CLASSES[kind]:
         raise UserError(
             f"{path}: {name}Tokenizer (tokenizer_config.json) is not built for {kind}; write a "
             "tokenizer.json with transformers: AutoTokenizer.from_pretrained(F).save_pretrained(F)"
@@ -149,7 +149,7 @@ def _added(
                     number = id_of(token.content)
                     after = max([size, *(i + 1 for i in found)])
                     found[after if number is None else number] = token
-        for token in (_token(said[key]) for key in NAMED if key in said):
+        for token in (_token(said[key]) for key in SPECIAL_TOKENS if key in said):
             number = id_of(token.content)
             if number is not None:
                 found.setdefault(number, token)

@@ -18,12 +18,12 @@ import numpy as np
 
 from mjax.data.base.cache import cached_arrays
 from mjax.data.corpus.fim import FillInTheMiddle
-from mjax.data.corpus.indexed import REMEDY, IndexedDataset, Watch
+from mjax.data.corpus.indexed import TOKENIZE_AGAIN, IndexedDataset, Watch
 from mjax.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 OPENING_CHECK = 1 << 25  # tokens checked against the vocabulary before the first batch
-Batch = dict[str, np.ndarray]
+FieldArrays = dict[str, np.ndarray]
 
 
 class Indices(NamedTuple):
@@ -165,7 +165,7 @@ class GPTDataset:
         """The split's range, once it is known to hold a sample."""
         data = self.dataset
         if data.dtype.kind == "f":
-            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {REMEDY}")
+            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {TOKENIZE_AGAIN}")
         if len(data.tokens) == 0:
             raise UserError(f"{data.bin_path}: the corpus is empty; preprocess some text into it")
         begin, end = split_range(fractions, split, len(data))
@@ -182,10 +182,10 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
-    def __getitem__(self, i: int) -> Batch:
+    def __getitem__(self, i: int) -> FieldArrays:
         return {name: array[0] for name, array in self.batch([i]).items()}
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices`, stacked: the fields of `[i]`, each [B, S].
 
         A sample is a few pieces, one per sequence it touches. One call fetches all pieces.

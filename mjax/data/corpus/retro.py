@@ -11,7 +11,7 @@ import numpy as np
 
 from mjax.config.schema.run import Config
 from mjax.data.base.cache import cached_arrays
-from mjax.data.corpus.gpt import Batch, GPTDataset
+from mjax.data.corpus.gpt import FieldArrays, GPTDataset
 from mjax.data.corpus.indexed import IndexedDataset
 from mjax.errors import UserError
 
@@ -92,7 +92,7 @@ class NeighborDataset:
         """Names of samples `indices`, from the data set."""
         return self.dataset.names(indices)
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices` and their neighbors, stacked."""
         starts = np.asarray(self.starts[np.asarray(indices, np.int64)])
         texts = texts_of(self.corpus, starts.reshape(-1), self.length)

@@ -25,7 +25,7 @@ import numpy as np
 
 from mjax.errors import UserError, reason
 
-MOST = 16  # processes, unless the config says how many
+MOST_PROCESSES = 16  # processes, unless the config says how many
 # Or glibc gives memory back after each image, and asks for it anew: a third of the time.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": f"{1 << 28}", "MALLOC_MMAP_THRESHOLD_": f"{1 << 26}"}
 _MOST_SENT = 8  # items at once
@@ -139,8 +139,8 @@ def new_memory() -> int:
 
 @functools.cache
 def decoders(count: int | None) -> Decoders:
-    """The processes of this run, as many for all its data; None: one a core, up to `MOST`."""
-    return Decoders(min(os.cpu_count() or 1, MOST) if count is None else count)
+    """The processes of this run, for all its data; None: one a core, up to `MOST_PROCESSES`."""
+    return Decoders(min(os.cpu_count() or 1, MOST_PROCESSES) if count is None else count)
 
 
 def answer(pipe: Connection, memory: mmap.mmap) -> None:

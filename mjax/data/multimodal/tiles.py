@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BICUBIC = 3
-_NEEDS = "pictures need {reason}; install mjax[vision]"
+_TILES_NEED = "pictures need {reason}; install mjax[vision]"
 _SLACK = 1.1  # the part of the allowed side that a grid may have more
 
 
 class PictureReader(ImageReader):
-    """Decodes pictures in their own sizes; `cut` makes tiles of them."""
+    """Decodes pictures in their own sizes; `cut_pictures` makes tiles of them."""
 
     @property
     def decode(self) -> Decode:
@@ -70,7 +70,7 @@ class PictureReader(ImageReader):
         return found
 
 
-class Cut(NamedTuple):
+class CutPictures(NamedTuple):
     """The tiles fp32 [T, H, W, C] of a text's pictures, normed, and what stands in it for each.
 
     texts: the ids that stand for a picture. features: those of its tokens, unless there are tags.
@@ -81,19 +81,19 @@ class Cut(NamedTuple):
     features: list[Features]
 
 
-def cut(
+def cut_pictures(
     arrays: Sequence[np.ndarray],
     vision: VisionConfig,
     mean: Sequence[float],
     std: Sequence[float],
     tags: Sequence[Sequence[int]] = (),
-) -> Cut:
+) -> CutPictures:
     """A text's pictures in tiles, and with the ids of `tile_tags`, if the model has them.
 
     Pictures are uint8 [H, W, 3], or [H, W]. `mean` and `std` are of pixels from 0 to 1. Raises
     `ValueError` for a picture too narrow.
     """
-    with or_user_error(_NEEDS, ImportError):
+    with or_user_error(_TILES_NEED, ImportError):
         from PIL import Image
 
     gray = vision.num_channels == 1
@@ -107,16 +107,16 @@ def cut(
         tiles = _whole_and_grid(pictures[0], vision)
     else:
         ground = tuple(int(of_channel * 255) for of_channel in (*mean, *mean, *mean)[:channels])
-        squares = [_square(picture, ground) for picture in pictures]
+        squares = [_on_square(picture, ground) for picture in pictures]
         tiles = [square.resize((side, side), _BICUBIC) for square in squares]
     shape = len(tiles), side, side, channels
     pixels = np.array([np.asarray(tile) for tile in tiles], np.float32).reshape(shape)
     normed = (pixels / 255 - np.asarray(mean)) / np.asarray(std)
     if tags:
-        return Cut(normed.astype(np.float32), texts, [])
+        return CutPictures(normed.astype(np.float32), texts, [])
     features = features_of_images([(p.height, p.width) for p in pictures], vision)
     texts = [[vision.image_token_id] * len(own.corners) for own in features]
-    return Cut(normed.astype(np.float32), texts, features)
+    return CutPictures(normed.astype(np.float32), texts, features)
 
 
 def tiled_images(
@@ -129,7 +129,7 @@ def tiled_images(
 
     Returns them and how many tokens `image_token_id` stand in a text for each of its pictures.
     """
-    cuts = [cut(pictures, vision, mean, std) for pictures in rows]
+    cuts = [cut_pictures(pictures, vision, mean, std) for pictures in rows]
     corners = padded_features([found.features for found in cuts])
     counts = [[len(text) for text in found.texts] for found in cuts]
     return Tiled(_stacked([found.tiles for found in cuts]), *corners), counts
@@ -147,7 +147,7 @@ def tagged_images(
     Returns them and the ids that stand in a text for each of its pictures, tags among them.
     """
     tags = tag_ids(vision, tokenizer)
-    cuts = [cut(pictures, vision, mean, std, tags) for pictures in rows]
+    cuts = [cut_pictures(pictures, vision, mean, std, tags) for pictures in rows]
     return _stacked([found.tiles for found in cuts]), [found.texts for found in cuts]
 
 
@@ -233,7 +233,7 @@ def _tiles_of(canvas: "Image", side: int) -> list["Image"]:
     ]
 
 
-def _square(picture: "Image", ground: tuple[int, ...]) -> "Image":
+def _on_square(picture: "Image", ground: tuple[int, ...]) -> "Image":
     """A picture in the middle of a square of a color."""
     from PIL import Image
 

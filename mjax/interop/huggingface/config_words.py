@@ -27,7 +27,7 @@ def in_words_of(imported: Mapping, exported: dict, dtype: str) -> dict:
     config = _in_imported_words(imported, exported)
     labels = config.get("id2label")
     if labels and exported.get("num_labels") not in (None, len(labels)):
-        config = _without(config, ("id2label", "label2id"))
+        config = _without_keys(config, ("id2label", "label2id"))
     named = [name for name in DTYPE_KEYS if name in config] or DTYPE_KEYS
     config = _with_dtype(config, dtype) | dict.fromkeys(named, dtype)
     order = [*imported, *config]
@@ -36,19 +36,19 @@ def in_words_of(imported: Mapping, exported: dict, dtype: str) -> dict:
 
 def _in_imported_words(imported: Mapping, exported: dict) -> dict:
     """The export in the words of `imported` if they say the same, else in the family's."""
-    old = _without(imported, OWN)
+    old = _without_keys(imported, OWN)
     own = {key: exported[key] for key in OWN & exported.keys()}
     if imported.get("model_type") == exported["model_type"]:
         before = _model_read(own | old)
         if before is not None:
-            words = own | _overlaid(old, config_to_hf(before), _without(exported, OWN))
+            words = own | _overlaid(old, config_to_hf(before), _without_keys(exported, OWN))
             if _model_read(words) == _model_read(exported):
                 return words
     kept = {key: value for key, value in old.items() if key in KEPT}
     return kept | exported
 
 
-def _without(config: Mapping, keys: Collection[str]) -> dict:
+def _without_keys(config: Mapping, keys: Collection[str]) -> dict:
     return {key: value for key, value in config.items() if key not in keys}
 
 

@@ -51,7 +51,7 @@ def activated(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
 
 def _activated_forward(h, bias, name):
     if gate.supports(h, name):
-        y = gate.act_forward(h, bias, name)
+        y = gate.activation_forward(h, bias, name)
     else:
         y = activated(h, bias, name)
     return y, (h, bias)
@@ -60,7 +60,7 @@ def _activated_forward(h, bias, name):
 def _activated_backward(name, residuals, dy):
     h, bias = residuals
     if gate.supports(h, name):
-        return gate.act_backward(h, bias, dy, name)
+        return gate.activation_backward(h, bias, dy, name)
     h, bias = compute_again(h, bias)
     _, vjp = jax.vjp(lambda h, bias: activated.fun(h, bias, name), h, bias)
     return vjp(dy)
@@ -89,7 +89,7 @@ def _gated_forward(h, name):
 
 def _gated_backward(name, h, dy):
     if gate.supports(h, name):
-        return (gate.gate_backward(h, dy, name),)
+        return (gate.gate_gradient(h, dy, name),)
     product = functools.partial(_gate_times_up, name=name)
     _, vjp = jax.vjp(product, h[..., 0, :], h[..., 1, :])
     d_gate, d_up = vjp(dy)

@@ -101,7 +101,7 @@ def test_a_record_is_a_line_that_takes_over_the_public_figure(tmp_path, monkeypa
     argv = [*TINY, "--steps=1", "--warmup=0"]
     made = {"bench": "train", "case": {"devices": 8}, "ms": 2.0, "tokens_per_second": 4.0}
     made |= {"tflops": 0.5, "mfu": None, "memory_gb": None}
-    monkeypatch.setattr(train, "measure", lambda *_: made)
+    monkeypatch.setattr(train, "measure_training", lambda *_: made)
 
     def run(command, **_):
         assert command[1:4] == ["-m", "mjax.bench", "train"]

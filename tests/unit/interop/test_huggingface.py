@@ -186,7 +186,7 @@ def test_the_shards_of_any_mesh_are_read_once_and_equal_the_whole(tmp_path, mesh
 
 
 def test_large_shards_pass_through_the_host_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("mjax.checkpoint.base.source.BLOCK", 700)
+    monkeypatch.setattr("mjax.checkpoint.base.source.SOURCE_BLOCK", 700)
     params = make_params()
     inner = open_source(save_folder(tmp_path, to_tensors(params), "bfloat16"))
     sizes = []
@@ -204,7 +204,7 @@ def test_large_shards_pass_through_the_host_in_blocks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(7,), (3, 1000), (5, 64, 2, 48), (1000000, 3)])
 def test_blocks_cover_every_element_once(shape, monkeypatch):
-    monkeypatch.setattr("mjax.checkpoint.base.source.BLOCK", 1000)
+    monkeypatch.setattr("mjax.checkpoint.base.source.SOURCE_BLOCK", 1000)
     block = block_shape(shape, 4)
     assert np.prod(block) * 4 <= 1000
     shape = tuple(min(n, 2000) for n in shape)

@@ -24,7 +24,9 @@ def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> Mode
     for path in _paths(config):
         count = _value_at(config, path)
         if "layer" in str(path[-1]) and isinstance(count, int) and count > MOST_LAYERS:
-            raise UserError(f"config.json: {_dotted(path)}={count} is above {MOST_LAYERS}; mend it")
+            raise UserError(
+                f"config.json: {_text_of_key(path)}={count} is above {MOST_LAYERS}; mend it"
+            )
     try:
         return read(config)
     except UserError:
@@ -35,12 +37,12 @@ def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> Mode
             raise UserError(f"config.json cannot be read: {reason(e)}; mend it") from e
         value = reprlib.repr(_value_at(config, path))
         raise UserError(
-            f"config.json: {_dotted(path)}={value} is not of the kind that belongs there "
+            f"config.json: {_text_of_key(path)}={value} is not of the kind that belongs there "
             f"({reason(e)}); mend it"
         ) from e
 
 
-def _dotted(path: tuple[str, ...]) -> str:
+def _text_of_key(path: tuple[str, ...]) -> str:
     return ".".join(map(str, path))  # a dictionary of labels may have numbers as its keys
 
 

@@ -1,7 +1,7 @@
 """`Family`: a row of the table of Hugging Face's model families; `Slot`: a place in their tensors.
 
-A `Layout` places the pieces of a parameter of one role in tensors. `LAYOUTS` has those of most
-families; a family overrides one in `Family.layouts`.
+A `TensorLayout` places the pieces of a parameter of one role in tensors. `LAYOUTS` has those of
+most families; a family overrides one in `Family.layouts`.
 """
 
 import re
@@ -37,7 +37,7 @@ class Slot:
     number: bool = False
 
     @property
-    def matrix(self) -> tuple[tuple[int, ...], ...]:
+    def outputs_first(self) -> tuple[tuple[int, ...], ...]:
         """`dims` of the same bytes as a matrix or vector: all dimensions but the first are one."""
         rest = tuple(axis for axes in self.dims[1:] for axis in axes)
         return (self.dims[0], rest) if rest else self.dims[:1]
@@ -54,7 +54,7 @@ def changed(slots: SlotsByPath, change: Callable[[Slot], Slot]) -> SlotsByPath:
 # ---- layouts -------------------------------------------------------------------------------------
 
 # (declaration, index along each enumerating axis) -> slot, named as the parameter declares it.
-Layout = Callable[[ParamSpec, dict[str, int]], Slot]
+TensorLayout = Callable[[ParamSpec, dict[str, int]], Slot]
 
 
 def _slot(spec: ParamSpec, at: dict[str, int], *dims: tuple[int, ...], axis: int = 0) -> Slot:
@@ -76,7 +76,7 @@ def vector(spec: ParamSpec, at: dict[str, int]) -> Slot:
     return _slot(spec, at, _axes_of_piece(spec))
 
 
-def matrix(spec: ParamSpec, at: dict[str, int]) -> Slot:
+def outputs_first(spec: ParamSpec, at: dict[str, int]) -> Slot:
     """[out, in], as torch's Linear has it."""
     inputs, outputs = _inputs_and_outputs(spec)
     return _slot(spec, at, outputs, inputs)
@@ -110,7 +110,7 @@ def number(spec: ParamSpec, at: dict[str, int]) -> Slot:
     return replace(vector(spec, at), number=True)
 
 
-def experts_stacked(layout: Layout) -> Layout:
+def experts_stacked(layout: TensorLayout) -> TensorLayout:
     """All experts of a layer in one tensor, [E, ...]."""
 
     def place(spec: ParamSpec, at: dict[str, int]) -> Slot:
@@ -121,7 +121,7 @@ def experts_stacked(layout: Layout) -> Layout:
     return place
 
 
-def interleaved(layout: Layout) -> Layout:
+def interleaved(layout: TensorLayout) -> TensorLayout:
     """Gate and up alternate along the last axis of one tensor, which has the name of gate."""
 
     def place(spec: ParamSpec, at: dict[str, int]) -> Slot:
@@ -133,16 +133,16 @@ def interleaved(layout: Layout) -> Layout:
     return place
 
 
-def after_ones(count: int, layout: Layout) -> Layout:
+def after_ones(count: int, layout: TensorLayout) -> TensorLayout:
     """A tensor that begins with `count` dimensions of size 1."""
     return lambda spec, at: replace(layout(spec, at), lead=(0,) * count)
 
 
 # By what a parameter is; what has no row is a vector.
-LAYOUTS: dict[str, Layout] = {
-    "matrix": matrix,
-    "router": matrix,
-    "expert_matrix": matrix,
+LAYOUTS: dict[str, TensorLayout] = {
+    "matrix": outputs_first,
+    "router": outputs_first,
+    "expert_matrix": outputs_first,
     "patches": patches,
     "conv": taps,
     "embedding": table,
@@ -189,7 +189,7 @@ class Family:
     rename: tuple[tuple[str, str], ...] = ()
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     name_of: Callable[[ModelConfig, str], str] = lambda cfg, name: name
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    layouts: dict[str, TensorLayout] = field(default_factory=dict)
     base_class: str | None = None
     mend: Callable[[ModelConfig, Collection[str]], ModelConfig] = _as_it_is
     renamed_in: Callable[[SlotsByPath, Collection[str]], SlotsByPath] = _as_it_is
@@ -199,7 +199,7 @@ class Family:
         """A row of the table, its parts in the order in which they read."""
         return cls(architecture, parts, **others)
 
-    def layout_of(self, spec: ParamSpec) -> Layout:
+    def layout_of(self, spec: ParamSpec) -> TensorLayout:
         """The layout of a parameter."""
         layouts = LAYOUTS | self.layouts
         own = next((layouts[name] for name in spec.hf if name in layouts), None)

@@ -1,6 +1,6 @@
 """Rows of the table of families (`families.py`): state-space mixers and linear attention."""
 
-from mjax.interop.huggingface.families.family import Family, experts_stacked, matrix
+from mjax.interop.huggingface.families.family import Family, experts_stacked, outputs_first
 from mjax.interop.huggingface.families.mamba import (
     MAMBA2_SHAPE,
     NEMOTRON_IGNORED,
@@ -121,7 +121,7 @@ HYBRIDS: dict[str, Family] = {
             ),
             "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
         },
-        layouts={"expert_matrix": experts_stacked(matrix)},
+        layouts={"expert_matrix": experts_stacked(outputs_first)},
     ),
     "falcon_h1": Family.of(
         "FalconH1ForCausalLM",
