@@ -17,7 +17,7 @@ PAGES = [page for page in PAGES if LAB not in page.parents]
 PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 NAMES = sorted(str(page.relative_to(ROOT)) for page in PAGES)
 # Pages whose sentences are still to be read again; take one out when it passes.
-UNREAD: set[str] = set()
+UNREAD = {"docs/design.md"}
 MOST_WORDS, MOST_SEMICOLONS, MOST_LETTERS = 25, 1, 120
 
 
