@@ -211,11 +211,12 @@ class ParameterBytes:
 
         With one micro-batch, weights that nothing gathers are cast where they are used.
         """
-        is_gathered = self._is_cut and self._zero
-        if self._steps_once and not is_gathered and not self.execution.pipelined:
+        is_gathered = self._is_cut and self.cfg.mesh.zero_stage
+        if self.execution.micro_batches == 1 and not is_gathered and not self.execution.pipelined:
             return 0.0
-        rounded = (self._compute - 1) * self._share_in_8_bits
-        return self._compute * self.count.tables + (self._compute - rounded) * self._whole_stacks
+        width = WIDTH[self.execution.compute]
+        of_layers = width - (width - 1) * self._share_in_8_bits
+        return width * self.count.tables + of_layers * self._whole_stacks
 
     def transposed_weights(self) -> float:
         """The 8-bit form (`recipe`) for the backward, made once a step where layers are `apart`."""
@@ -224,12 +225,12 @@ class ParameterBytes:
 
     def gradients(self) -> float:
         """What a micro-batch gives before it is added; `sums_in_matmuls` adds that of layers."""
-        if self._steps_once:
+        if self.execution.micro_batches == 1:
             return 0.0
         given = self.count.tables
         if not self.execution.sums_in_matmuls:
             given += self._whole_stacks
-        return self.count.trained_share * self._compute * given
+        return self.count.trained_share * WIDTH[self.execution.compute] * given
 
     def sums(self) -> float:
         """The sums of gradients, shards by `reduce`.
@@ -239,7 +240,8 @@ class ParameterBytes:
         slots = len(self.layers.each) * self.layers.chunks * self.sizes["pp"]
         has_choice = slots > self.cfg.model.num_hidden_layers
         chosen = self.count.stacks / self.layers.chunks if has_choice else 0.0
-        return self.count.trained_share * (self._summed() + self._compute * chosen)
+        again = WIDTH[self.execution.compute] * chosen
+        return self.count.trained_share * (self._summed() + again)
 
     def _summed(self) -> float:
         """The bytes of the sums, were all parameters trained.
@@ -248,15 +250,16 @@ class ParameterBytes:
         them.
         """
         count, execution = self.count, self.execution
+        zero, width = self.cfg.mesh.zero_stage, WIDTH[execution.accumulate]
         whole = count.tables + count.stacks
-        goes_to_shards = self._zero in (1, 2) or not self._is_cut
-        if self._steps_once and not execution.pipelined and goes_to_shards:
-            return self._compute * whole
-        if execution.reduce == "micro_batch" or (self._zero == 2 and self._is_cut):
-            return self._accumulate * count.shard
+        goes_to_shards = zero in (1, 2) or not self._is_cut
+        if self.execution.micro_batches == 1 and not execution.pipelined and goes_to_shards:
+            return WIDTH[execution.compute] * whole
+        if execution.reduce == "micro_batch" or (zero == 2 and self._is_cut):
+            return width * count.shard
         if self._gathers_in_layers:
-            return self._accumulate * (count.tables + count.stored_stacks)
-        return self._accumulate * whole
+            return width * (count.tables + count.stored_stacks)
+        return width * whole
 
     def stacked_gradients(self) -> float:
         """The largest stack of experts, made of the sums of layers that were not `gradients_apart`.
@@ -265,19 +268,7 @@ class ParameterBytes:
         """
         execution = self.execution
         is_made = execution.sums_in_matmuls and not execution.gradients_apart
-        return self._accumulate * self.count.expert_stack if is_made else 0.0
-
-    @property
-    def _zero(self) -> int:
-        return self.cfg.mesh.zero_stage
-
-    @property
-    def _compute(self) -> int:
-        return WIDTH[self.cfg.precision.compute]
-
-    @property
-    def _accumulate(self) -> int:
-        return WIDTH[self.cfg.precision.grad_accum]
+        return WIDTH[execution.accumulate] * self.count.expert_stack if is_made else 0.0
 
     @property
     def _is_cut(self) -> bool:
@@ -285,12 +276,8 @@ class ParameterBytes:
         return self.sizes["dp"] * self.sizes["ep"] * self.sizes["cp"] > 1
 
     @property
-    def _steps_once(self) -> bool:
-        return self.execution.micro_batches == 1
-
-    @property
     def _gathers_in_layers(self) -> bool:
-        return self.execution.gather == "layer" and self._zero == 3
+        return self.execution.gather == "layer" and self.cfg.mesh.zero_stage == 3
 
     @property
     def _whole_stacks(self) -> float:
