@@ -68,12 +68,12 @@ def test_links_and_named_files_exist(page):
 
 def test_the_code_of_adding_a_model_is_what_the_laws_train():
     laws = DOCS.parent / "tests" / "laws"
-    trained = [(laws / name).read_text() for name in ("toy_recurrence.py", "test_objective.py")]
+    trained = [(laws / name).read_text() for name in ("toy_recurrence.py", "training/test_objective.py")]
     page = (DOCS / "adding-a-model.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) == 3
     parts = [
-        re.split(r"^(?=class |    word=)", block, maxsplit=1, flags=re.M)[1] for block in blocks
+        re.split(r"^(?=class |    module=)", block, maxsplit=1, flags=re.M)[1] for block in blocks
     ]
     parts[0] = parts[0].replace("my_mixer", "tests.laws.toy_recurrence")
     assert all(any(part in text for text in trained) for part in parts)
