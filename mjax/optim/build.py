@@ -208,10 +208,13 @@ class ParameterUpdate:
     ) -> Updated:
         """A transformation whose state holds `numbers` so far."""
         grad = self._scaled(rows.grad).astype(jnp.float32)
-        leaves = transformation.moments
-        old = tuple(m.astype(leaf.dtype) for m, leaf in zip(rows.moments, leaves, strict=True))
-        direction, new = transformation.step(grad, rows.param.astype(jnp.float32), old, numbers)
-        return self._moved(rows, direction), self._kept(rows, [leaf.name for leaf in leaves], new)
+        param = rows.param.astype(jnp.float32)
+        old, names = [], []
+        for moment, leaf in zip(rows.moments, transformation.moments, strict=True):
+            old.append(moment.astype(leaf.dtype))
+            names.append(leaf.name)
+        direction, new = transformation.step(grad, param, tuple(old), numbers)
+        return self._moved(rows, direction), self._kept(rows, names, new)
 
     def muon(self, rows: Rows, gather: Resharder, shard: Resharder) -> Updated:
         """Muon, whose moment is mu."""

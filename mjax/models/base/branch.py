@@ -14,6 +14,7 @@ from flax import nnx
 
 from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels import Choice
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import StatisticCount
 from mjax.models.base.streams import Activation, SharedWeights
@@ -24,6 +25,9 @@ BranchCache = jax.Array | tuple | dict | None
 
 # The caches of a layer, by the names of its branches.
 LayerCache = dict[str, BranchCache]
+
+# What the chooser answers, by op.
+KernelChoices = dict[str, Choice]
 
 # Rotary tables (cos, sin), by the word of a branch.
 Rope = dict[str, tuple[jax.Array, jax.Array]]
@@ -92,6 +96,30 @@ class BranchOutput(NamedTuple):
     cache: BranchCache = None
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What the kernels of a branch depend on besides the model: a micro-batch on one device.
+
+    dtype: of activations.
+    rows, length: sequences and the tokens of each, before tp cuts the tokens.
+    fp8, fp8_experts: whether matmuls, and those of experts, are in 8 bits.
+    experts, expert_exchange: config keys of `train`.
+    """
+
+    dtype: str
+    rows: int
+    length: int
+    parallel: Parallel
+    fp8: bool
+    fp8_experts: bool
+    experts: str
+    expert_exchange: str
+
+
+# [tokens, heads] that pass through memory: rotary embedding or biases of queries, keys and values.
+PASSES_OF_HEADS = 4
+
+
 class BranchModule(nnx.Module):
     """The base of all branches: one with no cache, and no FLOPs but those of its weights.
 
@@ -135,6 +163,23 @@ class BranchModule(nnx.Module):
     def heads(cfg: ModelConfig) -> HeadSizes | None:
         """The heads of a branch that is attention."""
         return None
+
+    @staticmethod
+    def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
+        """The kernels that it calls besides those of attention, norms and activations, by op."""
+        return {}
+
+    @classmethod
+    def memory_traffic(cls, cfg: ModelConfig, kernels: KernelChoices, seq_length: int) -> float:
+        """Elements of a token that pass through memory, forward and backward.
+
+        Those of its matmuls, its norm and the residual stream are not among them. `kernels` are the
+        choices that `kernels` gives, `seq_length` the tokens of a sequence.
+        """
+        heads = cls.heads(cfg)
+        if heads is None:
+            return 0.0
+        return PASSES_OF_HEADS * (heads.heads * heads.size + heads.kv_channels)
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> BranchCache:

@@ -10,9 +10,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels import choose
 from mjax.kernels.elementwise import gate
 from mjax.models.base.barriers import compute_again
-from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.models.base.branch import (
+    BranchCache,
+    BranchInputs,
+    BranchModule,
+    BranchOutput,
+    KernelChoices,
+    Workload,
+)
 from mjax.models.base.context import Context
 from mjax.models.base.params import declare, declare_bias, normal
 from mjax.models.base.tensor_parallel import column, row
@@ -99,6 +107,16 @@ def _gated_backward(name, h, dy):
 gated.defvjp(_gated_forward, _gated_backward)
 
 
+# [tokens, F] that pass through memory for the activation function: where matmuls compute it, by
+# itself, and with a gate.
+PASSES_IN_MATMULS, _PASSES_ALONE, _PASSES_WITH_GATE = 1, 5, 9
+
+
+def passes_of_activation(cfg: ModelConfig) -> int:
+    """Tensors [tokens, F] that pass through memory for an activation function between matmuls."""
+    return _PASSES_WITH_GATE if cfg.mlp_gated else _PASSES_ALONE
+
+
 class UpAxes(NamedTuple):
     """The axes of an `up` projection behind its input: (gate, up) and F when gated, else F."""
 
@@ -152,6 +170,20 @@ class MLP(BranchModule):
             self.up_bias = declare_bias(rngs, shape, axes, *up_names(cfg, prefix, "bias"))
             name = f"{prefix}.down_proj.bias"
             self.down_bias = declare_bias(rngs, (width,), ("embed",), name)
+
+    @staticmethod
+    def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
+        """Whether its matmuls compute the activation function."""
+        shape = work.rows * work.length, cfg.hidden_size, cfg.intermediate_size // work.parallel.tp
+        is_plain = cfg.mlp_bias and not cfg.mlp_gated and not work.fp8
+        facts = {"act": cfg.hidden_act, "plain": is_plain}
+        return {"activated matmul": choose("activated_matmul", work.dtype, shape, **facts)}
+
+    @classmethod
+    def memory_traffic(cls, cfg: ModelConfig, kernels: KernelChoices, seq_length: int) -> float:
+        in_matmuls = kernels["activated matmul"].name == "mosaic"
+        passes = PASSES_IN_MATMULS if in_matmuls else passes_of_activation(cfg)
+        return passes * cfg.intermediate_size
 
     @jax.named_scope("mlp")
     def __call__(

@@ -76,7 +76,7 @@ def test_the_code_of_adding_a_model_is_what_the_laws_train():
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) == 3
     parts = [
-        re.split(r"^(?=class |    word=)", block, maxsplit=1, flags=re.M)[1] for block in blocks
+        re.split(r"^(?=class |    module=)", block, maxsplit=1, flags=re.M)[1] for block in blocks
     ]
     parts[0] = parts[0].replace("my_mixer", "tests.laws.toy_recurrence")
     assert all(any(part in text for text in trained) for part in parts)

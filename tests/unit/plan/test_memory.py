@@ -191,8 +191,8 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
     ]
     dry_run(load(None, overrides))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert "full 1 x G input bfloat16 2 32 64 0.008 device 0.000".split() in lines
-    assert "dots 2 x G up bfloat16 2 64 2 64 0.033 host 0.000".split() in lines
+    assert "full 1 x full+mlp input bfloat16 2 32 64 0.008 device 0.000".split() in lines
+    assert "dots 2 x full+mlp up bfloat16 2 64 2 64 0.033 host 0.000".split() in lines
     assert ["memory:", "train.remat=full*1,dots", "optimizer.offload=false:"] in [
         line[:3] for line in lines
     ]

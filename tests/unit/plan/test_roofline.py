@@ -12,6 +12,7 @@ from mjax.config import Config, load
 from mjax.config.rules.mesh_rules import mesh_sizes
 from mjax.config.schema.model import ModelConfig
 from mjax.models import definition_of
+from mjax.models.base.branch import PASSES_OF_HEADS
 from mjax.models.flops import flops_by_part, flops_per_token
 from mjax.plan import roofline
 from mjax.plan.chips import named_chips
@@ -172,5 +173,5 @@ def test_an_activation_function_is_a_pass_over_memory_where_no_matmul_computes_i
     model, sizes = cfg.model, mesh_sizes(cfg.mesh, 1)
     per_layer = roofline._layer_bytes(cfg, sizes) / model.num_hidden_layers / 2  # of bf16
     channels = model.hidden_size * (1 + 2)  # of queries, keys and values
-    rest = roofline.OF_BLOCK * model.hidden_size + roofline.OF_HEADS * channels
+    rest = roofline.OF_BLOCK * model.hidden_size + PASSES_OF_HEADS * channels
     assert (per_layer - rest) / model.intermediate_size == share
