@@ -57,8 +57,10 @@ class HeadSizes(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a stream reads of the other one: its activations x [B, S/tp, D], or None where keys are
-    cached; the facts about its tokens."""
+    """The other stream that a branch reads.
+
+    x: its activations [B, S/tp, D]; None where keys are cached. tokens: the facts about its tokens.
+    """
 
     x: jax.Array | None
     tokens: Tokens
@@ -66,7 +68,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class BranchInputs:
-    """What a branch reads besides weights and activations.
+    """The inputs of a branch besides weights and activations.
 
     letter: which row of `config.pattern.BRANCHES` it is.
     salt: tells its draws of dropout from those of others.
