@@ -1,9 +1,9 @@
 """THE table of architectures: a decoder, and the parts that others put before it.
 
-A part extends the methods of the classes after it: what is declared before and after the layers,
-the input of the first layer, and what the last one's output is for. So names of parameters, and the
-order in which they are drawn, are those of one flat class. A part lies in the folder of what it is
-about, and an architecture offers the calls that its parts can answer.
+A part extends the methods of the classes after it. They declare parameters before and after the
+layers, embed inputs, and apply heads. So the names of parameters, and the order in which they are
+drawn, are those of one flat class. A part lies in the folder of its subject. An architecture offers
+the calls that its parts can answer.
 """
 
 from flax import nnx

@@ -75,7 +75,7 @@ class Block(nnx.Module):
         """The new x [B, S/tp, D], this device's shares of statistics, the new cache.
 
         `layer` is the number of the layer in the model, which dropout is keyed by. A cache has an
-        entry for each branch, by its name. Of streams, a layer changes its own, if it is there.
+        entry for each branch, by its name. A layer changes only its own stream, if present.
         """
         inputs = BranchInputs(tokens, ctx, "", rope, layer=layer)
         if not isinstance(x, Streams):
@@ -142,7 +142,7 @@ def _norm_names(i: int, both: bool) -> NormNames:
 
 
 class Salts(NamedTuple):
-    """What keys the draws of dropout within a branch, and of its output."""
+    """The keys of the draws of dropout within a branch, and of its output."""
 
     inside: jax.Array | int
     output: jax.Array | int

@@ -67,8 +67,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: Sequence[str] =
     branches of each layer add theirs, as the mean over a sequence of `seq_length` tokens. `frozen`
     is train.freeze: a frozen weight has no gradient, and where nothing before it is trained its
     input has none. The tokens of an encoder-decoder are those of its encoder, to each of which
-    comes its part of the work on `target_length` tokens of the decoder. Those of RETRO are the
-    text's, with their part of the work on neighbors.
+    comes its part of the work on `target_length` tokens of the decoder. RETRO counts
+    the tokens of the text, with their part of the work on neighbors.
     """
     return sum(flops_by_part(model, seq_length, frozen).values())
 

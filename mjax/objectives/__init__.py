@@ -1,1 +1,1 @@
-"""What is trained for: an objective names its batch fields and returns named losses."""
+"""Objectives of training. Each names its batch fields and returns named losses."""

@@ -39,9 +39,9 @@ class EmbeddedRows(NamedTuple):
 class Contrastive(WithItems):
     """The contrastive loss in nats, a mean over rows whose "row_label" is not -1.
 
-    "patches" are fp32 [B, 1, T, C*P*P] of the image of each text. Of the softmax loss, a row's is
-    the mean of two cross-entropies: which text is the image's, and which image is the text's. Of
-    the sigmoid loss, it is the sum over all texts. With `measures` there is also the part of images
+    "patches" are fp32 [B, 1, T, C*P*P] of the image of each text. A row's softmax loss
+    is the mean of two cross-entropies: which text is the image's, and which image is the text's.
+    Its sigmoid loss is the sum over all texts. With `measures` there is also the part of images
     whose own text, of all in the batch, has the largest logit: "accuracy".
     """
 

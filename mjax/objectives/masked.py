@@ -26,7 +26,7 @@ TOKEN_TYPES = BatchField(np.int32)
 
 
 class _OfEncoder:
-    """What the objectives of encoders have in common: types of tokens, and further measures."""
+    """The common part of encoders' objectives: types of tokens, and further measures."""
 
     def for_evaluation(self) -> Self:
         return replace(self, measures=True)
@@ -107,7 +107,7 @@ class MaskedTokens(_OfEncoder):
     def _hide(self, tokens: np.ndarray, seed: tuple) -> tuple[np.ndarray, np.ndarray]:
         """(tokens with some replaced, 1 where the loss counts), [S] each; one counts at least.
 
-        Of the tokens that count, 80 % become the mask token and 10 % any token.
+        80 % of the tokens that count become the mask token, and 10 % any token.
         """
         rng = np.random.default_rng(seed)
         chosen, how = rng.random((2, len(tokens)))

@@ -1,7 +1,7 @@
-"""What a model is trained for: the fields of a batch, how it enters the model, and its losses.
+"""The protocol of objectives: the fields of a batch, how it enters the model, and its losses.
 
 The training step knows no loss of its own. It reduces an objective's counts over the devices once,
-divides each sum by its count, differentiates the total, and reduces and logs each loss by its name.
+divides each sum by its count, and differentiates the total. It logs each loss by its name.
 The last stage of a pipeline calls the same objective. Invariant: a loss is a pair (sum, count) over
 the global batch. So it depends neither on the mesh nor on the number of micro-batches.
 """
@@ -95,7 +95,7 @@ class Objective(Protocol):
     fields: Mapping[str, BatchField]
 
     def counts(self, batch: Batch) -> Scalars:
-        """What each loss is divided by: the part of this device's rows and columns, fp32 [].
+        """The divisor of each loss: the part of this device's rows and columns, fp32 [].
 
         Its names are those of the losses. One of them is "loss", the one of held-out data.
         """
@@ -311,7 +311,7 @@ def require_scalars(objective: Objective, method: str, found: object, *names: st
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the sums of a step are divided by.
+    """The divisors of the sums of a step.
 
     counts: of each loss, in the global batch.
     of_statistics: of each statistic of the layers.
@@ -339,7 +339,7 @@ class Denominators:
         return shares
 
     def differentiated(self, shares: Scalars) -> jax.Array:
-        """What is differentiated: the sum of a device's shares, times the loss scale."""
+        """The value to differentiate: the sum of a device's shares, times the loss scale."""
         total = functools.reduce(jnp.add, shares.values())
         return total if self.loss_scale is None else total * self.loss_scale
 

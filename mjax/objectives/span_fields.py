@@ -132,8 +132,8 @@ def sentinels_of(data: DataConfig, spans: int) -> np.ndarray:
 def cut_spans(tokens: np.ndarray, spans: Sequence[np.ndarray], data: DataConfig) -> Example:
     """A document without its end-of-text ids.
 
-    `spans` are the places of the tokens of each span, in ascending order. What lies between the
-    places of a span is lost.
+    `spans` are the places of the tokens of each span, in ascending order. Tokens between the
+    places of a span are lost.
     """
     read, written, behind = [], [tokens[:0]], 0
     for places, sentinel in zip(spans, sentinels_of(data, len(spans)), strict=True):

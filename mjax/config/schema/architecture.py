@@ -1,4 +1,4 @@
-"""What a model is, as one value that the rest of the code asks: its inputs, sequences and outputs.
+"""The architecture of a model as one value: its inputs, the sequences of its layers, its outputs.
 
 It is derived from `model`, most of it from the branches of the layers. `models/architectures.py`
 has the class of each name.
@@ -17,7 +17,7 @@ TARGET, NEIGHBORS = "target", "neighbors"
 
 @dataclass(frozen=True)
 class Architecture:
-    """The kind of a model.
+    """The facts about a kind of model that other code asks for.
 
     name: the row of `models/architectures.py`.
     reads: its inputs: "tokens"; "target", the text of a decoder beside an encoder; "neighbors",

@@ -1,1 +1,1 @@
-"""What every branch stands on: parameters, weights, context, norms, tensor parallelism."""
+"""The base of every branch: parameters, weights, context, norms, tensor parallelism."""

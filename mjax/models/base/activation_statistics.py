@@ -1,4 +1,4 @@
-"""What layers and their routers do, layer by layer: seen in a forward pass of its own, for the log.
+"""Statistics of each layer and its router for the log, from a forward pass of their own.
 
 A layer adds its figures to the rows of arrays for all layers. They are sums over this device's
 tokens, so they add up over devices and micro-batches.

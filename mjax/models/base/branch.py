@@ -61,8 +61,10 @@ class HeadSizes(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a stream reads of the other one: its activations x [B, S/tp, D], or None where keys are
-    cached; the facts about its tokens."""
+    """The other stream that a branch reads.
+
+    x: its activations [B, S/tp, D]; None where keys are cached. tokens: the facts about its tokens.
+    """
 
     x: jax.Array | None
     tokens: Tokens
@@ -70,7 +72,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class BranchInputs:
-    """What a branch reads besides weights and activations.
+    """The inputs of a branch besides weights and activations.
 
     word: which row of `BRANCHES` it is (`config/languages/layer_pattern.py`).
     salt: tells its draws of dropout from those of others.

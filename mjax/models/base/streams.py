@@ -1,8 +1,8 @@
-"""What travels through the layers of a model with several sequences in place of one activation.
+"""Streams: the activations of a model whose layers work on several sequences.
 
-They are an encoder's and a decoder's, retrieved neighbors and the text that reads them, or images,
-sounds and the text that they stand in or are compared with, each of its own width. The layers are
-one list. Each works on its own stream and hands the others on. So a pipeline carries an encoder's
+They are an encoder's and a decoder's; neighbors' and those of the text that reads them; or those of
+images, sounds and a text. Each has its own width. The layers are one list. Each works on its own
+stream and hands the others on. So a pipeline carries an encoder's
 output beside the decoder's stream, and its cotangent back. The weights that all layers read travel
 along too. A layer adds its part to their cotangents, which end at the embedding's device, whatever
 stage the layer is on.
@@ -42,8 +42,8 @@ class Streams:
     """activations: [B, S/tp, D] by stream (`config.pattern.stream_of`); one is the decoder's.
 
     An encoder's is left out where its keys are in caches, and one of those that are compared where
-    it is not asked for. The neighbors of all chunks are rows of their own, [B*C*n, R/tp, D] of C
-    chunks with n neighbors of R tokens each, and so are the items of a modality, [B*I, T/tp, D'].
+    it is not asked for. The neighbors of all chunks are rows of their own: [B*C*n, R/tp, D] of C
+    chunks with n neighbors of R tokens each. So are the items of a modality, [B*I, T/tp, D'].
     """
 
     activations: dict[str, jax.Array]

@@ -1,7 +1,7 @@
 """The heads of encoders: BERT's (arXiv 1810.04805) for hidden tokens and for whole sequences.
 
-They belong to the edges of the model, as the head of a decoder does: the last stage of a pipeline
-runs them, ZeRO gathers them once a step, and FP8 recipes leave them in the dtype of the
+They belong to the edges of the model, as the head of a decoder does. The last stage of a pipeline
+runs them. ZeRO gathers them once a step, and FP8 recipes leave them in the dtype of the
 computation. Weights between the residual stream and the heads are whole on each device, so a
 device applies them to its own part of the sequence.
 """
@@ -47,7 +47,7 @@ class Dense(nnx.Module):
 
 
 class MaskedHead(nnx.Module):
-    """What stands between the last layer and the vocabulary, [B, S/tp, D] -> [B, S/tp, D].
+    """The layers between the last block and the vocabulary, [B, S/tp, D] -> [B, S/tp, D].
 
     `bias` [V] is added to the logits, which the table of embeddings makes.
     """

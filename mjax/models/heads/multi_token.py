@@ -2,8 +2,8 @@
 
 Depth k predicts token i + k + 1 at place i. Its layer reads the normed output of the depth before,
 first that of the model, and the embedding of token i + k. Embedding and head are the model's. Only
-training runs these layers. They belong to the edges of the model, as the head does: the last stage
-of a pipeline runs them, ZeRO gathers them once a step, and FP8 recipes leave them in the dtype of
+training runs these layers. They belong to the edges of the model, as the head does. The last stage
+of a pipeline runs them. ZeRO gathers them once a step, and FP8 recipes leave them in the dtype of
 the computation. Invariant: no prediction reaches over the end of its document.
 """
 
@@ -122,8 +122,8 @@ def field_names(depth: int) -> tuple[str, str, str]:
 def shifted_fields(batch: Fields, depths: int, parallel: Parallel) -> Fields:
     """The fields of depths 1 to `depths`, from those of next-token prediction.
 
-    At place i of depth k lie token i + k, and the label and the loss mask of that place. Where it
-    is outside the document, token and mask are 0. Sequences are gathered over cp for this, because
+    At place i of depth k lie token i + k, and the label and the loss mask of that place. Token
+    and mask are 0 outside the document. Sequences are gathered over cp for this, because
     the tokens that follow may lie on another device.
     """
     columns = batch["columns"]

@@ -24,7 +24,7 @@ ExpertCounts = dict[tuple[str, ...], jax.Array]
 
 
 class Seen(NamedTuple):
-    """What a step saw, for the updates of buffers.
+    """The measurements of a step that buffers are updated from.
 
     maxima: the largest magnitudes in FP8's matmuls on this device, {stack: {matmul: [L, 3]}}.
     losses: of the global batch, by name.

@@ -61,7 +61,7 @@ def join_frozen(trained: Weights, frozen: Weights | None) -> Weights:
 def map_parameters(function: Callable, tree: Weights, placement: Placement) -> Weights:
     """function(placement, entry) of every parameter that has an entry in `tree`.
 
-    Where the layers of a stack are apart, it is called for each of them. In lists of layers the
+    It is called for each layer of a stack whose layers are apart. In lists of layers the
     placement is that of the stack.
     """
     if isinstance(tree, list):

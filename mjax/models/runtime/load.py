@@ -5,7 +5,7 @@ device has a shard of it. A matmul weight of layers goes this way in a step:
 
 1. `load_weights` casts the shard of the stack, and rounds it to 8 bits for FP8. It takes the stack
    apart into layers (`Execution.apart`) and gathers each (`gather="step"`).
-2. `Layers.run` (`run.py`) applies the layers. Where `gather="layer"`, a layer gathers its weights
+2. `Layers.run` (`run.py`) applies the layers. With `gather="layer"`, a layer gathers its weights
    first.
 3. Autodiff gives a cotangent (`models/base/weight.py`). A layer that gathered has reduce-scattered
    it.
@@ -84,8 +84,8 @@ def _load_weight(
 
     With `execution.apart` each layer gets arrays of its own. Matmuls read those as they are, where
     XLA would copy slices of a stack. Layers that overlap their exchanges round the value
-    themselves: its gradient then stays in the dtype of sums. Where only a part is read, no 8-bit
-    form is made: the part is rounded.
+    themselves: its gradient then stays in the dtype of sums. No 8-bit form is
+    made of a weight of which only a part is read: the part is rounded.
     """
     in_layer = execution.exchanged_in_layer(where)
     value = master.astype(execution.compute)

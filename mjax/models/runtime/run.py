@@ -41,7 +41,7 @@ class LayerInputs(NamedTuple):
 @register_dataclass
 @dataclass(frozen=True)
 class LayerCarry:
-    """What one layer hands on to the next.
+    """The values that one layer hands on to the next.
 
     x: the activations. statistics: this device's shares so far, fp32.
     ready: the token of `reduce_under_previous_layer`, fp32 []; None without `Execution.overlap`.
@@ -96,7 +96,7 @@ class Layers:
 
         `weights` are as `load_weights` gives them. Lists of layers may take the place of stacks if
         they run one after the other, and `stack_groups` of such lists in a loop. `numbers`
-        int32 [L] are the numbers of the layers in the model (default: 0, 1, ..), `choices` int32
+        int32 [L] are the numbers of the layers in the model (default: 0, 1, ..). `choices` int32
         [L] pick one of the kinds of each. Layers take `caches` if they run one after the other.
         """
         if numbers is None:
@@ -240,7 +240,7 @@ class Layers:
     def _gather(self, plan: LayerPlan, weights: dict) -> dict:
         """The weights of a layer from their stored shards.
 
-        Where matmuls read the bits, the value only takes the gradient: its gather is dead code.
+        The value only takes the gradient if matmuls read the bits: its gather is dead code.
         """
         execution = self.execution
 

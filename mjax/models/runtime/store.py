@@ -67,7 +67,7 @@ def store_gradients(
 ) -> tuple[dict, dict]:
     """(gradients as stored, maxima that matmuls in FP8 saw on this device).
 
-    Gradients of trained parameters are stacks in the dtype of sums, reduced over all devices; with
+    Gradients of trained parameters are stacks in the dtype of sums, reduced over all devices. With
     `gradients_apart` those of matmul weights are lists of layers, in dtypes of their own. The
     maxima are fp32 {stack: {matmul: [L, 3]}}.
     """

@@ -17,7 +17,7 @@ from mjax.models.base.barriers import Tree
 
 
 class LeafSource(NamedTuple):
-    """Where a leaf of a vjp is found again: at an index of the known arrays or of the kept ones."""
+    """The source of a leaf of a vjp: an index of the known arrays or of the kept ones."""
 
     known: bool
     index: int

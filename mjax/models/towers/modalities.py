@@ -1,4 +1,4 @@
-"""What a text may hold besides words: THE table of modalities, and where their tokens stand in it.
+"""THE table of modalities: images and sounds, and the places of their tokens in a text.
 
 An item is an image or a sound. Its row of a tower has some leading tokens, those that stand in the
 text, and padding. A new modality is a group of sizes (`config/schema/towers.py`), an embedding, the
@@ -68,7 +68,7 @@ class Items(NamedTuple):
     length: int
 
     def projected(self, tower: TowerConfig) -> tuple[int, int]:
-        """What a projector gives of an item: its tokens with padding, and those before a text's."""
+        """A projector's tokens of an item, with padding, and those before the text's."""
         if tower.is_shuffled:
             return tower.padded(tower.text_tokens(self.size)), 0
         return self.length, tower.leading

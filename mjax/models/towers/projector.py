@@ -28,8 +28,8 @@ class Projector(BranchModule):
     """[B, S/tp, D] -> [B, S/tp, D]: features of an item where one stands, zeros elsewhere.
 
     It reads the output of the tower's last layer, [B*I, T/tp, D'] of I items a row, after a norm
-    where `normed`, and after a pixel shuffle where the tower's config says so. Of items in tiles it
-    has the embedding of a newline, too.
+    where `normed`, and after a pixel shuffle where the tower's config says so. It
+    also has the embedding of a newline if items are cut into tiles.
     """
 
     modality = "vision"
@@ -121,7 +121,7 @@ def gathered_tokens(x: jax.Array, ctx: Context) -> jax.Array:
 
 
 class AudioProjector(Projector):
-    """That of sounds, behind the last norm of Whisper's encoder."""
+    """The projector of sounds, after the last norm of Whisper's encoder."""
 
     modality = "audio"
     normed = True

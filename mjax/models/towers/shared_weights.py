@@ -45,7 +45,7 @@ class Joint(nnx.Module):
             setattr(self, name, declare(rngs, table, normal(cfg.initializer_range)))
 
     def weights(self) -> SharedWeights:
-        """What layers read of it, fp32."""
+        """The weights as layers read them, fp32."""
         norms = []
         for norm in (self.encoder_norm, self.decoder_norm):
             norms.append(None if norm is None else norm.weights())

@@ -41,8 +41,8 @@ class ItemParts:
     ) -> jax.Array:
         """The final normed activations [B, S, D] of a text.
 
-        `images` [B, I, H, W, C] (or `Tiled`) and `audio`, log-mel frames [B, I, F, M], stand in the
-        places of tokens `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
+        `images` are [B, I, H, W, C] or `Tiled`, `audio` is log-mel frames [B, I, F, M]. They stand
+        in the places of `model.vision.image_token_id` and `model.audio.audio_token_id`, in order.
         """
         given = {"vision": images, "audio": audio}
         return self.hidden(tokens, info, ctx, given=given)[0]
@@ -57,8 +57,8 @@ class ItemParts:
     ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
         """(final normed activations [B, S, D], shares of statistics, new caches).
 
-        Items [B, I, ...] are given by modality. What is not given is not in the text, or caches
-        hold it.
+        Items [B, I, ...] are given by modality. Items that are not given are not in the text, or
+        caches hold them.
         """
         rows, sizes = {}, {}
         for name in self.cfg.modalities:

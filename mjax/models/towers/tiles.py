@@ -32,14 +32,14 @@ class Tiled(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What stands in a text for an image: `corners` and `weights` [F, 4] of a `Tiled` row."""
+    """The features of an image in a text: `corners` and `weights` [F, 4] of a `Tiled` row."""
 
     corners: np.ndarray
     weights: np.ndarray
 
 
 def features_of_one_tile(vision: VisionConfig, number: int) -> Features:
-    """What stands in a text for its tile `number`, the whole of an image beside others."""
+    """The features of tile `number`, which is the whole of an image beside others."""
     each = vision.text_tokens()
     numbers = number * each + np.arange(each)
     return unmixed(np.append(numbers, NEWLINE))
@@ -76,7 +76,7 @@ def unmixed(numbers: np.ndarray) -> Features:
 def mixed(
     features: jax.Array, places: jax.Array, weights: jax.Array, newline: jax.Array
 ) -> jax.Array:
-    """What stands in texts, [B, S, D], of the features [B, N, D] of their tiles; zeros elsewhere.
+    """Features [B, N, D] of tiles in their places in texts, [B, S, D]; zeros elsewhere.
 
     `places` and `weights` [B, S, 4] are as in `Tokens`. `newline` [D] has place N.
     """

@@ -121,8 +121,8 @@ def _cubic(distances: np.ndarray) -> np.ndarray:
 def patches_of(images: np.ndarray, patch_size: int) -> np.ndarray:
     """[B, H, W, C] -> [B, H/P * W/P, C*P*P]: patches in the order of reading.
 
-    The numbers of a patch are channel by channel. What is left at the right and the lower border
-    is cut off.
+    The numbers of a patch are channel by channel. Pixels left over at the right and the lower
+    border are cut off.
     """
     batch, height, width, channels = images.shape
     rows = height // patch_size
