@@ -125,7 +125,7 @@ def attention_d_queries(
     kv_head = head // (HEADS // KV_HEADS)
     mean = _elements_at(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
     delta = _stored_delta(deltas, row, head, queries, S, HEADS, mean, d_mean)
-    total = _numbers_of_queries(lse, row, head, queries, S, HEADS, float("inf"))
+    total = _query_numbers(lse, row, head, queries, S, HEADS, float("inf"))
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
@@ -192,10 +192,10 @@ def attention_d_keys(
             queries = start + tl.arange(0, QUERIES)
             at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
             query, d_mean = _elements_at(q, of_q, queries < S), _elements_at(d_out, at, queries < S)
-            total = _numbers_of_queries(
+            total = _query_numbers(
                 lse, row, head, queries, S, HEADS, float("inf")
             )  # exp2(-inf) is 0
-            delta = _numbers_of_queries(deltas, row, head, queries, S, HEADS, 0.0)
+            delta = _query_numbers(deltas, row, head, queries, S, HEADS, 0.0)
             scores = tl.dot(key, tl.trans(query))  # [KEYS, QUERIES]
             weights = tl.exp2(scores * (SCALE * LOG2E) - total[None])
             mine = _segments(q_segments, row, queries, S, SEGMENTED)
@@ -243,7 +243,7 @@ def _query_places(row, queries, head, S, HEADS, H, PARTS):
 
 
 @triton.jit
-def _numbers_of_queries(x, row, head, queries, S, HEADS, beyond):
+def _query_numbers(x, row, head, queries, S, HEADS, beyond):
     """A number for each query of a head, from `lse` or `deltas`; `beyond` the room of a row."""
     room: tl.constexpr = (S + ROOM_OF - 1) // ROOM_OF * ROOM_OF
     return tl.load(x + (row * HEADS + head) * room + queries, queries < room, other=beyond)
@@ -251,7 +251,7 @@ def _numbers_of_queries(x, row, head, queries, S, HEADS, beyond):
 
 @triton.jit
 def _store_numbers(x, row, head, queries, S, HEADS, numbers):
-    """The reverse of `_numbers_of_queries`."""
+    """The reverse of `_query_numbers`."""
     room: tl.constexpr = (S + ROOM_OF - 1) // ROOM_OF * ROOM_OF
     tl.store(x + (row * HEADS + head) * room + queries, numbers, queries < room)
 

@@ -1,4 +1,4 @@
-"""A stranger reads each docstring once: no sentence hangs on one before it that it does not name."""
+"""A stranger reads each docstring once: no sentence hangs on another by its first word."""
 
 import ast
 import re
