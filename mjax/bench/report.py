@@ -101,12 +101,10 @@ def _key(record: dict) -> str:
 
 
 def name(record: dict) -> str:
-    return " ".join(
-        [record["bench"], *(f"{k}={_short_text(v)}" for k, v in record["case"].items())]
-    )
+    return " ".join([record["bench"], *(f"{k}={_brief(v)}" for k, v in record["case"].items())])
 
 
-def _short_text(value: object) -> str:
+def _brief(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{k}{v}" for k, v in value.items()) or "-"
     return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
