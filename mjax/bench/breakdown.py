@@ -40,7 +40,7 @@ PARTS = (
     _GAPS,
 )
 
-_COLLECTIVE_OPCODE = (
+_OPCODES = (
     "all-gather",
     "all-reduce",
     "reduce-scatter",
@@ -166,7 +166,7 @@ def classify(event: KernelEvent, program: dict[str, Instruction]) -> tuple[str, 
     recompute = "rematted_computation" in scopes
     phase = "recompute" if recompute else "backward" if backward else "forward"
     moves = "nccl" in event.kernel.lower() or "MemcpyP2P" in event.kernel  # copies are tp's
-    if made.opcode.startswith(_COLLECTIVE_OPCODE) or moves:
+    if made.opcode.startswith(_OPCODES) or moves:
         return _EXPOSED, phase
     is_sdpa = made.target.startswith("__cudnn$fmha") or _SDPA_KERNEL.search(event.kernel)
     if scope == "sdpa" or is_sdpa:

@@ -47,7 +47,7 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argpa
 
 def report(args: argparse.Namespace, records: Iterable[dict]) -> int:
     """Print records as they come; with --baseline, exit code 1 if one is slower than it may be."""
-    old = None if args.baseline is None else read_records(args.baseline)
+    old = None if args.baseline is None else read_baseline(args.baseline)
     done = []
     for record in records:
         done.append(record | stamp())
@@ -87,7 +87,7 @@ def compare_records(new: Sequence[dict], old: Sequence[dict], tolerance: float) 
     return rows
 
 
-def read_records(path: str) -> list[dict]:
+def read_baseline(path: str) -> list[dict]:
     """The records of a JSON-lines file that have a time."""
     wrong = f"--baseline {path}: {{reason}}; give the JSON lines of an earlier run"
     with or_user_error(wrong, UNREADABLE):
@@ -101,12 +101,10 @@ def _key(record: dict) -> str:
 
 
 def name(record: dict) -> str:
-    return " ".join(
-        [record["bench"], *(f"{k}={_short_text(v)}" for k, v in record["case"].items())]
-    )
+    return " ".join([record["bench"], *(f"{k}={_brief(v)}" for k, v in record["case"].items())])
 
 
-def _short_text(value: object) -> str:
+def _brief(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{k}{v}" for k, v in value.items()) or "-"
     return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

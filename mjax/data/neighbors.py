@@ -13,7 +13,7 @@ import numpy as np
 
 from mjax.config.load import add_config_arguments, config_from_args
 from mjax.data.corpus.gpt import GPTDataset
-from mjax.data.corpus.neighbor_index import NeighborIndex, database_of, search
+from mjax.data.corpus.neighbor_index import ChunkIndex, database_of, search
 from mjax.data.corpus.retro import NeighborDataset
 from mjax.data.loader import run_datasets
 from mjax.errors import UserError, program, run_cli
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     counts, (training, held_out) = run_datasets(cfg)
     corpus = training.dataset
     database = database_of(corpus, training.sequences, size)
-    index = NeighborIndex(corpus, database, size)
+    index = ChunkIndex(corpus, database, size)
 
     def build(dataset: GPTDataset, count: int) -> np.ndarray:
         same = os.path.abspath(dataset.prefix) == os.path.abspath(training.prefix)

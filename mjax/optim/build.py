@@ -27,7 +27,7 @@ from mjax.kernels.elementwise.adam import (
     Betas,
     adam_direction,
     adam_moments,
-    update_stack_row,
+    row_update,
 )
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
 from mjax.optim.offload import update_in_slices
@@ -200,7 +200,7 @@ class ParameterUpdate:
         betas = Betas(cfg.b1, cfg.b2, cfg.eps)
         stacks = param, *moments
         for row, grad in enumerate(grads):
-            stacks = update_stack_row(stacks, grad, row, numbers, betas)
+            stacks = row_update(stacks, grad, row, numbers, betas)
         return stacks[0], stacks[1:]
 
     def transformed_rows(

@@ -34,12 +34,12 @@ TOKENIZERS = (
     "vocab.txt",
 )
 # Files of a tokenizer and of the chat that it is for.
-COMPANION_NAMES = (
+SIDE_NAMES = (
     *TOKENIZERS,
     *"""generation_config.json tokenizer_config.json special_tokens_map.json
     added_tokens.json chat_template.jinja chat_template.json""".split(),
 )
-COMPANION_PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
+SIDE_PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
 WEIGHT_FILES = frozenset(
     """.safetensors .bin .pt .pth .ckpt .h5 .hdf5 .msgpack .ot .onnx .onnx_data .gguf .ggml .npz
     .npy .pkl .pickle .pb .tflite .mlmodel .nemo .distcp""".split()
@@ -73,11 +73,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     A folder that is not a model's gives the files of a tokenizer only.
     """
     is_model = folder.name == SIDE_FILES or (folder / "config.json").is_file()
-    files = (
-        _files_of_model(folder)
-        if is_model
-        else map(folder.glob, (*COMPANION_NAMES, *COMPANION_PATTERNS))
-    )
+    files = _model_files(folder) if is_model else map(folder.glob, (*SIDE_NAMES, *SIDE_PATTERNS))
     wrong = f"{folder}: cannot read what lies beside the weights: {{reason}}; mend it"
     found, room = {}, LARGEST_COMPANION
     with or_user_error(wrong):
@@ -91,7 +87,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def _files_of_model(folder: Path) -> Iterator[list[Path]]:
+def _model_files(folder: Path) -> Iterator[list[Path]]:
     """The files of a model but its weights and programs. Folders with weights hold other models."""
     for at, folders, files in os.walk(folder):
         if Path(at) != folder and any(map(_is_weights, files)):
@@ -113,7 +109,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _is_of_tokenizer(name: str) -> bool:
-    return any(PurePath(name).match(pattern) for pattern in (*COMPANION_NAMES, *COMPANION_PATTERNS))
+    return any(PurePath(name).match(pattern) for pattern in (*SIDE_NAMES, *SIDE_PATTERNS))
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mjax.data.base.cache import cached_arrays
 from mjax.data.corpus.fim import FillInTheMiddle
-from mjax.data.corpus.indexed import TOKENIZE_AGAIN, IndexedDataset, Watch
+from mjax.data.corpus.indexed import REBUILD, IndexedDataset, Watch
 from mjax.errors import UserError
 
 SPLITS = ("train", "valid", "test")
@@ -165,7 +165,7 @@ class GPTDataset:
         """The split's range, once it is known to hold a sample."""
         data = self.dataset
         if data.dtype.kind == "f":
-            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {TOKENIZE_AGAIN}")
+            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {REBUILD}")
         if len(data.tokens) == 0:
             raise UserError(f"{data.bin_path}: the corpus is empty; preprocess some text into it")
         begin, end = split_range(fractions, split, len(data))

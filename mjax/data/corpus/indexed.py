@@ -29,7 +29,7 @@ TOKEN_DTYPES = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-TOKENIZE_AGAIN = "rebuild the pair with `python -m mjax.data.preprocess` or copy both files again"
+REBUILD = "rebuild the pair with `python -m mjax.data.preprocess` or copy both files again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -78,18 +78,16 @@ class IndexedDataset:
     def _read_index(self) -> None:
         raw = _memmap(self.idx_path, np.dtype("u1"))
         if len(raw) < HEADER.size or raw[:9].tobytes() != MAGIC:
-            raise UserError(
-                f"{self.idx_path}: not a Megatron index (wrong magic); {TOKENIZE_AGAIN}"
-            )
+            raise UserError(f"{self.idx_path}: not a Megatron index (wrong magic); {REBUILD}")
         _, version, code, n, bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
         if version != 1 or code not in TOKEN_DTYPES:
             what = f"version {version}" if version != 1 else f"dtype code {code}"
-            raise UserError(f"{self.idx_path}: unknown {what}; {TOKENIZE_AGAIN}")
+            raise UserError(f"{self.idx_path}: unknown {what}; {REBUILD}")
         size = HEADER.size + 12 * n + 8 * bounds
         if len(raw) not in (size, size + n):
             raise UserError(
                 f"{self.idx_path}: {len(raw)} bytes, but its header ({n} sequences, {bounds} "
-                f"document bounds) needs {size}; {TOKENIZE_AGAIN}"
+                f"document bounds) needs {size}; {REBUILD}"
             )
         self.dtype = TOKEN_DTYPES[code]
         at = HEADER.size + 4 * n
@@ -108,18 +106,16 @@ class IndexedDataset:
             or pointers[0] != 0
             or not np.array_equal(pointers[1:], ends[:-1])
         ):
-            raise UserError(f"{self.idx_path}: lengths and offsets disagree; {TOKENIZE_AGAIN}")
+            raise UserError(f"{self.idx_path}: lengths and offsets disagree; {REBUILD}")
         d = self.document_indices
         if len(d) == 0 or d[0] != 0 or d[-1] != len(self) or (np.diff(d) < 0).any():
-            raise UserError(
-                f"{self.idx_path}: document bounds are not a partition; {TOKENIZE_AGAIN}"
-            )
+            raise UserError(f"{self.idx_path}: document bounds are not a partition; {REBUILD}")
         size = self.bin_path.stat().st_size
         if size != held:
             what = "truncated" if size < held else "longer than its index"
             raise UserError(
                 f"{self.bin_path}: {what}: {size} bytes where {self.idx_path.name} says {held}; "
-                f"{TOKENIZE_AGAIN}"
+                f"{REBUILD}"
             )
 
     def require_ids(self, ids: np.ndarray, vocab_size: int) -> None:
@@ -156,7 +152,7 @@ class IndexedDataset:
             with open(self.bin_path, "rb", buffering=0) as file:
                 for start, count in pieces:
                     if os.preadv(file.fileno(), [raw[at : at + count]], start) != count:
-                        raise UserError(f"{self.bin_path}: ends too early; {TOKENIZE_AGAIN}")
+                        raise UserError(f"{self.bin_path}: ends too early; {REBUILD}")
                     at += count
         return tokens
 

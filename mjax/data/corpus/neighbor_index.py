@@ -79,7 +79,7 @@ def _features(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mixed, np.concatenate([token_rows, pair_rows])
 
 
-class NeighborIndex:
+class ChunkIndex:
     """Nearest chunks of a database, by faiss: exact where it is small."""
 
     def __init__(self, data: IndexedDataset, database: Database, size: int):
@@ -124,7 +124,7 @@ def first_allowed(found: np.ndarray, allowed: np.ndarray, count: int) -> np.ndar
 def search(
     dataset: GPTDataset,
     count: int,
-    index: NeighborIndex,
+    index: ChunkIndex,
     database: Database,
     same: bool,
     cfg: Config,

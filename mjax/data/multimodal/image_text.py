@@ -89,7 +89,7 @@ class ImageTextDataset:
                 f"behind a text, {tokenizer.eod_id}; set it to that"
             )
         self.tags = tag_ids(cfg.model.vision, tokenizer)
-        lines = read_samples(path, tokenizer, cfg)
+        lines = read_lines(path, tokenizer, cfg)
         order = shuffled(np.arange(len(lines)), len(lines), 0)
         lines = [lines[number] for number in order]
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
@@ -224,9 +224,7 @@ class ImageTextDataset:
         return rows, found, is_whole
 
 
-def read_samples(
-    path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config
-) -> list[TokenizedSample]:
+def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[TokenizedSample]:
     """The samples of a source as ids. Raises `UserError` naming the first that is none."""
     samples = samples_of(str(path), TEXTS)
     chats = [_messages(sample) for sample in samples]

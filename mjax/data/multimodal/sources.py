@@ -138,11 +138,9 @@ def _in_tar(file: Path) -> list[Sample]:
     with tarfile.open(file, "r:") as tar:  # uncompressed: images are read in place
         parts = [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
         end = tar.offset
-    if _bytes_of_file(file, end, tarfile.BLOCKSIZE) != bytes(
-        tarfile.BLOCKSIZE
-    ):  # tarfile lets that pass
+    if _read_at(file, end, tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile lets that pass
         raise tarfile.ReadError(f"no member and no end at byte {end:,}: it is cut short or damaged")
-    members = [(name, partial(_bytes_of_file, file, offset, size)) for name, offset, size in parts]
+    members = [(name, partial(_read_at, file, offset, size)) for name, offset, size in parts]
     return _grouped(members, f"{file}", f"{file.name}/")
 
 
@@ -169,7 +167,7 @@ def _grouped(
     return list(samples.values())
 
 
-def _bytes_of_file(file: Path, offset: int, size: int) -> bytes:
+def _read_at(file: Path, offset: int, size: int) -> bytes:
     """Bytes of a file."""
     with open(file, "rb") as opened:
         opened.seek(offset)

@@ -55,7 +55,7 @@ class LabelledDataset:
         self.settings, self.seq_length = data.masked, data.seq_length
         self.frame = frame_of_pairs(tokenizer, model.bert)
         self.path, self.size, self.seed = f"{path}", size, cfg.run.seed
-        lines = read_lines(path, tokenizer, model.bert.num_labels)
+        lines = read_labelled_lines(path, tokenizer, model.bert.num_labels)
         order = sorted(range(len(lines)), key=lambda number: _digest_of_line(lines[number]))
         self.numbers = part_of_split(order, split_fractions, split, self.path, "lines")
         self.lines = [lines[number] for number in self.numbers]
@@ -129,7 +129,7 @@ def _order(length: int, seed: int) -> np.ndarray:
     return np.random.RandomState(seed).permutation(length)
 
 
-def read_lines(
+def read_labelled_lines(
     path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int
 ) -> list[LabelledLine]:
     """The lines of a file, a folder or a glob of JSON lines.

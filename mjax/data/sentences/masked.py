@@ -19,7 +19,7 @@ from mjax.config.schema.run import DataConfig
 from mjax.data.base.cache import cached_arrays
 from mjax.data.base.tokenizer import BERT_PAIR, ROBERTA_PAIR, PairFrame, Tokenizer
 from mjax.data.corpus.gpt import FieldArrays, split_range
-from mjax.data.corpus.indexed import TOKENIZE_AGAIN, IndexedDataset, Watch
+from mjax.data.corpus.indexed import REBUILD, IndexedDataset, Watch
 from mjax.data.sentences.sentence_index import build_sample_index
 from mjax.errors import UserError
 
@@ -99,7 +99,7 @@ class SentenceDataset:
         """The bounds of the split's documents, in sentences."""
         data = self.dataset
         if data.dtype.kind == "f":
-            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {TOKENIZE_AGAIN}")
+            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {REBUILD}")
         begin, end = split_range(fractions, split, len(data.document_indices) - 1)
         if begin == end:
             raise UserError(

@@ -83,6 +83,5 @@ def _overlaid(old: dict, base: dict, new: dict) -> dict:
 def _with_dtype(config: dict, dtype: str) -> dict:
     """The config with `dtype` wherever a part of it names one."""
     sections = {k: _with_dtype(v, dtype) for k, v in config.items() if isinstance(v, dict)}
-    return (
-        config | sections | {key: dtype for key in DTYPE_KEYS if isinstance(config.get(key), str)}
-    )
+    named = [key for key in DTYPE_KEYS if isinstance(config.get(key), str)]
+    return config | sections | dict.fromkeys(named, dtype)

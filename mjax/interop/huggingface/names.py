@@ -34,7 +34,7 @@ _REPEATED_BIASES = {
     "lm_head.decoder.bias": "lm_head.bias",
 }
 _LLAVA_TEXT = "language_model.model."
-_COMPARED_AT_ONCE = 2**22  # numbers that are compared at a time
+_COMPARED = 2**22  # numbers that are compared at a time
 
 Prefixes = tuple[tuple[str, str], ...]  # what slots say, and the file
 
@@ -125,10 +125,8 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _blocks_of_rows(tensor: Tensor, width: int) -> Iterator[np.ndarray]:
-    count, step = (
-        math.prod(tensor.shape) // max(width, 1),
-        max(1, _COMPARED_AT_ONCE // max(width, 1)),
-    )
+    count = math.prod(tensor.shape) // max(width, 1)
+    step = max(1, _COMPARED // max(width, 1))
     with or_user_error(f"{tensor.file}: cannot read tensor {tensor.name}: {{reason}}"):
         file = os.open(tensor.file, os.O_RDONLY)
         try:

@@ -52,9 +52,8 @@ def megatron_source(folder: str | Path) -> Source:
         out = np.empty([s.stop - s.start for s in box], f"u{kind.itemsize}")
         for at in pieces:
             here = tuple(i - s.start for i, s in zip(at, box[:lead], strict=True))
-            _copy_by_columns(
-                out[here], layout.convert(_fetcher(store, places[path][at]), cfg, box[lead:])
-            )
+            fetch = _fetcher(store, places[path][at])
+            _copy_by_columns(out[here], layout.convert(fetch, cfg, box[lead:]))
         return out.view(kind)
 
     return Source(cfg, read, lambda: _check_tensors(store, cfg, places))
@@ -156,14 +155,14 @@ Q, Q_BIAS = _fused_layout(_q, "hidden_size"), _fused_layout(_q)
 KV, KV_BIAS = _fused_layout(_kv, "hidden_size"), _fused_layout(_kv)
 OUT = MegatronLayout(lambda cfg, ours: (ours[2], ours[0] * ours[1]), _out)
 GATED = MegatronLayout(lambda cfg, ours: (2 * ours[-1], *ours[:-2]), _gate_and_up, parts=2)
-VOCABULARY_LAYOUT = MegatronLayout(lambda cfg, ours: ours, _vocab)
+VOCABULARY = MegatronLayout(lambda cfg, ours: ours, _vocab)
 
 WHOLE = {
-    ("embedding",): (("embedding.word_embeddings.weight",), VOCABULARY_LAYOUT),
+    ("embedding",): (("embedding.word_embeddings.weight",), VOCABULARY),
     ("position_embedding",): (("embedding.position_embeddings.weight",), PLAIN),
     ("final_norm", "gain"): (("decoder.final_layernorm.weight",), PLAIN),
     ("final_norm", "bias"): (("decoder.final_layernorm.bias",), PLAIN),
-    ("head",): (("output_layer.weight",), VOCABULARY_LAYOUT),
+    ("head",): (("output_layer.weight",), VOCABULARY),
 }
 _QKV, _FC1 = "self_attention.linear_qkv.", "mlp.linear_fc1."
 LAYER = {  # within a layer; of several names the first that is there
@@ -214,9 +213,8 @@ class Place:
     first: int = 0
 
 
-PlacesOfPieces = dict[
-    tuple[int, ...], tuple[Place, ...]
-]  # (layer of the stack, expert) -> its parts
+# (layer of the stack, expert) -> its parts
+PlacesOfPieces = dict[tuple[int, ...], tuple[Place, ...]]
 Option = tuple[str, tuple[tuple[int, int], ...]]  # a name; of each leading axis the entry and size
 
 
@@ -277,9 +275,7 @@ def _fetcher(store: TorchDist, parts: tuple[Place, ...]) -> Fetch:
 
 def _check_tensors(store: TorchDist, cfg: ModelConfig, places: dict[Leaf, PlacesOfPieces]) -> None:
     """Shapes of all tensors, tensors without a place, files that are not whole."""
-    vocab = {
-        name for names, layout in WHOLE.values() if layout is VOCABULARY_LAYOUT for name in names
-    }
+    vocab = {name for names, layout in WHOLE.values() if layout is VOCABULARY for name in names}
     used = {p.name: p for own in places.values() for parts in own.values() for p in parts}
     for name, place in used.items():
         found, want = store.tensors[name].shape, place.shape

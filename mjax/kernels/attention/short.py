@@ -54,9 +54,7 @@ class Tiles(NamedTuple):
 
 # Measured on an H100 and an H200 with rows of 77 to 1024 tokens.
 TILES = Tiles(ShortTile(64, 64, 4, 3), ShortTile(64, 32, 4, 3), ShortTile(32, 64, 4, 4))
-TILES_BELOW_512 = TILES._replace(
-    forward=ShortTile(64, 32, 4, 3)
-)  # keys; they fill the last tile better
+TILES_BELOW_512 = TILES._replace(forward=ShortTile(64, 32, 4, 3))  # they fill the last tile better
 
 
 def tiles_for(keys: int) -> Tiles:
@@ -109,7 +107,7 @@ def _short_forward(products, biases, rows, call, name, tiles):
     lse = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, room), jnp.float32)
     out, lse, *biased = triton_call(
         attention_forward,
-        [*_arrays_of_products(products), *_arrays(rows), *(biases or [_unread(jnp.float32)] * 2)],
+        [*_product_arrays(products), *_arrays(rows), *(biases or [_unread(jnp.float32)] * 2)],
         [out, lse] + ([_shape_of(products[0])] if biases else []),
         programs=sizes.batch * sizes.heads * -(-sizes.queries // tiles.forward.queries),
         **_constants(products, rows, call, tiles.forward),
@@ -145,7 +143,7 @@ def short_d_queries(products, biases, rows, out, lse, d_out, call, tile):
     of_values = biases[1] if biases else _unread(jnp.float32)
     d_q, deltas, *sums = triton_call(
         attention_d_queries,
-        [*_arrays_of_products(products), *_arrays(rows), of_values, out, lse, d_out],
+        [*_product_arrays(products), *_arrays(rows), of_values, out, lse, d_out],
         [_shape_of(products[0]), _shape_of(lse)] + ([sums] if biases else []),
         programs=sizes.batch * sizes.heads * parts,
         **_constants(products, rows, call, tile),
@@ -172,7 +170,7 @@ def short_d_keys(products, rows, lse, deltas, d_out, d_q, call, tile):
     found = triton_call(
         attention_d_keys,
         [
-            *_arrays_of_products(products),
+            *_product_arrays(products),
             *_arrays(rows),
             lse,
             deltas,
@@ -209,7 +207,7 @@ def sizes_of_products(products: Products) -> Sizes:
     return Sizes(batch, queries, keys.shape[1], heads, keys.shape[-2], width)
 
 
-def _arrays_of_products(products: Products) -> tuple[jax.Array, ...]:
+def _product_arrays(products: Products) -> tuple[jax.Array, ...]:
     """The three arrays that a kernel takes for queries, keys and values.
 
     An array that holds several is one operand. XLA would copy an operand that is there twice before

@@ -121,11 +121,11 @@ def attention_d_queries(
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
     at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
-    query, d_mean = _elements_at(q, of_q, queries < S), _elements_at(d_out, at, queries < S)
+    query, d_mean = _elements(q, of_q, queries < S), _elements(d_out, at, queries < S)
     kv_head = head // (HEADS // KV_HEADS)
-    mean = _elements_at(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
+    mean = _elements(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
     delta = _stored_delta(deltas, row, head, queries, S, HEADS, mean, d_mean)
-    total = _numbers_of_queries(lse, row, head, queries, S, HEADS, float("inf"))
+    total = _of_queries(lse, row, head, queries, S, HEADS, float("inf"))
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
@@ -191,11 +191,9 @@ def attention_d_keys(
         for start in tl.range(low, high, QUERIES, num_stages=STAGES):
             queries = start + tl.arange(0, QUERIES)
             at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
-            query, d_mean = _elements_at(q, of_q, queries < S), _elements_at(d_out, at, queries < S)
-            total = _numbers_of_queries(
-                lse, row, head, queries, S, HEADS, float("inf")
-            )  # exp2(-inf) is 0
-            delta = _numbers_of_queries(deltas, row, head, queries, S, HEADS, 0.0)
+            query, d_mean = _elements(q, of_q, queries < S), _elements(d_out, at, queries < S)
+            total = _of_queries(lse, row, head, queries, S, HEADS, float("inf"))  # exp2(-inf) is 0
+            delta = _of_queries(deltas, row, head, queries, S, HEADS, 0.0)
             scores = tl.dot(key, tl.trans(query))  # [KEYS, QUERIES]
             weights = tl.exp2(scores * (SCALE * LOG2E) - total[None])
             mine = _segments(q_segments, row, queries, S, SEGMENTED)
@@ -243,7 +241,7 @@ def _query_places(row, queries, head, S, HEADS, H, PARTS):
 
 
 @triton.jit
-def _numbers_of_queries(x, row, head, queries, S, HEADS, beyond):
+def _of_queries(x, row, head, queries, S, HEADS, beyond):
     """A number for each query of a head, from `lse` or `deltas`; `beyond` the room of a row."""
     room: tl.constexpr = (S + ROOM_OF - 1) // ROOM_OF * ROOM_OF
     return tl.load(x + (row * HEADS + head) * room + queries, queries < room, other=beyond)
@@ -251,7 +249,7 @@ def _numbers_of_queries(x, row, head, queries, S, HEADS, beyond):
 
 @triton.jit
 def _store_numbers(x, row, head, queries, S, HEADS, numbers):
-    """The reverse of `_numbers_of_queries`."""
+    """The reverse of `_of_queries`."""
     room: tl.constexpr = (S + ROOM_OF - 1) // ROOM_OF * ROOM_OF
     tl.store(x + (row * HEADS + head) * room + queries, numbers, queries < room)
 
@@ -277,14 +275,14 @@ def _arrays_of(q, k, v, KV_HEADS, H, PARTS):
 
 
 @triton.jit
-def _elements_at(x, places, within):
+def _elements(x, places, within):
     """The elements at `places`, zeros for tokens that are not within the row."""
     return tl.load(x + places[0] + places[1], within[:, None], other=0.0)
 
 
 @triton.jit
 def _store_tile(x, places, tile, within):
-    """The reverse of `_elements_at`."""
+    """The reverse of `_elements`."""
     tl.store(x + places[0] + places[1], tile, within[:, None])
 
 
@@ -293,7 +291,7 @@ def _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS):
     """[KEYS, H] of a head's keys, and of its values."""
     keys_at, values_at = _arrays_of(q, k, v, KV_HEADS, H, PARTS)
     places = _places_of_head(row, keys, kv_head, T, PARTS * KV_HEADS, H)
-    return _elements_at(keys_at, places, keys < T), _elements_at(values_at, places, keys < T)
+    return _elements(keys_at, places, keys < T), _elements(values_at, places, keys < T)
 
 
 @triton.jit
@@ -331,7 +329,7 @@ def _bias(biases, head, H, BIASED):
 @triton.jit
 def _biased_in_place(x, places, within, biases, head, H, BIASED):
     """A tile of a head with its bias, as it is in `x` from now on."""
-    tile = _elements_at(x, places, within)
+    tile = _elements(x, places, within)
     if BIASED:
         tile = (tile + _bias(biases, head, H, BIASED)).to(tile.dtype)
         _store_tile(x, places, tile, within)

@@ -67,7 +67,7 @@ def cross_entropy(
         x, labels, mask = _counting_first(x, labels, mask)
         chunk = min(chunk or _FEW, _FEW)
     size = x.shape[0], w.shape[0]
-    cut = cut_of(*size, chunk, fused=loss_rows.supports_loss_rows(*size, parallel.tp, chunk))
+    cut = cut_of(*size, chunk, fused=loss_rows.supports_rows(*size, parallel.tp, chunk))
     x, labels, mask = (_token_chunks(a, cut.chunk) for a in (x, labels, mask))
     return _loss(x, w, bias, labels, mask, terms, parallel, cut.part, few)
 

@@ -47,7 +47,7 @@ class LossTile:
         return 4 * 32 * self.warps
 
 
-def supports_loss_rows(
+def supports_rows(
     tokens: int, rows: int, tp: int, chunk: int | None = None, device: Device | None = None
 ) -> bool:
     """Whether the kernel does the loss of `tokens`, `rows` of the vocabulary on each of `tp`
@@ -59,9 +59,7 @@ def supports_loss_rows(
 def fits(tokens: int, rows: int, tp: int, chunk: int | None = None) -> bool:
     """Whether it would on a GPU."""
     here = this_device()
-    return supports_loss_rows(
-        tokens, rows, tp, chunk, here if here.backend == "gpu" else Device("gpu")
-    )
+    return supports_rows(tokens, rows, tp, chunk, here if here.backend == "gpu" else Device("gpu"))
 
 
 def rows(

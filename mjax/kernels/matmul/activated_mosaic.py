@@ -27,7 +27,7 @@ from mjax.kernels.matmul.grouped_mosaic import (
     BLOCKS,
     depth_of,
     drain,
-    fill_step_slot,
+    fill_slot,
     in_bands,
     swizzled_tiles,
 )
@@ -176,7 +176,7 @@ def _move(job, refs, at, count):
         part = pl.ds(step * depth, depth)
         lines = [pl.ds(at.line + half * tile.half, tile.half) for half in range(HALVES)]
         right = (columns, part) if job.turned else (part, columns)
-        fill_step_slot(
+        fill_slot(
             tile, refs, count + step, [refs.x.at[line, part] for line in lines], refs.w.at[right]
         )
 
@@ -243,7 +243,7 @@ def _place_of_part(job, half, at, part):
     return lines, pl.ds(at.column + part * PART, PART)
 
 
-def _read_product(ref):
+def _wide_of(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
@@ -265,7 +265,7 @@ def _with_bias(job, refs, half, at):
 def _activate(name, job, refs, half, at, part):
     """Write act(u), and act'(u) by way of u's place in the stage."""
     of_slope, of_out = refs.stage.at[half, part], refs.outs.at[half]
-    u, place = _read_product(of_slope), _place_of_part(job, half, at, part)
+    u, place = _wide_of(of_slope), _place_of_part(job, half, at, part)
     share, slope = _share_of_act(name, u)
     out, slope = u * share, share + u * slope
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -298,9 +298,7 @@ def _times_slope(job, refs, half, at, piece):
     @pl.when(lax.rem(piece, 2) == 0)
     def _multiply_part():
         plgpu.barrier_wait(refs.slopes_ready.at[half])
-        stage[...] = (_read_product(stage) * _read_product(refs.slopes.at[half])).astype(
-            stage.dtype
-        )
+        stage[...] = (_wide_of(stage) * _wide_of(refs.slopes.at[half])).astype(stage.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(stage, refs.out.at[_place_of_part(job, half, at, part)])
         pl.when(part + 1 < parts)(lambda: _copy_slopes(job, refs, half, at, part + 1))

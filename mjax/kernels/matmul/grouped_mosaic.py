@@ -32,7 +32,7 @@ from jax import lax
 
 from mjax.kernels.matmul.grouped_tiles import (
     HALVES,
-    SWIZZLED_ROWS,
+    TMA_ROWS,
     GroupTile,
     bounds_of_groups,
     tiles_of_rows,
@@ -103,7 +103,7 @@ def weight_gradient(
     out = jax.ShapeDtypeStruct((groups, lines, columns), dtype)
     if total is not None:
         operands["out"] = jax.new_ref(total)
-    aligned = step if turned else SWIZZLED_ROWS
+    aligned = step if turned else TMA_ROWS
     made = _launch_grouped(
         groups * grid[0] * grid[1],
         partial(_item_of_weights, tile, groups, grid, step, aligned),
@@ -205,7 +205,7 @@ def in_bands(item, lines, columns, band):
     return first + lax.rem(item, width), lax.div(item, width)
 
 
-def fill_step_slot(tile, refs, count, halves, right):
+def fill_slot(tile, refs, count, halves, right):
     """Copy the halves of a left tile, and a right one, into the slot of step `count`."""
     slot = lax.rem(count, tile.slots)
     pl.when(count >= tile.slots)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
@@ -282,7 +282,7 @@ def _parts_of_sum(acc, dtype, column):
         yield line, [PartOfSum(lines[:, i : i + width].astype(dtype), column + i) for i in starts]
 
 
-def _store_parts(tile, stages, parts, columns, target, adds=False):
+def _store_sum(tile, stages, parts, columns, target, adds=False):
     """Write parts to `target(columns)` through two stages that take turns, or add them there.
 
     Parts beyond the output's `columns` are left out: a copy of all columns would begin at the
@@ -321,7 +321,7 @@ def _item_of_rows(tile, steps, columns, groups, refs):
         start = place * tile.lines + offset
         return SimpleNamespace(
             group=group,
-            start=pl.multiple_of(start, SWIZZLED_ROWS),
+            start=pl.multiple_of(start, TMA_ROWS),
             first=begin - start,
             stop=end - start,
             column=column * tile.columns,
@@ -340,7 +340,7 @@ def _move_rows(tile, transposed, refs, at, count):
         lines = [pl.ds(at.start + half * tile.half, tile.half) for half in range(HALVES)]
         right = (columns, part) if transposed else (part, columns)
         halves = [refs.rows.at[line, part] for line in lines]
-        fill_step_slot(tile, refs, count + i, halves, refs.w.at[at.group, *right])
+        fill_slot(tile, refs, count + i, halves, refs.w.at[at.group, *right])
 
     return count + at.steps
 
@@ -367,7 +367,7 @@ def _store_rows(tile, refs, half, acc, at):
         @pl.when(stop - first == 64)
         def _whole(row=row, parts=parts):
             rows = refs.out.at[pl.ds(row, 64)]
-            _store_parts(tile, swizzled, parts, refs.out.shape[1], lambda ds: rows.at[:, ds])
+            _store_sum(tile, swizzled, parts, refs.out.shape[1], lambda ds: rows.at[:, ds])
 
         @pl.when((stop > first) & (stop - first < 64))
         def _some(row=row, parts=parts, first=first, stop=stop):
@@ -426,15 +426,13 @@ def _move_weights(tile, turned, refs, at, count):
     def _step(i):
         rows, columns = pl.ds(at.start + i * depth, depth), pl.ds(at.column, tile.columns)
         lines = [pl.ds(at.line + half * tile.half, tile.half) for half in range(HALVES)]
-        halves = [refs.x.at[_operands_in_order(rows, line, turned)] for line in lines]
-        fill_step_slot(
-            tile, refs, count + i, halves, refs.g.at[_operands_in_order(rows, columns, turned)]
-        )
+        halves = [refs.x.at[_ordered(rows, line, turned)] for line in lines]
+        fill_slot(tile, refs, count + i, halves, refs.g.at[_ordered(rows, columns, turned)])
 
     return count + at.steps
 
 
-def _operands_in_order(rows, others, turned):
+def _ordered(rows, others, turned):
     return (others, rows) if turned else (rows, others)
 
 
@@ -482,6 +480,6 @@ def _store_group_gradient(tile, adds, refs, half, acc, at):
     for line, parts in _parts_of_sum(acc, refs.out.dtype, at.column):
         lines = pl.ds(at.line + half * tile.half + line, 64)
         rows = refs.out.at[at.group, lines]
-        _store_parts(
+        _store_sum(
             tile, swizzled, parts, refs.out.shape[2], lambda ds, rows=rows: rows.at[:, ds], adds
         )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 HALVES = 2  # warpgroups that multiply
-SWIZZLED_ROWS = 8  # rows of a swizzled tile, where TMA begins
+TMA_ROWS = 8  # rows of a swizzled tile, where TMA begins
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ def tiles_of_rows(sizes: jax.Array, m: int, lines: int) -> tuple[jax.Array, jax.
     begins, ends = bounds_of_groups(sizes)
     begins = jnp.append(begins, ends[-1])
     ends = jnp.append(ends, jnp.int32(m))
-    aligned = begins // SWIZZLED_ROWS * SWIZZLED_ROWS
+    aligned = begins // TMA_ROWS * TMA_ROWS
     tiles = jnp.where(ends > begins, (ends - aligned + lines - 1) // lines, 0)
     last = jnp.sum(jnp.where(groups <= groups[:, None], tiles, 0), 1, dtype=jnp.int32)
     first = last - tiles
     facts = jnp.stack([groups, aligned - first * lines, begins, ends], 1)
-    most = (m + (SWIZZLED_ROWS - 1) * len(groups)) // lines + len(groups)
+    most = (m + (TMA_ROWS - 1) * len(groups)) // lines + len(groups)
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
     own = (index >= first) & (index < last)
     return jnp.sum(jnp.where(own[..., None], facts, 0), 1, dtype=jnp.int32), last

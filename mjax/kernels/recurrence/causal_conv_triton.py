@@ -27,7 +27,7 @@ def conv_forward(
     PACKED: tl.constexpr,
     HISTORY: tl.constexpr,
 ):
-    batch, first, channel, _ = _place_of_program(LENGTH, CHANNELS, TOKENS, WIDTH)
+    batch, first, channel, _ = _conv_tile(LENGTH, CHANNELS, TOKENS, WIDTH)
     real = channel < CHANNELS
     x += batch * LENGTH * CHANNELS + channel
     y += batch * LENGTH * CHANNELS + channel
@@ -65,7 +65,7 @@ def conv_backward(
 ):
     """`parts` fp32 [B * tiles of tokens, 5, CHANNELS] are a program's part of `weight`'s gradient.
     `d_before` are the gradients of the 3 tokens before, as far as they are known."""
-    batch, first, channel, part = _place_of_program(LENGTH, CHANNELS, TOKENS, WIDTH)
+    batch, first, channel, part = _conv_tile(LENGTH, CHANNELS, TOKENS, WIDTH)
     real = channel < CHANNELS
     x += batch * LENGTH * CHANNELS + channel
     d_y += batch * LENGTH * CHANNELS + channel
@@ -106,7 +106,7 @@ def conv_backward(
 
 
 @triton.jit
-def _place_of_program(
+def _conv_tile(
     LENGTH: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """(The row, the first token, the channels, the number of the tile of tokens)."""

@@ -206,7 +206,7 @@ def test_exit_code_follows_the_baseline(ms, code, tmp_path, capsys):
 
 def test_baseline_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(UserError, match="--baseline"):
-        report.read_records(str(tmp_path / "none.jsonl"))
+        report.read_baseline(str(tmp_path / "none.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mjax.data.base.documents import expand_paths, json_rows, read_documents, re
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.data.multimodal.sources import samples_of
 from mjax.data.preprocess import read_texts
-from mjax.data.sentences.labelled import read_lines
+from mjax.data.sentences.labelled import read_labelled_lines
 from mjax.errors import UserError
 from mjax.generate.__main__ import read_prompts
 from tests.marks import quick
@@ -37,7 +37,7 @@ def of_prompts(path: Path) -> list[str]:
 
 def of_labelled(path: Path) -> list[str]:
     tokenizer = load_tokenizer("byte")
-    return [tokenizer.decode(texts[0]) for texts, _ in read_lines(path, tokenizer, 1)]
+    return [tokenizer.decode(texts[0]) for texts, _ in read_labelled_lines(path, tokenizer, 1)]
 
 
 def of_images(path: Path) -> list[str]:

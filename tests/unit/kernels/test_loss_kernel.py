@@ -159,7 +159,7 @@ def test_only_what_fits_takes_it(on, monkeypatch):
     assert kernel.fits(16384, 151936, 1) and kernel.fits(32768, 50304, 1, 8192)
     assert not kernel.fits(16384, 151936, 2) and not kernel.fits(16384, 50257, 1)
     assert not kernel.fits(64, 50304, 1) and not kernel.fits(2**20, 151936, 1, 16384)
-    assert not kernel.supports_loss_rows(16384, 151936, 1), "there is no GPU here"
+    assert not kernel.supports_rows(16384, 151936, 1), "there is no GPU here"
 
 
 @pytest.mark.parametrize("tokens, vocab, chunk", [(85179, 222336, 9500), (152345, 28160, 76212)])

@@ -1,7 +1,7 @@
 """Families of encoders: rows of the table of families (`families.py`), and what their files say.
 
 The class in a config.json's `architectures` says which heads a model has. Published files may hold
-more or other heads than it, so the names of their tensors have the last word (`heads_in_file`).
+more or other heads than it, so the names of their tensors have the last word (`Family.mend`).
 """
 
 from collections.abc import Collection

@@ -25,7 +25,7 @@ def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> Mode
         count = _value_at(config, path)
         if "layer" in str(path[-1]) and isinstance(count, int) and count > MOST_LAYERS:
             raise UserError(
-                f"config.json: {_text_of_key(path)}={count} is above {MOST_LAYERS}; mend it"
+                f"config.json: {_key_text(path)}={count} is above {MOST_LAYERS}; mend it"
             )
     try:
         return read(config)
@@ -37,12 +37,12 @@ def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> Mode
             raise UserError(f"config.json cannot be read: {reason(e)}; mend it") from e
         value = reprlib.repr(_value_at(config, path))
         raise UserError(
-            f"config.json: {_text_of_key(path)}={value} is not of the kind that belongs there "
+            f"config.json: {_key_text(path)}={value} is not of the kind that belongs there "
             f"({reason(e)}); mend it"
         ) from e
 
 
-def _text_of_key(path: tuple[str, ...]) -> str:
+def _key_text(path: tuple[str, ...]) -> str:
     return ".".join(map(str, path))  # a dictionary of labels may have numbers as its keys
 
 

@@ -48,9 +48,7 @@ def block_configs() -> Part:
         return {"layer_pattern": pattern_of(kinds), "layer_sizes": sizes}
 
     def write(cfg: ModelConfig) -> dict:
-        blocks = [
-            _entry_of_layer(cfg.of_layer(kind), branches_of(kind)) for kind in cfg.layer_kinds
-        ]
+        blocks = [_layer_entry(cfg.of_layer(kind), branches_of(kind)) for kind in cfg.layer_kinds]
         sizes = {"num_key_value_heads": None, "intermediate_size": None}
         return sizes | {"block_configs": blocks}
 
@@ -104,7 +102,7 @@ def _mark(layer: _Layer, kv_heads: int, width: int, sizes: list[dict]) -> str:
     return f"@{sizes.index(entry) + 1}" if entry else ""
 
 
-def _entry_of_layer(cfg: ModelConfig, words: tuple[str, ...]) -> dict:
+def _layer_entry(cfg: ModelConfig, words: tuple[str, ...]) -> dict:
     """The entry of a layer with these sizes."""
     entry: dict[str, dict] = {}
     for name, (word, matrix) in _BRANCHES.items():

@@ -111,9 +111,8 @@ def require_known(rest: dict, family: str) -> None:
             "remove it if it does not change the model"
         )
     if taken:
-        say_unused(
-            f"{', '.join(taken)} {'do' if taken[1:] else 'does'} not change the numbers: not used"
-        )
+        verb = "do" if taken[1:] else "does"
+        say_unused(f"{', '.join(taken)} {verb} not change the numbers: not used")
 
 
 # ---- the text of models of more than text --------------------------------------------------------

@@ -1,0 +1,11 @@
+"""Compiling for H200s takes minutes, so these tests are left to `.ci/run`."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
