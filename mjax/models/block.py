@@ -29,7 +29,7 @@ from mjax.models.base.branch import (
     Source,
     branch_class,
 )
-from mjax.models.base.context import Context, Tokens, dropout
+from mjax.models.base.context import Context, Tokens, dropout, scaled
 from mjax.models.base.norm import Norm
 from mjax.models.base.streams import Activation, Streams
 
@@ -153,10 +153,3 @@ def _salts(layer: jax.Array | int, branch: int) -> Salts:
     first = FIRST_SALT + 3 * layer
     further, second = divmod(branch, 2)
     return Salts(first + (branch << 26), first + 1 + second + (further << 24))
-
-
-def scaled(x: jax.Array, factor: float | None) -> jax.Array:
-    """x times a factor of the config, in x's dtype."""
-    if factor is None:
-        return x
-    return x * jnp.asarray(factor, x.dtype)
