@@ -1,7 +1,7 @@
 """`python -m benchmarks.record --to FILE [--workload NAME] train ...`: keep a measurement.
 
 What follows the options is a command line of `python -m mjax.bench`: it runs, and each of its
-records becomes a line of FILE, docs/measurements.jsonl say, together with the command.
+records becomes a line of FILE, benchmarks/measurements.jsonl say, together with the command.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from mjax.errors import UserError, run_cli
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.record", description=__doc__)
     parser.add_argument(
-        "--to", metavar="FILE", type=as_path, default=Path("docs/measurements.jsonl")
+        "--to", metavar="FILE", type=as_path, default=Path("benchmarks/measurements.jsonl")
     )
     parser.add_argument("--workload", help="its name there; without it, the command's arguments")
     parser.add_argument("bench", nargs=argparse.REMAINDER, metavar="train ...")

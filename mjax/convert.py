@@ -19,7 +19,7 @@ import numpy as np
 
 from mjax.config.languages.paths import as_path, require_files
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, or_user_error, run_cli
+from mjax.errors import UserError, or_user_error, program, run_cli
 from mjax.json_file import read_json
 
 BOUND = 2e-4  # of --verify: largest difference of logits over the largest logit
@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mjax.convert", description="Convert weights.")
+    parser = argparse.ArgumentParser(prog=program("convert"), description="Convert weights.")
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="into an mjax checkpoint")
     source = into.add_mutually_exclusive_group(required=True)
@@ -74,7 +74,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from mjax.interop.huggingface.families.table import BALANCE_KEYS, slots
+    from mjax.interop.huggingface.families.engine import BALANCE_KEYS, slots
     from mjax.interop.huggingface.files import export
     from mjax.interop.sources import source_of
     from mjax.models import definition_of
@@ -103,7 +103,7 @@ def _export(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> int:
     import yaml
 
-    from mjax.interop.huggingface.families.table import config_from_hf
+    from mjax.interop.huggingface.families.engine import config_from_hf
     from mjax.interop.sources import source_of
 
     folder = args.hf or args.megatron or args.ckpt
@@ -124,7 +124,7 @@ def side_files(
     from mjax.checkpoint.base.companion_files import UNREAD, read_side_files, tokenizer_dir
     from mjax.checkpoint.base.safetensors import pack
     from mjax.interop.huggingface.config_words import in_words_of
-    from mjax.interop.huggingface.families.table import config_to_hf
+    from mjax.interop.huggingface.families.engine import config_to_hf
     from mjax.interop.huggingface.float8 import quantization_config
 
     tokenizer = tokenizer_dir(ckpt)
@@ -159,7 +159,7 @@ def _unread_of_export(content: bytes, config: dict, cfg: ModelConfig) -> dict[st
     `config` is what was imported. Tables of positions go with those that they were made for.
     """
     from mjax.checkpoint.base.safetensors import unpack
-    from mjax.interop.huggingface.families.table import config_from_hf
+    from mjax.interop.huggingface.families.engine import config_from_hf
     from mjax.interop.huggingface.files import TABLES
 
     unread = unpack(content)
@@ -181,7 +181,7 @@ def verify(ours: Path, hf: Path, dtype: str) -> int:
     import jax
     import jax.numpy as jnp
 
-    from mjax.interop.huggingface.families.table import family_of
+    from mjax.interop.huggingface.families.engine import family_of
     from mjax.interop.pretrained import from_pretrained
 
     mine = from_pretrained(ours)

@@ -88,6 +88,13 @@ def read_numbers(option: str, text: str, kind: type = int) -> list:
         raise UserError(f"{option} {text!r}: give {what} with commas, such as 1,64") from None
 
 
+def program(command: str) -> str:
+    """Name a command as the user called it, for usage lines: `mjax X` or `python -m mjax.X`."""
+    if sys.argv[0].startswith("mjax "):  # mjax/cli.py sets it so
+        return f"mjax {command.replace('.', ' ')}"
+    return f"python -m mjax.{command}"
+
+
 def run_cli(main: Callable[[], int | None]) -> None:
     """Run `main`, exit with its code (None is 0); a `UserError` prints one line and exits 2.
 

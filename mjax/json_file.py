@@ -9,7 +9,7 @@ LARGEST = 512 * 2**20  # bytes; the largest tokenizers have 50 MB
 
 
 def parse_json(text: str | bytes) -> object:
-    """What `json.loads` gives; raises `ValueError` also for text that is nested too deeply."""
+    """Parse with `json.loads`; raises `ValueError` also for text that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.bench.report import launch_ms
 from mjax.config import load
-from mjax.models.branch import BranchInputs
-from mjax.models.context import tokens_of
-from mjax.models.moe import MoE
-from mjax.models.params import split
+from mjax.models.base.branch import BranchInputs
+from mjax.models.base.context import tokens_of
+from mjax.models.base.params import split
+from mjax.models.moe.layer import MoE
 from mjax.plan.execution import decide_execution, tp_overlap_rows, training_context
 from mjax.plan.xla_options import compiler_options, device_facts
 from mjax.sharding.collectives import reduce_gradients

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 
 BENCHMARKS = {
     "train": "speed of the training step on random tokens, and where its time goes",
@@ -18,7 +18,7 @@ BENCHMARKS = {
 def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print("usage: python -m mjax.bench NAME [options]")
+        print(f"usage: {program('bench')} {{{','.join(BENCHMARKS)}}} [options]\n")
         print("\n".join(f"  {n:12} {about}" for n, about in BENCHMARKS.items()))
         return 0
     if name not in BENCHMARKS:

@@ -1,4 +1,4 @@
-"""Where a step's time goes: kernels of a profile, sorted by what part of the model they serve.
+"""A step's time by part of the model: the kernels of a profile, sorted by the part they serve.
 
 Each kernel carries the name of its HLO instruction; the compiled program's text says by what JAX
 name scopes that came to be, and whether it is a matmul, a copy or a collective. Invariant: the rows
@@ -40,7 +40,13 @@ PARTS = (
     _GAPS,
 )
 
-_COLLECTIVE = "all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all"
+_COLLECTIVE_OPCODE = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+)
 _SDPA_KERNEL = re.compile(r"fmha|sdpa|flash|^attention_", re.I)
 _MATMUL_KERNEL = re.compile(r"gemm|nvjet|xmma|cutlass|cublas|splitk|wgmma", re.I)
 _COPY_KERNEL = re.compile(r"^mem(cpy|set)", re.I)
@@ -57,7 +63,7 @@ _MOVES = frozenset(
 
 
 @dataclass(frozen=True)
-class Event:
+class KernelEvent:
     """A kernel or copy on a device: start and duration in ns, its name, its HLO instruction."""
 
     start: float
@@ -68,7 +74,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the program says of an instruction; `opcodes` are those of the fusion it calls."""
+    """An instruction of the compiled program; `opcodes` are those of the fusion it calls."""
 
     opcode: str
     path: str
@@ -76,7 +82,7 @@ class Instruction:
     opcodes: frozenset[str]
 
 
-def profile(run: Callable[[], object]) -> tuple[list[Event], str]:
+def profile(run: Callable[[], object]) -> tuple[list[KernelEvent], str]:
     """The first local device's events while `run()` works, and the text of the program that most
     of them belong to. Both are empty where the profiler sees no device (CPUs, no CUPTI)."""
     options = jax.profiler.ProfileOptions()
@@ -85,11 +91,11 @@ def profile(run: Callable[[], object]) -> tuple[list[Event], str]:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
         files = sorted(Path(folder).rglob("*.xplane.pb"))
-        events, module = _read(files[0]) if files else ([], "")
+        events, module = _read_plane(files[0]) if files else ([], "")
     return events, program_text(module)
 
 
-def _read(path: Path) -> tuple[list[Event], str]:
+def _read_plane(path: Path) -> tuple[list[KernelEvent], str]:
     """Events of the first device plane, in order, and the commonest module among them."""
     events, modules = [], defaultdict(float)
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
@@ -99,7 +105,9 @@ def _read(path: Path) -> tuple[list[Event], str]:
             continue  # lines that tools derive from the streams
         for e in line.events:
             stats = dict(e.stats)
-            events.append(Event(e.start_ns, e.duration_ns, e.name, str(stats.get("hlo_op", ""))))
+            events.append(
+                KernelEvent(e.start_ns, e.duration_ns, e.name, str(stats.get("hlo_op", "")))
+            )
             modules[str(stats.get("hlo_module", ""))] += e.duration_ns
     modules.pop("", None)
     return sorted(events, key=lambda e: e.start), max(modules, key=modules.get, default="")
@@ -148,7 +156,7 @@ def _path(line: str) -> str:
     return found[1] if found else ""
 
 
-def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
+def classify(event: KernelEvent, program: dict[str, Instruction]) -> tuple[str, str]:
     """(part of PARTS, 'forward', 'recompute' or 'backward')."""
     made = _instruction(event, program)
     scopes, _, _ = made.path.rpartition("/")
@@ -158,7 +166,7 @@ def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
     recompute = "rematted_computation" in scopes
     phase = "recompute" if recompute else "backward" if backward else "forward"
     moves = "nccl" in event.kernel.lower() or "MemcpyP2P" in event.kernel  # copies are tp's
-    if made.opcode.startswith(_COLLECTIVE) or moves:
+    if made.opcode.startswith(_COLLECTIVE_OPCODE) or moves:
         return _EXPOSED, phase
     is_sdpa = made.target.startswith("__cudnn$fmha") or _SDPA_KERNEL.search(event.kernel)
     if scope == "sdpa" or is_sdpa:
@@ -173,62 +181,96 @@ def classify(event: Event, program: dict[str, Instruction]) -> tuple[str, str]:
     return _SCOPES.get(scope, "residual, other"), phase
 
 
-def _instruction(event: Event, program: dict[str, Instruction]) -> Instruction:
-    """That of an event; where a CUDA graph hides it, XLA's own kernels are named after theirs."""
+def _instruction(event: KernelEvent, program: dict[str, Instruction]) -> Instruction:
+    """The event's instruction; inside a CUDA graph, XLA's own kernels have its name instead."""
     none = Instruction("", "", "", frozenset())
     return program.get(event.op) or program.get(event.kernel, none)
 
 
-def breakdown(events: Sequence[Event], hlo_text: str, steps: int = 1) -> list[dict]:
+def breakdown(events: Sequence[KernelEvent], hlo_text: str, steps: int = 1) -> list[dict]:
     """Rows {part, forward, recompute, backward, ms, share} of one of `steps` profiled steps.
 
     `hlo_text` is the program whose instructions `Event.op` names. The last row is communication
     that was hidden under kernels: it is in no sum.
     """
-    program = parse(hlo_text)
-    times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    busy, talk, upto = [], [], float("-inf")
-    for e in sorted(events, key=lambda e: e.start):
-        part, phase = classify(e, program)
-        span = e.start, e.start + e.duration
-        (talk if part == _EXPOSED else busy).append(span)
-        if part != _EXPOSED:
-            times[part][phase] += max(0.0, span[1] - max(span[0], upto))
-            upto = max(upto, span[1])
-    wall = max(e.start + e.duration for e in events) - min(e.start for e in events)
+    times, busy, talk = _times_of_parts(events, parse(hlo_text))
+    last = max(e.start + e.duration for e in events)
+    wall = last - min(e.start for e in events)
     exposed = _union(busy + talk) - _union(busy)
-    times[_EXPOSED][""], times[_GAPS][""] = exposed, wall - _union(busy + talk)
+    hidden = _union(talk) - exposed
+    times[_EXPOSED][""] = exposed
+    times[_GAPS][""] = wall - _union(busy + talk)
     rows = []
     for part in PARTS:
-        phases = {p: times[part].get(p, 0.0) / steps / 1e6 for p in _PHASES}
-        ms = sum(times[part].values()) / steps / 1e6
-        if ms or part in (_EXPOSED, _GAPS):
-            share = ms * 1e6 * steps / wall
-            rows.append({"part": part, **phases, "ms": ms, "share": share})
-    hidden = _union(talk) - exposed
-    rows.append({"part": _HIDDEN, "ms": hidden / steps / 1e6, "share": hidden / wall})
-    return [{k: v if k == "part" else round(v, 4) for k, v in row.items()} for row in rows]
+        total = sum(times[part].values())
+        if not total and part not in (_EXPOSED, _GAPS):
+            continue
+        row: dict = {"part": part}
+        for phase in _PHASES:
+            row[phase] = round(times[part].get(phase, 0.0) / steps / 1e6, 4)
+        row["ms"] = round(total / steps / 1e6, 4)
+        row["share"] = round(total / wall, 4)
+        rows.append(row)
+    ms = round(hidden / steps / 1e6, 4)
+    share = round(hidden / wall, 4)
+    rows.append({"part": _HIDDEN, "ms": ms, "share": share})
+    return rows
+
+
+TimeSpan = tuple[float, float]  # start and end
+
+
+def _times_of_parts(
+    events: Sequence[KernelEvent], program: dict[str, Instruction]
+) -> tuple[dict[str, dict[str, float]], list[TimeSpan], list[TimeSpan]]:
+    """(part -> phase -> time, spans of kernels, spans of communication)."""
+    times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    busy: list[TimeSpan] = []
+    talk: list[TimeSpan] = []
+    upto = float("-inf")
+    for event in sorted(events, key=lambda e: e.start):
+        part, phase = classify(event, program)
+        end = event.start + event.duration
+        if part == _EXPOSED:
+            talk.append((event.start, end))
+            continue
+        busy.append((event.start, end))
+        begin = max(event.start, upto)
+        times[part][phase] += max(0.0, end - begin)
+        upto = max(upto, end)
+    return times, busy, talk
 
 
 _PHASES = "forward", "recompute", "backward"
 
 
-def top(events: Sequence[Event], hlo_text: str, steps: int, count: int) -> list[dict]:
+def top(events: Sequence[KernelEvent], hlo_text: str, steps: int, count: int) -> list[dict]:
     """Rows of the `count` instructions that take longest, those of equal origin (unrolled
     layers) together: {op, ms, kernels, part, phase, path, kernel}, the last the longest one."""
     program = parse(hlo_text)
-    groups: dict[tuple[str, ...], list[Event]] = defaultdict(list)
-    for e in events:
-        made = _instruction(e, program)
-        op = re.sub(r"[._]\d+$", "", e.op if e.op in program else e.kernel)
-        groups[op, "/".join(made.path.split("/")[-3:]), *classify(e, program)].append(e)
+    groups: dict[tuple[str, ...], list[KernelEvent]] = defaultdict(list)
+    for event in events:
+        name = event.op if event.op in program else event.kernel
+        op = re.sub(r"[._]\d+$", "", name)
+        scopes = _instruction(event, program).path.split("/")
+        path = "/".join(scopes[-3:])
+        groups[op, path, *classify(event, program)].append(event)
     rows = []
     for (op, path, part, phase), own in groups.items():
-        ms = round(sum(e.duration for e in own) / steps / 1e6, 4)
-        row = {"op": op[:40], "ms": ms, "kernels": round(len(own) / steps), "part": part}
-        kernel = max(own, key=lambda e: e.duration).kernel[:40]
-        rows.append(row | {"phase": phase, "path": path, "kernel": kernel})
-    return sorted(rows, key=lambda row: -row["ms"])[:count]
+        duration = sum(e.duration for e in own)
+        longest = max(own, key=lambda e: e.duration)
+        row = {
+            "op": op[:40],
+            "ms": round(duration / steps / 1e6, 4),
+            "kernels": round(len(own) / steps),
+            "part": part,
+            "phase": phase,
+            "path": path,
+            "kernel": longest.kernel[:40],
+        }
+        rows.append(row)
+    rows.sort(key=lambda row: -row["ms"])
+    return rows[:count]
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

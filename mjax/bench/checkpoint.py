@@ -26,16 +26,16 @@ from mjax.bench import report
 from mjax.bench.train import batch_of, case
 from mjax.config import load
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, or_user_error
+from mjax.errors import UserError, or_user_error, program
 from mjax.run.faults.replicas import digests_of, replicated_leaves
 from mjax.run.faults.saving import reserve_host_memory
 from mjax.train import Trainer
 
-THREADS = 8  # of the plain files
+THREADS_TIMED = 8  # of the plain files
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench checkpoint"), description=__doc__)
     parser.add_argument(
         "--dir", type=as_path, default=Path(), help="where to write (default: here)"
     )
@@ -48,10 +48,10 @@ def main(argv: list[str]) -> int:
     wrong = f"--dir {args.dir}: cannot hold the files of the benchmark ({{reason}}); name another"
     with or_user_error(wrong), tempfile.TemporaryDirectory(dir=args.dir) as folder:
         cfg = load(args.config, [*args.overrides, f"run.dir={folder}", "checkpoint.resume=never"])
-        return report.report(args, [measure(Trainer(cfg), Path(folder), args.steps)])
+        return report.report(args, [measure_checkpoint(Trainer(cfg), Path(folder), args.steps)])
 
 
-def measure(trainer: Trainer, folder: Path, steps: int) -> dict:
+def measure_checkpoint(trainer: Trainer, folder: Path, steps: int) -> dict:
     """The record of two saves, a restore and plain files in `folder`."""
     trainer.init()
     reserved = reserve_host_memory(trainer.state)
@@ -60,9 +60,9 @@ def measure(trainer: Trainer, folder: Path, steps: int) -> dict:
     if reserved is not None:
         reserved.join()
     plain = step_times(trainer, batch, steps)
-    save(trainer, batch)
+    time_save(trainer, batch)
     trainer.store.wait()
-    blocked, writing, seconds = save(trainer, batch)
+    blocked, writing, seconds = time_save(trainer, batch)
     step = trainer.step_number
     size = sum(f.stat().st_size for f in trainer.store.newest().rglob("*") if f.is_file())
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -102,7 +102,7 @@ def step_times(trainer: Trainer, batch: dict, count: int) -> list[float]:
     return times
 
 
-def save(trainer: Trainer, batch: dict) -> tuple[float, list[float], float]:
+def time_save(trainer: Trainer, batch: dict) -> tuple[float, list[float], float]:
     """(seconds for which a save blocks, those of steps while it is written, those until it is on
     disk)."""
     start = time.perf_counter()
@@ -125,10 +125,10 @@ def replica_check_seconds(trainer: Trainer) -> float | None:
 
 
 def plain_rates(folder: Path, size: int) -> tuple[float, float]:
-    """Bytes a second of `THREADS` plain files of `size` in all, written and read back."""
+    """Bytes a second of `THREADS_TIMED` plain files of `size` in all, written and read back."""
     block = np.random.default_rng(0).bytes(2**26)
-    files = [folder / f"plain{i}" for i in range(THREADS)]
-    blocks = max(1, size // THREADS // len(block))
+    files = [folder / f"plain{i}" for i in range(THREADS_TIMED)]
+    blocks = max(1, size // THREADS_TIMED // len(block))
 
     def write(path: Path) -> None:
         with path.open("wb", buffering=0) as file:
@@ -143,11 +143,11 @@ def plain_rates(folder: Path, size: int) -> tuple[float, float]:
                 pass
 
     rates = []
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(THREADS_TIMED) as pool:
         for work in (write, read):
             start = time.perf_counter()
             list(pool.map(work, files))
-            rates.append(THREADS * blocks * len(block) / (time.perf_counter() - start))
+            rates.append(THREADS_TIMED * blocks * len(block) / (time.perf_counter() - start))
     for path in files:
         path.unlink()
     return rates[0], rates[1]

@@ -25,7 +25,7 @@ from mjax.data.corpus.gpt import GPTDataset
 from mjax.data.corpus.indexed import IndexedDatasetWriter
 from mjax.data.loader import build_datasets, make_loader
 from mjax.data.multimodal.pixels import decode_image
-from mjax.errors import UserError
+from mjax.errors import UserError, program
 
 
 def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -> int:
@@ -40,7 +40,7 @@ def write_corpus(prefix: Path, tokens: int, mean_length: int, vocab_size: int) -
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench data")
+    parser = argparse.ArgumentParser(prog=program("bench data"))
     parser.add_argument("--tokens", type=float, default=1e8)
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=64, help="sequences per step")
@@ -55,10 +55,10 @@ def main(argv: list[str]) -> int:
     for name in ("tokens", "seq_length", "batch", "document_length", "prefetch", "workers"):
         if not 1 <= getattr(args, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
-    return report(args, measure_images(args) if args.images else measure(args))
+    return report(args, measure_images(args) if args.images else measure_data(args))
 
 
-def measure(args: argparse.Namespace) -> Iterator[dict]:
+def measure_data(args: argparse.Namespace) -> Iterator[dict]:
     """The record of the index, then that of a pass over the corpus."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"

@@ -29,19 +29,19 @@ import numpy as np
 from mjax.bench.report import parse_with_config, report, rounded
 from mjax.config import load
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, read_numbers
+from mjax.errors import UserError, program, read_numbers
 from mjax.infer.generate import Generator
-from mjax.interop.huggingface.families.table import config_to_hf
+from mjax.interop.huggingface.families.engine import config_to_hf
 from mjax.models import definition_of
 from mjax.models.base.branch import cache_specs
 from mjax.sharding.spec import ParamSpec, is_spec
 
 # prompts [B, S] -> seconds from the start to each of the new tokens
-Run = Callable[[np.ndarray], list[float]]
+DecodeRun = Callable[[np.ndarray], list[float]]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench decode", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench decode"), description=__doc__)
     parser.add_argument("--batch", default="1,64", help="rows, with commas (default 1,64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default 128)")
     parser.add_argument("--new", type=int, default=128, help="new tokens (default 128)")
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     if args.transformers or args.engine == "transformers":
         require_transformers("--transformers", ", or leave the option out")
     first = in_own_process(args) if args.transformers else []
-    return report(args, itertools.chain(first, measure(cfg, batches, args)))
+    return report(args, itertools.chain(first, measure_decode(cfg, batches, args)))
 
 
 def in_own_process(args: argparse.Namespace) -> list[dict]:
@@ -114,14 +114,18 @@ def require_transformers(asked: str, otherwise: str = "") -> None:
         )
 
 
-def measure(cfg: ModelConfig, batches: list[int], args: argparse.Namespace) -> Iterator[dict]:
+def measure_decode(
+    cfg: ModelConfig, batches: list[int], args: argparse.Namespace
+) -> Iterator[dict]:
     """A record for each batch."""
     run = ENGINES[args.engine](cfg, args.new, args.dtype)
     for batch in batches:
         yield {"bench": "decode"} | record(cfg, args.engine, run, batch, args)
 
 
-def record(cfg: ModelConfig, engine: str, run: Run, batch: int, args: argparse.Namespace) -> dict:
+def record(
+    cfg: ModelConfig, engine: str, run: DecodeRun, batch: int, args: argparse.Namespace
+) -> dict:
     """The times of one engine and batch, and what memory allows."""
     ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (batch, args.prompt), np.int32)
     run(ids)
@@ -153,18 +157,22 @@ def record(cfg: ModelConfig, engine: str, run: Run, batch: int, args: argparse.N
 def bytes_read(cfg: ModelConfig, batch: int, tokens: int, dtype: str) -> int:
     """Bytes that a token must read: the weights, and the cache of `tokens` in each row.
 
-    Of a table of embeddings that is no head a token reads its rows only. Experts all count.
+    A table of embeddings that is no head does not count: a token reads its own row only. All
+    experts count.
     """
-    specs = definition_of(cfg).specs
+    specs = jax.tree.leaves(definition_of(cfg).specs, is_leaf=is_spec)
     lookups = () if cfg.tie_word_embeddings else ("embedding",)
-    weights = [s.size for s in jax.tree.leaves(specs, is_leaf=is_spec) if s.role not in lookups]
-    width, read = jnp.dtype(dtype).itemsize, 0
+    width = jnp.dtype(dtype).itemsize
+    total = 0
+    for spec in specs:
+        if spec.role not in lookups:
+            total += spec.size * width
     for spec in jax.tree.leaves(cache_specs(cfg, batch, tokens)):
-        read += math.prod(spec.shape) * (4 if spec.precise else width)
-    return sum(weights) * width + read
+        total += math.prod(spec.shape) * (4 if spec.precise else width)
+    return total
 
 
-def ours(cfg: ModelConfig, new: int, dtype: str) -> Run:
+def ours(cfg: ModelConfig, new: int, dtype: str) -> DecodeRun:
     """Generation by mjax, on one device."""
     definition = definition_of(cfg)
     params = random_weights(cfg, definition.specs, dtype)
@@ -191,7 +199,8 @@ def random_weights(cfg: ModelConfig, specs: dict, dtype: str) -> dict:
 
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    return tree.unflatten([draw(key, spec) for key, spec in zip(keys, leaves, strict=True)])
+    drawn = [draw(key, spec) for key, spec in zip(keys, leaves, strict=True)]
+    return tree.unflatten(drawn)
 
 
 def config_of_transformers(cfg: ModelConfig):
@@ -202,7 +211,7 @@ def config_of_transformers(cfg: ModelConfig):
     return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
 
 
-def theirs(cfg: ModelConfig, new: int, dtype: str) -> Run:
+def theirs(cfg: ModelConfig, new: int, dtype: str) -> DecodeRun:
     """Generation by transformers with a static cache, on the first GPU where there is one."""
     import torch
     import transformers

@@ -32,18 +32,29 @@ def skewed_sizes(rows: int, groups: int) -> np.ndarray:
 
 
 def grouped_matmuls(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
-    """Of x [M, K] by w [G, K, N], by the kernels for Hopper GPUs where this is one."""
+    """Time grouped matmuls of x [M, K] by w [G, K, N], by the Hopper kernels on Hopper GPUs."""
     sizes = skewed_sizes(m, groups)
-    x, w, g = draw((m, k)), draw((groups, k, n), 1), draw((m, n), 2)
-    total, counts = draw((groups, k, n), 3, "float32"), jnp.asarray(sizes)
-    products = products_of(x, w, g, counts, total)
+    x, w, g, total = _operands_of_groups(m, groups, k, n)
+    products = products_of(x, w, g, jnp.asarray(sizes), total)
     implementation = fastest()
     loops = loops_of_matmuls(sizes)
+    flops = 2.0 * m * k * n
     for name, (product, inputs) in products.items():
-        facts = {"inputs": inputs, "flops": 2.0 * m * k * n, "kept": len(inputs) == 4}
+        kept = len(inputs) == 4
+        loop = loops[name]
         run = functools.partial(product, implementation=implementation)
-        yield Work(name, run, expected=loops[name], **facts)
-        yield Work(f"reference {name}", loops[name], **facts)
+        yield Work(name, run, inputs, flops, expected=loop, kept=kept)
+        yield Work(f"reference {name}", loop, inputs, flops, kept=kept)
+
+
+def _operands_of_groups(
+    m: int, groups: int, k: int, n: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """x [M, K], w [G, K, N], d_y [M, N], and an fp32 sum of gradients of w."""
+    x = draw((m, k))
+    w = draw((groups, k, n), 1)
+    d_y = draw((m, n), 2)
+    return x, w, d_y, draw((groups, k, n), 3, "float32")
 
 
 def grouped_matmuls8(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
@@ -51,9 +62,11 @@ def grouped_matmuls8(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
 
     Beside each is that of bf16. Operands of 8 bits lie as `grouped_matmul8` wants them.
     """
-    x, w, g = draw((m, k)), draw((groups, k, n), 1), draw((m, n), 2)
-    x8, w8, g8 = x.astype(E4M3), w.astype(E4M3), g.astype(E5M2)
-    total, counts = draw((groups, k, n), 3, "float32"), jnp.asarray(skewed_sizes(m, groups))
+    x, w, g, total = _operands_of_groups(m, groups, k, n)
+    x8 = x.astype(E4M3)
+    w8 = w.astype(E4M3)
+    g8 = g.astype(E5M2)
+    counts = jnp.asarray(skewed_sizes(m, groups))
     own = {"implementation": fastest()}
     rows8 = functools.partial(grouped_matmul8, dtype=x.dtype, **own)
     gradient8 = functools.partial(grouped_weight_gradient8, dtype=x.dtype, **own)
@@ -62,19 +75,22 @@ def grouped_matmuls8(m: int, groups: int, k: int, n: int) -> Iterator[Work]:
         return gradient8(x, g, counts, scale, total=total)
 
     facts = counts, jnp.float32(1)
-    turned = jnp.copy(x8.T), jnp.copy(g8.T), *facts
+    w8_transposed = jnp.swapaxes(w8, 1, 2)
+    transposed = jnp.copy(x8.T), jnp.copy(g8.T), *facts
     products8 = {
-        "forward": (rows8, (x8, jnp.swapaxes(w8, 1, 2), *facts)),
+        "forward": (rows8, (x8, w8_transposed, *facts)),
         "d_input": (functools.partial(rows8, precise=True), (g8, w8, *facts)),
-        "d_weight": (gradient8, turned),
-        "d_weight added": (added8, (*turned, total)),
+        "d_weight": (gradient8, transposed),
+        "d_weight added": (added8, (*transposed, total)),
     }
     products = products_of(x, w, g, counts, total)
+    flops = 2.0 * m * k * n
     for name, (product8, inputs8) in products8.items():
-        rest = {"flops": 2.0 * m * k * n, "kept": name == "d_weight added"}
+        kept = name == "d_weight added"
         product, inputs = products[name]
-        yield Work(name, product8, inputs8, **rest)
-        yield Work(f"reference {name}", functools.partial(product, **own), inputs, **rest)
+        reference = functools.partial(product, **own)
+        yield Work(name, product8, inputs8, flops, kept=kept)
+        yield Work(f"reference {name}", reference, inputs, flops, kept=kept)
 
 
 def products_of(

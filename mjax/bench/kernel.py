@@ -1,9 +1,10 @@
 """`python -m mjax.bench kernel NAME|all`: one kernel at a time, or all.
 
 Forward and backward of each on random inputs, in milliseconds and in TFLOP/s or GB/s, as a share of
-what this device reaches in the same run: its fastest large matmul, or a copy that is read and
-written once. FLOPs are those the mathematics needs (half of the square under a causal mask), bytes
-are each input read and each output written once. Where there is a reference path it runs beside.
+the rate that this device reaches in the same run: of its fastest large matmul, or of a copy that is
+read and written once. FLOPs are those the mathematics needs (half of the square under a causal
+mask), bytes are each input read and each output written once. A reference path is timed, too, if
+there is one.
 """
 
 import argparse
@@ -20,13 +21,13 @@ from mjax.bench.report import add_arguments, launch_ms, report, rounded
 from mjax.bench.ssd import scans
 from mjax.bench.work import Work, draw, pulled
 from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError, read_numbers
+from mjax.errors import UserError, program, read_numbers
 from mjax.kernels.attention.api import attention
-from mjax.kernels.attention.mosaic import supports as supports_mosaic
+from mjax.kernels.attention.mosaic import supports_mosaic as supports_mosaic
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.elementwise.norm import fork, norm
-from mjax.kernels.elementwise.norm import reference as normed
-from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, reference
+from mjax.kernels.elementwise.norm import norm_reference as normed
+from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, loss_reference
 from mjax.models.attention import positions
 from mjax.models.feedforward.mlp import activate, activated, gated
 from mjax.sharding.collectives import LOCAL
@@ -58,7 +59,7 @@ SHAPES = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench kernel", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench kernel"), description=__doc__)
     parser.add_argument("kernel", choices=[*SHAPES, "all"])
     shapes = "; ".join(f"{name}: {words}" for name, (words, _) in SHAPES.items())
     parser.add_argument("--shape", action="append", help=f"numbers with commas ({shapes})")
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--shape: shapes differ among kernels; name one kernel instead of 'all'")
     names = list(SHAPES) if args.kernel == "all" else [args.kernel]
     works = {name: shapes_of(name, args.shape) for name in names}
-    return report(args, measure(works, args.samples))
+    return report(args, measure_kernels(works, args.samples))
 
 
 def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
@@ -81,7 +82,7 @@ def shapes_of(kernel: str, given: list[str] | None) -> list[tuple[int, ...]]:
     return out or list(default)
 
 
-def measure(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[dict]:
+def measure_kernels(shapes: dict[str, list[tuple[int, ...]]], samples: int) -> Iterator[dict]:
     """A record for every piece of work, after those of the two ceilings."""
     roof: dict[str, float] = {}
     for kind, work in ceilings().items():
@@ -102,9 +103,13 @@ def beside(done: dict[str, dict], name: str) -> dict:
     """How a time compares with those measured before it."""
     ms = {key: record["ms"] for key, record in done.items()}
     if name == "three matmuls alone" and "forward with gradients" in ms:
-        return {"loss_overhead": round(ms["forward with gradients"] / ms[name] - 1, 4)}
+        ratio = ms["forward with gradients"] / ms[name]
+        return {"loss_overhead": round(ratio - 1, 4)}
     ours = name.removeprefix("reference ")
-    return {"ours_is_faster": round(ms[name] / ms[ours], 2)} if ours != name else {}
+    if ours == name:
+        return {}
+    ratio = ms[name] / ms[ours]
+    return {"ours_is_faster": round(ratio, 2)}
 
 
 def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: dict) -> dict:
@@ -126,7 +131,7 @@ def timed(kernel: str, shape: tuple[int, ...], work: Work, samples: int, roof: d
 
 
 def launcher(work: Work, compiled: Callable) -> Callable[[], object]:
-    """What launches the work once."""
+    """A function that launches the work once."""
     if not work.kept:
         return functools.partial(compiled, *work.inputs)
     in_place = jax.jit(work.run, donate_argnums=len(work.inputs) - 1)
@@ -153,11 +158,15 @@ def error_of(work: Work, compiled: Callable) -> float:
 
 
 def ceilings() -> dict[str, Work]:
-    big = jax.default_backend() != "cpu"
-    n, m = (8192, 2**29) if big else (256, 2**20)
-    x, w, a = draw((n, n)), draw((n, n), 1), draw((m,), 2)
+    is_cpu = jax.default_backend() == "cpu"
+    n = 256 if is_cpu else 8192
+    m = 2**20 if is_cpu else 2**29
+    x = draw((n, n))
+    w = draw((n, n), 1)
+    a = draw((m,), 2)
     matmul = Work("matmul", jnp.matmul, (x, w), flops=2.0 * n**3)
-    return {"flops": matmul, "bytes": Work("copy", jnp.copy, (a,), bytes=4.0 * m)}
+    copy = Work("copy", jnp.copy, (a,), bytes=4.0 * m)
+    return {"flops": matmul, "bytes": copy}
 
 
 def attentions(b: int, s: int, n: int, k: int, h: int, documents: int) -> Iterator[Work]:
@@ -185,67 +194,99 @@ def attentions(b: int, s: int, n: int, k: int, h: int, documents: int) -> Iterat
 
 def losses(t: int, v: int, d: int) -> Iterator[Work]:
     padded = -(-v // 128) * 128
-    x, w = draw((t, d)), draw((padded, d), 1) * d**-0.5
-    labels = jnp.asarray(np.random.default_rng(0).integers(0, v, t, dtype=np.int32))
-    mask, terms = jnp.ones(t, jnp.float32), Terms(v)
-    ours = functools.partial(cross_entropy, terms=terms, parallel=LOCAL)
+    x = draw((t, d))
+    w = draw((padded, d), 1) * d**-0.5
+    rng = np.random.default_rng(0)
+    labels = jnp.asarray(rng.integers(0, v, t, dtype=np.int32))
+    mask = jnp.ones(t, jnp.float32)
+    terms = Terms(v)
     flops = 6.0 * t * padded * d
     inputs = x, w, labels, mask
-    yield Work("forward with gradients", jax.value_and_grad(ours, (0, 1)), inputs, flops)
-    whole = jax.value_and_grad(functools.partial(reference, terms=terms), (0, 1))
-    yield Work("reference forward with gradients", whole, inputs, flops)
+    ours = functools.partial(cross_entropy, terms=terms, parallel=LOCAL)
+    whole = functools.partial(loss_reference, terms=terms)
+    for name, loss in (("", ours), ("reference ", whole)):
+        both = jax.value_and_grad(loss, (0, 1))
+        yield Work(f"{name}forward with gradients", both, inputs, flops)
 
     def three(x, w, d_z):
         z = jnp.einsum("td,vd->tv", x, w)
-        d_x, d_w = jnp.einsum("tv,vd->td", d_z, w), jnp.einsum("tv,td->vd", d_z, x)
+        d_x = jnp.einsum("tv,vd->td", d_z, w)
+        d_w = jnp.einsum("tv,td->vd", d_z, x)
         return z, d_x, d_w
 
-    yield Work("three matmuls alone", three, (x, w, draw((t, padded), 2)), flops)
+    d_z = draw((t, padded), 2)
+    yield Work("three matmuls alone", three, (x, w, d_z), flops)
 
 
 def norms(t: int, d: int, heads: int) -> Iterator[Work]:
     """Norms, RoPE (heads * 128 wide), SwiGLU, GELU; backwards read what they keep."""
-    size, wide = 2.0 * t * d, 2.0 * t * heads * 128
-    x, gain, bias = draw((t, d)), draw((d,), 1, "float32"), draw((d,), 2, "float32")
+    size = 2.0 * t * d
+    yield from _norms_of_rows(t, d, size)
+    yield from _rope(t, heads)
+    yield from _gates(t, d, size)
+
+
+def _norms_of_rows(t: int, d: int, size: float) -> Iterator[Work]:
+    x = draw((t, d))
+    gain = draw((d,), 1, "float32")
+    bias = draw((d,), 2, "float32")
     for kind, inputs in (("rmsnorm", (x, gain, None)), ("layernorm", (x, gain, bias))):
-        ours, stream = (functools.partial(f, eps=1e-5) for f in (norm, fork))
+        ours = functools.partial(norm, eps=1e-5)
+        stream = functools.partial(fork, eps=1e-5)
         plain = functools.partial(normed, eps=1e-5)
         yield Work(f"{kind} forward", ours, inputs, bytes=2 * size)
         yield pulled(ours, inputs, f"{kind} backward", moved=3 * size)
         yield pulled(plain, inputs, f"reference {kind} backward", moved=3 * size)
         yield pulled(stream, inputs, f"{kind} backward, with a stream", moved=4 * size)
+
+
+def _rope(t: int, heads: int) -> Iterator[Work]:
     seq = min(t, 8192)
+    wide = 2.0 * t * heads * 128
     q = draw((t // seq, seq, heads, 128))
     cfg = ModelConfig(hidden_size=heads * 128, attention={"num_attention_heads": heads})
     places = jnp.broadcast_to(jnp.arange(seq), (t // seq, seq))
-    tables = positions.rope_tables(cfg, places, "G")
+    tables = positions.rope_tables(cfg, places, "full")
     rope = functools.partial(positions.apply_rope, tables=tables)
     yield Work("rope forward", rope, (q,), bytes=2 * wide)
     yield pulled(rope, (q,), "rope backward", moved=2 * wide)
 
-    pair, swiglu = (draw((t, 2, d)),), functools.partial(gated, name="silu")
 
-    def plain(h):
-        return activate(h[:, 0], "silu") * h[:, 1]
+def _gates(t: int, d: int, size: float) -> Iterator[Work]:
+    pair = (draw((t, 2, d)),)
+    swiglu = functools.partial(gated, name="silu")
+
+    def plain_swiglu(h):
+        gate, up = h[:, 0], h[:, 1]
+        return activate(gate, "silu") * up
 
     yield Work("swiglu forward", swiglu, pair, bytes=3 * size)
     yield pulled(swiglu, pair, "swiglu backward", moved=5 * size)
-    yield pulled(plain, pair, "reference swiglu backward", moved=5 * size)
-    gelu = functools.partial(activated, name="gelu_tanh")
-
-    def plain(h, bias):
-        return activate(h + bias, "gelu_tanh")
+    yield pulled(plain_swiglu, pair, "reference swiglu backward", moved=5 * size)
 
     biased = draw((t, d)), draw((d,), 1)
-    yield Work("bias and gelu forward", lambda *a: jax.vjp(gelu, *a)[0], biased, bytes=2 * size)
-    yield Work("reference bias and gelu forward", plain, biased, bytes=2 * size)
+    gelu = functools.partial(activated, name="gelu_tanh")
+
+    def gelu_forward(*inputs):
+        return jax.vjp(gelu, *inputs)[0]
+
+    def plain_gelu(h, bias):
+        return activate(h + bias, "gelu_tanh")
+
+    yield Work("bias and gelu forward", gelu_forward, biased, bytes=2 * size)
+    yield Work("reference bias and gelu forward", plain_gelu, biased, bytes=2 * size)
     yield pulled(gelu, biased, "bias and gelu backward", moved=3 * size)
-    yield pulled(plain, biased, "reference bias and gelu backward", moved=3 * size)
+    yield pulled(plain_gelu, biased, "reference bias and gelu backward", moved=3 * size)
 
 
 def matmuls(t: int, d: int, f: int) -> Iterator[Work]:
-    x, w, d_y = draw((t, d)), draw((d, f), 1), draw((t, f), 2)
+    x = draw((t, d))
+    w = draw((d, f), 1)
+    d_y = draw((t, f), 2)
     flops = 2.0 * t * d * f
-    yield Work("forward", lambda x, w: jnp.tensordot(x, w, 1), (x, w), flops)
-    yield Work("d_input", lambda d_y, w: jnp.einsum("tf,df->td", d_y, w), (d_y, w), flops)
-    yield Work("d_weight", lambda x, d_y: jnp.einsum("td,tf->df", x, d_y), (x, d_y), flops)
+    forward = functools.partial(jnp.tensordot, axes=1)
+    d_input = functools.partial(jnp.einsum, "tf,df->td")
+    d_weight = functools.partial(jnp.einsum, "td,tf->df")
+    yield Work("forward", forward, (x, w), flops)
+    yield Work("d_input", d_input, (d_y, w), flops)
+    yield Work("d_weight", d_weight, (x, d_y), flops)

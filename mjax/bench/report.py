@@ -1,4 +1,4 @@
-"""What every benchmark's record carries, how it is printed, and how it is held against a baseline.
+"""The stamp of every benchmark's record, its printing, and its comparison with a baseline.
 
 A record is one JSON line: `bench` and `case` say what ran, `ms` how long one run of it took, other
 fields what follows from that; the stamp says on what. Invariant: two records compare if and only if
@@ -47,7 +47,7 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argpa
 
 def report(args: argparse.Namespace, records: Iterable[dict]) -> int:
     """Print records as they come; with --baseline, exit code 1 if one is slower than it may be."""
-    old = None if args.baseline is None else read(args.baseline)
+    old = None if args.baseline is None else read_records(args.baseline)
     done = []
     for record in records:
         done.append(record | stamp())
@@ -56,15 +56,15 @@ def report(args: argparse.Namespace, records: Iterable[dict]) -> int:
     if jax.process_index() != 0:
         return 0
     if args.table:
-        show(summary(done))
+        show_table(summary(done))
     if old is None:
         return 0
-    rows = compare(done, old, args.tolerance)
-    show(rows)
+    rows = compare_records(done, old, args.tolerance)
+    show_table(rows)
     return int(any(row["verdict"] == "SLOWER" for row in rows))
 
 
-def compare(new: Sequence[dict], old: Sequence[dict], tolerance: float) -> list[dict]:
+def compare_records(new: Sequence[dict], old: Sequence[dict], tolerance: float) -> list[dict]:
     """Rows of case, old and new ms, their ratio and a verdict; SLOWER beyond 1 + `tolerance`.
 
     The last of several equal cases of `old` counts. Raises `UserError` if no case is in both.
@@ -87,7 +87,7 @@ def compare(new: Sequence[dict], old: Sequence[dict], tolerance: float) -> list[
     return rows
 
 
-def read(path: str) -> list[dict]:
+def read_records(path: str) -> list[dict]:
     """The records of a JSON-lines file that have a time."""
     wrong = f"--baseline {path}: {{reason}}; give the JSON lines of an earlier run"
     with or_user_error(wrong, UNREADABLE):
@@ -101,10 +101,12 @@ def _key(record: dict) -> str:
 
 
 def name(record: dict) -> str:
-    return " ".join([record["bench"], *(f"{k}={_short(v)}" for k, v in record["case"].items())])
+    return " ".join(
+        [record["bench"], *(f"{k}={_short_text(v)}" for k, v in record["case"].items())]
+    )
 
 
-def _short(value: object) -> str:
+def _short_text(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{k}{v}" for k, v in value.items()) or "-"
     return "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -120,16 +122,18 @@ def summary(records: Sequence[dict]) -> list[dict]:
     return [{"case": name(r), **row} for r, row in zip(records, plain, strict=True)]
 
 
-def show(rows: Sequence[dict], title: str | None = None) -> None:
+def show_table(rows: Sequence[dict], title: str | None = None) -> None:
     """A table on stderr; columns in order of first appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = Table(*columns, title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        cells = (row.get(c, "") for c in columns)
+        cells = [row.get(column, "") for column in columns]
         table.add_row(*(f"{x:,.4g}" if isinstance(x, float) else str(x) for x in cells))
-    Console(stderr=True, width=None if sys.stderr.isatty() else 200, highlight=False).print(table)
+    width = None if sys.stderr.isatty() else 200
+    console = Console(stderr=True, width=width, highlight=False)
+    console.print(table)
 
 
 @functools.cache

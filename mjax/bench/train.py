@@ -23,14 +23,14 @@ import numpy as np
 from mjax.bench import breakdown, report
 from mjax.config import Config, load
 from mjax.data.loader import tokens_to_read
-from mjax.errors import UserError
+from mjax.errors import UserError, program
 from mjax.run.monitor.metrics import peak_memory_gb, speed
 from mjax.train import Trainer
 from mjax.train.batch import field_maker, placed_ahead
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.bench train", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench train"), description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--warmup", type=int, default=10, help="steps before them")
     parser.add_argument("--documents", type=int, default=1, help="documents per sequence")
@@ -45,24 +45,24 @@ def main(argv: list[str]) -> int:
     cfg = load(args.config, args.overrides)
     before = startup(args) if args.startup else {}  # before this process takes the devices
     profiled = 3 if args.breakdown or args.top else 0
-    record = measure(cfg, args.steps, args.warmup, args.documents, profiled, args.top)
+    record = measure_training(cfg, args.steps, args.warmup, args.documents, profiled, args.top)
     if jax.process_index() == 0:
         explain(record)
     return report.report(args, [record | before])
 
 
-def measure(
+def measure_training(
     cfg: Config, steps: int, warmup: int, documents: int = 1, profiled: int = 0, longest: int = 0
 ) -> dict:
     """Run 1 + `warmup` + `steps` training steps and `profiled` more; the record."""
     trainer = Trainer(cfg)
     trainer.init()
     batch = batch_of(trainer, documents)
-    say("compiling the training step")
+    say_progress("compiling the training step")
     start = time.perf_counter()
     jax.block_until_ready(trainer.step(batch))
     first, since = time.perf_counter() - start, report.process_seconds()
-    say(f"the first step took {first:.1f} s; measuring {steps} steps after {warmup}")
+    say_progress(f"the first step took {first:.1f} s; measuring {steps} steps after {warmup}")
     times, metrics = step_seconds(trainer, batch, warmup, steps)
     loss, memory = float(metrics["loss"]), peak_memory_gb()
     cfg, seconds = trainer.cfg, statistics.median(times)
@@ -81,7 +81,7 @@ def measure(
     }
     if profiled:
         if jax.default_backend() == "gpu":
-            say(f"{record['ms']} ms a step; now compiling to profile")
+            say_progress(f"{record['ms']} ms a step; now compiling to profile")
             trainer.programs.recompile(breakdown.XLA_OPTIONS)
             jax.clear_caches()
             jax.block_until_ready(trainer.step(batch))
@@ -92,7 +92,7 @@ def measure(
     return record
 
 
-def say(line: str) -> None:
+def say_progress(line: str) -> None:
     """Print a line of progress on stderr, in the first process alone."""
     if jax.process_index() == 0:
         print(f"mjax: {line}", file=sys.stderr, flush=True)
@@ -111,9 +111,9 @@ def explain(record: dict) -> None:
         return
     title = f"of a step, which takes {record['ms']} ms when not profiled"
     rows = [row | {"share": f"{row['share']:.1%}"} for row in record["breakdown"]]
-    report.show(rows, f"where the time goes: ms {title}")
+    report.show_table(rows, f"where the time goes: ms {title}")
     if record["top"]:
-        report.show(record["top"], f"longest instructions: ms {title}")
+        report.show_table(record["top"], f"longest instructions: ms {title}")
 
 
 def step_seconds(
@@ -144,7 +144,7 @@ def steps_on(trainer: Trainer, batch: dict[str, np.ndarray]) -> Iterator[dict[st
 
 
 def case(trainer: Trainer, documents: int) -> dict:
-    """What two runs must share to be compared."""
+    """The facts that two runs must share to be compared."""
     cfg = trainer.cfg
     target = cfg.data.target_length
     return ({} if target is None else {"target": target}) | {

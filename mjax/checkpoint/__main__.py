@@ -24,25 +24,25 @@ from mjax.checkpoint.base.source import block_shape, blocks
 from mjax.checkpoint.base.steps import checkpoint_folder, is_step, newest_step, steps_in
 from mjax.checkpoint.base.stored import StoredArrays, read_record
 from mjax.config.languages.paths import as_path, require_files
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 
 NOTHING = object()  # a value of a key that is not there
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    args = _checkpoint_arguments(argv)
     for path in filter(None, (args.path, getattr(args, "other", None))):
         require_files(path)
     if args.command == "diff":
         return diff(_newest(args.path), _newest(args.other), values=not args.no_values)
     if args.command == "show":
-        return show(_newest(args.path), config=args.config)
-    return {"ls": ls, "verify": verify}[args.command](_steps(args.path))
+        return show_step(_newest(args.path), config=args.config)
+    return {"ls": ls, "verify": verify_steps}[args.command](_steps_of_run(args.path))
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _checkpoint_arguments(argv: list[str] | None) -> argparse.Namespace:
     about = "See what checkpoints hold, and whether they are intact."
-    parser = argparse.ArgumentParser(prog="python -m mjax.checkpoint", description=about)
+    parser = argparse.ArgumentParser(prog=program("checkpoint"), description=about)
     commands = parser.add_subparsers(dest="command", required=True)
     path = "a run, a checkpoint folder or one step"
     for name, text in (
@@ -62,7 +62,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _steps(path: Path) -> list[Path]:
+def _steps_of_run(path: Path) -> list[Path]:
     """The steps in a run or checkpoint folder, oldest first; a step is the only one in itself."""
     if is_step(path):
         return [path]
@@ -73,7 +73,7 @@ def _steps(path: Path) -> list[Path]:
 
 
 def _newest(path: Path) -> Path:
-    return newest_step(path) or _steps(path)[-1]
+    return newest_step(path) or _steps_of_run(path)[-1]
 
 
 # ---- ls ----------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def _saved(step: Path) -> str:
 # ---- show --------------------------------------------------------------------------------------
 
 
-def show(step: Path, config: bool) -> int:
+def show_step(step: Path, config: bool) -> int:
     """Print what a step holds; `config`: with the whole config as YAML."""
     record, stored = read_record(step), StoredArrays(step)
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items())
@@ -129,14 +129,14 @@ def show(step: Path, config: bool) -> int:
     named = [f"{name} ({decimal(size)})" for name, size in side.items()]
     print("side files: " + (", ".join(named) or "none"))
     opened = {path: stored.open(path) for path in stored.paths()}
-    total = sum(_bytes(array) for array in opened.values())
+    total = sum(_text_of_bytes(array) for array in opened.values())
     numbers = sum(array.size for path, array in opened.items() if path[0] == "params")
     print(f"arrays: {len(opened)}, {decimal(total)}; {numbers:,} parameters")
     width = max(len(".".join(path)) for path in opened)
     for path, array in opened.items():
         shape = " x ".join(map(str, array.shape)) or "scalar"
         kind = array.dtype.numpy_dtype.name
-        print(f"  {'.'.join(path):{width}}  {kind:8}  {decimal(_bytes(array)):>8}  {shape}")
+        print(f"  {'.'.join(path):{width}}  {kind:8}  {decimal(_text_of_bytes(array)):>8}  {shape}")
     if config:
         import yaml
 
@@ -144,7 +144,7 @@ def show(step: Path, config: bool) -> int:
     return 0
 
 
-def _bytes(array) -> int:
+def _text_of_bytes(array) -> int:
     return array.size * array.dtype.numpy_dtype.itemsize
 
 
@@ -184,7 +184,7 @@ def differing_keys(a: object, b: object, name: str = "") -> Iterator[str]:
 
 
 def differing_array(a: StoredArrays, b: StoredArrays, path: Leaf, values: bool) -> str | None:
-    """What differs between the arrays at `path`, read block by block; None: nothing."""
+    """Words on how the arrays at `path` differ, read block by block; None if they are equal."""
     ours, theirs = a.open(path), b.open(path)
     texts = [f"{x.dtype.numpy_dtype.name} {list(x.shape)}" for x in (ours, theirs)]
     if texts[0] != texts[1]:
@@ -209,7 +209,7 @@ def differing_array(a: StoredArrays, b: StoredArrays, path: Leaf, values: bool) 
 # ---- verify ------------------------------------------------------------------------------------
 
 
-def verify(steps: list[Path]) -> int:
+def verify_steps(steps: list[Path]) -> int:
     """Compare the files of each step with their digests; returns 1 if one is damaged."""
     damaged = 0
     for step in steps:

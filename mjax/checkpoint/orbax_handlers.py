@@ -1,4 +1,4 @@
-"""What orbax is to do beyond its own: digests of all files of a step, files that travel with it.
+"""Handlers added to orbax's own: digests of all files of a step, and files that travel with it.
 
 `registry` is handed to orbax's CheckpointManager. Invariant: digests are made after the last byte
 of a step is written and before orbax gives the step its name, in the background like the writing.
@@ -22,9 +22,9 @@ DATA_OF_PROCESS = "ocdbt.process_{}"  # orbax's folder for the arrays that a pro
 
 
 def registry(digests: bool) -> ocp.handlers.CheckpointHandlerRegistry:
-    """The handlers of a step's arrays and files; with `digests` they are made.
+    """The handlers of a step's arrays and files; `digests`: whether digests are computed.
 
-    That of the record is orbax's own, which it finds.
+    Orbax finds its own handler for the record.
     """
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
     state = DigestingHandler() if digests else ocp.StandardCheckpointHandler()
@@ -47,7 +47,7 @@ class DigestingHandler(ocp.StandardCheckpointHandler):
         super().finalize(directory)  # merges what the processes wrote
         step = Path(directory).parent
         known: dict[str, digest.FileDigest] = {}
-        for part in sorted(step.glob(_part("*"))):
+        for part in sorted(step.glob(_list_of_process("*"))):
             known |= digest.read_list(part)
             part.unlink()
         digest.write_digests(step, known)
@@ -64,10 +64,10 @@ def digest_own_arrays(state: Path) -> None:
     files = sorted(own.iterdir()) if own.is_dir() else []
     names = [f"state/{file.relative_to(state).as_posix()}" for file in files]
     digests = dict(zip(names, digest.digest_files(files), strict=True))
-    digest.write_list(state.parent / _part(jax.process_index()), digests)
+    digest.write_list(state.parent / _list_of_process(jax.process_index()), digests)
 
 
-def _part(process: object) -> str:
+def _list_of_process(process: object) -> str:
     return f"digests.process_{process}"
 
 

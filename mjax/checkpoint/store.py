@@ -143,7 +143,7 @@ class Store:
             self.wait()
 
     def _items(self, step: int, state: dict, held_out_loss: float | None) -> ocp.args.Composite:
-        """What orbax is to write for a step."""
+        """Orbax's arguments for writing a step."""
         items = {
             "state": ocp.args.StandardSave(state, _save_args(state, self.cfg.model.layer_kinds)),
             "meta": ocp.args.JsonSave(self._meta(step, held_out_loss)),
@@ -169,10 +169,10 @@ class Store:
         self._remove_outdated()
 
     def _remove_outdated(self) -> None:
-        """Begin to remove the steps that retention has taken away, and what failed saves left.
+        """Begin to remove the steps that retention has taken away, and remains of failed saves.
 
-        Those steps have lost their names by then, so that a removal that ends midway leaves no
-        part of a checkpoint that looks like one.
+        The steps have lost their names by then, so that a removal that ends midway leaves no part
+        of a checkpoint that looks like one.
         """
         if jax.process_index() != 0:
             return
@@ -308,9 +308,9 @@ class Store:
         return ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
 
     def remove_remains(self) -> None:
-        """Remove what killed or failed saves left; only for who holds the folder's lock.
+        """Remove remains of killed or failed saves; only for the holder of the folder's lock.
 
-        What cannot be removed now is left to the next time.
+        Remains that cannot be removed now are left to the next time.
         """
         with contextlib.suppress(OSError):
             for torso in list(self.directory.glob(f"*{digest.TEMPORARY}*")):

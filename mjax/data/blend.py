@@ -47,7 +47,7 @@ def blend_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.n
     start = _guess(w, np.arange(chunks, dtype=np.int64) * length)
     stale = np.arange(chunks)
     while len(stale):
-        after = _run(w, start, stale, picks)
+        after = _run_chunks(w, start, stale, picks)
         following = stale + 1 < chunks
         stale, after = stale[following] + 1, after[following]
         changed = (start[stale] != after).any(axis=1)
@@ -66,11 +66,15 @@ def _guess(w: np.ndarray, steps: np.ndarray) -> np.ndarray:
     exact = steps[:, None] * w
     counts = np.floor(exact).astype(np.int64)
     missing = steps - counts.sum(axis=1)
-    rank = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1)
-    return counts + (rank < missing[:, None])
+    by_remainder = np.argsort(counts - exact, axis=1, kind="stable")
+    rank = np.argsort(by_remainder, axis=1)
+    rounds_up = rank < missing[:, None]
+    return counts + rounds_up
 
 
-def _run(w: np.ndarray, start: np.ndarray, chunks: np.ndarray, picks: np.ndarray) -> np.ndarray:
+def _run_chunks(
+    w: np.ndarray, start: np.ndarray, chunks: np.ndarray, picks: np.ndarray
+) -> np.ndarray:
     """Run `chunks` in lockstep from `start`, filling their columns; the counts they end with."""
     length, rows = len(picks), np.arange(len(chunks))
     taken = start[chunks].astype(np.float64)  # exact: counts stay far below 2**53

@@ -16,7 +16,7 @@ from mjax.config.schema.run import Config, DataConfig
 from mjax.data.base.tokenizer import load_tokenizer, word_continuations
 from mjax.data.blend import SURPLUS, BlendedDataset, normalize, sizes_per_dataset
 from mjax.data.corpus.fim import FillInTheMiddle, fill_in_the_middle
-from mjax.data.corpus.gpt import Batch, GPTDataset
+from mjax.data.corpus.gpt import FieldArrays, GPTDataset
 from mjax.data.corpus.retro import NeighborDataset
 from mjax.data.corpus.text import prepare_text, require_tokenizer
 from mjax.data.mock import MockDataset
@@ -29,14 +29,14 @@ SPAN_CORRUPTION = "span_corruption"
 
 
 class Dataset(Protocol):
-    """What the loader reads: `GPTDataset`, or another of this folder with its methods.
+    """A dataset as the loader reads it: `GPTDataset`, or another of this room.
 
     `padded` is whether a row is one document, and then maybe padding.
     """
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch: ...
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays: ...
 
     def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """Sources of samples, for messages: a file, or a corpus and numbers in its index."""
@@ -55,10 +55,10 @@ def make_loader(
     num_steps: int,
     *,
     rows: Callable[[int], slice] | None = None,
-    make_fields: Callable[[Batch, int, np.ndarray], Batch] | None = None,
+    make_fields: Callable[[FieldArrays, int, np.ndarray], FieldArrays] | None = None,
     prefetch: int = 4,
     workers: int = 2,
-) -> Iterator[Batch]:
+) -> Iterator[FieldArrays]:
     """Batches of steps [first_step, first_step + num_steps), [rows, S] numpy arrays per field.
 
     `batch_range(step)` gives (first sample, count) and must grow with the step; `rows(count)` the
@@ -76,7 +76,7 @@ def make_loader(
             "lower train.steps, shorten data.seq_length, set data.weights or add data"
         )
 
-    def batch_of(step: int) -> Batch:
+    def batch_of(step: int) -> FieldArrays:
         first, count = batch_range(step)
         numbers = np.arange(count)[rows(count) if rows else slice(None)]
         batch = dataset.batch(first + numbers)
@@ -89,7 +89,7 @@ def make_loader(
     return batches
 
 
-def describe(dataset: Dataset, indices: Sequence[int], most: int) -> str:
+def describe_data(dataset: Dataset, indices: Sequence[int], most: int) -> str:
     """Words for where samples come from; of many, the first `most`."""
     names = list(dict.fromkeys(dataset.names(indices[:most])))
     more = len(indices) - most
@@ -216,7 +216,7 @@ def _blend(
     """One dataset as it is, several as a blend; `make` is `_dataset` of a config.
 
     Megatron's rules: given weights draw `size` with a surplus per dataset; without weights each
-    dataset counts by its samples of one epoch. Where one epoch is too short Megatron stops; here
+    dataset counts by its samples of one epoch. If one epoch is too short, Megatron stops; here
     every dataset repeats in that same proportion.
     """
     if len(paths) == 1 and weights is None:

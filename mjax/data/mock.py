@@ -25,14 +25,11 @@ class MockDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Samples `indices`, stacked to [B, S]."""
-        rows = np.asarray(indices, np.uint64)[:, None] * np.uint64(self.seq_length + 1)
-        x = rows + np.arange(self.seq_length + 1, dtype=np.uint64)
-        offset = np.uint64(self.seed * 0xD1B54A32D192ED03 % 2**64)
-        x = x * np.uint64(0x9E3779B97F4A7C15) + offset  # wraps, as intended
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-        text = ((x >> np.uint64(33)) % np.uint64(self.vocab_size)).astype(np.int32)
-        ones = np.ones((len(rows), self.seq_length), np.int32)
+        length = self.seq_length + 1
+        first = np.asarray(indices, np.uint64) * np.uint64(length)
+        places = first[:, None] + np.arange(length, dtype=np.uint64)
+        text = self._tokens(places)
+        ones = np.ones((len(text), self.seq_length), np.int32)
         return {
             "tokens": np.ascontiguousarray(text[:, :-1]),
             "labels": np.ascontiguousarray(text[:, 1:]),
@@ -40,3 +37,13 @@ class MockDataset:
             "segment_ids": ones,
             "positions": ones * np.arange(self.seq_length, dtype=np.int32),
         }
+
+    def _tokens(self, places: np.ndarray) -> np.ndarray:
+        """int32: the tokens at these places of the stream, by splitmix64."""
+        offset = np.uint64(self.seed * 0xD1B54A32D192ED03 % 2**64)
+        x = places * np.uint64(0x9E3779B97F4A7C15)  # wraps, as intended
+        x += offset
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        numbers = (x >> np.uint64(33)) % np.uint64(self.vocab_size)
+        return numbers.astype(np.int32)

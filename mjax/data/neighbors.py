@@ -13,16 +13,16 @@ import numpy as np
 
 from mjax.config.load import add_config_arguments, config_from_args
 from mjax.data.corpus.gpt import GPTDataset
-from mjax.data.corpus.neighbor_index import Index, database_of, search
+from mjax.data.corpus.neighbor_index import NeighborIndex, database_of, search
 from mjax.data.corpus.retro import NeighborDataset
 from mjax.data.loader import run_datasets
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; prints one JSON line on success."""
     about = "Look up the neighbors of the chunks of a run's samples."
-    parser = argparse.ArgumentParser(prog="python -m mjax.data.neighbors", description=about)
+    parser = argparse.ArgumentParser(prog=program("data.neighbors"), description=about)
     add_config_arguments(parser)
     _, cfg = config_from_args(parser, argv)
     if not cfg.model.architecture.reads_neighbors or cfg.data.mock:
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     counts, (training, held_out) = run_datasets(cfg)
     corpus = training.dataset
     database = database_of(corpus, training.sequences, size)
-    index = Index(corpus, database, size)
+    index = NeighborIndex(corpus, database, size)
 
     def build(dataset: GPTDataset, count: int) -> np.ndarray:
         same = os.path.abspath(dataset.prefix) == os.path.abspath(training.prefix)

@@ -12,18 +12,18 @@ import sys
 from mjax.config.languages.paths import path_text
 from mjax.data.base.tokenizer import train_tokenizer
 from mjax.data.corpus.tokenize_files import preprocess, read_texts
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _preprocess_arguments(argv: list[str]) -> argparse.Namespace:
     train = argv[:1] == ["train-tokenizer"]
-    program = "python -m mjax.data.preprocess" + (" train-tokenizer" if train else "")
+    name = "data.preprocess train-tokenizer" if train else "data.preprocess"
     about = (
         "Train a byte-level BPE tokenizer on text."
         if train
         else "Tokenize text into PREFIX.bin and PREFIX.idx; see also `train-tokenizer --help`."
     )
-    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser = argparse.ArgumentParser(prog=program(name), description=about)
     add = parser.add_argument
     add(
         "--input",
@@ -50,7 +50,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; prints one JSON line on success."""
-    args = _parse(sys.argv[1:] if argv is None else argv)
+    args = _preprocess_arguments(sys.argv[1:] if argv is None else argv)
     if args.train:
         texts = read_texts(args.input, args.json_key)
         made = train_tokenizer(texts, args.vocab_size, args.output)

@@ -19,18 +19,18 @@ import numpy as np
 
 from mjax.config.languages.paths import as_path, path_text
 from mjax.data.base.documents import read_text
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 from mjax.generate.options import add_model_arguments, load_model
 from mjax.infer.text import windows
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = _parse(argv)
+    args = _evaluate_arguments(argv)
     {"perplexity": _perplexity, "harness": _harness}[args.command](args)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mjax.evaluate", description="Score a model.")
+def _evaluate_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=program("evaluate"), description="Score a model.")
     commands = parser.add_subparsers(required=True, dest="command")
     file = commands.add_parser("perplexity", help="of a text file; prints a JSON line")
     tasks = commands.add_parser("harness", help="lm-evaluation-harness; prints JSON")
@@ -106,7 +106,7 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
     import jax
 
     from mjax.infer.cache import require_decoder
-    from mjax.models.base.context import Context, tokens_of
+    from mjax.models.base.context import Context, Kernels, tokens_of
     from mjax.objectives.objective import NextToken
 
     require_decoder(model.cfg)
@@ -123,7 +123,7 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
             f"{model.cfg.vocab_size}); give a longer text, or the model's own tokenizer"
         )
 
-    ctx = Context(attention="xla")
+    ctx = Context(kernels=Kernels(attention="xla"))
 
     @jax.jit
     def nll(params, part):

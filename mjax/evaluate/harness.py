@@ -25,7 +25,7 @@ from mjax.infer.generate import Generator, bucket
 from mjax.infer.sample import Sampling
 from mjax.infer.text import windows
 from mjax.interop.pretrained import Pretrained
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, Kernels, tokens_of
 
 with or_user_error(
     "the harness needs lm-evaluation-harness ({reason}); install mjax[lm-eval]", ImportError
@@ -164,23 +164,36 @@ class HarnessModel(LM):
         return whole[-self.max_length - 1 :], scored
 
     def _score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Of the scored tokens of each row: sum of log-probabilities, whether all are likeliest."""
-        order = sorted(range(len(rows)), key=lambda n: -len(rows[n][0]))
+        """For each row: sum of its scored tokens' log-probabilities, whether all are likeliest.
+
+        Rows of similar lengths share a batch.
+        """
+        lengths = [len(ids) for ids, _ in rows]
+        order = sorted(range(len(rows)), key=lambda n: -lengths[n])
         out: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         for at in range(0, len(order), self.batch_size):
             part = order[at : at + self.batch_size]
-            longest = max(2, len(rows[part[0]][0])) - 1
-            shape = self.batch_size, min(bucket(longest), self.max_length)
-            tokens, labels = np.zeros((2, *shape), np.int32)
-            mask = np.zeros(shape, bool)
-            for i, n in enumerate(part):
-                ids, scored = rows[n]
-                tokens[i, : len(ids) - 1], labels[i, : len(ids) - 1] = ids[:-1], ids[1:]
-                mask[i, len(ids) - 1 - scored : len(ids) - 1] = True
+            tokens, labels, mask = self._batch([rows[n] for n in part])
             sums, greedy = self._program(self._model.params, tokens, labels, mask)
-            for n, total, hit in zip(part, np.asarray(sums), np.asarray(greedy), strict=False):
-                out[n] = float(total), bool(hit)
+            sums = np.asarray(sums).tolist()
+            greedy = np.asarray(greedy).tolist()
+            for n, total, is_greedy in zip(part, sums, greedy, strict=False):
+                out[n] = total, is_greedy
         return out
+
+    def _batch(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens, labels, mask of the scored ones) [B, S] of rows, the longest first."""
+        longest = max(2, len(rows[0][0])) - 1
+        shape = self.batch_size, min(bucket(longest), self.max_length)
+        tokens = np.zeros(shape, np.int32)
+        labels = np.zeros(shape, np.int32)
+        mask = np.zeros(shape, bool)
+        for i, (ids, scored) in enumerate(rows):
+            end = len(ids) - 1
+            tokens[i, :end] = ids[:-1]
+            labels[i, :end] = ids[1:]
+            mask[i, end - scored : end] = True
+        return tokens, labels, mask
 
 
 def scorer(model: Pretrained):
@@ -190,16 +203,22 @@ def scorer(model: Pretrained):
     @jax.jit
     def score(params, tokens, labels, mask):
         decoder = model.definition.bind(params)
-        x, _, _ = decoder.hidden(tokens, tokens_of(tokens.shape), Context(attention="xla"))
+        ctx = Context(kernels=Kernels(attention="xla"))
+        x, _, _ = decoder.hidden(tokens, tokens_of(tokens.shape), ctx)
 
         def one(token):
-            z = decoder.logits(token[0])
-            return z[token[1]] - jax.nn.logsumexp(z), jnp.argmax(z) == token[1]
+            vector, label = token
+            z = decoder.logits(vector)
+            logprob = z[label] - jax.nn.logsumexp(z)
+            return logprob, jnp.argmax(z) == label
 
-        flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+        vectors = x.reshape(-1, x.shape[-1])
+        flat = vectors, labels.reshape(-1)
         logprobs, hits = jax.lax.map(one, flat, batch_size=_AT_ONCE)
-        logprobs, hits = logprobs.reshape(mask.shape), hits.reshape(mask.shape)
-        return jnp.where(mask, logprobs, 0).sum(1), (hits | ~mask).all(1)
+        logprobs = logprobs.reshape(mask.shape)
+        hits = hits.reshape(mask.shape)
+        sums = jnp.where(mask, logprobs, 0).sum(1)
+        return sums, (hits | ~mask).all(1)
 
     return score
 

@@ -10,11 +10,11 @@ with the calling convention, and the tokenizer (mjax/export/programs.py says how
 import argparse
 
 from mjax.config.languages.paths import as_path
-from mjax.errors import read_numbers, run_cli
+from mjax.errors import program, read_numbers, run_cli
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = _parse(argv)
+    args = _export_arguments(argv)
     from mjax.checkpoint.base.companion_files import (
         UNREAD,
         read_folder,
@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.out}: prefill and decode for {names} as {args.dtype}")
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mjax.export", description="Export a model.")
+def _export_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=program("export"), description="Export a model.")
     parser.add_argument("--ckpt", type=as_path, required=True, help="any folder that mjax reads")
     parser.add_argument("--out", type=as_path, required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--batch", default="1", metavar="B,...", help="default: 1")

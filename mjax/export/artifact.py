@@ -24,16 +24,16 @@ import numpy as np
 
 FORMAT, FORMAT_VERSION = "mjax-stablehlo", 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-DTYPES = {
+ARTIFACT_DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-PLATFORMS = {"gpu": "cuda"}  # jax's name of a device -> that of what is compiled for it
+PLATFORM_OF_DEVICE = {"gpu": "cuda"}  # jax's name of a device -> that of what is compiled for it
 
 
 class ArtifactError(ValueError):
-    """What is wrong with an artifact or a request, in one line."""
+    """An artifact or a request that is wrong, in one line."""
 
 
 class Artifact:
@@ -45,7 +45,7 @@ class Artifact:
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
         self.manifest = read_manifest(self._folder)
-        self.weights = read_weights(self._folder, self.manifest["weights"])
+        self.weights = read_artifact_weights(self._folder, self.manifest["weights"])
         self._programs: dict[str, Callable] = {}
 
     def generate(
@@ -144,7 +144,7 @@ def read_manifest(folder: Path) -> dict:
             f"version {FORMAT_VERSION}; use the run.py that lies beside it"
         )
     platform = jax.devices()[0].platform
-    platform = PLATFORMS.get(platform, platform)
+    platform = PLATFORM_OF_DEVICE.get(platform, platform)
     if platform not in manifest["platforms"]:
         raise ArtifactError(
             f"{path}: made for {', '.join(manifest['platforms'])}, but this machine has "
@@ -161,7 +161,7 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def read_weights(folder: Path, wanted: dict[str, dict]) -> dict[str, jax.Array]:
+def read_artifact_weights(folder: Path, wanted: dict[str, dict]) -> dict[str, jax.Array]:
     """Name -> array on the default device, mapped from the safetensors file one by one."""
     path = folder / WEIGHTS
     try:
@@ -171,7 +171,7 @@ def read_weights(folder: Path, wanted: dict[str, dict]) -> dict[str, jax.Array]:
         out = {}
         for name, entry in wanted.items():
             first, last = (start + at for at in header[name]["data_offsets"])
-            array = raw[first:last].view(DTYPES[header[name]["dtype"]])
+            array = raw[first:last].view(ARTIFACT_DTYPES[header[name]["dtype"]])
             out[name] = jax.device_put(array.reshape(entry["shape"]).astype(entry["dtype"]))
         return out
     except (OSError, ValueError, KeyError, RecursionError) as e:

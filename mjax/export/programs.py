@@ -110,7 +110,7 @@ def export_model(
         }
         text = json.dumps(manifest, indent=1) + "\n"
         (temporary / artifact.MANIFEST).write_text(text, encoding="utf-8")
-        write_file(temporary / artifact.WEIGHTS, shapes, partial(_parts, source, shapes))
+        write_file(temporary / artifact.WEIGHTS, shapes, partial(_runs_of_rows, source, shapes))
         shutil.copyfile(artifact.__file__, temporary / "run.py")
         write_files(temporary, extras or {})
     return manifest
@@ -165,9 +165,12 @@ def _program(
         layers = jax.tree.unflatten(tree, [cache[name] for name in names])
         old = KVCache(layers, cache["real"], cache["lengths"], cache["column"])
         x, new = extend(model, old, ids, real)
-        rest = {"real": new.real, "lengths": new.lengths, "column": new.column}
-        layers = dict(zip(names, jax.tree.leaves(new.layers), strict=True))
-        return model.logits(x[:, -1]), layers | rest
+        leaves = jax.tree.leaves(new.layers)
+        out = dict(zip(names, leaves, strict=True))
+        out["real"] = new.real
+        out["lengths"] = new.lengths
+        out["column"] = new.column
+        return model.logits(x[:, -1]), out
 
     def abstract(shape, dtype="int32"):
         return jax.ShapeDtypeStruct([sizes.get(n, n) for n in shape], jnp.dtype(dtype))
@@ -180,7 +183,7 @@ def _program(
     )
 
 
-def _parts(source: Source, shapes: Mapping, name: str) -> Iterator[np.ndarray]:
+def _runs_of_rows(source: Source, shapes: Mapping, name: str) -> Iterator[np.ndarray]:
     """A parameter in runs of whole rows of its leading axes, each at most a block of memory."""
     shape, dtype = shapes[name]
     for index in blocks(shape, block_shape(shape, dtype.itemsize, tuple(range(len(shape))))):

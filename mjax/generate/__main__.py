@@ -18,7 +18,7 @@ from mjax.config.schema.model import ModelConfig
 from mjax.data.base.chat import load_chat_template
 from mjax.data.base.documents import is_json_lines, json_rows, read_text
 from mjax.data.base.tokenizer import Tokenizer, encode_with_items
-from mjax.errors import UNREADABLE, UserError, or_user_error, run_cli
+from mjax.errors import UNREADABLE, UserError, or_user_error, program, run_cli
 from mjax.generate.options import add_model_arguments, end_ids, image_scale, load_model
 from mjax.infer.sample import Sampling
 
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mjax.generate", description="Continue text.")
+    parser = argparse.ArgumentParser(prog=program("generate"), description="Continue text.")
     add_model_arguments(parser)
     text = "text to continue, or with --chat a user's message; several make a batch"
     parser.add_argument("--prompt", action="append", default=[], help=text)
@@ -107,7 +107,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """What --prompt and --prompt-file give, in that order."""
+    """The prompts of --prompt and --prompt-file, in that order."""
     out: list[Prompt] = list(args.prompt)
     if args.prompt_file is not None:
         if is_json_lines(args.prompt_file):
@@ -130,9 +130,9 @@ def _json_prompts(path: Path) -> Iterator[Prompt]:
 def read_images(
     args: argparse.Namespace, cfg: ModelConfig, tokenizer: Tokenizer
 ) -> tuple["np.ndarray | Tiled | None", list[list[int]]]:
-    """What --image gives, fp32 [1, I, H, W, C], or None; the ids of each, if cut into tiles.
+    """The images of --image, fp32 [1, I, H, W, C], or None; the ids of each, if cut into tiles.
 
-    Raises `UserError` for what is no picture.
+    Raises `UserError` for a file that is no picture.
     """
     if not args.image:
         return None, []
@@ -177,7 +177,7 @@ def _require_tower(cfg: ModelConfig, modality: str, option: str) -> None:
 
 
 def read_sounds(args: argparse.Namespace, cfg: ModelConfig) -> np.ndarray | None:
-    """What --audio gives, fp32 [1, I, F, M], or None. Raises `UserError` for what is no sound."""
+    """The sounds of --audio, fp32 [1, I, F, M], or None. Raises `UserError` if one is no sound."""
     if not args.audio:
         return None
     _require_tower(cfg, "audio", f"--audio {args.audio[0]}")

@@ -1,5 +1,5 @@
-"""What `mjax.generate.__main__` and `mjax.evaluate.__main__` share on the command line: a model and
-its tokenizer."""
+"""Options of the command line that `mjax.generate` and `mjax.evaluate` share: a model and its
+tokenizer."""
 
 import argparse
 from collections.abc import Sequence

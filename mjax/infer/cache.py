@@ -18,7 +18,7 @@ from mjax.config.languages.layer_pattern import ENCODER
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.models.base.branch import CacheSpec, cache_specs
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, Kernels, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.runtime.run import Caches
 from mjax.sharding.mesh import parallel_of
@@ -48,13 +48,13 @@ def require_decoder(cfg: ModelConfig) -> None:
     if architecture.reads_neighbors:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: generation with retrieval (R blocks) is not "
-            "built; train.eval_interval gives the held-out loss (docs/encoders.md)"
+            "built; train.eval_interval gives the held-out loss (docs/models/encoders.md)"
         )
     if architecture.reads_target or not architecture.generates:
         raise UserError(
             f"model.layer_pattern={cfg.layer_pattern}: an encoder (B blocks, or V and no P) "
             "continues no text and gives a text no probability; use it by mjax.from_pretrained "
-            "(docs/encoders.md, docs/multimodal.md)"
+            "(docs/models/encoders.md, docs/models/multimodal.md)"
         )
 
 
@@ -101,7 +101,7 @@ def extend(
     positions = cache.lengths[:, None] + jnp.maximum(jnp.cumsum(real, 1) - 1, 0)
     keys = jax.lax.dynamic_update_slice(cache.real, real, (0, cache.column))
     info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
-    ctx = Context(attention="xla")
+    ctx = Context(kernels=Kernels(attention="xla"))
     if model.cfg.modalities:
         x, _, layers = model.hidden(ids, info, ctx, cache.layers, given=items or {})
     elif cache.source is None:

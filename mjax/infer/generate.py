@@ -84,7 +84,7 @@ class Generator:
         self.cfg, self.tokenizer = cfg, tokenizer
         self._mesh = mesh = mesh_of(params)
         self._params = take_apart(definition.specs, params, jnp.dtype(dtype), donate)
-        programs = Programs(definition, cfg, mesh, jnp.dtype(dtype))
+        programs = DecodePrograms(definition, cfg, mesh, jnp.dtype(dtype))
         self._prefill = jax.jit(programs.prefill, static_argnames=("draws", "length"))
         self._step = jax.jit(programs.step, static_argnames="draws", donate_argnames="state")
 
@@ -210,7 +210,7 @@ class Generator:
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity
-class Programs:
+class DecodePrograms:
     """The two jitted functions, over what is static. A state is (cache, last tokens [B], keys [B],
     seen [B, V]); both also return (tokens [B], log-probs [B]) for the host."""
 
@@ -247,8 +247,11 @@ class Programs:
         logits = gathered(model.logits(x[:, -1]), self.mesh)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
         token, logprob = sample(logits, own, settings, seen, draws)
-        seen = seen.at[jnp.arange(len(token)), token].set(True)
-        state, made = replicated(((token, keys, seen), (token, logprob)), self.mesh)
+        rows = jnp.arange(len(token))
+        seen = seen.at[rows, token].set(True)
+        state = token, keys, seen
+        made = token, logprob
+        state, made = replicated((state, made), self.mesh)
         return (cache, *state), made
 
 

@@ -1,10 +1,10 @@
 """From logits to a token: penalty, temperature, top-k, top-p, min-p, one draw per row.
 
 Pure and jittable; every row has settings and a key of its own, so a row's token does not depend on
-its neighbors. What no row of a batch needs, its program leaves out (`Draws`). Order and rules are
-Hugging Face's: repetition penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv 1904.09751),
-min-p (arXiv 2407.01082), each over what the one before has left. Tokens of equal logits are kept or
-dropped together.
+its neighbors. A program leaves out steps that no row of a batch needs (`Draws`). Order and rules
+are Hugging Face's: repetition penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv
+1904.09751), min-p (arXiv 2407.01082), each over what the one before has left. Tokens of equal
+logits are kept or dropped together.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def settings_of(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Draws:
-    """What some row of a batch needs besides its likeliest token; static.
+    """Computations that some row of a batch needs to choose its token; static.
 
     random: a draw, at a temperature above 0.
     limited: top-k, top-p or min-p before its draw.
@@ -74,7 +74,7 @@ class Draws:
 
 
 def draws_of(rows: Sequence[Sampling]) -> Draws:
-    """What the rows of a batch need."""
+    """The computations that the rows of a batch need."""
     hot = [row for row in rows if row.temperature > 0]
     limits = [row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in hot]
     return Draws(bool(hot), any(limits))
@@ -117,12 +117,20 @@ def limited(z: jax.Array, settings: Settings) -> jax.Array:
 
     All three keep a head of the sorted row: one sort finds the least logit that stays.
     """
-    top_k, top_p, min_p = (settings[name][:, None] for name in ("top_k", "top_p", "min_p"))
-    s = -jnp.sort(-z, axis=-1)
-    size = s.shape[-1]
-    last = jnp.clip(jnp.where(top_k > 0, top_k, size), 1, size) - 1
-    probs = jax.nn.softmax(jnp.where(s >= jnp.take_along_axis(s, last, 1), s, -jnp.inf), -1)
-    above = jnp.pad(jnp.cumsum(probs, -1)[:, :-1], ((0, 0), (1, 0)))  # of likelier tokens
-    keep = ((above < top_p) | (top_p >= 1)) & (probs > 0) & (probs >= min_p * probs[:, :1])
+    top_k = settings["top_k"][:, None]
+    top_p = settings["top_p"][:, None]
+    min_p = settings["min_p"][:, None]
+    falling = -jnp.sort(-z, axis=-1)
+    size = falling.shape[-1]
+    count = jnp.where(top_k > 0, top_k, size)
+    last = jnp.clip(count, 1, size) - 1
+    least = jnp.take_along_axis(falling, last, 1)
+    probs = jax.nn.softmax(jnp.where(falling >= least, falling, -jnp.inf), -1)
+    sums = jnp.cumsum(probs, -1)
+    above = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))  # of likelier tokens
+    in_top_p = (above < top_p) | (top_p >= 1)
+    in_min_p = probs >= min_p * probs[:, :1]
+    keep = in_top_p & (probs > 0) & in_min_p
     keep = keep.at[:, 0].set(True)
-    return jnp.where(z >= jnp.where(keep, s, jnp.inf).min(-1, keepdims=True), z, -jnp.inf)
+    threshold = jnp.where(keep, falling, jnp.inf).min(-1, keepdims=True)
+    return jnp.where(z >= threshold, z, -jnp.inf)

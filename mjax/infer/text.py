@@ -34,7 +34,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """What `token` adds to the text that is certain."""
+        """Add a token; returns the text that is now certain and was not before."""
         self._ids.append(token)
         new = self._pending()
         special = self._special(token) if self._stop else ""
@@ -60,11 +60,13 @@ class TextStream:
     def _release(self, new: str, special: str = "") -> str:
         text = self._held + new + special
         shown = self._shown + [True] * len(new) + [False] * len(special)
-        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
-        keep = max((_overlap(text, s) for s in self._stop), default=0)
-        end = min(found, default=len(text) - keep)
+        places = [text.find(stop) for stop in self._stop]
+        found = [place for place in places if place >= 0]
+        overlaps = [_overlap(text, stop) for stop in self._stop]
+        end = min(found, default=len(text) - max(overlaps, default=0))
         self.stopped = bool(found)
-        self._held, self._shown = ("", []) if found else (text[end:], shown[end:])
+        self._held = "" if found else text[end:]
+        self._shown = [] if found else shown[end:]
         return "".join(compress(text[:end], shown))
 
 

@@ -1,9 +1,9 @@
 """Parameters as generation holds them: in one dtype, and each layer's in arrays of its own.
 
-A step of decoding reads every weight once and computes little, so memory bounds it. Of a stack
-[L, ...] XLA copies the rows that matmuls read, which doubles what memory moves. An array of its own
-is read where it lies. Invariant: only one parameter is in conversion at a time, so a conversion
-takes the memory of the result and of one stack.
+A step of decoding reads every weight once and computes little, so memory bounds it. XLA copies the
+rows of a stack [L, ...] that matmuls read, which doubles the memory traffic. A separate array is
+read in place. Invariant: only one parameter is in conversion at a time, so a conversion takes the
+memory of the result and of one stack.
 """
 
 import jax

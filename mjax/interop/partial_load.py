@@ -1,9 +1,9 @@
 """Starting from weights of a model that differs: vocabulary or context resized, layers added or
 left out, MLPs made into experts (`upcycle.py`).
 
-Only what `checkpoint.init_changes` names may differ. What both models have is loaded; the rest of
-the run's model is as drawn from run.seed. Invariant: nothing is left out or drawn unsaid: `summary`
-names every parameter that was not loaded as it is.
+Only the parts that `checkpoint.init_changes` names may differ. Parameters of both models are
+loaded; the rest of the run's model is as drawn from run.seed. Invariant: nothing is left out or
+drawn unsaid: `summary` names every parameter that was not loaded as it is.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,21 @@ from mjax.interop.upcycle import upcycled
 from mjax.models import definition_of
 
 _TOWERS = ("vision.", "audio.")
-_POSITIONS = {"audio.max_source_positions"}  # the first ones are those of shorter sounds
+_POSITION_KEYS = {"audio.max_source_positions"}  # the first ones are those of shorter sounds
 
 # The parameters of heads that may be drawn anew, or left out.
-HEADS = ("masked_head", "classifier")
+HEAD_STACKS = ("masked_head", "classifier")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What of some weights fits a model.
+    """The part of some weights that fits a model.
 
-    source: the weights in the shapes of the model, zero where they have nothing. shared: the shape
-    of the leading part of each parameter that both have. given: shapes in the weights, without
-    padding. wanted: those of the model. made: what was done for a parameter that is made of others.
+    source: the weights in the shapes of the model, zero where they have nothing.
+    shared: the shape of the leading part of each parameter that both have.
+    given: shapes in the weights, without padding.
+    wanted: shapes in the model.
+    made: in words, how a parameter is computed from others.
     left_out: heads that the model lacks.
     """
 
@@ -48,7 +50,7 @@ class Fit:
     left_out: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """What was loaded and what was not, in one line, or a line more for each part."""
+        """Lines on what was loaded: one in all, and one for each parameter not loaded whole."""
         fitting = {
             p for p, shape in self.shared.items() if shape == self.wanted[p] == self.given[p]
         }
@@ -93,7 +95,7 @@ def _leading(a: jax.Array, b: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0) -> Fit:
-    """What of `source` fits the model of `cfg`; routers of new experts are drawn from `seed`.
+    """Fit `source` to the model of `cfg`; routers of new experts are drawn from `seed`.
 
     Raises `UserError` if more than `changes` differs.
     """
@@ -103,7 +105,7 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
     keys = {key for change in changes for key in CHANGES[change]}
     if "towers" in changes:
         keys |= {key for key in leaf_keys(ModelConfig) if key.startswith(_TOWERS)}
-    require_same_model(cfg, source.cfg, may_differ=keys | (_POSITIONS if source.has else set()))
+    require_same_model(cfg, source.cfg, may_differ=keys | (_POSITION_KEYS if source.has else set()))
     _require_same_kinds(cfg, source.cfg, changes)
     given = _shapes(definition_of(source.cfg).specs, source.cfg)
     wanted = _shapes(definition_of(cfg).specs, cfg)
@@ -113,10 +115,10 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         left_out |= {path[0] for path in has if path not in wanted}
         given = {p: given[p] if p in has else (0,) * len(shape) for p, shape in wanted.items()}
     if "heads" in changes:
-        left_out |= {p[0] for p in given if p[0] in HEADS and p not in wanted}
+        left_out |= {p[0] for p in given if p[0] in HEAD_STACKS and p not in wanted}
         given = {path: shape for path, shape in given.items() if path[0] not in left_out}
         for path, shape in wanted.items():
-            if path[0] in HEADS and given.get(path) != shape:  # drawn, whole
+            if path[0] in HEAD_STACKS and given.get(path) != shape:  # drawn, whole
                 given[path] = (0,) * len(shape)
     shared = {
         path: tuple(min(a, b) for a, b in zip(given[path], shape, strict=True))
@@ -134,14 +136,15 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
         return Fit(source, shared, given, wanted, made, tuple(sorted(left_out)))
 
     def read(path: Path, index: Index) -> np.ndarray:
+        wanted_sizes = [s.stop - s.start for s in index]
         if 0 in shared[path]:
-            return np.zeros([s.stop - s.start for s in index], np.float32)
-        inside = tuple(
-            slice(min(s.start, n), min(s.stop, n)) for s, n in zip(index, shared[path], strict=True)
-        )
-        part = source.read(path, inside)
-        missing = [(s.stop - s.start) - n for s, n in zip(index, part.shape, strict=True)]
-        return np.pad(part, [(0, n) for n in missing]) if any(missing) else part
+            return np.zeros(wanted_sizes, np.float32)
+        inside = []
+        for s, n in zip(index, shared[path], strict=True):
+            inside.append(slice(min(s.start, n), min(s.stop, n)))
+        part = source.read(path, tuple(inside))
+        widths = [(0, n - there) for n, there in zip(wanted_sizes, part.shape, strict=True)]
+        return np.pad(part, widths) if part.shape != tuple(wanted_sizes) else part
 
     fitting = replace(source, cfg=cfg, read=read)
     return Fit(fitting, shared, given, wanted, made, tuple(sorted(left_out)))
@@ -150,7 +153,7 @@ def fit(source: Source, cfg: ModelConfig, changes: Sequence[str], seed: int = 0)
 def _require_same_kinds(cfg: ModelConfig, of_weights: ModelConfig, changes: Sequence[str]) -> None:
     """Raise `UserError` unless the layers that both models have are of the same kinds.
 
-    Where towers may differ, the layers are those of the text.
+    If towers may differ, only layers of the text are compared.
     """
     kinds = [cfg.layer_kinds, of_weights.layer_kinds]
     if "towers" in changes:

@@ -1,4 +1,4 @@
-"""The weights in a folder, whatever their format: Hugging Face's, mjax's own, Megatron's."""
+"""Finds the weights in a folder, whatever their format: Hugging Face's, mjax's own, Megatron's."""
 
 from pathlib import Path
 
@@ -8,11 +8,8 @@ from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.weights import read_weights
 from mjax.config.languages.paths import require_files
 from mjax.errors import UserError
-from mjax.interop.huggingface.families import table
-from mjax.interop.huggingface.families.bert import heads_in_file, without_heads
-from mjax.interop.huggingface.families.deepseek import without_missing_predictions
-from mjax.interop.huggingface.families.t5 import tied_in_file
-from mjax.interop.huggingface.families.vision import with_new_towers
+from mjax.interop.huggingface.families.engine import config_of_folder, slots
+from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.interop.huggingface.files import hf_source
 from mjax.interop.huggingface.names import heads_apart, names_in
 from mjax.json_file import read_json
@@ -27,18 +24,17 @@ def source_of(path: str | Path) -> Source:
     require_files(path)
     path = Path(path)
     if (path / "config.json").is_file():
-        cfg = table.config_from_hf(without_heads(read_json(path / "config.json")))
-        names = open_folder(path)
-        cfg = heads_in_file(without_missing_predictions(cfg, names), names)
-        cfg = tied_in_file(cfg, names)
+        cfg = config_of_folder(read_json(path / "config.json"))
+        tensors = open_folder(path)
+        family = FAMILIES[cfg.model_type]
+        cfg = family.mend(cfg, tensors)
         if cfg.tie_word_embeddings:
-            found = names_in(cfg, table.slots(cfg, definition_of(cfg).specs), names)
-            apart = heads_apart(found, names, cfg)
+            found = names_in(cfg, slots(cfg, definition_of(cfg).specs), tensors)
+            apart = heads_apart(found, tensors, cfg)
             cfg = cfg.model_copy(update={"tie_word_embeddings": not apart})
         specs = definition_of(cfg).specs
-        exported = found = table.slots(cfg, specs)
-        if "vision" in cfg.modalities:
-            found = with_new_towers(found, names)
+        exported = slots(cfg, specs)
+        found = family.renamed_in(exported, tensors)
         return hf_source(path, cfg, specs, found, exported=exported)
     if (path / "metadata.json").is_file() or (path / "latest_checkpointed_iteration.txt").is_file():
         from mjax.interop.megatron.parameters import megatron_source

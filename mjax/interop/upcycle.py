@@ -23,6 +23,7 @@ from mjax.config.languages.layer_pattern import (
     BRANCHES,
     branch_groups,
     branches_of,
+    pattern_of,
     sizes_of,
     stack_index,
     stack_of,
@@ -32,7 +33,7 @@ from mjax.errors import UserError
 from mjax.models import definition_of
 from mjax.sharding.spec import ParamSpec
 
-_NAME = BRANCHES["E"].name
+_NAME = BRANCHES["experts"].name
 _DRAWN, _ZERO = "router", ("router_bias", "expert_bias")
 
 
@@ -54,40 +55,45 @@ def upcycled(source: Source, cfg: ModelConfig, seed: int) -> tuple[Source, dict[
 
     def read_layer(path: Path, number: int, index: Index) -> np.ndarray:
         """The part `index` of a parameter of one layer, [1, ...]."""
-        kind, row = dense.layer_kinds[number], rows[number]
-        stack, own = stack_of(kind), (slice(row, row + 1), *index)
+        kind = dense.layer_kinds[number]
+        row = rows[number]
+        in_source = stack_of(kind), *path[1:]
+        own = slice(row, row + 1), *index
         if not _is_new(path, model.layer_kinds[number], kind):
-            return source.read((stack, *path[1:]), own)
+            return source.read(in_source, own)
         name, spec = path[-1], specs[path]
         if path[1:] == (_NAME, _DRAWN):
-            return _router(spec, model, parts, (seed, number))[None][(slice(None), *index)]
+            drawn = _router(spec, model, parts, (seed, number))
+            return drawn[index][None]
         if name in _ZERO:
-            return _zeros((slice(0, 1), *index))
+            return _no_weights((slice(0, 1), *index))
+        read = partial(source.read, in_source)
+        made = _experts_of_mlp(read, own, spec, parts)
+        if not name.startswith("down"):
+            return made
         scale = scale_of_down(model.moe, parts) / (1 if name == "down" else parts)
-        read = partial(source.read, (stack, *path[1:]))
-        made = _experts(read, own, spec, parts)
-        return made.astype(np.float32) * np.float32(scale) if name.startswith("down") else made
+        return made.astype(np.float32) * np.float32(scale)
 
     def read(path: Path, index: Index) -> np.ndarray:
         if path[0] not in layers:
             return source.read(path, index)
         numbers = layers[path[0]][index[0].start : index[0].stop]
         found = [read_layer(path, number, index[1:]) for number in numbers]
-        return np.concatenate(found) if found else _zeros(index)
+        return np.concatenate(found) if found else _no_weights(index)
 
     made = {}
     for path in specs:
         numbers = layers.get(path[0], [])
         if any(_is_new(path, model.layer_kinds[n], dense.layer_kinds[n]) for n in numbers):
-            made[path] = _words(path, model.moe, parts)
+            made[path] = _what_was_done(path, model.moe, parts)
     return replace(source, cfg=model, read=read), made
 
 
 def scale_of_down(moe: MoeConfig, parts: int) -> float:
     """The factor on `down` that makes experts of `parts` to an MLP add up to the MLP.
 
-    Each part gets the same share of the sum of gates. That sum is routed_scaling_factor if gates
-    are normalized, else what it is for equal logits.
+    Each part gets the same share of the sum of gates. The sum is routed_scaling_factor if gates are
+    normalized, else its value for equal logits.
     """
     total = 1.0
     if not moe.norm_topk_prob:
@@ -96,11 +102,11 @@ def scale_of_down(moe: MoeConfig, parts: int) -> float:
     return parts / (total * moe.routed_scaling_factor)
 
 
-def _zeros(index: Index) -> np.ndarray:
+def _no_weights(index: Index) -> np.ndarray:
     return np.zeros([s.stop - s.start for s in index], np.float32)
 
 
-def _experts(
+def _experts_of_mlp(
     read: Callable[[Index], np.ndarray], index: Index, spec: ParamSpec, parts: int
 ) -> np.ndarray:
     """Experts [1, ..] of a layer: parts of what `read` gives of its MLP; `index` has them, too."""
@@ -138,14 +144,15 @@ def _with_experts(dense: ModelConfig, cfg: ModelConfig) -> ModelConfig:
     if tuple(kinds) == dense.layer_kinds:
         return dense
     moe = dense.moe if dense.moe.num_experts else cfg.moe
-    return dense.model_copy(update={"layer_pattern": ",".join(kinds), "moe": moe})
+    return dense.model_copy(update={"layer_pattern": pattern_of(kinds), "moe": moe})
 
 
 def _replaces(ours: str, theirs: str) -> bool:
     """Whether a layer is another one with experts in the place of its MLP."""
-    like = tuple(group.replace("E", "D") for group in branch_groups(ours))
-    same = like == branch_groups(theirs) and sizes_of(ours) == sizes_of(theirs)
-    return same and "E" in branches_of(ours) and "D" in branches_of(theirs)
+    names = {"experts": "mlp"}
+    like = [tuple(names.get(word, word) for word in group) for group in branch_groups(ours)]
+    same = tuple(like) == branch_groups(theirs) and sizes_of(ours) == sizes_of(theirs)
+    return same and "experts" in branches_of(ours) and "mlp" in branches_of(theirs)
 
 
 def _is_new(path: Path, ours: str, theirs: str) -> bool:
@@ -183,7 +190,7 @@ def _granularity(dense: ModelConfig, model: ModelConfig) -> int:
     return parts
 
 
-def _words(path: Path, moe: MoeConfig, parts: int) -> str:
+def _what_was_done(path: Path, moe: MoeConfig, parts: int) -> str:
     name = path[-1]
     if path[1:] == (_NAME, _DRAWN):
         return f"drawn from run.seed, equal for each {parts} experts"

@@ -29,7 +29,7 @@ from mjax.models.base.branch import (
     Source,
     branch_class,
 )
-from mjax.models.base.context import Context, Tokens, dropout, scaled
+from mjax.models.base.context import PADDED_ROWS, Context, Tokens, dropout, scaled
 from mjax.models.base.norm import Norm
 from mjax.models.base.streams import Activation, Streams
 
@@ -56,9 +56,9 @@ class Block(nnx.Module):
             name, normed = BRANCHES[group[0]].name, BRANCHES[group[0]].normed
             names = _norm_names(i, after)
             setattr(self, f"{name}_norm", norm(names.before) if before and normed else None)
-            for letter in group:
-                module = branch_class(letter)(cfg, out_std, rngs)
-                setattr(self, BRANCHES[letter].name, module)
+            for word in group:
+                module = branch_class(word)(cfg, out_std, rngs)
+                setattr(self, BRANCHES[word].name, module)
             setattr(self, f"{name}_post_norm", norm(names.after) if after and normed else None)
 
     def __call__(
@@ -84,10 +84,9 @@ class Block(nnx.Module):
         if own not in x.activations:
             return BranchOutput(x)
         ctx = ctx.of(own)
-        if (
-            own != DECODER and not self.cfg.architecture.reads_target
-        ):  # one item, then maybe padding
-            ctx = replace(ctx, max_documents=2, padded=True)
+        # A row of another stream is one item and padding; an encoder's are texts.
+        if own != DECODER and not self.cfg.architecture.reads_target:
+            ctx = replace(ctx, documents=PADDED_ROWS)
         source = Source(x.activations.get(other), tokens.of(other))
         inputs = replace(inputs, tokens=tokens.of(own), ctx=ctx, shared=x.shared, source=source)
         output = self._run(x.activations[own], inputs, kind, cache)
@@ -96,7 +95,7 @@ class Block(nnx.Module):
     def _run(
         self, x: jax.Array, inputs: BranchInputs, kind: str, cache: LayerCache | None
     ) -> BranchOutput:
-        """The branches of one stream; those of `inputs` get their own letters and salts."""
+        """The branches of one stream; those of `inputs` get their own words and salts."""
         cfg, ctx = self.cfg, inputs.ctx
         norms_stream = cfg.norm_placement == "post_residual"
         statistics: dict[str, jax.Array] = {}
@@ -106,9 +105,9 @@ class Block(nnx.Module):
             norm, post_norm = getattr(self, f"{name}_norm"), getattr(self, f"{name}_post_norm")
             h, x = (x, x) if norm is None else norm.fork(x)  # for a branch; the stream
             outputs = []
-            for letter in group:
-                branch = BRANCHES[letter].name
-                of_branch = replace(inputs, letter=letter, salt=salts.inside)
+            for word in group:
+                branch = BRANCHES[word].name
+                of_branch = replace(inputs, word=word, salt=salts.inside)
                 held = None if cache is None else cache[branch]
                 output = getattr(self, branch)(h, of_branch, held)
                 outputs.append(output.y)

@@ -190,18 +190,18 @@ class Decoder(VocabularyHead, nnx.Module):
         tables = {}
         for kind in self.kinds:
             stream = info.of(stream_of(kind)) if cfg.architecture.has_streams else info
-            for letter in branches_of(kind):
-                if BRANCHES[letter].rotary and letter not in tables:
+            for word in branches_of(kind):
+                if BRANCHES[word].rotary and word not in tables:
                     positions = stream.positions
-                    tables[letter] = rope_tables(cfg, positions, letter, ctx.parallel)
+                    tables[word] = rope_tables(cfg, positions, word, ctx.parallel)
         return tables
 
     @property
     def statistics(self) -> dict[str, StatisticCount]:
         """The names of the statistics of the layers, and what each is divided by."""
         found: dict[str, StatisticCount] = {}
-        for letter in sorted(self.cfg.branches):
-            found |= branch_class(letter).statistics(self.cfg)
+        for word in sorted(self.cfg.branches):
+            found |= branch_class(word).statistics(self.cfg)
         return found
 
     def normed(self, x: jax.Array) -> jax.Array:

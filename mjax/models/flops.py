@@ -109,7 +109,7 @@ def flops_by_part(
         parts["head"] = _head_weights(model) * per_weight * sides[DECODER].share
     of_branches = 0.0
     for branch in branch_flops(model, seq_length, target_length):
-        trained = trained_streams.get(stream_of(f"[{branch.letter}]"), layers_trained)
+        trained = trained_streams.get(stream_of(branch.word), layers_trained)
         of_branches += branch.flops if trained else branch.flops / 3
     parts["attention"] = of_branches
     return parts
@@ -161,18 +161,18 @@ def _passes(model: ModelConfig, stack: str, spec: ParamSpec, sides: dict[str, Si
     shares = [sides[side(kind)].share for kind in kinds]
     passes = sum(shares) / len(shares) if shares else 1.0
     vision = model.vision
-    if "[P]" in kinds and vision.pixel_shuffle:
+    if "projector" in kinds and vision.pixel_shuffle:
         passes *= vision.padded(vision.text_tokens()) / vision.row_length()
     return passes
 
 
 class BranchWork(NamedTuple):
-    """A branch of a layer: its letter and sizes, and its FLOPs besides products with weights.
+    """A branch of a layer: its word and sizes, and its FLOPs besides products with weights.
 
     share: the tokens that pass it for each token that is counted.
     """
 
-    letter: str
+    word: str
     sizes: ModelConfig
     flops: float
     share: float
@@ -188,11 +188,11 @@ def branch_flops(
     sides = sides_of(model, seq_length, target_length)
     for kind in (*model.layer_kinds, *model.prediction_kinds):
         sizes, side = model.of_layer(kind), sides[stream_of(kind)]
-        for letter in branches_of(kind):
-            reads_other = BRANCHES[letter].mask == "cross"
+        for word in branches_of(kind):
+            reads_other = BRANCHES[word].mask == "cross"
             keys = sides[stream_read_by(kind) if reads_other else stream_of(kind)].length
-            flops = branch_class(letter).flops(sizes, letter, keys)
-            yield BranchWork(letter, sizes, flops * side.share, side.share)
+            flops = branch_class(word).flops(sizes, word, keys)
+            yield BranchWork(word, sizes, flops * side.share, side.share)
 
 
 def _flops_per_weight(weight_trained: bool, input_trained: bool) -> int:

@@ -15,7 +15,7 @@ import jax
 
 from mjax.config.languages.layer_pattern import stack_index, stack_of
 from mjax.errors import UserError
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, Probe, tokens_of
 from mjax.models.base.params import split
 from mjax.models.decoder import Decoder
 
@@ -54,7 +54,7 @@ def trace(
     for i, kind in enumerate(model.kinds):
         definition, weights = stacks[stack_of(kind)]
         block = definition.bind(jax.tree.map(lambda w: w[rows[i]], weights))  # noqa: B023
-        here = replace(ctx, see=lambda name, x: see(f"layers.{i}.{name}", x))  # noqa: B023
+        here = replace(ctx, probe=Probe(see=lambda name, x: see(f"layers.{i}.{name}", x)))  # noqa: B023
         x = block(x, info, here, kind=kind, rope=rope, layer=i).y
         x = see(f"layers.{i}", x)
     x = see("final_norm", model.normed(x))

@@ -120,7 +120,7 @@ class LocalModel:
         layers', zeros for the others.
         """
         edges, tokens = self.edges(weights), self.tokens(micro_batch, key)
-        ctx = replace(self.ctx, head_remat=self.execution.layers[-1].remat)
+        ctx = self.ctx.in_training(head_remat=self.execution.layers[-1].remat)
         x, of_layers = split_loads(x, {})
         found = self.objective.losses(edges, x, micro_batch, tokens, ctx)
         # of layers of multi-token prediction
@@ -153,7 +153,7 @@ class LocalModel:
 
     def for_evaluation(self, execution: Execution) -> "LocalModel":
         """The model without dropout and without the terms of the loss that only training has."""
-        ctx = replace(self.ctx, dropout=False, label_smoothing=0.0, z_loss=0.0)
+        ctx = self.ctx.in_training(dropout=False, label_smoothing=0.0, z_loss=0.0)
         definition = replace(self.definition, statistics={})
         objective = self.objective
         if isinstance(objective, Measurer):

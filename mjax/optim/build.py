@@ -22,7 +22,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.model import EXPERTS_GROUP, ROLES
 from mjax.config.schema.run import OptimizerConfig
-from mjax.kernels.elementwise.adam import Betas, Numbers, adam_direction, adam_moments, update_row
+from mjax.kernels.elementwise.adam import (
+    AdamNumbers,
+    Betas,
+    adam_direction,
+    adam_moments,
+    update_stack_row,
+)
 from mjax.optim.muon import Resharder, muon_direction, muon_momentum
 from mjax.optim.offload import update_in_slices
 from mjax.optim.rounding import Name, Offsets, element_offsets, random_bits, round_to_bf16
@@ -184,7 +190,7 @@ class ParameterUpdate:
         """AdamW of stacks [L, ...], by the gradients of their layers [...]."""
         cfg = self.cfg
         decays = self.spec.role in cfg.weight_decay_roles
-        numbers = Numbers(
+        numbers = AdamNumbers(
             lr=self.lr * lr_multiplier(cfg, self.name, self.spec),
             decay=self.weight_decay if decays else jnp.float32(0),
             scale=jnp.asarray(self.scale),
@@ -194,7 +200,7 @@ class ParameterUpdate:
         betas = Betas(cfg.b1, cfg.b2, cfg.eps)
         stacks = param, *moments
         for row, grad in enumerate(grads):
-            stacks = update_row(stacks, grad, row, numbers, betas)
+            stacks = update_stack_row(stacks, grad, row, numbers, betas)
         return stacks[0], stacks[1:]
 
     def transformed_rows(
@@ -202,10 +208,13 @@ class ParameterUpdate:
     ) -> Updated:
         """A transformation whose state holds `numbers` so far."""
         grad = self._scaled(rows.grad).astype(jnp.float32)
-        leaves = transformation.moments
-        old = tuple(m.astype(leaf.dtype) for m, leaf in zip(rows.moments, leaves, strict=True))
-        direction, new = transformation.step(grad, rows.param.astype(jnp.float32), old, numbers)
-        return self._moved(rows, direction), self._kept(rows, [leaf.name for leaf in leaves], new)
+        param = rows.param.astype(jnp.float32)
+        old, names = [], []
+        for moment, leaf in zip(rows.moments, transformation.moments, strict=True):
+            old.append(moment.astype(leaf.dtype))
+            names.append(leaf.name)
+        direction, new = transformation.step(grad, param, tuple(old), numbers)
+        return self._moved(rows, direction), self._kept(rows, names, new)
 
     def muon(self, rows: Rows, gather: Resharder, shard: Resharder) -> Updated:
         """Muon, whose moment is mu."""

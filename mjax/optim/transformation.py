@@ -86,17 +86,17 @@ class Transformation:
         """(what to subtract per unit of learning rate, the new moments), all fp32."""
         state = self._state(moments, numbers)
         update, state = self.inner.update(grad, state, param)
-        leaves = zip(self.leaves, jax.tree.leaves(state), strict=True)
-        moments = tuple(value for leaf, value in leaves if leaf.is_moment)
+        moments, _ = self._parts(state)
         return self.sign * update, moments
 
     def next_numbers(self, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The numbers after a step; they do not depend on gradients."""
         nothing = jnp.zeros(1)
         moments = tuple(jnp.zeros(1, leaf.dtype) for leaf in self.moments)
-        _, state = self.inner.update(nothing, self._state(moments, numbers), nothing)
-        leaves = zip(self.leaves, jax.tree.leaves(state), strict=True)
-        return {leaf.name: value for leaf, value in leaves if not leaf.is_moment}
+        old = self._state(moments, numbers)
+        _, new = self.inner.update(nothing, old, nothing)
+        _, numbers = self._parts(new)
+        return numbers
 
     def require_shape(self, shape: tuple[int, ...]) -> None:
         """Raise `UserError` unless moments of a parameter of this shape are shaped like it."""
@@ -104,9 +104,22 @@ class Transformation:
         state = jax.eval_shape(self.inner.init, like)
         wanted = [shape if leaf.is_moment else () for leaf in self.leaves]
         found = [leaf.shape for leaf in jax.tree.leaves(state)]
-        if jax.tree.structure(state) != self.tree or found != wanted:
-            odd = next((other for other in found if other not in ((), shape)), found)
-            raise refused(self.name, f"of a parameter of shape {shape} it keeps a state of {odd}")
+        is_alike = jax.tree.structure(state) == self.tree
+        if is_alike and found == wanted:
+            return
+        odd = [other for other in found if other not in ((), shape)]
+        kept = odd[0] if odd else found
+        raise refused(self.name, f"of a parameter of shape {shape} it keeps a state of {kept}")
+
+    def _parts(self, state: optax.OptState) -> tuple[tuple, dict[str, jax.Array]]:
+        """(the moments in a state, its numbers by name)."""
+        moments, numbers = [], {}
+        for leaf, value in zip(self.leaves, jax.tree.leaves(state), strict=True):
+            if leaf.is_moment:
+                moments.append(value)
+            else:
+                numbers[leaf.name] = value
+        return tuple(moments), numbers
 
     def _state(self, moments: tuple, numbers: dict[str, jax.Array]) -> optax.OptState:
         """The state of one array as optax has it."""

@@ -193,7 +193,10 @@ class Device:
     # ---- hand-overs and ticks --------------------------------------------------------------------
 
     def hand_over(self, y: Activation, backward: bool = False) -> Activation:
-        """What a neighbor sends: activations go round the ring, cotangents back."""
+        """Exchange with both neighbors: activations go forward in the ring, cotangents back.
+
+        Returns the array that the neighbor sent.
+        """
         devices = self.layout.pp
         ring = [(i, (i + 1) % devices) for i in range(devices)]
         if backward:

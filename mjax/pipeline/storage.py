@@ -4,7 +4,7 @@ On the mesh a stack of L layers is stored as [pp * v * slots, ...] in slot order
 contiguous shard over pp is a device's chunks. A dimension that the ZeRO axes do not divide is
 padded (`sharding/rules.py`); padding is zero and stays so. Invariant: whatever leaves the trainer
 (parameters, gradients, checkpoints) is in canonical order [L] and shape, hence independent of
-layout and mesh. Where the two forms are the same, nothing is copied.
+layout and mesh. Nothing is copied if the two forms are the same.
 """
 
 import math
@@ -182,20 +182,31 @@ def entry_of_parameter(table: dict[str, object], path: tuple) -> object | None:
 
 
 def _pad(x: jax.Array, padding: Padding) -> jax.Array:
-    dim = padding.dim
-    before, behind = x.shape[:dim], x.shape[dim + 1 :]
-    blocks = x.reshape(*before, padding.blocks, padding.length, *behind)
+    blocks = _in_blocks(x, padding, padding.length)
     widths = [(0, 0)] * blocks.ndim
-    widths[dim + 1] = 0, padding.padded - padding.length
-    return jnp.pad(blocks, widths).reshape(*before, -1, *behind)
+    widths[padding.dim + 1] = 0, padding.padded - padding.length
+    return _joined(jnp.pad(blocks, widths), padding)
 
 
 def _unpad(x: jax.Array, padding: Padding) -> jax.Array:
+    blocks = _in_blocks(x, padding, padding.padded)
+    unpadded = jax.lax.slice_in_dim(blocks, 0, padding.length, axis=padding.dim + 1)
+    return _joined(unpadded, padding)
+
+
+def _in_blocks(x: jax.Array, padding: Padding, length: int) -> jax.Array:
+    """Split the padded dimension in two: [.., blocks * length, ..] -> [.., blocks, length, ..]."""
     dim = padding.dim
-    before, behind = x.shape[:dim], x.shape[dim + 1 :]
-    blocks = x.reshape(*before, padding.blocks, padding.padded, *behind)
-    unpadded = jax.lax.slice_in_dim(blocks, 0, padding.length, axis=dim + 1)
-    return unpadded.reshape(*before, -1, *behind)
+    before = x.shape[:dim]
+    after = x.shape[dim + 1 :]
+    return x.reshape(*before, padding.blocks, length, *after)
+
+
+def _joined(blocks: jax.Array, padding: Padding) -> jax.Array:
+    dim = padding.dim
+    before = blocks.shape[:dim]
+    after = blocks.shape[dim + 2 :]
+    return blocks.reshape(*before, -1, *after)
 
 
 # ---- arrays on the mesh ----------------------------------------------------------------------

@@ -19,7 +19,8 @@ from mjax.config.languages.remat import kept_names
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import Config
 from mjax.models.attention.positions import rope_tables
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.branch import Rope
+from mjax.models.base.context import Context, Documents, Tokens, tokens_of
 from mjax.models.base.params import Definition, split
 from mjax.models.base.streams import Activation, SharedWeights, Streams
 from mjax.models.base.weight import Weight
@@ -61,110 +62,137 @@ def kept(cfg: Config, sizes: dict[str, int], kind: str, policy: str) -> list[Kep
     Weights and what all layers share (rotary tables, segments) are not counted. A tensor without a
     name is 'input' where it has the shape of the layer's, else 'other'.
     """
-    parallel = Parallel(**sizes)
 
     def make_block() -> Block:
         return Block(cfg.model, kind, nnx.Rngs(0))
 
     block = split(nnx.eval_shape(make_block))[0]
-    ctx = training_context(cfg, parallel, max_documents=1)
-    sides = stream_shapes(cfg, sizes, ctx)
-    inputs = {}
-    for name, (rows, length) in sides.items():
-        of_tower = name in cfg.model.modalities
-        sizes_of_stream = cfg.model.tower(name) if of_tower else cfg.model
-        own = ctx.of(name).parallel
-        width = sizes_of_stream.hidden_size
-        shape = rows, length // own.tp, width
-        dtype = jnp.dtype(cfg.precision.compute)
-        inputs[name] = jax.ShapeDtypeStruct(shape, dtype)
-    like = x = inputs[DECODER]
-    if cfg.model.architecture.has_streams:
-        x = Streams(inputs, _shared(cfg, sizes))
-    leaves: list = []
-    names: list = []
+    layer = _Layer(block, kind, policy)
+    ctx = training_context(cfg, Parallel(**sizes), Documents(most=1))
+    shapes = stream_shapes(cfg, sizes, ctx)
+    found: list[_Residuals] = []
 
     def trace(weights: dict, x: Activation) -> Activation:
-        layer = block, kind, policy
-        residuals, named = _residuals(cfg, ctx, layer, weights, x, sides)
-        leaves.extend(residuals)
-        names.extend(named)
+        facts = _token_facts(cfg, shapes)
+        found.append(_residuals(cfg, ctx, layer, weights, x, facts))
         return x
 
     along = tuple(sizes[axis] for axis in AXES)
     mesh = AbstractMesh(along, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     mapped = on_shards(trace, mesh, PartitionSpec(), PartitionSpec())
-    jax.eval_shape(mapped, _local_weights(cfg, parallel, block, kind), x)
-    labels = []
-    for leaf in jax.tree.leaves(x):
-        if leaf.ndim == like.ndim:
-            labels.append(("input", leaf))
-    labels += names
+    x = _layer_input(cfg, sizes, ctx, shapes)
+    jax.eval_shape(mapped, _local_weights(cfg, ctx.parallel, block, kind), x)
+    (residuals,) = found
+    labels = [("input", leaf) for leaf in jax.tree.leaves(x) if leaf.ndim == _ACTIVATION_DIMS]
+    labels += residuals.named
     tensors = []
-    for aval in leaves:
+    for aval in residuals.held:
         name = _take_label(labels, aval, kept_names(policy))
         tensors.append(Kept(name, aval.shape, str(aval.dtype)))
     return tensors
 
 
+class _Layer(NamedTuple):
+    """A layer that is traced."""
+
+    block: Definition
+    kind: str
+    policy: str
+
+
+class _Residuals(NamedTuple):
+    """The arrays that a layer's vjp holds, and (name, array) of all that its forward names."""
+
+    held: list[jax.core.ShapedArray]
+    named: list[tuple[str, jax.core.ShapedArray]]
+
+
+StreamShapes = dict[str, tuple[int, int]]  # (sequences, tokens), by stream
 LayerOutput = tuple[Activation, dict[str, jax.Array]]  # and statistics
+_ACTIVATION_DIMS = 3  # [B, S, D]
+
+
+def _layer_input(
+    cfg: Config, sizes: dict[str, int], ctx: Context, shapes: StreamShapes
+) -> Activation:
+    """The shapes of what a layer reads."""
+    inputs = {}
+    for name, (rows, length) in shapes.items():
+        of_tower = name in cfg.model.modalities
+        sizes_of_stream = cfg.model.tower(name) if of_tower else cfg.model
+        tp = ctx.of(name).parallel.tp
+        shape = rows, length // tp, sizes_of_stream.hidden_size
+        inputs[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.precision.compute))
+    if cfg.model.architecture.has_streams:
+        return Streams(inputs, _shared(cfg, sizes))
+    return inputs[DECODER]
+
+
+def _token_facts(cfg: Config, shapes: StreamShapes) -> Tokens:
+    """Facts about the tokens of a micro-batch, without their values."""
+    key = jax.random.key(0)
+    text = shapes[DECODER]
+    positions = jnp.zeros(text, jnp.int32)
+    features, corner_weights = {}, {}
+    corners = *text, CORNERS
+    for name in cfg.model.modalities:
+        features[name] = positions
+        if cfg.model.tower(name).is_tiled:
+            features[name] = jnp.zeros(corners, jnp.int32)
+            corner_weights[name] = jnp.zeros(corners, jnp.float32)
+    return replace(
+        tokens_of(text, positions, key=key),
+        others={name: tokens_of(shape, key=key) for name, shape in shapes.items()},
+        features=features,
+        weights=corner_weights,
+    )
+
+
+def _rope_of(cfg: Config, kind: str, tokens: Tokens, parallel: Parallel) -> Rope:
+    """The rotary tables of a layer."""
+    if cfg.model.position_embedding != "rope":
+        return {}
+    own = tokens.of(stream_of(kind)) if cfg.model.architecture.has_streams else tokens
+    tables = {}
+    for word in branches_of(kind):
+        if BRANCHES[word].rotary:
+            tables[word] = rope_tables(cfg.model, own.positions, word, parallel)
+    return tables
 
 
 def _residuals(
     cfg: Config,
     ctx: Context,
-    layer: tuple[Definition, str, str],
+    layer: _Layer,
     weights: dict,
     x: Activation,
-    sides: dict[str, tuple[int, int]],
-) -> tuple[list, list]:
-    """(shapes that a layer's vjp holds, (name, shape) of all that its forward names).
-
-    `sides` are the sequences and their tokens, by stream.
-    """
-    block, kind, policy = layer
-    key = jax.random.key(0)
-    others = {name: tokens_of(side, key=key) for name, side in sides.items()}
-    text = sides[DECODER]
-    positions = jnp.zeros(text, jnp.int32)
-    tokens = tokens_of(text, positions, key=key)
-    features = dict.fromkeys(cfg.model.modalities, positions)
-    corner_weights = {}
-    for name in features:
-        if cfg.model.tower(name).is_tiled:
-            features[name] = jnp.zeros((*text, CORNERS), jnp.int32)
-            corner_weights[name] = jnp.zeros((*text, CORNERS), jnp.float32)
-    tokens = replace(tokens, others=others, features=features, weights=corner_weights)
-    if cfg.model.architecture.has_streams:
-        positions = tokens.of(stream_of(kind)).positions
-    rope = {}
-    if cfg.model.position_embedding == "rope":
-        for letter in branches_of(kind):
-            if BRANCHES[letter].rotary:
-                rope[letter] = rope_tables(cfg.model, positions, letter, ctx.parallel)
+    tokens: Tokens,
+) -> _Residuals:
+    """The outcome of tracing a layer forward and backward."""
+    rope = _rope_of(cfg, layer.kind, tokens, ctx.parallel)
 
     def apply(weights: dict, x: Activation) -> LayerOutput:
-        bound = block.bind(weights)
-        output = bound(x, tokens, ctx, kind=kind, rope=rope)
+        bound = layer.block.bind(weights)
+        output = bound(x, tokens, ctx, kind=layer.kind, rope=rope)
         return output.y, output.statistics
 
     def forward(weights: dict, x: Activation) -> LayerOutput:
         return jax.vjp(apply, weights, x)[0]
 
-    body = all_but_views(apply) if policy == "none" else remat(apply, policy)
+    body = all_but_views(apply) if layer.policy == "none" else remat(apply, layer.policy)
     _, vjp = jax.vjp(body, weights, x)
     travels = ()
     if isinstance(x, Streams):
-        own = stream_of(kind)
+        own = stream_of(layer.kind)
         others = [y for name, y in x.activations.items() if name != own]
         travels = x.shared, others
-    shared = {id(a) for a in jax.tree.leaves((weights, tokens, rope, travels))}
+    shared = {id(array) for array in jax.tree.leaves((weights, tokens, rope, travels))}
     held = {}
     for array in jax.tree.leaves(vjp):
         if id(array) not in shared:
             held[id(array)] = array.aval
-    named = _named(jax.make_jaxpr(forward)(weights, x).jaxpr)
-    return list(held.values()), list(named)
+    jaxpr = jax.make_jaxpr(forward)(weights, x).jaxpr
+    return _Residuals(list(held.values()), list(_named(jaxpr)))
 
 
 def stream_shapes(cfg: Config, sizes: dict[str, int], ctx: Context) -> dict[str, tuple[int, int]]:
@@ -192,7 +220,9 @@ def _shared(cfg: Config, sizes: dict[str, int]) -> SharedWeights:
 
     def shared() -> SharedWeights:
         weights = Joint(cfg.model, nnx.Rngs(0)).weights()
-        relative = {name: bias[:heads] for name, bias in weights.relative.items()}
+        relative = {}
+        for word, bias in weights.relative.items():
+            relative[word] = bias[:heads]
         return replace(weights, relative=relative)
 
     return jax.eval_shape(shared)
@@ -209,11 +239,11 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition, kind: str
         value = jax.ShapeDtypeStruct(shape, spec.dtype(cfg.precision.compute))
         if spec.matmul is None:
             return value
-        of_matmul = {"name": spec.matmul, "inputs": spec.inputs}
+        weight = Weight(value, name=spec.matmul, inputs=spec.inputs)
         if recipe is None or not spec.takes_fp8:
-            return Weight(value, **of_matmul)
+            return weight
         scales = jax.ShapeDtypeStruct((3,), jnp.float32)
-        return Weight(value, scales=scales, recipe=recipe, **of_matmul)
+        return replace(weight, scales=scales, recipe=recipe)
 
     specs = rounded_specs(block.specs, cfg.precision.fp8_experts)
     if is_whole(kind, cfg):
@@ -238,8 +268,10 @@ def _named(jaxpr) -> Iterator[tuple[str, jax.core.ShapedArray]]:
 
 def _take_label(labels: list, aval, names: tuple[str, ...] | None) -> str:
     """The first name that fits `aval`, among those that a policy keeps; it is used up."""
-    for i, (name, like) in enumerate(labels):
-        same = (like.shape, like.dtype) == (aval.shape, aval.dtype)
-        if same and (name == "input" or names is None or name in names):
-            return labels.pop(i)[0]
+    for place, (name, like) in enumerate(labels):
+        is_like = like.shape == aval.shape and like.dtype == aval.dtype
+        is_kept = names is None or name in ("input", *names)
+        if is_like and is_kept:
+            del labels[place]
+            return name
     return "other"

@@ -32,7 +32,8 @@ from mjax.plan.chips import Chip, chip_of_kind
 from mjax.plan.execution import decide_execution, micro_batch_sizes
 from mjax.plan.memory import Traced, bytes_per_device, held_layers
 
-FRACTION = 0.95  # of the device's memory: the estimate's error (docs/memory.md) and fragmentation
+# Share of the device's memory: the estimate's error (docs/train/memory.md) and fragmentation.
+FRACTION = 0.95
 BUSY = (
     8192  # tokens of a micro-batch that fill a GPU; a CPU, whose memory is unknown, takes no more
 )
@@ -282,7 +283,7 @@ def memory_policies(
 
     Counts of layers are tried only where `devices` says what a device holds. Where layers are a
     loop, or what they keep goes through a pipeline's stash, `dots` is faster than all that autodiff
-    asks for; `unrolled` it is slower (docs/tuning.md).
+    asks for; `unrolled` it is slower (docs/train/tuning.md).
     """
     remats = [cfg.train.remat]
     if remats == ["auto"]:
@@ -318,17 +319,28 @@ def _is_legal(cfg: Config, devices: int | None = None) -> bool:
 def mesh_candidates(cfg: Config, devices: int) -> Iterator[MeshConfig]:
     """Meshes to try, in order of preference."""
     base = {"auto": False, "dp": "auto", "towers": cfg.mesh.towers}
-    powers = [2**i for i in range(1, int(math.log2(devices)) + 1)]
     experts = math.gcd(devices, cfg.model.moe.num_experts or 1)
-    shapes = [{}, *({"tp": t} for t in powers)]
-    shapes += [{"cp": c, "tp": t} for c in powers for t in (1, *powers) if c * t <= devices]
-    shapes += [{"pp": p, "tp": t} for p in powers for t in (1, *powers) if p * t <= devices]
-    for shape in shapes:
+    for shape in _mesh_shapes(devices):
         used = math.prod(shape.values())
         ep = math.gcd(devices // used, experts)
-        stages = (1, 3) if shape.get("pp", 1) == 1 else (1,)
-        for zero in stages if cfg.mesh.zero == "auto" else (cfg.mesh.zero,):
+        stages = (cfg.mesh.zero,)
+        if cfg.mesh.zero == "auto":
+            stages = (1,) if "pp" in shape else (1, 3)
+        for zero in stages:
             yield MeshConfig(**base, **shape, ep=ep, zero=zero)
+
+
+def _mesh_shapes(devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of axes besides dp and ep: tp alone, then each of cp and pp with every tp."""
+    powers = [2**i for i in range(1, int(math.log2(devices)) + 1)]
+    yield {}
+    for tp in powers:
+        yield {"tp": tp}
+    for axis in ("cp", "pp"):
+        for size in powers:
+            for tp in (1, *powers):
+                if size * tp <= devices:
+                    yield {axis: size, "tp": tp}
 
 
 def from_megatron(

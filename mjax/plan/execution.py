@@ -29,7 +29,7 @@ from mjax.config.rules.train_rules import balances_over_batch
 from mjax.config.schema.run import Config, MeshConfig
 from mjax.errors import UserError
 from mjax.kernels.fp8.quantize import Recipe
-from mjax.models.base.context import Context
+from mjax.models.base.context import Context, Documents, Kernels, Training
 from mjax.models.base.tensor_parallel_overlap import MIN_ROWS
 from mjax.models.runtime.execution import Execution, LayerPlan
 from mjax.models.runtime.remat import STASHED
@@ -122,24 +122,33 @@ def decide_evaluation(cfg: Config, sizes: dict[str, int], rows: int | None = Non
     )
 
 
-def training_context(cfg: Config, parallel: Parallel, **choices) -> Context:
-    """The static choices of a training step; `choices` are those that the config does not make."""
-    return Context(
-        parallel=parallel,
-        towers=tower_handles(cfg, parallel),
+def training_context(
+    cfg: Config,
+    parallel: Parallel,
+    documents: Documents,
+    permute: bool = True,
+    overlap_rows: int | None = None,
+) -> Context:
+    """The static choices of a training step; the last three are not made by the config."""
+    kernels = Kernels(
         attention=cfg.train.attention,
-        deterministic=cfg.run.deterministic,
         experts=cfg.train.experts,
         expert_exchange=cfg.train.expert_exchange,
+        deterministic=cfg.run.deterministic,
         cp_type=cfg.mesh.cp_type,
         cp_a2a=cfg.mesh.cp_a2a,
-        capacity=True,
+        permute=permute,
+        overlap_rows=overlap_rows,
+    )
+    training = Training(
         dropout=True,
+        capacity=True,
         label_smoothing=cfg.train.label_smoothing,
         z_loss=cfg.train.z_loss,
         loss_chunk=cfg.train.loss_chunk,
-        **choices,
     )
+    towers = tower_handles(cfg, parallel)
+    return Context(parallel, towers, kernels, documents, training)
 
 
 def count_micro_batches(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> int:
@@ -216,7 +225,7 @@ def _unroll(cfg: Config, devices: DeviceFacts) -> int:
     """Layer groups in an iteration of the loop over layers; 0: no loop.
 
     A loop copies what each layer leaves for the backward into stacks, and zero-fills those first:
-    without it GPUs are 5 to 18 % faster (docs/tuning.md). It compiles in proportion to the
+    without it GPUs are 5 to 18 % faster (docs/train/tuning.md). It compiles in proportion to the
     layers, so CPUs, which run small models, keep the loop. Offloading needs one, too.
     """
     if cfg.train.unroll != "auto":

@@ -2,16 +2,14 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
-
 from mjax.config.languages.layer_pattern import BRANCHES, DECODER, branches_of, stream_of
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.kernels import Choice, choose
-from mjax.models.attention.self_attention import adds_biases_only, attention_call
-from mjax.models.base.branch import BranchInputs, branch_class
-from mjax.models.base.context import tokens_of
-from mjax.models.moe.exchange import choose_expert_exchange
+from mjax.models.attention.calls import attention_call
+from mjax.models.attention.packed_products import adds_biases_only
+from mjax.models.base.branch import BranchInputs, KernelChoices, Workload, branch_class
+from mjax.models.base.context import PADDED_ROWS, Documents, tokens_of
 from mjax.objectives.objective import CONFIGURED
 from mjax.plan.activations import stream_shapes
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
@@ -27,88 +25,79 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
     return lines
 
 
-def expert_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
-    """What multiplies tokens by the weights of a device's experts."""
-    moe = cfg.model.moe
-    held = moe.num_experts // sizes["ep"]
-    rows, columns = micro_batch_shape(cfg, sizes)
-    pairs = rows * columns * sizes["ep"] * min(moe.num_experts_per_tok, held)
-    width = cfg.model.expert_width
-    shape = pairs, held, width, moe.moe_intermediate_size // sizes["tp"]
-    facts = {
-        "asked": cfg.train.experts,
-        "has_capacity": moe.capacity_factor is not None,
-        "eight_bits": cfg.precision.fp8 != "none" and cfg.precision.fp8_experts,
-    }
-    return choose("experts", cfg.precision.compute, shape, **facts)
+def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
+    """A micro-batch of the run on one device, as the branches' kernels see it."""
+    rows, length = micro_batch_shape(cfg, sizes)
+    in_8_bits = cfg.precision.fp8 != "none"
+    return Workload(
+        dtype=cfg.precision.compute,
+        rows=rows,
+        length=length,
+        parallel=Parallel(**sizes),
+        fp8=in_8_bits,
+        fp8_experts=in_8_bits and cfg.precision.fp8_experts,
+        experts=cfg.train.experts,
+        expert_exchange=cfg.train.expert_exchange,
+    )
 
 
-def activation_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
-    """Whether the matmuls of a dense feed-forward block compute its activation function."""
-    model = cfg.model
-    rows, width = micro_batch_shape(cfg, sizes)
-    product = rows * width, model.hidden_size, model.intermediate_size // sizes["tp"]
-    is_plain = model.mlp_bias and not model.mlp_gated and cfg.precision.fp8 == "none"
-    facts = {"act": model.hidden_act, "plain": is_plain}
-    return choose("activated_matmul", cfg.precision.compute, product, **facts)
-
-
-def exchange_choice(cfg: Config, sizes: dict[str, int]) -> Choice:
-    """How the tokens of a micro-batch reach their experts over ep."""
-    rows, width = micro_batch_shape(cfg, sizes)
-    tokens = rows * width // sizes["tp"]
-    size = cfg.model.expert_width * jnp.dtype(cfg.precision.compute).itemsize
-    asked = cfg.train.expert_exchange
-    return choose_expert_exchange(asked, tokens, size, sizes["ep"], cfg.model.moe)
+def branch_kernels(cfg: Config, sizes: dict[str, int]) -> KernelChoices:
+    """The kernels that the model's branches call (`BranchModule.kernels`), for its usual sizes."""
+    work = workload(cfg, sizes)
+    kernels: KernelChoices = {}
+    for word in BRANCHES:
+        if word in cfg.model.branches:
+            kernels |= branch_class(word).kernels(cfg.model, work)
+    return kernels
 
 
 def attention_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for attention, and for its other kinds by their words, where they get another."""
     choices: dict[str, Choice] = {}
-    for letter, choice in attention_by_letter(cfg, sizes).items():
+    for word, choice in attention_by_word(cfg, sizes).items():
         if choice not in choices.values():
-            choices[f"attention ({BRANCHES[letter].word})" if choices else "attention"] = choice
+            choices[f"attention ({word})" if choices else "attention"] = choice
     return choices
 
 
 def reads_pairs(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether some attention reads keys and values as one array, where their matmul put them."""
-    for letter, choice in attention_by_letter(cfg, sizes).items():
-        is_short = choice.name == "triton" and BRANCHES[letter].mask != "cross"
-        if is_short and adds_biases_only(_sizes_of(cfg.model, letter), letter):
+    for word, choice in attention_by_word(cfg, sizes).items():
+        is_short = choice.name == "triton" and BRANCHES[word].mask != "cross"
+        if is_short and adds_biases_only(_sizes_of(cfg.model, word), word):
             return True
     return False
 
 
-def _sizes_of(model: ModelConfig, letter: str) -> ModelConfig:
+def _sizes_of(model: ModelConfig, word: str) -> ModelConfig:
     """The sizes of a branch: the model's, or those of a tower."""
-    modality = BRANCHES[letter].modality
+    modality = BRANCHES[word].modality
     return model.of_modality(modality) if modality else model
 
 
-def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
+def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     """The choice for each branch that is attention."""
     model = cfg.model
     streams = {}
     for kind in model.layer_kinds:
-        for letter in branches_of(kind):
-            streams[letter] = stream_of(kind)
+        for word in branches_of(kind):
+            streams[word] = stream_of(kind)
     most = 0 if cfg.data.document_mask else 1
-    whole = training_context(cfg, Parallel(**sizes), max_documents=most)
+    whole = training_context(cfg, Parallel(**sizes), Documents(most))
     shapes = stream_shapes(cfg, sizes, whole)
     texts_hold_one = bool(model.modalities) and not cfg.data.images.packed
     rows_hold_one = cfg.train.objective in CONFIGURED or texts_hold_one  # and then padding
     choices: dict[str, Choice] = {}
-    for letter in sorted(model.branches):
-        branch, stream = BRANCHES[letter], streams[letter]
-        own = _sizes_of(model, letter)
-        heads = branch_class(letter).heads(own)
+    for word in sorted(model.branches):
+        branch, stream = BRANCHES[word], streams[word]
+        own = _sizes_of(model, word)
+        heads = branch_class(word).heads(own)
         if heads is None:
             continue
         ctx = whole.of(stream)
         if rows_hold_one or stream != DECODER:
-            ctx = replace(ctx, max_documents=2, padded=True)
-        call = attention_call(own, BranchInputs(tokens_of((1, 1)), ctx, letter), scale=1.0)
+            ctx = replace(ctx, documents=PADDED_ROWS)
+        call = attention_call(own, BranchInputs(tokens_of((1, 1)), ctx, word), scale=1.0)
         facts = {
             "call": call,
             "sinks": own.attention.attention_sinks,
@@ -117,7 +106,7 @@ def attention_by_letter(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]
             "by_blocks": ctx.parallel.cp > 1,
         }
         shape = *shapes.get(stream, shapes[DECODER]), heads.heads // ctx.parallel.tp, heads.size
-        choices[letter] = choose("attention", cfg.precision.compute, shape, **facts)
+        choices[word] = choose("attention", cfg.precision.compute, shape, **facts)
     return choices
 
 
@@ -135,26 +124,9 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     choices |= {
         "norm": choose("norm", dtype, hidden, layernorm=model.norm == "layernorm"),
         "gate": choose("gate", dtype, up, act=model.hidden_act),
-        "activated matmul": activation_choice(cfg, sizes),
-        "loss rows": choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk),
     }
-    if "E" in model.branches:
-        choices["experts"] = expert_choice(cfg, sizes)
-        if sizes["ep"] > 1:
-            choices["tokens over ep"] = exchange_choice(cfg, sizes)
-    if "M" in model.branches:
-        mamba = model.mamba
-        scanned = rows, width, mamba.mamba_num_heads // tp, mamba.mamba_head_dim
-        choices["causal conv"] = choose("causal_conv", dtype, scanned, taps=mamba.conv_kernel)
-        choices["ssd"] = choose("ssd", dtype, scanned, state=mamba.state_size)
-    if "T" in model.branches:
-        delta = model.deltanet
-        taps = delta.linear_conv_kernel_dim
-        read = rows, width, delta.linear_num_value_heads // tp, delta.linear_value_head_dim
-        choices["causal conv"] = choose("causal_conv", dtype, read, taps=taps)
-        chunk = min(width, delta.linear_chunk_size)
-        of_chunk = {"width": delta.linear_key_head_dim, "chunk": chunk}
-        choices["gated delta"] = choose("gated_delta", dtype, read, **of_chunk)
+    choices |= branch_kernels(cfg, sizes)
+    choices["loss rows"] = choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk)
     if execution.gradients_apart:
         choices["adam row"] = choose("adam_row", cfg.precision.grad_accum, ())
     recipe = execution.recipe

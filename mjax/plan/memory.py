@@ -2,11 +2,12 @@
 
 Tensors kept for the backward are not estimated but read from the layer's own trace (`kept`), on the
 local shapes of a mesh that need not exist. The rest are shards of the parameters and, for what the
-compiler adds, factors measured on programs compiled for H200 (docs/memory.md). Invariant: a pure
-function of (config, sizes of the mesh, declared parameters).
+compiler adds, factors measured on programs compiled for H200 (docs/train/memory.md). Invariant: a
+pure function of (config, sizes of the mesh, declared parameters).
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mjax.config.languages.pipeline_layout import EMPTY
@@ -100,7 +101,8 @@ def bytes_per_device(
     for pair in {*layers.each, *with_dots, *predicting} - set(traced):
         traced[pair] = kept(cfg, sizes, *pair)
     work = WORK * max(sum(t.bytes for t in traced[pair]) for pair in with_dots)
-    parts = _parameter_bytes(cfg, sizes, execution, specs, layers)
+    count = counts_on_device(cfg, sizes, specs)
+    parts = ParameterBytes(cfg, sizes, execution, count, layers).by_life()
     loss = _loss_bytes(cfg, sizes) - parts["gradients of a micro-batch"]  # which come later
     parts["activations"] = _activation_bytes(cfg, sizes, execution, layers, traced)
     parts["work"] = max(work, loss)
@@ -169,58 +171,127 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
     )
 
 
-def _parameter_bytes(
-    cfg: Config,
-    sizes: dict[str, int],
-    execution: Execution,
-    specs: dict,
-    layers: HeldLayers,
-) -> dict[str, float]:
-    """State, weights and gradients.
+@dataclass(frozen=True)
+class ParameterBytes:
+    """The bytes on one device of parameters in each of their lives: a method each.
 
-    Gradients of a pipeline's chunk exist once more where a slot chooses what it does. With one
-    micro-batch, gradients wait in the dtype of weights where nothing but shards is made of them,
-    and weights that nothing gathers are cast where they are used. With several, the matmuls of
-    unrolled layers add to the sums by themselves. Where those are put into stacks in the end, there
-    is no free place for the largest of experts.
+    Each method names the fields of `Execution` that cause what it counts. `sizes` are those of the
+    mesh axes, `count` the parameters of the device, `layers` its layers.
     """
-    count = counts_on_device(cfg, sizes, specs)
-    zero, optimizer, precision = cfg.mesh.zero_stage, cfg.optimizer, cfg.precision
-    compute, accumulate = WIDTH[precision.compute], WIDTH[precision.grad_accum]
-    is_cut = sizes["dp"] * sizes["ep"] * sizes["cp"] > 1
-    once = execution.micro_batches == 1
-    in_layer = execution.gather == "layer" and zero == 3
-    read = count.stacks
-    if in_layer:
-        read = min(count.stacks, count.stored_stacks + count.whole_layer)
-    summed = count.tables + count.stacks
-    if execution.reduce == "micro_batch" or (zero == 2 and is_cut):
-        summed = count.shard
-    elif in_layer:
-        summed = count.tables + count.stored_stacks
-    if once and not execution.pipelined and (zero in (1, 2) or not is_cut):
-        summed, accumulate = count.tables + count.stacks, compute
-    in_bytes = execution.recipe is not None and not precision.fp8_skip_layers
-    eight_bits = count.eight_bits / count.stacks if in_bytes else 0.0  # share of the stacks
-    turned = execution.apart and execution.gather == "step"  # once a step, for the backward
-    weights = compute * count.tables + (compute - (compute - 1) * eight_bits) * read
-    alone = once and not (is_cut and zero) and not execution.pipelined
-    slots = len(layers.each) * layers.chunks * sizes["pp"]
-    has_choice = slots > cfg.model.num_hidden_layers
-    chosen = count.stacks / layers.chunks if has_choice else 0.0
-    share = count.trained_share
-    of_micro_batch = count.tables if execution.sums_in_matmuls else count.tables + read
-    put_together = execution.sums_in_matmuls and not execution.gradients_apart
-    stacked = WIDTH[precision.grad_accum] * count.expert_stack * put_together
-    return {
-        "masters": WIDTH[precision.params] * count.shard,
-        "moments": (optimizer.offload is not True) * moment_bytes_on_device(optimizer, count),
-        "weights": 0.0 if alone else weights,
-        "transposed weights": count.eight_bits if in_bytes and turned else 0.0,
-        "gradients": share * (accumulate * summed + compute * chosen),
-        "gradients of a micro-batch": 0.0 if once else share * compute * of_micro_batch,
-        "a stack of experts' gradients": stacked,
-    }
+
+    cfg: Config
+    sizes: dict[str, int]
+    execution: Execution
+    count: Counts
+    layers: HeldLayers
+
+    def by_life(self) -> dict[str, float]:
+        """All of them, by names for a message."""
+        return {
+            "masters": self.masters(),
+            "moments": self.moments(),
+            "weights": self.weights(),
+            "transposed weights": self.transposed_weights(),
+            "gradients": self.sums(),
+            "gradients of a micro-batch": self.gradients(),
+            "a stack of experts' gradients": self.stacked_gradients(),
+        }
+
+    def masters(self) -> float:
+        """The shards that the optimizer updates."""
+        return WIDTH[self.cfg.precision.params] * self.count.shard
+
+    def moments(self) -> float:
+        """The optimizer's state, unless it waits on the host."""
+        optimizer = self.cfg.optimizer
+        return 0.0 if optimizer.offload is True else moment_bytes_on_device(optimizer, self.count)
+
+    def weights(self) -> float:
+        """What matmuls read: by `gather` all at once or a layer at a time, by `recipe` in 8 bits.
+
+        With one micro-batch, weights that nothing gathers are cast where they are used.
+        """
+        is_gathered = self._is_cut and self.cfg.mesh.zero_stage
+        if self.execution.micro_batches == 1 and not is_gathered and not self.execution.pipelined:
+            return 0.0
+        width = WIDTH[self.execution.compute]
+        of_layers = width - (width - 1) * self._share_in_8_bits
+        return width * self.count.tables + of_layers * self._whole_stacks
+
+    def transposed_weights(self) -> float:
+        """The 8-bit form (`recipe`) for the backward, made once a step where layers are `apart`."""
+        made_once = self.execution.apart and self.execution.gather == "step"
+        return self.count.eight_bits if self._share_in_8_bits and made_once else 0.0
+
+    def gradients(self) -> float:
+        """What a micro-batch gives before it is added; `sums_in_matmuls` adds that of layers."""
+        if self.execution.micro_batches == 1:
+            return 0.0
+        given = self.count.tables
+        if not self.execution.sums_in_matmuls:
+            given += self._whole_stacks
+        return self.count.trained_share * WIDTH[self.execution.compute] * given
+
+    def sums(self) -> float:
+        """The sums of gradients, shards by `reduce`.
+
+        Those of a pipeline's chunk exist once more where a slot chooses what it does.
+        """
+        slots = len(self.layers.each) * self.layers.chunks * self.sizes["pp"]
+        has_choice = slots > self.cfg.model.num_hidden_layers
+        chosen = self.count.stacks / self.layers.chunks if has_choice else 0.0
+        again = WIDTH[self.execution.compute] * chosen
+        return self.count.trained_share * (self._summed() + again)
+
+    def _summed(self) -> float:
+        """The bytes of the sums, were all parameters trained.
+
+        With one micro-batch they wait in the dtype of weights where nothing but shards is made of
+        them.
+        """
+        count, execution = self.count, self.execution
+        zero, width = self.cfg.mesh.zero_stage, WIDTH[execution.accumulate]
+        whole = count.tables + count.stacks
+        goes_to_shards = zero in (1, 2) or not self._is_cut
+        if self.execution.micro_batches == 1 and not execution.pipelined and goes_to_shards:
+            return WIDTH[execution.compute] * whole
+        if execution.reduce == "micro_batch" or (zero == 2 and self._is_cut):
+            return width * count.shard
+        if self._gathers_in_layers:
+            return width * (count.tables + count.stored_stacks)
+        return width * whole
+
+    def stacked_gradients(self) -> float:
+        """The largest stack of experts, made of the sums of layers that were not `gradients_apart`.
+
+        There is no free place for it.
+        """
+        execution = self.execution
+        is_made = execution.sums_in_matmuls and not execution.gradients_apart
+        return WIDTH[execution.accumulate] * self.count.expert_stack if is_made else 0.0
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether several devices hold shards for ZeRO."""
+        return self.sizes["dp"] * self.sizes["ep"] * self.sizes["cp"] > 1
+
+    @property
+    def _gathers_in_layers(self) -> bool:
+        return self.execution.gather == "layer" and self.cfg.mesh.zero_stage == 3
+
+    @property
+    def _whole_stacks(self) -> float:
+        """Weights of layers that are whole at a time."""
+        stacks = self.count.stacks
+        if self._gathers_in_layers:
+            return min(stacks, self.count.stored_stacks + self.count.whole_layer)
+        return stacks
+
+    @property
+    def _share_in_8_bits(self) -> float:
+        """The share of the stacks that are held in 8 bits."""
+        rounds = self.execution.recipe is not None and not self.cfg.precision.fp8_skip_layers
+        return self.count.eight_bits / self.count.stacks if rounds else 0.0
 
 
 def moment_bytes_on_device(optimizer: OptimizerConfig, count: Counts) -> int:

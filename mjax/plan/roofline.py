@@ -11,8 +11,8 @@ docs/lab/2026-11-23-grouped-matmul.md (experts: 630 at a width of 14336, 530 at 
 docs/lab/2026-11-25-two-gpus.md (experts in 8 bits: 1,228, 1,121 and 782 at 14336),
 docs/lab/2026-11-24-encoders.md (full attention, a head of hidden tokens, layers of Mamba-2),
 docs/performance.md (K3: 8 bytes a logit beside the loss's matmuls; K4: passes over memory),
-docs/tuning.md (collectives: 170 to 200 GB/s by NCCL, 360 by copies). Networks between nodes were
-not measured: 400 Gb/s a GPU is an assumption.
+docs/train/tuning.md (collectives: 170 to 200 GB/s by NCCL, 360 by copies). Networks between nodes
+were not measured: 400 Gb/s a GPU is an assumption.
 """
 
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ from mjax.config.languages.layer_pattern import BRANCHES, modality_of
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.kernels.base.chooser import Device, believed
-from mjax.models.base.branch import branch_class, model_heads
+from mjax.models.base.branch import KernelChoices, branch_class, model_heads
 from mjax.models.flops import branch_flops, flops_of_run, predicted_share, run_flops_by_part
-from mjax.models.moe.capacity import expert_capacity
 from mjax.models.moe.exchange import rows_per_peer
+from mjax.models.moe.layer import experts_run, runs_all_experts
 from mjax.models.runtime.execution import Execution
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.schedule import make_schedule
 from mjax.plan.balance import head_in_layers, step_time
 from mjax.plan.chips import Chip
 from mjax.plan.execution import micro_batch_shape
-from mjax.plan.kernel_lines import activation_choice, exchange_choice, expert_choice
+from mjax.plan.kernel_lines import branch_kernels
 from mjax.plan.memory import WIDTH, Counts, counts_on_device, moment_bytes_on_device
 
 MEASURED_ON = "h200"  # the chip of all shares below
@@ -74,13 +74,8 @@ HEAD_SIZE, SEQUENCE, FULL_SEQUENCE = 46, 650, 225
 EXPERT_WIDTH = 300
 
 # Tensors [tokens, D] that pass through memory besides matmuls, forward and backward: norms and
-# residuals, and biases of the branches.
+# residuals, and biases of the branches. Branches say how many they add (`memory_traffic`).
 OF_BLOCK = 20
-# The same of [tokens, heads]: rotary embedding or biases of queries, keys and values; of
-# [tokens, F]: the activation function where matmuls compute it, by itself, and with a gate.
-OF_HEADS, OF_ACTIVATED, OF_ACTIVATION, OF_GATE = 4, 1, 5, 9
-OF_SCAN = 64  # [tokens, channels] of Mamba-2: scan, convolution, gated norm, sums of gradients
-OF_PAIR = 6  # [pairs of a token and an expert, D]: gathers and sums, where experts' rows are sorted
 OF_LOOP = 40  # [tokens, D] that a loop over layers copies to stacks, back, and fills with zeros
 ROUNDING = 1.3  # times all these passes where 8-bit matmuls read and write rounded copies
 BYTES_A_LOGIT = 8
@@ -144,25 +139,18 @@ def _time(work: float, rate: Span) -> Span:
     return Span(work / rate.high, work / rate.low)
 
 
-def _experts_run(cfg: Config, sizes: dict[str, int]) -> float:
-    """The experts of a layer that run on a token: those that it is sent to, or all of them.
-
-    Batched ones run on as many rows as they have capacity.
-    """
-    moe = cfg.model.moe
-    kernel = expert_choice(cfg, sizes).name
-    if kernel == "loop":
-        return moe.num_experts
-    if kernel == "batched":
-        length = cfg.data.seq_length
-        return moe.num_experts * expert_capacity(moe, length) / length
-    return moe.num_experts_per_tok
+def _kernels(cfg: Config, sizes: dict[str, int]) -> KernelChoices:
+    """The kernels of the branches; matmuls with activations as on the GPUs of the rates."""
+    kernels = branch_kernels(cfg, sizes)
+    with believed(OF_RATES):
+        as_measured = branch_kernels(cfg, sizes)
+    return {op: as_measured[op] if op == "activated matmul" else kernels[op] for op in kernels}
 
 
 def _expert_rate(cfg: Config, sizes: dict[str, int], chip: Chip) -> Span:
     """FLOP/s that the matmuls of experts reach."""
     bf16 = chip.bf16_tflops * 1e12
-    if expert_choice(cfg, sizes).name in ("loop", "batched"):
+    if runs_all_experts(branch_kernels(cfg, sizes)["experts"].name):
         return MATMUL.scaled(bf16)
     width = cfg.model.moe.moe_intermediate_size / sizes["tp"]
     filled = width / (width + EXPERT_WIDTH)
@@ -174,18 +162,13 @@ def _expert_rate(cfg: Config, sizes: dict[str, int], chip: Chip) -> Span:
 def _multiplied_in_8_bits(cfg: Config, sizes: dict[str, int]) -> bool:
     """Whether experts are, and not only rounded: on the GPUs of the rates, by their sizes."""
     with believed(OF_RATES):
-        return cfg.precision.fp8_experts and expert_choice(cfg, sizes).name == "mosaic"
-
-
-def _activated_in_matmuls(cfg: Config, sizes: dict[str, int]) -> bool:
-    """Whether the matmuls of a dense block compute its activation function, on those GPUs."""
-    with believed(OF_RATES):
-        return activation_choice(cfg, sizes).name == "mosaic"
+        kernel = branch_kernels(cfg, sizes)["experts"].name
+    return cfg.precision.fp8_experts and kernel == "mosaic"
 
 
 def _share_sent(cfg: Config, sizes: dict[str, int]) -> float:
     """The part of a device's tokens that goes to each other device of its ep group."""
-    if exchange_choice(cfg, sizes).name == "all_gather":
+    if branch_kernels(cfg, sizes)["tokens over ep"].name == "all_gather":
         return 1.0
     rows, width = micro_batch_shape(cfg, sizes)
     tokens = rows * width // sizes["tp"]
@@ -207,7 +190,9 @@ def _compute(
         rate = MATMUL_8.scaled(chip.details.fp8_tflops * 1e12)
     yield Part("matmuls", _time(flops["matmul"] * tokens * weights_again, rate))
     if flops["experts"]:
-        work = flops["experts"] * _experts_run(cfg, sizes) / cfg.model.moe.num_experts_per_tok
+        kernel, moe = branch_kernels(cfg, sizes)["experts"].name, cfg.model.moe
+        run = experts_run(moe, kernel, cfg.data.seq_length) / moe.num_experts_per_tok
+        work = flops["experts"] * run
         of_experts = _expert_rate(cfg, sizes, chip)
         yield Part("experts", _time(work * tokens * weights_again, of_experts))
     yield Part("head", _time(flops["head"] * tokens, peak))
@@ -234,17 +219,17 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
     length = cfg.data.seq_length
     branches = list(branch_flops(cfg.model, length, cfg.data.target_length))
     work = 0.0
-    for letter, sizes, flops, _ in branches:
+    for word, sizes, flops, _ in branches:
         window = length
-        if BRANCHES[letter].windowed and sizes.attention.sliding_window:
+        if BRANCHES[word].windowed and sizes.attention.sliding_window:
             window = min(length, sizes.attention.sliding_window)
-        heads = branch_class(letter).heads(sizes)
+        heads = branch_class(word).heads(sizes)
         if heads is None:
             work += flops
             continue
         head = (heads.size + heads.value_size) / 2
         of_head = head / (head + HEAD_SIZE)
-        of_window = window / (window + _lost_length(letter, sizes))
+        of_window = window / (window + _lost_length(word, sizes))
         work += flops / (of_head * of_window)
     all_flops = sum(branch.flops for branch in branches)
     counted = run_flops_by_part(cfg)["attention"]
@@ -252,9 +237,9 @@ def _attention_seconds(cfg: Config, chip: Chip) -> float:
     return work * trained / (chip.bf16_tflops * 1e12)
 
 
-def _lost_length(letter: str, sizes: ModelConfig) -> int:
+def _lost_length(word: str, sizes: ModelConfig) -> int:
     """The tokens that a sequence would have to be longer by, for what its attention's time lost."""
-    plain = BRANCHES[letter].mask != "causal" and sizes.position_embedding != "relative"
+    plain = BRANCHES[word].mask != "causal" and sizes.position_embedding != "relative"
     return FULL_SEQUENCE if plain else SEQUENCE
 
 
@@ -282,31 +267,12 @@ def _pass_bytes(
 
 def _layer_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """Bytes of a token that pass through memory besides matmuls, in all layers."""
-    all_elements = 0.0
-    lengths = cfg.data.seq_length, cfg.data.target_length
-    for letter, model, _, share in branch_flops(cfg.model, *lengths):
-        heads = branch_class(letter).heads(model)
-        elements = OF_BLOCK / 2 * model.hidden_size
-        of_ffn = OF_GATE if model.mlp_gated else OF_ACTIVATION
-        if heads is not None:
-            channels = heads.heads * heads.size + heads.kv_channels
-            elements += OF_HEADS * channels
-        elif letter == "M":
-            elements += OF_SCAN * model.mamba.channels
-        elif letter == "T":  # not measured
-            elements += OF_SCAN * model.deltanet.channels
-        elif letter == "D":
-            passes = OF_ACTIVATED if _activated_in_matmuls(cfg, sizes) else of_ffn
-            elements += passes * model.intermediate_size
-        elif letter == "E":
-            width = model.moe.moe_intermediate_size * _experts_run(cfg, sizes)
-            width += model.moe.shared_expert_intermediate_size
-            elements += of_ffn * width
-            if expert_choice(cfg, sizes).name not in ("loop", "batched"):
-                pairs = model.moe.num_experts_per_tok
-                elements += OF_PAIR * pairs * model.expert_width
-        all_elements += elements * share
-    return all_elements * WIDTH[cfg.precision.compute]
+    kernels, elements = _kernels(cfg, sizes), 0.0
+    length = cfg.data.seq_length
+    for word, model, _, share in branch_flops(cfg.model, length, cfg.data.target_length):
+        of_branch = branch_class(word).memory_traffic(model, kernels, length)
+        elements += (OF_BLOCK / 2 * model.hidden_size + of_branch) * share
+    return elements * WIDTH[cfg.precision.compute]
 
 
 def _pipeline_stretch(cfg: Config, execution: Execution) -> float:

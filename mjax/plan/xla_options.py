@@ -48,7 +48,7 @@ CUBLAS = (("xla_gpu_enable_triton_gemm", False),)
 UNMERGED = (("xla_gpu_dot_merger_threshold_mb", 0),)
 # No atomic sums (scatters are sorted first), cuDNN's deterministic backward of attention, and no
 # kernel chosen by a measurement. Without measurements XLA's own matmul kernels have no tile size.
-# Command buffers are off out of caution (docs/debugging.md); their cost was not measured.
+# Command buffers are off out of caution (docs/train/debugging.md); their cost was not measured.
 DETERMINISTIC = (
     ("xla_gpu_deterministic_ops", True),
     ("xla_gpu_enable_command_buffer", ""),

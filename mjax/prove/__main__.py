@@ -20,9 +20,9 @@ import jax
 
 from mjax.bench.report import own_commit
 from mjax.config.languages.paths import as_path
-from mjax.errors import UserError, run_cli
+from mjax.errors import UserError, program, run_cli
 from mjax.prove import BOUND, CURVE_BOUND, cells, compare, holds
-from mjax.prove.features import FEATURES, ROWS, STEPS
+from mjax.prove.features import FEATURES, NAMES, ROWS, STEPS
 from mjax.sharding.processes.fake_devices import fake_devices
 
 
@@ -90,8 +90,7 @@ def page(records: list[dict]) -> str:
         worst = {key: max(row, key=lambda r: r[key]) for key in ("gradient", "curve")}  # noqa: B023
         shown = [f"{r[key]:.1e} at {r['cell']}" for key, r in worst.items()]
         same = sum(r["replicas"] for r in row)
-        keys = ", ".join(o.removeprefix("model.") for o in FEATURES[feature]) or "Llama-like, GQA"
-        lines.append(f"| {feature}: {keys} | {len(row)} | {' | '.join(shown)} | {same} |")
+        lines.append(f"| {NAMES[feature]} | {len(row)} | {' | '.join(shown)} | {same} |")
     return PAGE.format(
         devices=" or ".join(map(str, devices)),
         command=f"python -m mjax.prove --devices {' '.join(map(str, devices))}",
@@ -105,28 +104,29 @@ def page(records: list[dict]) -> str:
 
 PAGE = f"""# Every mesh, same answer
 
-Every way to split {{devices}} devices into pp, dp, ep, cp and tp, for every feature, fp32 on fake
-CPU devices, against one device and one micro-batch. ZeRO stages 0 to 3, 1 to 8 micro-batches and
-the exchange of keys over cp take turns from mesh to mesh. Written by `{{command}}`
-(jax {{jax}}; code of {{commits}}).
+Each feature is trained on every way to split {{devices}} devices into pp, dp, ep, cp and tp.
+Each run is compared with one device and one micro-batch. Devices are fake ones on a CPU, in fp32.
+ZeRO stages 0 to 3, 1 to 8 micro-batches and the exchange of keys over cp take turns.
 
-- gradient: largest relative deviation of loss, gradient norm or any gradient (over its largest
-  entry) of the first step; bound {BOUND:.0e}.
-- curve: largest relative deviation of the loss in {STEPS} steps; bound {CURVE_BOUND:.0e}.
-- replicas: in how many runs all devices that hold the same part of parameters and moments hold the
-  same bits at the end.
+- gradient: the largest relative deviation of loss, gradient norm or any gradient in the first
+  step. A gradient's deviation is relative to its largest entry. The bound is {BOUND:.0e}.
+- curve: the largest relative deviation of the loss in {STEPS} steps; the bound is
+  {CURVE_BOUND:.0e}.
+- replicas: the number of runs at whose end all copies of parameters and moments have equal bits.
 
-{{held}} of {{cells}} runs hold all three. Where towers read images or sounds beside a text, 6
-devices do not divide the sizes of the row: it has 50 runs on 4 and 8.
+{{held}} of {{cells}} runs hold all three. Six devices do not divide the sizes of images and sounds
+in a text, so those rows have 50 runs. `mjax/prove/features.py` lists the keys of each feature.
 
 | feature | runs | gradient | curve | replicas |
 |---|---|---|---|---|
 {{lines}}
+
+Written by `{{command}}` with jax {{jax}}, code of `{{commits}}`.
 """
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.prove", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("prove"), description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8], help="fake CPU devices")
     parser.add_argument("--out", type=as_path, default=Path("docs/invariance.md"))
     parser.add_argument("--features", nargs="+", choices=list(FEATURES), default=list(FEATURES))

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import jax
+from jax.sharding import PartitionSpec
 
 from mjax.config.languages.remat import offloaded
 from mjax.config.schema.run import Config
@@ -61,8 +62,8 @@ def plan_elsewhere(cfg: Config, args: argparse.Namespace) -> int:
 def dry_run(cfg: Config, described: Described | None = None, compiles: bool = True) -> None:
     """Print the plan of a run on `described` devices, or on those of this machine.
 
-    That is mesh, sharding, what layers keep, FLOPs, estimates of memory and time, and, if it
-    `compiles`, what the compiler says of memory and exchanges.
+    The plan is the mesh, the sharding, what layers keep, FLOPs, and estimates of memory and time;
+    if it `compiles`, also the compiler's memory and exchanges.
     """
     with as_on(described.chip) if described else contextlib.nullcontext():
         devices = described_devices(described) if described else None
@@ -216,17 +217,30 @@ def sharding_table(trainer: Trainer) -> list[tuple[str, ...]]:
     """A heading, then per parameter: global shape, logical axes, mesh axes of the weight and of
     its stored master (ZeRO), shape of the latter on one device."""
     rows = [("parameter", "shape", "axes", "weight over", "stored over", "stored per device")]
-    specs = jax.tree_util.tree_flatten_with_path(trainer.specs)[0]
     placement = trainer.state_layout.placement
-    layouts = jax.tree.leaves(placement.weights), jax.tree.leaves(placement.stored)
+    specs, _ = jax.tree_util.tree_flatten_with_path(trainer.specs)
+    weights = jax.tree.leaves(placement.weights)
+    stored = jax.tree.leaves(placement.stored)
     masters = jax.tree.leaves(trainer.abstract_state()["params"])
-    for (path, spec), weight, stored, master in zip(specs, *layouts, masters, strict=True):
-        local = master.sharding.shard_shape(master.shape)  # with padding
-        name = ".".join(str(key.key) for key in path)
-        over = [["+".join(mesh_axes((entry,))) for entry in p] for p in (weight, stored)]
-        cells = (spec.shape, spec.axes, *over, local)
-        rows.append((name, *(" ".join(str(x or "-") for x in cell) for cell in cells)))
+    for (path, spec), weight, cut, master in zip(specs, weights, stored, masters, strict=True):
+        row = (
+            ".".join(str(key.key) for key in path),
+            _cell(spec.shape),
+            _cell(spec.axes),
+            _cell(_axes_of_dims(weight)),
+            _cell(_axes_of_dims(cut)),
+            _cell(master.sharding.shard_shape(master.shape)),  # with padding
+        )
+        rows.append(row)
     return rows
+
+
+def _axes_of_dims(partition: PartitionSpec) -> list[str]:
+    return ["+".join(mesh_axes((entry,))) for entry in partition]
+
+
+def _cell(entries: Iterable) -> str:
+    return " ".join(str(entry or "-") for entry in entries)
 
 
 def memory_per_device(compiled: jax.stages.Compiled) -> dict[str, int]:

@@ -14,7 +14,7 @@ from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.data.corpus.bigram import bigram_cross_entropy
 from mjax.data.corpus.gpt import split_tokens
 from mjax.data.corpus.text import prepare_text
-from mjax.data.loader import Dataset, describe, make_loader
+from mjax.data.loader import Dataset, describe_data, make_loader
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
@@ -36,7 +36,7 @@ class HeldOut:
     def loss(self, beat: Callable[[], None]) -> Record:
         """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
 
-        What counts nothing is None. `beat` is called after every batch.
+        A loss or measure with no counted entry is None. `beat` is called after every batch.
         """
         found: list = []
         for batch in self.batches(self.trainer.local_rows):
@@ -55,7 +55,7 @@ class HeldOut:
     def nothing(self) -> str:
         """A line on held-out samples of which none counts."""
         train = self.trainer.cfg.train
-        names = describe(self.data, range(train.eval_steps * train.global_batch_size), 3)
+        names = describe_data(self.data, range(train.eval_steps * train.global_batch_size), 3)
         return f"held-out loss: there is none, for nothing of its samples counts: {names}"
 
     def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:

@@ -170,7 +170,7 @@ def start_run(
     data: tuple[Dataset, HeldOut | None],
     last: int,
 ) -> TrainingRun:
-    """The run up to step `last`. What an earlier run left stays until a step has been trained."""
+    """Returns the run up to step `last`; an earlier run's files stay until a step is trained."""
     cfg, store, start = trainer.cfg, trainer.store, trainer.step_number
     store.read_sources()
     if jax.process_index() == 0:
@@ -314,7 +314,7 @@ def settle(
 def until_data_fails(run: TrainingRun, batches: Iterator[AheadBatch]) -> Iterator[AheadBatch]:
     """`batches` up to one that cannot be read: the error waits until the state is saved.
 
-    Of several processes, the others would wait for this one's batch, so it is raised at once.
+    With several processes it is raised at once, as the others would wait for this one's batch.
     """
     try:
         run.watchdog.doing("loading data")

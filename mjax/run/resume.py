@@ -1,4 +1,4 @@
-"""Where a run starts: at its newest checkpoint, from given weights or at step 0."""
+"""Starts a run at its newest checkpoint, from given weights or at step 0."""
 
 from pathlib import Path
 

@@ -38,7 +38,7 @@ class Parallel:
     tp: int = 1
 
     def live(self, *axes: str) -> tuple[str, ...]:
-        """Those of `axes` that have more than one device, in mesh order."""
+        """Returns the given axes that have more than one device, in mesh order."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self, axis) > 1)
 
     def size(self, *axes: str) -> int:
@@ -82,7 +82,7 @@ class Parallel:
         return jnp.sum(shards, dim, dtype=dtype)
 
     def all_to_all(self, x: jax.Array, axis: str, cut: int, joined: int) -> jax.Array:
-        """Of x whole in the dimension `cut` and sharded in `joined`, the reverse, over `axis`."""
+        """Exchange over `axis`: shard x in the dimension `cut` and make `joined` whole."""
         if not self.live(axis):
             return x
         return lax.all_to_all(x, axis, cut, joined, tiled=True)
@@ -124,7 +124,7 @@ class Parallel:
         return self.shard(x, "tp", 1)
 
     def _live_in_order(self, axes: Axes) -> tuple[str, ...]:
-        """Those of `axes` that have more than one device, in the given order."""
+        """Returns the given axes that have more than one device, in the given order."""
         axes = (axes,) if isinstance(axes, str) else axes
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
@@ -287,10 +287,15 @@ def global_norm(tree: dict, partitions: dict, parallel: Parallel) -> jax.Array:
     """
     sums: dict[tuple[str, ...], list[jax.Array]] = {}
     cuts, structure = jax.tree.flatten(partitions)
-    for partition, part in zip(cuts, structure.flatten_up_to(tree), strict=True):
+    parts = structure.flatten_up_to(tree)
+    for partition, part in zip(cuts, parts, strict=True):
         axes = parallel.live(*mesh_axes(partition))
-        sums.setdefault(axes, []).extend(map(_squares, jax.tree.leaves(part)))
-    totals = [parallel.psum(_sum_of_all(vectors), *axes) for axes, vectors in sums.items()]
+        squares = [_squares(leaf) for leaf in jax.tree.leaves(part)]
+        sums.setdefault(axes, []).extend(squares)
+    totals = []
+    for axes, vectors in sums.items():
+        local = _sum_of_all(vectors)
+        totals.append(parallel.psum(local, *axes))
     return jnp.sqrt(functools.reduce(jnp.add, totals))
 
 

@@ -191,7 +191,7 @@ def padding(
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """Where one parameter lies on a mesh.
+    """Partitions of one parameter on a mesh.
 
     stored: the partition of its master, its moments and its reduced gradient.
     weight: the partition in which matmuls read it; ZeRO cuts the stored one further.
@@ -239,7 +239,7 @@ class ParamPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parameters of a model lie on a mesh; trees like the parameters.
+    """Partitions of a model's parameters on a mesh, as trees like the parameters.
 
     specs: declarations, with stacks in the order in which they are stored.
     stored, weights: partitions, as in `ParamPlacement`.

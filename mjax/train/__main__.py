@@ -1,9 +1,9 @@
 """`python -m mjax.train --config X [a.b=c ...] [--restarts N] [--dry-run [--on NAME:COUNT]]`.
 
-Several processes: see docs/multi-host.md. Exit codes: 0 done, or stopped in good order by a signal
-or the wall time; 1 training diverged, a weight is not finite or a device errs; 2 something to mend,
-in one line; 3 no step ended within train.step_timeout_minutes or another process was lost; 130
-interrupted before the first step or twice (docs/failures.md).
+Several processes: see docs/start/multi-host.md. Exit codes: 0 done, or stopped in good order by a
+signal or the wall time; 1 training diverged, a weight is not finite or a device errs; 2 something
+to mend, in one line; 3 no step ended within train.step_timeout_minutes or another process was lost;
+130 interrupted before the first step or twice (docs/train/failures.md).
 """
 
 import argparse
@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 from mjax.config.load import add_config_arguments, config_from_args
-from mjax.errors import INTERRUPTED, LostProcess, run_cli
+from mjax.errors import INTERRUPTED, LostProcess, program, run_cli
 from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supervise
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m mjax.train", description="Train a model.")
+    parser = argparse.ArgumentParser(prog=program("train"), description="Train a model.")
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
     parser.add_argument("--on", metavar="NAME:COUNT", help="--dry-run for other GPUs: h200:8 say")

@@ -231,10 +231,10 @@ def only_padding_follows(batch: HostBatch) -> bool:
 
 
 def bound_of_documents(cfg: Config, most: int) -> int:
-    """What a program is compiled for where a sequence has at most `most` documents; 0: no bound.
+    """Documents a sequence to compile for, where a sequence has at most `most`; 0: no bound.
 
-    Rounded up to a power of two, so that few programs serve all batches. Only cuDNN's packed
-    attention needs it.
+    The bound is rounded up to a power of two, so that few programs serve all batches. Only cuDNN's
+    packed attention needs it.
     """
     attention = cfg.train.attention
     if attention == "auto" and this_device().backend == "cpu":

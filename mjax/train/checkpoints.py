@@ -132,10 +132,10 @@ class Checkpoints:
             shutil.rmtree(self.local.directory, ignore_errors=True)
 
     def load_weights(self, *sources: Source) -> tuple[dict, str]:
-        """(stored parameters from the weights of `sources`, lines on what was and was not loaded).
+        """Returns (stored parameters, lines on what was and was not loaded from each source).
 
-        What a source lacks is from those before it, or drawn. Raises `UserError` for a model that
-        differs in more than `checkpoint.init_changes`.
+        A parameter that a source lacks comes from an earlier source, or is drawn. Raises
+        `UserError` for a model that differs in more than `checkpoint.init_changes`.
         """
         storage, cfg = self.layout.storage, self.cfg
         stored = self.layout.abstract()["params"]

@@ -1,4 +1,4 @@
-"""Whether all weights of a run are finite; asked before they are saved."""
+"""Counts weights that are not finite; a run asks before it saves them."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,16 @@ def nonfinite_counts(state_layout: StateLayout) -> jax.stages.Wrapped:
     """
     mesh, stored = state_layout.mesh, state_layout.placement.stored
 
-    def count(params: dict) -> dict:
-        leaves, tree = jax.tree.flatten(params)
-        counts = jnp.stack([jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in leaves])
-        return jax.tree.unflatten(tree, jax.lax.psum(counts, mesh.axis_names))
+    def count(leaf: jax.Array) -> jax.Array:
+        return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32)
 
-    return jax.jit(on_shards(count, mesh, (stored,), P()))
+    def count_all(params: dict) -> dict:
+        leaves, tree = jax.tree.flatten(params)
+        local = jnp.stack([count(leaf) for leaf in leaves])
+        total = jax.lax.psum(local, mesh.axis_names)
+        return jax.tree.unflatten(tree, total)
+
+    return jax.jit(on_shards(count_all, mesh, (stored,), P()))
 
 
 def first_nonfinite(counts: dict) -> str | None:

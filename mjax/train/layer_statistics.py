@@ -1,7 +1,7 @@
-"""What each layer and its experts do: a program of its own, and its record in the log.
+"""Statistics of each layer and of its experts: the program that computes them, and the log record.
 
-The program is a forward pass without dropout. So the step's own program stays as it is. Invariant:
-figures are those of the global batch, equal on every mesh.
+The program is a forward pass without dropout, apart from the step's own program, which stays as it
+is. Invariant: figures are those of the global batch, equal on every mesh.
 """
 
 from dataclasses import replace
@@ -9,9 +9,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from mjax.config.languages.layer_pattern import branches_of
+from mjax.config.languages.layer_pattern import roles_of
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.activation_statistics import nothing_seen
+from mjax.models.base.context import Probe
 from mjax.objectives.objective import Batch
 from mjax.sharding.collectives import AXES
 from mjax.train.step import Program, State, evaluation_sums
@@ -19,10 +20,12 @@ from mjax.train.step import Program, State, evaluation_sums
 
 def seen_layers(program: Program, state: State, batch: Batch) -> dict[str, jax.Array]:
     """The sums of `nothing_seen` over the global batch and all layers, on local shards."""
-    model = program.model.for_evaluation(program.evaluation)
     sizes = program.layers, program.experts
-    model = replace(model, ctx=replace(model.ctx, seen_layers=sizes))
-    _, totals, _ = evaluation_sums(program, model, state, batch, nothing_seen(*sizes))
+    model = program.model.for_evaluation(program.evaluation)
+    context = replace(model.ctx, probe=Probe(layers=sizes))
+    model = replace(model, ctx=context)
+    start = nothing_seen(*sizes)
+    _, totals, _ = evaluation_sums(program, model, state, batch, start)
     return {name: program.parallel.psum(total, *AXES) for name, total in totals.items()}
 
 
@@ -54,7 +57,7 @@ def expert_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:
     """
     record: dict = {}
     for number, kind in enumerate(cfg.layer_kinds):
-        if "E" not in branches_of(kind):
+        if "experts" not in roles_of(kind):
             continue
         of_layer = {name: values[number] for name, values in seen.items()}
         tokens = max(of_layer["layer_tokens"], 1)

@@ -67,11 +67,16 @@ def step_norms(
 
 
 def _norms(tree: dict, partitions: dict, specs: dict, parallel: Parallel) -> dict:
-    def norm(spec: ParamSpec, cut: P, x: jax.Array) -> jax.Array:
+    def norm(spec: ParamSpec, partition: P, x: jax.Array) -> jax.Array:
         first = 1 if spec.is_stacked else 0
+        within_layer = tuple(range(first, x.ndim))
         squares = jnp.square(x.astype(jnp.float32))
-        total = jnp.sum(squares, axis=tuple(range(first, x.ndim)))
-        norms = jnp.sqrt(parallel.psum(total, *mesh_axes(cut[first:])))
-        return parallel.all_gather(norms, mesh_axes(cut[:first]), 0) if first else norms
+        local = jnp.sum(squares, axis=within_layer)
+        total = parallel.psum(local, *mesh_axes(partition[first:]))
+        norms = jnp.sqrt(total)
+        if not spec.is_stacked:
+            return norms
+        over_layers = mesh_axes(partition[:1])
+        return parallel.all_gather(norms, over_layers, 0)
 
     return jax.tree.map(norm, specs, partitions, tree, is_leaf=is_spec)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
+from mjax.models.base.context import Documents
 from mjax.models.base.params import ModelDefinition
 from mjax.objectives.local_model import LocalModel
 from mjax.objectives.objective import Batch, Objective, WholeBatch
@@ -81,8 +82,8 @@ class Programs:
     def jitted(self, kind: str, rows: int) -> jax.stages.Wrapped:
         """The program `kind` on global arrays, jitted.
 
-        That is the function of `train/step.py` (train, grads or eval), of `train/norms.py` (norms)
-        or of `train/layer_statistics.py` (layers). "train" takes over the memory of its state.
+        Its function is in `train/step.py` (train, grads or eval), in `train/norms.py` (norms) or in
+        `train/layer_statistics.py` (layers). "train" takes over the memory of its state.
         """
         key = ProgramKey(kind, rows, self.max_documents, self.padded)
         if key not in self._jitted:
@@ -120,9 +121,11 @@ class Programs:
         ctx = training_context(
             cfg,
             placement.parallel,
+            Documents(
+                most=self.max_documents,
+                padded=self.max_documents == 2 and self.padded,
+            ),
             permute=uniform,
-            max_documents=self.max_documents,
-            padded=self.max_documents == 2 and self.padded,
             overlap_rows=tp_overlap_rows(cfg.mesh, facts, uniform),
         )
         model = LocalModel(
@@ -142,7 +145,7 @@ class Programs:
             clip_grad_norm=cfg.optimizer.clip_grad_norm,
             expert_bias_rate=cfg.model.moe.expert_bias_update_rate,
             layers=cfg.model.num_hidden_layers,
-            experts=cfg.model.moe.num_experts if "E" in cfg.model.branches else 0,
+            experts=cfg.model.moe.num_experts if cfg.model.has_role("experts") else 0,
             layout=self.layout,
             scaler=self.state_layout.scaler,
         )
@@ -165,7 +168,7 @@ class Programs:
         if devices[0].platform == "cpu" and len(devices) > 1:
             body = in_program_order(body)
         mapped = on_shards(body, mesh, inputs, outputs)
-        overlaps = program.model.ctx.overlap_rows is not None
+        overlaps = program.model.ctx.kernels.overlap_rows is not None
         options = compiler_options(
             program.execution,
             overlaps,

@@ -50,13 +50,15 @@ class StateLayout:
 
     def initial_params(self) -> dict:
         """Parameters drawn from run.seed, in the order of storage; to be jitted."""
-        params = split(build(self.cfg.model, nnx.Rngs(self.cfg.run.seed)))[1]
-        params = to_storage(self.storage, params)
+        model = build(self.cfg.model, nnx.Rngs(self.cfg.run.seed))
+        _, params = split(model)
+        stored = to_storage(self.storage, params)
 
         def cast(spec: ParamSpec, a: jax.Array) -> jax.Array:
-            return a.astype(spec.dtype(self.cfg.precision.params))
+            dtype = spec.dtype(self.cfg.precision.params)
+            return a.astype(dtype)
 
-        return jax.tree.map(cast, self.placement.specs, params, is_leaf=is_spec)
+        return jax.tree.map(cast, self.placement.specs, stored, is_leaf=is_spec)
 
     def initial_state(self) -> dict:
         """The state at step 0; to be traced only."""

@@ -89,10 +89,11 @@ class Program:
 
 
 class Gate(NamedTuple):
-    """What a step needs to be accepted, besides finite numbers.
+    """Conditions for accepting a step with finite numbers.
 
-    most_loss: f32 [], the largest loss. is_open: bool [], False after a step that was not accepted
-    and that the host has not judged yet; so the state waits as it was before that step.
+    most_loss: f32 [], the largest loss that is accepted.
+    is_open: bool [], False while an earlier rejected step awaits the host's verdict. The state is
+        then left unchanged.
     """
 
     most_loss: jax.Array
@@ -122,10 +123,10 @@ def train_step(
     weight_decay: jax.Array,
     gate: Gate,
 ) -> tuple[State, dict[str, jax.Array]]:
-    """(new state, losses by name and {grad_norm, tokens, finite, accepted}) of local shards.
+    """Returns (new state, metrics) of local shards; a step that is not accepted changes no state.
 
-    Where experts have a bias, the second has `load_imbalance`, too; in fp16, what
-    `_with_next_scale` adds. The state stays as it was unless the step is accepted.
+    The metrics are the losses by name and {grad_norm, tokens, finite, accepted}. Experts with a
+    bias add `load_imbalance`; fp16 adds the figures of `_with_next_scale`.
     """
     computed, seen = compute_gradients(program, state, batch)
     with jax.named_scope("optimizer"):
@@ -291,7 +292,7 @@ def evaluation_sums(
 
 
 def global_denominators(model: LocalModel, batch: Batch) -> Denominators:
-    """What the losses and statistics of a step are divided by, in the global batch."""
+    """The counts of the global batch by which a step's losses and statistics are divided."""
     parallel = model.placement.parallel
     counts = model.objective.counts(batch)
     require_scalars(model.objective, "counts", counts, "loss")
@@ -307,9 +308,12 @@ def global_denominators(model: LocalModel, batch: Batch) -> Denominators:
 def split_batch(batch: Batch, micro_batches: int) -> Batch:
     """Local rows [b, ...] -> [micro_batches, b / micro_batches, ...]; columns repeat."""
 
+    columns = {"columns", *FURTHER_COLUMNS.values()}
+
     def split(name: str, field: jax.Array) -> jax.Array:
-        if name in ("columns", *FURTHER_COLUMNS.values()):
-            return jnp.broadcast_to(field, (micro_batches, *field.shape))
+        if name in columns:
+            shape = micro_batches, *field.shape
+            return jnp.broadcast_to(field, shape)
         return field.reshape(micro_batches, -1, *field.shape[1:])
 
     return {name: split(name, field) for name, field in batch.items()}

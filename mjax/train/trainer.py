@@ -40,8 +40,8 @@ class Trainer:
 
     The default mesh has the sizes in cfg.mesh over `devices`, which are all unless given.
     A batch is a dict of numpy arrays: the fields of the objective, and segment_ids and positions
-    [B, S]. Those of the default objective are tokens, labels and loss_mask [B, S].
-    Where there are several processes, each passes its `local_rows` of the global batch.
+    [B, S]. The default objective has the fields tokens, labels and loss_mask [B, S].
+    Each of several processes passes its `local_rows` of the global batch.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from mjax.config import load
-from mjax.infer.generate import Programs
+from mjax.infer.generate import DecodePrograms
 from mjax.infer.sample import Sampling, draws_of, settings_of
 from mjax.models import definition_of
 from mjax.plan.absent_devices import compiler_devices
@@ -43,7 +43,7 @@ def compiled_step(batch, sampling=Sampling()):  # noqa: B008 - frozen
 
     definition = definition_of(cfg)
     params = jax.tree.map(weight, definition.specs, is_leaf=is_spec)
-    programs = Programs(definition, cfg, None, jnp.dtype("bfloat16"))
+    programs = DecodePrograms(definition, cfg, None, jnp.dtype("bfloat16"))
     ids = np.zeros((batch, 16), np.int32)
     settings, draws = settings_of([sampling] * batch), draws_of([sampling] * batch)
     prefill = functools.partial(programs.prefill, draws=draws, length=SLOTS)

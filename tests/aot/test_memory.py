@@ -33,7 +33,7 @@ def test_full_keeps_less_and_runs_attention_again_in_layers_that_are_unrolled(do
     assert full.calls("__cudnn$fmhaSoftmax") == 2 * LAYERS
     cfg = load(LLAMA, [*ONE, "train.attention=cudnn"])
     sizes = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
-    less = sum(t.bytes for t in kept(cfg, sizes, "G", "dots")) - 2 * 8192 * 4096
+    less = sum(t.bytes for t in kept(cfg, sizes, "full+mlp", "dots")) - 2 * 8192 * 4096
     assert dots.temp - full.temp > 0.6 * LAYERS * less
 
 

@@ -48,7 +48,7 @@ def test_kernels_equal_fp32_and_themselves(m, depth, width, act):
     for once, again in zip(got, (*forward(x), *backward(g, got[1])), strict=True):
         assert bool((once == again).all())
     u = jnp.matmul(x, up, preferred_element_type=jnp.float32) + bias
-    share, slope = gate._share(act, u)
+    share, slope = gate._share_and_slope(act, u)
     product = jnp.matmul(g, down.T, preferred_element_type=jnp.float32)
     product *= wide(got[1])
     right = u * share, share + u * slope, product, product.sum(0)
@@ -67,7 +67,7 @@ def test_every_bf16_number_gets_its_value_and_slope(act):
     u = u[: len(u) // 8 * 8]
     x, pick = jnp.zeros((len(u), 64), u.dtype).at[:, 0].set(u), jnp.zeros((64, 512), u.dtype)
     got = multiply_and_activate(x, pick.at[0].set(1), jnp.zeros(512), act)
-    share, slope = gate._share(act, wide(u))
+    share, slope = gate._share_and_slope(act, wide(u))
     for made, right in zip(got, (u * share, share + u * slope), strict=True):
         assert bool((made == made[:, :1]).all())
         allowed = jnp.abs(right) * 2.0**-8 + 2e-4 * jnp.clip(jnp.abs(wide(u)), 0.5, 5.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.kernels.attention.api import attention
-from mjax.kernels.attention.short import Rows, short_attention
+from mjax.kernels.attention.short import SeenRows, short_attention
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -126,7 +126,7 @@ def test_one_product_with_biases_equals_the_reference(tokens, mask):
     columns = (jnp.arange(tokens),) * 2
 
     def ours(qkv, biases):
-        return short_attention((qkv,), biases, Rows(), call)
+        return short_attention((qkv,), biases, SeenRows(), call)
 
     def reference(qkv, biases):
         q, k, v = (qkv[:, :, i] for i in range(3))

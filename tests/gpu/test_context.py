@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.kernels.attention.api import attention, block_backward, block_forward
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.attention.context_parallel import context_attention, zigzag
-from mjax.models.base.context import Context
+from mjax.models.base.context import Context, Kernels
 from mjax.sharding.collectives import Parallel
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -49,7 +49,10 @@ def test_cudnn_equals_reference(cp, cp_type, kind):
     segments = np.cumsum(cuts, axis=1).astype(np.int32)
     columns = np.arange(S, dtype=np.int32)
     call = AttentionCall(H**-0.5, window, max_documents=32, implementation="cudnn")
-    ctx = Context(Parallel(cp=cp), cp_type=cp_type, cp_a2a=2 if cp_type == "a2a_ring" else 1)
+    ctx = Context(
+        Parallel(cp=cp),
+        kernels=Kernels(cp_type=cp_type, cp_a2a=2 if cp_type == "a2a_ring" else 1),
+    )
 
     def whole(q, k, v, d_out):
         arrays = AttentionArrays((columns, columns), (segments, segments))

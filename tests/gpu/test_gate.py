@@ -22,21 +22,26 @@ SHAPES = [
     *((16384, 14336, "bfloat16"), (4098, 11008, "bfloat16"), (5002, 1001, "bfloat16")),
     (2050, 4864, "float32"),
 ]
+leaves = jax.tree.leaves
 PASSES = {
-    "act_forward": lambda h, d, s: [gate.act_forward(h, h[0] / s, "gelu_tanh")],
-    "act_backward": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "gelu_tanh")),
-    "backward": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "silu")],
-    "act_forward exact": lambda h, d, s: [gate.act_forward(h, h[0] / s, "gelu")],
-    "act_backward exact": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "gelu")),
-    "backward gelu": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
-    "act_forward quick": lambda h, d, s: [gate.act_forward(h, h[0] / s, "quick_gelu")],
-    "act_backward quick": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "quick_gelu")),
-    "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
-    "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
-    "backward8 gelu": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "gelu_tanh"),
-    "plain": lambda h, d, s: gate.quantize_rows(h, s, E4M3),
-    "transposed": lambda h, d, s: gate.quantize_rows(d, s, E4M3, plain=False, transposed=True),
-    "both": lambda h, d, s: gate.quantize_rows(d, s, E5M2, transposed=True),
+    "act_forward": lambda h, d, s: [gate.activation_forward(h, h[0] / s, "gelu_tanh")],
+    "act_backward": lambda h, d, s: list(gate.activation_backward(d, d[0], d[::-1], "gelu_tanh")),
+    "backward": lambda h, d, s: [gate.gate_gradient(h.reshape(len(h), 2, -1), d, "silu")],
+    "act_forward exact": lambda h, d, s: [gate.activation_forward(h, h[0] / s, "gelu")],
+    "act_backward exact": lambda h, d, s: list(gate.activation_backward(d, d[0], d[::-1], "gelu")),
+    "backward gelu": lambda h, d, s: [gate.gate_gradient(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
+    "act_forward quick": lambda h, d, s: [gate.activation_forward(h, h[0] / s, "quick_gelu")],
+    "act_backward quick": lambda h, d, s: list(
+        gate.activation_backward(d, d[0], d[::-1], "quick_gelu")
+    ),
+    "forward8": lambda h, d, s: leaves(gate.gate_to_fp8(h, s, "silu")),
+    "backward8": lambda h, d, s: leaves(gate.gate_gradients_to_fp8(h, d, s, 8 * s, "silu")),
+    "backward8 gelu": lambda h, d, s: leaves(
+        gate.gate_gradients_to_fp8(h, d, s, 8 * s, "gelu_tanh")
+    ),
+    "plain": lambda h, d, s: leaves(gate.to_fp8(h, s, E4M3)),
+    "transposed": lambda h, d, s: leaves(gate.to_fp8_transposed(d, s, E4M3)),
+    "both": lambda h, d, s: leaves(gate.to_fp8_both(d, s, E5M2)),
 }
 
 

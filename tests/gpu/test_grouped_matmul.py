@@ -9,7 +9,7 @@ from mjax.bench.grouped import skewed_sizes
 from mjax.kernels.base import chooser
 from mjax.kernels.elementwise.gate import E4M3, E5M2
 from mjax.kernels.matmul.grouped import grouped_matmul, grouped_matmul8, grouped_weight_gradient8
-from mjax.kernels.matmul.grouped_tiles import NARROW, WIDE, Tile
+from mjax.kernels.matmul.grouped_tiles import NARROW, WIDE, GroupTile
 from mjax.models.base.weight import Weight
 from mjax.models.moe.grouped_linear import weight_cotangent
 
@@ -85,7 +85,7 @@ def test_kernels_equal_the_loop(name):
         assert bool((a == again).all())
 
 
-@pytest.mark.parametrize("tile", [WIDE, NARROW, Tile(256, 192, 3), Tile(256, 128, 4, 8)])
+@pytest.mark.parametrize("tile", [WIDE, NARROW, GroupTile(256, 192, 3), GroupTile(256, 128, 4, 8)])
 def test_every_tile_equals_the_loop(tile):
     from mjax.kernels.matmul.grouped_mosaic import multiply_rows, weight_gradient
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.kernels.loss import rows as kernel
-from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, reference
+from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, loss_reference
 from mjax.sharding.collectives import LOCAL
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -78,12 +78,12 @@ def test_the_loss_equals_fp64_with_parts_and_chunks(kind):
     labels = jax.random.randint(keys[2], (tokens,), 0, vocab)
     mask = jax.random.bernoulli(keys[3], 0.8, (tokens,)).astype(jnp.float32)
     terms = Terms(vocab, **kind)
-    assert kernel.supports(tokens, columns, 1, 1024)
+    assert kernel.supports_loss_rows(tokens, columns, 1, 1024)
     ours = functools.partial(cross_entropy, terms=terms, parallel=LOCAL, chunk=1024)
     mine = jax.jit(jax.value_and_grad(ours, (0, 1)))
     got = jax.tree.leaves(mine(x, w, labels, mask))
     with jax.enable_x64(True):
-        theirs = jax.jit(jax.value_and_grad(functools.partial(reference, terms=terms), (0, 1)))
+        theirs = jax.jit(jax.value_and_grad(functools.partial(loss_reference, terms=terms), (0, 1)))
         inputs = x.astype(jnp.float64), w.astype(jnp.float64), labels, mask
         expected = jax.tree.leaves(theirs(*inputs))
         for a, e, bound in zip(got, expected, (1e-5, 8e-3, 8e-3), strict=True):

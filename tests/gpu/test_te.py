@@ -14,8 +14,8 @@ from mjax.kernels.fp8.quantize import (
     E5M2,
     Recipe,
     amax_of,
-    quantize,
     quantize_stack,
+    quantize_to,
     scale_of,
 )
 from mjax.models.base.weight import Weight, matmul
@@ -44,8 +44,8 @@ def operands(m: int, k: int, n: int) -> tuple[jax.Array, ...]:
 def test_it_rounds_to_the_same_bits_and_finds_the_maximum(dtype, factor):
     x = operands(336, 208, 80)[0]
     scale = scale_of(amax_of(x), dtype) * factor
-    made, amax = jax.jit(lambda x, s: transformer_engine.quantize(x, s, dtype))(x, scale)
-    want = jax.jit(lambda x, s: quantize(x, s, dtype))(x, scale)
+    made, amax = jax.jit(lambda x, s: transformer_engine.quantize_by_te(x, s, dtype))(x, scale)
+    want = jax.jit(lambda x, s: quantize_to(x, s, dtype))(x, scale)
 
     def as_bytes(a):
         return np.asarray(jax.lax.bitcast_convert_type(a, jnp.uint8))

@@ -15,10 +15,10 @@ from mjax.models.base.weight import weight_of
 from mjax.sharding.spec import ParamSpec
 
 ROW = Branch(
-    word="recurrence",
     module="tests.laws.toy_recurrence:Recurrence",
     name="recurrence",
     shape="recurrence",
+    role="recurrent",
     sizes=("intermediate_size",),
     matmuls=("rec_in", "rec_out"),
 )
@@ -49,7 +49,7 @@ class Recurrence(BranchModule):
         return BranchOutput(row(states, weight_of(self.outer), ctx), cache=new_cache)
 
     @staticmethod
-    def flops(cfg, letter, seq_length):
+    def flops(cfg, word, seq_length):
         return 6.0 * cfg.intermediate_size
 
     @staticmethod

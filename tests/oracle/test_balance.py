@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mjax.config import load
-from mjax.interop.huggingface.families.table import config_to_hf
+from mjax.interop.huggingface.families.engine import config_to_hf
 from mjax.interop.pretrained import from_pretrained, source_of
 from mjax.sharding.mesh import make_mesh
 from mjax.sharding.spec import trained_only

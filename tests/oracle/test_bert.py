@@ -9,11 +9,12 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from mjax.config import load
+from mjax.config.languages.layer_pattern import expand
 from mjax.convert import main as convert
 from mjax.convert import verify
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
-from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from mjax.kernels.attention import api
 from mjax.models.base.context import Context, tokens_of
@@ -220,9 +221,10 @@ def test_older_words_of_modernbert_mean_the_same():
     }
     old |= {"global_attn_every_n_layers": 3, "global_rope_theta": 1000.0, "local_rope_theta": 50.0}
     assert config_from_hf(dict(old)) == config_from_hf(dict(new))
-    assert config_from_hf(dict(old)).layer_kinds == ("F", "W", "W", "B")
+    first, windowed, whole = expand("FWB", 3)
+    assert config_from_hf(dict(old)).layer_kinds == (first, windowed, windowed, whole)
     every = config_from_hf(old | {"global_attn_every_n_layers": 2})
-    assert every.layer_kinds == ("F", "W", "B", "W")
+    assert every.layer_kinds == (first, windowed, whole, windowed)
 
 
 @pytest.mark.parametrize(

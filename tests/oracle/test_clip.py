@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from mjax.convert import main as convert
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from tests.oracle.families import add_to_vectors, assert_gradients_near, save_gradients
 

@@ -9,7 +9,7 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mjax.config import load
-from mjax.models.base.context import Context
+from mjax.models.base.context import Context, Kernels
 from mjax.models.base.weight import Weight
 from mjax.models.moe.experts import ExpertWeights, run_experts
 from mjax.models.moe.router import Routing
@@ -51,7 +51,7 @@ def test_gpt_oss_experts_equal_transformers_forward_and_backward(kernel):
     def ours(x, up, down, up_bias, down_bias):
         routing = Routing(experts[None], gates[None], jnp.zeros((1, TOKENS, E)), None)
         weights = ExpertWeights(Weight(up), Weight(down), up_bias, down_bias)
-        return run_experts(x, routing, weights, cfg, Context(experts=kernel)).y
+        return run_experts(x, routing, weights, cfg, Context(kernels=Kernels(experts=kernel))).y
 
     y, vjp = jax.vjp(ours, *given)
     leaf = torch.tensor(x[0], requires_grad=True)

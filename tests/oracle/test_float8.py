@@ -14,7 +14,7 @@ import transformers
 from mjax import convert, from_pretrained
 from mjax.checkpoint.base.safetensors import open_folder
 from mjax.errors import UserError
-from mjax.interop.huggingface.float8 import quantize
+from mjax.interop.huggingface.float8 import quantize_rows
 from tests.oracle import families
 
 pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors to check FP8")
@@ -93,14 +93,14 @@ def test_every_value_is_as_near_as_eight_bits_allow():
     rng = np.random.default_rng(0)
     w = (rng.normal(size=(64, 200)) * np.exp(rng.normal(size=(64, 1)) * 5)).astype(np.float32)
     w[3] = 0
-    codes, scale = quantize(w.copy(), "w")
+    codes, scale = quantize_rows(w.copy(), "w")
     error = np.abs(codes.astype(np.float32) * scale - w)
     assert (error <= np.maximum(np.abs(w) / 16, scale * 2.0**-10) * 1.0001).all()
     largest = np.abs(codes.astype(np.float32)).max(1)
     assert ((largest >= 416) | (np.arange(64) == 3)).all() and largest[3] == 0  # of 448
     w[5, 7] = np.inf
     with pytest.raises(UserError, match="tensor w holds values that are not finite"):
-        quantize(w, "w")
+        quantize_rows(w, "w")
 
 
 @pytest.mark.parametrize("name,message", [("gpt2", "Conv1D"), ("mixtral", "experts")])

@@ -518,7 +518,7 @@ def test_an_argument_that_we_cannot_honor_is_named(tmp_path, arg):
 def test_experts_that_we_do_not_have_are_named(tmp_path, moe_arg, value):
     from mjax.interop.megatron.arguments import model_config
 
-    assert model_config(arguments("moe"), "common.pt").layer_pattern == "GEE"
+    assert model_config(arguments("moe"), "common.pt").layer_pattern == "full+mlp, full+experts*2"
     with pytest.raises(UserError, match=moe_arg):
         model_config({**arguments("moe"), moe_arg: value}, "common.pt")
     dense = model_config({**arguments("llama", swiglu=True), moe_arg: value}, "x")
@@ -532,13 +532,15 @@ def test_layer_arguments_become_a_pattern():
         cfg = model_config({**BASE, "num_layers": 6, **more}, "common.pt")
         return cfg.layer_pattern, cfg.attention.sliding_window
 
-    assert pattern() == ("G", None)
-    assert pattern(window_size=(127, 0)) == ("L", 128)
-    assert pattern(window_size=(127, 0), window_attn_skip_freq=2) == ("LG", 128)
+    assert pattern() == ("full+mlp", None)
+    assert pattern(window_size=(127, 0)) == ("window+mlp", 128)
+    assert pattern(window_size=(127, 0), window_attn_skip_freq=2) == ("window+mlp, full+mlp", 128)
     marks = [1, 0, 0, 1, 1, 0]
-    assert pattern(window_size=(3, 0), window_attn_skip_freq=marks) == ("LGGLLG", 4)
-    assert pattern(no_rope_freq=3) == ("GGN", None)
-    assert pattern(num_experts=2, moe_router_topk=1, moe_layer_freq=2) == ("EG", None)
+    some = "window+mlp, full+mlp*2, window+mlp*2, full+mlp"
+    assert pattern(window_size=(3, 0), window_attn_skip_freq=marks) == (some, 4)
+    assert pattern(no_rope_freq=3) == ("full+mlp*2, nope+mlp", None)
+    every_second = pattern(num_experts=2, moe_router_topk=1, moe_layer_freq=2)
+    assert every_second == ("full+experts, full+mlp", None)
     with pytest.raises(UserError, match="window_size and args.no_rope_freq"):
         pattern(window_size=(3, 0), no_rope_freq=2)
 

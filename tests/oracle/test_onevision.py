@@ -16,7 +16,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from mjax.data.multimodal.tiles import expanded, tiled_images
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
-from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from mjax.models.towers.tiles import Tiled
 from tests.oracle.families import (

@@ -17,7 +17,7 @@ from transformers.masking_utils import create_causal_mask
 from mjax.convert import main as convert
 from mjax.errors import UserError
 from mjax.interop.pretrained import from_pretrained
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, Kernels, tokens_of
 from mjax.objectives.objective import MultiToken
 from mjax.sharding.collectives import LOCAL
 from tests.oracle.families import make
@@ -138,7 +138,7 @@ def test_losses_and_gradients(saved):
         "columns": jnp.arange(40, dtype=jnp.int32),
     }
     batch |= objective.derive_fields(batch, LOCAL)
-    info, ctx = tokens_of((2, 40)), Context(attention="xla")
+    info, ctx = tokens_of((2, 40)), Context(kernels=Kernels(attention="xla"))
     counts = objective.counts(batch)
 
     def total(params):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import mjax
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.models.attention.positions import frequencies
 from tests.marks import quick, slow
 from tests.oracle.families import MODELS
@@ -275,7 +275,7 @@ def test_a_scaling_of_rope_is_read_as_transformers_reads_it(name, key):
     config = LLAMA | {key: SCALINGS[name]}
     cls = transformers.LlamaConfig
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(cls.from_dict(config))
-    ours = frequencies(config_from_hf(copy.deepcopy(config)), "G")
+    ours = frequencies(config_from_hf(copy.deepcopy(config)), "full")
     np.testing.assert_allclose(ours.per_token, theirs.inv_freq, rtol=1e-5)
     np.testing.assert_allclose(ours.factor, theirs.attention_scaling, rtol=1e-6)
 

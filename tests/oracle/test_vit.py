@@ -9,7 +9,7 @@ import transformers
 
 from mjax.convert import verify
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import from_pretrained
 from tests.oracle.families import (
     add_to_vectors,

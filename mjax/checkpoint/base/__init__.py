@@ -1,1 +1,1 @@
-"""What the store stands on: files, digests, steps, sources of weights."""
+"""Foundations of the store: files, digests, steps, sources of weights."""

@@ -34,13 +34,13 @@ TOKENIZERS = (
     "vocab.txt",
 )
 # Files of a tokenizer and of the chat that it is for.
-NAMES = (
+COMPANION_NAMES = (
     *TOKENIZERS,
     *"""generation_config.json tokenizer_config.json special_tokens_map.json
     added_tokens.json chat_template.jinja chat_template.json""".split(),
 )
-PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
-WEIGHTS = frozenset(
+COMPANION_PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
+WEIGHT_FILES = frozenset(
     """.safetensors .bin .pt .pth .ckpt .h5 .hdf5 .msgpack .ot .onnx .onnx_data .gguf .ggml .npz
     .npy .pkl .pickle .pb .tflite .mlmodel .nemo .distcp""".split()
 )
@@ -49,13 +49,13 @@ PROGRAMS = frozenset(
     .h .hpp .jar .whl""".split()
 )
 STARTS_OF_PROGRAMS = (b"#!", b"\x7fELF")
-LARGEST = 512 * 2**20  # bytes of all files that travel, the small ones first
+LARGEST_COMPANION = 512 * 2**20  # bytes of all files that travel, the small ones first
 
 
 def side_folders(path: str | Path) -> Iterator[Path]:
-    """Where the side files of a model folder, a checkpoint or a run may lie, the best first.
+    """Folders that may have the side files of a model folder, a checkpoint or a run, best first.
 
-    They lay beside the steps before they lay in them, and a run on `data.text` has its own.
+    Older runs stored them next to the step folders; runs on `data.text` keep their own copy.
     """
     path = Path(path)
     yield path
@@ -70,12 +70,16 @@ def side_folders(path: str | Path) -> Iterator[Path]:
 def read_folder(folder: Path) -> dict[str, bytes]:
     """Name, with / for folders in it, -> content of the side files in one folder.
 
-    Of a folder that is not a model's, these are the files of a tokenizer.
+    A folder that is not a model's gives the files of a tokenizer only.
     """
     is_model = folder.name == SIDE_FILES or (folder / "config.json").is_file()
-    files = _files_of(folder) if is_model else map(folder.glob, (*NAMES, *PATTERNS))
+    files = (
+        _files_of_model(folder)
+        if is_model
+        else map(folder.glob, (*COMPANION_NAMES, *COMPANION_PATTERNS))
+    )
     wrong = f"{folder}: cannot read what lies beside the weights: {{reason}}; mend it"
-    found, room = {}, LARGEST
+    found, room = {}, LARGEST_COMPANION
     with or_user_error(wrong):
         sizes = {file: file.stat().st_size for some in files for file in some if file.is_file()}
         for file in sorted(sizes, key=sizes.get):
@@ -87,7 +91,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def _files_of(folder: Path) -> Iterator[list[Path]]:
+def _files_of_model(folder: Path) -> Iterator[list[Path]]:
     """The files of a model but its weights and programs. Folders with weights hold other models."""
     for at, folders, files in os.walk(folder):
         if Path(at) != folder and any(map(_is_weights, files)):
@@ -105,11 +109,11 @@ def _is_left(name: str) -> bool:
 def _is_weights(name: str) -> bool:
     """Whether a file holds weights, or says in which file each of them is."""
     is_index = name.endswith(".index.json") or ".safetensors.index" in name
-    return is_index or (Path(name).suffix.lower() in WEIGHTS and name != UNREAD)
+    return is_index or (Path(name).suffix.lower() in WEIGHT_FILES and name != UNREAD)
 
 
 def _is_of_tokenizer(name: str) -> bool:
-    return any(PurePath(name).match(pattern) for pattern in (*NAMES, *PATTERNS))
+    return any(PurePath(name).match(pattern) for pattern in (*COMPANION_NAMES, *COMPANION_PATTERNS))
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -134,7 +138,7 @@ def tokenizer_dir(path: str | Path) -> Path | None:
 
 
 def tokenizer_of(path: str | Path) -> Path | str | None:
-    """What `load_tokenizer` takes for a model folder, a checkpoint or a run."""
+    """The argument of `load_tokenizer` for a model folder, a checkpoint or a run."""
     folder = tokenizer_dir(path)
     step = newest_step(Path(path))
     if folder is None and step is not None:
@@ -144,10 +148,10 @@ def tokenizer_of(path: str | Path) -> Path | str | None:
 
 
 def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
-    """The side files for the checkpoints of a run, from where its weights or its data come from.
+    """The side files for a run's checkpoints, from the origins of its weights and of its data.
 
-    Weights are those of its newest checkpoint, else of `checkpoint.init_from`. Where `data` has
-    another tokenizer than they, its files take the place of all of its kind.
+    The weights come from its newest checkpoint, else from `checkpoint.init_from`. If `data` has
+    another tokenizer than they, its files replace all files of a tokenizer.
     """
     step = newest_step(checkpoints)
     of_weights = read_folder(step / SIDE_FILES) if step else {}

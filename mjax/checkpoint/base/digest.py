@@ -22,9 +22,9 @@ from mjax.errors import UserError
 
 LIST = "digests.json"
 FORMAT = "crc32-64MiB"
-BLOCK = 64 * 2**20  # bytes under one digest
+DIGEST_BLOCK = 64 * 2**20  # bytes under one digest
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax's mark of folders that are being written
-READ = 2**20  # bytes read at a time; they stay in a core's cache
+READ_AT_ONCE = 2**20  # bytes read at a time; they stay in a core's cache
 
 # Files that orbax changes after the list is made. They hold nothing that is restored.
 UNLISTED = frozenset({LIST, "_CHECKPOINT_METADATA", "commit_success.txt"})
@@ -52,7 +52,7 @@ class DigestList:
     def verify(self, *prefixes: str, process: int = 0, processes: int = 1) -> None:
         """Read the files whose names begin with one of `prefixes` (none: all) and compare.
 
-        Of several processes each reads its part of the blocks. Raises `DamagedCheckpoint`.
+        Each of several processes reads its part of the blocks. Raises `DamagedCheckpoint`.
         """
         tasks = []
         for name in sorted(self.files):
@@ -71,8 +71,8 @@ class DigestList:
         if size != wanted.bytes:
             raise self._damage(f"{name} has {size:,} bytes instead of {wanted.bytes:,}")
         if wanted.blocks and found != wanted.blocks[number]:
-            end = min(wanted.bytes, (number + 1) * BLOCK)
-            raise self._damage(f"bytes {number * BLOCK:,} to {end:,} of {name} have changed")
+            end = min(wanted.bytes, (number + 1) * DIGEST_BLOCK)
+            raise self._damage(f"bytes {number * DIGEST_BLOCK:,} to {end:,} of {name} have changed")
 
     def _damage(self, what: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(f"checkpoint {self.folder} is damaged: {what}")
@@ -80,11 +80,11 @@ class DigestList:
 
 def block_digest(file: Path, number: int) -> int:
     """The CRC-32 of block `number` of `file`."""
-    digest, left = 0, BLOCK
-    view = memoryview(bytearray(READ))
+    digest, left = 0, DIGEST_BLOCK
+    view = memoryview(bytearray(READ_AT_ONCE))
     with open(file, "rb", buffering=0) as f:
-        f.seek(number * BLOCK)
-        while left and (count := f.readinto(view[: min(READ, left)])):
+        f.seek(number * DIGEST_BLOCK)
+        while left and (count := f.readinto(view[: min(READ_AT_ONCE, left)])):
             digest = zlib.crc32(view[:count], digest)
             left -= count
     return digest
@@ -96,15 +96,15 @@ def digest_files(files: Iterable[Path]) -> list[FileDigest]:
     for file in files:
         size = os.stat(file).st_size
         sizes.append(size)
-        tasks += [partial(block_digest, file, number) for number in range(-(-size // BLOCK))]
+        tasks += [partial(block_digest, file, number) for number in range(-(-size // DIGEST_BLOCK))]
     blocks = iter(run_all(tasks))
-    return [FileDigest(size, tuple(islice(blocks, -(-size // BLOCK)))) for size in sizes]
+    return [FileDigest(size, tuple(islice(blocks, -(-size // DIGEST_BLOCK)))) for size in sizes]
 
 
 def digest_bytes(content: memoryview) -> FileDigest:
     """The digest of a file that holds `content`."""
-    starts = range(0, len(content), BLOCK)
-    blocks = tuple(zlib.crc32(content[start : start + BLOCK]) for start in starts)
+    starts = range(0, len(content), DIGEST_BLOCK)
+    blocks = tuple(zlib.crc32(content[start : start + DIGEST_BLOCK]) for start in starts)
     return FileDigest(len(content), blocks)
 
 
@@ -123,10 +123,11 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 def write_digests(folder: Path, known: Mapping[str, FileDigest] | None = None) -> None:
     """Write the list of the step in `folder`; files that `known` lacks are read for it."""
-    known, files = known or {}, files_of(folder)
-    unknown = [name for name in files if name not in known]
-    made = zip(unknown, digest_files(files[name] for name in unknown), strict=True)
-    digests = {**known, **dict(made)}
+    files = files_of(folder)
+    digests = dict(known or {})
+    unknown = [name for name in files if name not in digests]
+    computed = digest_files(files[name] for name in unknown)
+    digests.update(zip(unknown, computed, strict=True))
     write_list(folder / LIST, {name: digests[name] for name in files})
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from mjax.checkpoint.base.digest import TEMPORARY
 from mjax.config.schema.sizes import shortened
 
-LONGEST = 300  # characters of an error that is not one of the system
+LONGEST_MESSAGE = 300  # characters of an error that is not one of the system
 
 
 @contextlib.contextmanager
@@ -65,4 +65,4 @@ def plain_reason(error: BaseException) -> str:
         if code:
             return os.strerror(int(code[1]))
         cause = cause.__cause__ or cause.__context__
-    return shortened(" ".join(str(error).split()) or type(error).__name__, LONGEST)
+    return shortened(" ".join(str(error).split()) or type(error).__name__, LONGEST_MESSAGE)

@@ -20,21 +20,21 @@ import numpy as np
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json
 
-DTYPES = {
+DTYPES_BY_NAME = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 # With those that only tensors have which no model reads.
-KINDS = DTYPES | {
+KINDS = DTYPES_BY_NAME | {
     "BOOL": np.dtype(bool),
     "F64": np.dtype(np.float64),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     **{f"{sign}{8 * n}": np.dtype(f"{sign.lower()}{n}") for sign in "IU" for n in (1, 2, 4, 8)},
 }
-NAMES = {dtype: name for name, dtype in KINDS.items()}
+NAMES_BY_DTYPE = {dtype: name for name, dtype in KINDS.items()}
 INDEX = "model.safetensors.index.json"
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError)  # what reading others' JSON raises
 _LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
@@ -42,7 +42,7 @@ _LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of `file`, its bytes from `offset` on. A kind that `DTYPES` lacks cannot be read."""
+    """A tensor of `file`, its bytes from `offset` on; `DTYPES_BY_NAME` has the readable kinds."""
 
     name: str
     file: Path
@@ -52,12 +52,12 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype:
-        if self.kind not in DTYPES:
+        if self.kind not in DTYPES_BY_NAME:
             raise UserError(
                 f"{self.file}: tensor {self.name} is {self.kind}, which is not one of "
-                f"{', '.join(DTYPES)}; save the model in bfloat16 or float32"
+                f"{', '.join(DTYPES_BY_NAME)}; save the model in bfloat16 or float32"
             )
-        return DTYPES[self.kind]
+        return DTYPES_BY_NAME[self.kind]
 
     def whole(self) -> np.ndarray:
         """The tensor as it is stored, of any kind that the format has but numbers of 4 or 6 bits.
@@ -82,7 +82,7 @@ class Tensor:
     def read_bytes(
         self, file: int, size: int, first: int, width: int, rows: slice, cols: slice
     ) -> np.ndarray:
-        """What `read` reads, as uint8; an element has `size` bytes."""
+        """The bytes of the part that `read` reads, uint8; an element has `size` bytes."""
         n, m = rows.stop - rows.start, cols.stop - cols.start
         raw = np.empty((n, m * size), np.uint8)
         at = self.offset + size * (first + rows.start * width + cols.start)
@@ -210,7 +210,7 @@ def _header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
     at = 0
     for name, (shape, dtype) in tensors.items():
         end = at + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (at, end)}
+        header[name] = {"dtype": NAMES_BY_DTYPE[dtype], "shape": shape, "data_offsets": (at, end)}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -1,7 +1,8 @@
 """Weights that are read piece by piece: what importing from any format comes down to.
 
 Invariant: a piece is the same whatever pieces are asked for, so a source can fill the shards of any
-mesh, or a checkpoint on disk, without ever holding a whole model: at most `BLOCK` bytes a thread.
+mesh, or a checkpoint on disk, without ever holding a whole model: at most `SOURCE_BLOCK` bytes a
+thread.
 """
 
 import math
@@ -22,7 +23,7 @@ from mjax.config.schema.model import ModelConfig
 Path = tuple[str, ...]  # of a parameter in the nested dict, e.g. ("dense", "attention", "q")
 Index = tuple[slice, ...]  # one per axis of the parameter, step 1
 
-BLOCK = 64 * 2**20  # bytes that are read, converted and handed on at a time
+SOURCE_BLOCK = 64 * 2**20  # bytes that are read, converted and handed on at a time
 THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -55,12 +56,12 @@ def array_source(cfg: ModelConfig, params: dict) -> Source:
 def block_shape(
     shape: tuple[int, ...], itemsize: int, first: tuple[int, ...] = (0,)
 ) -> tuple[int, ...]:
-    """A block of `shape` of at most `BLOCK` bytes, cut along `first`, then the longest axes."""
+    """A block of `shape`: at most `SOURCE_BLOCK` bytes; cut along `first`, then longest axes."""
     block = list(shape)
     rest = sorted(set(range(len(shape))) - set(first), key=lambda i: -shape[i])
     for axis in [*first, *rest][: len(shape)]:
         row = itemsize * math.prod(block) // max(block[axis], 1)
-        block[axis] = max(1, min(block[axis], BLOCK // max(row, 1)))
+        block[axis] = max(1, min(block[axis], SOURCE_BLOCK // max(row, 1)))
     return tuple(block)
 
 
@@ -116,21 +117,21 @@ def _fill(source: Source, path: Path, ranges: Index, dtype: np.dtype, devices: l
     shape = tuple(s.stop - s.start for s in ranges)
     block = block_shape(shape, dtype.itemsize)
     if block == shape:
-        part = _rounded(source, path, ranges, dtype)
+        part = _rounded_block(source, path, ranges, dtype)
         return [jax.device_put(part, device) for device in devices]
     made = [jnp.zeros(shape, dtype, device=device) for device in devices]
     for index in blocks(shape, block):
         here = tuple(
             slice(r.start + i.start, r.start + i.stop) for r, i in zip(ranges, index, strict=True)
         )
-        part = _rounded(source, path, here, dtype)
+        part = _rounded_block(source, path, here, dtype)
         at = tuple(np.int32(i.start) for i in index)
         made = [_put(shard, part, at) for shard in made]
         jax.block_until_ready(made)  # or blocks would pile up on the host
     return made
 
 
-def _rounded(source: Source, path: Path, index: Index, dtype: np.dtype) -> np.ndarray:
+def _rounded_block(source: Source, path: Path, index: Index, dtype: np.dtype) -> np.ndarray:
     """A part of a parameter in `dtype`; raises `UserError` where float16 does not hold it."""
     with np.errstate(over="ignore"):
         part = source.read(path, index).astype(dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Where the steps of a run lie: folders named by numbers, complete once they have the name."""
+"""The steps of a run on disk: folders named by numbers, complete once they have the name."""
 
 from pathlib import Path
 

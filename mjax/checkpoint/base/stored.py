@@ -59,7 +59,7 @@ class StoredArrays:
 
     @contextlib.contextmanager
     def readable(self, path: Leaf) -> Iterator[None]:
-        """What tensorstore raises, as one line that names the array."""
+        """Turn tensorstore's errors into one line that names the array."""
         try:
             yield
         except (ValueError, OSError) as e:

@@ -34,7 +34,7 @@ from mjax.checkpoint.base.orbax_messages import plain_reason
 from mjax.checkpoint.local.peers import (
     devices_by_process,
     gather_numbers,
-    in_order,
+    in_device_order,
     machine_id,
     send,
 )
@@ -68,7 +68,7 @@ class NodeStore:
         newest = max(steps_of(self._mine), default=NONE)
         newest_of, nodes = gather_numbers([newest, self._node()]).T
         leaves, me, processes = jax.tree.leaves(state), jax.process_index(), jax.process_count()
-        shards = [[shard.data for shard in in_order(leaf)] for leaf in leaves]
+        shards = [[shard.data for shard in in_device_order(leaf)] for leaf in leaves]
         parts = {OWN: (me, [_to_host(of_leaf) for of_leaf in shards])}
         if distance := _distance_to_peer(nodes):
             devices = devices_by_process(leaves[0])
@@ -121,8 +121,10 @@ class NodeStore:
         folders = self.directory.glob("process-*")
         seen = {step for folder in folders for step in steps_of(folder)}
         newest = sorted(seen, reverse=True)[:MOST_STEPS]
-        found = gather_numbers([*newest, *[NONE] * (MOST_STEPS - len(newest))])
-        return sorted({int(step) for step in found.flat} - {NONE}, reverse=True)
+        padding = [NONE] * (MOST_STEPS - len(newest))
+        gathered = gather_numbers([*newest, *padding])
+        found = set(gathered.flatten().tolist()) - {NONE}
+        return sorted(found, reverse=True)
 
     def newest(self) -> Path | None:
         """The newest step of this process, for messages."""
@@ -154,9 +156,9 @@ class NodeStore:
         return jax.tree.unflatten(tree, arrays)
 
     def _remove_strange(self, step: int) -> None:
-        """Remove what is newer than the step that all go on from, and what absent processes left.
+        """Remove steps newer than the one that all go on from, and files of absent processes.
 
-        That is done when all have read what they need.
+        To be called once all have read the files that they need.
         """
         nodes = gather_numbers([self._node()])[:, 0]
         here = {
@@ -189,7 +191,7 @@ class NodeStore:
             if not travels and not is_receiver:
                 continue
             file = None if origin is None else files[origin]
-            for of_leaf in _read(file, leaves, me if origin is None else origin):
+            for of_leaf in _read_part(file, leaves, me if origin is None else origin):
                 if travels:
                     of_leaf = send(of_leaf, devices, list(origin_of.items()))
                 if is_receiver:
@@ -298,11 +300,13 @@ def _write_part(file: Path, leaves: list, origin: int, shards: list[list]) -> No
     with open(file, "wb") as f:
         for leaf, of_leaf in zip(leaves, shards, strict=True):
             for slot, first in enumerate(_first_slots(leaf, origin)):
-                if slot == first:
-                    f.write(np.asarray(of_leaf[slot]).reshape(-1).view(np.uint8))
+                if slot != first:
+                    continue
+                values = np.asarray(of_leaf[slot])
+                f.write(values.reshape(-1).view(np.uint8))
 
 
-def _read(
+def _read_part(
     file: Path | None, leaves: list[jax.ShapeDtypeStruct], origin: int
 ) -> Iterator[list[jax.Array]]:
     """The shards of `origin` in a file, on this process's devices; zeros without a file."""

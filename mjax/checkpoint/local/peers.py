@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def machine_id() -> str:
-    """What no two running machines share, and no machine keeps when it starts anew.
+    """An identifier that no two running machines share, and that changes when a machine restarts.
 
     Containers of one machine share it, whatever they call their host.
     """
@@ -36,7 +36,7 @@ def devices_by_process(array: jax.Array | jax.ShapeDtypeStruct) -> list[list[jax
     return [found[process] for process in sorted(found)]
 
 
-def in_order(array: jax.Array) -> list[Shard]:
+def in_device_order(array: jax.Array) -> list[Shard]:
     """The shards of an array in this process, in the order of `devices_by_process`."""
     return sorted(array.addressable_shards, key=lambda shard: shard.device.id)
 
@@ -53,20 +53,23 @@ def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
 def send(
     shards: list[jax.Array], devices: list[list[jax.Device]], pairs: Sequence[tuple[int, int]]
 ) -> list[jax.Array]:
-    """What this process gets of an array, where `pairs` are (sender, receiver) processes.
+    """Send shards between processes, by `pairs` of (sender, receiver); returns those received.
 
     `shards` are those of this process, in the order of its `devices`, all of one shape. The i-th
-    device of a receiver gets what the i-th of the sender holds. Each process is at most one sender
-    and one receiver. Who is no receiver gets zeros.
+    device of a receiver gets the shard of the sender's i-th device. Each process is at most one
+    sender and one receiver. A process that is no receiver gets zeros.
     """
     count = len(devices[0])
     mesh = Mesh(np.array(devices).reshape(-1), ("device",))
-    steps = tuple((a * count + i, b * count + i) for a, b in pairs for i in range(count))
+    steps = []
+    for sender, receiver in pairs:
+        steps += [(sender * count + i, receiver * count + i) for i in range(count)]
     where = NamedSharding(mesh, P("device"))
     shape = mesh.size, *shards[0].shape
     rows = [shard[None] for shard in shards]
     whole = jax.make_array_from_single_device_arrays(shape, where, rows)
-    return [shard.data[0] for shard in in_order(_permute(mesh, steps)(whole))]
+    received = _permute(mesh, tuple(steps))(whole)
+    return [shard.data[0] for shard in in_device_order(received)]
 
 
 @functools.cache

@@ -2,13 +2,7 @@
 
 from collections.abc import Iterator
 
-from mjax.config.languages.layer_pattern import (
-    BRANCHES,
-    branches_of,
-    branches_of_model,
-    has_heads,
-    of_decoder,
-)
+from mjax.config.languages.layer_pattern import BRANCHES, branches_of_model, of_decoder, roles_of
 from mjax.config.rules.rule import rule, rules_of
 from mjax.config.schema.keys import value_of
 from mjax.config.schema.model import BertConfig
@@ -38,41 +32,43 @@ def _knows(c: Config, *names: str) -> bool:
     return all(getattr(c.data.masked, name) is not None for name in names)
 
 
-@rule("set train.objective=masked_lm, or use G blocks")
+@rule("set train.objective=masked_lm, or use full blocks")
 def next_token_is_hidden(c: Config) -> Iterator[str]:
     if c.model.architecture.encodes and c.train.objective == "next_token":
         yield (
-            "`train.objective` is given away where `model.layer_pattern` has B blocks, which see "
-            "all tokens"
+            "`train.objective` is given away where `model.layer_pattern` has bidirectional blocks, "
+            "which see all tokens"
         )
 
 
-@rule("write it as 'B*12, [GXD]*12'")
+@rule("write it as 'bidirectional+mlp*12, full+cross+mlp*12'")
 def sides_are_apart(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     encoders = sum(not of_decoder(kind) for kind in kinds)
     encoder, decoder = kinds[:encoders], kinds[encoders:]
-    seen = {letter for letter in branches_of_model(encoder) if has_heads(letter)}
-    masks = {BRANCHES[letter].mask for letter in branches_of_model(decoder)}
-    in_order = all("X" in branches_of(kind) for kind in decoder)
-    are_apart = in_order and seen == {"B"} and masks == {"causal", "cross"}
+    seen = {word for word in branches_of_model(encoder) if BRANCHES[word].has_heads}
+    masks = {BRANCHES[word].mask for word in branches_of_model(decoder)}
+    in_order = all("cross_attention" in roles_of(kind) for kind in decoder)
+    are_apart = in_order and seen == {"bidirectional"} and masks == {"causal", "cross"}
     if c.model.architecture.reads_target and not are_apart:
         yield (
-            "`model.layer_pattern`: an encoder-decoder has layers of B blocks, and then layers "
-            "with a causal branch and X"
+            "`model.layer_pattern`: an encoder-decoder has bidirectional layers, and then layers "
+            "with a causal branch and cross"
         )
 
 
 @rule("set train.objective=span_corruption")
 def decoder_writes_spans(c: Config) -> Iterator[str]:
     if c.model.architecture.reads_target and c.train.objective in ("next_token", *_OF_ENCODERS):
-        yield "`train.objective` knows no decoder beside an encoder (X in `model.layer_pattern`)"
+        yield (
+            "`train.objective` knows no decoder beside an encoder (cross in `model.layer_pattern`)"
+        )
 
 
-@rule("set model.layer_pattern to 'B*12, [GXD]*12' or the like")
+@rule("set model.layer_pattern to 'bidirectional+mlp*12, full+cross+mlp*12' or the like")
 def spans_need_a_decoder(c: Config) -> Iterator[str]:
     if c.train.objective == _SPANS and not c.model.architecture.reads_target:
-        yield "`train.objective` needs an encoder and a decoder; `model.layer_pattern` has no X"
+        yield "`train.objective` needs an encoder and a decoder; `model.layer_pattern` has no cross"
 
 
 @rule("set it to rope")
@@ -108,7 +104,10 @@ def target_length_divides(c: Config) -> Iterator[str]:
 @rule("set model.layer_pattern=B, or train.objective=next_token")
 def hidden_tokens_need_an_encoder(c: Config) -> Iterator[str]:
     if c.train.objective in _OF_ENCODERS and not c.model.architecture.encodes:
-        yield "`train.objective` is for encoders, but `model.layer_pattern` has no B block"
+        yield (
+            "`train.objective` is for encoders, but `model.layer_pattern` has no bidirectional "
+            "blocks"
+        )
 
 
 @rule("set it to true")
@@ -162,7 +161,7 @@ def sentences_are_masked(c: Config) -> Iterator[str]:
         )
 
 
-@rule("set it; sentinel_ids are the first and the last one (docs/encoders.md)")
+@rule("set it; sentinel_ids are the first and the last one (docs/models/encoders.md)")
 def spans_have_ids(c: Config) -> Iterator[str]:
     if c.train.objective != _SPANS:
         return
@@ -231,7 +230,7 @@ def prediction_has_a_final_norm(c: Config) -> Iterator[str]:
     is_like_bert = has_encoder or m.norm_placement == "post_residual" or m.bert != BertConfig()
     if m.num_nextn_predict_layers and is_like_bert:
         yield (
-            "`model.num_nextn_predict_layers` is not built for B blocks, "
+            "`model.num_nextn_predict_layers` is not built for bidirectional blocks, "
             "norm_placement=post_residual and model.bert"
         )
 

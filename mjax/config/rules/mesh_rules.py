@@ -72,7 +72,8 @@ def _pipeline_keys(c: Config) -> list[str]:
 
 def _tp_divides(key: str, remedy: str) -> Rule:
     """tp divides the size under `key`, if a layer reads it; those of no branch are always read."""
-    owners = {letter for letter in BRANCHES if key.removeprefix("model.") in BRANCHES[letter].sizes}
+    size = key.removeprefix("model.")
+    owners = {word for word, branch in BRANCHES.items() if size in branch.sizes}
 
     def problems(c: Config) -> Iterator[str]:
         if value_of(c, key) % c.mesh.tp and not (owners and c.model.branches.isdisjoint(owners)):
@@ -167,7 +168,7 @@ def ring_supports(c: Config) -> Iterator[str]:
     for reason in not_for_cudnn(c):
         if reason.startswith("model."):
             yield f"`mesh.cp_type` cannot run with {reason}"
-    if "A" in c.model.branches and c.model.mla.v_head_dim != c.model.mla.qk_head_dim:
+    if c.model.reads_group("mla") and c.model.mla.v_head_dim != c.model.mla.qk_head_dim:
         yield (
             "`mesh.cp_type` cannot run with model.mla.v_head_dim: values have heads of another size"
         )

@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator
 
-from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder, sizes_of
+from mjax.config.languages.layer_pattern import (
+    BRANCHES,
+    branches_of,
+    of_decoder,
+    roles_of,
+    sizes_of,
+)
 from mjax.config.rules.rule import rule, rules_of, set_keys
 from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.model import ROPE_KEYS, LayerSizes
@@ -13,20 +19,12 @@ def _rotary_dims(c: Config) -> dict[str, int]:
     """The rotated channels of a head, by the key of its size; {} without RoPE."""
     if c.model.position_embedding != "rope":
         return {}
-    rotary = [letter for letter in sorted(c.model.branches) if BRANCHES[letter].rotary]
-    return {BRANCHES[letter].rotary: c.model.rotary_dim(letter) for letter in rotary}
-
-
-def _has(c: Config, letters: str) -> bool:
-    """Whether layers have a branch of one of these letters."""
-    return not c.model.branches.isdisjoint(letters)
-
-
-HEAD_DIM = "GLNBWF"  # attention with heads of model.attention.head_dim, and kv heads
+    rotary = [word for word in sorted(c.model.branches) if BRANCHES[word].rotary]
+    return {BRANCHES[word].rotary: c.model.rotary_dim(word) for word in rotary}
 
 
 def _has_windows(c: Config) -> bool:
-    return any(BRANCHES[letter].windowed for letter in c.model.branches)
+    return any(BRANCHES[word].windowed for word in c.model.branches)
 
 
 @rule("use each entry: '@1' stands for the first")
@@ -43,8 +41,8 @@ def layer_sizes_fit(c: Config) -> Iterator[str]:
 def layer_sizes_read(c: Config) -> Iterator[str]:
     read: dict[int, set[str]] = {}
     for kind in c.model.layer_kinds:
-        for letter in branches_of(kind):
-            branch = BRANCHES[letter]
+        for word in branches_of(kind):
+            branch = BRANCHES[word]
             window = {"attention.sliding_window"} if branch.windowed else set()
             read.setdefault(sizes_of(kind), set()).update(branch.sizes, window)
     for number, sizes in enumerate(c.model.layer_sizes, 1):
@@ -65,14 +63,14 @@ def kv_heads_divide_heads(c: Config) -> Iterator[str]:
 
 @rule("set model.attention.head_dim")
 def head_dim_known(c: Config) -> Iterator[str]:
-    if _has(c, HEAD_DIM) and c.model.attention.head_dim <= 0:
+    if c.model.reads_group("attention") and c.model.attention.head_dim <= 0:
         yield "`model.hidden_size` is not divisible by `model.attention.num_attention_heads`"
 
 
 @rule("set kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim of model.mla")
 def mla_sizes_given(c: Config) -> Iterator[str]:
-    if _has(c, "A") and 0 in c.model.mla.model_dump().values():
-        yield "`model.layer_pattern` has A blocks, whose sizes model.mla lacks"
+    if c.model.reads_group("mla") and 0 in c.model.mla.model_dump().values():
+        yield "`model.layer_pattern` has mla blocks, whose sizes model.mla lacks"
 
 
 @rule("set it to false")
@@ -80,23 +78,23 @@ def mla_features(c: Config) -> Iterator[str]:
     names = "attention_bias attention_out_bias qk_norm attention_sinks key_multiplier".split()
     names += ["attention_in_multiplier", "attention_out_multiplier", "attention_output_gate"]
     for name in names:
-        if _has(c, "A") and value_of(c.model.attention, name):
-            yield f"`model.attention.{name}` is not built for A blocks"
+        if c.model.reads_group("mla") and value_of(c.model.attention, name):
+            yield f"`model.attention.{name}` is not built for mla blocks"
 
 
 @rule("set it to 1.0")
 def mla_rotates_whole_part(c: Config) -> Iterator[str]:
-    if _has(c, "A") and c.model.rope.partial_rotary_factor != 1:
+    if c.model.reads_group("mla") and c.model.rope.partial_rotary_factor != 1:
         yield (
-            "`model.rope.partial_rotary_factor` is not for A blocks, which turn qk_rope_head_dim "
+            "`model.rope.partial_rotary_factor` is not for mla blocks, which turn qk_rope_head_dim "
             "dims"
         )
 
 
 @rule("set model.mamba.mamba_num_heads, as a rule 2 x hidden_size / mamba_head_dim")
 def mamba_heads_given(c: Config) -> Iterator[str]:
-    if _has(c, "M") and c.model.mamba.mamba_num_heads <= 0:
-        yield "`model.layer_pattern` has M blocks, whose heads model.mamba lacks"
+    if c.model.reads_group("mamba") and c.model.mamba.mamba_num_heads <= 0:
+        yield "`model.layer_pattern` has mamba blocks, whose heads model.mamba lacks"
 
 
 @rule("each group must serve equally many heads: change either")
@@ -109,10 +107,11 @@ def mamba_groups_divide_heads(c: Config) -> Iterator[str]:
 def deltanet_heads_fit(c: Config) -> Iterator[str]:
     sizes = c.model.deltanet
     keys = sizes.linear_num_key_heads
-    if _has(c, "T") and (keys <= 0 or sizes.linear_num_value_heads % keys or not sizes.channels):
+    fit = keys > 0 and sizes.linear_num_value_heads % keys == 0 and sizes.channels
+    if c.model.reads_group("deltanet") and not fit:
         yield (
             "`model.deltanet.linear_num_value_heads` is no multiple of "
-            "`model.deltanet.linear_num_key_heads`, or they are missing, for T blocks"
+            "`model.deltanet.linear_num_key_heads`, or they are missing, for deltanet blocks"
         )
 
 
@@ -128,7 +127,7 @@ def mamba_steps_fit(c: Config) -> Iterator[str]:
 @rule("give as many, or null")
 def multipliers_fit(c: Config) -> Iterator[str]:
     of_parts, of_mlp = c.model.mamba.ssm_multipliers, c.model.mlp_multipliers
-    is_plain = c.model.mlp_gated and not _has(c, "E")
+    is_plain = c.model.mlp_gated and not c.model.has_role("experts")
     fit_mlp = of_mlp is None or (is_plain and len(of_mlp) == 2)
     if not fit_mlp or (of_parts is not None and len(of_parts) != 5):
         yield (
@@ -186,13 +185,15 @@ def window_given(c: Config) -> Iterator[str]:
 
 @rule("lower the one or raise the other")
 def top_k_fits(c: Config) -> Iterator[str]:
-    if _has(c, "E") and c.model.moe.num_experts_per_tok > c.model.moe.num_experts:
+    moe = c.model.moe
+    if c.model.has_role("experts") and moe.num_experts_per_tok > moe.num_experts:
         yield "`model.moe.num_experts_per_tok` exceeds `model.moe.num_experts`"
 
 
 @rule("set model.moe.norm_topk_prob=false, or the router learns nothing from the loss")
 def top_1_learns(c: Config) -> Iterator[str]:
-    if _has(c, "E") and c.model.moe.num_experts_per_tok <= 1 and c.model.moe.norm_topk_prob:
+    moe = c.model.moe
+    if c.model.has_role("experts") and moe.num_experts_per_tok <= 1 and moe.norm_topk_prob:
         yield "`model.moe.num_experts_per_tok` with `model.moe.norm_topk_prob` makes every gate 1"
 
 
@@ -229,7 +230,7 @@ def sinkhorn_alone(c: Config) -> Iterator[str]:
 
 @rule("set model.moe.router_aux_loss_type=sum")
 def layers_averaged_in_one_stream(c: Config) -> Iterator[str]:
-    of_others = any("E" in branches_of(k) and not of_decoder(k) for k in c.model.layer_kinds)
+    of_others = any("experts" in roles_of(k) and not of_decoder(k) for k in c.model.layer_kinds)
     averages = c.model.moe.router_aux_loss_type == "mean_over_layers"
     architecture = c.model.architecture
     if averages and of_others and architecture.has_streams and not architecture.reads_target:
@@ -248,11 +249,12 @@ def ep_divides_experts(c: Config) -> Iterator[str]:
         yield "`model.moe.num_experts` is not divisible by `mesh.ep`"
 
 
-@rule("set it to null, or use E blocks without a shared expert, hidden_act=silu, mlp_gated=true")
+@rule("set it to null, or use experts without a shared one, hidden_act=silu, mlp_gated=true")
 def swiglu_limit_is_of_experts(c: Config) -> Iterator[str]:
-    has_others = _has(c, "D") or c.model.moe.shared_expert_intermediate_size
+    has_others = c.model.has_role("feedforward") or c.model.moe.shared_expert_intermediate_size
     is_swiglu = c.model.mlp_gated and c.model.hidden_act == "silu"
-    if c.model.swiglu_limit is not None and not (is_swiglu and _has(c, "E") and not has_others):
+    is_of_experts = c.model.has_role("experts") and not has_others
+    if c.model.swiglu_limit is not None and not (is_swiglu and is_of_experts):
         yield "`model.swiglu_limit` is built for experts with a gate and silu alone"
 
 

@@ -17,7 +17,7 @@ def towers_of(c: Config) -> Iterator[tuple[str, TowerConfig]]:
         yield modality, c.model.tower(modality)
 
 
-@rule("write it as 'V*23, [P], G*32', or with sounds as 'V*23, [P], S*32, [Q], G*32'")
+@rule("write it as 'vision+mlp*23, projector, full+mlp*32'; of sounds: audio, audio_projector")
 def towers_stand_before_projectors(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     items = [kind for kind in kinds if modality_of(kind)]
@@ -25,20 +25,21 @@ def towers_stand_before_projectors(c: Config) -> Iterator[str]:
         return
     last = max(place for place, kind in enumerate(kinds) if modality_of(kind))
     text = branches_of_model(kinds[last + 1 :])
-    is_text = {BRANCHES[letter].mask for letter in text} == {"causal"}
+    is_text = {BRANCHES[word].mask for word in text} == {"causal"}
     in_order = last + 1 == len(items)
     for modality in {modality_of(kind) for kind in items}:
         towers = [of_tower(kind) for kind in items if modality_of(kind) == modality]
         in_order &= len(towers) > 1 and towers == [True] * (len(towers) - 1) + [False]
-    of_items = [kind for kind in items if kind not in ("V", "[P]", "S", "[Q]")]
+    known = "vision+mlp", "projector", "audio+mlp", "audio_projector"
+    of_items = [kind for kind in items if kind not in known]
     if of_items or not (in_order and is_text):
         yield (
-            "`model.layer_pattern`: a text with items has the layers of each tower (V, S), one "
-            "projector behind them ([P], [Q]), and then causal layers"
+            "`model.layer_pattern`: a text with items has the layers of each tower, one projector "
+            "after them, and then causal layers"
         )
 
 
-@rule("set it (docs/multimodal.md)")
+@rule("set it (docs/models/multimodal.md)")
 def towers_have_sizes(c: Config) -> Iterator[str]:
     for modality, tower in towers_of(c):
         token = f"{tower.item}_token_id"
@@ -67,7 +68,7 @@ def towers_divide(c: Config) -> Iterator[str]:
         if "a2a" in c.mesh.cp_type and heads // tp % cp:
             yield f"`{of}.num_attention_heads` over tp is not divisible by `mesh.cp` for a2a"
         if c.model.hidden_size % tp and not c.model.architecture.compares:
-            yield "`model.hidden_size`, of a projector (P, Q), is not divisible by `mesh.tp`"
+            yield "`model.hidden_size`, of a projector, is not divisible by `mesh.tp`"
 
 
 @rule("leave it out, or write 1")

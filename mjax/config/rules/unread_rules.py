@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mjax.config.languages.layer_pattern import BRANCHES, has_heads
+from mjax.config.languages.layer_pattern import BRANCHES
 from mjax.config.languages.optax_arguments import PREFIX
 from mjax.config.rules.rule import rule
 from mjax.config.schema.keys import leaf_keys, value_of
@@ -46,13 +46,13 @@ class Need:
         return [key for key in leaf_keys(Config) if f"{key}.".startswith(within)]
 
 
-def _blocks(keys: str, letters: str) -> Need:
-    """Keys of blocks with one of these letters."""
+def _branches(keys: str, *words: str) -> Need:
+    """Keys of branches with one of these words."""
 
     def holds(c: Config) -> bool:
-        return not c.model.branches.isdisjoint(letters)
+        return not c.model.branches.isdisjoint(words)
 
-    return Need(keys, "model.layer_pattern", f"{' or '.join(letters)} blocks", holds)
+    return Need(keys, "model.layer_pattern", f"{' or '.join(words)} blocks", holds)
 
 
 def _value(keys: str, switch: str, *values: str | bool) -> Need:
@@ -75,9 +75,9 @@ def _objective(keys: str, *names: str) -> Need:
 
 
 def _has_kv_heads(c: Config) -> bool:
-    branches = (BRANCHES[letter] for letter in c.model.branches)
+    branches = (BRANCHES[word] for word in c.model.branches)
     has_others = any("attention.num_key_value_heads" in branch.sizes for branch in branches)
-    return has_others or "A" not in c.model.branches
+    return has_others or not c.model.reads_group("mla")
 
 
 def _reads_tokens(c: Config) -> bool:
@@ -133,27 +133,27 @@ _OF_EXPERTS = " ".join(name for name in MoeConfig.model_fields if name != "num_e
 
 NEEDS = (
     _objective("data: target_length masked.sentinel_ids", "span_corruption"),
-    _blocks("model.mla", "A"),
-    _blocks("model.mamba", "M"),
-    _blocks("model.deltanet", "T"),
-    _blocks(f"model.moe: {_OF_EXPERTS}", "E"),
-    _blocks("model.audio", "S"),
-    _blocks("checkpoint.init_audio", "S"),
-    _blocks("model.decoder_start_token_id", "X"),
-    _blocks("model: mlp_bias mlp_gated", "DE"),
+    _branches("model.mla", "mla"),
+    _branches("model.mamba", "mamba"),
+    _branches("model.deltanet", "deltanet"),
+    _branches(f"model.moe: {_OF_EXPERTS}", "experts"),
+    _branches("model.audio", "audio"),
+    _branches("checkpoint.init_audio", "audio"),
+    _branches("model.decoder_start_token_id", "cross"),
+    _branches("model: mlp_bias mlp_gated", "mlp", "experts"),
     Need(
         "model: attention.sliding_window rope.rope_local_theta",
         _PATTERN,
-        "L or W blocks",
-        lambda c: any(BRANCHES[letter].windowed for letter in c.model.branches),
+        "window or bidirectional_window blocks",
+        lambda c: any(BRANCHES[word].windowed for word in c.model.branches),
     ),
     Need(
         f"model.attention: {_OF_HEADS} qk_norm_all_heads",
         _PATTERN,
         "attention",
-        lambda c: any(map(has_heads, c.model.branches)),
+        lambda c: any(BRANCHES[word].has_heads for word in c.model.branches),
     ),
-    Need("model.attention.num_key_value_heads", _PATTERN, "heads that A lacks", _has_kv_heads),
+    Need("model.attention.num_key_value_heads", _PATTERN, "heads that mla lacks", _has_kv_heads),
     _value("model.attention.qk_norm_all_heads", "model.attention.qk_norm", True),
     _value("model.attention.attention_key_bias", "model.attention.attention_bias", True),
     _value("model.rope", "model.position_embedding", "rope"),
@@ -170,23 +170,23 @@ NEEDS = (
         lambda c: c.model.bert.mlm_head or c.model.bert.num_labels > 0,
     ),
     Need("model.vision", _PATCH, "patches", _reads_pixels),
-    _blocks(
+    _branches(
         "model.vision: hidden_size intermediate_size num_attention_heads hidden_act "
         "layer_norm_eps length_multiple embedding_norm",
-        "V",
+        "vision",
     ),
     Need(
         "model.vision: image_token_id max_images image_grid_pinpoints vision_aspect_ratio "
         "tile_tags pixel_shuffle",
         _PATTERN,
-        "V blocks and a P",
+        "vision blocks and a projector",
         _has_vision_in_texts,
     ),
     _objective("model.vision.num_labels", "classify_images"),
     Need(
         "model.contrastive",
         _PATTERN,
-        "V blocks without a P",
+        "vision blocks without a projector",
         lambda c: c.model.architecture.compares,
     ),
     Need(
@@ -196,7 +196,7 @@ NEEDS = (
         "a model of texts alone, or with images in them",
         _predicts_texts,
     ),
-    Need("model.embedding_multiplier", _PATCH, "0, or V blocks", _reads_tokens),
+    Need("model.embedding_multiplier", _PATCH, "0, or a vision tower", _reads_tokens),
     _value("data: valid_paths images.valid_path", "data.mock", False),
     Need(
         "data.valid_paths",
@@ -214,7 +214,12 @@ NEEDS = (
         _reads_stream,
     ),
     Need("data.cache_dir", "train.objective", "documents of tokens", _reads_corpus),
-    Need("data: paths text tokenizer eod_token_id", _PATCH, "0, or V blocks", _reads_tokens),
+    Need(
+        "data: paths text tokenizer eod_token_id",
+        _PATCH,
+        "0, or a vision tower",
+        _reads_tokens,
+    ),
     _value(
         "data: fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token "
         "fim_split_sample fim_fragment_rate fim_no_prefix",

@@ -11,12 +11,12 @@ _OBJECTIVE = "classify_images"
 _CONTRASTIVE = "contrastive"
 
 
-@rule("set train.objective=classify_images and model.vision.patch_size, or write a P")
+@rule("set train.objective=classify_images and model.vision.patch_size, or write a projector")
 def images_are_classified(c: Config) -> Iterator[str]:
     if "vision" in c.model.modalities:
         return
     if c.train.objective == _CONTRASTIVE:
-        yield "`train.objective` compares images with texts, but `model.layer_pattern` has no V"
+        yield "`train.objective` compares images with texts, but `model.layer_pattern` has none"
     reads_tokens = c.model.architecture.reads_tokens
     if not reads_tokens and c.train.objective in ("next_token", "masked_lm", "classify"):
         yield "`train.objective` reads tokens, but `model.vision.patch_size` cuts images into them"
@@ -28,19 +28,23 @@ def images_are_classified(c: Config) -> Iterator[str]:
 def towers_see_all_patches(c: Config) -> Iterator[str]:
     if c.model.architecture.reads_tokens:
         return
-    if {"D"} != c.model.branches - {"B"}:
-        yield "`model.layer_pattern`: an image encoder has layers of B"
+    if {"mlp"} != c.model.branches - {"bidirectional"}:
+        yield "`model.layer_pattern`: an image encoder has layers of bidirectional"
     if c.model.position_embedding != "learned":
         yield "`model.position_embedding` is not built for images"
 
 
-@rule("write it as 'V*24, G*12' or 'V*27, U*27'")
+@rule("write it as 'vision+mlp*24, full+mlp*12' or 'vision+mlp*27, text+mlp*27'")
 def compared_towers_stand_apart(c: Config) -> Iterator[str]:
     kinds = c.model.layer_kinds
     if not c.model.architecture.compares:
         return
-    if {*kinds[sum(map(of_tower, kinds)) :]} not in ({"G"}, {"U"}) or kinds[0] != "V":
-        yield "`model.layer_pattern`: without P, layers of V stand before G alone or U alone"
+    texts = {*kinds[sum(map(of_tower, kinds)) :]}
+    if texts not in ({"full+mlp"}, {"text+mlp"}) or kinds[0] != "vision+mlp":
+        yield (
+            "`model.layer_pattern`: without a projector, vision stands before full alone or text "
+            "alone"
+        )
 
 
 @rule("leave it out")
@@ -49,7 +53,10 @@ def compared_texts_are_plain(c: Config) -> Iterator[str]:
     if not model.architecture.compares:
         pools = not (model.vision.class_token or "vision" in model.modalities)
         if pools:
-            yield "model.vision.class_token is for V without P in `model.layer_pattern`"
+            yield (
+                "model.vision.class_token is for vision without a projector in "
+                "`model.layer_pattern`"
+            )
         return
     if (model.contrastive.eos_token_id or 0) >= model.vocab_size:
         yield "`model.contrastive.eos_token_id` is outside `model.vocab_size`"

@@ -7,7 +7,7 @@ has the class of each name.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mjax.config.languages.layer_pattern import BRANCHES, DECODER, sees_ahead, stream_of
+from mjax.config.languages.layer_pattern import DECODER, sees_ahead, stream_of
 
 if TYPE_CHECKING:
     from mjax.config.schema.model import ModelConfig
@@ -70,7 +70,7 @@ _OBJECTIVES = {
 
 def architecture_of(model: "ModelConfig") -> Architecture:
     """The architecture of a model. Raises `UserError` for a malformed layer_pattern."""
-    words = {BRANCHES[branch].word for branch in model.branches}
+    words = model.branches
     inputs = list(model.modalities)
     if "retrieval" in words:
         inputs.append(NEIGHBORS)

@@ -7,7 +7,7 @@ from mjax.config.schema.sizes import UpTo20, UpTo24
 
 
 class MlaConfig(Group):
-    """Multi-head latent attention, of A blocks: queries and keys come from low-rank latents."""
+    """Multi-head latent attention (mla): queries and keys come from low-rank latents."""
 
     q_lora_rank: UpTo24 | None = Field(None, ge=1)
     """Width of the latent of queries; None: they come from the input."""
@@ -27,7 +27,7 @@ class MlaConfig(Group):
 
 
 class MambaConfig(Group):
-    """Mamba-2, of M blocks: a scan over states, a convolution before it, a gated norm behind."""
+    """Mamba-2 (mamba): a scan over states, a convolution before it, a gated norm after it."""
 
     mamba_num_heads: int = Field(0, ge=0)
     """Heads of an M block."""
@@ -66,7 +66,7 @@ class MambaConfig(Group):
 
 
 class DeltaNetConfig(Group):
-    """Gated DeltaNet, of T blocks: linear attention by the gated delta rule, behind a convolution;
+    """Gated DeltaNet (deltanet): linear attention by the gated delta rule, behind a convolution;
     a gated norm behind it."""
 
     linear_num_key_heads: int = Field(0, ge=0)
@@ -99,7 +99,7 @@ class DeltaNetConfig(Group):
 
 
 class RetroConfig(Group):
-    """Retrieved neighbors, where `model.layer_pattern` has R (docs/encoders.md)."""
+    """Retrieved neighbors, where `model.layer_pattern` has retrieval (docs/models/encoders.md)."""
 
     chunk_length: UpTo20 = Field(64, ge=1)
     """Tokens that neighbors are looked up for."""

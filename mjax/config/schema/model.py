@@ -133,14 +133,14 @@ class RopeConfig(Group):
 
     rope_theta: float = Field(10000.0, gt=0)
     rope_local_theta: float | None = Field(None, gt=0)
-    """rope_theta of L and W blocks."""
+    """rope_theta of blocks with a window."""
     rope_scaling: RopeScaling | None = None
-    """Applies to G blocks."""
+    """Applies to full attention."""
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
 
 
 class MoeConfig(Group):
-    """The experts of E blocks and their router."""
+    """The experts of a layer and their router."""
 
     num_experts: UpTo20 = Field(0, ge=0)
     """Experts of an E block."""
@@ -198,7 +198,7 @@ class MoeConfig(Group):
     router_aux_loss_over: Literal["sequence", "global_batch"] = "sequence"
     """What the balance loss balances."""
     router_z_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the mean of logsumexp(logits)^2, summed over E blocks."""
+    """Weight of the mean of logsumexp(logits)^2, summed over layers with experts."""
 
 
 class BertConfig(Group):
@@ -262,22 +262,23 @@ class ModelConfig(Group):
     """FFN width; 0: 4 x hidden_size."""
     max_position_embeddings: int = Field(2048, ge=1)
 
-    layer_pattern: str = "G"
-    """Blocks in order, repeated to num_hidden_layers: G full attention, L sliding window, N full
-    attention without RoPE, B bidirectional attention, W the same in a window, F the same without a
-    norm before it, A latent attention, E full attention with experts, M Mamba-2 alone, T Gated
-    DeltaNet alone; or branches, as in 'window+experts, full+experts'. Groups repeat as in
-    '(LLLLLG)*4,LL' (docs/models.md). 'B*12, [GXD]*12': an encoder and a decoder that reads it
-    (docs/encoders.md). 'V*23, [P], G*32': an image tower, its projector, a text; S and Q are a
-    tower and a projector of sounds. 'V*24, G*12', 'V*27, U*27': towers of images and of texts, of
-    which U sees both ways (docs/multimodal.md).
+    layer_pattern: str = "full+mlp"
+    """Layers in order, repeated to num_hidden_layers, each by the words of its branches:
+    'window+experts, full+experts' (docs/develop/adding-a-model.md lists them). Groups repeat, as in
+    '(window+mlp*5, full+mlp)*4'. Letters stand for common layers: '(LLLLLG)*4,LL'
+    (docs/models/families.md).
+
+    'bidirectional+mlp*12, full+cross+mlp*12' is an encoder and a decoder that reads it
+    (docs/models/encoders.md). 'vision+mlp*23, projector, full+mlp*32' is an image tower, its
+    projector and a text. 'vision+mlp*27, text+mlp*27' are towers of images and of texts
+    (docs/models/multimodal.md).
     """
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
     decoder_start_token_id: int | None = Field(None, ge=0)
     """What the decoder of an encoder-decoder reads first."""
     num_nextn_predict_layers: int = Field(0, ge=0)
-    """Layers that predict tokens further ahead, in training (docs/models.md)."""
+    """Layers that predict tokens further ahead, in training (docs/models/families.md)."""
 
     attention: AttentionConfig = AttentionConfig()
     mla: MlaConfig = MlaConfig()
@@ -371,8 +372,8 @@ class ModelConfig(Group):
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """What has a tower beside a text: "audio" (S), "vision" (V)."""
-        found = {BRANCHES[letter].modality for letter in self.branches}
+        """The groups of the towers beside a text: "audio", "vision"."""
+        found = {BRANCHES[word].modality for word in self.branches}
         return tuple(sorted(found - {""}))
 
     @property
@@ -418,12 +419,20 @@ class ModelConfig(Group):
 
     @property
     def branches(self) -> set[str]:
-        """The letters of all branches that some layer has (`config/languages/layer_pattern.py`)."""
+        """The words of all branches that some layer has (`config/languages/layer_pattern.py`)."""
         return branches_of_model(self.layer_kinds)
 
-    def rotary_dim(self, letter: str) -> int:
+    def has_role(self, *roles: str) -> bool:
+        """Whether some layer has a branch of one of these roles (`Branch.role`)."""
+        return any(BRANCHES[word].role in roles for word in self.branches)
+
+    def reads_group(self, group: str) -> bool:
+        """Whether some layer has a branch whose own keys are those of `group` (`Branch.group`)."""
+        return any(BRANCHES[word].group == group for word in self.branches)
+
+    def rotary_dim(self, word: str) -> int:
         """The number of channels of each head that RoPE turns in a branch."""
-        group, _, name = BRANCHES[letter].rotary.partition(".")
+        group, _, name = BRANCHES[word].rotary.partition(".")
         head = getattr(getattr(self, group), name)
         return int(head * self.rope.partial_rotary_factor)
 

@@ -23,9 +23,9 @@ class RunConfig(Group):
     seed: int = Field(1234, ge=0)
     """Seed of parameters, dropout and data order."""
     imports: list[str] = []
-    """Modules of one's own that are imported first, with mixers say (docs/adding-a-model.md)."""
+    """Modules that are imported first, with a mixer say (docs/develop/adding-a-model.md)."""
     deterministic: bool = False
-    """Equal runs give equal bits on GPUs too, at a cost (docs/debugging.md)."""
+    """Equal runs give equal bits on GPUs too, at a cost (docs/train/debugging.md)."""
 
 
 class MeshConfig(Group):
@@ -47,14 +47,14 @@ class MeshConfig(Group):
     cp: UpTo20 = Field(1, ge=1)
     """Context."""
     cp_type: Literal["auto", "all_gather", "ring", "a2a", "a2a_ring"] = "auto"
-    """How attention meets keys of other devices (docs/context.md)."""
+    """How attention meets keys of other devices (docs/train/context.md)."""
     cp_a2a: int = Field(1, ge=1)
     """Size of the inner groups of a2a_ring."""
     ep: UpTo20 = Field(1, ge=1)
     """Expert; also splits the batch."""
     towers: dict[Literal["vision", "audio"], dict[Literal["tp", "cp"], UpTo20]] = {}
     """Sizes of towers' own, 1 or the mesh's, e.g. {vision: {tp: 1, cp: 1}}: weights and items are
-    whole, and the axes divide the items instead (docs/multimodal.md).
+    whole, and the axes divide the items instead (docs/models/multimodal.md).
     """
     virtual_stages: int = Field(1, ge=1, le=10_000)
     """Chunks of layers a pipeline device holds."""
@@ -82,7 +82,7 @@ class MeshConfig(Group):
 
 
 class MaskedDataConfig(Group):
-    """Hidden tokens, for masked_lm, and spans, for span_corruption (docs/encoders.md)."""
+    """Hidden tokens, for masked_lm, and spans, for span_corruption (docs/models/encoders.md)."""
 
     mask_token_id: int | None = Field(None, ge=0)
     """In place of hidden tokens: [MASK]."""
@@ -154,7 +154,7 @@ class DataConfig(Group):
     mock: bool = False
     """Random tokens, for speed tests."""
     tokenizer: PathText | None = None
-    """'byte', a tokenizer's file or its folder (docs/data.md lists them), or 'train:VOCAB'."""
+    """'byte', a tokenizer's file or folder (docs/start/data.md lists them), or 'train:VOCAB'."""
     seq_length: UpTo28 = Field(1024, ge=1)
     target_length: int | None = Field(None, ge=8)
     """Tokens of a row of the decoder, for span_corruption."""
@@ -196,7 +196,7 @@ class OptimizerConfig(Group):
 
     name: str = "adamw"
     """adamw, muon, or an elementwise transformation of optax: optax.lion, optax.sgd
-    (docs/optimizers.md).
+    (docs/train/optimizers.md).
     """
     args: dict[str, bool | int | float | str | None] = {}
     """Arguments of that function of optax, e.g. {momentum: 0.9}."""
@@ -248,9 +248,9 @@ class TrainConfig(Group):
     """Batch, length of the run, memory policy, evaluation."""
 
     objective: str = "next_token"
-    """What is trained for: next_token, masked_lm (docs/encoders.md), classify, span_corruption,
-    classify_images, contrastive (docs/multimodal.md), or module.path:Name of a class like those of
-    objectives/objective.py.
+    """What is trained for: next_token, masked_lm (docs/models/encoders.md), classify,
+    span_corruption, classify_images, contrastive (docs/models/multimodal.md), or module.path:Name
+    of a class like those of objectives/objective.py.
     """
     steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1)
@@ -263,14 +263,14 @@ class TrainConfig(Group):
     """Sequences per step."""
     micro_batch_size: Annotated[UpTo28, Field(ge=1)] | Literal["auto"] = "auto"
     """Sequences per device and micro-batch; auto: the most that divide a device's share of the
-    batch and fit (docs/memory.md).
+    batch and fit (docs/train/memory.md).
     """
     rampup_batch_size: list[int] | None = Field(None, min_length=3, max_length=3)
     """[start, increment, samples], as Megatron."""
     on_suspect: Literal["stop", "skip", "roll_back"] = "stop"
     """After a loss that is not finite, or a spike, and is so again when the step is repeated: end
     the run, leave the batch out, or also go back to the newest checkpoint's weights
-    (docs/failures.md).
+    (docs/train/failures.md).
     """
     spike_factor: float | None = Field(None, gt=1)
     """A loss above this many times the median of the last is a spike."""
@@ -278,7 +278,7 @@ class TrainConfig(Group):
     """Suspect steps within 100 after which the run ends in any case."""
     check_replicas_interval: int | None = Field(None, ge=1)
     """Steps between comparisons of devices that must hold the same bits; also done before each save
-    (docs/failures.md).
+    (docs/train/failures.md).
     """
     eval_interval: int | None = Field(None, ge=1)
     """Steps between evaluations."""
@@ -286,7 +286,7 @@ class TrainConfig(Group):
     remat: str = "auto"
     """What a layer keeps for its backward: none (all), dots (matmul outputs and attention),
     attention, full (nothing); counts go in layer order: 'full*8,dots'. auto: the fastest that fits
-    by the memory estimate (docs/memory.md).
+    by the memory estimate (docs/train/memory.md).
     """
     offload: Literal["all"] | list[str] = []
     """Kept tensors that wait in pinned host memory, e.g. [up, attn_out]; or all."""
@@ -297,7 +297,7 @@ class TrainConfig(Group):
     """
     expert_exchange: Literal["auto", "all_gather", "all_to_all"] = "auto"
     """How tokens reach experts over ep: all tokens to all devices, or each to those of its experts;
-    auto: by ep, experts of a token and bytes (docs/moe.md).
+    auto: by ep, experts of a token and bytes (docs/models/moe.md).
     """
     unroll: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Layers in an iteration of the layer loop; 0: all; auto: all on GPUs."""
@@ -344,9 +344,9 @@ class CheckpointConfig(Group):
     """Start step 0 from the weights in this Hugging Face, mjax or Megatron folder."""
     init_changes: list[InitChange] = []
     """In what the model may differ from those weights; what they lack is drawn. context:
-    max_position_embeddings and the rope_* keys (docs/checkpoints.md); experts: it has experts where
-    they have MLPs (docs/moe.md); heads: of model.bert (docs/encoders.md); towers: it reads images
-    or sounds (docs/multimodal.md).
+    max_position_embeddings and the rope_* keys (docs/train/checkpoints.md); experts: it has experts
+    where they have MLPs (docs/models/moe.md); heads: of model.bert (docs/models/encoders.md);
+    towers: it reads images or sounds (docs/models/multimodal.md).
     """
     init_audio: PathText | None = None
     """Start the tower of sounds from the encoder in this Whisper folder, after init_from."""
@@ -356,7 +356,7 @@ class PrecisionConfig(Group):
     """Masters are kept in `params`; the forward and backward pass run in `compute`."""
 
     compute: Dtype | Literal["float16"] = "bfloat16"
-    """float16: with a loss scale (docs/precision.md)."""
+    """float16: with a loss scale (docs/train/precision.md)."""
     params: Dtype = "float32"
     """Dtype of the weights between steps; bfloat16: no fp32 master."""
     grad_accum: Dtype = "float32"
@@ -388,7 +388,7 @@ class LogConfig(Group):
     interval: int = Field(10, ge=1)
     diagnostics_interval: int | None = Field(None, ge=1)
     """Steps between records of the norms of each layer and of the gradient noise; each costs up to
-    three steps (docs/debugging.md).
+    three steps (docs/train/debugging.md).
     """
     tensorboard: bool = False
     wandb_project: str | None = None

@@ -9,7 +9,7 @@ from mjax.config.schema.sizes import UpTo16, UpTo24
 
 
 class TowerConfig(Group):
-    """The sizes of a tower's layers, and how much of it a text holds (docs/multimodal.md).
+    """The sizes of a tower's layers, and how much of it a text holds (docs/models/multimodal.md).
 
     item: the word for one thing that the tower encodes. <item> stands for one in a prompt, and keys
         of the config have it in their names.

@@ -12,10 +12,10 @@ HeightAndWidth = Annotated[list[Annotated[UpTo16, Field(ge=1)]], Field(min_lengt
 
 
 class VisionConfig(TowerConfig):
-    """How images enter a model, in the words of Hugging Face's vision configs (docs/multimodal.md).
+    """How images enter a model, in the words of Hugging Face (docs/models/multimodal.md).
 
-    A model with a `patch_size` reads images in the place of tokens: ViT. With V in
-    `model.layer_pattern` it reads both, and V blocks have these sizes: LLaVA, CLIP.
+    A model with a `patch_size` reads images in the place of tokens: ViT. With vision
+    blocks in `model.layer_pattern` it reads both, and they have these sizes: LLaVA, CLIP.
     """
 
     item: ClassVar[str] = "image"
@@ -105,7 +105,7 @@ class VisionConfig(TowerConfig):
 
 
 class ContrastiveConfig(Group):
-    """How images are compared with texts that have layers of their own (docs/multimodal.md)."""
+    """Compares images with texts that have layers of their own (docs/models/multimodal.md)."""
 
     projection_dim: UpTo24 = Field(0, ge=0)
     """Width of the space that images and texts are embedded in."""

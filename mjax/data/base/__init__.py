@@ -1,1 +1,1 @@
-"""What datasets stand on: tokenizers, chat templates, caches, sentences."""
+"""Foundations of datasets: tokenizers, chat templates, caches, sentences."""

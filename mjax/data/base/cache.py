@@ -16,7 +16,7 @@ import numpy as np
 
 from mjax.errors import or_user_error
 
-VERSION = 1  # raise it when the meaning of a cached array changes
+CACHE_VERSION = 1  # raise it when the meaning of a cached array changes
 
 
 def cached_arrays(
@@ -30,7 +30,7 @@ def cached_arrays(
     `key` is JSON data that determines them; it is kept beside the arrays. Raises `UserError` if
     the entry is missing and `folder` cannot be written.
     """
-    description = json.dumps({"version": VERSION, **key}, indent=1, sort_keys=True)
+    description = json.dumps({"version": CACHE_VERSION, **key}, indent=1, sort_keys=True)
     digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
     entry = Path(folder) / digest
     if not entry.is_dir():

@@ -45,7 +45,7 @@ class Document(NamedTuple):
     is_json: bool
 
 
-def expand(inputs: Sequence[str]) -> list[str]:
+def expand_paths(inputs: Sequence[str]) -> list[str]:
     """The files that the inputs name, each folder and glob in sorted order; `-` stays."""
     files: list[str] = []
     for name in inputs:
@@ -108,7 +108,7 @@ def read_documents(files: Iterable[str], all_lines: bool = False) -> Iterator[Do
 
 
 def _lines(path: str, chunks: Iterable[bytes]) -> Iterator[Document]:
-    """The lines that are not blank. Those of bytes end in LF, CR or both, and nowhere else."""
+    """The lines that are not blank. Lines of bytes end in LF, CR or both, and nowhere else."""
     lines = itertools.chain.from_iterable(chunk.splitlines() for chunk in chunks if chunk)
     for number, line in enumerate(lines, 1):
         line = _unmarked(line)  # each line: files are joined end to end
@@ -126,7 +126,7 @@ def json_rows(files: Iterable[str]) -> Iterator[tuple[str, dict]]:
     Raises `UserError` naming the first line that is no JSON or no Unicode.
     """
     for document in read_documents(files, all_lines=True):
-        row = _parsed(document)
+        row = _parsed_document(document)
         if b"\\u" in document.raw:
             require_unicode(document.where, json.dumps(row, ensure_ascii=False))
         yield document.where, row if isinstance(row, dict) else {}
@@ -143,7 +143,7 @@ def document_text(document: Document, json_key: str) -> str:
     """The text of a document; `UserError` names file and line where there is none."""
     if not document.is_json:
         return _decoded(document).removeprefix(MARK)
-    row = _parsed(document)
+    row = _parsed_document(document)
     text = row.get(json_key) if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise UserError(f"{document.where}: no text under {json_key!r}: set --json-key")
@@ -161,7 +161,7 @@ def _decoded(document: Document) -> str:
         raise UserError(f"{wrong} ({e.reason}): convert or remove") from e
 
 
-def _parsed(document: Document) -> object:
+def _parsed_document(document: Document) -> object:
     with or_user_error(f"{document.where}: not a JSON line: {{reason}}", ValueError):
         return parse_json(_decoded(document))
 

@@ -25,10 +25,10 @@ from mjax.data.base.tokenizer import (
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json, read_json
 
-NAMED = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SPECIAL_TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # Classes of transformers, without "Fast" and "Tokenizer", that read a vocabulary as is done here.
 ANY = ("", "PreTrained", "TokenizersBackend")
-READ = {
+READABLE_CLASSES = {
     "SentencePiece": (*ANY, "SentencePieceBackend", "Llama", "CodeLlama", "Gemma", "T5", "MT5"),
     "byte pairs": (*ANY, "GPT2", "CodeGen", "Roberta", "Bart", "Longformer", "Qwen2"),
     "WordPiece": (*ANY, "Bert", "DistilBert", "Electra", "MobileBert", "ConvBert"),
@@ -40,9 +40,9 @@ ROBERTA |= {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 BERT = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-SPLIT_QWEN = rf"{_WORDS}\p{{N}}|{_MARKS}"
-SPLIT_CL100K = rf"{_WORDS}\p{{N}}{{1,3}}|{_MARKS}"  # Llama 3's, too
+_WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+SPLIT_QWEN = rf"{_WORD_PATTERN}\p{{N}}|{_MARKS}"
+SPLIT_CL100K = rf"{_WORD_PATTERN}\p{{N}}{{1,3}}|{_MARKS}"  # Llama 3's, too
 SPLIT_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
@@ -125,7 +125,7 @@ def _class_of(path: Path, said: dict, kind: str) -> str:
         model = read_json(path.with_name("config.json"), missing={}).get("model_type")
         name = OF_MODEL.get(model, "") if isinstance(model, str) else ""
     name = str(name).removesuffix("Fast").removesuffix("Tokenizer")
-    if name not in READ[kind]:
+    if name not in READABLE_CLASSES[kind]:
         raise UserError(
             f"{path}: {name}Tokenizer (tokenizer_config.json) is not built for {kind}; write a "
             "tokenizer.json with transformers: AutoTokenizer.from_pretrained(F).save_pretrained(F)"
@@ -149,7 +149,7 @@ def _added(
                     number = id_of(token.content)
                     after = max([size, *(i + 1 for i in found)])
                     found[after if number is None else number] = token
-        for token in (_token(said[key]) for key in NAMED if key in said):
+        for token in (_token(said[key]) for key in SPECIAL_TOKENS if key in said):
             number = id_of(token.content)
             if number is not None:
                 found.setdefault(number, token)
@@ -185,11 +185,13 @@ class _Pieces:
     def __post_init__(self) -> None:
         texts = {number: token.content for number, token in self.added.items()}
         self.decoded = texts | self.decoded
-        self.ids = {token.content: number for number, token in self.added.items()}
-        longest = sorted(self.added.values(), key=lambda token: -len(token.content))
-        self.numbers = [self.ids[token.content] for token in longest]
-        self.pattern = re.compile("|".join(token.pattern for token in longest) or r"(?!)")
+        self.ids = {text: number for number, text in texts.items()}
         self.special = {number for number, token in self.added.items() if token.special}
+        longest = list(self.added.values())
+        longest.sort(key=lambda token: -len(token.content))
+        self.numbers = [self.ids[token.content] for token in longest]
+        patterns = [token.pattern for token in longest]
+        self.pattern = re.compile("|".join(patterns) or r"(?!)")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         texts = list(texts)
@@ -363,15 +365,20 @@ def _add_tokens(inner, path: Path, said: dict) -> None:
 
 def _tiktoken(path: Path, said: dict) -> Tokenizer:
     wrong = f"{path}: no tiktoken file ({{reason}}): a line is a token in base64 and a number"
+    ranks = {}
     with or_user_error(wrong, (OSError, ValueError)):
-        pairs = (line.split() for line in path.read_bytes().splitlines() if line)
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        for line in filter(None, path.read_bytes().splitlines()):
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
     split, specials = KNOWN_FILES.get(len(ranks), (SPLIT_CL100K, {}))
-    added = _added(path, said, max([*ranks.values()]) + 1, specials.get)
+    first_added = max(list(ranks.values())) + 1
+    added = _added(path, said, first_added, specials.get)
     specials = specials | {token.content: number for number, token in added.items()}
-    if "<|begin_of_text|>" in specials and "add_bos_token" not in said:
-        said = {"bos_token": "<|begin_of_text|>"} | said | {"add_bos_token": True}  # Llama 3's
-    return _of_ranks(path, said, said.get("pattern", split), ranks, specials, True)
+    if "<|begin_of_text|>" in specials and "add_bos_token" not in said:  # Llama 3's
+        said = {"bos_token": "<|begin_of_text|>"} | said
+        said["add_bos_token"] = True
+    pattern = said.get("pattern", split)
+    return _of_ranks(path, said, pattern, ranks, specials, True)
 
 
 def _megatron_tiktoken(path: Path, said: dict) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""What a table of pairs can do: the baseline that a trained model must beat.
+"""A table of pairs of tokens as a model: the baseline that a trained model must beat.
 
 Interpolated bigram model with Witten-Bell smoothing: P(w|h) = (c(hw) + T(h) P(w)) / (c(h) + T(h)),
 T(h) the number of different followers of h, and P(w) smoothed toward uniform in the same way.

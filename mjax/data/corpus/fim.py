@@ -76,18 +76,18 @@ class FillInTheMiddle:
 
     def _permute_piece(self, piece: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """A piece, whose documents end with `eod_id` and at its end."""
-        parts = [self._permute_document(part, rng) for part in _cut(piece, self.eod_id)]
-        return _join(parts, piece, self.eod_id)
+        parts = [self._permute_document(part, rng) for part in _parts_between(piece, self.eod_id)]
+        return _joined_parts(parts, piece, self.eod_id)
 
     def _permute_document(self, document: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if self.split_id is None or self.split_id not in document:
             return self._permute(document, self.data.fim_rate, rng)
         if rng.random() >= self.data.fim_rate:
             return document
-        files = _cut(document, self.split_id)
+        files = _parts_between(document, self.split_id)
         rate = self.data.fim_fragment_rate or 0.0
         parts = [self._permute(part, rate, rng) for part in files]
-        return _join(parts, document, self.split_id)
+        return _joined_parts(parts, document, self.split_id)
 
     def _permute(self, ids: np.ndarray, rate: float, rng: np.random.Generator) -> np.ndarray:
         """Ids of a text, permuted with this probability."""
@@ -112,7 +112,7 @@ class FillInTheMiddle:
         return np.array(order, np.int64)
 
 
-def _cut(ids: np.ndarray, at: int | None) -> Iterator[np.ndarray]:
+def _parts_between(ids: np.ndarray, at: int | None) -> Iterator[np.ndarray]:
     """The non-empty parts of `ids` between the tokens `at`."""
     borders = [] if at is None else np.flatnonzero(ids == at).tolist()
     start = 0
@@ -122,7 +122,7 @@ def _cut(ids: np.ndarray, at: int | None) -> Iterator[np.ndarray]:
         start = border + 1
 
 
-def _join(parts: list[np.ndarray], ids: np.ndarray, at: int | None) -> np.ndarray:
+def _joined_parts(parts: list[np.ndarray], ids: np.ndarray, at: int | None) -> np.ndarray:
     """Parts of `ids` with the token `at` between them, and behind the last one if it was there."""
     ended = [token for part in parts for token in (part, [at])]
     if at is None or len(ids) == 0 or ids[-1] != at:

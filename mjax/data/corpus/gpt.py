@@ -18,12 +18,12 @@ import numpy as np
 
 from mjax.data.base.cache import cached_arrays
 from mjax.data.corpus.fim import FillInTheMiddle
-from mjax.data.corpus.indexed import REMEDY, IndexedDataset, Watch
+from mjax.data.corpus.indexed import TOKENIZE_AGAIN, IndexedDataset, Watch
 from mjax.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 OPENING_CHECK = 1 << 25  # tokens checked against the vocabulary before the first batch
-Batch = dict[str, np.ndarray]
+FieldArrays = dict[str, np.ndarray]
 
 
 class Indices(NamedTuple):
@@ -59,8 +59,8 @@ def build_indices(
 ) -> Indices:
     """The three indices over `sequences` (numbers into `lengths`); `num_samples` None: one epoch.
 
-    Epochs are the fewest that hold `num_samples`. Where the last one gives under 80 % of an
-    epoch's samples, it is shuffled apart, so that no sample of it comes early.
+    Epochs are the fewest that hold `num_samples`. If the last one gives under 80 % of an epoch's
+    samples, it is shuffled apart, so that no sample of it comes early.
     """
     tokens = int(lengths[sequences].sum(dtype=np.int64))
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
@@ -93,10 +93,13 @@ def _sample_index(lengths: np.ndarray, document: np.ndarray, s: int, n: int) -> 
     at = np.arange(n + 1, dtype=np.int64) * s
     row = np.searchsorted(ends, at, side="right")
     row[0] = 0  # Megatron starts at the first sequence even if that one is empty
-    offset = at - (ends[row] - lengths[document[row]])
+    starts = ends[row] - lengths[document[row]]
+    offset = at - starts
     offset[0] = 0
-    wide = max(len(document), int(lengths.max())) > np.iinfo(np.int32).max
-    return np.stack([row, offset], axis=1).astype(np.int64 if wide else np.int32)
+    largest = max(len(document), int(lengths.max()))
+    dtype = np.int64 if largest > np.iinfo(np.int32).max else np.int32
+    index = np.stack([row, offset], axis=1)
+    return index.astype(dtype)
 
 
 class GPTDataset:
@@ -162,7 +165,7 @@ class GPTDataset:
         """The split's range, once it is known to hold a sample."""
         data = self.dataset
         if data.dtype.kind == "f":
-            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {REMEDY}")
+            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {TOKENIZE_AGAIN}")
         if len(data.tokens) == 0:
             raise UserError(f"{data.bin_path}: the corpus is empty; preprocess some text into it")
         begin, end = split_range(fractions, split, len(data))
@@ -179,10 +182,10 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
-    def __getitem__(self, i: int) -> Batch:
+    def __getitem__(self, i: int) -> FieldArrays:
         return {name: array[0] for name, array in self.batch([i]).items()}
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices`, stacked: the fields of `[i]`, each [B, S].
 
         A sample is a few pieces, one per sequence it touches. One call fetches all pieces.
@@ -259,9 +262,11 @@ class GPTDataset:
         ends = np.cumsum(n)
         for i, row, end, count in zip(indices, text, ends, n, strict=True):
             borders = np.cumsum(size[end - count : end])[:-1]
-            filled = self.fim.fill(int(i), np.split(row.astype(np.int64), borders))
+            pieces = np.split(row.astype(np.int64), borders)
+            filled = self.fim.fill(int(i), pieces)
+            padding = len(row) - sum(filled.sizes)
             rows.append(filled.tokens)
-            sizes += [*filled.sizes, len(row) - sum(filled.sizes)]
+            sizes += [*filled.sizes, padding]
         return np.stack(rows), np.array(sizes, np.int64), n + 1
 
     padded = False

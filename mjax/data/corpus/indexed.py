@@ -19,7 +19,7 @@ from mjax.errors import UserError, or_user_error
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
-DTYPES = {
+TOKEN_DTYPES = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -29,12 +29,12 @@ DTYPES = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-REMEDY = "rebuild the pair with `python -m mjax.data.preprocess` or copy both files again"
+TOKENIZE_AGAIN = "rebuild the pair with `python -m mjax.data.preprocess` or copy both files again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Megatron's choice of token width: uint16 below 65500 ids, else int32."""
-    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+    return TOKEN_DTYPES[8] if vocab_size < 65500 else TOKEN_DTYPES[4]
 
 
 class Watch:
@@ -78,18 +78,20 @@ class IndexedDataset:
     def _read_index(self) -> None:
         raw = _memmap(self.idx_path, np.dtype("u1"))
         if len(raw) < HEADER.size or raw[:9].tobytes() != MAGIC:
-            raise UserError(f"{self.idx_path}: not a Megatron index (wrong magic); {REMEDY}")
+            raise UserError(
+                f"{self.idx_path}: not a Megatron index (wrong magic); {TOKENIZE_AGAIN}"
+            )
         _, version, code, n, bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
-        if version != 1 or code not in DTYPES:
+        if version != 1 or code not in TOKEN_DTYPES:
             what = f"version {version}" if version != 1 else f"dtype code {code}"
-            raise UserError(f"{self.idx_path}: unknown {what}; {REMEDY}")
+            raise UserError(f"{self.idx_path}: unknown {what}; {TOKENIZE_AGAIN}")
         size = HEADER.size + 12 * n + 8 * bounds
         if len(raw) not in (size, size + n):
             raise UserError(
                 f"{self.idx_path}: {len(raw)} bytes, but its header ({n} sequences, {bounds} "
-                f"document bounds) needs {size}; {REMEDY}"
+                f"document bounds) needs {size}; {TOKENIZE_AGAIN}"
             )
-        self.dtype = DTYPES[code]
+        self.dtype = TOKEN_DTYPES[code]
         at = HEADER.size + 4 * n
         self.lengths = raw[HEADER.size : at].view("<i4").copy()  # aligned, hence faster
         pointers = raw[at : at + 8 * n].view("<i8")
@@ -106,16 +108,18 @@ class IndexedDataset:
             or pointers[0] != 0
             or not np.array_equal(pointers[1:], ends[:-1])
         ):
-            raise UserError(f"{self.idx_path}: lengths and offsets disagree; {REMEDY}")
+            raise UserError(f"{self.idx_path}: lengths and offsets disagree; {TOKENIZE_AGAIN}")
         d = self.document_indices
         if len(d) == 0 or d[0] != 0 or d[-1] != len(self) or (np.diff(d) < 0).any():
-            raise UserError(f"{self.idx_path}: document bounds are not a partition; {REMEDY}")
+            raise UserError(
+                f"{self.idx_path}: document bounds are not a partition; {TOKENIZE_AGAIN}"
+            )
         size = self.bin_path.stat().st_size
         if size != held:
             what = "truncated" if size < held else "longer than its index"
             raise UserError(
                 f"{self.bin_path}: {what}: {size} bytes where {self.idx_path.name} says {held}; "
-                f"{REMEDY}"
+                f"{TOKENIZE_AGAIN}"
             )
 
     def require_ids(self, ids: np.ndarray, vocab_size: int) -> None:
@@ -152,7 +156,7 @@ class IndexedDataset:
             with open(self.bin_path, "rb", buffering=0) as file:
                 for start, count in pieces:
                     if os.preadv(file.fileno(), [raw[at : at + count]], start) != count:
-                        raise UserError(f"{self.bin_path}: ends too early; {REMEDY}")
+                        raise UserError(f"{self.bin_path}: ends too early; {TOKENIZE_AGAIN}")
                     at += count
         return tokens
 
@@ -166,7 +170,7 @@ class IndexedDatasetWriter:
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type | str = np.int32):
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        codes = [c for c, d in DTYPES.items() if d == self.dtype]
+        codes = [c for c, d in TOKEN_DTYPES.items() if d == self.dtype]
         if not codes:
             raise UserError(f"{prefix}: dtype {self.dtype} is not one of Megatron's token dtypes")
         if not Path(prefix).name:
@@ -203,12 +207,13 @@ class IndexedDatasetWriter:
 
         `counts` are the sequences of each document; None: one.
         """
+        if counts is None:
+            counts = np.ones(len(lengths), np.int64)
         assert len(tokens) == lengths.sum(), (len(tokens), lengths.sum())
-        counts = np.ones(len(lengths), np.int64) if counts is None else counts
         assert len(lengths) == counts.sum(), (len(lengths), counts.sum())
-        before = self._sequences
+        ends = self._sequences + np.cumsum(counts, dtype=np.int64)
         self._append(self._cast(tokens), lengths.astype(np.int32))
-        self._bounds.append(before + np.cumsum(counts, dtype=np.int64))
+        self._bounds.append(ends)
 
     def close(self) -> None:
         """Write the index and give both files their names."""

@@ -19,7 +19,7 @@ from mjax.data.corpus.indexed import IndexedDataset
 from mjax.data.corpus.retro import ASKED, BUCKETS, EXACT, MISSING, PROBED, VECTOR, texts_of
 from mjax.errors import UserError
 
-BLOCK = 1 << 14  # chunks that are looked up at a time
+CHUNKS_AT_ONCE = 1 << 14  # chunks that are looked up at a time
 
 
 class Database(NamedTuple):
@@ -66,17 +66,20 @@ class Vectors:
 def _features(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(mixed bits of all tokens and pairs of neighbors in chunks [n, size], their rows), int64."""
     ids = tokens.astype(np.uint64)
-    pairs = (ids[:, :-1] + np.uint64(1)) << np.uint64(32) | ids[:, 1:]
-    real = tokens >= 0
-    found = [ids[real], pairs[real[:, 1:]]]
-    rows = [np.nonzero(real)[0], np.nonzero(real[:, 1:])[0]]
-    bits = np.concatenate(found)
+    first, second = ids[:, :-1] + np.uint64(1), ids[:, 1:]
+    pairs = first << np.uint64(32) | second
+    is_token = tokens >= 0
+    is_pair = is_token[:, 1:]
+    token_rows, _ = np.nonzero(is_token)
+    pair_rows, _ = np.nonzero(is_pair)
+    bits = np.concatenate([ids[is_token], pairs[is_pair]])
     for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):  # splitmix64
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(factor)
-    return (bits >> np.uint64(8)).astype(np.int64), np.concatenate(rows)
+    mixed = (bits >> np.uint64(8)).astype(np.int64)
+    return mixed, np.concatenate([token_rows, pair_rows])
 
 
-class Index:
+class NeighborIndex:
     """Nearest chunks of a database, by faiss: exact where it is small."""
 
     def __init__(self, data: IndexedDataset, database: Database, size: int):
@@ -85,7 +88,7 @@ class Index:
         import faiss
 
         places = data, database.starts, size
-        self.vectors = Vectors(_blocks(*places))
+        self.vectors = Vectors(_blocks_of_chunks(*places))
         count = len(database.starts)
         self.index = faiss.IndexFlatIP(VECTOR)
         if count > EXACT:
@@ -96,7 +99,7 @@ class Index:
             chosen = np.linspace(0, count - 1, min(count, 40 * parts)).astype(np.int64)
             self.index.train(self.vectors(texts_of(data, database.starts[chosen], size)))
             self.index.nprobe = PROBED
-        for tokens in _blocks(*places):
+        for tokens in _blocks_of_chunks(*places):
             self.index.add(self.vectors(tokens))
 
     def nearest(self, tokens: np.ndarray) -> np.ndarray:
@@ -104,10 +107,10 @@ class Index:
         return self.index.search(self.vectors(tokens), ASKED)[1]
 
 
-def _blocks(data: IndexedDataset, starts: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def _blocks_of_chunks(data: IndexedDataset, starts: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """The tokens of chunks at the given places, some at a time."""
-    for begin in range(0, len(starts), BLOCK):
-        yield texts_of(data, starts[begin : begin + BLOCK], size)
+    for begin in range(0, len(starts), CHUNKS_AT_ONCE):
+        yield texts_of(data, starts[begin : begin + CHUNKS_AT_ONCE], size)
 
 
 def first_allowed(found: np.ndarray, allowed: np.ndarray, count: int) -> np.ndarray:
@@ -119,7 +122,12 @@ def first_allowed(found: np.ndarray, allowed: np.ndarray, count: int) -> np.ndar
 
 
 def search(
-    dataset: GPTDataset, count: int, index: Index, database: Database, same: bool, cfg: Config
+    dataset: GPTDataset,
+    count: int,
+    index: NeighborIndex,
+    database: Database,
+    same: bool,
+    cfg: Config,
 ) -> np.ndarray:
     """int64 [count, C, n]: where neighbors of the chunks of the first samples begin, or MISSING.
 
@@ -130,7 +138,7 @@ def search(
     starts = np.append(database.starts, MISSING)
     documents = np.append(database.documents, MISSING)
     found = np.empty((count, chunks, retro.num_neighbors), np.int64)
-    step = max(1, BLOCK // chunks)
+    step = max(1, CHUNKS_AT_ONCE // chunks)
     for begin in range(0, count, step):
         samples = np.arange(begin, min(begin + step, count))
         tokens = dataset.batch(samples)["tokens"].reshape(-1, retro.chunk_length)

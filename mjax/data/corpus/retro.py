@@ -1,8 +1,8 @@
 """Samples with the tokens of their chunks' neighbors, for RETRO.
 
-What is read of a neighbor is a chunk and what follows it in its document. Invariant: the neighbors
-are kept beside the data under a hash of data, order of samples and settings, so a run finds its own
-or none, and resumes with the same.
+A neighbor is a chunk and the tokens after it in its document. Invariant: the neighbors are kept
+beside the data under a hash of data, order of samples and settings, so a run finds its own or none,
+and resumes with the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 from mjax.config.schema.run import Config
 from mjax.data.base.cache import cached_arrays
-from mjax.data.corpus.gpt import Batch, GPTDataset
+from mjax.data.corpus.gpt import FieldArrays, GPTDataset
 from mjax.data.corpus.indexed import IndexedDataset
 from mjax.errors import UserError
 
@@ -31,9 +31,12 @@ def texts_of(data: IndexedDataset, starts: np.ndarray, length: int) -> np.ndarra
     """
     document = np.searchsorted(data.offsets, starts, side="right") - 1
     ends = data.offsets[document] + data.lengths[document]
-    sizes = np.where(starts < 0, 0, np.minimum(ends - starts, length))
-    texts = np.full((len(starts), length), MISSING, np.int32)
-    texts[np.arange(length) < sizes[:, None]] = data.gather(np.maximum(starts, 0), sizes)
+    left = np.minimum(ends - starts, length)
+    sizes = np.where(starts < 0, 0, left)
+    places = np.maximum(starts, 0)
+    is_text = np.arange(length) < sizes[:, None]
+    texts = np.full(is_text.shape, MISSING, np.int32)
+    texts[is_text] = data.gather(places, sizes)
     return texts
 
 
@@ -89,7 +92,7 @@ class NeighborDataset:
         """Names of samples `indices`, from the data set."""
         return self.dataset.names(indices)
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices` and their neighbors, stacked."""
         starts = np.asarray(self.starts[np.asarray(indices, np.int64)])
         texts = texts_of(self.corpus, starts.reshape(-1), self.length)

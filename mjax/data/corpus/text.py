@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mjax.config.schema.run import DataConfig
-from mjax.data.base.documents import expand
+from mjax.data.base.documents import expand_paths
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from mjax.data.corpus.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.corpus.tokenize_files import preprocess, read_texts
@@ -26,7 +26,7 @@ from mjax.errors import UserError, or_user_error
 from mjax.json_file import read_json
 
 log = logging.getLogger(__name__)
-VERSION = 1  # raise it when the same settings give other files
+TEXT_VERSION = 1  # raise it when the same settings give other files
 
 Files = tuple[tuple[str, int, int, int], ...]  # names, sizes, times of content and of entry
 
@@ -59,7 +59,7 @@ def prepare_text(
     if train and not data.tokenizer.removeprefix("train:").isdecimal():
         raise UserError(f"data.tokenizer {data.tokenizer!r}: write train:VOCAB, as in train:4096")
     spec = str(folder / "tokenizer.json") if train else data.tokenizer
-    settings = {"version": VERSION, "text": data.text, "tokenizer": data.tokenizer}
+    settings = {"version": TEXT_VERSION, "text": data.text, "tokenizer": data.tokenizer}
     if data.masked.sentences:
         settings["sentences"] = True
     with or_user_error(f"{run_dir}: cannot be written ({{reason}}): set run.dir"):
@@ -118,14 +118,14 @@ def _is_made(folder: Path, settings: dict, spec: str) -> bool:
     return False
 
 
-def _files_of(text: str) -> list[str]:
-    return stdlib_files() if text == "stdlib" else expand([text])
+def _text_files(text: str) -> list[str]:
+    return stdlib_files() if text == "stdlib" else expand_paths([text])
 
 
 def _states_of(text: str) -> Files:
     """The files that `data.text` names, with their sizes and times; () where they are gone."""
     try:
-        names = _files_of(text)
+        names = _text_files(text)
     except UserError:
         return ()
     with or_user_error(f"data.text {text}: cannot be read: {{reason}}"):
@@ -150,7 +150,7 @@ def _digest_of(files: Files) -> str:
 
 def _rebuild(settings: dict, folder: Path, trained_with: str | None) -> None:
     """Make everything in a scratch folder, then give it its name."""
-    inputs, name = _files_of(settings["text"]), settings["tokenizer"]
+    inputs, name = _text_files(settings["text"]), settings["tokenizer"]
     files = _states_of(settings["text"])
     digests = {"text": _digest_of(files)}
     scratch = folder.with_name("data.tmp")

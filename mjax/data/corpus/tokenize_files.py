@@ -14,7 +14,13 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from mjax.data.base.documents import COMPRESSED, Document, document_text, expand, read_documents
+from mjax.data.base.documents import (
+    COMPRESSED,
+    Document,
+    document_text,
+    expand_paths,
+    read_documents,
+)
 from mjax.data.base.sentences import split_sentences
 from mjax.data.base.tokenizer import EncodedDocuments, Tokenizer, encode_documents, load_tokenizer
 from mjax.data.corpus.indexed import IndexedDatasetWriter, token_dtype
@@ -29,7 +35,7 @@ class Summary(NamedTuple):
     seconds: float
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _chunks_of_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
     chunk, size = [], 0
     for document in documents:
         chunk.append(document)
@@ -105,14 +111,14 @@ def preprocess(
     loaded = load_tokenizer(tokenizer)
     if append_eod and loaded.eod_id is None:
         raise UserError(f"{tokenizer}: has no end-of-document token, so --append-eod cannot work")
-    files = expand(inputs)
+    files = expand_paths(inputs)
     known = not any(f == "-" or f.lower().endswith(COMPRESSED) for f in files)
     total = sum(os.path.getsize(f) for f in files) if known else None
     began, documents, tokens = time.perf_counter(), 0, 0
     show = TextColumn("{task.fields[rate]:.2f}M tok/s")
     columns = ["tokenize", BarColumn(), TimeElapsedColumn(), show]
     task = partial(_encode, json_key, append_eod, by_sentence)
-    chunks = _chunks(read_documents(files))
+    chunks = _chunks_of_documents(read_documents(files))
     console = Console(stderr=True)
     with (
         IndexedDatasetWriter(output, token_dtype(loaded.vocab_size)) as writer,
@@ -131,5 +137,5 @@ def preprocess(
 
 def read_texts(inputs: Sequence[str], json_key: str = "text") -> Iterator[str]:
     """The text of every document of the inputs."""
-    for document in read_documents(expand(inputs)):
+    for document in read_documents(expand_paths(inputs)):
         yield document_text(document, json_key)

@@ -47,15 +47,20 @@ def decode_sound(encoded: bytes) -> np.ndarray:
 
 def log_mel(samples: np.ndarray, bins: int, frames: int) -> np.ndarray:
     """fp32 [frames, bins] of a waveform, cut or filled up with silence to so many frames."""
-    samples = np.asarray(samples[: frames * HOP], np.float64)
-    samples = np.pad(samples, (0, frames * HOP - len(samples)))
+    length = frames * HOP
+    samples = np.asarray(samples[:length], np.float64)
+    samples = np.pad(samples, (0, length - len(samples)))
     samples = np.pad(samples, WINDOW // 2, mode="reflect")
-    places = HOP * np.arange(frames)[:, None] + np.arange(WINDOW)
-    window = np.hanning(WINDOW + 1)[:-1]
-    power = np.abs(np.fft.rfft(samples[places] * window, axis=1)) ** 2
-    logs = np.log10(np.maximum(power @ mel_bands(bins), 1e-10))
+    first = HOP * np.arange(frames)[:, None]
+    windows = samples[first + np.arange(WINDOW)]
+    hann = np.hanning(WINDOW + 1)[:-1]
+    spectra = np.fft.rfft(windows * hann, axis=1)
+    power = np.abs(spectra) ** 2
+    bands = power @ mel_bands(bins)
+    logs = np.log10(np.maximum(bands, 1e-10))
     logs = np.maximum(logs, logs.max() - 8)
-    return ((logs + 4) / 4).astype(np.float32)
+    scaled = (logs + 4) / 4
+    return scaled.astype(np.float32)
 
 
 @functools.cache
@@ -63,11 +68,14 @@ def mel_bands(bins: int) -> np.ndarray:
     """float64 [WINDOW / 2 + 1, bins]: triangles of equal area over frequencies up to 8 kHz."""
     top = _LINEAR + np.log(RATE / 2 / 1000) / _STEP
     edges = _frequencies(np.linspace(0, top, bins + 2))
-    ramps = edges[None, :] - np.linspace(0, RATE / 2, WINDOW // 2 + 1)[:, None]
+    frequencies = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    ramps = edges[None, :] - frequencies[:, None]
     widths = np.diff(edges)
     rising = -ramps[:, :-2] / widths[:-1]
     falling = ramps[:, 2:] / widths[1:]
-    return np.maximum(0, np.minimum(rising, falling)) * 2 / (edges[2:] - edges[:-2])
+    heights = np.maximum(0, np.minimum(rising, falling))
+    bases = edges[2:] - edges[:-2]
+    return heights * 2 / bases
 
 
 def _frequencies(mels: np.ndarray) -> np.ndarray:

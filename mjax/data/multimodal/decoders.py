@@ -25,7 +25,7 @@ import numpy as np
 
 from mjax.errors import UserError, reason
 
-MOST = 16  # processes, unless the config says how many
+MOST_PROCESSES = 16  # processes, unless the config says how many
 # Or glibc gives memory back after each image, and asks for it anew: a third of the time.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": f"{1 << 28}", "MALLOC_MMAP_THRESHOLD_": f"{1 << 26}"}
 _MOST_SENT = 8  # items at once
@@ -35,7 +35,7 @@ Decode = Callable[[bytes | np.ndarray], np.ndarray]
 
 
 def attempt(function: Callable, *given: object) -> np.ndarray | bytes | str:
-    """What a function that reads or decodes returns, or why it cannot, in words."""
+    """Call a function that reads or decodes; returns its result, or in words why it failed."""
     try:
         return function(*given)
     except Exception as e:  # libraries raise all kinds of errors for bytes that are no image
@@ -77,7 +77,7 @@ class Decoders:
         list(self.threads.map(decode_part, parts) if self.threads else map(decode_part, parts))
 
     def _ask(self, decode: Decode, sent: list[bytes]) -> list[np.ndarray | str]:
-        """What this thread's process makes of some items, until it is asked again."""
+        """Decode some items in this thread's process; the results last until the next call."""
         if not sent:
             return []
         if not hasattr(self.local, "helper"):
@@ -110,7 +110,7 @@ class Helper:
         os.close(memory)
 
     def ask(self, decode: Decode, sent: list[bytes]) -> list[np.ndarray | str]:
-        """What it makes of some items: arrays in its memory until it is asked again, or words."""
+        """Decode some items: arrays in its memory that last until the next call, or words."""
         self.pipe.send((decode, sent))
         found = []
         for told in self.pipe.recv():
@@ -139,8 +139,8 @@ def new_memory() -> int:
 
 @functools.cache
 def decoders(count: int | None) -> Decoders:
-    """The processes of this run, as many for all its data; None: one a core, up to `MOST`."""
-    return Decoders(min(os.cpu_count() or 1, MOST) if count is None else count)
+    """The processes of this run, for all its data; None: one a core, up to `MOST_PROCESSES`."""
+    return Decoders(min(os.cpu_count() or 1, MOST_PROCESSES) if count is None else count)
 
 
 def answer(pipe: Connection, memory: mmap.mmap) -> None:

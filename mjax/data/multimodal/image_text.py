@@ -2,10 +2,10 @@
 
 A sample is {"images": ["a.png"], "audio": ["b.wav"], "prompt": "<image><audio>What is it?", "text":
 "A cat."}, as JSON lines, parquet, tar files or folders hold it (`data/multimodal/sources.py`); all
-but the text may be left out. The loss is on the text and the end behind it. In the place of both
-may stand a conversation, which the tokenizer's chat template writes: the loss is on answers. Where
-images are compared with texts (CLIP), a sample is an image and a text, and a text that is too long
-is cut. Invariant: sample n is a pure function of (files, settings, seed, n), as in
+but the text may be left out. The loss is on the text and the end token after it. A conversation may
+replace both, which the tokenizer's chat template writes: the loss is on answers. A model that
+compares images with texts (CLIP) has samples of an image and a text, and a text that is too long is
+cut. Invariant: sample n is a pure function of (files, settings, seed, n), as in
 `data/sentences/labelled.py`. A sample whose image or sound cannot be decoded, or that does not fit
 `data.seq_length`, counts in no loss and is named in the log.
 """
@@ -21,10 +21,10 @@ from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.data.base.chat import ChatTemplate, load_chat_template
 from mjax.data.base.tokenizer import Tokenizer, encode_behind, encode_with_items, require_no_items
-from mjax.data.corpus.gpt import Batch
-from mjax.data.multimodal.readers import ImageReader, Names, Skipped, SoundReader
+from mjax.data.corpus.gpt import FieldArrays
+from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped, SoundReader
 from mjax.data.multimodal.sources import IMAGES, SOUNDS, Item, Sample, samples_of
-from mjax.data.multimodal.tiles import PictureReader, cut, expanded, tag_ids
+from mjax.data.multimodal.tiles import PictureReader, cut_pictures, expanded, tag_ids
 from mjax.data.sentences.labelled import part_of_split, shuffled
 from mjax.errors import UserError, or_user_error
 from mjax.models.towers.modalities import MODALITIES, features_of_tiles
@@ -42,7 +42,7 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True)
-class Line:
+class TokenizedSample:
     """The ids of a sample with those of its items, which of them are answers, items by modality.
 
     features: what stands in it for its images in tiles, once they are read, unless tiles have tags.
@@ -56,7 +56,7 @@ class Line:
     features: Sequence[Features] = ()
 
     @property
-    def names(self) -> Names:
+    def names(self) -> NamesOfSamples:
         """Its own, and those of its items."""
         return self.name, *(item.name for items in self.items.values() for item in items)
 
@@ -89,7 +89,7 @@ class ImageTextDataset:
                 f"behind a text, {tokenizer.eod_id}; set it to that"
             )
         self.tags = tag_ids(cfg.model.vision, tokenizer)
-        lines = read_lines(path, tokenizer, cfg)
+        lines = read_samples(path, tokenizer, cfg)
         order = shuffled(np.arange(len(lines)), len(lines), 0)
         lines = [lines[number] for number in order]
         self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
@@ -101,7 +101,7 @@ class ImageTextDataset:
     def __len__(self) -> int:
         return self.size
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices`, stacked."""
         return self.rows_of(self._chosen(indices))
 
@@ -109,10 +109,10 @@ class ImageTextDataset:
         """The files of samples `indices`, with what is wrong with them, if anything."""
         return [self.skipped.described(line.names) for line in self._chosen(indices)]
 
-    def _chosen(self, indices: Sequence[int] | np.ndarray) -> list[Line]:
+    def _chosen(self, indices: Sequence[int] | np.ndarray) -> list[TokenizedSample]:
         return [self.lines[n] for n in shuffled(indices, len(self.lines), self.cfg.run.seed)]
 
-    def rows_of(self, chosen: Sequence[Line]) -> Batch:
+    def rows_of(self, chosen: Sequence[TokenizedSample]) -> FieldArrays:
         """A row for each of these lines, stacked."""
         cfg = self.cfg
         shape = len(chosen), cfg.data.seq_length
@@ -158,7 +158,7 @@ class ImageTextDataset:
             "row_label": labels,
         }
 
-    def _fits(self, line: Line) -> bool:
+    def _fits(self, line: TokenizedSample) -> bool:
         """Whether there is room for a line; if not, it is named."""
         model, room = self.cfg.model, self.cfg.data.seq_length
         whys = []
@@ -180,7 +180,7 @@ class ImageTextDataset:
         return not whys
 
     def _items(
-        self, name: str, lines: Sequence[Line], fits: Sequence[bool]
+        self, name: str, lines: Sequence[TokenizedSample], fits: Sequence[bool]
     ) -> tuple[np.ndarray, np.ndarray]:
         """(rows [B, I, T, N] of the items of a modality, bool [B]: which lines lack none)."""
         tower = self.cfg.model.tower(name)
@@ -197,8 +197,8 @@ class ImageTextDataset:
         return rows, ~is_bad
 
     def _in_tiles(
-        self, lines: Sequence[Line], fits: Sequence[bool]
-    ) -> tuple[np.ndarray, list[Line], np.ndarray]:
+        self, lines: Sequence[TokenizedSample], fits: Sequence[bool]
+    ) -> tuple[np.ndarray, list[TokenizedSample], np.ndarray]:
         """(tiles [B, I, T, N], lines with the tokens of their pictures, bool [B]: which are whole).
 
         A line that lacks a picture, or has no room for its tokens, stays as it was.
@@ -213,7 +213,7 @@ class ImageTextDataset:
             if any(picture is None for picture in own):
                 is_whole[row] = False
             elif own:
-                tiles, texts, features = cut(own, vision, scale.mean, scale.std, self.tags)
+                tiles, texts, features = cut_pictures(own, vision, scale.mean, scale.std, self.tags)
                 ids, places = expanded(line.ids, vision.image_token_id, texts)
                 is_answer = [line.is_answer[at] for at in places]
                 line = replace(line, ids=ids, is_answer=is_answer, features=features)
@@ -224,7 +224,9 @@ class ImageTextDataset:
         return rows, found, is_whole
 
 
-def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> list[Line]:
+def read_samples(
+    path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config
+) -> list[TokenizedSample]:
     """The samples of a source as ids. Raises `UserError` naming the first that is none."""
     samples = samples_of(str(path), TEXTS)
     chats = [_messages(sample) for sample in samples]
@@ -241,7 +243,7 @@ def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, cfg: Config) -> li
 
 def _line(
     sample: Sample, turns: list[tuple[str, str]], is_chat: bool, tokenizer: Tokenizer, cfg: Config
-) -> Line:
+) -> TokenizedSample:
     """A sample as ids; of a chat, the template has written all special tokens."""
     model = cfg.model
     items = _items_of(sample, turns, model)
@@ -258,7 +260,7 @@ def _line(
         is_answer += [False] * len(before) + [True] * len(answer)
     if model.architecture.compares and len(ids) > cfg.data.seq_length:
         ids = [*ids[: cfg.data.seq_length - len(end)], *end]
-    return Line(sample.name, ids, is_answer, items)
+    return TokenizedSample(sample.name, ids, is_answer, items)
 
 
 def _one_turn(sample: Sample) -> list[tuple[str, str]]:

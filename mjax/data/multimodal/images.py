@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mjax.config.schema.run import Config
-from mjax.data.corpus.gpt import Batch
-from mjax.data.multimodal.readers import ImageReader, Names, Skipped
+from mjax.data.corpus.gpt import FieldArrays
+from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped
 from mjax.data.multimodal.sources import IMAGES, Sample, samples_of
 from mjax.data.sentences.labelled import part_of_split, shuffled
 from mjax.errors import UserError
@@ -34,7 +34,7 @@ class ImageDataset:
         self, path: str, split: str, split_fractions: Sequence[float], size: int | None, cfg: Config
     ):
         self.cfg = cfg
-        samples = sorted(samples_of(path, ["label"]), key=_digest)
+        samples = sorted(samples_of(path, ["label"]), key=_digest_of_sample)
         source = f"data.images: {path}"
         self.samples = part_of_split(samples, split_fractions, split, source, "images")
         self.size = len(self.samples) if size is None else size
@@ -55,29 +55,33 @@ class ImageDataset:
     def __len__(self) -> int:
         return self.size
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices`, stacked."""
-        cfg, chosen = self.cfg, self._chosen(indices)
+        cfg = self.cfg
         vision = cfg.model.vision
+        chosen = self._chosen(indices)
+        images = [sample.items[IMAGES][0] for sample in chosen]
         patches = np.zeros((len(chosen), cfg.data.seq_length, vision.numbers), np.float32)
-        is_good = self.reader.read([sample.items[IMAGES][0] for sample in chosen], patches)
-        self.skipped.judge(list(map(_names, chosen)), is_good)
+        is_good = self.reader.read(images, patches)
+        self.skipped.judge(list(map(_name_of_sample, chosen)), is_good)
         labels = np.array([sample.facts["label"] for sample in chosen], np.int32)
-        fields = fields_of_rows(patches, vision.num_tokens(cfg.image_size))
-        return fields | {"row_label": np.where(is_good, labels, np.int32(-1))}
+        tokens = vision.num_tokens(cfg.image_size)
+        fields = fields_of_rows(patches, tokens)
+        fields["row_label"] = np.where(is_good, labels, np.int32(-1))
+        return fields
 
     def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """The files of samples `indices`, with what is wrong with them, if anything."""
-        return [self.skipped.described(_names(sample)) for sample in self._chosen(indices)]
+        return [self.skipped.described(_name_of_sample(sample)) for sample in self._chosen(indices)]
 
     def _chosen(self, indices: Sequence[int] | np.ndarray) -> list[Sample]:
         numbers = shuffled(indices, len(self.samples), self.cfg.run.seed)
         return [self.samples[number] for number in numbers]
 
 
-def _names(sample: Sample) -> Names:
+def _name_of_sample(sample: Sample) -> NamesOfSamples:
     return sample.name, sample.items[IMAGES][0].name
 
 
-def _digest(sample: Sample) -> bytes:
+def _digest_of_sample(sample: Sample) -> bytes:
     return hashlib.blake2b(sample.name.encode(), digest_size=16).digest()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mjax.data.corpus.gpt import Batch
+from mjax.data.corpus.gpt import FieldArrays
 from mjax.data.multimodal.image_text import ImageTextDataset
 from mjax.data.sentences.labelled import shuffled
 from mjax.models.towers.modalities import MODALITIES
@@ -55,7 +55,7 @@ class PackedTexts:
         described, lines = self.texts.skipped.described, self.texts.lines
         return [", ".join(described(lines[n].names) for n in row) for row in chosen]
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Rows `indices`, stacked."""
         chosen = [self.rows[n] for n in shuffled(indices, len(self.rows), self.seed)]
         texts = self.texts.rows_of([self.texts.lines[n] for row in chosen for n in row])
@@ -85,9 +85,10 @@ class PackedTexts:
 
 
 def packed(costs: Sequence[Sequence[int]], room: Sequence[int]) -> list[list[int]]:
-    """The numbers of what costs so much, in as few rows as best fit decreasing finds.
+    """The numbers of items with these costs, in as few rows as best fit decreasing finds.
 
-    The first cost decides; the others must have room, too. What fits nowhere is a row of its own.
+    The first cost decides; the others must have room, too. An item that fits nowhere is a row of
+    its own.
     """
     rows: list[list[int]] = []
     left: list[list[int]] = []  # room of each row

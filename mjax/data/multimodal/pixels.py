@@ -23,7 +23,7 @@ def decode_image(encoded: bytes | np.ndarray, side: int, channels: int) -> np.nd
     image = _opened(encoded)
     least = int(_SPARE * side)
     image.draft(None, (least, least))  # JPEG alone: it is decoded at a half, a quarter, ..
-    square = _square(_of_8_bits(image, channels), side)
+    square = _center_square(_of_8_bits(image, channels), side)
     return np.asarray(square).reshape(side, side, -1)
 
 
@@ -54,7 +54,7 @@ def _of_8_bits(image: "Image", channels: int) -> "Image":
     return image.convert("L" if channels == 1 else "RGB")
 
 
-def _square(image: "Image", side: int) -> "Image":
+def _center_square(image: "Image", side: int) -> "Image":
     """The center of an image as a square, bicubically resized."""
     if image.size == (side, side):
         return image

@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 FIRST = 32  # samples of a source of training data, of which most must be of use
-NAMED = 5  # samples that are left out; further ones are counted
+NAMED_AT_MOST = 5  # samples that are left out; further ones are counted
 
 # The name of a sample, and those of its items.
-Names = tuple[str, ...]
+NamesOfSamples = tuple[str, ...]
 
 
 class Skipped:
@@ -50,7 +50,7 @@ class Skipped:
         """Keep why a sample or an item cannot be used, for `judge`."""
         self.whys[name] = why
 
-    def judge(self, samples: Sequence[Names], is_good: Sequence[bool]) -> None:
+    def judge(self, samples: Sequence[NamesOfSamples], is_good: Sequence[bool]) -> None:
         """Count samples. Raises `UserError` where most of the first cannot be used."""
         with self.lock:
             for names, good in zip(samples, is_good, strict=True):
@@ -59,10 +59,10 @@ class Skipped:
                 if not good:
                     self._leave_out(names)
 
-    def _leave_out(self, names: Names) -> None:
+    def _leave_out(self, names: NamesOfSamples) -> None:
         bad, known = len(self.left_out) + 1, self._known(names)
         # Behind the first ones, as often as their number doubles.
-        if names[0] not in self.left_out and (bad <= NAMED or bad.bit_count() == 1):
+        if names[0] not in self.left_out and (bad <= NAMED_AT_MOST or bad.bit_count() == 1):
             say = "data.images: %s cannot be used and is left out (%s); %d of %d so far"
             log.warning(say, *known, bad, self.count)
         self.left_out.add(names[0])
@@ -73,10 +73,10 @@ class Skipped:
                 f"be used, such as {self.described(names)}; mend them or leave them out"
             )
 
-    def _known(self, names: Names) -> tuple[str, str] | None:
+    def _known(self, names: NamesOfSamples) -> tuple[str, str] | None:
         return next(((name, self.whys[name]) for name in names if name in self.whys), None)
 
-    def described(self, names: Names) -> str:
+    def described(self, names: NamesOfSamples) -> str:
         """The name of what is wrong with a sample, and why; or else those of its items."""
         if known := self._known(names):
             return "{} ({})".format(*known)
@@ -109,11 +109,13 @@ class ImageReader:
         return norm_image(self.decode(encoded), scale.mean, scale.std)
 
     def fill(self, row: np.ndarray, decoded: np.ndarray) -> None:
-        """Write the patches of what `decode` gives to zeros [T, C*P*P], normed."""
-        vision, scale = self.cfg.model.vision, self.cfg.data.images
-        patches = patches_of(decoded[None], vision.patch_size)[0]
-        patches = patches.reshape(len(patches), vision.num_channels, -1)
-        places = row[vision.leading : vision.leading + len(patches)].reshape(patches.shape)
+        """Write the patches of an image from `decode` to zeros [T, C*P*P], normed."""
+        vision = self.cfg.model.vision
+        scale = self.cfg.data.images
+        (flat,) = patches_of(decoded[None], vision.patch_size)
+        patches = flat.reshape(len(flat), vision.num_channels, -1)
+        last = vision.leading + len(patches)
+        places = row[vision.leading : last].reshape(patches.shape)
         norm_pixels(patches, scale.mean, scale.std, places, 1)
 
     def read(self, items: Sequence[Item], rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -51,10 +51,10 @@ class Sample:
 
 
 def samples_of(path: str, facts: Sequence[str]) -> list[Sample]:
-    """All samples of a source, for those who need one of these facts of each.
+    """All samples of a source that have one of these facts.
 
-    Those of folders and tar files that lack all are left out and counted in the log. Raises
-    `UserError` where there are none, or where a file cannot be read.
+    Samples of folders and tar files that lack all are left out and counted in the log. Raises
+    `UserError` if there are none, or if a file cannot be read.
     """
     if path == DIGITS:
         return list(_digits())
@@ -103,12 +103,16 @@ def _digits() -> Iterator[Sample]:
 def _in_classes(folder: Path) -> Iterator[Sample]:
     """The images of a folder with a folder for each class; classes are numbered by name."""
     classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    files = [(n, file) for n, name in enumerate(classes) for file in _files(folder / name)]
+    files = []
+    for label, name in enumerate(classes):
+        files += [(label, file) for file in _files(folder / name)]
     _say_unread(f"{folder}", [f"{file}" for _, file in files], IMAGE_SUFFIXES)
     for label, file in files:
-        if file.suffix.lower() in IMAGE_SUFFIXES:
-            name = str(file.relative_to(folder))
-            yield Sample(name, {"label": label}, {IMAGES: [Item(name, file.read_bytes)]})
+        if file.suffix.lower() not in IMAGE_SUFFIXES:
+            continue
+        name = str(file.relative_to(folder))
+        image = Item(name, file.read_bytes)
+        yield Sample(name, {"label": label}, {IMAGES: [image]})
 
 
 def _files(folder: Path) -> list[Path]:
@@ -134,9 +138,11 @@ def _in_tar(file: Path) -> list[Sample]:
     with tarfile.open(file, "r:") as tar:  # uncompressed: images are read in place
         parts = [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
         end = tar.offset
-    if _part(file, end, tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile lets that pass
+    if _bytes_of_file(file, end, tarfile.BLOCKSIZE) != bytes(
+        tarfile.BLOCKSIZE
+    ):  # tarfile lets that pass
         raise tarfile.ReadError(f"no member and no end at byte {end:,}: it is cut short or damaged")
-    members = [(name, partial(_part, file, offset, size)) for name, offset, size in parts]
+    members = [(name, partial(_bytes_of_file, file, offset, size)) for name, offset, size in parts]
     return _grouped(members, f"{file}", f"{file.name}/")
 
 
@@ -163,7 +169,7 @@ def _grouped(
     return list(samples.values())
 
 
-def _part(file: Path, offset: int, size: int) -> bytes:
+def _bytes_of_file(file: Path, offset: int, size: int) -> bytes:
     """Bytes of a file."""
     with open(file, "rb") as opened:
         opened.seek(offset)

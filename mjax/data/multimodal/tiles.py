@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BICUBIC = 3
-_NEEDS = "pictures need {reason}; install mjax[vision]"
+_TILES_NEED = "pictures need {reason}; install mjax[vision]"
 _SLACK = 1.1  # the part of the allowed side that a grid may have more
 
 
 class PictureReader(ImageReader):
-    """Decodes pictures in their own sizes; `cut` makes tiles of them."""
+    """Decodes pictures in their own sizes; `cut_pictures` makes tiles of them."""
 
     @property
     def decode(self) -> Decode:
@@ -54,7 +54,7 @@ class PictureReader(ImageReader):
         return partial(decode_picture, channels=self.cfg.model.vision.num_channels)
 
     def pictures(self, items: Sequence[Item]) -> list[np.ndarray | None]:
-        """What `decode` makes of each item; None where it cannot be used, which the log names."""
+        """Decode each item; None for one that cannot be used, which the log names."""
         found: list[np.ndarray | None] = [None] * len(items)
 
         def keep(place: int, decoded: np.ndarray | str) -> None:
@@ -70,7 +70,7 @@ class PictureReader(ImageReader):
         return found
 
 
-class Cut(NamedTuple):
+class CutPictures(NamedTuple):
     """The tiles fp32 [T, H, W, C] of a text's pictures, normed, and what stands in it for each.
 
     texts: the ids that stand for a picture. features: those of its tokens, unless there are tags.
@@ -81,19 +81,19 @@ class Cut(NamedTuple):
     features: list[Features]
 
 
-def cut(
+def cut_pictures(
     arrays: Sequence[np.ndarray],
     vision: VisionConfig,
     mean: Sequence[float],
     std: Sequence[float],
     tags: Sequence[Sequence[int]] = (),
-) -> Cut:
+) -> CutPictures:
     """A text's pictures in tiles, and with the ids of `tile_tags`, if the model has them.
 
     Pictures are uint8 [H, W, 3], or [H, W]. `mean` and `std` are of pixels from 0 to 1. Raises
     `ValueError` for a picture too narrow.
     """
-    with or_user_error(_NEEDS, ImportError):
+    with or_user_error(_TILES_NEED, ImportError):
         from PIL import Image
 
     gray = vision.num_channels == 1
@@ -107,16 +107,16 @@ def cut(
         tiles = _whole_and_grid(pictures[0], vision)
     else:
         ground = tuple(int(of_channel * 255) for of_channel in (*mean, *mean, *mean)[:channels])
-        squares = [_square(picture, ground) for picture in pictures]
+        squares = [_on_square(picture, ground) for picture in pictures]
         tiles = [square.resize((side, side), _BICUBIC) for square in squares]
     shape = len(tiles), side, side, channels
     pixels = np.array([np.asarray(tile) for tile in tiles], np.float32).reshape(shape)
     normed = (pixels / 255 - np.asarray(mean)) / np.asarray(std)
     if tags:
-        return Cut(normed.astype(np.float32), texts, [])
+        return CutPictures(normed.astype(np.float32), texts, [])
     features = features_of_images([(p.height, p.width) for p in pictures], vision)
     texts = [[vision.image_token_id] * len(own.corners) for own in features]
-    return Cut(normed.astype(np.float32), texts, features)
+    return CutPictures(normed.astype(np.float32), texts, features)
 
 
 def tiled_images(
@@ -125,11 +125,11 @@ def tiled_images(
     mean: Sequence[float] = (0.5,),
     std: Sequence[float] = (0.5,),
 ) -> tuple[Tiled, list[list[int]]]:
-    """What a model reads of texts with pictures, uint8 [H, W, C] of any size; their tokens.
+    """Cut the pictures of texts, uint8 [H, W, C] of any size, into a model's inputs.
 
-    The second is how many tokens `image_token_id` stand in a text for each of its pictures.
+    Returns them and how many tokens `image_token_id` stand in a text for each of its pictures.
     """
-    cuts = [cut(pictures, vision, mean, std) for pictures in rows]
+    cuts = [cut_pictures(pictures, vision, mean, std) for pictures in rows]
     corners = padded_features([found.features for found in cuts])
     counts = [[len(text) for text in found.texts] for found in cuts]
     return Tiled(_stacked([found.tiles for found in cuts]), *corners), counts
@@ -142,12 +142,12 @@ def tagged_images(
     mean: Sequence[float] = (0.5,),
     std: Sequence[float] = (0.5,),
 ) -> tuple[np.ndarray, list[list[list[int]]]]:
-    """What a model with `tile_tags` reads of texts with pictures, fp32 [B, I, H, W, C].
+    """Cut the pictures of texts into the inputs of a model with `tile_tags`, fp32 [B, I, H, W, C].
 
-    The second is the ids that stand in a text for each of its pictures, tags among them.
+    Returns them and the ids that stand in a text for each of its pictures, tags among them.
     """
     tags = tag_ids(vision, tokenizer)
-    cuts = [cut(pictures, vision, mean, std, tags) for pictures in rows]
+    cuts = [cut_pictures(pictures, vision, mean, std, tags) for pictures in rows]
     return _stacked([found.tiles for found in cuts]), [found.texts for found in cuts]
 
 
@@ -233,7 +233,7 @@ def _tiles_of(canvas: "Image", side: int) -> list["Image"]:
     ]
 
 
-def _square(picture: "Image", ground: tuple[int, ...]) -> "Image":
+def _on_square(picture: "Image", ground: tuple[int, ...]) -> "Image":
     """A picture in the middle of a square of a color."""
     from PIL import Image
 
@@ -249,8 +249,8 @@ def _square(picture: "Image", ground: tuple[int, ...]) -> "Image":
 def best_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
     """The (height, width) of `image_grid_pinpoints` that keeps most of an image.
 
-    Of those that keep as much it is the one with the least padding. Raises `ValueError` for an
-    image so narrow that none keeps a pixel. With tags it is `nearest_size`.
+    The least padding breaks a tie. Raises `ValueError` for an image so narrow that none keeps a
+    pixel. With tags it is `nearest_size`.
     """
     if vision.tile_tags:
         return nearest_size(height, width, vision)
@@ -270,8 +270,8 @@ def best_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
 def nearest_size(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
     """The (height, width) of `image_grid_pinpoints` with the proportions nearest to an image's.
 
-    Of those as near it is the largest that has less than twice the pixels of the image, or else
-    the smallest (Megatron-LM, InternVL).
+    A tie goes to the largest that has less than twice the pixels of the image, or else to the
+    smallest (Megatron-LM, InternVL).
     """
     best, least = (0, 0), math.inf
     for tall, wide in sorted(vision.image_grid_pinpoints, key=math.prod):
@@ -282,7 +282,7 @@ def nearest_size(height: int, width: int, vision: VisionConfig) -> tuple[int, in
 
 
 def features_of_images(sizes: Sequence[tuple[int, int]], vision: VisionConfig) -> list[Features]:
-    """What stands in a text for each of its images [height, width]; transformers' order."""
+    """The features that stand in a text for each of its images; transformers' order."""
     if len(sizes) != 1:
         return [features_of_one_tile(vision, number) for number in range(len(sizes))]
     whole = unmixed(np.arange(vision.text_tokens()))
@@ -290,7 +290,7 @@ def features_of_images(sizes: Sequence[tuple[int, int]], vision: VisionConfig) -
 
 
 def _features_of_grid(height: int, width: int, vision: VisionConfig) -> Features:
-    """Those of the tiles behind the whole view of an image, a newline behind each row."""
+    """Features of an image's tiles, which follow its whole view; a newline ends each row."""
     side = vision.feature_grid()
     sizes = best_size(height, width, vision)
     rows, columns = (size // vision.image_size for size in sizes)
@@ -299,14 +299,22 @@ def _features_of_grid(height: int, width: int, vision: VisionConfig) -> Features
     by_tile = numbers.reshape(rows, columns, side, side)
     grid = by_tile.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
     grid = _without_padding(grid, height, width)
-    most = int(vision.vision_aspect_ratio.removeprefix("anyres_max_"))
-    ratio = math.sqrt(grid.size / (most * side**2))
-    ratio = ratio if ratio > _SLACK else 1
-    corners, weights = _interpolated(grid, int(grid.shape[0] // ratio), int(grid.shape[1] // ratio))
+    corners, weights = _interpolated(grid, *_size_in_text(grid, vision))
     newline = unmixed(np.full(len(corners), NEWLINE))
     corners = np.concatenate([corners, newline.corners[:, None]], axis=1)
     weights = np.concatenate([weights, newline.weights[:, None]], axis=1)
     return Features(corners.reshape(-1, CORNERS), weights.reshape(-1, CORNERS))
+
+
+def _size_in_text(grid: np.ndarray, vision: VisionConfig) -> tuple[int, int]:
+    """The size to which a grid of features is reduced if it has too many."""
+    most_tiles = int(vision.vision_aspect_ratio.removeprefix("anyres_max_"))
+    most = most_tiles * vision.feature_grid() ** 2
+    ratio = math.sqrt(grid.size / most)
+    if ratio <= _SLACK:
+        ratio = 1
+    tall, wide = grid.shape
+    return int(tall // ratio), int(wide // ratio)
 
 
 def _without_padding(grid: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -324,12 +332,13 @@ def _without_padding(grid: np.ndarray, height: int, width: int) -> np.ndarray:
 def _interpolated(grid: np.ndarray, tall: int, wide: int) -> tuple[np.ndarray, np.ndarray]:
     """A grid at another size, bilinearly: its numbers and their weights, [tall, wide, 4]."""
     corners, weights = [], []
-    for rows, of_rows in _neighbors(grid.shape[0], tall):
-        for columns, of_columns in _neighbors(grid.shape[1], wide):
+    height, width = grid.shape
+    for rows, of_rows in _neighbors(height, tall):
+        for columns, of_columns in _neighbors(width, wide):
             corners.append(grid[np.ix_(rows, columns)])
             weights.append(np.outer(of_rows, of_columns))
-    stacked = np.stack(corners, axis=2), np.stack(weights, axis=2)
-    return stacked[0].astype(np.int32), stacked[1].astype(np.float32)
+    numbers = np.stack(corners, axis=2).astype(np.int32)
+    return numbers, np.stack(weights, axis=2).astype(np.float32)
 
 
 def _neighbors(old: int, new: int) -> list[tuple[np.ndarray, np.ndarray]]:

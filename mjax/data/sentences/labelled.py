@@ -14,15 +14,15 @@ from typing import TypeVar
 import numpy as np
 
 from mjax.config.schema.run import Config
-from mjax.data.base.documents import expand, json_rows
+from mjax.data.base.documents import expand_paths, json_rows
 from mjax.data.base.tokenizer import Tokenizer
-from mjax.data.corpus.gpt import Batch, split_range
+from mjax.data.corpus.gpt import FieldArrays, split_range
 from mjax.data.sentences.masked import fill_row, frame_of_pairs, padded_rows
 from mjax.errors import UserError
 
-Example = TypeVar("Example")
+LabelledText = TypeVar("LabelledText")
 # A line's texts as ids, and its class.
-Line = tuple[list[list[int]], int]
+LabelledLine = tuple[list[list[int]], int]
 
 
 class LabelledDataset:
@@ -31,8 +31,8 @@ class LabelledDataset:
     Pairs are framed as the tokenizer frames them (`masked.frame_of_pairs`).
 
     `batch(indices)` gives `tokens`, `token_types`, `segment_ids`, `positions` (int32 [B, S]) and
-    `row_label` (int32 [B]). What is too long loses tokens at the end of its longer text. Raises
-    `UserError` for a line that cannot be used, naming it.
+    `row_label` (int32 [B]). A sample that is too long loses tokens at the end of its longer text.
+    Raises `UserError` for a line that cannot be used, naming it.
     """
 
     max_documents, padded = 2, True  # the texts, and padding
@@ -56,7 +56,7 @@ class LabelledDataset:
         self.frame = frame_of_pairs(tokenizer, model.bert)
         self.path, self.size, self.seed = f"{path}", size, cfg.run.seed
         lines = read_lines(path, tokenizer, model.bert.num_labels)
-        order = sorted(range(len(lines)), key=lambda number: _digest(lines[number]))
+        order = sorted(range(len(lines)), key=lambda number: _digest_of_line(lines[number]))
         self.numbers = part_of_split(order, split_fractions, split, self.path, "lines")
         self.lines = [lines[number] for number in self.numbers]
         most = max(len(texts) for texts, _ in self.lines)
@@ -70,7 +70,7 @@ class LabelledDataset:
     def __len__(self) -> int:
         return self.size
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices`, stacked."""
         out = padded_rows(len(indices), self.seq_length, self.settings.pad_token_id)
         for row, line in enumerate(shuffled(indices, len(self.lines), self.seed)):
@@ -103,8 +103,8 @@ class LabelledDataset:
 
 
 def part_of_split(
-    examples: list[Example], fractions: Sequence[float], split: str, source: str, kind: str
-) -> list[Example]:
+    examples: list[LabelledText], fractions: Sequence[float], split: str, source: str, kind: str
+) -> list[LabelledText]:
     """The examples of a split; `kind` is what they are called. Raises `UserError` where it has
     none."""
     begin, end = split_range(fractions, split, len(examples))
@@ -129,14 +129,16 @@ def _order(length: int, seed: int) -> np.ndarray:
     return np.random.RandomState(seed).permutation(length)
 
 
-def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int) -> list[Line]:
+def read_lines(
+    path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int
+) -> list[LabelledLine]:
     """The lines of a file, a folder or a glob of JSON lines.
 
     Raises `UserError` naming the first that is no sample.
     """
     texts, sizes, labels = [], [], []
-    for where, row in json_rows(expand([os.fspath(path)])):
-        found, label = _parsed(where, row, num_labels)
+    for where, row in json_rows(expand_paths([os.fspath(path)])):
+        found, label = _parsed_line(where, row, num_labels)
         texts += found
         sizes.append(len(found))
         labels.append(label)
@@ -144,7 +146,7 @@ def read_lines(path: str | os.PathLike, tokenizer: Tokenizer, num_labels: int) -
     return [([next(ids) for _ in range(n)], k) for n, k in zip(sizes, labels, strict=True)]
 
 
-def _parsed(where: str, row: dict, num_labels: int) -> tuple[list[str], int]:
+def _parsed_line(where: str, row: dict, num_labels: int) -> tuple[list[str], int]:
     """(the texts, the class) of a line."""
     texts = [row.get("text"), row.get("text_pair")]
     texts = texts if texts[1] is not None else texts[:1]
@@ -156,5 +158,5 @@ def _parsed(where: str, row: dict, num_labels: int) -> tuple[list[str], int]:
     return texts, label
 
 
-def _digest(line: Line) -> bytes:
+def _digest_of_line(line: LabelledLine) -> bytes:
     return hashlib.blake2b(repr(line).encode(), digest_size=16).digest()

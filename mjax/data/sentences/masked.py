@@ -18,13 +18,13 @@ from mjax.config.schema.model import BertConfig
 from mjax.config.schema.run import DataConfig
 from mjax.data.base.cache import cached_arrays
 from mjax.data.base.tokenizer import BERT_PAIR, ROBERTA_PAIR, PairFrame, Tokenizer
-from mjax.data.corpus.gpt import Batch, split_range
-from mjax.data.corpus.indexed import REMEDY, IndexedDataset, Watch
+from mjax.data.corpus.gpt import FieldArrays, split_range
+from mjax.data.corpus.indexed import TOKENIZE_AGAIN, IndexedDataset, Watch
 from mjax.data.sentences.sentence_index import build_sample_index
 from mjax.errors import UserError
 
 
-class Source(NamedTuple):
+class SentenceSource(NamedTuple):
     """A sample's sentences before anything is hidden, and where its draws come from.
 
     number: of the sample. text: int32, the tokens of its sentences. lengths: of each sentence.
@@ -41,9 +41,9 @@ class Source(NamedTuple):
 class SentenceDataset:
     """Samples of up to `data.seq_length` tokens, from documents of a sentence, with `pairs` of two.
 
-    Those who inherit give `batch(indices)`. `[i]` is one sample of it. `continues` bool [V] tells
-    which tokens continue a word (`tokenizer.word_continuations`); None: each token is a word.
-    Raises `UserError` on a corpus or split that cannot be used.
+    A subclass gives `batch(indices)`; `[i]` is one sample of it. `continues` bool [V] tells which
+    tokens continue a word (`tokenizer.word_continuations`); None: each token is a word. Raises
+    `UserError` on a corpus or split that cannot be used.
     """
 
     max_documents, padded = 2, True  # the text, and padding
@@ -99,7 +99,7 @@ class SentenceDataset:
         """The bounds of the split's documents, in sentences."""
         data = self.dataset
         if data.dtype.kind == "f":
-            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {REMEDY}")
+            raise UserError(f"{data.idx_path}: holds {data.dtype}, not token ids; {TOKENIZE_AGAIN}")
         begin, end = split_range(fractions, split, len(data.document_indices) - 1)
         if begin == end:
             raise UserError(
@@ -110,7 +110,7 @@ class SentenceDataset:
     def __len__(self) -> int:
         return len(self.sample_index)
 
-    def __getitem__(self, i: int) -> Batch:
+    def __getitem__(self, i: int) -> FieldArrays:
         return {name: array[0] for name, array in self.batch([i]).items()}
 
     def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
@@ -118,20 +118,23 @@ class SentenceDataset:
         bounds = self.sample_index[np.asarray(indices, np.int64), :2].tolist()
         return [f"{self.prefix} ({first} to {last - 1})" for first, last in bounds]
 
-    def sources(self, indices: Sequence[int] | np.ndarray) -> Iterator[Source]:
-        """Yield what samples `indices` are made of; one call reads all their text."""
+    def sources(self, indices: Sequence[int] | np.ndarray) -> Iterator[SentenceSource]:
+        """Yield the sentences and draws of samples `indices`; one call reads all their text."""
         self._watch.check()
         numbers = np.asarray(indices, np.int64)
         first, last, target = self.sample_index[numbers].T.astype(np.int64)
         data = self.dataset
-        size = data.offsets[last - 1] + data.lengths[last - 1] - data.offsets[first]
-        text = data.gather(data.offsets[first], size).astype(np.int32)
+        begin = data.offsets[first]
+        end = data.offsets[last - 1] + data.lengths[last - 1]
+        sizes = end - begin
+        text = data.gather(begin, sizes).astype(np.int32)
         data.require_ids(text, self.vocab_size)
-        texts = np.split(text, np.cumsum(size)[:-1])
+        borders = np.cumsum(sizes)[:-1]
+        texts = np.split(text, borders)
         for row, number in enumerate(numbers.tolist()):
             lengths = data.lengths[first[row] : last[row]]
             rng = np.random.RandomState((self.seed + number) % 2**32)
-            yield Source(number, texts[row], lengths, int(target[row]), rng)
+            yield SentenceSource(number, texts[row], lengths, int(target[row]), rng)
 
     def hidden_spans(
         self, tokens: np.ndarray, target: int, rng: np.random.RandomState, draw: Callable[[], int]
@@ -172,7 +175,7 @@ class SentenceDataset:
             yield places[begin:end]
 
 
-def padded_rows(count: int, length: int, pad: int) -> Batch:
+def padded_rows(count: int, length: int, pad: int) -> FieldArrays:
     """The fields of rows that hold no token yet: [count, length], and `row_label` [count]."""
     fields = {name: np.zeros((count, length), np.int32) for name in ("token_types", "segment_ids")}
     fields["tokens"] = np.full((count, length), pad, np.int32)
@@ -180,17 +183,19 @@ def padded_rows(count: int, length: int, pad: int) -> Batch:
     return fields | {"row_label": np.full(count, -1, np.int32)}
 
 
-def fill_row(fields: Batch, row: int, values: Mapping[str, Sequence[int] | np.ndarray]) -> None:
+def fill_row(
+    fields: FieldArrays, row: int, values: Mapping[str, Sequence[int] | np.ndarray]
+) -> None:
     """Write what a row holds before its padding, [n] a field, into fields of `padded_rows`."""
     for name, array in values.items():
         fields[name][row, : len(array)] = array
 
 
 def frame_of_pairs(tokenizer: Tokenizer | None, bert: BertConfig) -> PairFrame:
-    """How pairs of texts are framed for a model: as its tokenizer does.
+    """The frame of pairs of texts for a model: its tokenizer's.
 
-    Where that does not say it, positions that begin behind padding tell RoBERTa's. A table without
-    a second type has one for all.
+    If the tokenizer has none, positions that begin after padding tell that it is RoBERTa's. A
+    table without a second type has one type for all.
     """
     frame = None if tokenizer is None else tokenizer.pair
     if frame is None:
@@ -212,7 +217,7 @@ class MaskedDataset(SentenceDataset):
         self.frame = 2 + (framed.separators if pairs else 1)  # [CLS] and [SEP]
         super().__init__(*given, pairs=pairs, **more)
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices`, stacked: the fields of `[i]`, each [B, S] or [B]."""
         shape = len(indices), self.settings.seq_length
         out = padded_rows(*shape, self.masked.pad_token_id)
@@ -224,7 +229,7 @@ class MaskedDataset(SentenceDataset):
                 out["row_label"][row] = is_swapped
         return out
 
-    def _sample(self, source: Source) -> tuple[Batch, bool]:
+    def _sample(self, source: SentenceSource) -> tuple[FieldArrays, bool]:
         """(the fields of a sample without its padding, whether its second text came first).
 
         Its draws are made in Megatron's order.

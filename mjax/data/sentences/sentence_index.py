@@ -1,4 +1,4 @@
-"""Which sentences make up each masked sample, in Megatron-LM's exact order.
+"""Index of the sentences of each masked sample, in Megatron-LM's exact order.
 
 A sample is a run of whole sentences of one document that reaches a target length: the longest, or
 for a part of the samples a random shorter one. Samples follow each other through the documents,
@@ -6,9 +6,9 @@ epoch after epoch, and are then shuffled. Invariant: the index is a pure functio
 documents, sizes, number of samples, seed), the same array as that of Megatron's `build_mapping`
 (`helpers.cpp`), which draws targets from std::mt19937 and swaps samples by std::mt19937_64.
 
-Where a sample ends depends on its own draw, and which draw that is on all samples before it. So a
-search a sample is left to a loop. From the second epoch on, a table that is made for all sentences
-at once says where samples of the longest target end, and only shorter ones are searched for.
+The end of a sample depends on its own draw, and which draw that is on all samples before it. So a
+loop searches once a sample. From the second epoch on, a table that is computed for all sentences at
+once has the ends of samples of the longest target, and only shorter ones are searched for.
 """
 
 from array import array
@@ -92,14 +92,16 @@ def _walk_of(bounds: np.ndarray, lengths: np.ndarray, target: int, least: int) -
     tokens = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths.astype(np.int64), out=tokens[1:])
     too_long = np.flatnonzero(lengths > LONG_SENTENCE)
+    long_before = np.searchsorted(too_long, bounds)
     counts = np.diff(bounds)
-    long_ones = np.diff(np.searchsorted(too_long, bounds))
-    used = (counts >= least) & ((counts <= 1) | (long_ones == 0))
-    return Walk(bounds[:-1][used], bounds[1:][used], tokens, target, least)
+    has_long = np.diff(long_before) > 0
+    is_used = (counts >= least) & ((counts <= 1) | ~has_long)
+    first, last = bounds[:-1], bounds[1:]
+    return Walk(first[is_used], last[is_used], tokens, target, least)
 
 
 def _following(walk: Walk) -> np.ndarray:
-    """Where a sample ends that begins with a sentence and has the longest target, for each."""
+    """For each sentence, the end of a sample of the longest target that begins with it."""
     count = len(walk.tokens) - 1
     end = np.full(count, -1)
     end[walk.first] = walk.last
@@ -156,10 +158,10 @@ def _targets(
 def swapped_order(count: int, seed: int) -> np.ndarray:
     """The order that swapping entry i with j = draw % (i + 1) gives, for i = count - 1 .. 1.
 
-    The swaps need no loop. Entry i is final after its own swap; then it holds what was at j. What
-    was at a place p is p itself, unless an earlier swap, of the smallest i' > i with j = p, brought
-    what had been at i'. So each place points to another one, and pointers are followed to their
-    ends, twice as far each time.
+    The swaps need no loop. Entry i is final after its own swap; then it has the entry that was at
+    j. A place p has the entry p, unless an earlier swap, of the smallest i' > i with j = p, brought
+    the entry of i'. So each place points to another one, and pointers are followed to their ends,
+    twice as far each time.
     """
     if count < 2:
         return np.arange(count)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mjax.data.corpus.gpt import Batch
-from mjax.data.sentences.masked import SentenceDataset, Source
+from mjax.data.corpus.gpt import FieldArrays
+from mjax.data.sentences.masked import SentenceDataset, SentenceSource
 from mjax.errors import UserError
 from mjax.objectives.span_fields import Example, cut_spans, packed_fields
 
-_LAST_WORD = 0.2  # probability that a word is the last one of its span
+_LAST_WORD_RATE = 0.2  # probability that a word is the last one of its span
 
 
 class SpanDataset(SentenceDataset):
@@ -32,17 +32,17 @@ class SpanDataset(SentenceDataset):
         super().__init__(*args, **options)
         self.start_token = start_token
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
         """Samples `indices`, stacked: the fields of `[i]`, each [B, S] or [B, T]."""
         rows = [[self._example(source)] for source in self.sources(indices)]
         return packed_fields(rows, self.settings, self.start_token)
 
-    def _example(self, source: Source) -> Example:
+    def _example(self, source: SentenceSource) -> Example:
         most, rng = self.masked.max_ngram or 10, source.rng
         text = source.text[: source.target]
 
         def draw_words() -> int:
-            return min(rng.geometric(_LAST_WORD), most)
+            return min(rng.geometric(_LAST_WORD_RATE), most)
 
         spans = list(self.hidden_spans(text, source.target, rng, draw_words))
         spans.sort(key=lambda places: places[0])

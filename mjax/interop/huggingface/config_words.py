@@ -5,47 +5,61 @@ nothing of the function. An export keeps those of the import for all that a run 
 Invariant: what is written reads as the exported model, or is written in the family's own words.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.table import config_from_hf, config_to_hf
+from mjax.interop.huggingface.families.engine import config_from_hf, config_to_hf
 from mjax.interop.huggingface.families.unread_keys import FOREIGN, MEANINGLESS
 
 # Keys that are kept whatever a run changed.
 KEPT = MEANINGLESS.union(FOREIGN)
 # What an export says of itself.
 OWN = frozenset(("architectures", "model_type", "quantization_config", "compression_config"))
-DTYPES = ("dtype", "torch_dtype")
+DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def in_words_of(imported: Mapping, exported: dict, dtype: str) -> dict:
-    """`exported`, a config.json as its family writes it, as `imported` would say it; `dtype` is
-    that of its weights."""
-    old, new = ({k: v for k, v in side.items() if k not in OWN} for side in (imported, exported))
-    own = {key: exported[key] for key in OWN & exported.keys()}
-    config = {k: v for k, v in old.items() if k in KEPT} | exported
-    is_alike = imported.get("model_type") == exported["model_type"]
-    before = _reading(own | old) if is_alike else None
-    if before is not None:
-        said = own | _overlaid(old, config_to_hf(before), new)
-        config = said if _reading(said) == _reading(exported) else config
+    """`exported`, a config.json as its family writes it, as `imported` would say it.
+
+    `dtype` is that of its weights.
+    """
+    config = _in_imported_words(imported, exported)
     labels = config.get("id2label")
     if labels and exported.get("num_labels") not in (None, len(labels)):
-        config = {k: v for k, v in config.items() if k not in ("id2label", "label2id")}
-    named = [name for name in DTYPES if name in config] or DTYPES
+        config = _without_keys(config, ("id2label", "label2id"))
+    named = [name for name in DTYPE_KEYS if name in config] or DTYPE_KEYS
     config = _with_dtype(config, dtype) | dict.fromkeys(named, dtype)
-    return {key: config[key] for key in [*imported, *config] if key in config}
+    order = [*imported, *config]
+    return {key: config[key] for key in order if key in config}
 
 
-def _reading(config: dict) -> ModelConfig | None:
+def _in_imported_words(imported: Mapping, exported: dict) -> dict:
+    """The export in the words of `imported` if they say the same, else in the family's."""
+    old = _without_keys(imported, OWN)
+    own = {key: exported[key] for key in OWN & exported.keys()}
+    if imported.get("model_type") == exported["model_type"]:
+        before = _model_read(own | old)
+        if before is not None:
+            words = own | _overlaid(old, config_to_hf(before), _without_keys(exported, OWN))
+            if _model_read(words) == _model_read(exported):
+                return words
+    kept = {key: value for key, value in old.items() if key in KEPT}
+    return kept | exported
+
+
+def _without_keys(config: Mapping, keys: Collection[str]) -> dict:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def _model_read(config: dict) -> ModelConfig | None:
     """The model of a config.json; None where no family reads it and writes it again."""
     try:
         model = config_from_hf(dict(config))
         config_to_hf(model)
     except UserError:
         return None
-    return model.model_copy(update={"layer_pattern": "".join(model.layer_kinds)})
+    return model.model_copy(update={"layer_pattern": ", ".join(model.layer_kinds)})
 
 
 def _overlaid(old: dict, base: dict, new: dict) -> dict:
@@ -54,10 +68,11 @@ def _overlaid(old: dict, base: dict, new: dict) -> dict:
     A change of what `old` says in other words puts the family's in the place of all such.
     """
     changed = {key for key in new if key not in base or new[key] != base[key]}
-    out = {key: value for key, value in old.items() if key in new or key not in base}
+    stays = {key for key in old if key in new or key not in base}
     if changed - old.keys():
-        out = {key: value for key, value in out.items() if key in new or key in KEPT}
+        stays &= new.keys() | KEPT
         changed |= new.keys() - old.keys()
+    out = {key: value for key, value in old.items() if key in stays}
     for key in sorted(changed):
         parts = old.get(key), base.get(key), new[key]
         is_section = all(isinstance(part, dict) for part in parts)
@@ -68,4 +83,6 @@ def _overlaid(old: dict, base: dict, new: dict) -> dict:
 def _with_dtype(config: dict, dtype: str) -> dict:
     """The config with `dtype` wherever a part of it names one."""
     sections = {k: _with_dtype(v, dtype) for k, v in config.items() if isinstance(v, dict)}
-    return config | sections | {key: dtype for key in DTYPES if isinstance(config.get(key), str)}
+    return (
+        config | sections | {key: dtype for key in DTYPE_KEYS if isinstance(config.get(key), str)}
+    )

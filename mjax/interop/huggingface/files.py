@@ -34,8 +34,8 @@ from mjax.checkpoint.store import new_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.huggingface import float8, mxfp4
-from mjax.interop.huggingface.families.slots import Slot, Slots
-from mjax.interop.huggingface.names import Names, names_in, require_repeats
+from mjax.interop.huggingface.families.family import Slot, SlotsByPath
+from mjax.interop.huggingface.names import NamesInFile, names_in, require_repeats
 from mjax.sharding.spec import ParamSpec
 
 # Tables that follow from the config: rotary ones, causal masks (GPT-2), positions.
@@ -55,9 +55,9 @@ def hf_source(
     folder: str | Path,
     cfg: ModelConfig,
     specs: dict,
-    slots: Slots,
+    slots: SlotsByPath,
     has_more: bool = False,
-    exported: Slots | None = None,
+    exported: SlotsByPath | None = None,
 ) -> Source:
     """The safetensors of a folder as parameters of `cfg`. Raises `UserError` for damaged files.
 
@@ -95,7 +95,7 @@ def hf_source(
         shapes = tensor_shapes(cfg, specs, slots)
         named = {n: t for n, t in tensors.items() if n in shapes or not has_more}
         named = {n: t for n, t in named.items() if n not in found.beside}
-        _check(folder, found.repeats, named, shapes)
+        _check_names_and_shapes(folder, found.repeats, named, shapes)
         require_repeats(found.repeats, tensors)
         if found.beside:
             of_towers = sorted({name.removeprefix("model.").split(".")[0] for name in found.beside})
@@ -106,13 +106,13 @@ def hf_source(
             )
 
     def unread() -> dict[str, bytes]:
-        return _unread(tensors, found, slots, exported or slots)
+        return _unread_tensors(tensors, found, slots, exported or slots)
 
     return Source(cfg, read, check, unread=unread)
 
 
-def _unread(
-    tensors: Mapping[str, Tensor], found: Names, slots: Slots, exported: Slots
+def _unread_tensors(
+    tensors: Mapping[str, Tensor], found: NamesInFile, slots: SlotsByPath, exported: SlotsByPath
 ) -> dict[str, bytes]:
     """The file of the tensors that the model does not read, by the names of its export."""
     pairs = {
@@ -137,21 +137,35 @@ def _exported_name(name: str, pairs: Mapping[str, str]) -> str:
     return wanted + name.removeprefix(start) if name.startswith(start) else name
 
 
-def tensor_shapes(cfg: ModelConfig, specs: dict, slots: Slots) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(cfg: ModelConfig, specs: dict, slots: SlotsByPath) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that `slots` name, in the order in which they are written."""
     shapes: dict[str, tuple[int, ...]] = {}
     filled: dict[str, int] = {}
     for path, spec in real_specs(cfg, specs).items():
         for slot in slots[path]:
-            sizes = [math.prod(spec.shape[a] for a in axes) for axes in slot.dims]
-            filled[slot.tensor] = filled.get(slot.tensor, 0) + math.prod(sizes)
-            sizes[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
-            shape = () if slot.number else tuple(i + 1 for i in slot.lead) + tuple(sizes)
-            before = shapes.get(slot.tensor, shape)
-            shapes[slot.tensor] = tuple(max(a, b) for a, b in zip(shape, before, strict=True))
+            name = slot.tensor
+            sizes = _sizes_of_piece(slot, spec)
+            filled[name] = filled.get(name, 0) + math.prod(sizes)
+            ends = _ends_of_piece(slot, sizes)
+            before = shapes.get(name, ends)
+            shapes[name] = tuple(map(max, ends, before))
     for name, shape in shapes.items():
         assert filled[name] == math.prod(shape), f"the slots of {name} do not fill {shape}"
     return {name: shapes[name] for name in sorted(shapes, key=_natural)}
+
+
+def _sizes_of_piece(slot: Slot, spec: ParamSpec) -> list[int]:
+    return [math.prod(spec.shape[axis] for axis in axes) for axes in slot.dims]
+
+
+def _ends_of_piece(slot: Slot, sizes: list[int]) -> tuple[int, ...]:
+    """The smallest shape of a tensor that holds the piece."""
+    if slot.number:
+        return ()
+    ends = list(sizes)
+    ends[slot.axis] = slot.start + slot.step * (sizes[slot.axis] - 1) + 1
+    lead = [i + 1 for i in slot.lead]
+    return (*lead, *ends)
 
 
 def _natural(name: str) -> list:
@@ -159,7 +173,7 @@ def _natural(name: str) -> list:
     return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
 
 
-def _check(
+def _check_names_and_shapes(
     folder: str | Path, repeats: Mapping[str, str], tensors: dict[str, Tensor], shapes: dict
 ) -> None:
     missing = [name for name in shapes if name not in tensors]
@@ -212,7 +226,7 @@ def _read_slot(
     """Fill `out`, the part `ranges` of the slot's matrix, with axes in the parameter's order."""
     if not out.size:
         return
-    matrix, first, width = _matrix(out, slot, spec), *_place(tensor.shape, slot)
+    matrix, first, width = _matrix_of_slot(out, slot, spec), *_place_of_slot(tensor.shape, slot)
     assert np.may_share_memory(matrix, out), "not a view"
     with or_user_error(f"{tensor.file}: cannot read tensor {tensor.name}: {{reason}}"):
         file = os.open(tensor.file, os.O_RDONLY)
@@ -229,7 +243,7 @@ def _read_slot(
             os.close(file)
 
 
-def _matrix(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:
+def _matrix_of_slot(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:
     """[axes that are no batch] -> [rows, columns] as in the tensor; a vector is one row."""
     rest = [i for i in range(len(spec.shape)) if i not in spec.matrix_view()[0]]
     order = [rest.index(axis) for axes in slot.matrix for axis in axes]
@@ -237,7 +251,7 @@ def _matrix(array: np.ndarray, slot: Slot, spec: ParamSpec) -> np.ndarray:
     return array.transpose(order).reshape([1] * (2 - len(sizes)) + sizes)
 
 
-def _place(shape: tuple[int, ...], slot: Slot) -> tuple[int, int]:
+def _place_of_slot(shape: tuple[int, ...], slot: Slot) -> tuple[int, int]:
     """First element and width of the slot's matrix in a tensor of `shape`."""
     lead, inner = shape[: len(slot.lead)], shape[len(slot.lead) :]
     number = int(np.ravel_multi_index(slot.lead, lead)) if lead else 0
@@ -280,13 +294,17 @@ def _assign(out: np.ndarray, part: np.ndarray) -> None:
     """`out[...] = part` of matrices, fast where it transposes: few source rows at a time keep both
     in the cache (0.15 -> 1.1 GB/s for bfloat16)."""
     if part.dtype == out.dtype and part.dtype.itemsize == 2:
-        out, part = out.view(np.uint16), part.view(np.uint16)
+        out = out.view(np.uint16)
+        part = part.view(np.uint16)
     if part.strides[0] < part.strides[1]:
-        out, part = out.T, part.T
-    step = 16 if out.strides[0] < out.strides[1] else max(1, len(part))
-    for a in range(0, len(part), step):
+        out = out.T
+        part = part.T
+    transposes = out.strides[0] < out.strides[1]
+    step = 16 if transposes else max(1, len(part))
+    for first in range(0, len(part), step):
+        rows = slice(first, first + step)
         with np.errstate(over="ignore"):  # float16 is checked as it is written
-            out[a : a + step] = part[a : a + step].astype(out.dtype, copy=False)
+            out[rows] = part[rows].astype(out.dtype, copy=False)
 
 
 # ---- export ------------------------------------------------------------------------------------
@@ -296,7 +314,7 @@ def export(
     read: Callable[[Leaf, Index], np.ndarray],
     cfg: ModelConfig,
     specs: dict,
-    slots: Slots,
+    slots: SlotsByPath,
     folder: str | Path,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 10**9,
@@ -344,7 +362,7 @@ def export(
             write_file(temporary / name, part, lambda n: [unread[n]] if n in unread else parts(n))
         if len(files) > 1:
             where = {tensor: name for name, part in files.items() for tensor in part}
-            index = {"metadata": {"total_size": sum(map(_bytes, tensors.values()))}}
+            index = {"metadata": {"total_size": sum(map(_bytes_of_entry, tensors.values()))}}
             index["weight_map"] = where
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_files(temporary, extras)
@@ -353,7 +371,7 @@ def export(
 Entry = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor
 
 
-def _bytes(tensor: Entry) -> int:
+def _bytes_of_entry(tensor: Entry) -> int:
     return tensor[1].itemsize * math.prod(tensor[0])
 
 
@@ -362,11 +380,11 @@ def _shards(tensors: dict[str, Entry], most: int) -> dict[str, dict[str, Entry]]
     parts: list[dict[str, Entry]] = [{}]
     room = most
     for name, tensor in tensors.items():
-        if parts[-1] and _bytes(tensor) > room:
+        if parts[-1] and _bytes_of_entry(tensor) > room:
             parts.append({})
             room = most
         parts[-1][name] = tensor
-        room -= _bytes(tensor)
+        room -= _bytes_of_entry(tensor)
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
     count = len(parts)
@@ -377,18 +395,24 @@ def _write_slot(
     out: np.ndarray, slot: Slot, spec: ParamSpec, read: Callable[[Index], np.ndarray]
 ) -> Iterator[Callable[[], None]]:
     """Tasks that fill the slot's part of the tensor `out`, each with a block of the parameter."""
-    batch = dict(zip(spec.matrix_view()[0], slot.batch, strict=True))
-    first = tuple(batch.get(axis, 0) for axis in range(len(spec.shape)))
+    enumerating = spec.matrix_view()[0]
+    batch = dict(zip(enumerating, slot.batch, strict=True))
+    first = [batch.get(axis, 0) for axis in range(len(spec.shape))]
     shape = tuple(1 if axis in batch else n for axis, n in enumerate(spec.shape))
+    _, width = _place_of_slot(out.shape, slot)
     whole = out[slot.lead] if slot.lead else out
-    whole = whole.reshape(-1, _place(out.shape, slot)[1])
+    whole = whole.reshape(-1, width)
 
     def fill(index: Index) -> None:
-        matrix = _matrix(read(index).squeeze(spec.matrix_view()[0]), slot, spec)
+        values = read(index).squeeze(enumerating)
+        matrix = _matrix_of_slot(values, slot, spec)
         ranges = [(s.start, s.stop) for s in index]
         for rows, cols, at_rows, at_cols in _spans(slot, spec, ranges):
             _assign(whole[rows, cols], matrix[at_rows, at_cols])
 
     for block in blocks(shape, block_shape(shape, out.itemsize)):
-        parts = zip(block, first, strict=True)
-        yield partial(fill, tuple(slice(s.start + at, s.stop + at) for s, at in parts))
+        yield partial(fill, _shifted(block, first))
+
+
+def _shifted(block: Index, first: list[int]) -> Index:
+    return tuple(slice(s.start + at, s.stop + at) for s, at in zip(block, first, strict=True))

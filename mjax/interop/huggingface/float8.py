@@ -15,25 +15,26 @@ import numpy as np
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.table import family_of
+from mjax.interop.huggingface.families.engine import family_of
+from mjax.interop.huggingface.families.family import inputs_first
 
 WEIGHT = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE = np.dtype(np.float32)
 REST = np.dtype(ml_dtypes.bfloat16)
-LARGEST = float(ml_dtypes.finfo(WEIGHT).max)  # 448
+LARGEST_FLOAT8 = float(ml_dtypes.finfo(WEIGHT).max)  # 448
 SUFFIX = "_scale"
 
 Shape = tuple[int, ...]
 
 
 def quantization_config(cfg: ModelConfig) -> dict:
-    """What config.json says of the layout. Raises `UserError` for families that cannot have it."""
-    if family_of(cfg).conv1d:
+    """The entry of config.json on the layout. Raises `UserError` for families that lack it."""
+    if family_of(cfg).layouts.get("matrix") is inputs_first:
         raise UserError(
             "--dtype float8: GPT-2 stores transposed Conv1D matrices, which the compressed-tensors "
             "layout does not cover; export it as bfloat16"
         )
-    if "E" in cfg.branches:
+    if cfg.has_role("experts"):
         raise UserError(
             "--dtype float8: experts in the compressed-tensors layout are not checked against any "
             "reader yet; export the model as bfloat16"
@@ -74,20 +75,20 @@ def quantized(
             return [scales.pop(name)]
         if name not in linear:
             return [tensor(name, REST)]
-        weight, scales[name + SUFFIX] = quantize(tensor(name, SCALE), name)
+        weight, scales[name + SUFFIX] = quantize_rows(tensor(name, SCALE), name)
         return [weight]
 
     return entries, parts
 
 
-def quantize(w: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+def quantize_rows(w: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     """fp32 [out, in], which is overwritten -> (float8_e4m3fn [out, in], fp32 scales [out, 1]).
 
     Raises `UserError` naming the tensor where it is not finite."""
     largest = np.maximum(w.max(1, keepdims=True), -w.min(1, keepdims=True))
     if not np.isfinite(largest).all():
         raise UserError(f"tensor {name} holds values that are not finite; nothing is written")
-    wanted = np.maximum(largest / LARGEST, np.finfo(SCALE).tiny)
+    wanted = np.maximum(largest / LARGEST_FLOAT8, np.finfo(SCALE).tiny)
     rounded = wanted.astype(REST)
     up = rounded.view(np.uint16) + (rounded.astype(SCALE) < wanted)  # the next one, where too low
     scale = up.astype(np.uint16).view(REST).astype(SCALE)

@@ -18,7 +18,7 @@ import numpy as np
 
 from mjax.checkpoint.base.safetensors import Tensor
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.slots import Slot, Slots, changed
+from mjax.interop.huggingface.families.family import Slot, SlotsByPath, changed
 
 GROUP = 32  # numbers that share a scale
 _PACKED = 2  # numbers in a byte
@@ -68,12 +68,14 @@ def pairs_of_codes() -> np.ndarray:
 
     The scale 255 is no number in the format. It is read as 2^128, as transformers does.
     """
-    numbers = np.array([*_VALUES, *(-value for value in _VALUES)], np.float32)
+    negative = [-value for value in _VALUES]
+    numbers = np.array([*_VALUES, *negative], np.float32)
     exponents = np.arange(256)[:, None] - 127
     with np.errstate(over="ignore"):
-        table = np.ldexp(numbers, exponents).astype(BF16)
+        scaled = np.ldexp(numbers, exponents).astype(BF16)
     codes = np.arange(256)
-    pairs = np.stack([table[:, codes & 15], table[:, codes >> 4]], -1)
+    low, high = scaled[:, codes & 15], scaled[:, codes >> 4]
+    pairs = np.stack([low, high], -1)
     return np.ascontiguousarray(pairs).view(np.uint32).reshape(-1)
 
 
@@ -98,7 +100,7 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | PackedTensor]:
     return found
 
 
-def turned(slots: Slots, tensors: Mapping[str, Tensor | PackedTensor]) -> Slots:
+def turned(slots: SlotsByPath, tensors: Mapping[str, Tensor | PackedTensor]) -> SlotsByPath:
     """The slots of a checkpoint in bfloat16, for one whose packed tensors are [..., out, in]."""
 
     def turn(slot: Slot) -> Slot:

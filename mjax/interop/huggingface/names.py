@@ -8,7 +8,7 @@ has its values, or the model has a place for it, or the file is refused.
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from mjax.checkpoint.base.safetensors import Tensor
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.huggingface.families.bert import with_old_names
-from mjax.interop.huggingface.families.slots import Slot, Slots, changed
+from mjax.interop.huggingface.families.family import Slot, SlotsByPath, changed
 
 _TRUNKS = ("model.", "transformer.", "backbone.", "bert.", "roberta.")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -29,50 +29,63 @@ _EMBEDDINGS = (
     "encoder.embed_tokens.weight",
     "decoder.embed_tokens.weight",
 )
-_BIASES = {
+_REPEATED_BIASES = {
     "cls.predictions.decoder.bias": "cls.predictions.bias",
     "lm_head.decoder.bias": "lm_head.bias",
 }
-_LLAVA = "language_model.model."
-_CHUNK = 2**22  # numbers that are compared at a time
+_LLAVA_TEXT = "language_model.model."
+_COMPARED_AT_ONCE = 2**22  # numbers that are compared at a time
 
 Prefixes = tuple[tuple[str, str], ...]  # what slots say, and the file
 
 
 @dataclass(frozen=True)
-class Names:
+class NamesInFile:
     """The slots of a model in a file.
 
     repeats: tensors of the file that stand for another, and that one. beside: its tensors of towers
     that the model lacks.
     """
 
-    slots: Slots
+    slots: SlotsByPath
     repeats: Mapping[str, str]
     beside: frozenset[str]
 
 
-def names_in(cfg: ModelConfig, slots: Slots, names: Collection[str]) -> Names:
+def names_in(cfg: ModelConfig, slots: SlotsByPath, names: Collection[str]) -> NamesInFile:
     """`slots` of a model with the names of a file, whose tensors are `names`."""
-    embedding = _embedding(slots)
-    prefixes, tower = _prefixes(slots, embedding, names)
+    prefixes, tower = _prefixes(slots, _embedding(slots), names)
     slots = changed(slots, lambda slot: replace(slot, tensor=_renamed(slot.tensor, prefixes)))
     slots = with_old_names(_with_head(slots, names), names)
     embedding = _embedding(slots)
-    read = {slot.tensor for places in slots.values() for slot in places}
-    repeats = dict(_copies(slots))
-    heads = _HEADS if cfg.tie_word_embeddings else ()
-    same = dict.fromkeys((*heads, *_EMBEDDINGS), embedding) | _BIASES
-    repeats |= {n: of for n, of in same.items() if n in names and n not in read and of is not None}
+    repeats = _repeats_in_file(cfg, slots, names)
     if embedding is not None and embedding not in names and embedding in repeats.values():
         there = next(name for name, of in repeats.items() if of == embedding)
+        del repeats[there]
         slots = _with_name(slots, embedding, there)
-        repeats = {n: there if of == embedding else of for n, of in repeats.items() if n != there}
-    beside = frozenset(n for n in names if tower is not None and not n.startswith((tower, *_HEADS)))
-    return Names(slots, repeats, beside)
+        repeats = {name: there if of == embedding else of for name, of in repeats.items()}
+    beside: Iterable[str] = ()
+    if tower is not None:
+        beside = (name for name in names if not name.startswith((tower, *_HEADS)))
+    return NamesInFile(slots, repeats, frozenset(beside))
 
 
-def heads_apart(found: Names, tensors: Mapping[str, Tensor], cfg: ModelConfig) -> bool:
+def _repeats_in_file(
+    cfg: ModelConfig, slots: SlotsByPath, names: Collection[str]
+) -> dict[str, str]:
+    """Tensors of the file that stand for another, and that one."""
+    embedding = _embedding(slots)
+    read = {slot.tensor for places in slots.values() for slot in places}
+    heads = _HEADS if cfg.tie_word_embeddings else ()
+    same = dict.fromkeys((*heads, *_EMBEDDINGS), embedding) | _REPEATED_BIASES
+    repeats = dict(_repeated_tensors(slots))
+    for name, of in same.items():
+        if name in names and name not in read and of is not None:
+            repeats[name] = of
+    return repeats
+
+
+def heads_apart(found: NamesInFile, tensors: Mapping[str, Tensor], cfg: ModelConfig) -> bool:
     """Whether a file has a head other than the embedding, of a model that calls it tied."""
     heads = [name for name in _HEADS if name in found.repeats]
     # T5 1.0: tied alone
@@ -107,12 +120,15 @@ def equal(a: Tensor, b: Tensor) -> bool:
     width = a.shape[-1] if len(a.shape) > 1 else math.prod(a.shape)
     return all(
         np.array_equal(x.astype(np.float32), y.astype(np.float32), equal_nan=True)
-        for x, y in zip(_rows(a, width), _rows(b, width), strict=True)
+        for x, y in zip(_blocks_of_rows(a, width), _blocks_of_rows(b, width), strict=True)
     )
 
 
-def _rows(tensor: Tensor, width: int) -> Iterator[np.ndarray]:
-    count, step = math.prod(tensor.shape) // max(width, 1), max(1, _CHUNK // max(width, 1))
+def _blocks_of_rows(tensor: Tensor, width: int) -> Iterator[np.ndarray]:
+    count, step = (
+        math.prod(tensor.shape) // max(width, 1),
+        max(1, _COMPARED_AT_ONCE // max(width, 1)),
+    )
     with or_user_error(f"{tensor.file}: cannot read tensor {tensor.name}: {{reason}}"):
         file = os.open(tensor.file, os.O_RDONLY)
         try:
@@ -123,21 +139,21 @@ def _rows(tensor: Tensor, width: int) -> Iterator[np.ndarray]:
             os.close(file)
 
 
-def _embedding(slots: Slots) -> str | None:
+def _embedding(slots: SlotsByPath) -> str | None:
     """The name of the table of words."""
     places = [places for path, places in slots.items() if path[0] == "embedding"]
     return places[0][-1].tensor if places else None
 
 
 def _prefixes(
-    slots: Slots, embedding: str | None, names: Collection[str]
+    slots: SlotsByPath, embedding: str | None, names: Collection[str]
 ) -> tuple[Prefixes, str | None]:
     """The prefixes of the file under which it has most of the model; that of a text with towers."""
     found: list[tuple[Prefixes, str | None]] = [((), None)]
     trunk = next((t for t in _TRUNKS if embedding and embedding.startswith(t)), None)
-    if embedding is not None and embedding.startswith(_LLAVA):
+    if embedding is not None and embedding.startswith(_LLAVA_TEXT):
         new = ("vision_tower.", "multi_modal_projector.", "image_newline")
-        moved = [(_LLAVA, "model.language_model."), ("language_model.lm_head.", "lm_head.")]
+        moved = [(_LLAVA_TEXT, "model.language_model."), ("language_model.lm_head.", "lm_head.")]
         found.append(((*moved, *((name, f"model.{name}") for name in new)), None))
     elif trunk is not None:
         found.append((((trunk, ""),), None))
@@ -155,21 +171,21 @@ def _renamed(name: str, prefixes: Prefixes) -> str:
     return name
 
 
-def _with_head(slots: Slots, names: Collection[str]) -> Slots:
+def _with_head(slots: SlotsByPath, names: Collection[str]) -> SlotsByPath:
     """The slots with the name that the file has for a head of its own."""
     plain, of_text = _HEADS
     is_moved = plain not in names and of_text in names
     return _with_name(slots, plain, of_text) if is_moved else slots
 
 
-def _with_name(slots: Slots, old: str, new: str) -> Slots:
+def _with_name(slots: SlotsByPath, old: str, new: str) -> SlotsByPath:
     def named(slot: Slot) -> Slot:
         return replace(slot, tensor=new) if slot.tensor == old else slot
 
     return changed(slots, named)
 
 
-def _copies(slots: Slots) -> Iterator[tuple[str, str]]:
+def _repeated_tensors(slots: SlotsByPath) -> Iterator[tuple[str, str]]:
     """The tensors that slots place a piece in, besides the one that is read, and that one."""
     for places in slots.values():
         read = {slot.batch: slot.tensor for slot in places}

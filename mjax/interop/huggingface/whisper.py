@@ -15,13 +15,13 @@ from mjax.checkpoint.base.source import Source, flat
 from mjax.config.languages.layer_pattern import modality_of, of_tower
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.engine import Family
-from mjax.interop.huggingface.families.table import slots
+from mjax.interop.huggingface.families.engine import slots
+from mjax.interop.huggingface.families.family import Family
 from mjax.interop.huggingface.files import hf_source
 from mjax.json_file import read_json
 from mjax.models import definition_of
 
-_EDGES = {
+_WHISPER_EDGES = {
     "model.embed_frames.": "",
     "model.embed_sound_positions.": "embed_positions.",
 }
@@ -33,7 +33,7 @@ _OF_LAYER = (
     ("mlp.down_proj", "fc2"),
 )
 # Keys of config.json, ours in model.audio, and what transformers takes where one is left out.
-_SIZES = {
+_WHISPER_SIZES = {
     "d_model": ("hidden_size", 384),
     "encoder_ffn_dim": ("intermediate_size", 1536),
     "encoder_attention_heads": ("num_attention_heads", 6),
@@ -58,14 +58,14 @@ def whisper_source(folder: Path, cfg: ModelConfig) -> Source:
             f"{folder}: its encoder has {layers} layers, but model.layer_pattern has {sum(kinds)} "
             "of sounds (S); make them agree"
         )
-    sizes = {ours: config.get(key, default) for key, (ours, default) in _SIZES.items()}
+    sizes = {ours: config.get(key, default) for key, (ours, default) in _WHISPER_SIZES.items()}
     audio = cfg.audio.model_copy(update=sizes | {"layer_norm_eps": 1e-5})
     cfg = cfg.model_copy(update={"audio": audio})
     specs = flat(definition_of(cfg).specs)
     mine = {path: spec for path, spec in specs.items() if _is_of_encoder(path)}
     names = [name for name in open_folder(folder) if name.endswith("encoder.conv1.weight")]
     prefix = names[0].removesuffix("conv1.weight") if names else "model.encoder."
-    family = Family.of("WhisperModel", name_of=lambda cfg, name: prefix + _name(cfg, name))
+    family = Family.of("WhisperModel", name_of=lambda cfg, name: prefix + _whisper_name(cfg, name))
     parts = unflatten_dict(mine)
     source = hf_source(folder, cfg, parts, slots(cfg, parts, family), has_more=True)
     return replace(source, has=frozenset(mine))
@@ -75,9 +75,9 @@ def _is_of_encoder(path: tuple[str, ...]) -> bool:
     return path[0] in ("frame_embedding", "audio_mlp") or path[:3:2] == ("audio_projector", "norm")
 
 
-def _name(cfg: ModelConfig, name: str) -> str:
+def _whisper_name(cfg: ModelConfig, name: str) -> str:
     """The name within the encoder of a tensor, from that which its parameter declares."""
-    for ours, theirs in _EDGES.items():
+    for ours, theirs in _WHISPER_EDGES.items():
         if name.startswith(ours):
             return name.replace(ours, theirs)
     number, rest = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name).groups()

@@ -1,13 +1,14 @@
 """Megatron-LM's saved arguments -> `ModelConfig`.
 
 Invariant: every argument that changes what a GPT computes is either translated here or, when it is
-on, refused by name; what only changes how it is trained, sharded or rounded is not looked at. What
-this list does not know (Megatron grows) shows as a tensor without a place, which is refused too.
+on, refused by name. Arguments that only change how it is trained, sharded or rounded are not read.
+An argument newer than this list shows as a tensor without a place, which is refused, too.
 Source: megatron/training/arguments.py, core/transformer/transformer_config.py, gpt_builders.py.
 """
 
 from collections.abc import Mapping
 
+from mjax.config.languages.layer_pattern import pattern_of
 from mjax.config.schema.keys import model_of, nested
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
@@ -37,8 +38,8 @@ CHOICES = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
 
-_POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_POSITION_NAMES = {"rope": "rope", "learned_absolute": "learned", "none": "none"}
+_NORM_NAMES = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 class _Args:
@@ -59,7 +60,7 @@ class _Args:
     def refuse(self, name: str, why: str = "has no counterpart in mjax") -> UserError:
         return UserError(
             f"{self.where}: args.{name}={self(name)!r} {why}; such a model cannot be imported "
-            "(docs/from-megatron.md)"
+            "(docs/start/from-megatron.md)"
         )
 
 
@@ -75,14 +76,14 @@ def model_config(values: Mapping[str, object], where: str) -> ModelConfig:
             raise args.refuse(name, f"is none of {', '.join(map(str, allowed))}")
     bias = bool(args("add_bias_linear", True))
     fields = {
-        **_sizes(args),
+        **_size_fields(args),
         **_positions(args),
         **_activation(args, bias),
-        **_layers(args),
-        **_experts(args, bias),
-        **_attention(args, bias),
+        **_layer_fields(args),
+        **_expert_fields(args, bias),
+        **_attention_fields(args, bias),
         "mlp_bias": bias,
-        "norm": _NORMS[args.need("normalization")],
+        "norm": _NORM_NAMES[args.need("normalization")],
         "norm_eps": float(args.need("norm_epsilon")),
         "norm_zero_centered": bool(args("apply_layernorm_1p", False)),
         "tie_word_embeddings": not args("untie_embeddings_and_output_weights", False),
@@ -97,7 +98,7 @@ def _idle(name: str, dense: bool) -> bool:
     return dense and name.startswith("moe_")
 
 
-def _sizes(args: _Args) -> dict:
+def _size_fields(args: _Args) -> dict:
     hidden, heads = args.need("hidden_size"), args.need("num_attention_heads")
     padded = args.need("padded_vocab_size")
     vocab = args("vocab_size", padded)
@@ -120,7 +121,7 @@ def _sizes(args: _Args) -> dict:
     }
 
 
-def _attention(args: _Args, bias: bool) -> dict:
+def _attention_fields(args: _Args, bias: bool) -> dict:
     return {
         "attention.attention_bias": bias or bool(args("add_qkv_bias", False)),
         "attention.attention_out_bias": bias,
@@ -132,7 +133,7 @@ def _attention(args: _Args, bias: bool) -> dict:
 
 
 def _positions(args: _Args) -> dict:
-    found = {"position_embedding": _POSITIONS[args.need("position_embedding_type")]}
+    found = {"position_embedding": _POSITION_NAMES[args.need("position_embedding_type")]}
     if found["position_embedding"] != "rope":
         return found
     found["rope.rope_theta"] = float(args("rotary_base", 10000))
@@ -162,32 +163,39 @@ def _activation(args: _Args, bias: bool) -> dict:
     return {"hidden_act": act, "mlp_gated": gated}
 
 
-def _layers(args: _Args) -> dict:
+# The kinds of layers besides "full+mlp", and the arguments that ask for them.
+_MARKED = {
+    "full+experts": "num_experts",
+    "window+mlp": "window_size",
+    "nope+mlp": "no_rope_freq",
+}
+
+
+def _layer_fields(args: _Args) -> dict:
     """layer_pattern and attention.sliding_window, from Megatron's three per-layer arguments."""
     n = args.need("num_layers")
-    marks = {letter: [False] * n for letter in "ELN"}
+    marks = {kind: [False] * n for kind in _MARKED}
     window = args("window_size")
     if window is not None:
         left, right = window
         if right not in (0, -1):
             raise args.refuse("window_size", "sees keys to the right")
         full = _every(args, "window_attn_skip_freq", n, marked=False) or [False] * n
-        marks["L"] = [left >= 0 and not whole for whole in full]
+        marks["window+mlp"] = [left >= 0 and not whole for whole in full]
     if args("no_rope_freq"):
-        marks["N"] = _every(args, "no_rope_freq", n)
+        marks["nope+mlp"] = _every(args, "no_rope_freq", n)
     if args("num_experts"):
-        marks["E"] = _every(args, "moe_layer_freq", n, first=0) or [True] * n
+        marks["full+experts"] = _every(args, "moe_layer_freq", n, first=0) or [True] * n
     kinds = []
     for layer in range(n):
-        letters = [letter for letter, mark in marks.items() if mark[layer]]
-        if len(letters) > 1:
-            names = {"E": "num_experts", "L": "window_size", "N": "no_rope_freq"}
-            both = " and ".join(f"args.{names[letter]}" for letter in letters)
-            raise args.refuse(names[letters[0]], f"meets another in layer {layer} ({both})")
-        kinds += letters or ["G"]
-    period = next(p for p in range(1, n + 1) if kinds == kinds[:p] * (n // p))
-    found = {"layer_pattern": "".join(kinds[:period])}
-    return {**found, "attention.sliding_window": window[0] + 1} if "L" in kinds else found
+        marked = [kind for kind, mark in marks.items() if mark[layer]]
+        if len(marked) > 1:
+            both = " and ".join(f"args.{_MARKED[kind]}" for kind in marked)
+            raise args.refuse(_MARKED[marked[0]], f"meets another in layer {layer} ({both})")
+        kinds += marked or ["full+mlp"]
+    found = {"layer_pattern": pattern_of(kinds)}
+    has_windows = "window+mlp" in kinds
+    return found | ({"attention.sliding_window": window[0] + 1} if has_windows else {})
 
 
 def _every(
@@ -208,7 +216,7 @@ def _every(
     return [bool(mark) == marked for mark in value]
 
 
-def _experts(args: _Args, bias: bool) -> dict:
+def _expert_fields(args: _Args, bias: bool) -> dict:
     if not args("num_experts"):
         return {}
     if bias:

@@ -35,33 +35,39 @@ Fetch = Callable[..., np.ndarray]  # fetch(*slices, part=0): of one layer's or e
 def megatron_source(folder: str | Path) -> Source:
     """The model in a run folder (latest iteration) or iteration folder; reads no weights yet."""
     store = open_torch_dist(folder)
-    cfg = _config(store)
+    cfg = _config_of_store(store)
     specs = nnx.traversals.flatten_mapping(definition_of(cfg).specs)
     places = {path: _find(store, cfg, path, spec) for path, spec in specs.items()}
 
     def read(path: Leaf, index: Index) -> np.ndarray:
-        spec, (_, layout) = specs[path], _layout(path, cfg)
-        box = [slice(*s.indices(n)[:2]) for s, n in zip(index, spec.shape, strict=True)]
+        spec = specs[path]
+        _, layout = _layout_of(path, cfg)
+        ends = [s.indices(n) for s, n in zip(index, spec.shape, strict=True)]
+        box = [slice(first, last) for first, last, _ in ends]
         lead = _lead(spec)
-        every = list(itertools.product(*(range(s.start, s.stop) for s in box[:lead])))
-        kind = store.dtype(places[path][every[0]][0].name)
+        ranges = [range(s.start, s.stop) for s in box[:lead]]
+        pieces = list(itertools.product(*ranges))
+        first_part, *_ = places[path][pieces[0]]
+        kind = store.dtype(first_part.name)
         out = np.empty([s.stop - s.start for s in box], f"u{kind.itemsize}")
-        for at in every:
+        for at in pieces:
             here = tuple(i - s.start for i, s in zip(at, box[:lead], strict=True))
-            _copy(out[here], layout.convert(_fetcher(store, places[path][at]), cfg, box[lead:]))
+            _copy_by_columns(
+                out[here], layout.convert(_fetcher(store, places[path][at]), cfg, box[lead:])
+            )
         return out.view(kind)
 
-    return Source(cfg, read, lambda: _check(store, cfg, places))
+    return Source(cfg, read, lambda: _check_tensors(store, cfg, places))
 
 
-def _copy(out: np.ndarray, x: np.ndarray) -> None:
+def _copy_by_columns(out: np.ndarray, x: np.ndarray) -> None:
     """out[...] = x, by columns where x is a transposed view: four times as fast as at once."""
     step = max(1, x.shape[-1]) if x.flags.c_contiguous else 64
     for i in range(0, x.shape[-1], step):
         out[..., i : i + step] = x[..., i : i + step]
 
 
-def _config(store: TorchDist) -> ModelConfig:
+def _config_of_store(store: TorchDist) -> ModelConfig:
     where = str(store.folder / "common.pt")
     args = store.common.get("args") if isinstance(store.common, dict) else None
     if args is None:
@@ -76,7 +82,7 @@ def _config(store: TorchDist) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MegatronLayout:
     """`shape(cfg, ours)` is Megatron's; `convert(fetch, cfg, box)` a box of ours, all of it given
     by slices with start and stop. `parts`: the tensor is two halves on its first axis."""
 
@@ -85,39 +91,41 @@ class Layout:
     parts: int = 1
 
 
-def _rows(cfg: ModelConfig) -> tuple[int, int]:
+def _rows_of_group(cfg: ModelConfig) -> tuple[int, int]:
     """Query heads of a group; rows of a group in the fused projection: its q, then k, then v."""
     group = cfg.attention.num_attention_heads // cfg.attention.num_key_value_heads
     return group, (group + 2) * cfg.attention.head_dim
 
 
-def _groups(fetch: Fetch, cfg: ModelConfig, k: slice, rest: list[slice]) -> np.ndarray:
+def _query_groups(fetch: Fetch, cfg: ModelConfig, k: slice, rest: list[slice]) -> np.ndarray:
     """Groups k of the fused projection, [k, G + 2, H, ...]."""
-    group, rows = _rows(cfg)
+    group, rows = _rows_of_group(cfg)
     x = fetch(slice(k.start * rows, k.stop * rows), *rest)
     return x.reshape(-1, group + 2, cfg.attention.head_dim, *x.shape[1:])
 
 
-def _fused(convert: Callable, *rest: str) -> Layout:
+def _fused_layout(convert: Callable, *rest: str) -> MegatronLayout:
     def shape(cfg: ModelConfig, ours: tuple[int, ...]) -> tuple[int, ...]:
         heads = cfg.attention.num_key_value_heads
-        return (heads * _rows(cfg)[1], *(getattr(cfg, name) for name in rest))
+        return (heads * _rows_of_group(cfg)[1], *(getattr(cfg, name) for name in rest))
 
-    return Layout(shape, convert)
+    return MegatronLayout(shape, convert)
 
 
 def _q(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
     *embed, n, h = box
-    group, _ = _rows(cfg)
+    group, _ = _rows_of_group(cfg)
     k = slice(n.start // group, -(-n.stop // group))
-    x = _groups(fetch, cfg, k, embed)[:, :group]
-    x = x.reshape(-1, *x.shape[2:])[n.start - k.start * group : n.stop - k.start * group, h]
+    queries = _query_groups(fetch, cfg, k, embed)[:, :group]
+    first = k.start * group
+    heads = queries.reshape(-1, *queries.shape[2:])
+    x = heads[n.start - first : n.stop - first, h]
     return np.moveaxis(x, -1, 0) if embed else x
 
 
 def _kv(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
     *embed, pair, k, h = box
-    x = _groups(fetch, cfg, k, embed)[:, _rows(cfg)[0] :][:, pair, h].swapaxes(0, 1)
+    x = _query_groups(fetch, cfg, k, embed)[:, _rows_of_group(cfg)[0] :][:, pair, h].swapaxes(0, 1)
     return np.moveaxis(x, -1, 0) if embed else x
 
 
@@ -127,7 +135,7 @@ def _out(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
     return x.reshape(len(x), -1, cfg.attention.head_dim)[:, :, h].transpose(1, 2, 0)
 
 
-def _gated(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
+def _gate_and_up(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
     *embed, pair, f = box
     x = np.stack([fetch(f, *embed, part=part) for part in range(pair.start, pair.stop)])
     return np.moveaxis(x, -1, 0) if embed else x
@@ -140,20 +148,22 @@ def _vocab(fetch: Fetch, cfg: ModelConfig, box: list[slice]) -> np.ndarray:
     return np.concatenate([x, np.zeros((rows.stop - stop, x.shape[1]), x.dtype)])
 
 
-PLAIN = Layout(lambda cfg, ours: ours, lambda fetch, cfg, box: fetch(*box))
-TRANSPOSED = Layout(lambda cfg, ours: ours[::-1], lambda fetch, cfg, box: fetch(*box[::-1]).T)
-Q, Q_BIAS = _fused(_q, "hidden_size"), _fused(_q)
-KV, KV_BIAS = _fused(_kv, "hidden_size"), _fused(_kv)
-OUT = Layout(lambda cfg, ours: (ours[2], ours[0] * ours[1]), _out)
-GATED = Layout(lambda cfg, ours: (2 * ours[-1], *ours[:-2]), _gated, parts=2)
-VOCAB = Layout(lambda cfg, ours: ours, _vocab)
+PLAIN = MegatronLayout(lambda cfg, ours: ours, lambda fetch, cfg, box: fetch(*box))
+TRANSPOSED = MegatronLayout(
+    lambda cfg, ours: ours[::-1], lambda fetch, cfg, box: fetch(*box[::-1]).T
+)
+Q, Q_BIAS = _fused_layout(_q, "hidden_size"), _fused_layout(_q)
+KV, KV_BIAS = _fused_layout(_kv, "hidden_size"), _fused_layout(_kv)
+OUT = MegatronLayout(lambda cfg, ours: (ours[2], ours[0] * ours[1]), _out)
+GATED = MegatronLayout(lambda cfg, ours: (2 * ours[-1], *ours[:-2]), _gate_and_up, parts=2)
+VOCABULARY_LAYOUT = MegatronLayout(lambda cfg, ours: ours, _vocab)
 
 WHOLE = {
-    ("embedding",): (("embedding.word_embeddings.weight",), VOCAB),
+    ("embedding",): (("embedding.word_embeddings.weight",), VOCABULARY_LAYOUT),
     ("position_embedding",): (("embedding.position_embeddings.weight",), PLAIN),
     ("final_norm", "gain"): (("decoder.final_layernorm.weight",), PLAIN),
     ("final_norm", "bias"): (("decoder.final_layernorm.bias",), PLAIN),
-    ("head",): (("output_layer.weight",), VOCAB),
+    ("head",): (("output_layer.weight",), VOCABULARY_LAYOUT),
 }
 _QKV, _FC1 = "self_attention.linear_qkv.", "mlp.linear_fc1."
 LAYER = {  # within a layer; of several names the first that is there
@@ -180,7 +190,7 @@ LAYER = {  # within a layer; of several names the first that is there
 }  # fmt: skip
 
 
-def _layout(path: Leaf, cfg: ModelConfig) -> tuple[tuple[str, ...], Layout]:
+def _layout_of(path: Leaf, cfg: ModelConfig) -> tuple[tuple[str, ...], MegatronLayout]:
     """Megatron's names (within the layer, for a layer's parameter) and layout of one of ours."""
     if path in WHOLE:
         return WHOLE[path]
@@ -204,7 +214,9 @@ class Place:
     first: int = 0
 
 
-Places = dict[tuple[int, ...], tuple[Place, ...]]  # (layer of the stack, expert) -> its parts
+PlacesOfPieces = dict[
+    tuple[int, ...], tuple[Place, ...]
+]  # (layer of the stack, expert) -> its parts
 Option = tuple[str, tuple[tuple[int, int], ...]]  # a name; of each leading axis the entry and size
 
 
@@ -213,8 +225,8 @@ def _lead(spec: ParamSpec) -> int:
     return sum(axis in ("layers", "experts") for axis in spec.axes[:2])
 
 
-def _find(store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec) -> Places:
-    names, layout = _layout(path, cfg)
+def _find(store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec) -> PlacesOfPieces:
+    names, layout = _layout_of(path, cfg)
     kinds = cfg.layer_kinds
     layers = [layer for layer, kind in enumerate(kinds) if stack_of(kind) == path[0]]
     shape = layout.shape(cfg, spec.shape[_lead(spec) :])
@@ -229,11 +241,11 @@ def _find(store: TorchDist, cfg: ModelConfig, path: Leaf, spec: ParamSpec) -> Pl
             stacked = [(name, (*lead, (at[1], cfg.moe.num_experts))) for name, lead in options]
             own = f".experts.{at[1]}.linear_"
             options = stacked + [(n.replace(".experts.linear_", own), a) for n, a in options]
-        found[at] = _parts(store, options, shape, layout.parts)
+        found[at] = _parts_of_tensor(store, options, shape, layout.parts)
     return found
 
 
-def _parts(
+def _parts_of_tensor(
     store: TorchDist, options: list[Option], shape: tuple[int, ...], parts: int
 ) -> tuple[Place, ...]:
     """The first option that is there: whole, or as halves named _w and _v."""
@@ -254,17 +266,20 @@ def _parts(
 def _fetcher(store: TorchDist, parts: tuple[Place, ...]) -> Fetch:
     def fetch(rows: slice, *rest: slice, part: int = 0) -> np.ndarray:
         place = parts[part]
-        lead = (slice(i, i + 1) for i in place.at)
-        rows = slice(rows.start + place.first, rows.stop + place.first)
-        x = store.read(place.name, (*lead, rows, *rest))
-        return x.reshape(x.shape[len(place.at) :])
+        lead = [slice(i, i + 1) for i in place.at]
+        first, last = rows.start + place.first, rows.stop + place.first
+        x = store.read(place.name, (*lead, slice(first, last), *rest))
+        inner = x.shape[len(lead) :]
+        return x.reshape(inner)
 
     return fetch
 
 
-def _check(store: TorchDist, cfg: ModelConfig, places: dict[Leaf, Places]) -> None:
+def _check_tensors(store: TorchDist, cfg: ModelConfig, places: dict[Leaf, PlacesOfPieces]) -> None:
     """Shapes of all tensors, tensors without a place, files that are not whole."""
-    vocab = {name for names, layout in WHOLE.values() if layout is VOCAB for name in names}
+    vocab = {
+        name for names, layout in WHOLE.values() if layout is VOCABULARY_LAYOUT for name in names
+    }
     used = {p.name: p for own in places.values() for parts in own.values() for p in parts}
     for name, place in used.items():
         found, want = store.tensors[name].shape, place.shape

@@ -39,7 +39,7 @@ _DAMAGE = (
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TorchChunk:
     """A box of a tensor and the bytes of the file that hold its archive."""
 
     start: tuple[int, ...]
@@ -50,9 +50,9 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TorchTensor:
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TorchChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TorchDist:
     """An opened folder: names and places of its tensors (objects left out) and its arguments."""
 
     folder: Path
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TorchTensor]
     common: dict
 
     def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
@@ -100,14 +100,14 @@ class TorchDist:
                 what = f"has {size:,} of {end:,} bytes" if size else "is missing"
                 raise UserError(f"{path} {what}; copy the checkpoint again, whole")
 
-    def _chunk(self, name: str, chunk: Chunk) -> np.ndarray:
+    def _chunk(self, name: str, chunk: TorchChunk) -> np.ndarray:
         """The chunk's array, mapped from its file."""
         path = self.folder / chunk.file
-        with _reading(f"{path}: cannot read {name!r} at byte {chunk.offset:,}"):
+        with _damage_named(f"{path}: cannot read {name!r} at byte {chunk.offset:,}"):
             with path.open("rb") as file:
                 part = _Part(file, chunk.offset, chunk.length)
                 (storage, key), offset, shape, strides = _load_archive(part)
-                place = _place(part, f"/data/{key}")
+                place = _first_byte(part, f"/data/{key}")
             if storage not in _STORAGES:
                 raise UserError(
                     f"{path}: {name!r} is a {storage}, which is none of {', '.join(_STORAGES)}; "
@@ -126,7 +126,7 @@ def open_torch_dist(path: str | Path) -> TorchDist:
     """Open a run folder (its latest iteration) or one iteration's folder. Reads no tensor."""
     folder = _iteration_folder(Path(path))
     _check_format(folder)
-    with _reading(f"{folder}: cannot read common.pt or .metadata"):
+    with _damage_named(f"{folder}: cannot read common.pt or .metadata"):
         with (folder / "common.pt").open("rb") as file:
             common = _load_archive(_Part(file, 0, (folder / "common.pt").stat().st_size))
         with (folder / ".metadata").open("rb") as file:
@@ -135,8 +135,8 @@ def open_torch_dist(path: str | Path) -> TorchDist:
 
 
 @contextlib.contextmanager
-def _reading(failed: str) -> Iterator[None]:
-    """What damage raises, as one line that says what `failed`."""
+def _damage_named(failed: str) -> Iterator[None]:
+    """Turn the errors that damage raises into one line that says what `failed`."""
     try:
         yield
     except UserError:
@@ -183,7 +183,7 @@ def _check_format(folder: Path) -> None:
         raise UserError(f"{file}: the format is {found!r}, not 'torch_dist'; {_CONVERT}")
 
 
-def _tensors(metadata: "Inert") -> dict[str, Tensor]:
+def _tensors(metadata: "Inert") -> dict[str, TorchTensor]:
     """`.metadata` as plain data. Entries without chunks are pickled objects: left out."""
     starts = ((i, getattr(i, "offset", None) or ()) for i in metadata.storage_data)  # None: absent
     places = {(i.fqn, tuple(start)): metadata.storage_data[i] for i, start in starts}
@@ -195,9 +195,9 @@ def _tensors(metadata: "Inert") -> dict[str, Tensor]:
             if getattr(place, "transform_descriptors", None):
                 raise UserError(f"{name!r} is stored compressed; save without DCP extensions")
             where = place.relative_path, place.offset, place.length
-            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where))
+            chunks.append(TorchChunk(tuple(chunk.offsets), tuple(chunk.sizes), *where))
         if chunks:
-            tensors[name] = Tensor(tuple(entry.size), tuple(chunks))
+            tensors[name] = TorchTensor(tuple(entry.size), tuple(chunks))
     return tensors
 
 
@@ -282,8 +282,8 @@ def _load_archive(part: _Part):
         return _Unpickler(io.BytesIO(archive.read(name))).load()
 
 
-def _place(part: _Part, suffix: str) -> int:
-    """Where the bytes of the archive's one file with this suffix begin; torch never compresses."""
+def _first_byte(part: _Part, suffix: str) -> int:
+    """Offset of the bytes of the archive's one file with this suffix; torch never compresses."""
     with zipfile.ZipFile(part) as archive:
         (info,) = (i for i in archive.infolist() if i.filename.endswith(suffix))
     if info.compress_type != zipfile.ZIP_STORED:

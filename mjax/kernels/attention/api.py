@@ -25,7 +25,7 @@ from mjax.kernels.attention.cudnn import (
     row_lengths,
 )
 from mjax.kernels.attention.relative_bias import relative_bias
-from mjax.kernels.attention.short import Rows, require_short, short_attention
+from mjax.kernels.attention.short import SeenRows, require_short, short_attention
 from mjax.kernels.base.attention_call import (
     AttentionArrays,
     AttentionCall,
@@ -53,7 +53,7 @@ def attention(
     require(call, q, v, arrays)
     packed = arrays.is_packed(call)
     if call.implementation == "triton":
-        return short_attention((q, k, v), None, _rows(q, call, arrays), call)
+        return short_attention((q, k, v), None, _seen_rows(q, call, arrays), call)
     if call.implementation == "mosaic":
         documents = arrays.segments[0] if packed else None
         return mosaic.mosaic_attention(q, k, v, arrays.sinks, documents, call)
@@ -93,14 +93,15 @@ def attention_of_products(
 
     `products` are q [B, S, N, H] and kv [B, S, 2, K, H], or one array [B, S, 3, N, H] of all. They
     lack the `biases`: of queries [N, H], and of keys and values [2, K, H] or of values [1, K, H].
-    That of keys adds one number to all scores of a query, which a softmax does not see: it is left
-    out, and its gradient is 0. Remat policies know the first product, with its bias, by `name`.
+    The keys' bias adds one number to all scores of a query, which a softmax does not see: it is
+    left out, and its gradient is 0. Remat policies know the first product, with its bias, by
+    `name`.
     """
     q = products[0] if len(products) == 2 else products[0][:, :, 0]
     require(replace(call, implementation="triton"), q, products[-1], arrays)
     if biases is not None:
         biases = biases[0], biases[1][-1]
-    return short_attention(products, biases, _rows(q, call, arrays), call, name)
+    return short_attention(products, biases, _seen_rows(q, call, arrays), call, name)
 
 
 def resolve(
@@ -154,13 +155,13 @@ def require(call: AttentionCall, q: jax.Array, v: jax.Array, arrays: AttentionAr
             )
 
 
-def _rows(q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> Rows:
-    """What of a row our kernels see; padding is behind all that a causal query sees."""
+def _seen_rows(q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> SeenRows:
+    """The part of a row that our kernels see; padding comes after all that a causal query sees."""
     if not arrays.is_packed(call) or (call.padded and call.mask == "causal"):
-        return Rows()
+        return SeenRows()
     if call.padded:
-        return Rows(lengths=row_lengths(q, arrays.segments)[1])
-    return Rows(segments=arrays.segments)
+        return SeenRows(lengths=row_lengths(q, arrays.segments)[1])
+    return SeenRows(segments=arrays.segments)
 
 
 # ---- reference ---------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def _near_block(call) -> int:
 def _near(q, k, v, call, arrays):
     """Attention in windows to both sides: each block of queries to its keys and those next to it.
 
-    The blocks are rows of their own. Where a block lacks a neighbor its keys have segment -1.
+    The blocks are rows of their own. Keys of a missing neighbor have segment -1.
     """
     batch, size = q.shape[:2]
     block = _near_block(call)
@@ -267,7 +268,7 @@ def masked_scores(
     call: AttentionCall,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """What softmax takes: fp32 products of queries and keys, scaled, biased, capped and masked.
+    """The input of softmax: fp32 products of queries and keys, scaled, biased, capped and masked.
 
     `seen` and `bias` broadcast to them. None: all keys are seen; there is no bias.
     """
@@ -346,8 +347,8 @@ def block_forward(
         out = jnp.einsum("bkgst,btkh->bskgh", probs, v, preferred_element_type=jnp.float32)
         return out.reshape(q.shape), lse.reshape(lse.shape[0], q.shape[2], q.shape[1])
 
-    out, lse = jax.lax.map(lambda xs: part(*xs), _cut((q, places[0]), 1))
-    return _join(out, 1), _join(lse, 2)
+    out, lse = jax.lax.map(lambda xs: part(*xs), _cut_queries((q, places[0]), 1))
+    return _join_queries(out, 1), _join_queries(lse, 2)
 
 
 def block_backward(
@@ -388,9 +389,9 @@ def block_backward(
         return (d_k, d_v), d_q
 
     zero = jnp.zeros(k.shape, jnp.float32)
-    xs = (*_cut((q, places[0], out, d_out), 1), _cut(lse, 2))
+    xs = (*_cut_queries((q, places[0], out, d_out), 1), _cut_queries(lse, 2))
     (d_k, d_v), d_q = jax.lax.scan(part, (zero, zero), xs)
-    return _join(d_q, 1), d_k, d_v
+    return _join_queries(d_q, 1), d_k, d_v
 
 
 def _fused_block(call, diagonal):
@@ -411,7 +412,7 @@ def _block_scores(q, k, q_place, k_place, call):
     return jnp.where(seen[:, None, None], scores, _MASKED)
 
 
-def _cut(tree, axis):
+def _cut_queries(tree, axis):
     """Cut `axis` of each array into chunks of queries, moved to the front."""
 
     def one(x):
@@ -423,7 +424,7 @@ def _cut(tree, axis):
     return jax.tree.map(one, tree)
 
 
-def _join(x, axis):
-    """The inverse of `_cut`."""
+def _join_queries(x, axis):
+    """The inverse of `_cut_queries`."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

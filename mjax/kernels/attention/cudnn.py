@@ -67,7 +67,7 @@ def _fused_ops():
     """JAX's private module of cuDNN attention, whose backward can be told to be deterministic.
 
     In a deterministic program XLA (of jaxlib 0.11.2) marks the first of several equal backward
-    calls only, and does not find the others' programs. Those of `_DETERMINISTIC` are marked here.
+    calls only, and does not find the others' programs. Calls of `_DETERMINISTIC` are marked here.
     """
     import jax._src.cudnn.fused_attention_stablehlo as fused
 

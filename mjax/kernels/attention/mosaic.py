@@ -32,7 +32,7 @@ def require_mosaic(q: jax.Array, v: jax.Array, call: AttentionCall) -> None:
         raise UserError(f"train.attention=mosaic: {lacks}; set train.attention=auto or xla")
 
 
-def supports(q: jax.Array, v: jax.Array, call: AttentionCall) -> bool:
+def supports_mosaic(q: jax.Array, v: jax.Array, call: AttentionCall) -> bool:
     """Whether `require_mosaic` raises nothing."""
     return _lacks(q, v, call) is None
 
@@ -56,10 +56,10 @@ def mosaic_attention(
     `sinks` [N] are extra logits, `segments` int32 [B, S] contiguous documents. The residuals are
     named `attn_out` and `attn_lse`.
     """
-    return _fwd(q, k, v, sinks, segments, call)[0]
+    return _mosaic_fwd(q, k, v, sinks, segments, call)[0]
 
 
-def _fwd(q, k, v, sinks, segments, call):
+def _mosaic_fwd(q, k, v, sinks, segments, call):
     # Without the barrier XLA fuses the call with the store of its outputs for the backward, and
     # calls it once more for the other users of `out`.
     outputs = mosaic_forward(q, k, v, call, sinks=sinks, segments=segments)
@@ -68,7 +68,7 @@ def _fwd(q, k, v, sinks, segments, call):
     return out, (q, k, v, sinks, segments, out, lse)
 
 
-def _bwd(call, saved, d_out):
+def _mosaic_bwd(call, saved, d_out):
     q, k, v, sinks, segments, out, lse = saved
     grads = mosaic_backward(q, k, v, out, lse, d_out, call, segments=segments)
     d_sinks = None
@@ -78,7 +78,7 @@ def _bwd(call, saved, d_out):
     return *grads, d_sinks, None
 
 
-mosaic_attention.defvjp(_fwd, _bwd)
+mosaic_attention.defvjp(_mosaic_fwd, _mosaic_bwd)
 
 
 def mosaic_forward(
@@ -95,13 +95,13 @@ def mosaic_forward(
     Under a causal mask query i sees keys up to i, within window and segment; under a full one it
     sees all keys, and there is neither.
     """
-    from mjax.kernels.attention.mosaic_forward import Tile, forward
+    from mjax.kernels.attention.mosaic_forward import MosaicTile, forward
 
     job = _job(q, k, call, segments)
     low, _ = _intervals(job, segments)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    tile = Tile(*_FORWARD[job.size])
-    out, lse = forward(job, tile, *_pad((q, k, v), 1), low=low, sinks=sinks)
+    tile = MosaicTile(*_FORWARD[job.size])
+    out, lse = forward(job, tile, *_pad_tokens((q, k, v), 1), low=low, sinks=sinks)
     return out[:, : q.shape[1]], lse[..., : q.shape[1]]
 
 
@@ -117,23 +117,25 @@ def mosaic_backward(
     segments: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients (d_q, d_k, d_v) from the output and log-sum-exp, which may be over more keys."""
-    from mjax.kernels.attention.mosaic_backward import d_keys, d_queries
-    from mjax.kernels.attention.mosaic_forward import Tile
+    from mjax.kernels.attention.mosaic_backward import gradients_of_keys, gradients_of_queries
+    from mjax.kernels.attention.mosaic_forward import MosaicTile
 
     job = _job(q, k, call, segments)
     low, high = _intervals(job, segments)
-    lse, delta = _pad((lse * _LOG2E, _delta(out, d_out)), 2)
-    operands = *_pad((q, k, v, d_out.astype(q.dtype)), 1), lse, delta
-    d_q = d_queries(job, Tile(*_D_QUERIES[job.size]), *operands, low=low)
-    tile = Tile(*_D_KEYS[job.size])
+    lse, delta = _pad_tokens((lse * _LOG2E, _delta(out, d_out)), 2)
+    operands = *_pad_tokens((q, k, v, d_out.astype(q.dtype)), 1), lse, delta
+    d_q = gradients_of_queries(job, MosaicTile(*_D_QUERIES[job.size]), *operands, low=low)
+    tile = MosaicTile(*_D_KEYS[job.size])
     # at head size 256 the two sums do not fit in registers together
     parts = [("k", "v")] if job.size < 256 else [("k",), ("v",)]
-    d_kv = [g for some in parts for g in d_keys(job, tile, *operands, high=high, parts=some)]
+    d_kv = [
+        g for some in parts for g in gradients_of_keys(job, tile, *operands, high=high, parts=some)
+    ]
     return d_q[:, : q.shape[1]], *(g[:, : k.shape[1]] for g in d_kv)
 
 
 def _job(q, k, call, segments):
-    from mjax.kernels.attention.mosaic_forward import Job
+    from mjax.kernels.attention.mosaic_forward import AttentionJob
 
     causal, window = call.mask == "causal", call.window
     assert causal or (window is None and segments is None), "only causal attention is masked"
@@ -142,11 +144,11 @@ def _job(q, k, call, segments):
     s, real, t = s + -s % _MULTIPLE, t, t + -t % _MULTIPLE
     if window is not None and window >= t:
         window = None
-    return Job(b, s, t, n, kv_heads, h, call.scale, window, call.softcap, causal, real)
+    return AttentionJob(b, s, t, n, kv_heads, h, call.scale, window, call.softcap, causal, real)
 
 
 def _intervals(job, segments):
-    """Of segment ids: (first key each query sees, last query that sees each key), int32 [B, S]."""
+    """(first key each query sees, last query that sees each key), int32 [B, S], by segment ids."""
     if segments is None:
         return None, None
     size = job.queries
@@ -167,7 +169,7 @@ def _delta(out, d_out):
     return jnp.swapaxes(jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1), 1, 2)
 
 
-def _pad(arrays, axis):
+def _pad_tokens(arrays, axis):
     """Zeros at the end of `axis` up to a multiple of the tiles."""
 
     def one(x):

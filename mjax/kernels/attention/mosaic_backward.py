@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from mjax.kernels.attention.mosaic_forward import (
-    ROWS,
-    Job,
-    Tile,
+    ROW_VALUES,
+    AttentionJob,
+    MosaicTile,
     common_scratch,
-    fill,
+    fill_ring_slot,
     key_blocks,
     launch,
     mask_unseen,
@@ -30,10 +30,10 @@ from mjax.kernels.attention.mosaic_forward import (
     zeros,
 )
 
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # how a value for each column of a product is held
+COLUMN_VALUES = plgpu.Layout.WGMMA.reduce(0)  # how a value for each column of a product is held
 
 
-def d_queries(job: Job, tile: Tile, q, k, v, d_out, lse, delta, low=None):
+def gradients_of_queries(job: AttentionJob, tile: MosaicTile, q, k, v, d_out, lse, delta, low=None):
     """d_q [B, S, N, H]; `lse` to base 2 and `delta` = sum(out * d_out) are fp32 [B, N, S]."""
     optional = {} if low is None else {"low": low}
     scratch = common_scratch(job, tile, ["q", "d_out"], ["k", "v"], 1)
@@ -51,13 +51,13 @@ def d_queries(job: Job, tile: Tile, q, k, v, d_out, lse, delta, low=None):
     return d_q
 
 
-def _d_queries_item(job: Job, tile: Tile, refs, group, item, count):
+def _d_queries_item(job: AttentionJob, tile: MosaicTile, refs, group, item, count):
     head, row, place = job.split(item, job.heads, job.queries // tile.rows - 1)
     start = place * tile.rows
     last, ranges = key_blocks(job, tile, refs, row, start)
     start += group * 64
     span = pl.ds(start, 64)
-    load = partial(plgpu.load, layout=ROWS, optimized=False)
+    load = partial(plgpu.load, layout=ROW_VALUES, optimized=False)
     lse, delta = load(refs.lse.at[row, head, span]), load(refs.delta.at[row, head, span])
     low = load(refs.low.at[row, span]) if hasattr(refs, "low") else None
     square = (64, tile.block)
@@ -100,7 +100,7 @@ def _d_queries_item(job: Job, tile: Tile, refs, group, item, count):
 # ---- d_k and d_v -------------------------------------------------------------------------------
 
 
-def query_blocks(job: Job, tile: Tile, refs, row, start):
+def query_blocks(job: AttentionJob, tile: MosaicTile, refs, row, start):
     """(first query block, ranges of steps up from it: begin, end, masked)."""
     first, last, ranges = jnp.int32(0), jnp.int32(job.queries // tile.block), []
     whole = 0
@@ -122,10 +122,12 @@ def query_blocks(job: Job, tile: Tile, refs, row, start):
     return first, [(0, whole, True), (whole, clear, False), (clear, steps, True)]
 
 
-def d_keys(job: Job, tile: Tile, q, k, v, d_out, lse, delta, high=None, parts=("k", "v")):
+def gradients_of_keys(
+    job: AttentionJob, tile: MosaicTile, q, k, v, d_out, lse, delta, high=None, parts=("k", "v")
+):
     """d_k and d_v [B, T, K, H], those of `parts`; `high` int32 [B, T] is the last query that sees
-    each key, the other arguments are those of `d_queries`. Scores are transposed, keys by queries,
-    and the sum runs over the query heads of a group too."""
+    each key, the other arguments are those of `gradients_of_queries`. Scores are transposed, keys
+    by queries, and the sum runs over the query heads of a group too."""
     optional = {} if high is None else {"high": high}
     scratch = common_scratch(job, tile, ["k", "v"], ["q", "d_out"], 2)
     line = plgpu.SMEM((tile.slots, tile.block), jnp.float32)
@@ -143,7 +145,7 @@ def d_keys(job: Job, tile: Tile, q, k, v, d_out, lse, delta, high=None, parts=("
     )
 
 
-def _move_queries(job: Job, tile: Tile, refs, item, count):
+def _move_queries(job: AttentionJob, tile: MosaicTile, refs, item, count):
     head, row, place = job.split(item, job.kv_heads)
     start = place * tile.rows
     first, ranges = query_blocks(job, tile, refs, row, start)
@@ -151,7 +153,7 @@ def _move_queries(job: Job, tile: Tile, refs, item, count):
     for i in range(tile.groups):
         at = row, pl.ds(start + i * 64, 64), head
         tiles = (refs.k.at[at], refs.k_own), (refs.v.at[at], refs.v_own)
-        fill(i, count > 0, refs.own_free, refs.own_ready, *tiles)
+        fill_ring_slot(i, count > 0, refs.own_free, refs.own_ready, *tiles)
 
     @pl.loop(0, job.per_kv * steps)
     def _block(i):
@@ -160,14 +162,14 @@ def _move_queries(job: Job, tile: Tile, refs, item, count):
         slot, again = lax.rem(count + i, tile.slots), count + i >= tile.slots
         lse, delta = refs.lse.at[row, q_head, span], refs.delta.at[row, q_head, span]
         q = (refs.q.at[row, span, q_head], refs.q_ring), (lse, refs.lse_ring)
-        fill(slot, again, refs.q_free, refs.q_ready, *q)
+        fill_ring_slot(slot, again, refs.q_free, refs.q_ready, *q)
         d_out = (refs.d_out.at[row, span, q_head], refs.d_out_ring), (delta, refs.delta_ring)
-        fill(slot, again, refs.d_out_free, refs.d_out_ready, *d_out)
+        fill_ring_slot(slot, again, refs.d_out_free, refs.d_out_ready, *d_out)
 
     return count + job.per_kv * steps
 
 
-def _d_keys_item(job: Job, tile: Tile, parts, refs, group, item, count):
+def _d_keys_item(job: AttentionJob, tile: MosaicTile, parts, refs, group, item, count):
     head, row, place = job.split(item, job.kv_heads)
     start = place * tile.rows
     first, ranges = query_blocks(job, tile, refs, row, start)
@@ -175,7 +177,7 @@ def _d_keys_item(job: Job, tile: Tile, parts, refs, group, item, count):
     span, steps = pl.ds(start, 64), ranges[-1][1]
     high = None
     if hasattr(refs, "high"):
-        high = plgpu.load(refs.high.at[row, span], layout=ROWS, optimized=False)
+        high = plgpu.load(refs.high.at[row, span], layout=ROW_VALUES, optimized=False)
     plgpu.barrier_wait(refs.own_ready.at[group])
 
     def mask(probs, j):
@@ -207,7 +209,7 @@ def _d_keys_step(job, tile, parts, refs, group, slot_of, mask, j, sums, masked):
     q, d_out = refs.q_ring.at[slot], refs.d_out_ring.at[slot]
 
     def across(line):
-        return lax.broadcast_in_dim(plgpu.load(line.at[slot], layout=COLUMNS), square, [1])
+        return lax.broadcast_in_dim(plgpu.load(line.at[slot], layout=COLUMN_VALUES), square, [1])
 
     def multiply(raw_ref, dp_ref, *sum_refs):
         ref = dict(zip(parts, sum_refs, strict=True))

@@ -5,8 +5,8 @@ each. In the forward they take turns on the tensor core, so that one computes it
 another multiplies (FlashAttention-3, arXiv 2407.08608). A launch has one thread block for each
 multiprocessor, which walks over its share of the work; the mover runs ahead into the next item.
 
-What a query sees is one interval of keys, [low, its own index]; a key is seen by [its own index,
-high]. A window and contiguous documents only move `low` and `high`, so blocks outside the interval
+A query sees one interval of keys, [low, its own index]; a key is seen by [its own index, high]. A
+window and contiguous documents only move `low` and `high`, so blocks outside the interval
 are never read and blocks wholly inside it need no mask. No sum is shared between thread blocks: no
 atomics, and results are equal bit for bit. Invariant: mover and computers count ring slots alike.
 """
@@ -25,12 +25,12 @@ from jax import lax
 LOG2E = 1.4426950408889634
 _BLOCKS = 132  # multiprocessors of an H100 SXM or H200
 _FLOOR = -1e30  # a running maximum before any key, finite: a block may hide all keys of a row
-ROWS = plgpu.Layout.WGMMA.reduce(1)  # how a value for each row of a product is held
+ROW_VALUES = plgpu.Layout.WGMMA.reduce(1)  # how a value for each row of a product is held
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 @dataclass(frozen=True)
-class Tile:
+class MosaicTile:
     """Warpgroups that compute (64 rows each), columns of a block, and slots of the ring."""
 
     groups: int
@@ -43,7 +43,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Job:
+class AttentionJob:
     """Sizes and options of one attention; queries and keys are multiples of the tiles."""
 
     batch: int
@@ -83,7 +83,7 @@ class Job:
 # ---- parts -------------------------------------------------------------------------------------
 
 
-def _walk(total: int, one: Callable) -> None:
+def _walk_items(total: int, one: Callable) -> None:
     """Run `one(item, count)` -> count over this thread block's share of `total` items.
 
     Items are dealt to and fro: shares are even where items come sorted by size.
@@ -112,7 +112,7 @@ def launch(total, tile, move, compute, operands, out_type, scratch, registers=(2
         @pl.when(group == tile.groups)
         def _():
             plgpu.set_max_registers(registers[0], action="decrease")
-            _walk(total, partial(move, refs))
+            _walk_items(total, partial(move, refs))
 
         @pl.when(group < tile.groups)
         def _():
@@ -120,7 +120,7 @@ def launch(total, tile, move, compute, operands, out_type, scratch, registers=(2
             if "turn" in scratch:
                 last = group == tile.groups - 1
                 pl.when(last)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
-            _walk(total, partial(compute, refs, group))
+            _walk_items(total, partial(compute, refs, group))
             plgpu.wait_smem_to_gmem(0)
 
     run = plgpu.kernel(
@@ -136,7 +136,7 @@ def launch(total, tile, move, compute, operands, out_type, scratch, registers=(2
     return run(*operands.values())
 
 
-def fill(slot, again, free, ready, *copies):
+def fill_ring_slot(slot, again, free, ready, *copies):
     """Copy each (source, ring) into `slot` once its readers of the last time are done."""
     pl.when(again)(lambda: plgpu.barrier_wait(free.at[slot]))
     for source, ring in copies:
@@ -149,7 +149,7 @@ def sweep(step, carry, ranges):
     return carry
 
 
-def key_blocks(job: Job, tile: Tile, refs, row, start):
+def key_blocks(job: AttentionJob, tile: MosaicTile, refs, row, start):
     """(end of the last key block, ranges of steps down from it: begin, end, masked)."""
     blocks, c = job.keys // tile.block, job.causal
     last = jnp.int32(blocks)
@@ -172,7 +172,7 @@ def key_blocks(job: Job, tile: Tile, refs, row, start):
     return last, [*ranges, (whole, clear, False)]
 
 
-def mask_unseen(job: Job, values, fill, line, column, line_axis, bound):
+def mask_unseen(job: AttentionJob, values, fill_ring_slot, line, column, line_axis, bound):
     """Fill where query `line` + i does not see key `column` + j; `bound` is low or high by row."""
     shape = values.shape
     line += plgpu.broadcasted_iota(jnp.int32, shape, line_axis, layout=plgpu.Layout.WGMMA)
@@ -183,14 +183,14 @@ def mask_unseen(job: Job, values, fill, line, column, line_axis, bound):
         seen &= column >= edge if line_axis == 0 else line <= edge
     elif job.window is not None:
         seen &= line - column < job.window
-    return jnp.where(seen, values, fill)
+    return jnp.where(seen, values, fill_ring_slot)
 
 
 def zeros(*shape):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
-def move_keys(job: Job, tile: Tile, own, refs, item, count):
+def move_keys(job: AttentionJob, tile: MosaicTile, own, refs, item, count):
     """The mover of `forward` and `d_queries`: the item's own tiles, then its keys and values."""
     head, row, place = job.split(item, job.heads, job.queries // tile.rows - 1)
     start = place * tile.rows
@@ -198,20 +198,22 @@ def move_keys(job: Job, tile: Tile, own, refs, item, count):
     for i in range(tile.groups):
         at = row, pl.ds(start + i * 64, 64), head
         tiles = [(getattr(refs, name).at[at], getattr(refs, f"{name}_own")) for name in own]
-        fill(i, count > 0, refs.own_free, refs.own_ready, *tiles)
+        fill_ring_slot(i, count > 0, refs.own_free, refs.own_ready, *tiles)
     kv_head = lax.div(head, job.per_kv)
 
     @pl.loop(0, ranges[-1][1])
     def _block(i):
         at = row, pl.ds((last - 1 - i) * tile.block, tile.block), kv_head
         slot, again = lax.rem(count + i, tile.slots), count + i >= tile.slots
-        fill(slot, again, refs.k_free, refs.k_ready, (refs.k.at[at], refs.k_ring))
-        fill(slot, again, refs.v_free, refs.v_ready, (refs.v.at[at], refs.v_ring))
+        fill_ring_slot(slot, again, refs.k_free, refs.k_ready, (refs.k.at[at], refs.k_ring))
+        fill_ring_slot(slot, again, refs.v_free, refs.v_ready, (refs.v.at[at], refs.v_ring))
 
     return count + ranges[-1][1]
 
 
-def common_scratch(job: Job, tile: Tile, own: list[str], ring: list[str], tiles_ready: int):
+def common_scratch(
+    job: AttentionJob, tile: MosaicTile, own: list[str], ring: list[str], tiles_ready: int
+):
     """Shared memory and barriers common to the kernels, by name."""
     kept = plgpu.SMEM((tile.groups, 64, job.size), jnp.bfloat16, transforms=_TILED)
     slot = plgpu.SMEM((tile.slots, tile.block, job.size), jnp.bfloat16, transforms=_TILED)
@@ -225,7 +227,7 @@ def common_scratch(job: Job, tile: Tile, own: list[str], ring: list[str], tiles_
     return out
 
 
-def store(job: Job, refs, group, *outs):
+def store(job: AttentionJob, refs, group, *outs):
     """Write each (values, buffer, destination) out by TMA; free the item's own tiles at last."""
     if job.staged:  # the last item's stores have read the buffers by now
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -239,7 +241,7 @@ def store(job: Job, refs, group, *outs):
         plgpu.barrier_arrive(refs.own_free.at[group])
 
 
-def release(job: Job, refs, group):
+def release(job: AttentionJob, refs, group):
     """Let the mover overwrite this item's own tiles, unless its outputs still go there."""
     if job.staged:
         plgpu.barrier_arrive(refs.own_free.at[group])
@@ -248,7 +250,7 @@ def release(job: Job, refs, group):
 # ---- forward -----------------------------------------------------------------------------------
 
 
-def forward(job: Job, tile: Tile, q, k, v, low=None, sinks=None):
+def forward(job: AttentionJob, tile: MosaicTile, q, k, v, low=None, sinks=None):
     """q [B, S, N, H], k, v [B, T, K, H] bf16, `low` int32 [B, S] the first key each query sees,
     `sinks` fp32 [N] -> out [B, S, N, H], natural log-sum-exp fp32 [B, N, S]."""
     optional = {n: x for n, x in (("low", low), ("sinks", sinks)) if x is not None}
@@ -272,7 +274,7 @@ def forward(job: Job, tile: Tile, q, k, v, low=None, sinks=None):
     )
 
 
-def _forward_item(job: Job, tile: Tile, refs, group, item, count):
+def _forward_item(job: AttentionJob, tile: MosaicTile, refs, group, item, count):
     head, row, place = job.split(item, job.heads, job.queries // tile.rows - 1)
     start = place * tile.rows
     last, ranges = key_blocks(job, tile, refs, row, start)
@@ -280,13 +282,13 @@ def _forward_item(job: Job, tile: Tile, refs, group, item, count):
     span, steps = pl.ds(start, 64), ranges[-1][1]
     low = sinks = None
     if hasattr(refs, "low"):
-        low = plgpu.load(refs.low.at[row, span], layout=ROWS, optimized=False)
+        low = plgpu.load(refs.low.at[row, span], layout=ROW_VALUES, optimized=False)
     floor = _FLOOR
     if hasattr(refs, "sinks"):
         sinks = True
         floor = refs.sinks[head] * LOG2E
-    peak = plgpu.layout_cast(jnp.full((64,), floor, jnp.float32), ROWS)
-    total = plgpu.layout_cast(jnp.full((64,), float(sinks is not None)), ROWS)
+    peak = plgpu.layout_cast(jnp.full((64,), floor, jnp.float32), ROW_VALUES)
+    total = plgpu.layout_cast(jnp.full((64,), float(sinks is not None)), ROW_VALUES)
 
     def masked_scores(scores, i):
         return mask_unseen(job, scores, -jnp.inf, start, (last - 1 - i) * tile.block, 0, low)

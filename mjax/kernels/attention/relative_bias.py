@@ -1,8 +1,8 @@
 """T5's biases on attention scores: one a head for each bucket of distances (arXiv 1910.10683).
 
 Short distances have a bucket each. Longer ones share buckets that widen by a constant factor, and
-from a largest distance on all share the last. Where a query sees both ways, half of the buckets are
-for keys behind it. Invariant: a bias depends on the columns of query and key alone, so it is the
+from a largest distance on all share the last. If a query sees both ways, half of the buckets are
+for keys after it. Invariant: a bias depends on the columns of query and key alone, so it is the
 same however a sequence is cut.
 """
 

@@ -20,8 +20,8 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.base.triton_call import triton_call
 
 
-class Rows(NamedTuple):
-    """What of a row of keys is seen.
+class SeenRows(NamedTuple):
+    """The keys of a row that queries see.
 
     segments: int32 [B, S] of queries and [B, T] of keys, or None. A query sees its own segment.
     lengths: int32 [B], or None: so many keys of a row are seen, one at least.
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     lengths: jax.Array | None = None
 
 
-class Tile(NamedTuple):
+class ShortTile(NamedTuple):
     """Queries and keys of a tile, warps of a program, and loads ahead."""
 
     queries: int
@@ -41,20 +41,22 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the forward pass and of both kernels of the backward pass.
+    """Tile sizes of the forward kernel and of the two backward kernels.
 
     A kernel writes a number for each query as far as its last tile reaches, and a later kernel
     reads them. So none takes more queries at a time than the kernel before.
     """
 
-    forward: Tile
-    d_queries: Tile
-    d_keys: Tile
+    forward: ShortTile
+    short_d_queries: ShortTile
+    short_d_keys: ShortTile
 
 
 # Measured on an H100 and an H200 with rows of 77 to 1024 tokens.
-TILES = Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 4))
-TILES_BELOW_512 = TILES._replace(forward=Tile(64, 32, 4, 3))  # keys; they fill the last tile better
+TILES = Tiles(ShortTile(64, 64, 4, 3), ShortTile(64, 32, 4, 3), ShortTile(32, 64, 4, 4))
+TILES_BELOW_512 = TILES._replace(
+    forward=ShortTile(64, 32, 4, 3)
+)  # keys; they fill the last tile better
 
 
 def tiles_for(keys: int) -> Tiles:
@@ -80,7 +82,7 @@ Biases = tuple[jax.Array, jax.Array]  # of queries [N, H] and of values [K, H]
 def short_attention(
     products: Products,
     biases: Biases | None,
-    rows: Rows,
+    rows: SeenRows,
     call: AttentionCall,
     name: str = "",
     tiles: Tiles | None = None,
@@ -93,13 +95,13 @@ def short_attention(
     have names: `attn_out`, `attn_lse`, and with biases `name`, which is the first of `products`
     after queries got theirs.
     """
-    return _fwd(products, biases, rows, call, name, tiles)[0]
+    return _short_forward(products, biases, rows, call, name, tiles)[0]
 
 
-def _fwd(products, biases, rows, call, name, tiles):
+def _short_forward(products, biases, rows, call, name, tiles):
     from mjax.kernels.attention.short_triton import ROOM_OF, attention_forward
 
-    sizes = sizes_of(products)
+    sizes = sizes_of_products(products)
     tiles = tiles or tiles_for(sizes.keys)
     shape = sizes.batch, sizes.queries, sizes.heads, sizes.width
     out = jax.ShapeDtypeStruct(shape, products[0].dtype)
@@ -107,8 +109,8 @@ def _fwd(products, biases, rows, call, name, tiles):
     lse = jax.ShapeDtypeStruct((sizes.batch, sizes.heads, room), jnp.float32)
     out, lse, *biased = triton_call(
         attention_forward,
-        [*_operands(products), *_arrays(rows), *(biases or [_unread(jnp.float32)] * 2)],
-        [out, lse] + ([_like(products[0])] if biases else []),
+        [*_arrays_of_products(products), *_arrays(rows), *(biases or [_unread(jnp.float32)] * 2)],
+        [out, lse] + ([_shape_of(products[0])] if biases else []),
         programs=sizes.batch * sizes.heads * -(-sizes.queries // tiles.forward.queries),
         **_constants(products, rows, call, tiles.forward),
         BIASED=biases is not None,
@@ -120,31 +122,31 @@ def _fwd(products, biases, rows, call, name, tiles):
     return out, (products, biases, rows, out, lse)
 
 
-def _bwd(call, name, tiles, saved, d_out):
+def _short_backward(call, name, tiles, saved, d_out):
     products, biases, rows, out, lse = saved
-    tiles = tiles or tiles_for(sizes_of(products).keys)
+    tiles = tiles or tiles_for(sizes_of_products(products).keys)
     assert tiles.d_keys.queries <= tiles.d_queries.queries <= tiles.forward.queries, "unwritten"
     d_out = d_out.astype(out.dtype)
-    d_q, deltas, d_biases = d_queries(*saved, d_out, call, tiles.d_queries)
-    d_products = d_keys(products, rows, lse, deltas, d_out, d_q, call, tiles.d_keys)
+    d_q, deltas, d_biases = short_d_queries(*saved, d_out, call, tiles.d_queries)
+    d_products = short_d_keys(products, rows, lse, deltas, d_out, d_q, call, tiles.d_keys)
     return d_products, d_biases, None
 
 
-def d_queries(products, biases, rows, out, lse, d_out, call, tile):
+def short_d_queries(products, biases, rows, out, lse, d_out, call, tile):
     """(the gradient of the first product, sum(out * d_out) over H: like `lse`, of biases).
 
-    Where the first product holds keys and values, too, `d_keys` writes their part.
+    If the first product holds keys and values, too, `short_d_keys` writes their part.
     """
     from mjax.kernels.attention.short_triton import attention_d_queries
 
-    sizes = sizes_of(products)
+    sizes = sizes_of_products(products)
     parts = -(-sizes.queries // tile.queries)
     sums = jax.ShapeDtypeStruct((sizes.batch, parts, 2, sizes.heads, sizes.width), jnp.float32)
     of_values = biases[1] if biases else _unread(jnp.float32)
     d_q, deltas, *sums = triton_call(
         attention_d_queries,
-        [*_operands(products), *_arrays(rows), of_values, out, lse, d_out],
-        [_like(products[0]), _like(lse)] + ([sums] if biases else []),
+        [*_arrays_of_products(products), *_arrays(rows), of_values, out, lse, d_out],
+        [_shape_of(products[0]), _shape_of(lse)] + ([sums] if biases else []),
         programs=sizes.batch * sizes.heads * parts,
         **_constants(products, rows, call, tile),
         BIASED=biases is not None,
@@ -162,15 +164,22 @@ def _of_biases(biases: Biases, sums: jax.Array) -> Biases:
     return sums[0].astype(of_q.dtype), d_v_bias.astype(of_v.dtype)
 
 
-def d_keys(products, rows, lse, deltas, d_out, d_q, call, tile):
-    """The gradients of all products; `d_q` and `deltas` are of `d_queries`."""
+def short_d_keys(products, rows, lse, deltas, d_out, d_q, call, tile):
+    """The gradients of all products; `d_q` and `deltas` are of `short_d_queries`."""
     from mjax.kernels.attention.short_triton import attention_d_keys
 
-    sizes, rest = sizes_of(products), products[1:]
+    sizes, rest = sizes_of_products(products), products[1:]
     found = triton_call(
         attention_d_keys,
-        [*_operands(products), *_arrays(rows), lse, deltas, d_out, _unread() if rest else d_q],
-        [_like(x) for x in rest or products],
+        [
+            *_arrays_of_products(products),
+            *_arrays(rows),
+            lse,
+            deltas,
+            d_out,
+            _unread() if rest else d_q,
+        ],
+        [_shape_of(x) for x in rest or products],
         programs=sizes.batch * sizes.kv_heads * -(-sizes.keys // tile.keys),
         **_constants(products, rows, call, tile),
         **({} if rest else {"aliases": {9: 0}}),
@@ -179,11 +188,11 @@ def d_keys(products, rows, lse, deltas, d_out, d_q, call, tile):
     return (d_q, *found) if rest else tuple(found)
 
 
-short_attention.defvjp(_fwd, _bwd)
+short_attention.defvjp(_short_forward, _short_backward)
 
 
 class Sizes(NamedTuple):
-    """Of the products of a call; queries and keys are tokens of a row, width is that of a head."""
+    """Sizes of the products of a call; queries and keys are counts of tokens, width a head's."""
 
     batch: int
     queries: int
@@ -193,14 +202,14 @@ class Sizes(NamedTuple):
     width: int
 
 
-def sizes_of(products: Products) -> Sizes:
+def sizes_of_products(products: Products) -> Sizes:
     """The sizes of a call; where one array holds all, there are as many keys as queries."""
     first, keys = products[0], products[min(1, len(products) - 1)]
     batch, queries, *_, heads, width = first.shape
     return Sizes(batch, queries, keys.shape[1], heads, keys.shape[-2], width)
 
 
-def _operands(products: Products) -> tuple[jax.Array, ...]:
+def _arrays_of_products(products: Products) -> tuple[jax.Array, ...]:
     """The three arrays that a kernel takes for queries, keys and values.
 
     An array that holds several is one operand. XLA would copy an operand that is there twice before
@@ -210,25 +219,25 @@ def _operands(products: Products) -> tuple[jax.Array, ...]:
 
 
 def _unread(dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
-    """What a kernel takes and does not read."""
+    """A placeholder for an argument that a kernel does not read."""
     return jnp.zeros(1, dtype)
 
 
-def _arrays(rows: Rows) -> tuple[jax.Array, ...]:
+def _arrays(rows: SeenRows) -> tuple[jax.Array, ...]:
     """The three arrays that a kernel wants; those that it does not read have one element."""
     unread = _unread(jnp.int32)
     lengths = unread if rows.lengths is None else rows.lengths
     return *(rows.segments or (unread, unread)), lengths
 
 
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+def _shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _constants(products: Products, rows: Rows, call: AttentionCall, tile: Tile) -> dict:
-    """What all kernels are compiled for; a window as long as the row is none."""
+def _constants(products: Products, rows: SeenRows, call: AttentionCall, tile: ShortTile) -> dict:
+    """The constants that all kernels are compiled for; a window as long as the row is none."""
     assert rows.lengths is None or call.mask != "causal", "a causal query sees no padding"
-    sizes = sizes_of(products)
+    sizes = sizes_of_products(products)
     size, length = sizes.queries, sizes.keys
     assert size == length or call.mask == "cross", "masks are by the index of a token in its row"
     window = call.window if call.window is not None and call.window < max(size, length) else 0

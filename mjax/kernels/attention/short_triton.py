@@ -121,11 +121,11 @@ def attention_d_queries(
     row, head, start = _task(S, HEADS, QUERIES)
     queries = start + tl.arange(0, QUERIES)
     at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
-    query, d_mean = _tile(q, of_q, queries < S), _tile(d_out, at, queries < S)
+    query, d_mean = _elements_at(q, of_q, queries < S), _elements_at(d_out, at, queries < S)
     kv_head = head // (HEADS // KV_HEADS)
-    mean = _tile(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
+    mean = _elements_at(out, at, queries < S) - _bias(v_bias, kv_head, H, BIASED)
     delta = _stored_delta(deltas, row, head, queries, S, HEADS, mean, d_mean)
-    total = _numbers(lse, row, head, queries, S, HEADS, float("inf"))
+    total = _numbers_of_queries(lse, row, head, queries, S, HEADS, float("inf"))
     mine = _segments(q_segments, row, queries, S, SEGMENTED)
     length = _length(lengths, row, T, PADDED)
     low, high = _keys_seen(start, length, T, CAUSAL, WINDOW, PADDED, QUERIES, KEYS)
@@ -191,21 +191,23 @@ def attention_d_keys(
         for start in tl.range(low, high, QUERIES, num_stages=STAGES):
             queries = start + tl.arange(0, QUERIES)
             at, of_q = _query_places(row, queries, head, S, HEADS, H, PARTS)
-            query, d_mean = _tile(q, of_q, queries < S), _tile(d_out, at, queries < S)
-            total = _numbers(lse, row, head, queries, S, HEADS, float("inf"))  # exp2(-inf) is 0
-            delta = _numbers(deltas, row, head, queries, S, HEADS, 0.0)
+            query, d_mean = _elements_at(q, of_q, queries < S), _elements_at(d_out, at, queries < S)
+            total = _numbers_of_queries(
+                lse, row, head, queries, S, HEADS, float("inf")
+            )  # exp2(-inf) is 0
+            delta = _numbers_of_queries(deltas, row, head, queries, S, HEADS, 0.0)
             scores = tl.dot(key, tl.trans(query))  # [KEYS, QUERIES]
             weights = tl.exp2(scores * (SCALE * LOG2E) - total[None])
             mine = _segments(q_segments, row, queries, S, SEGMENTED)
             if CAUSAL or WINDOW or SEGMENTED:
-                seen = _seen(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED)
+                seen = _seen_keys(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED)
                 weights = tl.where(tl.trans(seen), weights, 0.0)
             d_value = tl.dot(weights.to(query.dtype), d_mean, d_value)
             d_scores = weights * (tl.dot(value, tl.trans(d_mean)) - delta[None])
             d_key = tl.dot(d_scores.to(query.dtype), query, d_key)
     is_seen = (keys < length)[:, None]  # a row of a gradient is of one key
     d_keys, d_values = _arrays_of(d_all, d_k, d_v, KV_HEADS, H, PARTS)
-    at = _places(row, keys, kv_head, T, PARTS * KV_HEADS, H)
+    at = _places_of_head(row, keys, kv_head, T, PARTS * KV_HEADS, H)
     _store_tile(d_keys, at, tl.where(is_seen, d_key * SCALE, 0.0).to(key.dtype), keys < T)
     _store_tile(d_values, at, tl.where(is_seen, d_value, 0.0).to(key.dtype), keys < T)
 
@@ -220,10 +222,11 @@ def _task(COUNT, HEADS, TILE):
 
 
 @triton.jit
-def _places(row, tokens, head, COUNT, HEADS, H):
-    """Where a head of a row begins in an array [B, COUNT, HEADS, H], and its tile [tokens, H].
+def _places_of_head(row, tokens, head, COUNT, HEADS, H):
+    """Offset of a head of a row in an array [B, COUNT, HEADS, H], and of its tile [tokens, H].
 
-    The latter are 32-bit numbers, from there on: those of 64 would take twice the registers.
+    The tile's offsets are 32-bit numbers from the head's on: 64 bits would take twice the
+    registers.
     """
     first = (row * COUNT * HEADS + head) * H
     return first, tokens[:, None] * (HEADS * H) + tl.arange(0, H)[None]
@@ -232,15 +235,15 @@ def _places(row, tokens, head, COUNT, HEADS, H):
 @triton.jit
 def _query_places(row, queries, head, S, HEADS, H, PARTS):
     """The places of a tile of a head in an array like `out`, and in `q` and its gradient."""
-    at = _places(row, queries, head, S, HEADS, H)
+    at = _places_of_head(row, queries, head, S, HEADS, H)
     of_q = at
     if PARTS == 3:
-        of_q = _places(row, queries, head, S, 3 * HEADS, H)
+        of_q = _places_of_head(row, queries, head, S, 3 * HEADS, H)
     return at, of_q
 
 
 @triton.jit
-def _numbers(x, row, head, queries, S, HEADS, beyond):
+def _numbers_of_queries(x, row, head, queries, S, HEADS, beyond):
     """A number for each query of a head, from `lse` or `deltas`; `beyond` the room of a row."""
     room: tl.constexpr = (S + ROOM_OF - 1) // ROOM_OF * ROOM_OF
     return tl.load(x + (row * HEADS + head) * room + queries, queries < room, other=beyond)
@@ -248,7 +251,7 @@ def _numbers(x, row, head, queries, S, HEADS, beyond):
 
 @triton.jit
 def _store_numbers(x, row, head, queries, S, HEADS, numbers):
-    """The reverse of `_numbers`."""
+    """The reverse of `_numbers_of_queries`."""
     room: tl.constexpr = (S + ROOM_OF - 1) // ROOM_OF * ROOM_OF
     tl.store(x + (row * HEADS + head) * room + queries, numbers, queries < room)
 
@@ -263,7 +266,7 @@ def _stored_delta(deltas, row, head, queries, S, HEADS, mean, d_mean):
 
 @triton.jit
 def _arrays_of(q, k, v, KV_HEADS, H, PARTS):
-    """Where the first head of keys begins, and that of values."""
+    """Pointers to the first head of keys and to the first head of values."""
     if PARTS == 3:
         found = q + KV_HEADS * H, q + 2 * KV_HEADS * H
     elif PARTS == 2:
@@ -274,14 +277,14 @@ def _arrays_of(q, k, v, KV_HEADS, H, PARTS):
 
 
 @triton.jit
-def _tile(x, places, within):
+def _elements_at(x, places, within):
     """The elements at `places`, zeros for tokens that are not within the row."""
     return tl.load(x + places[0] + places[1], within[:, None], other=0.0)
 
 
 @triton.jit
 def _store_tile(x, places, tile, within):
-    """The reverse of `_tile`."""
+    """The reverse of `_elements_at`."""
     tl.store(x + places[0] + places[1], tile, within[:, None])
 
 
@@ -289,8 +292,8 @@ def _store_tile(x, places, tile, within):
 def _keys_values(q, k, v, row, keys, kv_head, T, KV_HEADS, H, PARTS):
     """[KEYS, H] of a head's keys, and of its values."""
     keys_at, values_at = _arrays_of(q, k, v, KV_HEADS, H, PARTS)
-    places = _places(row, keys, kv_head, T, PARTS * KV_HEADS, H)
-    return _tile(keys_at, places, keys < T), _tile(values_at, places, keys < T)
+    places = _places_of_head(row, keys, kv_head, T, PARTS * KV_HEADS, H)
+    return _elements_at(keys_at, places, keys < T), _elements_at(values_at, places, keys < T)
 
 
 @triton.jit
@@ -328,7 +331,7 @@ def _bias(biases, head, H, BIASED):
 @triton.jit
 def _biased_in_place(x, places, within, biases, head, H, BIASED):
     """A tile of a head with its bias, as it is in `x` from now on."""
-    tile = _tile(x, places, within)
+    tile = _elements_at(x, places, within)
     if BIASED:
         tile = (tile + _bias(biases, head, H, BIASED)).to(tile.dtype)
         _store_tile(x, places, tile, within)
@@ -389,16 +392,16 @@ def _hidden(
     the forward pass a tenth.
     """
     if WINDOW or SEGMENTED:
-        seen = _seen(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED)
+        seen = _seen_keys(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED)
         values = tl.where(seen, values, hidden)
     elif is_edge:
-        seen = _seen(queries, keys, mine, theirs, length, CAUSAL, 0, False)
+        seen = _seen_keys(queries, keys, mine, theirs, length, CAUSAL, 0, False)
         values = tl.where(seen, values, hidden)
     return values
 
 
 @triton.jit
-def _seen(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED):
+def _seen_keys(queries, keys, mine, theirs, length, CAUSAL, WINDOW, SEGMENTED):
     """Which of a row's first `length` keys each query sees: bool [QUERIES or 1, KEYS]."""
     seen = (keys < length)[None]
     if CAUSAL:

@@ -1,1 +1,1 @@
-"""What kernels stand on: the choice of one, calls of Triton and of attention."""
+"""Foundations of kernels: the choice of one, calls of Triton and of attention."""

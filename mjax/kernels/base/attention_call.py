@@ -17,7 +17,7 @@ MASKS = ("causal", "full", "prefix", "cross")
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What attention computes, and by which kernels.
+    """The attention to compute, and its kernels.
 
     scale: a factor on the products of queries and keys.
     window: a causal query sees this many keys at most, its own among them. Under a full mask it
@@ -58,7 +58,7 @@ class AttentionCall:
 
 
 class DropoutPlaces(NamedTuple):
-    """What keys dropout: the step's key, and the global numbers of rows [B] and heads [N]."""
+    """The keys of dropout: the step's key, and the global numbers of rows [B] and heads [N]."""
 
     key: jax.Array
     rows: jax.Array
@@ -68,7 +68,7 @@ class DropoutPlaces(NamedTuple):
 @register_dataclass
 @dataclass(frozen=True)
 class AttentionArrays:
-    """What attention reads besides queries [B, S, N, H], keys and values [B, T, K, H].
+    """The arrays of attention other than queries [B, S, N, H], keys and values [B, T, K, H].
 
     columns: int32 [S] of queries and [T] of keys; they order both, and key dropout.
     segments: int32 [B, S] and [B, T], or None. A query sees keys of its own segment only. In

@@ -32,7 +32,7 @@ FEWEST = {  # elements of the widest input: with less, nothing is won
     "causal_conv": 2**20,
     "activated_matmul": 2**24,  # of the output
 }
-MOST = 2**31 - 1  # elements that a 32-bit offset reaches
+MOST_ELEMENTS = 2**31 - 1  # elements that a 32-bit offset reaches
 WIDEST = {"rmsnorm": 4096, "layernorm": 16384}  # columns of a norm; beyond, XLA is faster
 ALIGNED = 128  # columns of logits: wide loads need it, a padded vocabulary has it
 
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the rules read of an op's widest input: its dtype and shape, and where it lies."""
+    """The facts of an op's widest input that rules read: its dtype, shape and device."""
 
     dtype: jnp.dtype
     shape: tuple[int, ...]
@@ -130,10 +130,11 @@ def _attention(
     relative: bool = False,
     by_blocks: bool = False,
 ) -> Choice:
-    """Of queries [B, S, N, H]; `value_size` is that of value heads where it is not H.
+    """The kernel for queries [B, S, N, H].
 
-    `relative` is whether scores have biases by distance, `by_blocks` whether keys may come in
-    blocks.
+    value_size: the size of value heads if it is not H.
+    relative: whether scores have biases by distance.
+    by_blocks: whether keys may come in blocks.
     """
     if call.implementation != "auto":
         return Choice(call.implementation, "train.attention asks for it")
@@ -215,13 +216,13 @@ def short_attention_lacks(
         return f"it computes bfloat16 and float16, not precision.compute={dtype}"
     if (size, value_size) != (SHORT_HEAD, SHORT_HEAD):
         return f"it has heads of {SHORT_HEAD}, not model.attention.head_dim={size}"
-    if row > MOST:
+    if row > MOST_ELEMENTS:
         return f"its 32-bit offsets do not reach all of a row's {row:,} elements"
     return None
 
 
 def _grouped_matmul(x: Inputs, *, implementation: str = "auto") -> Choice:
-    """Of rows and weights, as sizes (M, G, K, N)."""
+    """The kernel for rows and weights of sizes (M, G, K, N)."""
     if implementation != "auto":
         return Choice(implementation, "it is asked for")
     if x.device.backend == "cpu":
@@ -255,7 +256,7 @@ def mosaic_grouped_lacks(dtype: jnp.dtype, shape: tuple[int, ...], device: Devic
 
 
 def _norm(x: Inputs, *, layernorm: bool = False) -> Choice:
-    """Of rows x [..., D]: who computes the backward."""
+    """The kernel for the backward of norms of rows x [..., D]."""
     widest = WIDEST["layernorm" if layernorm else "rmsnorm"]
     if x.shape[-1] > widest:
         return Choice("xla", f"it is faster beyond {widest} columns")
@@ -263,7 +264,7 @@ def _norm(x: Inputs, *, layernorm: bool = False) -> Choice:
 
 
 def _gate(x: Inputs, *, act: str = GATES[0], rows: int = 1) -> Choice:
-    """Of inputs [M, ...] of an activation function, taken by so many `rows`."""
+    """The kernel for inputs [M, ...] of an activation function, taken by so many `rows`."""
     if act not in GATES:
         return Choice("xla", f"our kernel computes {', '.join(GATES)} only")
     if x.shape[0] % rows:
@@ -272,9 +273,9 @@ def _gate(x: Inputs, *, act: str = GATES[0], rows: int = 1) -> Choice:
 
 
 def _activated_matmul(x: Inputs, *, act: str, plain: bool = True) -> Choice:
-    """Of a block's first matmul, of sizes (M, D, F): whether it computes act, and the second act'.
+    """The kernel for an MLP's first matmul with act, and its second with act', of sizes (M, D, F).
 
-    `plain`: the block has a bias, no gate and no FP8.
+    plain: the block has a bias, no gate and no FP8.
     """
     m, *sides = x.shape
     if not plain:
@@ -295,7 +296,10 @@ def _activated_matmul(x: Inputs, *, act: str, plain: bool = True) -> Choice:
 
 
 def _quantize(x: Inputs, *, delayed: bool, backend: str) -> Choice:
-    """Of a gradient [M, N] and its transpose, in 8 bits; `backend` is that of the matmuls."""
+    """The kernel that rounds a gradient [M, N] and its transpose to 8 bits.
+
+    backend: the matmuls' own.
+    """
     if backend != "xla":
         return Choice(backend, "precision.fp8_backend asks for it")
     if not delayed:
@@ -306,20 +310,20 @@ def _quantize(x: Inputs, *, delayed: bool, backend: str) -> Choice:
 
 
 def _elementwise(op: str, x: Inputs) -> Choice:
-    """What our kernels of one pass over their inputs have in common."""
+    """The rules that our kernels of one pass over their inputs have in common."""
     size = math.prod(x.shape)
     # In fp16 nothing is rounded to 8 bits (config/validate.py).
     if x.dtype not in (jnp.bfloat16, jnp.float32) and (x.dtype != jnp.float16 or op == "quantize"):
         return Choice("xla", f"our kernel takes no {x.dtype}")
     if size < FEWEST[op]:
         return Choice("xla", f"a launch costs more for less than {FEWEST[op]:,} elements")
-    if size > MOST:
+    if size > MOST_ELEMENTS:
         return Choice("xla", "32-bit offsets do not reach all elements")
     return _on_gpu(x.device, "one pass over the inputs")
 
 
 def _loss_rows(x: Inputs, *, tp: int, chunk: int | None = None) -> Choice:
-    """Of logits [tokens, rows of the vocabulary] on each of `tp` devices, `chunk` at a time."""
+    """The kernel for logits [tokens, vocabulary] on each of `tp` devices, `chunk` at a time."""
     tokens, rows = x.shape
     if tp > 1:
         return Choice("xla", "tp cuts the vocabulary")
@@ -327,7 +331,7 @@ def _loss_rows(x: Inputs, *, tp: int, chunk: int | None = None) -> Choice:
         return Choice("xla", f"the vocabulary is no multiple of {ALIGNED}")
     if tokens * rows < FEWEST["loss_rows"]:
         return Choice("xla", f"nothing is won for less than {FEWEST['loss_rows']:,} logits")
-    if 2 * (chunk or 1) * rows > MOST:  # up to whole parts, a chunk may nearly double
+    if 2 * (chunk or 1) * rows > MOST_ELEMENTS:  # up to whole parts, a chunk may nearly double
         return Choice("xla", "32-bit offsets do not reach all logits of a chunk")
     return _on_gpu(x.device, "one read of the logits")
 
@@ -341,10 +345,10 @@ def _on_gpu(device: Device, why: str) -> Choice:
 def _experts(
     x: Inputs, *, asked: str, has_capacity: bool = False, eight_bits: bool = False
 ) -> Choice:
-    """Of the rows and weights of a device's experts, as sizes (M, E, D, F): what multiplies both.
+    """The kernel that multiplies rows and weights of a device's experts, of sizes (M, E, D, F).
 
     F counts the width of one matrix; a gated expert has two, side by side. `eight_bits`: both are
-    rounded to them.
+    rounded to 8 bits.
     """
     if asked != "auto":
         return Choice(asked, "train.experts asks for it")
@@ -360,7 +364,7 @@ def _experts(
 
 
 def _ssd(x: Inputs, *, state: int) -> Choice:
-    """Of x [B, S, H, P] of a scan of Mamba-2 with states [P, `state`]."""
+    """The kernel for Mamba-2's scan of x [B, S, H, P] with states [P, `state`]."""
     if x.dtype != jnp.bfloat16:
         return Choice("xla", f"our kernel takes no {x.dtype}")
     if x.shape[-1] % SSD_CHANNELS:
@@ -371,7 +375,7 @@ def _ssd(x: Inputs, *, state: int) -> Choice:
 
 
 def _gated_delta(x: Inputs, *, width: int, chunk: int) -> Choice:
-    """Of values [..., H, P] and keys of N = `width`, in chunks of so many tokens."""
+    """The kernel for values [..., H, P] and keys of N = `width`, in chunks of so many tokens."""
     if x.dtype != jnp.bfloat16:
         return Choice("xla", f"our kernels take no {x.dtype}")
     if chunk != DELTA_CHUNK:
@@ -385,12 +389,12 @@ def _gated_delta(x: Inputs, *, width: int, chunk: int) -> Choice:
 
 
 def _adam_row(x: Inputs) -> Choice:
-    """Of a layer's gradient, where the optimizer updates rows of stacks."""
+    """The kernel for a layer's gradient, if the optimizer updates rows of stacks."""
     return _on_gpu(x.device, "a row is updated where it lies")
 
 
 def _causal_conv(x: Inputs, *, taps: int) -> Choice:
-    """Of x [B, S, ...] with any channels."""
+    """The kernel for x [B, S, ...] with any channels."""
     if taps != CONV_TAPS:
         return Choice("xla", f"our kernel has {CONV_TAPS} taps, not {taps}")
     return _elementwise("causal_conv", x)

@@ -1,6 +1,6 @@
 """A Triton kernel as a JAX function, through jax-triton.
 
-Kernels lie in modules of their own (`*_triton.py`). Those import triton, so they are imported on
+Kernels lie in modules of their own (`*_triton.py`). They import triton, so they are imported on
 use. jax-triton compiles a kernel to PTX when the program around it is lowered, once for each set of
 dtypes and constants, and XLA carries the PTX as a custom call. Neither needs a GPU, but jax-triton
 asks one for its compute capability (tests/aot tell it).

@@ -2,8 +2,8 @@
 
 Decoupled weight decay and bias correction as in Loshchilov & Hutter (arXiv:1711.05101) and
 `optax.adamw`. The update is elementwise, so it applies to a shard of a parameter as it is.
-`update_row` updates one row of a stack where it lies. XLA writes the new moments to memory of their
-own first, 52 bytes an entry, and to put gradients of layers into a stack takes 36. Our Triton
+`update_stack_row` updates one row of a stack where it lies. XLA writes the new moments to memory of
+their own first, 52 bytes an entry, and to put gradients of layers into a stack takes 36. Our Triton
 kernel (`adam_triton.py`) takes 28: each array is read once, and written once.
 """
 
@@ -27,7 +27,7 @@ class Betas(NamedTuple):
     eps: float
 
 
-class Numbers(NamedTuple):
+class AdamNumbers(NamedTuple):
     """The numbers of a step, fp32 [] each.
 
     lr: learning rate. decay: decoupled weight decay. scale: a factor on the gradient. count: of the
@@ -44,10 +44,12 @@ class Numbers(NamedTuple):
 Stacks = tuple[jax.Array, jax.Array, jax.Array]  # parameter, mu, nu: [L, ...] each
 
 
-def update_row(stacks: Stacks, grad: jax.Array, row: int, numbers: Numbers, betas: Betas) -> Stacks:
+def update_stack_row(
+    stacks: Stacks, grad: jax.Array, row: int, numbers: AdamNumbers, betas: Betas
+) -> Stacks:
     """The stacks after a step of row `row` by `grad` [...], in their dtypes."""
     if choose("adam_row", grad.dtype, grad.shape).name == "triton":
-        return _fused(stacks, grad, row, numbers, betas)
+        return _update_by_kernel(stacks, grad, row, numbers, betas)
     old = [lax.dynamic_index_in_dim(stack, row, 0, keepdims=False) for stack in stacks]
     grad = grad.astype(jnp.float32) * numbers.scale
     mu, nu = adam_moments(grad, *old[1:], betas.b1, betas.b2)
@@ -61,7 +63,9 @@ def update_row(stacks: Stacks, grad: jax.Array, row: int, numbers: Numbers, beta
     return tuple(stored)
 
 
-def _fused(stacks: Stacks, grad: jax.Array, row: int, numbers: Numbers, betas: Betas) -> Stacks:
+def _update_by_kernel(
+    stacks: Stacks, grad: jax.Array, row: int, numbers: AdamNumbers, betas: Betas
+) -> Stacks:
     from mjax.kernels.elementwise.adam_triton import update_row as kernel
 
     corrections = bias_corrections(numbers.count, betas.b1, betas.b2)

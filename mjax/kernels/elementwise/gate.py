@@ -2,16 +2,17 @@
 
 XLA reads a tensor anew for its maximum, for what it rounds it to, and for the transpose that the
 weight's gradient needs; its GELU takes more time for arithmetic than for memory. Our Triton kernels
-(`gate_triton.py`) read each tensor once: a program takes a tile, computes in fp32, writes what
-leaves, as it lies and transposed, and the largest magnitude within or sums over rows; they are
-joined afterwards, without atomics, equal bit for bit each time. Turned tiles of 8 bits move as
-words of two rows, which the hardware turns. Where a kernel does not pay or fit (`supports`) the
-same function is plain JAX, written out beside its call. Invariant: results are rounded from fp32 to
-the inputs' dtype, and then, where wanted, to 8 bits: saturating, while NaN stays NaN.
+(`gate_triton.py`) read each tensor once: a program takes a tile, computes in fp32, writes its
+results, plain and transposed, and the largest magnitude within or sums over rows; they are joined
+afterwards, without atomics, equal bit for bit each time. Transposed tiles of 8 bits move as words
+of two rows, which the hardware transposes. If a kernel does not pay or fit (`supports`), the same
+function is plain JAX, written out beside its call. Invariant: results are rounded from fp32 to the
+inputs' dtype, and then, where wanted, to 8 bits: saturating, while NaN stays NaN.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 @dataclass(frozen=True)
-class Tile:
+class GateTile:
     """Rows and columns that a program takes, and its warps; powers of 2."""
 
     rows: int
@@ -33,11 +34,11 @@ class Tile:
 
 
 # Fastest on an H200: long rows, if transposed long columns too, few values to a thread.
-ROWS = Tile(8, 128, 4)
-ROW_BY_ROW = Tile(64, 1024, 4)
-ONE_ROW = Tile(1, 1024, 4)  # compiled, but not timed
-TURNED = Tile(64, 128, 8)
-TURNED_GATE = Tile(64, 128, 16)
+ROWS = GateTile(8, 128, 4)
+ROW_BY_ROW = GateTile(64, 1024, 4)
+ONE_ROW = GateTile(1, 1024, 4)  # compiled, but not timed
+TURNED = GateTile(64, 128, 8)
+TURNED_GATE = GateTile(64, 128, 16)
 
 
 def supports(x: jax.Array, name: str = GATES[0], rows: int = 1) -> bool:
@@ -48,23 +49,23 @@ def supports(x: jax.Array, name: str = GATES[0], rows: int = 1) -> bool:
 # ---- in the inputs' dtype ----------------------------------------------------------------------
 
 
-def act_forward(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
+def activation_forward(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
     """h [..., F], bias [F] -> act(h + bias)."""
-    x, *more = inputs = _rows(h, bias)
+    x, *more = inputs = _flat_rows(h, bias)
     if supports(x):
         both, out = [x, more[0] if more else x], jax.ShapeDtypeStruct(x.shape, x.dtype)
         keys = {"ACT": name, "BIASED": bias is not None}
         (out,) = in_tiles("act_forward", ROWS, x.shape, both, [out], **keys)
     else:
-        out = _product(name, sum(map(_wide, inputs)), 1.0).astype(h.dtype)
+        out = _act_times_up(name, sum(map(_wide, inputs)), 1.0).astype(h.dtype)
     return out.reshape(h.shape)
 
 
-def act_backward(
+def activation_backward(
     h: jax.Array, bias: jax.Array | None, d: jax.Array, name: str
 ) -> tuple[jax.Array, jax.Array | None]:
     """h, d [..., F], bias [F]; d is the gradient of act(h + bias) -> those of h and of bias."""
-    x, d, *more = _rows(h, d, bias)
+    x, d, *more = _flat_rows(h, d, bias)
     biased = bias is not None
     if supports(x):
         inputs, out = [x, d, *(more or [x])], jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -72,19 +73,19 @@ def act_backward(
         tile = ROW_BY_ROW if biased else ONE_ROW
         dh, *sums = in_tiles("act_backward", tile, x.shape, inputs, [out], summed=biased, **keys)
     else:
-        wide = _gradients(name, sum(map(_wide, more), _wide(x)), 1.0, _wide(d))[1]
+        wide = _gate_gradients(name, sum(map(_wide, more), _wide(x)), 1.0, _wide(d))[1]
         dh, sums = wide.astype(h.dtype), [jnp.sum(wide, 0)]
     return dh.reshape(h.shape), sums[0].astype(bias.dtype) if biased else None
 
 
-def gate_backward(h: jax.Array, d: jax.Array, name: str) -> jax.Array:
+def gate_gradient(h: jax.Array, d: jax.Array, name: str) -> jax.Array:
     """h [..., 2, F] (gate, up) and the gradient d [..., F] of act(gate) * up -> that of h."""
     halves, flat = h.reshape(-1, 2 * d.shape[-1]), d.reshape(-1, d.shape[-1])
     if supports(halves):
         out = jax.ShapeDtypeStruct(halves.shape, h.dtype)
         (dh,) = in_tiles("gate_backward", ROWS, flat.shape, [halves, flat], [out], ACT=name)
     else:
-        parts = _gradients(name, *jnp.split(_wide(halves), 2, axis=1), _wide(flat))[1:]
+        parts = _gate_gradients(name, *jnp.split(_wide(halves), 2, axis=1), _wide(flat))[1:]
         dh = jnp.concatenate(parts, 1).astype(h.dtype)
     return dh.reshape(h.shape)
 
@@ -92,10 +93,36 @@ def gate_backward(h: jax.Array, d: jax.Array, name: str) -> jax.Array:
 # ---- to 8 bits ---------------------------------------------------------------------------------
 
 
-def gate_forward8(
+class Rounded(NamedTuple):
+    """An array [M, K] in 8 bits.
+
+    plain: [M, K], or None.
+    transposed: [K, M], or None.
+    amax: fp32 [], the largest magnitude before rounding, or None.
+    """
+
+    plain: jax.Array | None
+    transposed: jax.Array | None
+    amax: jax.Array | None
+
+
+class GateGradients(NamedTuple):
+    """The operands that the gradients of a gated block's weights need.
+
+    d_input: the gradient of the gate's input [M, 2 * F], e5m2, both ways.
+    output: act(gate) * up again, e4m3, transposed only.
+    d_weights: fp32 [M], the gradients of the rows' weights if there are any.
+    """
+
+    d_input: Rounded
+    output: Rounded
+    d_weights: jax.Array | None
+
+
+def gate_to_fp8(
     h: jax.Array, scale: jax.Array, name: str, weights: jax.Array | None = None
-) -> list[jax.Array]:
-    """h [M, 2 * F] -> [act(gate) * up in e4m3 [M, F], its maximum].
+) -> Rounded:
+    """h [M, 2 * F] -> act(gate) * up in e4m3 [M, F], plain.
 
     Rows are multiplied by `weights` fp32 [M], if there are any.
     """
@@ -104,58 +131,84 @@ def gate_forward8(
         out, scales = jax.ShapeDtypeStruct(size, E4M3), [scale]
         keys = {"ACT": name, "WEIGHTED": weights is not None}
         both = [h, h if weights is None else weights]
-        return in_tiles("gate_forward8", ROWS, size, both, [out], scales, **keys)
-    a = _product(name, *jnp.split(_wide(h), 2, axis=1))
+        a8, amax = in_tiles("gate_forward8", ROWS, size, both, [out], scales, **keys)
+        return Rounded(a8, None, amax)
+    a = _act_times_up(name, *jnp.split(_wide(h), 2, axis=1))
     a = _as(h.dtype, a if weights is None else a * weights[:, None])
-    return [_saturated(a, scale, E4M3), jnp.max(jnp.abs(a))]
+    return Rounded(_saturated(a, scale, E4M3), None, jnp.max(jnp.abs(a)))
 
 
-def gate_backward8(
+def gate_gradients_to_fp8(
     h: jax.Array,
     d: jax.Array,
     scale: jax.Array,
     scale_dh: jax.Array,
     name: str,
     weights: jax.Array | None = None,
-) -> list[jax.Array]:
-    """h [M, 2 * F], d [M, F] -> [dh in e5m2 [M, 2 * F], act(gate) * up again, in e4m3, transposed
-    [F, M], dh transposed [2 * F, M], the maximum of dh].
-
-    With `weights` fp32 [M] rows are multiplied by them, and their gradients fp32 [M] come last.
-    """
+) -> GateGradients:
+    """h [M, 2 * F] and the gradient d [M, F] of act(gate) * up, by `weights` fp32 [M] if given."""
     weighted = weights is not None
     if supports(h, rows=2):
         outs = [jax.ShapeDtypeStruct(h.shape, E5M2), _words(d.shape), _words(h.shape)]
         keys = {"ACT": name, "row_sums": weighted} | ({} if weighted else {"sums": None})
         inputs, scales = [h, d, weights if weighted else h], [scale, scale_dh]
-        made = in_tiles("gate_backward8", TURNED_GATE, d.shape, inputs, outs, scales, **keys)
-        return [made[0], _bytes(made[1], E4M3), _bytes(made[2], E5M2), made[-1], *made[3:-1]]
+        dh8, a_words, dh_words, *sums, amax = in_tiles(
+            "gate_backward8", TURNED_GATE, d.shape, inputs, outs, scales, **keys
+        )
+        output = Rounded(None, _bytes_of_words(a_words, E4M3), None)
+        d_input = Rounded(dh8, _bytes_of_words(dh_words, E5M2), amax)
+        return GateGradients(d_input, output, sums[0] if weighted else None)
     d, weight = _wide(d), weights[:, None] if weighted else 1
-    a, *dh = _gradients(name, *jnp.split(_wide(h), 2, axis=1), d * weight)
+    a, *dh = _gate_gradients(name, *jnp.split(_wide(h), 2, axis=1), d * weight)
     dh = jnp.concatenate([_as(h.dtype, part) for part in dh], 1)
     a8, dh8 = _saturated(_as(h.dtype, a * weight), scale, E4M3), _saturated(dh, scale_dh, E5M2)
-    return [dh8, a8.T, dh8.T, jnp.max(jnp.abs(dh)), *[jnp.sum(a * d, 1)] * weighted]
+    d_input = Rounded(dh8, dh8.T, jnp.max(jnp.abs(dh)))
+    d_weights = jnp.sum(a * d, 1) if weighted else None
+    return GateGradients(d_input, Rounded(None, a8.T, None), d_weights)
 
 
-def quantize_rows(
-    x: jax.Array, scale: jax.Array, dtype: jnp.dtype, plain: bool = True, transposed: bool = False
-) -> list[jax.Array]:
-    """x [M, K] in 8 bits -> [[M, K] if `plain`, [K, M] if `transposed`, the maximum]."""
-    if not supports(x, rows=2 if transposed else 1):
-        x8, top = _saturated(_wide(x), scale, dtype), jnp.max(jnp.abs(_wide(x)))
-        return [*[x8] * plain, *[x8.T] * transposed, top]
-    out = [jax.ShapeDtypeStruct(x.shape, dtype)] * plain
-    if not transposed:
-        return in_tiles("quantize", ROWS, x.shape, [x], out, [scale])
-    keys = {"OUT": jnp.dtype(dtype).name} | ({} if plain else {"out": None})
-    outs = [_words(x.shape), *out]
-    words, *out, top = in_tiles("quantize_transposed", TURNED, x.shape, [x], outs, [scale], **keys)
-    return [*out, _bytes(words, dtype), top]
+def to_fp8(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> Rounded:
+    """x [M, K] in an 8-bit dtype, plain."""
+    if not supports(x):
+        x8, amax = _to_fp8_in_jax(x, scale, dtype)
+        return Rounded(x8, None, amax)
+    out = jax.ShapeDtypeStruct(x.shape, dtype)
+    x8, amax = in_tiles("quantize", ROWS, x.shape, [x], [out], [scale])
+    return Rounded(x8, None, amax)
+
+
+def to_fp8_transposed(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> Rounded:
+    """x [M, K] in an 8-bit dtype, transposed only."""
+    if not supports(x, rows=2):
+        x8, amax = _to_fp8_in_jax(x, scale, dtype)
+        return Rounded(None, x8.T, amax)
+    words, amax = _to_fp8_by_kernel(x, scale, dtype, [], out=None)
+    return Rounded(None, _bytes_of_words(words, dtype), amax)
+
+
+def to_fp8_both(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> Rounded:
+    """x [M, K] in an 8-bit dtype, plain and transposed, in one pass."""
+    if not supports(x, rows=2):
+        x8, amax = _to_fp8_in_jax(x, scale, dtype)
+        return Rounded(x8, x8.T, amax)
+    out = jax.ShapeDtypeStruct(x.shape, dtype)
+    words, x8, amax = _to_fp8_by_kernel(x, scale, dtype, [out])
+    return Rounded(x8, _bytes_of_words(words, dtype), amax)
+
+
+def _to_fp8_in_jax(x, scale, dtype) -> tuple[jax.Array, jax.Array]:
+    return _saturated(_wide(x), scale, dtype), jnp.max(jnp.abs(_wide(x)))
+
+
+def _to_fp8_by_kernel(x, scale, dtype, outputs, **keys) -> list[jax.Array]:
+    keys |= {"OUT": jnp.dtype(dtype).name}
+    outs = [_words(x.shape), *outputs]
+    return in_tiles("quantize_transposed", TURNED, x.shape, [x], outs, [scale], **keys)
 
 
 def in_tiles(
     name: str,
-    tile: Tile,
+    tile: GateTile,
     size: tuple[int, int],
     inputs: list[jax.Array],
     outputs: list[jax.ShapeDtypeStruct],
@@ -165,9 +218,11 @@ def in_tiles(
     row_sums: bool = False,
     **constants: str | bool | None,
 ) -> list[jax.Array]:
-    """What kernel `name` of `gate_triton.py` makes of tiles of arrays of `size` [M, F]: `outputs`,
-    sums of each row, fp32 [M], with `row_sums`, the fp32 maximum if there are `scales`, and the
-    sums over rows, fp32 [F], if `summed`."""
+    """Run kernel `name` of `gate_triton.py` over tiles of arrays of `size` [M, F].
+
+    Returns `outputs`, then the sums of each row, fp32 [M], with `row_sums`, or the sums over rows,
+    fp32 [F], if `summed`; last the fp32 maximum if there are `scales`.
+    """
     from mjax.kernels.elementwise import gate_triton
 
     m, f = size
@@ -199,7 +254,7 @@ def _words(size: tuple[int, int]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size[1], size[0] // 2), jnp.int16)
 
 
-def _bytes(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _bytes_of_words(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Words [N, M / 2] as [N, M] of an 8-bit dtype."""
     return lax.bitcast_convert_type(words, dtype).reshape(words.shape[0], -1)
 
@@ -207,7 +262,7 @@ def _bytes(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
 # ---- plain JAX ---------------------------------------------------------------------------------
 
 
-def _rows(*arrays: jax.Array | None) -> list[jax.Array]:
+def _flat_rows(*arrays: jax.Array | None) -> list[jax.Array]:
     """[..., F] each -> [M, F], those that there are."""
     return [a.reshape(-1, a.shape[-1]) for a in arrays if a is not None]
 
@@ -216,7 +271,7 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def _share(name, x):
+def _share_and_slope(name, x):
     """s of act(x) = x * s(x), and its derivative."""
     if name == "gelu":
         return 0.5 * lax.erfc(-math.sqrt(0.5) * x), jnp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
@@ -231,13 +286,13 @@ def _share(name, x):
     return s, outer * (1 + 3 * cube * x * x) * s * (1 - s)
 
 
-def _product(name, gate, up):
-    return gate * _share(name, gate)[0] * up
+def _act_times_up(name, gate, up):
+    return gate * _share_and_slope(name, gate)[0] * up
 
 
-def _gradients(name, gate, up, d):
+def _gate_gradients(name, gate, up, d):
     """act(gate) * up; by d, the gradients of gate and of up."""
-    share, slope = _share(name, gate)
+    share, slope = _share_and_slope(name, gate)
     act = gate * share
     return act * up, d * up * (share + gate * slope), d * act
 

@@ -1,7 +1,7 @@
 """The passes of `gate.py` as Triton kernels; that file says what they compute and calls them.
 
 A program takes a tile of ROWS x COLUMNS of arrays [M, F], or of F to each of several parts side by
-side. Where no tile goes past the edge nothing is masked. A kernel that transposes takes the even
+side. Nothing is masked if no tile goes past the edge. A kernel that transposes takes the even
 rows, then the odd ones, so that the two bytes of neighbors make a word.
 """
 
@@ -22,11 +22,11 @@ def act_forward(
     BIASED: tl.constexpr,
 ):
     """out = act(h + bias); `bias` is read if BIASED."""
-    rows, columns, mask = _tile(M, F, ROWS, COLUMNS, 0, 1)
+    rows, columns, mask = _tile_of_program(M, F, ROWS, COLUMNS, 0, 1)
     place = rows * F + columns
-    x = _load(h + place, mask)
+    x = _load_wide(h + place, mask)
     if BIASED:
-        x += _load(bias + columns, _within(columns, F, COLUMNS))
+        x += _load_wide(bias + columns, _within(columns, F, COLUMNS))
     share, _ = _share(x, ACT)
     tl.store(out + place, (x * share).to(out.dtype.element_ty), mask=mask)
 
@@ -50,16 +50,16 @@ def act_backward(
     columns = j * COLUMNS + tl.arange(0, COLUMNS)
     edge = _within(columns, F, COLUMNS)
     if sums is not None:
-        added = _load(bias + columns, edge)
+        added = _load_wide(bias + columns, edge)
         total = tl.zeros((COLUMNS,), tl.float32)
     # A thread keeps to its columns, so that no sum has to pass from one to another.
     for row in tl.range(i * ROWS, min(i * ROWS + ROWS, M), loop_unroll_factor=4):
         place = row * F + columns
-        x = _load(h + place, edge)
-        g = _load(d + place, edge)
+        x = _load_wide(h + place, edge)
+        g = _load_wide(d + place, edge)
         if sums is not None:
             x += added
-        _, dx, _ = _gradients(x, 1.0, g, ACT)
+        _, dx, _ = _act_gradients(x, 1.0, g, ACT)
         tl.store(dh + place, dx.to(dh.dtype.element_ty), mask=edge)
         if sums is not None:
             total += dx
@@ -79,12 +79,12 @@ def gate_backward(
     ACT: tl.constexpr,
 ):
     """dh [M, 2 * F], the gradient of act(gate) * up being d; h [M, 2 * F] is gate, up."""
-    rows, columns, mask = _tile(M, F, ROWS, COLUMNS, 0, 1)
+    rows, columns, mask = _tile_of_program(M, F, ROWS, COLUMNS, 0, 1)
     wide = rows * (2 * F) + columns
-    gate = _load(h + wide, mask)
-    up = _load(h + wide + F, mask)
-    g = _load(d + rows * F + columns, mask)
-    _, d_gate, d_up = _gradients(gate, up, g, ACT)
+    gate = _load_wide(h + wide, mask)
+    up = _load_wide(h + wide + F, mask)
+    g = _load_wide(d + rows * F + columns, mask)
+    _, d_gate, d_up = _act_gradients(gate, up, g, ACT)
     tl.store(dh + wide, d_gate.to(dh.dtype.element_ty), mask=mask)
     tl.store(dh + wide + F, d_up.to(dh.dtype.element_ty), mask=mask)
 
@@ -105,14 +105,14 @@ def gate_forward8(
 ):
     """out = act(gate) * up in 8 bits, by `scale`; `tops` of its magnitude, one a tile. Rows are
     multiplied by `weights` if WEIGHTED."""
-    rows, columns, mask = _tile(M, F, ROWS, COLUMNS, 0, 1)
+    rows, columns, mask = _tile_of_program(M, F, ROWS, COLUMNS, 0, 1)
     wide = rows * (2 * F) + columns
-    gate = _load(h + wide, mask)
-    up = _load(h + wide + F, mask)
+    gate = _load_wide(h + wide, mask)
+    up = _load_wide(h + wide + F, mask)
     share, _ = _share(gate, ACT)
     made = gate * share * up
     if WEIGHTED:
-        made *= _load(weights + rows, _within(rows, M, ROWS))
+        made *= _load_wide(weights + rows, _within(rows, M, ROWS))
     made = _rounded(made, h.dtype.element_ty)
     made8 = (made * tl.load(scale)).to(out.dtype.element_ty)
     tl.store(out + rows * F + columns, made8, mask=mask)
@@ -143,20 +143,20 @@ def gate_backward8(
     factor, factor_dh = tl.load(scale), tl.load(scale_dh)
     narrow = h.dtype.element_ty
     for r in tl.static_range(2):
-        rows, columns, mask = _tile(M, F, ROWS, COLUMNS, r, 2)
+        rows, columns, mask = _tile_of_program(M, F, ROWS, COLUMNS, r, 2)
         wide = rows * (2 * F) + columns
-        gate = _load(h + wide, mask)
-        up = _load(h + wide + F, mask)
-        g = _load(d + rows * F + columns, mask)
+        gate = _load_wide(h + wide, mask)
+        up = _load_wide(h + wide + F, mask)
+        g = _load_wide(d + rows * F + columns, mask)
         if sums is not None:
             edge = _within(rows, M, ROWS)
-            weight = _load(weights + rows, edge)
-            made, d_gate, d_up = _gradients(gate, up, g * weight, ACT)
+            weight = _load_wide(weights + rows, edge)
+            made, d_gate, d_up = _act_gradients(gate, up, g * weight, ACT)
             _, j = _tile_index(F, COLUMNS)
             tl.store(sums + j * M + rows, tl.sum(made * g, 1, keep_dims=True), mask=edge)
             made *= weight
         else:
-            made, d_gate, d_up = _gradients(gate, up, g, ACT)
+            made, d_gate, d_up = _act_gradients(gate, up, g, ACT)
         made8 = (_rounded(made, narrow) * factor).to(tl.float8e4nv)
         d_gate = _rounded(d_gate, narrow)
         d_up = _rounded(d_up, narrow)
@@ -190,8 +190,8 @@ def quantize(
     COLUMNS: tl.constexpr,
 ):
     """out = x in 8 bits, by `scale`; `tops` of x, one a tile."""
-    rows, columns, mask = _tile(M, F, ROWS, COLUMNS, 0, 1)
-    value = _load(x + rows * F + columns, mask)
+    rows, columns, mask = _tile_of_program(M, F, ROWS, COLUMNS, 0, 1)
+    value = _load_wide(x + rows * F + columns, mask)
     made8 = (value * tl.load(scale)).to(out.dtype.element_ty)
     tl.store(out + rows * F + columns, made8, mask=mask)
     tl.store(tops + tl.program_id(0), tl.max(_magnitude(value)))
@@ -214,8 +214,8 @@ def quantize_transposed(
     `out` as above."""
     factor = tl.load(scale)
     for r in tl.static_range(2):
-        rows, columns, mask = _tile(M, F, ROWS, COLUMNS, r, 2)
-        value = _load(x + rows * F + columns, mask)
+        rows, columns, mask = _tile_of_program(M, F, ROWS, COLUMNS, r, 2)
+        value = _load_wide(x + rows * F + columns, mask)
         made8 = (value * factor).to(tl.float8e4nv if OUT == "float8_e4m3fn" else tl.float8e5)
         if out is not None:
             tl.store(out + rows * F + columns, made8, mask=mask)
@@ -232,7 +232,7 @@ def quantize_transposed(
 
 
 @triton.jit
-def _tile(
+def _tile_of_program(
     M: tl.constexpr,
     F: tl.constexpr,
     ROWS: tl.constexpr,
@@ -265,7 +265,7 @@ def _within(index, SIZE: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _load(place, mask):
+def _load_wide(place, mask):
     """In fp32, 0 without the mask."""
     return tl.load(place, mask=mask, other=0.0).to(tl.float32)
 
@@ -328,9 +328,9 @@ def _share(x, ACT: tl.constexpr):
 def _normal_distribution(x):
     """The normal distribution function, to 1e-6 of itself for x > -4, and its density.
 
-    Both are factors of exp(-x^2 / 2), which is made once. What is left of the function's tail is
-    erfcx(|x| / sqrt(2)) / 2: t times a polynomial in t, to 1.3e-7 of itself for all x (a minimax
-    fit of our own).
+    Both are factors of exp(-x^2 / 2), which is computed once. The other factor of the function's
+    tail is erfcx(|x| / sqrt(2)) / 2: t times a polynomial in t, to 1.3e-7 of itself for all x (a
+    minimax fit of our own).
     """
     bell = power_of_two(-0.7213475204 * x * x)
     t = reciprocal(1.0 + 0.2828427125 * tl.abs(x))
@@ -347,7 +347,7 @@ def _normal_distribution(x):
 
 
 @triton.jit
-def _gradients(gate, up, d, ACT: tl.constexpr):
+def _act_gradients(gate, up, d, ACT: tl.constexpr):
     """act(gate) * up; by d, the gradients of gate and of up."""
     share, slope = _share(gate, ACT)
     act = gate * share

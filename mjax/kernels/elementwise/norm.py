@@ -30,7 +30,7 @@ _WARPS_NARROW = 132 * 24
 
 
 @dataclass(frozen=True)
-class Tile:
+class NormTile:
     """Rows that a program holds at a time, its warps, and programs in all."""
 
     rows: int
@@ -38,12 +38,12 @@ class Tile:
     programs: int
 
 
-def tile_of(width: int) -> Tile:
+def norm_tile_of(width: int) -> NormTile:
     """THE rule, for rows of `width`."""
     padded = _power_of_2(width)
     warps = min(max(padded // (32 * _SHARE), 1), 32)
     in_all = _WARPS_NARROW if warps == 1 else _WARPS
-    return Tile(max(32 * _SHARE // padded, 1), warps, max(in_all // warps, 132))
+    return NormTile(max(32 * _SHARE // padded, 1), warps, max(in_all // warps, 132))
 
 
 def forward_tile(width: int) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def forward_tile(width: int) -> tuple[int, int]:
     return max(32 * _SHARE * warps // padded, 1), warps
 
 
-def reference(
+def norm_reference(
     x: jax.Array,
     gain: jax.Array,
     bias: jax.Array | None,
@@ -74,9 +74,9 @@ def norm(x: jax.Array, gain: jax.Array, bias: jax.Array | None = None, *, eps: f
 
     `gain` and `bias`, fp32 [D], multiply and add as they are.
     """
-    if not supports(x, bias):
-        return reference(x, gain, bias, eps)
-    return fused(How(eps, tile_of(x.shape[-1])), x, gain, bias)
+    if not supports_norm(x, bias):
+        return norm_reference(x, gain, bias, eps)
+    return fused_norm(NormFacts(eps, norm_tile_of(x.shape[-1])), x, gain, bias)
 
 
 def fork(
@@ -87,52 +87,52 @@ def fork(
     A residual stream that reads the second instead of x has the two gradients of x added within
     the kernel.
     """
-    if not supports(x, bias):
-        return reference(x, gain, bias, eps), x
-    return fused(How(eps, tile_of(x.shape[-1]), fork=True), x, gain, bias)
+    if not supports_norm(x, bias):
+        return norm_reference(x, gain, bias, eps), x
+    return fused_norm(NormFacts(eps, norm_tile_of(x.shape[-1]), fork=True), x, gain, bias)
 
 
-def supports(x: jax.Array, bias: jax.Array | None = None) -> bool:
+def supports_norm(x: jax.Array, bias: jax.Array | None = None) -> bool:
     """Whether kernels do a norm of x where it is differentiated."""
     return choose("norm", x.dtype, x.shape, layernorm=bias is not None).name == "triton"
 
 
 @dataclass(frozen=True)
-class How:
-    """Static arguments of `fused`."""
+class NormFacts:
+    """Static arguments of `fused_norm`."""
 
     eps: float
-    tile: Tile
+    tile: NormTile
     fork: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused(how: How, x: jax.Array, gain: jax.Array, bias: jax.Array | None):
+def fused_norm(how: NormFacts, x: jax.Array, gain: jax.Array, bias: jax.Array | None):
     """`norm`, or `fork`, with kernels where it is differentiated."""
-    y = reference(x, gain, bias, how.eps)
+    y = norm_reference(x, gain, bias, how.eps)
     return (y, x) if how.fork else y
 
 
-def _fused_forward(how, x, gain, bias):
+def _norm_forward_rule(how, x, gain, bias):
     if bias is None:
-        y = reference(x, gain, None, how.eps)
+        y = norm_reference(x, gain, None, how.eps)
     else:
-        y, x = norm_forward(x, gain, bias, how.eps)
+        y, x = normed_rows(x, gain, bias, how.eps)
     return (y, x) if how.fork else y, (x, gain, None if bias is None else ())
 
 
-def _fused_backward(how, saved, grads):
+def _norm_backward_rule(how, saved, grads):
     x, gain, bias = saved
     dy, *stream = grads if how.fork else (grads,)
-    dx, parts = norm_backward(how, x, gain, dy, *stream, bias=bias is not None)
+    dx, parts = norm_gradients(how, x, gain, dy, *stream, bias=bias is not None)
     d_gain, *d_bias = jnp.sum(parts, 0)
     return dx, d_gain, *(d_bias or [None])
 
 
-fused.defvjp(_fused_forward, _fused_backward)
+fused_norm.defvjp(_norm_forward_rule, _norm_backward_rule)
 
 
-def norm_forward(x: jax.Array, gain: jax.Array, bias: jax.Array, eps: float) -> list[jax.Array]:
+def normed_rows(x: jax.Array, gain: jax.Array, bias: jax.Array, eps: float) -> list[jax.Array]:
     """(LayerNorm of x [..., D], x), the second in x's own memory.
 
     A residual stream that a kernel gives is added by cuBLAS's matmul as it writes. XLA takes one
@@ -159,8 +159,8 @@ def norm_forward(x: jax.Array, gain: jax.Array, bias: jax.Array, eps: float) -> 
     return [a.reshape(x.shape) for a in found]
 
 
-def norm_backward(
-    how: How,
+def norm_gradients(
+    how: NormFacts,
     x: jax.Array,
     gain: jax.Array,
     dy: jax.Array,

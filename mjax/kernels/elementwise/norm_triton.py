@@ -69,7 +69,7 @@ def norm_backward(
         # each time anew, from the cache: registers are what limits the rows in flight
         g = tl.load(gain + columns, mask=real, other=0.0)
         d = d.to(tl.float32)
-        out, z, r = _gradient(a.to(tl.float32), d, g, real, WIDTH, EPS, CENTERED)
+        out, z, r = _row_gradients(a.to(tl.float32), d, g, real, WIDTH, EPS, CENTERED)
         if FORK:
             out = out + more.to(tl.float32)
         tl.store(dx + place, out.to(dx.dtype.element_ty), mask=mask)
@@ -84,7 +84,7 @@ def norm_backward(
 
 
 @triton.jit
-def _gradient(a, d, g, real, WIDTH: tl.constexpr, EPS: tl.constexpr, CENTERED: tl.constexpr):
+def _row_gradients(a, d, g, real, WIDTH: tl.constexpr, EPS: tl.constexpr, CENTERED: tl.constexpr):
     """(The gradient of rows a, z, r), in fp32: z * r is their norm, d the gradient of that times g.
 
     To return the product takes 140 registers, more than eight programs of 2 warps find.

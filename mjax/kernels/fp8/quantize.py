@@ -19,6 +19,7 @@ Finite values beyond the range saturate. A value that is not finite makes the st
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -60,7 +61,7 @@ def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), jnp.ldexp(jnp.float32(1), power), jnp.nan)
 
 
-def quantize(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def quantize_to(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """x * scale rounded to `dtype`, saturating."""
     top = float(jnp.finfo(dtype).max)
     return jnp.clip(x * scale.astype(x.dtype), -top, top).astype(dtype)
@@ -80,15 +81,15 @@ def quantize_tensor(
     """
     use_te = recipe.backend == "te"
     if use_te and recipe.delayed:  # in one pass
-        x8, amax = transformer_engine.quantize(x, scale, dtype)
+        x8, amax = transformer_engine.quantize_by_te(x, scale, dtype)
         return x8, checkpoint_name(jnp.stack([scale, amax]), SCALES)
     amax = amax_of(x)
     if not recipe.delayed:
         scale = scale_of(parallel.pmax(amax, "tp"), dtype)
     used = checkpoint_name(jnp.stack([scale, amax]), SCALES)
     if use_te:
-        return transformer_engine.quantize(x, used[0], dtype)[0], used
-    return quantize(x, used[0], dtype), used
+        return transformer_engine.quantize_by_te(x, used[0], dtype)[0], used
+    return quantize_to(x, used[0], dtype), used
 
 
 def quantize_gradient(
@@ -97,33 +98,28 @@ def quantize_gradient(
     """A gradient g [M, N] as (e5m2 [M, N], its transpose [N, M], fp32 [2] of scale and maximum)."""
     choice = choose("quantize", g.dtype, g.shape, delayed=recipe.delayed, backend=recipe.backend)
     if choice.name == "triton":
-        g8, transposed, amax = gate.quantize_rows(g, scale, E5M2, transposed=True)
-        return g8, transposed, jnp.stack([scale, amax])
+        g8 = gate.to_fp8_both(g, scale, E5M2)
+        return g8.plain, g8.transposed, jnp.stack([scale, g8.amax])
     g = lax.optimization_barrier(g)  # or each reader computes it again, as a gate's two halves
     g8, used = quantize_tensor(recipe, g, scale, E5M2, parallel)
     return g8, g8.T, used
 
 
-def quantize_turned(
+def quantize_by(
+    rounding: Callable[..., gate.Rounded],
     recipe: Recipe,
     x: jax.Array,
     scale: jax.Array,
     dtype: jnp.dtype,
     parallel: Parallel,
-    *,
-    plain: bool = True,
-    transposed: bool = False,
-) -> list[jax.Array]:
-    """x [M, K] in 8 bits: [[M, K] if `plain`, [K, M] if `transposed`, fp32 [2] as above].
-
-    Our kernel makes both in one pass, whatever backend the recipe has.
-    """
+) -> tuple[gate.Rounded, jax.Array]:
+    """(x [M, K] by a `rounding` of `gate.py`, fp32 [2] of scale and maximum), for any backend."""
     amax = None
     if not recipe.delayed:
         amax = amax_of(x)
         scale = scale_of(parallel.pmax(amax, "tp"), dtype)
-    *made, seen = gate.quantize_rows(x, scale, dtype, plain, transposed)
-    return [*made, jnp.stack([scale, seen if amax is None else amax])]
+    rounded = rounding(x, scale, dtype)
+    return rounded, jnp.stack([scale, rounded.amax if amax is None else amax])
 
 
 def dot8(
@@ -158,14 +154,14 @@ def quantize_stack(weights: jax.Array, scales: jax.Array) -> jax.Array:
     The result is uint8: integers take no gradient, and travel as they are.
     """
     scale = scales[:, 1].reshape(-1, *[1] * (weights.ndim - 1))
-    return lax.bitcast_convert_type(quantize(weights, scale, E4M3), jnp.uint8)
+    return lax.bitcast_convert_type(quantize_to(weights, scale, E4M3), jnp.uint8)
 
 
 def transposed_bits(bits: jax.Array, inputs: int, of_experts: bool = False) -> jax.Array:
     """Bits of a weight whose first `inputs` axes are contracted -> its transpose [N, K].
 
-    Those `of_experts` have an axis E before, and the result is [E, N, K]. The forward product
-    reads those: GPUs contract minor axes of 8-bit operands only, and XLA would transpose in every
+    Weights `of_experts` have a leading axis E, and the result is [E, N, K]. The forward product
+    reads it: GPUs contract minor axes of 8-bit operands only, and XLA would transpose in every
     micro-batch.
     """
     lead = bits.shape[: int(of_experts)]

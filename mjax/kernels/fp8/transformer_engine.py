@@ -35,7 +35,7 @@ def _te() -> SimpleNamespace:
     """The parts of TE that are used, imported when asked for: it loads CUDA's libraries."""
     try:
         import transformer_engine.jax  # noqa: F401 - loads the extension
-        from transformer_engine.jax import quantize
+        from transformer_engine.jax import quantize_by_te
         from transformer_engine.jax.cpp_extensions import quantization
         from transformer_engine.jax.cpp_extensions.gemm import _te_gemm
 
@@ -44,10 +44,10 @@ def _te() -> SimpleNamespace:
         return SimpleNamespace(
             quantize=quantization.quantize,
             gemm=_te_gemm,
-            Quantizer=quantize.DelayedScaleQuantizer,
-            tensor=quantize.ScaledTensorFactory.create_1x,
-            mode=quantize.ScalingMode.DELAYED_TENSOR_SCALING,
-            rows=quantize.QuantizeLayout.ROWWISE,
+            Quantizer=quantize_by_te.DelayedScaleQuantizer,
+            tensor=quantize_by_te.ScaledTensorFactory.create_1x,
+            mode=quantize_by_te.ScalingMode.DELAYED_TENSOR_SCALING,
+            rows=quantize_by_te.QuantizeLayout.ROWWISE,
         )
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         raise UserError(
@@ -56,7 +56,7 @@ def _te() -> SimpleNamespace:
         ) from error
 
 
-def quantize(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def quantize_by_te(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """x [M, K], fp32 scale -> (x * scale rounded to `dtype`, saturating; largest |x|, fp32)."""
     te = _te()
     quantizer = te.Quantizer(

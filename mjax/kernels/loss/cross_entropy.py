@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mjax.kernels.loss import rows
+from mjax.kernels.loss import rows as loss_rows
 from mjax.kernels.loss.rows import Terms
 from mjax.sharding.collectives import Parallel
 
@@ -34,7 +34,7 @@ _TILE = 256  # rows of a matmul's tile, or of two that share an operand
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkSizes:
     """Tokens of a chunk, and with our kernel of a part, which divides it."""
 
     chunk: int
@@ -67,8 +67,8 @@ def cross_entropy(
         x, labels, mask = _counting_first(x, labels, mask)
         chunk = min(chunk or _FEW, _FEW)
     size = x.shape[0], w.shape[0]
-    cut = cut_of(*size, chunk, fused=rows.supports(*size, parallel.tp, chunk))
-    x, labels, mask = (_chunks(a, cut.chunk) for a in (x, labels, mask))
+    cut = cut_of(*size, chunk, fused=loss_rows.supports_loss_rows(*size, parallel.tp, chunk))
+    x, labels, mask = (_token_chunks(a, cut.chunk) for a in (x, labels, mask))
     return _loss(x, w, bias, labels, mask, terms, parallel, cut.part, few)
 
 
@@ -92,15 +92,15 @@ def count_hits(
         x, labels, mask = _counting_first(x, labels, mask)
         chunk = min(chunk or _FEW, _FEW)
     size = chunk_size(labels.size, w.shape[0], chunk)
-    x, labels, mask = (_chunks(a, size) for a in (x, labels, mask))
+    x, labels, mask = (_token_chunks(a, size) for a in (x, labels, mask))
 
     def body(total, cut):
-        z, _, _ = _logits(cut[0], w, bias, terms, parallel)
+        z, _, _ = _logits_of_chunk(cut[0], w, bias, terms, parallel)
         top = parallel.pmax(jnp.maximum(z.max(-1), -1e30), "tp")
         hits = _of_label(z, cut[1], parallel)[0] >= top
         return total + (hits * cut[2]).sum(), None
 
-    total, _ = _scan(body, jnp.float32(0), (x, labels, mask), few)
+    total, _ = _scan_token_chunks(body, jnp.float32(0), (x, labels, mask), few)
     return jax.lax.stop_gradient(total)
 
 
@@ -110,14 +110,14 @@ def _counting_first(x, labels, mask):
     return (jnp.take(a, order, 0, unique_indices=True, mode="clip") for a in (x, labels, mask))
 
 
-def cut_of(tokens: int, rows: int, chunk: int | None = None, *, fused: bool) -> Cut:
+def cut_of(tokens: int, rows: int, chunk: int | None = None, *, fused: bool) -> ChunkSizes:
     """How tokens are cut for `rows` of the vocabulary, at most `chunk` at a time; `fused`: for our
     kernel."""
     if not fused:
-        return Cut(chunk_size(tokens, rows, chunk))
+        return ChunkSizes(chunk_size(tokens, rows, chunk))
     whole = chunk_size(tokens, rows, chunk, _FUSED_ELEMENTS)
     part = chunk_size(whole, rows, None, _PART_ELEMENTS)
-    return Cut(-(-whole // part) * part, part)
+    return ChunkSizes(-(-whole // part) * part, part)
 
 
 def chunk_size(
@@ -135,13 +135,13 @@ def chunk_size(
     return min(tokens, size(parts))
 
 
-def _chunks(a, chunk):
+def _token_chunks(a, chunk):
     """[T, ...] padded and cut into chunks of tokens."""
     a = jnp.pad(a, ((0, -len(a) % chunk),) + ((0, 0),) * (a.ndim - 1))
     return a.reshape(-1, chunk, *a.shape[1:])
 
 
-def _scan(body, start, chunks, few):
+def _scan_token_chunks(body, start, chunks, few):
     """`lax.scan` over chunks (x, labels, mask); `few`: zeros for those behind the last to count."""
     if not few:
         return lax.scan(body, start, chunks)
@@ -162,7 +162,7 @@ def _loss(x, w, bias, labels, mask, terms, parallel, part, few):
     def body(total, part):
         return total + _chunk(part[0], w, bias, *part[1:], terms, parallel)[0].sum(), None
 
-    return _scan(body, jnp.float32(0), (x, labels, mask), few)[0]
+    return _scan_token_chunks(body, jnp.float32(0), (x, labels, mask), few)[0]
 
 
 def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part, few):
@@ -184,7 +184,7 @@ def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part, few):
 
     d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
     start = (jnp.float32(0), jnp.zeros(w.shape, jnp.float32), d_bias)
-    (total, d_w, d_bias), d_x = _scan(body, start, (x, labels, mask), few)
+    (total, d_w, d_bias), d_x = _scan_token_chunks(body, start, (x, labels, mask), few)
     kept = jnp.float32 if w.dtype == jnp.float16 else w.dtype  # a sum over tokens may exceed 65504
     d_bias = None if bias is None else d_bias.astype(kept)
     return total / lift, (d_x, d_w.astype(kept), d_bias)
@@ -207,8 +207,8 @@ def _by_parts(x, w, bias, labels, mask, terms, part):
 
     def body(d_z, cut):
         x, labels, mask, first = cut
-        z = _products(x, w, bias)
-        losses, d_z = rows.rows(z, labels, mask, d_z, first, terms)
+        z = _wide_logits(x, w, bias)
+        losses, d_z = loss_rows.rows(z, labels, mask, d_z, first, terms)
         return d_z, losses
 
     tokens = labels.size
@@ -219,16 +219,16 @@ def _by_parts(x, w, bias, labels, mask, terms, part):
     return losses, d_z
 
 
-def _products(x, w, bias):
+def _wide_logits(x, w, bias):
     """fp32 logits [T, V/tp] as the weights make them."""
     z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)
     return z if bias is None else z + bias.astype(jnp.float32)
 
 
-def _logits(x, w, bias, terms, parallel):
+def _logits_of_chunk(x, w, bias, terms, parallel):
     """(fp32 logits [T, V/tp], -inf where padding is, their slope by the products, what is none)."""
     rows, softcap = w.shape[0], terms.softcap
-    z = _products(x, w, bias)
+    z = _wide_logits(x, w, bias)
     if softcap is not None:
         z = softcap * jnp.tanh(z / softcap)
     slope = 1.0 if softcap is None else 1.0 - jnp.square(z / softcap)
@@ -251,7 +251,7 @@ def _of_label(z, labels, parallel):
 def _chunk(x, w, bias, labels, mask, terms, parallel):
     """(masked losses [T], their d / d logits) of a chunk, this device's rows of the vocabulary."""
     rows, smooth = w.shape[0], terms.label_smoothing
-    z, slope, real = _logits(x, w, bias, terms, parallel)
+    z, slope, real = _logits_of_chunk(x, w, bias, terms, parallel)
     top = parallel.pmax(jnp.maximum(z.max(-1), -1e30), "tp")  # a shard may be all padding
     weights = jnp.exp(z - top[:, None])
     total = parallel.psum(weights.sum(-1), "tp")
@@ -271,7 +271,7 @@ def _chunk(x, w, bias, labels, mask, terms, parallel):
     return losses * mask, d_z * slope * mask[:, None]
 
 
-def reference(x, w, labels, mask, terms):
+def loss_reference(x, w, labels, mask, terms):
     """The same loss with whole logits, for tests."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=wide)[:, : terms.vocab_size]

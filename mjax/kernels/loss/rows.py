@@ -3,7 +3,7 @@
 XLA reads logits three times: for the maximum, the sum of exponentials, the gradient. Our Triton
 kernel (`loss_rows_triton.py`) takes a row at a time: one sweep keeps a running maximum and sum for
 each lane (Milakov and Gimelshein, arXiv 1805.02867), a second one, backwards, writes the gradient.
-What the first read last then comes, in part, from the L2 cache. Rows are independent and sums in a
+Its first reads then come, in part, from the L2 cache. Rows are independent and sums in a
 fixed order: equal bit for bit each time. Invariant: fp32 inside; the gradient is rounded once.
 
 The gradient goes into rows of a larger array, in place: logits of a few tokens at a time suffice,
@@ -35,7 +35,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Tile:
+class LossTile:
     """A block is `loads` times 4 columns of each thread."""
 
     warps: int = 32
@@ -47,7 +47,7 @@ class Tile:
         return 4 * 32 * self.warps
 
 
-def supports(
+def supports_loss_rows(
     tokens: int, rows: int, tp: int, chunk: int | None = None, device: Device | None = None
 ) -> bool:
     """Whether the kernel does the loss of `tokens`, `rows` of the vocabulary on each of `tp`
@@ -59,7 +59,9 @@ def supports(
 def fits(tokens: int, rows: int, tp: int, chunk: int | None = None) -> bool:
     """Whether it would on a GPU."""
     here = this_device()
-    return supports(tokens, rows, tp, chunk, here if here.backend == "gpu" else Device("gpu"))
+    return supports_loss_rows(
+        tokens, rows, tp, chunk, here if here.backend == "gpu" else Device("gpu")
+    )
 
 
 def rows(
@@ -69,7 +71,7 @@ def rows(
     d_z: jax.Array,
     first: jax.Array,
     terms: Terms,
-    tile: Tile | None = None,
+    tile: LossTile | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(mask * losses, fp32 [t]; `d_z` with their gradient by `z` in t rows from `first`, in place).
 
@@ -78,7 +80,7 @@ def rows(
     """
     from mjax.kernels.loss import rows_triton
 
-    (tokens, width), tile = z.shape, tile or Tile()
+    (tokens, width), tile = z.shape, tile or LossTile()
     programs = min(tile.programs, tokens)
     losses, d_z = triton_call(
         rows_triton.loss_rows,

@@ -54,7 +54,7 @@ def loss_rows(
         row = z + at * WIDTH
         label = tl.load(labels + at)
         weight = tl.load(masks + at)
-        top, total, whole = _sums(row, how)
+        top, total, whole = _sums_of_row(row, how)
         here = (label >= 0) & (label < WIDTH)
         target = _capped(tl.load(row + tl.minimum(tl.maximum(label, 0), WIDTH - 1)), SOFTCAP)
         log_z = top + tl.log(total)
@@ -68,11 +68,11 @@ def loss_rows(
         tl.store(losses + at, loss * weight)
         token = label, weight, top, scale * weight
         out = d_z + (begin + at) * WIDTH
-        _gradient(out, row, token, how)
+        _write_gradient(out, row, token, how)
 
 
 @triton.jit
-def _sums(row, how: tl.constexpr):
+def _sums_of_row(row, how: tl.constexpr):
     """Over a row: maximum, sum of exp(z - maximum), sum of z if the loss takes it."""
     full: tl.constexpr = how.VOCAB // (how.LANES * how.LOADS)
     blocks: tl.constexpr = (how.WIDTH + how.LANES * how.LOADS - 1) // (how.LANES * how.LOADS)
@@ -80,22 +80,22 @@ def _sums(row, how: tl.constexpr):
     totals = tl.zeros((how.LANES,), tl.float32)
     sums = tl.zeros((how.LANES,), tl.float32)
     for i in range(full, blocks):
-        tops, totals, sums = _add((tops, totals, sums), row, i, True, how)
+        tops, totals, sums = _add_block((tops, totals, sums), row, i, True, how)
     for i in range(full):
-        tops, totals, sums = _add((tops, totals, sums), row, i, False, how)
+        tops, totals, sums = _add_block((tops, totals, sums), row, i, False, how)
     top = tl.max(tops)
     return top, tl.sum(totals * _exp(tops - top)), tl.sum(sums)
 
 
 @triton.jit
-def _add(lanes, row, block, PADDED: tl.constexpr, how: tl.constexpr):
+def _add_block(lanes, row, block, PADDED: tl.constexpr, how: tl.constexpr):
     """`lanes`, the maximum, sum of exp(z - maximum) and sum of z of each, with those of a block."""
     tops, totals, sums = lanes
     parts = ()
     new = tops
     for i in tl.static_range(how.LOADS):
         columns = (block * how.LOADS + i) * how.LANES + tl.arange(0, how.LANES)
-        part = _logits(row, columns, "evict_last", PADDED, how)
+        part = _logits_of_columns(row, columns, "evict_last", PADDED, how)
         parts = parts + (part,)
         new = tl.maximum(new, part)
     totals *= _exp(tops - new)
@@ -108,8 +108,8 @@ def _add(lanes, row, block, PADDED: tl.constexpr, how: tl.constexpr):
 
 
 @triton.jit
-def _gradient(out, row, token, how: tl.constexpr):
-    """Of `weight` times the loss, by a row of logits, from its end, which was read last."""
+def _write_gradient(out, row, token, how: tl.constexpr):
+    """Write the gradient of `weight` times the loss by a row, from its end, which was read last."""
     full: tl.constexpr = how.VOCAB // (how.LANES * how.LOADS)
     blocks: tl.constexpr = (how.WIDTH + how.LANES * how.LOADS - 1) // (how.LANES * how.LOADS)
     for i in range(full):
@@ -126,7 +126,7 @@ def _write(out, row, token, block, PADDED: tl.constexpr, how: tl.constexpr):
     label, weight, top, factor = token
     for i in tl.static_range(how.LOADS):
         columns = (block * how.LOADS + i) * how.LANES + tl.arange(0, how.LANES)
-        z = _logits(row, columns, "evict_first", PADDED, how)
+        z = _logits_of_columns(row, columns, "evict_first", PADDED, how)
         d = _exp(z - top) * factor
         d -= tl.where(columns == label, (1 - how.SMOOTHING) * weight, 0.0)
         if how.SMOOTHING > 0:
@@ -141,8 +141,8 @@ def _write(out, row, token, block, PADDED: tl.constexpr, how: tl.constexpr):
 
 
 @triton.jit
-def _logits(row, columns, EVICT: tl.constexpr, PADDED: tl.constexpr, how: tl.constexpr):
-    """Those of `columns`, capped; -inf beyond the vocabulary."""
+def _logits_of_columns(row, columns, EVICT: tl.constexpr, PADDED: tl.constexpr, how: tl.constexpr):
+    """The logits of `columns`, capped; -inf beyond the vocabulary."""
     if PADDED:
         z = tl.load(row + columns, mask=columns < how.WIDTH, other=0.0, eviction_policy=EVICT)
         return tl.where(columns < how.VOCAB, _capped(z, how.SOFTCAP), float("-inf"))

@@ -27,21 +27,21 @@ from mjax.kernels.matmul.grouped_mosaic import (
     BLOCKS,
     depth_of,
     drain,
-    fill,
+    fill_step_slot,
     in_bands,
     swizzled_tiles,
 )
-from mjax.kernels.matmul.grouped_tiles import HALVES, Tile
+from mjax.kernels.matmul.grouped_tiles import HALVES, GroupTile
 
-TILE = Tile(128, 256, 3)
+TILE = GroupTile(128, 256, 3)
 PART = 64  # columns of a tile that leave together: 128 bytes of a line
 LOG2E = 1.4426950408889634
-_REGISTERS = 40, 232  # of a moving and of a multiplying thread
+_REGISTERS_OF_THREADS = 40, 232  # of a moving and of a multiplying thread
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # how a value for each column of a product is held
 
 
 @dataclass(frozen=True)
-class Job:
+class ActivatedJob:
     """A product [lines, columns] of sums over `depth`, and how half a tile of it is finished.
 
     turned: the right operand is [columns, depth]. pieces: of work, of half a tile.
@@ -53,7 +53,7 @@ class Job:
     lines: int
     columns: int
     depth: int
-    tile: Tile
+    tile: GroupTile
     turned: bool
     pieces: int
     finish: Callable
@@ -61,7 +61,7 @@ class Job:
 
 
 def multiply_and_activate(
-    x: jax.Array, w: jax.Array, bias: jax.Array, name: str, tile: Tile = TILE
+    x: jax.Array, w: jax.Array, bias: jax.Array, name: str, tile: GroupTile = TILE
 ) -> tuple[jax.Array, jax.Array]:
     """u = x [M, K] @ w [K, N] + bias fp32 [N] -> act(u), act'(u), [M, N] in the dtype of x."""
     (m, depth), n = x.shape, w.shape[1]
@@ -73,12 +73,12 @@ def multiply_and_activate(
         stage=_swizzled(x.dtype, HALVES, parts, tile.half, PART),
         outs=_swizzled(x.dtype, HALVES, tile.half, PART),
     )
-    job = Job(m, n, depth, tile, False, parts, partial(_activate, name), _with_bias)
-    return _launch(job, dict(x=x, w=w, bias=bias), dict(out=out, slope=out), scratch)
+    job = ActivatedJob(m, n, depth, tile, False, parts, partial(_activate, name), _with_bias)
+    return _launch_activated(job, dict(x=x, w=w, bias=bias), dict(out=out, slope=out), scratch)
 
 
 def multiply_by_slope(
-    g: jax.Array, w: jax.Array, slope: jax.Array, tile: Tile = TILE
+    g: jax.Array, w: jax.Array, slope: jax.Array, tile: GroupTile = TILE
 ) -> tuple[jax.Array, jax.Array]:
     """g [M, K], w [N, K], slope [M, N] -> (g @ w.T * slope in g's dtype, its sums fp32 [N])."""
     (m, depth), n = g.shape, w.shape[0]
@@ -90,9 +90,9 @@ def multiply_by_slope(
         slopes_ready=plgpu.Barrier(num_barriers=HALVES),
         sum_stage=plgpu.SMEM((HALVES, tile.columns), jnp.float32),
     )
-    job = Job(m, n, depth, tile, True, 2 * parts, _times_slope, _ask_for_slopes)
+    job = ActivatedJob(m, n, depth, tile, True, 2 * parts, _times_slope, _ask_for_slopes)
     outs = dict(out=jax.ShapeDtypeStruct((m, n), g.dtype), sums=sums)
-    du, sums = _launch(job, dict(x=g, w=w, slope=slope), outs, scratch)
+    du, sums = _launch_activated(job, dict(x=g, w=w, slope=slope), outs, scratch)
     return du, sums.sum(0)
 
 
@@ -101,7 +101,7 @@ def _swizzled(dtype, *shape):
     return plgpu.SMEM(shape, dtype, transforms=swizzled_tiles(dtype))
 
 
-def _launch(job, operands, outs, scratch):
+def _launch_activated(job, operands, outs, scratch):
     """Walk over all tiles of the product; each is finished while the next is multiplied."""
     tile, dtype = job.tile, operands["x"].dtype
     lines, across, step = -(-job.lines // tile.lines), tile.across(job.columns), depth_of(dtype)
@@ -129,14 +129,14 @@ def _launch(job, operands, outs, scratch):
 
         @pl.when(half == HALVES)
         def _():
-            plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            plgpu.set_max_registers(_REGISTERS_OF_THREADS[0], action="decrease")
             drain(refs, walk(lambda i, count: _move(job, refs, place(i), count)))
             if hasattr(refs, "bias"):
                 _drain_biases(refs, rounds)
 
         @pl.when(half < HALVES)
         def _():
-            plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            plgpu.set_max_registers(_REGISTERS_OF_THREADS[1], action="increase")
             walk(lambda i, count: _multiply(job, refs, half, place, i, count))
             last = place(rounds - 1)
             pl.loop(0, job.pieces)(lambda piece: job.finish(job, refs, half, last, piece))
@@ -155,7 +155,7 @@ def _launch(job, operands, outs, scratch):
     return run(*operands.values())
 
 
-def _steps(job, refs):
+def _steps_of_sum(job, refs):
     """The steps of a sum, and what each adds."""
     depth = depth_of(refs.x.dtype)
     return job.depth // depth, depth
@@ -164,7 +164,7 @@ def _steps(job, refs):
 def _move(job, refs, at, count):
     """Fill the ring with a tile's operands."""
     tile, columns = job.tile, pl.ds(at.column, job.tile.columns)
-    steps, depth = _steps(job, refs)
+    steps, depth = _steps_of_sum(job, refs)
     if hasattr(refs, "bias"):
         slot = lax.rem(at.i, 2)
         pl.when(at.i >= 2)(lambda: plgpu.barrier_wait(refs.bias_free.at[slot]))
@@ -176,7 +176,9 @@ def _move(job, refs, at, count):
         part = pl.ds(step * depth, depth)
         lines = [pl.ds(at.line + half * tile.half, tile.half) for half in range(HALVES)]
         right = (columns, part) if job.turned else (part, columns)
-        fill(tile, refs, count + step, [refs.x.at[line, part] for line in lines], refs.w.at[right])
+        fill_step_slot(
+            tile, refs, count + step, [refs.x.at[line, part] for line in lines], refs.w.at[right]
+        )
 
     return count + steps
 
@@ -191,7 +193,7 @@ def _drain_biases(refs, rounds):
 
 def _multiply(job, refs, half, place, i, count):
     """Multiply a tile and leave its sums in the stage; meanwhile finish the tile before."""
-    tile, before, (steps, _) = job.tile, place(i - 1), _steps(job, refs)
+    tile, before, (steps, _) = job.tile, place(i - 1), _steps_of_sum(job, refs)
     apart = max(1, steps // job.pieces)  # steps from piece to piece
 
     def release(step):
@@ -235,13 +237,13 @@ def _multiply(job, refs, half, place, i, count):
     return count + steps
 
 
-def _place(job, half, at, part):
-    """Where a part of half a tile is in the output."""
+def _place_of_part(job, half, at, part):
+    """The place in the output of a part of half a tile."""
     lines = pl.ds(at.line + half * job.tile.half, job.tile.half)
     return lines, pl.ds(at.column + part * PART, PART)
 
 
-def _read(ref):
+def _read_product(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
@@ -263,8 +265,8 @@ def _with_bias(job, refs, half, at):
 def _activate(name, job, refs, half, at, part):
     """Write act(u), and act'(u) by way of u's place in the stage."""
     of_slope, of_out = refs.stage.at[half, part], refs.outs.at[half]
-    u, place = _read(of_slope), _place(job, half, at, part)
-    share, slope = _share(name, u)
+    u, place = _read_product(of_slope), _place_of_part(job, half, at, part)
+    share, slope = _share_of_act(name, u)
     out, slope = u * share, share + u * slope
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     of_out[...] = out.astype(of_out.dtype)
@@ -284,7 +286,7 @@ def _ask_for_slopes(job, refs, half, at):
 
 
 def _copy_slopes(job, refs, half, at, part):
-    source = refs.slope.at[_place(job, half, at, part)]
+    source = refs.slope.at[_place_of_part(job, half, at, part)]
     plgpu.copy_gmem_to_smem(source, refs.slopes.at[half], refs.slopes_ready.at[half])
 
 
@@ -296,9 +298,11 @@ def _times_slope(job, refs, half, at, piece):
     @pl.when(lax.rem(piece, 2) == 0)
     def _multiply_part():
         plgpu.barrier_wait(refs.slopes_ready.at[half])
-        stage[...] = (_read(stage) * _read(refs.slopes.at[half])).astype(stage.dtype)
+        stage[...] = (_read_product(stage) * _read_product(refs.slopes.at[half])).astype(
+            stage.dtype
+        )
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(stage, refs.out.at[_place(job, half, at, part)])
+        plgpu.copy_smem_to_gmem(stage, refs.out.at[_place_of_part(job, half, at, part)])
         pl.when(part + 1 < parts)(lambda: _copy_slopes(job, refs, half, at, part + 1))
 
     @pl.when(lax.rem(piece, 2) == 1)
@@ -332,10 +336,10 @@ _TAIL = (
 )
 
 
-def _share(name, x):
+def _share_of_act(name, x):
     """s of act(x) = x * s(x), and its derivative."""
     if name == "gelu":
-        return _normal_distribution(x)
+        return _normal_and_density(x)
     if name == "gelu_tanh":
         outer, square = 1.5957691216057308, x * x  # 2 * sqrt(2 / pi): (1 + tanh(y)) / 2 = s(2 * y)
         s = _sigmoid(x * (outer + outer * 0.044715 * square))
@@ -350,7 +354,7 @@ def _sigmoid(x):
     return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 
-def _normal_distribution(x):
+def _normal_and_density(x):
     """The normal distribution function and its density."""
     density = jnp.exp2(-0.5 * LOG2E * (x * x) - 1.3257480648)  # log2(sqrt(2 * pi))
     t = jnp.minimum(jnp.abs(x), 5.0)

@@ -3,9 +3,9 @@
 `sizes` int32 [G] counts the rows of each group. Groups may be empty. Rows beyond sum(sizes) belong
 to no group: products make them zero, and gradients of weights leave them out, if they are finite.
 The plain-JAX versions are `jax.lax.ragged_dot_general`; XLA for GPUs multiplies all rows by all
-groups there. `batched` is for groups of equal sizes: products of batches of matrices. Those for
-Hopper GPUs are `mosaic_grouped.py`, imported on use: it needs a jax that has Mosaic. Operands of 8
-bits come with a scale, a power of two, for their product; elsewhere than on Hopper they are
+groups there. `batched` is for groups of equal sizes: products of batches of matrices. Kernels for
+Hopper GPUs are in `grouped_mosaic.py`, imported on use: it needs a jax that has Mosaic. Operands of
+8 bits come with a scale, a power of two, for their product; elsewhere than on Hopper they are
 multiplied in the dtype of the product, which holds them exactly. Invariant: a product is summed in
 fp32 and rounded once, to the dtype of the rows, or the given one.
 """
@@ -17,7 +17,7 @@ from jax import lax
 from mjax.errors import UserError
 from mjax.kernels.base import chooser
 from mjax.kernels.base.chooser import choose
-from mjax.kernels.matmul.grouped_tiles import tile8_of, tile_of
+from mjax.kernels.matmul.grouped_tiles import group_tile_of, tile8_of
 
 
 def grouped_matmul(
@@ -32,13 +32,13 @@ def grouped_matmul(
 
     `transposed`: by the transposes of w, x [M, N] -> [M, K], as the gradient of x is made.
     """
-    if resolve(x, w.shape, implementation) == "mosaic":
+    if resolve_grouped(x, w.shape, implementation) == "mosaic":
         from mjax.kernels.matmul.grouped_mosaic import multiply_rows
 
-        tile = tile_of(w.shape[1 if transposed else 2])
+        tile = group_tile_of(w.shape[1 if transposed else 2])
         return multiply_rows(x, w, sizes, tile, transposed)
     if implementation == "batched":
-        return _batched("gmn,gkn->gmk" if transposed else "gmk,gkn->gmn", x, w)
+        return _equal_groups("gmn,gkn->gmk" if transposed else "gmk,gkn->gmn", x, w)
     return reference_rows(x, w, sizes, 2 if transposed else 1)
 
 
@@ -54,10 +54,10 @@ def grouped_weight_gradient(
     With `total` fp32 [G, K, N] it returns the sum of both, in fp32, else the gradient in x's dtype.
     The kernel writes the sum where `total` lies, if nothing else reads it.
     """
-    if resolve(x, (len(sizes), x.shape[1], g.shape[1]), implementation) == "mosaic":
+    if resolve_grouped(x, (len(sizes), x.shape[1], g.shape[1]), implementation) == "mosaic":
         from mjax.kernels.matmul.grouped_mosaic import weight_gradient
 
-        return weight_gradient(x, g, sizes, total, tile_of(g.shape[1]))
+        return weight_gradient(x, g, sizes, total, group_tile_of(g.shape[1]))
     if implementation == "batched":
         groups = len(sizes)
         product = jnp.einsum(
@@ -87,7 +87,7 @@ def grouped_matmul8(
 
     `precise`: sums of Hopper's tensor cores, which keep 14 bits, are kept short.
     """
-    if resolve(rows, w.shape, implementation) == "mosaic":
+    if resolve_grouped(rows, w.shape, implementation) == "mosaic":
         from mjax.kernels.matmul.grouped_mosaic import multiply_rows
 
         tile = tile8_of(w.shape[1], precise)
@@ -109,7 +109,7 @@ def grouped_weight_gradient8(
 
     Without `total` the gradient is in `dtype`.
     """
-    if resolve(x.T, (len(sizes), len(x), len(g)), implementation) == "mosaic":
+    if resolve_grouped(x.T, (len(sizes), len(x), len(g)), implementation) == "mosaic":
         from mjax.kernels.matmul.grouped_mosaic import weight_gradient
 
         tile = tile8_of(len(g), precise=True)
@@ -119,7 +119,7 @@ def grouped_weight_gradient8(
     return grouped_weight_gradient(x, g.T.astype(dtype), sizes, total, implementation)
 
 
-def resolve(rows: jax.Array, weight: tuple[int, ...], implementation: str) -> str:
+def resolve_grouped(rows: jax.Array, weight: tuple[int, ...], implementation: str) -> str:
     """The implementation for rows [M, ...] and a weight [G, K, N].
 
     Raises `UserError` where one that was asked for cannot compute it.
@@ -133,7 +133,7 @@ def resolve(rows: jax.Array, weight: tuple[int, ...], implementation: str) -> st
     return choice.name
 
 
-def _batched(products: str, rows: jax.Array, w: jax.Array) -> jax.Array:
+def _equal_groups(products: str, rows: jax.Array, w: jax.Array) -> jax.Array:
     """Rows [M, ..] of groups of equal sizes times w [G, ..] of their group, in the rows' dtype."""
     groups = rows.reshape(len(w), -1, rows.shape[1])
     y = jnp.einsum(products, groups, w, preferred_element_type=jnp.float32)

@@ -30,10 +30,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from mjax.kernels.matmul.grouped_tiles import ALIGNED, HALVES, Tile, bounds_of_groups, tiles_of_rows
+from mjax.kernels.matmul.grouped_tiles import (
+    HALVES,
+    SWIZZLED_ROWS,
+    GroupTile,
+    bounds_of_groups,
+    tiles_of_rows,
+)
 
 BLOCKS = 132  # multiprocessors of an H100 SXM or H200
-SLICE = 128  # bytes of a line that a slot holds, and that leave together
+SLICE_BYTES = 128  # bytes of a line that a slot holds, and that leave together
 _REGISTERS = 40, 232  # of a moving and of a multiplying thread
 
 
@@ -41,7 +47,7 @@ def multiply_rows(
     rows: jax.Array,
     w: jax.Array,
     sizes: jax.Array,
-    tile: Tile,
+    tile: GroupTile,
     transposed: bool,
     scale: jax.Array | None = None,
 ) -> jax.Array:
@@ -59,7 +65,7 @@ def multiply_rows(
     dtype = rows.dtype
     if scale is not None:
         operands["scale"], dtype = scale.reshape(1), jnp.bfloat16
-    return _launch(
+    return _launch_grouped(
         most,
         partial(_item_of_rows, tile, depth // step, tile.across(columns), len(w)),
         partial(_move_rows, tile, transposed),
@@ -75,7 +81,7 @@ def weight_gradient(
     g: jax.Array,
     sizes: jax.Array,
     total: jax.Array | None,
-    tile: Tile,
+    tile: GroupTile,
     scale: jax.Array | None = None,
 ) -> jax.Array:
     """x.T @ g over the rows of each group, in x's dtype, or added to `total` fp32 [G, K, N].
@@ -97,8 +103,8 @@ def weight_gradient(
     out = jax.ShapeDtypeStruct((groups, lines, columns), dtype)
     if total is not None:
         operands["out"] = jax.new_ref(total)
-    aligned = step if turned else ALIGNED
-    made = _launch(
+    aligned = step if turned else SWIZZLED_ROWS
+    made = _launch_grouped(
         groups * grid[0] * grid[1],
         partial(_item_of_weights, tile, groups, grid, step, aligned),
         partial(_move_weights, tile, turned),
@@ -112,7 +118,7 @@ def weight_gradient(
 
 def depth_of(dtype: jnp.dtype) -> int:
     """The elements of a sum that a slot holds."""
-    return SLICE // jnp.dtype(dtype).itemsize
+    return SLICE_BYTES // jnp.dtype(dtype).itemsize
 
 
 # ---- parts -------------------------------------------------------------------------------------
@@ -124,7 +130,7 @@ def _scratch(tile, dtypes, left, right, out_dtype):
     def ring(dtype, *shape):
         return plgpu.SMEM((tile.slots, *shape), dtype, transforms=swizzled_tiles(dtype))
 
-    width = SLICE // jnp.dtype(out_dtype).itemsize
+    width = SLICE_BYTES // jnp.dtype(out_dtype).itemsize
     swizzled = plgpu.SMEM((2, 64, width), out_dtype, transforms=swizzled_tiles(out_dtype))
     plain = plgpu.SMEM((64, width), out_dtype)  # any row of it can be copied alone
     return dict(
@@ -137,11 +143,11 @@ def _scratch(tile, dtypes, left, right, out_dtype):
 
 
 def swizzled_tiles(dtype):
-    width = SLICE // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(SLICE)
+    width = SLICE_BYTES // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(SLICE_BYTES)
 
 
-def _launch(most, item, move, multiply, operands, out, scratch):
+def _launch_grouped(most, item, move, multiply, operands, out, scratch):
     """Run `move` in one warpgroup and `multiply` in the others for every item.
 
     `most` bounds the items. `item(refs)` gives their number, a function that reads what is known of
@@ -199,7 +205,7 @@ def in_bands(item, lines, columns, band):
     return first + lax.rem(item, width), lax.div(item, width)
 
 
-def fill(tile, refs, count, halves, right):
+def fill_step_slot(tile, refs, count, halves, right):
     """Copy the halves of a left tile, and a right one, into the slot of step `count`."""
     slot = lax.rem(count, tile.slots)
     pl.when(count >= tile.slots)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
@@ -220,8 +226,8 @@ def drain(refs, count):
 def _sum(tile, refs, count, steps, product):
     """The sum fp32 [half, columns] of `steps` products; `product(acc, slot, i)` adds one.
 
-    It is scaled where there is a scale. Where tiles promote, each so many steps are a sum of their
-    own, which is added to those before.
+    It is scaled if there is a scale. If tiles promote, each so many steps are a sum of their own,
+    which is added to the sums before.
     """
 
     def slot_of(i):
@@ -260,23 +266,23 @@ def _sum(tile, refs, count, steps, product):
     return total * refs.scale[0] if hasattr(refs, "scale") else total
 
 
-class Part(NamedTuple):
+class PartOfSum(NamedTuple):
     """Values [64, 128 bytes] of a sum, and the first column of the output that they are of."""
 
     values: jax.Array
     column: jax.Array
 
 
-def _parts(acc, dtype, column):
+def _parts_of_sum(acc, dtype, column):
     """(line, its parts) of each 64 lines of a sum that begins at a column of the output."""
-    width = SLICE // jnp.dtype(dtype).itemsize
+    width = SLICE_BYTES // jnp.dtype(dtype).itemsize
     for line in range(0, acc.shape[0], 64):
         lines = acc[line : line + 64]
         starts = range(0, acc.shape[1], width)
-        yield line, [Part(lines[:, i : i + width].astype(dtype), column + i) for i in starts]
+        yield line, [PartOfSum(lines[:, i : i + width].astype(dtype), column + i) for i in starts]
 
 
-def _store(tile, stages, parts, columns, target, adds=False):
+def _store_parts(tile, stages, parts, columns, target, adds=False):
     """Write parts to `target(columns)` through two stages that take turns, or add them there.
 
     Parts beyond the output's `columns` are left out: a copy of all columns would begin at the
@@ -315,7 +321,7 @@ def _item_of_rows(tile, steps, columns, groups, refs):
         start = place * tile.lines + offset
         return SimpleNamespace(
             group=group,
-            start=pl.multiple_of(start, ALIGNED),
+            start=pl.multiple_of(start, SWIZZLED_ROWS),
             first=begin - start,
             stop=end - start,
             column=column * tile.columns,
@@ -334,7 +340,7 @@ def _move_rows(tile, transposed, refs, at, count):
         lines = [pl.ds(at.start + half * tile.half, tile.half) for half in range(HALVES)]
         right = (columns, part) if transposed else (part, columns)
         halves = [refs.rows.at[line, part] for line in lines]
-        fill(tile, refs, count + i, halves, refs.w.at[at.group, *right])
+        fill_step_slot(tile, refs, count + i, halves, refs.w.at[at.group, *right])
 
     return count + at.steps
 
@@ -353,7 +359,7 @@ def _multiply_rows(tile, transposed, refs, half, at, count):
 def _store_rows(tile, refs, half, acc, at):
     """Write the rows of one half that are of the group."""
     swizzled, plain = refs.stages[half]
-    for line, parts in _parts(acc, refs.out.dtype, at.column):
+    for line, parts in _parts_of_sum(acc, refs.out.dtype, at.column):
         line = half * tile.half + line
         row = at.start + line
         first, stop = jnp.maximum(at.first - line, 0), jnp.minimum(at.stop - line, 64)
@@ -361,7 +367,7 @@ def _store_rows(tile, refs, half, acc, at):
         @pl.when(stop - first == 64)
         def _whole(row=row, parts=parts):
             rows = refs.out.at[pl.ds(row, 64)]
-            _store(tile, swizzled, parts, refs.out.shape[1], lambda ds: rows.at[:, ds])
+            _store_parts(tile, swizzled, parts, refs.out.shape[1], lambda ds: rows.at[:, ds])
 
         @pl.when((stop > first) & (stop - first < 64))
         def _some(row=row, parts=parts, first=first, stop=stop):
@@ -420,13 +426,15 @@ def _move_weights(tile, turned, refs, at, count):
     def _step(i):
         rows, columns = pl.ds(at.start + i * depth, depth), pl.ds(at.column, tile.columns)
         lines = [pl.ds(at.line + half * tile.half, tile.half) for half in range(HALVES)]
-        halves = [refs.x.at[_in_order(rows, line, turned)] for line in lines]
-        fill(tile, refs, count + i, halves, refs.g.at[_in_order(rows, columns, turned)])
+        halves = [refs.x.at[_operands_in_order(rows, line, turned)] for line in lines]
+        fill_step_slot(
+            tile, refs, count + i, halves, refs.g.at[_operands_in_order(rows, columns, turned)]
+        )
 
     return count + at.steps
 
 
-def _in_order(rows, others, turned):
+def _operands_in_order(rows, others, turned):
     return (others, rows) if turned else (rows, others)
 
 
@@ -455,7 +463,7 @@ def _multiply_weights(tile, turned, adds, refs, half, at, count):
 
     for own in range(HALVES):
         stored = (half == own) & ((at.steps > 0) | (not adds))
-        pl.when(stored)(partial(_store_gradient, tile, adds, refs, own, acc, at))
+        pl.when(stored)(partial(_store_group_gradient, tile, adds, refs, own, acc, at))
     return count + at.steps
 
 
@@ -469,9 +477,11 @@ def _where(mask, values):
     return lax.bitcast_convert_type(bits, values.dtype)
 
 
-def _store_gradient(tile, adds, refs, half, acc, at):
+def _store_group_gradient(tile, adds, refs, half, acc, at):
     swizzled, _ = refs.stages[half]
-    for line, parts in _parts(acc, refs.out.dtype, at.column):
+    for line, parts in _parts_of_sum(acc, refs.out.dtype, at.column):
         lines = pl.ds(at.line + half * tile.half + line, 64)
         rows = refs.out.at[at.group, lines]
-        _store(tile, swizzled, parts, refs.out.shape[2], lambda ds, rows=rows: rows.at[:, ds], adds)
+        _store_parts(
+            tile, swizzled, parts, refs.out.shape[2], lambda ds, rows=rows: rows.at[:, ds], adds
+        )

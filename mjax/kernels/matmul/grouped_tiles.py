@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 HALVES = 2  # warpgroups that multiply
-ALIGNED = 8  # rows of a swizzled tile, where TMA begins
+SWIZZLED_ROWS = 8  # rows of a swizzled tile, where TMA begins
 
 
 @dataclass(frozen=True)
-class Tile:
+class GroupTile:
     """Lines and columns of a product that a block takes, slots of its ring, and tiles of a band.
 
     Lines are a multiple of 128, columns one of 64. promoted: after so many steps a sum leaves the
@@ -36,24 +36,24 @@ class Tile:
 
 
 # On an H200 no tile was faster by more than 2 % (docs/lab/2026-11-23-grouped-matmul.md).
-WIDE, NARROW = Tile(128, 256, 4), Tile(128, 128, 6)
+WIDE, NARROW = GroupTile(128, 256, 4), GroupTile(128, 128, 6)
 
 
-def tile_of(columns: int) -> Tile:
+def group_tile_of(columns: int) -> GroupTile:
     """The tile of a product with so many columns: wide where the last is not mostly empty."""
     return _wide_or_narrow(WIDE, NARROW, columns)
 
 
-WIDE8, NARROW8 = Tile(128, 256, 4), Tile(128, 128, 6)
-PROMOTED8 = Tile(128, 192, 4, promoted=4), Tile(128, 128, 6, promoted=4)
+WIDE8, NARROW8 = GroupTile(128, 256, 4), GroupTile(128, 128, 6)
+PROMOTED8 = GroupTile(128, 192, 4, promoted=4), GroupTile(128, 128, 6, promoted=4)
 
 
-def tile8_of(columns: int, precise: bool) -> Tile:
+def tile8_of(columns: int, precise: bool) -> GroupTile:
     """The tile of a product of 8-bit operands; `precise` sums leave the tensor cores in parts."""
     return _wide_or_narrow(*(PROMOTED8 if precise else (WIDE8, NARROW8)), columns)
 
 
-def _wide_or_narrow(wide: Tile, narrow: Tile, columns: int) -> Tile:
+def _wide_or_narrow(wide: GroupTile, narrow: GroupTile, columns: int) -> GroupTile:
     covered = wide.across(columns) * wide.columns
     return wide if covered <= 1.1 * columns else narrow
 
@@ -72,12 +72,12 @@ def tiles_of_rows(sizes: jax.Array, m: int, lines: int) -> tuple[jax.Array, jax.
     begins, ends = bounds_of_groups(sizes)
     begins = jnp.append(begins, ends[-1])
     ends = jnp.append(ends, jnp.int32(m))
-    aligned = begins // ALIGNED * ALIGNED
+    aligned = begins // SWIZZLED_ROWS * SWIZZLED_ROWS
     tiles = jnp.where(ends > begins, (ends - aligned + lines - 1) // lines, 0)
     last = jnp.sum(jnp.where(groups <= groups[:, None], tiles, 0), 1, dtype=jnp.int32)
     first = last - tiles
     facts = jnp.stack([groups, aligned - first * lines, begins, ends], 1)
-    most = (m + (ALIGNED - 1) * len(groups)) // lines + len(groups)
+    most = (m + (SWIZZLED_ROWS - 1) * len(groups)) // lines + len(groups)
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
     own = (index >= first) & (index < last)
     return jnp.sum(jnp.where(own[..., None], facts, 0), 1, dtype=jnp.int32), last

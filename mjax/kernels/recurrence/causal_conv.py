@@ -19,7 +19,7 @@ from mjax.kernels.base.chooser import choose
 from mjax.kernels.base.triton_call import triton_call
 
 
-class Tile(NamedTuple):
+class ConvTile(NamedTuple):
     """Tokens that a program walks, its channels, and its warps."""
 
     tokens: int
@@ -28,8 +28,8 @@ class Tile(NamedTuple):
 
 
 # Fastest on an H200.
-FORWARD = Tile(128, 512, 4)
-BACKWARD = Tile(128, 256, 4)
+FORWARD = ConvTile(128, 512, 4)
+BACKWARD = ConvTile(128, 256, 4)
 
 
 def causal_conv(
@@ -47,7 +47,7 @@ def causal_conv(
     one, zero where they are of another document; None: there are none.
     """
     if choose("causal_conv", x.dtype, x.shape, taps=weight.shape[-1]).name == "triton":
-        return fused(x, weight, bias, starts=starts, history=history)
+        return fused_conv(x, weight, bias, starts=starts, history=history)
     if history is None:
         history = jnp.zeros((x.shape[0], weight.shape[-1] - 1, *x.shape[2:]), x.dtype)
     return _convolve(x, weight, bias, starts, history)
@@ -82,7 +82,7 @@ _convolve = jax.checkpoint(plain_conv)
 # ---- the kernels ---------------------------------------------------------------------------------
 
 
-def fused(
+def fused_conv(
     x: jax.Array,
     weight: jax.Array,
     bias: jax.Array | None,
@@ -101,24 +101,24 @@ def fused(
         begins = lax.cummax(jnp.where(starts, tokens, 1 - wide.shape[-1]), 1)
     if history is not None:
         history = history.astype(x.dtype)
-    return _fused(x, weight, begins, history)
+    return _fused_rows(x, weight, begins, history)
 
 
 @jax.custom_vjp
-def _fused(x, weight, begins, history) -> jax.Array:
+def _fused_rows(x, weight, begins, history) -> jax.Array:
     """`weight` fp32 [K + 1, ...] are taps and bias; `begins` [B, S], where documents begin."""
     from mjax.kernels.recurrence import causal_conv_triton
 
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     kernel = causal_conv_triton.conv_forward
-    return _call(kernel, FORWARD, [x, weight, begins, history], [], [like])[0]
+    return _call_conv(kernel, FORWARD, [x, weight, begins, history], [], [like])[0]
 
 
-def _fused_forward(*inputs):
-    return _fused(*inputs), inputs
+def _conv_forward(*inputs):
+    return _fused_rows(*inputs), inputs
 
 
-def _fused_backward(inputs: tuple, gradient: jax.Array):
+def _conv_backward(inputs: tuple, gradient: jax.Array):
     from mjax.kernels.recurrence import causal_conv_triton
 
     x, weight, _, history = inputs
@@ -127,14 +127,14 @@ def _fused_backward(inputs: tuple, gradient: jax.Array):
     if history is not None:
         outputs.append(jax.ShapeDtypeStruct(history.shape, x.dtype))
     kernel = causal_conv_triton.conv_backward
-    d_x, parts, *d_history = _call(kernel, BACKWARD, [*inputs], [gradient], outputs)
+    d_x, parts, *d_history = _call_conv(kernel, BACKWARD, [*inputs], [gradient], outputs)
     return d_x, jnp.sum(parts, 0), None, *(d_history or [None])
 
 
-_fused.defvjp(_fused_forward, _fused_backward)
+_fused_rows.defvjp(_conv_forward, _conv_backward)
 
 
-def _call(kernel, tile: Tile, inputs: list, more: list, outputs: list) -> list[jax.Array]:
+def _call_conv(kernel, tile: ConvTile, inputs: list, more: list, outputs: list) -> list[jax.Array]:
     x, weight, begins, history = inputs
     channels = weight[0].size
     without = {"d_history": None} if history is None and more else {}

@@ -27,19 +27,19 @@ def conv_forward(
     PACKED: tl.constexpr,
     HISTORY: tl.constexpr,
 ):
-    batch, first, channel, _ = _tile(LENGTH, CHANNELS, TOKENS, WIDTH)
+    batch, first, channel, _ = _place_of_program(LENGTH, CHANNELS, TOKENS, WIDTH)
     real = channel < CHANNELS
     x += batch * LENGTH * CHANNELS + channel
     y += batch * LENGTH * CHANNELS + channel
     history += batch * 3 * CHANNELS + channel
     begins += batch * LENGTH
-    w = _rows(weight + channel, 0, real, 5, 5, CHANNELS)
+    w = _rows_from(weight + channel, 0, real, 5, 5, CHANNELS)
     before = _before(x, history, first, real, LENGTH, CHANNELS, HISTORY)
     for i in range(TOKENS // 4):
-        new = _rows(x, first + 4 * i, real, 4, LENGTH, CHANNELS)
+        new = _rows_from(x, first + 4 * i, real, 4, LENGTH, CHANNELS)
         for j in tl.static_range(4):
             t = first + 4 * i + j
-            seen = _seen(t, before, begins, LENGTH, PACKED)
+            seen = _tokens_before(t, before, begins, LENGTH, PACKED)
             total = _total(w, seen, new[j])
             out = (total * sigmoid(total)).to(y.dtype.element_ty)
             tl.store(y + t * CHANNELS, out, mask=real & (t < LENGTH))
@@ -65,28 +65,28 @@ def conv_backward(
 ):
     """`parts` fp32 [B * tiles of tokens, 5, CHANNELS] are a program's part of `weight`'s gradient.
     `d_before` are the gradients of the 3 tokens before, as far as they are known."""
-    batch, first, channel, part = _tile(LENGTH, CHANNELS, TOKENS, WIDTH)
+    batch, first, channel, part = _place_of_program(LENGTH, CHANNELS, TOKENS, WIDTH)
     real = channel < CHANNELS
     x += batch * LENGTH * CHANNELS + channel
     d_y += batch * LENGTH * CHANNELS + channel
     d_x += batch * LENGTH * CHANNELS + channel
     history += batch * 3 * CHANNELS + channel
     begins += batch * LENGTH
-    w = _rows(weight + channel, 0, real, 5, 5, CHANNELS)
+    w = _rows_from(weight + channel, 0, real, 5, 5, CHANNELS)
     before = _before(x, history, first, real, LENGTH, CHANNELS, HISTORY)
     zero = tl.zeros((WIDTH,), tl.float32)
     d_before = (zero, zero, zero)
     sums = (zero, zero, zero, zero, zero)
     for i in range(TOKENS // 4 + 1):
-        new = _rows(x, first + 4 * i, real, 4, LENGTH, CHANNELS)
-        d_new = _rows(d_y, first + 4 * i, real, 4, LENGTH, CHANNELS)
+        new = _rows_from(x, first + 4 * i, real, 4, LENGTH, CHANNELS)
+        d_new = _rows_from(d_y, first + 4 * i, real, 4, LENGTH, CHANNELS)
         for j in tl.static_range(4):
             t = first + 4 * i + j
-            seen = _seen(t, before, begins, LENGTH, PACKED)
+            seen = _tokens_before(t, before, begins, LENGTH, PACKED)
             total = _total(w, seen, new[j])
             s = sigmoid(total)
             d = d_new[j] * (s + total * s * (1 - s))
-            more = _seen(t, (d * w[0], d * w[1], d * w[2]), begins, LENGTH, PACKED)
+            more = _tokens_before(t, (d * w[0], d * w[1], d * w[2]), begins, LENGTH, PACKED)
             done = (d_before[0] + more[0]).to(d_x.dtype.element_ty)
             of_own = (t - 3 >= first) & (t - 3 < first + TOKENS) & (t - 3 < LENGTH)
             tl.store(d_x + (t - 3) * CHANNELS, done, mask=real & of_own)
@@ -106,7 +106,9 @@ def conv_backward(
 
 
 @triton.jit
-def _tile(LENGTH: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+def _place_of_program(
+    LENGTH: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr
+):
     """(The row, the first token, the channels, the number of the tile of tokens)."""
     across: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     along: tl.constexpr = (LENGTH + TOKENS - 1) // TOKENS
@@ -117,7 +119,7 @@ def _tile(LENGTH: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, WI
 
 
 @triton.jit
-def _rows(x, t, real, COUNT: tl.constexpr, LENGTH: tl.constexpr, CHANNELS: tl.constexpr):
+def _rows_from(x, t, real, COUNT: tl.constexpr, LENGTH: tl.constexpr, CHANNELS: tl.constexpr):
     """COUNT rows from t, in fp32; zeros outside of LENGTH."""
     rows = ()
     for j in tl.static_range(COUNT):
@@ -132,16 +134,16 @@ def _before(
     x, history, first, real, LENGTH: tl.constexpr, CHANNELS: tl.constexpr, HISTORY: tl.constexpr
 ):
     """The 3 tokens before a tile."""
-    rows = _rows(x, first - 3, real, 3, LENGTH, CHANNELS)
+    rows = _rows_from(x, first - 3, real, 3, LENGTH, CHANNELS)
     if HISTORY:
-        old = _rows(history, 0, real & (first == 0), 3, 3, CHANNELS)
+        old = _rows_from(history, 0, real & (first == 0), 3, 3, CHANNELS)
         rows = (rows[0] + old[0], rows[1] + old[1], rows[2] + old[2])
     return rows
 
 
 @triton.jit
-def _seen(t, before, begins, LENGTH: tl.constexpr, PACKED: tl.constexpr):
-    """What belongs to the 3 tokens before t; 0 where those are of another document."""
+def _tokens_before(t, before, begins, LENGTH: tl.constexpr, PACKED: tl.constexpr):
+    """The values of the 3 tokens before t; 0 for tokens of another document."""
     if PACKED:
         begin = tl.load(begins + t, mask=t < LENGTH, other=0)
         return (
@@ -155,5 +157,5 @@ def _seen(t, before, begins, LENGTH: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _total(w, seen, now):
-    """What SiLU takes."""
+    """The convolution at a token with its bias, the input of SiLU."""
     return w[4] + w[3] * now + w[2] * seen[2] + w[1] * seen[1] + w[0] * seen[0]

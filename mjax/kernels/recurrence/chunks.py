@@ -1,4 +1,4 @@
-"""What recurrences in chunks share (`ssd.py`, `gated_delta.py`): cuts, decays, blocks, states.
+"""Parts of recurrences in chunks (`ssd.py`, `gated_delta.py`): cuts, decays, blocks, states.
 
 A sequence is cut in chunks of Q tokens. Within a chunk its tokens meet in [Q, Q] matrices, which
 exist for a few chunks at a time (`BLOCK_BYTES`). Letters: B batch, S sequence, C chunks, Q tokens

@@ -57,11 +57,11 @@ _keep_states = functools.partial(
 
 
 class DeltaInputs(NamedTuple):
-    """What the rule reads of each token.
+    """The inputs of the rule for each token.
 
     q, k: [B, S, G, N]; k of length 1 at most. v: [B, S, H, P].
     log_decay: fp32 [B, S, H], not positive. beta: fp32 [B, S, H], from 0 to 1.
-    Where log_decay and beta are 0 the state stays as it is.
+    A token with log_decay and beta 0 leaves the state as it is.
     """
 
     q: jax.Array
@@ -71,9 +71,8 @@ class DeltaInputs(NamedTuple):
     beta: jax.Array
 
 
-class Chunk(NamedTuple):
-    """What a chunk does to the state S before it, which becomes left S + (values - S readers)^T
-    writers.
+class ChunkEffect(NamedTuple):
+    """The effect of a chunk on the state S before it: left S + (values - S readers)^T writers.
 
     values [Q, H, P] and readers [Q, H, N] solve its system, writers [Q, H, N] are its keys as they
     have decayed at its end, all in v's dtype. left, fp32 [H], is left of S.
@@ -86,8 +85,12 @@ class Chunk(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Of the tokens of a chunk [Q, H], fp32: the sums of log_decay from its start on, and what each
-    token sees of the state before it. Their document [Q], or None."""
+    """Decays at the tokens of a chunk.
+
+    log: fp32 [Q, H], the sums of log_decay from the chunk's start on.
+    seen: fp32 [Q, H], the share of the state before the chunk that each token sees.
+    documents: the tokens' documents [Q], or None.
+    """
 
     log: jax.Array
     seen: jax.Array
@@ -111,19 +114,19 @@ def gated_delta(
     if initial is None:
         shape = batch, heads, size, inputs.k.shape[-1]
         initial = jnp.zeros(shape, wide_dtype(inputs.v.dtype))
-    y, final = _gated_delta(*_in_chunks(inputs, chunk, starts), initial)
+    y, final = _gated_delta_of_chunks(*_in_chunks(inputs, chunk, starts), initial)
     y = y.reshape(batch, -1, heads, size)[:, :length]
     return checkpoint_name(y, OUTPUT), final
 
 
 @_keep_states
-def _gated_delta(inputs: DeltaInputs, documents: jax.Array | None, initial: jax.Array):
+def _gated_delta_of_chunks(inputs: DeltaInputs, documents: jax.Array | None, initial: jax.Array):
     """`gated_delta` of chunks: inputs [B, C, Q, ...], documents int32 [B, C, Q]."""
-    decays, left = _decays(inputs, documents)
-    chunks = _chunks(inputs, decays, left)
+    decays, left = _decays_of_chunks(inputs, documents)
+    chunks = _effects_of_chunks(inputs, decays, left)
     states, final = _pass_states(chunks, initial)
     of_chunk = inputs, decays, chunks, states
-    return in_blocks(_output_of_chunk, decays.log, of_chunk), final
+    return in_blocks(_delta_output, decays.log, of_chunk), final
 
 
 @functools.partial(_keep_states, static_argnums=1)
@@ -137,7 +140,7 @@ def gated_delta_final(
     tokens write none.
     """
     cut_inputs, documents = _in_chunks(inputs, chunk, starts)
-    chunks = _chunks(cut_inputs, *_decays(cut_inputs, documents))
+    chunks = _effects_of_chunks(cut_inputs, *_decays_of_chunks(cut_inputs, documents))
     batch, _, heads, size = inputs.v.shape
     width = inputs.k.shape[-1]
     more = [(0, 0)] * 4 + [(0, width)]
@@ -176,7 +179,7 @@ def _in_chunks(
     return DeltaInputs(*(cut(v, chunk) for v in inputs)), documents
 
 
-def _decays(inputs: DeltaInputs, documents: jax.Array | None) -> tuple[Decays, jax.Array]:
+def _decays_of_chunks(inputs: DeltaInputs, documents: jax.Array | None) -> tuple[Decays, jax.Array]:
     """(decays of the tokens of all chunks [B, C, Q, ...], what is left of a state after each
     [B, C, H])."""
     log = jnp.cumsum(inputs.log_decay.astype(wide_dtype(inputs.v.dtype)), 2)
@@ -187,15 +190,15 @@ def _decays(inputs: DeltaInputs, documents: jax.Array | None) -> tuple[Decays, j
     return Decays(log, seen, documents), seen[:, :, -1]
 
 
-def _chunks(inputs: DeltaInputs, decays: Decays, left: jax.Array) -> Chunk:
-    """What each chunk does to a state, [B, C, ...]."""
+def _effects_of_chunks(inputs: DeltaInputs, decays: Decays, left: jax.Array) -> ChunkEffect:
+    """The effect of each chunk on a state, [B, C, ...]."""
     values, readers = in_blocks(_solve, decays.log, (inputs, decays))
     rest = jnp.exp(decays.log[:, :, -1:] - decays.log)
     if decays.documents is not None:
         rest = rest * (decays.documents == decays.documents[:, :, -1:])[..., None]
     k = jnp.repeat(inputs.k, rest.shape[-1] // inputs.k.shape[-2], 3)
     writers = (k * rest[..., None]).astype(k.dtype)
-    return Chunk(values, readers, writers, left)
+    return ChunkEffect(values, readers, writers, left)
 
 
 def _solve(inputs: DeltaInputs, decays: Decays) -> tuple[jax.Array, jax.Array]:
@@ -227,8 +230,8 @@ def _solve_triangular(system: jax.Array, right: jax.Array) -> jax.Array:
     return lax.linalg.triangular_solve(system, right, **sides)
 
 
-def _output_of_chunk(
-    inputs: DeltaInputs, decays: Decays, chunk: Chunk, state: jax.Array
+def _delta_output(
+    inputs: DeltaInputs, decays: Decays, chunk: ChunkEffect, state: jax.Array
 ) -> jax.Array:
     """y [Q, H, P] of one chunk, from the state before it."""
     q, k, v, _, _ = inputs
@@ -245,7 +248,7 @@ def _output_of_chunk(
     return y.reshape(v.shape).astype(v.dtype)
 
 
-def _written(chunk: Chunk, state: jax.Array) -> jax.Array:
+def _written(chunk: ChunkEffect, state: jax.Array) -> jax.Array:
     """u [..., Q, H, P], in v's dtype: what the tokens of a chunk write."""
     values, readers = chunk.values, chunk.readers
     wide = {"preferred_element_type": state.dtype}
@@ -256,7 +259,7 @@ def _written(chunk: Chunk, state: jax.Array) -> jax.Array:
 # ---- from chunk to chunk -------------------------------------------------------------------------
 
 
-def _advance(chunk: Chunk, state: jax.Array) -> jax.Array:
+def _advance(chunk: ChunkEffect, state: jax.Array) -> jax.Array:
     """The state [B, H, P, N] after a chunk of each row."""
     wide = {"preferred_element_type": state.dtype}
     new = jnp.einsum("zqhp,zqhn->zhpn", _written(chunk, state), chunk.writers, **wide)
@@ -264,12 +267,12 @@ def _advance(chunk: Chunk, state: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _pass_states(chunks: Chunk, initial: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _pass_states(chunks: ChunkEffect, initial: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(the state before each chunk [B, C, H, P, N], the last one [B, H, P, N])."""
     return _pass_forward(chunks, initial)[0]
 
 
-def _pass_forward(chunks: Chunk, initial: jax.Array):
+def _pass_forward(chunks: ChunkEffect, initial: jax.Array):
     if _has_kernel(chunks.values, chunks.readers):
         states, final = fused.states_of(chunks, initial)
     else:

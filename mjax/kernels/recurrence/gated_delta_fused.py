@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from mjax.kernels.base.chooser import DELTA_CHANNELS as CHANNELS
 from mjax.kernels.base.triton_call import triton_call
 
-COLUMNS = 128, 64  # of a right side that a program takes: the first that divides it
+COLUMNS_OF_PROGRAM = 128, 64  # of a right side that a program takes: the first that divides it
 WARPS, SOLVE_WARPS, STAGES = 4, 2, 2  # of a walk and of a solution; loads of a walk ahead
 
 
@@ -28,7 +28,7 @@ WARPS, SOLVE_WARPS, STAGES = 4, 2, 2  # of a walk and of a solution; loads of a 
 def solve(system: jax.Array, right: jax.Array) -> jax.Array:
     """x [..., 64, W] of (I + system) x = right; system [..., 64, 64] is strictly lower, all fp32.
 
-    W is a multiple of 64. What is not below the diagonal of `system` is not read.
+    W is a multiple of 64. Only entries below the diagonal of `system` are read.
     """
     return _solve(system, right)
 
@@ -52,7 +52,7 @@ def _launch_solve(system: jax.Array, right: jax.Array, transposed: bool) -> jax.
     from mjax.kernels.recurrence.gated_delta_triton import delta_solve
 
     width = right.shape[-1]
-    columns = next(columns for columns in COLUMNS if width % columns == 0)
+    columns = next(columns for columns in COLUMNS_OF_PROGRAM if width % columns == 0)
     (solution,) = triton_call(
         delta_solve,
         [system, right],
@@ -66,7 +66,7 @@ def _launch_solve(system: jax.Array, right: jax.Array, transposed: bool) -> jax.
     return solution
 
 
-def _batched(transposed: bool):
+def _over_leading_axes(transposed: bool):
     """`_launch_solve`, which has all leading axes in one launch, under vmap too."""
 
     @custom_vmap
@@ -84,19 +84,19 @@ def _batched(transposed: bool):
     return run
 
 
-_solve, _solve_transposed = _batched(False), _batched(True)
+_solve, _solve_transposed = _over_leading_axes(False), _over_leading_axes(True)
 
 
 def states_of(chunks: Any, initial: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(the state before each chunk fp32 [B, C, H, P, N], the last one [B, H, P, N]).
 
-    `chunks` is a `gated_delta.Chunk` of arrays [B, C, ...].
+    `chunks` is a `gated_delta.ChunkEffect` of arrays [B, C, ...].
     """
     from mjax.kernels.recurrence.gated_delta_triton import delta_states
 
     states = jax.ShapeDtypeStruct((*chunks.left.shape, *initial.shape[2:]), initial.dtype)
     inputs = chunks.values, chunks.readers, chunks.writers, chunks.left, initial
-    states, final = _walk(delta_states, chunks, inputs, (states, initial))
+    states, final = _launch_walk(delta_states, chunks, inputs, (states, initial))
     return states, final
 
 
@@ -111,7 +111,7 @@ def gradients_of(
 
     inputs = chunks.readers, chunks.writers, chunks.left, d_states, d_final
     outputs = d_states, d_final
-    d_after, d_initial = _walk(delta_state_gradients, chunks, inputs, outputs)
+    d_after, d_initial = _launch_walk(delta_state_gradients, chunks, inputs, outputs)
     dtype = chunks.values.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=states.dtype)
     low, d_low = states.astype(dtype), d_after.astype(dtype)
@@ -127,7 +127,7 @@ def gradients_of(
     return gradients, d_initial
 
 
-def _walk(kernel: Any, chunks: Any, inputs: tuple, outputs: tuple) -> list[jax.Array]:
+def _launch_walk(kernel: Any, chunks: Any, inputs: tuple, outputs: tuple) -> list[jax.Array]:
     """Launch a walk over `chunks`; the last of its inputs is a state [B, H, P, N]."""
     batch, heads, size, width = inputs[-1].shape
     return triton_call(

@@ -36,16 +36,16 @@ def delta_solve(
     x1 = tl.load(right + place + step)
     x2 = tl.load(right + place + 2 * step)
     x3 = tl.load(right + place + 3 * step)
-    x0 = _product(_inverse(system, 0, TRANSPOSED), x0)
-    x1 -= _product(_block(system, 1, 0, TRANSPOSED), x0)
-    x2 -= _product(_block(system, 2, 0, TRANSPOSED), x0)
-    x3 -= _product(_block(system, 3, 0, TRANSPOSED), x0)
-    x1 = _product(_inverse(system, 1, TRANSPOSED), x1)
-    x2 -= _product(_block(system, 2, 1, TRANSPOSED), x1)
-    x3 -= _product(_block(system, 3, 1, TRANSPOSED), x1)
-    x2 = _product(_inverse(system, 2, TRANSPOSED), x2)
-    x3 -= _product(_block(system, 3, 2, TRANSPOSED), x2)
-    x3 = _product(_inverse(system, 3, TRANSPOSED), x3)
+    x0 = _dot(_inverse(system, 0, TRANSPOSED), x0)
+    x1 -= _dot(_block(system, 1, 0, TRANSPOSED), x0)
+    x2 -= _dot(_block(system, 2, 0, TRANSPOSED), x0)
+    x3 -= _dot(_block(system, 3, 0, TRANSPOSED), x0)
+    x1 = _dot(_inverse(system, 1, TRANSPOSED), x1)
+    x2 -= _dot(_block(system, 2, 1, TRANSPOSED), x1)
+    x3 -= _dot(_block(system, 3, 1, TRANSPOSED), x1)
+    x2 = _dot(_inverse(system, 2, TRANSPOSED), x2)
+    x3 -= _dot(_block(system, 3, 2, TRANSPOSED), x2)
+    x3 = _dot(_inverse(system, 3, TRANSPOSED), x3)
     tl.store(solution + place, x0)
     tl.store(solution + place + step, x1)
     tl.store(solution + place + 2 * step, x2)
@@ -53,7 +53,7 @@ def delta_solve(
 
 
 @triton.jit
-def _product(a, b):
+def _dot(a, b):
     return tl.dot(a, b, input_precision="tf32x3")
 
 
@@ -83,10 +83,10 @@ def _inverse(system, i: tl.constexpr, TRANSPOSED: tl.constexpr):
     same = rows // (SIDE // 2) == columns // (SIDE // 2)
     halves, across = tl.where(same, lower, 0.0), tl.where(same, 0.0, lower)
     one = tl.where(rows == columns, 1.0, 0.0)
-    squared = _product(halves, halves)
-    made = _product(one - halves, one + squared)
-    made = _product(made, one + _product(squared, squared))
-    made -= _product(_product(made, across), made)
+    squared = _dot(halves, halves)
+    made = _dot(one - halves, one + squared)
+    made = _dot(made, one + _dot(squared, squared))
+    made -= _dot(_dot(made, across), made)
     return tl.trans(made) if TRANSPOSED else made
 
 
@@ -111,7 +111,7 @@ def delta_states(
 
     A program walks the chunks of CHANNELS of a head, with their state in registers.
     """
-    head, row, channels = _place(HEADS, P, CHANNELS)
+    head, row, channels = _head_row_channels(HEADS, P, CHANNELS)
     keys, tokens = tl.arange(0, N), tl.arange(0, TOKENS)
     within = channels[:, None] * N + keys[None]
     state = tl.load(initial + (row * HEADS + head) * P * N + within)
@@ -150,7 +150,7 @@ def delta_state_gradients(
 
     A program walks back over the chunks of CHANNELS of a head.
     """
-    head, row, channels = _place(HEADS, P, CHANNELS)
+    head, row, channels = _head_row_channels(HEADS, P, CHANNELS)
     keys, tokens = tl.arange(0, N), tl.arange(0, TOKENS)
     within = channels[:, None] * N + keys[None]
     gradient = tl.load(d_final + (row * HEADS + head) * P * N + within)
@@ -169,7 +169,7 @@ def delta_state_gradients(
 
 
 @triton.jit
-def _place(HEADS: tl.constexpr, P: tl.constexpr, CHANNELS: tl.constexpr):
+def _head_row_channels(HEADS: tl.constexpr, P: tl.constexpr, CHANNELS: tl.constexpr):
     """The head, the row of the batch and the channels of this program."""
     parts: tl.constexpr = P // CHANNELS
     program = tl.program_id(0)

@@ -37,14 +37,14 @@ from mjax.kernels.recurrence.chunks import (
     pass_states,
     wide_dtype,
 )
-from mjax.kernels.recurrence.ssd_fused import fused
+from mjax.kernels.recurrence.ssd_fused import fused_scan
 
 # Names of what the forward leaves (`config/languages/remat.py`); our kernels leave no states.
 OUTPUT, STATES = "ssd_out", "ssd_states"
 
 
 class SsdInputs(NamedTuple):
-    """What the scan reads of each token, and `a`.
+    """The inputs of the scan for each token, and `a`.
 
     x: [B, S, H, P]. dt: fp32 [B, S, H], not negative; 0 leaves the state as it is.
     a: fp32 [H], negative. b, c: [B, S, G, N], of which each group serves H / G consecutive heads.
@@ -75,9 +75,9 @@ def ssd(
     if initial is None:
         initial = jnp.zeros((batch, heads, size, b.shape[-1]), wide_dtype(x.dtype))
     if choose("ssd", x.dtype, x.shape, state=b.shape[-1]).name == "triton":
-        y, final = fused(*inputs, starts=starts, initial=initial)
+        y, final = fused_scan(*inputs, starts=starts, initial=initial)
         return checkpoint_name(y, OUTPUT), final
-    how = How(min(chunk, length), packed=starts is not None)
+    how = ScanFacts(min(chunk, length), packed=starts is not None)
     if starts is None:
         starts = jnp.zeros((batch, length), bool)
     chunks = SsdInputs(  # zeros at the end leave a state as it is
@@ -85,13 +85,13 @@ def ssd(
         inputs.a,
         *(cut(v, how.chunk) for v in (b, inputs.c)),
     )
-    y, final = _ssd(how, chunks, documents_of(starts, how.chunk), initial)
+    y, final = _ssd_of_chunks(how, chunks, documents_of(starts, how.chunk), initial)
     return y.reshape(batch, -1, heads, size)[:, :length], final
 
 
 @dataclass(frozen=True)
-class How:
-    """Static arguments of `_ssd`. chunk: tokens. packed: whether documents may border."""
+class ScanFacts:
+    """Static arguments of `_ssd_of_chunks`. chunk: tokens. packed: whether documents may border."""
 
     chunk: int
     packed: bool
@@ -101,21 +101,21 @@ class How:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ssd(how: How, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
+def _ssd_of_chunks(how: ScanFacts, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
     """`ssd` of chunks: x [B, C, Q, H, P], dt [B, C, Q, H], b and c [B, C, Q, G, N], documents
     int32 [B, C, Q]: the number of starts so far."""
-    return _forward(how, inputs, documents, initial)[0]
+    return _scan_forward(how, inputs, documents, initial)[0]
 
 
-def _forward(how: How, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
+def _scan_forward(how: ScanFacts, inputs: SsdInputs, documents: jax.Array, initial: jax.Array):
     made = _states_of_chunks(how, inputs, documents)
-    states, final = pass_states(_advance, made, initial.astype(made[0].dtype))
+    states, final = pass_states(_advance_states, made, initial.astype(made[0].dtype))
     states = checkpoint_name(states, STATES)
     y = checkpoint_name(_outputs(how, inputs, documents, states), OUTPUT)
     return (y, final), (inputs, documents, states)
 
 
-def _backward(how: How, saved: tuple, gradients: tuple):
+def _scan_backward(how: ScanFacts, saved: tuple, gradients: tuple):
     # The barrier keeps XLA from taking the matrices of the forward, and so from keeping them.
     (inputs, documents, states), (d_y, d_final) = lax.optimization_barrier((saved, gradients))
 
@@ -129,13 +129,13 @@ def _backward(how: How, saved: tuple, gradients: tuple):
     d_inputs, d_states = through_outputs(d_y)
     made, through_states = jax.vjp(states_of_chunks, inputs)
     gradients = d_states, d_final.astype(states.dtype)
-    d_made, d_initial = pass_back(_advance, made, states, gradients)
+    d_made, d_initial = pass_back(_advance_states, made, states, gradients)
     (more,) = through_states(d_made)
     d_inputs = jax.tree.map(jnp.add, d_inputs, more)
     return d_inputs, None, d_initial
 
 
-_ssd.defvjp(_forward, _backward)
+_ssd_of_chunks.defvjp(_scan_forward, _scan_backward)
 
 
 # ---- the three parts -----------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _decay(inputs: SsdInputs) -> jax.Array:
 
 
 def _states_of_chunks(
-    how: How, inputs: SsdInputs, documents: jax.Array
+    how: ScanFacts, inputs: SsdInputs, documents: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(what the tokens of a chunk leave in the state [B, C, H, P, N], what is left of the state
     before the chunk [B, C, H])."""
@@ -170,20 +170,22 @@ def _states_of_chunks(
     return states.reshape(*states.shape[:2], -1, *states.shape[-2:]), left
 
 
-def _advance(chunk: tuple[jax.Array, jax.Array], state: jax.Array) -> jax.Array:
+def _advance_states(chunk: tuple[jax.Array, jax.Array], state: jax.Array) -> jax.Array:
     """The state [B, H, P, N] after a chunk of each row."""
     new, left = chunk
     return state * left[..., None, None] + new
 
 
-def _outputs(how: How, inputs: SsdInputs, documents: jax.Array, states: jax.Array) -> jax.Array:
+def _outputs(
+    how: ScanFacts, inputs: SsdInputs, documents: jax.Array, states: jax.Array
+) -> jax.Array:
     """y [B, C, Q, H, P] from the tokens of each chunk and the state before it."""
     log, before = _decay(inputs), documents_before(documents)
     of_chunk = inputs.x, inputs.dt, log, inputs.b, inputs.c, documents, before, states
-    return in_blocks(functools.partial(_output_of_chunk, how), log, of_chunk)
+    return in_blocks(functools.partial(_scan_output, how), log, of_chunk)
 
 
-def _output_of_chunk(how: How, x, dt, log, b, c, documents, before, state) -> jax.Array:
+def _scan_output(how: ScanFacts, x, dt, log, b, c, documents, before, state) -> jax.Array:
     """y [Q, H, P] of one chunk; `before` is the document of the token before it."""
     wide = {"preferred_element_type": log.dtype}
     decay = decays_between(log, documents if how.packed else None, b.shape[1])

@@ -25,7 +25,7 @@ from mjax.kernels.base.triton_call import triton_call
 _PROGRAMS = 528  # four for each of an H200's multiprocessors: fewer, and a group's heads are parted
 
 
-class Tile(NamedTuple):
+class ScanTile(NamedTuple):
     """Tokens of a chunk, warps of a program, and stages of its loads."""
 
     chunk: int
@@ -34,13 +34,13 @@ class Tile(NamedTuple):
 
 
 # Fastest on an H200. All but the forward's have the same chunk.
-FORWARD = Tile(64, 4, 2)
-STATES = Tile(64, 4, 4)
-GRADIENTS = Tile(64, 8, 3)
-GRADIENT_C = Tile(64, 4, 3)
+FORWARD = ScanTile(64, 4, 2)
+STATES = ScanTile(64, 4, 4)
+GRADIENTS = ScanTile(64, 8, 3)
+GRADIENT_C = ScanTile(64, 4, 3)
 
 
-def fused(
+def fused_scan(
     x: jax.Array,
     dt: jax.Array,
     a: jax.Array,
@@ -55,42 +55,42 @@ def fused(
     if starts is not None:
         tokens = jnp.arange(starts.shape[1], dtype=jnp.int32)
         begins = lax.cummax(jnp.where(starts, tokens, -1), 1)
-    return _fused(x, dt, a, b, c, begins, initial)
+    return _fused_scan(x, dt, a, b, c, begins, initial)
 
 
 @jax.custom_vjp
-def _fused(x, dt, a, b, c, begins, initial):
-    return _forward(x, dt, a, b, c, begins, initial)[0]
+def _fused_scan(x, dt, a, b, c, begins, initial):
+    return _fused_forward_rule(x, dt, a, b, c, begins, initial)[0]
 
 
-def _forward(*inputs: jax.Array):
+def _fused_forward_rule(*inputs: jax.Array):
     from mjax.kernels.recurrence import ssd_triton
 
     x, dt, a, b, c, begins, initial = inputs
     tile = FORWARD
-    steps, log = _steps(dt, a, tile.chunk)
-    y, final = _call(
+    steps, log = _steps_and_sums(dt, a, tile.chunk)
+    y, final = _call_scan(
         ssd_triton.ssd_forward,
         tile,
         [x, steps, log, _padded(begins, tile.chunk), b, c, initial.astype(jnp.float32)],
-        [_like(x), _like(initial, jnp.float32)],
+        [_shape_like(x), _shape_like(initial, jnp.float32)],
         programs=initial.size // (CHANNELS * b.shape[-1]),
         PACKED=begins is not None,
     )
     return (y, final), inputs
 
 
-def _backward(inputs: tuple, gradients: tuple):
+def _fused_backward_rule(inputs: tuple, gradients: tuple):
     x, dt, a, b, c, begins, initial = inputs
     d_y, d_final = gradients
     chunk = STATES.chunk
-    (steps, log), through_steps = jax.vjp(functools.partial(_steps, chunk=chunk), dt, a)
+    (steps, log), through_steps = jax.vjp(functools.partial(_steps_and_sums, chunk=chunk), dt, a)
     packed = {"PACKED": begins is not None}
     begins = None if begins is None else _padded(begins, chunk)
     decays = steps, log, _padded(begins, chunk)
     d_states, d_initial = _states(d_y, decays, c, d_final, None, **packed)
     states, _, d_decays = _states(x, decays, b, initial, d_states, **packed)
-    d_x, d_steps, d_log, d_b, d_c = _gradients(
+    d_x, d_steps, d_log, d_b, d_c = _scan_gradients(
         x, decays, begins, b, c, d_y, states, d_states, **packed
     )
     d_log = d_log.at[..., chunk - 1 :: chunk].add(d_decays)
@@ -98,10 +98,10 @@ def _backward(inputs: tuple, gradients: tuple):
     return d_x, d_dt, d_a, d_b, d_c, None, d_initial
 
 
-_fused.defvjp(_forward, _backward)
+_fused_scan.defvjp(_fused_forward_rule, _fused_backward_rule)
 
 
-def _steps(dt: jax.Array, a: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+def _steps_and_sums(dt: jax.Array, a: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
     """(dt, the sums of dt * a from each chunk's start to each token): [B, H, chunks * Q]."""
     steps = jnp.swapaxes(dt.astype(jnp.float32), 1, 2)
     steps = jnp.pad(steps, [(0, 0), (0, 0), (0, -dt.shape[1] % chunk)])
@@ -110,7 +110,7 @@ def _steps(dt: jax.Array, a: jax.Array, chunk: int) -> tuple[jax.Array, jax.Arra
 
 
 def _padded(begins: jax.Array | None, chunk: int) -> jax.Array:
-    """Where documents begin, for whole chunks; without any, an array that nothing reads."""
+    """Begins of documents, padded to whole chunks; without any, an array that nothing reads."""
     if begins is None:
         return jnp.zeros((1,), jnp.int32)
     return jnp.pad(begins, [(0, 0), (0, -begins.shape[1] % chunk)], mode="edge")
@@ -129,11 +129,11 @@ def _states(v, decays, w, initial, d_states, **constants: bool) -> list[jax.Arra
     cut, chunks = size // CHANNELS, -(-length // tile.chunk)
     between = jax.ShapeDtypeStruct((batch, heads, cut, chunks, state, CHANNELS), v.dtype)
     of_chunks = jax.ShapeDtypeStruct(between.shape[:4], jnp.float32)
-    states, final, *d_decays = _call(
+    states, final, *d_decays = _call_scan(
         ssd_triton.ssd_states,
         tile,
         [v, *decays, w, initial.astype(jnp.float32), v if reverse else d_states],
-        [between, _like(initial, jnp.float32), *([] if reverse else [of_chunks])],
+        [between, _shape_like(initial, jnp.float32), *([] if reverse else [of_chunks])],
         programs=programs,
         REVERSE=reverse,
         **({"d_decays": None} if reverse else {}),
@@ -142,7 +142,7 @@ def _states(v, decays, w, initial, d_states, **constants: bool) -> list[jax.Arra
     return [states, final, *(jnp.sum(v, 2) for v in d_decays)]
 
 
-def _gradients(x, decays, begins, b, c, d_y, states, d_states, **constants: bool):
+def _scan_gradients(x, decays, begins, b, c, d_y, states, d_states, **constants: bool):
     """The gradients of x, steps, logarithms, b and c."""
     from mjax.kernels.recurrence import ssd_triton
 
@@ -150,20 +150,20 @@ def _gradients(x, decays, begins, b, c, d_y, states, d_states, **constants: bool
     heads, cut = x.shape[2], x.shape[3] // CHANNELS
     tokens, chunk = decays[0].shape[2], STATES.chunk
     programs = batch * groups * (tokens // chunk)
-    parts = _parts(heads * cut // groups, programs)
+    parts = _parts_of_group(heads * cut // groups, programs)
     of_slices = jax.ShapeDtypeStruct((batch, heads, cut, tokens), jnp.float32)
     dtype = b.dtype if parts == 1 else jnp.float32
     of_parts = jax.ShapeDtypeStruct((batch, length, groups, parts, state), dtype)
     of_products = jax.ShapeDtypeStruct((programs * parts, chunk, chunk), x.dtype)
     more = {"programs": programs * parts, "PARTS": parts} | constants
-    d_x, d_steps, d_log, d_b, d_products = _call(
+    d_x, d_steps, d_log, d_b, d_products = _call_scan(
         ssd_triton.ssd_gradients,
         GRADIENTS,
-        [x, *decays, b, c, _products(begins, b, c, chunk), d_y, d_states],
-        [_like(x), of_slices, of_slices, of_parts, of_products],
+        [x, *decays, b, c, _products_of_chunks(begins, b, c, chunk), d_y, d_states],
+        [_shape_like(x), of_slices, of_slices, of_parts, of_products],
         **more,
     )
-    d_log_too, d_c = _call(
+    d_log_too, d_c = _call_scan(
         ssd_triton.ssd_gradient_c,
         GRADIENT_C,
         [d_y, *decays, b, c, states, d_products],
@@ -175,7 +175,9 @@ def _gradients(x, decays, begins, b, c, d_y, states, d_states, **constants: bool
     return d_x, d_steps, d_log, d_b, d_c
 
 
-def _products(begins: jax.Array | None, b: jax.Array, c: jax.Array, chunk: int) -> jax.Array:
+def _products_of_chunks(
+    begins: jax.Array | None, b: jax.Array, c: jax.Array, chunk: int
+) -> jax.Array:
     """Products of b and c within chunks, fp32 [B, chunks, G, s, t]; 0 where t does not see s."""
     tokens = jnp.arange(chunk)
     seen = tokens[:, None] <= tokens
@@ -193,13 +195,15 @@ def _products(begins: jax.Array | None, b: jax.Array, c: jax.Array, chunk: int) 
     return jnp.where(seen, products, 0)
 
 
-def _parts(slices: int, programs: int) -> int:
+def _parts_of_group(slices: int, programs: int) -> int:
     """Into how many parts a group's slices go, so that there are programs enough."""
     divisors = [n for n in range(1, slices + 1) if slices % n == 0]
     return next((n for n in divisors if n * programs >= _PROGRAMS), slices)
 
 
-def _call(kernel, tile: Tile, inputs, outputs, *, programs: int, **constants) -> list[jax.Array]:
+def _call_scan(
+    kernel, tile: ScanTile, inputs, outputs, *, programs: int, **constants
+) -> list[jax.Array]:
     """One of the kernels; its first input is like x, its fifth like b."""
     (_, length, heads, size), (*_, groups, state) = inputs[0].shape, inputs[4].shape
     return triton_call(
@@ -220,5 +224,5 @@ def _call(kernel, tile: Tile, inputs, outputs, *, programs: int, **constants) ->
     )
 
 
-def _like(v: jax.Array, dtype: jnp.dtype | None = None) -> jax.ShapeDtypeStruct:
+def _shape_like(v: jax.Array, dtype: jnp.dtype | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(v.shape, dtype or v.dtype)

@@ -57,14 +57,14 @@ def ssd_forward(
     log += (program // CUT) * chunks * Q
     begins += batch * chunks * Q
     t = tl.arange(0, Q)
-    turned = program * P * N + tl.trans(_places(N, P, N))
+    turned = program * P * N + tl.trans(_places_of_matrix(N, P, N))
     state = tl.load(initial + turned)
     for i in tl.range(0, chunks, num_stages=STAGES):
         first = i * Q
-        x_s = _load(x, first, SLICES * P, LENGTH, Q, P)
-        b_s = _load(b, first, GROUPS * N, LENGTH, Q, N)
-        c_t = _load(c, first, GROUPS * N, LENGTH, Q, N)
-        logs, left, share, decay = _decays(log, begins, first, Q, PACKED)
+        x_s = _load_tile(x, first, SLICES * P, LENGTH, Q, P)
+        b_s = _load_tile(b, first, GROUPS * N, LENGTH, Q, N)
+        c_t = _load_tile(c, first, GROUPS * N, LENGTH, Q, N)
+        logs, left, share, decay = _decays_of_tile(log, begins, first, Q, PACKED)
         step = tl.load(steps + first + t)
         taken = (x_s * (share * step)[:, None]).to(x.dtype.element_ty)
         at = first + t
@@ -76,7 +76,7 @@ def ssd_forward(
         apart = tl.where(seen, logs[:, None] - logs[None], float("-inf"))
         weights = products * tl.exp2(apart) * step[None]
         out = tl.dot(weights.to(x.dtype.element_ty), x_s, out)
-        _store(y, out, first, SLICES * P, LENGTH, Q, P)
+        _store_matrix(y, out, first, SLICES * P, LENGTH, Q, P)
         state = tl.dot(tl.trans(b_s), taken, state * decay)
     tl.store(final + turned, state)
 
@@ -118,17 +118,17 @@ def ssd_states(
     log += (program // CUT) * chunks * Q
     begins += batch * chunks * Q
     t = tl.arange(0, Q)
-    turned = program * P * N + tl.trans(_places(N, P, N))
+    turned = program * P * N + tl.trans(_places_of_matrix(N, P, N))
     state = tl.load(initial + turned)
     for j in tl.range(0, chunks, num_stages=STAGES):
         i = chunks - 1 - j if REVERSE else j
         first = i * Q
-        v_t = _load(v, first, SLICES * P, LENGTH, Q, P)
-        w_t = _load(w, first, GROUPS * N, LENGTH, Q, N)
-        _, left, share, decay = _decays(log, begins, first, Q, PACKED)
+        v_t = _load_tile(v, first, SLICES * P, LENGTH, Q, P)
+        w_t = _load_tile(w, first, GROUPS * N, LENGTH, Q, N)
+        _, left, share, decay = _decays_of_tile(log, begins, first, Q, PACKED)
         factor = left if REVERSE else share * tl.load(steps + first + t)
         taken = (v_t * factor[:, None]).to(v.dtype.element_ty)
-        at = (program * chunks + i) * P * N + _places(P, N, P)
+        at = (program * chunks + i) * P * N + _places_of_matrix(P, N, P)
         tl.store(states + at, state.to(states.dtype.element_ty))
         state *= decay
         if not REVERSE:
@@ -172,33 +172,33 @@ def ssd_gradients(
     program, part, batch, first = _chunk_of_group(LENGTH, GROUPS, PARTS, Q)
     of_group = batch * LENGTH * GROUPS * N + part // PARTS * N
     begins += batch * chunks * Q
-    b_s = _load(b + of_group, first, GROUPS * N, LENGTH, Q, N)
-    weights = tl.load(products + (program // PARTS) * Q * Q + _places(Q, Q, Q))
+    b_s = _load_tile(b + of_group, first, GROUPS * N, LENGTH, Q, N)
+    weights = tl.load(products + (program // PARTS) * Q * Q + _places_of_matrix(Q, Q, Q))
     summed = tl.zeros((Q, Q), tl.float32)
     sum_b = tl.zeros((Q, N), tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         piece = part * count + i
         row = batch * SLICES + piece
         of_piece = batch * LENGTH * SLICES * P + piece * P
-        x_s = _load(x + of_piece, first, SLICES * P, LENGTH, Q, P)
-        d_y_t = _load(d_y + of_piece, first, SLICES * P, LENGTH, Q, P)
-        after = tl.load(d_states + (row * chunks + first // Q) * P * N + _places(P, N, P))
+        x_s = _load_tile(x + of_piece, first, SLICES * P, LENGTH, Q, P)
+        d_y_t = _load_tile(d_y + of_piece, first, SLICES * P, LENGTH, Q, P)
+        after = tl.load(d_states + (row * chunks + first // Q) * P * N + _places_of_matrix(P, N, P))
         of_head = (row // CUT) * chunks * Q
         step = tl.load(steps + of_head + first + tl.arange(0, Q))
-        decays = _decays(log + of_head, begins, first, Q, PACKED)
+        decays = _decays_of_tile(log + of_head, begins, first, Q, PACKED)
         added, d_v, of_steps = _of_slice(x_s, d_y_t, b_s, after, weights, step, decays)
         summed += added
-        _store(d_x + of_piece, d_v, first, SLICES * P, LENGTH, Q, P)
+        _store_matrix(d_x + of_piece, d_v, first, SLICES * P, LENGTH, Q, P)
         taken = (x_s * (decays[2] * step)[:, None]).to(x.dtype.element_ty)
         sum_b = tl.dot(taken, tl.trans(after), sum_b)
         d_step, d_logs = _with_share(of_steps, step, Q)
         tl.store(d_steps + row * chunks * Q + first + tl.arange(0, Q), d_step)
         tl.store(d_log + row * chunks * Q + first + tl.arange(0, Q), d_logs)
     summed = _where_seen(summed, begins, first, Q, PACKED).to(x.dtype.element_ty)
-    tl.store(d_products + program * Q * Q + _places(Q, Q, Q), summed)
-    sum_b = tl.dot(summed, _load(c + of_group, first, GROUPS * N, LENGTH, Q, N), sum_b)
+    tl.store(d_products + program * Q * Q + _places_of_matrix(Q, Q, Q), summed)
+    sum_b = tl.dot(summed, _load_tile(c + of_group, first, GROUPS * N, LENGTH, Q, N), sum_b)
     d_b += batch * LENGTH * GROUPS * PARTS * N + part * N
-    _store(d_b, sum_b, first, GROUPS * PARTS * N, LENGTH, Q, N)
+    _store_matrix(d_b, sum_b, first, GROUPS * PARTS * N, LENGTH, Q, N)
 
 
 @triton.jit
@@ -287,26 +287,26 @@ def ssd_gradient_c(
     d_c += batch * LENGTH * GROUPS * PARTS * N + part * N
     begins += batch * chunks * Q
     t = tl.arange(0, Q)
-    c_t = _load(c, first, GROUPS * N, LENGTH, Q, N)
+    c_t = _load_tile(c, first, GROUPS * N, LENGTH, Q, N)
     sum_c = tl.zeros((Q, N), tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         piece = part * count + i
         row = batch * SLICES + piece
-        d_y_t = _load(d_y + piece * P, first, SLICES * P, LENGTH, Q, P)
-        before = tl.load(states + (row * chunks + first // Q) * P * N + _places(P, N, P))
-        _, left, _, _ = _decays(log + (row // CUT) * chunks * Q, begins, first, Q, PACKED)
+        d_y_t = _load_tile(d_y + piece * P, first, SLICES * P, LENGTH, Q, P)
+        before = tl.load(states + (row * chunks + first // Q) * P * N + _places_of_matrix(P, N, P))
+        _, left, _, _ = _decays_of_tile(log + (row // CUT) * chunks * Q, begins, first, Q, PACKED)
         d_left = tl.sum(tl.dot(c_t, before) * d_y_t, 1)
         given = (d_y_t * left[:, None]).to(d_y.dtype.element_ty)
         sum_c = tl.dot(given, tl.trans(before), sum_c)
         tl.store(d_log + row * chunks * Q + first + t, d_left * left)
-    b_s = _load(b, first, GROUPS * N, LENGTH, Q, N)
-    summed = tl.load(d_products + program * Q * Q + _places(Q, Q, Q))
+    b_s = _load_tile(b, first, GROUPS * N, LENGTH, Q, N)
+    summed = tl.load(d_products + program * Q * Q + _places_of_matrix(Q, Q, Q))
     sum_c = tl.dot(tl.trans(summed), b_s, sum_c)
-    _store(d_c, sum_c, first, GROUPS * PARTS * N, LENGTH, Q, N)
+    _store_matrix(d_c, sum_c, first, GROUPS * PARTS * N, LENGTH, Q, N)
 
 
 @triton.jit
-def _decays(log, begins, first, Q: tl.constexpr, PACKED: tl.constexpr):
+def _decays_of_tile(log, begins, first, Q: tl.constexpr, PACKED: tl.constexpr):
     """(`log` to the base 2 [Q], what is left of the state before a chunk at each token [Q], of each
     token at the end of the chunk [Q], of the state at the end)."""
     t = tl.arange(0, Q)
@@ -325,13 +325,13 @@ def _decays(log, begins, first, Q: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _places(ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _places_of_matrix(ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The places of a matrix whose rows are ROW elements apart."""
     return tl.arange(0, ROWS)[:, None] * ROW + tl.arange(0, COLUMNS)[None]
 
 
 @triton.jit
-def _load(
+def _load_tile(
     source,
     first,
     ROW: tl.constexpr,
@@ -340,7 +340,7 @@ def _load(
     COLUMNS: tl.constexpr,
 ):
     """Rows from `first`; beyond LENGTH zeros."""
-    at = source + first.to(tl.int64) * ROW + _places(ROW, ROWS, COLUMNS)
+    at = source + first.to(tl.int64) * ROW + _places_of_matrix(ROW, ROWS, COLUMNS)
     if LENGTH % ROWS == 0:
         return tl.load(at)
     else:
@@ -349,7 +349,7 @@ def _load(
 
 
 @triton.jit
-def _store(
+def _store_matrix(
     target,
     value,
     first,
@@ -359,7 +359,7 @@ def _store(
     COLUMNS: tl.constexpr,
 ):
     """The rows from `first`, but those beyond LENGTH."""
-    at = target + first.to(tl.int64) * ROW + _places(ROW, ROWS, COLUMNS)
+    at = target + first.to(tl.int64) * ROW + _places_of_matrix(ROW, ROWS, COLUMNS)
     value = value.to(target.dtype.element_ty)
     if LENGTH % ROWS == 0:
         tl.store(at, value)

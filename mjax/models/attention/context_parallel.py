@@ -3,8 +3,8 @@
 A sequence is cut into 2*cp chunks, and device r holds chunks r and 2*cp-1-r (zigzag), so all
 devices see equally many keys. `zigzag` orders a batch once, on the host. Every token carries its
 true column (`Tokens.columns`), so only attention needs to know. There are four ways to exchange
-keys (docs/context.md), rows of the table `KEY_EXCHANGES`: all_gather; ring (`ring_attention.py`);
-a2a, which trades heads for sequence (DeepSpeed-Ulysses, arXiv 2309.14509); and a2a_ring, both.
+keys (docs/train/context.md), rows of the table `KEY_EXCHANGES`: all_gather; ring (`ring.py`); a2a,
+which trades heads for sequence (DeepSpeed-Ulysses, arXiv 2309.14509); and a2a_ring, both.
 Zigzag follows Brandon et al. (arXiv 2311.09431). Invariant: the output is that of
 `kernels.attention` on the sequence in one piece.
 """
@@ -53,8 +53,8 @@ def context_attention(
 ) -> jax.Array:
     """[B, S/cp, N, H]: `kernels.attention` of q, k, v and columns that are zigzag shards over cp.
 
-    Where `ctx.permute` is false, keys may not go round in a ring, because only some devices run
-    this layer. Raises `UserError` where `ctx.cp_type` lacks a feature: it never changes the
+    Without `Kernels.permute` keys may not go round in a ring, because only some devices run this
+    layer. Raises `UserError` where `Kernels.cp_type` lacks a feature: it never changes the
     computation.
     """
     if ctx.parallel.cp == 1:
@@ -93,7 +93,7 @@ def latent_attention(
 def _exchange_of(q, k, v, call, arrays, ctx: Context) -> str:
     """The way that a call with an implementation takes, by its name in `KEY_EXCHANGES`."""
     needs = _needs_of(q, v, call, arrays, ctx)
-    name = ctx.cp_type
+    name = ctx.kernels.cp_type
     if name == "auto":
         grouped = k.shape[2] < q.shape[2]
         name = choose_exchange(ctx.parallel.cp, grouped, needs)
@@ -131,7 +131,7 @@ def _needs_of(q, v, call: AttentionCall, arrays: AttentionArrays, ctx: Context) 
     blocks = [] if call.implementation == "xla" else list(of_mask)
     if call.implementation == "mosaic":  # cuDNN refuses the model's features itself
         blocks += of_model
-    return Needs((*of_model, *of_mask), tuple(blocks), ctx.permute)
+    return Needs((*of_model, *of_mask), tuple(blocks), ctx.kernels.permute)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Exchange:
 
     def group_size(self, ctx: Context) -> int:
         """The number of devices that trade heads for sequence."""
-        return {"none": 1, "groups": ctx.cp_a2a, "all": ctx.parallel.cp}[self.trades]
+        return {"none": 1, "groups": ctx.kernels.cp_a2a, "all": ctx.parallel.cp}[self.trades]
 
     def group(self, ctx: Context) -> "AllToAllGroup":
         return AllToAllGroup(ctx.parallel.cp, self.group_size(ctx))

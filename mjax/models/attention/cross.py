@@ -10,14 +10,10 @@ import jax
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.base.attention_call import AttentionCall
 from mjax.kernels.elementwise import norm
+from mjax.models.attention.caches import KeysValues
+from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
-from mjax.models.attention.self_attention import (
-    Attention,
-    KeysValues,
-    attention_arrays,
-    attention_call,
-    write_to_cache,
-)
+from mjax.models.attention.self_attention import Attention
 from mjax.models.base.branch import BranchInputs, BranchOutput, Source
 from mjax.models.base.context import Context, dropout
 from mjax.models.base.tensor_parallel import column
@@ -48,10 +44,9 @@ class CrossAttention(Attention):
         if source.x is not None:
             k, v = self._keys_and_values(source, inputs)
             if cache is not None:
-                keys = write_to_cache(cache.keys, k, 0)
-                cache = KeysValues(keys, write_to_cache(cache.values, v, 0))
+                cache = cache.write(k, v, 0)
         if cache is not None:
-            k, v = cache.keys.swapaxes(1, 2), cache.values.swapaxes(1, 2)
+            k, v = cache.read()
         out = self.attend(q, k, v, inputs)
         return BranchOutput(self.output(out, inputs), cache=cache)
 

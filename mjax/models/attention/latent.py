@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
-from mjax.kernels.attention.decode import decode_attention
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.models.attention.caches import Latents
+from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import latent_attention
 from mjax.models.attention.positions import apply_rope, mla_scale, pairs_apart
-from mjax.models.attention.self_attention import attention_arrays, attention_call, output_spec
+from mjax.models.attention.self_attention import output_spec
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec, HeadSizes
 from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
@@ -70,14 +71,17 @@ class MLA(BranchModule):
 
     def _down(self, matmul: str, hf: str, *parts: int) -> ParamSpec:
         """The projections of the input down to a latent, and to what lies beside it."""
-        shape, name = (self.cfg.hidden_size, sum(parts)), f"self_attn.{hf}.weight"
-        return matrix(shape, ("embed", "latent"), name, parts=parts, matmul=matmul)
+        shape = (self.cfg.hidden_size, sum(parts))
+        axes = ("embed", "latent")
+        name = f"self_attn.{hf}.weight"
+        return matrix(shape, axes, name, parts=parts, matmul=matmul)
 
     def _up(self, matmul: str, hf: str, inputs: tuple[str, int], *parts: int) -> ParamSpec:
         """The projections of `inputs`, an axis and its size, to the parts of heads."""
         axis, width = inputs
-        shape = width, self.cfg.attention.num_attention_heads, sum(parts)
-        axes, name = (axis, "heads", "head_dim"), f"self_attn.{hf}.weight"
+        shape = (width, self.cfg.attention.num_attention_heads, sum(parts))
+        axes = (axis, "heads", "head_dim")
+        name = f"self_attn.{hf}.weight"
         return matrix(shape, axes, name, parts=parts, matmul=matmul)
 
     def _norm(self, hf: str, rank: int, rngs: nnx.Rngs) -> Norm:
@@ -90,7 +94,7 @@ class MLA(BranchModule):
         self,
         x: jax.Array,
         inputs: BranchInputs,
-        cache: jax.Array | None = None,
+        cache: Latents | None = None,
     ) -> BranchOutput:
         ctx = inputs.ctx
         q = self._queries(x, inputs)
@@ -103,17 +107,18 @@ class MLA(BranchModule):
             arrays = attention_arrays(self.cfg, inputs)
             out = self._attend(q, latent, call, arrays, ctx)
         else:
-            first = inputs.tokens.columns[0]
-            cache = jax.lax.dynamic_update_slice(cache, latent.astype(cache.dtype), (0, first, 0))
+            cache = cache.write(latent, inputs.tokens.columns[0])
             call = replace(call, implementation="xla")
-            arrays = attention_arrays(self.cfg, inputs, cache.shape[1])
-            attend = self._decode if x.shape[1] == 1 else self._attend
-            out = attend(q, cache, call, arrays, ctx)
+            arrays = attention_arrays(self.cfg, inputs, cache.length)
+            if x.shape[1] == 1:
+                out = self._decode(q, cache, call, arrays)
+            else:
+                out = self._attend(q, cache.latents, call, arrays, ctx)
         y = row(out, weight_of(self.out), ctx)
         return BranchOutput(y, cache=cache)
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """6 * N * (C + P + U) * s/2: a query sees s/2 keys on average.
 
         Document masks are not discounted.
@@ -127,10 +132,11 @@ class MLA(BranchModule):
         return HeadSizes(count, count, cfg.mla.qk_head_dim, cfg.mla.v_head_dim)
 
     @staticmethod
-    def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> CacheSpec:
+    def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> Latents:
         """The normed latent and the key part after RoPE; every tp device holds it whole."""
         width = cfg.mla.kv_lora_rank + cfg.mla.qk_rope_head_dim
-        return CacheSpec((batch, length, width), (None, None, None))
+        shape = (batch, length, width)
+        return Latents(CacheSpec(shape, (None, None, None)))
 
     def _queries(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         """q [B, S, N/tp, C + P], after RoPE."""
@@ -159,10 +165,10 @@ class MLA(BranchModule):
 
     def _turn(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         """[B, S, N, P] after RoPE, where the model has it."""
-        if inputs.letter not in inputs.rope:
+        if inputs.word not in inputs.rope:
             return x
         x = pairs_apart(x)
-        return apply_rope(x, inputs.rope[inputs.letter])
+        return apply_rope(x, inputs.rope[inputs.word])
 
     def _attend(
         self,
@@ -194,25 +200,20 @@ class MLA(BranchModule):
     def _decode(
         self,
         q: jax.Array,
-        cache: jax.Array,
+        cache: Latents,
         call: AttentionCall,
         arrays: AttentionArrays,
-        ctx: Context,
     ) -> jax.Array:
-        """[B, 1, N, U] of one new token a row: all heads read the cache as one kv head.
-
-        Values are read with the key part and cut afterwards: to cut the cache would copy it.
-        """
+        """[B, 1, N, U] of one new token a row, whose queries read the cache as it is."""
         sizes = self.cfg.mla
         weight = weight_of(self.kv_b).value
         to_key, to_value = _cut_channels(weight, sizes.qk_nope_head_dim)
         fixed, turned = _cut_channels(q, sizes.qk_nope_head_dim)
         absorbed = jnp.einsum("bsnc,rnc->bsnr", fixed, to_key)
         q = _join_channels(absorbed, turned)
-        slots = cache[:, None]
-        found = decode_attention(q, slots, slots, call, arrays)
-        found, _ = _cut_channels(found, sizes.kv_lora_rank)
-        return jnp.einsum("bsnr,rnu->bsnu", found, to_value)
+        out = cache.attend(q, call, arrays)
+        latent, _ = _cut_channels(out, sizes.kv_lora_rank)
+        return jnp.einsum("bsnr,rnu->bsnu", latent, to_value)
 
 
 def _cut_channels(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

@@ -25,11 +25,11 @@ class Frequencies(NamedTuple):
     factor: float
 
 
-def frequencies(cfg: ModelConfig, letter: str) -> Frequencies:
+def frequencies(cfg: ModelConfig, word: str) -> Frequencies:
     """The frequencies of a kind of branch."""
-    has_local_theta = BRANCHES[letter].windowed and bool(cfg.rope.rope_local_theta)
+    has_local_theta = BRANCHES[word].windowed and bool(cfg.rope.rope_local_theta)
     theta = cfg.rope.rope_local_theta if has_local_theta else cfg.rope.rope_theta
-    dim = cfg.rotary_dim(letter)
+    dim = cfg.rotary_dim(word)
     channels = np.arange(0, dim, 2, dtype=np.float64)
     freq = theta ** (-channels / dim)
     scaling = cfg.rope.rope_scaling
@@ -113,14 +113,14 @@ def _longrope_factor(cfg: ModelConfig, scaling: RopeScaling) -> float:
 
 
 def rope_tables(
-    cfg: ModelConfig, positions_BS: jax.Array, letter: str, parallel: Parallel = LOCAL
+    cfg: ModelConfig, positions_BS: jax.Array, word: str, parallel: Parallel = LOCAL
 ) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) of a kind of branch, fp32 [B, S, 1, R/2], of int32 positions [B, S].
 
     Under LongRoPE a sequence longer than the original context turns by the long factors throughout.
     `parallel` says over which devices its tokens may be split.
     """
-    freq, factor = frequencies(cfg, letter)
+    freq, factor = frequencies(cfg, word)
     freq = jnp.asarray(freq, jnp.float32)
     scaling = cfg.rope.rope_scaling
     if scaling is not None and scaling.rope_type == "longrope":

@@ -14,6 +14,7 @@ from flax import nnx
 
 from mjax.config.languages.layer_pattern import BRANCHES, branches_of, of_decoder
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels import Choice
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import StatisticCount
 from mjax.models.base.streams import Activation, SharedWeights
@@ -25,7 +26,10 @@ BranchCache = jax.Array | tuple | dict | None
 # The caches of a layer, by the names of its branches.
 LayerCache = dict[str, BranchCache]
 
-# Rotary tables (cos, sin), by the letter of a branch.
+# What the chooser answers, by op.
+KernelChoices = dict[str, Choice]
+
+# Rotary tables (cos, sin), by the word of a branch.
 Rope = dict[str, tuple[jax.Array, jax.Array]]
 
 
@@ -70,7 +74,7 @@ class Source(NamedTuple):
 class BranchInputs:
     """The inputs of a branch besides weights and activations.
 
-    letter: which row of `config.pattern.BRANCHES` it is.
+    word: which row of `BRANCHES` it is (`config/languages/layer_pattern.py`).
     salt: tells its draws of dropout from those of others.
     layer: the number of its layer in the model.
     shared, source: of a model with two streams (`models/base/streams.py`).
@@ -78,7 +82,7 @@ class BranchInputs:
 
     tokens: Tokens
     ctx: Context
-    letter: str
+    word: str
     rope: Rope = field(default_factory=dict)
     salt: jax.Array | int = 0
     layer: jax.Array | int = 0
@@ -92,6 +96,30 @@ class BranchOutput(NamedTuple):
     y: jax.Array
     statistics: dict[str, jax.Array] = {}
     cache: BranchCache = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the kernels of a branch depend on besides the model: a micro-batch on one device.
+
+    dtype: of activations.
+    rows, length: sequences and the tokens of each, before tp cuts the tokens.
+    fp8, fp8_experts: whether matmuls, and those of experts, are in 8 bits.
+    experts, expert_exchange: config keys of `train`.
+    """
+
+    dtype: str
+    rows: int
+    length: int
+    parallel: Parallel
+    fp8: bool
+    fp8_experts: bool
+    experts: str
+    expert_exchange: str
+
+
+# [tokens, heads] that pass through memory: rotary embedding or biases of queries, keys and values.
+PASSES_OF_HEADS = 4
 
 
 class BranchModule(nnx.Module):
@@ -126,7 +154,7 @@ class BranchModule(nnx.Module):
         return x, {}
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """FLOPs of a token, forward and backward, besides its products with weights.
 
         It is the mean over a sequence of `seq_length` tokens.
@@ -139,6 +167,23 @@ class BranchModule(nnx.Module):
         return None
 
     @staticmethod
+    def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
+        """The kernels that it calls besides those of attention, norms and activations, by op."""
+        return {}
+
+    @classmethod
+    def memory_traffic(cls, cfg: ModelConfig, kernels: KernelChoices, seq_length: int) -> float:
+        """Elements of a token that pass through memory, forward and backward.
+
+        Those of its matmuls, its norm and the residual stream are not among them. `kernels` are the
+        choices that `kernels` gives, `seq_length` the tokens of a sequence.
+        """
+        heads = cls.heads(cfg)
+        if heads is None:
+            return 0.0
+        return PASSES_OF_HEADS * (heads.heads * heads.size + heads.kv_channels)
+
+    @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> BranchCache:
         """The cache, as a tree of `CacheSpec`, of `length` tokens in each of `batch` rows.
 
@@ -147,15 +192,15 @@ class BranchModule(nnx.Module):
         return None
 
 
-def branch_class(letter: str) -> type[BranchModule]:
+def branch_class(word: str) -> type[BranchModule]:
     """The class of a branch."""
-    return pkgutil.resolve_name(BRANCHES[letter].module)
+    return pkgutil.resolve_name(BRANCHES[word].module)
 
 
 def begin_layers(x: Activation, rows: int, cfg: ModelConfig) -> Activation:
     """The input of the first layer as all branches of a model begin it (`BranchModule.begin`)."""
-    for letter in sorted(cfg.branches):
-        x = branch_class(letter).begin(x, rows, cfg)
+    for word in sorted(cfg.branches):
+        x = branch_class(word).begin(x, rows, cfg)
     return x
 
 
@@ -164,15 +209,15 @@ def finish_layers(
 ) -> tuple[Activation, dict[str, jax.Array]]:
     """The output of the last layer, and statistics of all layers (`BranchModule.finish`)."""
     statistics: dict[str, jax.Array] = {}
-    for letter in sorted(cfg.branches):
-        x, found = branch_class(letter).finish(x, cfg, parallel)
+    for word in sorted(cfg.branches):
+        x, found = branch_class(word).finish(x, cfg, parallel)
         statistics |= found
     return x, statistics
 
 
 def model_heads(cfg: ModelConfig) -> HeadSizes | None:
     """The heads of the first of a model's kinds of attention, if it has one."""
-    found = [branch_class(letter).heads(cfg) for letter in sorted(cfg.branches)]
+    found = [branch_class(word).heads(cfg) for word in BRANCHES if word in cfg.branches]
     return next((heads for heads in found if heads is not None), None)
 
 
@@ -189,9 +234,9 @@ def cache_specs(
             specs.append(None)
             continue
         layer: LayerCache = {}
-        for letter in branches_of(kind):
-            slots = source_length if BRANCHES[letter].mask == "cross" else length
+        for word in branches_of(kind):
+            slots = source_length if BRANCHES[word].mask == "cross" else length
             sizes = cfg.of_layer(kind), batch, slots, tp
-            layer[BRANCHES[letter].name] = branch_class(letter).cache(*sizes)
+            layer[BRANCHES[word].name] = branch_class(word).cache(*sizes)
         specs.append(layer)
     return specs

@@ -16,65 +16,109 @@ from mjax.sharding.collectives import LOCAL, Parallel
 
 
 @dataclass(frozen=True)
-class Context:
-    """Static choices of a forward pass.
+class Kernels:
+    """The implementations that a forward pass asks for.
 
-    towers: the handles of modalities whose layers have mesh sizes of their own
-        (`models/towers/tower_mesh.py`).
     attention, experts, expert_exchange: config keys of `train`.
     deterministic: `run.deterministic`.
     cp_type, cp_a2a: config keys of `mesh`.
     permute: false where only some devices may run a layer, because a ppermute waits for all.
-    max_documents: a bound on the documents in a sequence; 1 promises that every sequence is a
-        single document, 0 that the number is unknown.
-    padded: promises that every sequence is one document, and then maybe padding.
     overlap_rows: tokens in a tp shard from which on exchanges run under matmuls; None: never.
-    capacity: whether experts drop what is above `model.moe.capacity_factor`: in training and in
-        evaluation. Generation sees a part of a sequence at a time, and drops nothing.
-    dropout: whether dropout, the jitter of routers and Sinkhorn's routing are on: in training.
+    """
+
+    attention: str = "auto"
+    experts: str = "auto"
+    expert_exchange: str = "auto"
+    deterministic: bool = False
+    cp_type: str = "auto"
+    cp_a2a: int = 1
+    permute: bool = True
+    overlap_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Promises about the documents in a sequence.
+
+    most: a bound on their number; 1 promises that every sequence is a single document, 0 that the
+        number is unknown.
+    padded: every sequence is one document, and then maybe padding.
+    """
+
+    most: int = 0
+    padded: bool = False
+
+
+PADDED_ROWS = Documents(most=2, padded=True)
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of training's forward pass that other passes do without.
+
+    dropout: whether dropout, the jitter of routers and Sinkhorn's routing are on.
+    capacity: whether experts drop what is above `model.moe.capacity_factor`: in evaluation, too.
+        Generation sees a part of a sequence at a time, and drops nothing.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
     loss_chunk: tokens whose logits exist at a time (`train.loss_chunk`); None: by memory.
     head_remat: the remat policy of layers that an objective applies.
     keeps_all: whether a layer keeps all that its backward asks for.
-    seen_layers: (layers, experts) of a model whose layers are looked at, or None
-        (`models/base/activation_statistics.py`).
-    see: a function (name, x) that may keep or replace activations at the named places of a block
-        (`models/trace.py`).
     """
 
-    parallel: Parallel = LOCAL
-    towers: Mapping[str, Parallel] = field(default_factory=dict)
-    attention: str = "auto"
-    deterministic: bool = False
-    experts: str = "auto"
-    expert_exchange: str = "auto"
-    cp_type: str = "auto"
-    cp_a2a: int = 1
-    permute: bool = True
-    max_documents: int = 0
-    padded: bool = False
-    overlap_rows: int | None = None
-    capacity: bool = False
     dropout: bool = False
+    capacity: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss_chunk: int | None = None
     head_remat: str = "none"
     keeps_all: bool = False
-    seen_layers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A look at activations.
+
+    layers: (layers, experts) of a model whose layers are looked at, or None
+        (`models/base/activation_statistics.py`).
+    see: a function (name, x) that may keep or replace activations at the named places of a block
+        (`models/trace.py`).
+    """
+
+    layers: tuple[int, int] | None = None
     see: Callable[[str, jax.Array], jax.Array] | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """Static choices of a forward pass.
+
+    towers: the handles of modalities whose layers have mesh sizes of their own
+        (`models/towers/tower_mesh.py`).
+    """
+
+    parallel: Parallel = LOCAL
+    towers: Mapping[str, Parallel] = field(default_factory=dict)
+    kernels: Kernels = Kernels()
+    documents: Documents = Documents()
+    training: Training = Training()
+    probe: Probe = Probe()
 
     def of(self, stream: str) -> "Context":
         """The context of the layers that work on a stream."""
         return replace(self, parallel=self.towers.get(stream, self.parallel))
 
+    def in_training(self, **changes: object) -> "Context":
+        """The context with these fields of `training`."""
+        return replace(self, training=replace(self.training, **changes))
+
     def overlaps(self, rows: int) -> bool:
         """Whether matmuls exchange shards of `rows` tokens over tp piecewise."""
-        return self.parallel.tp > 1 and self.overlap_rows is not None and rows >= self.overlap_rows
+        least = self.kernels.overlap_rows
+        return self.parallel.tp > 1 and least is not None and rows >= least
 
     def tap(self, name: str, x: jax.Array) -> jax.Array:
-        """`x`, or what `see` makes of it."""
-        return x if self.see is None else self.see(name, x)
+        """`x`, or what the probe makes of it."""
+        return x if self.probe.see is None else self.probe.see(name, x)
 
 
 @register_dataclass
@@ -146,7 +190,7 @@ def dropout(
     `salt` distinguishes the call sites of a model. One threefry key per token makes the mask equal
     on every mesh and for every number of micro-batches.
     """
-    if rate == 0 or not ctx.dropout:
+    if rate == 0 or not ctx.training.dropout:
         return x
 
     def keep(key: jax.Array) -> jax.Array:
@@ -160,7 +204,7 @@ def jitter(
     x: jax.Array, most: float, tokens: Tokens, ctx: Context, salt: jax.Array | int
 ) -> jax.Array:
     """x [B, S/tp, D] times numbers drawn from 1 - most to 1 + most, as `dropout` draws its mask."""
-    if most == 0 or not ctx.dropout:
+    if most == 0 or not ctx.training.dropout:
         return x
 
     def factors(key: jax.Array) -> jax.Array:

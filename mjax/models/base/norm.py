@@ -49,7 +49,7 @@ class Norm(nnx.Module):
             total = parallel.psum(total, "tp")
             return total / math.prod(self.sizes)
 
-        return kernel.reference(x, gain, bias, self.cfg.norm_eps, mean)
+        return kernel.norm_reference(x, gain, bias, self.cfg.norm_eps, mean)
 
     @jax.named_scope("norm")
     def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -28,7 +28,7 @@ class SharedWeights:
     encoder_norm: (gain, bias or None), each [D], of the norm of the encoder's output; None: it has
         none.
     decoder_norm: of what neighbors read of the decoder's stream, likewise.
-    relative: biases of attention by distance, [N/tp, buckets], by the letter of the branch.
+    relative: biases of attention by distance, [N/tp, buckets], by the word of the branch.
     """
 
     encoder_norm: tuple[jax.Array, jax.Array | None] | None

@@ -23,9 +23,9 @@ from mjax.kernels.fp8.quantize import (
     Recipe,
     bits_as_e4m3,
     dot8,
-    quantize,
     quantize_gradient,
     quantize_tensor,
+    quantize_to,
 )
 from mjax.sharding.collectives import LOCAL, Parallel
 
@@ -229,7 +229,7 @@ def backward_operand(w: Weight) -> jax.Array:
     """A weight [K, N] in e4m3, from its bits where they are there."""
     if w.bits is not None:
         return bits_as_e4m3(w.bits)
-    return quantize(w.value, w.scales[1], E4M3)
+    return quantize_to(w.value, w.scales[1], E4M3)
 
 
 def kept_for_backward(w: Weight) -> Weight:

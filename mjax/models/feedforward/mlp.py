@@ -10,9 +10,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels import choose
 from mjax.kernels.elementwise import gate
 from mjax.models.base.barriers import compute_again
-from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.models.base.branch import (
+    BranchCache,
+    BranchInputs,
+    BranchModule,
+    BranchOutput,
+    KernelChoices,
+    Workload,
+)
 from mjax.models.base.context import Context
 from mjax.models.base.params import declare, declare_bias, normal
 from mjax.models.base.tensor_parallel import column, row
@@ -51,7 +59,7 @@ def activated(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
 
 def _activated_forward(h, bias, name):
     if gate.supports(h, name):
-        y = gate.act_forward(h, bias, name)
+        y = gate.activation_forward(h, bias, name)
     else:
         y = activated(h, bias, name)
     return y, (h, bias)
@@ -60,7 +68,7 @@ def _activated_forward(h, bias, name):
 def _activated_backward(name, residuals, dy):
     h, bias = residuals
     if gate.supports(h, name):
-        return gate.act_backward(h, bias, dy, name)
+        return gate.activation_backward(h, bias, dy, name)
     h, bias = compute_again(h, bias)
     _, vjp = jax.vjp(lambda h, bias: activated.fun(h, bias, name), h, bias)
     return vjp(dy)
@@ -89,7 +97,7 @@ def _gated_forward(h, name):
 
 def _gated_backward(name, h, dy):
     if gate.supports(h, name):
-        return (gate.gate_backward(h, dy, name),)
+        return (gate.gate_gradient(h, dy, name),)
     product = functools.partial(_gate_times_up, name=name)
     _, vjp = jax.vjp(product, h[..., 0, :], h[..., 1, :])
     d_gate, d_up = vjp(dy)
@@ -97,6 +105,16 @@ def _gated_backward(name, h, dy):
 
 
 gated.defvjp(_gated_forward, _gated_backward)
+
+
+# [tokens, F] that pass through memory for the activation function: where matmuls compute it, by
+# itself, and with a gate.
+PASSES_IN_MATMULS, _PASSES_ALONE, _PASSES_WITH_GATE = 1, 5, 9
+
+
+def passes_of_activation(cfg: ModelConfig) -> int:
+    """Tensors [tokens, F] that pass through memory for an activation function between matmuls."""
+    return _PASSES_WITH_GATE if cfg.mlp_gated else _PASSES_ALONE
 
 
 class UpAxes(NamedTuple):
@@ -153,6 +171,20 @@ class MLP(BranchModule):
             name = f"{prefix}.down_proj.bias"
             self.down_bias = declare_bias(rngs, (width,), ("embed",), name)
 
+    @staticmethod
+    def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
+        """Whether its matmuls compute the activation function."""
+        shape = work.rows * work.length, cfg.hidden_size, cfg.intermediate_size // work.parallel.tp
+        is_plain = cfg.mlp_bias and not cfg.mlp_gated and not work.fp8
+        facts = {"act": cfg.hidden_act, "plain": is_plain}
+        return {"activated matmul": choose("activated_matmul", work.dtype, shape, **facts)}
+
+    @classmethod
+    def memory_traffic(cls, cfg: ModelConfig, kernels: KernelChoices, seq_length: int) -> float:
+        in_matmuls = kernels["activated matmul"].name == "mosaic"
+        passes = PASSES_IN_MATMULS if in_matmuls else passes_of_activation(cfg)
+        return passes * cfg.intermediate_size
+
     @jax.named_scope("mlp")
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
@@ -172,7 +204,7 @@ class MLP(BranchModule):
         if self._in_one_function(x, ctx):
             if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
                 return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))
-            if not self.cfg.mlp_gated and ctx.keeps_all and in_matmuls(x, up, bias, act):
+            if not self.cfg.mlp_gated and ctx.training.keeps_all and in_matmuls(x, up, bias, act):
                 return _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))
         (h,) = column(x, (up,), ctx)
         if self.cfg.mlp_gated:

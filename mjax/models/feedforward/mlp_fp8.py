@@ -67,29 +67,29 @@ def _gated_mlp(act: str, x: jax.Array, up: Weight, down: Weight) -> jax.Array:
 
 def _gated_mlp_forward(act, x, up, down):
     x_scale, activation_scale = up.scales[0], down.scales[0]
-    x8, amax_x = gate.quantize_rows(x, x_scale, E4M3)
-    h = _forward_product(x8, up, x.dtype)
+    x8 = gate.to_fp8(x, x_scale, E4M3)
+    h = _forward_product(x8.plain, up, x.dtype)
     h = checkpoint_name(h, "up")
-    a8, amax_a = gate.gate_forward8(h, activation_scale, act)
-    maxima = jnp.stack([amax_x, amax_a])
+    a8 = gate.gate_to_fp8(h, activation_scale, act)
+    maxima = jnp.stack([x8.amax, a8.amax])
     maxima = checkpoint_name(maxima, SCALES)
-    x8, _ = gate.quantize_rows(x, x_scale, E4M3, plain=False, transposed=True)
-    y = _forward_product(a8, down, x.dtype)
-    return y, Residuals(x8, h, maxima, kept_for_backward(up), kept_for_backward(down))
+    transposed = gate.to_fp8_transposed(x, x_scale, E4M3).transposed
+    y = _forward_product(a8.plain, down, x.dtype)
+    return y, Residuals(transposed, h, maxima, kept_for_backward(up), kept_for_backward(down))
 
 
 def _gated_mlp_backward(act, residuals: Residuals, g):
     x8, h, maxima, up, down = residuals
-    g8, g8_transposed, amax_g = gate.quantize_rows(g, down.scales[2], E5M2, transposed=True)
-    da = _backward_product(g8, down, g.dtype)
+    g8 = gate.to_fp8_both(g, down.scales[2], E5M2)
+    da = _backward_product(g8.plain, down, g.dtype)
     activation_scale, dh_scale = down.scales[0], up.scales[2]
-    rounded = gate.gate_backward8(h, da, activation_scale, dh_scale, act)
-    dh8, a8, dh8_transposed, amax_dh = rounded
-    dx = _backward_product(dh8, up, g.dtype)
-    seen_by_up = maxima[0], amax_dh
-    seen_by_down = maxima[1], amax_g
-    d_up = _weight_cotangent(x8, dh8_transposed, up, g.dtype, seen_by_up)
-    d_down = _weight_cotangent(a8, g8_transposed, down, g.dtype, seen_by_down)
+    gradients = gate.gate_gradients_to_fp8(h, da, activation_scale, dh_scale, act)
+    dh8, a8 = gradients.d_input, gradients.output
+    dx = _backward_product(dh8.plain, up, g.dtype)
+    seen_by_up = maxima[0], dh8.amax
+    seen_by_down = maxima[1], g8.amax
+    d_up = _weight_cotangent(x8, dh8.transposed, up, g.dtype, seen_by_up)
+    d_down = _weight_cotangent(a8.transposed, g8.transposed, down, g.dtype, seen_by_down)
     return dx, d_up, d_down
 
 

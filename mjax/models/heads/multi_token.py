@@ -66,10 +66,10 @@ class PredictionLayer(nnx.Module):
 
         hidden [B, S/tp, D] is the normed output of the depth before, embedding [B, S/tp, D] that of
         the tokens that follow. `layer` is the number that keys the block's dropout. The layer keeps
-        for its backward what `ctx.head_remat` says.
+        for its backward what `ctx.training.head_remat` says.
         """
         if ctx.parallel.pp > 1:  # only the last stage runs it, and a permute waits for all
-            ctx = replace(ctx, permute=False, overlap_rows=None)
+            ctx = replace(ctx, kernels=replace(ctx.kernels, permute=False, overlap_rows=None))
         graph, state = nnx.split(self)
 
         def apply(state: nnx.State, hidden: jax.Array, embedding: jax.Array) -> BranchOutput:
@@ -81,7 +81,7 @@ class PredictionLayer(nnx.Module):
             output = own.block(x, tokens, ctx, kind=own.kind, rope=rope, layer=layer)
             return output._replace(y=own.final_norm(output.y))
 
-        return remat(apply, ctx.head_remat, in_loop=False)(state, hidden, embedding)
+        return remat(apply, ctx.training.head_remat, in_loop=False)(state, hidden, embedding)
 
 
 class MultiTokenParts:

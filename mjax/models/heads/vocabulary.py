@@ -51,8 +51,8 @@ class VocabularyHead:
         terms = Terms(
             self.cfg.vocab_size,
             self.cfg.final_logit_softcapping,
-            ctx.label_smoothing,
-            ctx.z_loss,
+            ctx.training.label_smoothing,
+            ctx.training.z_loss,
         )
         return function(
             x.reshape(-1, x.shape[-1]),
@@ -62,7 +62,7 @@ class VocabularyHead:
             bias=self.head_bias(),
             terms=terms,
             parallel=ctx.parallel,
-            chunk=ctx.loss_chunk,
+            chunk=ctx.training.loss_chunk,
             few=self.cfg.bert.mlm_head,
         )
 

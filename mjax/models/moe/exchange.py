@@ -214,7 +214,8 @@ def route_of(
     if ep == 1:
         return None
     size = width * x.dtype.itemsize
-    if choose_expert_exchange(ctx.expert_exchange, tokens, size, ep, moe).name == "all_gather":
+    asked = ctx.kernels.expert_exchange
+    if choose_expert_exchange(asked, tokens, size, ep, moe).name == "all_gather":
         return None
     held = moe.num_experts // ep
     return make_route(experts, mine, rows_per_peer(tokens, ep, moe), held, ctx.parallel)

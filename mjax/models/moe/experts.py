@@ -91,7 +91,7 @@ def _run_experts(
 ) -> ExpertSums:
     parallel, up = ctx.parallel, weights.up
     facts = {
-        "asked": ctx.experts,
+        "asked": ctx.kernels.experts,
         "has_capacity": _has_capacity(cfg, ctx),
         "eight_bits": up.recipe is not None,
     }
@@ -124,7 +124,7 @@ def _run_experts(
 
 
 def _has_capacity(cfg: ModelConfig, ctx: Context) -> bool:
-    return ctx.capacity and cfg.moe.capacity_factor is not None
+    return ctx.training.capacity and cfg.moe.capacity_factor is not None
 
 
 def _sums_of_experts(
@@ -174,7 +174,7 @@ def dispatch_of(
     """
     sequences, columns, k = experts.shape
     tokens = experts.reshape(-1, k)
-    if not ctx.capacity:
+    if not ctx.training.capacity:
         return make_dispatch(tokens, first, held)
     capacity = expert_capacity(cfg.moe, columns * ctx.parallel.cp)
     rows = sequences * min(capacity, columns)

@@ -4,15 +4,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.schema.model import ModelConfig
-from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput
+from mjax.config.schema.model import ModelConfig, MoeConfig
+from mjax.kernels import choose
+from mjax.models.base.branch import (
+    BranchCache,
+    BranchInputs,
+    BranchModule,
+    BranchOutput,
+    KernelChoices,
+    Workload,
+)
 from mjax.models.base.context import Context, jitter
 from mjax.models.base.params import StatisticCount, declare, declare_bias, matrix, normal
 from mjax.models.base.streams import EXPERT_LOADS
 from mjax.models.base.tensor_parallel import local_product
 from mjax.models.base.weight import weight_of
-from mjax.models.feedforward.mlp import MLP, up_axes, up_names
-from mjax.models.moe.capacity import within_capacity
+from mjax.models.feedforward.mlp import MLP, passes_of_activation, up_axes, up_names
+from mjax.models.moe.capacity import expert_capacity, within_capacity
+from mjax.models.moe.exchange import choose_expert_exchange
 from mjax.models.moe.expert_statistics import see_experts
 from mjax.models.moe.experts import ExpertSums, ExpertWeights, run_experts
 from mjax.models.moe.router import (
@@ -41,6 +50,26 @@ from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec
 
 _JITTER_SALT = 1 << 25  # tells its draws from those of attention beside it
+
+# [pairs of a token and an expert, D] that pass through memory: gathers and sums of sorted rows.
+PASSES_OF_PAIR = 6
+
+
+def runs_all_experts(kernel: str) -> bool:
+    """Whether all of a device's experts run, so that no rows are sorted."""
+    return kernel in ("loop", "batched")
+
+
+def experts_run(moe: MoeConfig, kernel: str, seq_length: int) -> float:
+    """The experts of a layer that run on a token: those that it is sent to, or all of them.
+
+    Batched ones run on as many rows as they have capacity.
+    """
+    if kernel == "loop":
+        return moe.num_experts
+    if kernel == "batched":
+        return moe.num_experts * expert_capacity(moe, seq_length) / seq_length
+    return moe.num_experts_per_tok
 
 
 class MoE(BranchModule):
@@ -148,6 +177,36 @@ class MoE(BranchModule):
             found["dropped_share"] = "sequences"
         return found
 
+    @staticmethod
+    def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
+        """What multiplies tokens by a device's experts, and how tokens reach them over ep."""
+        moe, parallel = cfg.moe, work.parallel
+        held = moe.num_experts // parallel.ep
+        tokens = work.rows * work.length
+        pairs = tokens * parallel.ep * min(moe.num_experts_per_tok, held)
+        shape = pairs, held, cfg.expert_width, moe.moe_intermediate_size // parallel.tp
+        facts = {
+            "asked": work.experts,
+            "has_capacity": moe.capacity_factor is not None,
+            "eight_bits": work.fp8_experts,
+        }
+        found = {"experts": choose("experts", work.dtype, shape, **facts)}
+        if parallel.ep > 1:
+            width = cfg.expert_width * jnp.dtype(work.dtype).itemsize
+            sent = work.expert_exchange, tokens // parallel.tp, width, parallel.ep
+            found["tokens over ep"] = choose_expert_exchange(*sent, moe)
+        return found
+
+    @classmethod
+    def memory_traffic(cls, cfg: ModelConfig, kernels: KernelChoices, seq_length: int) -> float:
+        moe, kernel = cfg.moe, kernels["experts"].name
+        width = moe.moe_intermediate_size * experts_run(moe, kernel, seq_length)
+        width += moe.shared_expert_intermediate_size
+        elements = passes_of_activation(cfg) * width
+        if not runs_all_experts(kernel):
+            elements += PASSES_OF_PAIR * moe.num_experts_per_tok * cfg.expert_width
+        return elements
+
     @jax.named_scope("mlp")
     def __call__(
         self, x: jax.Array, inputs: BranchInputs, cache: BranchCache = None
@@ -157,7 +216,7 @@ class MoE(BranchModule):
         salt = inputs.salt ^ _JITTER_SALT
         seen = jitter(x.astype(jnp.float32), cfg.moe.router_jitter_noise, inputs.tokens, ctx, salt)
         routing = route(seen, router, cfg)
-        if cfg.moe.sinkhorn and ctx.dropout:
+        if cfg.moe.sinkhorn and ctx.training.dropout:
             routing = rerouted(routing, sinkhorn_experts(routing.logits, cfg.moe, parallel), cfg)
         if cfg.moe.force_balanced:
             routing = balanced(routing, inputs.tokens, cfg, parallel)
@@ -165,7 +224,7 @@ class MoE(BranchModule):
             routing = without_padding(routing, inputs.tokens, parallel)
         if router.expert_bias is not None:
             routing = counted(routing, router.expert_bias)
-        if ctx.capacity:
+        if ctx.training.capacity:
             routing = within_capacity(routing, inputs.tokens, cfg.moe, parallel)
         y, gathered = self._experts_output(x, routing, ctx)
         if cfg.moe.shared_expert_intermediate_size:
@@ -175,8 +234,8 @@ class MoE(BranchModule):
         if averages_layers(cfg):
             of_text = padding_marked(routing, inputs.tokens, parallel)
             statistics[EXPERT_LOADS] = expert_loads(of_text, cfg)
-        if inputs.ctx.seen_layers is not None:
-            layers, _ = inputs.ctx.seen_layers
+        if inputs.ctx.probe.layers is not None:
+            layers, _ = inputs.ctx.probe.layers
             statistics |= see_experts(routing, router.expert_bias, inputs.layer, layers)
         return BranchOutput(y, statistics)
 

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.elementwise import gate
 from mjax.kernels.elementwise.gate import E4M3, E5M2
-from mjax.kernels.fp8.quantize import SCALES, bits_as_e4m3, quantize_turned
+from mjax.kernels.fp8.quantize import SCALES, bits_as_e4m3, quantize_by
 from mjax.kernels.matmul.grouped import grouped_matmul8
 from mjax.models.base.weight import Weight, backward_operand, kept_for_backward
 from mjax.models.moe.dispatch import (
@@ -59,20 +59,19 @@ def _up_backward(parallel, expert, kept, dh):
     up = kept[2]
     scale = up.scales[2]
     flat = dh.reshape(len(dh), -1)
-    rounded = quantize_turned(up.recipe, flat, scale, E5M2, parallel, transposed=True)
-    dx, d_up = _gradients_of_up(expert, kept, rounded, dh.dtype)
+    d8, used_d = quantize_by(gate.to_fp8_both, up.recipe, flat, scale, E5M2, parallel)
+    dx, d_up = _gradients_of_up(expert, kept, d8, used_d, dh.dtype)
     return dx, d_up, None
 
 
-def _gradients_of_up(expert, kept, rounded, dtype):
+def _gradients_of_up(expert, kept, d8, used_d, dtype):
     """(the gradient of the tokens, the cotangent of the weights), from that of h in 8 bits."""
     x8, used, up, dispatch = kept
-    d8, d8_turned, used_d = rounded
-    d_rows = _by_transposes(expert, d8, used_d, up, dispatch, dtype)
+    d_rows = _by_transposes(expert, d8.plain, used_d, up, dispatch, dtype)
     dx = sums_of_rows(d_rows, dispatch)
     rows = rows_of_tokens(x8, dispatch)
     by_up = rows.T, used
-    by_gradient = d8_turned, used_d
+    by_gradient = d8.transposed, used_d
     facts = dispatch.sizes, expert.kernel, dtype
     return dx, weight_cotangent8(up, by_up, by_gradient, *facts)
 
@@ -98,9 +97,9 @@ def multiply_down8(
 
 def _down_forward(parallel, expert, h, gates, down, dispatch):
     rows = expert.weighted(h, gates_of_rows(gates, dispatch))
-    a8, used = quantize_turned(down.recipe, rows, down.scales[0], E4M3, parallel)
+    a8, used = quantize_by(gate.to_fp8, down.recipe, rows, down.scales[0], E4M3, parallel)
     used = checkpoint_name(used, SCALES)
-    y = _by_weights(expert, a8, used, down, dispatch, h.dtype)
+    y = _by_weights(expert, a8.plain, used, down, dispatch, h.dtype)
     kept = h, gates, used, kept_for_backward(down), dispatch
     return sums_of_rows(y, dispatch), kept
 
@@ -114,8 +113,8 @@ def _down_backward(parallel, expert, kept, dy):
     rows, vjp = jax.vjp(expert.weighted, h, of_rows)
     dh, d_gates = vjp(d_rows)
     d_gates = gates_of_pairs(d_gates, dispatch)
-    a8, _ = gate.quantize_rows(rows, used[0], E4M3, plain=False, transposed=True)
-    by_rows, by_gradient = (a8, used), (d8.T, used_d)
+    a8 = gate.to_fp8_transposed(rows, used[0], E4M3)
+    by_rows, by_gradient = (a8.transposed, used), (d8.T, used_d)
     facts = dispatch.sizes, expert.kernel, dy.dtype
     d_down = weight_cotangent8(down, by_rows, by_gradient, *facts)
     return dh, d_gates, d_down, None
@@ -214,10 +213,10 @@ def _sums_of_pass(expert, h, gates, down, part):
     """([T, D], the sums over the rows of a pass; the maximum of what is rounded)."""
     scale = down.scales[0]
     of_rows = gates_of_rows(gates, part)
-    a8, amax = gate.gate_forward8(h, scale, expert.hidden_act, of_rows)
-    used = jnp.stack([scale, amax])
-    y = _by_weights(expert, a8, used, down, part, h.dtype)
-    return sums_of_rows(y, part), amax
+    a8 = gate.gate_to_fp8(h, scale, expert.hidden_act, of_rows)
+    used = jnp.stack([scale, a8.amax])
+    y = _by_weights(expert, a8.plain, used, down, part, h.dtype)
+    return sums_of_rows(y, part), a8.amax
 
 
 def _experts_backward(parallel, expert, rows, kept, dy):
@@ -255,14 +254,13 @@ def _cotangents_by_pass(expert, kept, d8, part, dtype):
     d8 = rows_of_tokens(d8, part)
     d_rows = _by_transposes(expert, d8, used_d, down, part, dtype)
     of_rows = gates_of_rows(kept.gates, part)
-    dh8, a8, dh8_turned, amax, d_gates = gate.gate_backward8(
+    dh8, a8, d_gates = gate.gate_gradients_to_fp8(
         kept.h, d_rows, used[0], up.scales[2], expert.hidden_act, of_rows
     )
-    used_dh = jnp.stack([up.scales[2], amax])
-    rounded = dh8, dh8_turned, used_dh
+    used_dh = jnp.stack([up.scales[2], dh8.amax])
     kept_by_up = kept.x8, kept.used_x, up, part
-    dx, d_up = _gradients_of_up(expert, kept_by_up, rounded, dtype)
-    by_rows, by_gradient = (a8, used), (d8.T, used_d)
+    dx, d_up = _gradients_of_up(expert, kept_by_up, dh8, used_dh, dtype)
+    by_rows, by_gradient = (a8.transposed, used), (d8.T, used_d)
     facts = part.sizes, expert.kernel, dtype
     d_down = weight_cotangent8(down, by_rows, by_gradient, *facts)
     return ExpertCotangents(dx, gates_of_pairs(d_gates, part), d_up, d_down)
@@ -279,8 +277,8 @@ def _round_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """(x [T, D] in 8 bits, fp32 [2] of its scale and maximum), by scale `which` of w's."""
     dtype = E5M2 if which == 2 else E4M3
-    x8, used = quantize_turned(w.recipe, x, w.scales[which], dtype, parallel)
-    return x8, checkpoint_name(used, SCALES)
+    x8, used = quantize_by(gate.to_fp8, w.recipe, x, w.scales[which], dtype, parallel)
+    return x8.plain, checkpoint_name(used, SCALES)
 
 
 def _gather_rounded(

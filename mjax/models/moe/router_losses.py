@@ -9,7 +9,7 @@ A sequence of padding alone has 0.
 import jax
 import jax.numpy as jnp
 
-from mjax.config.languages.layer_pattern import branches_of
+from mjax.config.languages.layer_pattern import roles_of
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.streams import Activation, WithLoads
 from mjax.models.moe.router import Routing, one_where
@@ -139,7 +139,7 @@ def gathered_share(
 def _expert_blocks(cfg: ModelConfig) -> int:
     """The layers with experts, those of multi-token prediction among them."""
     kinds = *cfg.layer_kinds, *cfg.prediction_kinds
-    return sum("E" in branches_of(kind) for kind in kinds)
+    return sum("experts" in roles_of(kind) for kind in kinds)
 
 
 def _mean_of_sequences(x: jax.Array, routing: Routing, parallel: Parallel) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels import choose
 from mjax.kernels.elementwise import norm
 from mjax.kernels.recurrence.causal_conv import causal_conv
 from mjax.kernels.recurrence.gated_delta import (
@@ -25,11 +26,12 @@ from mjax.kernels.recurrence.gated_delta import (
     gated_delta_final,
     gated_delta_step,
 )
-from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec
+from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec, KernelChoices, Workload
 from mjax.models.base.params import constant, declare, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
 from mjax.models.recurrent.mixer import (
+    PASSES_OF_SCAN,
     RecurrentCache,
     RecurrentMixer,
     Scanned,
@@ -166,13 +168,33 @@ class DeltaNet(RecurrentMixer):
         return _gated(normed, z)
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """24 * H * N * P, Megatron-LM's count: k k^T, v k^T, the decay of S and S q take 8 of the
         recurrence, and backward twice that.
 
         The form in chunks computes more, and its convolution and norm are not counted.
         """
         return 24.0 * cfg.deltanet.channels * cfg.deltanet.linear_key_head_dim
+
+    @staticmethod
+    def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
+        """What computes its convolution and its recurrence."""
+        sizes = cfg.deltanet
+        heads = sizes.linear_num_value_heads // work.parallel.tp
+        shape = work.rows, work.length, heads, sizes.linear_value_head_dim
+        of_chunk = {
+            "width": sizes.linear_key_head_dim,
+            "chunk": min(work.length, sizes.linear_chunk_size),
+        }
+        conv = choose("causal_conv", work.dtype, shape, taps=sizes.linear_conv_kernel_dim)
+        return {
+            "causal conv": conv,
+            "gated delta": choose("gated_delta", work.dtype, shape, **of_chunk),
+        }
+
+    @classmethod
+    def memory_traffic(cls, cfg: ModelConfig, kernels: KernelChoices, seq_length: int) -> float:
+        return PASSES_OF_SCAN * cfg.deltanet.channels  # not measured
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> RecurrentCache:

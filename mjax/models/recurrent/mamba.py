@@ -22,14 +22,16 @@ from flax import nnx
 
 from mjax.config.schema.mixers import MambaConfig
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels import choose
 from mjax.kernels.recurrence.causal_conv import causal_conv
 from mjax.kernels.recurrence.ssd import SsdInputs, ssd, ssd_final, ssd_step
-from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec
+from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec, KernelChoices, Workload
 from mjax.models.base.context import Context
 from mjax.models.base.params import Initializer, constant, declare, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
 from mjax.models.recurrent.mixer import (
+    PASSES_OF_SCAN,
     RecurrentCache,
     RecurrentMixer,
     Scanned,
@@ -241,12 +243,28 @@ class Mamba(RecurrentMixer):
         return total * (sizes.n_groups / sizes.channels)
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """21 * H * P * N: Megatron-LM counts 7 of the scan's recurrence, and twice that backward.
 
         The form in chunks computes more, and its convolution and norm are not counted.
         """
         return 21.0 * cfg.mamba.channels * cfg.mamba.state_size
+
+    @staticmethod
+    def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
+        """What computes its convolution and its scan."""
+        sizes = cfg.mamba
+        heads = sizes.mamba_num_heads // work.parallel.tp
+        shape = work.rows, work.length, heads, sizes.mamba_head_dim
+        conv = choose("causal_conv", work.dtype, shape, taps=sizes.conv_kernel)
+        return {
+            "causal conv": conv,
+            "ssd": choose("ssd", work.dtype, shape, state=sizes.state_size),
+        }
+
+    @classmethod
+    def memory_traffic(cls, cfg: ModelConfig, kernels: KernelChoices, seq_length: int) -> float:
+        return PASSES_OF_SCAN * cfg.mamba.channels
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> RecurrentCache:

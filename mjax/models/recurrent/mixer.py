@@ -27,6 +27,9 @@ from mjax.sharding.spec import ParamSpec
 
 _LARGEST_DECAY = 16.0  # of the initial A
 
+# [tokens, channels] that pass through memory: scan, convolution, gated norm, sums of gradients.
+PASSES_OF_SCAN = 64
+
 Parts = tuple[jax.Array, ...]  # [B, S, ...] each
 
 

@@ -47,7 +47,7 @@ def document_starts(tokens: Tokens, ctx: Context) -> jax.Array | None:
 
     The first token of a sequence starts none, or one, which is the same: no state is before it.
     """
-    if tokens.segments is None or ctx.max_documents == 1:
+    if tokens.segments is None or ctx.documents.most == 1:
         return None
     segments = to_pieces(tokens.segments, ctx)
     before = segments[:, :1]

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from mjax.config.languages.layer_pattern import ENCODER
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.attention.api import attention
+from mjax.models.attention.calls import attention_arrays
 from mjax.models.attention.context_parallel import KEY_EXCHANGES, AllToAllGroup
 from mjax.models.attention.cross import CrossAttention
-from mjax.models.attention.self_attention import attention_arrays
 from mjax.models.base.branch import BranchInputs, Source
 from mjax.models.base.context import Context, Tokens, tokens_of
 
@@ -90,9 +90,9 @@ class ChunkedCrossAttention(CrossAttention):
         return attention(*parts, call, arrays)
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         keys = cfg.retro.num_neighbors * cfg.retro.retrieved_length
-        return CrossAttention.flops(cfg, letter, keys)
+        return CrossAttention.flops(cfg, word, keys)
 
 
 class ChunkAttention(ChunkedCrossAttention):
@@ -112,8 +112,8 @@ class ChunkAttention(ChunkedCrossAttention):
         return group.to_sequence(out.reshape(q.shape))
 
     @staticmethod
-    def flops(cfg: ModelConfig, letter: str, seq_length: int) -> float:
-        return CrossAttention.flops(cfg, letter, cfg.retro.chunk_length)
+    def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
+        return CrossAttention.flops(cfg, word, cfg.retro.chunk_length)
 
 
 def _whole_sequences(ctx: Context) -> AllToAllGroup:

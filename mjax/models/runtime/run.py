@@ -107,8 +107,8 @@ class Layers:
         if choices is None:
             choices = jnp.zeros(len(self.execution.layers), jnp.int32)
         statistics = {name: jnp.float32(0) for name in self.statistics}
-        if self.ctx.seen_layers is not None:
-            statistics |= nothing_seen(*self.ctx.seen_layers)
+        if self.ctx.probe.layers is not None:
+            statistics |= nothing_seen(*self.ctx.probe.layers)
         ready = jnp.float32(0) if self.execution.overlap else None
         carry = LayerCarry(*split_loads(x, statistics), ready)
         if not self.execution.loops:
@@ -204,15 +204,15 @@ class Layers:
         output = block(
             carry.x,
             call.inputs.tokens,
-            replace(self.ctx, keeps_all=keeps_all(plan.remat)),
+            self.ctx.in_training(keeps_all=keeps_all(plan.remat)),
             kind=kind,
             rope=call.inputs.rope,
             layer=call.number,
             cache=call.cache,
         )
         statistics = _add_found(carry.statistics, output.statistics)
-        if self.ctx.seen_layers is not None:
-            seen = see_activations(output.y, kind, call.number, self.ctx.seen_layers[0])
+        if self.ctx.probe.layers is not None:
+            seen = see_activations(output.y, kind, call.number, self.ctx.probe.layers[0])
             statistics = _add_found(statistics, seen)
         return replace(carry, x=output.y, statistics=statistics), output.cache
 

@@ -23,7 +23,7 @@ class Joint(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        both_read = "C" in cfg.branches
+        both_read = "chunk" in cfg.branches
         has_norm = cfg.norm_placement != "post_residual" and not cfg.modalities
 
         def norm(side: str) -> Norm:
@@ -31,18 +31,18 @@ class Joint(nnx.Module):
 
         self.encoder_norm = norm("encoder") if has_norm else None
         self.decoder_norm = norm("decoder") if has_norm and both_read else None
-        self.letters = ""
+        self.names: dict[str, str] = {}  # of the tables, by the words of their branches
         if cfg.position_embedding == "relative":
-            knowing = [letter for letter in sorted(cfg.branches) if BRANCHES[letter].rotary]
-            self.letters = "".join(knowing)
-        for letter in self.letters:
+            knowing = [word for word in sorted(cfg.branches) if BRANCHES[word].rotary]
+            self.names = {word: f"relative_{BRANCHES[word].letter}" for word in knowing}
+        for word, name in self.names.items():
             table = ParamSpec(
                 shape=(cfg.relative.num_buckets, cfg.attention.num_attention_heads),
                 axes=(None, "heads"),
                 role="embedding",
-                hf=(f"model.relative_bias.{letter}.weight",),
+                hf=(f"model.relative_bias.{BRANCHES[word].letter}.weight",),
             )
-            setattr(self, f"relative_{letter}", declare(rngs, table, normal(cfg.initializer_range)))
+            setattr(self, name, declare(rngs, table, normal(cfg.initializer_range)))
 
     def weights(self) -> SharedWeights:
         """The weights as layers read them, fp32."""
@@ -50,7 +50,7 @@ class Joint(nnx.Module):
         for norm in (self.encoder_norm, self.decoder_norm):
             norms.append(None if norm is None else norm.weights())
         relative = {}
-        for letter in self.letters:
-            table = getattr(self, f"relative_{letter}")[...]
-            relative[letter] = table.astype(jnp.float32).T
+        for word, name in self.names.items():
+            table = getattr(self, name)[...]
+            relative[word] = table.astype(jnp.float32).T
         return SharedWeights(*norms, relative)

@@ -1,1 +1,1 @@
-"""What a run survives: signals, suspect steps, replicas, full disks, lost nodes."""
+"""Faults that a run survives: signals, suspect steps, replicas, full disks, lost nodes."""

@@ -1,8 +1,8 @@
 """How the supervisors of a job meet before each start, through small files in the run folder.
 
 Every process of a job has a supervisor (`supervisor.py`), and each has a file of its own in
-RUN/restarts. That of process 0 leads: it opens a round under a fresh name, the others answer with
-that name, and once all have, or those that suffice, it names the members of the round. Invariants:
+RUN/restarts. Process 0's supervisor leads: it opens a round under a fresh name and the others
+answer with that name. Once enough have answered, it names the members of the round. Invariants:
 a process is started only within a round that names it; a round ends for all when it ends for one;
 files of an earlier job never count, because they answer to another name; clocks are not compared.
 After torchrun's rendezvous, without a server.

@@ -1,11 +1,11 @@
-"""Whether devices that hold the same part of the state hold the same bits; asked every k steps.
+"""Checks every k steps that devices with the same part of the state store the same bits.
 
-Where a mesh axis does not split an array, all devices along it hold it and update it alike. A
-device that computes or stores wrongly then differs from the others, and nothing else would tell:
-its numbers stay finite. Each device makes a digest of every shard it holds. The digests cross the
+All devices along a mesh axis that does not split an array store it and update it alike. A device
+that computes or stores wrongly then differs from the others, and nothing else would tell: its
+numbers stay finite. Each device computes a digest of every shard it stores. The digests cross the
 mesh in one exchange and are fetched one step late. Invariants: a flip of one bit always shows. A
-state that has not passed is not saved. What ZeRO splits has no replica, and moments that wait in
-host memory are left out.
+state that has not passed is not saved. Arrays that ZeRO splits have no replica, and moments that
+wait in host memory are left out.
 """
 
 import math
@@ -81,10 +81,17 @@ def digest(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
     place = jnp.zeros((), jnp.uint32)
     for dim, length in enumerate(x.shape):
-        place = place * jnp.uint32(length % 2**32) + lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+        along = lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+        place = place * jnp.uint32(length % 2**32) + along
+    factor = _mixed(place) | 1
+    return jnp.sum(bits * factor, dtype=jnp.uint32)
+
+
+def _mixed(place: jax.Array) -> jax.Array:
+    """MurmurHash3's last steps, uint32: each bit of the result depends on all bits of `place`."""
     place = (place ^ (place >> 16)) * jnp.uint32(0x85EBCA6B)
     place = (place ^ (place >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(bits * ((place ^ (place >> 16)) | 1), dtype=jnp.uint32)
+    return place ^ (place >> 16)
 
 
 def digests_of(layout: StateLayout, leaves: list[ReplicatedLeaf]) -> jax.stages.Wrapped:
@@ -94,11 +101,13 @@ def digests_of(layout: StateLayout, leaves: list[ReplicatedLeaf]) -> jax.stages.
     """
 
     def table(state: dict) -> jax.Array:
-        arrays = dict(jax.tree_util.tree_flatten_with_path(state)[0])
+        pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+        arrays = dict(pairs)
         mine = jnp.stack([digest(arrays[leaf.path]) for leaf in leaves])
         return lax.all_gather(mine, AXES)
 
-    return jax.jit(on_shards(table, layout.mesh, (layout.partitions(),), PartitionSpec()))
+    partitions = layout.partitions()
+    return jax.jit(on_shards(table, layout.mesh, (partitions,), PartitionSpec()))
 
 
 def differing_replicas(

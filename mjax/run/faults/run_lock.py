@@ -1,8 +1,8 @@
 """One live run in one folder: the lock that process 0 of a job holds on `run.lock`.
 
-The kernel's lock (flock) tells the processes of one machine apart, and those of several where the
-file system carries locks between machines. Where it does not, the record in the file does: host,
-process id and a count that the holder raises every few seconds. Invariants: a lock whose holder
+The kernel's lock (flock) distinguishes the processes of one machine, and of several machines if the
+file system carries locks between them. If it does not, the record in the file does: host, process
+id and a count that the holder raises every few seconds. Invariants: a lock whose holder
 died is taken over, and only then; clocks of different machines are never compared, a record is
 stale when its count stands still; a holder that finds another's record in the file never writes
 to the folder again. An empty file is a free lock.

@@ -109,7 +109,7 @@ class Saver:
         self._local_error = error
 
     def news(self) -> int:
-        """What the others must know: GO_ON, SAVE_FAILED (told once) or TAKEN_OVER."""
+        """Returns the code that the other processes need: GO_ON, SAVE_FAILED (once), TAKEN_OVER."""
         if self.lock.is_lost:
             return TAKEN_OVER
         try:

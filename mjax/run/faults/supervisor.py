@@ -1,10 +1,10 @@
 """`python -m mjax.train --restarts N`: a parent that starts training again when a fault ended it.
 
 It runs the same command as a child, forwards signals to it and ends with its last exit code.
-Invariants: what a person has to mend, what has finished and what was asked to stop is not started
-again; N restarts in a row without a new complete checkpoint are the last, so a fault that recurs
-ends the job and one that does not never does; the parent never imports jax, so it holds no device
-and little memory. Of several processes each has a supervisor, and they meet before each start
+Invariants: an error that a person has to mend, a finished run and a run that was asked to stop are
+not started again. N restarts in a row without a new complete checkpoint are the last, so only a
+fault that recurs ends the job. The parent never imports jax, so it takes no device and little
+memory. Each of several processes has a supervisor, and they meet before each start
 (`rendezvous.py`). The count follows NVIDIA's resiliency extension (restarts without progress), not
 torchrun, whose `--max-restarts` counts over the whole life of a job.
 """
@@ -154,7 +154,7 @@ class Supervisor:
 
 def add_restart_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--restarts N [--min-processes M] [--patience MINUTES]` to a command line."""
-    group = parser.add_argument_group("starting again after a fault (docs/failures.md)")
+    group = parser.add_argument_group("starting again after a fault (docs/train/failures.md)")
     text = "start again after a fault; N times in a row without a new checkpoint"
     group.add_argument("--restarts", type=int, metavar="N", help=text)
     text = "go on with so many if others stay away (default: all are needed)"
@@ -197,7 +197,7 @@ def supervise(cfg: Config, args: argparse.Namespace) -> int:
 
 
 def arguments_of(processes: Processes, found: Round) -> list[str]:
-    """What tells a child its place in a round without all processes, else nothing."""
+    """Arguments that tell a child its place in a round without all processes; else none."""
     if len(found.members) == processes.count:
         return []  # as the launcher says
     index = found.members.index(processes.index)

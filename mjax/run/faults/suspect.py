@@ -18,7 +18,7 @@ import jax
 
 from mjax.checkpoint.store import SaveFailed
 from mjax.config.schema.run import TrainConfig
-from mjax.data.loader import Dataset, describe
+from mjax.data.loader import Dataset, describe_data
 from mjax.errors import NonFiniteLoss, ReplicasDiffer, UserError
 from mjax.objectives.objective import HostBatch
 from mjax.optim.schedule import batch_range
@@ -29,7 +29,7 @@ from mjax.run.monitor.metrics import Log
 from mjax.train.trainer import Trainer
 
 RECENT = 64  # accepted losses that a spike is measured against
-FEWEST = 16  # of them, before any loss is called a spike
+FEWEST_LOSSES = 16  # of them, before any loss is called a spike
 WINDOW = 100  # steps in which suspect ones are counted
 SAME = 1e-3  # relative; a repeated step may sum in another order
 NAMED_SAMPLES = 16  # of a suspect step
@@ -52,7 +52,7 @@ class Judge:
 
     def most_loss(self) -> float:
         """The largest loss that is no spike."""
-        if self.cfg.spike_factor is None or len(self._losses) < FEWEST:
+        if self.cfg.spike_factor is None or len(self._losses) < FEWEST_LOSSES:
             return math.inf
         median = statistics.median(self._losses)
         return median * self.cfg.spike_factor if median > 0 else math.inf
@@ -142,7 +142,7 @@ class Suspects:
         return figures
 
     def _verdict(self, step: int, first: Figures, again: Figures) -> str:
-        """That of the judge; where it ends the run, the line says how to go on."""
+        """Returns the judge's verdict; if that ends the run, the error says how to go on."""
         try:
             return self.judge.verdict(step, first, again)
         except NonFiniteLoss as e:
@@ -157,7 +157,7 @@ class Suspects:
     def _samples(self, step: int, most: int) -> str:
         """Words for the samples of a step, and what they are made of."""
         first, count = batch_range(self.trainer.cfg.train, step - 1)
-        names = describe(self.data, range(first, first + count), most)
+        names = describe_data(self.data, range(first, first + count), most)
         return f"samples {first} to {first + count - 1} of the data order: {names}"
 
     def _save(self, step: int) -> None:
@@ -199,10 +199,10 @@ def read_figures(metrics: dict[str, jax.Array]) -> Figures:
 
 def is_same(first: Figures, again: Figures) -> bool:
     """Whether two results of one step agree; numbers that are not finite agree as such."""
+    return all(_agree(first[name], again[name]) for name in ("loss", "grad_norm"))
 
-    def agree(a: float, b: float) -> bool:
-        if not (math.isfinite(a) and math.isfinite(b)):
-            return math.isfinite(a) == math.isfinite(b)
+
+def _agree(a: float, b: float) -> bool:
+    if math.isfinite(a) and math.isfinite(b):
         return math.isclose(a, b, rel_tol=SAME)
-
-    return all(agree(first[name], again[name]) for name in ("loss", "grad_norm"))
+    return math.isfinite(a) == math.isfinite(b)

@@ -1,9 +1,9 @@
 """A process whose step does not end says what it was doing and exits; none waits for ever.
 
 Nothing in Python can interrupt a collective that waits for a process that has died or hangs. So a
-thread watches the loop from beside, and ends the process with exit code 3, which a launcher or
-`--restarts` starts again. What it reads before may hang, too, and has a limit of its own. jax does
-not say which collective a device waits in: NCCL's own log does (docs/failures.md).
+thread watches the loop, and ends the process with exit code 3, which a launcher or `--restarts`
+starts again. The reads that precede the exit may hang, too, and have a limit of their own. jax does
+not say which collective a device waits in: NCCL's own log does (docs/train/failures.md).
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, console, diagnostics, profiles."""
+"""A run's own reports: metrics, console, diagnostics, profiles."""

@@ -1,7 +1,7 @@
 """The console lines of a run: one record in at most 100 columns.
 
 Invariant: a line of training never wraps in a terminal of 100 columns, and all lines of a run have
-one separator. What is not known is left out. `metrics.jsonl` has every figure in full.
+one separator. Unknown figures are left out. `metrics.jsonl` has every figure in full.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Which process makes the others wait: what each host does between two steps, compared.
 
 All processes of a step end it together, as its collectives wait for the slowest one. So the time of
-a step tells no process from another. What a host does alone does: it waits for its batch (seconds
+a step distinguishes no process. The work of each host alone does: it waits for its batch (seconds
 of the wall) and dispatches the step (seconds of its thread's CPU time, as some backends let the
-dispatch wait for other processes). Each process measures both; every log record has those of all,
-gathered on the devices behind the step, so that nobody waits for them. Megatron-LM's straggler
+dispatch wait for other processes). Each process measures both. Every log record has the times of
+all, gathered on the devices after the step, so that nobody waits for them. Megatron-LM's straggler
 detector and MegaScale also time kernels of each GPU; a slow GPU or link is not seen here.
 """
 

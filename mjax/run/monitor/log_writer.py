@@ -34,7 +34,9 @@ class LogWriter:
     """
 
     def __init__(self, name: str, sink: Sink, close_sink: Callable[[], None] | None = None) -> None:
-        self._name, self._sink, self._close_sink = name, sink, close_sink
+        self._name = name
+        self._sink = sink
+        self._close_sink = close_sink
         self._queue: queue.Queue = queue.Queue(MOST_WAITING)
         self._fails = self._is_full = False
         self._thread = threading.Thread(target=self._work, name=f"log {name}", daemon=True)

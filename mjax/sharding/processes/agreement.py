@@ -1,6 +1,6 @@
-"""What one process does for all: every process returns, or every process raises the same error.
+"""Runs an action in one process for all: every process returns, or all raise the same error.
 
-Invariant: where an action fails, no process waits for the one that gave up.
+Invariant: if the action fails, no process waits for the one that gave up.
 """
 
 from collections.abc import Callable

@@ -95,20 +95,20 @@ class Reference(NamedTuple):
 
 def numpy_router(x: np.ndarray, w: np.ndarray, bias: np.ndarray, moe) -> Reference:
     """The router of x [T, D] token by token, in float64, from the papers' formulas."""
-    logits = x @ w + bias * layer.router_bias
+    logits = x @ w + bias * moe.router_bias
     softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    scores = softmax if layer.scoring_func == "softmax" else 1 / (1 + np.exp(-logits))
-    experts = np.zeros((len(x), layer.num_experts_per_tok), int)
+    scores = softmax if moe.scoring_func == "softmax" else 1 / (1 + np.exp(-logits))
+    experts = np.zeros((len(x), moe.num_experts_per_tok), int)
     gates = np.zeros_like(scores)
     for token, score in enumerate(scores):
-        groups = np.split(score, layer.n_group)
-        of_groups = [np.sort(group)[-layer.group_score_topk :].sum() for group in groups]
-        allowed = np.argsort(of_groups)[-layer.topk_group :]
-        size = len(score) // layer.n_group
+        groups = np.split(score, moe.n_group)
+        of_groups = [np.sort(group)[-moe.group_score_topk :].sum() for group in groups]
+        allowed = np.argsort(of_groups)[-moe.topk_group :]
+        size = len(score) // moe.n_group
         ranked = [s if e // size in allowed else -1 for e, s in enumerate(score)]
-        best = np.sort(np.argsort(ranked)[-layer.num_experts_per_tok :])
-        total = score[best].sum() if layer.norm_topk_prob else 1
-        gates[token, best] = score[best] / total * layer.routed_scaling_factor
+        best = np.sort(np.argsort(ranked)[-moe.num_experts_per_tok :])
+        total = score[best].sum() if moe.norm_topk_prob else 1
+        gates[token, best] = score[best] / total * moe.routed_scaling_factor
         experts[token] = best
     return Reference(experts, gates, scores / scores.sum(-1, keepdims=True), logits)
 
@@ -251,7 +251,7 @@ def reference(
 def test_block_equals_reference_forward_and_backward(name):
     cfg = config(name)
     block = MoE(cfg, 0.1, nnx.Rngs(0))
-    inputs = BranchInputs(tokens_of((2, 16)), Context(), "E")
+    inputs = BranchInputs(tokens_of((2, 16)), Context(), "experts")
     graph, params = nnx.split(block)
     x = jax.random.normal(jax.random.key(1), (2, 16, cfg.hidden_size))
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.models.base.context import Context, jitter, tokens_of
+from mjax.models.base.context import Context, Training, jitter, tokens_of
 from mjax.models.moe.sinkhorn import sinkhorn, sinkhorn_experts
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL
 from tests.laws.experts.test_capacity import model
 from tests.marks import quick
 
-TRAINING = Context(dropout=True)
+TRAINING = Context(training=Training(dropout=True))
 
 
 def megatron_sinkhorn(cost: np.ndarray, turns: int) -> np.ndarray:

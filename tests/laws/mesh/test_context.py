@@ -26,7 +26,7 @@ from mjax.models.attention.context_parallel import (
     zigzag,
 )
 from mjax.models.attention.ring import Ring, ring_attention
-from mjax.models.base.context import Context
+from mjax.models.base.context import Context, Kernels
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from tests.marks import quick, slow
@@ -93,7 +93,7 @@ def test_other_masks_equal_one_device(cp_type, mask):
     prefix = np.random.default_rng(2).random((B, S)) < 0.3
     columns = np.arange(S, dtype=np.int32)
     call = AttentionCall(SCALE, mask=mask, implementation="xla")
-    ctx = Context(Parallel(cp=4), cp_type=cp_type)
+    ctx = Context(Parallel(cp=4), kernels=Kernels(cp_type=cp_type))
     mesh = Mesh(np.array(jax.devices()[:4]), ("cp",), axis_types=(AxisType.Auto,))
 
     def given(columns, segments, prefix):
@@ -243,4 +243,5 @@ def test_what_is_not_exact_is_refused(cp_type):
     options = {"implementation": "xla"} | {n: x for n, x in given.items() if n != "sinks"}
     call = AttentionCall(1.0, max_documents=1, **options)
     with pytest.raises(UserError, match=message):
-        context_attention(q, q, q, call, arrays, Context(Parallel(cp=8), cp_type=cp_type))
+        ctx = Context(Parallel(cp=8), kernels=Kernels(cp_type=cp_type))
+        context_attention(q, q, q, call, arrays, ctx)

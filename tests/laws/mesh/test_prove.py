@@ -10,6 +10,7 @@ from mjax.config.rules.mesh_rules import AXES
 from mjax.models.runtime import layers
 from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes
 from mjax.prove.__main__ import page
+from mjax.prove.features import NAMES
 from tests.marks import quick, slow
 
 SAMPLE = [
@@ -100,3 +101,8 @@ def test_the_page_tells_what_fails():
         records = [good, good | bad]
         assert [holds(r) for r in records] == [True, False]
         assert "1 of 2 runs hold all three" in page(records)
+
+
+def test_the_page_names_features_and_no_keys():
+    assert set(NAMES) == set(FEATURES) and len(set(NAMES.values())) == len(NAMES)
+    assert not [name for name in NAMES.values() if "=" in name or len(name) > 80]

@@ -81,7 +81,8 @@ def test_the_estimate_counts_whole_weights_and_fewer_rows():
     given = [*SMALL, *FEATURES["llava"], "mesh.tp=4", "train.micro_batch_size=3"]
     given.append("train.global_batch_size=24")
     sizes = dict.fromkeys(AXES, 1) | {"tp": 4}
-    cut, whole = (kept(load(None, given + keys), sizes, "V", "dots") for keys in ([], [WHOLE]))
+    configs = [load(None, given + keys) for keys in ([], [WHOLE])]
+    cut, whole = (kept(cfg, sizes, "vision+mlp", "dots") for cfg in configs)
     shapes = [{tensor.name: tensor.shape for tensor in found} for found in (cut, whole)]
     assert shapes[0]["input"] == (6, 4, 16) and shapes[0]["up"] == (6, 16, 6)
     assert shapes[1]["input"] == (2, 16, 16) and shapes[1]["up"] == (2, 16, 24)  # of 8, 2 empty

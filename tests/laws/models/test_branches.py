@@ -24,7 +24,7 @@ GPT_OSS = ["model.layer_pattern='window+experts, full+experts'", "model.attentio
 
 @pytest.fixture
 def recurrence(monkeypatch):
-    monkeypatch.setitem(BRANCHES, "Z", toy_recurrence.ROW)
+    monkeypatch.setitem(BRANCHES, "recurrence", toy_recurrence.ROW)
     expand.cache_clear()
     yield
     expand.cache_clear()
@@ -36,18 +36,20 @@ def recurrence(monkeypatch):
 @pytest.mark.parametrize(
     "pattern, layers, expected",
     [
-        ("G", 3, "G G G"),
-        ("(LLG)*2,L", 7, "L L G L L G L"),
-        ("window+experts, full+experts", 4, "[LE] E [LE] E"),
-        ("([LE]G)*2", 4, "[LE] G [LE] G"),
-        ("[GD][G|D]", 4, "G [G|D] G [G|D]"),
-        ("full|mlp", 1, "[G|D]"),
-        ("G@1*2,G", 3, "G@1 G@1 G"),
-        ("[G][D]@2", 2, "[G] [D]@2"),
-        ("megatron:*-*E", 4, "[G] [D] [G] [E]"),
-        ("megatron:M*M-E", 5, "M [G] M [D] [E]"),
-        ("mamba+mlp, mamba|full", 2, "[MD] [M|G]"),
-        ("linear+mlp, full+linear_mlp", 2, "[ID] [GJ]"),
+        ("G", 3, "full+mlp full+mlp full+mlp"),
+        ("(LG)*2,L", 5, "window+mlp full+mlp window+mlp full+mlp window+mlp"),
+        ("window+experts, full+experts", 3, "window+experts full+experts window+experts"),
+        ("([LE]G)*2", 4, "window+experts full+mlp window+experts full+mlp"),
+        ("[GD][G|D]", 4, "full+mlp full|mlp full+mlp full|mlp"),
+        ("full|mlp", 1, "full|mlp"),
+        ("G@1*2,G", 3, "full+mlp@1 full+mlp@1 full+mlp"),
+        ("[G][D]@2", 2, "full mlp@2"),
+        ("megatron:*-*E", 4, "full mlp full experts"),
+        ("megatron:M*M-E", 5, "mamba full mamba mlp experts"),
+        ("mamba+mlp, mamba|full", 2, "mamba+mlp mamba|full"),
+        ("[ID][GJ]", 2, "linear+mlp full+linear_mlp"),
+        ("(window*2, mlp)*2", 6, "window window mlp window window mlp"),
+        ("[M|GD]", 1, "mamba|full+mlp"),
     ],
 )
 def test_patterns(pattern, layers, expected):
@@ -62,8 +64,9 @@ def test_a_malformed_pattern_is_one_line(pattern):
 
 
 def test_branches_and_stacks():
-    assert branch_groups("E") == ("G", "E") and branch_groups("[G|D]") == ("GD",)
-    assert [stack_of(kind) for kind in ("L", "[LE]", "[D]", "G@1")] == [
+    assert branch_groups("full+experts@1") == (("full",), ("experts",))
+    assert branch_groups("mamba|full+mlp") == (("mamba", "full"), ("mlp",))
+    assert [stack_of(kind) for kind in ("window+mlp", "window+experts", "mlp", "full+mlp@1")] == [
         "dense",
         "moe",
         "mlp",
@@ -140,10 +143,10 @@ def test_a_toy_mixer_is_counted_and_saved(recurrence, tmp_path):
     keys = [*TOY, f"run.dir={tmp_path}", "checkpoint.async_save=false", "train.remat=dots"]
     trainer = make_trainer("dense", where, *keys)
     model, per_layer = trainer.cfg.model, 6 * 2 * 32 * 48 + 6 * 48
-    alone = model.model_copy(update={"layer_pattern": "[Z]"})
+    alone = model.model_copy(update={"layer_pattern": "recurrence"})
     head = 6 * 32 * model.vocab_size
     assert flops_per_token(alone, 16) == head + model.num_hidden_layers * per_layer
-    held = held_bytes(trainer.cfg, "[ZD]")
+    held = held_bytes(trainer.cfg, "recurrence+mlp")
     assert held["rec_in"] == held["up"] / 2  # of gate and up
     batch = make_batch(trainer.cfg.train.global_batch_size)
     trainer.step(batch)
@@ -170,7 +173,7 @@ def test_a_toy_mixer_generates_with_its_state(recurrence):
         intermediate_size=48,
         initializer_range=0.3,
         max_position_embeddings=64,
-        layer_pattern="[ZD]G",
+        layer_pattern="recurrence+mlp, full+mlp",
     )
     definition, params = split(build(cfg, nnx.Rngs(0)))
     prompts = [[3, 5, 7], list(range(20, 36))]

@@ -77,7 +77,7 @@ def test_meshes_agree_where_states_last(long_memory, mesh, more):
 
 def test_a_layer_keeps_its_scan_and_counts_it():
     cfg = load(None, [*SMALL, *LAYERS, "train.remat=dots"])
-    held = {t.name: t for t in kept(cfg, dict.fromkeys(AXES, 1), "[TD]", "dots")}
+    held = {t.name: t for t in kept(cfg, dict.fromkeys(AXES, 1), "deltanet+mlp", "dots")}
     assert {"delta_in", "delta_ba", "delta_out", "delta_states"} <= set(held)
     rows, width, heads, size, keys = held["delta_out"].shape[0], 16, 48, 4, 6
     assert held["delta_states"].shape == (rows, width // 4, heads, size, keys)

@@ -232,4 +232,4 @@ def test_padding_behind_a_document_is_known(ids, padded):
         cfg = load(None, ["train.attention=cudnn", "data.mock=true"])
         programs = Trainer(cfg, devices=jax.devices()[:1]).programs
         programs.bound_documents(most_documents(batch), only_padding_follows(batch))
-        assert programs.program(8).model.ctx.padded == (ids == [1, 1, 0])
+        assert programs.program(8).model.ctx.documents.padded == (ids == [1, 1, 0])

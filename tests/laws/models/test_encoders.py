@@ -109,8 +109,8 @@ def test_flops_of_windows_to_both_sides_are_those_of_the_keys_that_are_seen():
     heads = 12 * cfg.attention.num_attention_heads * cfg.attention.head_dim
 
     def flops(window: int) -> float:
-        api = cfg.attention.model_copy(update={"sliding_window": window})
-        return flops_per_token(cfg.model_copy(update={"attention": api}), 1024)
+        attention = cfg.attention.model_copy(update={"sliding_window": window})
+        return flops_per_token(cfg.model_copy(update={"attention": attention}), 1024)
 
     assert flops(1024) - flops(65) == pytest.approx(2 * heads * (1024 - keys), rel=0.01)
     both = cfg.model_copy(update={"layer_pattern": "FBBB"})
@@ -237,7 +237,7 @@ def test_activation_functions_within_matmuls_change_no_number(monkeypatch, cell,
 
     def multiply_and_activate(x, w, bias, name):
         called.append(name)
-        share, slope = gate._share(name, u := x @ w + bias)
+        share, slope = gate._share_and_slope(name, u := x @ w + bias)
         return u * share, share + u * slope
 
     def multiply_by_slope(g, w, slope):

@@ -81,7 +81,7 @@ def test_a_pipeline_of_unlike_stages_agrees():
 
 def test_a_layer_keeps_its_scan_and_counts_it():
     cfg = load(None, [*SMALL, *HYBRID, "train.remat=dots"])
-    held = {t.name: t for t in kept(cfg, dict.fromkeys(AXES, 1), "M", "dots")}
+    held = {t.name: t for t in kept(cfg, dict.fromkeys(AXES, 1), "mamba", "dots")}
     assert {"ssm_in", "ssm_bc", "ssm_dt", "ssd_out", "ssd_states"} <= set(held)
     rows, width, heads, size, state = held["ssd_out"].shape[0], 16, 24, 4, 6
     assert held["ssd_states"].shape == (rows, width // 4, heads, size, state)
@@ -94,10 +94,10 @@ def test_with_the_kernels_a_layer_keeps_no_states(monkeypatch):
     keys = ["precision.compute=bfloat16", "model.mamba.mamba_head_dim=64"]
     keys += ["model.mamba.state_size=64", "train.remat=dots"]
     cfg, sizes = load(None, [*SMALL, *HYBRID, *keys]), dict.fromkeys(AXES, 1)
-    plain = kept(cfg, sizes, "M", "dots")
+    plain = kept(cfg, sizes, "mamba", "dots")
     interpret(monkeypatch)
     choose_for(monkeypatch, GPU, "ssd")
-    held = kept(cfg, sizes, "M", "dots")
+    held = kept(cfg, sizes, "mamba", "dots")
     (states,) = (t for t in plain if t.name == "ssd_states")
     assert {t.name for t in held} == {t.name for t in plain} - {"ssd_states"}
     assert sum(t.bytes for t in plain) - sum(t.bytes for t in held) == states.bytes

@@ -96,21 +96,21 @@ def reads_of_neighbors(tokens: np.ndarray):
                 yield (row * CHUNKS * NEIGHBORS + number, i), seen
 
 
-@pytest.mark.parametrize("letter", ["R", "C"])
-def test_chunked_attention_equals_plain_loops(letter):
+@pytest.mark.parametrize("word", ["retrieval", "chunk"])
+def test_chunked_attention_equals_plain_loops(word):
     cfg, _ = make()
     neighbors = retrieved()
     both = beside_neighbors(tokens_of((2, S)), neighbors)
     streams = both.of("decoder"), both.of("encoder")
-    side, other = streams if letter == "R" else streams[::-1]
-    inputs = BranchInputs(side, Context(), letter, source=Source(None, other))
-    branch = branch_class(letter)(cfg, 0.02, nnx.Rngs(0))
+    side, other = streams if word == "retrieval" else streams[::-1]
+    inputs = BranchInputs(side, Context(), word, source=Source(None, other))
+    branch = branch_class(word)(cfg, 0.02, nnx.Rngs(0))
     rng = np.random.default_rng(0)
     of_queries, of_keys = side.positions.shape, other.positions.shape
     q, d_out = rng.normal(size=(2, *of_queries, 4, 8)).astype(np.float32)
     k, v = rng.normal(size=(2, *of_keys, 2, 8)).astype(np.float32)
     found, vjp = jax.vjp(lambda q, k, v: branch.attend(q, k, v, inputs), q, k, v)
-    reads = reads_of_a_text if letter == "R" else reads_of_neighbors
+    reads = reads_of_a_text if word == "retrieval" else reads_of_neighbors
     out, d_q, d_k, d_v = (np.zeros(x.shape) for x in (q, q, k, v))
     alone = 0
     for at, seen in reads(np.asarray(neighbors)):
@@ -122,7 +122,7 @@ def test_chunked_attention_equals_plain_loops(letter):
         d_q[at], of_k, of_v = back(d_out[at])
         d_k[places] += of_k
         d_v[places] += of_v
-    assert alone == (M if letter == "R" else 0)  # those of the chunk without neighbors
+    assert alone == (M if word == "retrieval" else 0)  # those of the chunk without neighbors
     for mine, plain in zip((found, *vjp(d_out)), (out, d_q, d_k, d_v), strict=True):
         np.testing.assert_allclose(mine, plain, atol=1e-5)
         np.testing.assert_array_equal(np.asarray(mine)[plain == 0], 0)

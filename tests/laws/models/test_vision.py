@@ -18,7 +18,7 @@ from mjax.config import load
 from mjax.data.multimodal.images import ImageDataset
 from mjax.data.multimodal.sources import samples_of
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.table import config_to_hf
+from mjax.interop.huggingface.families.engine import config_to_hf
 from mjax.models import build, split
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.flops import flops_by_part

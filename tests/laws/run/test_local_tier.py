@@ -6,6 +6,7 @@ import signal
 import jax
 import pytest
 
+from mjax.checkpoint.local import folder as tier
 from mjax.checkpoint.local.folder import local_folder
 from mjax.config import load
 from mjax.errors import UserError
@@ -135,12 +136,12 @@ def test_local_steps_of_another_run_are_not_taken(tmp_path, monkeypatch):
     cfg = config(folder, *KEYS, f"checkpoint.local_dir={local}")
     mine = local_folder(cfg)
     (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / folder.TOKEN).write_text((folder / folder.TOKEN).read_text())
+    (tmp_path / "copy" / tier.TOKEN).write_text((folder / tier.TOKEN).read_text())
     copy = config(tmp_path / "copy", *KEYS, f"checkpoint.local_dir={local}")
     assert local_folder(copy) != mine
-    (folder / folder.TOKEN).unlink()  # as with a run.dir that was removed and made again
+    (folder / tier.TOKEN).unlink()  # as with a run.dir that was removed and made again
     assert new_trainer(cfg).checkpoints.latest_step() is None
-    folder.claim(cfg)
+    tier.claim(cfg)
     assert local_folder(cfg) != mine and (mine / "process-0" / "3").is_dir()
 
 

@@ -9,7 +9,7 @@ from mjax.config.schema.run import TrainConfig
 from mjax.data.loader import build_datasets, make_loader
 from mjax.errors import NonFiniteLoss
 from mjax.optim.schedule import batch_range
-from mjax.run.faults.suspect import FEWEST, Judge
+from mjax.run.faults.suspect import FEWEST_LOSSES, Judge
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
@@ -133,7 +133,7 @@ def test_a_step_above_the_limit_without_a_token_or_behind_a_closed_gate_changes_
 
 def test_a_spike_is_measured_against_the_median_of_the_last_losses():
     judge = Judge(TrainConfig(spike_factor=2.0))
-    for i in range(FEWEST):
+    for i in range(FEWEST_LOSSES):
         assert judge.most_loss() == np.inf
         judge.accepted(3.0 if i else 1000.0)
     assert judge.most_loss() == 6.0
@@ -142,7 +142,7 @@ def test_a_spike_is_measured_against_the_median_of_the_last_losses():
 
 def test_two_results_of_one_step_that_differ_accuse_the_device():
     judge = Judge(TrainConfig(on_suspect="skip", spike_factor=2.0))
-    for _ in range(FEWEST):
+    for _ in range(FEWEST_LOSSES):
         judge.accepted(3.0)
     bad = {"finite": True, "loss": 50.0, "grad_norm": 1.0}
     assert judge.verdict(20, bad, bad | {"loss": 50.001}) == "skip"

@@ -109,9 +109,9 @@ def test_figures_of_activations_are_those_of_the_model():
 def test_an_outlier_shows_in_the_kurtosis_of_its_layer_alone():
     cfg = load(None, ["data.mock=true", "model.num_hidden_layers=2"]).model
     x = np.random.default_rng(0).normal(size=(2, 64, 256)).astype(np.float32)
-    plain = see_activations(jnp.asarray(x), "G", 0, 2)
+    plain = see_activations(jnp.asarray(x), "full+mlp", 0, 2)
     x[0, 3, 7] = 1000
-    outlier = see_activations(jnp.asarray(x), "G", 1, 2)
+    outlier = see_activations(jnp.asarray(x), "full+mlp", 1, 2)
     seen = {name: np.asarray(plain[name] + outlier[name]) for name in plain}
     record = layer_record(cfg, seen)
     assert record["activation_rms/layers.0"] == pytest.approx(1, abs=0.01)
@@ -128,7 +128,7 @@ def test_loads_of_experts_are_those_of_one_device(feature, cell):
         trainer, batch = drawn(feature, where)
         model = trainer.cfg.model
         seen = jax.device_get(trainer.run_program("layers", batch))
-        with_experts = ["E" in branches_of(kind) for kind in model.layer_kinds]
+        with_experts = ["experts" in branches_of(kind) for kind in model.layer_kinds]
         tokens = batch["tokens"].size * np.asarray(with_experts)
         np.testing.assert_array_equal(seen["layer_tokens"], tokens)
         loads = seen["expert_load"].sum(-1)

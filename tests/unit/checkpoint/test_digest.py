@@ -172,7 +172,7 @@ def test_weights_are_not_taken_from_a_damaged_training_checkpoint(trained, tmp_p
 
 
 def test_a_list_covers_every_file_and_every_block(trained, monkeypatch, tmp_path):
-    monkeypatch.setattr(digest, "BLOCK", 1000)
+    monkeypatch.setattr(digest, "DIGEST_BLOCK", 1000)
     shutil.copytree(trained / "3", tmp_path / "3")
     digest.write_digests(tmp_path / "3")
     found = read_digests(tmp_path / "3").files

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import torch_train
 from mjax.bench import checkpoint, collective, data, decode, kernel, report, train
-from mjax.bench.breakdown import Event, breakdown, classify, parse, profile, top
+from mjax.bench.breakdown import KernelEvent, breakdown, classify, parse, profile, top
 from mjax.config import load
 from mjax.errors import UserError
 from mjax.sharding.mesh import make_mesh
@@ -67,23 +67,23 @@ ENTRY %main (x: bf16[4,4]) -> bf16[4,4] {
 @pytest.mark.parametrize(
     "event, expected",
     [
-        (Event(0, 1, "k", "loop_slice.1"), ("copies and transposes", "forward")),
-        (Event(0, 1, "k", "fusion.2"), ("norm", "forward")),
-        (Event(0, 1, "k", "gemm.3"), ("matmul", "backward")),
-        (Event(0, 1, "k", "call.4"), ("head and loss: matmul", "forward")),
-        (Event(0, 1, "k", "sdpa.5"), ("attention", "backward")),
-        (Event(0, 1, "k", "experts.8"), ("matmul", "forward")),
-        (Event(0, 1, "k", "gather-done"), ("communication, exposed", "forward")),
-        (Event(0, 1, "k", "silu.6"), ("activation", "recompute")),
-        (Event(0, 1, "k", "adam.7"), ("optimizer", "forward")),
+        (KernelEvent(0, 1, "k", "loop_slice.1"), ("copies and transposes", "forward")),
+        (KernelEvent(0, 1, "k", "fusion.2"), ("norm", "forward")),
+        (KernelEvent(0, 1, "k", "gemm.3"), ("matmul", "backward")),
+        (KernelEvent(0, 1, "k", "call.4"), ("head and loss: matmul", "forward")),
+        (KernelEvent(0, 1, "k", "sdpa.5"), ("attention", "backward")),
+        (KernelEvent(0, 1, "k", "experts.8"), ("matmul", "forward")),
+        (KernelEvent(0, 1, "k", "gather-done"), ("communication, exposed", "forward")),
+        (KernelEvent(0, 1, "k", "silu.6"), ("activation", "recompute")),
+        (KernelEvent(0, 1, "k", "adam.7"), ("optimizer", "forward")),
         # no instruction: by the name of the kernel
-        (Event(0, 1, "silu_6", "command_buffer_3"), ("activation", "recompute")),
-        (Event(0, 1, "nvjet_sm90_tst_256x128"), ("matmul", "forward")),
-        (Event(0, 1, "cudnn_generated_fort_native_sdpa"), ("attention", "forward")),
-        (Event(0, 1, "attention_forward"), ("attention", "forward")),
-        (Event(0, 1, "ncclDevKernel_AllGather"), ("communication, exposed", "forward")),
-        (Event(0, 1, "MemcpyH2D"), ("copies and transposes", "forward")),
-        (Event(0, 1, "mystery"), ("residual, other", "forward")),
+        (KernelEvent(0, 1, "silu_6", "command_buffer_3"), ("activation", "recompute")),
+        (KernelEvent(0, 1, "nvjet_sm90_tst_256x128"), ("matmul", "forward")),
+        (KernelEvent(0, 1, "cudnn_generated_fort_native_sdpa"), ("attention", "forward")),
+        (KernelEvent(0, 1, "attention_forward"), ("attention", "forward")),
+        (KernelEvent(0, 1, "ncclDevKernel_AllGather"), ("communication, exposed", "forward")),
+        (KernelEvent(0, 1, "MemcpyH2D"), ("copies and transposes", "forward")),
+        (KernelEvent(0, 1, "mystery"), ("residual, other", "forward")),
     ],
 )
 def test_kernels_are_sorted_by_scope_and_kind(event, expected):
@@ -93,12 +93,12 @@ def test_kernels_are_sorted_by_scope_and_kind(event, expected):
 def test_breakdown_adds_up_to_the_wall_time():
     us = 1000.0
     events = [
-        Event(0, 10 * us, "k", "fusion.2"),
-        Event(10 * us, 20 * us, "k", "gemm.3"),
-        Event(25 * us, 15 * us, "nccl", "gather-start"),  # 5 hidden, 10 exposed, of which
-        Event(38 * us, 4 * us, "k", "loop_slice.1"),  # 2 under a copy
-        Event(41 * us, 3 * us, "k", "adam.7"),  # 1 of them under that copy
-        Event(50 * us, 10 * us, "k", "gemm.3"),
+        KernelEvent(0, 10 * us, "k", "fusion.2"),
+        KernelEvent(10 * us, 20 * us, "k", "gemm.3"),
+        KernelEvent(25 * us, 15 * us, "nccl", "gather-start"),  # 5 hidden, 10 exposed, of which
+        KernelEvent(38 * us, 4 * us, "k", "loop_slice.1"),  # 2 under a copy
+        KernelEvent(41 * us, 3 * us, "k", "adam.7"),  # 1 of them under that copy
+        KernelEvent(50 * us, 10 * us, "k", "gemm.3"),
     ]
     *rows, hidden = breakdown(events, HLO, steps=2)
     found = {row["part"]: row["ms"] * 2000 for row in rows}  # microseconds of both steps
@@ -119,8 +119,8 @@ def test_breakdown_adds_up_to_the_wall_time():
 
 
 def test_longest_instructions_come_first():
-    events = [Event(0, 5e6, "a", "silu.6"), Event(5e6, 4e6, "b", "adam.7")]
-    events += [Event(9e6, 4e6, "c", "adam.7")]
+    events = [KernelEvent(0, 5e6, "a", "silu.6"), KernelEvent(5e6, 4e6, "b", "adam.7")]
+    events += [KernelEvent(9e6, 4e6, "c", "adam.7")]
     rows = top(events, HLO, steps=1, count=5)
     assert [(row["op"], row["ms"], row["kernels"]) for row in rows] == [
         ("adam", 8.0, 2),
@@ -133,7 +133,7 @@ def test_the_model_and_step_carry_the_scopes_that_rows_go_by():
     cfg = load(None, TINY)
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
     program = parse(trainer.lower().compile().as_text())
-    found = {classify(Event(0, 1, "k", op), program)[0] for op in program}
+    found = {classify(KernelEvent(0, 1, "k", op), program)[0] for op in program}
     missing = {"matmul", "norm", "activation", "head and loss: rest", "embedding", "optimizer"}
     missing |= {"attention", "RoPE, bias", "gradients: add up", "gradients: reduce, norm"}
     assert not missing - found
@@ -183,14 +183,14 @@ def made(ms, **case):
 def test_compare_tells_slower_from_faster_and_new():
     old = [made(9.0), made(10.0), made(10.0, shape=[1]), made(10.0, shape=[2])]
     new = [made(10.4), made(10.2, shape=[1]), made(9.0, shape=[2]), made(1.0, shape=[3])]
-    rows = report.compare(new, old, 0.03)
+    rows = report.compare_records(new, old, 0.03)
     verdicts = [row["verdict"] for row in rows]
     assert verdicts == ["SLOWER", "ok", "faster", "not in the baseline"]
     assert rows[0]["ratio"] == pytest.approx(1.04)  # against the last of two
     with pytest.raises(UserError, match="no record of the same"):
-        report.compare([made(1.0, shape=[7])], old, 0.03)
+        report.compare_records([made(1.0, shape=[7])], old, 0.03)
     with pytest.raises(UserError):
-        report.compare([made(10.0) | {"device": "other"}], old, 0.03)
+        report.compare_records([made(10.0) | {"device": "other"}], old, 0.03)
 
 
 @pytest.mark.parametrize("ms, code", [(100.0, 0), (103.1, 1), (97.0, 0)])
@@ -206,7 +206,7 @@ def test_exit_code_follows_the_baseline(ms, code, tmp_path, capsys):
 
 def test_baseline_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(UserError, match="--baseline"):
-        report.read(str(tmp_path / "none.jsonl"))
+        report.read_records(str(tmp_path / "none.jsonl"))
 
 
 @pytest.mark.parametrize(

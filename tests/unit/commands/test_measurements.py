@@ -1,6 +1,7 @@
 """Measurements: the bench writes them, the page's table says what they say, the commit is ours."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from mjax.errors import UserError
 from tests.unit.commands.test_bench import TINY
 
 ROOT = Path(__file__).parents[3]
-FILE, PAGE = ROOT / "docs" / "measurements.jsonl", ROOT / "docs" / "performance.md"
+FILE, PAGE = ROOT / "benchmarks" / "measurements.jsonl", ROOT / "docs" / "performance.md"
+FULL = ROOT / "benchmarks" / "README.md"
 LINE = {"workload": "w", "bench": "train", "gpus": 1, "date": "2026-01-02", "commit": "abc"}
 
 
@@ -23,14 +25,20 @@ def never(line: dict) -> bool:
     return False
 
 
-def test_the_page_shows_the_file_and_is_short():
+def test_the_pages_show_the_file():
     """But for the marks, which depend on the commits since."""
+    lines = measurements.read_measurements(FILE)
+    page, full = PAGE.read_text(encoding="utf-8"), FULL.read_text(encoding="utf-8")
+    assert measurements.page_of_headlines(page, lines) == page
+    new = measurements.page_of_all(full, lines, never)
+    assert new.replace(measurements.STALE, "") == full.replace(measurements.STALE, "")
+
+
+def test_the_page_for_users_is_short_and_says_when_its_rows_were_measured():
     page = PAGE.read_text(encoding="utf-8")
-    rows = measurements.table(measurements.read_measurements(FILE), never)
-    assert measurements.with_table(page, rows).replace(measurements.STALE, "") == page.replace(
-        measurements.STALE, ""
-    )
-    assert len(page.splitlines()) <= 90
+    rows = page.split(measurements.BEGIN)[1].split(measurements.END)[0].strip().splitlines()[2:]
+    assert len(rows) == 10 and len(page.splitlines()) <= 60
+    assert all(re.search(r"\| \[20\d\d-\d\d-\d\d, [0-9a-f]{7}\]\(.*#.*\) \|$", row) for row in rows)
 
 
 def test_every_line_says_how_to_repeat_it_and_links_its_public_figure():
@@ -93,7 +101,7 @@ def test_a_record_is_a_line_that_takes_over_the_public_figure(tmp_path, monkeypa
     argv = [*TINY, "--steps=1", "--warmup=0"]
     made = {"bench": "train", "case": {"devices": 8}, "ms": 2.0, "tokens_per_second": 4.0}
     made |= {"tflops": 0.5, "mfu": None, "memory_gb": None}
-    monkeypatch.setattr(train, "measure", lambda *_: made)
+    monkeypatch.setattr(train, "measure_training", lambda *_: made)
 
     def run(command, **_):
         assert command[1:4] == ["-m", "mjax.bench", "train"]
@@ -175,17 +183,28 @@ def test_a_row_is_stale_by_the_code_that_it_runs(tmp_path, monkeypatch):
 
 def test_the_command_writes_between_the_marks_and_checks(tmp_path, monkeypatch):
     monkeypatch.setattr(measurements, "changed_since", never)
-    file, page = tmp_path / "m.jsonl", tmp_path / "p.md"
-    file.write_text(json.dumps(LINE) + "\n")
-    page.write_text(f"a\n{measurements.BEGIN}\nold\n{measurements.END}\nb\n")
-    paths = ["--measurements", str(file), "--page", str(page)]
+    headline = measurements.Headline("what: 1", "w", 1, "{:.1f} ms")
+    monkeypatch.setattr(measurements, "HEADLINES", (headline,))
+    file, page, full = (tmp_path / name for name in ("m.jsonl", "p.md", "f.md"))
+    line = LINE | {"ms": 2.0, "command": "run it", "machine": "H"}
+    file.write_text(json.dumps(line) + "\n")
+    empty = f"a\n{measurements.BEGIN}\nold\n{measurements.END}\nb\n"
+    page.write_text(empty)
+    full.write_text(f"{empty}{measurements.COMMANDS_BEGIN}\n{measurements.COMMANDS_END}\n")
+    paths = ["--measurements", str(file), "--page", str(page), "--full-page", str(full)]
     assert table.main([*paths, "--check"]) == 1
     assert table.main(paths) == 0 == table.main([*paths, "--check"])
     text = page.read_text()
-    assert text.startswith("a\n<!--") and text.endswith("-->\nb\n")
-    assert "old" not in text and "| w | 1 |" in text
+    assert text.startswith("a\n<!--") and text.endswith("-->\nb\n") and "old" not in text
+    assert "| what: 1 | 2.0 ms |  | [2026-01-02, abc](../benchmarks/README.md#what-1) |" in text
+    assert "| w | 1 |" in full.read_text() and "### what: 1\n" in full.read_text()
+    assert "```bash\nrun it\n```" in full.read_text()
     page.write_text("no marks")
     with pytest.raises(UserError, match="--page: it must hold one line"):
+        table.main(paths)
+    file.write_text(json.dumps(line | {"gpus": 2}) + "\n")
+    page.write_text(empty)
+    with pytest.raises(UserError, match="no line of 'w' on 1 GPUs; measure it"):
         table.main(paths)
     file.write_text('{"gpus": 1}\n')
     with pytest.raises(UserError, match="m.jsonl:1: lacks bench, date, workload; add it"):

@@ -24,7 +24,7 @@ from mjax.errors import UserError
 from mjax.evaluate import __main__ as evaluate
 from mjax.generate import __main__ as generate
 from mjax.generate.options import end_ids
-from mjax.interop.huggingface.families.table import config_from_hf
+from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import Pretrained
 from mjax.models import build, split
 from mjax.objectives.objective import BatchField, NextToken, objective_of

@@ -1,5 +1,5 @@
-"""The launchers' examples of docs/multi-host.md: their shell parses, their YAML loads, and what
-they call exists."""
+"""The launchers' examples of docs/start/multi-host.md: their shell parses, their YAML loads, and
+what they call exists."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from mjax.config import load
 from mjax.sharding.processes.launcher import find_processes
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "multi-host.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "start" / "multi-host.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
 
 

@@ -122,11 +122,11 @@ BROKEN = {
     "mla_sizes_given": (["model.layer_pattern=A"], "whose sizes model.mla lacks"),
     "mla_features": (
         [*LATENT, "model.attention.qk_norm=true"],
-        "model.attention.qk_norm=True is not built for A blocks",
+        "model.attention.qk_norm=True is not built for mla blocks",
     ),
     "mla_rotates_whole_part": (
         [*LATENT, "model.rope.partial_rotary_factor=0.5"],
-        "model.rope.partial_rotary_factor=0.5 is not for A blocks",
+        "model.rope.partial_rotary_factor=0.5 is not for mla blocks",
     ),
     "mamba_heads_given": (["model.layer_pattern=M"], "whose heads model.mamba lacks"),
     "mamba_groups_divide_heads": (
@@ -208,7 +208,7 @@ BROKEN = {
     "seq_length_fits_positions": (["data.seq_length=4096"], "data.seq_length=4096 exceeds"),
     "neighbors_are_encoded_before_they_are_read": (
         ["model.layer_pattern='[GRD],[BCD],[GRD],G'"],
-        "a layer with R stands before all layers of neighbors",
+        "a layer with retrieval stands before all layers of neighbors",
     ),
     "retro_predicts_the_next_token": (
         [*RETRO, "train.objective=classify"],
@@ -233,7 +233,7 @@ BROKEN = {
     "towers_see_all_patches": ([*VIT, "model.layer_pattern=G"], "model.layer_pattern='G': an"),
     "compared_towers_stand_apart": (
         [*CLIP, "model.layer_pattern='V*2,G,U'"],
-        "model.layer_pattern='V*2,G,U': without P, layers of V stand before G alone or U alone",
+        "model.layer_pattern='V*2,G,U': without a projector, vision stands before full alone",
     ),
     "compared_texts_are_plain": (
         [*CLIP, "model.contrastive.projection_dim=0"],
@@ -306,11 +306,11 @@ BROKEN = {
     ),
     "next_token_is_hidden": (
         ["model.layer_pattern=B"],
-        "train.objective='next_token' is given away where model.layer_pattern='B' has B blocks",
+        "train.objective='next_token' is given away where model.layer_pattern='B' has",
     ),
     "sides_are_apart": (
         [*SPANS, "model.layer_pattern='[GXD]*2, B*2'"],
-        "model.layer_pattern='[GXD]*2, B*2': an encoder-decoder has layers of B blocks, and then",
+        "model.layer_pattern='[GXD]*2, B*2': an encoder-decoder has bidirectional layers, and then",
     ),
     "decoder_writes_spans": (
         ["model.layer_pattern='B*2, [GXD]*2'"],
@@ -338,7 +338,7 @@ BROKEN = {
     ),
     "hidden_tokens_need_an_encoder": (
         ["train.objective=masked_lm"],
-        "train.objective='masked_lm' is for encoders, but model.layer_pattern='G' has no B block",
+        "is for encoders, but model.layer_pattern='full+mlp' has no bidirectional blocks",
     ),
     "padding_is_not_seen": ([*MASKED, "data.document_mask=false"], "data.document_mask=False"),
     "encoders_continue_nothing": (
@@ -394,7 +394,7 @@ BROKEN = {
     ),
     "prediction_has_a_final_norm": (
         ["model.num_nextn_predict_layers=1", "model.norm_placement=post_residual"],
-        "model.num_nextn_predict_layers=1 is not built for B blocks",
+        "model.num_nextn_predict_layers=1 is not built for bidirectional blocks",
     ),
     "one_data_source": (["data.paths=[a]"], "data.paths and data.mock exclude each other"),
     "weights_match_paths": (
@@ -566,13 +566,13 @@ PATTERN = "model.layer_pattern="
 # Overrides of a legal config, the key among them that nothing reads, and what decides it.
 UNREAD = [
     (["mesh.virtual_stages=2"], "mesh.virtual_stages=2", "mesh.pp=1"),
-    (["model.mla.kv_lora_rank=8"], "model.mla.kv_lora_rank=8", f"{PATTERN}'G'"),
+    (["model.mla.kv_lora_rank=8"], "model.mla.kv_lora_rank=8", f"{PATTERN}'full+mlp'"),
     (
         [*LATENT, "model.attention.num_key_value_heads=2"],
         "model.attention.num_key_value_heads=2",
         f"{PATTERN}'A'",
     ),
-    (["model.mamba.state_size=8"], "model.mamba.state_size=8", f"{PATTERN}'G'"),
+    (["model.mamba.state_size=8"], "model.mamba.state_size=8", f"{PATTERN}'full+mlp'"),
     (["model.deltanet.linear_chunk_size=8"], "model.deltanet.linear_chunk_size=8", PATTERN),
     (["model.relative.max_distance=99"], "model.relative.max_distance=99", "model.position_"),
     (
@@ -591,10 +591,14 @@ UNREAD = [
         "model.attention.qk_norm_all_heads=True",
         "model.attention.qk_norm=False",
     ),
-    (["model.attention.sliding_window=8"], "model.attention.sliding_window=8", f"{PATTERN}'G'"),
+    (
+        ["model.attention.sliding_window=8"],
+        "model.attention.sliding_window=8",
+        f"{PATTERN}'full+mlp'",
+    ),
     (["model.norm_bias=false"], "model.norm_bias=False", "model.norm='rmsnorm'"),
-    (["model.moe.num_experts=4"], "model.moe.num_experts=4", f"{PATTERN}'G'"),
-    (["model.moe.router_bias=true"], "model.moe.router_bias=True", f"{PATTERN}'G'"),
+    (["model.moe.num_experts=4"], "model.moe.num_experts=4", f"{PATTERN}'full+mlp'"),
+    (["model.moe.router_bias=true"], "model.moe.router_bias=True", f"{PATTERN}'full+mlp'"),
     (
         [*EXPERTS, "model.moe.shared_expert_gate=true"],
         "model.moe.shared_expert_gate=True",
@@ -615,7 +619,7 @@ UNREAD = [
     ([*LLAVA, SOUNDS], "model.audio.hidden_size=32", PATTERN),
     ([*LLAVA, "checkpoint.init_audio=x"], "checkpoint.init_audio='x'", PATTERN),
     (["model.vision.image_size=32"], "model.vision.image_size=32", "model.vision.patch_size=0"),
-    (["model.decoder_start_token_id=0"], "model.decoder_start_token_id=0", f"{PATTERN}'G'"),
+    (["model.decoder_start_token_id=0"], "model.decoder_start_token_id=0", f"{PATTERN}'full+mlp'"),
     (["data.target_length=32"], "data.target_length=32", "train.objective='next_token'"),
     (
         ["model.bert.position_offset=2"],
@@ -662,8 +666,8 @@ UNREAD += [
 UNREAD += [
     ([*VIT, *FILES[:1], "data.text=x", "data.tokenizer=byte"], "data.text='x'", "model.vision."),
     ([*VIT, *FILES[:1], "data.paths=[x]"], "data.paths=['x']", "model.vision.patch_size=8"),
-    (["data.images.mean=[0.1]"], "data.images.mean=[0.1]", f"{PATTERN}'G'"),
-    ([*FILES[:1], "data.images.path=x"], "data.images.path='x'", f"{PATTERN}'G'"),
+    (["data.images.mean=[0.1]"], "data.images.mean=[0.1]", f"{PATTERN}'full+mlp'"),
+    ([*FILES[:1], "data.images.path=x"], "data.images.path='x'", f"{PATTERN}'full+mlp'"),
     (["data.valid_paths=[x]"], "data.valid_paths=['x']", "data.mock=True"),
     (
         [*FILES[:1], "data.paths=[x]", "data.valid_paths=[y]", "data.split=[9, 1, 0]"],
@@ -729,10 +733,10 @@ def test_malformed_layer_pattern_is_refused():
 @pytest.mark.parametrize(
     "pattern,said",
     [
-        ("'[G],[CD],[RD],G'", "RETRO has layers of neighbors (B) and of a text (R)"),
-        ("'[BCD],G,G,G'", "RETRO has layers of neighbors (B) and of a text (R)"),
-        ("'[BCD],[BRD],[GRD],G'", "layers of neighbors are made of B, C and D"),
-        ("'B,[GXD],[GRD],G'", "layers of neighbors are made of B, C and D; X is T5's"),
+        ("'[G],[CD],[RD],G'", "RETRO has bidirectional and retrieval layers"),
+        ("'[BCD],G,G,G'", "RETRO has bidirectional and retrieval layers"),
+        ("'[BCD],[BRD],[GRD],G'", "neighbors have bidirectional, chunk and mlp"),
+        ("'B,[GXD],[GRD],G'", "neighbors have bidirectional, chunk and mlp; cross"),
     ],
 )
 def test_layers_of_retro_have_their_sides(pattern, said):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mjax.data.base.documents import expand, json_rows, read_documents, read_text
+from mjax.data.base.documents import expand_paths, json_rows, read_documents, read_text
 from mjax.data.base.tokenizer import load_tokenizer
 from mjax.data.multimodal.sources import samples_of
 from mjax.data.preprocess import read_texts
@@ -133,7 +133,7 @@ def test_labelled_lines_come_from_folders_as_other_texts_do(tmp_path):
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(rows("a")))
     (tmp_path / "2.jsonl").write_bytes(rows("b"))
     assert of_labelled(tmp_path) == of_labelled(tmp_path / "*.jsonl*") == ["a", "b"]
-    assert len(expand([str(tmp_path)])) == 2
+    assert len(expand_paths([str(tmp_path)])) == 2
 
 
 STDIN = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mjax.data import IndexedDataset, IndexedDatasetWriter
-from mjax.data.corpus.indexed import DTYPES, MAGIC
+from mjax.data.corpus.indexed import MAGIC, TOKEN_DTYPES
 from mjax.errors import UserError
 
 DOCUMENTS = [[5, 6, 7], [], [8], list(range(20))]
@@ -19,7 +19,7 @@ def write(prefix, documents=DOCUMENTS, dtype=np.uint16):
     return prefix
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES.values(), ids=str)
 def test_round_trip_in_every_dtype(tmp_path, dtype):
     data = IndexedDataset(write(tmp_path / "c", dtype=dtype))
     assert data.dtype == dtype and len(data) == 4

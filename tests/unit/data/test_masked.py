@@ -136,7 +136,7 @@ def test_swaps_without_a_loop(count):
 
 
 def test_a_million_samples_a_second():
-    """Checked at a fifth of that, for slow and busy machines; measured in docs/encoders.md."""
+    """Checked at a fifth of that, for busy machines; measured in docs/models/encoders.md."""
     bounds, lengths = corpus(0, 20_000)
     build_sample_index(bounds, lengths, 1000, 125, 0.1, 1, 2)
     start = time.perf_counter()

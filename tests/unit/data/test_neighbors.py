@@ -9,7 +9,13 @@ from mjax.config import load
 from mjax.data.corpus import neighbor_index
 from mjax.data.corpus.gpt import GPTDataset
 from mjax.data.corpus.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.corpus.neighbor_index import Index, Vectors, database_of, first_allowed, search
+from mjax.data.corpus.neighbor_index import (
+    NeighborIndex,
+    Vectors,
+    database_of,
+    first_allowed,
+    search,
+)
 from mjax.data.corpus.retro import texts_of
 from mjax.data.loader import build_datasets, make_loader
 from mjax.data.neighbors import main
@@ -119,7 +125,7 @@ def test_neighbors_are_the_nearest_of_other_documents(tmp_path, monkeypatch, exa
     dataset = GPTDataset(tmp_path / "corpus", "train", (0.8, 0.2, 0), LENGTH, 150, 3)
     data = dataset.dataset
     database = database_of(data, dataset.sequences, SIZE)
-    index = Index(data, database, SIZE)
+    index = NeighborIndex(data, database, SIZE)
     found = search(dataset, 140, index, database, True, cfg)
     assert found.shape == (140, LENGTH // SIZE, COUNT)
     every = index.vectors(texts_of(data, database.starts, SIZE))

@@ -47,33 +47,36 @@ def folder(tmp_path, monkeypatch):
 
 @slow
 def test_the_research_examples_run(folder, capsys):
-    text = (DOCS / "research.md").read_text(encoding="utf-8")
+    text = (DOCS / "develop/research.md").read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S))
     assert len(blocks) >= 8
     names: dict = {}
     for block in blocks:
         line = text[: block.start(1)].count("\n")
-        exec(compile("\n" * line + block[1], str(DOCS / "research.md"), "exec"), names)
+        exec(compile("\n" * line + block[1], str(DOCS / "develop/research.md"), "exec"), names)
     assert capsys.readouterr().out.count("logits still differ") == TINY.num_hidden_layers
 
 
-@pytest.mark.parametrize("page", ["models.md", "research.md"])
+@pytest.mark.parametrize("page", ["models/families.md", "develop/research.md"])
 def test_links_and_named_files_exist(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)", text)
-    assert links and all((DOCS / link).exists() for link in links if "://" not in link), links
+    assert links and all(
+        ((DOCS / page).parent / link).exists() for link in links if "://" not in link
+    ), links
     named = re.findall(r"`((?:tests|configs|mjax)/[\w/.]+\.(?:py|yaml))`", text)
     assert named and all((DOCS.parent / name).is_file() for name in named), named
 
 
 def test_the_code_of_adding_a_model_is_what_the_laws_train():
     laws = DOCS.parent / "tests" / "laws"
-    trained = [(laws / name).read_text() for name in ("toy_recurrence.py", "test_objective.py")]
-    page = (DOCS / "adding-a-model.md").read_text(encoding="utf-8")
+    files = "toy_recurrence.py", "training/test_objective.py"
+    trained = [(laws / name).read_text() for name in files]
+    page = (DOCS / "develop/adding-a-model.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) == 3
     parts = [
-        re.split(r"^(?=class |    word=)", block, maxsplit=1, flags=re.M)[1] for block in blocks
+        re.split(r"^(?=class |    module=)", block, maxsplit=1, flags=re.M)[1] for block in blocks
     ]
     parts[0] = parts[0].replace("my_mixer", "tests.laws.toy_recurrence")
     assert all(any(part in text for text in trained) for part in parts)
@@ -88,14 +91,14 @@ def test_the_code_of_adding_a_model_is_what_the_laws_train():
 
 @pytest.fixture
 def own_modules(tmp_path, monkeypatch):
-    """The files that docs/adding-a-model.md has a user write, where Python finds them."""
-    page = (DOCS / "adding-a-model.md").read_text(encoding="utf-8")
+    """The files that docs/develop/adding-a-model.md has a user write, where Python finds them."""
+    page = (DOCS / "develop/adding-a-model.md").read_text(encoding="utf-8")
     row, mixer, objective = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     (tmp_path / "my_mixer.py").write_text(row + mixer)
     (tmp_path / "my_objective.py").write_text(objective)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    BRANCHES.pop("Z", None)
+    BRANCHES.pop("recurrence", None)
     for name in ("my_mixer", "my_objective"):
         sys.modules.pop(name, None)
 
@@ -110,8 +113,8 @@ def test_the_code_of_adding_a_model_trains_as_it_stands(own_modules):
     with pytest.raises(UserError, match="has no block called 'recurrence'"):
         load(None, [*keys[:-1], pattern])
     train(load(None, [*keys, pattern, f"run.dir={run}"]))
-    assert source_of(run).cfg.layer_kinds == ("[ZD]", "G")
-    BRANCHES.pop("Z")  # as in another process, which knows the run's record alone
+    assert source_of(run).cfg.layer_kinds == ("recurrence+mlp", "full+mlp")
+    BRANCHES.pop("recurrence")  # as in another process, which knows the run's record alone
     del sys.modules["my_mixer"]
     assert "recurrence" in definition_of(source_of(run).cfg).specs["recurrence_mlp"]
 
@@ -133,7 +136,10 @@ def test_a_module_that_cannot_be_imported_is_one_line(text, said, tmp_path, monk
 def test_the_blocks_of_start_and_checkpoints_run_as_they_stand(tmp_path):
     for name in ("docs", "configs"):
         (tmp_path / name).symlink_to(DOCS.parent / name)
-    pages = [(DOCS / page).read_text("utf-8") for page in ("start.md", "checkpoints.md")]
+    pages = [
+        (DOCS / page).read_text("utf-8")
+        for page in ("start/first-steps.md", "train/checkpoints.md")
+    ]
     first, last = (re.findall(r"^```python\n(.*?)^```", p, re.M | re.S)[-1] for p in pages)
     config = "\nopen('runs/python/config.yaml', 'w').write(mjax.config.dump(cfg))\n"
     code = first + config + last.replace("runs/quickstart", "runs/python")  # a run that there is
@@ -143,7 +149,9 @@ def test_the_blocks_of_start_and_checkpoints_run_as_they_stand(tmp_path):
     assert {"1", "2"} <= {path.name for path in steps.iterdir()}
 
 
-PAGES = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+ROOT = DOCS.parent
+PAGES = [*DOCS.rglob("*.md"), *(ROOT / "mjax").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
+PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
 def anchors(page: Path) -> set[str]:
@@ -177,7 +185,7 @@ def test_every_page_is_reached_from_the_readme():
 
 
 def test_every_row_of_what_can_happen_names_a_test_that_exists():
-    text = (DOCS / "failures.md").read_text(encoding="utf-8")
+    text = (DOCS / "train/failures.md").read_text(encoding="utf-8")
     tables = [table for table in text.split("\n\n") if table.startswith("| when |")]
     rows = [row for table in tables for row in table.splitlines()[2:]]
     named = {row: re.search(r"`(\S+\.py)::(test_\w+)` \|$", row) for row in rows}
@@ -187,3 +195,15 @@ def test_every_row_of_what_can_happen_names_a_test_that_exists():
     for match in found:
         source = (DOCS.parent / "tests" / match[1]).read_text(encoding="utf-8")
         assert f"def {match[2]}(" in source, match[0]
+
+
+def test_every_room_has_a_short_readme_whose_files_exist():
+    small = "generate", "evaluate", "export", "__pycache__"
+    rooms = [path for path in (ROOT / "mjax").iterdir() if path.is_dir() and path.name not in small]
+    assert len(rooms) > 15
+    for room in rooms:
+        text = (room / "README.md").read_text(encoding="utf-8")
+        assert text.startswith(f"# {room.name}\n") and len(text.splitlines()) <= 20, room
+        named = re.findall(r"`([\w/]+(?:\.py|/))`", text) + re.findall(r"\b(mjax/[\w/]+\.py)", text)
+        missing = [name for name in named if not any((at / name).exists() for at in (room, ROOT))]
+        assert named and not missing, (room.name, missing)

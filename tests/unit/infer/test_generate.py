@@ -166,7 +166,7 @@ def test_every_kind_of_layer_continues_under_tp(name, tp):
 def test_a_step_sends_no_latents_over_tp():
     mesh = make_mesh(MeshConfig(dp=1, tp=2), jax.devices()[:2])
     cache = only_activations_move(made(mesh, **VARIANTS["latent"])[0])
-    assert cache.shape == (3, 48, 16) and cache.sharding.is_fully_replicated
+    assert cache.latents.shape == (3, 48, 16) and cache.latents.sharding.is_fully_replicated
 
 
 def only_activations_move(generator):

@@ -3,7 +3,7 @@
 import pytest
 
 from mjax.interop.huggingface.config_words import in_words_of
-from mjax.interop.huggingface.families.table import config_from_hf, config_to_hf
+from mjax.interop.huggingface.families.engine import config_from_hf, config_to_hf
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 LLAMA = dict(

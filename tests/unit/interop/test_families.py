@@ -10,7 +10,8 @@ from mjax.config.schema.model import ModelConfig
 from mjax.convert import side_files
 from mjax.data.base.tokenizer import train_tokenizer
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.table import FAMILIES, config_from_hf, config_to_hf, slots
+from mjax.interop.huggingface.families.engine import config_from_hf, config_to_hf, slots
+from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.models import definition_of
 from mjax.models.flops import flops_per_token
 from mjax.sharding.spec import count_parameters
@@ -281,12 +282,14 @@ def test_gpt_oss_has_the_active_parameters_of_its_card(config, total, active):
     cfg = config_from_hf(config)
     assert round(count_parameters(definition_of(cfg).specs) / 1e9, 2) == total
     assert round(flops_per_token(cfg, 1) / 6e9, 2) == active
-    assert cfg.layer_kinds[:3] == ("[LE]", "E", "[LE]") and not cfg.rope.rope_scaling.truncate
+    assert cfg.layer_kinds[:3] == ("window+experts", "full+experts", "window+experts")
+    assert not cfg.rope.rope_scaling.truncate
 
 
 def test_the_shipped_config_of_qwen3_next_is_the_published_one():
     cfg, shipped = config_from_hf(QWEN3_NEXT_80B), load(CONFIGS / "qwen3_next_80b_a3b.yaml").model
-    assert cfg == shipped and cfg.layer_kinds == ("[TE]", "[TE]", "[TE]", "E") * 12
+    assert cfg == shipped
+    assert cfg.layer_kinds == (*["deltanet+experts"] * 3, "full+experts") * 12
 
 
 def test_gpt_oss_without_rope_keys_has_the_yarn_that_transformers_assumes():
@@ -309,7 +312,7 @@ def test_layers_of_nemotron_nas_have_their_branches_and_sizes():
     wide, narrow = {"ffn_mult": 2.625}, {"ffn_mult": 1.0, "no_op": False}
     config = nas((ATTENTION, wide), (NO_OP, narrow), (MATRIX, MATRIX), (ATTENTION, NO_OP))
     cfg = config_from_hf(config)
-    assert cfg.layer_kinds == ("G", "[D]@1", "[IJ]", "[G]")
+    assert cfg.layer_kinds == ("full+mlp", "mlp@1", "linear+linear_mlp", "full")
     assert cfg.attention.num_key_value_heads == 8
     assert [model.intermediate_size for model in cfg.sizes] == [14336, 5632]  # 5461.3 and up
     assert config_from_hf(config_to_hf(cfg)) == cfg

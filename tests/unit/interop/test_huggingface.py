@@ -26,7 +26,7 @@ from mjax.checkpoint.store import Store
 from mjax.checkpoint.weights import read_weights, write_weights
 from mjax.config import load
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.slots import Slot
+from mjax.interop.huggingface.families.family import Slot
 from mjax.interop.huggingface.files import export, hf_source
 from mjax.models import build, split
 from mjax.run.resume import resume
@@ -186,7 +186,7 @@ def test_the_shards_of_any_mesh_are_read_once_and_equal_the_whole(tmp_path, mesh
 
 
 def test_large_shards_pass_through_the_host_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("mjax.checkpoint.base.source.BLOCK", 700)
+    monkeypatch.setattr("mjax.checkpoint.base.source.SOURCE_BLOCK", 700)
     params = make_params()
     inner = open_source(save_folder(tmp_path, to_tensors(params), "bfloat16"))
     sizes = []
@@ -204,7 +204,7 @@ def test_large_shards_pass_through_the_host_in_blocks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(7,), (3, 1000), (5, 64, 2, 48), (1000000, 3)])
 def test_blocks_cover_every_element_once(shape, monkeypatch):
-    monkeypatch.setattr("mjax.checkpoint.base.source.BLOCK", 1000)
+    monkeypatch.setattr("mjax.checkpoint.base.source.SOURCE_BLOCK", 1000)
     block = block_shape(shape, 4)
     assert np.prod(block) * 4 <= 1000
     shape = tuple(min(n, 2000) for n in shape)
@@ -459,7 +459,7 @@ MEASURED = """
     import numpy as np
     from mjax.interop.huggingface.files import export, hf_source
     from mjax.checkpoint.base.safetensors import write_file
-    from mjax.interop.huggingface.families.slots import Slot
+    from mjax.interop.huggingface.families.family import Slot
     from mjax.checkpoint.weights import read_weights, write_weights
     from mjax.config.schema.model import ModelConfig
     from mjax.sharding.spec import ParamSpec

@@ -172,5 +172,5 @@ def test_what_does_not_fit_is_refused(tmp_path, case):
 
 
 def test_experts_are_made_only_when_asked_for(tmp_path):
-    with pytest.raises(UserError, match="layer_pattern='G', but this run has"):
+    with pytest.raises(UserError, match="layer_pattern='full.mlp', but this run has"):
         upcycle(tmp_path, dense(), "model.layer_pattern=E", *HALVES)

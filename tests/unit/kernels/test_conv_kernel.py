@@ -9,7 +9,7 @@ import pytest
 
 from mjax.kernels.base import chooser
 from mjax.kernels.recurrence import causal_conv as kernels
-from mjax.kernels.recurrence.causal_conv import Tile, causal_conv, fused, plain_conv
+from mjax.kernels.recurrence.causal_conv import ConvTile, causal_conv, fused_conv, plain_conv
 from tests.devices import GPU, choose_for
 from tests.triton_interpreter import interpret
 
@@ -48,12 +48,12 @@ def by_fp64(inputs, starts, d_y):
 # Lengths and channels that fill no tile, rows of fewer tokens than taps, documents anywhere.
 # dtype, length, channels, tokens and width of a tile, packed, with a history
 CASES = [
-    ("float32", 37, (70,), Tile(16, 32, 1), True, True),
-    ("float32", 32, (64,), Tile(16, 64, 1), False, False),
-    ("float32", 2, (5,), Tile(16, 32, 1), True, True),
-    ("float32", 1, (5,), Tile(16, 32, 1), False, True),
-    ("bfloat16", 21, (2, 3, 8), Tile(8, 32, 1), True, False),
-    ("float16", 18, (64,), Tile(4, 64, 1), False, True),
+    ("float32", 37, (70,), ConvTile(16, 32, 1), True, True),
+    ("float32", 32, (64,), ConvTile(16, 64, 1), False, False),
+    ("float32", 2, (5,), ConvTile(16, 32, 1), True, True),
+    ("float32", 1, (5,), ConvTile(16, 32, 1), False, True),
+    ("bfloat16", 21, (2, 3, 8), ConvTile(8, 32, 1), True, False),
+    ("float16", 18, (64,), ConvTile(4, 64, 1), False, True),
 ]
 
 
@@ -63,7 +63,7 @@ def test_equals_fp64(monkeypatch, dtype, length, channels, tile, packed, history
     inputs, starts, d_y = draw(length, channels, dtype, packed, history)
     monkeypatch.setattr(kernels, "FORWARD", tile)
     monkeypatch.setattr(kernels, "BACKWARD", tile)
-    mine = functools.partial(fused, starts=starts)
+    mine = functools.partial(fused_conv, starts=starts)
     y, pull = jax.vjp(lambda x, w, b, history: mine(x, w, b, history=history), *inputs)
     got = y, *pull(d_y)
     ulp = float(jnp.finfo(dtype).eps)

@@ -10,7 +10,7 @@ import pytest
 
 from mjax.kernels.base import chooser
 from mjax.kernels.elementwise import gate
-from mjax.kernels.elementwise.gate import E4M3, E5M2, Tile
+from mjax.kernels.elementwise.gate import E4M3, E5M2, GateTile
 from mjax.kernels.fp8 import quantize as q
 from mjax.models.base.weight import Weight, matmul
 from mjax.models.feedforward import mlp_fp8
@@ -22,28 +22,31 @@ from tests.triton_interpreter import interpret
 
 # Sizes that fill no tile, that fill some, that are odd.
 CASES = [
-    ((6, 40), Tile(4, 16, 4)),
-    ((64, 96), Tile(16, 32, 4)),
-    ((50, 72), Tile(64, 64, 4)),
-    ((34, 17), Tile(8, 8, 1)),
+    ((6, 40), GateTile(4, 16, 4)),
+    ((64, 96), GateTile(16, 32, 4)),
+    ((50, 72), GateTile(64, 64, 4)),
+    ((34, 17), GateTile(8, 8, 1)),
 ]
 OTHERS = [("relu", 0), ("relu2", 0)]  # activations that the kernel does not know
+leaves = jax.tree.leaves
 PASSES = {
-    "act_forward": lambda h, d, s: [gate.act_forward(h, 8 * h[0] / s, "gelu_tanh")],
-    "act_backward": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "silu")),
-    "backward": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
-    "act_forward gelu": lambda h, d, s: [gate.act_forward(h, 8 * h[0] / s, "gelu")],
-    "act_backward gelu": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "gelu")),
-    "backward gelu": lambda h, d, s: [gate.gate_backward(h.reshape(len(h), 2, -1), d, "gelu")],
-    "act_forward quick": lambda h, d, s: [gate.act_forward(h, 8 * h[0] / s, "quick_gelu")],
-    "act_backward quick": lambda h, d, s: list(gate.act_backward(d, d[0], d[::-1], "quick_gelu")),
-    "forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu"),
-    "backward8": lambda h, d, s: gate.gate_backward8(h, d, s, 8 * s, "silu"),
-    "weighted forward8": lambda h, d, s: gate.gate_forward8(h, s, "silu", _weights(d)),
+    "act_forward": lambda h, d, s: [gate.activation_forward(h, 8 * h[0] / s, "gelu_tanh")],
+    "act_backward": lambda h, d, s: list(gate.activation_backward(d, d[0], d[::-1], "silu")),
+    "backward": lambda h, d, s: [gate.gate_gradient(h.reshape(len(h), 2, -1), d, "gelu_tanh")],
+    "act_forward gelu": lambda h, d, s: [gate.activation_forward(h, 8 * h[0] / s, "gelu")],
+    "act_backward gelu": lambda h, d, s: list(gate.activation_backward(d, d[0], d[::-1], "gelu")),
+    "backward gelu": lambda h, d, s: [gate.gate_gradient(h.reshape(len(h), 2, -1), d, "gelu")],
+    "act_forward quick": lambda h, d, s: [gate.activation_forward(h, 8 * h[0] / s, "quick_gelu")],
+    "act_backward quick": lambda h, d, s: list(
+        gate.activation_backward(d, d[0], d[::-1], "quick_gelu")
+    ),
+    "forward8": lambda h, d, s: leaves(gate.gate_to_fp8(h, s, "silu")),
+    "backward8": lambda h, d, s: leaves(gate.gate_gradients_to_fp8(h, d, s, 8 * s, "silu")),
+    "weighted forward8": lambda h, d, s: leaves(gate.gate_to_fp8(h, s, "silu", _weights(d))),
     "weighted backward8": lambda h, d, s: _weighted_backward8(h, d, s),
-    "plain": lambda h, d, s: gate.quantize_rows(h, s, E4M3),
-    "transposed": lambda h, d, s: gate.quantize_rows(d, s, E5M2, plain=False, transposed=True),
-    "both": lambda h, d, s: gate.quantize_rows(d, s, E5M2, transposed=True),
+    "plain": lambda h, d, s: leaves(gate.to_fp8(h, s, E4M3)),
+    "transposed": lambda h, d, s: leaves(gate.to_fp8_transposed(d, s, E5M2)),
+    "both": lambda h, d, s: leaves(gate.to_fp8_both(d, s, E5M2)),
 }
 
 
@@ -53,7 +56,7 @@ def _weights(d):
 
 def _weighted_backward8(h, d, s):
     """Sums over columns have another order: in bf16 they are equal."""
-    *made, sums = gate.gate_backward8(h, d, s, 8 * s, "silu", _weights(d))
+    *made, sums = leaves(gate.gate_gradients_to_fp8(h, d, s, 8 * s, "silu", _weights(d)))
     return [*made, sums.astype(jnp.bfloat16)]
 
 
@@ -110,11 +113,14 @@ def test_kernel_is_plain_jax(monkeypatch, size, tile, name, dtype):
 def test_one_row_is_no_vector_of_all_rows(monkeypatch):
     h, d = draw(1, 40)
     want = (
-        *gate.act_backward(d, d[0], d, "silu"),
-        gate.gate_backward(h.reshape(1, 2, 40), d, "silu"),
+        *gate.activation_backward(d, d[0], d, "silu"),
+        gate.gate_gradient(h.reshape(1, 2, 40), d, "silu"),
     )
-    used = by_kernel(monkeypatch, Tile(4, 16, 4))
-    got = *gate.act_backward(d, d[0], d, "silu"), gate.gate_backward(h.reshape(1, 2, 40), d, "silu")
+    used = by_kernel(monkeypatch, GateTile(4, 16, 4))
+    got = (
+        *gate.activation_backward(d, d[0], d, "silu"),
+        gate.gate_gradient(h.reshape(1, 2, 40), d, "silu"),
+    )
     assert used == ["act_backward", "gate_backward"]
     for a, e in zip(got, want, strict=True):
         np.testing.assert_allclose(exact(a), exact(e), rtol=1e-2)
@@ -123,8 +129,8 @@ def test_one_row_is_no_vector_of_all_rows(monkeypatch):
 @pytest.mark.parametrize("name", gate.GATES)
 def test_gradients_are_those_of_fp64(name):
     h, d = draw(32, 48, "float32")
-    got = gate.gate_backward(h.reshape(32, 2, 48), d, name)
-    got8, a8, got8_transposed, top = gate.gate_backward8(
+    got = gate.gate_gradient(h.reshape(32, 2, 48), d, name)
+    (got8, got8_transposed, top), (_, a8, _), _ = gate.gate_gradients_to_fp8(
         h, d, jnp.float32(4), jnp.float32(64), name
     )
     with jax.enable_x64(True):
@@ -158,7 +164,7 @@ def test_activations_gradients_are_those_of_fp64_and_keep_their_input_alone(
 
         want, pull = jax.vjp(plain, *(a.astype(float) for a in operands))
         want = [np.asarray(a) for a in (want, *pull(d.astype(float)))]
-    used = by_kernel(monkeypatch, Tile(8, 16, 4)) if kernel else []
+    used = by_kernel(monkeypatch, GateTile(8, 16, 4)) if kernel else []
     got, pull = jax.vjp(lambda h, bias=None: activated(h, bias, name), *operands)
     kept = [a.size for a in jax.tree.leaves(pull)]
     # XLA's own tanh on CPUs loses digits in programs that compile fast, and wherever it is fused.
@@ -172,16 +178,15 @@ def test_activations_gradients_are_those_of_fp64_and_keep_their_input_alone(
 @pytest.mark.parametrize("kernel", [False, True])
 def test_too_large_saturates_and_what_is_no_number_is_seen(monkeypatch, kernel):
     if kernel:
-        by_kernel(monkeypatch, Tile(4, 4, 4))
+        by_kernel(monkeypatch, GateTile(4, 4, 4))
     x = jnp.ones((6, 6)).at[0, 1].set(1e9).at[1, 0].set(-1e9)
     for dtype, top in ((E4M3, 448.0), (E5M2, 57344.0)):
-        x8, transposed, amax = gate.quantize_rows(x, jnp.float32(2), dtype, transposed=True)
+        x8, transposed, amax = gate.to_fp8_both(x, jnp.float32(2), dtype)
         assert exact(x8)[[0, 1, 2], [1, 0, 0]].tolist() == [top, -top, 2]
         assert np.array_equal(exact(x8).T, exact(transposed)) and amax == 1e9
         for odd in (jnp.inf, -jnp.inf, jnp.nan):
-            x8, transposed, amax = gate.quantize_rows(
-                x.at[5, 3].set(odd), jnp.float32(2), dtype, transposed=True
-            )
+            with_odd = x.at[5, 3].set(odd)
+            x8, transposed, amax = gate.to_fp8_both(with_odd, jnp.float32(2), dtype)
             assert not np.isfinite(amax) and not np.isinf(exact(x8)).any()
             assert np.isnan(odd) == np.isnan(exact(x8)[5, 3]) == np.isnan(exact(transposed)[3, 5])
 
@@ -244,7 +249,7 @@ def test_block_is_two_matmuls_and_a_gate(monkeypatch, dtype, act, kernel):
     y, pull = jax.vjp(apart, *operands)
     want = jax.tree.leaves((y, pull(g)))
     if kernel:
-        used = by_kernel(monkeypatch, Tile(8, 16, 4))
+        used = by_kernel(monkeypatch, GateTile(8, 16, 4))
     y, pull = jax.vjp(whole, *operands)
     for a, e in zip(jax.tree.leaves((y, pull(g))), want, strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype) and relative(a, e) < 1e-5

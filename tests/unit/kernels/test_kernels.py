@@ -11,7 +11,7 @@ from mjax.kernels.attention.api import attention
 from mjax.kernels.attention.cudnn import document_offsets
 from mjax.kernels.attention.decode import decode_attention
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
-from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy, reference
+from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy, loss_reference
 from mjax.sharding.collectives import LOCAL
 
 
@@ -35,7 +35,7 @@ def test_cross_entropy_equals_whole_logits(tokens, vocab, padded, chunk, terms):
             return cross_entropy(x, w, labels, mask, terms=terms, parallel=LOCAL, chunk=chunk)
 
         def theirs(x, w):
-            return reference(x, w, labels, mask, terms)
+            return loss_reference(x, w, labels, mask, terms)
 
         mine, grads = jax.value_and_grad(ours, (0, 1))(x, w)
         wide = [a.astype(jnp.float64) for a in (x, w)]

@@ -11,7 +11,7 @@ import pytest
 from mjax.kernels.base import chooser
 from mjax.kernels.loss import cross_entropy as ce
 from mjax.kernels.loss import rows as kernel
-from mjax.kernels.loss.rows import Terms, Tile, rows
+from mjax.kernels.loss.rows import LossTile, Terms, rows
 from mjax.prove import Cell, deviation, make_trainer, measure
 from mjax.sharding.collectives import LOCAL
 from tests.devices import GPU, choose_for
@@ -19,7 +19,7 @@ from tests.marks import slow
 from tests.triton_interpreter import interpret
 
 # Blocks of 256 columns; programs that have one row more than others, or none to spare.
-TILE = Tile(warps=1, loads=2, programs=3)
+TILE = LossTile(warps=1, loads=2, programs=3)
 KINDS = [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}]
 # tokens, columns, vocabulary: fewer columns than a block, several blocks, several of padding
 SHAPES = [
@@ -159,7 +159,7 @@ def test_only_what_fits_takes_it(on, monkeypatch):
     assert kernel.fits(16384, 151936, 1) and kernel.fits(32768, 50304, 1, 8192)
     assert not kernel.fits(16384, 151936, 2) and not kernel.fits(16384, 50257, 1)
     assert not kernel.fits(64, 50304, 1) and not kernel.fits(2**20, 151936, 1, 16384)
-    assert not kernel.supports(16384, 151936, 1), "there is no GPU here"
+    assert not kernel.supports_loss_rows(16384, 151936, 1), "there is no GPU here"
 
 
 @pytest.mark.parametrize("tokens, vocab, chunk", [(85179, 222336, 9500), (152345, 28160, 76212)])

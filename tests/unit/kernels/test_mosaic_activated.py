@@ -12,7 +12,7 @@ import pytest
 
 from mjax.kernels.base import chooser
 from mjax.kernels.elementwise import gate
-from mjax.kernels.matmul.grouped_tiles import Tile
+from mjax.kernels.matmul.grouped_tiles import GroupTile
 from mjax.models.base.weight import Weight
 from mjax.models.feedforward.mlp_activated import activated_mlp, in_matmuls
 from tests.devices import HOPPER
@@ -44,7 +44,7 @@ def wide(x):
 
 
 def slope_of(name, u):
-    share, slope = gate._share(name, u)
+    share, slope = gate._share_and_slope(name, u)
     return share + u * slope
 
 
@@ -64,10 +64,10 @@ def test_kernels_equal_the_plain_version(monkeypatch, m, depth, width, act, tile
         from mjax.kernels.matmul import activated_mosaic as mosaic
 
         monkeypatch.setattr(mosaic, "BLOCKS", 2)
-        out, slope = mosaic.multiply_and_activate(x, up, wide(bias), act, Tile(*tile))
-        du, sums = mosaic.multiply_by_slope(g, down, slope, Tile(*tile))
+        out, slope = mosaic.multiply_and_activate(x, up, wide(bias), act, GroupTile(*tile))
+        du, sums = mosaic.multiply_by_slope(g, down, slope, GroupTile(*tile))
     u = wide(wide(x) @ wide(up) + wide(bias))
-    close(out, u * gate._share(act, u)[0], 2)
+    close(out, u * gate._share_and_slope(act, u)[0], 2)
     close(slope, slope_of(act, u), 2)
     product = (wide(g) @ wide(down).T) * wide(slope)
     close(du, product, 2)
@@ -83,10 +83,10 @@ def test_functions_of_numbers_far_from_zero(monkeypatch):
     with interpreted(monkeypatch, races=True):
         from mjax.kernels.matmul.activated_mosaic import multiply_and_activate
 
-        tile, none = Tile(128, 64, 2), jnp.zeros(64)
+        tile, none = GroupTile(128, 64, 2), jnp.zeros(64)
         made = {act: multiply_and_activate(x, up, none, act, tile) for act in acts}
     for act, (out, slope) in made.items():
-        right = u * gate._share(act, u)[0]
+        right = u * gate._share_and_slope(act, u)[0]
         np.testing.assert_allclose(wide(out[:, 3]), right, rtol=BF16, atol=2e-6)
         steep = jnp.where(u < -4, 0.0, jnp.where(u > 4, 1.0, 0.5))
         np.testing.assert_allclose(wide(slope[:, 3]), steep, atol=2e-2)
@@ -102,7 +102,7 @@ def test_a_block_has_the_gradients_of_its_matmuls(monkeypatch, summed):
 
     def plain(x, up, bias, down):
         u = x @ up + bias
-        return jnp.vdot(wide(r), (u * gate._share("gelu", u)[0]) @ down)
+        return jnp.vdot(wide(r), (u * gate._share_and_slope("gelu", u)[0]) @ down)
 
     def ours(x, up, bias, down):
         y = activated_mlp(x[None], up, bias, down, "gelu")
@@ -112,7 +112,7 @@ def test_a_block_has_the_gradients_of_its_matmuls(monkeypatch, summed):
         from mjax.kernels.matmul import activated_mosaic as mosaic
 
         for name in ("multiply_and_activate", "multiply_by_slope"):
-            small = partial(getattr(mosaic, name), tile=Tile(128, 128, 2))
+            small = partial(getattr(mosaic, name), tile=GroupTile(128, 128, 2))
             monkeypatch.setattr(mosaic, name, small)
         weights = weight(up, "up"), bias, weight(down, "down")
         got = jax.grad(ours, (0, 1, 2, 3), allow_int=True)(x, *weights)

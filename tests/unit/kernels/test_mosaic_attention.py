@@ -34,14 +34,16 @@ def test_refusals_name_the_key(monkeypatch, q, call, said):
     mosaic.require_mosaic(_q(), _q(), PLAIN)
     with pytest.raises(UserError, match=said):
         mosaic.require_mosaic(q, q, call)
-    assert not mosaic.supports(q, q, call)
+    assert not mosaic.supports_mosaic(q, q, call)
 
 
 def test_value_heads_have_the_size_of_the_others(monkeypatch):
     monkeypatch.setattr(chooser, "this_device", lambda: HOPPER)
     with pytest.raises(UserError, match="value heads of size 64"):
         mosaic.require_mosaic(_q(), _q(size=64), PLAIN)
-    assert mosaic.supports(_q(), _q(), PLAIN) and not mosaic.supports(_q(), _q(size=64), PLAIN)
+    assert mosaic.supports_mosaic(_q(), _q(), PLAIN) and not mosaic.supports_mosaic(
+        _q(), _q(size=64), PLAIN
+    )
 
 
 def test_no_hopper_is_refused():

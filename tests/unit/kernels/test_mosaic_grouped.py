@@ -18,9 +18,9 @@ from mjax.kernels.matmul.grouped_tiles import (
     PROMOTED8,
     WIDE,
     WIDE8,
-    Tile,
+    GroupTile,
+    group_tile_of,
     tile8_of,
-    tile_of,
     tiles_of_rows,
 )
 from tests.devices import CPU, HOPPER
@@ -58,7 +58,7 @@ def test_kernels_equal_the_plain_version(monkeypatch, m, k, n, tile, sizes):
         from mjax.kernels.matmul import grouped_mosaic as mosaic
 
         monkeypatch.setattr(mosaic, "BLOCKS", 2)
-        tile = Tile(*tile)
+        tile = GroupTile(*tile)
         x, w, g, total = draw(m, len(sizes), k, n)
         counts = jnp.asarray(sizes, jnp.int32)
         y = mosaic.multiply_rows(x, w, counts, tile, False)
@@ -93,7 +93,7 @@ def test_kernels_of_8_bits_equal_the_plain_version(monkeypatch, m, k, n, tile, s
         from mjax.kernels.matmul import grouped_mosaic as mosaic
 
         monkeypatch.setattr(mosaic, "BLOCKS", 2)
-        tile = Tile(*tile)
+        tile = GroupTile(*tile)
         y = mosaic.multiply_rows(x, w.transpose(0, 2, 1), counts, tile, True, scale)
         dx = mosaic.multiply_rows(g, w, counts, tile, True, scale)
         dw = mosaic.weight_gradient(x.T, g.T, counts, None, tile, scale)
@@ -146,8 +146,8 @@ def test_tiles_hold_every_row_once(lines):
 
 
 def test_tiles_are_chosen_by_what_lies_beyond_the_edges():
-    assert tile_of(14336) == tile_of(1408) == WIDE
-    assert tile_of(640) == tile_of(64) == NARROW
+    assert group_tile_of(14336) == group_tile_of(1408) == WIDE
+    assert group_tile_of(640) == group_tile_of(64) == NARROW
     assert tile8_of(14336, precise=False) == WIDE8
     assert tile8_of(128, precise=True) == PROMOTED8[1]
 

@@ -12,7 +12,7 @@ from flax import nnx
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.base import chooser
 from mjax.kernels.elementwise import norm as kernel
-from mjax.kernels.elementwise.norm import How, Tile, fused, tile_of
+from mjax.kernels.elementwise.norm import NormFacts, NormTile, fused_norm, norm_tile_of
 from mjax.models import build, split
 from mjax.prove import Cell, deviation, make_trainer, measure
 from tests.devices import GPU, choose_for
@@ -40,12 +40,12 @@ def draw(lead, width, dtype, layernorm):
 
 # Rows that fill no tile, tiles and steps that go past the last row, widths that are no power of 2.
 CASES = [
-    ((37,), 64, Tile(4, 4, 3)),
-    ((2, 19), 251, Tile(1, 4, 5)),
-    ((5, 3, 4), 128, Tile(8, 1, 4)),
-    ((9,), 768, Tile(2, 8, 64)),
-    ((3,), 1600, tile_of(1600)),
-    ((2,), 16384, tile_of(16384)),
+    ((37,), 64, NormTile(4, 4, 3)),
+    ((2, 19), 251, NormTile(1, 4, 5)),
+    ((5, 3, 4), 128, NormTile(8, 1, 4)),
+    ((9,), 768, NormTile(2, 8, 64)),
+    ((3,), 1600, norm_tile_of(1600)),
+    ((2,), 16384, norm_tile_of(16384)),
 ]
 
 
@@ -59,8 +59,8 @@ KINDS += [("float16", 0, 1), ("float16", 1, 0)]
 def test_forward_and_backward_equal_fp64(monkeypatch, lead, width, tile, dtype, layernorm, fork):
     ran = interpret(monkeypatch)
     x, dy, stream, gain, bias = draw(lead, width, dtype, layernorm)
-    how = How(EPS, tile, bool(fork))
-    out, pull = jax.vjp(functools.partial(fused, how), x, gain, bias)
+    how = NormFacts(EPS, tile, bool(fork))
+    out, pull = jax.vjp(functools.partial(fused_norm, how), x, gain, bias)
     dx, *rest = pull((dy, stream) if fork else dy)
     got = (out[0] if fork else out, dx, *rest)
     assert ("norm_forward" in ran) == bool(layernorm)
@@ -84,8 +84,8 @@ def test_parts_add_up_and_none_is_left_unwritten(monkeypatch):
     """More programs than tiles of rows are not started; each writes its part, all finite."""
     interpret(monkeypatch)
     x, dy, _, gain, _ = draw((7,), 64, "float32", True)
-    how = How(EPS, Tile(2, 4, 100))
-    dx, parts = kernel.norm_backward(how, x, gain, dy, bias=True)
+    how = NormFacts(EPS, NormTile(2, 4, 100))
+    dx, parts = kernel.norm_gradients(how, x, gain, dy, bias=True)
     assert dx.shape == x.shape and parts.shape == (4, 2, 64)
     np.testing.assert_allclose(parts[:, 1].sum(0), dy.sum(0), rtol=1e-5, atol=1e-6)
 
@@ -102,13 +102,19 @@ def test_only_what_pays_and_fits_takes_it(on, monkeypatch):
     def shaped(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    assert kernel.supports(shaped(4, 4096)) and kernel.supports(shaped(3, 251, dtype="float32"))
-    assert not kernel.supports(shaped(4, 4097)) and kernel.supports(shaped(4, 16384), shaped(16384))
-    assert kernel.supports(shaped(2**19, 4095)) and not kernel.supports(shaped(2**19, 4096))
+    assert kernel.supports_norm(shaped(4, 4096)) and kernel.supports_norm(
+        shaped(3, 251, dtype="float32")
+    )
+    assert not kernel.supports_norm(shaped(4, 4097)) and kernel.supports_norm(
+        shaped(4, 16384), shaped(16384)
+    )
+    assert kernel.supports_norm(shaped(2**19, 4095)) and not kernel.supports_norm(
+        shaped(2**19, 4096)
+    )
     monkeypatch.setitem(chooser.FEWEST, "norm", 1025)
-    assert not kernel.supports(shaped(1, 1024)) and kernel.supports(shaped(2, 1024))
+    assert not kernel.supports_norm(shaped(1, 1024)) and kernel.supports_norm(shaped(2, 1024))
     monkeypatch.undo()
-    assert not kernel.supports(shaped(2**14, 2**10)), "there is no GPU here"
+    assert not kernel.supports_norm(shaped(2**14, 2**10)), "there is no GPU here"
 
 
 def test_only_a_backward_calls_it(on):

@@ -42,7 +42,7 @@ def test_scale_of_nothing_is_finite_and_of_no_number_is_none():
 def test_rounding_error_is_half_a_step(dtype, source):
     x = jax.random.normal(jax.random.key(0), (64, 64)).astype(source)
     scale = q.scale_of(q.amax_of(x), dtype)
-    back = np.asarray(q.quantize(x, scale, dtype), np.float64) / float(scale)
+    back = np.asarray(q.quantize_to(x, scale, dtype), np.float64) / float(scale)
     x = np.asarray(x, np.float64)
     least = float(jnp.finfo(dtype).smallest_normal) / float(scale)
     bound = 2.0 ** -(BITS[dtype] + 1) * np.maximum(np.abs(x), least)
@@ -53,13 +53,13 @@ def test_rounding_error_is_half_a_step(dtype, source):
 def test_overflow_saturates_and_nan_stays():
     x = jnp.float32([1e9, -1e9, np.nan])
     for dtype in (E4M3, E5M2):
-        made = np.asarray(q.quantize(x, jnp.float32(1), dtype), np.float64)
+        made = np.asarray(q.quantize_to(x, jnp.float32(1), dtype), np.float64)
         assert made[:2].tolist() == [TOP[dtype], -TOP[dtype]] and np.isnan(made[2])
 
 
 def test_another_scale_rounds_alike():
     x = jax.random.uniform(jax.random.key(0), (64, 64), minval=0.01)
-    back = [q.quantize(x, jnp.float32(s), E4M3).astype(jnp.float32) / s for s in (256.0, 32.0)]
+    back = [q.quantize_to(x, jnp.float32(s), E4M3).astype(jnp.float32) / s for s in (256.0, 32.0)]
     np.testing.assert_array_equal(*back)
 
 
@@ -110,7 +110,7 @@ def test_it_is_the_product_of_what_was_rounded():
 
     def rounded(a, dtype):
         scale = q.scale_of(q.amax_of(a), dtype)
-        return np.asarray(q.quantize(a, scale, dtype), np.float64) / float(scale)
+        return np.asarray(q.quantize_to(a, scale, dtype), np.float64) / float(scale)
 
     x, w, g = rounded(x, E4M3), rounded(w, E4M3), rounded(g, E5M2)
     np.testing.assert_allclose(y, np.einsum("bsd,def->bsef", x, w), rtol=1e-5, atol=1e-5)
@@ -215,7 +215,7 @@ def plain_te() -> SimpleNamespace:
         return y.astype(a.dq_dtype)
 
     def quantize(x, quantizer, flatten_axis):
-        data = q.quantize(x, quantizer.scale[0], quantizer.q_dtype)
+        data = q.quantize_to(x, quantizer.scale[0], quantizer.q_dtype)
         return SimpleNamespace(data=data, amax=q.amax_of(x)[None])
 
     def tensor(data, scale_inv, **more):

@@ -7,7 +7,14 @@ import pytest
 
 from mjax.errors import UserError
 from mjax.kernels.attention.api import attention
-from mjax.kernels.attention.short import Rows, Tile, Tiles, _bwd, require_short, short_attention
+from mjax.kernels.attention.short import (
+    SeenRows,
+    ShortTile,
+    Tiles,
+    _short_backward,
+    require_short,
+    short_attention,
+)
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.base.chooser import believed
 from tests.devices import GPU
@@ -32,18 +39,18 @@ CASES = {
 }
 
 
-def seen_of(kind: str | None, s: int, t: int) -> tuple[tuple | None, Rows]:
+def seen_of(kind: str | None, s: int, t: int) -> tuple[tuple | None, SeenRows]:
     """(the segments of two rows for the reference, what the kernels take in their place)."""
     if kind == "packed":
         ids = jnp.repeat(jnp.arange(3), jnp.array([10, s - 22, 12]), total_repeat_length=s)
         segments = (jnp.tile(ids, (2, 1)),) * 2
-        return segments, Rows(segments=segments)
+        return segments, SeenRows(segments=segments)
     if kind == "padded":
         lengths = jnp.array([t - 17, t])
         # The reference sees a padded key from padding only, the kernels from nowhere.
         keys = (jnp.arange(t) >= lengths[:, None]).astype(jnp.int32)
-        return (jnp.zeros((2, s), jnp.int32), keys), Rows(lengths=lengths)
-    return None, Rows()
+        return (jnp.zeros((2, s), jnp.int32), keys), SeenRows(lengths=lengths)
+    return None, SeenRows()
 
 
 @pytest.mark.parametrize("case", quick(CASES, 0, 2, 4, 6))
@@ -58,7 +65,7 @@ def test_kernels_equal_fp64(monkeypatch, case):
         return rng.normal(size=(2, length, heads, 16)) * 3
 
     q, k, v, d_out = draw(s, heads), draw(t, kv_heads), draw(t, kv_heads), draw(s, heads)
-    tiles = Tiles(*[Tile(*tile, 4, 1)] * 3)
+    tiles = Tiles(*[ShortTile(*tile, 4, 1)] * 3)
     low = [jnp.asarray(x, jnp.float32) for x in (q, k, v, d_out)]
     out, back = jax.vjp(lambda *qkv: short_attention(qkv, None, rows, call, "", tiles), *low[:3])
     got = out, *back(low[3])
@@ -87,11 +94,13 @@ def test_rows_beyond_32_bits_and_tiles_that_would_read_what_none_wrote_are_refus
         require(10)
         with pytest.raises(UserError, match="32-bit offsets do not reach all of a row's 2,214,592"):
             require(11)
-    tile = Tile(16, 16, 4, 1)
+    tile = ShortTile(16, 16, 4, 1)
     tiles = Tiles(tile, tile._replace(queries=32), tile)
     q = jnp.zeros((1, 20, 1, 16))
     with pytest.raises(AssertionError, match="unwritten"):
-        jax.eval_shape(lambda q: _bwd(call, "", tiles, ((q, q, q), None, Rows(), q, q), q), q)
+        jax.eval_shape(
+            lambda q: _short_backward(call, "", tiles, ((q, q, q), None, SeenRows(), q, q), q), q
+        )
 
 
 # One array of all three needs as many heads of keys as of queries.
@@ -110,7 +119,7 @@ def test_keys_and_values_in_one_array_with_biases(monkeypatch, case, joined):
     q, d_out = (rng.normal(size=(2, s, heads, 16)) * 3 for _ in range(2))
     kv, biases = rng.normal(size=(2, s, 2, kv_heads, 16)) * 3, rng.normal(size=(2, kv_heads, 16))
     q_bias = rng.normal(size=(heads, 16))
-    tiles = Tiles(*[Tile(*tile, 4, 1)] * 3)
+    tiles = Tiles(*[ShortTile(*tile, 4, 1)] * 3)
 
     def ours(q, kv, q_bias, v_bias):
         products = (jnp.concatenate([q[:, :, None], kv], 2),) if joined else (q, kv)

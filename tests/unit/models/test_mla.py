@@ -20,7 +20,7 @@ from mjax.models.attention.context_parallel import zigzag
 from mjax.models.attention.latent import MLA
 from mjax.models.attention.positions import rope_tables
 from mjax.models.base.branch import BranchInputs
-from mjax.models.base.context import Context, tokens_of
+from mjax.models.base.context import Context, Kernels, tokens_of
 from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part, matmul_weights
 from mjax.sharding.collectives import Parallel, reduce_gradients
@@ -54,8 +54,8 @@ def layer(**more) -> tuple[ModelConfig, MLA]:
 
 
 def apply(cfg, module, x, info, ctx=Context()) -> jax.Array:  # noqa: B008 - frozen
-    rope = {"A": rope_tables(cfg, info.positions, "A", ctx.parallel)}
-    return module(x, BranchInputs(info, ctx, "A", rope)).y
+    rope = {"mla": rope_tables(cfg, info.positions, "mla", ctx.parallel)}
+    return module(x, BranchInputs(info, ctx, "mla", rope)).y
 
 
 def by_numpy(module: MLA, x: np.ndarray, frequencies: np.ndarray, factor: float, scale: float):
@@ -134,7 +134,7 @@ def test_flops_are_those_of_megatron_for_deepseek_v3():
 def over_cp(cfg: ModelConfig, module: MLA, cp_type: str):
     """The layer over two devices of cp, as a function of x in zigzag order."""
     mesh = make_mesh(MeshConfig(dp=1, cp=2), jax.devices()[:2])
-    ctx = Context(parallel_of(mesh), cp_type=cp_type)
+    ctx = Context(parallel_of(mesh), kernels=Kernels(cp_type=cp_type))
     halves = PartitionSpec(None, "cp")
 
     @functools.partial(

@@ -11,7 +11,7 @@ from flax import nnx
 from mjax.config import dump, load
 from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.model import ModelConfig
-from mjax.interop.huggingface.families.table import config_from_hf, config_to_hf
+from mjax.interop.huggingface.families.engine import config_from_hf, config_to_hf
 from mjax.models import build, definition_of, split
 from mjax.models.base.context import Context, tokens_of
 from mjax.models.runtime.execution import Execution

@@ -5,15 +5,17 @@ import numpy as np
 import pytest
 
 from mjax.config import load
+from mjax.config.languages.layer_pattern import expand
 from mjax.models.runtime.execution import plain_layers, scan_groups
 from mjax.models.runtime.stacks import cut_group, stack_groups, unstack_groups
 from mjax.train import Trainer
 from tests.marks import slow
 
 PATTERNS = ["GGGG", "LLGLLG", "EGEG", "GEEE", "LGLGG"]
+KINDS = [expand(pattern, len(pattern)) for pattern in PATTERNS]
 
 
-def layers_of(kinds: str) -> dict[str, list[dict]]:
+def layers_of(kinds: tuple[str, ...]) -> dict[str, list[dict]]:
     """A list of layers for each stack, every value another."""
     layers: dict[str, list[dict]] = {}
     for i, plan in enumerate(plain_layers(kinds)):
@@ -22,14 +24,14 @@ def layers_of(kinds: str) -> dict[str, list[dict]]:
     return layers
 
 
-@pytest.mark.parametrize("kinds", PATTERNS)
+@pytest.mark.parametrize("kinds", KINDS, ids=PATTERNS)
 def test_stacks_of_groups_hold_every_layer_once(kinds):
     layers, plans = layers_of(kinds), plain_layers(kinds)
     again = unstack_groups(stack_groups(layers, plans), plans)
     jax.tree.map(np.testing.assert_array_equal, again, layers)
 
 
-@pytest.mark.parametrize("kinds", PATTERNS)
+@pytest.mark.parametrize("kinds", KINDS, ids=PATTERNS)
 def test_lists_and_stacks_give_the_same_groups(kinds):
     layers, plans = layers_of(kinds), plain_layers(kinds)
     stacks = {

@@ -19,7 +19,7 @@ def test_equal_stages_without_a_head_take_the_schedule_s_ticks(pp, v, m):
 
 def test_the_head_lengthens_every_tick_that_has_it_unless_its_stage_is_shorter():
     schedule = make_schedule(4, 1, 8)
-    even, short = (make_layout("G" * 15 + "G" * more, 4) for more in (1, 0))
+    even, short = (make_layout(["full+mlp"] * (15 + more), 4) for more in (1, 0))
     none, head = (step_time(even, schedule, h) for h in (0, 1.0))
     assert head == pytest.approx(none + 8)
     assert step_time(short, schedule, 1.0) <= none + 1

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.config.languages.layer_pattern import stack_of
+from mjax.config.languages.layer_pattern import expand, stack_of
 from mjax.config.languages.pipeline_layout import EMPTY, parse_layout
 from mjax.errors import UserError
 from mjax.pipeline.layout import Layout, make_layout, stage_lines
@@ -25,7 +25,7 @@ SHAPES = [(2, 1, 2), (2, 2, 4), (4, 1, 4), (4, 2, 8), (2, 1, 3), (4, 1, 6), (2, 
 
 @pytest.mark.parametrize("layers,pp,v,account_for", LAYOUTS)
 def test_every_layer_has_one_slot(layers, pp, v, account_for):
-    made = make_layout("G" * layers, pp, v, account_for=account_for)
+    made = make_layout(["full+mlp"] * layers, pp, v, account_for=account_for)
     table = made.table()
     assert sorted(table[table >= 0]) == list(range(layers))
     for c, s in itertools.product(range(v), range(pp)):
@@ -38,7 +38,7 @@ def test_every_layer_has_one_slot(layers, pp, v, account_for):
 
 @pytest.mark.parametrize("layers,pp,v,account_for", LAYOUTS)
 def test_storage_is_a_round_trip_with_zero_padding(layers, pp, v, account_for):
-    made = make_layout("G" * layers, pp, v, account_for=account_for)
+    made = make_layout(["full+mlp"] * layers, pp, v, account_for=account_for)
     tree = {"dense": {"w": 1.0 + jnp.arange(2.0 * layers).reshape(layers, 2)}, "norm": jnp.ones(3)}
     stored = to_storage(Storage(made), tree)
     assert stored["dense"]["w"].shape == (pp * v * len(made.slots.stacks), 2)
@@ -53,7 +53,7 @@ def test_storage_is_a_round_trip_with_zero_padding(layers, pp, v, account_for):
 def test_layers_that_are_lost_or_repeated_are_a_defect():
     for stages in (((0, 1), (3,)), ((0, 1), (1, 2)), ((1, 0), (2,))):
         with pytest.raises(AssertionError):
-            Layout(2, 1, stages, ("G",) * 3)
+            Layout(2, 1, stages, ("full+mlp",) * 3)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_layers_that_are_lost_or_repeated_are_a_defect():
 )
 def test_layout_strings(text, pp, sizes):
     assert parse_layout(text, 8, pp) == sizes
-    assert [len(s) for s in make_layout("G" * 8, pp, layout=text).stages] == sizes
+    assert [len(s) for s in make_layout(["full+mlp"] * 8, pp, layout=text).stages] == sizes
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_unlike_stages_share_slots_of_each_stack():
     """Every stage's layers lie in order in slots of their stacks, which are few."""
     rng = np.random.default_rng(0)
     for _ in range(50):
-        kinds = rng.choice(["G", "L", "E", "[D]"], 12)
+        kinds = rng.choice(["full+mlp", "window+mlp", "full+experts", "mlp"], 12)
         made = make_layout(kinds, 2, 2)
         stacks, layers = made.slots
         assert len(stacks) <= 12 and made.slot_kinds() == made.slots.kinds(kinds)
@@ -106,17 +106,18 @@ def test_unlike_stages_share_slots_of_each_stack():
             stored = made.storage_rows(stack)
             count = sum(stack_of(kind) == stack for kind in kinds)
             assert sorted(stored[stored >= 0]) == list(range(count))
-    assert make_layout("GEEE", 2).slots.stacks == ("dense", "moe", "moe")
+    assert make_layout(expand("GEEE", 4), 2).slots.stacks == ("dense", "moe", "moe")
 
 
 def test_slot_kinds_and_description():
-    made = make_layout("GLGLG", 2)
-    assert made.slot_kinds() == (("G", "L"), ("G", "L"), (EMPTY, "G"))
+    full, windowed = "full+mlp", "window+mlp"
+    made = make_layout(expand("GL", 5), 2)
+    assert made.slot_kinds() == ((full, windowed), (full, windowed), (EMPTY, full))
     assert stage_lines(made) == [
         "stage 0  embedding + layers 0-2",
         "stage 1  layers 3-4 + loss",
     ]
-    assert make_layout("GLGL", 2).slot_kinds() == (("G",), ("L",))
+    assert make_layout(expand("GL", 4), 2).slot_kinds() == ((full,), (windowed,))
 
 
 @pytest.mark.parametrize("pp,v,m", SHAPES)

@@ -127,7 +127,7 @@ def test_each_layer_has_its_kind_row_policy_and_precision():
     layers = decided(
         *keys, "model.attention.sliding_window=8", "precision.fp8_skip_layers=1"
     ).layers
-    assert [plan.kinds for plan in layers] == [("L",), ("G",), ("L",), ("G",)]
+    assert [plan.kinds for plan in layers] == [("window+mlp",), ("full+mlp",)] * 2
     assert [plan.row for plan in layers] == [0, 1, 2, 3]
     assert [plan.remat for plan in layers] == ["full", "dots", "dots", "dots"]
     assert [plan.fp8 for plan in layers] == [False, True, True, False]

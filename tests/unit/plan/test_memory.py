@@ -71,23 +71,23 @@ def test_a_layer_keeps_what_its_policy_names_and_its_input():
     """Of 8192 tokens in bf16; attention of XLA, which CPUs run, has no named output."""
     tokens = 2 * 8192
     want = {"input": 4096, "q": 4096, "kv": 2048, "attn_proj": 4096, "up": 28672}
-    found = kept(llama(), ONE, "G", "dots")
+    found = kept(llama(), ONE, "full+mlp", "dots")
     assert {t.name: t.bytes / tokens for t in found} == want
     away = [t.name for t in found if t.goes_to_host("dots", ("up", "down"))]
     assert away == ["up"] and not any(t.goes_to_host("none", ("up",)) for t in found)
-    assert [(t.name, t.shape) for t in kept(llama(), ONE, "G", "full")] == [
+    assert [(t.name, t.shape) for t in kept(llama(), ONE, "full+mlp", "full")] == [
         ("input", (1, 8192, 4096))
     ]
 
 
 def test_a_device_keeps_its_share():
-    whole = sum(t.bytes for t in kept(llama(), ONE, "G", "dots"))
+    whole = sum(t.bytes for t in kept(llama(), ONE, "full+mlp", "dots"))
     for sizes in ({"tp": 4}, {"cp": 4}, {"cp": 2, "tp": 2, "dp": 2}):
-        assert sum(t.bytes for t in kept(llama(), ONE | sizes, "G", "dots")) == whole / 4
+        assert sum(t.bytes for t in kept(llama(), ONE | sizes, "full+mlp", "dots")) == whole / 4
 
 
 def test_a_policy_that_names_less_keeps_less():
-    each = [kept(llama(), ONE, "G", p) for p in ("none", "dots", "full")]
+    each = [kept(llama(), ONE, "full+mlp", p) for p in ("none", "dots", "full")]
     sizes = [sum(t.bytes for t in found) for found in each]
     assert sizes[0] > sizes[1] > sizes[2]
 
@@ -191,8 +191,8 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
     ]
     dry_run(load(None, overrides))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert "full 1 x G input bfloat16 2 32 64 0.008 device 0.000".split() in lines
-    assert "dots 2 x G up bfloat16 2 64 2 64 0.033 host 0.000".split() in lines
+    assert "full 1 x full+mlp input bfloat16 2 32 64 0.008 device 0.000".split() in lines
+    assert "dots 2 x full+mlp up bfloat16 2 64 2 64 0.033 host 0.000".split() in lines
     assert ["memory:", "train.remat=full*1,dots", "optimizer.offload=false:"] in [
         line[:3] for line in lines
     ]
@@ -203,7 +203,7 @@ def test_dry_run_says_what_is_kept_and_where(tmp_path, capsys):
     [("mixtral_8x7b", 1, 35.0e9), ("mixtral_8x7b", 3, 92.2e9), ("qwen3_30b_a3b", 8, 113.7e9)],
 )
 def test_the_estimate_of_experts_is_near_what_an_h200_measured(name, layers, measured):
-    """On 2026-11-23 and 25: one GPU, s4096, 4 micro-batches of 2 (docs/memory.md)."""
+    """On 2026-11-23 and 25: one GPU, s4096, 4 micro-batches of 2 (docs/train/memory.md)."""
     keys = ["data.seq_length=4096", "train.global_batch_size=8", "train.micro_batch_size=2"]
     keys += ["train.remat=none", "train.experts=mosaic", "train.attention=cudnn", "train.unroll=0"]
     with believed(Device("gpu", hopper=True, triton=True)):

@@ -1,4 +1,4 @@
-"""The estimate of a step's time against steps that were measured: docs/measurements.jsonl."""
+"""The estimate of a step's time against steps that were measured: benchmarks/measurements.jsonl."""
 
 import functools
 import json
@@ -12,6 +12,7 @@ from mjax.config import Config, load
 from mjax.config.rules.mesh_rules import mesh_sizes
 from mjax.config.schema.model import ModelConfig
 from mjax.models import definition_of
+from mjax.models.base.branch import PASSES_OF_HEADS
 from mjax.models.flops import flops_by_part, flops_per_token
 from mjax.plan import roofline
 from mjax.plan.chips import named_chips
@@ -28,7 +29,7 @@ def measured_rows() -> dict[str, tuple[Config, int, float]]:
     The policies of memory are those that `auto` took there (docs/performance.md).
     """
     found = {}
-    for line in (ROOT / "docs" / "measurements.jsonl").read_text().splitlines():
+    for line in (ROOT / "benchmarks" / "measurements.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["bench"] != "train" or "page" in row or not row["gpus"] or "S2" in row["workload"]:
             continue
@@ -68,7 +69,7 @@ def specs_of(model: str) -> dict:
 
 
 ROWS = measured_rows()
-# Rows whose middle is farther off than 7 %, in percent, rounded up (docs/tuning.md).
+# Rows whose middle is farther off than 7 %, in percent, rounded up (docs/train/tuning.md).
 # GPT-2 on several GPUs was measured when the activation function was a pass over memory.
 FARTHER = {"s131072": 11, "tp4": 9, "32 a GPU, 2": 12, "32 a GPU, 4": 12}
 
@@ -172,5 +173,5 @@ def test_an_activation_function_is_a_pass_over_memory_where_no_matmul_computes_i
     model, sizes = cfg.model, mesh_sizes(cfg.mesh, 1)
     per_layer = roofline._layer_bytes(cfg, sizes) / model.num_hidden_layers / 2  # of bf16
     channels = model.hidden_size * (1 + 2)  # of queries, keys and values
-    rest = roofline.OF_BLOCK * model.hidden_size + roofline.OF_HEADS * channels
+    rest = roofline.OF_BLOCK * model.hidden_size + PASSES_OF_HEADS * channels
     assert (per_layer - rest) / model.intermediate_size == share

@@ -7,10 +7,10 @@ more or other heads than it, so the names of their tensors have the last word (`
 from collections.abc import Collection
 from dataclasses import replace
 
-from mjax.config.languages.layer_pattern import shortest
+from mjax.config.languages.layer_pattern import pattern_of, shortest
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.engine import Family
+from mjax.interop.huggingface.families.family import Family, Slot, SlotsByPath, changed
 from mjax.interop.huggingface.families.parts import (
     BIASED,
     Part,
@@ -23,10 +23,9 @@ from mjax.interop.huggingface.families.parts import (
     take,
 )
 from mjax.interop.huggingface.families.rope import typed_rope
-from mjax.interop.huggingface.families.slots import Slot, Slots, changed
 
 _FIXED = BIASED | {
-    "layer_pattern": "B",
+    "layer_pattern": "bidirectional+mlp",
     "norm_placement": "post_residual",
     "tie_word_embeddings": True,
     "bert.embedding_norm": True,
@@ -41,7 +40,7 @@ _LAYERS = (
     ("mlp.down_proj", "output.dense"),
     ("post_feedforward_layernorm", "output.LayerNorm"),
 )
-_KINDS = {
+_CLASSES = {
     "Bert": ("MaskedLM", "PreTraining", "SequenceClassification"),
     "Roberta": ("MaskedLM", "SequenceClassification"),
     "ModernBert": ("MaskedLM", "SequenceClassification"),
@@ -61,7 +60,7 @@ def _trunk(prefix: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-_SHAPE = same(
+_BERT_SHAPE = same(
     alike("vocab_size hidden_size intermediate_size num_hidden_layers")
     | alike("max_position_embeddings initializer_range")
     | alike("num_attention_heads", "attention.")
@@ -74,9 +73,9 @@ _SHAPE = same(
     {"initializer_range": 0.02, "layer_norm_eps": 1e-12, "type_vocab_size": 2}
     | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
 )
-_PARTS = (
+_BERT_PARTS = (
     required(position_embedding_type="absolute", tie_word_embeddings=True),
-    _SHAPE,
+    _BERT_SHAPE,
     activation("hidden_act", default="gelu"),
 )
 
@@ -87,7 +86,7 @@ def _heads(name: str) -> Part:
     def read(config: dict) -> dict:
         (kind, *_) = config.get("architectures") or [f"{name}ForMaskedLM"]
         labels = take(config, "num_labels", len(config.get("id2label") or "01"))
-        known = [f"{name}For{what}" for what in _KINDS[name]]
+        known = [f"{name}For{what}" for what in _CLASSES[name]]
         if kind == f"{name}Model" and labels == 0:
             return {"bert.mlm_head": False, "bert.num_labels": 0}
         if kind not in known:
@@ -120,6 +119,10 @@ def _positions_behind_padding() -> Part:
     return Part(read, lambda cfg: {"pad_token_id": cfg.bert.position_offset - 1})
 
 
+# ModernBERT's first layer, and those with a window.
+_FIRST, _WINDOWED = "bidirectional_unnormed+mlp", "bidirectional_window+mlp"
+
+
 def _layer_types() -> Part:
     """ModernBERT's windows: `layer_types`, or all but each `global_attn_every_n_layers`-th layer.
 
@@ -132,7 +135,7 @@ def _layer_types() -> Part:
         older = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
         types = take(config, "layer_types", older)
         window = take(config, "local_attention", 128) // 2 + 1
-        known = {"full_attention": "B", "sliding_attention": "W"}
+        known = {"full_attention": "bidirectional+mlp", "sliding_attention": _WINDOWED}
         unknown = [name for name in types if name not in known]
         if unknown or len(types) != layers or types[0] != "full_attention":
             raise UserError(
@@ -140,19 +143,19 @@ def _layer_types() -> Part:
                 f"0, then full_attention or sliding_attention, {layers} in all)"
             )
         kinds = [known[name] for name in types[1:]]
-        period = "".join(shortest(kinds)) if kinds else ""
-        pattern = "F" + "".join(kinds)
+        period = shortest(kinds) if kinds else kinds
+        pattern = ", ".join([_FIRST, *kinds])
         if period and len(kinds) % len(period) == 0:
-            pattern = f"F({period})*{len(kinds) // len(period)}"
+            pattern = f"{_FIRST}, ({pattern_of(period)})*{len(kinds) // len(period)}"
         return {
             "num_hidden_layers": layers,
             "layer_pattern": pattern,
-            "attention.sliding_window": window if "W" in kinds else None,
+            "attention.sliding_window": window if _WINDOWED in kinds else None,
         }
 
     def write(cfg: ModelConfig) -> dict:
         window = cfg.attention.sliding_window
-        names = {"W": "sliding_attention"}
+        names = {_WINDOWED: "sliding_attention"}
         types = [names.get(kind, "full_attention") for kind in cfg.layer_kinds]
         written = {"num_hidden_layers": cfg.num_hidden_layers, "layer_types": types}
         return written if window is None else written | {"local_attention": 2 * (window - 1)}
@@ -174,11 +177,21 @@ _MODERN_SHAPE = same(
     {"initializer_range": 0.02, "norm_eps": 1e-5, "norm_bias": False, "classifier_pooling": "cls"},
 )
 
+
+def _with_heads_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """The model with the heads of pretraining that the tensors `names` make up."""
+    if "cls.predictions.transform.dense.weight" not in names:
+        return cfg
+    labels = 2 if "cls.seq_relationship.weight" in names else 0
+    bert = cfg.bert.model_copy(update={"mlm_head": True, "num_labels": labels})
+    return cfg.model_copy(update={"bert": bert})
+
+
 ENCODERS: dict[str, Family] = {
     "bert": Family.of(
         "BertForMaskedLM",
         _heads("Bert"),
-        *_PARTS,
+        *_BERT_PARTS,
         fixed=_FIXED,
         rename=(
             *_trunk("bert"),
@@ -188,18 +201,21 @@ ENCODERS: dict[str, Family] = {
             ("pooler.", "bert.pooler."),
             ("seq_relationship.", "cls.seq_relationship."),
         ),
+        base_class="BertModel",
+        mend=_with_heads_in_file,
     ),
     "roberta": Family.of(
         "RobertaForMaskedLM",
         _heads("Roberta"),
         _positions_behind_padding(),
-        *_PARTS,
+        *_BERT_PARTS,
         fixed=_FIXED,
         rename=(
             *_trunk("roberta"),
             ("classifier.", "classifier.out_proj."),
             ("pooler.dense.", "classifier.dense."),
         ),
+        base_class="RobertaModel",
     ),
     "modernbert": Family.of(
         "ModernBertForMaskedLM",
@@ -220,6 +236,7 @@ ENCODERS: dict[str, Family] = {
             tie_word_embeddings=True,
         ),
         ignored(*_UNUSED),
+        base_class="ModernBertModel",
         fixed={
             "norm": "layernorm",
             "tie_word_embeddings": True,
@@ -248,23 +265,7 @@ ENCODERS: dict[str, Family] = {
 }
 
 
-def without_heads(config: dict) -> dict:
-    """The config.json of a file of a base class, which has no head to tell labels with."""
-    if config.get("architectures") in [[f"{name}Model"] for name in _KINDS]:
-        return config | {"num_labels": 0}
-    return config
-
-
-def heads_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """The config of an encoder with those heads of BERT that the tensors `names` make up."""
-    if cfg.model_type != "bert" or "cls.predictions.transform.dense.weight" not in names:
-        return cfg
-    labels = 2 if "cls.seq_relationship.weight" in names else 0
-    bert = cfg.bert.model_copy(update={"mlm_head": True, "num_labels": labels})
-    return cfg.model_copy(update={"bert": bert})
-
-
-def with_old_names(slots: Slots, names: Collection[str]) -> Slots:
+def with_old_names(slots: SlotsByPath, names: Collection[str]) -> SlotsByPath:
     """The slots in a file that calls gains and biases of norms gamma and beta, if it does."""
     known = set(names)
 

@@ -22,9 +22,11 @@ def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> Mode
     It is the first which, replaced by another, lets `read` come to an end.
     """
     for path in _paths(config):
-        count = _value(config, path)
+        count = _value_at(config, path)
         if "layer" in str(path[-1]) and isinstance(count, int) and count > MOST_LAYERS:
-            raise UserError(f"config.json: {_name(path)}={count} is above {MOST_LAYERS}; mend it")
+            raise UserError(
+                f"config.json: {_text_of_key(path)}={count} is above {MOST_LAYERS}; mend it"
+            )
     try:
         return read(config)
     except UserError:
@@ -33,18 +35,18 @@ def with_named_values(read: Callable[[dict], ModelConfig], config: dict) -> Mode
         path = next((path for path in _paths(config) if _is_cause(read, config, path)), None)
         if path is None:
             raise UserError(f"config.json cannot be read: {reason(e)}; mend it") from e
-        value = reprlib.repr(_value(config, path))
+        value = reprlib.repr(_value_at(config, path))
         raise UserError(
-            f"config.json: {_name(path)}={value} is not of the kind that belongs there "
+            f"config.json: {_text_of_key(path)}={value} is not of the kind that belongs there "
             f"({reason(e)}); mend it"
         ) from e
 
 
-def _name(path: tuple[str, ...]) -> str:
+def _text_of_key(path: tuple[str, ...]) -> str:
     return ".".join(map(str, path))  # a dictionary of labels may have numbers as its keys
 
 
-def _value(config: dict, path: tuple[str, ...]) -> object:
+def _value_at(config: dict, path: tuple[str, ...]) -> object:
     return functools.reduce(dict.__getitem__, path, config)
 
 
@@ -59,7 +61,7 @@ def _paths(config: dict) -> Iterator[tuple[str, ...]]:
 def _is_cause(read: Callable[[dict], ModelConfig], config: dict, path: tuple[str, ...]) -> bool:
     """Whether a config.json can be read once a key has a value of another kind, or none."""
     changed = copy.deepcopy(config)
-    place = _value(changed, path[:-1])
+    place = _value_at(changed, path[:-1])
     for value in (None, 8, "silu", {}):
         place[path[-1]] = value
         with contextlib.suppress(*WRONG_KIND):  # a `UserError` is a ValueError

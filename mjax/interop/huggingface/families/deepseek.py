@@ -16,7 +16,7 @@ ROUTED = {"n_routed_experts": "moe.num_experts"} | alike(
     "num_experts_per_tok moe_intermediate_size n_group topk_group routed_scaling_factor", "moe."
 )
 # What else says nothing where all layers are dense.
-_OF_EXPERTS = """aux_loss_alpha moe_layer_freq n_shared_experts norm_topk_prob scoring_func seq_aux
+_EXPERT_KEYS = """aux_loss_alpha moe_layer_freq n_shared_experts norm_topk_prob scoring_func seq_aux
     topk_method""".split()
 
 
@@ -27,12 +27,12 @@ def dense_first(dense: str, routed: str) -> Part:
         layers = config["num_hidden_layers"]
         first = min(take(config, "first_k_dense_replace", 0), layers)
         config.pop("num_mtp_layers", None)
-        for key in (*ROUTED, *_OF_EXPERTS) if first == layers else ():
+        for key in (*ROUTED, *_EXPERT_KEYS) if first == layers else ():
             config.pop(key, None)
         if first in (0, layers):
             return {"layer_pattern": dense if first else routed}
         before = dense if first == 1 else f"{dense}*{first}"
-        return {"layer_pattern": f"{before},{routed}*{layers - first}"}
+        return {"layer_pattern": f"{before}, {routed}*{layers - first}"}
 
     return Part(read, lambda cfg: {"first_k_dense_replace": cfg.layer_kinds.count(dense)})
 
@@ -51,7 +51,7 @@ def without_missing_predictions(cfg: ModelConfig, names: Collection[str]) -> Mod
     return cfg.model_copy(update={"num_nextn_predict_layers": 0})
 
 
-def latent_attention() -> Part:
+def latent_attention_part() -> Part:
     """`model.mla`. Reads before `shape`."""
 
     def read(config: dict) -> dict:

@@ -1,37 +1,175 @@
-"""`Family`: a row of the table of Hugging Face's model families (`families.py`)."""
+"""Reads and writes a config.json, and finds the tensors of a model, by the table of families.
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+Invariant: every key of a config.json is read, listed as meaningless (`unread_keys.py`), or refused
+by name. A config is written only if reading it back gives the same model.
+"""
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NoReturn
+
+from mjax.checkpoint.base.source import Path, flat
+from mjax.config.languages.layer_pattern import stack_of
+from mjax.config.schema.keys import leaf_keys, model_of, nested, value_of
 from mjax.config.schema.model import ModelConfig
-from mjax.interop.huggingface.families.parts import Part
+from mjax.errors import UserError
+from mjax.interop.huggingface.families.config_values import with_named_values
+from mjax.interop.huggingface.families.family import Family, Slot, SlotsByPath
+from mjax.interop.huggingface.families.table import FAMILIES
+from mjax.interop.huggingface.families.unread_keys import require_known, text_of
+from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
+
+# The weight of the balance loss.
+BALANCE_KEYS = "router_aux_loss_coef", "aux_loss_alpha"
+# Keys of ours that a config.json does not carry, or that do not change the trained function.
+UNSAID = frozenset(
+    """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
+    moe.router_aux_loss_type moe.expert_bias_update_rate moe.capacity_factor moe.drop_policy
+    moe.router_jitter_noise moe.sinkhorn moe.skip_padding vision.max_images
+    vision.length_multiple""".split()
+)
 
 
-@dataclass(frozen=True)
-class Family:
-    """`fixed`: values all its models share, by key. `rename`: replacements on declared names, in
-    order. `fused`: tensor -> the declared projections side by side in it. `conv1d`: matrices are
-    [in, out], as in GPT-2. `stacked`: all experts of a layer are one tensor.
-    `interleaved`: it is [E, in, out], and gate and up take turns along its last axis. `name_of`:
-    makes a tensor's name of a declared one, where replacements do not reach. `ones`: tensor -> how
-    many dimensions of size 1 it begins with. `numbers`: tensors without a dimension. `left_out`:
-    transformers' values of keys that a config.json lacks, where parts would take others."""
+class _Keys(dict):
+    """A config.json, whose missing keys are named."""
 
-    architecture: str
-    parts: tuple[Part, ...]
-    fixed: dict[str, object] = field(default_factory=dict)
-    rename: tuple[tuple[str, str], ...] = ()
-    fused: dict[str, tuple[str, ...]] | None = None
-    conv1d: bool = False
-    stacked: bool = False
-    interleaved: bool = False
-    name_of: Callable[[ModelConfig, str], str] | None = None
-    ones: dict[str, int] = field(default_factory=dict)
-    numbers: tuple[str, ...] = ()
-    left_out: dict[str, object] = field(default_factory=dict)
+    def __missing__(self, key: str) -> NoReturn:
+        raise UserError(f"config.json lacks {key!r}, which its model_type needs; add it")
 
-    @classmethod
-    def of(cls, architecture: str, *parts: Part, **others: Any) -> "Family":
-        """A row of the table, its parts in the order in which they read."""
-        return cls(architecture, parts, **others)
+
+def config_from_hf(config: dict) -> ModelConfig:
+    """A parsed config.json -> ours. Raises `UserError` naming what is unknown or unsupported."""
+    return with_named_values(_model_of, config)
+
+
+def _model_of(config: dict) -> ModelConfig:
+    config = text_of(config)
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(
+            f"config.json: model_type={name!r} is not supported; known: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    rest = _Keys(family.left_out | config)
+    fields: dict = dict(family.fixed)
+    for part in family.parts:
+        fields |= part.read(rest)
+    require_known(rest, name)
+    return model_of({"model_type": name, **nested(fields)}, "config.json: {key}: {why}")
+
+
+def config_of_folder(config: dict) -> ModelConfig:
+    """The model of a folder with weights, which may be those of a base class without heads."""
+    base_classes = [[family.base_class] for family in FAMILIES.values() if family.base_class]
+    if config.get("architectures") in base_classes:
+        config = config | {"num_labels": 0}
+    return config_from_hf(config)
+
+
+def config_to_hf(cfg: ModelConfig) -> dict:
+    """Our model -> a config.json of its family. Raises `UserError` if none can express it.
+
+    If the family's balance loss is another one, its coefficient is 0: none means the same.
+    """
+    problems = []
+    for name in [cfg.model_type] if cfg.model_type else FAMILIES:
+        said, config = cfg, _written_config(name, cfg)
+        try:
+            back = config_from_hf(dict(config))
+            if back.moe.router_aux_loss_type != cfg.moe.router_aux_loss_type:
+                moe = cfg.moe.model_copy(update={"router_aux_loss_coef": 0.0})
+                said = cfg.model_copy(update={"moe": moe})
+                config = _written_config(name, said)
+                back = config_from_hf(dict(config))
+        except UserError as e:
+            problems.append(f"{name}: {e}")
+            continue
+        differing = [key for key in _keys_said(cfg) if _meaning(back, key) != _meaning(said, key)]
+        if not differing:
+            return config
+        problems.append(f"{name}: no model.{differing[0]}={value_of(cfg, differing[0])!r}")
+    raise UserError(f"no Hugging Face family can express this model ({'; '.join(problems)})")
+
+
+def _written_config(name: str, cfg: ModelConfig) -> dict:
+    """A config.json of the family of that name, which may not say all of `cfg`."""
+    family = FAMILIES[name]
+    config: dict = {"architectures": [family.architecture], "model_type": name}
+    for part in reversed(family.parts):  # what reads first has the last word
+        config |= part.write(cfg)
+    return config
+
+
+def family_of(cfg: ModelConfig) -> Family:
+    """The family that `config_to_hf` writes."""
+    return FAMILIES[config_to_hf(cfg)["model_type"]]
+
+
+def _keys_said(cfg: ModelConfig) -> list[str]:
+    skipped = UNSAID | {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
+    if not cfg.has_role("feedforward"):
+        skipped |= {"intermediate_size"}
+    if not cfg.reads_group("attention"):
+        skipped |= {"attention.head_dim", "attention.num_key_value_heads"}
+    return [key for key in leaf_keys(ModelConfig) if key not in skipped]
+
+
+def _meaning(cfg: ModelConfig, key: str) -> object:
+    """The value of a key; patterns that are spelled differently mean the same layers."""
+    return cfg.layer_kinds if key == "layer_pattern" else value_of(cfg, key)
+
+
+# ---- names -------------------------------------------------------------------------------------
+
+
+def slots(cfg: ModelConfig, specs: dict, family: Family | None = None) -> SlotsByPath:
+    """For each parameter, the places of its matrices and vectors in a checkpoint of the family.
+
+    `family`: None: the model's.
+    """
+    family, leaves = family or family_of(cfg), flat(specs)
+    pieces = {path: list(_pieces(cfg, family, path[0], spec)) for path, spec in leaves.items()}
+    sizes: dict[str, dict[int, int]] = {}  # of fused tensors: position -> length
+    for path, of_path in pieces.items():
+        for slot, order in of_path:
+            lengths = [leaves[path].shape[axis] for axis in slot.dims[slot.axis]]
+            sizes.setdefault(slot.tensor, {})[order] = math.prod(lengths)
+
+    def placed(slot: Slot, order: int) -> Slot:
+        before = [n for position, n in sizes[slot.tensor].items() if position < order]
+        return replace(slot, start=slot.start + sum(before))
+
+    found = {}
+    for path, of_path in pieces.items():
+        places = tuple(placed(slot, order) for slot, order in of_path)
+        found[path] = (*_repeats(cfg, path, places), *places)
+    return found
+
+
+def _repeats(cfg: ModelConfig, path: Path, places: tuple[Slot, ...]) -> Iterator[Slot]:
+    """Slots of the copies of embedding and head in each layer of multi-token prediction."""
+    for depth in range(cfg.num_nextn_predict_layers):
+        layer = f"model.layers.{cfg.num_hidden_layers + depth}"
+        names = {"embedding": "embed_tokens", "head": "shared_head.head"}
+        if path[0] in names:
+            yield replace(places[0], tensor=f"{layer}.{names[path[0]]}.weight")
+
+
+def _pieces(
+    cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec
+) -> Iterator[tuple[Slot, int]]:
+    """(slot, position in a fused tensor) of each piece; `slots` moves it past those before."""
+    layers = [i for i, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
+    layout = family.layout_of(spec)
+    axes = [axis for axis in spec.axes if axis in ENUMERATING_AXES]
+    counts = [n for axis, n in zip(spec.axes, spec.shape, strict=True) if axis in axes]
+    for index in product(*map(range, counts)):
+        at = dict(zip(axes, index, strict=True))
+        slot = layout(spec, at)
+        name = slot.tensor.format(expert=at.get("experts"))
+        if "layers" in at:
+            name = f"model.layers.{layers[at['layers']]}.{name}"
+        tensor, order = family.tensor_of(cfg, name)
+        yield replace(slot, tensor=tensor), order

@@ -1,6 +1,6 @@
 """Rows of the table of families (`families.py`): state-space mixers and linear attention."""
 
-from mjax.interop.huggingface.families.engine import Family
+from mjax.interop.huggingface.families.family import Family, experts_stacked, outputs_first
 from mjax.interop.huggingface.families.mamba import (
     MAMBA2_SHAPE,
     NEMOTRON_IGNORED,
@@ -67,7 +67,7 @@ HYBRIDS: dict[str, Family] = {
         mixer("mamba2", n_groups=8, chunk_size=256, use_conv_bias=True),
         required(hidden_act="silu"),
         MAMBA2_SHAPE,
-        fixed={"position_embedding": "none", "layer_pattern": "M"},
+        fixed={"position_embedding": "none", "layer_pattern": "mamba"},
         rename=_BACKBONE,
         fused=_MIXER,
     ),
@@ -86,7 +86,7 @@ HYBRIDS: dict[str, Family] = {
     ),
     "bamba": Family.of(
         "BambaForCausalLM",
-        attention_among(True, lambda config: ("[MD]", "G")),
+        attention_among(True, lambda config: ("mamba+mlp", "full+mlp")),
         mixer("bamba", mamba_conv_bias=True),
         shape(rms_norm_eps=1e-5),
         rope(fraction=0.5),
@@ -121,7 +121,7 @@ HYBRIDS: dict[str, Family] = {
             ),
             "mlp.experts.input_linear": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
         },
-        stacked=True,
+        layouts={"expert_matrix": experts_stacked(outputs_first)},
     ),
     "falcon_h1": Family.of(
         "FalconH1ForCausalLM",
@@ -137,7 +137,7 @@ HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family.of(
         "Qwen3NextForCausalLM",
         every_nth_attends(),
-        attention_among(False, lambda config: ("[TE]", "E")),
+        attention_among(False, lambda config: ("deltanet+experts", "full+experts")),
         same(alike(" ".join(_DELTANET), "deltanet."), _DELTANET),
         experts("num_experts", **_QWEN3_NEXT),
         shape(head_dim=256),

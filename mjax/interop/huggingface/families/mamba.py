@@ -8,13 +8,13 @@ Biases of the projections are refused: no published model has them.
 import math
 from collections.abc import Callable
 
-from mjax.config.languages.layer_pattern import shortest
+from mjax.config.languages.layer_pattern import branches_of, pattern_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.deepseek import ROUTED
 from mjax.interop.huggingface.families.parts import (
     BALANCE,
-    HEADS,
+    HEAD_KEYS,
     Part,
     alike,
     ignored,
@@ -108,14 +108,19 @@ MAMBA2_SHAPE = same(
 
 # Nemotron-H's layers: kind -> (its word, Megatron-LM's letter).
 _BRANCHES = {
-    "M": ("linear_attention", "M"),
-    "[G]": ("full_attention", "*"),
-    "[D]": ("mlp", "-"),
-    "[E]": ("moe", "E"),
+    "mamba": ("linear_attention", "M"),
+    "full": ("full_attention", "*"),
+    "mlp": ("mlp", "-"),
+    "experts": ("moe", "E"),
 }
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
-_WORDS = {True: "full_attention", False: "linear_attention"}
-_OF_EXPERTS = (*ROUTED, "n_shared_experts", "moe_shared_expert_intermediate_size", "norm_topk_prob")
+_LAYER_WORDS = {True: "full_attention", False: "linear_attention"}
+_NEMOTRON_EXPERT_KEYS = (
+    *ROUTED,
+    "n_shared_experts",
+    "moe_shared_expert_intermediate_size",
+    "norm_topk_prob",
+)
 
 
 def one_branch_a_layer() -> Part:
@@ -133,8 +138,8 @@ def one_branch_a_layer() -> Part:
             letters = "".join(of_word[word] for word in words)
         if not letters:
             raise UserError("config.json lacks 'layers_block_type', which its model_type needs")
-        if "E" not in letters:
-            for key in _OF_EXPERTS:
+        if _BRANCHES["experts"][1] not in letters:
+            for key in _NEMOTRON_EXPERT_KEYS:
                 config.pop(key, None)
         only(config, "num_hidden_layers", len(letters))
         return {"layer_pattern": f"megatron:{letters}", "num_hidden_layers": len(letters)}
@@ -156,7 +161,7 @@ def nemotron_shape() -> Part:
     keys = same(
         alike("vocab_size hidden_size intermediate_size max_position_embeddings")
         | alike("tie_word_embeddings initializer_range")
-        | alike(HEADS, "attention.")
+        | alike(HEAD_KEYS, "attention.")
         | {"layer_norm_epsilon": "norm_eps"},
         {"tie_word_embeddings": False, "initializer_range": 0.02}
         | {"attention_dropout": 0.0, "layer_norm_epsilon": 1e-5},
@@ -224,15 +229,15 @@ def attention_among(indices: bool, mixed: Callable[[dict], tuple[str, str]]) -> 
                 raise UserError(f"config.json: layer_types={types!r}, num_hidden_layers={layers}")
             attends = [t == "full_attention" for t in types]
         kinds = mixed(config)
-        return {"layer_pattern": "".join(shortest([kinds[a] for a in attends]))}
+        return {"layer_pattern": pattern_of([kinds[a] for a in attends])}
 
     def write(cfg: ModelConfig) -> dict:
-        attends = [kind in ("G", "E") for kind in cfg.layer_kinds]
+        attends = ["full" in branches_of(kind) for kind in cfg.layer_kinds]
         if all(attends):  # no hybrid: what is read back differs
             return {}
         if indices:
             return {"attn_layer_indices": [i for i, attend in enumerate(attends) if attend]}
-        return {"layer_types": [_WORDS[attend] for attend in attends]}
+        return {"layer_types": [_LAYER_WORDS[attend] for attend in attends]}
 
     return Part(read, write)
 
@@ -245,7 +250,7 @@ def every_nth_attends() -> Part:
         every = take(config, "full_attention_interval", 4)
         if not config.get("layer_types"):
             attends = [(i + 1) % every == 0 for i in range(config["num_hidden_layers"])]
-            config["layer_types"] = [_WORDS[a] for a in attends]
+            config["layer_types"] = [_LAYER_WORDS[a] for a in attends]
         return {}
 
     return Part(read, lambda cfg: {})
@@ -264,6 +269,9 @@ def granite_positions() -> Part:
         return {"position_embedding_type": "rope" if cfg.position_embedding == "rope" else None}
 
     return Part(read, write)
+
+
+_FALCON_LAYER = "mamba|full+mlp"
 
 
 def falcon_layers() -> Part:
@@ -286,10 +294,10 @@ def falcon_layers() -> Part:
         only(config, "mamba_d_ssm", wide)
         only(config, "layers_block_type", ["hybrid"] * config["num_hidden_layers"])
         factor = take(config, "lm_head_multiplier", 1.0)
-        return fields | {"layer_pattern": "[M|GD]", "logits_scaling": 1 / factor}
+        return fields | {"layer_pattern": _FALCON_LAYER, "logits_scaling": 1 / factor}
 
     def write(cfg: ModelConfig) -> dict:
-        if set(cfg.layer_kinds) != {"[M|GD]"}:
+        if set(cfg.layer_kinds) != {_FALCON_LAYER}:
             return {}
         width = {"mamba_d_ssm": cfg.mamba.channels, "mamba_norm_before_gate": False}
         factor = 1 / (cfg.logits_scaling or 1.0)
@@ -306,7 +314,8 @@ _FALCON_FACTORS = (
 
 
 def granite_kinds(config: dict) -> tuple[str, str]:
-    return ("[ME]", "E") if config.get("num_local_experts", 8) else ("[MD]", "G")
+    has_experts = config.get("num_local_experts", 8)
+    return ("mamba+experts", "full+experts") if has_experts else ("mamba+mlp", "full+mlp")
 
 
 def granite_experts() -> Part:

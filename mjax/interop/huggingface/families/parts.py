@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mjax.config.languages.layer_pattern import shortest
+from mjax.config.languages.layer_pattern import BRANCHES, branches_of, pattern_of
 from mjax.config.schema.keys import value_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 
 REQUIRED = object()
-HEADS = "num_attention_heads num_key_value_heads head_dim attention_dropout"
+HEAD_KEYS = "num_attention_heads num_key_value_heads head_dim attention_dropout"
 # What GPT-2, BERT, ViT and CLIP have in common.
 BIASED = {
     "position_embedding": "learned",
@@ -52,7 +52,7 @@ def only(config: dict, key: str, *values: Any) -> None:
         raise UserError(f"config.json: {key}={value!r} is not supported (only {wanted})")
 
 
-def say(text: str) -> None:
+def say_unused(text: str) -> None:
     """Tell on standard error what a config.json has that is not used."""
     print(f"mjax: config.json: {text}", file=sys.stderr)
 
@@ -67,8 +67,12 @@ def same(fields: dict[str, str], defaults: dict[str, Any] | None = None) -> Part
     defaults = defaults or {}
 
     def read(config: dict) -> dict:
-        values = {ours: take(config, hf, defaults.get(hf, REQUIRED)) for hf, ours in fields.items()}
-        return {ours: value for ours, value in values.items() if value is not None}
+        found = {}
+        for theirs, ours in fields.items():
+            value = take(config, theirs, defaults.get(theirs, REQUIRED))
+            if value is not None:
+                found[ours] = value
+        return found
 
     return Part(read, lambda cfg: {hf: value_of(cfg, ours) for hf, ours in fields.items()})
 
@@ -141,7 +145,7 @@ def gemma_activation() -> Part:
 
 
 def shape(hidden_act: Part | None = None, **defaults: Any) -> Part:
-    """What most families call by the same names; `defaults` of a family for keys left out.
+    """The sizes that most families call by the same names; `defaults` are for keys left out.
 
     The activation is under its usual key, if no part of its own reads it.
     """
@@ -150,7 +154,7 @@ def shape(hidden_act: Part | None = None, **defaults: Any) -> Part:
     common |= dict(rms_norm_eps=1e-6, initializer_range=0.02, attention_dropout=0.0)
     names = """vocab_size hidden_size intermediate_size num_hidden_layers max_position_embeddings
         tie_word_embeddings initializer_range"""
-    fields = alike(names) | alike(HEADS, "attention.") | {"rms_norm_eps": "norm_eps"}
+    fields = alike(names) | alike(HEAD_KEYS, "attention.") | {"rms_norm_eps": "norm_eps"}
     sizes = same(fields, common | defaults)
     return Part(
         lambda config: sizes.read(config) | hidden_act.read(config),
@@ -184,7 +188,8 @@ def one_window(default: int | None = None) -> Part:
 
     def read(config: dict) -> dict:
         window = config.pop("sliding_window", default)
-        return {"attention.sliding_window": window, "layer_pattern": "G" if window is None else "L"}
+        kind = "full+mlp" if window is None else "window+mlp"
+        return {"attention.sliding_window": window, "layer_pattern": kind}
 
     return Part(read, lambda cfg: {"sliding_window": cfg.attention.sliding_window})
 
@@ -192,7 +197,7 @@ def one_window(default: int | None = None) -> Part:
 def layer_types(
     older: Callable[[dict, int], list[bool]],
     nope: bool = False,
-    kinds: tuple[str, str] = ("G", "L"),
+    kinds: tuple[str, str] = ("full+mlp", "window+mlp"),
 ) -> Part:
     """Per-layer `layer_types`, read before `shape`; where a config.json lacks them,
     `older(config, layers)` tells which layers have the window. `nope`: `no_rope_layers` has a 0
@@ -212,9 +217,9 @@ def layer_types(
             turned = turned or [int((i + 1) % every != 0) for i in range(layers)]
             if any(w and not t for w, t in zip(windowed, turned, strict=True)):
                 raise UserError("config.json: a windowed layer without RoPE is not supported")
-            kinds = [k if t else "N" for k, t in zip(kinds, turned, strict=True)]
+            kinds = [k if t else "nope+mlp" for k, t in zip(kinds, turned, strict=True)]
         return {
-            "layer_pattern": "".join(shortest(kinds)),
+            "layer_pattern": pattern_of(kinds),
             "attention.sliding_window": window if windows in kinds else None,
         }
 
@@ -225,7 +230,9 @@ def layer_types(
         out |= {"sliding_window": cfg.attention.sliding_window}
         if older is optional_window:
             out |= {"use_sliding_window": windows in kinds}
-        return out | ({"no_rope_layers": [int(kind != "N") for kind in kinds]} if nope else {})
+        return out | (
+            {"no_rope_layers": [int(kind != "nope+mlp") for kind in kinds]} if nope else {}
+        )
 
     return Part(read, write)
 
@@ -246,7 +253,12 @@ def _windows(config: dict, older: Callable[[dict, int], list[bool]]) -> tuple[li
 
 
 # A layer, by whether it has a window and whether it has experts.
-_KINDS = {(False, False): "G", (True, False): "L", (False, True): "E", (True, True): "[LE]"}
+_LAYER_KINDS = {
+    (False, False): "full+mlp",
+    (True, False): "window+mlp",
+    (False, True): "full+experts",
+    (True, True): "window+experts",
+}
 
 
 def expert_layers(older: Callable[[dict, int], list[bool]], typed: bool) -> Part:
@@ -263,19 +275,19 @@ def expert_layers(older: Callable[[dict, int], list[bool]], typed: bool) -> Part
         kinds = []
         for i, has_window in enumerate(windowed):
             has_experts = i not in dense and (i + 1) % step == 0
-            kinds.append(_KINDS[has_window, has_experts])
+            kinds.append(_LAYER_KINDS[has_window, has_experts])
         return {
-            "layer_pattern": "".join(shortest(kinds)),
+            "layer_pattern": pattern_of(kinds),
             "attention.sliding_window": window if any(windowed) else None,
         }
 
     def write(cfg: ModelConfig) -> dict:
         kinds = cfg.layer_kinds
-        windowed = [kind in ("L", "[LE]") for kind in kinds]
+        windowed = [BRANCHES[branches_of(kind)[0]].windowed for kind in kinds]
         names = {True: "sliding_attention", False: "full_attention"}
         out = {
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind in ("G", "L")],
+            "mlp_only_layers": [i for i, kind in enumerate(kinds) if "mlp" in branches_of(kind)],
             "sliding_window": cfg.attention.sliding_window,
             "use_sliding_window": any(windowed),
         }
@@ -385,7 +397,7 @@ def experts(count: str, **defaults: Any) -> Part:
         if not has_width:
             only(config, "sliding_window")
             fields |= {"moe.moe_intermediate_size": config["intermediate_size"]}
-            fields |= {"layer_pattern": "E"}
+            fields |= {"layer_pattern": "full+experts"}
         return fields
 
     def write(cfg: ModelConfig) -> dict:

@@ -11,11 +11,11 @@ from typing import Any
 
 from mjax.config.schema.model import ROPE_KEYS, ModelConfig, RopeScaling
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.parts import Part, say
+from mjax.interop.huggingface.families.parts import Part, say_unused
 
 _LENGTH = "original_max_position_embeddings"
 _TYPES = {"su": "longrope"} | {name: name for name in ROPE_KEYS}  # su: Phi-3's first name
-_NEEDED = {  # readers differ in what they assume where these are left out
+_NEEDED_KEYS = {  # readers differ in what they assume where these are left out
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
     "yarn": ("factor", _LENGTH),
@@ -49,7 +49,7 @@ def rope(theta: float = 10000.0, fraction: float | None = None, original: bool =
         return fields | ({"rope.partial_rotary_factor": float(turned)} if fraction else {})
 
     def write(cfg: ModelConfig) -> dict:
-        scaling = _written(cfg)
+        scaling = _rope_written(cfg)
         out = {"rope_theta": cfg.rope.rope_theta, "rope_scaling": scaling}
         if original and scaling:
             scaling = {k: v for k, v in scaling.items() if k not in (_LENGTH, "rope_type")}
@@ -81,11 +81,11 @@ def typed_rope(
                 f"config.json: rope_parameters has {unknown[0]!r}, which is not known (only "
                 f"{_FULL} and {_WINDOW}, each with parameters of its own)"
             )
-        full = [*_said("rope_scaling", old), (key, "rope_theta", config.pop(key, None))]
-        full += _said(f"rope_parameters.{_FULL}", _dictionary(new, _FULL))
+        full = [*_rope_keys("rope_scaling", old), (key, "rope_theta", config.pop(key, None))]
+        full += _rope_keys(f"rope_parameters.{_FULL}", _dictionary(new, _FULL))
         window = [(local_key, "rope_theta", config.pop(local_key, None))]
-        window += _said(f"rope_parameters.{_WINDOW}", _dictionary(new, _WINDOW))
-        window += _said("rope_scaling", old) if scales_both else []
+        window += _rope_keys(f"rope_parameters.{_WINDOW}", _dictionary(new, _WINDOW))
+        window += _rope_keys("rope_scaling", old) if scales_both else []
         values, of_window = _agreeing(full), _agreeing(window)
         own = of_window.pop("rope_theta", None) or local
         if of_window.get("rope_type", "default") != "default":
@@ -101,7 +101,7 @@ def typed_rope(
         return {
             key: cfg.rope.rope_theta,
             local_key: cfg.rope.rope_local_theta,
-            "rope_scaling": _written(cfg),
+            "rope_scaling": _rope_written(cfg),
         }
 
     return Part(read, write)
@@ -115,7 +115,7 @@ def _dictionary(config: dict, name: str) -> dict:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _said(name: str, values: dict) -> list[Said]:
+def _rope_keys(name: str, values: dict) -> list[Said]:
     """The entries of a dictionary. `rope_type` counts, and its older name `type` without it."""
     older = values.get("type")
     named = {key: value for key, value in values.items() if key != "type"}
@@ -129,8 +129,8 @@ def _said(name: str, values: dict) -> list[Said]:
 def _flat(config: dict) -> list[Said]:
     """Rotary positions of one kind in a config.json."""
     beside = [(key, key, config.pop(key, None)) for key in ("rope_theta", "partial_rotary_factor")]
-    old = _said("rope_scaling", _dictionary(config, "rope_scaling"))
-    new = _said("rope_parameters", _dictionary(config, "rope_parameters"))
+    old = _rope_keys("rope_scaling", _dictionary(config, "rope_scaling"))
+    new = _rope_keys("rope_parameters", _dictionary(config, "rope_parameters"))
     seen = {key for _, key, value in [*beside, *old] if value is not None}
     for where, key, value in new if old else ():
         if key not in seen:
@@ -175,10 +175,10 @@ def _scaling(values: dict) -> dict | None:
             "which is not supported; remove it"
         )
     if unused:
-        say(f"rope_scaling of type {kind!r} does not use {', '.join(unused)}")
+        say_unused(f"rope_scaling of type {kind!r} does not use {', '.join(unused)}")
     if kind == "default":
         return None
-    missing = [key for key in _NEEDED[kind] if key not in values]
+    missing = [key for key in _NEEDED_KEYS[kind] if key not in values]
     if missing:
         raise UserError(f"config.json: rope_scaling of type {kind!r} lacks {missing[0]!r}; add it")
     scaling = {key: values[key] for key in used if key in values}
@@ -197,7 +197,7 @@ def _temperature(values: dict) -> dict:
     return {"attention_factor": math.sqrt(1 + larger)}
 
 
-def _written(cfg: ModelConfig) -> dict | None:
+def _rope_written(cfg: ModelConfig) -> dict | None:
     """Our scaling in Hugging Face's words."""
     if cfg.rope.rope_scaling is None:
         return None

@@ -7,13 +7,13 @@ Biases by distance lie in the first layer of each side.
 import re
 from collections.abc import Collection
 
-from mjax.config.languages.layer_pattern import of_decoder
+from mjax.config.languages.layer_pattern import BRANCHES, of_decoder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.engine import Family
+from mjax.interop.huggingface.families.family import Family
 from mjax.interop.huggingface.families.parts import ACTIVATIONS, Part, alike, ignored, same, take
 
-_PARTS = {
+_T5_PARTS = {
     "self_attn": "SelfAttention",
     "cross_attn": "EncDecAttention",
     "mlp": "DenseReluDense",
@@ -22,7 +22,7 @@ _PLACES = {  # of what stands in a layer, by side
     "encoder": {"self_attn": 0, "mlp": 1},
     "decoder": {"self_attn": 0, "cross_attn": 1, "mlp": 2},
 }
-_NORMS = ("input_layernorm", "post_attention_layernorm", "post_attention_layernorm_2")
+_T5_NORMS = ("input_layernorm", "post_attention_layernorm", "post_attention_layernorm_2")
 _PROJECTIONS = {
     "q_proj": "q",
     "k_proj": "k",
@@ -31,12 +31,12 @@ _PROJECTIONS = {
     "gate_proj": "wi_0",
     "down_proj": "wo",
 }
-_EDGES = {
+_T5_EDGES = {
     "model.embed_tokens.weight": "shared.weight",
     "model.norm.weight": "decoder.final_layer_norm.weight",
     "model.encoder_norm.weight": "encoder.final_layer_norm.weight",
 }
-_BIASES = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+_RELATIVE_BIASES = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
 def _shape() -> Part:
@@ -82,21 +82,21 @@ def _head() -> Part:
     return Part(read, write)
 
 
-def tied_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """The config without a head of its own where the tensors `names` hold none, as transformers 5
+def _tied_in_file(cfg: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """The model without a head of its own if the tensors `names` have none, as transformers 5
     reads it."""
-    if cfg.model_type != "t5" or cfg.logits_scaling is not None or "lm_head.weight" in names:
+    if cfg.logits_scaling is not None or "lm_head.weight" in names:
         return cfg
     return cfg.model_copy(update={"tie_word_embeddings": True})
 
 
-def _layers() -> Part:
+def _sides() -> Part:
     """The layers of both sides, as `model.layer_pattern`."""
 
     def read(config: dict) -> dict:
         encoder = take(config, "num_layers")
         decoder = take(config, "num_decoder_layers", encoder)
-        pattern = f"B*{encoder}, [GXD]*{decoder}"
+        pattern = f"bidirectional+mlp*{encoder}, full+cross+mlp*{decoder}"
         return {"num_hidden_layers": encoder + decoder, "layer_pattern": pattern}
 
     def write(cfg: ModelConfig) -> dict:
@@ -131,26 +131,26 @@ def _feed_forward() -> Part:
     return Part(read, write)
 
 
-def _names(cfg: ModelConfig, name: str) -> str:
+def _t5_name(cfg: ModelConfig, name: str) -> str:
     """The name of a tensor in a file of T5, from that which its parameter declares."""
-    if name in _EDGES:
-        return _EDGES[name]
+    if name in _T5_EDGES:
+        return _T5_EDGES[name]
     biases = re.fullmatch(r"model\.relative_bias\.([A-Z])\.weight", name)
     if biases:
-        side = "encoder" if biases[1] == "B" else "decoder"
-        return f"{side}.{_BIASES}"
+        side = "encoder" if biases[1] == BRANCHES["bidirectional"].letter else "decoder"
+        return f"{side}.{_RELATIVE_BIASES}"
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(\w+)\.(?:(\w+)\.)?weight", name)
     if layer is None:
         return name  # the head's
     number, part, projection = int(layer[1]), layer[2], layer[3]
     encoders = sum(not of_decoder(kind) for kind in cfg.layer_kinds)
     side, block = ("encoder", number) if number < encoders else ("decoder", number - encoders)
-    if part in _NORMS:
-        return f"{side}.block.{block}.layer.{_NORMS.index(part)}.layer_norm.weight"
+    if part in _T5_NORMS:
+        return f"{side}.block.{block}.layer.{_T5_NORMS.index(part)}.layer_norm.weight"
     if projection == "up_proj":
         projection = "wi_1" if cfg.mlp_gated else "wi"
     place = f"{side}.block.{block}.layer.{_PLACES[side][part]}"
-    return f"{place}.{_PARTS[part]}.{_PROJECTIONS.get(projection, projection)}.weight"
+    return f"{place}.{_T5_PARTS[part]}.{_PROJECTIONS.get(projection, projection)}.weight"
 
 
 T5: dict[str, Family] = {
@@ -158,10 +158,11 @@ T5: dict[str, Family] = {
         "T5ForConditionalGeneration",
         ignored("output_past", "dense_act_fn", "is_gated_act", "initializer_factor"),
         _head(),
-        _layers(),
+        _sides(),
         _shape(),
         _feed_forward(),
         fixed={"position_embedding": "relative", "attention.attention_multiplier": 1.0},
-        name_of=_names,
+        name_of=_t5_name,
+        mend=_tied_in_file,
     )
 }

@@ -1,33 +1,26 @@
-"""Model families: a Hugging Face config.json and its tensor names <-> ours, in one table.
+"""The table of Hugging Face's model families: a row each; `engine.py` reads and writes by them.
 
 A family is a list of two-way `Part`s, each reading some keys of a config.json into those of a
 `ModelConfig` and writing them back, and a few replacements on the names that the parameters declare
-(`ParamSpec.hf`, Llama's). Invariant: every key of a config.json is read, listed as meaningless
-here, or refused by name; a config is written only if reading it back gives the same model.
+(`ParamSpec.hf`, Llama's).
 """
 
-import math
-import re
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
-from typing import NoReturn
-
-from mjax.checkpoint.base.source import Path, flat
-from mjax.config.languages.layer_pattern import stack_of
-from mjax.config.schema.keys import leaf_keys, model_of, nested, value_of
-from mjax.config.schema.model import ModelConfig
-from mjax.errors import UserError
 from mjax.interop.huggingface.families.bert import ENCODERS
-from mjax.interop.huggingface.families.config_values import with_named_values
 from mjax.interop.huggingface.families.deepseek import (
     dense_first,
-    latent_attention,
+    latent_attention_part,
     prediction_layers,
     routed_experts_v2,
     routed_experts_v3,
+    without_missing_predictions,
 )
-from mjax.interop.huggingface.families.engine import Family
+from mjax.interop.huggingface.families.family import (
+    Family,
+    experts_stacked,
+    inputs_first,
+    interleaved,
+    vector,
+)
 from mjax.interop.huggingface.families.gpt_oss import GPT_OSS_RENAMES, gpt_oss
 from mjax.interop.huggingface.families.hybrids import HYBRIDS, MULTIPLIERS
 from mjax.interop.huggingface.families.nas import block_configs, norm_names
@@ -54,11 +47,8 @@ from mjax.interop.huggingface.families.parts import (
     window_of_all,
 )
 from mjax.interop.huggingface.families.rope import rope, typed_rope
-from mjax.interop.huggingface.families.slots import Slot, Slots
 from mjax.interop.huggingface.families.t5 import T5
-from mjax.interop.huggingface.families.unread_keys import require_known, text_of
 from mjax.interop.huggingface.families.vision import VISION
-from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec
 
 _GELU2 = activation("hidden_activation", default="gelu_pytorch_tanh")
 _QWEN_LEFT_OUT = {"num_key_value_heads": 32, "sliding_window": 4096}
@@ -204,8 +194,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v2": Family.of(
         "DeepseekV2ForCausalLM",
-        dense_first("A", "[AE]"),
-        latent_attention(),
+        dense_first("mla+mlp", "mla+experts"),
+        latent_attention_part(),
         routed_experts_v2(),
         shape(),
         rope(),
@@ -215,19 +205,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family.of(
         "DeepseekV3ForCausalLM",
-        dense_first("A", "[AE]"),
+        dense_first("mla+mlp", "mla+experts"),
         prediction_layers(),
-        latent_attention(),
+        latent_attention_part(),
         routed_experts_v3(),
         shape(),
         rope(),
         biases(False),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
         left_out={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
+        mend=without_missing_predictions,
     ),
     "glm4_moe": Family.of(
         "Glm4MoeForCausalLM",
-        dense_first("G", "E"),
+        dense_first("full+mlp", "full+experts"),
         prediction_layers(),
         routed_experts_v3(factor=1.0),
         shape(rms_norm_eps=1e-5),
@@ -236,17 +227,20 @@ FAMILIES: dict[str, Family] = {
         same({"use_qk_norm": "attention.qk_norm"}, {"use_qk_norm": False}),
         rename=(("mlp.shared_expert.", "mlp.shared_experts."),),
         left_out={"num_key_value_heads": 8, "first_k_dense_replace": 1},
+        mend=without_missing_predictions,
     ),
     "gpt_oss": Family.of(
         "GptOssForCausalLM",
-        layer_types(every_second, kinds=("E", "[LE]")),
+        layer_types(every_second, kinds=("full+experts", "window+experts")),
         gpt_oss(),
         shape(rms_norm_eps=1e-5, head_dim=64),
         rope(150000.0),
         fixed={"attention.attention_sinks": True, "mlp_bias": True, "moe.router_bias": True},
         rename=GPT_OSS_RENAMES,
-        stacked=True,
-        interleaved=True,
+        layouts={
+            "expert_matrix": experts_stacked(interleaved(inputs_first)),
+            "expert_vector": experts_stacked(interleaved(vector)),
+        },
         left_out={"num_key_value_heads": 8, "sliding_window": 128},
     ),
     "olmoe": Family.of(
@@ -296,7 +290,7 @@ FAMILIES: dict[str, Family] = {
             ("mlp.down_proj", "mlp.c_proj"),
         ),
         fused={"self_attn.c_attn": _QKV},
-        conv1d=True,
+        layouts={"matrix": inputs_first},
     ),
     "nemotron-nas": Family.of(
         "DeciLMForCausalLM",
@@ -311,173 +305,3 @@ FAMILIES: dict[str, Family] = {
     **T5,
     **VISION,
 }
-
-# The weight of the balance loss.
-BALANCE_KEYS = "router_aux_loss_coef", "aux_loss_alpha"
-# Keys of ours that a config.json does not carry, or that do not change the trained function.
-UNSAID = frozenset(
-    """model_type vocab_multiple scaled_output_init moe.router_z_loss_coef moe.router_aux_loss_over
-    moe.router_aux_loss_type moe.expert_bias_update_rate moe.capacity_factor moe.drop_policy
-    moe.router_jitter_noise moe.sinkhorn moe.skip_padding vision.max_images
-    vision.length_multiple""".split()
-)
-
-
-class _Keys(dict):
-    """A config.json, whose missing keys are named."""
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise UserError(f"config.json lacks {key!r}, which its model_type needs; add it")
-
-
-def config_from_hf(config: dict) -> ModelConfig:
-    """A parsed config.json -> ours. Raises `UserError` naming what is unknown or unsupported."""
-    return with_named_values(_model_of, config)
-
-
-def _model_of(config: dict) -> ModelConfig:
-    config = text_of(config)
-    name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(
-            f"config.json: model_type={name!r} is not supported; known: {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[name]
-    rest = _Keys(family.left_out | config)
-    fields: dict = dict(family.fixed)
-    for part in family.parts:
-        fields |= part.read(rest)
-    require_known(rest, name)
-    return model_of({"model_type": name, **nested(fields)}, "config.json: {key}: {why}")
-
-
-def config_to_hf(cfg: ModelConfig) -> dict:
-    """Our model -> a config.json of its family. Raises `UserError` if none can express it.
-
-    Where the family's balance loss is another one, its coefficient is 0: none means the same.
-    """
-    problems = []
-    for name in [cfg.model_type] if cfg.model_type else FAMILIES:
-        said, config = cfg, _written(name, cfg)
-        try:
-            back = config_from_hf(dict(config))
-            if back.moe.router_aux_loss_type != cfg.moe.router_aux_loss_type:
-                moe = cfg.moe.model_copy(update={"router_aux_loss_coef": 0.0})
-                said = cfg.model_copy(update={"moe": moe})
-                config = _written(name, said)
-                back = config_from_hf(dict(config))
-        except UserError as e:
-            problems.append(f"{name}: {e}")
-            continue
-        differing = [key for key in _said(cfg) if _meaning(back, key) != _meaning(said, key)]
-        if not differing:
-            return config
-        problems.append(f"{name}: no model.{differing[0]}={value_of(cfg, differing[0])!r}")
-    raise UserError(f"no Hugging Face family can express this model ({'; '.join(problems)})")
-
-
-def _written(name: str, cfg: ModelConfig) -> dict:
-    """A config.json of the family of that name, which may not say all of `cfg`."""
-    family = FAMILIES[name]
-    config: dict = {"architectures": [family.architecture], "model_type": name}
-    for part in reversed(family.parts):  # what reads first has the last word
-        config |= part.write(cfg)
-    return config
-
-
-def family_of(cfg: ModelConfig) -> Family:
-    """The family that `config_to_hf` writes."""
-    return FAMILIES[config_to_hf(cfg)["model_type"]]
-
-
-def _said(cfg: ModelConfig) -> list[str]:
-    skipped = UNSAID | {"hidden_dropout", "attention.attention_dropout", "initializer_range"}
-    if "D" not in cfg.branches:
-        skipped |= {"intermediate_size"}
-    if not cfg.branches & set("GLNBWF"):
-        skipped |= {"attention.head_dim", "attention.num_key_value_heads"}
-    return [key for key in leaf_keys(ModelConfig) if key not in skipped]
-
-
-def _meaning(cfg: ModelConfig, key: str) -> object:
-    """The value of a key; patterns that are spelled differently mean the same layers."""
-    return cfg.layer_kinds if key == "layer_pattern" else value_of(cfg, key)
-
-
-# ---- names -------------------------------------------------------------------------------------
-
-
-def slots(cfg: ModelConfig, specs: dict, family: Family | None = None) -> Slots:
-    """For each parameter, where its matrices and vectors lie in a checkpoint of the family.
-
-    `family`: None: the model's.
-    """
-    family, leaves = family or family_of(cfg), flat(specs)
-    pieces = {path: list(_places(cfg, family, path[0], spec)) for path, spec in leaves.items()}
-    sizes: dict[str, dict[int, int]] = {}  # of fused tensors: position -> length
-    for path, of_path in pieces.items():
-        for slot, order in of_path:
-            lengths = [leaves[path].shape[axis] for axis in slot.dims[slot.axis]]
-            sizes.setdefault(slot.tensor, {})[order] = math.prod(lengths)
-
-    def placed(slot: Slot, order: int) -> Slot:
-        before = [n for position, n in sizes[slot.tensor].items() if position < order]
-        return replace(slot, start=slot.start + sum(before))
-
-    found = {}
-    for path, of_path in pieces.items():
-        places = tuple(placed(slot, order) for slot, order in of_path)
-        found[path] = (*_copies(cfg, path, places), *places)
-    return found
-
-
-def _copies(cfg: ModelConfig, path: Path, places: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Where files repeat the embedding and the head, for each layer of multi-token prediction."""
-    for depth in range(cfg.num_nextn_predict_layers):
-        layer = f"model.layers.{cfg.num_hidden_layers + depth}"
-        names = {"embedding": "embed_tokens", "head": "shared_head.head"}
-        if path[0] in names:
-            yield replace(places[0], tensor=f"{layer}.{names[path[0]]}.weight")
-
-
-def _places(cfg: ModelConfig, family: Family, stack: str, spec: ParamSpec):
-    """(slot, position in a fused tensor) of each piece; `slots` moves it behind those before."""
-    layers = [i for i, kind in enumerate(cfg.layer_kinds) if stack_of(kind) == stack]
-    batch = [i for i, axis in enumerate(spec.axes) if axis in ENUMERATING_AXES]
-    is_stacked = family.stacked and "experts" in spec.axes
-    takes_turns = is_stacked and family.interleaved
-    rest = tuple(i for i in range(len(spec.shape)) if i not in batch)
-    if spec.role in ("matrix", "router"):
-        dims = rest[spec.inputs :], rest[: spec.inputs]
-        dims = dims[::-1] if family.conv1d or takes_turns else dims
-        if "patch" in spec.axes:  # of a convolution: [D, C, P, P]
-            dims = dims[0], *((axis,) for axis in dims[1])
-    elif spec.role == "conv":  # [channels, 1, taps]
-        dims = rest[:-1], (), rest[-1:]
-    else:
-        dims = tuple((a,) for a in rest) if spec.role in ("embedding", "head") else (rest,)
-    axis = 1 if (family.conv1d or takes_turns) and len(dims) == 2 else 0
-    for index in product(*(range(spec.shape[a]) for a in batch)):
-        at = dict(zip((spec.axes[a] for a in batch), index, strict=True))
-        pair, where = at.get("pair", 0), {}
-        name = spec.hf[0 if takes_turns else pair]  # gate and up have the name of gate
-        if is_stacked:
-            name, where = name.replace(".{expert}", ""), {"lead": (at["experts"],)}
-        if takes_turns and "pair" in at:
-            where |= {"start": pair, "step": 2}
-        name = name.format(expert=at.get("experts"))
-        if "layers" in at:
-            name = f"model.layers.{layers[at['layers']]}.{name}"
-        order = 0
-        for fused, parts in (family.fused or {}).items():
-            for i, part in enumerate(parts):
-                if re.search(rf"\b{re.escape(part)}\b", name):
-                    name, order = name.replace(part, fused), i
-        for old, new in family.rename:
-            name = name.replace(old, new)
-        if family.name_of is not None:
-            name = family.name_of(cfg, name)
-        if name in family.ones:
-            where = {"lead": (0,) * family.ones[name]}
-        number = name in family.numbers
-        yield Slot(name, index, dims, axis=axis, number=number, **where), order

@@ -5,7 +5,7 @@ for these models, or it has the one value that all of them have.
 """
 
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.parts import only, say, take
+from mjax.interop.huggingface.families.parts import only, say_unused, take
 from mjax.interop.huggingface.families.vision import LLAMA, QWEN2
 
 # Keys that say nothing about the function a model computes.
@@ -111,7 +111,9 @@ def require_known(rest: dict, family: str) -> None:
             "remove it if it does not change the model"
         )
     if taken:
-        say(f"{', '.join(taken)} {'do' if taken[1:] else 'does'} not change the numbers: not used")
+        say_unused(
+            f"{', '.join(taken)} {'do' if taken[1:] else 'does'} not change the numbers: not used"
+        )
 
 
 # ---- the text of models of more than text --------------------------------------------------------
@@ -151,7 +153,7 @@ def text_of(config: dict) -> dict:
     says = config.get("tie_word_embeddings", tied), text.get("tie_word_embeddings", False)
     text["tie_word_embeddings"] = any(says)
     kind = take(dict(text), "model_type")
-    say(f"of {name} the text alone is read, a model of model_type {kind!r}")
+    say_unused(f"of {name} the text alone is read, a model of model_type {kind!r}")
     return {"hidden_act": "silu"} | _LEFT_OUT[kind] | text if kind in _LEFT_OUT else text
 
 

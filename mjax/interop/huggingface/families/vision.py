@@ -13,7 +13,14 @@ from typing import NamedTuple
 from mjax.config.languages.layer_pattern import of_tower
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
-from mjax.interop.huggingface.families.engine import Family
+from mjax.interop.huggingface.families.family import (
+    Family,
+    SlotsByPath,
+    after_ones,
+    changed,
+    number,
+    table,
+)
 from mjax.interop.huggingface.families.parts import (
     ACTIVATIONS,
     BIASED,
@@ -29,9 +36,8 @@ from mjax.interop.huggingface.families.parts import (
     take,
 )
 from mjax.interop.huggingface.families.rope import rope
-from mjax.interop.huggingface.families.slots import Slots, changed
 
-_SHAPE = same(
+_VIT_SHAPE = same(
     alike("hidden_size intermediate_size num_hidden_layers initializer_range")
     | alike("num_attention_heads", "attention.")
     | alike("num_channels", "vision.")
@@ -47,7 +53,7 @@ _SHAPE = same(
 )
 
 
-def _squares() -> Part:
+def _square_images() -> Part:
     """The sizes of images and patches, which may be written as [height, width]."""
     defaults = {"image_size": 224, "patch_size": 16}
 
@@ -95,7 +101,7 @@ _SIGLIP_TOWER = same(alike(_TOWER_KEYS, "vision."), _SIGLIP_SIZES)
 QWEN2 = {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32}
 QWEN2 |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 151936}
 QWEN2 |= {"max_position_embeddings": 32768}
-_BIASES = biases(True, out=False)
+_BIAS_KEYS = biases(True, out=False)
 _NO_WINDOW = ignored("layer_types", "max_window_layers", "sliding_window")
 _SAYS_NOTHING = (
     "projection_dim initializer_factor initializer_range vocab_size attention_dropout".split()
@@ -104,7 +110,7 @@ _ACTS = {"quick_gelu": "quick_gelu"} | ACTIVATIONS
 _PUBLISHED, _NEW = "vision_tower.vision_model.", "vision_tower."
 
 
-def _sizes(keys: Part, vision: dict) -> dict:
+def _tower_sizes(keys: Part, vision: dict) -> dict:
     """The sizes of a tower. Raises `UserError` where it cuts no image."""
     fields = keys.read(vision)
     if fields["vision.patch_size"] == 0:
@@ -128,7 +134,7 @@ class _Kind(NamedTuple):
     fixed: dict[str, bool]
 
 
-def _text(kind: _Kind) -> Part:
+def _text_part(kind: _Kind) -> Part:
     """The language model, in `text_config`: one of Llama's kind."""
 
     def read(config: dict) -> dict:
@@ -167,7 +173,7 @@ def _tower(kind: _Kind) -> Part:
                 f"config.json: hidden_act={act!r} or vision_feature_layer={layer!r} of a tower of "
                 f"{layers} layers is not supported"
             )
-        fields = _sizes(kind.sizes, vision)
+        fields = _tower_sizes(kind.sizes, vision)
         for key in (*_SAYS_NOTHING, "vision_use_head"):
             vision.pop(key, None)
         config |= vision
@@ -176,7 +182,8 @@ def _tower(kind: _Kind) -> Part:
         fixed["image_token_id"] = take(config, "image_token_index", image_token)
         fields |= {f"vision.{key}": value for key, value in fixed.items()}
         text = dict(config["text_config"]).get("num_hidden_layers") or LLAMA["num_hidden_layers"]
-        pattern, count = f"V*{used}, [P], G*{text}", used + 1 + text
+        pattern = f"vision+mlp*{used}, projector, full+mlp*{text}"
+        count = used + 1 + text
         return fields | {"layer_pattern": pattern, "num_hidden_layers": count}
 
     def write(cfg: ModelConfig) -> dict:
@@ -198,7 +205,7 @@ def _seq_length() -> Part:
     return Part(read, lambda cfg: {key: cfg.vision.patch_size and cfg.vision.text_tokens()})
 
 
-_LLAVA = _Kind(
+_LLAVA_DEFAULTS = _Kind(
     text="llama",
     parts=_TEXT,
     tower="clip_vision_model",
@@ -210,7 +217,7 @@ _LLAVA = _Kind(
 )
 _ONEVISION = _Kind(
     text="qwen2",
-    parts=(_NO_WINDOW, required(use_sliding_window=False), shape(**QWEN2), rope(), _BIASES),
+    parts=(_NO_WINDOW, required(use_sliding_window=False), shape(**QWEN2), rope(), _BIAS_KEYS),
     tower="siglip_vision_model",
     sizes=_SIGLIP_TOWER,
     act="gelu_pytorch_tanh",
@@ -237,7 +244,7 @@ _OF_TOWER = (
     ("up_proj", "fc1"),
     ("down_proj", "fc2"),
 )
-_EDGES = {
+_TOWER_EDGES = {
     "model.embed_patches.weight": "embeddings.patch_embedding.weight",
     "model.embed_patches.bias": "embeddings.patch_embedding.bias",
     "model.embed_class": "embeddings.class_embedding",
@@ -260,10 +267,10 @@ def _in_layer(rest: str) -> str:
     return rest
 
 
-def _names(cfg: ModelConfig, name: str) -> str:
+def _llava_name(cfg: ModelConfig, name: str) -> str:
     """The name of a tensor in a file of LLaVA, from that which its parameter declares."""
-    if name in _EDGES:
-        return _PUBLISHED + _EDGES[name]
+    if name in _TOWER_EDGES:
+        return _PUBLISHED + _TOWER_EDGES[name]
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
     if layer is None:
         return f"language_model.{name}"
@@ -275,7 +282,7 @@ def _names(cfg: ModelConfig, name: str) -> str:
     return f"{_PUBLISHED}encoder.layers.{number}.{_in_layer(rest)}"
 
 
-def with_new_towers(slots: Slots, names: Collection[str]) -> Slots:
+def _with_new_towers(slots: SlotsByPath, names: Collection[str]) -> SlotsByPath:
     """The slots in a file of transformers 5, whose names of towers are shorter, if it is one."""
     if any(name.startswith(_PUBLISHED) for name in names):
         return slots
@@ -324,7 +331,7 @@ def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part
         fields = {"vision.hidden_act": act_of(vision), "hidden_act": act_of(text)}
         layers = take(vision, "num_hidden_layers"), take(text, "num_hidden_layers")
         width = text.get("projection_size") or text.get("hidden_size")
-        fields |= _sizes(_TOWER, vision) | _TEXT_TOWER.read(text)
+        fields |= _tower_sizes(_TOWER, vision) | _TEXT_TOWER.read(text)
         eos = text.get("eos_token_id") or 49407
         if kind == "clip":
             fields["contrastive.eos_token_id"] = eos
@@ -334,7 +341,7 @@ def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part
             vision.pop(key, None)
             text.pop(key, None)
         config |= text | vision  # what is left is judged with the rest
-        fields["layer_pattern"] = f"V*{layers[0]}, {layer}*{layers[1]}"
+        fields["layer_pattern"] = f"vision+mlp*{layers[0]}, {layer}*{layers[1]}"
         return fields | {"num_hidden_layers": sum(layers)}
 
     def write(cfg: ModelConfig) -> dict:
@@ -356,7 +363,7 @@ def _both_towers(kind: str, layer: str, of_images: dict, of_texts: dict) -> Part
 
 def _dual_names(cfg: ModelConfig, name: str) -> str:
     """The name of a tensor in a file of CLIP or SigLIP, from that which its parameter declares."""
-    for side, edges in (("vision_model", _EDGES), ("text_model", _TEXT_EDGES)):
+    for side, edges in (("vision_model", _TOWER_EDGES), ("text_model", _TEXT_EDGES)):
         if name in edges:
             return f"{side}.{edges[name]}"
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
@@ -377,28 +384,28 @@ VISION: dict[str, Family] = {
     "clip": Family.of(
         "CLIPModel",
         ignored(*_INITIAL),
-        _both_towers("clip", "G", _CLIP, _CLIP),
+        _both_towers("clip", "full+mlp", _CLIP, _CLIP),
         same({"projection_dim": "contrastive.projection_dim"}, {"projection_dim": 512}),
         fixed=BIASED | {"vision.patch_bias": False, "vision.embedding_norm": True},
         name_of=_dual_names,
-        numbers=("logit_scale",),
+        layouts={"logit_scale": number},
     ),
     "siglip": Family.of(
         "SiglipModel",
         ignored(*_INITIAL),
-        _both_towers("siglip", "U", _SIGLIP | {"patch_size": 16}, _SIGLIP | _SIGLIP_TEXT),
+        _both_towers("siglip", "text+mlp", _SIGLIP | {"patch_size": 16}, _SIGLIP | _SIGLIP_TEXT),
         fixed=BIASED | {"vision.class_token": False, "contrastive.loss": "sigmoid"},
         name_of=_dual_names,
-        ones={"vision_model.head.probe": 2},
+        layouts={"vision_model.head.probe": after_ones(2, table)},
     ),
     "vit": Family.of(
         "ViTForImageClassification",
         ignored("encoder_stride", "pooler_output_size", "pooler_act"),
         _classes(),
-        _squares(),
-        _SHAPE,
+        _square_images(),
+        _VIT_SHAPE,
         activation("hidden_act", default="gelu"),
-        fixed=BIASED | {"layer_pattern": "B"},
+        fixed=BIASED | {"layer_pattern": "bidirectional+mlp"},
         rename=(
             ("model.layers.", "vit.encoder.layer."),
             ("model.embed_patches.", "vit.embeddings.patch_embeddings.projection."),
@@ -414,7 +421,10 @@ VISION: dict[str, Family] = {
             ("mlp.up_proj", "intermediate.dense"),
             ("mlp.down_proj", "output.dense"),
         ),
-        ones={"vit.embeddings.cls_token": 2, "vit.embeddings.position_embeddings": 1},
+        layouts={
+            "model.embed_class": after_ones(2, table),
+            "model.embed_image_positions": after_ones(1, table),
+        },
     ),
     "llava": Family.of(
         "LlavaForConditionalGeneration",
@@ -422,9 +432,10 @@ VISION: dict[str, Family] = {
         _seq_length(),
         required(projector_hidden_act="gelu", vision_feature_select_strategy="default"),
         required(multimodal_projector_bias=True),
-        _tower(_LLAVA),
-        _text(_LLAVA),
-        name_of=_names,
+        _tower(_LLAVA_DEFAULTS),
+        _text_part(_LLAVA_DEFAULTS),
+        name_of=_llava_name,
+        renamed_in=_with_new_towers,
     ),
     "llava_onevision": Family.of(
         "LlavaOnevisionForConditionalGeneration",
@@ -433,7 +444,8 @@ VISION: dict[str, Family] = {
         required(multimodal_projector_bias=True, use_image_newline_parameter=True),
         _TILES,
         _tower(_ONEVISION),
-        _text(_ONEVISION),
-        name_of=_names,
+        _text_part(_ONEVISION),
+        name_of=_llava_name,
+        renamed_in=_with_new_towers,
     ),
 }

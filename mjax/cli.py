@@ -1,0 +1,182 @@
+"""`mjax COMMAND [arguments]`: one program for all commands of mjax.
+
+A command's module is imported when the command runs, so `mjax --help` starts no JAX. The modules
+stay programs of their own: `mjax train` and `python -m mjax.train` are the same.
+"""
+
+import contextlib
+import difflib
+import importlib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import mjax
+from mjax.errors import UserError, run_cli
+
+
+class Command(NamedTuple):
+    """A command: its line of help and the module whose `main` runs it."""
+
+    about: str
+    module: str
+
+
+DATA = {
+    "preprocess": Command("tokenize text into .bin and .idx", "mjax.data.preprocess"),
+    "neighbors": Command("look up RETRO's neighbors of a run's samples", "mjax.data.neighbors"),
+}
+COMMANDS: dict[str, Command | dict[str, Command]] = {
+    "train": Command("train a model from a YAML config", "mjax.train.__main__"),
+    "generate": Command("continue prompts", "mjax.generate.__main__"),
+    "evaluate": Command("perplexity of a text, or tasks of a harness", "mjax.evaluate.__main__"),
+    "data": DATA,
+    "convert": Command("Hugging Face and Megatron weights, in and out", "mjax.convert"),
+    "checkpoint": Command("list, show, compare and verify checkpoints", "mjax.checkpoint.__main__"),
+    "export": Command("a model as programs that run without mjax", "mjax.export.__main__"),
+    "report": Command("one HTML page on runs", "mjax.report.__main__"),
+    "bench": Command("measure speed on this machine", "mjax.bench.__main__"),
+    "prove": Command("compare every feature on every mesh", "mjax.prove.__main__"),
+}
+ABOUT = {name: c.about for name, c in COMMANDS.items() if isinstance(c, Command)}
+ABOUT |= {"data": "prepare a corpus: " + ", ".join(DATA)}
+ABOUT |= {"completion": "print a script for bash, zsh or fish"}
+
+
+def main() -> None:
+    """The program `mjax`: runs the command that `sys.argv` names and exits with its code."""
+    run_cli(lambda: run(sys.argv[1:]))
+
+
+def run(argv: list[str]) -> int | None:
+    """Run a command line without the program's name. Raises `UserError` for an unknown one."""
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(usage("mjax", {name: ABOUT[name] for name in (*COMMANDS, "completion")}))
+        print("\n`mjax COMMAND --help` lists its options. `mjax --version` prints the version.")
+        return 0
+    if name == "--version":
+        print(f"mjax {mjax.__version__}")
+        return 0
+    if name == "completion":
+        return _completion(argv[1:])
+    command, rest = find(name, COMMANDS), argv[1:]
+    if not isinstance(command, Command):
+        if rest[:1] in ([], ["-h"], ["--help"]):
+            print(usage(f"mjax {name}", {key: c.about for key, c in command.items()}))
+            return 0
+        name, command, rest = f"{name} {rest[0]}", find(rest[0], command), rest[1:]
+    sys.argv = [f"mjax {name}", *rest]  # what `errors.program` names in usage lines
+    return importlib.import_module(command.module).main()
+
+
+def usage(program: str, commands: Mapping[str, str]) -> str:
+    """Lines of help: a line for each command."""
+    lines = [f"  {name:12}{about}" for name, about in commands.items()]
+    return "\n".join([f"usage: {program} COMMAND [arguments]", "", *lines])
+
+
+def find(name: str, commands: Mapping[str, Command | dict]) -> Command | dict[str, Command]:
+    """Return the command of this name. Raises `UserError` that names the nearest."""
+    if name in commands:
+        return commands[name]
+    near = difflib.get_close_matches(name, [*commands, "completion"], 1)
+    hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(commands)}"
+    raise UserError(f"no command {name!r}; {hint}")
+
+
+def _completion(argv: list[str]) -> int:
+    if len(argv) != 1 or argv[0] not in SHELLS:
+        shells = ", ".join(SHELLS)
+        raise UserError(f"mjax completion {shlex.join(argv)}: name one shell, of {shells}")
+    print(SHELLS[argv[0]](words_by_command()), end="")
+    return 0
+
+
+def words_by_command() -> dict[str, list[str]]:
+    """Words that may follow each command: its own commands and its options.
+
+    They are read from what `--help` of each prints.
+    """
+    words = {"": [*COMMANDS, "completion", "--help", "--version"], "completion": [*SHELLS]}
+    for name, command in COMMANDS.items():
+        if isinstance(command, Command):
+            words |= _words_of_help(name)
+        else:
+            words[name] = [*command]
+            for inner in command:
+                words |= _words_of_help(f"{name} {inner}")
+    return words
+
+
+def _words_of_help(name: str) -> dict[str, list[str]]:
+    """The words after a command, and after each command of its own."""
+    text = help_of(name)
+    options = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    choices = r"--?[\w-]+ \{.*?\}(\s+\[\{.*?\} \.\.\.\])?"  # of options
+    head = re.sub(choices, "", text.partition("\n\n")[0], flags=re.S)
+    own = [word for group in re.findall(r"\{(.*?)\}", head, re.S) for word in group.split(",")]
+    own = [word.strip() for word in own]
+    words = {name: [*own, *options]}
+    for inner in own if " " not in name else ():
+        words[f"{name} {inner}"] = _words_of_help(f"{name} {inner}")[f"{name} {inner}"]
+    return words
+
+
+def help_of(name: str) -> str:
+    """What `mjax NAME --help` prints."""
+    before, text = sys.argv, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            run([*name.split(), "--help"])
+    finally:
+        sys.argv = before
+    return text.getvalue()
+
+
+def bash(words: Mapping[str, list[str]]) -> str:
+    """A completion script for bash: words by command, else file names; --config takes YAML."""
+    longest_first = sorted(words, key=lambda name: -len(name.split()))
+    cases = [f'    "{name} "*) words="{" ".join(words[name])}" ;;' for name in longest_first]
+    cases[-1] = f'    *) words="{" ".join(words[""])}" ;;'
+    return "\n".join(
+        [
+            "_mjax() {",
+            '  local words cur="${COMP_WORDS[COMP_CWORD]}"',
+            '  if [ "${COMP_WORDS[COMP_CWORD-1]}" = --config ]; then',
+            '    COMPREPLY=($(compgen -f -X "!*.yaml" -- "$cur"; compgen -d -S / -- "$cur"))',
+            "    return",
+            "  fi",
+            '  case "${COMP_WORDS[*]:1:COMP_CWORD-1} " in',
+            *cases,
+            "  esac",
+            '  COMPREPLY=($(compgen -W "$words" -- "$cur"))',
+            "}",
+            "complete -o default -F _mjax mjax",
+            "",
+        ]
+    )
+
+
+def zsh(words: Mapping[str, list[str]]) -> str:
+    """The script of bash, through zsh's own adapter."""
+    return "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" + bash(words)
+
+
+def fish(words: Mapping[str, list[str]]) -> str:
+    """A completion script for fish."""
+    lines = [f"complete -c mjax -n __fish_use_subcommand -a '{' '.join(words[''])}'"]
+    for name in filter(None, words):
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+        lines.append(f"complete -c mjax -n '{seen}' -a '{' '.join(words[name])}'")
+    return "\n".join(lines) + "\n"
+
+
+SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Calls of attention kernels: what a branch computes, and the arrays beside q, k and v."""
+
+import jax
+import jax.numpy as jnp
+
+from mjax.config.languages.layer_pattern import BRANCHES
+from mjax.config.schema.model import ModelConfig
+from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall, DropoutPlaces
+from mjax.models.base.branch import BranchInputs
+
+
+def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> AttentionCall:
+    """What a branch of attention computes."""
+    ctx, branch = inputs.ctx, BRANCHES[inputs.word]
+    return AttentionCall(
+        scale=scale,
+        window=cfg.attention.sliding_window if branch.windowed else None,
+        softcap=cfg.attention.attn_logit_softcapping,
+        mask=branch.mask,
+        max_distance=cfg.relative.max_distance,
+        dropout=cfg.attention.attention_dropout if ctx.training.dropout else 0.0,
+        max_documents=ctx.documents.most,
+        padded=ctx.documents.padded,
+        implementation=ctx.kernels.attention,
+        deterministic=ctx.kernels.deterministic,
+    )
+
+
+def attention_arrays(
+    cfg: ModelConfig,
+    inputs: BranchInputs,
+    cached: int | None = None,
+    sinks: jax.Array | None = None,
+) -> AttentionArrays:
+    """What a branch of attention reads besides queries, keys and values.
+
+    The keys are those of the same tokens, of a source, or of all slots of a cache for `cached`
+    tokens.
+    """
+    tokens, ctx = inputs.tokens, inputs.ctx
+    reads_source = BRANCHES[inputs.word].mask == "cross"
+    keys = inputs.source.tokens if reads_source else tokens
+    key_columns, key_segments = keys.columns, keys.segments
+    if cached is not None:
+        key_columns = jnp.arange(cached, dtype=jnp.int32)
+        key_segments = tokens.key_segments
+    has_dropout = ctx.training.dropout and cfg.attention.attention_dropout > 0
+    relative = {} if inputs.shared is None else inputs.shared.relative
+    return AttentionArrays(
+        columns=(tokens.columns, key_columns),
+        segments=None if key_segments is None else (tokens.segments, key_segments),
+        sinks=sinks,
+        relative=relative.get(inputs.word),
+        dropout=_dropout_places(cfg, inputs) if has_dropout else None,
+    )
+
+
+def _dropout_places(cfg: ModelConfig, inputs: BranchInputs) -> DropoutPlaces:
+    """What keys dropout on attention probabilities, of this device's query heads."""
+    tokens, parallel = inputs.tokens, inputs.ctx.parallel
+    local = cfg.attention.num_attention_heads // parallel.tp
+    heads = parallel.index("tp") * local + jnp.arange(local)
+    key = jax.random.fold_in(tokens.key, inputs.salt)
+    return DropoutPlaces(key, tokens.rows, heads)
