@@ -29,7 +29,7 @@ from mjax.models.base.branch import (
     Source,
     branch_class,
 )
-from mjax.models.base.context import PADDED_ROWS, Context, Tokens, dropout
+from mjax.models.base.context import PADDED_ROWS, Context, Tokens, dropout, scaled
 from mjax.models.base.norm import Norm
 from mjax.models.base.streams import Activation, Streams
 
@@ -84,9 +84,8 @@ class Block(nnx.Module):
         if own not in x.activations:
             return BranchOutput(x)
         ctx = ctx.of(own)
-        if (
-            own != DECODER and not self.cfg.architecture.reads_target
-        ):  # one item, then maybe padding
+        # A row of another stream is one item and padding; an encoder's are texts.
+        if own != DECODER and not self.cfg.architecture.reads_target:
             ctx = replace(ctx, documents=PADDED_ROWS)
         source = Source(x.activations.get(other), tokens.of(other))
         inputs = replace(inputs, tokens=tokens.of(own), ctx=ctx, shared=x.shared, source=source)
@@ -153,10 +152,3 @@ def _salts(layer: jax.Array | int, branch: int) -> Salts:
     first = FIRST_SALT + 3 * layer
     further, second = divmod(branch, 2)
     return Salts(first + (branch << 26), first + 1 + second + (further << 24))
-
-
-def scaled(x: jax.Array, factor: float | None) -> jax.Array:
-    """x times a factor of the config, in x's dtype."""
-    if factor is None:
-        return x
-    return x * jnp.asarray(factor, x.dtype)

@@ -21,23 +21,20 @@ from mjax.config.languages.layer_pattern import (
     stream_of,
 )
 from mjax.config.schema.model import ModelConfig
-from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy
 from mjax.models.attention.positions import look_up, rope_tables
 from mjax.models.base.branch import Rope, begin_layers, branch_class, finish_layers
-from mjax.models.base.context import Context, Tokens, dropout, tokens_of
+from mjax.models.base.context import Context, Tokens, dropout, scaled, tokens_of
 from mjax.models.base.inputs import require_inputs
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import StatisticCount, declare, normal, split, stack, table
 from mjax.models.base.streams import EMBEDDING_SALT, Activation, decoder_of
-from mjax.models.block import Block, scaled
+from mjax.models.block import Block
+from mjax.models.heads.vocabulary import VocabularyHead
 from mjax.models.runtime.execution import Execution, plain_layers
-from mjax.models.runtime.run import Caches, LayerInputs, Layers
-
-# The normed output [B, S, D] of the last layer, shares of statistics, new caches.
-Hidden = tuple[jax.Array, dict[str, jax.Array], Caches | None]
+from mjax.models.runtime.run import Caches, LayerInputs, Layers, LayersOutput
 
 
-class Decoder(nnx.Module):
+class Decoder(VocabularyHead, nnx.Module):
     """A language model of one stack of layers.
 
     `model(tokens)` gives fp32 logits [B, S, vocab_size]. Parameters are drawn in the order in which
@@ -53,12 +50,14 @@ class Decoder(nnx.Module):
 
     def declare_embedding(self, rngs: nnx.Rngs) -> None:
         """Declare the parameters that the first layer's input is computed with."""
-        cfg, init = self.cfg, normal(self.cfg.initializer_range)
-        words = table(cfg.padded_vocab_size, cfg.hidden_size, "vocab", "tokens")
+        cfg = self.cfg
+        width = cfg.hidden_size
+        init = normal(cfg.initializer_range)
+        words = table(cfg.padded_vocab_size, width, "vocab", "tokens")
         self.embedding = declare(rngs, words, init)
         if cfg.position_embedding == "learned":
             rows = cfg.max_position_embeddings
-            positions = table(rows, cfg.hidden_size, "positions", "positions")
+            positions = table(rows, width, "positions", "positions")
             self.position_embedding = declare(rngs, positions, init)
 
     def declare_layers(self, rngs: nnx.Rngs) -> None:
@@ -67,7 +66,8 @@ class Decoder(nnx.Module):
         self.stacks = stacks_of(self.kinds)
         for name in self.stacks:
             kinds = [kind for kind in self.kinds if stack_of(kind) == name]
-            layers = stack(functools.partial(self.make_block, kinds[0]), len(kinds), rngs)
+            make_layer = functools.partial(self.make_block, kinds[0])
+            layers = stack(make_layer, len(kinds), rngs)
             setattr(self, name, layers)
         if cfg.norm_placement == "post_residual":  # the last layer's output is normed
             self.final_norm = None
@@ -77,14 +77,6 @@ class Decoder(nnx.Module):
     def make_block(self, kind: str, rngs: nnx.Rngs) -> Block:
         """One layer."""
         return Block(self.cfg, kind, rngs)
-
-    def declare_head(self, rngs: nnx.Rngs) -> None:
-        """Declare the parameters that follow the last norm."""
-        cfg = self.cfg
-        if not cfg.tie_word_embeddings:
-            words = table(cfg.padded_vocab_size, cfg.hidden_size, "vocab", "tokens")
-            head = replace(words, role="head", hf=("lm_head.weight",))
-            self.head = declare(rngs, head, normal(cfg.initializer_range))
 
     # ---- outside a mesh --------------------------------------------------------------------------
 
@@ -115,17 +107,18 @@ class Decoder(nnx.Module):
 
     def hidden(
         self, tokens: jax.Array, info: Tokens, ctx: Context, caches: Caches | None = None
-    ) -> Hidden:
+    ) -> LayersOutput:
         """(final normed activations [B, S, D], shares of statistics, new caches).
 
         `tokens` are int32 [B, S]. The shares are this device's, fp32, summed over layers and
         sequences. There is a cache for each layer.
         """
-        return self.run(self.embed(tokens, info, ctx), info, ctx, caches)
+        x = self.embed(tokens, info, ctx)
+        return self.run(x, info, ctx, caches)
 
     def run(
         self, x: Activation, info: Tokens, ctx: Context, caches: Caches | None = None
-    ) -> Hidden:
+    ) -> LayersOutput:
         """`hidden` of the first layer's input."""
         x, statistics, caches = self.layers(x, info, ctx, caches)
         x = ctx.parallel.gather_seq(self.normed(decoder_of(x)))
@@ -133,7 +126,7 @@ class Decoder(nnx.Module):
 
     def layers(
         self, x: Activation, info: Tokens, ctx: Context, caches: Caches | None = None
-    ) -> tuple[Activation, dict[str, jax.Array], Caches | None]:
+    ) -> LayersOutput:
         """`hidden` from the first layer's input x [B, S/tp, D] to the last one's output.
 
         The layers are those that this module holds, stacked. They run in scans, and with caches one
@@ -168,7 +161,8 @@ class Decoder(nnx.Module):
         """`embed` before dropout."""
         x = self.embed_words(tokens, info, ctx)
         if self.cfg.position_embedding == "learned":
-            positions = ctx.parallel.shard_seq(info.positions) + self.cfg.bert.position_offset
+            positions = ctx.parallel.shard_seq(info.positions)
+            positions = positions + self.cfg.bert.position_offset
             x = x + look_up(self.position_embedding[...], positions)
         return x
 
@@ -177,7 +171,8 @@ class Decoder(nnx.Module):
 
         Each tp device looks up its part of the vocabulary; the sum is scattered over the sequence.
         """
-        parallel, embedding = ctx.parallel, self.embedding[...]
+        parallel = ctx.parallel
+        embedding = self.embedding[...]
         rows = embedding.shape[0]
         row = tokens - parallel.index("tp") * rows
         is_local = (row >= 0) & (row < rows)
@@ -189,14 +184,16 @@ class Decoder(nnx.Module):
 
     def rope(self, info: Tokens, ctx: Context) -> Rope:
         """The tables (cos, sin) of each kind of branch that rotates its queries and keys."""
-        if self.cfg.position_embedding != "rope":
+        cfg = self.cfg
+        if cfg.position_embedding != "rope":
             return {}
         tables = {}
         for kind in self.kinds:
-            side = info.of(stream_of(kind)) if self.cfg.architecture.has_streams else info
+            stream = info.of(stream_of(kind)) if cfg.architecture.has_streams else info
             for word in branches_of(kind):
                 if BRANCHES[word].rotary and word not in tables:
-                    tables[word] = rope_tables(self.cfg, side.positions, word, ctx.parallel)
+                    positions = stream.positions
+                    tables[word] = rope_tables(cfg, positions, word, ctx.parallel)
         return tables
 
     @property
@@ -210,75 +207,3 @@ class Decoder(nnx.Module):
     def normed(self, x: jax.Array) -> jax.Array:
         """The last layer's output after the final norm, if the model has one."""
         return x if self.final_norm is None else self.final_norm(x)
-
-    @jax.named_scope("head")
-    def head_loss(
-        self, x: jax.Array, labels: jax.Array, mask: jax.Array, ctx: Context
-    ) -> jax.Array:
-        """The sum of mask * cross-entropy, fp32 [], equal on all tp devices.
-
-        x [B, S/tp, D] is the last layer's output, `labels` int32 and `mask` fp32 are [B, S].
-        """
-        return self.token_loss(self.normed(x), labels, mask, ctx)
-
-    def token_loss(
-        self, x: jax.Array, labels: jax.Array, mask: jax.Array, ctx: Context
-    ) -> jax.Array:
-        """`head_loss` of x [B, S/tp, D] that is normed already."""
-        return self._of_tokens(cross_entropy, x, labels, mask, ctx)
-
-    @jax.named_scope("head")
-    def token_hits(
-        self, x: jax.Array, labels: jax.Array, mask: jax.Array, ctx: Context
-    ) -> jax.Array:
-        """The sum of mask where the likeliest token is the label; arguments as `head_loss`."""
-        return self._of_tokens(count_hits, self.normed(x), labels, mask, ctx)
-
-    def _of_tokens(self, function, x, labels, mask, ctx: Context) -> jax.Array:
-        """A function of tokens' logits, given what they are made from; x is normed."""
-        x = ctx.parallel.gather_seq(self.head_input(x))
-        terms = Terms(
-            self.cfg.vocab_size,
-            self.cfg.final_logit_softcapping,
-            ctx.training.label_smoothing,
-            ctx.training.z_loss,
-        )
-        return function(
-            x.reshape(-1, x.shape[-1]),
-            self.head_table(),
-            labels.reshape(-1),
-            mask.reshape(-1),
-            bias=self.head_bias(),
-            terms=terms,
-            parallel=ctx.parallel,
-            chunk=ctx.training.loss_chunk,
-            few=self.cfg.bert.mlm_head,
-        )
-
-    def head_table(self) -> jax.Array:
-        """The weight of the head, [V/tp, D]: the embedding's, if they are tied."""
-        weight = self.embedding if self.cfg.tie_word_embeddings else self.head
-        return weight[...]
-
-    def head_bias(self) -> jax.Array | None:
-        """The bias of the logits, [V/tp], if the model has one."""
-        return None
-
-    def head_input(self, x: jax.Array) -> jax.Array:
-        """The activations [..., D] that the head multiplies, from those after the final norm."""
-        if self.cfg.logits_scaling is None:
-            return x
-        return scaled(x, 1 / self.cfg.logits_scaling)
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> fp32 [..., vocab_size], for evaluation and generation outside tp."""
-        w = self.head_table()
-        x = self.head_input(x)
-        z = jnp.einsum("...d,vd->...v", x, w, preferred_element_type=jnp.float32)
-        bias = self.head_bias()
-        z = z if bias is None else z + bias.astype(jnp.float32)
-        z = z[..., : self.cfg.vocab_size]  # not w: cutting a sharded table would move it
-        cap = self.cfg.final_logit_softcapping
-        if cap is None:
-            return z
-        return cap * jnp.tanh(z / cap)

@@ -175,6 +175,13 @@ def tokens_of(
     return Tokens(positions, segments, rows, columns, key, key_segments)
 
 
+def scaled(x: jax.Array, factor: float | None) -> jax.Array:
+    """x times a factor of the config, in x's dtype."""
+    if factor is None:
+        return x
+    return x * jnp.asarray(factor, x.dtype)
+
+
 def dropout(
     x: jax.Array, rate: float, tokens: Tokens, ctx: Context, salt: jax.Array | int
 ) -> jax.Array:

@@ -9,7 +9,7 @@ from mjax.config.languages.layer_pattern import DECODER, ENCODER
 from mjax.errors import UserError
 from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.streams import TEXT_SALT, Streams
-from mjax.models.runtime.run import Caches
+from mjax.models.runtime.run import Caches, LayersOutput
 from mjax.models.towers.shared_weights import Joint
 
 
@@ -48,7 +48,7 @@ class EncoderDecoderParts:
         ctx: Context,
         caches: Caches | None = None,
         target: jax.Array | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
+    ) -> LayersOutput:
         """(final normed activations of the target [B, T, D], shares of statistics, new caches).
 
         Without `tokens` the decoder takes what it read from the caches.

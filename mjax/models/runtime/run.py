@@ -30,6 +30,9 @@ from mjax.sharding.rules import ParamPlacement, Placement
 # The caches of a model, one for each layer; None: it has none.
 Caches = list[LayerCache | None]
 
+# The output of the last layer, this device's shares of statistics, new caches.
+LayersOutput = tuple[Activation, Statistics, Caches | None]
+
 
 class LayerInputs(NamedTuple):
     """The inputs of all layers besides weights and activations."""
@@ -91,7 +94,7 @@ class Layers:
         numbers: jax.Array | None = None,
         choices: jax.Array | None = None,
         caches: Caches | None = None,
-    ) -> tuple[Activation, dict[str, jax.Array], Caches | None]:
+    ) -> LayersOutput:
         """x [B, S/tp, D] through all layers; the shares of statistics, fp32; the new caches.
 
         `weights` are as `load_weights` gives them. Lists of layers may take the place of stacks if

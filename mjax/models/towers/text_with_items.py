@@ -10,7 +10,7 @@ from flax import nnx
 from mjax.config.languages.layer_pattern import DECODER
 from mjax.models.base.context import Context, Tokens, dropout
 from mjax.models.base.streams import EMBEDDING_SALT, SOUND_SALT, TEXT_SALT, Streams
-from mjax.models.runtime.run import Caches
+from mjax.models.runtime.run import Caches, LayersOutput
 from mjax.models.towers.modalities import MODALITIES, beside_given
 from mjax.models.towers.shared_weights import Joint
 from mjax.models.towers.tiles import Tiled
@@ -54,7 +54,7 @@ class ItemParts:
         ctx: Context,
         caches: Caches | None = None,
         given: Mapping[str, jax.Array | Tiled | None] = MappingProxyType({}),
-    ) -> tuple[jax.Array, dict[str, jax.Array], Caches | None]:
+    ) -> LayersOutput:
         """(final normed activations [B, S, D], shares of statistics, new caches).
 
         Items [B, I, ...] are given by modality. Items that are not given are not in the text, or
