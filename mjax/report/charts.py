@@ -25,8 +25,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from mjax.report.runs import Run, smoothed, thinned
-from mjax.report.svg import COLORS
+from mjax.report.runs import COLORS, Run, smoothed, thinned
 
 DASHES = ("solid", "dashed", "dotted")
 MOST_POINTS = 1200  # of a curve

@@ -19,6 +19,9 @@ from mjax.errors import UserError, or_user_error
 Column = np.ndarray  # float64 [records]
 RESUMED = "resumed from "  # how the event of a restart begins
 
+# Colors of drawings of runs: Okabe and Ito's, which the color-blind tell apart, and a gray.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
+
 
 @dataclass(frozen=True)
 class Event:

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from mjax.errors import UserError
-from mjax.report.expert_load import color_of, drawing, main, read_loads
+from tools.expert_load import color_of, drawing, main, read_loads
 
 SVG = "{http://www.w3.org/2000/svg}"
 

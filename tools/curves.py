@@ -1,4 +1,4 @@
-"""`python -m mjax.report.curves NAME=RUN... [--field F] [--out FILE]`: a field of logs as SVG.
+"""`python -m tools.curves NAME=RUN... [--field F] [--out FILE]`: a field of logs as SVG.
 
 Runs of one NAME, seeds say, share a color. Beside the last points stands the mean of their last
 values. It needs no network and no package.
@@ -11,8 +11,8 @@ import numpy as np
 
 from mjax.config.languages.paths import as_path
 from mjax.errors import UserError, or_user_error, run_cli
-from mjax.report.runs import Run, last_finite, read_run
-from mjax.report.svg import COLORS, text_at
+from mjax.report.runs import COLORS, Run, last_finite, read_run
+from tools.svg import text_at
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 220, 52, 34, 190, 30  # pixels
 MARKS = 5  # of an axis, about
@@ -20,7 +20,7 @@ MARKS = 5  # of an axis, about
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mjax.report.curves",
+        prog="python -m tools.curves",
         description="Draw a field of the logs of runs; runs of one name share a color.",
     )
     parser.add_argument("runs", metavar="NAME=RUN", nargs="+", help="a name and a run's folder")

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from mjax.errors import UserError
-from mjax.report.curves import HEIGHT, LEFT, TOP, WIDTH, main
-from mjax.report.svg import COLORS
+from mjax.report.runs import COLORS
+from tools.curves import HEIGHT, LEFT, TOP, WIDTH, main
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -1,4 +1,4 @@
-"""`python -m mjax.report.expert_load RUN [--out FILE]`: the load of each expert over a run, as SVG.
+"""`python -m tools.expert_load RUN [--out FILE]`: the load of each expert over a run, as SVG.
 
 A panel for each layer with experts: steps from left to right, experts from top to bottom, colors by
 the load over the mean of the layer. It needs records of the run's `log.diagnostics_interval`, no
@@ -12,7 +12,7 @@ from pathlib import Path
 from mjax.config.languages.paths import as_path
 from mjax.errors import UserError, or_user_error, run_cli
 from mjax.report.runs import records_of
-from mjax.report.svg import text_at
+from tools.svg import text_at
 
 _FIELD = "expert_load/layers."
 WIDTH, ROOM, GAP, LEFT, RIGHT, TOP = 640, 96, 14, 64, 110, 44  # pixels
@@ -24,7 +24,7 @@ _LESS, _MORE = (0, 114, 178), (213, 94, 0)
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mjax.report.expert_load",
+        prog="python -m tools.expert_load",
         description="Draw the load of each expert over a run.",
     )
     parser.add_argument("run", metavar="RUN", type=as_path, help="folder of a run")

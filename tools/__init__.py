@@ -1,0 +1,1 @@
+"""Drawings for docs, outside the package."""
