@@ -172,7 +172,7 @@ def key_blocks(job: AttentionJob, tile: MosaicTile, refs, row, start):
     return last, [*ranges, (whole, clear, False)]
 
 
-def mask_unseen(job: AttentionJob, values, fill_ring_slot, line, column, line_axis, bound):
+def mask_unseen(job: AttentionJob, values, fill, line, column, line_axis, bound):
     """Fill where query `line` + i does not see key `column` + j; `bound` is low or high by row."""
     shape = values.shape
     line += plgpu.broadcasted_iota(jnp.int32, shape, line_axis, layout=plgpu.Layout.WGMMA)
@@ -183,7 +183,7 @@ def mask_unseen(job: AttentionJob, values, fill_ring_slot, line, column, line_ax
         seen &= column >= edge if line_axis == 0 else line <= edge
     elif job.window is not None:
         seen &= line - column < job.window
-    return jnp.where(seen, values, fill_ring_slot)
+    return jnp.where(seen, values, fill)
 
 
 def zeros(*shape):

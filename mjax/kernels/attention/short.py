@@ -48,8 +48,8 @@ class Tiles(NamedTuple):
     """
 
     forward: ShortTile
-    short_d_queries: ShortTile
-    short_d_keys: ShortTile
+    d_queries: ShortTile
+    d_keys: ShortTile
 
 
 # Measured on an H100 and an H200 with rows of 77 to 1024 tokens.

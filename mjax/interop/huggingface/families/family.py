@@ -37,7 +37,7 @@ class Slot:
     number: bool = False
 
     @property
-    def outputs_first(self) -> tuple[tuple[int, ...], ...]:
+    def matrix(self) -> tuple[tuple[int, ...], ...]:
         """`dims` of the same bytes as a matrix or vector: all dimensions but the first are one."""
         rest = tuple(axis for axes in self.dims[1:] for axis in axes)
         return (self.dims[0], rest) if rest else self.dims[:1]
