@@ -13,15 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.languages.layer_pattern import (
-    BRANCHES,
-    branches_of,
-    stack_of,
-    stacks_of,
-    stream_of,
-)
+from mjax.config.languages.layer_pattern import stack_of, stacks_of
 from mjax.config.schema.model import ModelConfig
-from mjax.models.attention.positions import look_up, rope_tables
+from mjax.models.attention.positions import look_up, rope_of_layers
 from mjax.models.base.branch import Rope, begin_layers, branch_class, finish_layers
 from mjax.models.base.context import Context, Tokens, dropout, scaled, tokens_of
 from mjax.models.base.inputs import require_inputs
@@ -72,7 +66,8 @@ class Decoder(VocabularyHead, nnx.Module):
         if cfg.norm_placement == "post_residual":  # the last layer's output is normed
             self.final_norm = None
         else:
-            self.final_norm = Norm(cfg, (cfg.hidden_size,), ("embed",), "model.norm", rngs)
+            sizes, axes = (cfg.hidden_size,), ("embed",)
+            self.final_norm = Norm(cfg, sizes, axes, "model.norm", rngs)
 
     def make_block(self, kind: str, rngs: nnx.Rngs) -> Block:
         """One layer."""
@@ -135,7 +130,8 @@ class Decoder(VocabularyHead, nnx.Module):
         blocks, weights = {}, {}
         for name in self.stacks:
             blocks[name], weights[name] = split(getattr(self, name))
-        execution = Execution(plain_layers(self.kinds), unroll=1 if caches is None else 0)
+        unroll = 1 if caches is None else 0
+        execution = Execution(plain_layers(self.kinds), unroll=unroll)
         inputs = LayerInputs(info, self.rope(info, ctx))
         layers = Layers(blocks, execution, ctx, statistics=tuple(self.statistics))
         if caches is None:
@@ -184,17 +180,7 @@ class Decoder(VocabularyHead, nnx.Module):
 
     def rope(self, info: Tokens, ctx: Context) -> Rope:
         """The tables (cos, sin) of each kind of branch that rotates its queries and keys."""
-        cfg = self.cfg
-        if cfg.position_embedding != "rope":
-            return {}
-        tables = {}
-        for kind in self.kinds:
-            stream = info.of(stream_of(kind)) if cfg.architecture.has_streams else info
-            for word in branches_of(kind):
-                if BRANCHES[word].rotary and word not in tables:
-                    positions = stream.positions
-                    tables[word] = rope_tables(cfg, positions, word, ctx.parallel)
-        return tables
+        return rope_of_layers(self.cfg, self.kinds, info, ctx.parallel)
 
     @property
     def statistics(self) -> dict[str, StatisticCount]:

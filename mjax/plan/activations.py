@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from mjax.config.languages.layer_pattern import BRANCHES, DECODER, ENCODER, branches_of, stream_of
+from mjax.config.languages.layer_pattern import DECODER, ENCODER, stream_of
 from mjax.config.languages.remat import kept_names
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import Config
-from mjax.models.attention.positions import rope_tables
-from mjax.models.base.branch import Rope
+from mjax.models.attention.positions import rope_of_layers
 from mjax.models.base.context import Context, Documents, Tokens, tokens_of
 from mjax.models.base.params import Definition, split
 from mjax.models.base.streams import Activation, SharedWeights, Streams
@@ -148,18 +147,6 @@ def _token_facts(cfg: Config, shapes: StreamShapes) -> Tokens:
     )
 
 
-def _rope_of(cfg: Config, kind: str, tokens: Tokens, parallel: Parallel) -> Rope:
-    """The rotary tables of a layer."""
-    if cfg.model.position_embedding != "rope":
-        return {}
-    own = tokens.of(stream_of(kind)) if cfg.model.architecture.has_streams else tokens
-    tables = {}
-    for word in branches_of(kind):
-        if BRANCHES[word].rotary:
-            tables[word] = rope_tables(cfg.model, own.positions, word, parallel)
-    return tables
-
-
 def _residuals(
     cfg: Config,
     ctx: Context,
@@ -169,7 +156,7 @@ def _residuals(
     tokens: Tokens,
 ) -> _Residuals:
     """The outcome of tracing a layer forward and backward."""
-    rope = _rope_of(cfg, layer.kind, tokens, ctx.parallel)
+    rope = rope_of_layers(cfg.model, [layer.kind], tokens, ctx.parallel)
 
     def apply(weights: dict, x: Activation) -> LayerOutput:
         bound = layer.block.bind(weights)

@@ -7,14 +7,17 @@ Llama 3.1's `rope_scaling`, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753)
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config.languages.layer_pattern import BRANCHES
+from mjax.config.languages.layer_pattern import BRANCHES, branches_of, stream_of
 from mjax.config.schema.model import ModelConfig, RopeScaling
+from mjax.models.base.branch import Rope
+from mjax.models.base.context import Tokens
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
@@ -110,6 +113,21 @@ def _longrope_factor(cfg: ModelConfig, scaling: RopeScaling) -> float:
     if factor <= 1:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(context))
+
+
+def rope_of_layers(
+    cfg: ModelConfig, kinds: Sequence[str], tokens: Tokens, parallel: Parallel = LOCAL
+) -> Rope:
+    """The tables (cos, sin) of each branch in layers of these kinds that has rotary positions."""
+    if cfg.position_embedding != "rope":
+        return {}
+    tables: Rope = {}
+    for kind in kinds:
+        own = tokens.of(stream_of(kind)) if cfg.architecture.has_streams else tokens
+        for word in branches_of(kind):
+            if BRANCHES[word].rotary and word not in tables:
+                tables[word] = rope_tables(cfg, own.positions, word, parallel)
+    return tables
 
 
 def rope_tables(
