@@ -127,7 +127,7 @@ def _words_of_help(name: str) -> dict[str, list[str]]:
 
 
 def help_of(name: str) -> str:
-    """What `mjax NAME --help` prints."""
+    """Return the text that `mjax NAME --help` prints."""
     before, text = sys.argv, io.StringIO()
     try:
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
