@@ -68,7 +68,8 @@ def test_links_and_named_files_exist(page):
 
 def test_the_code_of_adding_a_model_is_what_the_laws_train():
     laws = DOCS.parent / "tests" / "laws"
-    trained = [(laws / name).read_text() for name in ("toy_recurrence.py", "training/test_objective.py")]
+    files = "toy_recurrence.py", "training/test_objective.py"
+    trained = [(laws / name).read_text() for name in files]
     page = (DOCS / "adding-a-model.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) == 3
