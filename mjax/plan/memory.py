@@ -207,7 +207,7 @@ class ParameterBytes:
         return 0.0 if optimizer.offload is True else moment_bytes_on_device(optimizer, self.count)
 
     def weights(self) -> float:
-        """What matmuls read: by `gather` all at once or a layer at a time, by `recipe` in 8 bits.
+        """The weights that matmuls read: by `gather` all or a layer's, by `recipe` in 8 bits.
 
         With one micro-batch, weights that nothing gathers are cast where they are used.
         """
@@ -224,7 +224,7 @@ class ParameterBytes:
         return self.count.eight_bits if self._share_in_8_bits and made_once else 0.0
 
     def gradients(self) -> float:
-        """What a micro-batch gives before it is added; `sums_in_matmuls` adds that of layers."""
+        """A micro-batch's gradients before they are added; `sums_in_matmuls` leaves few."""
         if self.execution.micro_batches == 1:
             return 0.0
         given = self.count.tables
@@ -235,7 +235,7 @@ class ParameterBytes:
     def sums(self) -> float:
         """The sums of gradients, shards by `reduce`.
 
-        Those of a pipeline's chunk exist once more where a slot chooses what it does.
+        The sums of a pipeline's chunk exist once more where a slot chooses what it does.
         """
         slots = len(self.layers.each) * self.layers.chunks * self.sizes["pp"]
         has_choice = slots > self.cfg.model.num_hidden_layers

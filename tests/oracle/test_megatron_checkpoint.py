@@ -536,7 +536,7 @@ def test_layer_arguments_become_a_pattern():
     assert pattern(window_size=(127, 0)) == ("window+mlp", 128)
     assert pattern(window_size=(127, 0), window_attn_skip_freq=2) == ("window+mlp, full+mlp", 128)
     marks = [1, 0, 0, 1, 1, 0]
-    some = "window+mlp, full+mlp*2, window+mlp*2, full+mlp"
+    some = "window+mlp, full+mlp*2, window+mlp"  # which repeats
     assert pattern(window_size=(3, 0), window_attn_skip_freq=marks) == (some, 4)
     assert pattern(no_rope_freq=3) == ("full+mlp*2, nope+mlp", None)
     every_second = pattern(num_experts=2, moe_router_topk=1, moe_layer_freq=2)

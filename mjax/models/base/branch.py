@@ -175,7 +175,7 @@ class BranchModule(nnx.Module):
     def memory_traffic(cls, cfg: ModelConfig, kernels: KernelChoices, seq_length: int) -> float:
         """Elements of a token that pass through memory, forward and backward.
 
-        Those of its matmuls, its norm and the residual stream are not among them. `kernels` are the
+        Its matmuls, its norm and the residual stream are not counted. `kernels` are the
         choices that `kernels` gives, `seq_length` the tokens of a sequence.
         """
         heads = cls.heads(cfg)

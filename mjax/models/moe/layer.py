@@ -179,7 +179,7 @@ class MoE(BranchModule):
 
     @staticmethod
     def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
-        """What multiplies tokens by a device's experts, and how tokens reach them over ep."""
+        """The kernel of a device's experts, and the exchange of tokens over ep."""
         moe, parallel = cfg.moe, work.parallel
         held = moe.num_experts // parallel.ep
         tokens = work.rows * work.length

@@ -178,7 +178,7 @@ class DeltaNet(RecurrentMixer):
 
     @staticmethod
     def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
-        """What computes its convolution and its recurrence."""
+        """The kernels of its convolution and its recurrence."""
         sizes = cfg.deltanet
         heads = sizes.linear_num_value_heads // work.parallel.tp
         shape = work.rows, work.length, heads, sizes.linear_value_head_dim

@@ -252,7 +252,7 @@ class Mamba(RecurrentMixer):
 
     @staticmethod
     def kernels(cfg: ModelConfig, work: Workload) -> KernelChoices:
-        """What computes its convolution and its scan."""
+        """The kernels of its convolution and its scan."""
         sizes = cfg.mamba
         heads = sizes.mamba_num_heads // work.parallel.tp
         shape = work.rows, work.length, heads, sizes.mamba_head_dim
