@@ -9,6 +9,7 @@ test starts (`tests/processes.py`) end with it.
 import importlib.util
 import os
 import sys
+from collections import Counter
 
 import pytest
 
@@ -35,8 +36,25 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
     collect_ignore.append("oracle")  # needs the extra `oracle`
 
 
+FEW = 2  # slow cases of a test that `.ci/run` runs; the others are exhaustive
+
+
 def pytest_configure() -> None:
     end_processes_if_terminated()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark programs for H200s slow, and all but the first slow cases of each test exhaustive."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        if "aot" in item.path.parts:
+            item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            cases[test] += 1
+            if cases[test] > FEW:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)
