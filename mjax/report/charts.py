@@ -126,7 +126,7 @@ def shared_steps(runs: list[Run]) -> Range1d:
 
 
 def other_losses(runs: list[Run]) -> list[Quantity]:
-    """What a model or objective adds to the loss, such as `aux_loss`."""
+    """Returns the terms that a model or objective adds to the loss, such as `aux_loss`."""
     names = dict.fromkeys(name for run in runs for name in (*run.training, *run.held_out))
     known = {quantity.field for quantity in QUANTITIES}
     others = [name for name in names if name.endswith("loss") and name not in known]

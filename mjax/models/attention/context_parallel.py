@@ -77,7 +77,7 @@ def latent_attention(
 ) -> jax.Array:
     """`context_attention` to the keys and values that `expand` makes of a latent [B, S/cp, R].
 
-    Where every device gets the keys of all, the latent `travels` in their place. It is smaller than
+    If every device gets the keys of all, the latent `travels` in their place. It is smaller than
     they are, and each device expands it for its own heads.
     """
     if travels and ctx.parallel.cp > 1:
