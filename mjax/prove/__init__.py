@@ -255,11 +255,15 @@ def deviation(mine: object, one: object) -> float:
     """Largest |a - b| over the largest |b| of any leaf of two trees."""
 
     def leaf(a, b):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        a = np.asarray(a, np.float64)
+        b = np.asarray(b, np.float64)
         assert a.shape == b.shape, (a.shape, b.shape)
-        return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+        largest = np.abs(b).max()
+        difference = np.abs(a - b).max()
+        return float(difference / max(largest, 1e-30))
 
-    return max(jax.tree.leaves(jax.tree.map(leaf, mine, one)))
+    deviations = jax.tree.map(leaf, mine, one)
+    return max(jax.tree.leaves(deviations))
 
 
 @functools.cache

@@ -120,7 +120,10 @@ def shared_steps(runs: list[Run]) -> Range1d:
     """The range of steps that all figures show, and zoom into together."""
     columns = [run.column(field)[0] for run in runs for field in ("loss", "eval_loss")]
     seen = np.concatenate(columns)
-    least, most = (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 1.0)
+    least, most = 0.0, 1.0
+    if len(seen):
+        least = float(seen.min())
+        most = float(seen.max())
     margin = max(most - least, 1.0) * 0.01
     return Range1d(least - margin, most + margin)
 
