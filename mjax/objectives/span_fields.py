@@ -135,12 +135,17 @@ def cut_spans(tokens: np.ndarray, spans: Sequence[np.ndarray], data: DataConfig)
     `spans` are the places of the tokens of each span, in ascending order. Tokens between the
     places of a span are lost.
     """
-    read, written, behind = [], [tokens[:0]], 0
-    for places, sentinel in zip(spans, sentinels_of(data, len(spans)), strict=True):
-        read += [tokens[behind : places[0]], [sentinel]]
+    read = []
+    written = [tokens[:0]]
+    behind = 0
+    sentinels = sentinels_of(data, len(spans))
+    for places, sentinel in zip(spans, sentinels, strict=True):
+        before = tokens[behind : places[0]]
+        read += [before, [sentinel]]
         written += [[sentinel], tokens[places]]
         behind = places[-1] + 1
-    return np.concatenate([*read, tokens[behind:]]), np.concatenate(written)
+    read.append(tokens[behind:])
+    return np.concatenate(read), np.concatenate(written)
 
 
 def packed_fields(

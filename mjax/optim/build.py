@@ -49,7 +49,7 @@ NOT_MOMENTS = frozenset({"count", "numbers"})
 
 
 class Moment(NamedTuple):
-    """What is kept for each entry of a parameter. first: the value before the first step."""
+    """A value kept for each entry of a parameter. first: the value before the first step."""
 
     name: str
     dtype: np.dtype

@@ -15,7 +15,7 @@ from mjax.config.schema.run import Config, OptimizerConfig, ScheduleConfig, Trai
 
 
 class Rates(NamedTuple):
-    """What a step multiplies its update and its decay with."""
+    """Factors of a step's update and of its decay."""
 
     learning_rate: float
     weight_decay: float

@@ -1,6 +1,6 @@
 """Devices that are not here: described for the compiler, so that a laptop plans a cluster's run.
 
-Where jax's CUDA wheels are installed, described devices are jax's own and programs compile for
+If jax's CUDA wheels are installed, described devices are jax's own and programs compile for
 them; no GPU and no driver is needed. Elsewhere stand-ins with the same facts take their place: all
 but compiling works. Invariant: `as_on` changes what this process believes of its devices and
 restores it; nothing can run meanwhile.

@@ -281,7 +281,7 @@ def memory_policies(
 ) -> Iterator[Config]:
     """`cfg` under every memory policy that its "auto" leaves open, the fastest first.
 
-    Counts of layers are tried only where `devices` says what a device holds. Where layers are a
+    Counts of layers are tried only where `devices` says what a device holds. If layers are a
     loop, or what they keep goes through a pipeline's stash, `dots` is faster than all that autodiff
     asks for; `unrolled` it is slower (docs/train/tuning.md).
     """

@@ -166,8 +166,9 @@ def micro_batch_shape(cfg: Config, sizes: dict[str, int]) -> tuple[int, int]:
 def micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
     """The values that train.micro_batch_size may take on this mesh, the largest first.
 
-    They divide a device's rows of every step. What counts all rows together leaves one: all of
-    them. A pipeline needs several micro-batches to fill its stages.
+    They divide a device's rows of every step. If the loss or
+    the balance of experts counts all rows together, all of them is the only value. A pipeline
+    needs several micro-batches to fill its stages.
     """
     train, local = cfg.train, max(_local_rows(cfg, sizes), 1)
     if train.micro_batch_size != "auto":

@@ -320,7 +320,7 @@ def _reordered_bytes(cfg: Config, sizes: dict[str, int], execution: Execution) -
 def _loss_bytes(cfg: Config, sizes: dict[str, int]) -> float:
     """The loss's fp32 gradient of the head, and a chunk's logits and their gradient.
 
-    Of the contrastive loss: the vectors of the batch and their gradients, likewise.
+    For the contrastive loss, the vectors of the batch and their gradients, likewise.
     """
     rows, _ = micro_batch_shape(cfg, sizes)
     if cfg.model.architecture.compares:

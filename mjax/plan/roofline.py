@@ -290,7 +290,7 @@ def _pipeline_stretch(cfg: Config, execution: Execution) -> float:
 def _update(cfg: Config, execution: Execution, counts: Counts, chip: Chip) -> Span:
     """The optimizer reads and writes masters and moments, reads gradients twice and writes weights.
 
-    Sums of several micro-batches begin with zeros. Those that matmuls do not add are read and
+    Sums of several micro-batches begin with zeros. Sums that matmuls do not add are read and
     written after each, the others are copied to stacks at the end.
     """
     trained = sum(counts.trained_of_role.values())
@@ -315,8 +315,8 @@ def _update(cfg: Config, execution: Execution, counts: Counts, chip: Chip) -> Sp
 def _exchanges(
     cfg: Config, sizes: dict[str, int], execution: Execution, counts: Counts, chip: Chip
 ) -> Iterator[Part]:
-    """Exchanges between devices. What the program hides under matmuls takes no time at best, and
-    all of it at worst, because it then slows the matmuls."""
+    """Exchanges between devices. One that is hidden under matmuls takes no time at best, and
+    all of its time at worst, because it then slows the matmuls."""
     rows, width = micro_batch_shape(cfg, sizes)
     compute = WIDTH[execution.compute]
     layers = cfg.model.num_hidden_layers / sizes["pp"]

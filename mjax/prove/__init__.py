@@ -49,7 +49,7 @@ BOUND, CURVE_BOUND = 1e-5, 1e-4
 
 
 class Cell(NamedTuple):
-    """Where and how a feature is run; the default is the reference."""
+    """Mesh and settings that a feature is run with; the default is the reference."""
 
     mesh: dict[str, int] = {}  # axes that are left out have size 1
     zero: int = 0
@@ -149,7 +149,7 @@ def make_images(cfg: Config, rows: int, width: int) -> dict:
 def with_items(cfg: Config, batch: dict) -> dict:
     """The fields of no, one or two random items of each modality in a text.
 
-    Their places differ from row to row. Those of several modalities take turns. Where images and
+    Their places differ from row to row. Items of several modalities take turns. If images and
     texts are compared, each text has an image, and its end stands in some place.
     """
     names, tokens = cfg.model.modalities, batch["tokens"].copy()
@@ -213,7 +213,7 @@ def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
 
 
 class Numbers(NamedTuple):
-    """What a run gave: loss, norm and gradients of the first step; losses; replicas identical."""
+    """Results of a run: loss, norm and gradients of the first step; losses; replicas identical."""
 
     first: dict
     curve: np.ndarray
@@ -255,11 +255,15 @@ def deviation(mine: object, one: object) -> float:
     """Largest |a - b| over the largest |b| of any leaf of two trees."""
 
     def leaf(a, b):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        a = np.asarray(a, np.float64)
+        b = np.asarray(b, np.float64)
         assert a.shape == b.shape, (a.shape, b.shape)
-        return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+        largest = np.abs(b).max()
+        difference = np.abs(a - b).max()
+        return float(difference / max(largest, 1e-30))
 
-    return max(jax.tree.leaves(jax.tree.map(leaf, mine, one)))
+    deviations = jax.tree.map(leaf, mine, one)
+    return max(jax.tree.leaves(deviations))
 
 
 @functools.cache

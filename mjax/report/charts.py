@@ -120,13 +120,16 @@ def shared_steps(runs: list[Run]) -> Range1d:
     """The range of steps that all figures show, and zoom into together."""
     columns = [run.column(field)[0] for run in runs for field in ("loss", "eval_loss")]
     seen = np.concatenate(columns)
-    least, most = (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 1.0)
+    least, most = 0.0, 1.0
+    if len(seen):
+        least = float(seen.min())
+        most = float(seen.max())
     margin = max(most - least, 1.0) * 0.01
     return Range1d(least - margin, most + margin)
 
 
 def other_losses(runs: list[Run]) -> list[Quantity]:
-    """What a model or objective adds to the loss, such as `aux_loss`."""
+    """Returns the terms that a model or objective adds to the loss, such as `aux_loss`."""
     names = dict.fromkeys(name for run in runs for name in (*run.training, *run.held_out))
     known = {quantity.field for quantity in QUANTITIES}
     others = [name for name in names if name.endswith("loss") and name not in known]

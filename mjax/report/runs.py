@@ -1,4 +1,4 @@
-"""What a run folder holds for a report: `metrics.jsonl` as columns, its events and its config.
+"""Contents of a run folder for a report: `metrics.jsonl` as columns, events and config.
 
 Invariant: a damaged log is read as far as it goes. Lines that are no records are counted and left
 out, values that are no numbers become NaN; nothing else is guessed.

@@ -1,4 +1,4 @@
-"""What a layer is: its residual branches, THE table of them, and `model.layer_pattern`.
+"""The residual branches of a layer, THE table of them, and `model.layer_pattern`.
 
 A layer is a sequence of branches. Each reads the residual stream through a norm and adds to it. The
 pattern names the layers of a model in order, and repeats from its start:

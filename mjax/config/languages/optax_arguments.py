@@ -43,7 +43,7 @@ class Argument(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """What it takes, in words."""
+        """The values that the argument takes, in words."""
         if not self.types:
             return "left out: it takes what no config can hold"
         implied = {int} if float in self.types else set()

@@ -23,7 +23,7 @@ def _named_by_optax(c: Config) -> bool:
 
 
 def _known_arguments(c: Config) -> dict[str, Argument]:
-    """What the function that `optimizer.name` names takes: {} for AdamW and Muon."""
+    """Arguments of the function that `optimizer.name` names: {} for AdamW and Muon."""
     return optax_arguments(c.optimizer.name) if _named_by_optax(c) else {}
 
 

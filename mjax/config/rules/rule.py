@@ -53,7 +53,7 @@ def rule(remedy: str, every_size: bool = False) -> Callable[..., Rule]:
 
 
 def set_keys(group: Group, *names: str) -> list[str]:
-    """Those of the keys of a group that have another value than their default."""
+    """Returns the names, among `names`, of a group's keys that differ from their default."""
     fields = type(group).model_fields
     return [name for name in names if getattr(group, name) != fields[name].get_default()]
 

@@ -36,5 +36,5 @@ class AudioConfig(TowerConfig):
 
     @property
     def numbers(self) -> int:
-        """Those that a token is embedded from: its two frames, two before and one behind them."""
+        """Values that a token is embedded from: its two frames, two before and one behind them."""
         return 5 * self.num_mel_bins

@@ -1,4 +1,4 @@
-"""What differs between two configs, as `a.b 1 -> 2`, for people to read."""
+"""The keys that differ between two configs, as `a.b 1 -> 2`, for people to read."""
 
 import json
 from collections.abc import Iterator, Mapping

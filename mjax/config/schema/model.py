@@ -196,13 +196,13 @@ class MoeConfig(Group):
     blocks' mean shares and probabilities, whose shares sum to num_experts_per_tok (transformers).
     """
     router_aux_loss_over: Literal["sequence", "global_batch"] = "sequence"
-    """What the balance loss balances."""
+    """Tokens over which the balance loss evens out the load of experts."""
     router_z_loss_coef: float = Field(0.0, ge=0)
     """Weight of the mean of logsumexp(logits)^2, summed over layers with experts."""
 
 
 class BertConfig(Group):
-    """What BERT and its kin have besides a decoder's parts: token types, and heads."""
+    """Parts of BERT and its kin that a decoder lacks: token types, and heads."""
 
     type_vocab_size: int = Field(0, ge=0)
     """Types of a token, as first or second text; 0: no embedding of them."""
@@ -219,7 +219,7 @@ class BertConfig(Group):
     num_labels: int = Field(0, ge=0)
     """Classes told from a row, by pooler and head; 0: none."""
     pooling: Literal["cls", "mean"] = "cls"
-    """What they are told from: a row's first token, or the mean of its tokens but padding."""
+    """Input of the classes' head: a row's first token, or the mean of its tokens but padding."""
 
 
 class AttentionSizes(Group):
@@ -276,7 +276,7 @@ class ModelConfig(Group):
     layer_sizes: list[LayerSizes] = []
     """Sizes of the layers marked '@1', ..."""
     decoder_start_token_id: int | None = Field(None, ge=0)
-    """What the decoder of an encoder-decoder reads first."""
+    """First token that the decoder of an encoder-decoder reads."""
     num_nextn_predict_layers: int = Field(0, ge=0)
     """Layers that predict tokens further ahead, in training (docs/models/families.md)."""
 
@@ -297,7 +297,7 @@ class ModelConfig(Group):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
     norm_bias: bool = True
-    """Of layernorm."""
+    """Whether layernorm has a bias."""
     norm_zero_centered: bool = False
     """Gain is stored as offset from one."""
     norm_placement: Literal["pre", "post", "sandwich", "post_residual"] = "pre"
@@ -367,7 +367,7 @@ class ModelConfig(Group):
 
     @property
     def architecture(self) -> Architecture:
-        """What the model reads, the sequences that its layers work on, and what it predicts."""
+        """The model's inputs, the sequences that its layers work on, and its predictions."""
         return architecture_of(self)
 
     @property

@@ -16,7 +16,7 @@ from mjax.config.schema.sizes import UpTo20, UpTo24, UpTo28
 
 
 class RunConfig(Group):
-    """Where a run lives and what makes it repeatable."""
+    """Place of a run on disk, and the keys that make it repeatable."""
 
     dir: PathText = "runs/default"
     """Run folder: config, logs, checkpoints, data."""
@@ -122,9 +122,9 @@ class ImageDataConfig(Group):
     image_size: int | None = Field(None, ge=1)
     """Pixels of a side, resized and cut; None: model.vision.image_size."""
     mean: list[float] = Field([0.5], min_length=1)
-    """Of pixels from 0 to 1, one or one a channel."""
+    """Mean of pixels from 0 to 1, subtracted from them: one for all, or one a channel."""
     std: list[float] = Field([0.5], min_length=1)
-    """What they are divided by, likewise."""
+    """Divisor of pixels after `mean` is subtracted: one for all, or one a channel."""
     packed: bool = False
     """Whether a row holds several texts, as many as fit."""
     workers: int | None = Field(None, ge=0, le=1024)
@@ -182,7 +182,7 @@ class DataConfig(Group):
     fim_fragment_rate: float | None = Field(None, ge=0, le=1)
     """Share of those files, in a document that fim_rate draws."""
     fim_no_prefix: str | None = None
-    """What begins with this text stays as it is."""
+    """A document that begins with this text stays as it is."""
     masked: MaskedDataConfig = MaskedDataConfig()
     images: ImageDataConfig = ImageDataConfig()
     prefetch: int = Field(4, ge=1, le=10_000)
@@ -248,7 +248,7 @@ class TrainConfig(Group):
     """Batch, length of the run, memory policy, evaluation."""
 
     objective: str = "next_token"
-    """What is trained for: next_token, masked_lm (docs/models/encoders.md), classify,
+    """Task to train for: next_token, masked_lm (docs/models/encoders.md), classify,
     span_corruption, classify_images, contrastive (docs/models/multimodal.md), or module.path:Name
     of a class like those of objectives/objective.py.
     """
@@ -284,7 +284,7 @@ class TrainConfig(Group):
     """Steps between evaluations."""
     eval_steps: UpTo28 = Field(10, ge=1)
     remat: str = "auto"
-    """What a layer keeps for its backward: none (all), dots (matmul outputs and attention),
+    """Values a layer keeps for its backward: none (all), dots (matmul outputs and attention),
     attention, full (nothing); counts go in layer order: 'full*8,dots'. auto: the fastest that fits
     by the memory estimate (docs/train/memory.md).
     """
@@ -362,7 +362,7 @@ class PrecisionConfig(Group):
     grad_accum: Dtype = "float32"
     """Dtype gradients accumulate and reduce in."""
     initial_loss_scale: float = Field(2.0**32, gt=0)
-    """Of float16: the factor on the loss before the backward."""
+    """Factor on the loss before the backward, in float16."""
     min_loss_scale: float = Field(1.0, gt=0)
     loss_scale_window: int = Field(1000, ge=1)
     """Steps in a row without overflow that double the scale."""
@@ -373,7 +373,7 @@ class PrecisionConfig(Group):
     and nvfp4 (block-scaled) need Blackwell.
     """
     fp8_backend: Literal["xla", "te"] = "xla"
-    """Who rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."""
+    """Code that rounds and multiplies; te: Transformer Engine's kernels (mjax[te])."""
     fp8_amax_history: int = Field(1024, ge=1)
     """Steps that delayed scaling looks back."""
     fp8_skip_layers: int = Field(0, ge=0)

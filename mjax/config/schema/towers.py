@@ -49,7 +49,7 @@ class TowerConfig(Group):
 
     @property
     def mark(self) -> str:
-        """What stands for an item in a prompt."""
+        """Text that stands for an item in a prompt."""
         return f"<{self.item}>"
 
     def num_tokens(self, size: int | None = None) -> int:

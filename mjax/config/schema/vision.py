@@ -43,7 +43,7 @@ class VisionConfig(TowerConfig):
     `image_size`; one beside others is a tile (LLaVA-OneVision). Empty: every image is one.
     """
     vision_aspect_ratio: str = Field("anyres_max_9", pattern=r"^anyres_max_[1-9]\d{0,3}$")
-    """Of more tiles than this number, features are interpolated to those of about as many."""
+    """Features of more tiles than this number are interpolated to those of about as many."""
     tile_tags: list[Annotated[str, Field(min_length=1)]] = []
     """Texts before the tokens of the tiles of an image, and last that before its whole view, as
     <tile_1>, <tile_2> and <tile_global_thumbnail> (NVLM). Each image is cut then.

@@ -10,7 +10,7 @@ from mjax.models.base.branch import BranchInputs
 
 
 def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> AttentionCall:
-    """What a branch of attention computes."""
+    """Describes the attention that a branch computes: its mask, scale and dropout."""
     ctx, branch = inputs.ctx, BRANCHES[inputs.word]
     return AttentionCall(
         scale=scale,
@@ -32,7 +32,7 @@ def attention_arrays(
     cached: int | None = None,
     sinks: jax.Array | None = None,
 ) -> AttentionArrays:
-    """What a branch of attention reads besides queries, keys and values.
+    """Returns the arrays that attention reads besides queries, keys and values.
 
     The keys are those of the same tokens, of a source, or of all slots of a cache for `cached`
     tokens.
@@ -56,7 +56,7 @@ def attention_arrays(
 
 
 def _dropout_places(cfg: ModelConfig, inputs: BranchInputs) -> DropoutPlaces:
-    """What keys dropout on attention probabilities, of this device's query heads."""
+    """Returns the places that key dropout on probabilities of this device's query heads."""
     tokens, parallel = inputs.tokens, inputs.ctx.parallel
     local = cfg.attention.num_attention_heads // parallel.tp
     heads = parallel.index("tp") * local + jnp.arange(local)

@@ -77,7 +77,7 @@ def latent_attention(
 ) -> jax.Array:
     """`context_attention` to the keys and values that `expand` makes of a latent [B, S/cp, R].
 
-    Where every device gets the keys of all, the latent `travels` in their place. It is smaller than
+    If every device gets the keys of all, the latent `travels` in their place. It is smaller than
     they are, and each device expands it for its own heads.
     """
     if travels and ctx.parallel.cp > 1:
@@ -313,10 +313,13 @@ def _refuse(name: str, needs: Needs, heads: int, ctx: Context) -> None:
 def natural(x: jax.Array, shards: int, axis: int = 1) -> jax.Array:
     """Zigzag shards, concatenated along `axis` -> the order of the sequence."""
     length = x.shape[axis] // (2 * shards)
-    chunks = x.reshape(*x.shape[:axis], shards, 2, length, *x.shape[axis + 1 :])
+    before = x.shape[:axis]
+    behind = x.shape[axis + 1 :]
+    chunks = x.reshape(*before, shards, 2, length, *behind)
     low = lax.index_in_dim(chunks, 0, axis + 1, keepdims=False)
     high = lax.index_in_dim(chunks, 1, axis + 1, keepdims=False)
-    ordered = jnp.concatenate([low, jnp.flip(high, axis)], axis)
+    descending = jnp.flip(high, axis)
+    ordered = jnp.concatenate([low, descending], axis)
     return ordered.reshape(x.shape)
 
 

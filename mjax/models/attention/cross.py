@@ -56,7 +56,7 @@ class CrossAttention(Attention):
         return context_attention(q, k, v, self.call(inputs), arrays, inputs.ctx)
 
     def call(self, inputs: BranchInputs) -> AttentionCall:
-        """What it computes."""
+        """Describes the attention that this branch computes."""
         sizes = self.cfg.attention
         scale = sizes.attention_multiplier or sizes.head_dim**-0.5
         return attention_call(self.cfg, inputs, scale)

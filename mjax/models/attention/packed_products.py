@@ -1,7 +1,7 @@
 """Attention that reads the products of a branch's matmuls as they are: q, and k and v in one array.
 
-Where nothing but biases stands between the matmuls and a kernel for short rows, the kernel adds the
-biases, and no array of q, k or v is written. Where each head has keys of its own, q, k and v are
+If nothing but biases stands between the matmuls and a kernel for short rows, the kernel adds the
+biases, and no array of q, k or v is written. If each head has keys of its own, q, k and v are
 one product of one matmul. Invariant: the numbers are those of q, k and v apart.
 """
 

@@ -1,6 +1,6 @@
 """Self-attention with grouped heads, tensor-parallel over query heads.
 
-A device holds N/tp query heads. Where tp divides the kv heads it holds its share of them; where it
+A device holds N/tp query heads. If tp divides the kv heads, it holds its share of them. If it
 does not, k and v weights are replicated over tp and each device projects only the kv heads that
 its query heads use: the gradient rule sums the parts. Caches hold keys after RoPE.
 """
@@ -179,7 +179,7 @@ class Attention(BranchModule):
     def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:
         """12 * N * H * (the mean number of keys that a query sees).
 
-        That is s where a query sees all: those of its sequence, or of the source. In a window of
+        The mean is s if a query sees all keys of its sequence, or of the source. In a window of
         w < s keys to either side it is 2w - w^2/s. Under a causal mask it is half of that. Document
         masks are not discounted.
         """
@@ -199,9 +199,9 @@ class Attention(BranchModule):
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> KeysValues:
-        """Where tp does not divide the kv heads, the cache holds copies of each.
+        """The cache of a batch; with copies of each kv head if tp does not divide their number.
 
-        So every device has those that its query heads use and no more.
+        So every device has the heads that its query heads use and no more.
         """
         heads = math.lcm(cfg.attention.num_key_value_heads, tp)
         shape = (batch, heads, length, cfg.attention.head_dim)
@@ -241,7 +241,7 @@ class Attention(BranchModule):
     def local_kv_weight(self, parallel: Parallel) -> Weight:
         """The kv weight of this device's query heads.
 
-        Where tp does not divide the kv heads it is a part of the weight that the device holds, and
+        If tp does not divide the kv heads, it is a part of the weight that the device holds, and
         neither 8-bit forms nor running sums are made of it (`models/runtime/load.py`).
         """
         weight = weight_of(self.kv)

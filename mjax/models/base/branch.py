@@ -100,7 +100,7 @@ class BranchOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What the kernels of a branch depend on besides the model: a micro-batch on one device.
+    """A micro-batch on one device, as far as the choice of a branch's kernels depends on it.
 
     dtype: of activations.
     rows, length: sequences and the tokens of each, before tp cuts the tokens.

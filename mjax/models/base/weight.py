@@ -189,11 +189,14 @@ def _matmul_fp8(parallel: Parallel, x: jax.Array, w: Weight) -> jax.Array:
 
 
 def _matmul_fp8_forward(parallel: Parallel, x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
-    x8, used = quantize_tensor(w.recipe, x, w.scales[0], E4M3, parallel)
+    x_scale = w.scales[0]
+    x8, used = quantize_tensor(w.recipe, x, x_scale, E4M3, parallel)
     w8, axis = forward_operand(w)
     scales = used[0], w.scales[1]
-    y = dot8(x8, w8, (1, axis), scales, x.dtype, backend=w.recipe.backend)
-    return y, (x8, used, kept_for_backward(w))
+    backend = w.recipe.backend
+    y = dot8(x8, w8, (1, axis), scales, x.dtype, backend=backend)
+    kept = x8, used, kept_for_backward(w)
+    return y, kept
 
 
 def _matmul_fp8_backward(parallel: Parallel, saved: tuple, g: jax.Array) -> tuple:

@@ -148,11 +148,13 @@ def _shifter(columns: jax.Array, parallel: Parallel) -> Callable[[jax.Array, int
     `columns` int32 [S/cp] are the places of this device's tokens in the sequence.
     """
     order = parallel.all_gather(columns, "cp", 0)
-    at = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    length = len(order)
+    unset = jnp.zeros_like(order)
+    at = unset.at[order].set(jnp.arange(length), unique_indices=True)
 
     def shift(field: jax.Array, places: int) -> jax.Array:
         whole = parallel.all_gather(field, "cp", 1)
-        ahead = jnp.minimum(columns + places, len(order) - 1)
+        ahead = jnp.minimum(columns + places, length - 1)
         return jnp.take(whole, at[ahead], axis=1)
 
     return shift

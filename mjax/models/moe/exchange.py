@@ -1,7 +1,7 @@
 """The exchange of tokens over ep: `send_tokens` to the devices of their experts, and the sums back.
 
 `all_gather` sends every token to every device of the group. `all_to_all` sends a token once to each
-device that holds one of its experts, in a fixed number of rows for each pair of devices. Where any
+device that holds one of its experts, in a fixed number of rows for each pair of devices. If any
 device of the group needs more rows, all of them gather instead, in that exchange: `lax.cond` on a
 flag that is summed over the group. So no token is lost. Both leave tokens in equal places, so what
 follows knows of neither. Tokens travel in the dtype of the computation, or in 8 bits
@@ -28,7 +28,7 @@ ROWS_TOGETHER = 8
 
 
 class Route(NamedTuple):
-    """What a device knows of an all-to-all of its T tokens over ep devices in P rows each.
+    """Places of a device's T tokens in an all-to-all over ep devices, in P rows each.
 
     sent int32 [ep, P]: the token in each row to a device; T where there is none.
     rows int32 [T, ep]: the row of each token to a device; P where it does not go there.
@@ -183,7 +183,7 @@ def has_gathered(route: Route | None) -> jax.Array:
 def gather_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.Array:
     """[T, D]: the tokens of the group in the order of [B*ep, S], from this device's [B, S/tp, D].
 
-    Where an all-to-all carries them, tokens without an expert here are zero.
+    After an all-to-all, tokens without an expert here are zero.
     """
     _, columns, width = x.shape
     sent = send_tokens(parallel, x.reshape(-1, width), route)

@@ -263,7 +263,7 @@ class MoE(BranchModule):
         )
 
     def _shared_output(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
-        """What the shared expert adds, [B, S/tp, D]."""
+        """Returns the output of the shared expert, [B, S/tp, D]."""
         y = self.shared(x, inputs).y
         if not self.cfg.moe.shared_expert_gate:
             return y

@@ -143,7 +143,7 @@ def gated_experts8(
     dispatch: Dispatch,
     route: Route | None = None,
 ) -> jax.Array:
-    """What `multiply_down8` makes of `multiply_up8`, by weights up and down, `rows` rows a pass.
+    """Applies `multiply_up8`, then `multiply_down8`, by weights up and down, `rows` rows a pass.
 
     x and the result are [B, S/tp, D], a device's own tokens. Passes round by one scale.
     """
@@ -151,7 +151,7 @@ def gated_experts8(
 
 
 class KeptByExperts(NamedTuple):
-    """What the backward of `gated_experts8` reads; scales are pairs of a scale and a maximum.
+    """Arrays for the backward of `gated_experts8`; scales are pairs of a scale and a maximum.
 
     x8 e4m3 [T, D]: the group's tokens, rounded by used_x. h [M, 2, F]: the first pass's. used: of
     what the second matmul read.
@@ -169,7 +169,7 @@ class KeptByExperts(NamedTuple):
 
 
 class ExpertCotangents(NamedTuple):
-    """Of the group's tokens [T, D], their gates, and both weights."""
+    """Cotangents of the group's tokens [T, D], of their gates, and of both weights."""
 
     x: jax.Array
     gates: jax.Array
@@ -312,7 +312,7 @@ def _by_transposes(expert, d8, used, w, dispatch, dtype):
 
 
 def _without(used: jax.Array, w: Weight) -> jax.Array:
-    """What a product is multiplied by, to be without the scales of its operands."""
+    """Returns the factor that takes the scales of its operands out of a product."""
     scales = used[0] * w.scales[1]
     return 1 / scales
 

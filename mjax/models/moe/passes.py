@@ -36,7 +36,7 @@ ROWS_ALIGNED = 128  # of which kernels of 8 bits want a multiple
 
 
 class Operands(NamedTuple):
-    """What experts read: tokens x [T, D], gates fp32 [T, k], this device's weights.
+    """Inputs of experts: tokens x [T, D], gates fp32 [T, k], this device's weights.
 
     up [E/ep, D, (2,) F/tp], down [E/ep, F/tp, D], bias [E/ep, (2,) F/tp] of up, or None.
     """
@@ -81,7 +81,7 @@ def later_passes(
     add_pass: Callable[[Dispatch, PassState], PassState],
     so_far: PassState,
 ) -> PassState:
-    """What all passes make: `add_pass` adds each but the first to `so_far`, the first's."""
+    """Sums all passes: `add_pass` adds each but the first to `so_far`, the first's result."""
     if rows == len(dispatch.pairs):
         return so_far
     passes = -(-dispatch.sizes.sum() // rows)

@@ -29,7 +29,7 @@ class Router(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where tokens [B, S] go, each to k of E experts.
+    """Destinations of tokens [B, S], each of which goes to k of E experts.
 
     experts: int32 [B, S, k], different for a token. Number E is none: that pair goes nowhere.
     gates: fp32 [B, S, k], the weights of their outputs.

@@ -139,7 +139,7 @@ class DeltaNet(RecurrentMixer):
         return -decay * jax.nn.softplus(steps), beta.reshape(by_head)
 
     def _convolve(self, parts, rates, starts, histories, parallel) -> DeltaInputs:
-        """What the rule reads of q and k [B, S, 2, G, N] and v [B, S, H, P]."""
+        """Convolves q and k [B, S, 2, G, N] and v [B, S, H, P], and returns the rule's inputs."""
         qk, v = parts
         qk_before, v_before = histories
         qk = causal_conv(qk, self.qk_conv[...], starts=starts, history=qk_before)

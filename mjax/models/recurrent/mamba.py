@@ -3,7 +3,7 @@
 The input becomes z, x, B, C and dt. A causal convolution and SiLU go over x, B and C, the scan
 (`kernels/recurrence/ssd.py`) over x with steps softplus(dt + dt_bias). Its output plus D times x is
 gated by silu(z), normed over each group of heads, and projected back. Heads are split over tp, and
-groups where tp divides them. Where it does not, a device projects only the groups that its heads
+groups where tp divides them. If it does not, a device projects only the groups that its heads
 use, the gradient rule sums the parts, and the norm sums its squares over tp. cp passes states
 (`recurrent_context.py`). The cache holds the last tokens before the convolution, and the state in
 fp32. Letters: H heads, P channels of a head, G groups, N state, K taps.
@@ -45,7 +45,7 @@ from mjax.sharding.spec import ParamSpec
 
 
 class Mixed(NamedTuple):
-    """What the scan reads and gives: x and y [B, S, H, P]."""
+    """Input and output of the scan: x and y [B, S, H, P]."""
 
     x: jax.Array
     y: jax.Array
@@ -170,7 +170,7 @@ class Mamba(RecurrentMixer):
         return Scanned(y[:, None], state)
 
     def _convolve(self, parts, rates, starts, histories, parallel: Parallel) -> SsdInputs:
-        """What the scan reads of x [B, S, H, P] and bc [B, S, 2, G, N], with steps [B, S, H]."""
+        """Convolves x [B, S, H, P] and bc [B, S, 2, G, N]; returns the scan's inputs."""
         x, bc = parts
         x_bias = bc_bias = None
         bc_conv = self._own_groups(self.bc_conv[...], 1, parallel)
@@ -187,7 +187,7 @@ class Mamba(RecurrentMixer):
     def _own_groups(self, w: jax.Array, axis: int, parallel: Parallel) -> jax.Array:
         """The groups of `w` along `axis` that this device's heads use.
 
-        They are one, or those that it holds. Where its heads begin within a group and end in
+        They are one, or those that it holds. If its heads begin within a group and end in
         another one, each head gets a copy of its group.
         """
         sizes = self.cfg.mamba
@@ -268,7 +268,7 @@ class Mamba(RecurrentMixer):
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> RecurrentCache:
-        """It does not grow with `length`. Where tp does not divide the groups, all hold them."""
+        """It does not grow with `length`. If tp does not divide the groups, all hold them."""
         sizes = cfg.mamba
         before = batch, sizes.conv_kernel - 1
         heads = sizes.mamba_num_heads, sizes.mamba_head_dim
@@ -302,7 +302,7 @@ class Channels(NamedTuple):
     axes: tuple[str, ...]
 
     def in_pairs(self) -> "Channels":
-        """Those of two projections side by side."""
+        """Returns the channels of two such projections side by side."""
         return Channels((2, *self.sizes), ("pair", *self.axes))
 
 

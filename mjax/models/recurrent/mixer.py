@@ -1,4 +1,4 @@
-"""What mixers with a state share (`mamba.py`, `deltanet.py`): convolution, scan, cache.
+"""Common parts of mixers with a state (`mamba.py`, `deltanet.py`): convolution, scan, cache.
 
 Parts of the projected input go through a causal convolution, then a scan reads them with some rates
 of each token (decays, steps). Over cp, states and the last tokens of pieces travel
@@ -42,7 +42,7 @@ class RecurrentCache(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What a scan gives: y [B, S, H, P], and the state after the last token."""
+    """Output of a scan: y [B, S, H, P], and the state after the last token."""
 
     y: jax.Array
     state: jax.Array

@@ -61,7 +61,7 @@ def history_of(
 ) -> jax.Array | None:
     """The `count` tokens before each piece of x [B * 2, S', ...]; None: there are none.
 
-    Those of documents that end before the piece does are zero.
+    Tokens of documents that end before the piece does are zero.
     """
     if ctx.parallel.cp == 1:
         return None

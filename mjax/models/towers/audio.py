@@ -97,7 +97,10 @@ def rows_of_frames(mels: np.ndarray | jax.Array, length: int) -> np.ndarray | ja
     xp = np if isinstance(mels, np.ndarray) else jnp
     batch, frames, bins = mels.shape
     count = frames // 2
-    padded = xp.pad(mels, ((0, 0), (2, 1), (0, 0)))
-    places = np.add.outer(2 * np.arange(count), np.arange(5))
+    none = (0, 0)
+    padded = xp.pad(mels, (none, (2, 1), none))
+    starts = 2 * np.arange(count)
+    places = np.add.outer(starts, np.arange(5))
     rows = padded[:, places].reshape(batch, count, 5 * bins)
-    return xp.pad(rows, ((0, 0), (0, length - count), (0, 0)))
+    padding = (0, length - count)
+    return xp.pad(rows, (none, padding, none))

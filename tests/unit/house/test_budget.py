@@ -96,16 +96,32 @@ def test_a_line_of_the_core_has_at_most_11_tokens_on_average():
     assert not dense
 
 
+def names_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module defines at its top level."""
+    for node in tree.body:
+        if hasattr(node, "name"):
+            yield node.name
+        for target in getattr(node, "targets", []):
+            if isinstance(target, ast.Name):
+                yield target.id
+
+
 def test_no_name_is_defined_in_two_modules_of_the_core():
     homes = defaultdict(set)
     for path, text in core_files().items():
-        for node in ast.parse(text).body:
-            names = [node.name] if hasattr(node, "name") else []
-            names += [n.id for n in getattr(node, "targets", []) if isinstance(n, ast.Name)]
-            for name in names:
-                homes[name].add(str(path))
+        for name in names_of(ast.parse(text)):
+            homes[name].add(str(path))
     homes.pop("log")  # each module's logger
     assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_at_most_60_names_are_defined_in_two_modules():
+    homes = defaultdict(set)
+    for path, text in SOURCES.items():
+        for name in names_of(ast.parse(text)):
+            homes[name].add(path)
+    twice = {name for name, files in homes.items() if len(files) > 1} - {"log", "main"}
+    assert len(twice) <= 60, sorted(twice)
 
 
 def test_no_lambda_is_given_a_name():
