@@ -7,7 +7,7 @@ feature, axis, ZeRO stage and exchange of keys at least once.
 import pytest
 
 from mjax.config.rules.mesh_rules import AXES
-from mjax.models.runtime import layers
+from mjax.models.runtime import store
 from mjax.prove import BOUND, FEATURES, Cell, cells, compare, holds, meshes
 from mjax.prove.__main__ import page
 from mjax.prove.features import NAMES
@@ -76,7 +76,7 @@ def test_muon_takes_projections_that_share_a_tensor_apart_on_any_mesh():
 
 def test_a_missing_reduction_would_be_seen(monkeypatch):
     """The law can fail: without the gradient rule each device goes its own way."""
-    monkeypatch.setattr(layers, "reduce_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(store, "reduce_gradients", lambda grads, *_: grads)
     record = compare("dense", Cell({"dp": 2}), "model.num_hidden_layers=1", steps=2)
     assert record["gradient"] > 100 * BOUND and not record["replicas"]
 
