@@ -37,6 +37,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
 
 
 FEW = 2  # slow cases of a test that `.ci/run` runs; the others are exhaustive
+EVERY = 4  # cases of a grid apart of which README's command runs one
 
 
 def pytest_configure() -> None:
@@ -45,15 +46,23 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark programs for H200s slow, and all but the first slow cases of each test exhaustive."""
-    cases: Counter[str] = Counter()
+    """Mark what takes long slow, and all but the first slow cases of each test exhaustive.
+
+    Programs for H200s take long, and grids, of which every fourth case stays.
+    """
+    of_grids: Counter[str] = Counter()
+    slow_ones: Counter[str] = Counter()
     for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("grid"):
+            of_grids[test] += 1
+            if of_grids[test] % EVERY != 1:
+                item.add_marker(pytest.mark.slow)
         if "aot" in item.path.parts:
             item.add_marker(pytest.mark.slow)
         elif item.get_closest_marker("slow"):
-            test = item.nodeid.partition("[")[0]
-            cases[test] += 1
-            if cases[test] > FEW:
+            slow_ones[test] += 1
+            if slow_ones[test] > FEW:
                 item.add_marker(pytest.mark.exhaustive)
 
 

@@ -114,6 +114,7 @@ def test_the_dropped_share_is_logged_and_nothing_is_dropped_by_a_large_capacity(
     assert "dropped_share" not in wanted and float(got["loss"]) != float(wanted["loss"])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("first,held", [(0, E), (5, 3), (0, 2)])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_batched_experts_equal_grouped_ones(name, first, held):

@@ -44,6 +44,7 @@ def operands(experts, halves):
 GATED, PLAIN = Expert("silu", True), Expert("gelu_tanh", False)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("expert,first,held", [(GATED, 0, E), (GATED, 5, 3), (PLAIN, 0, 2)])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_dispatch_equals_every_expert_forward_and_backward(name, expert, first, held):

@@ -54,6 +54,7 @@ def sums_and_cotangents(rows: int, sums: bool, biased: bool, experts):
     return y, vjp(dy)[0]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("sums,biased", [(False, True), (True, False)])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_many_passes_equal_one(name, sums, biased):

@@ -66,6 +66,7 @@ def test_jitter_is_uniform_of_each_token_and_off_outside_training():
 ONE_LAYER = ["model.num_hidden_layers=1", "model.layer_pattern=E"]
 
 
+@pytest.mark.slow
 def test_evaluation_has_neither():
     batch = make_batch(24)
     off = ["model.moe.sinkhorn=false", "model.moe.router_jitter_noise=0.0"]

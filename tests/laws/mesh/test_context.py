@@ -69,6 +69,7 @@ def test_evaluation_agrees():
     assert abs(float(total) - float(one)) <= 1e-5 * float(one)
 
 
+@slow
 def test_auto_is_the_documented_rule():
     assert choose_exchange(4, True, Needs()) == "all_gather"
     assert choose_exchange(8, True, Needs()) == "ring"
@@ -188,6 +189,7 @@ def test_blocks_merge_to_the_whole(chunk, monkeypatch):
     close([np.concatenate(d_k, 1), np.concatenate(d_v, 1)], grads[1:])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("packed,window", [(False, None), (True, None), (True, 9)])

@@ -184,6 +184,7 @@ def circular(model, layout, weights, micro_batches, key, denominators):
     return {"loss": loss}, grads
 
 
+@slow
 def test_a_lost_hand_over_would_be_seen(monkeypatch):
     """The law can fail: without the last tick of the backward the first stage lacks a part."""
     original = run.make_schedule

@@ -44,6 +44,7 @@ def test_a_packed_row_equals_its_documents_apart(long_memory):
         np.testing.assert_allclose(mine, right, rtol=0, atol=1e-5 * float(np.abs(right).max()))
 
 
+@slow
 def test_the_chunk_changes_rounding_only(long_memory):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 251, (2, 24)))
     losses = []

@@ -124,6 +124,7 @@ def test_a_type_of_tokens_that_the_table_lacks_is_refused():
         trainer.place(make_batch(24))
 
 
+@slow
 def test_what_padding_holds_moves_nothing():
     found = [numbers(Cell(), padded(make_batch(24), filler)) for filler in (0, 7)]
     jax.tree.map(np.testing.assert_array_equal, *found)

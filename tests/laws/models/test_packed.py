@@ -56,6 +56,7 @@ def of(kind, path, *keys):
     return texts if kind is ImageTextDataset else kind(texts, None), cfg
 
 
+@pytest.mark.slow
 def test_packed_texts_have_the_loss_and_gradients_of_texts_apart(tmp_path, caplog):
     """One of them has a broken image, and is in neither."""
     path = write(tmp_path, "tar", texts())

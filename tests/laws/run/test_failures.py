@@ -131,6 +131,7 @@ def test_what_changed_since_the_checkpoint_is_a_line_and_an_event(tmp_path, capf
     assert events(tmp_path) == [resumed, line]  # nothing left to train
 
 
+@slow
 def test_a_start_that_trains_nothing_changes_nothing(tmp_path):
     run(tmp_path, "train.steps=2")
 

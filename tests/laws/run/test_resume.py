@@ -177,6 +177,7 @@ def test_resume_never_and_require_mean_what_they_say(tmp_path, monkeypatch):
     assert [step for step, *_ in losses(tmp_path)] == [1, 2, 3, 4]
 
 
+@slow
 def test_another_architecture_is_refused_and_the_run_folder_left_alone(tmp_path, monkeypatch):
     run(monkeypatch, tmp_path, "train.steps=3")
     before = (tmp_path / "config.yaml").read_text()

@@ -43,6 +43,7 @@ def require_lawful(records: list[dict], count: int) -> None:
     assert not [r for r in records if r["broken"]]
 
 
+@slow
 def test_a_save_that_fails_anywhere_costs_no_other_checkpoint(tmp_path):
     require_lawful(drive(tmp_path, "saves", 12), 8)
 

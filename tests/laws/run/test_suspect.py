@@ -69,6 +69,7 @@ def assert_equal(got, want) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@slow
 def test_a_transient_fault_is_repeated_and_leaves_no_trace(tmp_path, monkeypatch, run):
     want = run(tmp_path / "sound")
     corrupt(monkeypatch, [1, BAD, 5], times=1)

@@ -142,6 +142,7 @@ def test_loads_of_experts_are_those_of_one_device(feature, cell):
         assert got[name] == pytest.approx(value, rel=1e-5), name
 
 
+@slow
 def test_figures_of_experts_reach_the_log_of_a_run():
     trainer, batch = drawn("expert bias", Cell())
     kept = []

@@ -256,6 +256,7 @@ def test_a_run_logs_skipped_steps_and_goes_on(tmp_path, monkeypatch):
     assert again == {r["step"]: r["loss"] for r in logged}
 
 
+@slow
 def test_what_no_scale_can_mend_ends_the_run(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         plant_in_gradients(patch, range(1, 20), device=1)

@@ -90,6 +90,7 @@ def test_meshes_agree_on_experts(recipe, cell, more):
     agree(first_step(recipe, cell, EIGHT_BITS, *more, feature="experts"), want)
 
 
+@slow
 def test_experts_are_rounded_and_those_left_out_are_not():
     exact, left_out, rounded = (
         one_device(*of, feature="experts")

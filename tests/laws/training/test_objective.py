@@ -162,6 +162,7 @@ def test_the_loader_makes_the_fields_of_each_row_of_the_global_batch():
     assert (whole[0]["hidden"] != whole[1]["hidden"]).any()
 
 
+@slow
 def test_a_run_trains_it_and_logs_its_names(tmp_path):
     more = [
         "train.steps=3",

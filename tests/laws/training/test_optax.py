@@ -147,6 +147,7 @@ def test_rounding_at_random_is_the_same_on_every_mesh():
     assert_equal(updated("lion", Cell({"pp": 2, "dp": 2}, 1), *low), alone)
 
 
+@slow
 def test_other_arguments_are_refused_before_an_array_is_read(tmp_path):
     where = f"run.dir={tmp_path}"
     trainer = made(Cell(), "momentum", where)

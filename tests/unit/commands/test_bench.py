@@ -273,6 +273,7 @@ def test_data_path_is_measured(capsys):
     assert loader["tokens_per_second"] > 0 and loader["ms"] > 0
 
 
+@pytest.mark.slow
 def test_a_save_and_a_restore_are_measured(tmp_path, capsys):
     argv = ["--dir", str(tmp_path), "--steps=2", "mesh.dp=8", "mesh.zero=0"]
     assert checkpoint.main([*argv, *TINY]) == 0

@@ -103,6 +103,7 @@ def own_modules(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@slow
 def test_the_code_of_adding_a_model_trains_as_it_stands(own_modules):
     keys = """data.mock=true data.seq_length=16 model.hidden_size=32 model.num_hidden_layers=2
         model.attention.num_attention_heads=2 train.global_batch_size=8 train.micro_batch_size=1

@@ -112,6 +112,7 @@ def greedy(plain):
 # ---- decoding ----------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_left_padded_batch_equals_running_every_whole_prefix(name):
     generator, definition, params = made(**VARIANTS[name])

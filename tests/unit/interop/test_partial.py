@@ -101,6 +101,7 @@ def test_nothing_may_differ_unasked(weights, tmp_path):
 CONTEXT = ["model.max_position_embeddings=64", "checkpoint.init_changes=[context]"]
 
 
+@slow
 def test_a_longer_context_is_a_word_and_learned_positions_are_extended(weights, tmp_path):
     folder, given = weights
     scaling = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16}"

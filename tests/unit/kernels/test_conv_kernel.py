@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype, length, channels, tile, packed, history", CASES)
 def test_equals_fp64(monkeypatch, dtype, length, channels, tile, packed, history):
     interpret(monkeypatch)

@@ -90,6 +90,7 @@ def exact(a):
     return np.asarray(a, np.float64)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "name, dtype",
     [(name, "bfloat16") for name in PASSES]

@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("length, groups, heads, chunk, decay, packed", CASES)
 def test_chunks_equal_the_recurrence(fp64, length, groups, heads, chunk, decay, packed):  # noqa: F811
     inputs, starts, initial = draw(length, groups, heads, decay)

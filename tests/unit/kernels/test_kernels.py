@@ -15,6 +15,7 @@ from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy, lo
 from mjax.sharding.collectives import LOCAL
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "terms", [{}, {"softcap": 2.0}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}]
 )
@@ -157,6 +158,7 @@ def of_case(call, arrays, size):
     return run
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "+".join(map(str, c.values())) or "plain")
 def test_reference_attention_equals_loops(case, monkeypatch):
     q, k, v, call, arrays = drawn(case)

@@ -74,6 +74,7 @@ def run(z, labels, mask, terms, dtype="float32", tile=TILE):
     return np.asarray(losses), np.asarray(d_z[2 : t + 2])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "+".join(k) or "plain")
 @pytest.mark.parametrize("tokens, columns, vocab, dtype", SHAPES)
 def test_equals_fp64(monkeypatch, tokens, columns, vocab, dtype, kind):

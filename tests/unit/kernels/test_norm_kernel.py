@@ -54,6 +54,7 @@ KINDS = [("float32", 0, 1), ("float32", 1, 0), ("bfloat16", 0, 0), ("bfloat16", 
 KINDS += [("float16", 0, 1), ("float16", 1, 0)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype, layernorm, fork", KINDS)
 @pytest.mark.parametrize("lead, width, tile", CASES)
 def test_forward_and_backward_equal_fp64(monkeypatch, lead, width, tile, dtype, layernorm, fork):

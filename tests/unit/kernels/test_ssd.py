@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("length, heads, groups, chunk, decay, packed", CASES)
 def test_chunks_equal_the_recurrence(fp64, length, heads, groups, chunk, decay, packed):
     inputs, starts, initial = draw(length, heads, groups, decay)
