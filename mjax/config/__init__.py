@@ -1,4 +1,4 @@
-"""Typed configuration: the keys (`schema.py`), how they are read (`load.py`), rules across them."""
+"""Typed configuration: the keys (`schema/`), how they are read (`load.py`), rules across them."""
 
 from mjax.config.load import add_config_arguments as add_config_arguments
 from mjax.config.load import config_from_args as config_from_args

@@ -1,6 +1,6 @@
 """The rules across config keys, as one table: what is wrong, and the remedy.
 
-`schema.py` has checked each key alone. Rules are tried in order and the first that fails is raised.
+`schema/` has checked each key alone. Rules are tried in order and the first that fails is raised.
 They see `mesh.dp` as a number once the device count is known.
 """
 

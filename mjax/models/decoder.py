@@ -3,7 +3,7 @@
 One code path serves a researcher's `jax.jit(model)(tokens)` outside any mesh and the manual train
 step inside one. Between blocks activations are [B, S/tp, D]. Blocks of equal parameter shapes are
 stacked and scanned; a scan's body spells out one period of the layer pattern. Other architectures
-put parts before this class that extend its methods (`models/architectures.py`).
+are subclasses: mixins, called parts, that extend its methods (`models/architectures.py`).
 """
 
 import functools

@@ -189,10 +189,11 @@ class NextToken:
 
 @dataclass(frozen=True)
 class MultiToken(NextToken):
-    """Next-token prediction, and that of tokens further ahead by `depths` layers (`mtp.py`).
+    """Next-token prediction, and that of tokens further ahead by `depths` layers.
 
-    "loss" is the former. "mtp_1", .. are the mean cross-entropies of the depths. The gradient of
-    each has the weight `factor` / `depths`, as in DeepSeek-V3 and Megatron-LM.
+    The layers are those of `models/heads/multi_token.py`. "loss" is the former. "mtp_1", .. are the
+    mean cross-entropies of the depths. The gradient of each has the weight `factor` / `depths`, as
+    in DeepSeek-V3 and Megatron-LM.
     """
 
     depths: int

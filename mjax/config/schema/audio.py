@@ -1,4 +1,4 @@
-"""The keys of models that hear: the group `model.audio` (`model_schema.py`)."""
+"""The keys of models that hear: the group `model.audio` (`model.py`)."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""The keys of mixers other than plain attention: groups of `model` (`model_schema.py`)."""
+"""The keys of mixers other than plain attention: groups of `model` (`model.py`)."""
 
 from pydantic import Field
 

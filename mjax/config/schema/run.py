@@ -1,6 +1,6 @@
 """Every key a user may set, as one frozen pydantic tree; a YAML file mirrors it one to one.
 
-The keys of a model, group `model`, are in `model_schema.py`. Invariant: unknown keys are forbidden
+The keys of a model, group `model`, are in `model.py`. Invariant: unknown keys are forbidden
 and values are never coerced across types (a string is not a number). Names are Megatron-LM's words
 for parallelism. Rules across groups live in `validate.py`.
 """

@@ -1,4 +1,4 @@
-"""The keys of models that read images: the group `model.vision` (`model_schema.py`)."""
+"""The keys of models that read images: the group `model.vision` (`model.py`)."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -1,7 +1,7 @@
 """Attention: one function, a chunked XLA reference, cuDNN's fused kernels and our own.
 
 `AttentionCall` and `AttentionArrays` (`attention_call.py`) say what is computed. All paths
-differentiate.
+differentiate; the backward is that of the implementation that `kernels/base/chooser.py` chooses.
 
 Context parallelism (`models/attention/context_parallel.py`) builds softmax over keys that come in
 blocks: `block_forward` also returns the log-sum-exp, by which blocks merge exactly;

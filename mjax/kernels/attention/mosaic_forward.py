@@ -1,4 +1,4 @@
-"""Parts of the Mosaic GPU attention kernels, and the forward (see `mosaic_attention.py`).
+"""Parts of the Mosaic GPU attention kernels, and the forward (see `mosaic.py`).
 
 One warpgroup moves tiles by TMA through a ring of shared-memory slots; the others hold 64 rows
 each. In the forward they take turns on the tensor core, so that one computes its softmax while

@@ -1,4 +1,4 @@
-"""Attention of short rows as Triton kernels; `short_attention.py` calls them.
+"""Attention of short rows as Triton kernels; `short.py` calls them.
 
 Arrays are row-major: queries [B, S, N, H], keys and values [B, T, K, H]. Exponentials are to base
 2. Scores, sums and log-sum-exps are fp32; products read operands of the inputs' dtype. Rows of

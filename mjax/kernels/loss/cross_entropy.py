@@ -7,7 +7,7 @@ V/tp rows of `w`; maximum, normalizer and target logit are combined over tp. Row
 d_x is this device's vocabulary part of the gradient, which the transpose of the sequence gather
 sums (share convention, DESIGN section 3). Follows Cut Cross-Entropy (arXiv 2411.09009) and Liger.
 
-On a GPU that holds the whole vocabulary a kernel (`loss_rows.py`) reads the logits once and writes
+On a GPU that holds the whole vocabulary a kernel (`rows.py`) reads the logits once and writes
 their gradient. Then the logits are of a part of a chunk only: what is whole is their gradient, in
 x's dtype, and so the fp32 d_w is read and written for twice as many tokens at a time.
 """

@@ -1,7 +1,7 @@
 """The losses of rows of logits and their gradient, in one kernel for GPUs.
 
 XLA reads logits three times: for the maximum, the sum of exponentials, the gradient. Our Triton
-kernel (`loss_rows_triton.py`) takes a row at a time: one sweep keeps a running maximum and sum for
+kernel (`rows_triton.py`) takes a row at a time: one sweep keeps a running maximum and sum for
 each lane (Milakov and Gimelshein, arXiv 1805.02867), a second one, backwards, writes the gradient.
 Its first reads then come, in part, from the L2 cache. Rows are independent and sums in a
 fixed order: equal bit for bit each time. Invariant: fp32 inside; the gradient is rounded once.

@@ -1,4 +1,4 @@
-"""The losses of rows of logits and their gradient as a Triton kernel; `loss_rows.py` calls it.
+"""The losses of rows of logits and their gradient as a Triton kernel; `rows.py` calls it.
 
 A row is swept in blocks of LOADS times LANES columns: once forward, once backward. VOCAB of the
 WIDTH columns are the vocabulary; blocks with others, as a rule one, are masked, and come first,

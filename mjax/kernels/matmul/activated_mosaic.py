@@ -5,7 +5,7 @@ behind the function: the gradient g @ w.T of act(u) times act'(u), and its sums 
 bias. So no pass over memory is the function's own.
 
 A thread block has a warpgroup that moves tiles through a ring of shared memory, and two that
-multiply, each half of the tile's lines (as in `mosaic_grouped.py`). They leave the sums of a tile
+multiply, each half of the tile's lines (as in `grouped_mosaic.py`). They leave the sums of a tile
 in a stage. While the tensor cores multiply the next tile, its multipliers take the sums out of the
 stage piece by piece, compute, and write. u is rounded to x's dtype before act(u) is computed, and
 g @ w.T before it is multiplied. Measured: docs/lab/2026-11-26-activated-matmuls.md.

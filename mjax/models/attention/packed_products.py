@@ -1,4 +1,4 @@
-"""Attention that reads the products of a branch's matmuls as they are: q, and k and v in one array.
+"""Attention on the outputs of the q and kv matmuls as they are: q, and k and v in one array.
 
 If nothing but biases stands between the matmuls and a kernel for short rows, the kernel adds the
 biases, and no array of q, k or v is written. If each head has keys of its own, q, k and v are
@@ -42,7 +42,7 @@ def attend_to_products(
     inputs: BranchInputs,
 ) -> jax.Array | None:
     """Heads of values [B, S, N/tp, H] for x [B, S/tp, D]; None where q, k and v must be apart."""
-    if not _are_read(x, cfg, call, inputs):
+    if not _kernel_reads_products(x, cfg, call, inputs):
         return None
     q, kv, biases = projections()
     weights = (q, kv)
@@ -58,7 +58,10 @@ def attend_to_products(
         return attention_of_products(products, biases, call, arrays, weights[0].name)
 
 
-def _are_read(x: jax.Array, cfg: ModelConfig, call: AttentionCall, inputs: BranchInputs) -> bool:
+def _kernel_reads_products(
+    x: jax.Array, cfg: ModelConfig, call: AttentionCall, inputs: BranchInputs
+) -> bool:
+    """Whether a kernel takes the products of x in the place of q, k and v."""
     parallel = inputs.ctx.parallel
     if parallel.cp > 1 or not adds_biases_only(cfg, inputs.word):
         return False

@@ -1,7 +1,7 @@
 """Ring attention: causal attention whose keys go round the devices of a ring, block by block.
 
 Softmax over several blocks of keys is merged by their log-sum-exp (Liu et al., arXiv 2310.01889).
-Sequences are in zigzag order (`context_attention.py`; Brandon et al., arXiv 2311.09431): a device
+Sequences are in zigzag order (`context_parallel.py`; Brandon et al., arXiv 2311.09431): a device
 holds a low and a high chunk. Transfers run under the matmuls of the blocks before. Gradients are
 those of shares: what a device computes for the keys of another travels back to their owner.
 """

@@ -212,8 +212,8 @@ class Attention(BranchModule):
     def keeps_what_attention_reads(self) -> bool:
         """Whether a backward keeps q, k and v with their biases, not the products q and kv.
 
-        It would otherwise add the biases again and copy k and v out of kv. A norm or a gate needs
-        the products.
+        Otherwise the backward would add the biases again and copy k and v out of kv. With a norm or
+        a gate it needs the products, so they are kept.
         """
         sizes = self.cfg.attention
         return sizes.attention_bias and not (sizes.qk_norm or sizes.attention_output_gate)

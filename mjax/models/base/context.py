@@ -134,7 +134,7 @@ class Tokens:
     types [B, S] or None: for embeddings of token types; None: all of the first.
     key_segments [B, T] or None: `segments` of the keys of a cache.
     others: of a model with several streams: facts about the tokens of those besides the decoder's,
-        by stream (`config.pattern.stream_of`).
+        by stream (`config/languages/layer_pattern.py`).
     features: of a text with items, by modality, [B, S]: which of all tokens of its row's items
         (padding counts) stands in the place of a token; -1: none.
     weights: fp32 [B, S, 4], of items in tiles, by modality: `features` are [B, S, 4] then, and what

@@ -39,7 +39,7 @@ class SharedWeights:
 @register_dataclass
 @dataclass(frozen=True)
 class Streams:
-    """activations: [B, S/tp, D] by stream (`config.pattern.stream_of`); one is the decoder's.
+    """activations: [B, S/tp, D] by stream (`layer_pattern.py`); one is the decoder's.
 
     An encoder's is left out where its keys are in caches, and one of those that are compared where
     it is not asked for. The neighbors of all chunks are rows of their own: [B*C*n, R/tp, D] of C

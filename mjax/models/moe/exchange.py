@@ -5,7 +5,7 @@ device that holds one of its experts, in a fixed number of rows for each pair of
 device of the group needs more rows, all of them gather instead, in that exchange: `lax.cond` on a
 flag that is summed over the group. So no token is lost. Both leave tokens in equal places, so what
 follows knows of neither. Tokens travel in the dtype of the computation, or in 8 bits
-(`experts_fp8.py`), sums in the former. Invariant: each exchange is
+(`matmuls_fp8.py`), sums in the former. Invariant: each exchange is
 the transpose of the other, and the result is that of `all_gather`.
 """
 

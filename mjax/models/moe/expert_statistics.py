@@ -1,4 +1,4 @@
-"""Figures of a layer's router for the log; `layer_figures.py` names them and adds them up."""
+"""Figures of a layer's router for the log; `base/activation_statistics.py` names and adds them."""
 
 import jax
 import jax.numpy as jnp

@@ -3,7 +3,7 @@
 Pairs of a token and one of its experts are sorted by expert, so that each expert's rows lie
 together, and grouped matmuls multiply each row by the weights of its expert. Pairs of an expert
 number that no device holds, which are dropped, have no row. Over ep every device gets the tokens of
-its group, works on the pairs of the experts that it holds (`expert_passes.py`), and scatters the
+its group, works on the pairs of the experts that it holds (`passes.py`), and scatters the
 sums back (Megatron-LM's allgather dispatcher). `every_expert` is the oracle: it runs
 all experts on all tokens. Invariant: the result depends on neither the mesh nor the order of pairs.
 """

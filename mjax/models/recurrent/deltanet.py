@@ -30,7 +30,7 @@ from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec, Kerne
 from mjax.models.base.params import constant, declare, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
-from mjax.models.recurrent.mixer import (
+from mjax.models.recurrent.recurrent_mixer import (
     PASSES_OF_SCAN,
     RecurrentCache,
     RecurrentMixer,

@@ -30,7 +30,8 @@ from mjax.models.base.context import Context
 from mjax.models.base.params import Initializer, constant, declare, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
-from mjax.models.recurrent.mixer import (
+from mjax.models.recurrent.recurrent_context import from_pieces
+from mjax.models.recurrent.recurrent_mixer import (
     PASSES_OF_SCAN,
     RecurrentCache,
     RecurrentMixer,
@@ -38,7 +39,6 @@ from mjax.models.recurrent.mixer import (
     in_fp32,
     initial_decays,
 )
-from mjax.models.recurrent.recurrent_context import from_pieces
 from mjax.models.runtime.remat import from_arguments
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.spec import ParamSpec

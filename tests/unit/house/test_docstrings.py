@@ -5,7 +5,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[3] / "mjax"
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "mjax"
+FILES = re.compile(r"`([\w/]+\.py)`")
+OF_MEGATRON = (
+    "megatron/core/",
+    "_dataset.py",
+    "pretrain_",
+    "_scheduler.py",
+    "num_microbatches_calculator.py",
+)
 FIRST_WORDS = re.compile(r"(Of|What|Whose|Those|That|Who|Where)\b")
 BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 
@@ -41,3 +50,15 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
         for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
             found += [f"{within}:{line}: {sentence}" for sentence in hanging(text)]
     assert not found, "\n".join(found)
+
+
+def test_files_that_docstrings_name_exist():
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("*/**/*.py")]
+    missing = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+            for name in FILES.findall(text):
+                is_ours = not any(part in name for part in OF_MEGATRON)
+                if is_ours and not any(file.endswith(f"/{name}") for file in files):
+                    missing.append(f"{path.relative_to(PACKAGE)}:{line}: {name}")
+    assert not missing
