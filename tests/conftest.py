@@ -36,7 +36,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
     collect_ignore.append("oracle")  # needs the extra `oracle`
 
 
-FEW = 2  # slow cases of a test that `.ci/run` runs; the others are exhaustive
+FEW = 1  # slow case of a test that `.ci/run` runs; the others are exhaustive
 EVERY = 4  # cases of a grid apart of which README's command runs one
 
 
@@ -46,7 +46,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long slow, and all but the first slow cases of each test exhaustive.
+    """Mark what takes long slow, and all but the first slow case of each test exhaustive.
 
     Programs for H200s take long, and grids, of which every fourth case stays.
     """

@@ -1,7 +1,7 @@
 """What README's test command leaves to `.ci/run`: tests marked slow.
 
 The command runs unit tests, docs, and of each law the cases that have caught most, in minutes.
-Of the slow cases of a test, `tests/conftest.py` leaves all but the first two to
+Of the slow cases of a test, `tests/conftest.py` leaves all but the first to
 `pytest -m exhaustive tests`.
 """
 
