@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
     collect_ignore.append("oracle")  # needs the extra `oracle`
 
 
+AOT = Path(__file__).parent / "aot"
 FEW = 1  # slow case of a test that `.ci/run` runs; the others are exhaustive
 EVERY = 4  # cases of a grid apart of which README's command runs one
 
@@ -58,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             of_grids[test] += 1
             if of_grids[test] % EVERY != 1:
                 item.add_marker(pytest.mark.slow)
-        if "aot" in item.path.parts:
+        if AOT in item.path.parents:
             item.add_marker(pytest.mark.slow)
         elif item.get_closest_marker("slow"):
             slow_ones[test] += 1

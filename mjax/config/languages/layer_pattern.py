@@ -372,6 +372,12 @@ def modality_of(kind: str) -> str:
     return "".join(BRANCHES[word].modality for word in branches_of(kind))
 
 
+def modalities_of(kinds: Iterable[str]) -> tuple[str, ...]:
+    """The modalities whose towers or projectors are among layers of these kinds, sorted."""
+    found = {BRANCHES[word].modality for word in branches_of_model(kinds)}
+    return tuple(sorted(found - {""}))
+
+
 def of_tower(kind: str) -> bool:
     """Whether a layer has the sizes of a tower (`model.vision`, `model.audio`), not the model's."""
     return bool(modality_of(kind)) and sees_ahead([kind])

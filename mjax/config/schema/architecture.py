@@ -4,10 +4,17 @@ It is derived from `model`, most of it from the branches of the layers. `models/
 has the class of each name.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mjax.config.languages.layer_pattern import DECODER, sees_ahead, stream_of
+from mjax.config.languages.layer_pattern import (
+    DECODER,
+    branches_of_model,
+    modalities_of,
+    sees_ahead,
+    stream_of,
+)
 
 if TYPE_CHECKING:
     from mjax.config.schema.model import ModelConfig
@@ -70,23 +77,49 @@ _OBJECTIVES = {
 
 def architecture_of(model: "ModelConfig") -> Architecture:
     """The architecture of a model. Raises `UserError` for a malformed layer_pattern."""
-    words = model.branches
-    inputs = list(model.modalities)
+    bert = model.bert
+    return _architecture(
+        model.layer_kinds,
+        cuts_images=model.vision.patch_size > 0,
+        is_like_bert=bert != _default(type(bert)),
+        only_classifies=bool(bert.num_labels) and not bert.mlm_head,
+        predicts_ahead=model.num_nextn_predict_layers > 0,
+    )
+
+
+@functools.cache
+def _default(group: type) -> object:
+    """A group of keys that nobody has set."""
+    return group()
+
+
+@functools.cache  # readers of data ask for every sample
+def _architecture(
+    kinds: tuple[str, ...],
+    *,
+    cuts_images: bool,
+    is_like_bert: bool,
+    only_classifies: bool,
+    predicts_ahead: bool,
+) -> Architecture:
+    """The architecture of layers of these kinds, and of what else a config says of a model."""
+    words = branches_of_model(kinds)
+    modalities = modalities_of(kinds)
+    inputs = [*modalities]
     if "retrieval" in words:
         inputs.append(NEIGHBORS)
     if "cross" in words:
         inputs.append(TARGET)
-    only_images = model.vision.patch_size > 0 and not model.modalities
+    only_images = cuts_images and not modalities
     reads = ("vision",) if only_images else ("tokens", *inputs)
     streams = {DECODER}
     if inputs:
-        streams |= set(map(stream_of, model.layer_kinds))
-    encodes = sees_ahead(model.layer_kinds) and not inputs
-    is_like_encoder = encodes or model.bert != type(model.bert)()
+        streams |= set(map(stream_of, set(kinds)))
+    encodes = sees_ahead(kinds) and not inputs
     predicts = "tokens"
-    if only_images or (model.bert.num_labels and not model.bert.mlm_head):
+    if only_images or only_classifies:
         predicts = "classes"
-    name = "multi_token_decoder" if model.num_nextn_predict_layers else "decoder"
+    name = "multi_token_decoder" if predicts_ahead else "decoder"
     if only_images:
         name = "image_encoder"
     elif NEIGHBORS in reads:
@@ -95,9 +128,9 @@ def architecture_of(model: "ModelConfig") -> Architecture:
         name = "encoder_decoder"
     elif "vision" in words and "projector" not in words:
         name, predicts = "dual_encoder", "pairs"
-    elif model.modalities:
+    elif modalities:
         name = "text_with_items"
-    elif is_like_encoder:
+    elif encodes or is_like_bert:
         name = "encoder"
     return Architecture(
         name,

@@ -13,6 +13,7 @@ from mjax.config.languages.layer_pattern import (
     BRANCHES,
     branches_of_model,
     expand,
+    modalities_of,
     modality_of,
     of_tower,
     sizes_of,
@@ -373,8 +374,7 @@ class ModelConfig(Group):
     @property
     def modalities(self) -> tuple[str, ...]:
         """The groups of the towers beside a text: "audio", "vision"."""
-        found = {BRANCHES[word].modality for word in self.branches}
-        return tuple(sorted(found - {""}))
+        return modalities_of(self.layer_kinds)
 
     @property
     def embedded(self) -> tuple[str, ...]:
