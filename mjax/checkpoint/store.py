@@ -191,7 +191,12 @@ class Store:
 
         Retention would else count a step whose save failed.
         """
-        self.__dict__.pop("_manager", None)
+        manager = self.__dict__.pop("_manager", None)
+        if manager is not None:
+            # Ends orbax's thread: Python 3.12.1 may wait for ever where garbage holds an ended one
+            # that was not joined. It may raise what is known, that the save has failed.
+            with contextlib.suppress(Exception):
+                manager.close()
 
     def poll(self) -> None:
         """Raise `SaveFailed` if a save has failed by now; never waits for one under way."""

@@ -26,7 +26,8 @@ TINY = [*BASE, f"train.steps={STEPS}", f"schedule.decay_steps={STEPS}", "checkpo
 FAULTY = """
     import itertools, os, signal, sys, time
     from mjax.errors import run_cli
-    from mjax.train import __main__, loop, saving
+    from mjax.run import loop
+    from mjax.train import __main__
     how = sys.argv.pop(1)
     is_faulty = os.environ["JAX_PROCESS_ID"] == "1"
     load = loop.make_loader

@@ -463,7 +463,7 @@ MEASURED = """
     from mjax.checkpoint.weights import read_weights, write_weights
     from mjax.config.schema.model import ModelConfig
     from mjax.sharding.spec import ParamSpec
-    from mjax.checkpoint import source as streaming
+    from mjax.checkpoint.base import source as streaming
 
     folder = Path(sys.argv[1])
     streaming.THREADS = 1
