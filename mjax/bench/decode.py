@@ -168,7 +168,7 @@ def bytes_read(cfg: ModelConfig, batch: int, tokens: int, dtype: str) -> int:
         if spec.role not in lookups:
             total += spec.size * width
     for spec in jax.tree.leaves(cache_specs(cfg, batch, tokens)):
-        total += math.prod(spec.shape) * (4 if spec.precise else width)
+        total += math.prod(spec.shape) * (4 if spec.dtype else width)
     return total
 
 

@@ -31,7 +31,7 @@ from mjax.config.schema.keys import nested
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.export import artifact
-from mjax.infer.cache import KVCache, extend, require_decoder
+from mjax.infer.cache import KVCache, extend, last_real, real_first, require_decoder
 from mjax.models import definition_of
 from mjax.models.base.branch import cache_specs
 from mjax.models.base.params import Definition
@@ -41,16 +41,15 @@ PLATFORMS = ("cpu", "cuda")
 CACHE_ABOUT = {
     "layers": "of each layer and branch; of attention [B, kv heads, T, head size], keys after "
     "rotary embedding; of latent attention [B, T, normed latent and key part after it]",
-    "real": "1 where a slot holds a token, 0 for padding and empty slots",
-    "lengths": "tokens of each row, which is its next position",
-    "column": "the next slot, equal for all rows; the caller keeps column + S <= T",
+    "lengths": "tokens of each row, which is its next slot and position; the caller keeps "
+    "lengths + S <= T",
 }
 CONVENTION = {
     "call": "logits, cache = program(weights, cache, ids, real)",
     "order": "arguments and results flattened, dictionaries by sorted key; weights first",
-    "ids": {"shape": ["B", "S"], "dtype": "int32", "about": "rows padded on the left"},
+    "ids": {"shape": ["B", "S"], "dtype": "int32", "about": "rows padded on either side"},
     "real": {"shape": ["B", "S"], "dtype": "int32", "about": "1 for a token, 0 for padding"},
-    "logits": {"shape": ["B", "V"], "dtype": "float32", "about": "of the last column of ids"},
+    "logits": {"shape": ["B", "V"], "dtype": "float32", "about": "of the last token of each row"},
     "sampling": "left to the caller",
     "start": "a cache of zeros",
 }
@@ -141,15 +140,11 @@ def _cache(cfg: ModelConfig, dtype: str) -> dict[str, dict]:
     layers = {
         f"layers.{keystr(path, simple=True, separator='.')}": {
             "shape": list(spec.shape),
-            "dtype": "float32" if spec.precise else dtype,
+            "dtype": spec.dtype or dtype,
         }
         for path, spec in paths
     }
-    return layers | {
-        "real": {"shape": ["B", "T"], "dtype": "int32"},
-        "lengths": {"shape": ["B"], "dtype": "int32"},
-        "column": {"shape": [], "dtype": "int32"},
-    }
+    return layers | {"lengths": {"shape": ["B"], "dtype": "int32"}}
 
 
 def _program(
@@ -163,14 +158,12 @@ def _program(
         model = definition.bind(nested(weights))
         tree = jax.tree.structure(cache_specs(model.cfg, "B", "T"))
         layers = jax.tree.unflatten(tree, [cache[name] for name in names])
-        old = KVCache(layers, cache["real"], cache["lengths"], cache["column"])
-        x, new = extend(model, old, ids, real)
+        ids, count = real_first(ids, real)
+        x, new = extend(model, KVCache(layers, cache["lengths"]), ids, count)
         leaves = jax.tree.leaves(new.layers)
         out = dict(zip(names, leaves, strict=True))
-        out["real"] = new.real
         out["lengths"] = new.lengths
-        out["column"] = new.column
-        return model.logits(x[:, -1]), out
+        return model.logits(last_real(x, count)), out
 
     def abstract(shape, dtype="int32"):
         return jax.ShapeDtypeStruct([sizes.get(n, n) for n in shape], jnp.dtype(dtype))

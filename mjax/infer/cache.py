@@ -1,24 +1,23 @@
-"""The cache of keys and values, for batches of rows of unequal length.
+"""The caches of a model, for batches of rows of unequal length.
 
-Rows are padded on the left, so that all share the columns (slots of the cache) while each counts
-its own positions from its first real token. Invariant: a query sees a key only where `real` of
-both is 1 and the key's column is not later, so a row's result does not depend on its neighbors,
-its padding or the size of the cache.
+A row's token i is in slot i of its caches and has position i. New tokens come in blocks [B, S] in
+which the real ones of a row come first. Invariant: a token sees the tokens of its row up to itself,
+so a row's result does not depend on its neighbors, its padding or the size of the cache.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass
 
-from mjax.config.languages.layer_pattern import ENCODER
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.models.base.branch import CacheSpec, cache_specs
-from mjax.models.base.context import Context, Kernels, tokens_of
+from mjax.models.base.context import Context, Kernels, NewTokens, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.runtime.run import Caches
 from mjax.sharding.mesh import parallel_of
@@ -30,16 +29,11 @@ from mjax.sharding.rules import partition
 class KVCache:
     """layers: the cache of each layer, by the names of its branches (`models/base/branch.py`).
 
-    real int32 [B, T]: 1 where a slot holds a token, 0 for padding and empty slots. lengths int32
-    [B]: tokens of each row, which is its next position. column int32 []: the next slot, equal for
-    all rows. source int32 [B, S]: `real` of what an encoder reads, or None.
+    lengths int32 [B]: tokens of each row, which is its next slot and position.
     """
 
     layers: Caches
-    real: jax.Array
     lengths: jax.Array
-    column: jax.Array
-    source: jax.Array | None = None
 
 
 def require_decoder(cfg: ModelConfig) -> None:
@@ -64,56 +58,64 @@ def empty_cache(
     length: int,
     dtype: jnp.dtype,
     mesh: Mesh | None = None,
-    source: jax.Array | None = None,
+    source_length: int = 0,
 ) -> KVCache:
     """Room for `length` tokens in each of `batch` rows, heads sharded over tp of `mesh`.
 
-    `source` is that of the cache.
+    An encoder beside the decoder reads `source_length` tokens.
     """
     tp = 1 if mesh is None else parallel_of(mesh).tp
-    specs = cache_specs(cfg, batch, length, tp, 0 if source is None else source.shape[1])
+    specs = cache_specs(cfg, batch, length, tp, source_length)
 
     def empty(spec: CacheSpec) -> jax.Array:
-        return jnp.zeros(spec.shape, jnp.float32 if spec.precise else dtype)
+        return jnp.zeros(spec.shape, spec.dtype or dtype)
 
     layers = jax.tree.map(empty, specs)
-    zeros = jnp.zeros((batch, length), jnp.int32)
-    return placed(cfg, KVCache(layers, zeros, zeros[:, 0], jnp.int32(0), source), mesh)
+    return placed(cfg, KVCache(layers, jnp.zeros(batch, jnp.int32)), mesh)
 
 
 def extend(
     model: Decoder,
     cache: KVCache,
     ids: jax.Array,
-    real: jax.Array,
+    count: jax.Array | None = None,
+    inputs: Mapping[str, jax.Array] = MappingProxyType({}),
     mesh: Mesh | None = None,
-    source_ids: jax.Array | None = None,
-    items: Mapping[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Run ids [B, S] behind what the cache holds -> final activations [B, S, D], the new cache.
+    """Run ids [B, S] after what the cache holds -> final activations [B, S, D], the new cache.
 
-    `real` int32 [B, S] is 0 for padding, whose activations mean nothing. The caller keeps
-    `column` + S within the cache: slots are not checked while tracing. Beside an encoder, `ids` are
-    the decoder's; the encoder reads `source_ids`, given once. So are `items`, by modality
-    [B, I, ...], whose places `ids` hold.
+    The first `count` int32 [B] ids of a row are real (None: all are), and activations of others
+    mean nothing. The caller keeps `lengths` + S within the cache: slots are not checked while
+    tracing. `inputs` are what else the model reads in its first call (`Decoder.prompt`).
     """
-    columns = cache.column + jnp.arange(ids.shape[1], dtype=jnp.int32)
-    positions = cache.lengths[:, None] + jnp.maximum(jnp.cumsum(real, 1) - 1, 0)
-    keys = jax.lax.dynamic_update_slice(cache.real, real, (0, cache.column))
-    info = tokens_of(ids.shape, positions, real, columns=columns, key_segments=keys)
+    tokens = ids.shape[1]
+    new = NewTokens(cache.lengths, count)
+    positions, segments, added = new.slots(tokens), None, jnp.int32(tokens)
+    if count is not None:
+        last = cache.lengths + jnp.maximum(count, 1) - 1
+        positions = jnp.minimum(positions, last[:, None])  # tables have no rows for padding
+        segments, added = new.is_real(tokens).astype(jnp.int32), count
+    info = replace(tokens_of(ids.shape, positions, segments), new=new)
     ctx = Context(kernels=Kernels(attention="xla"))
-    if model.cfg.modalities:
-        x, _, layers = model.hidden(ids, info, ctx, cache.layers, given=items or {})
-    elif cache.source is None:
-        x, _, layers = model.hidden(ids, info, ctx, cache.layers)
-    else:
-        places = jnp.maximum(jnp.cumsum(cache.source, 1) - 1, 0)
-        source = tokens_of(cache.source.shape, places, cache.source)
-        info = replace(info, others={ENCODER: source})
-        x, _, layers = model.hidden(source_ids, info, ctx, cache.layers, target=ids)
-    lengths = cache.lengths + real.sum(1)
-    new = KVCache(layers, keys, lengths, cache.column + ids.shape[1], cache.source)
-    return x, placed(model.cfg, new, mesh)
+    x, _, layers = model.extend(ids, info, ctx, cache.layers, inputs)
+    return x, placed(model.cfg, KVCache(layers, cache.lengths + added), mesh)
+
+
+def real_first(ids: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows [B, S] padded on either side -> (their real ids first, how many these are, int32 [B]).
+
+    `real` is 0 for padding.
+    """
+    order = jnp.argsort(real == 0, axis=1, stable=True)
+    return jnp.take_along_axis(ids, order, 1), real.sum(1)
+
+
+def last_real(x: jax.Array, count: jax.Array | None) -> jax.Array:
+    """[B, D]: the activations x [B, S, D] of each row's last real token; the first if none is."""
+    if count is None:
+        return x[:, -1]
+    last = jnp.maximum(count, 1) - 1
+    return jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]
 
 
 def placed(cfg: ModelConfig, cache: KVCache, mesh: Mesh | None) -> KVCache:
@@ -123,13 +125,11 @@ def placed(cfg: ModelConfig, cache: KVCache, mesh: Mesh | None) -> KVCache:
     parallel = parallel_of(mesh)
 
     def pin(spec: CacheSpec, x: jax.Array) -> jax.Array:
-        cut = NamedSharding(mesh, partition(spec.axes, parallel))
+        cut = NamedSharding(mesh, partition((None, *spec.axes[1:]), parallel))
         return jax.lax.with_sharding_constraint(x, cut)
 
-    specs = cache_specs(cfg, *cache.real.shape, parallel.tp)
-    layers = jax.tree.map(pin, specs, cache.layers)
-    rest = cache.real, cache.lengths, cache.column, cache.source
-    return KVCache(layers, *replicated(rest, mesh))
+    specs = cache_specs(cfg, len(cache.lengths), 1, parallel.tp)
+    return KVCache(jax.tree.map(pin, specs, cache.layers), replicated(cache.lengths, mesh))
 
 
 def gathered(logits: jax.Array, mesh: Mesh | None) -> jax.Array:

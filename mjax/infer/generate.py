@@ -21,10 +21,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.config.schema.model import ModelConfig
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
-from mjax.infer.cache import KVCache, empty_cache, extend, gathered, replicated, require_decoder
+from mjax.infer.cache import (
+    KVCache,
+    empty_cache,
+    extend,
+    gathered,
+    last_real,
+    replicated,
+    require_decoder,
+)
 from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, settings_of
 from mjax.infer.text import TextStream
 from mjax.infer.weights import take_apart
+from mjax.models.base.inputs import PromptInputs
 from mjax.models.base.params import Definition
 from mjax.models.towers.tiles import PADDING, Tiled
 
@@ -114,14 +123,14 @@ class Generator:
         items = {name: array for name, array in given.items() if array is not None}
         self._check_items(prompts, items)
         open_rows = {row: self._text_stream(ids, stop) for row, ids in enumerate(prompts)}
-        ids, real = left_padded(prompts, bucket(max(map(len, prompts))))
+        ids, count = padded(prompts, bucket(max(map(len, prompts))))
         sampled = [sampling] * len(prompts)
         # Where the model is, so that they are not sent again with every step.
         where = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
         settings, draws = jax.device_put(settings_of(sampled), where), draws_of(sampled)
         length = ids.shape[1] + bucket(max_new_tokens)
         seed = np.uint32(seed % 2**32)
-        inputs = ids, real, settings, draws, seed
+        inputs = ids, count, settings, draws, seed
         state, made = self._prefill(self._params, *inputs, length=length, items=items)
         for left in range(max_new_tokens - 1, -1, -1):
             now = made
@@ -220,31 +229,29 @@ class DecodePrograms:
     dtype: jnp.dtype
 
     def prefill(
-        self, params, ids, real, settings: Settings, draws: Draws, seed, length: int, items=None
+        self, params, ids, count, settings: Settings, draws: Draws, seed, length: int, items=None
     ):
-        source_ids = source = None
-        if self.cfg.architecture.reads_target:
-            source_ids, source = ids, real
-            ids = jnp.full_like(ids[:, :1], self.cfg.decoder_start_token_id)
-            real = jnp.ones_like(ids)
+        prompt = self.definition.bind(params).prompt(ids, count, items or {})
         rows = jnp.arange(ids.shape[0])
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
         seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
-        seen = seen.at[rows[:, None], ids].max(real > 0)
-        cache = empty_cache(self.cfg, len(rows), length, self.dtype, self.mesh, source)
-        more = {"source_ids": source_ids, "items": items}
-        return self._next(params, settings, draws, cache, ids, real, keys, seen, **more)
+        is_real = True
+        if prompt.count is not None:
+            is_real = jnp.arange(prompt.ids.shape[1]) < prompt.count[:, None]
+        seen = seen.at[rows[:, None], prompt.ids].max(is_real)
+        sizes = len(rows), length, self.dtype, self.mesh, prompt.source_length
+        cache = empty_cache(self.cfg, *sizes)
+        return self._next(params, settings, draws, cache, prompt, keys, seen)
 
     def step(self, params, settings: Settings, draws: Draws, state: tuple):
         cache, token, keys, seen = state
-        ids = token[:, None]
-        real = jnp.ones_like(ids)
-        return self._next(params, settings, draws, cache, ids, real, keys, seen)
+        following = PromptInputs(token[:, None], None, {})
+        return self._next(params, settings, draws, cache, following, keys, seen)
 
-    def _next(self, params, settings, draws, cache: KVCache, ids, real, keys, seen, **more):
+    def _next(self, params, settings, draws, cache: KVCache, new: PromptInputs, keys, seen):
         model = self.definition.bind(params)
-        x, cache = extend(model, cache, ids, real, self.mesh, **more)
-        logits = gathered(model.logits(x[:, -1]), self.mesh)
+        x, cache = extend(model, cache, new.ids, new.count, new.inputs, self.mesh)
+        logits = gathered(model.logits(last_real(x, new.count)), self.mesh)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
         token, logprob = sample(logits, own, settings, seen, draws)
         rows = jnp.arange(len(token))
@@ -255,13 +262,12 @@ class DecodePrograms:
         return (cache, *state), made
 
 
-def left_padded(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids -> (ids, 1 where real), int32 [B, length]."""
-    ids, real = np.zeros((2, len(prompts), length), np.int32)
+def padded(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids -> (ids int32 [B, length], zeros after a row's own; how many these are [B])."""
+    ids = np.zeros((len(prompts), length), np.int32)
     for row, prompt in enumerate(prompts):
-        ids[row, length - len(prompt) :] = prompt
-        real[row, length - len(prompt) :] = 1
-    return ids, real
+        ids[row, : len(prompt)] = prompt
+    return ids, np.array([len(prompt) for prompt in prompts], np.int32)
 
 
 def bucket(n: int) -> int:

@@ -39,10 +39,14 @@ class Recurrence(BranchModule):
         tokens, ctx = inputs.tokens, inputs.ctx
         (u,) = column(x, (weight_of(self.inner),), ctx)
         decay = jnp.broadcast_to(jax.nn.sigmoid(self.decay[...]).astype(u.dtype), u.shape)
-        if tokens.segments is not None:
+        if tokens.segments is not None and cache is None:
             starts = jnp.diff(tokens.segments, axis=1, prepend=tokens.segments[:, :1]) != 0
             decay = jnp.where(starts[..., None], 0, decay)
         if cache is not None:
+            real = tokens.new.is_real(u.shape[1])
+            if real is not None:  # padding comes last and leaves the state as it is
+                u = jnp.where(real[..., None], u, 0)
+                decay = jnp.where(real[..., None], decay, 1)
             u = u.at[:, 0].add(decay[:, 0] * cache.astype(u.dtype))
         _, states = jax.lax.associative_scan(compose, (decay, u), axis=1)
         new_cache = None if cache is None else states[:, -1].astype(cache.dtype)
@@ -54,7 +58,7 @@ class Recurrence(BranchModule):
 
     @staticmethod
     def cache(cfg, batch, length, tp=1):
-        return CacheSpec((batch, cfg.intermediate_size), (None, "mlp"))
+        return CacheSpec((batch, cfg.intermediate_size), ("batch", "mlp"))
 
 
 def compose(first, second):

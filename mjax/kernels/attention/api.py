@@ -187,7 +187,7 @@ def _reference(q, k, v, call, arrays):
 
     def chunk(at):
         take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=_QUERY_CHUNK)
-        part = take(q, at, axis=1), take(columns[0], at, axis=0), segment_of(at, _QUERY_CHUNK)
+        part = take(q, at, axis=1), take(columns[0], at, axis=-1), segment_of(at, _QUERY_CHUNK)
         return jax.checkpoint(block)(*part)
 
     out = jax.lax.map(chunk, jnp.arange(0, size, _QUERY_CHUNK))  # [chunks, B, C, N, H']
@@ -246,7 +246,8 @@ def _dense(q, k, v, call, arrays):
     scores = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k, preferred_element_type=jnp.float32)
     bias = None
     if arrays.relative is not None:
-        bias = relative_bias(call, arrays).reshape(k.shape[2], groups, s, k.shape[1])
+        bias = relative_bias(call, arrays)
+        bias = bias.reshape(*bias.shape[:-3], k.shape[2], groups, s, k.shape[1])
     scores = masked_scores(scores, seen_keys(call, arrays), call, bias)
     if arrays.sinks is None:
         probs = jax.nn.softmax(scores, axis=-1)
@@ -283,7 +284,9 @@ def masked_scores(
 def seen_keys(call: AttentionCall, arrays: AttentionArrays) -> jax.Array | None:
     """Which keys each query sees: bool, to broadcast to [B, K, N/K, S, T]; None: all."""
     seen, segments = None, arrays.segments
-    behind = arrays.columns[0][:, None] - arrays.columns[1][None, :]
+    behind = arrays.columns[0][..., None] - arrays.columns[1]
+    if behind.ndim == 3:
+        behind = behind[:, None, None]  # of rows with columns of their own
     if call.mask in ("causal", "prefix"):
         seen = behind >= 0
         if call.window is not None:

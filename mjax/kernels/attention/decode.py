@@ -31,7 +31,8 @@ def decode_attention(
     seen = seen_keys(call, arrays)
     bias = None
     if arrays.relative is not None:
-        bias = relative_bias(call, arrays).reshape(kv_heads, -1, k.shape[2])
+        bias = relative_bias(call, arrays)
+        bias = bias.reshape(*bias.shape[:-3], kv_heads, -1, k.shape[2])
     scores = masked_scores(scores, None if seen is None else seen[..., 0, :], call, bias)
     top = scores.max(-1, keepdims=True)
     sink = None

@@ -16,7 +16,8 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 
 
 def relative_bias(call: AttentionCall, arrays: AttentionArrays) -> jax.Array:
-    """fp32 [N, S, T]: the bias of each head for each query and key.
+    """The bias of each head for each query and key: fp32 [N, S, T], or [B, N, S, T] where rows
+    have columns of their own.
 
     It is a matmul with the buckets' indicators. Its transpose, which sums the gradients of scores
     into few buckets, then needs no scattered additions.
@@ -24,12 +25,12 @@ def relative_bias(call: AttentionCall, arrays: AttentionArrays) -> jax.Array:
     table = arrays.relative
     sees_both_ways = call.mask == "full"
     queries, keys = arrays.columns
-    distance = keys[None, :] - queries[:, None]
+    distance = keys - queries[..., None]
     lookup = jnp.asarray(buckets(table.shape[1], call.max_distance, sees_both_ways))
     furthest = call.max_distance
     place = jnp.clip(distance, -furthest, furthest) + furthest
     one_hot = jax.nn.one_hot(lookup[place], table.shape[1], dtype=table.dtype)
-    return jnp.einsum("stb,nb->nst", one_hot, table, preferred_element_type=jnp.float32)
+    return jnp.einsum("...stb,nb->...nst", one_hot, table, preferred_element_type=jnp.float32)
 
 
 @functools.cache

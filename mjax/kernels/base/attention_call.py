@@ -70,7 +70,8 @@ class DropoutPlaces(NamedTuple):
 class AttentionArrays:
     """The arrays of attention other than queries [B, S, N, H], keys and values [B, T, K, H].
 
-    columns: int32 [S] of queries and [T] of keys; they order both, and key dropout.
+    columns: int32 [S] of queries, or [B, S] where rows have their own, and [T] of keys; they order
+        both, and key dropout.
     segments: int32 [B, S] and [B, T], or None. A query sees keys of its own segment only. In
         training segments are contiguous documents.
     sinks: extra logits [N], or None.

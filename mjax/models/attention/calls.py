@@ -29,26 +29,20 @@ def attention_call(cfg: ModelConfig, inputs: BranchInputs, scale: float) -> Atte
 def attention_arrays(
     cfg: ModelConfig,
     inputs: BranchInputs,
-    cached: int | None = None,
     sinks: jax.Array | None = None,
 ) -> AttentionArrays:
     """Returns the arrays that attention reads besides queries, keys and values.
 
-    The keys are those of the same tokens, of a source, or of all slots of a cache for `cached`
-    tokens.
+    The keys are those of the same tokens or of a source; a cache puts its own in their place.
     """
     tokens, ctx = inputs.tokens, inputs.ctx
     reads_source = BRANCHES[inputs.word].mask == "cross"
     keys = inputs.source.tokens if reads_source else tokens
-    key_columns, key_segments = keys.columns, keys.segments
-    if cached is not None:
-        key_columns = jnp.arange(cached, dtype=jnp.int32)
-        key_segments = tokens.key_segments
     has_dropout = ctx.training.dropout and cfg.attention.attention_dropout > 0
     relative = {} if inputs.shared is None else inputs.shared.relative
     return AttentionArrays(
-        columns=(tokens.columns, key_columns),
-        segments=None if key_segments is None else (tokens.segments, key_segments),
+        columns=(tokens.columns, keys.columns),
+        segments=None if keys.segments is None else (tokens.segments, keys.segments),
         sinks=sinks,
         relative=relative.get(inputs.word),
         dropout=_dropout_places(cfg, inputs) if has_dropout else None,

@@ -8,12 +8,12 @@ computed once: a cache holds them for the tokens that are made one by one.
 import jax
 
 from mjax.config.schema.model import ModelConfig
-from mjax.kernels.base.attention_call import AttentionCall
+from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.kernels.elementwise import norm
-from mjax.models.attention.caches import KeysValues
+from mjax.models.attention.caches import SourceKeysValues
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
-from mjax.models.attention.self_attention import Attention
+from mjax.models.attention.self_attention import Attention, heads_of_cache
 from mjax.models.base.branch import BranchInputs, BranchOutput, Source
 from mjax.models.base.context import Context, dropout
 from mjax.models.base.tensor_parallel import column
@@ -35,7 +35,7 @@ class CrossAttention(Attention):
 
     @jax.named_scope("cross_attention")
     def __call__(
-        self, x: jax.Array, inputs: BranchInputs, cache: KeysValues | None = None
+        self, x: jax.Array, inputs: BranchInputs, cache: SourceKeysValues | None = None
     ) -> BranchOutput:
         cfg, ctx, source = self.cfg, inputs.ctx, inputs.source
         (q,) = column(x, (weight_of(self.q),), ctx)
@@ -44,11 +44,20 @@ class CrossAttention(Attention):
         if source.x is not None:
             k, v = self._keys_and_values(source, inputs)
             if cache is not None:
-                cache = cache.write(k, v, 0)
-        if cache is not None:
-            k, v = cache.read()
-        out = self.attend(q, k, v, inputs)
+                cache = cache.write(k, v, source.tokens.segments)
+        if cache is None:
+            out = self.attend(q, k, v, inputs)
+        else:
+            places = inputs.tokens.columns
+            arrays = AttentionArrays((places, places))
+            out = cache.attend(q, self.call(inputs), arrays, ctx)
         return BranchOutput(self.output(out, inputs), cache=cache)
+
+    @staticmethod
+    def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> SourceKeysValues:
+        """The keys and values of a source of `length` tokens."""
+        heads = heads_of_cache(cfg, tp)
+        return SourceKeysValues.spec(batch, heads, length, cfg.attention.head_dim)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: BranchInputs) -> jax.Array:
         """Heads of values [B, T, N/tp, H] for queries of that shape."""

@@ -24,8 +24,8 @@ from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import latent_attention
 from mjax.models.attention.positions import apply_rope, mla_scale, pairs_apart
 from mjax.models.attention.self_attention import output_spec
-from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec, HeadSizes
-from mjax.models.base.context import Context
+from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
+from mjax.models.base.context import Context, NewTokens
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, matrix, normal
 from mjax.models.base.tensor_parallel import column, local_product, row
@@ -103,17 +103,16 @@ class MLA(BranchModule):
         if scale is None:
             scale = mla_scale(self.cfg)
         call = attention_call(self.cfg, inputs, scale)
-        if cache is None:
-            arrays = attention_arrays(self.cfg, inputs)
-            out = self._attend(q, latent, call, arrays, ctx)
-        else:
-            cache = cache.write(latent, inputs.tokens.columns[0])
+        arrays, new = attention_arrays(self.cfg, inputs), inputs.tokens.new
+        if cache is not None:
+            cache = cache.write(latent, new)
             call = replace(call, implementation="xla")
-            arrays = attention_arrays(self.cfg, inputs, cache.length)
-            if x.shape[1] == 1:
-                out = self._decode(q, cache, call, arrays)
-            else:
-                out = self._attend(q, cache.latents, call, arrays, ctx)
+        if cache is not None and q.shape[1] == 1:
+            out = self._decode(q, cache, call, arrays, new)
+        else:
+            if cache is not None:
+                latent, arrays = cache.read(arrays, new, q.shape[1])
+            out = self._attend(q, latent, call, arrays, ctx)
         y = row(out, weight_of(self.out), ctx)
         return BranchOutput(y, cache=cache)
 
@@ -133,10 +132,9 @@ class MLA(BranchModule):
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> Latents:
-        """The normed latent and the key part after RoPE; every tp device holds it whole."""
+        """The normed latent and the key part after RoPE."""
         width = cfg.mla.kv_lora_rank + cfg.mla.qk_rope_head_dim
-        shape = (batch, length, width)
-        return Latents(CacheSpec(shape, (None, None, None)))
+        return Latents.spec(batch, length, width)
 
     def _queries(self, x: jax.Array, inputs: BranchInputs) -> jax.Array:
         """q [B, S, N/tp, C + P], after RoPE."""
@@ -203,6 +201,7 @@ class MLA(BranchModule):
         cache: Latents,
         call: AttentionCall,
         arrays: AttentionArrays,
+        new: NewTokens,
     ) -> jax.Array:
         """[B, 1, N, U] of one new token a row, whose queries read the cache as it is."""
         sizes = self.cfg.mla
@@ -211,7 +210,7 @@ class MLA(BranchModule):
         fixed, turned = _cut_channels(q, sizes.qk_nope_head_dim)
         absorbed = jnp.einsum("bsnc,rnc->bsnr", fixed, to_key)
         q = _join_channels(absorbed, turned)
-        out = cache.attend(q, call, arrays)
+        out = cache.attend(q, call, arrays, new)
         latent, _ = _cut_channels(out, sizes.kv_lora_rank)
         return jnp.einsum("bsnr,rnu->bsnu", latent, to_value)
 

@@ -124,6 +124,8 @@ def rope_of_layers(
     tables: Rope = {}
     for kind in kinds:
         own = tokens.of(stream_of(kind)) if cfg.architecture.has_streams else tokens
+        if own is None:  # its keys are in caches
+            continue
         for word in branches_of(kind):
             if BRANCHES[word].rotary and word not in tables:
                 tables[word] = rope_tables(cfg, own.positions, word, parallel)

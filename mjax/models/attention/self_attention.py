@@ -22,7 +22,7 @@ from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.packed_products import Projections, attend_to_products
 from mjax.models.attention.positions import apply_rope
-from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, CacheSpec, HeadSizes
+from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
 from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, declare_bias, normal
@@ -129,13 +129,13 @@ class Attention(BranchModule):
         sizes = self.cfg.attention
         q, k, v, gate = self._queries_keys_values(x, inputs)
         sinks = self.sinks[...] if sizes.attention_sinks else None
+        arrays = attention_arrays(self.cfg, inputs, sinks)
         if cache is None:
-            arrays = attention_arrays(self.cfg, inputs, sinks=sinks)
             out = context_attention(q, k, v, call, arrays, inputs.ctx)
         else:
-            cache = cache.write(k, v, inputs.tokens.columns[0])
-            arrays = attention_arrays(self.cfg, inputs, cache.length, sinks)
-            out = cache.attend(q, call, arrays, inputs.ctx)
+            new = inputs.tokens.new
+            cache = cache.write(k, v, new)
+            out = cache.attend(q, call, arrays, new, inputs.ctx)
         return (out if gate is None else out * jax.nn.sigmoid(gate)), cache
 
     def _queries_keys_values(
@@ -199,14 +199,8 @@ class Attention(BranchModule):
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> KeysValues:
-        """The cache of a batch; with copies of each kv head if tp does not divide their number.
-
-        So every device has the heads that its query heads use and no more.
-        """
-        heads = math.lcm(cfg.attention.num_key_value_heads, tp)
-        shape = (batch, heads, length, cfg.attention.head_dim)
-        spec = CacheSpec(shape, (None, "kv_heads", None, None))
-        return KeysValues(spec, spec)
+        """The keys and values of a batch."""
+        return KeysValues.spec(batch, heads_of_cache(cfg, tp), length, cfg.attention.head_dim)
 
     @property
     def keeps_what_attention_reads(self) -> bool:
@@ -259,6 +253,14 @@ def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
         matmul="attn_proj",
         hf=("self_attn.o_proj.weight",),
     )
+
+
+def heads_of_cache(cfg: ModelConfig, tp: int) -> int:
+    """The kv heads of a cache; with copies of each if tp does not divide their number.
+
+    So every device has the heads that its query heads use and no more.
+    """
+    return math.lcm(cfg.attention.num_key_value_heads, tp)
 
 
 def _local_kv_heads(w: jax.Array, cfg: ModelConfig, parallel: Parallel) -> jax.Array:

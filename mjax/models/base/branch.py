@@ -37,12 +37,12 @@ Rope = dict[str, tuple[jax.Array, jax.Array]]
 class CacheSpec:
     """An array of a cache: its shape, and its logical axes (`sharding/rules.py`) or None.
 
-    precise: whether it is fp32, whatever the model is.
+    dtype: its own, whatever the model's is; None: the model's.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    precise: bool = False
+    dtype: str | None = None
 
 
 class HeadSizes(NamedTuple):

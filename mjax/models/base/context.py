@@ -6,6 +6,7 @@ like it. Both default to an ordinary single-device forward pass.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,27 @@ class Context:
         return x if self.probe.see is None else self.probe.see(name, x)
 
 
+class NewTokens(NamedTuple):
+    """The tokens that a forward pass adds to caches.
+
+    first: int32 [B], the tokens that a row's caches hold before, which is its first new slot.
+    count: int32 [B], how many of a row's new tokens are real; they come first. None: all are.
+    """
+
+    first: jax.Array
+    count: jax.Array | None = None
+
+    def slots(self, tokens: int) -> jax.Array:
+        """The slots of `tokens` new tokens, int32 [B, S]."""
+        return self.first[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+
+    def is_real(self, tokens: int) -> jax.Array | None:
+        """Which of `tokens` new tokens are real, bool [B, S]; None: all are."""
+        if self.count is None:
+            return None
+        return jnp.arange(tokens, dtype=jnp.int32) < self.count[:, None]
+
+
 @register_dataclass
 @dataclass(frozen=True)
 class Tokens:
@@ -132,7 +154,7 @@ class Tokens:
         attention.
     key: of dropout, or None.
     types [B, S] or None: for embeddings of token types; None: all of the first.
-    key_segments [B, T] or None: `segments` of the keys of a cache.
+    new: the place of the tokens in caches, or None.
     others: of a model with several streams: facts about the tokens of those besides the decoder's,
         by stream (`config/languages/layer_pattern.py`).
     features: of a text with items, by modality, [B, S]: which of all tokens of its row's items
@@ -147,7 +169,7 @@ class Tokens:
     rows: jax.Array
     columns: jax.Array
     key: jax.Array | None = None
-    key_segments: jax.Array | None = None
+    new: NewTokens | None = None
     types: jax.Array | None = None
     others: dict[str, "Tokens"] = field(default_factory=dict)
     features: dict[str, jax.Array] = field(default_factory=dict)
@@ -165,14 +187,13 @@ def tokens_of(
     rows: jax.Array | None = None,
     columns: jax.Array | None = None,
     key: jax.Array | None = None,
-    key_segments: jax.Array | None = None,
 ) -> Tokens:
     """The tokens of a plain [B, S] batch: what is left out is of sequences in order, unpacked."""
     batch, seq = shape
     columns = jnp.arange(seq, dtype=jnp.int32) if columns is None else columns
     rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
     positions = jnp.broadcast_to(columns, shape) if positions is None else positions
-    return Tokens(positions, segments, rows, columns, key, key_segments)
+    return Tokens(positions, segments, rows, columns, key)
 
 
 def scaled(x: jax.Array, factor: float | None) -> jax.Array:

@@ -1,13 +1,16 @@
 """An encoder and a decoder that reads it (T5, arXiv 1910.10683): two streams in one model."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.languages.layer_pattern import DECODER, ENCODER
 from mjax.errors import UserError
 from mjax.models.base.context import Context, Tokens, tokens_of
+from mjax.models.base.inputs import PromptInputs
 from mjax.models.base.streams import TEXT_SALT, Streams
 from mjax.models.runtime.run import Caches, LayersOutput
 from mjax.models.towers.shared_weights import Joint
@@ -54,6 +57,31 @@ class EncoderDecoderParts:
         Without `tokens` the decoder takes what it read from the caches.
         """
         return self.run(self.embed_streams(tokens, target, info, ctx), info, ctx, caches)
+
+    def prompt(
+        self, ids: jax.Array, count: jax.Array | None, items: Mapping[str, jax.Array]
+    ) -> PromptInputs:
+        """The encoder reads the prompts; the decoder begins with a token of its own."""
+        start = jnp.full_like(ids[:, :1], self.cfg.decoder_start_token_id)
+        length = ids.shape[1]
+        if count is None:
+            count = jnp.full_like(ids[:, 0], length)
+        return PromptInputs(start, None, {"source": ids, "count": count}, length)
+
+    def extend(
+        self,
+        ids: jax.Array,
+        info: Tokens,
+        ctx: Context,
+        caches: Caches,
+        inputs: Mapping[str, jax.Array],
+    ) -> LayersOutput:
+        source = inputs.get("source")
+        if source is not None:
+            real = jnp.arange(source.shape[1]) < inputs["count"][:, None]
+            text = tokens_of(source.shape, segments=real.astype(jnp.int32))
+            info = replace(info, others={ENCODER: text})
+        return self.hidden(source, info, ctx, caches, target=ids)
 
     def embed_streams(
         self, tokens: jax.Array | None, target: jax.Array, info: Tokens, ctx: Context

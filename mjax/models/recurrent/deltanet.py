@@ -203,14 +203,10 @@ class DeltaNet(RecurrentMixer):
         before = batch, sizes.linear_conv_kernel_dim - 1
         keys = 2, sizes.linear_num_key_heads, sizes.linear_key_head_dim
         values = sizes.linear_num_value_heads, sizes.linear_value_head_dim
-        of_keys = CacheSpec((*before, *keys), (None, None, None, "heads", None))
-        of_values = CacheSpec((*before, *values), (None, None, "heads", None))
-        state = CacheSpec(
-            (batch, *values, sizes.linear_key_head_dim),
-            (None, "heads", None, None),
-            precise=True,
-        )
-        return RecurrentCache((of_keys, of_values), state)
+        of_keys = CacheSpec((*before, *keys), ("batch", None, None, "heads", None))
+        of_values = CacheSpec((*before, *values), ("batch", None, "heads", None))
+        state = batch, *values, sizes.linear_key_head_dim
+        return RecurrentCache.spec((of_keys, of_values), state)
 
 
 def _names(*names: str) -> tuple[str, ...]:

@@ -275,16 +275,9 @@ class Mamba(RecurrentMixer):
         groups = "groups" if sizes.n_groups % tp == 0 else None
         bc = 2, sizes.n_groups, sizes.state_size
         state = batch, *heads, sizes.state_size
-        of_heads = CacheSpec((*before, *heads), (None, None, "heads", None))
-        of_groups = CacheSpec((*before, *bc), (None, None, None, groups, None))
-        return RecurrentCache(
-            histories=(of_heads, of_groups),
-            state=CacheSpec(
-                state,
-                (None, "heads", None, None),
-                precise=True,
-            ),
-        )
+        of_heads = CacheSpec((*before, *heads), ("batch", None, "heads", None))
+        of_groups = CacheSpec((*before, *bc), ("batch", None, None, groups, None))
+        return RecurrentCache.spec((of_heads, of_groups), state)
 
 
 def _of_pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,6 +7,7 @@ the state in fp32. Padding leaves it as it is. Letters: H heads, P channels of a
 taps.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.kernels.recurrence.causal_conv import last_tokens
-from mjax.models.base.branch import BranchInputs, BranchModule
+from mjax.models.base.branch import BranchInputs, BranchModule, CacheSpec
+from mjax.models.base.context import NewTokens
 from mjax.models.base.params import Initializer, declare
 from mjax.models.recurrent.recurrent_context import (
     document_starts,
@@ -34,11 +36,36 @@ Parts = tuple[jax.Array, ...]  # [B, S, ...] each
 
 
 class RecurrentCache(NamedTuple):
-    """The cache: the K - 1 tokens of each part before the convolution, [B, K-1, ...], and the
-    state, fp32 [B, H, P, N]."""
+    """The state of rows after their last tokens; it does not grow with them.
+
+    histories: the last K - 1 tokens of each part before the convolution, [B, K-1, ...].
+    state: of the scan, fp32 [B, H, P, N].
+    """
 
     histories: Parts
     state: jax.Array
+
+    @staticmethod
+    def spec(parts: tuple[CacheSpec, ...], state: tuple[int, ...]) -> "RecurrentCache":
+        """The arrays of a cache, of the histories' and of the state's shape."""
+        axes = ("batch", "heads", None, None)
+        return RecurrentCache(parts, CacheSpec(state, axes, dtype="float32"))
+
+    def read(self) -> tuple[Parts, jax.Array]:
+        """What the convolution and the scan of new tokens begin with."""
+        return self.histories, self.state
+
+    def advance(self, parts: Parts, state: jax.Array, new: NewTokens) -> "RecurrentCache":
+        """The cache after new tokens, of which these are the `parts` [B, S, ...] and the state."""
+
+        def last(part: jax.Array, history: jax.Array) -> jax.Array:
+            if new.count is None:
+                return last_tokens(part, history)
+            both = jnp.concatenate([history, part.astype(history.dtype)], 1)
+            of_row = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=history.shape[1])
+            return jax.vmap(of_row)(both, new.count)
+
+        return RecurrentCache(tuple(map(last, parts, self.histories)), state)
 
 
 class Scanned(NamedTuple):
@@ -65,15 +92,17 @@ class RecurrentMixer(BranchModule):
         """(what the scan read, y [B, S, H, P], the new cache)."""
         if cache is None:
             return *self._mix_sequences(parts, rates, inputs), None
-        real = inputs.tokens.segments > 0
-        parts, rates = (tuple(_where_real(real, v) for v in vs) for vs in (parts, rates))
-        read = self._convolve(parts, rates, None, cache.histories, inputs.ctx.parallel)
+        new = inputs.tokens.new
+        real = new.is_real(parts[0].shape[1])
+        if real is not None:
+            parts, rates = (tuple(_where_real(real, v) for v in vs) for vs in (parts, rates))
+        histories, state = cache.read()
+        read = self._convolve(parts, rates, None, histories, inputs.ctx.parallel)
         if parts[0].shape[1] == 1:
-            made = self._step(read, cache.state)
+            made = self._step(read, state)
         else:
-            made = self._scan(read, None, cache.state)
-        histories = tuple(map(last_tokens, parts, cache.histories))
-        return read, made.y, RecurrentCache(histories, made.state)
+            made = self._scan(read, None, state)
+        return read, made.y, cache.advance(parts, made.state, new)
 
     def _mix_sequences(
         self, parts: Parts, rates: Parts, inputs: BranchInputs

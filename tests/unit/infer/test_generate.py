@@ -172,9 +172,10 @@ def test_a_step_sends_no_latents_over_tp():
 
 def only_activations_move(generator):
     """A step sends nothing of the size of a table, a layer or a cache; the first layer's cache."""
-    ids, settings = np.ones((3, 16), np.int32), settings_of([Sampling()] * 3)
+    ids, count = np.ones((3, 16), np.int32), np.full(3, 16, np.int32)
+    settings = settings_of([Sampling()] * 3)
     weights = generator._params
-    state, _ = generator._prefill(weights, ids, ids, settings, Draws(), np.uint32(0), length=48)
+    state, _ = generator._prefill(weights, ids, count, settings, Draws(), np.uint32(0), length=48)
     text = generator._step.lower(weights, settings, Draws(), state=state).compile().as_text()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{kinds})\(", text)
