@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
 from mjax.config.schema.model import ModelConfig
@@ -20,7 +20,7 @@ from mjax.models.base.branch import CacheSpec, cache_specs
 from mjax.models.base.context import Context, Kernels, NewTokens, tokens_of
 from mjax.models.decoder import Decoder
 from mjax.models.runtime.run import Caches
-from mjax.sharding.mesh import parallel_of
+from mjax.sharding.collectives import LOCAL, Parallel, mesh_axes
 from mjax.sharding.rules import partition
 
 
@@ -57,21 +57,32 @@ def empty_cache(
     batch: int,
     length: int,
     dtype: jnp.dtype,
-    mesh: Mesh | None = None,
+    parallel: Parallel = LOCAL,
     source_length: int = 0,
 ) -> KVCache:
-    """Room for `length` tokens in each of `batch` rows, heads sharded over tp of `mesh`.
+    """A device's part of caches with room for `length` tokens in each of its `batch` rows.
 
     An encoder beside the decoder reads `source_length` tokens.
     """
-    tp = 1 if mesh is None else parallel_of(mesh).tp
-    specs = cache_specs(cfg, batch, length, tp, source_length)
+    specs = cache_specs(cfg, batch, length, parallel.tp, source_length)
 
     def empty(spec: CacheSpec) -> jax.Array:
-        return jnp.zeros(spec.shape, spec.dtype or dtype)
+        rest = partition(spec.axes[1:], parallel)
+        shards = [parallel.size(*mesh_axes((entry,))) for entry in rest]
+        sizes = [n // cut for n, cut in zip(spec.shape[1:], shards, strict=True)]
+        return jnp.zeros((batch, *sizes), spec.dtype or dtype)
 
-    layers = jax.tree.map(empty, specs)
-    return placed(cfg, KVCache(layers, jnp.zeros(batch, jnp.int32)), mesh)
+    return KVCache(jax.tree.map(empty, specs), jnp.zeros(batch, jnp.int32))
+
+
+def cache_partitions(cfg: ModelConfig, parallel: Parallel, rows: PartitionSpec) -> KVCache:
+    """The partitions of a cache whose rows lie as `rows` says: heads over tp."""
+
+    def of_array(spec: CacheSpec) -> PartitionSpec:
+        return PartitionSpec(*rows, *partition(spec.axes[1:], parallel))
+
+    layers = jax.tree.map(of_array, cache_specs(cfg, 1, 1, parallel.tp, 1))
+    return KVCache(layers, rows)
 
 
 def extend(
@@ -80,13 +91,14 @@ def extend(
     ids: jax.Array,
     count: jax.Array | None = None,
     inputs: Mapping[str, jax.Array] = MappingProxyType({}),
-    mesh: Mesh | None = None,
+    parallel: Parallel = LOCAL,
 ) -> tuple[jax.Array, KVCache]:
     """Run ids [B, S] after what the cache holds -> final activations [B, S, D], the new cache.
 
     The first `count` int32 [B] ids of a row are real (None: all are), and activations of others
     mean nothing. The caller keeps `lengths` + S within the cache: slots are not checked while
-    tracing. `inputs` are what else the model reads in its first call (`Decoder.prompt`).
+    tracing. `inputs` are what else the model reads in its first call (`Decoder.prompt`). On a mesh
+    it is a function of local shards, whose tokens tp does not cut.
     """
     tokens = ids.shape[1]
     new = NewTokens(cache.lengths, count)
@@ -96,9 +108,9 @@ def extend(
         positions = jnp.minimum(positions, last[:, None])  # tables have no rows for padding
         segments, added = new.is_real(tokens).astype(jnp.int32), count
     info = replace(tokens_of(ids.shape, positions, segments), new=new)
-    ctx = Context(kernels=Kernels(attention="xla"))
+    ctx = Context(parallel, kernels=Kernels(attention="xla"))
     x, _, layers = model.extend(ids, info, ctx, cache.layers, inputs)
-    return x, placed(model.cfg, KVCache(layers, cache.lengths + added), mesh)
+    return x, KVCache(layers, cache.lengths + added)
 
 
 def real_first(ids: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -116,34 +128,3 @@ def last_real(x: jax.Array, count: jax.Array | None) -> jax.Array:
         return x[:, -1]
     last = jnp.maximum(count, 1) - 1
     return jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]
-
-
-def placed(cfg: ModelConfig, cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """The cache pinned to its sharding, so that every step returns what the next one takes."""
-    if mesh is None:
-        return cache
-    parallel = parallel_of(mesh)
-
-    def pin(spec: CacheSpec, x: jax.Array) -> jax.Array:
-        cut = NamedSharding(mesh, partition((None, *spec.axes[1:]), parallel))
-        return jax.lax.with_sharding_constraint(x, cut)
-
-    specs = cache_specs(cfg, len(cache.lengths), 1, parallel.tp)
-    return KVCache(jax.tree.map(pin, specs, cache.layers), replicated(cache.lengths, mesh))
-
-
-def gathered(logits: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """[B, V], made in parts over tp, whole on every device; without the first constraint XLA would
-    rather gather the vocabulary table."""
-    if mesh is not None and logits.shape[1] % parallel_of(mesh).tp == 0:
-        parts = NamedSharding(mesh, partition((None, "vocab"), parallel_of(mesh)))
-        logits = jax.lax.with_sharding_constraint(logits, parts)
-    return replicated(logits, mesh)
-
-
-def replicated(tree, mesh: Mesh | None):
-    """`tree` whole on every device of `mesh`."""
-    if mesh is None:
-        return tree
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), tree)

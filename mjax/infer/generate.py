@@ -1,17 +1,19 @@
 """Text from a decoder, beside an encoder or alone: a jitted prefill, then a jitted step per token.
 
-A batch of prompts goes together. Parameters are global arrays on any mesh and the model an ordinary
-function of them, so XLA partitions it by their shardings (tp over heads, MLP and vocabulary; the
-cache over kv heads, which are copied where tp does not divide them). The device knows nothing of
-end tokens and stop strings: it runs one step ahead while the host reads, decodes and decides, so a
-step must not make the host wait (`sample.Draws`). Invariant: what a row gives depends on its
-prompt, its settings, the seed and its number alone, not on other rows or padding. Lengths of
-prompts and caches are rounded up to powers of two, so that few programs are compiled.
+A batch of prompts goes together. Parameters are global arrays on any mesh; a step runs on local
+shards in one `shard_map` with the `Parallel` of training, so its kernels work on any mesh. Heads,
+MLP and vocabulary lie over tp, experts over ep, rows over dp and ep; tp does not cut tokens. The
+device knows nothing of end tokens and stop strings: it runs one step ahead while the host reads,
+decodes and decides, so a step must not make the host wait (`sample.Draws`). Invariant: what a row
+gives depends on its prompt, its settings, the seed and its number alone, not on other rows, padding
+or the mesh. Lengths of prompts and caches are rounded up to powers of two, so that few programs are
+compiled.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +25,22 @@ from mjax.data.base.tokenizer import Tokenizer
 from mjax.errors import UserError
 from mjax.infer.cache import (
     KVCache,
+    cache_partitions,
     empty_cache,
     extend,
-    gathered,
     last_real,
-    replicated,
     require_decoder,
 )
 from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, settings_of
 from mjax.infer.text import TextStream
-from mjax.infer.weights import take_apart
+from mjax.infer.weights import partitions_apart, take_apart
 from mjax.models.base.inputs import PromptInputs
 from mjax.models.base.params import Definition
 from mjax.models.towers.tiles import PADDING, Tiled
+from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
+from mjax.sharding.cpu_collective_order import in_program_order
+from mjax.sharding.mesh import on_shards, parallel_of
+from mjax.sharding.rules import partition
 
 _SMALLEST = 16  # tokens of the smallest bucket
 
@@ -93,7 +98,7 @@ class Generator:
         self.cfg, self.tokenizer = cfg, tokenizer
         self._mesh = mesh = mesh_of(params)
         self._params = take_apart(definition.specs, params, jnp.dtype(dtype), donate)
-        programs = DecodePrograms(definition, cfg, mesh, jnp.dtype(dtype))
+        self._programs = programs = DecodePrograms(definition, cfg, mesh, jnp.dtype(dtype))
         self._prefill = jax.jit(programs.prefill, static_argnames=("draws", "length"))
         self._step = jax.jit(programs.step, static_argnames="draws", donate_argnames="state")
 
@@ -126,7 +131,8 @@ class Generator:
         ids, count = padded(prompts, bucket(max(map(len, prompts))))
         sampled = [sampling] * len(prompts)
         # Where the model is, so that they are not sent again with every step.
-        where = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        rows = self._programs.row_partition(len(prompts))
+        where = None if self._mesh is None else NamedSharding(self._mesh, rows)
         settings, draws = jax.device_put(settings_of(sampled), where), draws_of(sampled)
         length = ids.shape[1] + bucket(max_new_tokens)
         seed = np.uint32(seed % 2**32)
@@ -220,8 +226,12 @@ class Generator:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity
 class DecodePrograms:
-    """The two jitted functions, over what is static. A state is (cache, last tokens [B], keys [B],
-    seen [B, V]); both also return (tokens [B], log-probs [B]) for the host."""
+    """The two jitted functions, over what is static.
+
+    A state is (cache, last tokens [B], keys [B], seen [B, V]). Both functions also return (tokens
+    [B], log-probs [B]) for the host. On a mesh each is one `shard_map` over all axes, as training
+    is: rows over dp and ep if these divide them, heads and vocabulary over tp.
+    """
 
     definition: Definition
     cfg: ModelConfig
@@ -231,35 +241,81 @@ class DecodePrograms:
     def prefill(
         self, params, ids, count, settings: Settings, draws: Draws, seed, length: int, items=None
     ):
-        prompt = self.definition.bind(params).prompt(ids, count, items or {})
-        rows = jnp.arange(ids.shape[0])
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
+        numbers = jnp.arange(len(ids), dtype=jnp.int32)
+        rows, whole = self.row_partition(len(ids)), PartitionSpec()
+        inputs = params, ids, count, settings, numbers, items or {}, seed
+        partitions = self._weights, rows, rows, rows, rows, rows, whole
+        return self._run(partial(self._prefill, draws, length), inputs, partitions, rows)
+
+    def step(self, params, settings: Settings, draws: Draws, state: tuple):
+        rows = self.row_partition(len(state[1]))
+        partitions = self._weights, rows, self._states(rows)
+        return self._run(partial(self._step, draws), (params, settings, state), partitions, rows)
+
+    @property
+    def parallel(self) -> Parallel:
+        """The devices that share work: those of pp and cp hold and compute the same."""
+        if self.mesh is None:
+            return LOCAL
+        return replace(parallel_of(self.mesh), pp=1, cp=1, cuts_sequence=False)
+
+    @property
+    def _weights(self) -> dict:
+        return partitions_apart(self.definition.specs, self.parallel)
+
+    def row_partition(self, batch: int) -> PartitionSpec:
+        """The partition of `batch` rows."""
+        is_cut = batch % self.parallel.size(*DATA_AXES) == 0
+        return partition(("batch" if is_cut else None,), self.parallel)
+
+    def _states(self, rows: PartitionSpec) -> tuple:
+        return cache_partitions(self.cfg, self.parallel, rows), rows, rows, rows
+
+    def _run(self, function: Callable, inputs: tuple, partitions: tuple, rows: PartitionSpec):
+        """A function of this device's shards of `inputs`, on the mesh."""
+        whole_rows = partial(self._gathered, function, mesh_axes(rows))
+        if self.mesh is None:
+            return whole_rows(*inputs)
+        devices = self.mesh.devices.flat
+        if devices[0].platform == "cpu" and len(devices) > 1:
+            whole_rows = in_program_order(whole_rows)
+        outputs = self._states(rows), PartitionSpec()
+        return on_shards(whole_rows, self.mesh, partitions, outputs)(*inputs)
+
+    def _gathered(self, function: Callable, axes: tuple[str, ...], *inputs):
+        """(state, what a function made for the host, of all rows)."""
+        state, made = function(*inputs)
+        return state, jax.tree.map(lambda x: self.parallel.all_gather(x, axes, 0), made)
+
+    def _prefill(
+        self, draws: Draws, length: int, params, ids, count, settings, numbers, items, seed
+    ):
+        prompt = self.definition.bind(params).prompt(ids, count, items)
+        rows = jnp.arange(len(ids))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
         seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
         is_real = True
         if prompt.count is not None:
             is_real = jnp.arange(prompt.ids.shape[1]) < prompt.count[:, None]
         seen = seen.at[rows[:, None], prompt.ids].max(is_real)
-        sizes = len(rows), length, self.dtype, self.mesh, prompt.source_length
+        sizes = len(rows), length, self.dtype, self.parallel, prompt.source_length
         cache = empty_cache(self.cfg, *sizes)
         return self._next(params, settings, draws, cache, prompt, keys, seen)
 
-    def step(self, params, settings: Settings, draws: Draws, state: tuple):
+    def _step(self, draws: Draws, params, settings, state):
         cache, token, keys, seen = state
         following = PromptInputs(token[:, None], None, {})
         return self._next(params, settings, draws, cache, following, keys, seen)
 
     def _next(self, params, settings, draws, cache: KVCache, new: PromptInputs, keys, seen):
         model = self.definition.bind(params)
-        x, cache = extend(model, cache, new.ids, new.count, new.inputs, self.mesh)
-        logits = gathered(model.logits(last_real(x, new.count)), self.mesh)
+        x, cache = extend(model, cache, new.ids, new.count, new.inputs, self.parallel)
+        logits = model.logits(last_real(x, new.count), self.parallel)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
         token, logprob = sample(logits, own, settings, seen, draws)
         rows = jnp.arange(len(token))
         seen = seen.at[rows, token].set(True)
-        state = token, keys, seen
-        made = token, logprob
-        state, made = replicated((state, made), self.mesh)
-        return (cache, *state), made
+        return (cache, token, keys, seen), (token, logprob)
 
 
 def padded(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,11 +6,15 @@ read in place. Invariant: only one parameter is in conversion at a time, so a co
 memory of the result and of one stack.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mjax.models.runtime.stacks import split_rows
+from mjax.sharding.collectives import Parallel
+from mjax.sharding.rules import weight_partition
 from mjax.sharding.spec import ParamSpec, is_spec
 
 
@@ -35,6 +39,17 @@ def take_apart(specs: dict, params: dict, dtype: jnp.dtype, donate: bool = False
         return new
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
+
+
+def partitions_apart(specs: dict, parallel: Parallel) -> dict:
+    """The partitions of what `take_apart` gives, as matmuls read it; one for a stack's layers."""
+
+    def of(spec: ParamSpec) -> PartitionSpec:
+        if spec.is_stacked:
+            spec = replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+        return weight_partition(spec, parallel)
+
+    return jax.tree.map(of, specs, is_leaf=is_spec)
 
 
 def _cast(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

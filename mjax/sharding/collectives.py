@@ -29,13 +29,18 @@ Axes = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Parallel:
-    """Static sizes of the five mesh axes and the collectives over them."""
+    """Static sizes of the five mesh axes and the collectives over them.
+
+    cuts_sequence: whether tp splits the tokens between blocks (sequence parallelism). If not, as in
+        generation, whose steps have one token a row, every tp device has all of them.
+    """
 
     pp: int = 1
     dp: int = 1
     ep: int = 1
     cp: int = 1
     tp: int = 1
+    cuts_sequence: bool = True
 
     def live(self, *axes: str) -> tuple[str, ...]:
         """Returns the given axes that have more than one device, in mesh order."""
@@ -113,15 +118,15 @@ class Parallel:
 
     def gather_seq(self, x: jax.Array) -> jax.Array:
         """[B, S/tp, ...] -> [B, S, ...]: sequence parallelism, on entry to a tp region."""
-        return self.all_gather(x, "tp", 1)
+        return self.all_gather(x, "tp", 1) if self.cuts_sequence else x
 
     def scatter_seq(self, x: jax.Array) -> jax.Array:
         """[B, S, ...] partial sums -> [B, S/tp, ...]: on leaving a tp region."""
-        return self.reduce_scatter(x, "tp", 1)
+        return self.reduce_scatter(x, "tp", 1) if self.cuts_sequence else self.psum(x, "tp")
 
-    def shard_seq(self, x: jax.Array) -> jax.Array:
-        """[B, S, ...] equal over tp -> this device's [B, S/tp, ...]."""
-        return self.shard(x, "tp", 1)
+    def shard_seq(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        """[B, S, ...] equal over tp -> this device's [B, S/tp, ...]; `dim` is that of tokens."""
+        return self.shard(x, "tp", dim) if self.cuts_sequence else x
 
     def _live_in_order(self, axes: Axes) -> tuple[str, ...]:
         """Returns the given axes that have more than one device, in the given order."""

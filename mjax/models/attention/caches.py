@@ -32,10 +32,10 @@ class KeysValues(NamedTuple):
         return KeysValues(array, array)
 
     def write(self, k: jax.Array, v: jax.Array, new: NewTokens) -> "KeysValues":
-        """The cache with k and v [B, S, K', H] of new tokens; K' divides K."""
+        """The cache with k and v [B, S, K, H] of new tokens."""
         return KeysValues(
-            keys=_write_slots(self.keys, self._by_heads(k), new.first, 2),
-            values=_write_slots(self.values, self._by_heads(v), new.first, 2),
+            keys=_write_slots(self.keys, k.swapaxes(1, 2), new.first, 2),
+            values=_write_slots(self.values, v.swapaxes(1, 2), new.first, 2),
         )
 
     def attend(
@@ -55,12 +55,6 @@ class KeysValues(NamedTuple):
         v = self.values.swapaxes(1, 2)
         return context_attention(q, k, v, call, arrays, ctx)
 
-    def _by_heads(self, x: jax.Array) -> jax.Array:
-        """x [B, S, K', H] as the cache holds it, [B, K, S, H]."""
-        copies = self.keys.shape[1] // x.shape[2]  # of each kv head (`Attention.cache`)
-        x = x.swapaxes(1, 2).astype(self.keys.dtype)
-        return jnp.repeat(x, copies, 1) if copies > 1 else x
-
 
 class Latents(NamedTuple):
     """The latent of each token and the key part that all heads share, [B, T, R + P]."""
@@ -74,7 +68,6 @@ class Latents(NamedTuple):
 
     def write(self, latent: jax.Array, new: NewTokens) -> "Latents":
         """The cache with the latents [B, S, R + P] of new tokens."""
-        latent = latent.astype(self.latents.dtype)
         return Latents(_write_slots(self.latents, latent, new.first, 1))
 
     def read(
@@ -115,7 +108,7 @@ class SourceKeysValues(NamedTuple):
         return SourceKeysValues(keys, values, real)
 
     def write(self, k: jax.Array, v: jax.Array, real: jax.Array) -> "SourceKeysValues":
-        """The cache of a source with keys and values [B, T, K', H]."""
+        """The cache of a source with keys and values [B, T, K, H]."""
         start = NewTokens(jnp.int32(0))
         keys, values = KeysValues(self.keys, self.values).write(k, v, start)
         return SourceKeysValues(keys, values, real)
@@ -144,6 +137,7 @@ def _write_slots(cache: jax.Array, new: jax.Array, first: jax.Array, axis: int) 
     One place for all rows is a slice, written in place by every compiler; places of rows are one
     scatter. A batch of one row has one place.
     """
+    new = new.astype(cache.dtype)
     if first.ndim == 1 and len(cache) == 1:
         first = first[0]
     if first.ndim == 0:

@@ -6,7 +6,6 @@ its query heads use: the gradient rule sums the parts. Caches hold keys after Ro
 """
 
 import functools
-import math
 from dataclasses import replace
 
 import jax
@@ -256,11 +255,12 @@ def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
 
 
 def heads_of_cache(cfg: ModelConfig, tp: int) -> int:
-    """The kv heads of a cache; with copies of each if tp does not divide their number.
-
-    So every device has the heads that its query heads use and no more.
-    """
-    return math.lcm(cfg.attention.num_key_value_heads, tp)
+    """The kv heads of a cache: on each tp device those that it projects (`_local_kv_heads`)."""
+    heads, kv_heads = cfg.attention.num_attention_heads, cfg.attention.num_key_value_heads
+    if kv_heads % tp == 0:
+        return kv_heads
+    reads_one = (heads // kv_heads) % (heads // tp) == 0
+    return tp if reads_one else heads
 
 
 def _local_kv_heads(w: jax.Array, cfg: ModelConfig, parallel: Parallel) -> jax.Array:

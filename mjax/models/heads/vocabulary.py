@@ -9,6 +9,7 @@ from flax import nnx
 from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy
 from mjax.models.base.context import Context, scaled
 from mjax.models.base.params import declare, normal, table
+from mjax.sharding.collectives import LOCAL, Parallel
 
 
 class VocabularyHead:
@@ -81,13 +82,17 @@ class VocabularyHead:
             return x
         return scaled(x, 1 / self.cfg.logits_scaling)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> fp32 [..., vocab_size], for evaluation and generation outside tp."""
+    def logits(self, x: jax.Array, parallel: Parallel = LOCAL) -> jax.Array:
+        """[..., D] -> fp32 [..., vocab_size], for evaluation and generation.
+
+        Each tp device makes its part of the vocabulary; all get all of it.
+        """
         w = self.head_table()
         x = self.head_input(x)
         z = jnp.einsum("...d,vd->...v", x, w, preferred_element_type=jnp.float32)
         bias = self.head_bias()
         z = z if bias is None else z + bias.astype(jnp.float32)
+        z = parallel.all_gather(z, "tp", z.ndim - 1)
         z = z[..., : self.cfg.vocab_size]  # not w: cutting a sharded table would move it
         cap = self.cfg.final_logit_softcapping
         if cap is None:

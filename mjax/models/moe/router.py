@@ -79,7 +79,7 @@ def balanced(routing: Routing, tokens: Tokens, cfg: ModelConfig, parallel: Paral
     router.
     """
     count = cfg.moe.num_experts_per_tok
-    columns = parallel.shard(tokens.columns, "tp", 0)
+    columns = parallel.shard_seq(tokens.columns, 0)
     first = count * (tokens.rows[:, None] + columns)
     turns = first[..., None] + jnp.arange(count)
     return rerouted(routing, turns % cfg.moe.num_experts, cfg)
@@ -110,7 +110,7 @@ def padding_marked(routing: Routing, tokens: Tokens, parallel: Parallel) -> Rout
     """The routing in which tokens of segment 0 count in no loss."""
     if tokens.segments is None:
         return routing
-    return routing._replace(is_text=parallel.shard(tokens.segments, "tp", 1) != 0)
+    return routing._replace(is_text=parallel.shard_seq(tokens.segments) != 0)
 
 
 def counted(routing: Routing, expert_bias: jax.Array) -> Routing:

@@ -268,16 +268,24 @@ class Mamba(RecurrentMixer):
 
     @staticmethod
     def cache(cfg: ModelConfig, batch: int, length: int, tp: int = 1) -> RecurrentCache:
-        """It does not grow with `length`. If tp does not divide the groups, all hold them."""
+        """It does not grow with `length`."""
         sizes = cfg.mamba
         before = batch, sizes.conv_kernel - 1
         heads = sizes.mamba_num_heads, sizes.mamba_head_dim
-        groups = "groups" if sizes.n_groups % tp == 0 else None
-        bc = 2, sizes.n_groups, sizes.state_size
+        bc = 2, _groups_of_cache(sizes, tp), sizes.state_size
         state = batch, *heads, sizes.state_size
         of_heads = CacheSpec((*before, *heads), ("batch", None, "heads", None))
-        of_groups = CacheSpec((*before, *bc), ("batch", None, None, groups, None))
+        of_groups = CacheSpec((*before, *bc), ("batch", None, None, "groups", None))
         return RecurrentCache.spec((of_heads, of_groups), state)
+
+
+def _groups_of_cache(sizes: MambaConfig, tp: int) -> int:
+    """The groups of a cache: on each tp device those of `Mamba._own_groups`."""
+    if sizes.n_groups % tp == 0:
+        return sizes.n_groups
+    heads = sizes.mamba_num_heads
+    reads_one = (heads // sizes.n_groups) % (heads // tp) == 0
+    return tp if reads_one else heads
 
 
 def _of_pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:

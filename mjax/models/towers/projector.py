@@ -104,7 +104,7 @@ class Projector(BranchModule):
         count = x.shape[1]
         behind = vision.padded(count) - count
         x = jnp.pad(x, ((0, 0), (0, behind), (0, 0)))
-        return ctx.parallel.shard(x, ("cp", "tp"), 1)
+        return ctx.parallel.shard_seq(ctx.parallel.shard(x, "cp", 1))
 
 
 def in_order(x: jax.Array, source: Source, ctx: Context) -> jax.Array:

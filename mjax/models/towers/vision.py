@@ -70,7 +70,7 @@ class PatchEmbedding(nnx.Module):
         if self.cfg.vision.patch_bias:
             x = x + self.bias[...]
         if self.cfg.vision.class_token:
-            columns = parallel.shard(tokens.columns, "tp", 0)
+            columns = parallel.shard_seq(tokens.columns, 0)
             is_class = columns[:, None] == 0
             x = jnp.where(is_class, self.class_token[...], x)
         positions = parallel.shard_seq(tokens.positions)
