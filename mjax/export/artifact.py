@@ -4,9 +4,9 @@
 
 `mjax.export.__main__` copies this file into every artifact as run.py, so it imports nothing of
 mjax. It is also the example of the calling convention for readers in other languages: a program
-takes (weights, cache, ids [B, S], real [B, S]) and returns (logits [B, V] of the last column,
-cache). Prompts are padded on the left to whole blocks of the prefill program; `real` is 0 for
-padding.
+takes (weights, cache, ids [B, S], real [B, S]) and returns (logits [B, V] of each row's last
+token, cache). Prompts are padded on the left to whole blocks of the prefill program; `real` is 0
+for padding.
 """
 
 import argparse

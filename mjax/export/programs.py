@@ -49,7 +49,11 @@ CONVENTION = {
     "order": "arguments and results flattened, dictionaries by sorted key; weights first",
     "ids": {"shape": ["B", "S"], "dtype": "int32", "about": "rows padded on either side"},
     "real": {"shape": ["B", "S"], "dtype": "int32", "about": "1 for a token, 0 for padding"},
-    "logits": {"shape": ["B", "V"], "dtype": "float32", "about": "of the last token of each row"},
+    "logits": {
+        "shape": ["B", "V"],
+        "dtype": "float32",
+        "about": "of each row's last token; a row without one has none",
+    },
     "sampling": "left to the caller",
     "start": "a cache of zeros",
 }
