@@ -109,8 +109,9 @@ class SourceKeysValues(NamedTuple):
 
     def write(self, k: jax.Array, v: jax.Array, real: jax.Array) -> "SourceKeysValues":
         """The cache of a source with keys and values [B, T, K, H]."""
-        start = NewTokens(jnp.int32(0))
-        keys, values = KeysValues(self.keys, self.values).write(k, v, start)
+        first = jnp.int32(0)
+        keys = _write_slots(self.keys, k.swapaxes(1, 2), first, 2)
+        values = _write_slots(self.values, v.swapaxes(1, 2), first, 2)
         return SourceKeysValues(keys, values, real)
 
     def attend(

@@ -15,6 +15,15 @@ from tests.marks import quick
 from tests.unit.infer.test_generate import NEW, PROMPTS, VARIANTS, made
 
 VARIANTS = VARIANTS | {"contiguous": {"layer_pattern": "LG", "attention.sliding_window": 4}}
+VARIANTS |= {
+    "kv heads of several query heads' devices": {
+        "attention.num_attention_heads": 12,
+        "attention.num_key_value_heads": 3,
+        "attention.head_dim": 8,
+    },
+    "groups of several heads' devices": VARIANTS["states"]
+    | {"layer_pattern": "[MD]*2", "mamba.mamba_num_heads": 12, "mamba.n_groups": 4},
+}
 KINDS = ("states", "contiguous", "latent", "deltas")
 LENGTHS = (11, 3, 7)
 SLOTS = 20
@@ -95,6 +104,8 @@ MESHES = [
     ("states", {"dp": 2, "tp": 4}, 4),
     ("deltas", {"tp": 4}, 3),
     ("latent", {"dp": 4, "tp": 2}, 4),
+    ("kv heads of several query heads' devices", {"tp": 2}, 3),
+    ("groups of several heads' devices", {"tp": 3}, 3),
 ]
 
 
