@@ -25,7 +25,7 @@ def relative_bias(call: AttentionCall, arrays: AttentionArrays) -> jax.Array:
     table = arrays.relative
     sees_both_ways = call.mask == "full"
     queries, keys = arrays.columns
-    distance = keys - queries[..., None]
+    distance = keys[None, :] - queries[..., None]
     lookup = jnp.asarray(buckets(table.shape[1], call.max_distance, sees_both_ways))
     furthest = call.max_distance
     place = jnp.clip(distance, -furthest, furthest) + furthest
