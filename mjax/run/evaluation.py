@@ -21,6 +21,7 @@ from mjax.infer.sample import Sampling
 from mjax.objectives.objective import NEXT_TOKEN, HostBatch
 from mjax.run.monitor.metrics import Record
 from mjax.train.batch import field_maker
+from mjax.train.step import LOSSES
 from mjax.train.trainer import Trainer
 
 MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made from
@@ -40,7 +41,7 @@ class HeldOut:
         """
         found: list = []
         for batch in self.batches(self.trainer.local_rows):
-            found.append(self.trainer.run_program("eval", batch))
+            found.append(self.trainer.run_program(LOSSES, batch))
             beat()
             if len(found) > 1:  # one late, so that no more than two batches wait on the device
                 found[-2] = jax.device_get(found[-2])
