@@ -14,13 +14,12 @@ from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.data.corpus.bigram import bigram_cross_entropy
 from mjax.data.corpus.gpt import split_tokens
 from mjax.data.corpus.text import prepare_text
-from mjax.data.loader import Dataset, describe_data, make_loader
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
 from mjax.objectives.objective import NEXT_TOKEN, HostBatch
+from mjax.run.batches import BatchStream, RowsOf
 from mjax.run.monitor.metrics import Record
-from mjax.train.batch import field_maker
 from mjax.train.step import LOSSES
 from mjax.train.trainer import Trainer
 
@@ -32,7 +31,7 @@ class HeldOut:
     """Evaluates a trainer on data that it is not trained on."""
 
     trainer: Trainer
-    data: Dataset
+    stream: BatchStream
 
     def loss(self, beat: Callable[[], None]) -> Record:
         """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
@@ -56,23 +55,12 @@ class HeldOut:
     def nothing(self) -> str:
         """A line on held-out samples of which none counts."""
         train = self.trainer.cfg.train
-        names = describe_data(self.data, range(train.eval_steps * train.global_batch_size), 3)
+        names = self.stream.describe(0, train.eval_steps, 3)
         return f"held-out loss: there is none, for nothing of its samples counts: {names}"
 
-    def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:
+    def batches(self, rows: RowsOf = None) -> Iterator[HostBatch]:
         """The batches of an evaluation, numpy [B, S] fields; `rows`: the part of this process."""
-        cfg = self.trainer.cfg
-        size = cfg.train.global_batch_size
-        return make_loader(
-            self.data,
-            lambda batch: (batch * size, size),
-            0,
-            cfg.train.eval_steps,
-            rows=rows,
-            make_fields=field_maker(cfg, self.trainer.objective),
-            prefetch=cfg.data.prefetch,
-            workers=cfg.data.workers,
-        )
+        return self.stream.batches(0, self.trainer.cfg.train.eval_steps, rows)
 
     def bigram_line(self, loss: float) -> str | None:
         """A line with `loss` beside what a table of token pairs reaches; None where not comparable.

@@ -32,7 +32,7 @@ from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards
 from mjax.train import step as steps
 from mjax.train.batch import batch_partitions, bound_of_documents
-from mjax.train.program_kind import ProgramPartitions, ProgramKind
+from mjax.train.program_kind import ProgramKind, ProgramPartitions
 from mjax.train.state import StateLayout
 
 
