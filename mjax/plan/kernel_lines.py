@@ -10,7 +10,7 @@ from mjax.models.attention.calls import attention_call
 from mjax.models.attention.packed_products import adds_biases_only
 from mjax.models.base.branch import BranchInputs, KernelChoices, Workload, branch_class
 from mjax.models.base.context import PADDED_ROWS, Documents, tokens_of
-from mjax.objectives.objective import CONFIGURED
+from mjax.objectives.objective import PaddedRows, objective_of
 from mjax.plan.activations import stream_shapes
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
 from mjax.sharding.collectives import Parallel
@@ -86,7 +86,7 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     whole = training_context(cfg, Parallel(**sizes), Documents(most))
     shapes = stream_shapes(cfg, sizes, whole)
     texts_hold_one = bool(model.modalities) and not cfg.data.images.packed
-    rows_hold_one = cfg.train.objective in CONFIGURED or texts_hold_one  # and then padding
+    rows_hold_one = isinstance(objective_of(cfg), PaddedRows) or texts_hold_one  # and then padding
     choices: dict[str, Choice] = {}
     for word in sorted(model.branches):
         branch, stream = BRANCHES[word], streams[word]

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from mjax.config.schema.run import Config
 from mjax.data.loader import Dataset, build_datasets, describe_data, make_loader
-from mjax.objectives.objective import HostBatch, Objective
+from mjax.objectives.fields import HostBatch
+from mjax.objectives.objective import Objective
 from mjax.optim.schedule import batch_range, consumed_samples, final_step, held_out_samples
 from mjax.train.batch import field_maker
 from mjax.train.trainer import Trainer

@@ -17,7 +17,8 @@ from mjax.data.corpus.text import prepare_text
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
-from mjax.objectives.objective import NEXT_TOKEN, HostBatch
+from mjax.objectives.fields import HostBatch
+from mjax.objectives.objective import NEXT_TOKEN
 from mjax.run.batches import BatchStream, RowsOf
 from mjax.run.monitor.metrics import Record
 from mjax.train.step import LOSSES

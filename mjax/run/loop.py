@@ -26,7 +26,7 @@ from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.files import replace_text
 from mjax.models.flops import flops_of_run
-from mjax.objectives.objective import Batch, HostBatch
+from mjax.objectives.fields import Batch, HostBatch
 from mjax.optim.schedule import batch_range, final_step, rates_of_step
 from mjax.run.batches import BatchSource, BatchStream, RunBatches, from_config
 from mjax.run.evaluation import HeldOut, read_prompt, sample_text

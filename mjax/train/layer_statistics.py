@@ -14,7 +14,7 @@ from mjax.config.languages.layer_pattern import roles_of
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.activation_statistics import nothing_seen
 from mjax.models.base.context import Probe
-from mjax.objectives.objective import Batch
+from mjax.objectives.fields import Batch
 from mjax.sharding.collectives import AXES
 from mjax.train.program_kind import ProgramKind
 from mjax.train.step import Program, State, evaluation_sums

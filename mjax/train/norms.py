@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from mjax.models.runtime.stacks import stacked
-from mjax.objectives.objective import Batch
+from mjax.objectives.fields import Batch
 from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.spec import ParamSpec, is_spec, trained_only
 from mjax.train.program_kind import ProgramKind

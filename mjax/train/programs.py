@@ -17,8 +17,9 @@ from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.models.base.context import Documents
 from mjax.models.base.params import ModelDefinition
+from mjax.objectives.fields import Batch
 from mjax.objectives.local_model import LocalModel
-from mjax.objectives.objective import Batch, Objective, WholeBatch
+from mjax.objectives.objective import Objective, WholeBatch
 from mjax.pipeline.layout import Layout
 from mjax.plan.execution import (
     decide_evaluation,

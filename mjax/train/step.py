@@ -31,15 +31,9 @@ from mjax.models.runtime.execution import Execution
 from mjax.models.runtime.frozen import join_frozen, split_frozen
 from mjax.models.runtime.stacks import stacked
 from mjax.models.runtime.store import scatter_micro_batch, store_gradients, zero_sums
+from mjax.objectives.fields import FURTHER_COLUMNS, Batch, Scalars
 from mjax.objectives.local_model import LocalModel
-from mjax.objectives.objective import (
-    FURTHER_COLUMNS,
-    Batch,
-    Denominators,
-    Scalars,
-    divisor,
-    require_scalars,
-)
+from mjax.objectives.objective import Denominators, divisor, require_scalars
 from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.run import pipeline_gradients, pipeline_losses

@@ -17,7 +17,8 @@ from mjax.config.validate import validate
 from mjax.kernels.fp8.quantize import require_fp8
 from mjax.models import definition_of
 from mjax.models.towers.tower_mesh import with_whole_towers
-from mjax.objectives.objective import Batch, HostBatch, further_lengths, objective_of
+from mjax.objectives.fields import Batch, HostBatch, further_lengths
+from mjax.objectives.objective import objective_of
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical

@@ -250,7 +250,7 @@ class TrainConfig(Group):
     objective: str = "next_token"
     """Task to train for: next_token, masked_lm (docs/models/encoders.md), classify,
     span_corruption, classify_images, contrastive (docs/models/multimodal.md), or module.path:Name
-    of a class like those of objectives/objective.py.
+    of a class like those of `objectives/`.
     """
     steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1)

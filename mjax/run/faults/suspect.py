@@ -20,7 +20,7 @@ import jax
 from mjax.checkpoint.store import SaveFailed
 from mjax.config.schema.run import TrainConfig
 from mjax.errors import NonFiniteLoss, ReplicasDiffer, UserError
-from mjax.objectives.objective import HostBatch
+from mjax.objectives.fields import HostBatch
 from mjax.optim.schedule import batch_range
 from mjax.run.faults.replicas import ReplicaCheck
 from mjax.run.faults.saving import Saver

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from mjax.config.languages.layer_pattern import stack_of
-from mjax.objectives.objective import HostBatch, NextToken
+from mjax.objectives.fields import HostBatch
+from mjax.objectives.next_token import NextToken
 from mjax.run.monitor.metrics import Log, Record
 from mjax.train.layer_statistics import LAYER_STATISTICS, layer_record
 from mjax.train.norms import Norms
