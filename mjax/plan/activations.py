@@ -229,7 +229,7 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition, kind: str
         weight = Weight(value, name=spec.matmul, inputs=spec.inputs)
         if recipe is None or not spec.takes_fp8:
             return weight
-        scales = jax.ShapeDtypeStruct((3,), jnp.float32)
+        scales = jax.ShapeDtypeStruct(recipe.scales_shape, jnp.float32)
         return replace(weight, scales=scales, recipe=recipe)
 
     specs = rounded_specs(block.specs, cfg.precision.fp8_experts)

@@ -6,6 +6,7 @@ from mjax.config.languages.layer_pattern import BRANCHES, DECODER, branches_of, 
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.kernels import Choice, choose
+from mjax.kernels.fp8.recipe import recipe_of
 from mjax.models.attention.calls import attention_call
 from mjax.models.attention.packed_products import adds_biases_only
 from mjax.models.base.branch import BranchInputs, KernelChoices, Workload, branch_class
@@ -28,7 +29,7 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
 def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
     """A micro-batch of the run on one device, as the branches' kernels see it."""
     rows, length = micro_batch_shape(cfg, sizes)
-    in_8_bits = cfg.precision.fp8 != "none"
+    in_8_bits = recipe_of(cfg.precision) is not None
     return Workload(
         dtype=cfg.precision.compute,
         rows=rows,
@@ -131,8 +132,5 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         choices["adam row"] = choose("adam_row", cfg.precision.grad_accum, ())
     recipe = execution.recipe
     if recipe is not None:
-        gradient = tokens, up[-1]
-        choices["quantize"] = choose(
-            "quantize", dtype, gradient, delayed=recipe.delayed, backend=recipe.backend
-        )
+        choices["quantize"] = recipe.gradient_kernel(dtype, (tokens, up[-1]))
     return choices

@@ -14,7 +14,7 @@ from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.store import Store
 from mjax.config.schema.run import Config
 from mjax.config.validate import validate
-from mjax.kernels.fp8.quantize import require_fp8
+from mjax.kernels.fp8.recipe import recipe_of
 from mjax.models import definition_of
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
@@ -61,8 +61,8 @@ class Trainer:
             devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
-        if cfg.precision.fp8 != "none":
-            require_fp8(devices[0], cfg.precision.fp8_backend)
+        if (recipe := recipe_of(cfg.precision)) is not None:
+            recipe.require(devices[0])
         if cfg.run.deterministic:
             fix_reduction_order()
         self.cfg = cfg
