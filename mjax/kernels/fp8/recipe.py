@@ -108,11 +108,10 @@ class PerTensor:
 
     def round_gradient(self, g: jax.Array, scales: jax.Array, parallel: Parallel) -> Gradient8:
         """Rounds the gradient g [M, N] of y for both products of the backward."""
+        scale = scales[2]
         if self.gradient_kernel(g.dtype, g.shape).name == "triton":
-            scale = scales[2]
             g8 = gate.to_fp8_both(g, scale, E5M2)
             return Gradient8(g8.plain, g8.transposed, jnp.stack([scale, g8.amax]))
-        scale = scales[2]
         g = lax.optimization_barrier(g)  # or each reader computes it again, as a gate's two halves
         g8, used = self._rounded(g, scale, E5M2, parallel)
         return Gradient8(g8, g8.T, used)
