@@ -103,6 +103,7 @@ class Store:
                 self.directory,
             )
         self.unread: Callable[[], dict[str, bytes]] = dict  # of the weights that a run begins with
+        self.batches: dict = {}  # what the record of the next save says of the run's batches
         self._losses: dict[int, float | None] = {}  # by step
         self._current: int | None = None  # the step this process last saved or restored
         self._saving: int | None = None  # the step that is being written
@@ -380,6 +381,7 @@ class Store:
             HELD_OUT_LOSS: held_out_loss,
             "data": self._data,
             "text_digests": self._text_digests,
+            "batches": self.batches,
             "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
         }
 

@@ -25,8 +25,6 @@ from mjax.data.sentences.masked import MaskedDataset, frame_of_pairs
 from mjax.errors import UserError, or_user_error
 from mjax.optim.schedule import consumed_samples, final_step, held_out_samples
 
-SPAN_CORRUPTION = "span_corruption"
-
 
 class Dataset(Protocol):
     """A dataset as the loader reads it: `GPTDataset`, or another of this room.
@@ -142,7 +140,7 @@ def _build_datasets(
         training = MockDataset(*shape, num_train, seed)
         return training, MockDataset(*shape, num_valid, seed + 1) if num_valid else None
     paths, tokenizer_path = data.paths, None
-    if cfg.train.objective == "classify":
+    if _dataset_kind(cfg) == "labelled":
         paths, make = [data.text], _labelled(cfg)
     else:
         if data.text:
@@ -199,8 +197,8 @@ def _labelled(cfg: Config) -> Callable[..., Dataset]:
     tokenizer, files = load_tokenizer(cfg.data.tokenizer), len(cfg.data.valid_paths)
     if files > 1:
         raise UserError(
-            f"data.valid_paths names {files} files, but train.objective=classify reads one; put "
-            "them into one"
+            f"data.valid_paths names {files} files, but train.objective={cfg.train.objective} "
+            "reads one; put them into one"
         )
     return partial(LabelledDataset, cfg=cfg, tokenizer=tokenizer)
 
@@ -260,7 +258,7 @@ def _sentence_dataset(
     if cfg.data.text:
         name = prepare_text(cfg.data, Path(cfg.run.dir)).tokenizer_path
     continues = word_continuations(name) if cfg.data.masked.whole_words else None
-    if cfg.train.objective == SPAN_CORRUPTION:
+    if _dataset_kind(cfg) == "spans":
         from mjax.data.sentences.spans import SpanDataset  # imports jax, as grain does
 
         start = cfg.model.decoder_start_token_id
@@ -270,13 +268,20 @@ def _sentence_dataset(
     return MaskedDataset(*given, pairs=bert.num_labels > 0, framed=framed, continues=continues)
 
 
+def _dataset_kind(cfg: Config) -> str:
+    """The kind of dataset that the objective trains on: TOKENS or another of `objective.py`."""
+    from mjax.objectives.objective import dataset_kind  # imports jax, as grain does
+
+    return dataset_kind(cfg)
+
+
 def tokens_to_read(cfg: Config) -> int:
     """The tokens of a row of a stream: more than `data.seq_length` where spans are cut out of it.
 
     Raises `UserError` where the spans of such a row have too few sentinels.
     """
     data = cfg.data
-    if cfg.train.objective != SPAN_CORRUPTION:
+    if _dataset_kind(cfg) != "spans":
         return data.seq_length
     from mjax.objectives.span_fields import sentinels_of, span_counts, stream_length
 

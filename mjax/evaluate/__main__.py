@@ -107,7 +107,7 @@ def score(model, ids: Sequence[int], length: int, stride: int, batch: int = 4) -
 
     from mjax.infer.cache import require_decoder
     from mjax.models.base.context import Context, Kernels, tokens_of
-    from mjax.objectives.objective import NextToken
+    from mjax.objectives.next_token import NextToken
 
     require_decoder(model.cfg)
     limit = model.cfg.max_position_embeddings

@@ -18,8 +18,8 @@ from mjax.models.architectures import DualEncoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
 from mjax.models.towers.modalities import MODALITIES
+from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
 from mjax.objectives.masked import ROW_LABEL, rows_that_count
-from mjax.objectives.objective import Batch, BatchField, HostBatch, Scalars
 from mjax.objectives.text_with_items import WithItems, items_of, random_items
 from mjax.sharding.collectives import DATA_AXES
 
@@ -48,6 +48,7 @@ class Contrastive(WithItems):
     measures: bool = False
 
     one_micro_batch: ClassVar[bool] = True
+    pads_rows: ClassVar[bool] = True
     fields: ClassVar[Mapping[str, BatchField]] = {
         "tokens": BatchField(np.int32),
         "patches": BatchField(np.float32, ("batch", *MODALITIES["vision"].axes)),

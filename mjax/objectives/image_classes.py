@@ -13,8 +13,9 @@ from mjax.config.schema.run import Config
 from mjax.models.architectures import ImageEncoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.towers.vision import image_fields
+from mjax.objectives.fields import Batch, BatchField, HostBatch
 from mjax.objectives.masked import ROW_LABEL, OfRows
-from mjax.objectives.objective import Batch, BatchField, HostBatch
+from mjax.objectives.objective import OfConfig
 
 PATCHES = BatchField(np.float32, ("batch", "seq", "pixels"))
 
@@ -31,14 +32,13 @@ def random_images(cfg: Config, seed: int, step: int, rows: np.ndarray) -> np.nda
 
 
 @dataclass(frozen=True)
-class ClassifyImages(OfRows):
+class ClassifyImages(OfConfig, OfRows):
     """The cross-entropy of images' classes in nats, a mean over rows whose "row_label" is not -1.
 
     "patches" are fp32 [B, S, C*P*P] (`models/towers/vision.py`). With `measures` there is also the
     part of the images that the model gets right, "accuracy".
     """
 
-    cfg: Config
     measures: bool = False
 
     @property

@@ -18,12 +18,11 @@ from mjax.models.decoder import Decoder
 from mjax.models.runtime.execution import Execution
 from mjax.models.runtime.load import fp8_scales, load_weights
 from mjax.models.runtime.run import LayerInputs, Layers
+from mjax.objectives.fields import Batch, Scalars
 from mjax.objectives.objective import (
-    Batch,
     FieldDeriver,
     Measurer,
     Objective,
-    Scalars,
     described_tokens,
     require_dictionary,
     require_scalars,

@@ -8,7 +8,7 @@ hides some anew at each step, as RoBERTa does (arXiv 1907.11692).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from mjax.config.schema.run import Config, MaskedDataConfig
 from mjax.models.architectures import Encoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.heads.encoder_heads import has_first_token
-from mjax.objectives.objective import Batch, BatchField, HostBatch, NextToken, Scalars
+from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
+from mjax.objectives.next_token import NextToken
+from mjax.objectives.objective import LABELLED
 
 # The class of a row: whether its texts were exchanged, or what it is labelled with. -1: none.
 ROW_LABEL = BatchField(np.int32, ("batch",), pad=-1)
@@ -27,6 +29,8 @@ TOKEN_TYPES = BatchField(np.int32)
 
 class _OfEncoder:
     """The common part of encoders' objectives: types of tokens, and further measures."""
+
+    pads_rows: ClassVar[bool] = True
 
     def for_evaluation(self) -> Self:
         return replace(self, measures=True)
@@ -149,6 +153,8 @@ class ClassifyRows(OfRows):
     types: bool
     classes: int
     measures: bool = False
+
+    dataset: ClassVar[str] = LABELLED
 
     @classmethod
     def of(cls, cfg: Config) -> "ClassifyRows":

@@ -11,7 +11,7 @@ import pkgutil
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,70 +19,11 @@ import numpy as np
 
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, line_of, reason
-from mjax.models.architectures import MultiTokenDecoder
 from mjax.models.base.context import Context, Tokens
-from mjax.models.base.streams import EXPERT_LOADS, Activation, decoder_of
+from mjax.models.base.streams import Activation
 from mjax.models.decoder import Decoder
-from mjax.models.heads.multi_token import field_names, shifted_fields, with_weight
-from mjax.models.towers.modalities import MODALITIES
-from mjax.models.towers.tiles import CORNERS
+from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
 from mjax.sharding.collectives import Parallel
-
-# The fields of an objective, of the layers, and the place of each token (`train/batch.py`).
-Batch = dict[str, jax.Array]
-
-# The same on the host, before it is placed on the mesh.
-HostBatch = dict[str, np.ndarray]
-
-# fp32 scalars by name: sums or shares of losses and statistics, or their counts.
-Scalars = dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class BatchField:
-    """One array of a batch.
-
-    axes: logical axes (`sharding/rules.py`): "batch" first, then "seq", or "target" of what an
-        encoder-decoder's decoder reads, if it has one. "neighbors", "retrieved": of each row, those
-        of all chunks, and the tokens of one. "images", "image_tokens" and "sounds", "sound_tokens":
-        likewise. "pixels", "mels": the numbers that such a token is embedded from. "corners": of a
-        token, the features that it is made of (`models/towers/tiles.py`).
-    pad: the value in rows that fill up a batch. They count in no loss.
-    """
-
-    dtype: type
-    axes: tuple[str, ...] = ("batch", "seq")
-    pad: float = 0
-
-
-# The fields that layers read. They are part of every batch, whatever the objective.
-LAYER_FIELDS = {
-    "segment_ids": BatchField(np.int32),
-    "positions": BatchField(np.int32),
-}
-
-
-# The fields with the columns of tokens along axes that only some batches have, by axis.
-FURTHER_COLUMNS = {
-    "target": "decoder_columns",
-    "retrieved": "neighbor_columns",
-}
-FURTHER_COLUMNS |= {modality.axes[1]: modality.columns for modality in MODALITIES.values()}
-
-
-def further_lengths(cfg: Config) -> dict[str, int | None]:
-    """The lengths of the axes of a batch besides its rows and the columns of a row."""
-    retro = cfg.model.retro
-    neighbors = cfg.data.seq_length // retro.chunk_length * retro.num_neighbors
-    lengths = {"neighbors": neighbors, "retrieved": retro.retrieved_length}
-    lengths["pixels"] = cfg.model.vision.numbers
-    lengths["corners"] = CORNERS
-    for name in cfg.model.modalities:
-        tower = cfg.model.tower(name)
-        length = tower.row_length(cfg.item_size(name))
-        sizes = tower.max_items, length, tower.numbers
-        lengths |= dict(zip(MODALITIES[name].axes, sizes, strict=True))
-    return lengths | {"target": cfg.data.target_length}
 
 
 @runtime_checkable
@@ -165,108 +106,90 @@ class WholeBatch(Protocol):
     one_micro_batch: bool
 
 
-class NextToken:
-    """The cross-entropy of the next token in nats, a mean over unmasked tokens."""
+@runtime_checkable
+class DatasetReader(Protocol):
+    """An objective that trains on samples of another kind than tokens in a row.
 
-    fields: ClassVar[Mapping[str, BatchField]] = {
-        "tokens": BatchField(np.int32),
-        "labels": BatchField(np.int32),
-        "loss_mask": BatchField(np.float32),
-    }
-
-    def counts(self, batch: Batch) -> Scalars:
-        return {"loss": jnp.sum(batch["loss_mask"].astype(jnp.float32))}
-
-    def embed(self, edges: Decoder, batch: Batch, tokens: Tokens, ctx: Context) -> jax.Array:
-        return edges.embed(batch["tokens"], tokens, ctx)
-
-    def losses(
-        self, edges: Decoder, x: Activation, batch: Batch, tokens: Tokens, ctx: Context
-    ) -> Scalars:
-        loss = edges.head_loss(decoder_of(x), batch["labels"], batch["loss_mask"], ctx)
-        return {"loss": loss}
-
-
-@dataclass(frozen=True)
-class MultiToken(NextToken):
-    """Next-token prediction, and that of tokens further ahead by `depths` layers.
-
-    The layers are those of `models/heads/multi_token.py`. "loss" is the former. "mtp_1", .. are the
-    mean cross-entropies of the depths. The gradient of each has the weight `factor` / `depths`, as
-    in DeepSeek-V3 and Megatron-LM.
+    dataset: LABELLED or SPANS.
     """
 
-    depths: int
-    factor: float
+    dataset: str
 
-    @classmethod
-    def of(cls, cfg: Config) -> "MultiToken":
-        return cls(cfg.model.num_nextn_predict_layers, cfg.train.mtp_loss_scaling_factor)
 
-    def derive_fields(self, batch: Batch, parallel: Parallel) -> Batch:
-        return shifted_fields(batch, self.depths, parallel)
+@runtime_checkable
+class PaddedRows(Protocol):
+    """An objective whose rows hold one document each, and then padding."""
 
-    def counts(self, batch: Batch) -> Scalars:
-        counts = super().counts(batch)
-        for depth in range(1, self.depths + 1):
-            _, _, mask = field_names(depth)
-            counts[f"mtp_{depth}"] = jnp.sum(batch[mask].astype(jnp.float32))
-        return counts
+    pads_rows: bool
 
-    def losses(
-        self, edges: MultiTokenDecoder, x: jax.Array, batch: Batch, tokens: Tokens, ctx: Context
-    ) -> Scalars:
-        x = edges.final_norm(x)
-        loss = edges.token_loss(x, batch["labels"], batch["loss_mask"], ctx)
-        found = {"loss": loss}
-        for depth in range(1, self.depths + 1):
-            ahead, labels, mask = (batch[name] for name in field_names(depth))
-            output = edges.predict(depth, x, ahead, tokens, ctx)
-            x = output.y
-            loss = edges.token_loss(x, labels, mask, ctx)
-            found[f"mtp_{depth}"] = with_weight(loss, self.factor / self.depths)
-            for name in (*edges.statistics, EXPERT_LOADS):
-                if name in output.statistics:
-                    found[name] = found.get(name, 0.0) + output.statistics[name]
-        return found
+
+# Kinds of datasets: tokens in a row, a class for each text, texts with spans cut out of them.
+TOKENS, LABELLED, SPANS = "tokens", "labelled", "spans"
+
+
+def dataset_kind(cfg: Config) -> str:
+    """The kind of dataset that the objective of a config trains on."""
+    objective = objective_of(cfg)
+    return objective.dataset if isinstance(objective, DatasetReader) else TOKENS
 
 
 NEXT_TOKEN = "next_token"
 
 # The objective of this name, by the architecture; that of others is `NextToken`.
 _NEXT_TOKEN = {
-    "multi_token_decoder": "mjax.objectives.objective:MultiToken.of",
+    "multi_token_decoder": "mjax.objectives.next_token:MultiToken",
     "retro": "mjax.objectives.retrieved:WithNeighbors",
     "text_with_items": "mjax.objectives.text_with_items:WithItems",
 }
 
-# What makes objectives of a config, by their names in `train.objective`.
-CONFIGURED = {
-    "masked_lm": "mjax.objectives.masked:MaskedTokens.of",
-    "classify": "mjax.objectives.masked:ClassifyRows.of",
+# Objectives by their names in `train.objective`.
+_CLASSES = {
+    "masked_lm": "mjax.objectives.masked:MaskedTokens",
+    "classify": "mjax.objectives.masked:ClassifyRows",
     "span_corruption": "mjax.objectives.span_corruption:CorruptedSpans",
     "classify_images": "mjax.objectives.image_classes:ClassifyImages",
     "contrastive": "mjax.objectives.contrastive:Contrastive",
 }
 
 
+@runtime_checkable
+class MadeOfConfig(Protocol):
+    """A class of objectives that the config makes; others are called without arguments."""
+
+    def of(self, cfg: Config) -> Objective:
+        """The objective of a run, by a class method."""
+
+
+@dataclass(frozen=True)
+class OfConfig:
+    """The part of an objective that holds the config of its run."""
+
+    cfg: Config
+
+    @classmethod
+    def of(cls, cfg: Config) -> Self:
+        return cls(cfg)
+
+
 def objective_of(cfg: Config) -> Objective:
-    """The objective that `train.objective` names: one of ours, or module.path:Name, called."""
+    """The objective that `train.objective` names: one of ours, or module.path:Name."""
     name = cfg.train.objective
     if name == NEXT_TOKEN:
-        own = _NEXT_TOKEN.get(cfg.model.architecture.name)
-        return NextToken() if own is None else pkgutil.resolve_name(own)(cfg)
-    if name in CONFIGURED:
-        return pkgutil.resolve_name(CONFIGURED[name])(cfg)
+        default = "mjax.objectives.next_token:NextToken"
+        own = _NEXT_TOKEN.get(cfg.model.architecture.name, default)
+        return pkgutil.resolve_name(own).of(cfg)
+    if name in _CLASSES:
+        return pkgutil.resolve_name(_CLASSES[name]).of(cfg)
     try:
-        objective = pkgutil.resolve_name(name)()
+        make = pkgutil.resolve_name(name)
+        objective = make.of(cfg) if isinstance(make, MadeOfConfig) else make()
         is_one = isinstance(objective, Objective)
     except Exception as e:  # whatever the code of a user raises
         why = reason(e) if isinstance(e, ImportError) else f"{type(e).__name__}: {reason(e)}"
         raise UserError(
             f"train.objective={name}: {why}{line_of(e)}; set it to "
-            f"{', '.join((NEXT_TOKEN, *CONFIGURED))}, or to module.path:Name of a class that can "
-            "be imported and takes no arguments"
+            f"{', '.join((NEXT_TOKEN, *_CLASSES))}, or to module.path:Name of a class that can "
+            "be imported and takes no arguments, or has a class method of(cfg)"
         ) from e
     if not is_one or isinstance(objective, type):
         raise UserError(

@@ -10,30 +10,22 @@ from typing import ClassVar
 
 import numpy as np
 
-from mjax.config.schema.run import Config
 from mjax.models.architectures import NeighborDecoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
 from mjax.models.retrieval.chunked_attention import beside_neighbors, neighbor_rows
-from mjax.objectives.objective import (
-    FURTHER_COLUMNS,
-    Batch,
-    BatchField,
-    HostBatch,
-    NextToken,
-    further_lengths,
-)
+from mjax.objectives.fields import FURTHER_COLUMNS, Batch, BatchField, HostBatch, further_lengths
+from mjax.objectives.next_token import NextToken
+from mjax.objectives.objective import OfConfig
 
 
 @dataclass(frozen=True)
-class WithNeighbors(NextToken):
+class WithNeighbors(OfConfig, NextToken):
     """The cross-entropy of the next token in nats, a mean over unmasked tokens.
 
     The field "neighbors", int32 [B, C*n, R], has R tokens of each of the n neighbors of a chunk,
     -1 for padding, chunk by chunk.
     """
-
-    cfg: Config
 
     fields: ClassVar[Mapping[str, BatchField]] = NextToken.fields | {
         "neighbors": BatchField(np.int32, ("batch", "neighbors", "retrieved"), pad=-1)

@@ -12,21 +12,20 @@ from typing import ClassVar
 import numpy as np
 
 from mjax.config.languages.layer_pattern import ENCODER
-from mjax.config.schema.run import Config
 from mjax.models.architectures import EncoderDecoder
 from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.streams import Streams
-from mjax.objectives.objective import FURTHER_COLUMNS, Batch, BatchField, HostBatch, NextToken
+from mjax.objectives.fields import FURTHER_COLUMNS, Batch, BatchField, HostBatch
+from mjax.objectives.next_token import NextToken
+from mjax.objectives.objective import SPANS, OfConfig
 from mjax.objectives.span_fields import span_fields
 
 _OF_TARGET = ("batch", "target")
 
 
 @dataclass(frozen=True)
-class CorruptedSpans(NextToken):
+class CorruptedSpans(OfConfig, NextToken):
     """The cross-entropy of the decoder's next token in nats, a mean over unmasked tokens."""
-
-    cfg: Config
 
     fields: ClassVar[Mapping[str, BatchField]] = {
         "tokens": BatchField(np.int32),
@@ -35,6 +34,8 @@ class CorruptedSpans(NextToken):
         "labels": BatchField(np.int32, _OF_TARGET),
         "loss_mask": BatchField(np.float32, _OF_TARGET),
     }
+    dataset: ClassVar[str] = SPANS
+    pads_rows: ClassVar[bool] = True
 
     def tokens(self, batch: Batch, base: Tokens, ctx: Context) -> Tokens:
         """Facts about the decoder's tokens, with `base` as those about the encoder's."""

@@ -24,7 +24,9 @@ from mjax.models.towers.modalities import (
 )
 from mjax.models.towers.tiles import features_of_one_tile, padded_features
 from mjax.models.towers.tower_mesh import row_axes, whole_rows_here
-from mjax.objectives.objective import Batch, BatchField, HostBatch, NextToken, Scalars
+from mjax.objectives.fields import Batch, BatchField, HostBatch, Scalars
+from mjax.objectives.next_token import NextToken
+from mjax.objectives.objective import OfConfig
 
 
 def items_of(cfg: Config, name: str) -> Items:
@@ -36,7 +38,7 @@ def items_of(cfg: Config, name: str) -> Items:
 
 
 @dataclass(frozen=True)
-class WithItems(NextToken):
+class WithItems(OfConfig, NextToken):
     """The cross-entropy of the next token in nats, a mean over unmasked tokens of texts.
 
     A token `token_id` of a tower stands for one of an item's. It counts in no loss, and neither
@@ -45,8 +47,6 @@ class WithItems(NextToken):
     "vision_features" and "audio_features" say which of all tokens of its row's items stands in a
     token's place (`Tokens`), with "vision_weights" where images are cut into tiles.
     """
-
-    cfg: Config
 
     @property
     def model(self) -> ModelConfig:

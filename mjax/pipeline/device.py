@@ -21,8 +21,8 @@ from mjax.models.runtime.frozen import WeightParts, Weights, join_frozen, split_
 from mjax.models.runtime.run import LayerInputs
 from mjax.models.runtime.stacks import stack_groups
 from mjax.models.runtime.vjp import VjpLayout, split_vjp
+from mjax.objectives.fields import Batch, Scalars
 from mjax.objectives.local_model import LocalModel
-from mjax.objectives.objective import Batch, Scalars
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.schedule import Schedule, UnitTable
 

@@ -23,8 +23,9 @@ from mjax.models.runtime.frozen import join_frozen
 from mjax.models.runtime.stacks import unstack_groups
 from mjax.models.runtime.store import zero_sums
 from mjax.models.runtime.vjp import VjpLayout, join_vjp
+from mjax.objectives.fields import Batch, Scalars
 from mjax.objectives.local_model import LocalModel
-from mjax.objectives.objective import Batch, Denominators, Scalars
+from mjax.objectives.objective import Denominators
 from mjax.pipeline.device import Device, Unit, row_of
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.schedule import make_schedule

@@ -29,7 +29,7 @@ from mjax.models.towers.modalities import MODALITIES
 from mjax.models.towers.shared_weights import Joint
 from mjax.models.towers.tiles import CORNERS
 from mjax.models.towers.tower_mesh import is_whole, row_axes, whole_specs
-from mjax.objectives.objective import further_lengths
+from mjax.objectives.fields import further_lengths
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import on_shards
@@ -229,7 +229,7 @@ def _local_weights(cfg: Config, parallel: Parallel, block: Definition, kind: str
         weight = Weight(value, name=spec.matmul, inputs=spec.inputs)
         if recipe is None or not spec.takes_fp8:
             return weight
-        scales = jax.ShapeDtypeStruct((3,), jnp.float32)
+        scales = jax.ShapeDtypeStruct(recipe.scales_shape, jnp.float32)
         return replace(weight, scales=scales, recipe=recipe)
 
     specs = rounded_specs(block.specs, cfg.precision.fp8_experts)

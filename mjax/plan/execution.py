@@ -28,7 +28,7 @@ from mjax.config.languages.remat import offloaded, remat_policies
 from mjax.config.rules.train_rules import balances_over_batch
 from mjax.config.schema.run import Config, MeshConfig
 from mjax.errors import UserError
-from mjax.kernels.fp8.quantize import Recipe
+from mjax.kernels.fp8.recipe import recipe_of
 from mjax.models.base.context import Context, Documents, Kernels, Training
 from mjax.models.base.tensor_parallel_overlap import MIN_ROWS
 from mjax.models.runtime.execution import Execution, LayerPlan
@@ -83,7 +83,7 @@ def decide_execution(
     if zero == 2 and is_cut and micro_batches > 1:
         reduce = "micro_batch"
     apart = unroll == 0 and not pipelined
-    recipe = _recipe(cfg)
+    recipe = recipe_of(cfg.precision)
     skips_fp8 = recipe is not None and cfg.precision.fp8_skip_layers > 0
     return Execution(
         layers=layers,
@@ -248,11 +248,6 @@ def _is_cut(cfg: Config, sizes: dict[str, int]) -> bool:
     return cfg.mesh.zero_stage > 0 and min(shards, cfg.mesh.zero_group or shards) > 1
 
 
-def _recipe(cfg: Config) -> Recipe | None:
-    fp8, backend = cfg.precision.fp8, cfg.precision.fp8_backend
-    return None if fp8 == "none" else Recipe(fp8 == "delayed", backend)
-
-
 def _remat_text(cfg: Config) -> str:
     return "dots" if cfg.train.remat == "auto" else cfg.train.remat
 
@@ -307,11 +302,7 @@ def execution_lines(execution: Execution) -> list[str]:
         f"gradients   {e.micro_batches} micro-batches a step: {sums}",
     ]
     if e.recipe is not None:
-        scaling = "delayed" if e.recipe.delayed else "current"
         where = "where they are stored" if e.quantize_stored else "in every matmul"
         skipped = sum(not plan.fp8 for plan in e.layers)
-        lines.append(
-            f"FP8         {scaling} scaling by {e.recipe.backend}; weights rounded {where}; "
-            f"{skipped} layers left out"
-        )
+        lines.append(f"FP8         {e.recipe}; weights rounded {where}; {skipped} layers left out")
     return lines

@@ -6,11 +6,12 @@ from mjax.config.languages.layer_pattern import BRANCHES, DECODER, branches_of, 
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.kernels import Choice, choose
+from mjax.kernels.fp8.recipe import recipe_of
 from mjax.models.attention.calls import attention_call
 from mjax.models.attention.packed_products import adds_biases_only
 from mjax.models.base.branch import BranchInputs, KernelChoices, Workload, branch_class
 from mjax.models.base.context import PADDED_ROWS, Documents, tokens_of
-from mjax.objectives.objective import CONFIGURED
+from mjax.objectives.objective import PaddedRows, objective_of
 from mjax.plan.activations import stream_shapes
 from mjax.plan.execution import decide_execution, micro_batch_shape, training_context
 from mjax.sharding.collectives import Parallel
@@ -28,7 +29,7 @@ def kernel_lines(cfg: Config, sizes: dict[str, int]) -> list[str]:
 def workload(cfg: Config, sizes: dict[str, int]) -> Workload:
     """A micro-batch of the run on one device, as the branches' kernels see it."""
     rows, length = micro_batch_shape(cfg, sizes)
-    in_8_bits = cfg.precision.fp8 != "none"
+    in_8_bits = recipe_of(cfg.precision) is not None
     return Workload(
         dtype=cfg.precision.compute,
         rows=rows,
@@ -86,7 +87,7 @@ def attention_by_word(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     whole = training_context(cfg, Parallel(**sizes), Documents(most))
     shapes = stream_shapes(cfg, sizes, whole)
     texts_hold_one = bool(model.modalities) and not cfg.data.images.packed
-    rows_hold_one = cfg.train.objective in CONFIGURED or texts_hold_one  # and then padding
+    rows_hold_one = isinstance(objective_of(cfg), PaddedRows) or texts_hold_one  # and then padding
     choices: dict[str, Choice] = {}
     for word in sorted(model.branches):
         branch, stream = BRANCHES[word], streams[word]
@@ -131,8 +132,5 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
         choices["adam row"] = choose("adam_row", cfg.precision.grad_accum, ())
     recipe = execution.recipe
     if recipe is not None:
-        gradient = tokens, up[-1]
-        choices["quantize"] = choose(
-            "quantize", dtype, gradient, delayed=recipe.delayed, backend=recipe.backend
-        )
+        choices["quantize"] = recipe.gradient_kernel(dtype, (tokens, up[-1]))
     return choices

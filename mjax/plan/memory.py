@@ -215,7 +215,9 @@ class ParameterBytes:
         if self.execution.micro_batches == 1 and not is_gathered and not self.execution.pipelined:
             return 0.0
         width = WIDTH[self.execution.compute]
-        of_layers = width - (width - 1) * self._share_in_8_bits
+        recipe = self.execution.recipe
+        saved = 0.0 if recipe is None else (width - recipe.weight_bytes) * self._share_in_8_bits
+        of_layers = width - saved
         return width * self.count.tables + of_layers * self._whole_stacks
 
     def transposed_weights(self) -> float:

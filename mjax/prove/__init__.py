@@ -26,7 +26,7 @@ from mjax.data.multimodal.tiles import features_of_images
 from mjax.models.towers.modalities import MODALITIES, Items, features_of, features_of_tiles
 from mjax.models.towers.tiles import padded_features
 from mjax.models.towers.vision import image_fields
-from mjax.objectives.objective import further_lengths
+from mjax.objectives.fields import further_lengths
 from mjax.objectives.text_with_items import items_of
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import (

@@ -14,13 +14,14 @@ from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.data.corpus.bigram import bigram_cross_entropy
 from mjax.data.corpus.gpt import split_tokens
 from mjax.data.corpus.text import prepare_text
-from mjax.data.loader import Dataset, describe_data, make_loader
 from mjax.errors import UserError
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
-from mjax.objectives.objective import NEXT_TOKEN, HostBatch
+from mjax.objectives.fields import HostBatch
+from mjax.objectives.objective import NEXT_TOKEN
+from mjax.run.batches import BatchStream, RowsOf
 from mjax.run.monitor.metrics import Record
-from mjax.train.batch import field_maker
+from mjax.train.step import LOSSES
 from mjax.train.trainer import Trainer
 
 MAX_BIGRAM_TOKENS = 20_000_000  # training tokens that the bigram table is made from
@@ -31,7 +32,7 @@ class HeldOut:
     """Evaluates a trainer on data that it is not trained on."""
 
     trainer: Trainer
-    data: Dataset
+    stream: BatchStream
 
     def loss(self, beat: Callable[[], None]) -> Record:
         """The objective's losses and measures by name, `eval_loss` first; `eval_tokens`, its count.
@@ -40,7 +41,7 @@ class HeldOut:
         """
         found: list = []
         for batch in self.batches(self.trainer.local_rows):
-            found.append(self.trainer.run_program("eval", batch))
+            found.append(self.trainer.run_program(LOSSES, batch))
             beat()
             if len(found) > 1:  # one late, so that no more than two batches wait on the device
                 found[-2] = jax.device_get(found[-2])
@@ -55,23 +56,12 @@ class HeldOut:
     def nothing(self) -> str:
         """A line on held-out samples of which none counts."""
         train = self.trainer.cfg.train
-        names = describe_data(self.data, range(train.eval_steps * train.global_batch_size), 3)
+        names = self.stream.describe(0, train.eval_steps, 3)
         return f"held-out loss: there is none, for nothing of its samples counts: {names}"
 
-    def batches(self, rows: Callable[[int], slice] | None = None) -> Iterator[HostBatch]:
+    def batches(self, rows: RowsOf = None) -> Iterator[HostBatch]:
         """The batches of an evaluation, numpy [B, S] fields; `rows`: the part of this process."""
-        cfg = self.trainer.cfg
-        size = cfg.train.global_batch_size
-        return make_loader(
-            self.data,
-            lambda batch: (batch * size, size),
-            0,
-            cfg.train.eval_steps,
-            rows=rows,
-            make_fields=field_maker(cfg, self.trainer.objective),
-            prefetch=cfg.data.prefetch,
-            workers=cfg.data.workers,
-        )
+        return self.stream.batches(0, self.trainer.cfg.train.eval_steps, rows)
 
     def bigram_line(self, loss: float) -> str | None:
         """A line with `loss` beside what a table of token pairs reaches; None where not comparable.

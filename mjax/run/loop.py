@@ -23,18 +23,12 @@ from mjax.checkpoint.base.orbax_messages import quiet_saves
 from mjax.checkpoint.store import ensure_writable
 from mjax.config.load import dump
 from mjax.config.schema.run import Config
-from mjax.data.loader import Dataset, build_datasets, make_loader
 from mjax.errors import UserError
 from mjax.files import replace_text
 from mjax.models.flops import flops_of_run
-from mjax.objectives.objective import Batch, HostBatch
-from mjax.optim.schedule import (
-    batch_range,
-    consumed_samples,
-    final_step,
-    held_out_samples,
-    rates_of_step,
-)
+from mjax.objectives.fields import Batch, HostBatch
+from mjax.optim.schedule import batch_range, final_step, rates_of_step
+from mjax.run.batches import BatchSource, BatchStream, RunBatches, from_config
 from mjax.run.evaluation import HeldOut, read_prompt, sample_text
 from mjax.run.faults.replicas import ReplicaCheck
 from mjax.run.faults.run_lock import LOCK_NAME, RunLock
@@ -49,9 +43,9 @@ from mjax.run.monitor.diagnostics import Diagnostics
 from mjax.run.monitor.host_time import HostTime, figures_of
 from mjax.run.monitor.log_writer import reason, warn
 from mjax.run.monitor.profile import Profiler
-from mjax.run.resume import changes, resume, trained_with
+from mjax.run.resume import changes, restored_record, resume
 from mjax.sharding.spec import count_frozen, count_parameters
-from mjax.train.batch import AheadBatch, field_maker, placed_ahead
+from mjax.train.batch import AheadBatch, placed_ahead
 from mjax.train.trainer import Trainer
 
 # Metrics of a step that a record has in places of their own, or not at all.
@@ -66,7 +60,7 @@ OF_RUN = "metrics.jsonl", "config.yaml", "wandb_id"
 class TrainingRun:
     """A training run in this process.
 
-    data: what it trains on. held_out: evaluates on held-out data, or None without such data.
+    stream: what it trains on. held_out: evaluates on held-out data, or None without such data.
     start: steps completed before this process. last: the step to stop after.
     trained: steps of this process that changed the weights.
     data_error: why there are no more batches.
@@ -78,7 +72,7 @@ class TrainingRun:
     replicas: ReplicaCheck
     diagnostics: Diagnostics
     log: metrics.Log
-    data: Dataset
+    stream: BatchStream
     held_out: HeldOut | None
     start: int
     last: int
@@ -110,8 +104,10 @@ class DispatchedStep:
     figures: Figures | None = None  # the metrics on the host, once the step is settled
 
 
-def train(cfg: Config, mesh: Mesh | None = None) -> None:
+def train(cfg: Config, mesh: Mesh | None = None, batch_source: BatchSource = from_config) -> None:
     """Train as `cfg` says until steps, tokens, time or a signal end it, resuming if run.dir can.
+
+    The batches are those of `batch_source`, by default of the datasets that `cfg.data` names.
 
     Raises `UserError` for mistakes of the user, `NonFiniteLoss` when training diverges and
     `ReplicasDiffer` when a device errs.
@@ -128,13 +124,9 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
     ):
         note = resume(trainer)
         last = final_step(cfg)
-        train_data, held_out_data = build_datasets(
-            cfg, consumed_samples(cfg.train, last), held_out_samples(cfg), trained_with(trainer)
-        )
-        padding = cfg.model.architecture.reads_target  # behind the documents of a row
-        for data in filter(None, (train_data, held_out_data)):
-            padded = data.padded or (padding and data.max_documents == 1)
-            trainer.programs.bound_documents(data.max_documents + padding, padded)
+        batches = batch_source(trainer, restored_record(trainer))
+        trainer.checkpoints.batches_at = batches.record_at
+        bound_documents(trainer, batches)
         prompt = read_prompt(cfg)
         is_resumed = trainer.step_number > 0
         if trainer.state is None:
@@ -146,8 +138,7 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
             log.say(f"nothing left to train: step {step} of {last}; raise train.steps")
             trainer.store.apply_retention()  # of a run that was killed as it ended
             return
-        held_out = None if held_out_data is None else HeldOut(trainer, held_out_data)
-        run = start_run(trainer, lock, log, (train_data, held_out), last)
+        run = start_run(trainer, lock, log, batches, last)
         if is_resumed:
             log.keep_event(run.start, note)
         if is_resumed and (line := changes(trainer)):
@@ -157,18 +148,22 @@ def train(cfg: Config, mesh: Mesh | None = None) -> None:
             loss = finish(run, stop_reason)
         if stop_reason != SIGNALED:
             is_first = jax.process_index() == 0
-            if loss is not None and is_first and (line := held_out.bigram_line(loss)):
+            if loss is not None and is_first and (line := run.held_out.bigram_line(loss)):
                 log.say(line)
             if prompt is not None:
                 log.say(f"sample: {sample_text(trainer, *prompt, cfg.train.sample_tokens)}")
 
 
+def bound_documents(trainer: Trainer, batches: RunBatches) -> None:
+    """Promise the trainer's programs how many documents the rows of a run hold at most."""
+    padding = trainer.cfg.model.architecture.reads_target  # behind the documents of a row
+    for stream in filter(None, (batches.training, batches.held_out)):
+        padded = stream.padded or (padding and stream.max_documents == 1)
+        trainer.programs.bound_documents(stream.max_documents + padding, padded)
+
+
 def start_run(
-    trainer: Trainer,
-    lock: RunLock,
-    log: metrics.Log,
-    data: tuple[Dataset, HeldOut | None],
-    last: int,
+    trainer: Trainer, lock: RunLock, log: metrics.Log, batches: RunBatches, last: int
 ) -> TrainingRun:
     """Returns the run up to step `last`; an earlier run's files stay until a step is trained."""
     cfg, store, start = trainer.cfg, trainer.store, trainer.step_number
@@ -184,7 +179,8 @@ def start_run(
     limit = cfg.checkpoint.max_failed_saves
     saver = Saver(trainer, lock, log, watchdog, cfg.checkpoint.interval, limit)
     replicas = ReplicaCheck(trainer, saver, log, cfg.train.check_replicas_interval)
-    suspects = Suspects(trainer, Judge(cfg.train), saver, replicas, log, watchdog, data[0])
+    describe = batches.training.describe
+    suspects = Suspects(trainer, Judge(cfg.train), saver, replicas, log, watchdog, describe)
     profiler = Profiler(lock.path.parent, cfg.log.profile_steps, last, log.event)
     return TrainingRun(
         trainer=trainer,
@@ -194,8 +190,8 @@ def start_run(
         diagnostics=Diagnostics(trainer, log, cfg.log.diagnostics_interval),
         profiler=profiler,
         log=log,
-        data=data[0],
-        held_out=data[1],
+        stream=batches.training,
+        held_out=None if batches.held_out is None else HeldOut(trainer, batches.held_out),
         start=start,
         last=last,
         watchdog=watchdog,
@@ -204,17 +200,8 @@ def start_run(
 
 def train_steps(run: TrainingRun, stopper: Stopper) -> int:
     """Run steps start + 1 to last; returns GO_ON, or the reason for stopping before."""
-    cfg, trainer, judge = run.cfg, run.trainer, run.suspects.judge
-    batches = make_loader(
-        run.data,
-        partial(batch_range, cfg.train),
-        run.start,
-        run.last - run.start,
-        rows=trainer.local_rows,
-        make_fields=field_maker(cfg, trainer.objective),
-        prefetch=cfg.data.prefetch,
-        workers=cfg.data.workers,
-    )
+    trainer, judge = run.trainer, run.suspects.judge
+    batches = run.stream.batches(run.start, run.last - run.start, trainer.local_rows)
     previous: DispatchedStep | None = None
     with contextlib.closing(batches):
         ahead = placed_ahead(partial(placed_by, run), run.host.waiting(batches))

@@ -43,20 +43,15 @@ def begin(trainer: Trainer) -> str:
     return f"starting at step 0 from the weights in {' and '.join(sources)}\n{loaded}"
 
 
-def trained_with(trainer: Trainer) -> str | None:
-    """Digest of the tokenizer that the restored weights were trained with, if it is recorded."""
-    return _record(trainer).get("text_digests", {}).get("tokenizer")
-
-
-def _record(trainer: Trainer) -> dict:
-    """The record of the step that was restored."""
+def restored_record(trainer: Trainer) -> dict:
+    """The record of the checkpoint that was restored, {} for a new run."""
     source = trainer.checkpoints.source or trainer.store
     return source.read_meta(trainer.step_number) if trainer.step_number else {}
 
 
 def changes(trainer: Trainer) -> str:
     """A line on what this run has otherwise than its checkpoint: keys, the text; or ""."""
-    cfg, record = trainer.cfg, _record(trainer)
+    cfg, record = trainer.cfg, restored_record(trainer)
     ours, defaults = cfg.model_dump(mode="json"), Config().model_dump(mode="json")
     found = differences(record["config"], ours, defaults)
     found = [line for line in found if not line.startswith(SILENT_KEYS)]

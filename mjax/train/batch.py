@@ -14,16 +14,8 @@ from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.kernels.base.chooser import this_device
 from mjax.models.attention.context_parallel import zigzag
-from mjax.objectives.objective import (
-    FURTHER_COLUMNS,
-    LAYER_FIELDS,
-    Batch,
-    BatchField,
-    FieldMaker,
-    HostBatch,
-    Objective,
-    require_dictionary,
-)
+from mjax.objectives.fields import FURTHER_COLUMNS, LAYER_FIELDS, Batch, BatchField, HostBatch
+from mjax.objectives.objective import FieldMaker, Objective, require_dictionary
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.mesh import global_array, local_part
 from mjax.sharding.rules import partition

@@ -9,6 +9,7 @@ counts if its step is not older, and an explicit step is always of run.dir.
 import contextlib
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,11 +37,13 @@ class Checkpoints:
     """Saves and restores states of this layout, in run.dir/checkpoints.
 
     source: the tier of the state that was restored last.
+    batches_at: returns what the checkpoint of a step records of a run's batches, as JSON.
     """
 
     cfg: Config
     layout: StateLayout
     source: Store | NodeStore | None = None
+    batches_at: Callable[[int], dict] | None = None
 
     @cached_property
     def store(self) -> Store:
@@ -68,12 +71,16 @@ class Checkpoints:
         and `SaveFailed` if the files cannot be written or those of the save before could not.
         """
         self._require_finite(step, state)
+        self.store.batches = self._batches_record(step)
         self.store.save(step, canonical(self.layout.storage, state), held_out_loss)
 
     def save_local(self, step: int, state: State) -> None:
         """Start to save a step in the local tier. Raises `NonFiniteLoss` as `save` does."""
         self._require_finite(step, state)
-        self.local.save(step, state)
+        self.local.save(step, state, self._batches_record(step))
+
+    def _batches_record(self, step: int) -> dict:
+        return {} if self.batches_at is None else self.batches_at(step)
 
     def _require_finite(self, step: int, state: State) -> None:
         bad = first_nonfinite(self._count_nonfinite(state["params"]))

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from mjax.config.languages.layer_pattern import roles_of
 from mjax.config.schema.model import ModelConfig
 from mjax.models.base.activation_statistics import nothing_seen
 from mjax.models.base.context import Probe
-from mjax.objectives.objective import Batch
+from mjax.objectives.fields import Batch
 from mjax.sharding.collectives import AXES
+from mjax.train.program_kind import ProgramKind
 from mjax.train.step import Program, State, evaluation_sums
 
 
@@ -27,6 +29,13 @@ def seen_layers(program: Program, state: State, batch: Batch) -> dict[str, jax.A
     start = nothing_seen(*sizes)
     _, totals, _ = evaluation_sums(program, model, state, batch, start)
     return {name: program.parallel.psum(total, *AXES) for name, total in totals.items()}
+
+
+LAYER_STATISTICS = ProgramKind(
+    seen_layers,
+    inputs=lambda on: (on.weights, on.batch),
+    outputs=lambda on: P(),
+)
 
 
 def layer_record(cfg: ModelConfig, seen: dict[str, np.ndarray]) -> dict:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from mjax.models.runtime.stacks import stacked
-from mjax.objectives.objective import Batch
+from mjax.objectives.fields import Batch
 from mjax.sharding.collectives import Parallel, mesh_axes
 from mjax.sharding.spec import ParamSpec, is_spec, trained_only
+from mjax.train.program_kind import ProgramKind
 from mjax.train.step import Program, State, clip_factor, compute_gradients
 
 
@@ -80,3 +81,10 @@ def _norms(tree: dict, partitions: dict, specs: dict, parallel: Parallel) -> dic
         return parallel.all_gather(norms, over_layers, 0)
 
     return jax.tree.map(norm, specs, partitions, tree, is_leaf=is_spec)
+
+
+NORMS = ProgramKind(
+    step_norms,
+    inputs=lambda on: (on.state, on.batch, P(), P()),
+    outputs=lambda on: P(),
+)

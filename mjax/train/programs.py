@@ -1,6 +1,6 @@
 """The programs of a trainer: what is static in them, and how they are mapped and jitted.
 
-Each is a function of local shards (`train/step.py`) under one `shard_map` that is manual over all
+Each is a `ProgramKind`, a function of local shards, under one `shard_map` that is manual over all
 axes of the mesh.
 """
 
@@ -17,8 +17,9 @@ from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.models.base.context import Documents
 from mjax.models.base.params import ModelDefinition
+from mjax.objectives.fields import Batch
 from mjax.objectives.local_model import LocalModel
-from mjax.objectives.objective import Batch, Objective, WholeBatch
+from mjax.objectives.objective import Objective, WholeBatch
 from mjax.pipeline.layout import Layout
 from mjax.plan.execution import (
     decide_evaluation,
@@ -32,15 +33,14 @@ from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards
 from mjax.train import step as steps
 from mjax.train.batch import batch_partitions, bound_of_documents
-from mjax.train.layer_statistics import seen_layers
-from mjax.train.norms import step_norms
-from mjax.train.state import StateLayout, without_moments
+from mjax.train.program_kind import ProgramKind, ProgramPartitions
+from mjax.train.state import StateLayout
 
 
 class ProgramKey(NamedTuple):
-    """The purpose of a program, and the rows and documents of the batches it is compiled for."""
+    """A kind of program, and the rows and documents of the batches it is compiled for."""
 
-    kind: str
+    kind: ProgramKind
     rows: int
     max_documents: int
     padded: bool
@@ -79,12 +79,8 @@ class Programs:
         self.max_documents = max(self.max_documents, bound_of_documents(self.cfg, most))
         self.padded = self.padded and (padded or most == 1)
 
-    def jitted(self, kind: str, rows: int) -> jax.stages.Wrapped:
-        """The program `kind` on global arrays, jitted.
-
-        Its function is in `train/step.py` (train, grads or eval), in `train/norms.py` (norms) or in
-        `train/layer_statistics.py` (layers). "train" takes over the memory of its state.
-        """
+    def jitted(self, kind: ProgramKind, rows: int) -> jax.stages.Wrapped:
+        """The program of this kind on global arrays with batches of `rows` sequences, jitted."""
         key = ProgramKey(kind, rows, self.max_documents, self.padded)
         if key not in self._jitted:
             self._jitted[key] = self._jit(kind, self.program(rows))
@@ -104,7 +100,7 @@ class Programs:
         # In fp16 the devices pick the rates (`train/rates.py`).
         in_fp16 = self.state_layout.scaler is not None
         rate = jax.ShapeDtypeStruct((), np.float32, sharding=on_all) if in_fp16 else scalar
-        step = self.jitted("train", batch["rows"].shape[0])
+        step = self.jitted(steps.TRAIN, batch["rows"].shape[0])
         return step.lower(self.state_layout.abstract(), batch, rate, rate, gate)
 
     def program(self, rows: int) -> steps.Program:
@@ -150,24 +146,18 @@ class Programs:
             scaler=self.state_layout.scaler,
         )
 
-    def _jit(self, kind: str, program: steps.Program) -> jax.stages.Wrapped:
+    def _jit(self, kind: ProgramKind, program: steps.Program) -> jax.stages.Wrapped:
         mesh = self.state_layout.mesh
         devices = list(mesh.devices.flat)
-        state = self.state_layout.partitions()
-        batch = batch_partitions(program.model.objective, program.parallel)
-        inputs = without_moments(state), batch
-        gradients = steps.Gradients(P(), P(), P(), program.placement.of_gradients)
-        function, inputs, outputs = {
-            "train": (steps.train_step, (state, batch, P(), P(), P()), (state, P())),
-            "grads": (steps.gradients, inputs, gradients),
-            "eval": (steps.batch_losses, inputs, P()),
-            "layers": (seen_layers, inputs, P()),
-            "norms": (step_norms, (state, batch, P(), P()), P()),
-        }[kind]
-        body = functools.partial(function, program)
+        partitions = ProgramPartitions(
+            self.state_layout.partitions(),
+            batch_partitions(program.model.objective, program.parallel),
+            program.placement.of_gradients,
+        )
+        body = functools.partial(kind.function, program)
         if devices[0].platform == "cpu" and len(devices) > 1:
             body = in_program_order(body)
-        mapped = on_shards(body, mesh, inputs, outputs)
+        mapped = on_shards(body, mesh, kind.inputs(partitions), kind.outputs(partitions))
         overlaps = program.model.ctx.kernels.overlap_rows is not None
         options = compiler_options(
             program.execution,
@@ -177,6 +167,5 @@ class Programs:
             reads_pairs=devices[0].platform != "cpu" and reads_pairs(self.cfg, dict(mesh.shape)),
             reads_images="vision" in self.cfg.model.embedded,
         )
-        donate = 0 if kind == "train" else None
         options |= self.xla_options
-        return jax.jit(mapped, donate_argnums=donate, compiler_options=options or None)
+        return jax.jit(mapped, donate_argnums=kind.donated, compiler_options=options or None)

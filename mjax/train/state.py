@@ -205,10 +205,6 @@ def _global_indices(placement: Placement, storage: Storage) -> Callable:
     return of_name
 
 
-def without_moments(state: dict) -> dict:
-    return {name: part for name, part in state.items() if name != "opt"}
-
-
 def _is_on_host(a: jax.ShapeDtypeStruct) -> bool:
     return a.sharding.memory_kind == "pinned_host"
 

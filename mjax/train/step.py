@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from mjax.models.base.weight import add_gradients, with_sums
 from mjax.models.runtime.buffers import (
@@ -30,21 +31,16 @@ from mjax.models.runtime.execution import Execution
 from mjax.models.runtime.frozen import join_frozen, split_frozen
 from mjax.models.runtime.stacks import stacked
 from mjax.models.runtime.store import scatter_micro_batch, store_gradients, zero_sums
+from mjax.objectives.fields import FURTHER_COLUMNS, Batch, Scalars
 from mjax.objectives.local_model import LocalModel
-from mjax.objectives.objective import (
-    FURTHER_COLUMNS,
-    Batch,
-    Denominators,
-    Scalars,
-    divisor,
-    require_scalars,
-)
+from mjax.objectives.objective import Denominators, divisor, require_scalars
 from mjax.optim.build import Optimizer
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.run import pipeline_gradients, pipeline_losses
 from mjax.sharding.collectives import AXES, DATA_AXES, Parallel, global_norm
 from mjax.sharding.rules import Placement
 from mjax.train.loss_scale import LossScaler
+from mjax.train.program_kind import ProgramKind
 
 # {"params": nested dict, "opt": nested dict, "step": int32 []}, and where a run has buffers
 # "buffers": {name: tree} (models/runtime/buffers.py), in fp16 "loss_scale" (train/loss_scale.py)
@@ -317,3 +313,23 @@ def split_batch(batch: Batch, micro_batches: int) -> Batch:
         return field.reshape(micro_batches, -1, *field.shape[1:])
 
     return {name: split(name, field) for name, field in batch.items()}
+
+
+# ---- the programs of this file ------------------------------------------------------------------
+
+TRAIN = ProgramKind(
+    train_step,
+    inputs=lambda on: (on.state, on.batch, P(), P(), P()),
+    outputs=lambda on: (on.state, P()),
+    donated=(0,),
+)
+GRADIENTS = ProgramKind(
+    gradients,
+    inputs=lambda on: (on.weights, on.batch),
+    outputs=lambda on: Gradients(P(), P(), P(), on.gradients),
+)
+LOSSES = ProgramKind(
+    batch_losses,
+    inputs=lambda on: (on.weights, on.batch),
+    outputs=lambda on: P(),
+)

@@ -14,10 +14,11 @@ from mjax.checkpoint.base.source import Source
 from mjax.checkpoint.store import Store
 from mjax.config.schema.run import Config
 from mjax.config.validate import validate
-from mjax.kernels.fp8.quantize import require_fp8
+from mjax.kernels.fp8.recipe import recipe_of
 from mjax.models import definition_of
 from mjax.models.towers.tower_mesh import with_whole_towers
-from mjax.objectives.objective import Batch, HostBatch, further_lengths, objective_of
+from mjax.objectives.fields import Batch, HostBatch, further_lengths
+from mjax.objectives.objective import objective_of
 from mjax.optim.build import patterns_of
 from mjax.pipeline.layout import layout_of
 from mjax.pipeline.storage import canonical
@@ -29,10 +30,11 @@ from mjax.train import step as steps
 from mjax.train.batch import BatchPlacer, most_documents, only_padding_follows
 from mjax.train.checkpoints import Checkpoints
 from mjax.train.loss_scale import skipped_samples
-from mjax.train.norms import Norms
+from mjax.train.norms import NORMS, Norms
+from mjax.train.program_kind import ProgramKind, without_moments
 from mjax.train.programs import Programs
 from mjax.train.rates import StepRates
-from mjax.train.state import state_layout, without_moments
+from mjax.train.state import state_layout
 
 
 class Trainer:
@@ -59,8 +61,8 @@ class Trainer:
             devices = jax.devices() if mesh is None else mesh.devices.flatten()
         cfg, self.why = resolve_auto(cfg, devices, self.specs)
         validate(cfg, device_count=len(devices))
-        if cfg.precision.fp8 != "none":
-            require_fp8(devices[0], cfg.precision.fp8_backend)
+        if (recipe := recipe_of(cfg.precision)) is not None:
+            recipe.require(devices[0])
         if cfg.run.deterministic:
             fix_reduction_order()
         self.cfg = cfg
@@ -172,7 +174,7 @@ class Trainer:
         is_placed = isinstance(batch.get("rows"), jax.Array)
         placed = batch if is_placed else self.place(batch)
         state, self.state = self._live(), None  # donated: gone if the step fails
-        step = self._program("train", placed)
+        step = self._program(steps.TRAIN, placed)
         if not isinstance(is_open, jax.Array):
             is_open = replicated(self.mesh, is_open)
         gate = steps.Gate(np.float32(most_loss), is_open)
@@ -186,7 +188,7 @@ class Trainer:
         """The norms of the step that `step` would do on this batch; the state stays."""
         placed = self.place(batch)
         rates = self.rates.of_step(self.step_number)
-        return self._program("norms", placed)(self._live(), placed, *rates)
+        return self._program(NORMS, placed)(self._live(), placed, *rates)
 
     def set_step(self, number: int) -> None:
         """Count `number` steps from here on, with the weights as they are."""
@@ -198,19 +200,22 @@ class Trainer:
 
         Gradients are global arrays in a nested dict.
         """
-        found = self.run_program("grads", batch)
+        found = self.run_program(steps.GRADIENTS, batch)
         gradients = canonical(self.storage, found.gradients)
         return found.losses["loss"], found.norm, gradients
 
     def evaluate(self, batch: HostBatch) -> tuple[jax.Array, jax.Array]:
         """(sum, count) of the loss called "loss" of a global batch, without dropout."""
-        sums, counts = self.run_program("eval", batch)
+        sums, counts = self.run_program(steps.LOSSES, batch)
         return sums["loss"], counts["loss"]
 
-    def run_program(self, kind: str, batch: HostBatch) -> tuple | dict:
-        """The result of a program on a global batch, without moments (`Programs.jitted`)."""
+    def run_program(self, kind: ProgramKind, batch: HostBatch, *more: object) -> object:
+        """The result of a program whose inputs are the weights, a global batch and `more`.
+
+        The weights are the state without moments (`Partitions.weights`).
+        """
         placed = self.place(batch)
-        return self._program(kind, placed)(without_moments(self._live()), placed)
+        return self._program(kind, placed)(without_moments(self._live()), placed, *more)
 
     def lower(self, batch_size: int | None = None) -> jax.stages.Lowered:
         """The train step lowered for this mesh and an abstract batch, nothing allocated."""
@@ -223,6 +228,6 @@ class Trainer:
         self.programs.bound_documents(most_documents(batch), only_padding_follows(batch))
         return placed
 
-    def _program(self, kind: str, batch: dict) -> jax.stages.Wrapped:
-        """The program `kind` for batches like `batch`."""
+    def _program(self, kind: ProgramKind, batch: Batch) -> jax.stages.Wrapped:
+        """The program of this kind for batches like `batch`."""
         return self.programs.jitted(kind, batch["rows"].shape[0])

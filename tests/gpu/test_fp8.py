@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels.fp8.quantize import E4M3, E5M2, Recipe, amax_of, scale_of
+from mjax.kernels.fp8.quantize import E4M3, E5M2, amax_of, scale_of
+from mjax.kernels.fp8.recipe import RECIPES
 from mjax.models.base.weight import Weight, matmul
 from mjax.plan.xla_options import CUBLAS
 from tests.devices import CPU, choose_for
@@ -26,7 +27,9 @@ def test_product_and_gradients_are_the_cpus(shape, delayed, monkeypatch):
 
     def all_three(x, w, g, scales):
         def product(x, w):
-            return matmul(x, Weight(w, scales=scales, recipe=Recipe(delayed)))
+            return matmul(
+                x, Weight(w, scales=scales, recipe=RECIPES["delayed" if delayed else "current"]())
+            )
 
         y, vjp = jax.vjp(product, x, w)
         return y, *vjp(g)

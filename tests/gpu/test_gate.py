@@ -10,6 +10,7 @@ import pytest
 from mjax.kernels.elementwise import gate
 from mjax.kernels.elementwise.gate import E4M3, E5M2
 from mjax.kernels.fp8 import quantize as q
+from mjax.kernels.fp8.recipe import Delayed
 from mjax.models.base.weight import Weight
 from mjax.models.feedforward.mlp_fp8 import gated_mlp_fp8
 from mjax.plan.xla_options import CUBLAS
@@ -110,7 +111,7 @@ def test_block_is_the_cpus(monkeypatch, summed):
 
     def weight(w):
         total = jnp.zeros(w.shape) if summed else None
-        return Weight(w, scales=scale(w), grad_sum=total, recipe=q.Recipe(delayed=True))
+        return Weight(w, scales=scale(w), grad_sum=total, recipe=Delayed())
 
     def everything(x, g, up, down):
         y, pull = jax.vjp(lambda x, up, down: gated_mlp_fp8(x, up, down, "silu"), x, up, down)

@@ -9,15 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mjax.kernels.fp8 import transformer_engine
-from mjax.kernels.fp8.quantize import (
-    E4M3,
-    E5M2,
-    Recipe,
-    amax_of,
-    quantize_stack,
-    quantize_to,
-    scale_of,
-)
+from mjax.kernels.fp8.quantize import E4M3, E5M2, amax_of, quantize_stack, quantize_to, scale_of
+from mjax.kernels.fp8.recipe import RECIPES
 from mjax.models.base.weight import Weight, matmul
 from mjax.models.feedforward import mlp_fp8
 from mjax.plan.xla_options import CUBLAS
@@ -66,7 +59,7 @@ def test_product_and_gradients_are_those_of_xla(shape, delayed, rounded):
         def all_of_it(x, w, bits, g, scales):
             def product(x, w, scales):
                 w8 = bits if rounded else None
-                recipe = Recipe(delayed, backend)
+                recipe = RECIPES["delayed" if delayed else "current"](backend)
                 return matmul(x, Weight(w, w8, scales=scales, recipe=recipe))
 
             y, vjp = jax.vjp(product, x, w, scales)

@@ -4,7 +4,7 @@ import time
 
 import jax
 
-from mjax.objectives.objective import NextToken
+from mjax.objectives.next_token import NextToken
 
 SECONDS = 3.0  # far longer than a step, also on a busy machine
 

@@ -18,7 +18,7 @@ from mjax.convert import main as convert
 from mjax.errors import UserError
 from mjax.interop.pretrained import from_pretrained
 from mjax.models.base.context import Context, Kernels, tokens_of
-from mjax.objectives.objective import MultiToken
+from mjax.objectives.next_token import MultiToken
 from mjax.sharding.collectives import LOCAL
 from tests.oracle.families import make
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mjax.config.languages.remat import not_kept, remat_policies
 from mjax.config.rules.mesh_rules import count_slots, not_for_cudnn
 from mjax.config.rules.rule import rule, rules_of
-from mjax.config.schema.run import Config
+from mjax.config.schema.run import FP8_NOT_BUILT, Config
 
 
 def _sequences_per_micro_batch(c: Config) -> int:
@@ -140,7 +140,7 @@ def pairs_need_others(c: Config) -> Iterator[str]:
 
 @rule("set precision.fp8=current or delayed, which Hopper and Blackwell both run")
 def fp8_of_blackwell(c: Config) -> Iterator[str]:
-    if c.precision.fp8 in ("mxfp8", "nvfp4"):
+    if c.precision.fp8 in FP8_NOT_BUILT:
         yield (
             "`precision.fp8`: block-scaled recipes need Blackwell (compute capability 10) and are "
             "not built"

@@ -15,7 +15,7 @@ from mjax.config.languages.optax_arguments import PREFIX
 from mjax.config.rules.rule import rule
 from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.model import AttentionConfig, ModelConfig, MoeConfig
-from mjax.config.schema.run import Config
+from mjax.config.schema.run import FP8_RECIPES, Config
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ NEEDS = (
     _value(
         "precision: fp8_skip_layers fp8_experts fp8_backend",
         "precision.fp8",
-        *("current", "delayed", "mxfp8", "nvfp4"),
+        *FP8_RECIPES,
     ),
     _value("precision.fp8_amax_history", "precision.fp8", "delayed"),
     _value(

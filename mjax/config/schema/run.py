@@ -5,7 +5,7 @@ and values are never coerced across types (a string is not a number). Names are 
 for parallelism. Rules across groups live in `validate.py`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -250,7 +250,7 @@ class TrainConfig(Group):
     objective: str = "next_token"
     """Task to train for: next_token, masked_lm (docs/models/encoders.md), classify,
     span_corruption, classify_images, contrastive (docs/models/multimodal.md), or module.path:Name
-    of a class like those of objectives/objective.py.
+    of a class like those of `objectives/`.
     """
     steps: int = Field(1000, ge=1, le=10**12)
     max_tokens: int | None = Field(None, ge=1)
@@ -352,6 +352,12 @@ class CheckpointConfig(Group):
     """Start the tower of sounds from the encoder in this Whisper folder, after init_from."""
 
 
+# Recipes of 8 bits: `kernels/fp8/recipe.py` has a class for each, but for those that are not built.
+Fp8 = Literal["none", "current", "delayed", "mxfp8", "nvfp4"]
+FP8_RECIPES = get_args(Fp8)[1:]
+FP8_NOT_BUILT = "mxfp8", "nvfp4"
+
+
 class PrecisionConfig(Group):
     """Masters are kept in `params`; the forward and backward pass run in `compute`."""
 
@@ -368,7 +374,7 @@ class PrecisionConfig(Group):
     """Steps in a row without overflow that double the scale."""
     hysteresis: int = Field(2, ge=1)
     """Overflows until the scale is halved; then each one halves it."""
-    fp8: Literal["none", "current", "delayed", "mxfp8", "nvfp4"] = "none"
+    fp8: Fp8 = "none"
     """Blocks multiply in 8 bits, scaled by the tensor's maximum or by that of the last steps; mxfp8
     and nvfp4 (block-scaled) need Blackwell.
     """

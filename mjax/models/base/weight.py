@@ -18,15 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.tree_util import register_dataclass
 
-from mjax.kernels.elementwise.gate import E4M3
-from mjax.kernels.fp8.quantize import (
-    Recipe,
-    bits_as_e4m3,
-    dot8,
-    quantize_gradient,
-    quantize_tensor,
-    quantize_to,
-)
+from mjax.kernels.fp8.recipe import Recipe
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
@@ -184,55 +176,52 @@ read_value.defvjp(_read_value_forward, _read_value_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_fp8(parallel: Parallel, x: jax.Array, w: Weight) -> jax.Array:
-    """x [M, K], w [K, N] -> [M, N]: e4m3 operands forward, e5m2 gradients."""
+    """x [M, K], w [K, N] -> [M, N], each operand rounded by the recipe of w."""
     return _matmul_fp8_forward(parallel, x, w)[0]
 
 
 def _matmul_fp8_forward(parallel: Parallel, x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
-    x_scale = w.scales[0]
-    x8, used = quantize_tensor(w.recipe, x, x_scale, E4M3, parallel)
+    x8 = w.recipe.round_input(x, w.scales, parallel)
     w8, axis = forward_operand(w)
-    scales = used[0], w.scales[1]
-    backend = w.recipe.backend
-    y = dot8(x8, w8, (1, axis), scales, x.dtype, backend=backend)
-    kept = x8, used, kept_for_backward(w)
+    y = w.recipe.product(x8, w8, axis, w.scales, x.dtype)
+    kept = x8, kept_for_backward(w)
     return y, kept
 
 
 def _matmul_fp8_backward(parallel: Parallel, saved: tuple, g: jax.Array) -> tuple:
-    x8, used_x, w = saved
-    backend = w.recipe.backend
-    g8, g8_transposed, used_g = quantize_gradient(w.recipe, g, w.scales[2], parallel)
-    dot = functools.partial(dot8, precise=True, backend=backend)
+    x8, w = saved
+    recipe = w.recipe
+    g8 = recipe.round_gradient(g, w.scales, parallel)
     w8 = backward_operand(w)
-    dx = dot(g8, w8, (1, 1), (used_g[0], w.scales[1]), g.dtype)
+    dx = recipe.input_gradient(g8, w8, w.scales, g.dtype)
 
     def product(dtype: jnp.dtype) -> jax.Array:
-        if backend == "te":  # its matmul of fp32 is untried
-            dtype = g.dtype
-        return dot(x8, g8_transposed, (0, 1), (used_x[0], used_g[0]), dtype)
+        dtype = recipe.sum_dtype(dtype, g.dtype)
+        return recipe.weight_gradient(x8, g8, dtype)
 
-    return dx, cotangent_fp8(w, product, g.dtype, (used_x[1], used_g[1]))
+    seen = x8.used[1], g8.used[1]
+    cotangent = cotangent_fp8(w, product, g.dtype, seen)
+    return dx, cotangent
 
 
 _matmul_fp8.defvjp(_matmul_fp8_forward, _matmul_fp8_backward)
 
 
 def forward_operand(w: Weight) -> tuple[jax.Array, int]:
-    """(a weight [K, N] in e4m3, its axis that a forward contracts).
+    """(a weight [K, N] in 8 bits, its axis that a forward contracts).
 
     It is transposed where the transposed bits are there.
     """
     if w.transposed is not None:
-        return bits_as_e4m3(w.transposed), 1
+        return w.recipe.stored_weight(w.transposed), 1
     return backward_operand(w), 0
 
 
 def backward_operand(w: Weight) -> jax.Array:
-    """A weight [K, N] in e4m3, from its bits where they are there."""
+    """A weight [K, N] in 8 bits, from its stored bits where they are there."""
     if w.bits is not None:
-        return bits_as_e4m3(w.bits)
-    return quantize_to(w.value, w.scales[1], E4M3)
+        return w.recipe.stored_weight(w.bits)
+    return w.recipe.round_weight(w.value, w.scales)
 
 
 def kept_for_backward(w: Weight) -> Weight:

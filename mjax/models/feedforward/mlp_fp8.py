@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.elementwise import gate
 from mjax.kernels.elementwise.gate import E4M3, E5M2
-from mjax.kernels.fp8.quantize import SCALES, Recipe, dot8
+from mjax.kernels.fp8.quantize import SCALES, dot8
+from mjax.kernels.fp8.recipe import Recipe
 from mjax.models.base.weight import (
     Weight,
     as_matrix,
@@ -28,13 +29,8 @@ from mjax.models.base.weight import (
 
 
 def supports(recipe: Recipe | None, act: str) -> bool:
-    """Whether `gated_mlp_fp8` computes a block with the activation function `act`.
-
-    Current scaling must know a maximum before it rounds. Transformer Engine has its own passes.
-    """
-    if recipe is None or not recipe.delayed:
-        return False
-    return recipe.backend == "xla" and act in gate.GATES
+    """Whether `gated_mlp_fp8` computes a block with the activation function `act`."""
+    return recipe is not None and recipe.supports("gated mlp") and act in gate.GATES
 
 
 def gated_mlp_fp8(x: jax.Array, up: Weight, down: Weight, act: str) -> jax.Array:

@@ -8,7 +8,7 @@ Tokens are rounded before their rows are gathered, and so are the gradients of t
 and rows are gathered as bytes. In the one function tokens and gradients travel over ep and tp as
 bytes, too: all devices know the scale, so rounding before is rounding after. One scale is that of
 all experts: of a stack of weights, of rows and of gradients, by the recipes of dense weights
-(`kernels/fp8/quantize.py`). Invariant: the result is that of rounding each operand of the matmuls
+(`kernels/fp8/recipe.py`). Invariant: the result is that of rounding each operand of the matmuls
 in `experts.py`.
 """
 
@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.kernels.elementwise import gate
 from mjax.kernels.elementwise.gate import E4M3, E5M2
-from mjax.kernels.fp8.quantize import SCALES, bits_as_e4m3, quantize_by
+from mjax.kernels.fp8.quantize import SCALES
 from mjax.kernels.matmul.grouped import grouped_matmul8
 from mjax.models.base.weight import Weight, backward_operand, kept_for_backward
 from mjax.models.moe.dispatch import (
@@ -59,7 +59,7 @@ def _up_backward(parallel, expert, kept, dh):
     up = kept[2]
     scale = up.scales[2]
     flat = dh.reshape(len(dh), -1)
-    d8, used_d = quantize_by(gate.to_fp8_both, up.recipe, flat, scale, E5M2, parallel)
+    d8, used_d = up.recipe.round_by(gate.to_fp8_both, flat, scale, E5M2, parallel)
     dx, d_up = _gradients_of_up(expert, kept, d8, used_d, dh.dtype)
     return dx, d_up, None
 
@@ -97,7 +97,7 @@ def multiply_down8(
 
 def _down_forward(parallel, expert, h, gates, down, dispatch):
     rows = expert.weighted(h, gates_of_rows(gates, dispatch))
-    a8, used = quantize_by(gate.to_fp8, down.recipe, rows, down.scales[0], E4M3, parallel)
+    a8, used = down.recipe.round_by(gate.to_fp8, rows, down.scales[0], E4M3, parallel)
     used = checkpoint_name(used, SCALES)
     y = _by_weights(expert, a8.plain, used, down, dispatch, h.dtype)
     kept = h, gates, used, kept_for_backward(down), dispatch
@@ -129,7 +129,7 @@ multiply_down8.defvjp(_down_forward, _down_backward)
 def in_one(expert: Expert, up: Weight, has_biases: bool) -> bool:
     """Whether `gated_experts8` computes such experts."""
     plain = expert.gated and expert.limit is None and not has_biases
-    return plain and up.recipe.delayed and expert.hidden_act in gate.GATES
+    return plain and up.recipe.supports("gated experts") and expert.hidden_act in gate.GATES
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -277,7 +277,7 @@ def _round_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """(x [T, D] in 8 bits, fp32 [2] of its scale and maximum), by scale `which` of w's."""
     dtype = E5M2 if which == 2 else E4M3
-    x8, used = quantize_by(gate.to_fp8, w.recipe, x, w.scales[which], dtype, parallel)
+    x8, used = w.recipe.round_by(gate.to_fp8, x, w.scales[which], dtype, parallel)
     return x8.plain, checkpoint_name(used, SCALES)
 
 
@@ -299,7 +299,7 @@ def _by_weights(expert, rows, used, w, dispatch, dtype):
     if turned is None:
         turned = jnp.swapaxes(_matrices8(w), 1, 2)
     else:
-        turned = bits_as_e4m3(turned)
+        turned = w.recipe.stored_weight(turned)
     scale, sizes = _without(used, w), dispatch.sizes
     return grouped_matmul8(rows, turned, sizes, scale, dtype, expert.kernel)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.run import PrecisionConfig
-from mjax.kernels.fp8.quantize import empty_history, remember
+from mjax.kernels.fp8.recipe import RECIPES, Recipe, recipe_of
 from mjax.models.runtime.load import fp8_leaves
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.rules import Placement
@@ -54,10 +54,10 @@ class Buffer:
 
 def buffers_of(precision: PrecisionConfig, specs: dict) -> dict[str, Buffer]:
     """The buffers of a run, by name; `specs` are the parameters' as stored."""
-    buffers = {}
-    if precision.fp8 == "delayed":
-        buffers["fp8"] = maxima_buffer(specs, precision.fp8_amax_history)
-    return buffers
+    recipe = recipe_of(precision)
+    if recipe is None or not recipe.remembers:
+        return {}
+    return {"fp8": maxima_buffer(recipe, specs, precision.fp8_amax_history)}
 
 
 def buffer_keys(config: dict) -> list[str]:
@@ -65,19 +65,20 @@ def buffer_keys(config: dict) -> list[str]:
 
     A run that is resumed may not change them.
     """
-    delayed = config["precision"].get("fp8") == "delayed"
-    names = "fp8", "fp8_amax_history", "fp8_experts"
-    return [f"precision.{name}" for name in names] if delayed else []
+    recipe = RECIPES.get(config["precision"].get("fp8"))
+    if recipe is None or not recipe.remembers:
+        return []
+    return [f"precision.{name}" for name in ("fp8", "fp8_amax_history", "fp8_experts")]
 
 
-def maxima_buffer(specs: dict, steps: int) -> Buffer:
-    """The maxima of the last steps for delayed scaling: {stack: {matmul: fp32 [L, 2, steps]}}."""
+def maxima_buffer(recipe: Recipe, specs: dict, steps: int) -> Buffer:
+    """The maxima of the last steps that a recipe remembers: {stack: {matmul: fp32 [L, ..]}}."""
 
     def initial(params: dict) -> dict:
-        return empty_history(fp8_leaves(params, specs), steps)
+        return recipe.first_state(fp8_leaves(params, specs), steps)
 
     def update(history: dict, seen: Seen, parallel: Parallel) -> tuple[dict, jax.Array]:
-        return remember(history, seen.maxima, parallel)
+        return recipe.next_state(history, seen.maxima, parallel)
 
     return Buffer(initial, ("layers",), update)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from mjax.config.languages.layer_pattern import stack_index, stack_of
-from mjax.kernels.fp8.quantize import Recipe
+from mjax.kernels.fp8.recipe import Recipe
 from mjax.sharding.rules import ParamPlacement, is_partly_read
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import jax
 
-from mjax.kernels.fp8.quantize import quantize_stack, step_scales, transposed_bits, weight_amax
+from mjax.kernels.fp8.quantize import transposed_bits
 from mjax.models.base.weight import Weight, WeightOrArray
 from mjax.models.runtime.execution import Execution, is_matmul_weight
 from mjax.sharding.rules import ParamPlacement, Placement
@@ -38,13 +38,14 @@ def fp8_scales(
 ) -> dict:
     """The scales of a step, {stack: {matmul: [L, 3]}}; empty without FP8.
 
-    `history` holds the maxima of the last steps for delayed scaling.
+    `history` is the state of the recipe, if it has one.
     """
     if execution.recipe is None:
         return {}
     masters = fp8_leaves(params, placement.specs)
-    amax = weight_amax(masters, execution.compute, placement.parallel)
-    return step_scales(amax, history, tokens)
+    return execution.recipe.step_scales(
+        masters, execution.compute, history, tokens, placement.parallel
+    )
 
 
 @jax.named_scope("gather")
@@ -91,7 +92,7 @@ def _load_weight(
     value = master.astype(execution.compute)
     bits = None
     if scales is not None and execution.quantize_stored and is_matmul_weight(where):
-        bits = quantize_stack(value, scales)
+        bits = execution.recipe.store_weights(value, scales)
     if in_layer and execution.overlap:
         value = master.astype(execution.accumulate)
 

@@ -12,15 +12,15 @@ import contextlib
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
 
 from mjax.checkpoint.store import SaveFailed
 from mjax.config.schema.run import TrainConfig
-from mjax.data.loader import Dataset, describe_data
 from mjax.errors import NonFiniteLoss, ReplicasDiffer, UserError
-from mjax.objectives.objective import HostBatch
+from mjax.objectives.fields import HostBatch
 from mjax.optim.schedule import batch_range
 from mjax.run.faults.replicas import ReplicaCheck
 from mjax.run.faults.saving import Saver
@@ -86,7 +86,7 @@ class Judge:
 class Suspects:
     """Repeats the suspect steps of a run and does with them what its judge says.
 
-    data: of the run, to name the samples of a step.
+    describe: returns words for the samples of batches (`BatchStream.describe`).
     """
 
     trainer: Trainer
@@ -95,7 +95,7 @@ class Suspects:
     replicas: ReplicaCheck
     log: Log
     watchdog: Watchdog
-    data: Dataset
+    describe: Callable[[int, int, int], str]
     _accepted: tuple[int, HostBatch, float] | None = None  # the last step, its batch and loss
 
     def settle(
@@ -157,7 +157,7 @@ class Suspects:
     def _samples(self, step: int, most: int) -> str:
         """Words for the samples of a step, and what they are made of."""
         first, count = batch_range(self.trainer.cfg.train, step - 1)
-        names = describe_data(self.data, range(first, first + count), most)
+        names = self.describe(step - 1, 1, most)
         return f"samples {first} to {first + count - 1} of the data order: {names}"
 
     def _save(self, step: int) -> None:

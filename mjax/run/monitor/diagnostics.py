@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from mjax.config.languages.layer_pattern import stack_of
-from mjax.objectives.objective import HostBatch, NextToken
+from mjax.objectives.fields import HostBatch
+from mjax.objectives.next_token import NextToken
 from mjax.run.monitor.metrics import Log, Record
-from mjax.train.layer_statistics import layer_record
+from mjax.train.layer_statistics import LAYER_STATISTICS, layer_record
 from mjax.train.norms import Norms
 from mjax.train.trainer import Trainer
 
@@ -37,7 +38,7 @@ class Diagnostics:
             return
         batches = batch, *(halves(batch) if has_noise_scale(self.trainer, batch) else ())
         self._asked[step] = [self.trainer.norms(one) for one in batches]
-        self._seen[step] = self.trainer.run_program("layers", batch)
+        self._seen[step] = self.trainer.run_program(LAYER_STATISTICS, batch)
 
     def write(self, step: int) -> None:
         """Log what was asked for at this step, if anything was."""

@@ -21,6 +21,7 @@ from mjax.models.flops import flops_per_token
 from mjax.objectives.masked import MaskedTokens
 from mjax.objectives.objective import objective_of
 from mjax.prove import FEATURES, Cell, deviation, make_batch, make_trainer
+from mjax.train.step import LOSSES
 from tests.marks import quick, slow
 from tests.measures import measured
 from tests.triton_interpreter import interpret
@@ -137,7 +138,7 @@ def test_tokens_see_those_behind_them_and_the_flops_say_so():
     batch["loss_mask"][:, 0] = 1
     changed = batch | {"tokens": batch["tokens"].copy()}
     changed["tokens"][:, -1] += np.where(batch["tokens"][:, -1] > 100, -1, 1)
-    losses = [trainer.run_program("eval", b)[0]["loss"] for b in (batch, changed)]
+    losses = [trainer.run_program(LOSSES, b)[0]["loss"] for b in (batch, changed)]
     assert losses[0] != losses[1]
     model = trainer.cfg.model
     causal = model.model_copy(update={"layer_pattern": "G"})

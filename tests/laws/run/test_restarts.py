@@ -26,11 +26,11 @@ TINY = [*BASE, f"train.steps={STEPS}", f"schedule.decay_steps={STEPS}", "checkpo
 FAULTY = """
     import itertools, os, signal, sys, time
     from mjax.errors import run_cli
-    from mjax.run import loop
+    from mjax.run import batches, loop
     from mjax.train import __main__
     how = sys.argv.pop(1)
     is_faulty = os.environ["JAX_PROCESS_ID"] == "1"
-    load = loop.make_loader
+    load = batches.make_loader
 
     def hanging(*arguments, **keywords):
         for number, batch in enumerate(load(*arguments, **keywords)):
@@ -43,7 +43,7 @@ FAULTY = """
     if how == "save" and is_faulty:
         loop.Trainer.save = lambda self, loss: time.sleep(10**6)
     elif how != "save":
-        loop.make_loader = hanging
+        batches.make_loader = hanging
     run_cli(__main__.main)
 """
 

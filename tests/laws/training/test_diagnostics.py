@@ -19,7 +19,7 @@ from mjax.run.loop import train
 from mjax.run.monitor.diagnostics import Diagnostics, halves, noise_record, norm_record
 from mjax.run.monitor.metrics import _scalars
 from mjax.sharding.mesh import make_mesh
-from mjax.train.layer_statistics import expert_record, layer_record
+from mjax.train.layer_statistics import LAYER_STATISTICS, expert_record, layer_record
 from tests.laws.run.test_failures import records
 from tests.marks import quick, slow
 from tests.tiny import TINY
@@ -88,7 +88,7 @@ def test_figures_of_activations_are_those_of_one_device(feature, cell):
 
 def seen_record(feature, cell) -> dict:
     trainer, batch = drawn(feature, cell)
-    seen = jax.device_get(trainer.run_program("layers", batch))
+    seen = jax.device_get(trainer.run_program(LAYER_STATISTICS, batch))
     return layer_record(trainer.cfg.model, seen)
 
 
@@ -96,7 +96,9 @@ def test_figures_of_activations_are_those_of_the_model():
     trainer, batch = drawn("dense", Cell())
     batch["segment_ids"] = np.ones_like(batch["tokens"])
     batch["positions"] = np.broadcast_to(np.arange(16, dtype=np.int32), batch["tokens"].shape)
-    record = layer_record(trainer.cfg.model, jax.device_get(trainer.run_program("layers", batch)))
+    record = layer_record(
+        trainer.cfg.model, jax.device_get(trainer.run_program(LAYER_STATISTICS, batch))
+    )
     model = trainer.definition.bind(trainer.params())
     _, kept = trace(model, jnp.asarray(batch["tokens"]), keep=["layers.?"])
     for layer in range(4):
@@ -127,7 +129,7 @@ def test_loads_of_experts_are_those_of_one_device(feature, cell):
     for where in (cell, Cell(rows=cell.rows)):
         trainer, batch = drawn(feature, where)
         model = trainer.cfg.model
-        seen = jax.device_get(trainer.run_program("layers", batch))
+        seen = jax.device_get(trainer.run_program(LAYER_STATISTICS, batch))
         with_experts = ["experts" in branches_of(kind) for kind in model.layer_kinds]
         tokens = batch["tokens"].size * np.asarray(with_experts)
         np.testing.assert_array_equal(seen["layer_tokens"], tokens)

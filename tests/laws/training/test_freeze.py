@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
-from mjax.train.step import Gate
+from mjax.train.step import TRAIN, Gate
 from tests.marks import quick, slow
 
 ROWS = 24
@@ -114,7 +114,7 @@ def exchanged_and_computed(trainer: Trainer) -> tuple[set, set]:
     """Shapes that the step sums over devices, and shapes of its products."""
     batch = trainer.placer.abstract(ROWS, trainer.cfg.data.seq_length)
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    program = trainer._program("train", batch)
+    program = trainer._program(TRAIN, batch)
     gate = Gate(scalar, jax.ShapeDtypeStruct((), np.bool_))
     jaxpr = jax.make_jaxpr(program)(trainer.abstract_state(), batch, scalar, scalar, gate).jaxpr
     sums, products = set(), set()

@@ -17,7 +17,8 @@ from mjax.config import load
 from mjax.data.loader import make_loader
 from mjax.data.mock import MockDataset
 from mjax.errors import UserError
-from mjax.objectives.objective import BatchField
+from mjax.objectives.fields import BatchField
+from mjax.objectives.objective import PaddedRows, dataset_kind, objective_of
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.run.evaluation import HeldOut
 from mjax.run.loop import train
@@ -61,6 +62,30 @@ class Denoise:
             "hidden": (np.reshape(draws, (-1, width)) < 0.3).astype(np.int32),
             "weight": 1.0 + rows % 2,
         }
+
+
+class DenoiseLast(Denoise):
+    """Denoising whose hidden tokens are the last of the config's vocabulary."""
+
+    dataset, pads_rows = "labelled", True
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+    @classmethod
+    def of(cls, cfg):
+        return cls(cfg.model.vocab_size - 1)
+
+
+def test_an_objective_may_be_made_of_the_config_and_say_what_data_it_trains_on():
+    mine, toy = (
+        load(None, ["data.mock=true", f"train.objective={__name__}:{name}"])
+        for name in ("DenoiseLast", "Denoise")
+    )
+    assert objective_of(mine).hidden == mine.model.vocab_size - 1
+    assert (dataset_kind(mine), dataset_kind(toy)) == ("labelled", "tokens")
+    assert isinstance(objective_of(mine), PaddedRows)
+    assert not isinstance(objective_of(toy), PaddedRows)
 
 
 def noisy_batch(rows: int) -> dict[str, np.ndarray]:

@@ -27,7 +27,9 @@ from mjax.generate.options import end_ids
 from mjax.interop.huggingface.families.engine import config_from_hf
 from mjax.interop.pretrained import Pretrained
 from mjax.models import build, split
-from mjax.objectives.objective import BatchField, NextToken, objective_of
+from mjax.objectives.fields import BatchField
+from mjax.objectives.next_token import NextToken
+from mjax.objectives.objective import objective_of
 from mjax.train.batch import field_maker
 from mjax.train.trainer import Trainer
 from tests.marks import quick

@@ -12,6 +12,7 @@ from mjax.kernels.base import chooser
 from mjax.kernels.elementwise import gate
 from mjax.kernels.elementwise.gate import E4M3, E5M2, GateTile
 from mjax.kernels.fp8 import quantize as q
+from mjax.kernels.fp8.recipe import Delayed
 from mjax.models.base.weight import Weight, matmul
 from mjax.models.feedforward import mlp_fp8
 from mjax.models.feedforward.mlp import activate, activated, gated
@@ -220,7 +221,7 @@ def block(dtype, act):
 
     def weight(name, w, scales, sums):
         total = (sums or {}).get(name)
-        return Weight(w, scales=scales[name], grad_sum=total, name=name, recipe=q.Recipe(True))
+        return Weight(w, scales=scales[name], grad_sum=total, name=name, recipe=Delayed())
 
     def apart(x, up, down, scales):
         h = matmul(x, weight("up", up, scales, None)).astype(jnp.float32)

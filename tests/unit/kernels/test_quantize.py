@@ -12,7 +12,7 @@ from mjax.errors import UserError
 from mjax.kernels.elementwise.gate import E4M3, E5M2
 from mjax.kernels.fp8 import quantize as q
 from mjax.kernels.fp8 import transformer_engine
-from mjax.kernels.fp8.quantize import Recipe
+from mjax.kernels.fp8.recipe import Current, Delayed
 from mjax.models.base.weight import Weight, add_gradients, matmul
 from mjax.sharding.collectives import LOCAL
 
@@ -68,7 +68,8 @@ def scales(w, x=0.0, g=0.0):
 
 
 def weight(w, scales, delayed=False, inputs=1, backend="xla"):
-    return Weight(w, scales=scales, inputs=inputs, recipe=Recipe(delayed, backend))
+    recipe = Delayed(backend) if delayed else Current(backend)
+    return Weight(w, scales=scales, inputs=inputs, recipe=recipe)
 
 
 def operands(dtype, shape=((2, 24, 32), (32, 2, 40))):
@@ -140,10 +141,10 @@ def test_history_follows_a_plain_model():
     """Six steps of two layers against the rule written out in numpy."""
     length, tokens, rng = 3, 100.0, np.random.default_rng(0)
     weights = {"dense": {"up": jnp.float32([0.3, 7.0])}}
-    history = q.empty_history({"dense": {"up": jnp.zeros((2, 5, 5))}}, length)
+    history = Delayed().first_state({"dense": {"up": jnp.zeros((2, 5, 5))}}, length)
     past = [[], []]
     for _ in range(6):
-        made = q.step_scales(weights, history, tokens)["dense"]["up"]
+        made = Delayed()._scales_of(weights, history, tokens)["dense"]["up"]
         for layer in (0, 1):
             top = np.max(past[layer][-length:], axis=0) if past[layer] else None
             x, g = top if top is not None else (64.0, 1024.0 / tokens)
@@ -168,10 +169,10 @@ def test_a_gpu_without_fp8_is_refused():
         platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
 
     with pytest.raises(UserError, match="A100 has compute capability 8.0.*set precision.fp8=none"):
-        q.require_fp8(Device())
+        Current().require(Device())
     Device.compute_capability = "9.0"
-    q.require_fp8(Device())
-    q.require_fp8(jax.devices("cpu")[0])
+    Current().require(Device())
+    Current().require(jax.devices("cpu")[0])
 
 
 # ---- Transformer Engine, which runs on GPUs only (tests/gpu/test_te.py) -------------------------
@@ -190,20 +191,20 @@ def fresh():
 
 def test_transformer_engine_is_refused_on_cpus():
     with pytest.raises(UserError, match="no kernels for CPUs; set precision.fp8_backend=xla"):
-        q.require_fp8(jax.devices("cpu")[0], "te")
+        Current("te").require(jax.devices("cpu")[0])
 
 
 def test_transformer_engine_that_is_missing_is_refused(monkeypatch, fresh):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(UserError, match=r"does not load .*install mjax\[te\] or set precision.fp8"):
-        q.require_fp8(Gpu(), "te")
+        Current("te").require(Gpu())
 
 
 def test_transformer_engine_of_another_make_is_refused(monkeypatch, fresh):
     for name in ("transformer_engine", "transformer_engine.jax"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     with pytest.raises(UserError, match="2.20 for JAX does not load .ImportError: cannot import"):
-        q.require_fp8(Gpu(), "te")
+        Current("te").require(Gpu())
 
 
 def plain_te() -> SimpleNamespace:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mjax.kernels.elementwise.gate import E4M3, E5M2
-from mjax.kernels.fp8.quantize import Recipe, quantize_stack, scale_of, transposed_bits
+from mjax.kernels.fp8.quantize import quantize_stack, scale_of, transposed_bits
+from mjax.kernels.fp8.recipe import Current, Delayed, Recipe
 from mjax.models.base.weight import Weight
 from mjax.models.moe import matmuls_fp8 as fp8
 from mjax.models.moe.dispatch import make_dispatch
@@ -70,7 +71,7 @@ def far(a, e) -> float:
 @pytest.mark.parametrize("delayed, held", [(True, 2), (False, E)])
 def test_they_are_near_and_one_function_is_two(delayed, held):
     """Held experts are all, or half, so that rows of no expert are left over."""
-    expert, recipe = Expert("silu", True), Recipe(delayed)
+    expert, recipe = Expert("silu", True), (Delayed() if delayed else Current())
     exact = run(in_two(expert, multiply_up, multiply_down), *operands(None, held, False))
     one, two = (
         lambda *of: fp8.multiply_up8(LOCAL, *of),
@@ -101,7 +102,7 @@ def in_one(expert, rows):
 @pytest.mark.parametrize("held,bits,sums", [(2, True, True), (E, False, False)])
 def test_many_passes_equal_one(held, bits, sums):
     expert = Expert("silu", True)
-    given = operands(Recipe(True), held, bits)
+    given = operands(Delayed(), held, bits)
     if not sums:
         weights = (replace(w, grad_sum=None) for w in given[2:4])
         given = *given[:2], *weights, given[4]

@@ -12,7 +12,7 @@ from mjax.config import load
 from mjax.config.rules.mesh_rules import mesh_sizes
 from mjax.errors import UserError
 from mjax.models import definition_of
-from mjax.objectives.objective import NextToken
+from mjax.objectives.next_token import NextToken
 from mjax.plan.absent_devices import as_on, described_devices, parse_described
 from mjax.plan.auto import FRACTION, choose_memory_policy, choose_zero, propose_mesh, resolve_auto
 from mjax.plan.chips import named_chips

@@ -1,0 +1,69 @@
+"""The fields of a batch: their dtypes and axes, those that layers read, and the lengths of axes.
+
+A batch is a dictionary of arrays by the name of a field. An objective names its own fields.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from mjax.config.schema.run import Config
+from mjax.models.towers.modalities import MODALITIES
+from mjax.models.towers.tiles import CORNERS
+
+# The fields of an objective, of the layers, and the place of each token (`train/batch.py`).
+Batch = dict[str, jax.Array]
+
+# The same on the host, before it is placed on the mesh.
+HostBatch = dict[str, np.ndarray]
+
+# fp32 scalars by name: sums or shares of losses and statistics, or their counts.
+Scalars = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class BatchField:
+    """One array of a batch.
+
+    axes: logical axes (`sharding/rules.py`): "batch" first, then "seq", or "target" of what an
+        encoder-decoder's decoder reads, if it has one. "neighbors", "retrieved": of each row, those
+        of all chunks, and the tokens of one. "images", "image_tokens" and "sounds", "sound_tokens":
+        likewise. "pixels", "mels": the numbers that such a token is embedded from. "corners": of a
+        token, the features that it is made of (`models/towers/tiles.py`).
+    pad: the value in rows that fill up a batch. They count in no loss.
+    """
+
+    dtype: type
+    axes: tuple[str, ...] = ("batch", "seq")
+    pad: float = 0
+
+
+# The fields that layers read. They are part of every batch, whatever the objective.
+LAYER_FIELDS = {
+    "segment_ids": BatchField(np.int32),
+    "positions": BatchField(np.int32),
+}
+
+
+# The fields with the columns of tokens along axes that only some batches have, by axis.
+FURTHER_COLUMNS = {
+    "target": "decoder_columns",
+    "retrieved": "neighbor_columns",
+}
+FURTHER_COLUMNS |= {modality.axes[1]: modality.columns for modality in MODALITIES.values()}
+
+
+def further_lengths(cfg: Config) -> dict[str, int | None]:
+    """The lengths of the axes of a batch besides its rows and the columns of a row."""
+    retro = cfg.model.retro
+    neighbors = cfg.data.seq_length // retro.chunk_length * retro.num_neighbors
+    lengths = {"neighbors": neighbors, "retrieved": retro.retrieved_length}
+    lengths["pixels"] = cfg.model.vision.numbers
+    lengths["corners"] = CORNERS
+    for name in cfg.model.modalities:
+        tower = cfg.model.tower(name)
+        length = tower.row_length(cfg.item_size(name))
+        sizes = tower.max_items, length, tower.numbers
+        lengths |= dict(zip(MODALITIES[name].axes, sizes, strict=True))
+    return lengths | {"target": cfg.data.target_length}

@@ -1,0 +1,129 @@
+"""The batches of a run: a stream for training, one for evaluation, and their record on resume.
+
+`loop.train` takes a `BatchSource`. Its default, `from_config`, reads the datasets that the config
+names. Conversations, pairs or rollouts come from another source, and the loop stays as it is.
+Invariant: a batch of training is a function of its step and of what an earlier checkpoint records.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from mjax.config.schema.run import Config
+from mjax.data.loader import Dataset, build_datasets, describe_data, make_loader
+from mjax.objectives.fields import HostBatch
+from mjax.objectives.objective import Objective
+from mjax.optim.schedule import batch_range, consumed_samples, final_step, held_out_samples
+from mjax.train.batch import field_maker
+from mjax.train.trainer import Trainer
+
+# Returns the rows to read, of so many in a global batch; None: all of them.
+RowsOf = Callable[[int], slice] | None
+
+
+class BatchStream(Protocol):
+    """The batches of training, or those of an evaluation.
+
+    max_documents: a bound on the documents in a row.
+    padded: whether a row is one document, and then maybe padding.
+    """
+
+    @property
+    def max_documents(self) -> int: ...
+
+    @property
+    def padded(self) -> bool: ...
+
+    def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
+        """Batch numbers start to start + count - 1, the first of a run being 0.
+
+        A batch holds the fields of the objective and of the layers. In training it has as many rows
+        as `batch_range` counts for its step. The iterator has `close()`, as a generator has.
+        """
+
+    def describe(self, start: int, count: int, most: int) -> str:
+        """Words for messages on what these batches are made of; of many sources, `most`."""
+
+
+def record_nothing(step: int) -> dict:
+    """The record of streams whose batches are functions of the config and the step."""
+    return {}
+
+
+@dataclass(frozen=True)
+class RunBatches:
+    """The batches of a run.
+
+    held_out: those of an evaluation, which takes `train.eval_steps` from the first; or None.
+    record_at: returns what a checkpoint of a step must keep for the batches after it, as JSON. The
+        loop reads ahead, so it is asked about a step whose following batches are read already.
+    """
+
+    training: BatchStream
+    held_out: BatchStream | None = None
+    record_at: Callable[[int], dict] = record_nothing
+
+
+# Makes the batches of a run from its trainer, which has its state if the run goes on, and from the
+# record of the checkpoint that it goes on from, {} for a new run. `record["batches"]` is what
+# `record_at` gave.
+BatchSource = Callable[[Trainer, dict], RunBatches]
+
+
+@dataclass(frozen=True)
+class DatasetStream:
+    """The batches of a dataset.
+
+    range_of: (first sample, count) of a batch.
+    """
+
+    data: Dataset
+    cfg: Config
+    objective: Objective
+    range_of: Callable[[int], tuple[int, int]]
+
+    @property
+    def max_documents(self) -> int:
+        return self.data.max_documents
+
+    @property
+    def padded(self) -> bool:
+        return self.data.padded
+
+    def batches(self, start: int, count: int, rows: RowsOf) -> Iterator[HostBatch]:
+        return make_loader(
+            self.data,
+            self.range_of,
+            start,
+            count,
+            rows=rows,
+            make_fields=field_maker(self.cfg, self.objective),
+            prefetch=self.cfg.data.prefetch,
+            workers=self.cfg.data.workers,
+        )
+
+    def describe(self, start: int, count: int, most: int) -> str:
+        first, _ = self.range_of(start)
+        end = sum(self.range_of(start + count - 1))
+        return describe_data(self.data, range(first, end), most)
+
+
+def from_config(trainer: Trainer, record: dict) -> RunBatches:
+    """The batches of the datasets that `data` names.
+
+    Raises `UserError` as `build_datasets` does.
+    """
+    cfg, objective = trainer.cfg, trainer.objective
+    size = cfg.train.global_batch_size
+    samples = consumed_samples(cfg.train, final_step(cfg)), held_out_samples(cfg)
+    tokenizer = record.get("text_digests", {}).get("tokenizer")
+    train, held_out = build_datasets(cfg, *samples, tokenizer)
+    training = DatasetStream(train, cfg, objective, partial(batch_range, cfg.train))
+    if held_out is None:
+        return RunBatches(training)
+
+    def held_out_range(batch: int) -> tuple[int, int]:
+        return batch * size, size
+
+    return RunBatches(training, DatasetStream(held_out, cfg, objective, held_out_range))

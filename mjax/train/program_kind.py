@@ -1,0 +1,53 @@
+"""`ProgramKind`: what a trainer can compile and run, as one value.
+
+A kind is a function of local shards with the partitions of what it takes and returns. The five of
+pretraining are TRAIN, GRADIENTS and LOSSES (`step.py`), NORMS (`norms.py`) and LAYER_STATISTICS
+(`layer_statistics.py`). A room above adds one by making a value, for example a pass that returns
+the log-probability of each token. `Trainer.run_program` runs it; nothing is registered.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ProgramPartitions:
+    """The partitions of what programs take and return, trees of `PartitionSpec`.
+
+    state: all of the state.
+    batch: the fields of a placed batch.
+    gradients: the gradients of the trained parameters.
+    """
+
+    state: dict
+    batch: dict
+    gradients: dict
+
+    @property
+    def weights(self) -> dict:
+        """The state without the moments of the optimizer."""
+        return without_moments(self.state)
+
+
+@dataclass(frozen=True)
+class ProgramKind:
+    """A program that a trainer compiles once for each shape of a batch.
+
+    function: computes outputs from (`step.Program`, *inputs), all local shards.
+    inputs: returns the partition of each input. A batch is among the inputs.
+    outputs: returns the partitions of the outputs, a tree or the prefix of one.
+    donated: positions of inputs whose memory the program takes over.
+
+    Define a kind once, in a module: two that are built alike are compiled twice.
+    """
+
+    function: Callable[..., Any]
+    inputs: Callable[[ProgramPartitions], tuple]
+    outputs: Callable[[ProgramPartitions], Any]
+    donated: tuple[int, ...] = ()
+
+
+def without_moments(state: dict) -> dict:
+    """A state, or its partitions, without the moments of the optimizer."""
+    return {name: part for name, part in state.items() if name != "opt"}
