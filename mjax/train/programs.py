@@ -28,6 +28,7 @@ from mjax.plan.execution import (
 )
 from mjax.plan.kernel_lines import reads_pairs
 from mjax.plan.xla_options import compiler_options, device_facts
+from mjax.sharding.collectives import DATA_AXES
 from mjax.sharding.cpu_collective_order import in_program_order
 from mjax.sharding.mesh import on_shards
 from mjax.train import step as steps
@@ -35,6 +36,7 @@ from mjax.train.batch import batch_partitions, bound_of_documents
 from mjax.train.layer_statistics import seen_layers
 from mjax.train.norms import step_norms
 from mjax.train.state import StateLayout, without_moments
+from mjax.train.token_scores import batch_scores
 
 
 class ProgramKey(NamedTuple):
@@ -82,8 +84,9 @@ class Programs:
     def jitted(self, kind: str, rows: int) -> jax.stages.Wrapped:
         """The program `kind` on global arrays, jitted.
 
-        Its function is in `train/step.py` (train, grads or eval), in `train/norms.py` (norms) or in
-        `train/layer_statistics.py` (layers). "train" takes over the memory of its state.
+        Its function is in `train/step.py` (train, grads or eval), in `train/norms.py` (norms), in
+        `train/layer_statistics.py` (layers) or in `train/token_scores.py` (scores). "train" takes
+        over the memory of its state.
         """
         key = ProgramKey(kind, rows, self.max_documents, self.padded)
         if key not in self._jitted:
@@ -162,6 +165,7 @@ class Programs:
             "grads": (steps.gradients, inputs, gradients),
             "eval": (steps.batch_losses, inputs, P()),
             "layers": (seen_layers, inputs, P()),
+            "scores": (batch_scores, inputs, P(DATA_AXES)),
             "norms": (step_norms, (state, batch, P(), P()), P()),
         }[kind]
         body = functools.partial(function, program)

@@ -15,6 +15,7 @@ from mjax.checkpoint.store import Store
 from mjax.config.schema.run import Config
 from mjax.config.validate import validate
 from mjax.kernels.fp8.quantize import require_fp8
+from mjax.kernels.loss.token_functions import TokenScores
 from mjax.models import definition_of
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.objective import Batch, HostBatch, further_lengths, objective_of
@@ -206,6 +207,14 @@ class Trainer:
         """(sum, count) of the loss called "loss" of a global batch, without dropout."""
         sums, counts = self.run_program("eval", batch)
         return sums["loss"], counts["loss"]
+
+    def token_scores(self, batch: HostBatch) -> TokenScores:
+        """(log_p, entropy) of each label of a global batch, global fp32 arrays [B, S].
+
+        They are without dropout, in the order of the batch. Labels need not count in the loss:
+        multiply by a mask. Pipelines are refused.
+        """
+        return self.run_program("scores", batch)
 
     def run_program(self, kind: str, batch: HostBatch) -> tuple | dict:
         """The result of a program on a global batch, without moments (`Programs.jitted`)."""

@@ -18,7 +18,7 @@ from mjax.kernels.loss.token_functions import TokenScores
 from mjax.sharding.collectives import Parallel
 
 _ELEMENTS = 5 * 2**26  # of a chunk's fp32 logits in the forward pass: 1.3 GB
-_BACKWARD_ELEMENTS = 2**26  # in the backward, which holds the fp32 gradient of w, too
+_BACKWARD_ELEMENTS = 2**28  # in the backward, which holds the fp32 gradient of w, too
 
 
 def token_scores(
