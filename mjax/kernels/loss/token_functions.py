@@ -99,7 +99,7 @@ def apply_function(
 ) -> tuple[dict[str, jax.Array], TokenScores]:
     """({"loss" and statistics: [T]}, the slopes of the loss by the scores), all times the mask.
 
-    Where the mask is 0, all are 0.
+    All are 0 where the mask is 0.
     """
 
     def losses(scores: TokenScores) -> tuple[jax.Array, dict[str, jax.Array]]:
