@@ -16,6 +16,8 @@ from mjax.checkpoint.base.source import arrays
 from mjax.config.schema.model import ModelConfig
 from mjax.interop.sources import source_of
 from mjax.models import Definition, definition_of
+from mjax.models.base.context import Context, Training, tokens_of
+from mjax.models.base.streams import decoder_of
 from mjax.models.decoder import Decoder
 from mjax.sharding.mesh import parallel_of
 from mjax.sharding.rules import param_partitions
@@ -40,6 +42,28 @@ class Pretrained:
     def logits(self, params: dict, tokens: jax.Array) -> jax.Array:
         """A function of the weights, for `jax.grad`: int32 [B, S] -> fp32 [B, S, V]."""
         return self.definition.bind(params)(tokens)
+
+    def token_log_probs(
+        self,
+        params: dict,
+        tokens: jax.Array,
+        labels: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> jax.Array:
+        """The log-probability of each label after the tokens up to its place, fp32 [B, S].
+
+        All arrays are int32 [B, S]. A packed row's `segments` number its documents, and `positions`
+        restart in each. Logits, divided by `temperature`, exist for a chunk of tokens at a time,
+        and are computed anew for the gradient by `params`. For decoders of text.
+        """
+        model = self.definition.bind(params)
+        ctx = Context(training=Training(temperature=temperature))
+        info = tokens_of(tokens.shape, positions, segments)
+        x, _, _ = model.layers(model.embed(tokens, info, ctx), info, ctx)
+        return model.token_scores(decoder_of(x), labels, ctx).log_p
 
 
 def from_pretrained(

@@ -1,9 +1,9 @@
 """`ProgramKind`: what a trainer can compile and run, as one value.
 
-A kind is a function of local shards with the partitions of what it takes and returns. The five of
-pretraining are TRAIN, GRADIENTS and LOSSES (`step.py`), NORMS (`norms.py`) and LAYER_STATISTICS
-(`layer_statistics.py`). A room above adds one by making a value, for example a pass that returns
-the log-probability of each token. `Trainer.run_program` runs it; nothing is registered.
+A kind is a function of local shards with the partitions of what it takes and returns. A trainer's
+own are TRAIN, GRADIENTS and LOSSES (`step.py`), NORMS (`norms.py`), LAYER_STATISTICS
+(`layer_statistics.py`) and SCORES (`token_scores.py`). A room above adds one by making a value.
+`Trainer.run_program` runs it; nothing is registered.
 """
 
 from collections.abc import Callable

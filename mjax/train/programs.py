@@ -140,6 +140,7 @@ class Programs:
             seed=cfg.run.seed,
             clip_grad_norm=cfg.optimizer.clip_grad_norm,
             expert_bias_rate=cfg.model.moe.expert_bias_update_rate,
+            loss_divisor=_loss_divisor(cfg, self.objective),
             layers=cfg.model.num_hidden_layers,
             experts=cfg.model.moe.num_experts if cfg.model.has_role("experts") else 0,
             layout=self.layout,
@@ -169,3 +170,14 @@ class Programs:
         )
         options |= self.xla_options
         return jax.jit(mapped, donate_argnums=kind.donated, compiler_options=options or None)
+
+
+def _loss_divisor(cfg: Config, objective: Objective) -> str | float:
+    """`train.loss_divisor`; raises `UserError` if the objective has no loss mask to weigh."""
+    found = cfg.train.loss_divisor
+    if found == "sequences" and "loss_mask" not in objective.fields:
+        raise UserError(
+            f"train.loss_divisor=sequences weighs the field loss_mask, which {cfg.train.objective} "
+            "does not have; set train.loss_divisor=tokens"
+        )
+    return found

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from mjax.kernels.loss.log_probs import of_each_token, sequence_sums
 from mjax.models.base.weight import add_gradients, with_sums
 from mjax.models.runtime.buffers import (
     Buffer,
@@ -54,6 +55,7 @@ class Program:
     evaluation: how a forward pass without gradients runs.
     buffers: of the state, by name.
     expert_bias_rate: the step of experts' biases.
+    loss_divisor: `train.loss_divisor`.
     layers, experts: of the model; the experts are those of a layer.
     layout: of the pipeline, or None.
     scaler: of the loss, in fp16.
@@ -66,6 +68,7 @@ class Program:
     seed: int
     clip_grad_norm: float
     expert_bias_rate: float = 0.0
+    loss_divisor: str | float = "tokens"
     layers: int = 0
     experts: int = 0
     layout: Layout | None = None
@@ -100,7 +103,7 @@ class Gradients(NamedTuple):
     """The losses of a batch and its gradients.
 
     losses: of the global batch, by name; their sum is differentiated.
-    norm: the global L2 norm of the gradients. tokens: the count of the loss.
+    norm: the global L2 norm of the gradients. tokens: the objective's count of the loss.
     gradients: local shards of the reduced gradients, a tree like the trained parameters; within a
         step lists of layers may take the place of stacks (`store_gradients`).
     """
@@ -213,6 +216,7 @@ def compute_gradients(program: Program, state: State, batch: Batch) -> tuple[Gra
     if program.scaler is not None:
         denominators = replace(denominators, loss_scale=state["loss_scale"]["scale"])
     tokens = denominators.counts["loss"]
+    batch, denominators = with_divisor(program, batch, denominators)
     # One key for all micro-batches and devices: dropout adds the token's place in the global batch.
     key = jax.random.fold_in(jax.random.key(program.seed), state["step"])
     micro_batches = split_batch(batch, execution.micro_batches)
@@ -299,6 +303,29 @@ def global_denominators(model: LocalModel, batch: Batch) -> Denominators:
         assert name not in counts, f"a loss and a statistic are both called {name}"
         of_statistics[name] = sequences if kind == "sequences" else divisor(counts["loss"])
     return Denominators(counts, of_statistics, parallel.tp)
+
+
+def with_divisor(
+    program: Program, batch: Batch, denominators: Denominators
+) -> tuple[Batch, Denominators]:
+    """The batch and the divisors of training where `train.loss_divisor` is not "tokens".
+
+    By sequence, the loss mask of a document (of a row that is not packed) sums to 1 over the global
+    batch, so its sum counts documents. Only the divisor of "loss" is a constant.
+    """
+    model, divides = program.model, program.loss_divisor
+    if divides == "tokens":
+        return batch, denominators
+    if divides != "sequences":
+        counts = denominators.counts | {"loss": jnp.float32(divides)}
+        return batch, replace(denominators, counts=counts)
+    mask = batch["loss_mask"].astype(jnp.float32)
+    segments = batch["segment_ids"] if model.packed else None
+    sums = divisor(sequence_sums(mask, segments, parallel=program.parallel))
+    weights = mask / of_each_token(sums, segments, mask.shape[1])
+    batch = batch | {"loss_mask": weights}
+    counts = global_denominators(model, batch).counts
+    return batch, replace(denominators, counts=counts)
 
 
 def split_batch(batch: Batch, micro_batches: int) -> Batch:

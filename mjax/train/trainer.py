@@ -15,6 +15,7 @@ from mjax.checkpoint.store import Store
 from mjax.config.schema.run import Config
 from mjax.config.validate import validate
 from mjax.kernels.fp8.recipe import recipe_of
+from mjax.kernels.loss.token_functions import TokenScores
 from mjax.models import definition_of
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
@@ -35,6 +36,7 @@ from mjax.train.program_kind import ProgramKind, without_moments
 from mjax.train.programs import Programs
 from mjax.train.rates import StepRates
 from mjax.train.state import state_layout
+from mjax.train.token_scores import SCORES
 
 
 class Trainer:
@@ -208,6 +210,14 @@ class Trainer:
         """(sum, count) of the loss called "loss" of a global batch, without dropout."""
         sums, counts = self.run_program(steps.LOSSES, batch)
         return sums["loss"], counts["loss"]
+
+    def token_scores(self, batch: HostBatch) -> TokenScores:
+        """(log_p, entropy) of each label of a global batch, global fp32 arrays [B, S].
+
+        They are without dropout, in the order of the batch. Labels need not count in the loss:
+        multiply by a mask. Pipelines are refused.
+        """
+        return self.run_program(SCORES, batch)
 
     def run_program(self, kind: ProgramKind, batch: HostBatch, *more: object) -> object:
         """The result of a program whose inputs are the weights, a global batch and `more`.

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mjax.kernels.loss import rows as kernel
-from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, loss_reference
+from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, loss_reference, token_sums
+from mjax.kernels.loss.token_functions import ClippedRatio
 from mjax.sharding.collectives import LOCAL
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -90,6 +91,40 @@ def test_the_loss_equals_fp64_with_parts_and_chunks(kind):
             assert float(jnp.abs(a.astype(jnp.float64) - e).max() / jnp.abs(e).max()) <= bound
     again = jax.tree.leaves(mine(x, w, labels, mask))
     assert all((a == b).all() for a, b in zip(got, again, strict=True))
+
+
+def test_a_token_function_equals_fp64_by_our_kernel():
+    """A clipped ratio at a temperature, with a softcap: slopes scale rows of x and of d_x."""
+    tokens, columns, vocab, width = 2500, 50304, 50257, 256
+    keys = jax.random.split(jax.random.key(2), 6)
+    x = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (columns, width), jnp.bfloat16) * 0.2
+    labels = jax.random.randint(keys[2], (tokens,), 0, vocab)
+    mask = jax.random.uniform(keys[3], (tokens,))
+    old = -11 + jax.random.normal(keys[4], (tokens,))
+    fields = {"old_log_prob": old, "advantage": jax.random.normal(keys[5], (tokens,))}
+    terms = Terms(vocab, softcap=30.0, temperature=0.7)
+
+    def ours(x, w):
+        more = {"terms": terms, "parallel": LOCAL, "chunk": 1024}
+        return token_sums(x, w, labels, mask, ClippedRatio(), fields, **more)["loss"]
+
+    def theirs(x, w):
+        z = terms.softcap * jnp.tanh((x @ w.T)[:, :vocab] / terms.softcap)
+        log_p = jax.nn.log_softmax(z / terms.temperature)
+        log_p = jnp.take_along_axis(log_p, labels[:, None], 1)[:, 0]
+        ratio, advantage = jnp.exp(log_p - old), fields["advantage"]
+        loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+        return (loss * mask).sum()
+
+    mine = jax.jit(jax.value_and_grad(ours, (0, 1)))
+    assert "loss_rows" in mine.lower(x, w).as_text()
+    got = jax.tree.leaves(mine(x, w))
+    with jax.enable_x64(True):
+        wide = x.astype(jnp.float64), w.astype(jnp.float64)
+        expected = jax.tree.leaves(jax.jit(jax.value_and_grad(theirs, (0, 1)))(*wide))
+        for a, e, bound in zip(got, expected, (1e-4, 1e-2, 1e-2), strict=True):
+            assert float(jnp.abs(a.astype(jnp.float64) - e).max() / jnp.abs(e).max()) <= bound
 
 
 def test_memory():

@@ -236,6 +236,7 @@ NEEDS = (
     _objective(
         "train: label_smoothing z_loss loss_chunk", "next_token", "masked_lm", "span_corruption"
     ),
+    _objective("train.loss_divisor", "next_token", "masked_lm"),
     Need(
         "mesh: pipeline_layout pipeline_account_for virtual_stages",
         "mesh.pp",

@@ -307,6 +307,10 @@ class TrainConfig(Group):
     """Part of the logged loss."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of log(sum exp logits)^2; part of the logged loss."""
+    loss_divisor: Literal["tokens", "sequences"] | Annotated[float, Field(gt=0)] = "tokens"
+    """Divisor of the training loss: tokens that count in the global batch; sequences (each is the
+    mean over its tokens); or a number. The held-out loss is always by token.
+    """
     loss_chunk: int | None = Field(None, ge=1)
     """Tokens per chunk of the loss."""
     freeze: list[str] = []

@@ -322,9 +322,16 @@ def _elementwise(op: str, x: Inputs) -> Choice:
     return _on_gpu(x.device, "one pass over the inputs")
 
 
-def _loss_rows(x: Inputs, *, tp: int, chunk: int | None = None) -> Choice:
-    """The kernel for logits [tokens, vocabulary] on each of `tp` devices, `chunk` at a time."""
+def _loss_rows(
+    x: Inputs, *, tp: int, chunk: int | None = None, unknown: str | None = None
+) -> Choice:
+    """The kernel for logits [tokens, vocabulary] on each of `tp` devices, `chunk` at a time.
+
+    `unknown` says why our kernel cannot run with the token function of the loss.
+    """
     tokens, rows = x.shape
+    if unknown is not None:
+        return Choice("xla", unknown)
     if tp > 1:
         return Choice("xla", "tp cuts the vocabulary")
     if rows % ALIGNED:

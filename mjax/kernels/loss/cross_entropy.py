@@ -10,17 +10,41 @@ sums (share convention, DESIGN section 3). Follows Cut Cross-Entropy (arXiv 2411
 On a GPU that holds the whole vocabulary a kernel (`rows.py`) reads the logits once and writes
 their gradient. Then the logits are of a part of a chunk only: what is whole is their gradient, in
 x's dtype, and so the fp32 d_w is read and written for twice as many tokens at a time.
+
+A token function (`token_functions.py`) may take the place of -log p(label). Its slope by log p is a
+factor on a row of the logits' gradient. Our kernel knows no function. So the slope then scales rows
+of x and of d_x instead.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mjax.errors import UserError
 from mjax.kernels.loss import rows as loss_rows
+from mjax.kernels.loss.logits import (
+    gradient_of_scores,
+    largest_logits,
+    logits_of_chunk,
+    logits_of_labels,
+    score_labels,
+    wide,
+    wide_logits,
+)
 from mjax.kernels.loss.rows import Terms
+from mjax.kernels.loss.token_functions import (
+    Fields,
+    TokenFunction,
+    TokenScores,
+    apply_function,
+    name_of,
+    negative_log_prob,
+    reads_entropy,
+)
 from mjax.sharding.collectives import Parallel
 
 _CHUNK_ELEMENTS = 5 * 2**26  # default chunk: about 1.3 GB of fp32 logits on each device
@@ -45,6 +69,26 @@ class ChunkSizes:
         return rows * (4 * (self.part or self.chunk) + 2 * self.chunk)
 
 
+class Cut(NamedTuple):
+    """Tokens, or chunks of them: x [T, D]; the other arrays, those of `fields` too, are [T]."""
+
+    x: jax.Array
+    labels: jax.Array
+    mask: jax.Array
+    fields: Fields
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The static choices of a loss; `part` as in `ChunkSizes`, the rest as in `token_sums`."""
+
+    terms: Terms
+    parallel: Parallel
+    part: int | None
+    few: bool
+    function: TokenFunction | None
+
+
 def cross_entropy(
     x: jax.Array,
     w: jax.Array,
@@ -63,13 +107,59 @@ def cross_entropy(
     tokens at a time (None: by memory). `bias` [V/tp] is added to the logits. `few`: most tokens do
     not count. Chunks then hold those that do, and what is left costs nothing.
     """
+    more = {"terms": terms, "parallel": parallel, "chunk": chunk, "bias": bias, "few": few}
+    return token_sums(x, w, labels, mask, **more)["loss"]
+
+
+def token_sums(
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array,
+    function: TokenFunction | None = None,
+    fields: Fields | None = None,
+    *,
+    terms: Terms,
+    parallel: Parallel,
+    chunk: int | None = None,
+    bias: jax.Array | None = None,
+    few: bool = False,
+) -> dict[str, jax.Array]:
+    """Sums over tokens of mask * a function of log p(label): "loss" and statistics, fp32 scalars.
+
+    - function: None is -log p(label) with all of `terms`. Others allow no smoothing and no z-loss.
+    - fields: what the function reads of each token, [T] each.
+    - Other arguments are those of `cross_entropy`.
+
+    The gradient by x, w and bias is that of "loss"; fields and statistics have none. A token whose
+    mask is 0 adds exactly 0, whatever its fields hold.
+    """
+    if function is None and terms.temperature != 1:
+        function = negative_log_prob
+    if function is not None and (terms.label_smoothing or terms.z_loss):
+        raise UserError(
+            f"the token function {name_of(function)} replaces the loss that train.label_smoothing "
+            "and train.z_loss are terms of; set both to 0"
+        )
+    tokens = Cut(x, labels, mask, fields or {})
     if few:
-        x, labels, mask = _counting_first(x, labels, mask)
+        tokens = _counting_first(tokens)
         chunk = min(chunk or _FEW, _FEW)
-    size = x.shape[0], w.shape[0]
-    cut = cut_of(*size, chunk, fused=loss_rows.supports_rows(*size, parallel.tp, chunk))
-    x, labels, mask = (_token_chunks(a, cut.chunk) for a in (x, labels, mask))
-    return _loss(x, w, bias, labels, mask, terms, parallel, cut.part, few)
+    size = len(x), w.shape[0]
+    unknown = None if function is None else unknown_to_kernel(function, x.dtype)
+    by_kernel = loss_rows.supports_rows(*size, parallel.tp, chunk, unknown=unknown)
+    cut = cut_of(*size, chunk, fused=by_kernel)
+    tokens = jax.tree.map(lambda a: token_chunks(a, cut.chunk), tokens)
+    return _sums(tokens, w, bias, Pass(terms, parallel, cut.part, few, function))
+
+
+def unknown_to_kernel(function: TokenFunction, dtype: jnp.dtype) -> str | None:
+    """Returns why our kernel cannot run with a function, or None."""
+    if reads_entropy(function):
+        return f"the token function {name_of(function)} reads the entropy"
+    if dtype == jnp.float16:
+        return f"in fp16 the slopes of {name_of(function)} would be rounded with x"
+    return None
 
 
 def count_hits(
@@ -88,26 +178,27 @@ def count_hits(
 
     Arguments as for `cross_entropy`. Rounding may let two tokens be largest at once.
     """
+    tokens = Cut(x, labels, mask, {})
     if few:
-        x, labels, mask = _counting_first(x, labels, mask)
+        tokens = _counting_first(tokens)
         chunk = min(chunk or _FEW, _FEW)
     size = chunk_size(labels.size, w.shape[0], chunk)
-    x, labels, mask = (_token_chunks(a, size) for a in (x, labels, mask))
+    tokens = jax.tree.map(lambda a: token_chunks(a, size), tokens)
 
     def body(total, cut):
-        z, _, _ = _logits_of_chunk(cut[0], w, bias, terms, parallel)
-        top = parallel.pmax(jnp.maximum(z.max(-1), -1e30), "tp")
-        hits = _of_label(z, cut[1], parallel)[0] >= top
-        return total + (hits * cut[2]).sum(), None
+        z, _, _ = logits_of_chunk(cut.x, w, bias, terms, parallel)
+        top = largest_logits(z, parallel)
+        hits = logits_of_labels(z, cut.labels, parallel)[0] >= top
+        return total + (hits * cut.mask).sum(), None
 
-    total, _ = _scan_token_chunks(body, jnp.float32(0), (x, labels, mask), few)
+    total, _ = _scan_token_chunks(body, jnp.float32(0), tokens, few)
     return jax.lax.stop_gradient(total)
 
 
-def _counting_first(x, labels, mask):
+def _counting_first(tokens):
     """The tokens in another order: those whose mask is not zero come first."""
-    order = jnp.argsort(mask == 0)
-    return (jnp.take(a, order, 0, unique_indices=True, mode="clip") for a in (x, labels, mask))
+    order = jnp.argsort(tokens.mask == 0)
+    return jax.tree.map(lambda a: jnp.take(a, order, 0, unique_indices=True, mode="clip"), tokens)
 
 
 def cut_of(tokens: int, rows: int, chunk: int | None = None, *, fused: bool) -> ChunkSizes:
@@ -135,14 +226,14 @@ def chunk_size(
     return min(tokens, size(parts))
 
 
-def _token_chunks(a, chunk):
+def token_chunks(a, chunk):
     """[T, ...] padded and cut into chunks of tokens."""
     a = jnp.pad(a, ((0, -len(a) % chunk),) + ((0, 0),) * (a.ndim - 1))
     return a.reshape(-1, chunk, *a.shape[1:])
 
 
 def _scan_token_chunks(body, start, chunks, few):
-    """`lax.scan` over chunks (x, labels, mask); `few`: zeros for those behind the last to count."""
+    """`lax.scan` over chunks of a `Cut`; `few`: zeros for those after the last that counts."""
     if not few:
         return lax.scan(body, start, chunks)
 
@@ -153,109 +244,126 @@ def _scan_token_chunks(body, start, chunks, few):
 
     shapes = jax.eval_shape(lambda: lax.scan(body, start, chunks)[1])
     outputs = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    counting = (chunks[2] != 0).any(1).sum()
+    counting = (chunks.mask != 0).any(1).sum()
     return lax.fori_loop(0, counting, step, (start, outputs))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _loss(x, w, bias, labels, mask, terms, parallel, part, few):
-    def body(total, part):
-        return total + _chunk(part[0], w, bias, *part[1:], terms, parallel)[0].sum(), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sums(tokens, w, bias, how):
+    def body(totals, chunk):
+        return _add_sums(totals, _chunk(chunk, w, bias, how)[0]), None
 
-    return _scan_token_chunks(body, jnp.float32(0), (x, labels, mask), few)[0]
+    return _scan_token_chunks(body, _no_sums(tokens, how), tokens, how.few)[0]
 
 
-def _loss_fwd(x, w, bias, labels, mask, terms, parallel, part, few):
-    lift = _FP16_LIFT if x.dtype == jnp.float16 else 1.0
-    mask = mask * lift
+def _sums_fwd(tokens, w, bias, how):
+    dtype, sums = tokens.x.dtype, wide(tokens.x)
+    lift = _FP16_LIFT if dtype == jnp.float16 else 1.0
+    tokens = tokens._replace(mask=tokens.mask * lift)
 
     def body(carry, chunk):
-        total, d_w, d_bias = carry
-        if part:
-            losses, d_z = _by_parts(chunk[0], w, bias, *chunk[1:], terms, part)
+        totals, d_w, d_bias = carry
+        if how.part:
+            terms, d_z, slopes = _by_parts(chunk, w, bias, how)
         else:
-            losses, d_z = _chunk(chunk[0], w, bias, *chunk[1:], terms, parallel)
-            d_z = d_z.astype(x.dtype)
+            terms, d_z = _chunk(chunk, w, bias, how)
+            d_z, slopes = d_z.astype(dtype), None
+        x = _scaled_rows(chunk.x, slopes)
         if bias is not None:
-            d_bias = d_bias + d_z.sum(0, dtype=jnp.float32)
-        d_x = jnp.einsum("tv,vd->td", d_z, w)
-        d_w = d_w + jnp.einsum("tv,td->vd", d_z, chunk[0], preferred_element_type=jnp.float32)
-        return (total + losses.sum(), d_w, d_bias), d_x
+            d_bias = d_bias + _scaled_rows(d_z, slopes).sum(0, dtype=sums)
+        d_x = _scaled_rows(jnp.einsum("tv,vd->td", d_z, w), slopes)
+        d_w = d_w + jnp.einsum("tv,td->vd", d_z, x, preferred_element_type=sums)
+        return (_add_sums(totals, terms), d_w, d_bias), d_x
 
-    d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
-    start = (jnp.float32(0), jnp.zeros(w.shape, jnp.float32), d_bias)
-    (total, d_w, d_bias), d_x = _scan_token_chunks(body, start, (x, labels, mask), few)
+    d_bias = None if bias is None else jnp.zeros(bias.shape, sums)
+    start = (_no_sums(tokens, how), jnp.zeros(w.shape, sums), d_bias)
+    (totals, d_w, d_bias), d_x = _scan_token_chunks(body, start, tokens, how.few)
     kept = jnp.float32 if w.dtype == jnp.float16 else w.dtype  # a sum over tokens may exceed 65504
     d_bias = None if bias is None else d_bias.astype(kept)
-    return total / lift, (d_x, d_w.astype(kept), d_bias)
+    totals = {name: total / lift for name, total in totals.items()}
+    return totals, (d_x, d_w.astype(kept), d_bias)
 
 
-def _loss_bwd(terms, parallel, part, few, saved, g):
-    g = parallel.psum(g, "tp")  # the sum is one value: its cotangents on the tp devices add up
+def _sums_bwd(how, saved, g):
+    # Each sum is one value: its cotangents on the tp devices add up.
+    g = how.parallel.psum(g["loss"], "tp")
     if saved[0].dtype != jnp.float16:
-        return *jax.tree.map(lambda a: a * g.astype(a.dtype), saved), None, None
-    g = g / _FP16_LIFT  # with the loss scale it may exceed 65504, though the product does not
-    scaled = jax.tree.map(lambda a: (a.astype(jnp.float32) * g).astype(jnp.float16), saved)
-    return *scaled, None, None
+        d_x, d_w, d_bias = jax.tree.map(lambda a: a * g.astype(a.dtype), saved)
+    else:
+        g = g / _FP16_LIFT  # with the loss scale it may exceed 65504, though the product does not
+        scaled = jax.tree.map(lambda a: (a.astype(jnp.float32) * g).astype(jnp.float16), saved)
+        d_x, d_w, d_bias = scaled
+    return Cut(d_x, None, None, None), d_w, d_bias
 
 
-_loss.defvjp(_loss_fwd, _loss_bwd)
+_sums.defvjp(_sums_fwd, _sums_bwd)
 
 
-def _by_parts(x, w, bias, labels, mask, terms, part):
-    """The result of `_chunk`, its gradient in the dtype of x, from logits of a part at a time."""
+def _no_sums(tokens, how):
+    """A zero for the loss and each statistic."""
+    zero = jnp.zeros((), wide(tokens.x))
+    if how.function is None:
+        return {"loss": zero}
+    first = jax.tree.map(lambda a: a[0], tokens)
+    scores = TokenScores(first.mask, first.mask)
+    terms, _ = jax.eval_shape(
+        lambda: apply_function(how.function, scores, first.fields, first.mask)
+    )
+    return dict.fromkeys(terms, zero)
+
+
+def _add_sums(totals, terms):
+    return {name: total + terms[name].sum() for name, total in totals.items()}
+
+
+def _scaled_rows(a, factors):
+    """The rows of a [T, ...], each times its factor if there are any, in the dtype of a."""
+    return a if factors is None else (a * factors[:, None]).astype(a.dtype)
+
+
+def _by_parts(tokens, w, bias, how):
+    """The result of `_chunk`, its gradient in the dtype of x, from logits of a part at a time.
+
+    The last result is a factor [T] on rows of that gradient, or None: the slopes of a function.
+    """
+    terms, mask, slopes = how.terms, tokens.mask, None
+    if how.function is not None:  # the gradient is softmax - one-hot, for any function
+        mask = jnp.ones_like(mask)
+        softcap = None if terms.softcap is None else terms.softcap / terms.temperature
+        terms = replace(terms, softcap=softcap)
 
     def body(d_z, cut):
         x, labels, mask, first = cut
-        z = _wide_logits(x, w, bias)
+        z = wide_logits(x, w, bias)
+        if terms.temperature != 1:
+            z = z / terms.temperature
         losses, d_z = loss_rows.rows(z, labels, mask, d_z, first, terms)
         return d_z, losses
 
-    tokens = labels.size
-    cut = [a.reshape(-1, part, *a.shape[1:]) for a in (x, labels, mask)]
-    firsts = jnp.arange(0, tokens, part, dtype=jnp.int32)[:, None]
-    d_z = lax.empty((tokens, w.shape[0]), x.dtype)  # each part writes its own rows
+    count = tokens.labels.size
+    cut = [a.reshape(-1, how.part, *a.shape[1:]) for a in (tokens.x, tokens.labels, mask)]
+    firsts = jnp.arange(0, count, how.part, dtype=jnp.int32)[:, None]
+    d_z = lax.empty((count, w.shape[0]), tokens.x.dtype)  # each part writes its own rows
     d_z, losses = lax.scan(body, d_z, (*cut, firsts))
-    return losses, d_z
+    found = {"loss": losses}
+    if how.function is not None:
+        scores = TokenScores(-losses.reshape(-1))
+        found, by_score = apply_function(how.function, scores, tokens.fields, tokens.mask)
+        slopes = -by_score.log_p / terms.temperature
+    return found, d_z, slopes
 
 
-def _wide_logits(x, w, bias):
-    """fp32 logits [T, V/tp] as the weights make them."""
-    z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32)
-    return z if bias is None else z + bias.astype(jnp.float32)
-
-
-def _logits_of_chunk(x, w, bias, terms, parallel):
-    """(fp32 logits [T, V/tp], -inf where padding is, their slope by the products, what is none)."""
-    rows, softcap = w.shape[0], terms.softcap
-    z = _wide_logits(x, w, bias)
-    if softcap is not None:
-        z = softcap * jnp.tanh(z / softcap)
-    slope = 1.0 if softcap is None else 1.0 - jnp.square(z / softcap)
-    real = None
-    if parallel.tp * rows > terms.vocab_size:  # padding
-        real = parallel.index("tp") * rows + jnp.arange(rows) < terms.vocab_size
-        z = jnp.where(real, z, -jnp.inf)
-    return z, slope, real
-
-
-def _of_label(z, labels, parallel):
-    """(the logit of each label [T], its place among this device's rows of the vocabulary)."""
-    rows = z.shape[1]
-    place = labels - parallel.index("tp") * rows
-    here = (place >= 0) & (place < rows)
-    target = jnp.take_along_axis(z, jnp.clip(place, 0, rows - 1)[:, None], 1)[:, 0]
-    return parallel.psum(jnp.where(here, target, 0.0), "tp"), place
-
-
-def _chunk(x, w, bias, labels, mask, terms, parallel):
-    """(masked losses [T], their d / d logits) of a chunk, this device's rows of the vocabulary."""
+def _chunk(tokens, w, bias, how):
+    """({name: terms of its sum [T]}, d loss / d logits) of a chunk, this device's vocabulary."""
+    if how.function is not None:
+        return _chunk_of_function(tokens, w, bias, how)
+    (x, labels, mask, _), terms, parallel = tokens, how.terms, how.parallel
     rows, smooth = w.shape[0], terms.label_smoothing
-    z, slope, real = _logits_of_chunk(x, w, bias, terms, parallel)
-    top = parallel.pmax(jnp.maximum(z.max(-1), -1e30), "tp")  # a shard may be all padding
+    z, slope, real = logits_of_chunk(x, w, bias, terms, parallel)
+    top = largest_logits(z, parallel)
     weights = jnp.exp(z - top[:, None])
     total = parallel.psum(weights.sum(-1), "tp")
-    target, place = _of_label(z, labels, parallel)
+    target, place = logits_of_labels(z, labels, parallel)
     log_z = top + jnp.log(total)
     losses, scale = log_z - (1 - smooth) * target, 1 / total
     if terms.z_loss:
@@ -268,7 +376,18 @@ def _chunk(x, w, bias, labels, mask, terms, parallel):
         mean = parallel.psum(mean.sum(-1), "tp") / terms.vocab_size
         losses = losses - smooth * mean
         d_z = d_z - smooth / terms.vocab_size * (1 if real is None else real)
-    return losses * mask, d_z * slope * mask[:, None]
+    return {"loss": losses * mask}, d_z * slope * mask[:, None]
+
+
+def _chunk_of_function(tokens, w, bias, how):
+    """`_chunk` with a token function."""
+    parallel, function = how.parallel, how.function
+    z, slope, real = logits_of_chunk(tokens.x, w, bias, how.terms, parallel)
+    entropy = reads_entropy(function)
+    scores, log_z = score_labels(z, real, tokens.labels, parallel, entropy=entropy)
+    found, by_score = apply_function(function, scores, tokens.fields, tokens.mask)
+    inputs = z, real, tokens.labels, parallel, log_z, scores.entropy, by_score
+    return found, gradient_of_scores(*inputs) * slope
 
 
 def loss_reference(x, w, labels, mask, terms):

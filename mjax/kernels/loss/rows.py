@@ -10,6 +10,7 @@ The gradient goes into rows of a larger array, in place: logits of a few tokens 
 while the matmuls that read their gradients take many tokens.
 """
 
+import logging
 from dataclasses import dataclass
 
 import jax
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 from mjax.kernels.base.chooser import Device, choose, this_device
 from mjax.kernels.base.triton_call import triton_call
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -25,13 +28,15 @@ class Terms:
 
     `softcap` c maps logits z to c * tanh(z / c). `label_smoothing` e mixes in e times the mean of
     -log p over the vocabulary (Szegedy et al., arXiv 1512.00567, as torch defines it). `z_loss`
-    adds that times log(sum exp z)^2 (PaLM, arXiv 2204.02311).
+    adds that times log(sum exp z)^2 (PaLM, arXiv 2204.02311). Logits are divided by `temperature`
+    after the softcap, as a sampler does.
     """
 
     vocab_size: int
     softcap: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,22 @@ class LossTile:
 
 
 def supports_rows(
-    tokens: int, rows: int, tp: int, chunk: int | None = None, device: Device | None = None
+    tokens: int,
+    rows: int,
+    tp: int,
+    chunk: int | None = None,
+    device: Device | None = None,
+    unknown: str | None = None,
 ) -> bool:
     """Whether the kernel does the loss of `tokens`, `rows` of the vocabulary on each of `tp`
-    devices, in chunks of `chunk` tokens if that is given."""
-    choice = choose("loss_rows", jnp.float32, (tokens, rows), device, tp=tp, chunk=chunk)
+    devices, in chunks of `chunk` tokens if that is given.
+
+    `unknown` says why it cannot run with the token function of the loss.
+    """
+    facts = {"tp": tp, "chunk": chunk, "unknown": unknown}
+    choice = choose("loss_rows", jnp.float32, (tokens, rows), device, **facts)
+    if unknown is not None:
+        log.info("loss rows: %s (%s)", *choice)
     return choice.name == "triton"
 
 

@@ -61,6 +61,7 @@ class Training:
     capacity: whether experts drop what is above `model.moe.capacity_factor`: in evaluation, too.
         Generation sees a part of a sequence at a time, and drops nothing.
     label_smoothing, z_loss: terms of the loss (`train.label_smoothing`, `train.z_loss`).
+    temperature: what logits are divided by in losses and scores of tokens.
     loss_chunk: tokens whose logits exist at a time (`train.loss_chunk`); None: by memory.
     head_remat: the remat policy of layers that an objective applies.
     keeps_all: whether a layer keeps all that its backward asks for.
@@ -70,6 +71,7 @@ class Training:
     capacity: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    temperature: float = 1.0
     loss_chunk: int | None = None
     head_remat: str = "none"
     keeps_all: bool = False

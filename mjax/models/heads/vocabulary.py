@@ -1,12 +1,16 @@
 """The head of a language model: scores of a vocabulary for each token, and their losses."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy
+from mjax.kernels.loss.cross_entropy import Terms, count_hits, cross_entropy, token_sums
+from mjax.kernels.loss.log_probs import token_scores
+from mjax.kernels.loss.token_functions import Fields, TokenFunction, TokenScores
 from mjax.models.base.context import Context, scaled
 from mjax.models.base.params import declare, normal, table
 from mjax.sharding.collectives import LOCAL, Parallel
@@ -37,34 +41,68 @@ class VocabularyHead:
         self, x: jax.Array, labels: jax.Array, mask: jax.Array, ctx: Context
     ) -> jax.Array:
         """`head_loss` of x [B, S/tp, D] that is normed already."""
-        return self._of_tokens(cross_entropy, x, labels, mask, ctx)
+        few = self.cfg.bert.mlm_head
+        return self._of_tokens(cross_entropy, x, (labels, mask), ctx, few=few)
 
     @jax.named_scope("head")
     def token_hits(
         self, x: jax.Array, labels: jax.Array, mask: jax.Array, ctx: Context
     ) -> jax.Array:
         """The sum of mask where the likeliest token is the label; arguments as `head_loss`."""
-        return self._of_tokens(count_hits, self.normed(x), labels, mask, ctx)
+        few = self.cfg.bert.mlm_head
+        return self._of_tokens(count_hits, self.normed(x), (labels, mask), ctx, few=few)
 
-    def _of_tokens(self, function, x, labels, mask, ctx: Context) -> jax.Array:
-        """A function of tokens' logits, given what they are made from; x is normed."""
+    @jax.named_scope("head")
+    def head_sums(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array,
+        ctx: Context,
+        function: TokenFunction,
+        fields: Fields,
+    ) -> dict[str, jax.Array]:
+        """Sums of mask * a token function, fp32 []: "loss" and the function's statistics.
+
+        `fields` [B, S] are what it reads of each token. Other arguments are those of `head_loss`.
+        """
+        flat = {name: field.reshape(-1) for name, field in fields.items()}
+        more = {"function": function, "fields": flat}
+        return self._of_tokens(token_sums, self.normed(x), (labels, mask), ctx, **more)
+
+    @jax.named_scope("head")
+    def token_scores(
+        self, x: jax.Array, labels: jax.Array, ctx: Context, *, entropy: bool = False
+    ) -> TokenScores:
+        """The log-probability of each label, fp32 [B, S], and with `entropy` each token's entropy.
+
+        x and labels as in `head_loss`. Results are equal on all tp devices, and differentiable.
+        """
+        found = self._of_tokens(token_scores, self.normed(x), (labels,), ctx, entropy=entropy)
+        return jax.tree.map(lambda scores: scores.reshape(labels.shape), found)
+
+    def _of_tokens(
+        self, compute: Callable, x: jax.Array, per_token: tuple, ctx: Context, **more: Any
+    ) -> Any:
+        """A function of what tokens' logits are made from and of arrays [B, S]; x is normed."""
         x = ctx.parallel.gather_seq(self.head_input(x))
+        training = ctx.training
         terms = Terms(
             self.cfg.vocab_size,
             self.cfg.final_logit_softcapping,
-            ctx.training.label_smoothing,
-            ctx.training.z_loss,
+            training.label_smoothing,
+            training.z_loss,
+            training.temperature,
         )
-        return function(
+        return compute(
             x.reshape(-1, x.shape[-1]),
             self.head_table(),
-            labels.reshape(-1),
-            mask.reshape(-1),
+            *(values.reshape(-1) for values in per_token),
             bias=self.head_bias(),
             terms=terms,
             parallel=ctx.parallel,
-            chunk=ctx.training.loss_chunk,
-            few=self.cfg.bert.mlm_head,
+            chunk=training.loss_chunk,
+            **more,
         )
 
     def head_table(self) -> jax.Array:

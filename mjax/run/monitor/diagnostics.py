@@ -58,7 +58,9 @@ def has_noise_scale(trainer: Trainer, batch: HostBatch) -> bool:
     Terms besides it (experts' balance) are not such means. Every process needs an even number of
     rows; all have as many.
     """
+    by_token = trainer.cfg.train.loss_divisor == "tokens"
     is_mean = isinstance(trainer.objective, NextToken) and not trainer.definition.statistics
+    is_mean = is_mean and by_token
     return is_mean and len(batch["positions"]) % 2 == 0
 
 

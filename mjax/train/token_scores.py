@@ -1,0 +1,59 @@
+"""Log-probabilities of a batch's labels on any mesh without pipeline: one forward pass.
+
+Invariant: each is equal on every mesh, and lies where its label lies in the batch.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from mjax.errors import UserError
+from mjax.kernels.loss.token_functions import TokenScores
+from mjax.models.base.streams import decoder_of
+from mjax.objectives.fields import Batch
+from mjax.objectives.local_model import LocalModel
+from mjax.sharding.collectives import DATA_AXES
+from mjax.train.program_kind import ProgramKind
+from mjax.train.step import Program, State, split_batch
+
+
+def batch_scores(program: Program, state: State, batch: Batch) -> TokenScores:
+    """The scores of "labels" without dropout, fp32 [b, S]: the rows of this device, equal over cp.
+
+    Columns are in the order of the batch before it was placed. The entropy is among the scores.
+    """
+    if program.layout is not None:
+        raise UserError("log-probabilities of tokens need a mesh without pipeline; set mesh.pp=1")
+    model, parallel = program.model.for_evaluation(program.evaluation), program.parallel
+    batch = model.with_derived_fields(batch)
+    weights = model.load(state["params"], state.get("buffers", {}))
+
+    def score(micro_batch: Batch) -> TokenScores:
+        return micro_batch_scores(model, weights, micro_batch)
+
+    scores = jax.lax.map(score, split_batch(batch, program.evaluation.micro_batches))
+    order = parallel.all_gather(batch["columns"], "cp", 0)
+
+    def in_order(values: jax.Array) -> jax.Array:
+        """[micro-batches, rows, S/cp] -> [b, S]."""
+        values = values.reshape(-1, values.shape[-1])
+        whole = parallel.all_gather(values, "cp", 1)
+        return jnp.zeros_like(whole).at[:, order].set(whole, unique_indices=True)
+
+    return jax.tree.map(in_order, scores)
+
+
+def micro_batch_scores(model: LocalModel, weights: dict, micro_batch: Batch) -> TokenScores:
+    """The scores of a micro-batch, fp32 [b, S/cp]. `model` is one for evaluation."""
+    tokens = model.tokens(micro_batch, None)
+    x = model.embed(weights, micro_batch, tokens)
+    x, _, _ = model.layers.run(weights, x, model.layer_inputs(weights, tokens))
+    edges, labels = model.edges(weights), micro_batch["labels"]
+    return edges.token_scores(decoder_of(x), labels, model.ctx, entropy=True)
+
+
+SCORES = ProgramKind(
+    batch_scores,
+    inputs=lambda on: (on.weights, on.batch),
+    outputs=lambda on: P(DATA_AXES),
+)
