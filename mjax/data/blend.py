@@ -6,7 +6,7 @@ Source: Megatron-LM `helpers.cpp` (`build_blending_indices`), `blended_dataset.p
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -113,12 +113,22 @@ class BlendedDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Samples `indices`, stacked to [B, S]."""
+        return self._gathered(indices, lambda dataset, samples: dataset.batch(samples))
+
+    def sizes(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The sizes of samples `indices`, from datasets that know them."""
+        return self._gathered(indices, lambda dataset, samples: {"": dataset.sizes(samples)})[""]
+
+    def _gathered(
+        self, indices: Sequence[int] | np.ndarray, read: Callable
+    ) -> dict[str, np.ndarray]:
+        """The arrays that `read(dataset, its samples)` gives, in the order of `indices`."""
         chosen = self.dataset_index[np.asarray(indices, np.int64)]
         sample = self.dataset_sample_index[np.asarray(indices, np.int64)]
         out: dict[str, np.ndarray] = {}
         for k in np.unique(chosen):
             rows = np.flatnonzero(chosen == k)
-            for name, part in self.datasets[k].batch(sample[rows]).items():
+            for name, part in read(self.datasets[k], sample[rows]).items():
                 if name not in out:
                     out[name] = np.empty((len(chosen), *part.shape[1:]), part.dtype)
                 out[name][rows] = part

@@ -53,6 +53,8 @@ class PairFrame(NamedTuple):
     second_type: int
 
 
+PlacedIds = tuple[list[int], list[tuple[int, int]]]  # ids, and [begin, end) of their characters
+
 BERT_PAIR, ROBERTA_PAIR = PairFrame(1, 1), PairFrame(2, 0)
 
 
@@ -64,6 +66,9 @@ class Tokenizer:
     text with the texts of special ids that have one; `id_of(token)` -> the id of a token, or
     None; `piece_of(id)` -> the entry of the vocabulary, None where it has none but bytes;
     `pair`: how it frames two texts, None where it does not.
+
+    `encode_with_places(texts)` -> for each text its ids and the characters [begin, end) of each;
+    None where it cannot say.
 
     `make_inside()`: the tokenizer for parts of a text, None where its ids cannot be joined; without
     it this one. `digest`: of all that its ids depend on.
@@ -79,6 +84,7 @@ class Tokenizer:
     piece_of: Callable[[int], str | None] | None = None
     pair: PairFrame | None = None
     make_inside: "Callable[[], Tokenizer | None] | None" = None
+    encode_with_places: "Callable[[Sequence[str]], list[PlacedIds]] | None" = None
     digest: str = ""
 
     def encode(self, text: str) -> list[int]:
@@ -179,7 +185,12 @@ def _byte_tokenizer() -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
 
-    return Tokenizer(257, 256, encode_batch, decode, decode_whole=decode)
+    def encode_with_places(texts: Sequence[str]) -> list[PlacedIds]:
+        places = [[(n, n + 1) for n, c in enumerate(text) for _ in c.encode()] for text in texts]
+        return list(zip(encode_batch(texts), places, strict=True))
+
+    places = encode_with_places
+    return Tokenizer(257, 256, encode_batch, decode, decode_whole=decode, encode_with_places=places)
 
 
 def _huggingface_tokenizer(path: Path, said: dict) -> Tokenizer:
@@ -204,6 +215,10 @@ def wrapped(inner, said: dict) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in inner.encode_batch(list(texts), add_special_tokens=False)]
 
+    def encode_with_places(texts: Sequence[str]) -> list[PlacedIds]:
+        encoded = inner.encode_batch(list(texts), add_special_tokens=False)
+        return [(e.ids, e.offsets) for e in encoded]
+
     whole, bare = inner.encode("a").ids, encode_batch(["a"])[0]
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     prefix = stated_prefix(said, vocabulary.get)
@@ -218,6 +233,7 @@ def wrapped(inner, said: dict) -> Tokenizer:
         inner.id_to_token,
         _pair_frame(inner),
         lambda: _inside(inner, said),
+        encode_with_places=encode_with_places,
     )
 
 

@@ -1,0 +1,128 @@
+"""Files of conversations as records: JSON lines, JSON, parquet, folders of Hugging Face datasets.
+
+Invariant: records and their order are a function of the files, as the file system sorts their
+names. A file that cannot be read is an error; a record that cannot is yielded as one.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mjax.data.base.documents import (
+    MARK,
+    expand_paths,
+    is_json_lines,
+    json_row,
+    read_documents,
+    read_text,
+    require_unicode,
+)
+from mjax.errors import UserError, or_user_error
+from mjax.json_file import parse_json, read_json
+
+log = logging.getLogger(__name__)
+Record = tuple[str, dict | UserError]  # FILE:LINE, and what stands there
+
+_ONE_JSON = re.compile(r"\.json(\.(gz|zst|bz2|xz))*$", re.IGNORECASE)
+_ARROW, _PARQUET = ".arrow", ".parquet"
+_UNREADABLE = OSError, ValueError, LookupError, TypeError
+
+
+def source_files(path: str) -> list[str]:
+    """The files of a source. Raises `UserError` where it has none with records."""
+    folder = Path(path)
+    if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return _saved_files(folder)
+    files = expand_paths([path]) if path != "-" else [path]
+    known = [f for f in files if is_json_lines(f) or Path(f).suffix in (_ARROW, _PARQUET)]
+    unread = [file for file in files if file not in known]
+    if not known:
+        raise UserError(
+            f"data.conversations: {unread[0]} is no .jsonl, .json or .parquet, nor a folder of "
+            "save_to_disk; give one"
+        )
+    if unread:
+        say = "data.conversations: %s: %d of %d files are not read, as %s"
+        log.warning(say, path, len(unread), len(files), unread[0])
+    return known
+
+
+def read_records(files: list[str]) -> Iterator[Record]:
+    """Yield each record with its place. Raises `UserError` for a file that cannot be read."""
+    for file in files:
+        if Path(file).suffix in (_ARROW, _PARQUET):
+            yield from _table_rows(file)
+        elif _ONE_JSON.search(file) and (text := _unmarked_text(file)).startswith("["):
+            yield from _list_rows(file, text)
+        else:
+            yield from _line_rows(file)
+
+
+def _line_rows(file: str) -> Iterator[Record]:
+    for document in read_documents([file], all_lines=True):
+        try:
+            row: dict | UserError = json_row(document)
+        except UserError as e:
+            row = e
+        yield document.where, row
+
+
+def _unmarked_text(file: str) -> str:
+    """The text of a file without a byte-order mark and leading space."""
+    return read_text(file).removeprefix(MARK).lstrip()
+
+
+def _list_rows(file: str, text: str) -> Iterator[Record]:
+    with or_user_error(f"{file}: not JSON ({{reason}}); mend it or copy it again", ValueError):
+        require_unicode(file, text)
+        rows = parse_json(text)
+    for number, row in enumerate(rows):
+        yield f"{file}:{number}", row if isinstance(row, dict) else {}
+
+
+def _saved_files(folder: Path) -> list[str]:
+    """The files of a data set, or of the training split of several, of `save_to_disk`."""
+    wrong = f"{folder}: not a folder of save_to_disk ({{reason}}); save it again"
+    with or_user_error(wrong, _UNREADABLE):
+        if (folder / "dataset_dict.json").is_file():
+            splits = read_json(folder / "dataset_dict.json")["splits"]
+            if "train" not in splits:
+                names = ", ".join(f"{folder / name}" for name in splits)
+                raise UserError(f"data.conversations: {folder} has no split train; give {names}")
+            return _saved_files(folder / "train")
+        state = read_json(folder / "state.json")
+        if state.get("_indices_files"):
+            raise ValueError("it is a selection of rows; save it with flatten_indices()")
+        files = [str(folder / entry["filename"]) for entry in state["_data_files"]]
+    if not files:
+        raise UserError(f"data.conversations: {folder} has no rows; give another")
+    return files
+
+
+def _table_rows(file: str) -> Iterator[Record]:
+    """Rows of a parquet file or of an arrow stream; keys that only other rows have are left out."""
+    with or_user_error(f"{file} needs pyarrow; install mjax[data]", ImportError):
+        import pyarrow.ipc
+        from pyarrow import parquet
+    number = 0
+    wrong = f"{file}: cannot be read: {{reason}}; mend it or copy it again"
+    with or_user_error(wrong, _UNREADABLE), open(file, "rb") as opened:
+        if file.endswith(_PARQUET):
+            batches = parquet.ParquetFile(opened).iter_batches()
+        else:
+            batches = iter(pyarrow.ipc.open_stream(opened))
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield f"{file}:{number}", _without_nulls(row)
+                number += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the nulls that a table puts where one row lacks a key of another."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value

@@ -1,0 +1,235 @@
+"""Rows of conversations: packed by best fit, or one a row; the order of epochs; global batches.
+
+A conversation of n + 1 tokens takes n places of a row, a document of its own whose positions begin
+at 0. Invariants: row n is a pure function of (files, settings, seed, n); each conversation is in
+one row of an epoch; a global batch has the same rows in the same order on every mesh.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from mjax.config.schema.run import Config
+from mjax.data.base.best_fit import packed
+from mjax.data.base.tokenizer import Tokenizer
+from mjax.data.blend import BlendedDataset
+from mjax.data.conversations.tokenized import tokenize_source
+from mjax.data.corpus.gpt import FieldArrays
+from mjax.data.sentences.labelled import part_of_split, shuffled
+from mjax.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class LengthCounts(NamedTuple):
+    """Conversations that are too long for a row, and the tokens that they lose.
+
+    lost_trained: the lost tokens that are answers'.
+    """
+
+    cut: int
+    dropped: int
+    lost: int
+    lost_trained: int
+
+
+class ConversationDataset:
+    """`size` rows (None: an epoch) of the conversations of a source.
+
+    `batch(indices)` gives the fields of `GPTDataset`, each [B, S]; `segment_ids` number the
+    conversations of a row from 1 on, and padding is 0. Raises `UserError`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        split: str,
+        split_fractions: Sequence[float],
+        size: int | None,
+        cfg: Config,
+        tokenizer: Tokenizer,
+    ):
+        if tokenizer.vocab_size > cfg.model.vocab_size:
+            raise UserError(
+                f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "
+                f"{tokenizer.vocab_size}: raise it"
+            )
+        self.path, self.seq_length, self.seed = f"{path}", cfg.data.seq_length, cfg.run.seed
+        self.settings = cfg.data.conversations
+        self.source = tokenize_source(self.path, cfg, tokenizer)
+        order = shuffled(np.arange(len(self.source.names)), len(self.source.names), 0)
+        numbers = part_of_split(order, split_fractions, split, self.path, "conversations")
+        self.numbers, self.lengths, self.counts = self._fitting(np.array(numbers))
+        longest_first = -np.sort(-self.lengths)
+        self.ranks = [[rank] for rank in range(len(self.numbers))]
+        if self.settings.rows == "packed":
+            self.ranks = packed([(int(n),) for n in longest_first], (self.seq_length,))
+        self.size = len(self.ranks) if size is None else size
+        self._epoch = lru_cache(maxsize=4)(self._epoch_order)
+
+    def _fitting(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, LengthCounts]:
+        """(the conversations that are used, their places in a row, what was lost)."""
+        room, too_long = self.seq_length, self.settings.too_long
+        lengths = self.source.lengths[numbers] - 1
+        is_used, cut, lost_trained = np.ones(len(numbers), bool), 0, 0
+        for at in np.flatnonzero(lengths > room):
+            _, is_answer = self.source[numbers[at]]
+            is_used[at] = too_long == "cut" and is_answer[1 : room + 1].any()
+            cut += int(is_used[at])
+            lost_trained += int(is_answer[room + 1 if is_used[at] else 1 :].sum())
+        places = np.minimum(lengths, room)
+        counts = LengthCounts(
+            cut=cut,
+            dropped=int((~is_used).sum()),
+            lost=int(lengths.sum() - places[is_used].sum()),
+            lost_trained=lost_trained,
+        )
+        if counts.cut + counts.dropped:
+            name = self.source.names[numbers[np.argmax(lengths)]]
+            said = (
+                f"{self.path}: {counts.cut + counts.dropped} of {len(numbers)} conversations are "
+                f"longer than data.seq_length={room} (the longest, {name}: {lengths.max()})"
+            )
+            if too_long == "refuse" or not is_used.any():
+                raise UserError(f"data.conversations: {said}; raise it or set too_long")
+            say = "data.conversations: %s; %d are cut, %d left out, with %d tokens of answers"
+            log.warning(say, said, counts.cut, counts.dropped, counts.lost_trained)
+        return numbers[is_used], places[is_used], counts
+
+    def __len__(self) -> int:
+        return self.size
+
+    def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the conversations by length, equal ones shuffled; which row comes i-th).
+
+        All epochs have the same rows by length, for best fit sees nothing but lengths.
+        """
+        rng = np.random.RandomState((self.seed + epoch) % 2**32)
+        order = rng.permutation(len(self.numbers))
+        by_length = order[np.argsort(-self.lengths[order], kind="stable")]
+        return by_length, rng.permutation(len(self.ranks))
+
+    def members(self, index: int) -> np.ndarray:
+        """The conversations of a row, as numbers into `numbers` and `lengths`."""
+        epoch, place = divmod(int(index), len(self.ranks))
+        by_length, rows = self._epoch(epoch)
+        return by_length[self.ranks[rows[place]]]
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
+        """Rows `indices`, stacked."""
+        shape = len(indices), self.seq_length
+        tokens, labels, segments, positions = np.zeros((4, *shape), np.int32)
+        loss_mask = np.zeros(shape, np.float32)
+        for row, index in enumerate(indices):
+            begin = 0
+            for document, member in enumerate(self.members(index), 1):
+                ids, is_answer = self.source[self.numbers[member]]
+                count = self.lengths[member]
+                place = row, slice(begin, begin + count)
+                tokens[place] = ids[:count]
+                labels[place] = ids[1 : count + 1]
+                loss_mask[place] = is_answer[1 : count + 1]
+                segments[place] = document
+                positions[place] = np.arange(count)
+                begin += count
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "segment_ids": segments,
+            "positions": positions,
+        }
+
+    def sizes(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """int64 [n, 2]: tokens of each row; attention's cost, the sum of squared lengths."""
+        rows = [self.lengths[self.members(index)] for index in indices]
+        return np.array([(row.sum(), (row**2).sum()) for row in rows], np.int64).reshape(-1, 2)
+
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The files and lines of rows `indices`."""
+        chosen = [self.numbers[self.members(index)] for index in indices]
+        return [", ".join(self.source.names[n] for n in row) for row in chosen]
+
+    @cached_property
+    def max_documents(self) -> int:
+        """The most conversations of a row, and padding."""
+        return 1 + max(map(len, self.ranks))
+
+    @property
+    def padded(self) -> bool:
+        return self.settings.rows != "packed"
+
+
+class GlobalBatches:
+    """Rows whose order in a global batch spreads attention's cost evenly over devices.
+
+    With data.conversations.rows=longest, a batch is as narrow as its longest row allows.
+    """
+
+    def __init__(self, rows: ConversationDataset | BlendedDataset, cfg: Config):
+        self.rows, self.seq_length = rows, cfg.data.seq_length
+        self.is_narrow = cfg.data.conversations.rows == "longest"
+        self.cuts = cfg.mesh.tp * (2 * cfg.mesh.cp if cfg.mesh.cp > 1 else 1)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> FieldArrays:
+        """Rows `indices` in this order, of the full width."""
+        return self.rows.batch(indices)
+
+    def global_batch(self, samples: np.ndarray, mine: slice) -> FieldArrays:
+        """The part `mine` of the global batch of these rows, in an order that `balanced` gives."""
+        sizes = self.rows.sizes(samples)
+        batch = self.rows.batch(samples[balanced(sizes[:, 1])][mine])
+        width = self._width(sizes[:, 0].max())
+        return {name: array[:, :width] for name, array in batch.items()}
+
+    def _width(self, longest: int) -> int:
+        """The full width, halved while the longest row fits: each width is compiled once."""
+        width = self.seq_length
+        while self.is_narrow and longest <= width // 2 and width % (16 * self.cuts) == 0:
+            width //= 2
+        return width
+
+    def names(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """The files and lines of rows `indices`."""
+        return self.rows.names(indices)
+
+    @property
+    def max_documents(self) -> int:
+        return self.rows.max_documents
+
+    @property
+    def padded(self) -> bool:
+        return self.rows.padded
+
+
+def balanced(costs: Sequence[int] | np.ndarray) -> np.ndarray:
+    """An order of rows in which halves cost about the same, their halves, too, and so on.
+
+    So do the shares of as many devices as divide the rows, best where that is a power of two. The
+    order knows no mesh, so a batch is the same on all.
+    """
+    costs = np.asarray(costs)
+    return np.array(_dealt(np.argsort(-costs, kind="stable").tolist(), costs.tolist()), np.int64)
+
+
+def _dealt(rows: list[int], costs: list[int]) -> list[int]:
+    """Deals rows, the dearest first, to equal groups, each to the cheapest with room."""
+    count = len(rows)
+    parts = next((n for n in range(2, count) if count % n == 0), count)
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0] * parts
+    for row in rows:
+        free = [k for k in range(parts) if len(groups[k]) < count // parts]
+        cheapest = min(free, key=totals.__getitem__)
+        groups[cheapest].append(row)
+        totals[cheapest] += costs[row]
+    if parts == count:
+        return [row for group in groups for row in group]
+    return [row for group in groups for row in _dealt(group, costs)]
