@@ -95,7 +95,8 @@ class ConversationDataset:
                 f"longer than data.seq_length={room} (the longest, {name}: {lengths.max()})"
             )
             if too_long == "refuse" or not is_used.any():
-                raise UserError(f"data.conversations: {said}; raise it or set too_long")
+                more = "" if too_long == "cut" else ", or set data.conversations.too_long=cut"
+                raise UserError(f"data.conversations: {said}; raise it{more}")
             say = "data.conversations: %s; %d are cut, %d left out, with %d tokens of answers"
             log.warning(say, said, counts.cut, counts.dropped, counts.lost_trained)
         return numbers[is_used], places[is_used], counts
