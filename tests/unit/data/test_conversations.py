@@ -11,10 +11,21 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from mjax.data import preview
 from mjax.data.base.best_fit import packed
 from mjax.data.conversations.records import read_records, source_files
 from mjax.errors import UserError
-from tests.chats import CHATML, END, MARKED, START, chats, learned, turns
+from tests.chats import (
+    CHATML,
+    END,
+    MARKED,
+    START,
+    chats,
+    learned,
+    turns,
+    write_lines,
+    write_tokenizer,
+)
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLED = '[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
@@ -368,3 +379,20 @@ def test_the_tokens_are_kept_until_files_or_settings_change(tmp_path):
     chats(tmp_path, RECORDS, "data.conversations.answers=last")
     chats(tmp_path, RECORDS, "data.conversations.answers=last", template=MARKED)
     assert len(list(folder.iterdir())) == 4
+
+
+def test_the_preview_shows_the_mask_and_counts_what_is_lost(tmp_path, capsys):
+    records = [turns("hi \x1b[31m", "yo", "go", "on"), turns("q", "a" * 100), {"messages": []}]
+    path = write_lines(tmp_path / "chats.jsonl", [*records, turns("q" * 100, "a")])
+    name = write_tokenizer(tmp_path / "tokenizer")
+    keys = ["model.vocab_size=260", "data.seq_length=64", f"data.tokenizer={name}"]
+    keys += [f"data.conversations.path={path}", f"run.dir={tmp_path}", "train.eval_interval=null"]
+    keys += ["data.split=[1,0,0]", "data.conversations.broken=skip"]
+    assert preview.main([*keys, "--rows", "2"]) == 0
+    said = capsys.readouterr().out
+    assert f"hi \\x1b[31m{END}\n{START}assistant\n«yo{END}»\n" in said and "\x1b" not in said
+    assert "4 records, 1 left out as broken" in said and ":3: messages is empty" in said
+    assert "2; 1 are cut to data.seq_length=64, 1 dropped;" in said and "43 of answers" in said
+    assert "2 rows" in said
+    with pytest.raises(UserError, match="at least 0"):
+        preview.main([*keys, "--first", "-1"])
