@@ -20,7 +20,8 @@ from tests.chats import BOS, CHATML, END, MARKED, START
 WORDS = "the a Grüße sum 日本 is, (two) \n\n  x=1 don't 🙂 .".split(" ")
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|im_end|>' }}{% endgeneration %}"
+    "{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content | trim + '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ m.content | trim }}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
 )

@@ -392,7 +392,7 @@ def test_the_preview_shows_the_mask_and_counts_what_is_lost(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"hi \\x1b[31m{END}\n{START}assistant\n«yo{END}»\n" in said and "\x1b" not in said
     assert "4 records, 1 left out as broken" in said and ":3: messages is empty" in said
-    assert "2; 1 are cut to data.seq_length=64, 1 dropped;" in said and "43 of answers" in said
+    assert "2; 1 are cut to data.seq_length=64, 1 dropped;" in said and "58 of answers" in said
     assert "2 rows" in said
     with pytest.raises(UserError, match="at least 0"):
         preview.main([*keys, "--first", "-1"])
