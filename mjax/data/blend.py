@@ -6,7 +6,7 @@ Source: Megatron-LM `helpers.cpp` (`build_blending_indices`), `blended_dataset.p
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -111,24 +111,19 @@ class BlendedDataset:
         drawn = ((self.dataset_index[i], self.dataset_sample_index[i]) for i in indices)
         return [self.datasets[k].names([sample])[0] for k, sample in drawn]
 
+    def sizes(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Sizes of samples `indices`, each from its data set, which must know them."""
+        drawn = ((self.dataset_index[i], self.dataset_sample_index[i]) for i in indices)
+        return np.concatenate([self.datasets[k].sizes([sample]) for k, sample in drawn])
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Samples `indices`, stacked to [B, S]."""
-        return self._gathered(indices, lambda dataset, samples: dataset.batch(samples))
-
-    def sizes(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The sizes of samples `indices`, from datasets that know them."""
-        return self._gathered(indices, lambda dataset, samples: {"": dataset.sizes(samples)})[""]
-
-    def _gathered(
-        self, indices: Sequence[int] | np.ndarray, read: Callable
-    ) -> dict[str, np.ndarray]:
-        """The arrays that `read(dataset, its samples)` gives, in the order of `indices`."""
         chosen = self.dataset_index[np.asarray(indices, np.int64)]
         sample = self.dataset_sample_index[np.asarray(indices, np.int64)]
         out: dict[str, np.ndarray] = {}
         for k in np.unique(chosen):
             rows = np.flatnonzero(chosen == k)
-            for name, part in read(self.datasets[k], sample[rows]).items():
+            for name, part in self.datasets[k].batch(sample[rows]).items():
                 if name not in out:
                     out[name] = np.empty((len(chosen), *part.shape[1:]), part.dtype)
                 out[name][rows] = part

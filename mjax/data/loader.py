@@ -13,13 +13,14 @@ from typing import Protocol
 import numpy as np
 
 from mjax.config.schema.run import Config, DataConfig
-from mjax.data.base.tokenizer import load_tokenizer, word_continuations
+from mjax.data.base.tokenizer import load_tokenizer, require_vocabulary, word_continuations
 from mjax.data.blend import SURPLUS, BlendedDataset, normalize, sizes_per_dataset
-from mjax.data.conversations.rows import ConversationDataset, GlobalBatches
+from mjax.data.conversations.rows import ConversationDataset
 from mjax.data.corpus.fim import FillInTheMiddle, fill_in_the_middle
 from mjax.data.corpus.gpt import FieldArrays, GPTDataset
 from mjax.data.corpus.retro import NeighborDataset
 from mjax.data.corpus.text import prepare_text, require_tokenizer
+from mjax.data.global_batches import GlobalBatches
 from mjax.data.mock import MockDataset
 from mjax.data.sentences.labelled import LabelledDataset
 from mjax.data.sentences.masked import MaskedDataset, frame_of_pairs
@@ -154,11 +155,7 @@ def _build_datasets(
     else:
         if data.text:
             corpus = prepare_text(data, Path(cfg.run.dir), trained_with)
-            if corpus.vocab_size > cfg.model.vocab_size:
-                raise UserError(
-                    f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "
-                    f"{corpus.vocab_size} ({corpus.tokenizer_path}): raise it"
-                )
+            require_vocabulary(corpus.vocab_size, cfg.model, corpus.tokenizer_path)
             paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
         fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
         make = partial(_dataset, cfg, fim)

@@ -205,10 +205,7 @@ NEEDS = (
         "data of tokens (images and sounds have data.images.valid_path)",
         lambda c: not _reads_items(c),
     ),
-    _value(
-        "data.conversations: chat_template answers rows too_long broken",
-        "data.conversations.path",
-    ),
+    _value("data.conversations: answers rows too_long broken", "data.conversations.path"),
     Need(
         "data.conversations.path",
         _PATTERN,

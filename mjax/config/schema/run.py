@@ -144,8 +144,6 @@ class ConversationDataConfig(Group):
     """A .jsonl(.gz|.zst), .json or .parquet file, a folder or a glob of them, or a folder of
     `save_to_disk`; several are blended by data.weights.
     """
-    chat_template: PathText | None = None
-    """A jinja file; None: the template beside data.tokenizer."""
     answers: Literal["all", "last"] = "all"
     """Answers of a conversation that the loss is on."""
     rows: Literal["packed", "padded", "longest"] = "packed"

@@ -51,49 +51,15 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        marked: bool = False,
         **variables: Any,
     ) -> str:
         """Text of `messages` ({"role": ..., "content": ...}, JSON values), which holds its special
         tokens: encode it without adding any. `add_generation_prompt`: open the reply. `tools` are
-        JSON schemas; `variables` are further ones that the template reads. Raises `UserError` for
-        messages that it refuses."""
-        return self._render(False, messages, add_generation_prompt, tools, variables)
-
-    @property
-    def marks_answers(self) -> bool:
-        """Whether the template says which text is an answer's, by `{% generation %}`."""
-        return re.search(r"{%[-+]?\s*generation\b", self.source) is not None
-
-    def render_marked(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """(the text of `messages`, [begin, end) of its characters in `{% generation %}` blocks).
-
-        Raises `UserError` for messages that the template refuses, or if the blocks cannot be found.
-        """
-        text = self._render(False, messages, False, tools, variables)
-        begin, end = MARKS
-        parts = re.split(f"([{begin}{end}])", self._render(True, messages, False, tools, variables))
-        if "".join(parts[::2]) != text or parts[1::2] != [begin, end] * (len(parts) // 4):
-            raise UserError(
-                f"{self.origin}: the {{% generation %}} blocks of the chat template cannot be "
-                "found in its text; take filters and `continue` out of them"
-            )
-        bounds = [*itertools.accumulate(map(len, parts[:-1:2]))]
-        return text, list(zip(bounds[::2], bounds[1::2], strict=True))
-
-    def _render(
-        self,
-        marked: bool,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Renders; `marked`: with `MARKS` around the text of `{% generation %}` blocks."""
+        JSON schemas; `variables` are further ones that the template reads. `marked`: put `MARKS`
+        around the text of `{% generation %}` blocks. Raises `UserError` for messages that it
+        refuses."""
         with or_user_error("chat templates need jinja2: `pip install 'mjax[chat]'`", ImportError):
             import jinja2
         wrong = (
@@ -112,12 +78,32 @@ class ChatTemplate:
                     add_generation_prompt=add_generation_prompt,
                 )
 
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says which text is an answer's, by `{% generation %}`."""
+        return re.search(r"{%[-+]?\s*generation\b", self.source) is not None
 
-def read_chat_template(file: str | os.PathLike, folder: str | os.PathLike) -> ChatTemplate:
-    """The template in a file, with the special tokens of a model folder. Raises `UserError`."""
-    with or_user_error(f"{file}: the chat template cannot be read: {{reason}}", UNREADABLE):
-        source = Path(file).read_text(encoding="utf-8")
-    return ChatTemplate(source, str(file), _special_tokens(Path(folder)))
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """(the text of `messages`, [begin, end) of its characters in `{% generation %}` blocks).
+
+        Raises `UserError` for messages that the template refuses, or if the blocks cannot be found.
+        """
+        begin, end = MARKS
+        text = self.render(messages, False, tools, **variables)
+        marked = self.render(messages, False, tools, marked=True, **variables)
+        parts = re.split(f"([{begin}{end}])", marked)
+        if "".join(parts[::2]) != text or parts[1::2] != [begin, end] * (len(parts) // 4):
+            raise UserError(
+                f"{self.origin}: the {{% generation %}} blocks of the chat template cannot be "
+                "found in its text; take filters and `continue` out of them"
+            )
+        bounds = [*itertools.accumulate(map(len, parts[:-1:2]))]
+        return text, list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> ChatTemplate:
@@ -146,15 +132,9 @@ def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> Ch
             f"{folder}: no chat template {name or 'default'!r} ({have}); put chat_template.jinja "
             "there, or prompt with plain text"
         )
-    origin = str(files.get(name or "default", path))
-    return ChatTemplate(source, origin, _special_tokens(folder))
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """The texts of special tokens by the names that templates give them."""
-    tokens = read_json(folder / "special_tokens_map.json", missing={})
-    tokens |= read_json(folder / "tokenizer_config.json", missing={})
-    return {key: token_text(tokens[key]) for key in TOKENS if tokens.get(key) is not None}
+    tokens = read_json(folder / "special_tokens_map.json", missing={}) | config
+    tokens = {key: token_text(tokens[key]) for key in TOKENS if tokens.get(key) is not None}
+    return ChatTemplate(source, str(files.get(name or "default", path)), tokens)
 
 
 def _repeated(what: object, count: object) -> int:

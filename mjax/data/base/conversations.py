@@ -37,11 +37,17 @@ def answers_by_prefixes(
     for number in answers:
         before = template.render(messages[:number], **variables)
         after = template.render(messages[: number + 1], add_generation_prompt=False, **variables)
-        if not (after.startswith(before) and before.startswith(text)):
-            raise UserError(
-                f"{where}: {template.origin} rewrites earlier turns; give one turn, or train on "
-                "the last answer alone"
-            )
+        require_beginning(where, template, text, before)
+        require_beginning(where, template, before, after)
         spans.append((len(before), len(after)))
         text = after
     return AnsweredText(text, spans)
+
+
+def require_beginning(where: str, template: ChatTemplate, part: str, text: str) -> None:
+    """Raise `UserError` unless a rendered part of a conversation begins the text of more of it."""
+    if not text.startswith(part):
+        raise UserError(
+            f"{where}: {template.origin} rewrites earlier turns; give one turn, or train on the "
+            "last answer alone"
+        )

@@ -131,6 +131,15 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     return replace(found, digest=raw.hexdigest())
 
 
+def require_vocabulary(size: int, model: ModelConfig, source: str = "data.tokenizer") -> None:
+    """Raise `UserError` unless a model has the tokens of a tokenizer of this size."""
+    if size > model.vocab_size:
+        raise UserError(
+            f"model.vocab_size {model.vocab_size} is less than the tokenizer's {size} ({source}): "
+            "raise it"
+        )
+
+
 def tokenizer_files(spec: str | os.PathLike) -> dict[str, Path]:
     """Name in a model folder -> file of a vocabulary. Raises `UserError` where there is none.
 
@@ -185,12 +194,7 @@ def _byte_tokenizer() -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
 
-    def encode_with_places(texts: Sequence[str]) -> list[PlacedIds]:
-        places = [[(n, n + 1) for n, c in enumerate(text) for _ in c.encode()] for text in texts]
-        return list(zip(encode_batch(texts), places, strict=True))
-
-    places = encode_with_places
-    return Tokenizer(257, 256, encode_batch, decode, decode_whole=decode, encode_with_places=places)
+    return Tokenizer(257, 256, encode_batch, decode, decode_whole=decode)
 
 
 def _huggingface_tokenizer(path: Path, said: dict) -> Tokenizer:

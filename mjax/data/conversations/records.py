@@ -4,9 +4,8 @@ Invariant: records and their order are a function of the files, as the file syst
 names. A file that cannot be read is an error; a record that cannot is yielded as one.
 """
 
-import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from mjax.data.base.documents import (
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json, read_json
 
-log = logging.getLogger(__name__)
 Record = tuple[str, dict | UserError]  # FILE:LINE, and what stands there
 
 _ONE_JSON = re.compile(r"\.json(\.(gz|zst|bz2|xz))*$", re.IGNORECASE)
@@ -35,18 +33,14 @@ def source_files(path: str) -> list[str]:
     folder = Path(path)
     if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return _saved_files(folder)
-    files = expand_paths([path]) if path != "-" else [path]
-    known = [f for f in files if is_json_lines(f) or Path(f).suffix in (_ARROW, _PARQUET)]
-    unread = [file for file in files if file not in known]
-    if not known:
-        raise UserError(
-            f"data.conversations: {unread[0]} is no .jsonl, .json or .parquet, nor a folder of "
-            "save_to_disk; give one"
-        )
-    if unread:
-        say = "data.conversations: %s: %d of %d files are not read, as %s"
-        log.warning(say, path, len(unread), len(files), unread[0])
-    return known
+    files = expand_paths([path])
+    for file in files:
+        if not is_json_lines(file) and Path(file).suffix not in (_ARROW, _PARQUET):
+            raise UserError(
+                f"data.conversations: {file} is no .jsonl, .json or .parquet, nor a folder of "
+                "save_to_disk; give one, or a glob of those"
+            )
+    return files
 
 
 def read_records(files: list[str]) -> Iterator[Record]:
@@ -57,16 +51,18 @@ def read_records(files: list[str]) -> Iterator[Record]:
         elif _ONE_JSON.search(file) and (text := _unmarked_text(file)).startswith("["):
             yield from _list_rows(file, text)
         else:
-            yield from _line_rows(file)
+            for document in read_documents([file], all_lines=True):
+                yield document.where, attempt(json_row, document)
 
 
-def _line_rows(file: str) -> Iterator[Record]:
-    for document in read_documents([file], all_lines=True):
-        try:
-            row: dict | UserError = json_row(document)
-        except UserError as e:
-            row = e
-        yield document.where, row
+def attempt(function: Callable, given: object, *rest: object) -> Any:
+    """The result of a function on what is given; or the `UserError` that was given, or raised."""
+    if isinstance(given, UserError):
+        return given
+    try:
+        return function(given, *rest)
+    except UserError as e:
+        return e
 
 
 def _unmarked_text(file: str) -> str:
@@ -102,7 +98,7 @@ def _saved_files(folder: Path) -> list[str]:
 
 
 def _table_rows(file: str) -> Iterator[Record]:
-    """Rows of a parquet file or of an arrow stream; keys that only other rows have are left out."""
+    """Rows of a parquet file or of an arrow stream."""
     with or_user_error(f"{file} needs pyarrow; install mjax[data]", ImportError):
         import pyarrow.ipc
         from pyarrow import parquet
@@ -115,14 +111,5 @@ def _table_rows(file: str) -> Iterator[Record]:
             batches = iter(pyarrow.ipc.open_stream(opened))
         for batch in batches:
             for row in batch.to_pylist():
-                yield f"{file}:{number}", _without_nulls(row)
+                yield f"{file}:{number}", row
                 number += 1
-
-
-def _without_nulls(value: Any) -> Any:
-    """A value without the nulls that a table puts where one row lacks a key of another."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
-    return value

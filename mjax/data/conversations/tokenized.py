@@ -7,19 +7,20 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from mjax.config.schema.run import Config
+from mjax.config.schema.run import Config, ConversationDataConfig
 from mjax.data.base.cache import cached_arrays
+from mjax.data.base.chat import load_chat_template
 from mjax.data.base.tokenizer import Tokenizer
-from mjax.data.conversations.answers import AnswerTokenizer, TokenizedConversation, template_of
+from mjax.data.conversations.answers import AnswerTokenizer, TokenizedConversation
 from mjax.data.conversations.formats import parse_record
-from mjax.data.conversations.records import Record, read_records, source_files
-from mjax.errors import UserError
+from mjax.data.conversations.records import attempt, read_records, source_files
+from mjax.errors import UserError, or_user_error
 
 log = logging.getLogger(__name__)
 ARRAYS = "ids", "is_answer", "ends", "names", "left_out"
@@ -61,16 +62,21 @@ def tokenize_source(path: str, cfg: Config, tokenizer: Tokenizer) -> TokenizedSo
     Raises `UserError` for a broken record or, where those are skipped, if nothing is left.
     """
     settings, files = cfg.data.conversations, source_files(path)
+    folder = Path(cfg.data.tokenizer)
+    template = attempt(load_chat_template, folder if folder.is_dir() else folder.parent)
+    answers = AnswerTokenizer(tokenizer, template, settings.answers == "last")
+    with or_user_error(f"data.conversations: {path}: cannot be read: {{reason}}"):
+        states = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
     key = {
         "conversations": CONVERSATIONS_VERSION,
-        "files": [[os.path.abspath(file), *_state(file)] for file in files],
+        "files": states,
         "tokenizer": tokenizer.digest,
-        "template": _template_text(cfg),
+        "template": repr(template),
         "answers": settings.answers,
         "broken": settings.broken,
     }
-    folder = cfg.data.cache_dir or Path(cfg.run.dir) / "conversations"
-    arrays, _ = cached_arrays(folder, key, ARRAYS, lambda: _made(path, files, cfg, tokenizer))
+    cache = cfg.data.cache_dir or Path(cfg.run.dir) / "conversations"
+    arrays, _ = cached_arrays(cache, key, ARRAYS, lambda: _made(path, files, settings, answers))
     *tokens, names, left_out = arrays
     source = TokenizedSource(*tokens, *(json.loads(bytes(text)) for text in (names, left_out)))
     if count := len(source.left_out):
@@ -81,72 +87,32 @@ def tokenize_source(path: str, cfg: Config, tokenizer: Tokenizer) -> TokenizedSo
     return source
 
 
-def _state(file: str) -> tuple[int, int]:
-    stat = os.stat(file)
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _template_text(cfg: Config) -> str | None:
-    """The template's source and its special tokens; None where there is none."""
-    try:
-        template = template_of(cfg.data)
-    except UserError:  # pairs of texts need none
-        return None
-    return json.dumps([template.source, dict(template.tokens)])
-
-
-@dataclass
-class _Gathered:
-    """Arrays of conversations as they are read.
-
-    answers: their number; ended: those that end in a special token.
-    """
-
-    ids: list[np.ndarray] = field(default_factory=list)
-    is_answer: list[np.ndarray] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    answers: int = 0
-    ended: int = 0
-
-    def add(self, name: str, found: TokenizedConversation) -> None:
-        self.names.append(name)
-        self.ids.append(np.array(found.ids, np.int32))
-        self.is_answer.append(found.is_answer)
-        self.answers += found.answers
-        self.ended += found.ended
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """Those that `ARRAYS` names."""
-        ends = np.cumsum([len(ids) for ids in self.ids], dtype=np.int64)
-        texts = [json.dumps(lines).encode() for lines in (self.names, self.left_out)]
-        as_bytes = [np.frombuffer(text, np.uint8) for text in texts]
-        return np.concatenate(self.ids), np.concatenate(self.is_answer), ends, *as_bytes
-
-
-def _made(path: str, files: list[str], cfg: Config, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
-    """The arrays of a source. Raises `UserError`."""
-    settings = cfg.data.conversations
-    answers = AnswerTokenizer(tokenizer, lambda: template_of(cfg.data), settings.answers == "last")
-    gathered = _Gathered()
+def _made(
+    path: str, files: list[str], settings: ConversationDataConfig, answers: AnswerTokenizer
+) -> tuple[np.ndarray, ...]:
+    """The arrays of a source that `ARRAYS` names. Raises `UserError`."""
+    used, left_out = {}, []
     for name, found in _tokenized_records(files, answers):
         if not isinstance(found, UserError):
-            gathered.add(name, found)
+            used[name] = found
         elif settings.broken == "refuse":
             raise UserError(f"{found} (data.conversations.broken=skip leaves such records out)")
         else:
-            gathered.left_out.append(str(found))
-    if not gathered.names:
-        first = f": {gathered.left_out[0]}" if gathered.left_out else ""
-        count = len(gathered.left_out)
-        raise UserError(f"data.conversations: {path}: none of {count} records can be used{first}")
-    if not gathered.ended:
+            left_out.append(str(found))
+    if not used:
+        first = f": {left_out[0]}" if left_out else ""
+        said = f"none of {len(left_out)} records can be used{first}"
+        raise UserError(f"data.conversations: {path}: {said}")
+    if not any(found.is_ended for found in used.values()):
         raise UserError(
             f"data.conversations: {path}: no answer ends in a special token, so the model would "
             "never learn to stop; take a chat template that ends answers inside their "
             "{% generation %} block or before the next turn, or a tokenizer that has an end token"
         )
-    return gathered.arrays()
+    ids, is_answer, _ = zip(*used.values(), strict=True)
+    ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
+    texts = [np.frombuffer(json.dumps(x).encode(), np.uint8) for x in ([*used], left_out)]
+    return np.concatenate(ids), np.concatenate(is_answer), ends, *texts
 
 
 def _tokenized_records(
@@ -155,17 +121,11 @@ def _tokenized_records(
     """Yield the place of each record, and its tokens or why it has none."""
     records = read_records(files)
     while chunk := list(islice(records, AT_ONCE)):
-        parsed = [_parsed_or_error(record) for record in chunk]
         names = [name for name, _ in chunk]
-        yield from zip(names, answers.tokenize(parsed), strict=True)
-
-
-def _parsed_or_error(record: Record) -> object:
-    """The `Conversation` of a record, or the `UserError` that says why it has none."""
-    name, row = record
-    if isinstance(row, UserError):
-        return row
-    try:
-        return parse_record(name, row)
-    except UserError as e:
-        return e
+        parsed = [attempt(parse_record, row, name) for name, row in chunk]
+        texts = [attempt(answers.render, conversation) for conversation in parsed]
+        whole = ["" if isinstance(text, UserError) else text.text for text in texts]
+        encode = answers.tokenizer.encode_with_places
+        placed = encode(whole) if encode else [None] * len(whole)
+        for given in zip(names, texts, parsed, placed, strict=True):
+            yield given[0], attempt(answers.tokenize, *given[1:])

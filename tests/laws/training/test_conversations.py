@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mjax.data.conversations.rows import balanced
+from mjax.data.global_batches import balanced
 from mjax.data.loader import build_datasets
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
