@@ -185,9 +185,8 @@ def _conversation_datasets(
     cfg: Config, num_train: int, num_valid: int
 ) -> tuple[Dataset, Dataset | None]:
     """The conversations of a run, and held-out ones."""
-    data = cfg.data
+    data, sizes = cfg.data, (num_train, num_valid)
     make = partial(ConversationDataset, cfg=cfg, tokenizer=load_tokenizer(data.tokenizer))
-    sizes = num_train, num_valid
     train, valid = _blends(make, data.conversations.paths, data.valid_paths, data, sizes)
     return GlobalBatches(train, cfg), None if valid is None else GlobalBatches(valid, cfg)
 

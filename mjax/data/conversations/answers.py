@@ -34,19 +34,13 @@ class TokenizedConversation(NamedTuple):
 class AnswerTokenizer:
     """Tokenizes conversations.
 
-    given_template: of chats, or why there is none. last_only: the loss is on the last answer of
-    each alone.
+    template: of chats, or why there is none. last_only: the loss is on the last answer of each
+    alone.
     """
 
     tokenizer: Tokenizer
-    given_template: ChatTemplate | UserError
+    template: ChatTemplate | UserError
     last_only: bool = False
-
-    @property
-    def template(self) -> ChatTemplate:
-        if isinstance(self.given_template, UserError):
-            raise self.given_template
-        return self.given_template
 
     def render(self, conversation: Conversation) -> AnsweredText:
         """The text up to the last answer, and where answers are; no text of a pair of texts.
@@ -55,6 +49,8 @@ class AnswerTokenizer:
         """
         if conversation.plain is not None:
             return AnsweredText("", [])
+        if isinstance(self.template, UserError):
+            raise self.template
         where, messages = conversation.where, conversation.messages
         if self.tokenizer.encode_with_places is None:
             raise UserError(

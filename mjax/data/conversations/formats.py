@@ -79,7 +79,7 @@ class _Message(BaseModel):
         """
         parts = self.content if isinstance(self.content, list) else []
         text = "".join(part.text for part in parts) or self.content or ""
-        message = {"role": self.role, "content": ""} | given | {"content": text}
+        message = {key: one for key, one in given.items() if key != "weight"} | {"content": text}
         if self.tool_calls:
             calls = zip(given["tool_calls"], self.tool_calls, strict=True)
             message["tool_calls"] = [parsed.for_template(call) for call, parsed in calls]
@@ -162,13 +162,13 @@ def _parsed(where: str, record: dict) -> Conversation:
         given, first = _messages(record), 0
     found = _Record.model_validate(record | {"messages": given})
     pairs = zip(found.messages, given, strict=True)
-    messages, called = [message.for_template(one) for message, one in pairs], False
-    for message in messages:
-        called |= bool(message.get("tool_calls"))
-        if message["role"] == "tool" and not called:
-            raise ValueError("a tool answers before it is called")
-    trained = [m.role == "assistant" and m.weight == 1 for m in found.messages]
-    answers = [n for n in range(first, len(messages)) if trained[n]]
+    messages = [message.for_template(one) for message, one in pairs]
+    roles = [message.role for message in found.messages]
+    calls = [bool(message.tool_calls) for message in found.messages]
+    if "tool" in roles and not any(calls[: roles.index("tool")]):
+        raise ValueError("a tool answers before it is called")
+    trained = [message.role == "assistant" and message.weight for message in found.messages]
+    answers = [number for number in range(first, len(trained)) if trained[number]]
     if not answers:
         raise ValueError("the assistant says nothing that is trained on")
     if _GIVEN.intersection(found.chat_template_kwargs):

@@ -4,20 +4,14 @@ Invariant: records and their order are a function of the files, as the file syst
 names. A file that cannot be read is an error; a record that cannot is yielded as one.
 """
 
+import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mjax.data.base.documents import (
-    MARK,
-    expand_paths,
-    is_json_lines,
-    json_row,
-    read_documents,
-    read_text,
-    require_unicode,
-)
+from mjax.data.base import documents
 from mjax.errors import UserError, or_user_error
 from mjax.json_file import parse_json, read_json
 
@@ -33,9 +27,9 @@ def source_files(path: str) -> list[str]:
     folder = Path(path)
     if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return _saved_files(folder)
-    files = expand_paths([path])
+    files = documents.expand_paths([path])
     for file in files:
-        if not is_json_lines(file) and Path(file).suffix not in (_ARROW, _PARQUET):
+        if not documents.is_json_lines(file) and Path(file).suffix not in (_ARROW, _PARQUET):
             raise UserError(
                 f"data.conversations: {file} is no .jsonl, .json or .parquet, nor a folder of "
                 "save_to_disk; give one, or a glob of those"
@@ -51,8 +45,8 @@ def read_records(files: list[str]) -> Iterator[Record]:
         elif _ONE_JSON.search(file) and (text := _unmarked_text(file)).startswith("["):
             yield from _list_rows(file, text)
         else:
-            for document in read_documents([file], all_lines=True):
-                yield document.where, attempt(json_row, document)
+            for document in documents.read_documents([file], all_lines=True):
+                yield document.where, attempt(documents.json_row, document)
 
 
 def attempt(function: Callable, given: object, *rest: object) -> Any:
@@ -67,13 +61,13 @@ def attempt(function: Callable, given: object, *rest: object) -> Any:
 
 def _unmarked_text(file: str) -> str:
     """The text of a file without a byte-order mark and leading space."""
-    return read_text(file).removeprefix(MARK).lstrip()
+    return documents.read_text(file).removeprefix(documents.MARK).lstrip()
 
 
 def _list_rows(file: str, text: str) -> Iterator[Record]:
     with or_user_error(f"{file}: not JSON ({{reason}}); mend it or copy it again", ValueError):
-        require_unicode(file, text)
         rows = parse_json(text)
+        documents.require_unicode(file, json.dumps(rows, ensure_ascii=False))
     for number, row in enumerate(rows):
         yield f"{file}:{number}", row if isinstance(row, dict) else {}
 
@@ -85,16 +79,13 @@ def _saved_files(folder: Path) -> list[str]:
         if (folder / "dataset_dict.json").is_file():
             splits = read_json(folder / "dataset_dict.json")["splits"]
             if "train" not in splits:
-                names = ", ".join(f"{folder / name}" for name in splits)
-                raise UserError(f"data.conversations: {folder} has no split train; give {names}")
+                said = f"{folder} has no split train, only {', '.join(splits)}"
+                raise UserError(f"data.conversations: {said}; give the folder of one")
             return _saved_files(folder / "train")
         state = read_json(folder / "state.json")
         if state.get("_indices_files"):
             raise ValueError("it is a selection of rows; save it with flatten_indices()")
-        files = [str(folder / entry["filename"]) for entry in state["_data_files"]]
-    if not files:
-        raise UserError(f"data.conversations: {folder} has no rows; give another")
-    return files
+        return [str(folder / entry["filename"]) for entry in state["_data_files"]]
 
 
 def _table_rows(file: str) -> Iterator[Record]:
@@ -102,14 +93,12 @@ def _table_rows(file: str) -> Iterator[Record]:
     with or_user_error(f"{file} needs pyarrow; install mjax[data]", ImportError):
         import pyarrow.ipc
         from pyarrow import parquet
-    number = 0
     wrong = f"{file}: cannot be read: {{reason}}; mend it or copy it again"
     with or_user_error(wrong, _UNREADABLE), open(file, "rb") as opened:
         if file.endswith(_PARQUET):
             batches = parquet.ParquetFile(opened).iter_batches()
         else:
             batches = iter(pyarrow.ipc.open_stream(opened))
-        for batch in batches:
-            for row in batch.to_pylist():
-                yield f"{file}:{number}", row
-                number += 1
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows):
+            yield f"{file}:{number}", row

@@ -8,7 +8,7 @@ one row of an epoch.
 import logging
 import os
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -59,11 +59,13 @@ class ConversationDataset:
         order = shuffled(np.arange(len(self.source.names)), len(self.source.names), 0)
         numbers = part_of_split(order, split_fractions, split, self.path, "conversations")
         self.numbers, self.lengths, self.counts = self._fitting(np.array(numbers))
-        longest_first = -np.sort(-self.lengths)
         self.ranks = [[rank] for rank in range(len(self.numbers))]
         if self.settings.rows == "packed":
-            self.ranks = packed([(int(n),) for n in longest_first], (self.seq_length,))
+            longest_first = sorted(self.lengths.tolist(), reverse=True)
+            self.ranks = packed([(n,) for n in longest_first], (self.seq_length,))
         self.size = len(self.ranks) if size is None else size
+        self.max_documents = 1 + max(map(len, self.ranks))  # and padding
+        self.padded = self.settings.rows != "packed"
         self._epoch = lru_cache(maxsize=4)(self._epoch_order)
 
     def _fitting(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, LengthCounts]:
@@ -90,8 +92,7 @@ class ConversationDataset:
                 f"longer than data.seq_length={room} (the longest, {name}: {lengths.max()})"
             )
             if too_long == "refuse" or not is_used.any():
-                more = "" if too_long == "cut" else ", or set data.conversations.too_long=cut"
-                raise UserError(f"data.conversations: {said}; raise it{more}")
+                raise UserError(f"data.conversations: {said}; raise it, or see too_long")
             say = "data.conversations: %s; %d are cut, %d left out, with %d tokens of answers"
             log.warning(say, said, counts.cut, counts.dropped, counts.lost_trained)
         return numbers[is_used], places[is_used], counts
@@ -149,12 +150,3 @@ class ConversationDataset:
         """The files and lines of rows `indices`."""
         chosen = [self.numbers[self.members(index)] for index in indices]
         return [", ".join(self.source.names[n] for n in row) for row in chosen]
-
-    @cached_property
-    def max_documents(self) -> int:
-        """The most conversations of a row, and padding."""
-        return 1 + max(map(len, self.ranks))
-
-    @property
-    def padded(self) -> bool:
-        return self.settings.rows != "packed"

@@ -24,7 +24,6 @@ from mjax.errors import UserError, or_user_error
 
 log = logging.getLogger(__name__)
 ARRAYS = "ids", "is_answer", "ends", "names", "left_out"
-CONVERSATIONS_VERSION = 1  # raise it when the same records give other arrays
 AT_ONCE = 512  # records tokenized in one call
 NAMED = 3  # broken records in a message
 
@@ -68,7 +67,6 @@ def tokenize_source(path: str, cfg: Config, tokenizer: Tokenizer) -> TokenizedSo
     with or_user_error(f"data.conversations: {path}: cannot be read: {{reason}}"):
         states = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
     key = {
-        "conversations": CONVERSATIONS_VERSION,
         "files": states,
         "tokenizer": tokenizer.digest,
         "template": repr(template),
@@ -77,13 +75,12 @@ def tokenize_source(path: str, cfg: Config, tokenizer: Tokenizer) -> TokenizedSo
     }
     cache = cfg.data.cache_dir or Path(cfg.run.dir) / "conversations"
     arrays, _ = cached_arrays(cache, key, ARRAYS, lambda: _made(path, files, settings, answers))
-    *tokens, names, left_out = arrays
-    source = TokenizedSource(*tokens, *(json.loads(bytes(text)) for text in (names, left_out)))
+    texts = [json.loads(bytes(text)) for text in arrays[3:]]
+    source = TokenizedSource(*arrays[:3], *texts)
     if count := len(source.left_out):
         some = ", ".join(source.left_out[:NAMED]) + (", .." if count > NAMED else "")
-        total = count + len(source.names)
         say = "data.conversations: %s: %d of %d records are left out: %s"
-        log.warning(say, path, count, total, some)
+        log.warning(say, path, count, count + len(source.names), some)
     return source
 
 
@@ -100,14 +97,12 @@ def _made(
         else:
             left_out.append(str(found))
     if not used:
-        first = f": {left_out[0]}" if left_out else ""
-        said = f"none of {len(left_out)} records can be used{first}"
+        said = ": ".join([f"none of {len(left_out)} records can be used", *left_out[:1]])
         raise UserError(f"data.conversations: {path}: {said}")
     if not any(found.is_ended for found in used.values()):
         raise UserError(
             f"data.conversations: {path}: no answer ends in a special token, so the model would "
-            "never learn to stop; take a chat template that ends answers inside their "
-            "{% generation %} block or before the next turn, or a tokenizer that has an end token"
+            "never learn to stop; take a chat template that ends each answer with one"
         )
     ids, is_answer, _ = zip(*used.values(), strict=True)
     ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
@@ -121,11 +116,10 @@ def _tokenized_records(
     """Yield the place of each record, and its tokens or why it has none."""
     records = read_records(files)
     while chunk := list(islice(records, AT_ONCE)):
-        names = [name for name, _ in chunk]
         parsed = [attempt(parse_record, row, name) for name, row in chunk]
         texts = [attempt(answers.render, conversation) for conversation in parsed]
         whole = ["" if isinstance(text, UserError) else text.text for text in texts]
         encode = answers.tokenizer.encode_with_places
         placed = encode(whole) if encode else [None] * len(whole)
-        for given in zip(names, texts, parsed, placed, strict=True):
-            yield given[0], attempt(answers.tokenize, *given[1:])
+        for (name, _), *given in zip(chunk, texts, parsed, placed, strict=True):
+            yield name, attempt(answers.tokenize, *given)

@@ -298,6 +298,7 @@ def damaged(folder):
     (folder / "c.parquet").write_bytes(b"PAR1 no")
     (folder / "d.arrow").write_bytes(b"no")
     (folder / "e.json").write_text('[{"messages": ')
+    (folder / "e2.json").write_text('[{"prompt": "\\ud800", "completion": "a"}]')
     (folder / "f.csv").write_text("a,b")
     (folder / "g").mkdir()
     (folder / "g" / "state.json").write_text("{}")
@@ -305,7 +306,7 @@ def damaged(folder):
     (folder / "h" / "dataset_dict.json").write_text('{"splits": ["test"]}')
     (folder / "i").mkdir()
     (folder / "i" / "state.json").write_text('{"_data_files": [{"filename": "gone.arrow"}]}')
-    said = ["cannot be read"] * 4 + ["not JSON", "no .jsonl, .json or .parquet"]
+    said = ["cannot be read"] * 4 + ["not JSON", "not Unicode", "no .jsonl, .json or .parquet"]
     said += ["not a folder of save_to_disk", "has no split train", "cannot be read"]
     names = sorted(path for path in folder.iterdir())
     return [*zip(names, said, strict=True), (folder / "none", "no such file")]
