@@ -421,7 +421,12 @@ BROKEN = {
         "would see each other: data.document_mask=False",
     ),
     "conversations_are_predicted": (
-        [*CONVERSATIONS, "train.objective=masked_lm", "model.layer_pattern=B"],
+        [
+            *CONVERSATIONS,
+            "train.objective=masked_lm",
+            "model.layer_pattern=B",
+            "data.masked.mask_token_id=0",
+        ],
         "train.objective='masked_lm' does not read data.conversations.path='a.jsonl'",
     ),
     "trained_tokenizer_needs_text": (["data.tokenizer=train:256"], "no text to train on"),
