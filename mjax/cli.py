@@ -27,6 +27,7 @@ class Command(NamedTuple):
 
 DATA = {
     "preprocess": Command("tokenize text into .bin and .idx", "mjax.data.preprocess"),
+    "preview": Command("print conversations as a run reads them", "mjax.data.preview"),
     "neighbors": Command("look up RETRO's neighbors of a run's samples", "mjax.data.neighbors"),
 }
 COMMANDS: dict[str, Command | dict[str, Command]] = {

@@ -111,6 +111,11 @@ class BlendedDataset:
         drawn = ((self.dataset_index[i], self.dataset_sample_index[i]) for i in indices)
         return [self.datasets[k].names([sample])[0] for k, sample in drawn]
 
+    def sizes(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Sizes of samples `indices`, each from its data set, which must know them."""
+        drawn = ((self.dataset_index[i], self.dataset_sample_index[i]) for i in indices)
+        return np.concatenate([self.datasets[k].sizes([sample]) for k, sample in drawn])
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Samples `indices`, stacked to [B, S]."""
         chosen = self.dataset_index[np.asarray(indices, np.int64)]

@@ -13,12 +13,14 @@ from typing import Protocol
 import numpy as np
 
 from mjax.config.schema.run import Config, DataConfig
-from mjax.data.base.tokenizer import load_tokenizer, word_continuations
+from mjax.data.base.tokenizer import load_tokenizer, require_vocabulary, word_continuations
 from mjax.data.blend import SURPLUS, BlendedDataset, normalize, sizes_per_dataset
+from mjax.data.conversations.rows import ConversationDataset
 from mjax.data.corpus.fim import FillInTheMiddle, fill_in_the_middle
 from mjax.data.corpus.gpt import FieldArrays, GPTDataset
 from mjax.data.corpus.retro import NeighborDataset
 from mjax.data.corpus.text import prepare_text, require_tokenizer
+from mjax.data.global_batches import GlobalBatches
 from mjax.data.mock import MockDataset
 from mjax.data.sentences.labelled import LabelledDataset
 from mjax.data.sentences.masked import MaskedDataset, frame_of_pairs
@@ -76,8 +78,12 @@ def make_loader(
 
     def batch_of(step: int) -> FieldArrays:
         first, count = batch_range(step)
-        numbers = np.arange(count)[rows(count) if rows else slice(None)]
-        batch = dataset.batch(first + numbers)
+        mine = rows(count) if rows else slice(None)
+        numbers = np.arange(count)[mine]
+        if isinstance(dataset, GlobalBatches):
+            batch = dataset.global_batch(first + np.arange(count), mine)
+        else:
+            batch = dataset.batch(first + numbers)
         return batch | make_fields(batch, step, numbers) if make_fields else batch
 
     steps = grain.MapDataset.range(first_step, first_step + num_steps).map(batch_of)
@@ -132,6 +138,8 @@ def _build_datasets(
     given = [k for k in ("paths", "text", "mock") if getattr(data, k)]
     if data.images.path is not None and not given:
         return _image_datasets(cfg, num_train, num_valid)
+    if data.conversations.path is not None and not given:
+        return _conversation_datasets(cfg, num_train, num_valid)
     if len(given) != 1:
         what = "none is" if not given else f"{' and '.join(given)} are"
         raise UserError(f"data: set exactly one of data.paths, data.text, data.mock; {what} set")
@@ -145,11 +153,7 @@ def _build_datasets(
     else:
         if data.text:
             corpus = prepare_text(data, Path(cfg.run.dir), trained_with)
-            if corpus.vocab_size > cfg.model.vocab_size:
-                raise UserError(
-                    f"model.vocab_size {cfg.model.vocab_size} is less than the tokenizer's "
-                    f"{corpus.vocab_size} ({corpus.tokenizer_path}): raise it"
-                )
+            require_vocabulary(corpus.vocab_size, cfg.model, corpus.tokenizer_path)
             paths, tokenizer_path = [corpus.prefix], corpus.tokenizer_path
         fim = fill_in_the_middle(data, seed, cfg.model.vocab_size, tokenizer_path)
         make = partial(_dataset, cfg, fim)
@@ -173,6 +177,16 @@ def _image_datasets(cfg: Config, num_train: int, num_valid: int) -> tuple[Datase
 
     others = [] if images.valid_path is None else [images.valid_path]
     return _blends(make, images.paths, others, cfg.data, (num_train, num_valid))
+
+
+def _conversation_datasets(
+    cfg: Config, num_train: int, num_valid: int
+) -> tuple[Dataset, Dataset | None]:
+    """The conversations of a run, and held-out ones."""
+    data, sizes = cfg.data, (num_train, num_valid)
+    make = partial(ConversationDataset, cfg=cfg, tokenizer=load_tokenizer(data.tokenizer))
+    train, valid = _blends(make, data.conversations.paths, data.valid_paths, data, sizes)
+    return GlobalBatches(train, cfg), None if valid is None else GlobalBatches(valid, cfg)
 
 
 def _blends(

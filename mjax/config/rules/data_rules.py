@@ -13,10 +13,13 @@ def _trained_vocab(c: Config) -> str | None:
     return name.removeprefix("train:") if name.startswith("train:") else None
 
 
-@rule("set exactly one of data.paths, data.text, data.images.path, data.mock")
+@rule(
+    "set exactly one of data.paths, data.text, data.conversations.path, data.images.path, data.mock"
+)
 def one_data_source(c: Config) -> Iterator[str]:
     given = {"paths": c.data.paths, "text": c.data.text, "mock": c.data.mock}
     given["images.path"] = c.data.images.path
+    given["conversations.path"] = c.data.conversations.path
     sources = [f"data.{name}" for name, value in given.items() if value]
     if not sources:
         yield "data: nothing to train on"
@@ -26,10 +29,12 @@ def one_data_source(c: Config) -> Iterator[str]:
 
 @rule("give one weight a path, or null to weigh by tokens")
 def weights_match_paths(c: Config) -> Iterator[str]:
-    is_of_images = c.data.images.path is not None
-    count = len(c.data.images.paths if is_of_images else c.data.paths)
-    if c.data.weights is not None and len(c.data.weights) != count:
-        key = "data.images.path" if is_of_images else "data.paths"
+    key, paths = "data.paths", c.data.paths
+    if c.data.images.path is not None:
+        key, paths = "data.images.path", c.data.images.paths
+    if c.data.conversations.path is not None:
+        key, paths = "data.conversations.path", c.data.conversations.paths
+    if c.data.weights is not None and len(c.data.weights) != len(paths):
         yield f"`data.weights` does not have one entry for each of `{key}`"
 
 
@@ -57,6 +62,27 @@ def held_out_data(c: Config) -> Iterator[str]:
 def text_needs_tokenizer(c: Config) -> Iterator[str]:
     if c.data.text is not None and c.data.tokenizer is None:
         yield "`data.text` has no tokenizer"
+
+
+@rule("set data.tokenizer to the folder of the model that is fine-tuned")
+def conversations_need_tokenizer(c: Config) -> Iterator[str]:
+    if c.data.conversations.path is not None and c.data.tokenizer is None:
+        yield "`data.conversations.path` has no tokenizer"
+
+
+@rule("set data.document_mask=true, or data.conversations.rows=padded")
+def conversations_are_documents(c: Config) -> Iterator[str]:
+    conversations = c.data.conversations
+    is_packed = conversations.path is not None and conversations.rows == "packed"
+    if is_packed and not c.data.document_mask:
+        yield "conversations of a row would see each other: `data.document_mask`"
+
+
+@rule("set train.objective=next_token, or to module.path:Name")
+def conversations_are_predicted(c: Config) -> Iterator[str]:
+    is_own = ":" in c.train.objective
+    if c.data.conversations.path is not None and not (c.train.objective == "next_token" or is_own):
+        yield "`train.objective` does not read `data.conversations.path`"
 
 
 @rule("set data.text or name a tokenizer file")

@@ -106,7 +106,8 @@ def _reads_corpus(c: Config) -> bool:
 
 
 def _reads_stream(c: Config) -> bool:
-    return _reads_corpus(c) and not c.data.masked.sentences
+    is_of_turns = c.data.conversations.path is not None
+    return _reads_corpus(c) and not c.data.masked.sentences and not is_of_turns
 
 
 def _is_split(c: Config) -> bool:
@@ -203,6 +204,13 @@ NEEDS = (
         "data.images.path",
         "data of tokens (images and sounds have data.images.valid_path)",
         lambda c: not _reads_items(c),
+    ),
+    _value("data.conversations: answers rows too_long broken", "data.conversations.path"),
+    Need(
+        "data.conversations.path",
+        _PATTERN,
+        "a model of texts alone (images and sounds have data.images.path)",
+        lambda c: _predicts_texts(c) and not _reads_items(c),
     ),
     Need("data.images: path valid_path workers", _PATTERN, "images or sounds", _reads_items),
     Need("data.images: image_size mean std", _PATTERN, "images", _reads_pixels),

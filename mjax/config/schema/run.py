@@ -137,15 +137,41 @@ class ImageDataConfig(Group):
         return [one_or_more] if isinstance(one_or_more, str) else one_or_more
 
 
+class ConversationDataConfig(Group):
+    """Conversations to fine-tune on (docs/train/fine-tuning.md)."""
+
+    path: PathText | list[PathText] | None = None
+    """A .jsonl(.gz|.zst), .json or .parquet file, a folder or a glob of them, or a folder of
+    `save_to_disk`; several are blended by data.weights.
+    """
+    answers: Literal["all", "last"] = "all"
+    """Answers of a conversation that the loss is on."""
+    rows: Literal["packed", "padded", "longest"] = "packed"
+    """A row is many conversations, or one, padded to data.seq_length or to the batch's longest."""
+    too_long: Literal["cut", "skip", "refuse"] = "cut"
+    """For conversations of more than data.seq_length tokens."""
+    broken: Literal["refuse", "skip"] = "refuse"
+    """For records that cannot be trained on; skipped ones are counted and named."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The sources, whether there is one, several or none."""
+        one_or_more = self.path or []
+        return [one_or_more] if isinstance(one_or_more, str) else one_or_more
+
+
 class DataConfig(Group):
-    """The training data. Exactly one of `paths`, `text`, `images.path`, `mock` is used."""
+    """The training data. Exactly one source is used.
+
+    Sources are `paths`, `text`, `conversations.path`, `images.path` and `mock`.
+    """
 
     paths: list[PathText] = []
     """Prefixes of Megatron .bin/.idx pairs."""
     weights: list[float] | None = None
-    """Blend weights of paths or images.path; None: by their counts."""
+    """Blend weights of the source's paths; None: by their counts."""
     valid_paths: list[PathText] = []
-    """Held-out prefixes; empty: use `split`."""
+    """Held-out prefixes, or files of conversations; empty: use `split`."""
     split: list[float] = Field([0.969, 0.03, 0.001], min_length=3, max_length=3)
     text: PathText | None = None
     """Train on raw text: a folder, a glob, a .jsonl(.gz|.zst) file, or 'stdlib' (Python's own
@@ -185,6 +211,7 @@ class DataConfig(Group):
     """A document that begins with this text stays as it is."""
     masked: MaskedDataConfig = MaskedDataConfig()
     images: ImageDataConfig = ImageDataConfig()
+    conversations: ConversationDataConfig = ConversationDataConfig()
     prefetch: int = Field(4, ge=1, le=10_000)
     """Batches prepared ahead."""
     workers: int = Field(2, ge=1, le=1024)

@@ -7,8 +7,10 @@ tokenizer_config.json, a string or a list of named ones; special tokens are vari
 """
 
 import functools
+import itertools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,6 +34,7 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
+MARKS = "\ufdd0", "\ufdd1"  # of Unicode's codes that no text has
 TOKENS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -48,12 +51,15 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        marked: bool = False,
         **variables: Any,
     ) -> str:
         """Text of `messages` ({"role": ..., "content": ...}, JSON values), which holds its special
         tokens: encode it without adding any. `add_generation_prompt`: open the reply. `tools` are
-        JSON schemas; `variables` are further ones that the template reads. Raises `UserError` for
-        messages that it refuses."""
+        JSON schemas; `variables` are further ones that the template reads. `marked`: put `MARKS`
+        around the text of `{% generation %}` blocks. Raises `UserError` for messages that it
+        refuses."""
         with or_user_error("chat templates need jinja2: `pip install 'mjax[chat]'`", ImportError):
             import jinja2
         wrong = (
@@ -64,13 +70,40 @@ class ChatTemplate:
             given = json.loads(json.dumps([list(messages), tools, variables]))
             chat = [{k: v for k, v in message.items() if v is not None} for message in given[0]]
             with time_limit(LONGEST_RENDERING):
-                return _compiled(self.source).render(
+                return _compiled(self.source, marked).render(
                     **{**self.tokens, **given[2]},
                     messages=chat,
                     tools=given[1],
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
                 )
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says which text is an answer's, by `{% generation %}`."""
+        return re.search(r"{%[-+]?\s*generation\b", self.source) is not None
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """(the text of `messages`, [begin, end) of its characters in `{% generation %}` blocks).
+
+        Raises `UserError` for messages that the template refuses, or if the blocks cannot be found.
+        """
+        begin, end = MARKS
+        text = self.render(messages, False, tools, **variables)
+        marked = self.render(messages, False, tools, marked=True, **variables)
+        parts = re.split(f"([{begin}{end}])", marked)
+        if "".join(parts[::2]) != text or parts[1::2] != [begin, end] * (len(parts) // 4):
+            raise UserError(
+                f"{self.origin}: the {{% generation %}} blocks of the chat template cannot be "
+                "found in its text; take filters and `continue` out of them"
+            )
+        bounds = [*itertools.accumulate(map(len, parts[:-1:2]))]
+        return text, list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def load_chat_template(folder: str | os.PathLike, name: str | None = None) -> ChatTemplate:
@@ -123,7 +156,7 @@ def _to_json(
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(source: str):
+def _compiled(source: str, marked: bool):
     """The template in the environment that Hugging Face gives its templates."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -137,6 +170,9 @@ def _compiled(source: str):
         def parse(self, parser):
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            if marked:
+                begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in MARKS)
+                body = [begin, *body, end]
             return nodes.Scope(body, lineno=line)
 
     def refuse(message: str):

@@ -126,10 +126,15 @@ def json_rows(files: Iterable[str]) -> Iterator[tuple[str, dict]]:
     Raises `UserError` naming the first line that is no JSON or no Unicode.
     """
     for document in read_documents(files, all_lines=True):
-        row = _parsed_document(document)
-        if b"\\u" in document.raw:
-            require_unicode(document.where, json.dumps(row, ensure_ascii=False))
-        yield document.where, row if isinstance(row, dict) else {}
+        yield document.where, json_row(document)
+
+
+def json_row(document: Document) -> dict:
+    """The object of a line, empty for what is none. Raises `UserError` for no JSON, no Unicode."""
+    row = _parsed_document(document)
+    if b"\\u" in document.raw:
+        require_unicode(document.where, json.dumps(row, ensure_ascii=False))
+    return row if isinstance(row, dict) else {}
 
 
 def read_text(path: str | os.PathLike) -> str:

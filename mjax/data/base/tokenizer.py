@@ -53,6 +53,8 @@ class PairFrame(NamedTuple):
     second_type: int
 
 
+PlacedIds = tuple[list[int], list[tuple[int, int]]]  # ids, and [begin, end) of their characters
+
 BERT_PAIR, ROBERTA_PAIR = PairFrame(1, 1), PairFrame(2, 0)
 
 
@@ -64,6 +66,9 @@ class Tokenizer:
     text with the texts of special ids that have one; `id_of(token)` -> the id of a token, or
     None; `piece_of(id)` -> the entry of the vocabulary, None where it has none but bytes;
     `pair`: how it frames two texts, None where it does not.
+
+    `encode_with_places(texts)` -> for each text its ids and the characters [begin, end) of each;
+    None where it cannot say.
 
     `make_inside()`: the tokenizer for parts of a text, None where its ids cannot be joined; without
     it this one. `digest`: of all that its ids depend on.
@@ -79,6 +84,7 @@ class Tokenizer:
     piece_of: Callable[[int], str | None] | None = None
     pair: PairFrame | None = None
     make_inside: "Callable[[], Tokenizer | None] | None" = None
+    encode_with_places: "Callable[[Sequence[str]], list[PlacedIds]] | None" = None
     digest: str = ""
 
     def encode(self, text: str) -> list[int]:
@@ -123,6 +129,15 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     facts = [found.vocab_size, found.eod_id, found.prefix, said]
     raw.update(json.dumps(facts, sort_keys=True, default=str).encode())
     return replace(found, digest=raw.hexdigest())
+
+
+def require_vocabulary(size: int, model: ModelConfig, source: str = "data.tokenizer") -> None:
+    """Raise `UserError` unless a model has the tokens of a tokenizer of this size."""
+    if size > model.vocab_size:
+        raise UserError(
+            f"model.vocab_size {model.vocab_size} is less than the tokenizer's {size} ({source}): "
+            "raise it"
+        )
 
 
 def tokenizer_files(spec: str | os.PathLike) -> dict[str, Path]:
@@ -204,6 +219,10 @@ def wrapped(inner, said: dict) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in inner.encode_batch(list(texts), add_special_tokens=False)]
 
+    def encode_with_places(texts: Sequence[str]) -> list[PlacedIds]:
+        encoded = inner.encode_batch(list(texts), add_special_tokens=False)
+        return [(e.ids, e.offsets) for e in encoded]
+
     whole, bare = inner.encode("a").ids, encode_batch(["a"])[0]
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     prefix = stated_prefix(said, vocabulary.get)
@@ -218,6 +237,7 @@ def wrapped(inner, said: dict) -> Tokenizer:
         inner.id_to_token,
         _pair_frame(inner),
         lambda: _inside(inner, said),
+        encode_with_places=encode_with_places,
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import Config
 from mjax.data.base.chat import ChatTemplate, load_chat_template
+from mjax.data.base.conversations import SPEAKERS, answers_by_prefixes
 from mjax.data.base.tokenizer import Tokenizer, encode_behind, encode_with_items, require_no_items
 from mjax.data.corpus.gpt import FieldArrays
 from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped, SoundReader
@@ -38,7 +39,6 @@ READERS = {"vision": ImageReader, "audio": SoundReader}
 
 # What a sample has one of: a text, or messages as chat templates or LLaVA's files have them.
 TEXTS = ("text", "messages", "conversations")
-SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True)
@@ -284,15 +284,12 @@ def _turns(
     name: str, messages: list[dict[str, str]], template: ChatTemplate
 ) -> list[tuple[str, str]]:
     """(what stands before an answer, the answer with its end) of each answer of a conversation."""
-    turns, seen = [], ""
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = template.render(messages[:number])
-            after = template.render(messages[: number + 1], add_generation_prompt=False)
-            if not (after.startswith(before) and before.startswith(seen)):
-                raise UserError(f"{name}: {template.origin} rewrites earlier turns; give one turn")
-            turns.append((before[len(seen) :], after[len(before) :]))
-            seen = after
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    text, spans = answers_by_prefixes(name, template, messages, answers)
+    turns, seen = [], 0
+    for begin, end in spans:
+        turns.append((text[seen:begin], text[begin:end]))
+        seen = end
     if not turns:
         raise UserError(f"{name}: a conversation in which the assistant says nothing; leave it out")
     return turns

@@ -15,7 +15,7 @@ import numpy as np
 
 from mjax.config.schema.run import Config
 from mjax.data.base.documents import expand_paths, json_rows
-from mjax.data.base.tokenizer import Tokenizer
+from mjax.data.base.tokenizer import Tokenizer, require_vocabulary
 from mjax.data.corpus.gpt import FieldArrays, split_range
 from mjax.data.sentences.masked import fill_row, frame_of_pairs, padded_rows
 from mjax.errors import UserError
@@ -47,11 +47,7 @@ class LabelledDataset:
         tokenizer: Tokenizer,
     ):
         model, data = cfg.model, cfg.data
-        if tokenizer.vocab_size > model.vocab_size:
-            raise UserError(
-                f"model.vocab_size {model.vocab_size} is less than the tokenizer's "
-                f"{tokenizer.vocab_size}: raise it"
-            )
+        require_vocabulary(tokenizer.vocab_size, model)
         self.settings, self.seq_length = data.masked, data.seq_length
         self.frame = frame_of_pairs(tokenizer, model.bert)
         self.path, self.size, self.seed = f"{path}", size, cfg.run.seed

@@ -96,7 +96,7 @@ def test_completion_knows_commands_and_their_options(words):
     assert {"import", "export", "config"} <= set(words["convert"])
     assert "--megatron" in words["convert import"] and "--ckpt" not in words["convert import"]
     assert {"kernel", "train"} <= set(words["bench"]) and "--shape" in words["bench kernel"]
-    assert words["data"] == ["preprocess", "neighbors"]
+    assert words["data"] == ["preprocess", "preview", "neighbors"]
     assert "--top-k" in words["generate"] and "float32" not in words["generate"]
 
 

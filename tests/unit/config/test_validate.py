@@ -54,6 +54,7 @@ SOUNDS = (
     "num_attention_heads: 2, audio_token_id: 9}"
 )
 BOTH = ["model.num_hidden_layers=5", "model.layer_pattern='V,[P],S,[Q],G'", SOUNDS]
+CONVERSATIONS = ["data.mock=false", "data.conversations.path=a.jsonl", "data.tokenizer=byte"]
 BROKEN = {
     "tp_overlap_doubles": (
         ["mesh.tp=3", "mesh.tp_overlap=always"],
@@ -411,6 +412,23 @@ BROKEN = {
         "train.eval_interval=5",
     ),
     "text_needs_tokenizer": (["data.mock=false", "data.text=stdlib"], "set data.tokenizer"),
+    "conversations_need_tokenizer": (
+        ["data.mock=false", "data.conversations.path=a.jsonl"],
+        "data.conversations.path='a.jsonl' has no tokenizer",
+    ),
+    "conversations_are_documents": (
+        [*CONVERSATIONS, "data.document_mask=false"],
+        "would see each other: data.document_mask=False",
+    ),
+    "conversations_are_predicted": (
+        [
+            *CONVERSATIONS,
+            "train.objective=masked_lm",
+            "model.layer_pattern=B",
+            "data.masked.mask_token_id=0",
+        ],
+        "train.objective='masked_lm' does not read data.conversations.path='a.jsonl'",
+    ),
     "trained_tokenizer_needs_text": (["data.tokenizer=train:256"], "no text to train on"),
     "trained_vocab_legal": (
         ["data.mock=false", "data.text=stdlib", "data.tokenizer=train:4k"],

@@ -1,0 +1,1 @@
+"""Conversations: files, formats, tokens with a loss, packed rows."""

@@ -1,0 +1,125 @@
+"""A source of conversations as arrays of tokens, made once and kept on disk.
+
+Invariant: a record is in the arrays or among those that are left out, which are counted and named.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from mjax.config.schema.run import Config, ConversationDataConfig
+from mjax.data.base.cache import cached_arrays
+from mjax.data.base.chat import load_chat_template
+from mjax.data.base.tokenizer import Tokenizer
+from mjax.data.conversations.answers import AnswerTokenizer, TokenizedConversation
+from mjax.data.conversations.formats import parse_record
+from mjax.data.conversations.records import attempt, read_records, source_files
+from mjax.errors import UserError, or_user_error
+
+log = logging.getLogger(__name__)
+ARRAYS = "ids", "is_answer", "ends", "names", "left_out"
+AT_ONCE = 512  # records tokenized in one call
+NAMED = 3  # broken records in a message
+
+
+@dataclass(frozen=True)
+class TokenizedSource:
+    """The conversations of a source.
+
+    ids: int32, all conversations end to end. is_answer: bool, the tokens that the loss is on.
+    ends: int64, where each conversation ends. names: FILE:LINE of each.
+    left_out: a line on each record that is broken.
+    """
+
+    ids: np.ndarray
+    is_answer: np.ndarray
+    ends: np.ndarray
+    names: list[str]
+    left_out: list[str]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each conversation."""
+        return np.diff(self.ends, prepend=0)
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, is_answer) of a conversation."""
+        begin = self.ends[number - 1] if number else 0
+        part = slice(begin, self.ends[number])
+        return self.ids[part], self.is_answer[part]
+
+
+def tokenize_source(path: str, cfg: Config, tokenizer: Tokenizer) -> TokenizedSource:
+    """The conversations of a file, a folder or a glob, from the cache if it has them.
+
+    Raises `UserError` for a broken record or, where those are skipped, if nothing is left.
+    """
+    settings, files = cfg.data.conversations, source_files(path)
+    folder = Path(cfg.data.tokenizer)
+    template = attempt(load_chat_template, folder if folder.is_dir() else folder.parent)
+    answers = AnswerTokenizer(tokenizer, template, settings.answers == "last")
+    with or_user_error(f"data.conversations: {path}: cannot be read: {{reason}}"):
+        states = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
+    key = {
+        "files": states,
+        "tokenizer": tokenizer.digest,
+        "template": repr(template),
+        "answers": settings.answers,
+        "broken": settings.broken,
+    }
+    cache = cfg.data.cache_dir or Path(cfg.run.dir) / "conversations"
+    arrays, _ = cached_arrays(cache, key, ARRAYS, lambda: _made(path, files, settings, answers))
+    texts = [json.loads(bytes(text)) for text in arrays[3:]]
+    source = TokenizedSource(*arrays[:3], *texts)
+    if count := len(source.left_out):
+        some = ", ".join(source.left_out[:NAMED]) + (", .." if count > NAMED else "")
+        say = "data.conversations: %s: %d of %d records are left out: %s"
+        log.warning(say, path, count, count + len(source.names), some)
+    return source
+
+
+def _made(
+    path: str, files: list[str], settings: ConversationDataConfig, answers: AnswerTokenizer
+) -> tuple[np.ndarray, ...]:
+    """The arrays of a source that `ARRAYS` names. Raises `UserError`."""
+    used, left_out = {}, []
+    for name, found in _tokenized_records(files, answers):
+        if not isinstance(found, UserError):
+            used[name] = found
+        elif settings.broken == "refuse":
+            raise UserError(f"{found} (data.conversations.broken=skip leaves such records out)")
+        else:
+            left_out.append(str(found))
+    if not used:
+        said = ": ".join([f"none of {len(left_out)} records can be used", *left_out[:1]])
+        raise UserError(f"data.conversations: {path}: {said}")
+    if not any(found.is_ended for found in used.values()):
+        raise UserError(
+            f"data.conversations: {path}: no answer ends in a special token, so the model would "
+            "never learn to stop; take a chat template that ends each answer with one"
+        )
+    ids, is_answer, _ = zip(*used.values(), strict=True)
+    ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
+    texts = [np.frombuffer(json.dumps(x).encode(), np.uint8) for x in ([*used], left_out)]
+    return np.concatenate(ids), np.concatenate(is_answer), ends, *texts
+
+
+def _tokenized_records(
+    files: list[str], answers: AnswerTokenizer
+) -> Iterator[tuple[str, TokenizedConversation | UserError]]:
+    """Yield the place of each record, and its tokens or why it has none."""
+    records = read_records(files)
+    while chunk := list(islice(records, AT_ONCE)):
+        parsed = [attempt(parse_record, row, name) for name, row in chunk]
+        texts = [attempt(answers.render, conversation) for conversation in parsed]
+        whole = ["" if isinstance(text, UserError) else text.text for text in texts]
+        encode = answers.tokenizer.encode_with_places
+        placed = encode(whole) if encode else [None] * len(whole)
+        for (name, _), *given in zip(chunk, texts, parsed, placed, strict=True):
+            yield name, attempt(answers.tokenize, *given)
