@@ -50,7 +50,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes long slow, and all but the first slow case of each test exhaustive.
 
-    Programs for H200s take long, and grids, of which every fourth case stays.
+    Programs for H200s take long; of grids every fourth case is not slow.
     """
     of_grids: Counter[str] = Counter()
     slow_ones: Counter[str] = Counter()
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
         if AOT in item.path.parents:
             item.add_marker(pytest.mark.slow)
-        elif item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow"):
             slow_ones[test] += 1
             if slow_ones[test] > FEW:
                 item.add_marker(pytest.mark.exhaustive)
