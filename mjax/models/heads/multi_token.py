@@ -74,14 +74,20 @@ class PredictionLayer(nnx.Module):
 
         def apply(state: nnx.State, hidden: jax.Array, embedding: jax.Array) -> BranchOutput:
             own = nnx.merge(graph, state)
-            both = own.embedding_norm(embedding), own.hidden_norm(hidden)
-            x = jnp.concatenate(both, -1)
-            weight = own.projection[...]
-            x = x @ weight.reshape(-1, weight.shape[-1])
+            x = own.join(hidden, embedding)
             output = own.block(x, tokens, ctx, kind=own.kind, rope=rope, layer=layer)
-            return output._replace(y=own.final_norm(output.y))
+            y = own.final_norm(output.y)
+            return output._replace(y=y)
 
         return remat(apply, ctx.training.head_remat, in_loop=False)(state, hidden, embedding)
+
+    def join(self, hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+        """The input of the block, [B, S/tp, D]: both normed, side by side, and projected."""
+        embedding = self.embedding_norm(embedding)
+        hidden = self.hidden_norm(hidden)
+        both = jnp.concatenate((embedding, hidden), -1)
+        weight = self.projection[...]
+        return both @ weight.reshape(-1, weight.shape[-1])
 
 
 class MultiTokenParts:

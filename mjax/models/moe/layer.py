@@ -130,9 +130,18 @@ class MoE(BranchModule):
 
     def _declare_latent(self, latent: int, out_std: float, rngs: nnx.Rngs) -> None:
         width = self.cfg.hidden_size
-        fc1, fc2 = (f"mlp.{name}_latent_proj.weight" for name in ("fc1", "fc2"))
-        into = matrix((width, latent), ("embed", "latent"), fc1, matmul="latent_in")
-        back = matrix((latent, width), ("latent", "embed"), fc2, matmul="latent_out")
+        into = matrix(
+            (width, latent),
+            ("embed", "latent"),
+            "mlp.fc1_latent_proj.weight",
+            matmul="latent_in",
+        )
+        back = matrix(
+            (latent, width),
+            ("latent", "embed"),
+            "mlp.fc2_latent_proj.weight",
+            matmul="latent_out",
+        )
         self.latent_in = declare(rngs, into, normal(self.cfg.initializer_range))
         self.latent_out = declare(rngs, back, normal(out_std))
 
