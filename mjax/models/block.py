@@ -29,7 +29,8 @@ from mjax.models.base.branch import (
     Source,
     branch_class,
 )
-from mjax.models.base.context import PADDED_ROWS, Context, Tokens, dropout, scaled
+from mjax.models.base.context import PADDED_ROWS, Context, Tokens, scaled
+from mjax.models.base.dropout import dropout
 from mjax.models.base.norm import Norm
 from mjax.models.base.streams import Activation, Streams
 

@@ -15,14 +15,7 @@ from mjax.models.architectures import NeighborDecoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
 from mjax.models.retrieval.chunked_attention import beside_neighbors, neighbor_rows
-from mjax.objectives.objective import (
-    FURTHER_COLUMNS,
-    Batch,
-    BatchField,
-    HostBatch,
-    NextToken,
-    further_lengths,
-)
+from mjax.objectives.objective import FURTHER_COLUMNS, Batch, BatchField, HostBatch, NextToken
 
 
 @dataclass(frozen=True)
@@ -52,6 +45,6 @@ class WithNeighbors(NextToken):
         """Neighbors made of a row, for speed tests; nothing where the data set has them."""
         if "neighbors" in batch:
             return {}
-        further = further_lengths(self.cfg)
-        shape = further["neighbors"], further["retrieved"]
+        neighbors = self.cfg.model.companions(self.cfg.data.seq_length)
+        shape = neighbors.count, neighbors.length
         return {"neighbors": np.stack([np.resize(line, shape) for line in batch["tokens"]])}

@@ -27,7 +27,6 @@ from mjax.data.multimodal.tiles import features_of_images
 from mjax.models.towers.modalities import MODALITIES, Items, features_of, features_of_tiles
 from mjax.models.towers.tiles import padded_features
 from mjax.models.towers.vision import image_fields
-from mjax.objectives.objective import further_lengths
 from mjax.objectives.text_with_items import items_of
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import (
@@ -140,7 +139,7 @@ def make_batch(
     return batch | {name: of_target[other] for name, other in names.items()}
 
 
-def make_neighbors(rows: int, count: int, length: int, vocab: int = VOCAB) -> np.ndarray:
+def make_companions(rows: int, count: int, length: int, vocab: int = VOCAB) -> np.ndarray:
     """int32 [rows, count, length]: texts of random lengths, a quarter of them empty, then -1."""
     rng = np.random.default_rng(2)
     tokens = rng.integers(0, vocab, (rows, count, length)).astype(np.int32)
@@ -261,10 +260,10 @@ class Numbers(NamedTuple):
 def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
     """Train from step 0 on one batch, whose loss falls the faster and shows the more."""
     rows, width = trainer.cfg.train.global_batch_size, trainer.cfg.data.seq_length
-    further = further_lengths(trainer.cfg)
-    batch = make_batch(rows, width=width, target=further["target"])
-    if trainer.cfg.model.architecture.reads_neighbors:
-        batch["neighbors"] = make_neighbors(rows, further["neighbors"], further["retrieved"])
+    batch = make_batch(rows, width=width, target=trainer.cfg.data.target_length)
+    companions = trainer.cfg.model.companions(width)
+    if companions is not None:
+        batch[companions.field] = make_companions(rows, companions.count, companions.length)
     if not trainer.cfg.model.architecture.reads_tokens:
         batch |= make_images(trainer.cfg, rows, width)
     if trainer.cfg.model.modalities:

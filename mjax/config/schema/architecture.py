@@ -5,21 +5,45 @@ has the class of each name.
 """
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mjax.config.languages.layer_pattern import (
+    BRANCHES,
     DECODER,
     branches_of_model,
     modalities_of,
     sees_ahead,
     stream_of,
 )
+from mjax.errors import UserError
 
 if TYPE_CHECKING:
     from mjax.config.schema.model import ModelConfig
 
 TARGET, NEIGHBORS = "target", "neighbors"
+
+# Why an input is needed or refused.
+_REASONS = {
+    TARGET: "target is for encoder-decoders, which need it: the tokens that the decoder reads",
+    NEIGHBORS: "neighbors are for RETRO (R), which needs them: the texts that were retrieved for "
+    "each chunk",
+}
+
+
+class Companions(NamedTuple):
+    """The texts that an encoder reads beside each text of a batch.
+
+    field: of the batch that has their tokens, [rows, count, length]; -1 is padding.
+    axes: the logical axes of count and length (`sharding/rules.py`).
+    count: for each text. length: the tokens of each.
+    """
+
+    field: str
+    axes: tuple[str, str]
+    count: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,8 @@ class Architecture:
     reads: its inputs: "tokens"; "target", the text of a decoder beside an encoder; "neighbors",
         texts that are retrieved; the modalities of items in or beside a text.
     streams: the sequences that its layers work on (`models/base/streams.py`).
+    companions: the group of `model` that says how many texts an encoder reads beside each text, and
+        how long they are; None: it reads none.
     predicts: tokens, classes of rows, or which image and text are a pair.
     encodes: whether its only sequence is read in both directions.
     generates: whether it continues a text token by token.
@@ -39,6 +65,7 @@ class Architecture:
     name: str
     reads: tuple[str, ...]
     streams: tuple[str, ...]
+    companions: str | None
     predicts: Literal["tokens", "classes", "pairs"]
     encodes: bool
     generates: bool
@@ -136,8 +163,16 @@ def _architecture(
         name,
         reads,
         tuple(sorted(streams)),
+        BRANCHES["retrieval"].group if NEIGHBORS in reads else None,
         predicts,
         encodes,
         generates=not encodes and name not in ("retro", "dual_encoder"),
         default_objective=_OBJECTIVES.get(name, "next_token"),
     )
+
+
+def require_inputs(model: "ModelConfig", given: Collection[str]) -> None:
+    """Raise `UserError` where a needed input is not among those given, or the reverse."""
+    for name, reason in _REASONS.items():
+        if (name in given) != (name in model.architecture.reads):
+            raise UserError(f"model.layer_pattern={model.layer_pattern}: {reason}")

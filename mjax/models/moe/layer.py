@@ -14,7 +14,8 @@ from mjax.models.base.branch import (
     KernelChoices,
     Workload,
 )
-from mjax.models.base.context import Context, jitter
+from mjax.models.base.context import Context
+from mjax.models.base.dropout import jitter
 from mjax.models.base.params import StatisticCount, declare, declare_bias, matrix, normal
 from mjax.models.base.streams import EXPERT_LOADS
 from mjax.models.base.tensor_parallel import local_product
