@@ -12,20 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
-from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.models.base.activation_statistics import nothing_seen, see_activations
-from mjax.models.base.barriers import gradients_before_previous_layer, reduce_under_previous_layer
 from mjax.models.base.branch import LayerCache, Rope
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import Definition
 from mjax.models.base.streams import Activation, Statistics, join_loads, split_loads
-from mjax.models.base.weight import WeightOrArray, is_weight, values_of, with_values, without_fp8
+from mjax.models.runtime.choice import one_of
+from mjax.models.runtime.enter import enter_layer
 from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
-from mjax.models.runtime.frozen import WeightParts, join_frozen, split_frozen_layer
 from mjax.models.runtime.remat import keeps_all, remat
 from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
-from mjax.models.runtime.vjp import switch_layers
-from mjax.sharding.rules import ParamPlacement, Placement
+from mjax.sharding.rules import Placement
 
 # The caches of a model, one for each layer; None: it has none.
 Caches = list[LayerCache | None]
@@ -175,18 +172,8 @@ class Layers:
             layers.append(remat(apply, plan.remat, self.execution.offload, in_loop))
         if len(layers) == 1:
             return lambda carry, call, choice: layers[0](carry, call)
-        chosen = []
-        for kind, layer in zip(plan.kinds, layers, strict=True):
-            chosen.append(_without_cache(None if kind == EMPTY else layer))
-        return functools.partial(self._choose, plan, switch_layers(chosen))
-
-    def _choose(
-        self, plan: LayerPlan, switch: Callable, carry: LayerCarry, call: LayerCall, choice
-    ) -> tuple[LayerCarry, LayerCache | None]:
-        """One of the kinds of a layer. It has no cache."""
-        trained, frozen = self._split(plan, call.weights)
-        constants = call.inputs, call.number, frozen
-        return switch(choice, carry, trained, constants), call.cache
+        placement = None if self.placement is None else self.placement.part(plan.stack)
+        return one_of(plan.kinds, layers, placement)
 
     def _apply(
         self, plan: LayerPlan, kind: str, row: int | None, carry: LayerCarry, call: LayerCall
@@ -199,7 +186,8 @@ class Layers:
         weights = call.weights
         if row is not None:
             weights = jax.tree.map(lambda w: w[row], weights)
-        carry, weights = self._enter(plan, carry, weights)
+        if self.placement is not None:
+            carry, weights = self._enter(plan, carry, weights)
         block = self.blocks[plan.stack].bind(weights)
         output = block(
             carry.x,
@@ -216,50 +204,11 @@ class Layers:
             statistics = _add_found(statistics, seen)
         return replace(carry, x=output.y, statistics=statistics), output.cache
 
-    def _split(self, plan: LayerPlan, weights: dict) -> WeightParts:
-        """The weights of a layer, apart into trained and frozen ones."""
-        part = None if self.placement is None else self.placement.part(plan.stack)
-        return split_frozen_layer(weights, part)
-
     def _enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
-        """Make a layer's weights whole, and order its exchanges and gradients among others."""
-        execution, x, ready = self.execution, carry.x, carry.ready
-        if not plan.fp8:
-            weights = without_fp8(weights)
-        if execution.overlap:
-            trained, frozen = self._split(plan, weights)
-            x, values, ready = reduce_under_previous_layer(x, values_of(trained), ready)
-            weights = join_frozen(with_values(trained, values), frozen)
-        if execution.gather == "layer":
-            weights = self._gather(plan, weights)
-        # A loop waits for gradients anyway, and ZeRO-3 reduces them one by one.
-        if execution.unroll != 1 and (execution.overlap or execution.gather == "step"):
-            trained, frozen = self._split(plan, weights)
-            x, values = gradients_before_previous_layer(x, values_of(trained))
-            weights = join_frozen(with_values(trained, values), frozen)
-        return replace(carry, x=x, ready=ready), weights
-
-    @jax.named_scope("gather")
-    def _gather(self, plan: LayerPlan, weights: dict) -> dict:
-        """The weights of a layer from their stored shards.
-
-        The value only takes the gradient if matmuls read the bits: its gather is dead code.
-        """
-        execution = self.execution
-
-        def gather(where: ParamPlacement, w: WeightOrArray) -> WeightOrArray:
-            if not execution.exchanged_in_layer(where):
-                return w
-            where = where.layer
-            if not is_weight(w):
-                return where.gather(w)
-            if execution.overlap:
-                value = where.gather_low(w.value, jnp.dtype(execution.compute))
-            else:
-                value = where.gather(w.value)
-            return replace(w, value=value, bits=None if w.bits is None else where.gather(w.bits))
-
-        return self.placement.part(plan.stack).map(gather, weights)
+        """A layer's input and its whole weights, in training."""
+        placement = self.placement.part(plan.stack)
+        entered = enter_layer(plan, self.execution, placement, carry.x, weights, carry.ready)
+        return replace(carry, x=entered.x, ready=entered.ready), entered.weights
 
 
 def _add_found(
@@ -269,16 +218,3 @@ def _add_found(
     return {
         name: total + found[name] if name in found else total for name, total in statistics.items()
     }
-
-
-def _without_cache(layer: Callable | None) -> Callable:
-    """A layer as `switch_layers` takes it; None, an empty slot, hands on what it gets."""
-
-    def apply(carry: LayerCarry, trained: dict, constants: tuple) -> LayerCarry:
-        if layer is None:
-            return carry
-        inputs, number, frozen = constants
-        call = LayerCall(join_frozen(trained, frozen), inputs, number)
-        return layer(carry, call)[0]
-
-    return apply
