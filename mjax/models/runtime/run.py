@@ -17,12 +17,9 @@ from mjax.models.base.branch import LayerCache, Rope
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import Definition
 from mjax.models.base.streams import Activation, Statistics, join_loads, split_loads
-from mjax.models.runtime.choice import one_of
-from mjax.models.runtime.enter import enter_layer
 from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
 from mjax.models.runtime.remat import keeps_all, remat
 from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
-from mjax.sharding.rules import Placement
 
 # The caches of a model, one for each layer; None: it has none.
 Caches = list[LayerCache | None]
@@ -72,14 +69,13 @@ LayerFunction = Callable[[LayerCarry, LayerCall, jax.Array], tuple[LayerCarry, L
 class Layers:
     """The layers of a model, ready to run.
 
-    `blocks` are the definitions of one layer of each stack. Only layers that gather read
-    `placement`. `statistics` names those that are summed over the layers; others are left out.
+    `blocks` are the definitions of one layer of each stack. `statistics` names those that are
+    summed over the layers; others are left out. Training has `TrainingLayers`.
     """
 
     blocks: dict[str, Definition]
     execution: Execution
     ctx: Context
-    placement: Placement | None = None
     statistics: tuple[str, ...] = ()
 
     def run(
@@ -170,10 +166,9 @@ class Layers:
         for kind in plan.kinds:
             apply = functools.partial(self._apply, plan, kind, row)
             layers.append(remat(apply, plan.remat, self.execution.offload, in_loop))
-        if len(layers) == 1:
-            return lambda carry, call, choice: layers[0](carry, call)
-        placement = None if self.placement is None else self.placement.part(plan.stack)
-        return one_of(plan.kinds, layers, placement)
+        if len(layers) > 1:
+            return self.one_of(plan, layers)
+        return lambda carry, call, choice: layers[0](carry, call)
 
     def _apply(
         self, plan: LayerPlan, kind: str, row: int | None, carry: LayerCarry, call: LayerCall
@@ -186,8 +181,7 @@ class Layers:
         weights = call.weights
         if row is not None:
             weights = jax.tree.map(lambda w: w[row], weights)
-        if self.placement is not None:
-            carry, weights = self._enter(plan, carry, weights)
+        carry, weights = self.enter(plan, carry, weights)
         block = self.blocks[plan.stack].bind(weights)
         output = block(
             carry.x,
@@ -204,11 +198,13 @@ class Layers:
             statistics = _add_found(statistics, seen)
         return replace(carry, x=output.y, statistics=statistics), output.cache
 
-    def _enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
-        """A layer's input and its whole weights, in training."""
-        placement = self.placement.part(plan.stack)
-        entered = enter_layer(plan, self.execution, placement, carry.x, weights, carry.ready)
-        return replace(carry, x=entered.x, ready=entered.ready), entered.weights
+    def enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
+        """The input of a layer, and its weights as matmuls read them."""
+        return carry, weights
+
+    def one_of(self, plan: LayerPlan, layers: list[Callable]) -> LayerFunction:
+        """A layer of several kinds, of f(carry, call) of each."""
+        raise NotImplementedError("only a pipeline's chunk has layers of several kinds")
 
 
 def _add_found(
