@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.languages.layer_pattern import stack_of, stacks_of
-from mjax.config.schema.architecture import require_inputs
 from mjax.config.schema.model import ModelConfig
 from mjax.models.attention.positions import look_up, rope_of_layers
 from mjax.models.base.branch import Rope, begin_layers, branch_class, finish_layers
 from mjax.models.base.context import Context, Tokens, scaled, tokens_of
 from mjax.models.base.dropout import dropout
+from mjax.models.base.inputs import require_inputs
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import StatisticCount, declare, normal, split, stack, table
 from mjax.models.base.streams import EMBEDDING_SALT, Activation, decoder_of

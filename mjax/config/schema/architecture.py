@@ -5,7 +5,6 @@ has the class of each name.
 """
 
 import functools
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -17,19 +16,11 @@ from mjax.config.languages.layer_pattern import (
     sees_ahead,
     stream_of,
 )
-from mjax.errors import UserError
 
 if TYPE_CHECKING:
     from mjax.config.schema.model import ModelConfig
 
 TARGET, NEIGHBORS = "target", "neighbors"
-
-# Why an input is needed or refused.
-_REASONS = {
-    TARGET: "target is for encoder-decoders, which need it: the tokens that the decoder reads",
-    NEIGHBORS: "neighbors are for RETRO (R), which needs them: the texts that were retrieved for "
-    "each chunk",
-}
 
 
 class Companions(NamedTuple):
@@ -169,10 +160,3 @@ def _architecture(
         generates=not encodes and name not in ("retro", "dual_encoder"),
         default_objective=_OBJECTIVES.get(name, "next_token"),
     )
-
-
-def require_inputs(model: "ModelConfig", given: Collection[str]) -> None:
-    """Raise `UserError` where a needed input is not among those given, or the reverse."""
-    for name, reason in _REASONS.items():
-        if (name in given) != (name in model.architecture.reads):
-            raise UserError(f"model.layer_pattern={model.layer_pattern}: {reason}")

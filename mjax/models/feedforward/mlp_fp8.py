@@ -27,12 +27,14 @@ from mjax.models.base.weight import (
 )
 
 
-def supports(recipe: Recipe, act: str) -> bool:
+def supports(recipe: Recipe | None, act: str) -> bool:
     """Whether `gated_mlp_fp8` computes a block with the activation function `act`.
 
     Current scaling must know a maximum before it rounds. Transformer Engine has its own passes.
     """
-    return recipe.delayed and recipe.backend == "xla" and act in gate.GATES
+    if recipe is None or not recipe.delayed:
+        return False
+    return recipe.backend == "xla" and act in gate.GATES
 
 
 def gated_mlp_fp8(x: jax.Array, up: Weight, down: Weight, act: str) -> jax.Array:

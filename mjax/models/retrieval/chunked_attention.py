@@ -18,8 +18,8 @@ from mjax.config.languages.layer_pattern import ENCODER
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.attention.api import attention
 from mjax.models.attention.calls import attention_arrays
-from mjax.models.attention.context_parallel import KEY_EXCHANGES, AllToAllGroup
 from mjax.models.attention.cross import CrossAttention
+from mjax.models.attention.key_exchange import KEY_EXCHANGES, AllToAllGroup
 from mjax.models.base.branch import BranchInputs, Source
 from mjax.models.base.context import Context, Tokens, tokens_of
 
