@@ -25,11 +25,11 @@ from mjax.errors import UserError, program, read_numbers
 from mjax.kernels.attention.api import attention
 from mjax.kernels.attention.mosaic import supports_mosaic as supports_mosaic
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.kernels.elementwise.activation import activate, activated, gated
 from mjax.kernels.elementwise.norm import fork, norm
 from mjax.kernels.elementwise.norm import norm_reference as normed
 from mjax.kernels.loss.cross_entropy import Terms, cross_entropy, loss_reference
 from mjax.models.attention import positions
-from mjax.models.feedforward.mlp import activate, activated, gated
 from mjax.sharding.collectives import LOCAL
 
 # What --shape gives, and the shapes measured without it.

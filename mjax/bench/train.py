@@ -192,13 +192,13 @@ def batch_of(trainer: Trainer, documents: int = 1) -> dict[str, np.ndarray]:
     return batch
 
 
-def random_batch(cfg: Config, documents: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+def random_batch(cfg: Config, documents: int = 1) -> dict[str, np.ndarray]:
     """Uniform random tokens [B, S] in `documents` equal documents per sequence.
 
     S is `data.seq_length`, or what spans are cut out of.
     """
     shape = cfg.train.global_batch_size, tokens_to_read(cfg)
-    ids = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (shape[0], shape[1] + 1))
+    ids = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (shape[0], shape[1] + 1))
     place = np.arange(shape[1], dtype=np.int32)
     return {
         "tokens": ids[:, :-1].astype(np.int32),

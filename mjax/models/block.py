@@ -13,24 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mjax.config.languages.layer_pattern import (
-    BRANCHES,
-    DECODER,
-    branch_groups,
-    stream_of,
-    stream_read_by,
-)
+from mjax.config.languages.layer_pattern import BRANCHES, branch_groups
 from mjax.config.schema.model import ModelConfig
-from mjax.models.base.branch import (
-    BranchInputs,
-    BranchOutput,
-    LayerCache,
-    Rope,
-    Source,
-    branch_class,
-)
-from mjax.models.base.context import PADDED_ROWS, Context, Tokens, dropout, scaled
+from mjax.models.base.branch import BranchInputs, BranchOutput, LayerCache, Rope, branch_class
+from mjax.models.base.context import Context, Tokens, scaled
+from mjax.models.base.dropout import dropout
 from mjax.models.base.norm import Norm
+from mjax.models.base.stream_of_layer import run_on_stream
 from mjax.models.base.streams import Activation, Streams
 
 FIRST_SALT = 1  # of the first layer's draws of dropout; 0 is the embedding's
@@ -78,22 +67,13 @@ class Block(nnx.Module):
         entry for each branch, by its name. A layer changes only its own stream, if present.
         """
         inputs = BranchInputs(tokens, ctx, "", rope, layer=layer)
-        if not isinstance(x, Streams):
-            return self._run(x, inputs, kind, cache)
-        own, other = stream_of(kind), stream_read_by(kind)
-        if own not in x.activations:
-            return BranchOutput(x)
-        ctx = ctx.of(own)
-        # A row of another stream is one item and padding; an encoder's are texts.
-        if own != DECODER and not self.cfg.architecture.reads_target:
-            ctx = replace(ctx, documents=PADDED_ROWS)
-        source = Source(x.activations.get(other), tokens.of(other))
-        inputs = replace(inputs, tokens=tokens.of(own), ctx=ctx, shared=x.shared, source=source)
-        output = self._run(x.activations[own], inputs, kind, cache)
-        return output._replace(y=x.with_stream(own, output.y))
+        run = functools.partial(self._run, kind, cache)
+        if isinstance(x, Streams):
+            return run_on_stream(run, x, inputs, kind, self.cfg)
+        return run(x, inputs)
 
     def _run(
-        self, x: jax.Array, inputs: BranchInputs, kind: str, cache: LayerCache | None
+        self, kind: str, cache: LayerCache | None, x: jax.Array, inputs: BranchInputs
     ) -> BranchOutput:
         """The branches of one stream; those of `inputs` get their own words and salts."""
         cfg, ctx = self.cfg, inputs.ctx
@@ -118,7 +98,9 @@ class Block(nnx.Module):
                 h = post_norm(h)
             h = scaled(h, cfg.residual_multiplier)
             h = ctx.tap(name, h)
-            x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
+            if cfg.hidden_dropout:
+                h = dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
+            x = x + h
             if norms_stream and post_norm is not None:
                 x = post_norm(x)
         return BranchOutput(x, statistics, None if cache is None else new_cache)

@@ -18,7 +18,8 @@ from mjax.config.languages.layer_pattern import stack_of, stacks_of
 from mjax.config.schema.model import ModelConfig
 from mjax.models.attention.positions import look_up, rope_of_layers
 from mjax.models.base.branch import Rope, begin_layers, branch_class, finish_layers
-from mjax.models.base.context import Context, Tokens, dropout, scaled, tokens_of
+from mjax.models.base.context import Context, Tokens, scaled, tokens_of
+from mjax.models.base.dropout import dropout
 from mjax.models.base.inputs import PromptInputs, require_inputs
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import StatisticCount, declare, normal, split, stack, table
@@ -175,6 +176,8 @@ class Decoder(VocabularyHead, nnx.Module):
         `salt` keys dropout.
         """
         x = self.sum_embeddings(tokens, info, ctx)
+        if not self.cfg.hidden_dropout:
+            return x
         return dropout(x, self.cfg.hidden_dropout, info, ctx, salt)
 
     def sum_embeddings(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:

@@ -67,8 +67,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: Sequence[str] =
     branches of each layer add theirs, as the mean over a sequence of `seq_length` tokens. `frozen`
     is train.freeze: a frozen weight has no gradient, and where nothing before it is trained its
     input has none. The tokens of an encoder-decoder are those of its encoder, to each of which
-    comes its part of the work on `target_length` tokens of the decoder. RETRO counts
-    the tokens of the text, with their part of the work on neighbors.
+    comes its part of the work on `target_length` tokens of the decoder. If texts have companions,
+    only the tokens of texts count, each with its part of the work on the companions.
     """
     return sum(flops_by_part(model, seq_length, frozen).values())
 
@@ -126,10 +126,10 @@ def sides_of(model: ModelConfig, seq_length: int, target_length: int | None) -> 
     """The streams of a model, for rows of `seq_length` tokens that are counted."""
     text = Side(1.0, seq_length)
     sides = {ENCODER: text, DECODER: text}
-    if model.architecture.reads_neighbors:
-        retro = model.retro
-        neighbors = float(retro.num_neighbors * retro.num_retrieved_chunks)
-        sides[ENCODER] = Side(neighbors, retro.retrieved_length)
+    companions = model.companions(seq_length)
+    if companions is not None:
+        tokens = companions.count * companions.length
+        sides[ENCODER] = Side(tokens / seq_length, companions.length)
     for name in model.modalities:
         tower = model.tower(name)
         length = tower.row_length()

@@ -56,11 +56,11 @@ FURTHER_COLUMNS |= {modality.axes[1]: modality.columns for modality in MODALITIE
 
 def further_lengths(cfg: Config) -> dict[str, int | None]:
     """The lengths of the axes of a batch besides its rows and the columns of a row."""
-    retro = cfg.model.retro
-    neighbors = cfg.data.seq_length // retro.chunk_length * retro.num_neighbors
-    lengths = {"neighbors": neighbors, "retrieved": retro.retrieved_length}
-    lengths["pixels"] = cfg.model.vision.numbers
-    lengths["corners"] = CORNERS
+    lengths = {"pixels": cfg.model.vision.numbers, "corners": CORNERS}
+    companions = cfg.model.companions(cfg.data.seq_length)
+    if companions is not None:
+        sizes = companions.count, companions.length
+        lengths |= dict(zip(companions.axes, sizes, strict=True))
     for name in cfg.model.modalities:
         tower = cfg.model.tower(name)
         length = tower.row_length(cfg.item_size(name))

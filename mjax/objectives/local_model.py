@@ -18,6 +18,7 @@ from mjax.models.decoder import Decoder
 from mjax.models.runtime.execution import Execution
 from mjax.models.runtime.load import fp8_scales, load_weights
 from mjax.models.runtime.run import LayerInputs, Layers
+from mjax.models.runtime.training_layers import TrainingLayers
 from mjax.objectives.fields import Batch, Scalars
 from mjax.objectives.objective import (
     FieldDeriver,
@@ -90,12 +91,12 @@ class LocalModel:
     @property
     def layers(self) -> Layers:
         """The layers of the model, or of a pipeline's chunk."""
-        return Layers(
+        return TrainingLayers(
             self.definition.blocks,
             self.execution,
             self.ctx,
-            self.placement,
             tuple(self.definition.statistics),
+            placement=self.placement,
         )
 
     def with_derived_fields(self, batch: Batch) -> Batch:

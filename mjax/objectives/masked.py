@@ -114,12 +114,15 @@ class MaskedTokens(_OfEncoder):
         80 % of the tokens that count become the mask token, and 10 % any token.
         """
         rng = np.random.default_rng(seed)
-        chosen, how = rng.random((2, len(tokens)))
-        anything = rng.integers(0, self.vocab_size, len(tokens))
+        length = len(tokens)
+        chosen, how = rng.random((2, length))
+        any_token = rng.integers(0, self.vocab_size, length)
         counts = chosen < self.ids.probability
         counts[chosen.argmin()] = True
-        seen = np.where(counts & (how < 0.8), self.ids.mask_token_id, tokens)
-        seen = np.where(counts & (how >= 0.9), anything, seen)
+        becomes_mask = counts & (how < 0.8)
+        becomes_any = counts & (how >= 0.9)
+        seen = np.where(becomes_mask, self.ids.mask_token_id, tokens)
+        seen = np.where(becomes_any, any_token, seen)
         return seen.astype(np.int32), counts.astype(np.float32)
 
 

@@ -14,7 +14,7 @@ from mjax.models.architectures import NeighborDecoder
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.streams import Streams
 from mjax.models.retrieval.chunked_attention import beside_neighbors, neighbor_rows
-from mjax.objectives.fields import FURTHER_COLUMNS, Batch, BatchField, HostBatch, further_lengths
+from mjax.objectives.fields import FURTHER_COLUMNS, Batch, BatchField, HostBatch
 from mjax.objectives.next_token import NextToken
 from mjax.objectives.objective import OfConfig
 
@@ -44,6 +44,6 @@ class WithNeighbors(OfConfig, NextToken):
         """Neighbors made of a row, for speed tests; nothing where the data set has them."""
         if "neighbors" in batch:
             return {}
-        further = further_lengths(self.cfg)
-        shape = further["neighbors"], further["retrieved"]
+        neighbors = self.cfg.model.companions(self.cfg.data.seq_length)
+        shape = neighbors.count, neighbors.length
         return {"neighbors": np.stack([np.resize(line, shape) for line in batch["tokens"]])}

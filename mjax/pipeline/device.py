@@ -19,10 +19,10 @@ from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.models.base.streams import Activation
 from mjax.models.runtime.frozen import WeightParts, Weights, join_frozen, split_frozen
 from mjax.models.runtime.run import LayerInputs
-from mjax.models.runtime.stacks import stack_groups
 from mjax.models.runtime.vjp import VjpLayout, split_vjp
 from mjax.objectives.fields import Batch, Scalars
 from mjax.objectives.local_model import LocalModel
+from mjax.pipeline.chunk_stacks import stack_groups
 from mjax.pipeline.layout import Layout
 from mjax.pipeline.schedule import Schedule, UnitTable
 

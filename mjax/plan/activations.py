@@ -187,8 +187,9 @@ def stream_shapes(cfg: Config, sizes: dict[str, int], ctx: Context) -> dict[str,
     text = rows, _ = micro_batch_shape(cfg, sizes)
     further = further_lengths(cfg)
     sides = {DECODER: text}
-    if cfg.model.architecture.reads_neighbors:
-        sides[ENCODER] = rows * further["neighbors"], further["retrieved"] // sizes["cp"]
+    companions = cfg.model.companions(cfg.data.seq_length)
+    if companions is not None:
+        sides[ENCODER] = rows * companions.count, companions.length // sizes["cp"]
     for name in cfg.model.modalities:
         count, length, _ = MODALITIES[name].axes
         own = ctx.of(name).parallel

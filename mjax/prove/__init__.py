@@ -21,12 +21,12 @@ from mjax.config import load
 from mjax.config.languages.layer_pattern import shortest
 from mjax.config.rules.mesh_rules import AXES
 from mjax.config.schema.run import Config
+from mjax.config.schema.towers import TowerConfig
 from mjax.config.schema.vision import VisionConfig
 from mjax.data.multimodal.tiles import features_of_images
 from mjax.models.towers.modalities import MODALITIES, Items, features_of, features_of_tiles
 from mjax.models.towers.tiles import padded_features
 from mjax.models.towers.vision import image_fields
-from mjax.objectives.fields import further_lengths
 from mjax.objectives.text_with_items import items_of
 from mjax.pipeline.storage import canonical
 from mjax.prove.features import (
@@ -46,6 +46,15 @@ from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 
 BOUND, CURVE_BOUND = 1e-5, 1e-4
+
+# Height and width of the images of a text that has tiles, of one text after the other.
+IMAGE_SIZES: tuple[list[tuple[int, int]], ...] = (
+    [],
+    [(9, 9)],
+    [(5, 9), (9, 9)],
+    [(9, 20)],
+    [(19, 12)],
+)
 
 
 class Cell(NamedTuple):
@@ -130,7 +139,7 @@ def make_batch(
     return batch | {name: of_target[other] for name, other in names.items()}
 
 
-def make_neighbors(rows: int, count: int, length: int, vocab: int = VOCAB) -> np.ndarray:
+def make_companions(rows: int, count: int, length: int, vocab: int = VOCAB) -> np.ndarray:
     """int32 [rows, count, length]: texts of random lengths, a quarter of them empty, then -1."""
     rng = np.random.default_rng(2)
     tokens = rng.integers(0, vocab, (rows, count, length)).astype(np.int32)
@@ -152,50 +161,78 @@ def with_items(cfg: Config, batch: dict) -> dict:
     Their places differ from row to row. Items of several modalities take turns. If images and
     texts are compared, each text has an image, and its end stands in some place.
     """
-    names, tokens = cfg.model.modalities, batch["tokens"].copy()
-    towers = {name: (cfg.model.tower(name), items_of(cfg, name)) for name in names}
-    tokens[np.isin(tokens, [tower.token_id for tower, _ in towers.values()])] = 8
-    rows, rng = np.arange(len(tokens)), np.random.default_rng(3)
+    tokens = batch["tokens"].copy()
+    towers = {name: (cfg.model.tower(name), items_of(cfg, name)) for name in cfg.model.modalities}
+    placeholders = [tower.token_id for tower, _ in towers.values()]
+    tokens[np.isin(tokens, placeholders)] = 8
+    rng = np.random.default_rng(3)
     fields = {}
     for name, (tower, items) in towers.items():
-        count = tower.num_tokens(items.size)
-        field = rng.normal(size=(len(rows), items.count, items.length, tower.numbers))
-        field[:, :, : tower.leading] = field[:, :, count:] = 0
-        fields[MODALITIES[name].field] = field.astype(np.float32)
+        fields[MODALITIES[name].field] = _random_items(tower, items, len(tokens), rng)
     if cfg.model.architecture.compares:
-        tokens[rows, rows * 5 % tokens.shape[1]] = cfg.model.contrastive.eos_token_id or 0
+        rows = np.arange(len(tokens))
+        ends = rows * 5 % tokens.shape[1]
+        tokens[rows, ends] = cfg.model.contrastive.eos_token_id or 0
         return {"tokens": tokens} | fields
     if cfg.model.vision.is_tiled:
-        return with_tiles(cfg.model.vision, tokens, towers["vision"][1], fields)
-    first, columns = rows % 3, np.arange(tokens.shape[1])
-    for number in range(max(items.count for _, items in towers.values())):
-        for turn, (name, (tower, items)) in enumerate(towers.items()):
-            has_item = (rows + turn) % 4 > number
-            length = tower.text_tokens(items.size)
-            place = columns - first[:, None]
-            tokens[has_item[:, None] & (place >= 0) & (place < length)] = tower.token_id
-            fields[MODALITIES[name].field][~has_item, number] = 0
-            first = first + length + 1
+        _, items = towers["vision"]
+        return with_tiles(cfg.model.vision, tokens, items, fields)
+    _place_items(tokens, towers, fields)
     for name, (tower, items) in towers.items():
         fields[f"{name}_features"] = features_of(tokens, tower, items)
     return {"tokens": tokens} | fields
 
 
+def _random_items(
+    tower: TowerConfig, items: Items, rows: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Random numbers of the items of `rows` rows; zero before and after the tokens of an item."""
+    shape = rows, items.count, items.length, tower.numbers
+    field = rng.normal(size=shape)
+    length = tower.num_tokens(items.size)
+    field[:, :, : tower.leading] = 0
+    field[:, :, length:] = 0
+    return field.astype(np.float32)
+
+
+def _place_items(
+    tokens: np.ndarray, towers: dict[str, tuple[TowerConfig, Items]], fields: dict
+) -> None:
+    """Write the places of items into texts, modalities in turns; clear items that have none."""
+    rows = np.arange(len(tokens))
+    columns = np.arange(tokens.shape[1])
+    first = rows % 3
+    most = max(items.count for _, items in towers.values())
+    for number in range(most):
+        for turn, (name, (tower, items)) in enumerate(towers.items()):
+            has_item = (rows + turn) % 4 > number
+            length = tower.text_tokens(items.size)
+            place = columns - first[:, None]
+            is_inside = (place >= 0) & (place < length)
+            tokens[has_item[:, None] & is_inside] = tower.token_id
+            fields[MODALITIES[name].field][~has_item, number] = 0
+            first = first + length + 1
+
+
 def with_tiles(vision: VisionConfig, tokens: np.ndarray, items: Items, fields: dict) -> dict:
     """The fields of texts with no image, one of some size, or two."""
-    sizes: list[list[tuple[int, int]]] = [[], [(9, 9)], [(5, 9), (9, 9)], [(9, 20)], [(19, 12)]]
-    texts = [features_of_images(sizes[row % len(sizes)], vision) for row in range(len(tokens))]
+    texts = []
+    for row in range(len(tokens)):
+        sizes = IMAGE_SIZES[row % len(IMAGE_SIZES)]
+        texts.append(features_of_images(sizes, vision))
     for row, images in enumerate(texts):
-        last, place = -1, row % 3
+        tiles = 0
+        place = row % 3
         for image in images:
-            behind = place + len(image.corners)
-            assert behind <= tokens.shape[1], "data.seq_length holds the images"
-            tokens[row, place:behind] = vision.image_token_id
-            last, place = image.corners.max() // vision.text_tokens(), behind + 1
-        fields["patches"][row, last + 1 :] = 0
-    found = features_of_tiles(tokens, vision, items, *padded_features(texts))
-    names = "vision_features", "vision_weights"
-    return {"tokens": tokens} | fields | dict(zip(names, found, strict=True))
+            end = place + len(image.corners)
+            assert end <= tokens.shape[1], "data.seq_length holds the images"
+            tokens[row, place:end] = vision.image_token_id
+            tiles = image.corners.max() // vision.text_tokens() + 1
+            place = end + 1
+        fields["patches"][row, tiles:] = 0
+    features, weights = features_of_tiles(tokens, vision, items, *padded_features(texts))
+    of_tiles = {"vision_features": features, "vision_weights": weights}
+    return {"tokens": tokens} | fields | of_tiles
 
 
 def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
@@ -223,10 +260,10 @@ class Numbers(NamedTuple):
 def measure(trainer: Trainer, steps: int = STEPS) -> Numbers:
     """Train from step 0 on one batch, whose loss falls the faster and shows the more."""
     rows, width = trainer.cfg.train.global_batch_size, trainer.cfg.data.seq_length
-    further = further_lengths(trainer.cfg)
-    batch = make_batch(rows, width=width, target=further["target"])
-    if trainer.cfg.model.architecture.reads_neighbors:
-        batch["neighbors"] = make_neighbors(rows, further["neighbors"], further["retrieved"])
+    batch = make_batch(rows, width=width, target=trainer.cfg.data.target_length)
+    companions = trainer.cfg.model.companions(width)
+    if companions is not None:
+        batch[companions.field] = make_companions(rows, companions.count, companions.length)
     if not trainer.cfg.model.architecture.reads_tokens:
         batch |= make_images(trainer.cfg, rows, width)
     if trainer.cfg.model.modalities:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
 from mjax.kernels.base.chooser import this_device
-from mjax.models.attention.context_parallel import zigzag
+from mjax.models.attention.zigzag import zigzag
 from mjax.objectives.fields import FURTHER_COLUMNS, LAYER_FIELDS, Batch, BatchField, HostBatch
 from mjax.objectives.objective import FieldMaker, Objective, require_dictionary
 from mjax.sharding.collectives import Parallel

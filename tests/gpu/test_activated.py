@@ -6,8 +6,8 @@ import pytest
 
 from mjax.kernels.base import chooser
 from mjax.kernels.elementwise import gate
+from mjax.kernels.elementwise.activation import activated
 from mjax.models.base.weight import Weight
-from mjax.models.feedforward.mlp import activated
 from mjax.models.feedforward.mlp_activated import activated_mlp, in_matmuls
 
 pytestmark = pytest.mark.skipif(

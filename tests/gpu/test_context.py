@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.kernels.attention.api import attention, block_backward, block_forward
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
-from mjax.models.attention.context_parallel import context_attention, zigzag
+from mjax.models.attention.context_parallel import context_attention
+from mjax.models.attention.zigzag import zigzag
 from mjax.models.base.context import Context, Kernels
 from mjax.sharding.collectives import Parallel
 

@@ -6,9 +6,10 @@ has the class of each name.
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mjax.config.languages.layer_pattern import (
+    BRANCHES,
     DECODER,
     branches_of_model,
     modalities_of,
@@ -22,6 +23,20 @@ if TYPE_CHECKING:
 TARGET, NEIGHBORS = "target", "neighbors"
 
 
+class Companions(NamedTuple):
+    """The texts that an encoder reads beside each text of a batch.
+
+    field: of the batch that has their tokens, [rows, count, length]; -1 is padding.
+    axes: the logical axes of count and length (`sharding/rules.py`).
+    count: for each text. length: the tokens of each.
+    """
+
+    field: str
+    axes: tuple[str, str]
+    count: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The facts about a kind of model that other code asks for.
@@ -30,6 +45,8 @@ class Architecture:
     reads: its inputs: "tokens"; "target", the text of a decoder beside an encoder; "neighbors",
         texts that are retrieved; the modalities of items in or beside a text.
     streams: the sequences that its layers work on (`models/base/streams.py`).
+    companions: the group of `model` that says how many texts an encoder reads beside each text, and
+        how long they are; None: it reads none.
     predicts: tokens, classes of rows, or which image and text are a pair.
     encodes: whether its only sequence is read in both directions.
     generates: whether it continues a text token by token.
@@ -39,6 +56,7 @@ class Architecture:
     name: str
     reads: tuple[str, ...]
     streams: tuple[str, ...]
+    companions: str | None
     predicts: Literal["tokens", "classes", "pairs"]
     encodes: bool
     generates: bool
@@ -136,6 +154,7 @@ def _architecture(
         name,
         reads,
         tuple(sorted(streams)),
+        BRANCHES["retrieval"].group if NEIGHBORS in reads else None,
         predicts,
         encodes,
         generates=not encodes and name not in ("retro", "dual_encoder"),

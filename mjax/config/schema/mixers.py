@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from mjax.config.schema.architecture import NEIGHBORS, Companions
 from mjax.config.schema.base import Group
 from mjax.config.schema.sizes import UpTo20, UpTo24
 
@@ -112,3 +113,12 @@ class RetroConfig(Group):
     def retrieved_length(self) -> int:
         """Tokens of a neighbor."""
         return self.chunk_length * self.num_retrieved_chunks
+
+    def companions(self, seq_length: int) -> Companions:
+        """The neighbors of all chunks of a text."""
+        return Companions(
+            field=NEIGHBORS,
+            axes=("neighbors", "retrieved"),
+            count=seq_length // self.chunk_length * self.num_neighbors,
+            length=self.retrieved_length,
+        )

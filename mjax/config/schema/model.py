@@ -18,7 +18,7 @@ from mjax.config.languages.layer_pattern import (
     of_tower,
     sizes_of,
 )
-from mjax.config.schema.architecture import Architecture, architecture_of
+from mjax.config.schema.architecture import Architecture, Companions, architecture_of
 from mjax.config.schema.audio import AudioConfig
 from mjax.config.schema.base import Group
 from mjax.config.schema.mixers import DeltaNetConfig, MambaConfig, MlaConfig, RetroConfig
@@ -370,6 +370,11 @@ class ModelConfig(Group):
     def architecture(self) -> Architecture:
         """The model's inputs, the sequences that its layers work on, and its predictions."""
         return architecture_of(self)
+
+    def companions(self, seq_length: int) -> Companions | None:
+        """The texts that an encoder reads beside each text of `seq_length` tokens, if any."""
+        group = self.architecture.companions
+        return None if group is None else getattr(self, group).companions(seq_length)
 
     @property
     def modalities(self) -> tuple[str, ...]:

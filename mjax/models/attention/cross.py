@@ -15,7 +15,8 @@ from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.self_attention import Attention, heads_of_cache
 from mjax.models.base.branch import BranchInputs, BranchOutput, Source
-from mjax.models.base.context import Context, dropout
+from mjax.models.base.context import Context
+from mjax.models.base.dropout import dropout
 from mjax.models.base.tensor_parallel import column
 from mjax.models.base.weight import weight_of
 

@@ -22,7 +22,8 @@ from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
 from mjax.models.attention.caches import Latents
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import latent_attention
-from mjax.models.attention.positions import apply_rope, mla_scale, pairs_apart
+from mjax.models.attention.positions import apply_rope
+from mjax.models.attention.rope_scaling import mla_scale
 from mjax.models.attention.self_attention import output_spec
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
 from mjax.models.base.context import Context, NewTokens
@@ -223,3 +224,12 @@ def _cut_channels(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 def _join_channels(first: jax.Array, second: jax.Array) -> jax.Array:
     return jnp.concatenate([first, second], -1)
+
+
+def pairs_apart(x: jax.Array) -> jax.Array:
+    """Channels [..., R] whose pairs lie at (2i, 2i + 1) -> with pairs at (i, i + R/2).
+
+    Queries and keys that are both reordered have the products that they had.
+    """
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return pairs.swapaxes(-1, -2).reshape(x.shape)

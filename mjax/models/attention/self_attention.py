@@ -91,11 +91,13 @@ class Attention(BranchModule):
 
     def _head_norm(self, name: str, heads: int, axis: str, rngs: nnx.Rngs) -> Norm:
         """The norm of queries or keys: of each head, or of all heads together."""
-        sizes: tuple[int, ...] = (self.cfg.attention.head_dim,)
-        axes: tuple[str, ...] = ("head_dim",)
+        head_dim = self.cfg.attention.head_dim
+        hf = f"{self.hf_name}.{name}"
         if self.cfg.attention.qk_norm_all_heads:
-            sizes, axes = (heads, *sizes), (axis, *axes)
-        return Norm(self.cfg, sizes, axes, f"{self.hf_name}.{name}", rngs)
+            sizes = heads, head_dim
+            axes = axis, "head_dim"
+            return Norm(self.cfg, sizes, axes, hf, rngs)
+        return Norm(self.cfg, (head_dim,), ("head_dim",), hf, rngs)
 
     def _hf_names(self, letters: str, kind: str) -> tuple[str, ...]:
         """Hugging Face names of the projections, one for each letter."""

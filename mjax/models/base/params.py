@@ -5,7 +5,7 @@ split once into a `Definition` and a nested dict of arrays, and bound again whil
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -87,21 +87,6 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -
     specs = specs_of(state)
     specs = jax.tree.map(lambda spec: spec.stacked(layers), specs, is_leaf=is_spec)
     return nnx.merge(graph, state_from(values, specs))
-
-
-def as_edge(module: nnx.Module, prefix: str) -> nnx.Module:
-    """A layer as a part of the model that is in no stack; `prefix` goes before its names.
-
-    FP8, whose scales lie in stacks, leaves it in the dtype of the computation.
-    """
-    graph, state = nnx.split(module)
-
-    def edge(spec: ParamSpec) -> ParamSpec:
-        names = tuple(prefix + name for name in spec.hf)
-        return replace(spec, hf=names, fp8=False)
-
-    specs = jax.tree.map(edge, specs_of(state), is_leaf=is_spec)
-    return nnx.merge(graph, state_from(nnx.to_pure_dict(state), specs))
 
 
 def specs_of(state: nnx.State | nnx.Module) -> dict:

@@ -1,6 +1,5 @@
 """The feed-forward block: gated (SwiGLU, GEGLU) or plain, column- then row-parallel over tp."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,8 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels import choose
-from mjax.kernels.elementwise import gate
-from mjax.models.base.barriers import compute_again
+from mjax.kernels.elementwise.activation import activated, gated
 from mjax.models.base.branch import (
     BranchCache,
     BranchInputs,
@@ -28,84 +26,6 @@ from mjax.models.base.weight import weight_of
 from mjax.models.feedforward import mlp_fp8
 from mjax.models.feedforward.mlp_activated import activated_mlp, in_matmuls
 from mjax.sharding.spec import ParamSpec
-
-
-def activate(x: jax.Array, name: str) -> jax.Array:
-    """The activation `name` (model.hidden_act, or tanh) of x, in x's shape and dtype."""
-    if name == "tanh":
-        return jnp.tanh(x)
-    if name == "silu":
-        return jax.nn.silu(x)
-    if name == "relu":
-        return jax.nn.relu(x)
-    if name == "quick_gelu":
-        return x * jax.nn.sigmoid(1.702 * x)
-    if name == "relu2":
-        return jnp.square(jax.nn.relu(x))
-    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def activated(h: jax.Array, bias: jax.Array | None, name: str) -> jax.Array:
-    """act(h + bias), [..., F] in h's dtype.
-
-    The backward starts from h, as Megatron-LM's fused bias and GELU does. Autodiff would keep what
-    the forward computes on the way, which for GELU is another tensor of that size. Each direction
-    is one pass, by our kernel or by XLA.
-    """
-    x = h if bias is None else h + bias
-    return activate(x, name)
-
-
-def _activated_forward(h, bias, name):
-    if gate.supports(h, name):
-        y = gate.activation_forward(h, bias, name)
-    else:
-        y = activated(h, bias, name)
-    return y, (h, bias)
-
-
-def _activated_backward(name, residuals, dy):
-    h, bias = residuals
-    if gate.supports(h, name):
-        return gate.activation_backward(h, bias, dy, name)
-    h, bias = compute_again(h, bias)
-    _, vjp = jax.vjp(lambda h, bias: activated.fun(h, bias, name), h, bias)
-    return vjp(dy)
-
-
-activated.defvjp(_activated_forward, _activated_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gated(h: jax.Array, name: str) -> jax.Array:
-    """act(gate) * up, [..., F], of h [..., 2, F] (gate, up).
-
-    The backward computes both gradients and stacks them, in one pass by our kernel or by XLA.
-    Autodiff would pad each and add them: XLA would compute both halves everywhere.
-    """
-    return _gate_times_up(h[..., 0, :], h[..., 1, :], name)
-
-
-def _gate_times_up(gate: jax.Array, up: jax.Array, name: str) -> jax.Array:
-    return activate(gate, name) * up
-
-
-def _gated_forward(h, name):
-    return gated(h, name), h
-
-
-def _gated_backward(name, h, dy):
-    if gate.supports(h, name):
-        return (gate.gate_gradient(h, dy, name),)
-    product = functools.partial(_gate_times_up, name=name)
-    _, vjp = jax.vjp(product, h[..., 0, :], h[..., 1, :])
-    d_gate, d_up = vjp(dy)
-    return (jnp.stack((d_gate, d_up), -2),)
-
-
-gated.defvjp(_gated_forward, _gated_backward)
-
 
 # [tokens, F] that pass through memory for the activation function: where matmuls compute it, by
 # itself, and with a gate.
@@ -202,7 +122,8 @@ class MLP(BranchModule):
         up, down = weight_of(self.up), weight_of(self.down)
         bias = self.up_bias[...] if self.cfg.mlp_bias else None
         if self._in_one_function(x, ctx):
-            if self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
+            is_fp8 = up.recipe is not None
+            if is_fp8 and self.cfg.mlp_gated and bias is None and mlp_fp8.supports(up.recipe, act):
                 return _exchanged(x, ctx, lambda x: mlp_fp8.gated_mlp_fp8(x, up, down, act))
             if not self.cfg.mlp_gated and ctx.training.keeps_all and in_matmuls(x, up, bias, act):
                 return _exchanged(x, ctx, lambda x: activated_mlp(x, up, bias, down, act))

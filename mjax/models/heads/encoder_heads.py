@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels.elementwise.activation import activated
 from mjax.models.base.context import Context, Tokens, tokens_of
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, declare_bias, normal, table
-from mjax.models.feedforward.mlp import activated
 from mjax.sharding.spec import ParamSpec
 
 

@@ -19,11 +19,11 @@ from mjax.config.schema.model import ModelConfig
 from mjax.models.base.branch import BranchOutput, Rope
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.norm import Norm
-from mjax.models.base.params import as_edge, declare, normal
+from mjax.models.base.params import declare, normal, specs_of, state_from
 from mjax.models.base.streams import EMBEDDING_SALT
 from mjax.models.runtime.remat import remat
 from mjax.sharding.collectives import Parallel
-from mjax.sharding.spec import ParamSpec
+from mjax.sharding.spec import ParamSpec, is_spec
 
 # Fields of a batch, [B, S] each.
 Fields = dict[str, jax.Array]
@@ -74,14 +74,20 @@ class PredictionLayer(nnx.Module):
 
         def apply(state: nnx.State, hidden: jax.Array, embedding: jax.Array) -> BranchOutput:
             own = nnx.merge(graph, state)
-            both = own.embedding_norm(embedding), own.hidden_norm(hidden)
-            x = jnp.concatenate(both, -1)
-            weight = own.projection[...]
-            x = x @ weight.reshape(-1, weight.shape[-1])
+            x = own.join(hidden, embedding)
             output = own.block(x, tokens, ctx, kind=own.kind, rope=rope, layer=layer)
-            return output._replace(y=own.final_norm(output.y))
+            y = own.final_norm(output.y)
+            return output._replace(y=y)
 
         return remat(apply, ctx.training.head_remat, in_loop=False)(state, hidden, embedding)
+
+    def join(self, hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+        """The input of the block, [B, S/tp, D]: both normed, side by side, and projected."""
+        embedding = self.embedding_norm(embedding)
+        hidden = self.hidden_norm(hidden)
+        both = jnp.concatenate((embedding, hidden), -1)
+        weight = self.projection[...]
+        return both @ weight.reshape(-1, weight.shape[-1])
 
 
 class MultiTokenParts:
@@ -111,6 +117,21 @@ class MultiTokenParts:
         return layer(x, embedding, info, ctx, rope=rope, layer=number)
 
 
+def as_edge(module: nnx.Module, prefix: str) -> nnx.Module:
+    """A layer as a part of the model that is in no stack; `prefix` goes before its names.
+
+    FP8, whose scales lie in stacks, leaves it in the dtype of the computation.
+    """
+    graph, state = nnx.split(module)
+
+    def edge(spec: ParamSpec) -> ParamSpec:
+        names = tuple(prefix + name for name in spec.hf)
+        return replace(spec, hf=names, fp8=False)
+
+    specs = jax.tree.map(edge, specs_of(state), is_leaf=is_spec)
+    return nnx.merge(graph, state_from(nnx.to_pure_dict(state), specs))
+
+
 # ---- the fields of each depth --------------------------------------------------------------------
 
 
@@ -133,9 +154,12 @@ def shifted_fields(batch: Fields, depths: int, parallel: Parallel) -> Fields:
     for depth in range(1, depths + 1):
         tokens, labels, mask = (shift(batch[name], depth) for name in _SHIFTED)
         length = len(columns) * parallel.cp
-        inside = (shift(segments, depth) == segments) & (columns + depth < length)
-        values = jnp.where(inside, tokens, 0), labels, jnp.where(inside, mask, 0)
-        fields |= dict(zip(field_names(depth), values, strict=True))
+        is_same_document = shift(segments, depth) == segments
+        is_inside = is_same_document & (columns + depth < length)
+        of_tokens, of_labels, of_mask = field_names(depth)
+        fields[of_tokens] = jnp.where(is_inside, tokens, 0)
+        fields[of_labels] = labels
+        fields[of_mask] = jnp.where(is_inside, mask, 0)
     return fields
 
 

@@ -69,17 +69,28 @@ def within_capacity(
 
 def ranks_of_pairs(choice: Choice, experts: int, policy: str) -> jax.Array:
     """How many pairs of its sequence an expert takes before each pair: int32 [B, S, k]."""
-    rows, length, k = choice.experts.shape
-    pairs = rows, length * k
+    shape = choice.experts.shape
+    sequences, length, k = shape
+    pairs = sequences, length * k
     numbers = choice.experts.reshape(pairs)
-    columns = jnp.broadcast_to(choice.columns[:, None], choice.experts.shape).reshape(pairs)
-    place = jnp.broadcast_to(jnp.arange(length * k, dtype=jnp.int32), pairs)
-    order = (-choice.gates.reshape(pairs), columns) if policy == "probs" else (columns,)
-    keys = (numbers, *order)
-    sorted_numbers, *_, at = lax.sort((*keys, place), dimension=1, num_keys=len(keys))
-    # The pairs of an expert lie together: from its first place on.
-    search = jax.vmap(jnp.searchsorted, in_axes=(0, None))
-    first = search(sorted_numbers, jnp.arange(experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    columns = jnp.broadcast_to(choice.columns[:, None], shape)
+    columns = columns.reshape(pairs)
+    place = jnp.arange(length * k, dtype=jnp.int32)
+    place = jnp.broadcast_to(place, pairs)
+    keys = [numbers]
+    if policy == "probs":
+        keys.append(-choice.gates.reshape(pairs))
+    keys.append(columns)
+    in_order = lax.sort((*keys, place), dimension=1, num_keys=len(keys))
+    sorted_numbers, original_place = in_order[0], in_order[-1]
+    first = _first_places(sorted_numbers, experts)
     ranks = place - jnp.take_along_axis(first, sorted_numbers, 1)
-    _, ranks = lax.sort((at, ranks), dimension=1, num_keys=1)
-    return ranks.reshape(rows, length, k)
+    _, ranks = lax.sort((original_place, ranks), dimension=1, num_keys=1)
+    return ranks.reshape(shape)
+
+
+def _first_places(sorted_numbers: jax.Array, experts: int) -> jax.Array:
+    """The place from which on the pairs of each expert lie, int32 [B, E + 1]."""
+    every_expert = jnp.arange(experts + 1, dtype=jnp.int32)
+    search = jax.vmap(jnp.searchsorted, in_axes=(0, None))
+    return search(sorted_numbers, every_expert).astype(jnp.int32)

@@ -121,18 +121,25 @@ def send_tokens(parallel: Parallel, x: jax.Array, route: Route | None) -> jax.Ar
     Without a route it has all tokens, else those that have an expert here, and zeros.
     """
 
-    def gather(x: jax.Array, _) -> jax.Array:
-        return parallel.all_gather(x[None], "ep", 0)
-
-    def exchange(x: jax.Array, route: Route) -> jax.Array:
-        sent = jnp.take(x, route.sent, axis=0, mode="fill", fill_value=0)
-        rows = lax.all_to_all(sent, "ep", 0, 0, tiled=True)
-        take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
-        return jax.vmap(take)(rows, route.received)
-
     if route is None:
-        return gather(x, None)
-    return lax.cond(route.fits, exchange, gather, x, route)
+        return _gather_all(parallel, x, None)
+    gather = functools.partial(_gather_all, parallel)
+    return lax.cond(route.fits, _exchange_rows, gather, x, route)
+
+
+def _gather_all(parallel: Parallel, x: jax.Array, _: Route | None) -> jax.Array:
+    return parallel.all_gather(x[None], "ep", 0)
+
+
+def _exchange_rows(x: jax.Array, route: Route) -> jax.Array:
+    sent = _rows_at(x, route.sent)
+    rows = lax.all_to_all(sent, "ep", 0, 0, tiled=True)
+    return jax.vmap(_rows_at)(rows, route.received)
+
+
+def _rows_at(x: jax.Array, places: jax.Array) -> jax.Array:
+    """The rows of x at these places; zeros for places behind the last row."""
+    return jnp.take(x, places, axis=0, mode="fill", fill_value=0)
 
 
 def _send_forward(parallel, x, route):
@@ -147,18 +154,23 @@ def _send_backward(parallel, route, d):
 def sum_tokens(parallel: Parallel, y: jax.Array, route: Route | None) -> jax.Array:
     """[T, D]: the sums over the group, from this device's part y [ep, T, D] of each."""
 
-    def scatter(y: jax.Array, _) -> jax.Array:
-        return parallel.reduce_scatter(y, "ep", 0)[0]
-
-    def exchange(y: jax.Array, route: Route) -> jax.Array:
-        take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
-        rows = lax.all_to_all(jax.vmap(take)(y, route.tokens), "ep", 0, 0, tiled=True)
-        of_tokens = jax.vmap(take, out_axes=1)(rows, route.rows.T)
-        return jnp.sum(of_tokens, 1, dtype=jnp.float32).astype(y.dtype)
-
     if route is None:
-        return scatter(y, None)
-    return lax.cond(route.fits, exchange, scatter, y, route)
+        return _scatter_all(parallel, y, None)
+    scatter = functools.partial(_scatter_all, parallel)
+    return lax.cond(route.fits, _sum_rows, scatter, y, route)
+
+
+def _scatter_all(parallel: Parallel, y: jax.Array, _: Route | None) -> jax.Array:
+    return parallel.reduce_scatter(y, "ep", 0)[0]
+
+
+def _sum_rows(y: jax.Array, route: Route) -> jax.Array:
+    parts = jax.vmap(_rows_at)(y, route.tokens)
+    rows = lax.all_to_all(parts, "ep", 0, 0, tiled=True)
+    rows_of_tokens = jax.vmap(_rows_at, out_axes=1)
+    parts_of_tokens = rows_of_tokens(rows, route.rows.T)
+    sums = jnp.sum(parts_of_tokens, 1, dtype=jnp.float32)
+    return sums.astype(y.dtype)
 
 
 def _sum_forward(parallel, y, route):

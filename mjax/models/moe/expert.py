@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mjax.models.feedforward.mlp import activated, gated
+from mjax.kernels.elementwise.activation import activated, gated
 
 GPT_OSS_SHARPNESS = 1.702  # of the sigmoid in gpt-oss's gate
 

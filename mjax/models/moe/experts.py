@@ -192,17 +192,22 @@ def routed_tokens(x: jax.Array, routing: Routing, cfg: ModelConfig, ctx: Context
     columns, width = x.shape[1:]
     k = routing.experts.shape[-1]
 
-    def whole(field: jax.Array) -> jax.Array:
-        """[ep, B*S/tp, ...] -> [ep*B*S, ...]."""
-        field = field.reshape(-1, columns, field.shape[-1])
-        return parallel.gather_seq(field).reshape(-1, field.shape[-1])
-
     def of_group(field: jax.Array) -> jax.Array:
-        return parallel.all_gather(field.reshape(1, -1, k), "ep", 0)
+        """[B, S/tp, k] -> [ep, B*S/tp, k]."""
+        own = field.reshape(1, -1, k)
+        return parallel.all_gather(own, "ep", 0)
 
-    experts, tokens = of_group(routing.experts), x.reshape(-1, width)
-    route = route_of(tokens, experts, routing.experts.reshape(-1, k), cfg.moe, ctx)
-    gates = whole(of_group(routing.gates))
+    def whole(field: jax.Array) -> jax.Array:
+        """[ep, B*S/tp, k] -> [ep*B*S, k]."""
+        rows = field.reshape(-1, columns, k)
+        return parallel.gather_seq(rows).reshape(-1, k)
+
+    experts = of_group(routing.experts)
+    tokens = x.reshape(-1, width)
+    own_experts = routing.experts.reshape(-1, k)
+    route = route_of(tokens, experts, own_experts, cfg.moe, ctx)
+    gates = of_group(routing.gates)
+    gates = whole(gates)
     return RoutedTokens(None, whole(experts), gates, route)
 
 

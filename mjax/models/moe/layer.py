@@ -14,7 +14,8 @@ from mjax.models.base.branch import (
     KernelChoices,
     Workload,
 )
-from mjax.models.base.context import Context, jitter
+from mjax.models.base.context import Context
+from mjax.models.base.dropout import jitter
 from mjax.models.base.params import StatisticCount, declare, declare_bias, matrix, normal
 from mjax.models.base.streams import EXPERT_LOADS
 from mjax.models.base.tensor_parallel import local_product
@@ -130,9 +131,18 @@ class MoE(BranchModule):
 
     def _declare_latent(self, latent: int, out_std: float, rngs: nnx.Rngs) -> None:
         width = self.cfg.hidden_size
-        fc1, fc2 = (f"mlp.{name}_latent_proj.weight" for name in ("fc1", "fc2"))
-        into = matrix((width, latent), ("embed", "latent"), fc1, matmul="latent_in")
-        back = matrix((latent, width), ("latent", "embed"), fc2, matmul="latent_out")
+        into = matrix(
+            (width, latent),
+            ("embed", "latent"),
+            "mlp.fc1_latent_proj.weight",
+            matmul="latent_in",
+        )
+        back = matrix(
+            (latent, width),
+            ("latent", "embed"),
+            "mlp.fc2_latent_proj.weight",
+            matmul="latent_out",
+        )
         self.latent_in = declare(rngs, into, normal(self.cfg.initializer_range))
         self.latent_out = declare(rngs, back, normal(out_std))
 

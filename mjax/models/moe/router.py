@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels.matmul.exact import multiply_exactly
 from mjax.models.base.context import Tokens
-from mjax.models.moe.exact_matmul import multiply_exactly
 from mjax.sharding.collectives import Parallel
 
 

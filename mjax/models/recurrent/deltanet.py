@@ -131,12 +131,15 @@ class DeltaNet(RecurrentMixer):
 
     def _rates(self, ba: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(the logarithm of the decay, beta), fp32 [B, S, H], of b and a [B, S, G, 2 R]."""
-        by_head = *ba.shape[:2], -1
+        rows, length = ba.shape[:2]
+        by_head = rows, length, -1
         b, a = jnp.split(in_fp32(ba), 2, axis=-1)
-        steps = a.reshape(by_head) + in_fp32(self.dt_bias[...])
+        a = a.reshape(by_head)
+        steps = a + in_fp32(self.dt_bias[...])
         decay = jnp.exp(in_fp32(self.A_log[...]))
         beta = jax.nn.sigmoid(b)
-        return -decay * jax.nn.softplus(steps), beta.reshape(by_head)
+        log_decay = -decay * jax.nn.softplus(steps)
+        return log_decay, beta.reshape(by_head)
 
     def _convolve(self, parts, rates, starts, histories, parallel) -> DeltaInputs:
         """Convolves q and k [B, S, 2, G, N] and v [B, S, H, P], and returns the rule's inputs."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mjax.models.attention.context_parallel import natural
+from mjax.models.attention.zigzag import natural
 from mjax.models.base.context import Context, Tokens
 
 _AXIS = "cp"

@@ -18,8 +18,8 @@ from mjax.config.languages.layer_pattern import ENCODER
 from mjax.config.schema.model import ModelConfig
 from mjax.kernels.attention.api import attention
 from mjax.models.attention.calls import attention_arrays
-from mjax.models.attention.context_parallel import KEY_EXCHANGES, AllToAllGroup
 from mjax.models.attention.cross import CrossAttention
+from mjax.models.attention.key_exchange import KEY_EXCHANGES, AllToAllGroup
 from mjax.models.base.branch import BranchInputs, Source
 from mjax.models.base.context import Context, Tokens, tokens_of
 
@@ -106,10 +106,12 @@ class ChunkAttention(ChunkedCrossAttention):
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: BranchInputs) -> jax.Array:
         group = _whole_sequences(inputs.ctx)
         q, k, v = group.split_heads(q, k, v)
-        of_row = k.shape[1] // self.cfg.retro.chunk_length
-        rows = _numbers(inputs.source.tokens.rows, of_row)
+        length = k.shape[1]
+        chunks = length // self.cfg.retro.chunk_length
+        rows = _numbers(inputs.source.tokens.rows, chunks)
         out = self.within_chunks(q, k, v, inputs, rows)
-        return group.to_sequence(out.reshape(q.shape))
+        out = out.reshape(q.shape)
+        return group.to_sequence(out)
 
     @staticmethod
     def flops(cfg: ModelConfig, word: str, seq_length: int) -> float:

@@ -36,9 +36,9 @@ def split_frozen(weights: Weights, placement: Placement) -> WeightParts:
     return WeightParts(trained, frozen)
 
 
-def split_frozen_layer(weights: dict, placement: Placement | None) -> WeightParts:
+def split_frozen_layer(weights: dict, placement: Placement) -> WeightParts:
     """The weights of one layer taken apart; `placement` is that of its stack."""
-    if placement is None or not placement.has_frozen:
+    if not placement.has_frozen:
         return WeightParts(weights, None)
     trained = placement.map(_trained_part, weights)
     frozen = placement.map(_frozen_part, weights)

@@ -12,20 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
-from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.models.base.activation_statistics import nothing_seen, see_activations
-from mjax.models.base.barriers import gradients_before_previous_layer, reduce_under_previous_layer
 from mjax.models.base.branch import LayerCache, Rope
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.params import Definition
 from mjax.models.base.streams import Activation, Statistics, join_loads, split_loads
-from mjax.models.base.weight import WeightOrArray, is_weight, values_of, with_values, without_fp8
 from mjax.models.runtime.execution import Execution, LayerPlan, ScanGroup, scan_groups, stack_rows
-from mjax.models.runtime.frozen import WeightParts, join_frozen, split_frozen_layer
 from mjax.models.runtime.remat import keeps_all, remat
 from mjax.models.runtime.stacks import cut_group, layers_of_stack, rows_of_group
-from mjax.models.runtime.vjp import switch_layers
-from mjax.sharding.rules import ParamPlacement, Placement
 
 # The caches of a model, one for each layer; None: it has none.
 Caches = list[LayerCache | None]
@@ -75,14 +69,13 @@ LayerFunction = Callable[[LayerCarry, LayerCall, jax.Array], tuple[LayerCarry, L
 class Layers:
     """The layers of a model, ready to run.
 
-    `blocks` are the definitions of one layer of each stack. Only layers that gather read
-    `placement`. `statistics` names those that are summed over the layers; others are left out.
+    `blocks` are the definitions of one layer of each stack. `statistics` names those that are
+    summed over the layers; others are left out. Training has `TrainingLayers`.
     """
 
     blocks: dict[str, Definition]
     execution: Execution
     ctx: Context
-    placement: Placement | None = None
     statistics: tuple[str, ...] = ()
 
     def run(
@@ -173,20 +166,9 @@ class Layers:
         for kind in plan.kinds:
             apply = functools.partial(self._apply, plan, kind, row)
             layers.append(remat(apply, plan.remat, self.execution.offload, in_loop))
-        if len(layers) == 1:
-            return lambda carry, call, choice: layers[0](carry, call)
-        chosen = []
-        for kind, layer in zip(plan.kinds, layers, strict=True):
-            chosen.append(_without_cache(None if kind == EMPTY else layer))
-        return functools.partial(self._choose, plan, switch_layers(chosen))
-
-    def _choose(
-        self, plan: LayerPlan, switch: Callable, carry: LayerCarry, call: LayerCall, choice
-    ) -> tuple[LayerCarry, LayerCache | None]:
-        """One of the kinds of a layer. It has no cache."""
-        trained, frozen = self._split(plan, call.weights)
-        constants = call.inputs, call.number, frozen
-        return switch(choice, carry, trained, constants), call.cache
+        if len(layers) > 1:
+            return self.one_of(plan, layers)
+        return lambda carry, call, choice: layers[0](carry, call)
 
     def _apply(
         self, plan: LayerPlan, kind: str, row: int | None, carry: LayerCarry, call: LayerCall
@@ -199,7 +181,7 @@ class Layers:
         weights = call.weights
         if row is not None:
             weights = jax.tree.map(lambda w: w[row], weights)
-        carry, weights = self._enter(plan, carry, weights)
+        carry, weights = self.enter(plan, carry, weights)
         block = self.blocks[plan.stack].bind(weights)
         output = block(
             carry.x,
@@ -216,50 +198,13 @@ class Layers:
             statistics = _add_found(statistics, seen)
         return replace(carry, x=output.y, statistics=statistics), output.cache
 
-    def _split(self, plan: LayerPlan, weights: dict) -> WeightParts:
-        """The weights of a layer, apart into trained and frozen ones."""
-        part = None if self.placement is None else self.placement.part(plan.stack)
-        return split_frozen_layer(weights, part)
+    def enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
+        """The input of a layer, and its weights as matmuls read them."""
+        return carry, weights
 
-    def _enter(self, plan: LayerPlan, carry: LayerCarry, weights: dict) -> tuple[LayerCarry, dict]:
-        """Make a layer's weights whole, and order its exchanges and gradients among others."""
-        execution, x, ready = self.execution, carry.x, carry.ready
-        if not plan.fp8:
-            weights = without_fp8(weights)
-        if execution.overlap:
-            trained, frozen = self._split(plan, weights)
-            x, values, ready = reduce_under_previous_layer(x, values_of(trained), ready)
-            weights = join_frozen(with_values(trained, values), frozen)
-        if execution.gather == "layer":
-            weights = self._gather(plan, weights)
-        # A loop waits for gradients anyway, and ZeRO-3 reduces them one by one.
-        if execution.unroll != 1 and (execution.overlap or execution.gather == "step"):
-            trained, frozen = self._split(plan, weights)
-            x, values = gradients_before_previous_layer(x, values_of(trained))
-            weights = join_frozen(with_values(trained, values), frozen)
-        return replace(carry, x=x, ready=ready), weights
-
-    @jax.named_scope("gather")
-    def _gather(self, plan: LayerPlan, weights: dict) -> dict:
-        """The weights of a layer from their stored shards.
-
-        The value only takes the gradient if matmuls read the bits: its gather is dead code.
-        """
-        execution = self.execution
-
-        def gather(where: ParamPlacement, w: WeightOrArray) -> WeightOrArray:
-            if not execution.exchanged_in_layer(where):
-                return w
-            where = where.layer
-            if not is_weight(w):
-                return where.gather(w)
-            if execution.overlap:
-                value = where.gather_low(w.value, jnp.dtype(execution.compute))
-            else:
-                value = where.gather(w.value)
-            return replace(w, value=value, bits=None if w.bits is None else where.gather(w.bits))
-
-        return self.placement.part(plan.stack).map(gather, weights)
+    def one_of(self, plan: LayerPlan, layers: list[Callable]) -> LayerFunction:
+        """A layer of several kinds, of f(carry, call) of each."""
+        raise NotImplementedError("only a pipeline's chunk has layers of several kinds")
 
 
 def _add_found(
@@ -269,16 +214,3 @@ def _add_found(
     return {
         name: total + found[name] if name in found else total for name, total in statistics.items()
     }
-
-
-def _without_cache(layer: Callable | None) -> Callable:
-    """A layer as `switch_layers` takes it; None, an empty slot, hands on what it gets."""
-
-    def apply(carry: LayerCarry, trained: dict, constants: tuple) -> LayerCarry:
-        if layer is None:
-            return carry
-        inputs, number, frozen = constants
-        call = LayerCall(join_frozen(trained, frozen), inputs, number)
-        return layer(carry, call)[0]
-
-    return apply

@@ -7,14 +7,10 @@ pick the form that their program needs.
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 
-from mjax.models.runtime.execution import LayerPlan, ScanGroup, scan_groups, stack_rows
+from mjax.models.runtime.execution import ScanGroup, stack_rows
 
 Cut = Callable[[jax.Array], jax.Array]
-
-# Stack -> the weights of its layers.
-LayerLists = dict[str, list[dict]]
 
 
 def stack_in_place(layers: Sequence[jax.Array]) -> jax.Array:
@@ -71,7 +67,7 @@ def split_rows(stack: jax.Array) -> list[jax.Array]:
     return [row[0] for row in rows]
 
 
-# ---- loops: stacks for each scan group -----------------------------------------------------------
+# ---- loops: the rows of each scan group ----------------------------------------------------------
 
 
 def rows_of_group(first: int, repeats: int, count: int) -> Cut:
@@ -107,50 +103,3 @@ def cut_group(weights: dict, group: ScanGroup) -> dict:
             cut = _select_rows(first, first + group.repeats)
         stacks[stack] = jax.tree.map(cut, weights[stack])
     return stacks
-
-
-def stack_groups(layers: LayerLists, plans: Sequence[LayerPlan]) -> list[dict]:
-    """Lists of layers -> the stacks that a loop over `plans` reads, a dict for each scan group.
-
-    A pipeline differentiates a chunk with respect to these. So its stash holds no copies of them.
-    """
-    groups = []
-    for group in scan_groups(plans):
-        stacks = {}
-        for stack, (first, count) in stack_rows(group.period).items():
-            last = first + group.repeats * count
-            rows = layers[stack][first:last]
-            lead = [group.repeats]
-            if count > 1:
-                lead.append(count)
-            stacks[stack] = jax.tree.map(_stack_rows(lead), *rows)
-        groups.append(stacks)
-    return groups
-
-
-def _stack_rows(lead: list[int]) -> Callable[..., jax.Array]:
-    """Rows [...] -> [*lead, ...]."""
-
-    def put_together(*rows: jax.Array) -> jax.Array:
-        stack = jnp.stack(rows)
-        shape = rows[0].shape
-        return stack.reshape(*lead, *shape)
-
-    return put_together
-
-
-def unstack_groups(groups: Sequence[dict], plans: Sequence[LayerPlan]) -> LayerLists:
-    """The inverse of `stack_groups`."""
-    layers: LayerLists = {}
-    for group, stacks in zip(scan_groups(plans), groups, strict=True):
-        for stack, (_, count) in stack_rows(group.period).items():
-            rows = layers.setdefault(stack, [])
-            for i in range(group.repeats * count):
-                place = divmod(i, count) if count > 1 else i
-                layer = _entry(stacks[stack], place)
-                rows.append(layer)
-    return layers
-
-
-def _entry(stacks: dict, place: int | tuple[int, int]) -> dict:
-    return jax.tree.map(lambda stack: stack[place], stacks)

@@ -7,7 +7,8 @@ from flax import nnx
 
 from mjax.config.languages.layer_pattern import DECODER
 from mjax.errors import UserError
-from mjax.models.base.context import Context, Tokens, dropout, tokens_of
+from mjax.models.base.context import Context, Tokens, tokens_of
+from mjax.models.base.dropout import dropout
 from mjax.models.base.streams import EMBEDDING_SALT, Streams
 from mjax.models.towers.joint_embedding import ImagePooler, JointEmbedding, vectors_of_texts
 from mjax.models.towers.shared_weights import Joint

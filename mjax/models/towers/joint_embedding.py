@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels.elementwise.activation import activate
 from mjax.models.base.context import Context, Tokens
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import constant, declare, declare_bias, matrix, normal
-from mjax.models.feedforward.mlp import activate
 from mjax.sharding.spec import ParamSpec
 
 _LARGEST = 2  # as `eos_token_id`: the end of a text has the largest id

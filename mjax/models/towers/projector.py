@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.schema.model import ModelConfig
+from mjax.kernels.elementwise.activation import activated
 from mjax.models.base.branch import BranchCache, BranchInputs, BranchModule, BranchOutput, Source
 from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, declare_bias, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import weight_of
-from mjax.models.feedforward.mlp import activated
 from mjax.models.towers.tiles import mixed
 from mjax.models.towers.tower_mesh import rows_of_all
 from mjax.models.towers.vision import pixel_shuffle

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mjax.config.languages.layer_pattern import DECODER
-from mjax.models.base.context import Context, Tokens, dropout
+from mjax.models.base.context import Context, Tokens
+from mjax.models.base.dropout import dropout
 from mjax.models.base.streams import EMBEDDING_SALT, SOUND_SALT, TEXT_SALT, Streams
 from mjax.models.runtime.run import Caches, LayersOutput
 from mjax.models.towers.modalities import MODALITIES, beside_given

@@ -14,7 +14,7 @@ import jax
 
 from mjax.config.languages.layer_pattern import modality_of, stack_of
 from mjax.config.schema.run import Config
-from mjax.models.attention.context_parallel import natural
+from mjax.models.attention.zigzag import natural
 from mjax.models.base.context import Context
 from mjax.sharding.collectives import Parallel, padded_to_shards
 from mjax.sharding.spec import ParamSpec, is_spec

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.models.base.context import Context, Training, jitter, tokens_of
+from mjax.models.base.context import Context, Training, tokens_of
+from mjax.models.base.dropout import jitter
 from mjax.models.moe.sinkhorn import sinkhorn, sinkhorn_experts
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import LOCAL

@@ -17,15 +17,10 @@ from jax.sharding import PartitionSpec as P
 from mjax.errors import UserError
 from mjax.kernels.attention import api as kernels
 from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
-from mjax.models.attention.context_parallel import (
-    PACKED,
-    WINDOWS,
-    Needs,
-    choose_exchange,
-    context_attention,
-    zigzag,
-)
+from mjax.models.attention.context_parallel import context_attention
+from mjax.models.attention.key_exchange import PACKED, WINDOWS, Needs, choose_exchange
 from mjax.models.attention.ring import Ring, ring_attention
+from mjax.models.attention.zigzag import zigzag
 from mjax.models.base.context import Context, Kernels
 from mjax.prove import ROWS, Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel

@@ -19,7 +19,7 @@ from mjax.models.base.params import split
 from mjax.models.flops import flops_by_part
 from mjax.models.retrieval.chunked_attention import beside_neighbors
 from mjax.models.trace import trace
-from mjax.prove import Cell, make_batch, make_neighbors, make_trainer
+from mjax.prove import Cell, make_batch, make_companions, make_trainer
 
 M, NEIGHBORS, R, S = 4, 2, 8, 16  # of a chunk; of neighbors a chunk, of one; of a row
 CHUNKS = S // M
@@ -46,7 +46,7 @@ def text(seed: int, rows: int = 2) -> jax.Array:
 
 def retrieved(rows: int = 2) -> jax.Array:
     """Neighbors with padding behind some; all of a chunk of row 0 are missing."""
-    found = make_neighbors(rows, CHUNKS * NEIGHBORS, R, 128)
+    found = make_companions(rows, CHUNKS * NEIGHBORS, R, 128)
     found[:, ::2, 0] = np.maximum(found[:, ::2, 0], 1)  # a token at least
     found[0, NEIGHBORS : 2 * NEIGHBORS] = -1
     return jnp.asarray(found)

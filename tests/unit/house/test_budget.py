@@ -25,19 +25,38 @@ SOURCES = {p: p.read_text() for p in PACKAGE.rglob("*.py")}
 
 CORE = ("config", "sharding", "models", "objectives", "pipeline", "plan", "optim", "train", "run")
 SMALL = 40  # lines of code; an average over fewer says little
+SHORT = 6  # lines of code; likewise of a function
 
 
 def count(text: str) -> tuple[int, int]:
-    """(lines with code, tokens in them): without blank lines, comments and docstrings.
+    """(lines with code, tokens in them): without blank lines, comments and docstrings."""
+    tokens = tokens_by_line(text)
+    return len(tokens), sum(tokens.values())
+
+
+def tokens_by_line(text: str) -> dict[int, int]:
+    """The tokens that begin on each line with code, by its number.
 
     Docstrings are those of attributes (PEP 257), too: statements that are a text and no more.
     """
     statements = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Expr)]
     docs = [e for e in statements if isinstance(getattr(e.value, "value", None), str)]
     said = {line for e in docs for line in range(e.lineno, e.end_lineno + 1)}
-    tokens = [t for t in tokens_of(text) if t.type not in NO_CODE and t.start[0] not in said]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    return len(lines), len(tokens)
+    lines = defaultdict(int)
+    for token in tokens_of(text):
+        if token.type in NO_CODE or token.start[0] in said:
+            continue
+        lines[token.start[0]] += 1
+        for line in range(token.start[0] + 1, token.end[0] + 1):
+            lines[line] += 0
+    return dict(lines)
+
+
+def functions_of(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield all functions and methods of a module, inner ones too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
 
 
 def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
@@ -96,6 +115,30 @@ def test_a_line_of_the_core_has_at_most_11_tokens_on_average():
     assert not dense
 
 
+def dense_functions(text: str) -> dict[str, float]:
+    """Tokens a line of the functions that have more than 16, by line and name."""
+    tokens = tokens_by_line(text)
+    dense = {}
+    for function in functions_of(text):
+        own = range(function.lineno, function.end_lineno + 1)
+        lines = [tokens[line] for line in own if line in tokens]
+        if len(lines) >= SHORT and sum(lines) / len(lines) > 16:
+            dense[f"{function.lineno} {function.name}"] = round(sum(lines) / len(lines), 1)
+    return dense
+
+
+def test_a_line_of_a_function_has_at_most_16_tokens_on_average():
+    line = "    x = [a, b, c, d, e, f, g, h]\n"
+    assert dense_functions("def f():\n" + 5 * line) == {"1 f": 16.7}
+    assert not dense_functions("def f():\n" + 4 * line)
+    dense = {}
+    for path, text in SOURCES.items():
+        if path.relative_to(PACKAGE).parts[0] != "kernels":
+            for name, tokens in dense_functions(text).items():
+                dense[f"{path}:{name}"] = tokens
+    assert not dense
+
+
 def names_of(tree: ast.Module) -> Iterator[str]:
     """Yield the names that a module defines at its top level."""
     for node in tree.body:
@@ -137,11 +180,10 @@ def test_files_are_at_most_500_lines():
 def test_functions_are_at_most_60_lines():
     long = {}
     for path, text in SOURCES.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = node.end_lineno - node.lineno + 1
-                if lines > 60:
-                    long[f"{path}:{node.lineno} {node.name}"] = lines
+        for function in functions_of(text):
+            lines = function.end_lineno - function.lineno + 1
+            if lines > 60:
+                long[f"{path}:{function.lineno} {function.name}"] = lines
     assert not long
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from mjax.kernels.base import chooser
 from mjax.kernels.elementwise import gate
+from mjax.kernels.elementwise.activation import activate, activated, gated
 from mjax.kernels.elementwise.gate import E4M3, E5M2, GateTile
 from mjax.kernels.fp8 import quantize as q
 from mjax.kernels.fp8.recipe import Delayed
 from mjax.models.base.weight import Weight, matmul
 from mjax.models.feedforward import mlp_fp8
-from mjax.models.feedforward.mlp import activate, activated, gated
 from mjax.prove import Cell, deviation, make_trainer, measure
 from tests.devices import GPU, choose_for
 from tests.marks import slow

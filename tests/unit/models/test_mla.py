@@ -16,9 +16,9 @@ from mjax.config.schema.keys import nested
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import MeshConfig
 from mjax.errors import UserError
-from mjax.models.attention.context_parallel import zigzag
 from mjax.models.attention.latent import MLA
 from mjax.models.attention.positions import rope_tables
+from mjax.models.attention.zigzag import zigzag
 from mjax.models.base.branch import BranchInputs
 from mjax.models.base.context import Context, Kernels, tokens_of
 from mjax.models.base.params import split

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import load
 from mjax.config.schema.run import MeshConfig
-from mjax.models.attention.context_parallel import zigzag
+from mjax.models.attention.zigzag import zigzag
 from mjax.models.flops import flops_by_part
 from mjax.models.heads.multi_token import field_names, shifted_fields, with_weight
 from mjax.plan.balance import head_in_layers

@@ -7,7 +7,8 @@ import pytest
 from mjax.config import load
 from mjax.config.languages.layer_pattern import expand
 from mjax.models.runtime.execution import plain_layers, scan_groups
-from mjax.models.runtime.stacks import cut_group, stack_groups, unstack_groups
+from mjax.models.runtime.stacks import cut_group
+from mjax.pipeline.chunk_stacks import stack_groups, unstack_groups
 from mjax.train import Trainer
 from tests.marks import slow
 

@@ -183,11 +183,11 @@ def biases(attention: str | bool = "attention_bias", out: bool = True, mlp: bool
 # ---- windows and other layer kinds -------------------------------------------------------------
 
 
-def one_window(default: int | None = None) -> Part:
-    """`sliding_window` of all layers, or null; `default`: the family's where it is left out."""
+def one_window() -> Part:
+    """`sliding_window` of all layers; null, or left out: none."""
 
     def read(config: dict) -> dict:
-        window = config.pop("sliding_window", default)
+        window = config.pop("sliding_window", None)
         kind = "full+mlp" if window is None else "window+mlp"
         return {"attention.sliding_window": window, "layer_pattern": kind}
 

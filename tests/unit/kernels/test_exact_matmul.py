@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.models.moe.exact_matmul import _bf16_parts, multiply_exactly
+from mjax.kernels.matmul.exact import _bf16_parts, multiply_exactly
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
