@@ -51,10 +51,6 @@ class RecurrentCache(NamedTuple):
         axes = ("batch", "heads", None, None)
         return RecurrentCache(parts, CacheSpec(state, axes, dtype="float32"))
 
-    def read(self) -> tuple[Parts, jax.Array]:
-        """What the convolution and the scan of new tokens begin with."""
-        return self.histories, self.state
-
     def advance(self, parts: Parts, state: jax.Array, new: NewTokens) -> "RecurrentCache":
         """The cache after new tokens, of which these are the `parts` [B, S, ...] and the state."""
 
@@ -96,12 +92,11 @@ class RecurrentMixer(BranchModule):
         real = new.is_real(parts[0].shape[1])
         if real is not None:
             parts, rates = (tuple(_where_real(real, v) for v in vs) for vs in (parts, rates))
-        histories, state = cache.read()
-        read = self._convolve(parts, rates, None, histories, inputs.ctx.parallel)
+        read = self._convolve(parts, rates, None, cache.histories, inputs.ctx.parallel)
         if parts[0].shape[1] == 1:
-            made = self._step(read, state)
+            made = self._step(read, cache.state)
         else:
-            made = self._scan(read, None, state)
+            made = self._scan(read, None, cache.state)
         return read, made.y, cache.advance(parts, made.state, new)
 
     def _mix_sequences(
