@@ -89,7 +89,7 @@ class AttentionArrays:
     dropout: DropoutPlaces | None = None
 
     def to_slots(self, slots: jax.Array, length: int) -> "AttentionArrays":
-        """The arrays of queries in `slots` int32 [B, S], which see those of a cache up to theirs."""
+        """The arrays of queries in `slots` int32 [B, S], which see a cache up to their own."""
         return replace(self, columns=(slots, jnp.arange(length, dtype=jnp.int32)), segments=None)
 
     def is_packed(self, call: AttentionCall) -> bool:

@@ -2,8 +2,8 @@
 
 A branch knows no layout: it writes what it computed for new tokens and attends to all that is
 there. Row b's token i is in slot i, so a row needs no padding before it. Slots after a row's last
-token are finite and never seen; later tokens take their place. A class here
-declares its arrays (`spec`) beside the code that reads them.
+token are finite and never seen; later tokens take their place. A class here declares its arrays
+(`spec`) beside the code that reads them.
 """
 
 from dataclasses import replace
@@ -77,13 +77,11 @@ class Latents(NamedTuple):
         """All slots [B, T, R + P], and the arrays of attention of `tokens` new tokens to them."""
         return self.latents, arrays.to_slots(new.slots(tokens), self.latents.shape[1])
 
-    def attend(
-        self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays, new: NewTokens
-    ) -> jax.Array:
+    def attend(self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> jax.Array:
         """Attention of one token a row, q [B, 1, N, R + P], to its row as one kv head.
 
-        The values keep the key part, which the caller cuts off: to cut the cache would copy it.
+        `arrays` are those of `read`. The values keep the key part, which the caller cuts off: to cut
+        the cache would copy it.
         """
-        arrays = arrays.to_slots(new.slots(1), self.latents.shape[1])
         slots = self.latents[:, None]
         return decode_attention(q, slots, slots, call, arrays)

@@ -136,10 +136,8 @@ class NewTokens(NamedTuple):
         """The slots of `tokens` new tokens, int32 [B, S]."""
         return self.first[:, None] + jnp.arange(tokens, dtype=jnp.int32)
 
-    def is_real(self, tokens: int) -> jax.Array | None:
-        """Which of `tokens` new tokens are real, bool [B, S]; None: all are."""
-        if self.count is None:
-            return None
+    def is_real(self, tokens: int) -> jax.Array:
+        """Which of `tokens` new tokens are real, bool [B, S], by the `count`."""
         return jnp.arange(tokens, dtype=jnp.int32) < self.count[:, None]
 
 
