@@ -80,8 +80,8 @@ class Latents(NamedTuple):
     def attend(self, q: jax.Array, call: AttentionCall, arrays: AttentionArrays) -> jax.Array:
         """Attention of one token a row, q [B, 1, N, R + P], to its row as one kv head.
 
-        `arrays` are those of `read`. The values keep the key part, which the caller cuts off: to cut
-        the cache would copy it.
+        `arrays` are those of `read`. The values keep the key part, which the caller cuts off: to
+        cut the cache would copy it.
         """
         slots = self.latents[:, None]
         return decode_attention(q, slots, slots, call, arrays)
