@@ -102,7 +102,7 @@ def extend(
     """
     tokens = ids.shape[1]
     new = NewTokens(cache.lengths, count)
-    positions, segments, added = new.slots(tokens), None, jnp.int32(tokens)
+    positions, segments, added = new.slots(tokens), jnp.ones_like(ids), tokens
     if count is not None:
         last = cache.lengths + jnp.maximum(count, 1) - 1
         positions = jnp.minimum(positions, last[:, None])  # tables have no rows for padding

@@ -34,7 +34,7 @@ from mjax.infer.cache import (
 from mjax.infer.sample import Draws, Sampling, Settings, draws_of, sample, settings_of
 from mjax.infer.text import TextStream
 from mjax.infer.weights import partitions_apart, take_apart
-from mjax.models.base.inputs import PromptInputs
+from mjax.models.base.inputs import Prompt
 from mjax.models.base.params import Definition
 from mjax.models.towers.tiles import PADDING, Tiled
 from mjax.sharding.collectives import DATA_AXES, LOCAL, Parallel, mesh_axes
@@ -290,27 +290,29 @@ class DecodePrograms:
     def _prefill(
         self, draws: Draws, length: int, params, ids, count, settings, numbers, items, seed
     ):
+        source_length = ids.shape[1]
         prompt = self.definition.bind(params).prompt(ids, count, items)
+        ids, count, _ = prompt
         rows = jnp.arange(len(ids))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
         seen = jnp.zeros((len(rows), self.cfg.vocab_size), bool)
         is_real = True
-        if prompt.count is not None:
-            is_real = jnp.arange(prompt.ids.shape[1]) < prompt.count[:, None]
-        seen = seen.at[rows[:, None], prompt.ids].max(is_real)
-        sizes = len(rows), length, self.dtype, self.parallel, prompt.source_length
+        if count is not None:
+            is_real = jnp.arange(ids.shape[1]) < count[:, None]
+        seen = seen.at[rows[:, None], ids].max(is_real)
+        sizes = len(rows), length, self.dtype, self.parallel, source_length
         cache = empty_cache(self.cfg, *sizes)
         return self._next(params, settings, draws, cache, prompt, keys, seen)
 
     def _step(self, draws: Draws, params, settings, state):
         cache, token, keys, seen = state
-        following = PromptInputs(token[:, None], None, {})
+        following = token[:, None], None, {}
         return self._next(params, settings, draws, cache, following, keys, seen)
 
-    def _next(self, params, settings, draws, cache: KVCache, new: PromptInputs, keys, seen):
-        model = self.definition.bind(params)
-        x, cache = extend(model, cache, new.ids, new.count, new.inputs, self.parallel)
-        logits = model.logits(last_real(x, new.count), self.parallel)
+    def _next(self, params, settings, draws, cache: KVCache, new: Prompt, keys, seen):
+        model, (ids, count, inputs) = self.definition.bind(params), new
+        x, cache = extend(model, cache, ids, count, inputs, self.parallel)
+        logits = model.logits(last_real(x, count), self.parallel)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
         token, logprob = sample(logits, own, settings, seen, draws)
         rows = jnp.arange(len(token))

@@ -93,6 +93,17 @@ def partition(
     return PartitionSpec(*entries)
 
 
+def held_groups(groups: int, heads: int, tp: int) -> int:
+    """Counts the groups of heads (or kv heads) that tp devices hold together.
+
+    If tp does not divide `groups`, a device holds the one that its heads use, or one for each head.
+    """
+    if groups % tp == 0:
+        return groups
+    uses_one = (heads // groups) % (heads // tp) == 0
+    return tp if uses_one else heads
+
+
 def weight_partition(spec: ParamSpec, parallel: Parallel) -> PartitionSpec:
     """The partition in which matmuls read a parameter."""
     if spec.whole:

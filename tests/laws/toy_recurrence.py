@@ -43,8 +43,8 @@ class Recurrence(BranchModule):
             starts = jnp.diff(tokens.segments, axis=1, prepend=tokens.segments[:, :1]) != 0
             decay = jnp.where(starts[..., None], 0, decay)
         if cache is not None:
-            real = tokens.new.is_real(u.shape[1])
-            if real is not None:  # padding comes last and leaves the state as it is
+            if tokens.new.count is not None:  # padding comes last and leaves the state as it is
+                real = tokens.new.is_real(u.shape[1])
                 u = jnp.where(real[..., None], u, 0)
                 decay = jnp.where(real[..., None], decay, 1)
             u = u.at[:, 0].add(decay[:, 0] * cache.astype(u.dtype))

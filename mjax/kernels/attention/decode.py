@@ -46,3 +46,18 @@ def decode_attention(
     probs = (weights / total).astype(v.dtype)
     out = jnp.einsum("bkgt,bkth->bkgh", probs, v)
     return out.reshape(batch, 1, heads, v.shape[-1])
+
+
+def write_slots(cache: jax.Array, new: jax.Array, first: jax.Array, axis: int) -> jax.Array:
+    """A cache with `new` in the slots of `axis` from `first` on, int32 [B]: of each row.
+
+    One row is a slice, written in place by every compiler; slots of several rows are one scatter.
+    """
+    new = new.astype(cache.dtype)
+    if len(cache) == 1:
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, first[0], axis)
+
+    def of_row(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, first, axis - 1)
+
+    return jax.vmap(of_row)(cache, new, first)

@@ -4,10 +4,11 @@
 attention reads besides queries, keys and values. Everything that computes attention takes both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
 from mjax.errors import UserError
@@ -86,6 +87,10 @@ class AttentionArrays:
     prefix: jax.Array | None = None
     relative: jax.Array | None = None
     dropout: DropoutPlaces | None = None
+
+    def to_slots(self, slots: jax.Array, length: int) -> "AttentionArrays":
+        """The arrays of queries in `slots` int32 [B, S], which see a cache up to their own."""
+        return replace(self, columns=(slots, jnp.arange(length, dtype=jnp.int32)), segments=None)
 
     def is_packed(self, call: AttentionCall) -> bool:
         """Whether a sequence may hold several segments."""

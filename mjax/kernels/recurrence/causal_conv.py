@@ -9,6 +9,7 @@ Invariant: products and sums are fp32 (fp64 for inputs of fp64); what leaves is 
 Source: causal-conv1d of Mamba (arXiv 2312.00752).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -158,7 +159,11 @@ def _call_conv(kernel, tile: ConvTile, inputs: list, more: list, outputs: list) 
 # ---- generation ----------------------------------------------------------------------------------
 
 
-def last_tokens(x: jax.Array, history: jax.Array) -> jax.Array:
-    """The history [B, K - 1, ...] after the tokens x [B, S, ...]."""
+def last_tokens(x: jax.Array, history: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    """The history [B, K - 1, ...] after the tokens x [B, S, ...], or the first `count` [B] of each
+    row."""
     both = jnp.concatenate([history, x.astype(history.dtype)], 1)
-    return both[:, x.shape[1] :]
+    if count is None:
+        return both[:, x.shape[1] :]
+    of_row = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=history.shape[1])
+    return jax.vmap(of_row)(both, count)

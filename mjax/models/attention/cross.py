@@ -5,22 +5,55 @@ query sees all keys of its own segment, so packed documents stay apart. The keys
 computed once: a cache holds them for the tokens that are made one by one.
 """
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import jax
 
 from mjax.config.schema.model import ModelConfig
-from mjax.kernels.base.attention_call import AttentionArrays, AttentionCall
+from mjax.kernels.base.attention_call import AttentionCall
 from mjax.kernels.elementwise import norm
-from mjax.models.attention.caches import SourceKeysValues
+from mjax.models.attention.caches import KeysValues
 from mjax.models.attention.calls import attention_arrays, attention_call
 from mjax.models.attention.context_parallel import context_attention
 from mjax.models.attention.self_attention import Attention, heads_of_cache
-from mjax.models.base.branch import BranchInputs, BranchOutput, Source
-from mjax.models.base.context import Context
+from mjax.models.base.branch import BranchInputs, BranchOutput, CacheSpec, Source
+from mjax.models.base.context import Context, tokens_of
 from mjax.models.base.dropout import dropout
 from mjax.models.base.tensor_parallel import column
 from mjax.models.base.weight import weight_of
 
 _SOURCE_SALT = 2 << 24  # keys dropout of the encoder's output, equal in all layers
+
+
+class SourceKeysValues(NamedTuple):
+    """Keys and values [B, K, T, H] of another stream, written once; `real` int32 [B, T] is 1 for
+    its tokens and 0 for padding."""
+
+    keys: jax.Array
+    values: jax.Array
+    real: jax.Array
+
+    @staticmethod
+    def spec(batch: int, heads: int, length: int, size: int) -> "SourceKeysValues":
+        """The arrays of caches for sources of `length` tokens."""
+        keys, values = KeysValues.spec(batch, heads, length, size)
+        shape = batch, length
+        real = CacheSpec(shape, ("batch", None), "int32")
+        return SourceKeysValues(keys, values, real)
+
+    def write(self, k: jax.Array, v: jax.Array, real: jax.Array) -> "SourceKeysValues":
+        """The cache of a source, which it fills, with keys and values [B, T, K, H]."""
+        keys = k.swapaxes(1, 2)
+        values = v.swapaxes(1, 2)
+        return SourceKeysValues(keys, values, real)
+
+    def read(self) -> tuple[jax.Array, jax.Array, Source]:
+        """Keys and values [B, T, K, H], and the source that they are of."""
+        tokens = tokens_of(self.real.shape, segments=self.real)
+        k = self.keys.swapaxes(1, 2)
+        v = self.values.swapaxes(1, 2)
+        return k, v, Source(None, tokens)
 
 
 class CrossAttention(Attention):
@@ -46,12 +79,10 @@ class CrossAttention(Attention):
             k, v = self._keys_and_values(source, inputs)
             if cache is not None:
                 cache = cache.write(k, v, source.tokens.segments)
-        if cache is None:
-            out = self.attend(q, k, v, inputs)
-        else:
-            places = inputs.tokens.columns
-            arrays = AttentionArrays((places, places))
-            out = cache.attend(q, self.call(inputs), arrays, ctx)
+        if cache is not None:
+            k, v, source = cache.read()
+            inputs = replace(inputs, source=source)
+        out = self.attend(q, k, v, inputs)
         return BranchOutput(self.output(out, inputs), cache=cache)
 
     @staticmethod

@@ -26,7 +26,7 @@ from mjax.models.attention.positions import apply_rope
 from mjax.models.attention.rope_scaling import mla_scale
 from mjax.models.attention.self_attention import output_spec
 from mjax.models.base.branch import BranchInputs, BranchModule, BranchOutput, HeadSizes
-from mjax.models.base.context import Context, NewTokens
+from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, matrix, normal
 from mjax.models.base.tensor_parallel import column, local_product, row
@@ -107,12 +107,11 @@ class MLA(BranchModule):
         arrays, new = attention_arrays(self.cfg, inputs), inputs.tokens.new
         if cache is not None:
             cache = cache.write(latent, new)
+            latent, arrays = cache.read(arrays, new, q.shape[1])
             call = replace(call, implementation="xla")
         if cache is not None and q.shape[1] == 1:
-            out = self._decode(q, cache, call, arrays, new)
+            out = self._decode(q, cache, call, arrays)
         else:
-            if cache is not None:
-                latent, arrays = cache.read(arrays, new, q.shape[1])
             out = self._attend(q, latent, call, arrays, ctx)
         y = row(out, weight_of(self.out), ctx)
         return BranchOutput(y, cache=cache)
@@ -202,7 +201,6 @@ class MLA(BranchModule):
         cache: Latents,
         call: AttentionCall,
         arrays: AttentionArrays,
-        new: NewTokens,
     ) -> jax.Array:
         """[B, 1, N, U] of one new token a row, whose queries read the cache as it is."""
         sizes = self.cfg.mla
@@ -211,7 +209,7 @@ class MLA(BranchModule):
         fixed, turned = _cut_channels(q, sizes.qk_nope_head_dim)
         absorbed = jnp.einsum("bsnc,rnc->bsnr", fixed, to_key)
         q = _join_channels(absorbed, turned)
-        out = cache.attend(q, call, arrays, new)
+        out = cache.attend(q, call, arrays)
         latent, _ = _cut_channels(out, sizes.kv_lora_rank)
         return jnp.einsum("bsnr,rnu->bsnu", latent, to_value)
 

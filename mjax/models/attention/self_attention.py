@@ -28,6 +28,7 @@ from mjax.models.base.params import declare, declare_bias, normal
 from mjax.models.base.tensor_parallel import column, row
 from mjax.models.base.weight import Weight, weight_of
 from mjax.sharding.collectives import Parallel
+from mjax.sharding.rules import held_groups
 from mjax.sharding.spec import ParamSpec
 
 
@@ -136,7 +137,7 @@ class Attention(BranchModule):
         else:
             new = inputs.tokens.new
             cache = cache.write(k, v, new)
-            out = cache.attend(q, call, arrays, new, inputs.ctx)
+            out = cache.attend(q, call, arrays, new)
         return (out if gate is None else out * jax.nn.sigmoid(gate)), cache
 
     def _queries_keys_values(
@@ -258,11 +259,8 @@ def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:
 
 def heads_of_cache(cfg: ModelConfig, tp: int) -> int:
     """The kv heads of a cache: on each tp device those that it projects (`_local_kv_heads`)."""
-    heads, kv_heads = cfg.attention.num_attention_heads, cfg.attention.num_key_value_heads
-    if kv_heads % tp == 0:
-        return kv_heads
-    reads_one = (heads // kv_heads) % (heads // tp) == 0
-    return tp if reads_one else heads
+    sizes = cfg.attention
+    return held_groups(sizes.num_key_value_heads, sizes.num_attention_heads, tp)
 
 
 def _local_kv_heads(w: jax.Array, cfg: ModelConfig, parallel: Parallel) -> jax.Array:

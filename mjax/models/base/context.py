@@ -138,10 +138,8 @@ class NewTokens(NamedTuple):
         """The slots of `tokens` new tokens, int32 [B, S]."""
         return self.first[:, None] + jnp.arange(tokens, dtype=jnp.int32)
 
-    def is_real(self, tokens: int) -> jax.Array | None:
-        """Which of `tokens` new tokens are real, bool [B, S]; None: all are."""
-        if self.count is None:
-            return None
+    def is_real(self, tokens: int) -> jax.Array:
+        """Which of `tokens` new tokens are real, bool [B, S], by the `count`."""
         return jnp.arange(tokens, dtype=jnp.int32) < self.count[:, None]
 
 
@@ -186,16 +184,14 @@ def tokens_of(
     shape: tuple[int, int],
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
-    rows: jax.Array | None = None,
     columns: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> Tokens:
     """The tokens of a plain [B, S] batch: what is left out is of sequences in order, unpacked."""
     batch, seq = shape
     columns = jnp.arange(seq, dtype=jnp.int32) if columns is None else columns
-    rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
     positions = jnp.broadcast_to(columns, shape) if positions is None else positions
-    return Tokens(positions, segments, rows, columns, key)
+    return Tokens(positions, segments, jnp.arange(batch, dtype=jnp.int32), columns, key)
 
 
 def scaled(x: jax.Array, factor: float | None) -> jax.Array:

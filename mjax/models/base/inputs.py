@@ -1,12 +1,15 @@
-"""The inputs that one architecture needs and others refuse, and the form of a prompt."""
+"""The inputs that one architecture needs and others refuse."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import jax
 
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
+
+# (ids int32 [B, S] that the layers with caches read first; the real ones of each row [B], or None:
+# all are; what else is read with them).
+Prompt = tuple[jax.Array, jax.Array | None, Mapping]
 
 _READERS = {
     "target": "target is for encoder-decoders, which need it: the tokens that the decoder reads",
@@ -20,17 +23,3 @@ def require_inputs(cfg: ModelConfig, given: Mapping[str, object]) -> None:
     for name, reason in _READERS.items():
         if (name in given) != (name in cfg.architecture.reads):
             raise UserError(f"model.layer_pattern={cfg.layer_pattern}: {reason}")
-
-
-class PromptInputs(NamedTuple):
-    """The first call of generation, as the layers with caches read it.
-
-    ids: int32 [B, S]. count: int32 [B], the real ones of each row, which come first; None: all are.
-    inputs: what else is read with them (`Decoder.extend`).
-    source_length: the tokens a row of another stream whose keys caches hold.
-    """
-
-    ids: jax.Array
-    count: jax.Array | None
-    inputs: Mapping[str, Any]
-    source_length: int = 0

@@ -9,8 +9,7 @@ from flax import nnx
 
 from mjax.config.languages.layer_pattern import DECODER, ENCODER
 from mjax.errors import UserError
-from mjax.models.base.context import Context, Tokens, tokens_of
-from mjax.models.base.inputs import PromptInputs
+from mjax.models.base.context import Context, NewTokens, Tokens, tokens_of
 from mjax.models.base.streams import TEXT_SALT, Streams
 from mjax.models.runtime.run import Caches, LayersOutput
 from mjax.models.towers.shared_weights import Joint
@@ -59,27 +58,19 @@ class EncoderDecoderParts:
         return self.run(self.embed_streams(tokens, target, info, ctx), info, ctx, caches)
 
     def prompt(
-        self, ids: jax.Array, count: jax.Array | None, items: Mapping[str, jax.Array]
-    ) -> PromptInputs:
+        self, ids: jax.Array, count: jax.Array, items: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, None, Mapping]:
         """The encoder reads the prompts; the decoder begins with a token of its own."""
         start = jnp.full_like(ids[:, :1], self.cfg.decoder_start_token_id)
-        length = ids.shape[1]
-        if count is None:
-            count = jnp.full_like(ids[:, 0], length)
-        return PromptInputs(start, None, {"source": ids, "count": count}, length)
+        real = NewTokens(jnp.zeros_like(count), count).is_real(ids.shape[1])
+        return start, None, {"source": ids, "real": real.astype(jnp.int32)}
 
     def extend(
-        self,
-        ids: jax.Array,
-        info: Tokens,
-        ctx: Context,
-        caches: Caches,
-        inputs: Mapping[str, jax.Array],
+        self, ids: jax.Array, info: Tokens, ctx: Context, caches: Caches, inputs: Mapping
     ) -> LayersOutput:
         source = inputs.get("source")
         if source is not None:
-            real = jnp.arange(source.shape[1]) < inputs["count"][:, None]
-            text = tokens_of(source.shape, segments=real.astype(jnp.int32))
+            text = tokens_of(source.shape, segments=inputs["real"])
             info = replace(info, others={ENCODER: text})
         return self.hidden(source, info, ctx, caches, target=ids)
 

@@ -41,6 +41,7 @@ from mjax.models.recurrent.recurrent_mixer import (
 )
 from mjax.models.runtime.remat import from_arguments
 from mjax.sharding.collectives import Parallel
+from mjax.sharding.rules import held_groups
 from mjax.sharding.spec import ParamSpec
 
 
@@ -272,20 +273,11 @@ class Mamba(RecurrentMixer):
         sizes = cfg.mamba
         before = batch, sizes.conv_kernel - 1
         heads = sizes.mamba_num_heads, sizes.mamba_head_dim
-        bc = 2, _groups_of_cache(sizes, tp), sizes.state_size
+        bc = 2, held_groups(sizes.n_groups, heads[0], tp), sizes.state_size
         state = batch, *heads, sizes.state_size
         of_heads = CacheSpec((*before, *heads), ("batch", None, "heads", None))
         of_groups = CacheSpec((*before, *bc), ("batch", None, None, "groups", None))
         return RecurrentCache.spec((of_heads, of_groups), state)
-
-
-def _groups_of_cache(sizes: MambaConfig, tp: int) -> int:
-    """The groups of a cache: on each tp device those of `Mamba._own_groups`."""
-    if sizes.n_groups % tp == 0:
-        return sizes.n_groups
-    heads = sizes.mamba_num_heads
-    reads_one = (heads // sizes.n_groups) % (heads // tp) == 0
-    return tp if reads_one else heads
 
 
 def _of_pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:

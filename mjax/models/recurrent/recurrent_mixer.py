@@ -7,7 +7,6 @@ the state in fp32. Padding leaves it as it is. Letters: H heads, P channels of a
 taps.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -51,21 +50,11 @@ class RecurrentCache(NamedTuple):
         axes = ("batch", "heads", None, None)
         return RecurrentCache(parts, CacheSpec(state, axes, dtype="float32"))
 
-    def read(self) -> tuple[Parts, jax.Array]:
-        """What the convolution and the scan of new tokens begin with."""
-        return self.histories, self.state
-
     def advance(self, parts: Parts, state: jax.Array, new: NewTokens) -> "RecurrentCache":
         """The cache after new tokens, of which these are the `parts` [B, S, ...] and the state."""
-
-        def last(part: jax.Array, history: jax.Array) -> jax.Array:
-            if new.count is None:
-                return last_tokens(part, history)
-            both = jnp.concatenate([history, part.astype(history.dtype)], 1)
-            of_row = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=history.shape[1])
-            return jax.vmap(of_row)(both, new.count)
-
-        return RecurrentCache(tuple(map(last, parts, self.histories)), state)
+        pairs = zip(parts, self.histories, strict=True)
+        histories = tuple(last_tokens(part, before, new.count) for part, before in pairs)
+        return RecurrentCache(histories, state)
 
 
 class Scanned(NamedTuple):
@@ -93,15 +82,14 @@ class RecurrentMixer(BranchModule):
         if cache is None:
             return *self._mix_sequences(parts, rates, inputs), None
         new = inputs.tokens.new
-        real = new.is_real(parts[0].shape[1])
-        if real is not None:
+        if new.count is not None:
+            real = new.is_real(parts[0].shape[1])
             parts, rates = (tuple(_where_real(real, v) for v in vs) for vs in (parts, rates))
-        histories, state = cache.read()
-        read = self._convolve(parts, rates, None, histories, inputs.ctx.parallel)
+        read = self._convolve(parts, rates, None, cache.histories, inputs.ctx.parallel)
         if parts[0].shape[1] == 1:
-            made = self._step(read, state)
+            made = self._step(read, cache.state)
         else:
-            made = self._scan(read, None, state)
+            made = self._scan(read, None, cache.state)
         return read, made.y, cache.advance(parts, made.state, new)
 
     def _mix_sequences(

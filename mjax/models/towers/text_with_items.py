@@ -70,16 +70,6 @@ class ItemParts:
         x = self.embed_items(tokens, rows, sizes, info, ctx)
         return self.run(x, info, ctx, caches)
 
-    def extend(
-        self,
-        ids: jax.Array,
-        info: Tokens,
-        ctx: Context,
-        caches: Caches,
-        inputs: Mapping[str, jax.Array],
-    ) -> LayersOutput:
-        return self.hidden(ids, info, ctx, caches, given=inputs)
-
     def embed_words(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:
         """Zeros where an item stands, to which a projector adds it."""
         x = super().embed_words(tokens, info, ctx)
