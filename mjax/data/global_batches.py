@@ -21,11 +21,15 @@ class GlobalBatches:
     """
 
     def __init__(self, rows: ConversationDataset | BlendedDataset, cfg: Config):
-        self.rows, self.seq_length = rows, cfg.data.seq_length
-        self.batch, self.names = rows.batch, rows.names
-        self.max_documents, self.padded = rows.max_documents, rows.padded
+        self.rows = rows
+        self.batch = rows.batch
+        self.names = rows.names
+        self.max_documents = rows.max_documents
+        self.padded = rows.padded
+        self.seq_length = cfg.data.seq_length
         self.is_narrow = cfg.data.conversations.rows == "longest"
-        self.cuts = cfg.mesh.tp * (2 * cfg.mesh.cp if cfg.mesh.cp > 1 else 1)
+        shares_of_cp = 2 * cfg.mesh.cp if cfg.mesh.cp > 1 else 1
+        self.cuts = cfg.mesh.tp * shares_of_cp
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -310,14 +310,17 @@ class DecodePrograms:
         return self._next(params, settings, draws, cache, following, keys, seen)
 
     def _next(self, params, settings, draws, cache: KVCache, new: Prompt, keys, seen):
-        model, (ids, count, inputs) = self.definition.bind(params), new
+        model = self.definition.bind(params)
+        ids, count, inputs = new
         x, cache = extend(model, cache, ids, count, inputs, self.parallel)
-        logits = model.logits(last_real(x, count), self.parallel)
+        last = last_real(x, count)
+        logits = model.logits(last, self.parallel)
         own = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
         token, logprob = sample(logits, own, settings, seen, draws)
         rows = jnp.arange(len(token))
         seen = seen.at[rows, token].set(True)
-        return (cache, token, keys, seen), (token, logprob)
+        state = cache, token, keys, seen
+        return state, (token, logprob)
 
 
 def padded(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:

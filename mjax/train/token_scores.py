@@ -46,10 +46,15 @@ def batch_scores(program: Program, state: State, batch: Batch) -> TokenScores:
 def micro_batch_scores(model: LocalModel, weights: dict, micro_batch: Batch) -> TokenScores:
     """The scores of a micro-batch, fp32 [b, S/cp]. `model` is one for evaluation."""
     tokens = model.tokens(micro_batch, None)
-    x = model.embed(weights, micro_batch, tokens)
-    x, _, _ = model.layers.run(weights, x, model.layer_inputs(weights, tokens))
-    edges, labels = model.edges(weights), micro_batch["labels"]
-    return edges.token_scores(decoder_of(x), labels, model.ctx, entropy=True)
+    inputs = model.layer_inputs(weights, tokens)
+    embedded = model.embed(weights, micro_batch, tokens)
+    streams, _, _ = model.layers.run(weights, embedded, inputs)
+    return model.edges(weights).token_scores(
+        decoder_of(streams),
+        micro_batch["labels"],
+        model.ctx,
+        entropy=True,
+    )
 
 
 SCORES = ProgramKind(

@@ -121,7 +121,9 @@ class AnswerTokenizer:
         eod = self.tokenizer.eod_id
         if eod is not None and answer[-1:] != [eod]:
             answer = [*answer, eod]
-        return [*before, *answer], np.arange(len(before) + len(answer)) >= len(before)
+        ids = [*before, *answer]
+        is_answer = np.arange(len(ids)) >= len(before)
+        return ids, is_answer
 
 
 def overlaps(places: Sequence[tuple[int, int]], text: AnsweredText) -> np.ndarray:

@@ -62,8 +62,10 @@ class EncoderDecoderParts:
     ) -> tuple[jax.Array, None, Mapping]:
         """The encoder reads the prompts; the decoder begins with a token of its own."""
         start = jnp.full_like(ids[:, :1], self.cfg.decoder_start_token_id)
-        real = NewTokens(jnp.zeros_like(count), count).is_real(ids.shape[1])
-        return start, None, {"source": ids, "real": real.astype(jnp.int32)}
+        nothing_before = jnp.zeros_like(count)
+        real = NewTokens(nothing_before, count).is_real(ids.shape[1])
+        inputs = {"source": ids, "real": real.astype(jnp.int32)}
+        return start, None, inputs
 
     def extend(
         self, ids: jax.Array, info: Tokens, ctx: Context, caches: Caches, inputs: Mapping
