@@ -184,14 +184,16 @@ def tokens_of(
     shape: tuple[int, int],
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
+    rows: jax.Array | None = None,
     columns: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> Tokens:
     """The tokens of a plain [B, S] batch: what is left out is of sequences in order, unpacked."""
     batch, seq = shape
     columns = jnp.arange(seq, dtype=jnp.int32) if columns is None else columns
+    rows = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows
     positions = jnp.broadcast_to(columns, shape) if positions is None else positions
-    return Tokens(positions, segments, jnp.arange(batch, dtype=jnp.int32), columns, key)
+    return Tokens(positions, segments, rows, columns, key)
 
 
 def scaled(x: jax.Array, factor: float | None) -> jax.Array:
