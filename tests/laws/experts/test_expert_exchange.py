@@ -19,7 +19,7 @@ from mjax.models.moe.exchange import (
 from mjax.prove import Cell, compare, holds, make_batch, make_trainer
 from mjax.sharding.collectives import Parallel
 from mjax.sharding.cpu_collective_order import in_program_order
-from tests.marks import quick
+from tests.marks import quick, slow
 
 EP, HELD, T, D = 4, 2, 16, 6
 RNG = np.random.default_rng(0)
@@ -84,6 +84,7 @@ CASES = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("feature,mesh,zero,micro_batches,room", quick(CASES, 1))
 def test_every_mesh_equals_one_device(feature, mesh, zero, micro_batches, room, monkeypatch):
     monkeypatch.setattr(exchange, "ROOM", room)
@@ -108,6 +109,7 @@ def test_auto_takes_the_all_to_all_where_it_sends_much_less():
     assert rows_per_peer(7, 2, moe(8, 8)) == 7
 
 
+@slow
 def test_the_log_has_the_share_of_exchanges_that_gathered():
     """A router of zeros sends all tokens to the first experts, which no all-to-all has room for."""
     trainer = make_trainer("experts", Cell({"ep": 4}, 1, 2), "train.expert_exchange=all_to_all")

@@ -51,6 +51,7 @@ def kinds(trainer: Trainer, part: str) -> set[str]:
     return {x.sharding.memory_kind for x in jax.tree.leaves(trainer.state["opt"][part])}
 
 
+@slow
 @pytest.mark.parametrize(
     ("cell", "low"),
     quick(

@@ -76,6 +76,7 @@ CASES = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("feature,mesh,zero,micro_batches", quick(CASES, 1))
 def test_training_equals_one_device(feature, mesh, zero, micro_batches):
     record = compare(feature, Cell(mesh, zero, micro_batches), ALWAYS, steps=1)

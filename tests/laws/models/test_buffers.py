@@ -8,7 +8,7 @@ import pytest
 from mjax.models.runtime.buffers import Buffer
 from mjax.prove import Cell, make_batch, make_trainer
 from mjax.train import state
-from tests.marks import quick
+from tests.marks import quick, slow
 
 
 def average_of_loss(most: float = 100.0) -> Buffer:
@@ -29,6 +29,7 @@ def declare(monkeypatch, buffer: Buffer) -> None:
     monkeypatch.setattr(state, "buffers_of", lambda *a: original(*a) | {"average": buffer})
 
 
+@slow
 @pytest.mark.parametrize("cell", quick([Cell(), Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 3)], 1))
 def test_a_buffer_is_initialized_updated_and_saved(monkeypatch, tmp_path, cell):
     declare(monkeypatch, average_of_loss())

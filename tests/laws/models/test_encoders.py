@@ -75,6 +75,7 @@ def test_meshes_agree_on_padded_rows(cell, more):
     assert of_rows == (batch["row_label"] >= 0).sum()
 
 
+@slow
 @pytest.mark.parametrize(
     "cell, pooling",
     quick(
@@ -178,6 +179,7 @@ OWN_KEYS = ["model.attention.num_key_value_heads=8"]  # of each head; else two h
 NO_BIASES = ["model.attention.attention_bias=false"]
 
 
+@slow
 @pytest.mark.parametrize(
     "cell, more",
     quick(
@@ -212,6 +214,7 @@ def test_attention_that_reads_its_products_where_they_lie_changes_no_number(
     assert deviation(found, one) <= 1e-5
 
 
+@slow
 @pytest.mark.parametrize(
     "cell, remat",
     quick(

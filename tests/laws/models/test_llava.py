@@ -123,6 +123,7 @@ def parameters_after(steps: int, cell: Cell, *keys: str) -> dict:
     return before, flatten_dict(jax.device_get(trainer.params()), sep=".")
 
 
+@slow
 @pytest.mark.parametrize("optimizer", [ADAM, *quick([MUON, LION])])
 def test_a_part_of_its_own_rate_moves_as_a_run_of_that_rate(optimizer):
     cell, roles = Cell({"dp": 2}, 1), flatten_dict(make_trainer("llava", Cell()).specs, sep=".")

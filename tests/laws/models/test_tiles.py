@@ -72,6 +72,7 @@ SHUFFLED = [
 ]
 
 
+@slow
 @pytest.mark.parametrize("cell", quick(SHUFFLED, 2), ids=str)
 def test_pixel_shuffle_behind_a_class_token_on_meshes(cell):
     record = compare("llava", cell, *LLAVA, steps=3)

@@ -44,6 +44,7 @@ def updated(name: str, cell: Cell, *overrides: str) -> dict:
     return updated_state(made(cell, name, *overrides), 3)
 
 
+@slow
 @pytest.mark.parametrize("name", quick(BY_NAME, 1))
 def test_every_mesh_and_zero_stage_updates_alike(name):
     """Though shards are padded and pipelines store layers in another order.

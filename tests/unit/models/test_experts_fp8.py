@@ -16,6 +16,7 @@ from mjax.models.moe.dispatch import make_dispatch
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.expert_matmuls import multiply_down, multiply_up
 from mjax.sharding.collectives import LOCAL
+from tests.marks import slow
 
 T, D, F, E, K = 48, 32, 40, 4, 2
 
@@ -68,6 +69,7 @@ def far(a, e) -> float:
     return float(np.linalg.norm(a - e) / np.linalg.norm(e))
 
 
+@slow
 @pytest.mark.parametrize("delayed, held", [(True, 2), (False, E)])
 def test_they_are_near_and_one_function_is_two(delayed, held):
     """Held experts are all, or half, so that rows of no expert are left over."""

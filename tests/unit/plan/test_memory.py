@@ -12,6 +12,7 @@ from mjax.plan.activations import kept
 from mjax.plan.auto import FRACTION, choose_memory_policy, memory_policies
 from mjax.plan.memory import bytes_per_device
 from mjax.run.dry_run import dry_run
+from tests.marks import slow
 
 LLAMA = "configs/models/llama3_8b.yaml"
 SPECS = definition_of(load(LLAMA, []).model).specs
@@ -100,6 +101,7 @@ def of(remat: str, offload: bool = False, *overrides: str):
     return llama(f"train.remat={remat}", f"optimizer.offload={str(offload).lower()}", *overrides)
 
 
+@slow
 @pytest.mark.parametrize("unroll", [0, 1])
 def test_auto_takes_the_first_that_fits(unroll):
     """Just below what one needs, the next is chosen; each says its numbers. Only where layers are

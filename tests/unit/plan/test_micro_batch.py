@@ -124,6 +124,7 @@ def test_a_quickstart_trains_as_it_is_on_1_to_8_devices(path):
     same_steps(path, COUNTS)
 
 
+@slow
 def test_the_quickstart_trains_alike_on_1_and_8_devices():
     same_steps(QUICKSTARTS[0], (1, 8), *SMALL)
 
