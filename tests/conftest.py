@@ -38,7 +38,6 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
 
 
 AOT = Path(__file__).parent / "aot"
-FEW = 1  # slow case of a test that `.ci/run` runs; the others are exhaustive
 EVERY = 4  # cases of a grid apart of which README's command runs one
 
 
@@ -48,24 +47,27 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long slow, and all but the first slow case of each test exhaustive.
+    """Mark what takes long slow, and exhaustive all slow cases but one of each test.
 
-    Programs for H200s take long; of grids every fourth case is not slow.
+    That one is left out, too, where the test has a case that is not slow. Programs for H200s take
+    long; of grids every fourth case is not slow.
     """
+    cases: dict[str, list[pytest.Item]] = {}
     of_grids: Counter[str] = Counter()
-    slow_ones: Counter[str] = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
+        cases.setdefault(test, []).append(item)
         if item.get_closest_marker("grid"):
             of_grids[test] += 1
             if of_grids[test] % EVERY != 1:
                 item.add_marker(pytest.mark.slow)
         if AOT in item.path.parents:
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow"):
-            slow_ones[test] += 1
-            if slow_ones[test] > FEW:
-                item.add_marker(pytest.mark.exhaustive)
+    for of_test in cases.values():
+        slow_ones = [item for item in of_test if item.get_closest_marker("slow")]
+        kept = 1 if len(slow_ones) == len(of_test) else 0
+        for item in slow_ones[kept:]:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)

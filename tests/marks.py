@@ -1,8 +1,8 @@
 """What README's test command leaves to `.ci/run`: tests marked slow.
 
 The command runs unit tests, docs, and of each law the cases that have caught most, in minutes.
-Of the slow cases of a test, `tests/conftest.py` leaves all but the first to
-`pytest -m exhaustive tests`.
+Of a test whose cases are all slow, `.ci/run` runs the first one; `pytest -m exhaustive tests` runs the
+other slow cases (`tests/conftest.py`).
 """
 
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import pytest
 
 slow = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive  # for what takes minutes, and has a smaller sister
 
 
 def quick(cases: Iterable, *numbers: int) -> list:

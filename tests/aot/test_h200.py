@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.aot.common import compile_step, missing
+from tests.marks import exhaustive
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -73,6 +74,7 @@ def test_hot_loops_expose_no_more_than_is_known(name):
     assert made.temp < temp
 
 
+@exhaustive
 def test_pipeline_memory_does_not_grow_with_micro_batches():
     temps = []
     for batch in (16, 32):

@@ -26,7 +26,7 @@ from mjax.sharding.processes.fake_devices import fake_devices
 from mjax.train import Trainer
 from tests import faults
 from tests.laws.run.test_failures import events, steps
-from tests.marks import quick, slow
+from tests.marks import exhaustive, quick, slow
 from tests.processes import start_process
 from tests.tiny import TINY
 
@@ -111,6 +111,7 @@ def saved(tmp_path):
 
 
 @slow
+@exhaustive
 def test_a_replica_that_differs_ends_the_run_and_is_not_saved(tmp_path, monkeypatch, saved):
     saved("train.steps=4", "checkpoint.interval=2")
     assert events(tmp_path) == [] and steps(tmp_path) == ["2", "4"]

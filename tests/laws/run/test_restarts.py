@@ -14,7 +14,7 @@ import pytest
 
 from mjax.run.faults.supervisor import is_recoverable
 from mjax.sharding.processes.fake_devices import fake_devices
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 from tests.processes import start_process
 from tests.torture import BASE, compare
 
@@ -143,6 +143,7 @@ def test_a_stop_signal_to_one_supervisor_stops_all_and_nobody_starts_again(tmp_p
 
 
 @slow
+@exhaustive
 def test_a_job_goes_on_with_fewer_processes_when_one_stays_away(tmp_path):
     """Supervisor and child of process 1 are killed; process 0 goes on alone, from the checkpoint.
 

@@ -14,7 +14,7 @@ from mjax.prove import Cell, make_batch, make_trainer
 from mjax.prove.features import EXPERTS
 from mjax.train import Trainer
 from mjax.train.checkpoints import Checkpoints
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 BOUND = 1e-6  # of the next loss, relative
 CHUNKS = "mesh.pipeline_layout='Et*2||t|tL'"  # two stages, each of two chunks, one of them empty
@@ -94,6 +94,7 @@ def restore_everywhere(folder, feature: str, keys: list[str], meshes: list) -> i
 
 @slow
 @pytest.mark.timeout(3600)  # three minutes of one core that is not shared
+@exhaustive
 def test_every_mesh_restores_every_other_meshes_experts_ties_and_muon(tmp_path):
     assert restore_everywhere(tmp_path, "dense", ALL_AT_ONCE, EXPERT_MESHES)
 

@@ -20,7 +20,7 @@ import pytest
 from tests.faulty_storage import Faults, environment
 from tests.laws.run.test_processes import losses
 from tests.laws.run.test_processes import start as start_job
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS)
 FOR_EVER = 10**9
@@ -62,6 +62,7 @@ def test_a_run_whose_storage_fails_loses_no_checkpoint_and_goes_on(tmp_path):
 
 @slow
 @pytest.mark.timeout(3600)
+@exhaustive
 def test_two_processes_whose_storage_fails_end_in_bounded_time_and_lose_no_checkpoint(
     tmp_path, monkeypatch
 ):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.marks import slow
+from tests.marks import exhaustive, slow
 
 
 @slow
@@ -19,6 +19,7 @@ from tests.marks import slow
         " checkpoint.local_interval=1 checkpoint.local_dir={run}/node-{process}",
     ],
 )
+@exhaustive
 def test_kills_at_random_instants_lose_nothing(tmp_path, arguments):
     command = [sys.executable, "-m", "tests.torture", "--folder", str(tmp_path / "runs")]
     done = subprocess.run([*command, *arguments.split()], capture_output=True, text=True)
