@@ -1,8 +1,8 @@
 """What README's test command leaves to `.ci/run`: tests marked slow.
 
 The command runs unit tests, docs, and of each law the cases that have caught most, in minutes.
-Of a test whose cases are all slow, `.ci/run` runs the first one; `pytest -m exhaustive tests` runs the
-other slow cases (`tests/conftest.py`).
+Of a test whose cases are all slow, `.ci/run` runs the first one. `pytest -m exhaustive tests` runs
+the other slow cases (`tests/conftest.py`).
 """
 
 from collections.abc import Iterable
