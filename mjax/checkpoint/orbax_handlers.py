@@ -1,12 +1,14 @@
 """Handlers added to orbax's own: digests of all files of a step, and files that travel with it.
 
+Its arguments for the arrays of a state are here, too.
+
 `registry` is handed to orbax's CheckpointManager. Invariant: digests are made after the last byte
 of a step is written and before orbax gives the step its name, in the background like the writing.
 Each process reads back the arrays it wrote itself, and the first one the rest, so no process reads
 more than its own part.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,9 @@ from orbax.checkpoint.future import ChainedFuture, Future
 
 from mjax.checkpoint.base import digest
 from mjax.checkpoint.base.companion_files import SIDE_FILES, write_files
+from mjax.config.languages.layer_pattern import stacks_of
 
+CHUNK = 64 * 2**20  # bytes; parameters can then be read in parts without reading much more
 DATA_OF_PROCESS = "ocdbt.process_{}"  # orbax's folder for the arrays that a process wrote
 
 
@@ -88,3 +92,18 @@ class FilesSave(ocp.args.CheckpointArgs):
     """files: name -> content."""
 
     files: Mapping[str, bytes]
+
+
+def save_args(state: dict, kinds: Sequence[str]) -> dict:
+    """Chunks of at most `CHUNK` bytes for orbax; those of a large stack hold one layer.
+
+    `kinds` are those of the model's layers.
+    """
+    stacks = stacks_of(kinds)
+
+    def one(path: tuple, leaf: jax.Array) -> ocp.SaveArgs:
+        stacked = any(getattr(key, "key", None) in stacks for key in path)
+        layers = (0,) if stacked and leaf.nbytes > CHUNK else ()
+        return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=layers)
+
+    return jax.tree_util.tree_map_with_path(one, state)

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +39,6 @@ from mjax.checkpoint.base.digest import DamagedCheckpoint, read_digests
 from mjax.checkpoint.base.orbax_messages import plain_reason
 from mjax.checkpoint.base.retention import retention
 from mjax.checkpoint.base.steps import newest_step
-from mjax.config.languages.layer_pattern import stacks_of
 from mjax.config.languages.paths import require_files
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, first_line, or_user_error
@@ -48,7 +47,6 @@ from mjax.sharding.processes.agreement import on_process_0, wait_for_every_proce
 
 log = logging.getLogger(__name__)
 
-CHUNK = 64 * 2**20  # bytes; parameters can then be read in parts without reading much more
 HELD_OUT_LOSS = "held_out_loss"  # key of the record
 OUTDATED = f"outdated{digest.TEMPORARY}"  # folder of steps that retention has taken away
 
@@ -103,16 +101,22 @@ class Store:
                 self.directory,
             )
         self.unread: Callable[[], dict[str, bytes]] = dict  # of the weights that a run begins with
-        self.batches: dict = {}  # what the record of the next save says of the run's batches
         self._losses: dict[int, float | None] = {}  # by step
         self._current: int | None = None  # the step this process last saved or restored
         self._saving: int | None = None  # the step that is being written
         self._last_failed: int | None = None  # the step whose save failed last
         self._removal: threading.Thread | None = None
 
-    def save(self, step: int, state: dict, held_out_loss: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict,
+        held_out_loss: float | None = None,
+        batches: dict | None = None,
+    ) -> None:
         """Copy `state` to the host and write it; with `async_save` the writing goes on behind.
 
+        `batches`: what the record says of the run's batches, as JSON.
         Waits for the previous save first, and raises `SaveFailed` if that one failed. The arrays of
         `state` may be donated as soon as this returns.
         """
@@ -134,7 +138,8 @@ class Store:
             )
         self._losses[step] = held_out_loss
         try:
-            self._manager.save(step, args=self._items(step, state, held_out_loss), force=True)
+            record = self._record(step, held_out_loss, batches or {})
+            self._manager.save(step, args=self._items(state, record), force=True)
         except Exception as e:
             if jax.process_count() == 1:  # several would have to make a new one together
                 self.forget_steps()  # the next save might fail of what is left of this one
@@ -143,11 +148,13 @@ class Store:
         if not self._async:
             self.wait()
 
-    def _items(self, step: int, state: dict, held_out_loss: float | None) -> ocp.args.Composite:
+    def _items(self, state: dict, record: dict) -> ocp.args.Composite:
         """Orbax's arguments for writing a step."""
         items = {
-            "state": ocp.args.StandardSave(state, _save_args(state, self.cfg.model.layer_kinds)),
-            "meta": ocp.args.JsonSave(self._meta(step, held_out_loss)),
+            "state": ocp.args.StandardSave(
+                state, orbax_handlers.save_args(state, self.cfg.model.layer_kinds)
+            ),
+            "meta": ocp.args.JsonSave(record),
         }
         if self._side_files:
             items[SIDE_FILES] = orbax_handlers.FilesSave(self._side_files)
@@ -372,7 +379,7 @@ class Store:
         """Read what steps keep of other files now, before those files can change."""
         _ = self._side_files, self._data, self._text_digests
 
-    def _meta(self, step: int, held_out_loss: float | None) -> dict:
+    def _record(self, step: int, held_out_loss: float | None, batches: dict) -> dict:
         return {
             "config": self.cfg.model_dump(mode="json"),
             "digests": digest.FORMAT if self._digests else None,
@@ -381,7 +388,7 @@ class Store:
             HELD_OUT_LOSS: held_out_loss,
             "data": self._data,
             "text_digests": self._text_digests,
-            "batches": self.batches,
+            "batches": batches,
             "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
         }
 
@@ -451,21 +458,6 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _save_args(state: dict, kinds: Sequence[str]) -> dict:
-    """Chunks of at most `CHUNK` bytes; those of a large stack hold one layer.
-
-    `kinds` are those of the model's layers.
-    """
-    stacks = stacks_of(kinds)
-
-    def one(path: tuple, leaf: jax.Array) -> ocp.SaveArgs:
-        stacked = any(getattr(key, "key", None) in stacks for key in path)
-        layers = (0,) if stacked and leaf.nbytes > CHUNK else ()
-        return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=layers)
-
-    return jax.tree_util.tree_map_with_path(one, state)
 
 
 def require_old(folder: Path, meta: dict) -> None:

@@ -79,12 +79,12 @@ def make_loader(
     def batch_of(step: int) -> FieldArrays:
         first, count = batch_range(step)
         mine = rows(count) if rows else slice(None)
-        numbers = np.arange(count)[mine]
+        numbers = np.arange(count)
         if isinstance(dataset, GlobalBatches):
-            batch = dataset.global_batch(first + np.arange(count), mine)
+            batch = dataset.global_batch(first + numbers, mine)
         else:
-            batch = dataset.batch(first + numbers)
-        return batch | make_fields(batch, step, numbers) if make_fields else batch
+            batch = dataset.batch(first + numbers[mine])
+        return batch | make_fields(batch, step, numbers[mine]) if make_fields else batch
 
     steps = grain.MapDataset.range(first_step, first_step + num_steps).map(batch_of)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=prefetch)

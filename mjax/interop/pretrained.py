@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from mjax.checkpoint.base.companion_files import tokenizer_dir
 from mjax.checkpoint.base.source import arrays
 from mjax.config.schema.model import ModelConfig
+from mjax.errors import UserError
 from mjax.interop.sources import source_of
 from mjax.models import Definition, definition_of
 from mjax.models.base.context import Context, Training, tokens_of
@@ -57,8 +58,15 @@ class Pretrained:
 
         All arrays are int32 [B, S]. A packed row's `segments` number its documents, and `positions`
         restart in each. Logits, divided by `temperature`, exist for a chunk of tokens at a time,
-        and are computed anew for the gradient by `params`. For decoders of text.
+        and are computed anew for the gradient by `params`. Raises `UserError` for a model that is
+        not a decoder of text alone.
         """
+        architecture = self.cfg.architecture
+        if not architecture.generates or architecture.reads != ("tokens",):
+            raise UserError(
+                f"model.layer_pattern={self.cfg.layer_pattern}: token_log_probs is for decoders of "
+                "text alone; take the logits of other models"
+            )
         model = self.definition.bind(params)
         ctx = Context(training=Training(temperature=temperature))
         info = tokens_of(tokens.shape, positions, segments)

@@ -98,9 +98,7 @@ class Block(nnx.Module):
                 h = post_norm(h)
             h = scaled(h, cfg.residual_multiplier)
             h = ctx.tap(name, h)
-            if cfg.hidden_dropout:
-                h = dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
-            x = x + h
+            x = x + dropout(h, cfg.hidden_dropout, inputs.tokens, ctx, salts.output)
             if norms_stream and post_norm is not None:
                 x = post_norm(x)
         return BranchOutput(x, statistics, None if cache is None else new_cache)

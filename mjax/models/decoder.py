@@ -170,8 +170,6 @@ class Decoder(VocabularyHead, nnx.Module):
         `salt` keys dropout.
         """
         x = self.sum_embeddings(tokens, info, ctx)
-        if not self.cfg.hidden_dropout:
-            return x
         return dropout(x, self.cfg.hidden_dropout, info, ctx, salt)
 
     def sum_embeddings(self, tokens: jax.Array, info: Tokens, ctx: Context) -> jax.Array:

@@ -71,8 +71,8 @@ class Checkpoints:
         and `SaveFailed` if the files cannot be written or those of the save before could not.
         """
         self._require_finite(step, state)
-        self.store.batches = self._batches_record(step)
-        self.store.save(step, canonical(self.layout.storage, state), held_out_loss)
+        batches = self._batches_record(step)
+        self.store.save(step, canonical(self.layout.storage, state), held_out_loss, batches)
 
     def save_local(self, step: int, state: State) -> None:
         """Start to save a step in the local tier. Raises `NonFiniteLoss` as `save` does."""

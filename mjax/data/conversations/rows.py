@@ -18,7 +18,7 @@ from mjax.data.base.best_fit import packed
 from mjax.data.base.tokenizer import Tokenizer, require_vocabulary
 from mjax.data.conversations.tokenized import tokenize_source
 from mjax.data.corpus.gpt import FieldArrays
-from mjax.data.sentences.labelled import part_of_split, shuffled
+from mjax.data.sentences.labelled import drawn_part
 from mjax.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class ConversationDataset:
         self.path, self.seq_length, self.seed = f"{path}", cfg.data.seq_length, cfg.run.seed
         self.settings = cfg.data.conversations
         self.source = tokenize_source(self.path, cfg, tokenizer)
-        order = shuffled(np.arange(len(self.source.names)), len(self.source.names), 0)
-        numbers = part_of_split(order, split_fractions, split, self.path, "conversations")
+        count = len(self.source.names)
+        numbers = drawn_part(count, split_fractions, split, self.path, "conversations")
         self.numbers, self.lengths, self.counts = self._fitting(np.array(numbers))
         self.ranks = [[rank] for rank in range(len(self.numbers))]
         if self.settings.rows == "packed":

@@ -26,7 +26,7 @@ from mjax.data.corpus.gpt import FieldArrays
 from mjax.data.multimodal.readers import ImageReader, NamesOfSamples, Skipped, SoundReader
 from mjax.data.multimodal.sources import IMAGES, SOUNDS, Item, Sample, samples_of
 from mjax.data.multimodal.tiles import PictureReader, cut_pictures, expanded, tag_ids
-from mjax.data.sentences.labelled import part_of_split, shuffled
+from mjax.data.sentences.labelled import drawn_part, shuffled
 from mjax.errors import UserError, or_user_error
 from mjax.models.towers.modalities import MODALITIES, features_of_tiles
 from mjax.models.towers.tiles import Features, padded_features
@@ -90,9 +90,8 @@ class ImageTextDataset:
             )
         self.tags = tag_ids(cfg.model.vision, tokenizer)
         lines = read_lines(path, tokenizer, cfg)
-        order = shuffled(np.arange(len(lines)), len(lines), 0)
-        lines = [lines[number] for number in order]
-        self.lines = part_of_split(lines, split_fractions, split, f"{path}", "lines")
+        numbers = drawn_part(len(lines), split_fractions, split, f"{path}", "lines")
+        self.lines = [lines[number] for number in numbers]
         self.size = len(self.lines) if size is None else size
         self.skipped = Skipped(f"{path}", split, len(self.lines), self.size)
         readers = READERS | ({"vision": PictureReader} if cfg.model.vision.is_cut else {})

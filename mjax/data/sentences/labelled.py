@@ -112,6 +112,17 @@ def part_of_split(
     return part
 
 
+def drawn_part(
+    count: int, fractions: Sequence[float], split: str, source: str, kind: str
+) -> list[int]:
+    """The numbers of the examples of a split that is drawn at random, the same in every run.
+
+    `count` examples there are; `kind` and errors as in `part_of_split`.
+    """
+    order = shuffled(np.arange(count), count, 0)
+    return part_of_split(order, fractions, split, source, kind)
+
+
 def shuffled(indices: Sequence[int] | np.ndarray, length: int, seed: int) -> list[int]:
     """Which of `length` examples each sample is: epoch e goes through them in an order of its own,
     by RandomState(seed + e)."""

@@ -27,6 +27,7 @@ from jax import lax
 from mjax.errors import UserError
 from mjax.kernels.loss import rows as loss_rows
 from mjax.kernels.loss.logits import (
+    exponentials,
     gradient_of_scores,
     largest_logits,
     logits_of_chunk,
@@ -360,9 +361,7 @@ def _chunk(tokens, w, bias, how):
     (x, labels, mask, _), terms, parallel = tokens, how.terms, how.parallel
     rows, smooth = w.shape[0], terms.label_smoothing
     z, slope, real = logits_of_chunk(x, w, bias, terms, parallel)
-    top = largest_logits(z, parallel)
-    weights = jnp.exp(z - top[:, None])
-    total = parallel.psum(weights.sum(-1), "tp")
+    top, weights, total = exponentials(z, parallel)
     target, place = logits_of_labels(z, labels, parallel)
     log_z = top + jnp.log(total)
     losses, scale = log_z - (1 - smooth) * target, 1 / total

@@ -49,6 +49,13 @@ def largest_logits(z: jax.Array, parallel: Parallel) -> jax.Array:
     return parallel.pmax(jnp.maximum(z.max(-1), -1e30), "tp")  # a shard may be all padding
 
 
+def exponentials(z: jax.Array, parallel: Parallel) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(the largest logits [T], e to the logits less these, its sums over the vocabulary [T])."""
+    top = largest_logits(z, parallel)
+    weights = jnp.exp(z - top[:, None])
+    return top, weights, parallel.psum(weights.sum(-1), "tp")
+
+
 def local_rows(labels: jax.Array, rows: int, parallel: Parallel) -> jax.Array:
     """The places of labels among this device's rows of the vocabulary, [T]; maybe outside."""
     return labels - parallel.index("tp") * rows
@@ -74,9 +81,7 @@ def score_labels(
     entropy: bool,
 ) -> tuple[TokenScores, jax.Array]:
     """(the scores of labels int32 [T], the logarithm of each token's normalizer [T])."""
-    top = largest_logits(z, parallel)
-    weights = jnp.exp(z - top[:, None])
-    total = parallel.psum(weights.sum(-1), "tp")
+    top, weights, total = exponentials(z, parallel)
     log_z = top + jnp.log(total)
     log_p = logits_of_labels(z, labels, parallel)[0] - log_z
     if not entropy:

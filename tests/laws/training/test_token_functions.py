@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.config import load
 from mjax.errors import UserError
+from mjax.interop.pretrained import Pretrained
 from mjax.kernels.loss.log_probs import sequence_sums
 from mjax.kernels.loss.token_functions import ClippedRatio, DynamicFineTuning
 from mjax.objectives.fields import BatchField
@@ -141,3 +143,12 @@ def test_scores_refuse_a_pipeline():
     trainer = make_trainer("dense", Cell({"pp": 2}, 0, 2, rows=8), LAYERS)
     with pytest.raises(UserError, match="set mesh.pp=1"):
         trainer.token_scores(make_batch(8))
+
+
+@pytest.mark.parametrize("name", ["bert", "retro", "llava"])
+def test_models_that_give_a_text_alone_no_probability_are_refused(name):
+    """Their logits at a place see the label, or lack what they read."""
+    cfg = load(f"configs/quickstart_{name}.yaml").model
+    tokens = np.zeros((1, 4), np.int32)
+    with pytest.raises(UserError, match="decoders of text alone"):
+        Pretrained(cfg, None, {}, None, None).token_log_probs({}, tokens, tokens)

@@ -248,7 +248,7 @@ def test_reading_creates_nothing_and_an_unwritable_folder_is_one_line(tmp_path):
 
 
 def test_a_large_stack_is_stored_in_chunks_of_a_layer(tmp_path, monkeypatch):
-    monkeypatch.setattr("mjax.checkpoint.store.CHUNK", 4 * 64 * 32)
+    monkeypatch.setattr("mjax.checkpoint.orbax_handlers.CHUNK", 4 * 64 * 32)
     params = {
         "dense": {"w": jnp.ones((4, 64, 32)), "small": jnp.ones((4, 32))},
         "e": jnp.ones((256, 16)),
