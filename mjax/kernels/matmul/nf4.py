@@ -122,7 +122,7 @@ class Place:
 
 
 def quantize(value: jax.Array, lead: int, inputs: int, paired: bool = False) -> Nf4:
-    """Round a weight [*lead, *inputs, *outputs] of any float dtype, one matrix at a time.
+    """Round a weight [*lead, *inputs, *outputs] of any float dtype.
 
     The product of the input axes must be a multiple of 64, and the last of them even.
     """
@@ -131,7 +131,7 @@ def quantize(value: jax.Array, lead: int, inputs: int, paired: bool = False) -> 
     width = math.prod(shape[lead : lead + inputs])
     pair = outputs[:1] if paired else (1,)
     matrices = value.reshape(-1, width, *pair, math.prod(outputs) // pair[0])
-    codes, absmax, scales, offset = lax.map(_quantize_pair, matrices)
+    codes, absmax, scales, offset = jax.vmap(_quantize_pair)(matrices)
     halved = *shape[: lead + inputs - 1], shape[lead + inputs - 1] // 2
     pair = pair if paired else ()
     return Nf4(
@@ -200,9 +200,9 @@ def dequantize(w: Nf4, dtype: jnp.dtype, place: Place | None = None) -> jax.Arra
     products, offset = _magnitudes(w, place)
     # Without the barrier a compiler may round product and sum once, which bitsandbytes does twice.
     products = lax.optimization_barrier(products)
-    codes = w.codes.reshape(-1, *products.shape[1:2], BLOCK // 2, 1, outputs)
-    shifts = jnp.uint8([4, 0])[:, None]
-    codes = (codes >> shifts) & 15
+    codes = w.codes.reshape(-1, products.shape[1], BLOCK // 2, 1, outputs)
+    low_half = lax.broadcasted_iota(jnp.uint8, (2, 1), 0)
+    codes = (codes >> (4 - 4 * low_half)) & 15
     values = jnp.asarray(LEVELS)[codes]
     magnitudes = products + offset
     values = values * magnitudes[:, :, None, None]
