@@ -89,6 +89,11 @@ class ParamSpec:
         return jnp.dtype(jnp.float32 if in_fp32 else others)
 
     @property
+    def held_bytes(self) -> int:
+        """The bytes of an element of a base of adapters; 0 of other parameters."""
+        return jnp.dtype(self.held).itemsize if self.held else 0
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 

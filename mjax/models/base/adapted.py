@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from mjax.config.schema.run import LoraConfig
 from mjax.errors import UserError
 from mjax.models.base.adapter import Adapter, adapted_value, lengths
-from mjax.models.base.weight import Weight, WeightOrArray, is_weight
+from mjax.models.base.weight import Weight, WeightOrArray, is_weight, value_with_adapter
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
 from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec, is_named, is_spec, require_named
@@ -76,6 +76,12 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
     """Raise `UserError` where a pattern of a key names no parameter that takes an adapter."""
     require_named("lora.trained", lora.trained, specs)
     flat = flatten_dict(specs)
+    is_tied = not any(spec.role == "head" for spec in flat.values())
+    if is_tied and {"embedding", "head"} & set(lora.targets):
+        raise UserError(
+            "lora.targets: embedding and head share a table (model.tie_word_embeddings), which takes "
+            "no adapter; leave both out, or name embedding in lora.trained"
+        )
     for key in ("targets", "rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
             if not any(_names(pattern, path, spec) for path, spec in flat.items()):
@@ -105,7 +111,8 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     scale = alpha / (rank**0.5 if lora.rslora else rank)
     lead, inputs = _lead(spec), _lead(spec) + spec.inputs
     halves = ((2,), ("pair",)) if "pair" in spec.axes[inputs:] else ((), ())
-    plain = {"role": "matrix", "precise": spec.precise, "fp8": False}
+    active = spec.active if spec.matmul else 0.0
+    plain = {"role": "matrix", "precise": spec.precise, "fp8": False, "active": active}
     declared = {
         "a": ParamSpec(
             shape=(*spec.shape[:inputs], *halves[0], rank),
@@ -189,6 +196,21 @@ def _draw(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
     summed = inputs if of_base.matmul else outputs
     limit = math.prod(spec.shape[i] for i in summed) ** -0.5
     return jax.random.uniform(key, spec.shape, minval=-limit, maxval=limit)
+
+
+def adapted_values(params: dict, specs: dict) -> dict:
+    """Canonical parameters with adapters -> those of the model without, each adapter added."""
+    weights, declared = join_adapters(params, specs)
+
+    def value(spec: ParamSpec, entry: WeightOrArray) -> jax.Array:
+        if not is_weight(entry):
+            return entry
+        of_each = value_with_adapter
+        for _ in range(_lead(spec)):
+            of_each = jax.vmap(of_each)
+        return of_each(entry)
+
+    return jax.tree.map(value, declared, weights, is_leaf=is_spec)
 
 
 # ---- weights and their adapters in a step --------------------------------------------------------

@@ -98,4 +98,3 @@ def _stretch(value: jax.Array, adapter: Adapter) -> jax.Array:
     of_adapter = jnp.sum(exact(exact(a.T, a), b) * b, 0)
     squares = adapter.split.psum(of_base + 2 * crossed + of_adapter, "tp")
     return adapter.magnitude.astype(jnp.float32).reshape(-1) * jax.lax.rsqrt(squares)
-
