@@ -21,6 +21,8 @@ import numpy as np
 from jax import lax
 from jax.tree_util import register_dataclass
 
+from mjax.sharding.collectives import LOCAL, Parallel
+
 BLOCK = 64  # weights that share a magnitude
 GROUP = 256  # magnitudes that share a scale
 
@@ -78,10 +80,12 @@ class Nf4:
     codes: uint8, shaped like the weight with its last input axis halved. A byte holds two inputs,
         the earlier one in its upper half.
     absmax: uint8 [*lead, blocks, *outputs], the rounded magnitudes.
-    scales: fp32 [*lead, groups], or [*lead, 2, groups] of a pair. Groups are those of the whole
+    scales: fp32 [*lead, groups], or [*lead, 2, groups] of a pair. They are those of the whole
         matrix, also where the device holds a part of it.
     offset: fp32 [*lead] or [*lead, 2], the mean magnitude.
     inputs: how many axes are contracted. paired: whether the first output axis is a pair.
+    split: the mesh whose tp devices hold parts of the matrix, or `LOCAL`. They are parts of the
+        inputs if `splits_inputs`, else of the outputs, in order.
     """
 
     codes: jax.Array
@@ -90,6 +94,8 @@ class Nf4:
     offset: jax.Array
     inputs: int = field(default=1, metadata={"static": True})
     paired: bool = field(default=False, metadata={"static": True})
+    split: Parallel = field(default=LOCAL, metadata={"static": True})
+    splits_inputs: bool = field(default=False, metadata={"static": True})
 
     @property
     def lead(self) -> int:
@@ -102,20 +108,6 @@ class Nf4:
         last = self.lead + self.inputs - 1
         shape = self.codes.shape
         return (*shape[:last], 2 * shape[last], *shape[last + 1 :])
-
-
-@register_dataclass
-@dataclass(frozen=True)
-class Place:
-    """Where a device's part of a matrix begins, for parts that tp cuts.
-
-    block: the first block of inputs, int32. output: the first output, int32. blocks: how many
-    blocks the inputs of the whole matrix are.
-    """
-
-    block: jax.Array | int
-    output: jax.Array | int
-    blocks: int = field(metadata={"static": True})
 
 
 # ---- rounding ------------------------------------------------------------------------------------
@@ -190,14 +182,14 @@ def _mean(x: jax.Array) -> jax.Array:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def dequantize(w: Nf4, dtype: jnp.dtype, place: Place | None = None) -> jax.Array:
+def dequantize(w: Nf4, dtype: jnp.dtype) -> jax.Array:
     """The weight [*lead, *inputs, *outputs] in `dtype`, rounded once from fp32.
 
-    `place` tells which part of a cut matrix it is. Two passes: one over magnitudes, one over codes.
+    It takes two passes, one over magnitudes and one over codes.
     """
     shape = w.shape
     outputs = math.prod(shape[w.lead + w.inputs :])
-    products, offset = _magnitudes(w, place)
+    products, offset = _magnitudes(w)
     # Without the barrier a compiler may round product and sum once, which bitsandbytes does twice.
     products = lax.optimization_barrier(products)
     codes = w.codes.reshape(-1, products.shape[1], BLOCK // 2, 1, outputs)
@@ -209,17 +201,19 @@ def dequantize(w: Nf4, dtype: jnp.dtype, place: Place | None = None) -> jax.Arra
     return values.astype(dtype).reshape(shape)
 
 
-def _magnitudes(w: Nf4, place: Place | None) -> tuple[jax.Array, jax.Array]:
+def _magnitudes(w: Nf4) -> tuple[jax.Array, jax.Array]:
     """(magnitudes less their offset fp32 [E, blocks, P * N], the offset [E, 1, P * N])."""
     lead = w.absmax.shape[: w.lead]
     blocks = w.absmax.shape[w.lead]
     pair = w.offset.shape[-1] if w.paired else 1
     bits = w.absmax.reshape(math.prod(lead), blocks, pair, -1)
-    if place is None:
-        place = Place(0, 0, blocks)
-    block = place.block + jnp.arange(blocks)[:, None]
-    output = place.output + jnp.arange(bits.shape[-1])
-    group = (output * place.blocks + block) // GROUP
+    block, output = jnp.arange(blocks)[:, None], jnp.arange(bits.shape[-1])
+    if w.splits_inputs:
+        block += w.split.index("tp") * blocks
+        blocks *= w.split.tp
+    else:
+        output += w.split.index("tp") * len(output)
+    group = (output * blocks + block) // GROUP
     scales = w.scales.reshape(*bits.shape[:1], pair, -1)
     scales = jnp.moveaxis(scales[:, :, group], 1, 2)
     products = (jnp.asarray(MAGNITUDES)[bits] * scales).reshape(*bits.shape[:2], -1)
@@ -228,26 +222,26 @@ def _magnitudes(w: Nf4, place: Place | None) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_vjp
-def nf4_matmul(x: jax.Array, w: Nf4, place: Place | None = None) -> jax.Array:
+def nf4_matmul(x: jax.Array, w: Nf4) -> jax.Array:
     """x [M, K] times a weight of one matrix or pair -> [M, N], in x's dtype.
 
     The backward keeps the 4 bits and reads them again. The weight takes no gradient.
     """
-    return x @ _matrix(w, x.dtype, place)
+    return x @ _matrix(w, x.dtype)
 
 
-def _nf4_forward(x: jax.Array, w: Nf4, place: Place | None) -> tuple[jax.Array, tuple]:
-    return nf4_matmul(x, w, place), (w, place)
+def _nf4_forward(x: jax.Array, w: Nf4) -> tuple[jax.Array, Nf4]:
+    return nf4_matmul(x, w), w
 
 
-def _nf4_backward(saved: tuple, g: jax.Array) -> tuple:
+def _nf4_backward(w: Nf4, g: jax.Array) -> tuple[jax.Array, None]:
     # Tied to the gradient, or XLA keeps the forward's matrix for it.
-    (w, place), g = lax.optimization_barrier((saved, g))
-    return g @ _matrix(w, g.dtype, place).T, None, None
+    w, g = lax.optimization_barrier((w, g))
+    return g @ _matrix(w, g.dtype).T, None
 
 
 nf4_matmul.defvjp(_nf4_forward, _nf4_backward)
 
 
-def _matrix(w: Nf4, dtype: jnp.dtype, place: Place | None) -> jax.Array:
-    return dequantize(w, dtype, place).reshape(math.prod(w.shape[: w.inputs]), -1)
+def _matrix(w: Nf4, dtype: jnp.dtype) -> jax.Array:
+    return dequantize(w, dtype).reshape(math.prod(w.shape[: w.inputs]), -1)

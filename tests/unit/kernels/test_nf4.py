@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mjax.kernels.matmul import nf4
-from mjax.kernels.matmul.nf4 import Nf4, Place
+from mjax.kernels.matmul.nf4 import Nf4
+from mjax.sharding.collectives import Parallel
 
 F32 = jnp.dtype(jnp.float32)
 quantize = jax.jit(nf4.quantize, static_argnames=("lead", "inputs", "paired"))
@@ -73,12 +74,16 @@ def test_a_part_reads_as_the_whole():
     w = drawn(256, 2, 200)
     whole = quantize(w, lead=0, inputs=1, paired=True)
     values = dequantize(whole, F32)
-    outputs = Nf4(
-        whole.codes[..., 150:], whole.absmax[..., 150:], whole.scales, whole.offset, 1, True
-    )
-    assert_same(dequantize(outputs, F32, Place(0, 150, 4)), values[..., 150:])
-    inputs = Nf4(whole.codes[64:], whole.absmax[2:], whole.scales, whole.offset, 1, True)
-    assert_same(dequantize(inputs, F32, Place(2, 0, 4)), values[128:])
+    for axis, splits_inputs in ((0, True), (-1, False)):
+        split = {"split": Parallel(tp=2), "splits_inputs": splits_inputs}
+        parts = [jnp.stack(jnp.split(a, 2, axis)) for a in (whole.codes, whole.absmax)]
+
+        def read(codes, absmax, split=split):
+            part = Nf4(codes, absmax, whole.scales, whole.offset, 1, True, **split)
+            return nf4.dequantize(part, F32)
+
+        read_all = jax.vmap(read, axis_name="tp")
+        assert_same(jnp.concatenate(read_all(*parts), axis), values)
 
 
 def test_the_mean_is_rounded_once():
