@@ -161,7 +161,8 @@ def _round_magnitudes(top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     scales = jnp.max(jnp.abs(groups), axis=-1)
     x = groups * jnp.where(scales > 0, 1 / scales, 0)[..., None]
     bounds = (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2
-    bits = jnp.searchsorted(jnp.asarray(bounds), x, side="left").astype(jnp.uint8)
+    bits = jnp.searchsorted(jnp.asarray(bounds), x, side="left", method="compare_all")
+    bits = bits.astype(jnp.uint8)
     return bits.reshape(pair, -1)[:, :n], scales, offset
 
 

@@ -21,6 +21,7 @@ from tests.marks import quick
 NF4 = "lora.base=nf4"
 # Blocks of 64 inputs, on two devices of tp, too.
 WIDE = "model.hidden_size=64", "model.intermediate_size=128", "model.attention.head_dim=16"
+KV_HEADS = "model.attention.num_key_value_heads=4"
 OF_EXPERTS = "model.moe.moe_intermediate_size=128"
 
 
@@ -63,7 +64,7 @@ def base_of_run(params: dict) -> dict:
         [
             ("dense", ()),
             ("dense", (UNROLLED, "train.remat=none", "lora.dora=true")),
-            ("experts", ("train.experts=grouped",)),
+            ("experts", ("train.experts=xla",)),
             ("experts", ("train.experts=loop", UNROLLED)),
         ],
         0,
@@ -163,8 +164,9 @@ def test_principal_parts_add_up_to_the_weights(tmp_path):
 @pytest.mark.parametrize(
     "keys, match",
     [
-        ((NF4,), "dense.attention.q has 32 inputs, which blocks of 64 do not divide"),
-        ((NF4, *WIDE, "mesh.tp=4", "mesh.dp=1"), "has 32 inputs on each of mesh.tp=4 devices"),
+        ((NF4,), "dense.attention.kv has 32 inputs, which blocks of 64 do not divide"),
+        ((NF4, *WIDE, "mesh.tp=4"), "mesh.tp=4 does not divide the heads of dense.attention.kv"),
+        ((NF4, *WIDE, "mesh.tp=4", KV_HEADS), "out has 32 inputs on each of mesh.tp=4 devices"),
         ((NF4, *WIDE, "precision.fp8=current"), "`?lora.base"),
         (("lora.init=pissa",), "lora.init='pissa'.*set checkpoint.init_from"),
         (("lora.init=pissa", "lora.dora=true", "checkpoint.init_from=x"), "choose one of them"),
