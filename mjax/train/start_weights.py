@@ -35,7 +35,7 @@ def read_nf4(found: Fit, before: Arrays, wanted: dict, layout: StateLayout) -> A
     sources. Raises `UserError` where no source has a weight whole.
     """
     read = dict(before)
-    for path, spec in codes_of(layout.specs).items():
+    for path in codes_of(layout.specs):
         if found.shared[path] == found.wanted[path]:
             read |= _read_one(found, path, wanted, layout)
         elif path not in before:

@@ -137,7 +137,7 @@ def quantize(value: jax.Array, lead: int, inputs: int, paired: bool = False) -> 
 
 
 def _quantize_pair(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """x [K, P, N] -> (codes [K / 2, P, N], absmax [blocks, P, N], scales [P, groups], offset [P])."""
+    """The codes, absmax, scales [P, groups] and offset [P] of matrices [K, P, N]."""
     width, pair, outputs = x.shape
     x = x.astype(jnp.float32).reshape(-1, BLOCK, pair, outputs)
     top = jnp.max(jnp.abs(x), axis=1)

@@ -41,9 +41,7 @@ class Adapter:
     split: Parallel = _static(LOCAL)
 
 
-def add_product(
-    y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Adapter
-) -> jax.Array:
+def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Adapter) -> jax.Array:
     """y [M, *outputs] = x W with the product of the adapter; x is [M, K].
 
     `value` is W [K, N], which only DoRA reads.

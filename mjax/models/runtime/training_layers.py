@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.models.base.barriers import gradients_before_previous_layer, reduce_under_previous_layer

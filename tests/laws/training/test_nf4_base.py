@@ -4,7 +4,6 @@ depend on the mesh, its codes stay, and a resumed run finds the same base."""
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
