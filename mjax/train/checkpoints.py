@@ -26,6 +26,7 @@ from mjax.checkpoint.local.node_store import NodeStore
 from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
+from mjax.interop.base_of_adapters import outside_nf4, read_nf4, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
 from mjax.interop.sources import source_of
@@ -34,7 +35,6 @@ from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.sharding.spec import frozen_only, trained_only
 from mjax.train.base_digest import digest_of_arrays
 from mjax.train.finite import first_nonfinite, nonfinite_counts
-from mjax.train.start_weights import outside_nf4, read_nf4, with_adapters
 from mjax.train.state import StateLayout
 from mjax.train.step import State
 
@@ -225,10 +225,10 @@ class Checkpoints:
                 others = outside_nf4(drawn, self.layout.specs)
                 loaded = found.complete(loaded, others)
             params = loaded
-            in_nf4 = read_nf4(found, in_nf4, wanted, self.layout)
+            in_nf4 = read_nf4(found, in_nf4, wanted, self.layout.specs, cfg)
             lines.append(found.summary())
         if self.cfg.lora.rank:
-            params = with_adapters(params, in_nf4, wanted, self.layout)
+            params = with_adapters(params, in_nf4, wanted, self.layout.specs, cfg)
             self._note_base(params)
         return from_canonical(storage, params, stored), "\n".join(lines)
 

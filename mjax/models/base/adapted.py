@@ -17,8 +17,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.run import LoraConfig
 from mjax.errors import UserError
+from mjax.kernels.nf4.parameters import MAGNITUDES_OF, value_of_base, weight_in_nf4
 from mjax.models.base.adapter import Adapter, adapted_value, lengths
-from mjax.models.base.nf4_base import NF4, joined_nf4, value_of_base
 from mjax.models.base.weight import Weight, WeightOrArray, is_weight, value_with_adapter
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
@@ -229,19 +229,35 @@ def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tup
     joined, declared = {}, {}
     for name, entry in weights.items():
         spec = specs[name]
-        if name.endswith((ADAPTER, NF4)):
+        if name.endswith((ADAPTER, MAGNITUDES_OF)):
             continue
         if not is_spec(spec):
             joined[name], declared[name] = join_adapters(entry, spec, parallel)
             continue
-        if name + NF4 in weights:
-            entry = joined_nf4(entry, weights[name + NF4], spec, parallel)
+        if name + MAGNITUDES_OF in weights:
+            entry = _in_nf4(entry, weights[name + MAGNITUDES_OF], spec, parallel)
         declared[name], beside = spec, weights.get(name + ADAPTER)
         if beside is None:
             joined[name] = entry
         else:
             joined[name] = _joined(entry, beside, spec, specs[name + ADAPTER], parallel)
     return joined, declared
+
+
+def _in_nf4(
+    base: WeightOrArray | list, magnitudes: dict, spec: ParamSpec, parallel: Parallel
+) -> Weight | list[Weight]:
+    """A weight from its codes and their magnitudes, or a list of those of layers."""
+    if isinstance(base, list):
+        layers = []
+        for i, layer in enumerate(base):
+            own = {name: rows[i] for name, rows in magnitudes.items()}
+            layers.append(_in_nf4(layer, own, spec, parallel))
+        return layers
+    if not is_weight(base):
+        base = Weight(base, name=spec.matmul, inputs=spec.inputs)
+    value = weight_in_nf4(base.value, magnitudes, spec, parallel)
+    return replace(base, value=value)
 
 
 def _joined(

@@ -19,7 +19,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from mjax.kernels.fp8.recipe import Recipe
-from mjax.kernels.matmul.nf4 import Nf4, dequantize, nf4_matmul
+from mjax.kernels.nf4.values import Nf4, dequantize, nf4_matmul
 from mjax.models.base.adapter import Adapter, adapted_value, add_product
 from mjax.sharding.collectives import LOCAL, Parallel
 

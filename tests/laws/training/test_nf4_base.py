@@ -9,8 +9,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
+from mjax.kernels.nf4.parameters import codes_of, is_magnitude, value_of_base
 from mjax.models.base.adapted import is_of_adapter
-from mjax.models.base.nf4_base import codes_of, is_of_nf4, value_of_base
 from mjax.pipeline.storage import canonical_abstract, from_canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
@@ -38,7 +38,7 @@ def begin_at(trainer: Trainer, params: dict) -> None:
 def dequantized(params: dict, specs: dict) -> dict:
     """Canonical parameters with the values of weights in NF4 in the place of their codes."""
     flat, codes = flatten_dict(params), codes_of(specs)
-    values = {p: x for p, x in flat.items() if not is_of_nf4(p)}
+    values = {p: x for p, x in flat.items() if not is_magnitude(p)}
     for path, spec in codes.items():
         values[path] = value_of_base(flat, path, spec)
     return unflatten_dict(values)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.kernels.matmul import nf4
-from mjax.kernels.matmul.nf4 import Nf4
+from mjax.kernels.nf4 import values as nf4
+from mjax.kernels.nf4.values import Nf4
 from mjax.sharding.collectives import Parallel
 
 F32 = jnp.dtype(jnp.float32)
