@@ -192,7 +192,7 @@ _matmul_adding.defvjp(_matmul_adding_forward, _matmul_adding_backward)
 
 
 def plain_value(w: Weight, dtype: jnp.dtype) -> jax.Array:
-    """The value as an array; of a weight in NF4 in `dtype`."""
+    """The value as an array; of a weight in NF4 in `dtype`, for what may be under `vmap`."""
     return dequantize(w.value, dtype) if w.in_nf4 else w.value
 
 
