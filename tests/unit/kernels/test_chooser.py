@@ -207,7 +207,7 @@ def test_a_run_lists_every_op_once():
     ops = [op.replace(" ", "_") for op in kernel_choices(cfg, sizes)]
     # No block calls grouped_matmul yet, and nf4 is without FP8.
     assert sorted(ops) == sorted(RULES.keys() - {"grouped_matmul", "nf4"})
-    cfg = load(None, ["mesh.dp=1", "data.mock=true", "lora.rank=1", "lora.base=nf4"])
-    assert "nf4" in kernel_choices(cfg, sizes)
+    lora = load(None, ["mesh.dp=1", "data.mock=true", "lora.rank=1", "lora.base=nf4"])
+    assert "nf4" in kernel_choices(lora, sizes)
     lines = kernel_lines(cfg, sizes)
     assert len(lines) == len(ops) and lines[0].startswith("kernels     attention: xla, because")
