@@ -79,8 +79,8 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
     is_tied = not any(spec.role == "head" for spec in flat.values())
     if is_tied and {"embedding", "head"} & set(lora.targets):
         raise UserError(
-            "lora.targets: embedding and head share a table (model.tie_word_embeddings), which takes "
-            "no adapter; leave both out, or name embedding in lora.trained"
+            "lora.targets: embedding and head share a table (model.tie_word_embeddings), which "
+            "takes no adapter; leave both out, or name embedding in lora.trained"
         )
     for key in ("targets", "rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):

@@ -2,9 +2,10 @@
 
 A `Weight` holds a matrix with all that its matmuls read: the value, its 8-bit form, the scales of
 its recipe, the running sum of its gradients, and its adapter. It is a pytree, so it can be
-differentiated as one argument. Its cotangent is again a `Weight`: it holds the gradient, or the next
-running sum, and the maxima that the matmul saw. Running sums follow Megatron-LM's gradient accumulation fusion: the
-product of the backward is added to the sum by the matmul itself, in fp32, without being rounded.
+differentiated as one argument. Its cotangent is again a `Weight`: it holds the gradient, or the
+next running sum, and the maxima that the matmul saw. Running sums follow Megatron-LM's gradient
+accumulation fusion: the product of the backward is added to the sum by the matmul itself, in fp32,
+without being rounded.
 """
 
 import functools
