@@ -62,10 +62,10 @@ def adapted_specs(specs: dict, lora: LoraConfig, dtype: str) -> dict:
 
 
 def _is_target(patterns: Sequence[str], path: Path, spec: ParamSpec) -> bool:
-    return any(_names(pattern, path, spec) for pattern in patterns)
+    return any(_takes_adapter(pattern, path, spec) for pattern in patterns)
 
 
-def _names(pattern: str, path: Path, spec: ParamSpec) -> bool:
+def _takes_adapter(pattern: str, path: Path, spec: ParamSpec) -> bool:
     """Whether a pattern names a matrix that takes an adapter; of tables only a role does."""
     if spec.matmul is None:
         return pattern == spec.role and spec.role in ("embedding", "head")
@@ -84,7 +84,7 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
         )
     for key in ("targets", "rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
-            if not any(_names(pattern, path, spec) for path, spec in flat.items()):
+            if not any(_takes_adapter(pattern, path, spec) for path, spec in flat.items()):
                 matmuls = sorted({spec.matmul for spec in flat.values() if spec.matmul})
                 raise UserError(
                     f"lora.{key}: {pattern!r} names no matrix here that takes an adapter; matmuls "
@@ -101,7 +101,9 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
 
 def _first(patterns: dict, path: Path, spec: ParamSpec, default: float) -> float:
     """The value of the first pattern that names a parameter."""
-    return next((v for pattern, v in patterns.items() if _names(pattern, path, spec)), default)
+    return next(
+        (v for pattern, v in patterns.items() if _takes_adapter(pattern, path, spec)), default
+    )
 
 
 def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamSpec]:
@@ -109,7 +111,7 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     rank = int(_first(lora.rank_pattern, path, spec, lora.rank))
     alpha = _first(lora.alpha_pattern, path, spec, lora.alpha)
     scale = alpha / (rank**0.5 if lora.rslora else rank)
-    lead, inputs = _lead(spec), _lead(spec) + spec.inputs
+    lead, inputs = _enumerating_axes(spec), _enumerating_axes(spec) + spec.inputs
     halves = ((2,), ("pair",)) if "pair" in spec.axes[inputs:] else ((), ())
     active = spec.active if spec.matmul else 0.0
     plain = {"role": "matrix", "precise": spec.precise, "fp8": False, "active": active}
@@ -136,7 +138,7 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     return declared
 
 
-def _lead(spec: ParamSpec) -> int:
+def _enumerating_axes(spec: ParamSpec) -> int:
     """How many axes enumerate matrices before their inputs: layers, experts."""
     return next(i for i, axis in enumerate(spec.axes) if axis not in ENUMERATING_AXES)
 
@@ -167,9 +169,9 @@ def joined_trees(*trees: dict) -> dict:
 def start_adapters(base: dict, specs: dict, key: jax.Array) -> dict:
     """Adapters before the first step, fp32, beside canonical parameters `base`; to be traced.
 
-    `specs` declare both. They start as PEFT's. a is uniform within 1/sqrt(inputs) and b is zero.
-    Of tables [V, D] a is zero; b is normal for an embedding, uniform within 1/sqrt(D) for a head.
-    A length is that of the base.
+    `specs` declare both. They start as PEFT's: a is uniform within 1/sqrt(inputs), b is zero, and a
+    length is that of the base. For a table [V, D] a is zero. b is then normal for an embedding, and
+    uniform within 1/sqrt(D) for a head.
     """
     params, declared, started = flatten_dict(base), flatten_dict(specs), {}
     adapters = sorted(path for path in declared if is_of_adapter(path))
@@ -178,7 +180,7 @@ def start_adapters(base: dict, specs: dict, key: jax.Array) -> dict:
         drawn = "a" if of_base.matmul else "b"
         if path[-1] == "magnitude":
             of_each = functools.partial(lengths, inputs=of_base.inputs)
-            for _ in range(_lead(of_base)):
+            for _ in range(_enumerating_axes(of_base)):
                 of_each = jax.vmap(of_each)
             started[path] = of_each(params[base_of(path)])
         elif path[-1] == drawn:
@@ -206,7 +208,7 @@ def adapted_values(params: dict, specs: dict) -> dict:
         if not is_weight(entry):
             return entry
         of_each = value_with_adapter
-        for _ in range(_lead(spec)):
+        for _ in range(_enumerating_axes(spec)):
             of_each = jax.vmap(of_each)
         return of_each(entry)
 
@@ -233,11 +235,11 @@ def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tup
         if beside is None:
             joined[name] = entry
         else:
-            joined[name] = _joined(entry, beside, spec, specs[name + ADAPTER], parallel)
+            joined[name] = _with_adapter(entry, beside, spec, specs[name + ADAPTER], parallel)
     return joined, declared
 
 
-def _joined(
+def _with_adapter(
     base: WeightOrArray | list, beside: dict, spec: ParamSpec, of_adapter: dict, parallel: Parallel
 ) -> WeightOrArray | list:
     """A weight with its adapter, or a list of those of layers; of a table the sum."""
@@ -245,9 +247,9 @@ def _joined(
         layers = []
         for i, layer in enumerate(base):
             own = {name: rows[i] for name, rows in beside.items()}
-            layers.append(_joined(layer, own, spec, of_adapter, parallel))
+            layers.append(_with_adapter(layer, own, spec, of_adapter, parallel))
         return layers
-    first = _lead(spec)
+    first = _enumerating_axes(spec)
     inputs, outputs = spec.axes[first : first + spec.inputs], spec.axes[first + spec.inputs :]
     is_split = not spec.whole and any("tp" in RULES[axis] for axis in inputs if axis)
     adapter = Adapter(

@@ -60,11 +60,15 @@ class Weight:
 
     def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Weight":
         """The weight of some of its outputs: `take` picks them from arrays [.., *outputs]."""
+        value = take(self.value)
         adapter = self.adapter
-        if adapter is not None:
-            length = None if adapter.magnitude is None else take(adapter.magnitude)
-            adapter = replace(adapter, b=take(adapter.b), magnitude=length)
-        return replace(self, value=take(self.value), adapter=adapter)
+        if adapter is None:
+            return replace(self, value=value)
+        length = adapter.magnitude
+        if length is not None:
+            length = take(length)
+        adapter = replace(adapter, b=take(adapter.b), magnitude=length)
+        return replace(self, value=value, adapter=adapter)
 
 
 # A parameter as the model reads it: a matmul's weight, or a table, norm or bias.
