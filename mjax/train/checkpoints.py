@@ -91,7 +91,7 @@ class Checkpoints:
         self.local.save(step, self._saved(state), self._further_records(step))
 
     def _further_records(self, step: int) -> dict:
-        """What the record of a step says of the run's batches, and of the base of its adapters."""
+        """Entries of the record of a step: the run's batches, and the base of its adapters."""
         records = {"batches": {} if self.batches_at is None else self.batches_at(step)}
         if self.cfg.lora.rank:
             records["base"] = {"from": self.cfg.checkpoint.init_from, "digest": self.base}

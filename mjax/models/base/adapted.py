@@ -63,10 +63,10 @@ def adapted_specs(specs: dict, lora: LoraConfig, dtype: str) -> dict:
 
 
 def _is_target(patterns: Sequence[str], path: Path, spec: ParamSpec) -> bool:
-    return any(_names(pattern, path, spec) for pattern in patterns)
+    return any(_takes_adapter(pattern, path, spec) for pattern in patterns)
 
 
-def _names(pattern: str, path: Path, spec: ParamSpec) -> bool:
+def _takes_adapter(pattern: str, path: Path, spec: ParamSpec) -> bool:
     """Whether a pattern names a matrix that takes an adapter; of tables only a role does."""
     if spec.matmul is None:
         return pattern == spec.role and spec.role in ("embedding", "head")
@@ -80,12 +80,12 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
     is_tied = not any(spec.role == "head" for spec in flat.values())
     if is_tied and {"embedding", "head"} & set(lora.targets):
         raise UserError(
-            "lora.targets: embedding and head share a table (model.tie_word_embeddings), which takes "
-            "no adapter; leave both out, or name embedding in lora.trained"
+            "lora.targets: embedding and head share a table (model.tie_word_embeddings), which "
+            "takes no adapter; leave both out, or name embedding in lora.trained"
         )
     for key in ("targets", "rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
-            if not any(_names(pattern, path, spec) for path, spec in flat.items()):
+            if not any(_takes_adapter(pattern, path, spec) for path, spec in flat.items()):
                 matmuls = sorted({spec.matmul for spec in flat.values() if spec.matmul})
                 raise UserError(
                     f"lora.{key}: {pattern!r} names no matrix here that takes an adapter; matmuls "
@@ -102,7 +102,9 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
 
 def _first(patterns: dict, path: Path, spec: ParamSpec, default: float) -> float:
     """The value of the first pattern that names a parameter."""
-    return next((v for pattern, v in patterns.items() if _names(pattern, path, spec)), default)
+    return next(
+        (v for pattern, v in patterns.items() if _takes_adapter(pattern, path, spec)), default
+    )
 
 
 def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamSpec]:
@@ -163,10 +165,10 @@ def joined_trees(*trees: dict) -> dict:
 def start_adapters(base: dict, specs: dict, key: jax.Array, init: str = "zero") -> dict:
     """Adapters before the first step, fp32, beside canonical parameters `base`; to be traced.
 
-    `specs` declare both. They start as PEFT's. a is uniform within 1/sqrt(inputs) and b is zero.
-    With the `init` "gaussian" a is normal with deviation 1/r.
-    Of tables [V, D] a is zero; b is normal for an embedding, uniform within 1/sqrt(D) for a head.
-    A length is that of the base.
+    `specs` declare both. They start as PEFT's: a is uniform within 1/sqrt(inputs), b is zero, and a
+    length is that of the base. With the `init` "gaussian" a is normal with deviation 1/r. For a
+    table [V, D] a is zero. b is then normal for an embedding, and uniform within 1/sqrt(D) for a
+    head.
     """
     params, declared, started = flatten_dict(base), flatten_dict(specs), {}
     adapters = sorted(path for path in declared if is_of_adapter(path))
@@ -240,7 +242,7 @@ def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tup
         if beside is None:
             joined[name] = entry
         else:
-            joined[name] = _joined(entry, beside, spec, specs[name + ADAPTER], parallel)
+            joined[name] = _with_adapter(entry, beside, spec, specs[name + ADAPTER], parallel)
     return joined, declared
 
 
@@ -260,7 +262,7 @@ def _in_nf4(
     return replace(base, value=value)
 
 
-def _joined(
+def _with_adapter(
     base: WeightOrArray | list, beside: dict, spec: ParamSpec, of_adapter: dict, parallel: Parallel
 ) -> WeightOrArray | list:
     """A weight with its adapter, or a list of those of layers; of a table the sum."""
@@ -268,7 +270,7 @@ def _joined(
         layers = []
         for i, layer in enumerate(base):
             own = {name: rows[i] for name, rows in beside.items()}
-            layers.append(_joined(layer, own, spec, of_adapter, parallel))
+            layers.append(_with_adapter(layer, own, spec, of_adapter, parallel))
         return layers
     first = spec.lead
     inputs, outputs = spec.axes[first : first + spec.inputs], spec.axes[first + spec.inputs :]
