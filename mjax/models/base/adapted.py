@@ -17,11 +17,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config.schema.run import LoraConfig
 from mjax.errors import UserError
+from mjax.kernels.nf4.parameters import MAGNITUDES_OF, value_of_base, weight_in_nf4
 from mjax.models.base.adapter import Adapter, adapted_value, lengths
 from mjax.models.base.weight import Weight, WeightOrArray, is_weight, value_with_adapter
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
-from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec, is_named, is_spec, require_named
+from mjax.sharding.spec import ParamSpec, is_named, is_spec, require_named
 
 ADAPTER = "_lora"  # ends the name of the entry that holds the adapter of a parameter
 
@@ -111,7 +112,7 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     rank = int(_first(lora.rank_pattern, path, spec, lora.rank))
     alpha = _first(lora.alpha_pattern, path, spec, lora.alpha)
     scale = alpha / (rank**0.5 if lora.rslora else rank)
-    lead, inputs = _enumerating_axes(spec), _enumerating_axes(spec) + spec.inputs
+    lead, inputs = spec.lead, spec.lead + spec.inputs
     halves = ((2,), ("pair",)) if "pair" in spec.axes[inputs:] else ((), ())
     active = spec.active if spec.matmul else 0.0
     plain = {"role": "matrix", "precise": spec.precise, "fp8": False, "active": active}
@@ -138,11 +139,6 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     return declared
 
 
-def _enumerating_axes(spec: ParamSpec) -> int:
-    """How many axes enumerate matrices before their inputs: layers, experts."""
-    return next(i for i, axis in enumerate(spec.axes) if axis not in ENUMERATING_AXES)
-
-
 # ---- the first values ----------------------------------------------------------------------------
 
 
@@ -166,12 +162,13 @@ def joined_trees(*trees: dict) -> dict:
     return unflatten_dict(entries)
 
 
-def start_adapters(base: dict, specs: dict, key: jax.Array) -> dict:
+def start_adapters(base: dict, specs: dict, key: jax.Array, init: str = "zero") -> dict:
     """Adapters before the first step, fp32, beside canonical parameters `base`; to be traced.
 
     `specs` declare both. They start as PEFT's: a is uniform within 1/sqrt(inputs), b is zero, and a
-    length is that of the base. For a table [V, D] a is zero. b is then normal for an embedding, and
-    uniform within 1/sqrt(D) for a head.
+    length is that of the base. With the `init` "gaussian" a is normal with deviation 1/r. For a
+    table [V, D] a is zero. b is then normal for an embedding, and uniform within 1/sqrt(D) for a
+    head.
     """
     params, declared, started = flatten_dict(base), flatten_dict(specs), {}
     adapters = sorted(path for path in declared if is_of_adapter(path))
@@ -180,11 +177,16 @@ def start_adapters(base: dict, specs: dict, key: jax.Array) -> dict:
         drawn = "a" if of_base.matmul else "b"
         if path[-1] == "magnitude":
             of_each = functools.partial(lengths, inputs=of_base.inputs)
-            for _ in range(_enumerating_axes(of_base)):
+            for _ in range(of_base.lead):
                 of_each = jax.vmap(of_each)
-            started[path] = of_each(params[base_of(path)])
+            value = value_of_base(params, base_of(path), of_base)
+            started[path] = of_each(value)
         elif path[-1] == drawn:
-            started[path] = _draw(jax.random.fold_in(key, number), spec, of_base)
+            own = jax.random.fold_in(key, number)
+            if init == "gaussian" and of_base.matmul:
+                started[path] = jax.random.normal(own, spec.shape) / spec.shape[-1]
+            else:
+                started[path] = _draw(own, spec, of_base)
         else:
             started[path] = jnp.zeros(spec.shape, jnp.float32)
     return unflatten_dict(started)
@@ -201,14 +203,17 @@ def _draw(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
 
 
 def adapted_values(params: dict, specs: dict) -> dict:
-    """Canonical parameters with adapters -> those of the model without, each adapter added."""
+    """Canonical parameters with adapters -> those of the model without, each adapter added.
+
+    Weights in NF4 become fp32.
+    """
     weights, declared = join_adapters(params, specs)
 
     def value(spec: ParamSpec, entry: WeightOrArray) -> jax.Array:
         if not is_weight(entry):
             return entry
-        of_each = value_with_adapter
-        for _ in range(_enumerating_axes(spec)):
+        of_each = functools.partial(value_with_adapter, dtype=jnp.dtype(jnp.float32))
+        for _ in range(spec.lead):
             of_each = jax.vmap(of_each)
         return of_each(entry)
 
@@ -226,17 +231,35 @@ def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tup
     joined, declared = {}, {}
     for name, entry in weights.items():
         spec = specs[name]
-        if name.endswith(ADAPTER):
+        if name.endswith((ADAPTER, MAGNITUDES_OF)):
             continue
         if not is_spec(spec):
             joined[name], declared[name] = join_adapters(entry, spec, parallel)
             continue
+        if name + MAGNITUDES_OF in weights:
+            entry = _in_nf4(entry, weights[name + MAGNITUDES_OF], spec, parallel)
         declared[name], beside = spec, weights.get(name + ADAPTER)
         if beside is None:
             joined[name] = entry
         else:
             joined[name] = _with_adapter(entry, beside, spec, specs[name + ADAPTER], parallel)
     return joined, declared
+
+
+def _in_nf4(
+    base: WeightOrArray | list, magnitudes: dict, spec: ParamSpec, parallel: Parallel
+) -> Weight | list[Weight]:
+    """A weight from its codes and their magnitudes, or a list of those of layers."""
+    if isinstance(base, list):
+        layers = []
+        for i, layer in enumerate(base):
+            own = {name: rows[i] for name, rows in magnitudes.items()}
+            layers.append(_in_nf4(layer, own, spec, parallel))
+        return layers
+    if not is_weight(base):
+        base = Weight(base, name=spec.matmul, inputs=spec.inputs)
+    value = weight_in_nf4(base.value, magnitudes, spec, parallel)
+    return replace(base, value=value)
 
 
 def _with_adapter(
@@ -249,7 +272,7 @@ def _with_adapter(
             own = {name: rows[i] for name, rows in beside.items()}
             layers.append(_with_adapter(layer, own, spec, of_adapter, parallel))
         return layers
-    first = _enumerating_axes(spec)
+    first = spec.lead
     inputs, outputs = spec.axes[first : first + spec.inputs], spec.axes[first + spec.inputs :]
     is_split = not spec.whole and any("tp" in RULES[axis] for axis in inputs if axis)
     adapter = Adapter(

@@ -67,8 +67,11 @@ def _halves_apart(b: jax.Array, axis: int) -> jax.Array:
     return apart.reshape(count * rank, *outputs)
 
 
-def add_product(y: jax.Array, x: jax.Array, value: jax.Array, adapter: Adapter) -> jax.Array:
-    """y [M, *outputs] = x W with the product of the adapter; x is [M, K], `value` W [K, N]."""
+def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Adapter) -> jax.Array:
+    """y [M, *outputs] = x W with the product of the adapter; x is [M, K].
+
+    `value` is W [K, N], which only DoRA reads.
+    """
     outputs = y.shape[1:]
     a, b = adapter.matrices(x.dtype)
     low = x @ a

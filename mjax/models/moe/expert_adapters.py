@@ -7,6 +7,7 @@ Each expert has an adapter of its own. Rows, groups and gates are those of the e
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from mjax.kernels.matmul.grouped import grouped_matmul, grouped_weight_gradient
 from mjax.models.base.adapter import Adapter
@@ -41,11 +42,11 @@ def adapter_down(
     return _sums_of_pairs(y, dispatch)
 
 
-def values_of_experts(w: Weight) -> jax.Array:
-    """The values [E, ..] of experts' weights with their adapters added."""
+def values_of_experts(w: Weight, dtype: jnp.dtype) -> jax.Array:
+    """The values [E, ..] of experts' weights with their adapters added; from NF4 in `dtype`."""
     if w.adapter is None:
-        return w.value
-    return jax.vmap(value_with_adapter)(w)
+        return value_with_adapter(w, dtype)
+    return jax.vmap(lambda one: value_with_adapter(one, dtype))(w)
 
 
 def _matrices_of_experts(adapter: Adapter, like: jax.Array) -> tuple[jax.Array, jax.Array]:
