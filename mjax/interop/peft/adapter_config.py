@@ -66,7 +66,8 @@ class AdapterConfig:
 
 def _first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        ends = re.compile(rf"(.*\.)?({pattern})$")
+        if ends.match(module) or ends.match(f"{module}.weight"):
             return value
     return default
 

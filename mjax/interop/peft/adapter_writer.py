@@ -49,15 +49,18 @@ def write_adapter(folder: str | Path, cfg: ModelConfig, specs: dict, adapters: A
         tensors |= dict(_tensors_of(key, modules[name], pairs[name]))
     whole, saved = _whole_tensors(cfg, specs, adapters)
     tensors |= whole
-    settings = {
-        name: Setting(pair.rank, pair.scale, modules[name].is_parameter, modules[name].transposed)
-        for name, pair in pairs.items()
-    }
-    wrapped = any(modules[name].is_parameter for name in pairs)
+    settings = {}
+    for name, pair in pairs.items():
+        target, is_parameter = modules[name].target(cfg)
+        settings[target] = Setting(pair.rank, pair.scale, is_parameter, modules[name].transposed)
+    wrapped = [name for name, setting in settings.items() if setting.is_parameter]
+    if wrapped and adapters.dora:
+        raise UserError(f"adapter: PEFT has no DoRA for {wrapped[0]}; train without lora.dora")
+    names = names_in_memory(cfg, specs)
     config = write_adapter_config(
         settings,
         saved,
-        {*modules, *(_module_of_tensor(n) for n in names_in_memory(cfg, specs))},
+        {*modules, *names, *map(_module_of_tensor, names)},
         base_model_name_or_path=adapters.base,
         task_type="CAUSAL_LM" if cfg.architecture.predicts == "tokens" else None,
         use_rslora=adapters.rslora,

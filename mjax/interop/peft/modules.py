@@ -37,6 +37,12 @@ _RENAMED = {
     "llava": _OF_LLAVA,
     "llava_onevision": _OF_LLAVA,
 }
+# PEFT takes every module of these names in these models for one of old files' experts, and drops it.
+# As a parameter it is adapted all the same.
+_TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_WITH_OLD_EXPERTS = frozenset(
+    "deepseek_v2 deepseek_v3 glm4_moe olmoe qwen2_moe qwen3_moe qwen3_next".split()
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,13 @@ class Module:
     @property
     def experts(self) -> int:
         return len(self.parts[0].batches)
+
+    def target(self, cfg: ModelConfig) -> tuple[str, bool]:
+        """(the name by which PEFT finds it, whether as a parameter)."""
+        is_taken = self.name.endswith(_TAKEN_FOR_EXPERTS) and cfg.model_type in _WITH_OLD_EXPERTS
+        if self.is_parameter or not is_taken:
+            return self.name, self.is_parameter
+        return f"{self.name}.weight", True
 
     @property
     def owner(self) -> str:
