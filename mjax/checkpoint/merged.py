@@ -25,7 +25,8 @@ _AT_ONCE = 2**16  # numbers of a product that are summed up at a time; they stay
 class Adapters:
     """What a run trained beside a frozen base, in mjax's layout.
 
-    arrays: the parts "a", "b" and "magnitude" of adapters and parameters trained whole, by path.
+    arrays: the parts "a", "b" and "magnitude" of adapters and parameters trained whole, by path. A
+        magnitude is 0 where an output has no adapter.
     scales: the factor of each adapter's product, by the path of its weight.
     rslora: whether scales are alpha / sqrt(rank) rather than alpha / rank.
     dropout: of an adapter's input while training.
@@ -108,7 +109,8 @@ def merged(base: Source, adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) ->
         lead, inputs = _lead(spec), _lead(spec) + spec.inputs
         at = (*index[:lead], slice(None), *index[inputs:])
         wanted = magnitude.astype(np.float32)[at]
-        stretch = wanted / lengths[path][at].astype(np.float32)
+        found = lengths[path][at].astype(np.float32)
+        stretch = np.divide(wanted, found, out=np.ones_like(wanted), where=wanted != 0)
         ones = (1,) * spec.inputs
         sizes = stretch.shape
         return changed(path, index) * stretch.reshape(*sizes[:lead], *ones, *sizes[lead + 1 :])

@@ -153,7 +153,7 @@ def write_adapter_config(
         "lora_alpha": alpha,
         "target_modules": shortest_names(modules, names),
         "target_parameters": shortest_names(parameters, names) or None,
-        "modules_to_save": shortest_names(whole, names) or None,
+        "modules_to_save": shortest_names(whole, names, dotted=False) or None,
         "rank_pattern": _exceptions(ranks, rank, names),
         "alpha_pattern": _exceptions(alphas, alpha, names),
         "fan_in_fan_out": any(setting.transposed for setting in settings.values()),

@@ -20,7 +20,7 @@ from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import slots
 from mjax.interop.huggingface.files import read_slot, real_specs, tensor_shapes
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG, AdapterConfig, read_adapter_config
-from mjax.interop.peft.modules import Module, ModulePart, modules_of, wrapped_in_order
+from mjax.interop.peft.modules import Module, ModulePart, modules_of, with_family, wrapped_in_order
 from mjax.interop.peft.pair import (
     PREFIX,
     WEIGHTS,
@@ -44,7 +44,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, specs: dict) -> Adapters:
     Weights of layers that have no adapter in the file get one of zeros, if others of their stack
     have one. Raises `UserError` naming what is damaged, unsupported or of another model.
     """
-    folder = Path(folder)
+    folder, cfg = Path(folder), with_family(cfg)
     config, tensors = read_adapter_config(folder), _open(folder)
     found, whole = _sorted_keys(tensors)
     of = real_specs(cfg, specs)
@@ -62,7 +62,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, specs: dict) -> Adapters:
     arrays, scales = {}, {}
     full = flat(specs)
     for path, batches in parts.items():
-        own, scales[path] = _arrays_of_weight(folder, path, full[path], of[path], batches, config)
+        own, scales[path] = _arrays_of_weight(path, full[path], of[path], batches, config.dora)
         arrays |= own
     arrays |= _read_whole(cfg, specs, whole)
     if cfg.tie_word_embeddings and any(path[0] == "embedding" for path in (*arrays, *scales)):
@@ -189,12 +189,11 @@ def _cuts(pair: Pair, parts: Sequence[ModulePart]) -> list[tuple[ModulePart, sli
 
 
 def _arrays_of_weight(
-    folder: Path,
     path: Leaf,
     spec: ParamSpec,
     real: ParamSpec,
     batches: Mapping[tuple[int, ...], Pair],
-    config: AdapterConfig,
+    dora: bool,
 ) -> tuple[dict[Leaf, np.ndarray], float]:
     """(arrays of the adapter of a weight by path, its scale) of those of its matrices."""
     pairs = list(batches.values())
@@ -202,14 +201,9 @@ def _arrays_of_weight(
     dtype = np.result_type(*(array.dtype for pair in pairs for array in (pair.a, pair.b)))
     if any(pair.scale != scale for pair in pairs):
         dtype = np.dtype(np.float32)
-    names = ("a", "b", *(("magnitude",) if config.dora else ()))
+    names = ("a", "b", *(("magnitude",) if dora else ()))
     shapes = part_shapes(spec, rank)
     arrays = {name: np.zeros(shapes[name], dtype) for name in names}
-    if config.dora and len(batches) < len(list(np.ndindex(_sizes_of_batches(spec)))):
-        raise UserError(
-            f"{folder}: DoRA on some layers only, of {'.'.join(path)}, is not supported; train it "
-            "on all of them"
-        )
     for batch, pair in batches.items():
         lead, half = place_of_batch(spec, batch)
         a, b = pair.a[0], scaled(pair.b[0], pair.scale / scale)
@@ -222,13 +216,9 @@ def _arrays_of_weight(
         into[tuple(map(slice, inputs)) + (slice(pair.rank),)] = a.T.reshape(*inputs, pair.rank)
         into = arrays["b"][lead][: pair.rank]
         into[at] = b.T.reshape(pair.rank, *outputs)
-        if config.dora:
+        if dora:
             arrays["magnitude"][lead][at] = pair.magnitude.reshape(1, *outputs)
     return {part_path(path, name): array for name, array in arrays.items()}, scale
-
-
-def _sizes_of_batches(spec: ParamSpec) -> tuple[int, ...]:
-    return tuple(spec.shape[axis] for axis in spec.matrix_view()[0])
 
 
 def _read_whole(

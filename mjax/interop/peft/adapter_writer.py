@@ -22,7 +22,7 @@ from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import slots
 from mjax.interop.huggingface.files import real_specs, tensor_shapes, write_slot
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG, Setting, write_adapter_config
-from mjax.interop.peft.modules import Module, ModulePart, keys_of, modules_of
+from mjax.interop.peft.modules import Module, ModulePart, keys_of, modules_of, with_family
 from mjax.interop.peft.pair import (
     PREFIX,
     WEIGHTS,
@@ -40,6 +40,7 @@ def write_adapter(folder: str | Path, cfg: ModelConfig, specs: dict, adapters: A
 
     Raises `UserError` where PEFT has no place for something, or the folder holds something.
     """
+    cfg = with_family(cfg)
     of, modules = real_specs(cfg, specs), modules_of(cfg, specs)
     pairs = {name: _pair_of_module(module, adapters, of) for name, module in modules.items()}
     pairs = {name: pair for name, pair in pairs.items() if pair is not None}
@@ -47,7 +48,7 @@ def write_adapter(folder: str | Path, cfg: ModelConfig, specs: dict, adapters: A
     tensors: dict[str, np.ndarray] = {}
     for name, key in keys_of(modules, set(pairs)).items():
         tensors |= dict(_tensors_of(key, modules[name], pairs[name]))
-    whole, saved = _whole_tensors(cfg, specs, adapters)
+    whole, saved = _whole_tensors(cfg, specs, adapters, set(pairs))
     tensors |= whole
     settings = {}
     for name, pair in pairs.items():
@@ -173,9 +174,9 @@ def _module_of_tensor(name: str) -> str:
 
 
 def _whole_tensors(
-    cfg: ModelConfig, specs: dict, adapters: Adapters
+    cfg: ModelConfig, specs: dict, adapters: Adapters, adapted: set[str]
 ) -> tuple[dict[str, np.ndarray], set[str]]:
-    """(tensors of the parameters that were trained whole, their modules)."""
+    """(tensors of the parameters that were trained whole, their modules but adapted ones)."""
     whole, places, of = adapters.whole, slots(cfg, specs), real_specs(cfg, specs)
     shapes, names = tensor_shapes(cfg, specs, places), names_in_memory(cfg, specs)
     pieces: dict[str, list] = {}
@@ -197,5 +198,7 @@ def _whole_tensors(
         out = np.empty(shapes[there], dtype)
         for path, slot in pieces[there]:
             run_all(write_slot(out, slot, of[path], lambda index, path=path: whole[path][index]))
-        tensors[PREFIX + here] = out
-    return tensors, modules
+        module = _module_of_tensor(here)
+        base = ".base_layer" if module in adapted else ""
+        tensors[f"{PREFIX}{module}{base}{here.removeprefix(module)}"] = out
+    return tensors, modules - adapted

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.config.schema.model import ModelConfig
-from mjax.interop.huggingface.families.engine import slots
+from mjax.interop.huggingface.families.engine import config_to_hf, slots
 from mjax.interop.huggingface.families.family import Slot
 from mjax.interop.huggingface.files import natural, real_specs
 from mjax.sharding.spec import ParamSpec
@@ -37,7 +37,7 @@ _RENAMED = {
     "llava": _OF_LLAVA,
     "llava_onevision": _OF_LLAVA,
 }
-# PEFT takes every module of these names in these models for one of old files' experts, and drops it.
+# In these models PEFT takes every module of these names for an expert of older files, and drops it.
 # As a parameter it is adapted all the same.
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _WITH_OLD_EXPERTS = frozenset(
@@ -97,6 +97,11 @@ def in_memory(cfg: ModelConfig, tensor: str) -> str:
         tensor = new + tensor.removeprefix(old) if tensor.startswith(old) else tensor
         tensor = tensor.replace(old, new) if old.startswith((".", "block")) else tensor
     return tensor
+
+
+def with_family(cfg: ModelConfig) -> ModelConfig:
+    """The model with the `model_type` of the family that its export has."""
+    return cfg.model_copy(update={"model_type": config_to_hf(cfg)["model_type"]})
 
 
 def modules_of(cfg: ModelConfig, specs: dict, in_files: bool = False) -> dict[str, Module]:
@@ -198,17 +203,25 @@ def wrapped_in_order(modules: Mapping[str, Module], owner: str) -> list[str]:
     return sorted(names, key=lambda name: name.endswith("down_proj"))
 
 
-def shortest_names(wanted: set[str], names: set[str]) -> list[str]:
-    """Ends of dotted names that match those in `wanted` and none of the others in `names`."""
+def shortest_names(wanted: set[str], names: set[str], dotted: bool = True) -> list[str]:
+    """Ends of dotted names that match those in `wanted` and none of the others in `names`.
+
+    dotted: whether an end matches at a dot only.
+    """
     others, found = names - wanted, set()
     ends_of_others = {end for name in others for end in _ends(name)}
+
+    def is_free(end: str) -> bool:
+        return end not in ends_of_others if dotted else not any(o.endswith(end) for o in others)
+
     for name in wanted:
-        found.add(next(end for end in _ends(name) if end not in ends_of_others))
+        found.add(next(filter(is_free, _ends(name)), name))
     return sorted(found, key=natural)
 
 
 def _ends(name: str) -> Iterator[str]:
-    """The ends of a dotted name, the shortest first."""
+    """The ends of a dotted name that do not begin with a number, the shortest first."""
     words = name.split(".")
-    for count in range(1, len(words) + 1):
-        yield ".".join(words[-count:])
+    for first in reversed(range(len(words))):
+        if not words[first].isdecimal():
+            yield ".".join(words[first:])
