@@ -112,11 +112,11 @@ class Store:
         step: int,
         state: dict,
         held_out_loss: float | None = None,
-        batches: dict | None = None,
+        further: dict | None = None,
     ) -> None:
         """Copy `state` to the host and write it; with `async_save` the writing goes on behind.
 
-        `batches`: what the record says of the run's batches, as JSON.
+        `further`: entries of the record beyond those of all runs, as JSON.
         Waits for the previous save first, and raises `SaveFailed` if that one failed. The arrays of
         `state` may be donated as soon as this returns.
         """
@@ -138,7 +138,7 @@ class Store:
             )
         self._losses[step] = held_out_loss
         try:
-            record = self._record(step, held_out_loss, batches or {})
+            record = self._record(step, held_out_loss, further or {})
             self._manager.save(step, args=self._items(state, record), force=True)
         except Exception as e:
             if jax.process_count() == 1:  # several would have to make a new one together
@@ -379,7 +379,7 @@ class Store:
         """Read what steps keep of other files now, before those files can change."""
         _ = self._side_files, self._data, self._text_digests
 
-    def _record(self, step: int, held_out_loss: float | None, batches: dict) -> dict:
+    def _record(self, step: int, held_out_loss: float | None, further: dict) -> dict:
         return {
             "config": self.cfg.model_dump(mode="json"),
             "digests": digest.FORMAT if self._digests else None,
@@ -388,8 +388,8 @@ class Store:
             HELD_OUT_LOSS: held_out_loss,
             "data": self._data,
             "text_digests": self._text_digests,
-            "batches": batches,
             "versions": {"mjax": mjax.__version__, "jax": jax.__version__},
+            **further,
         }
 
     def read_meta(self, step: int) -> dict:

@@ -291,7 +291,7 @@ class DecodePrograms:
         self, draws: Draws, length: int, params, ids, count, settings, numbers, items, seed
     ):
         source_length = ids.shape[1]
-        prompt = self.definition.bind(params).prompt(ids, count, items)
+        prompt = self.definition.bind(params, self.parallel).prompt(ids, count, items)
         ids, count, _ = prompt
         rows = jnp.arange(len(ids))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
@@ -310,7 +310,7 @@ class DecodePrograms:
         return self._next(params, settings, draws, cache, following, keys, seen)
 
     def _next(self, params, settings, draws, cache: KVCache, new: Prompt, keys, seen):
-        model = self.definition.bind(params)
+        model = self.definition.bind(params, self.parallel)
         ids, count, inputs = new
         x, cache = extend(model, cache, ids, count, inputs, self.parallel)
         last = last_real(x, count)

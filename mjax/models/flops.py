@@ -22,8 +22,9 @@ from mjax.config.languages.layer_pattern import (
     stream_read_by,
 )
 from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import Config
+from mjax.config.schema.run import Config, LoraConfig
 from mjax.models import definition_of
+from mjax.models.base.adapted import adapted_specs
 from mjax.models.base.branch import branch_class
 from mjax.models.towers.modalities import MODALITIES
 from mjax.sharding.spec import ParamSpec, freeze, is_spec
@@ -50,7 +51,8 @@ def flops_of_run(cfg: Config) -> float:
 def run_flops_by_part(cfg: Config) -> dict[str, float]:
     """`flops_by_part` of a run. The head of a masked model reads hidden tokens alone."""
     data = cfg.data
-    parts = flops_by_part(cfg.model, data.seq_length, cfg.train.freeze, data.target_length)
+    frozen, lora = cfg.train.freeze, cfg.lora
+    parts = flops_by_part(cfg.model, data.seq_length, frozen, data.target_length, lora)
     parts["head"] *= predicted_share(cfg)
     return parts
 
@@ -78,11 +80,12 @@ def flops_by_part(
     seq_length: int,
     frozen: Sequence[str] = (),
     target_length: int | None = None,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008 - frozen
 ) -> dict[str, float]:
     """`flops_per_token` of the layers' matmuls, of experts, of the head, and of what the branches
-    of layers compute besides products with weights (attention)."""
+    of layers compute besides products with weights (attention). Adapters count as matrices."""
     sides = sides_of(model, seq_length, target_length)
-    specs = freeze(_specs(model), frozen)
+    specs = adapted_specs(freeze(_specs(model), frozen), lora, "bfloat16")
     after = {name: specs[name] for name in _AFTER_LAYERS if name in specs}
     layers = {name: specs[name] for name in specs if name not in after}
     layers_trained = _is_trained(layers)

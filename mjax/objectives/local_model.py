@@ -59,7 +59,7 @@ class LocalModel:
 
     def edges(self, weights: dict) -> Decoder:
         """The model without its layers: embedding, final norm and head."""
-        return self.definition.edges.bind(weights)
+        return self.definition.edges.bind(weights, self.ctx.parallel)
 
     def load(self, params: dict, buffers: dict, tokens: jax.Array | int = 1) -> dict:
         """The weights of a step from masters as stored (`load_weights`).

@@ -68,6 +68,8 @@ class Counts(NamedTuple):
     them. trained_of_role: of those of each role that are trained. trained_share: of the weights.
     whole_layer: of the largest layer. stored_stacks: of the stacks, as ZeRO stores them.
     expert_stack: of the largest stack of experts of several layers, likewise.
+    held_bytes: of a base of adapters, which is in none of the other counts but whole_layer: it is
+        read as it is stored.
     """
 
     tables: float
@@ -79,6 +81,7 @@ class Counts(NamedTuple):
     whole_layer: float
     stored_stacks: float
     expert_stack: float
+    held_bytes: float
 
 
 Traced = dict[tuple[str, str], list[Kept]]  # by kind of layer and policy
@@ -148,6 +151,8 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         placement.part(name).map(of_part.append)
         layers[name] = sum(where.layer.weight_size for where in of_part if where.spec.is_stacked)
         found += of_part
+    held = [where for where in found if where.spec.held]
+    found = [where for where in found if not where.spec.held]
     stacks = [where for where in found if where.spec.is_stacked]
     trained = [where for where in found if where.spec.is_trained]
     trained_of_role: Counter[str] = Counter()
@@ -168,6 +173,7 @@ def counts_on_device(cfg: Config, sizes: dict[str, int], specs: dict) -> Counts:
         whole_layer=max(layers.values()),
         stored_stacks=sum(where.stored_size for where in stacks),
         expert_stack=max((where.stored_size for where in of_experts), default=0),
+        held_bytes=sum(where.stored_size * where.spec.held_bytes for where in held),
     )
 
 
@@ -198,8 +204,16 @@ class ParameterBytes:
         }
 
     def masters(self) -> float:
-        """The shards that the optimizer updates."""
-        return WIDTH[self.cfg.precision.params] * self.count.shard
+        """The shards that the optimizer updates, and the base of adapters.
+
+        What ZeRO-3 makes whole of a base is one layer at a time. FP8 makes its 8-bit forms.
+        """
+        count, base = self.count, self.count.held_bytes
+        if base and self._gathers_in_layers and self._is_cut:
+            base += WIDTH[self.execution.compute] * count.whole_layer
+        if base and self.execution.recipe is not None:
+            base += 2 * count.held_bytes / WIDTH[self.execution.compute]
+        return WIDTH[self.cfg.precision.params] * count.shard + base
 
     def moments(self) -> float:
         """The optimizer's state, unless it waits on the host."""

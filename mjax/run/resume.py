@@ -1,13 +1,9 @@
 """Starts a run at its newest checkpoint, from given weights or at step 0."""
 
-from pathlib import Path
-
 from mjax.checkpoint.base.companion_files import identify_text
 from mjax.config.schema.difference import differences
 from mjax.config.schema.run import Config
 from mjax.errors import UserError
-from mjax.interop.huggingface.whisper import whisper_source
-from mjax.interop.sources import source_of
 from mjax.train.trainer import Trainer
 
 # Keys that say how and where a run proceeds, not what it computes.
@@ -31,12 +27,7 @@ def resume(trainer: Trainer) -> str:
 
 def begin(trainer: Trainer) -> str:
     """Load the weights that the config starts from, if any; returns lines that say so."""
-    names, cfg = trainer.cfg.checkpoint, trainer.cfg.model
-    sources = {}
-    if names.init_from is not None:
-        sources[names.init_from] = source_of(names.init_from)
-    if names.init_audio is not None:
-        sources[names.init_audio] = whisper_source(Path(names.init_audio), cfg)
+    sources = trainer.checkpoints.start_sources()
     if not sources:
         return "starting at step 0"
     loaded = trainer.load_params(*sources.values())

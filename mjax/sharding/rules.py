@@ -168,7 +168,7 @@ def stored_partitions(specs: dict, parallel: Parallel, zero: int, group: int | N
         return param_partitions(specs, parallel)
 
     def stored(spec: ParamSpec) -> PartitionSpec:
-        if spec.counts:
+        if spec.counts or (spec.held and zero < 3):  # no optimizer moves it
             return weight_partition(spec, parallel)
         return stored_partition(spec, parallel, group)
 

@@ -45,7 +45,9 @@ class ParamSpec:
     expert where Hugging Face stores experts separately. `interop/huggingface/families/table.py`
     turns them into the names of a family.
 
-    A `frozen` parameter is not trained. A `precise` one is read in fp32, whatever others are. One
+    A `frozen` parameter is not trained. `held` is the dtype in which a base of adapters is stored
+    and read: there is no master of it. `scale` multiplies the product with an adapter's second
+    matrix. A `precise` one is read in fp32, whatever others are. One
     without `fp8` is not rounded to 8 bits. A `whole` one is not split over tp, whatever its axes.
 
     No gradient moves a parameter that `counts`. Its cotangent counts the tokens of each of its
@@ -62,6 +64,8 @@ class ParamSpec:
     active: float = 1.0
     hf: tuple[str, ...] = ()
     frozen: bool = False
+    held: str | None = None
+    scale: float = 1.0
     counts: bool = False
     fp8: bool = True
     precise: bool = False
@@ -79,8 +83,15 @@ class ParamSpec:
 
     def dtype(self, others: jnp.dtype | str) -> jnp.dtype:
         """The dtype to hold it in where `others` have that dtype."""
+        if self.held is not None:
+            return jnp.dtype(self.held)
         in_fp32 = self.counts or self.precise
         return jnp.dtype(jnp.float32 if in_fp32 else others)
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of an element of a base of adapters; 0 of other parameters."""
+        return jnp.dtype(self.held).itemsize if self.held else 0
 
     @property
     def size(self) -> int:
@@ -160,7 +171,7 @@ def freeze(specs: dict, patterns: Sequence[str]) -> dict:
     flat = flatten_dict(specs)
     for path, spec in flat.items():
         is_frozen = any(is_named(pattern, path, spec) for pattern in patterns)
-        flat[path] = replace(spec, frozen=is_frozen)
+        flat[path] = replace(spec, frozen=spec.frozen or is_frozen)
     if not any(spec.is_trained for spec in flat.values()):
         raise UserError("train.freeze: it names every parameter; leave some to train")
     return unflatten_dict(flat)
@@ -170,6 +181,12 @@ def trained_only(tree: dict, specs: dict) -> dict:
     """The entries of `tree`, a tree like `specs`, whose parameters are trained."""
     flat_specs, entries = flatten_dict(specs), flatten_dict(tree).items()
     return unflatten_dict({path: e for path, e in entries if flat_specs[path].is_trained})
+
+
+def frozen_only(tree: dict, specs: dict) -> dict:
+    """The entries of `tree`, a tree like `specs`, whose parameters are frozen."""
+    flat_specs, entries = flatten_dict(specs), flatten_dict(tree).items()
+    return unflatten_dict({path: e for path, e in entries if flat_specs[path].frozen})
 
 
 def count_frozen(specs: dict) -> int:

@@ -1,5 +1,8 @@
 """The checkpoints of a trainer: its state as any mesh can read it, and weights to start from.
 
+A run with adapters saves what it trains. Its base is read again from where the run starts, and is
+compared with the digest that each step records.
+
 There may be two tiers: those in run.dir, and between them faster and more frequent ones
 (`checkpoint.local_dir`), near the devices (`checkpoint/local/node_store.py`). Invariant: a state is
 saved only if all its weights are finite. The tier is chosen as Megatron-LM does: the local one
@@ -23,8 +26,13 @@ from mjax.checkpoint.local.node_store import NodeStore
 from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
+from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
+from mjax.interop.sources import source_of
+from mjax.models.base.adapted import joined_trees, only_adapters, without_adapters
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
+from mjax.sharding.spec import frozen_only, trained_only
+from mjax.train.base_digest import digest_of_arrays
 from mjax.train.finite import first_nonfinite, nonfinite_counts
 from mjax.train.state import StateLayout
 from mjax.train.step import State
@@ -37,12 +45,14 @@ class Checkpoints:
     """Saves and restores states of this layout, in run.dir/checkpoints.
 
     source: the tier of the state that was restored last.
+    base: the digest of the weights that adapters belong to.
     batches_at: returns what the checkpoint of a step records of a run's batches, as JSON.
     """
 
     cfg: Config
     layout: StateLayout
     source: Store | NodeStore | None = None
+    base: str = ""
     batches_at: Callable[[int], dict] | None = None
 
     @cached_property
@@ -71,16 +81,26 @@ class Checkpoints:
         and `SaveFailed` if the files cannot be written or those of the save before could not.
         """
         self._require_finite(step, state)
-        batches = self._batches_record(step)
-        self.store.save(step, canonical(self.layout.storage, state), held_out_loss, batches)
+        saved = canonical(self.layout.storage, self._saved(state))
+        self.store.save(step, saved, held_out_loss, self._further_records(step))
 
     def save_local(self, step: int, state: State) -> None:
         """Start to save a step in the local tier. Raises `NonFiniteLoss` as `save` does."""
         self._require_finite(step, state)
-        self.local.save(step, state, self._batches_record(step))
+        self.local.save(step, self._saved(state), self._further_records(step))
 
-    def _batches_record(self, step: int) -> dict:
-        return {} if self.batches_at is None else self.batches_at(step)
+    def _further_records(self, step: int) -> dict:
+        """What the record of a step says of the run's batches, and of the base of its adapters."""
+        records = {"batches": {} if self.batches_at is None else self.batches_at(step)}
+        if self.cfg.lora.rank:
+            records["base"] = {"from": self.cfg.checkpoint.init_from, "digest": self.base}
+        return records
+
+    def _saved(self, state: State) -> State:
+        """The part of a state that checkpoints hold."""
+        if not self.cfg.lora.rank:
+            return state
+        return state | {"params": trained_only(state["params"], self.layout.placement.specs)}
 
     def _require_finite(self, step: int, state: State) -> None:
         bad = first_nonfinite(self._count_nonfinite(state["params"]))
@@ -95,16 +115,31 @@ class Checkpoints:
 
     def restore(self, step: int | None) -> State:
         """The state of checkpoint `step` of run.dir, or of the newest of both tiers."""
-        abstract = self.layout.abstract()
+        abstract = self._saved(self.layout.abstract())
         if step is None and self.local is not None and (state := self._restore_local(abstract)):
-            return state
+            return self._with_base(state)
         wanted = canonical_abstract(self.layout.storage, abstract)
         wanted["loss_scale"] = self.layout.abstract_loss_scale()
         saved = self.store.restore(wanted, step)
         self.source = self.store
         self.clear_local()  # its steps are not this run's any more
         saved = self._with_own_loss_scale(saved)
-        return from_canonical(self.layout.storage, saved, abstract)
+        return self._with_base(from_canonical(self.layout.storage, saved, abstract))
+
+    def _with_base(self, state: State) -> State:
+        """A restored state with the weights that its adapters belong to."""
+        if not self.cfg.lora.rank:
+            return state
+        base, _ = self.start_params()
+        record = self.source.read_meta(int(state["step"])).get("base", {})
+        if record.get("digest", self.base) != self.base:
+            raise UserError(
+                f"checkpoint.init_from={self.cfg.checkpoint.init_from}: these are not the weights "
+                f"that the adapters in {self.source.directory} were trained on (digest "
+                f"{self.base}, wanted {record['digest']}, then from {record['from']}); give that "
+                "folder as it was, or start over with checkpoint.resume=never"
+            )
+        return state | {"params": joined_trees(base, state["params"])}
 
     def _restore_local(self, abstract: State) -> State | None:
         """The newest intact state of the local tier, or None if run.dir has a newer one."""
@@ -138,6 +173,34 @@ class Checkpoints:
             self.local.wait()
             shutil.rmtree(self.local.directory, ignore_errors=True)
 
+    def start_sources(self) -> dict[str, Source]:
+        """The weights that the config starts from, by the folders they are in."""
+        names, sources = self.cfg.checkpoint, {}
+        if names.init_from is not None:
+            sources[names.init_from] = source_of(names.init_from)
+        if names.init_audio is not None:
+            sources[names.init_audio] = whisper_source(Path(names.init_audio), self.cfg.model)
+        return sources
+
+    def start_params(self) -> tuple[dict, str]:
+        """(stored parameters at step 0 of a run, lines on where they are from)."""
+        sources = self.start_sources()
+        if not sources:
+            return self.draw(), "starting at step 0"
+        params, loaded = self.load_weights(*sources.values())
+        return params, f"starting at step 0 from the weights in {' and '.join(sources)}\n{loaded}"
+
+    def draw(self) -> dict:
+        """Stored parameters drawn from run.seed."""
+        params = self.layout.draw()
+        self._note_base(canonical(self.layout.storage, params))
+        return params
+
+    def _note_base(self, params: dict) -> None:
+        """Note the digest of the base among canonical parameters, if there are adapters."""
+        if self.cfg.lora.rank:
+            self.base = digest_of_arrays(frozen_only(params, self.layout.specs))
+
     def load_weights(self, *sources: Source) -> tuple[dict, str]:
         """Returns (stored parameters, lines on what was and was not loaded from each source).
 
@@ -146,18 +209,25 @@ class Checkpoints:
         """
         storage, cfg = self.layout.storage, self.cfg
         stored = self.layout.abstract()["params"]
+        wanted = canonical_abstract(storage, stored)
+        of_model = without_adapters(wanted)
         params, lines = None, []
         for source in sources:
             found = fit(source, cfg.model, cfg.checkpoint.init_changes, cfg.run.seed)
             source.check()
             if source.has is None:
                 self.store.unread = source.unread
-            loaded = arrays(found.source, canonical_abstract(storage, stored))
+            loaded = arrays(found.source, of_model)
             if found.shared != found.wanted:
-                others = params or canonical(storage, self.layout.draw())
+                others = params or without_adapters(canonical(storage, self.layout.draw()))
                 loaded = found.complete(loaded, others)
             params = loaded
             lines.append(found.summary())
+        if self.cfg.lora.rank:
+            shardings = jax.tree.map(lambda a: a.sharding, only_adapters(wanted))
+            start = jax.jit(self.layout.start_adapters, out_shardings=shardings)
+            params = joined_trees(params, start(params))
+            self._note_base(params)
         return from_canonical(storage, params, stored), "\n".join(lines)
 
     @cached_property

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.config.schema.run import Config
 from mjax.models import build, split
+from mjax.models.base.adapted import joined_trees, start_adapters
 from mjax.models.runtime.buffers import Buffer, buffers_of
 from mjax.optim.build import Optimizer, moment_trees
 from mjax.optim.shards import muon_resharders
@@ -36,12 +37,14 @@ from mjax.train.loss_scale import LossScaler, LossScaleState, loss_scaler
 class StateLayout:
     """The parts of the state of a run, and where they lie on the mesh.
 
-    placement: of the parameters. storage: how they are moved and padded for the mesh.
+    specs: the parameters, in canonical form. placement: of what is stored of them.
+    storage: how they are moved and padded for the mesh.
     buffers: by name. scaler: of the loss, in fp16.
     """
 
     cfg: Config
     mesh: Mesh
+    specs: dict
     placement: Placement
     storage: Storage
     optimizer: Optimizer
@@ -52,6 +55,8 @@ class StateLayout:
         """Parameters drawn from run.seed, in the order of storage; to be jitted."""
         model = build(self.cfg.model, nnx.Rngs(self.cfg.run.seed))
         _, params = split(model)
+        if self.cfg.lora.rank:
+            params = joined_trees(params, self.start_adapters(params))
         stored = to_storage(self.storage, params)
 
         def cast(spec: ParamSpec, a: jax.Array) -> jax.Array:
@@ -59,6 +64,10 @@ class StateLayout:
             return a.astype(dtype)
 
         return jax.tree.map(cast, self.placement.specs, stored, is_leaf=is_spec)
+
+    def start_adapters(self, base: dict) -> dict:
+        """Adapters drawn from run.seed beside canonical parameters; to be traced."""
+        return start_adapters(base, self.specs, jax.random.key(self.cfg.run.seed))
 
     def initial_state(self) -> dict:
         """The state at step 0; to be traced only."""
@@ -169,7 +178,7 @@ def state_layout(
 
     `specs` declare the parameters. `layout` is that of the pipeline.
     """
-    specs = storage_specs(layout, specs)
+    canonical_specs, specs = specs, storage_specs(layout, specs)
     placement = place(specs, parallel, cfg.mesh.zero_stage, cfg.mesh.zero_group)
     storage = Storage(layout, paddings(placement))
     optimizer = Optimizer(
@@ -181,7 +190,7 @@ def state_layout(
     )
     buffers = buffers_of(cfg.precision, placement.specs)
     scaler = loss_scaler(cfg.precision)
-    return StateLayout(cfg, mesh, placement, storage, optimizer, buffers, scaler)
+    return StateLayout(cfg, mesh, canonical_specs, placement, storage, optimizer, buffers, scaler)
 
 
 def paddings(placement: Placement) -> dict[str, Padding | None]:

@@ -17,6 +17,8 @@ from mjax.config.validate import validate
 from mjax.kernels.fp8.recipe import recipe_of
 from mjax.kernels.loss.token_functions import TokenScores
 from mjax.models import definition_of
+from mjax.models.base.adapted import adapted_specs
+from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
 from mjax.objectives.objective import objective_of
@@ -53,6 +55,9 @@ class Trainer:
     ):
         validate(cfg)
         self.definition = definition_of(cfg.model)
+        if cfg.lora.rank:
+            adapted = adapted_specs(self.definition.specs, cfg.lora, cfg.precision.compute)
+            self.definition = with_specs(self.definition, adapted)
         specs = rounded_specs(self.definition.specs, cfg.precision.fp8_experts)
         specs = with_whole_towers(specs, cfg)
         self.specs = freeze(specs, cfg.train.freeze)
@@ -89,7 +94,7 @@ class Trainer:
 
     def init(self) -> None:
         """Draw parameters from run.seed and start at step 0. Equal on every mesh."""
-        self._start(self.state_layout.draw())
+        self._start(self.checkpoints.draw())
 
     def load_params(self, *sources: Source) -> str:
         """Start at step 0 from the weights of `sources`; returns what was and was not loaded.

@@ -11,7 +11,7 @@ from pathlib import Path
 from mjax.checkpoint.base.stored import WEIGHTS
 from mjax.config.schema.keys import leaf_keys, value_of
 from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import Config
+from mjax.config.schema.run import Config, LoraConfig
 from mjax.errors import UserError
 from mjax.models.runtime.buffers import buffer_keys
 from mjax.optim.schedule import consumed_samples
@@ -77,6 +77,7 @@ def require_continuation(cfg: Config, meta: dict, folder: Path) -> None:
     saved, current = meta["config"], cfg.model_dump(mode="json")
     keys = [f"model.{name}" for name in model]
     keys += [f"optimizer.{name}" for name in optimizer]
+    keys += [f"lora.{name}" for name in LoraConfig.model_fields]
     keys += ["precision.params", "train.freeze", *buffer_keys(saved), *buffer_keys(current)]
     for key in keys:
         was, ours = _saved_value(saved, key), _saved_value(current, key)

@@ -59,10 +59,10 @@ class NodeStore:
 
     # ---- saving ------------------------------------------------------------------------------
 
-    def save(self, step: int, state: dict, batches: dict) -> None:
+    def save(self, step: int, state: dict, further: dict) -> None:
         """Copy the state to this host and its peer; the writing goes on behind.
 
-        `batches`: what the record says of the run's batches, as JSON.
+        `further`: entries of the record beyond those of all runs, as JSON.
         The arrays of `state` may be donated as soon as this returns.
         """
         self.wait()
@@ -83,7 +83,7 @@ class NodeStore:
             "config": self.cfg.model_dump(mode="json"),
             "layout": _layout(state),
             "text_digests": self._text_digests,
-            "batches": batches,
+            **further,
         }
         abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
         arguments = step, record, abstract, parts, newest_of.min()

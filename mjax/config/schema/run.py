@@ -350,6 +350,28 @@ class TrainConfig(Group):
 InitChange = Literal["vocab_size", "num_hidden_layers", "context", "experts", "heads", "towers"]
 
 
+class LoraConfig(Group):
+    """Low-rank adapters (LoRA) beside weights that stay as they are (docs/train/fine-tuning.md)."""
+
+    rank: UpTo20 = Field(0, ge=0)
+    """Rank of each adapter; 0: no adapters, all weights are trained."""
+    alpha: float = Field(16.0, gt=0)
+    """Adapters are multiplied by alpha / rank."""
+    targets: list[str] = ["*"]
+    """Weights that get one: names of matmuls (q, kv, attn_proj, up, down, ..), names with * such as
+    dense.mlp.*, or the roles embedding and head; *: all matmuls of layers.
+    """
+    rank_pattern: dict[str, int] = {}
+    """Other ranks, by the same patterns; the first that matches counts."""
+    alpha_pattern: dict[str, float] = {}
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) (arXiv 2312.03732)."""
+    dora: bool = False
+    """Train the length of each output's weights apart from their direction (arXiv 2402.09353)."""
+    trained: list[str] = []
+    """Parameters that are trained whole beside the adapters: patterns as in train.freeze."""
+
+
 class CheckpointConfig(Group):
     """Orbax checkpoints under run.dir/checkpoints."""
 
@@ -452,6 +474,7 @@ class Config(Group):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     precision: PrecisionConfig = PrecisionConfig()
     log: LogConfig = LogConfig()

@@ -30,7 +30,7 @@ from mjax.models.base.context import Context
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import declare, matrix, normal
 from mjax.models.base.tensor_parallel import column, local_product, row
-from mjax.models.base.weight import weight_of
+from mjax.models.base.weight import value_with_adapter, weight_of
 from mjax.sharding.spec import ParamSpec
 
 _NORM_EPS = 1e-6  # of latents in all of DeepSeek's models, whatever rms_norm_eps
@@ -204,7 +204,7 @@ class MLA(BranchModule):
     ) -> jax.Array:
         """[B, 1, N, U] of one new token a row, whose queries read the cache as it is."""
         sizes = self.cfg.mla
-        weight = weight_of(self.kv_b).value
+        weight = value_with_adapter(weight_of(self.kv_b))
         to_key, to_value = _cut_channels(weight, sizes.qk_nope_head_dim)
         fixed, turned = _cut_channels(q, sizes.qk_nope_head_dim)
         absorbed = jnp.einsum("bsnc,rnc->bsnr", fixed, to_key)

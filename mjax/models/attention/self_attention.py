@@ -240,9 +240,11 @@ class Attention(BranchModule):
         If tp does not divide the kv heads, it is a part of the weight that the device holds, and
         neither 8-bit forms nor running sums are made of it (`models/runtime/load.py`).
         """
-        weight = weight_of(self.kv)
-        value = _local_kv_heads(weight.value, self.cfg, parallel)
-        return replace(weight, value=value)
+
+        def own(w: jax.Array) -> jax.Array:
+            return _local_kv_heads(w, self.cfg, parallel)
+
+        return weight_of(self.kv).of_outputs(own)
 
 
 def output_spec(cfg: ModelConfig, head: int) -> ParamSpec:

@@ -5,13 +5,15 @@ split once into a `Definition` and a nested dict of arrays, and bound again whil
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mjax.models.base.adapted import join_adapters
+from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.spec import ParamSpec, is_spec
 
 # (key, shape, dtype) -> initial values
@@ -124,13 +126,15 @@ class Definition:
     graph: nnx.GraphDef
     specs: dict
 
-    def bind(self, params: dict) -> nnx.Module:
+    def bind(self, params: dict, parallel: Parallel = LOCAL) -> nnx.Module:
         """The module with these parameters. Use it while tracing only.
 
-        Entries of `params` that the module does not declare are left out.
+        Entries of `params` that `specs` does not declare are left out. Adapters join the weights
+        that they are beside; `parallel` is the mesh that both are cut over.
         """
         declared = {name: params[name] for name in self.specs}
-        return nnx.merge(self.graph, state_from(declared, self.specs))
+        weights, specs = join_adapters(declared, self.specs, parallel)
+        return nnx.merge(self.graph, state_from(weights, specs))
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,16 @@ def split(module: nnx.Module) -> tuple[Definition, dict]:
     graph, state = nnx.split(module)
     definition = Definition(graph, specs_of(state))
     return definition, nnx.to_pure_dict(state)
+
+
+def with_specs(definition: ModelDefinition, specs: dict) -> ModelDefinition:
+    """The definition with other declarations, which may add adapters beside parameters."""
+    blocks = {}
+    for name, block in definition.blocks.items():
+        blocks[name] = replace(block, specs=specs[name])
+    of_edges = {name: specs[name] for name in specs if name not in blocks}
+    edges = replace(definition.edges, specs=of_edges)
+    return replace(definition, specs=specs, edges=edges, blocks=blocks)
 
 
 def define(

@@ -1,10 +1,11 @@
 """A weight as a matmul sees it, and the matmul of all dense layers.
 
 A `Weight` holds a matrix with all that its matmuls read: the value, its 8-bit form, the scales of
-its recipe, and the running sum of its gradients. It is a pytree, so it can be differentiated as one
-argument. Its cotangent is again a `Weight`: it holds the gradient, or the next running sum, and the
-maxima that the matmul saw. Running sums follow Megatron-LM's gradient accumulation fusion: the
-product of the backward is added to the sum by the matmul itself, in fp32, without being rounded.
+its recipe, the running sum of its gradients, and its adapter. It is a pytree, so it can be
+differentiated as one argument. Its cotangent is again a `Weight`: it holds the gradient, or the
+next running sum, and the maxima that the matmul saw. Running sums follow Megatron-LM's gradient
+accumulation fusion: the product of the backward is added to the sum by the matmul itself, in fp32,
+without being rounded.
 """
 
 import functools
@@ -19,6 +20,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from mjax.kernels.fp8.recipe import Recipe
+from mjax.models.base.adapter import Adapter, adapted_value, add_product
 from mjax.sharding.collectives import LOCAL, Parallel
 
 
@@ -37,6 +39,7 @@ class Weight:
     transposed: uint8 [N, K], the bits as a matrix, transposed; [E, N, K] of experts.
     scales: fp32 [3] of x, of the weight and of the gradient of y, if there is a recipe.
     grad_sum: fp32, shaped like value: the sum of the gradients of earlier micro-batches.
+    adapter: its product is added to that of the weight, or None. The weight is frozen then.
     name: of the matmul (`ParamSpec.matmul`). inputs: how many leading axes of value are contracted.
 
     As a cotangent, `value` is the gradient, or `grad_sum` is the sum with the gradient added and
@@ -50,9 +53,18 @@ class Weight:
     transposed: jax.Array | None = None
     scales: jax.Array | None = None
     grad_sum: jax.Array | None = None
+    adapter: Adapter | None = None
     name: str = _static("")
     inputs: int = _static(1)
     recipe: Recipe | None = _static(None)
+
+    def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Weight":
+        """The weight of some of its outputs: `take` picks them from arrays [.., *outputs]."""
+        adapter = self.adapter
+        if adapter is not None:
+            length = None if adapter.magnitude is None else take(adapter.magnitude)
+            adapter = replace(adapter, b=take(adapter.b), magnitude=length)
+        return replace(self, value=take(self.value), adapter=adapter)
 
 
 # A parameter as the model reads it: a matmul's weight, or a table, norm or bias.
@@ -88,6 +100,9 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
         y = _matmul_adding(rows, matrix)
     else:
         y = _product(rows, w.value.reshape(-1, *outputs))
+    if w.adapter is not None:
+        y = y.reshape(-1, *outputs)
+        y = add_product(y, rows, matrix.value, w.adapter)
     lead = x.shape[: x.ndim - w.inputs]
     return y.reshape(*lead, *outputs)
 
@@ -109,7 +124,7 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def as_matrix(w: Weight) -> Weight:
-    """The weight with its arrays as matrices [K, N]."""
+    """The weight with its arrays as matrices [K, N], without its adapter."""
     size = math.prod(w.value.shape[: w.inputs])
 
     def flat(a: jax.Array | None) -> jax.Array | None:
@@ -120,6 +135,7 @@ def as_matrix(w: Weight) -> Weight:
         value=flat(w.value),
         bits=flat(w.bits),
         grad_sum=flat(w.grad_sum),
+        adapter=None,
         inputs=1,
     )
 
@@ -153,6 +169,11 @@ def _matmul_adding_forward(x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
 
 
 _matmul_adding.defvjp(_matmul_adding_forward, _matmul_adding_backward)
+
+
+def value_with_adapter(w: Weight) -> jax.Array:
+    """The value for what is no matmul of it, its adapter added."""
+    return w.value if w.adapter is None else adapted_value(w.value, w.adapter)
 
 
 @jax.custom_vjp

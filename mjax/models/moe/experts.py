@@ -9,6 +9,7 @@ all experts on all tokens. Invariant: the result depends on neither the mesh nor
 """
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from mjax.models.moe.capacity import expert_capacity
 from mjax.models.moe.dispatch import Dispatch, make_dispatch, make_padded_dispatch, most_rows
 from mjax.models.moe.exchange import Route, gather_tokens, has_gathered, route_of, scatter_sums
 from mjax.models.moe.expert import Expert
+from mjax.models.moe.expert_adapters import adapter_down, adapter_up, values_of_experts
 from mjax.models.moe.expert_matmuls import bias_of_rows, multiply_down, multiply_up
 from mjax.models.moe.matmuls_fp8 import gated_experts8, in_one, multiply_down8, multiply_up8
 from mjax.models.moe.passes import Operands, experts_in_passes, rows_of_pass
@@ -40,6 +42,10 @@ class ExpertWeights(NamedTuple):
     down: Weight
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
+
+    @property
+    def have_adapters(self) -> bool:
+        return self.up.adapter is not None or self.down.adapter is not None
 
 
 class RoutedTokens(NamedTuple):
@@ -106,7 +112,8 @@ def _run_experts(
     if kernel != "loop":
         of_sequences = routed.experts.reshape(sequences, -1, routed.experts.shape[-1])
         dispatch = dispatch_of(of_sequences, first, held, cfg, ctx, kernel)
-    if up.recipe is not None and in_one(expert, up, weights.up_bias is not None):
+    in_one_function = not weights.have_adapters and up.recipe is not None
+    if in_one_function and in_one(expert, up, weights.up_bias is not None):
         both, route = (up, weights.down), routed.route
         rows = _rows_of_pass(expert, routed, dispatch, parallel)
         y = gated_experts8(parallel, expert, rows, x, routed.gates, both, dispatch, route)
@@ -137,18 +144,23 @@ def _sums_of_experts(
     """[T, D]: the sums over this device's experts and ffn columns, without the bias of `down`."""
     up, down, bias, _ = weights
     rows = _rows_of_pass(expert, routed, dispatch, parallel)
-    if rows < len(dispatch.pairs) and up.recipe is None:
+    if rows < len(dispatch.pairs) and up.recipe is None and not weights.have_adapters:
         operands = Operands(routed.x, routed.gates, up, down, bias)
         return experts_in_passes(expert, rows, operands, dispatch)
     by_up, by_down = multiply_up, multiply_down
     if up.recipe is not None:
         by_up = functools.partial(multiply_up8, parallel)
         by_down = functools.partial(multiply_down8, parallel)
-    h = by_up(expert, routed.x, up, dispatch)
+    h = by_up(expert, routed.x, replace(up, adapter=None), dispatch)
+    if up.adapter is not None:
+        h = h + adapter_up(expert, routed.x, up.adapter, dispatch)
     h = checkpoint_name(h, up.name)
     if bias is not None:
         h = h + bias_of_rows(bias, dispatch)
-    return by_down(expert, h, routed.gates, down, dispatch)
+    y = by_down(expert, h, routed.gates, replace(down, adapter=None), dispatch)
+    if down.adapter is not None:
+        y = y + adapter_down(expert, h, routed.gates, down.adapter, dispatch)
+    return y
 
 
 def _rows_of_pass(
@@ -245,7 +257,10 @@ def every_expert(
         return total + y, None
 
     zero = jnp.zeros(x.shape, jnp.float32)
-    matrices = read_value(weights.up), read_value(weights.down)
+    if weights.have_adapters:
+        matrices = values_of_experts(weights.up), values_of_experts(weights.down)
+    else:
+        matrices = read_value(weights.up), read_value(weights.down)
     one_each = *matrices, gates.T, weights.up_bias
     total, _ = jax.lax.scan(add_expert, zero, one_each)
     return total.astype(x.dtype)

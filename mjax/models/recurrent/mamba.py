@@ -13,7 +13,6 @@ in their logarithm, D one, weights of the convolution uniform within K ** -0.5.
 """
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -118,8 +117,7 @@ class Mamba(RecurrentMixer):
         self, x: jax.Array, inputs: BranchInputs, cache: RecurrentCache | None = None
     ) -> BranchOutput:
         ctx = inputs.ctx
-        bc = weight_of(self.bc)
-        bc = replace(bc, value=self._own_groups(bc.value, 2, ctx.parallel))
+        bc = weight_of(self.bc).of_outputs(lambda w: self._own_groups(w, 2, ctx.parallel))
         zx, bc, dt = column(x, (weight_of(self.inner), bc, weight_of(self.dt)), ctx)
         zx, bc, dt = self._scaled_parts(zx, bc, dt)
         z, x = _of_pair(zx)

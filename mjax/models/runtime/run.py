@@ -182,7 +182,7 @@ class Layers:
         if row is not None:
             weights = jax.tree.map(lambda w: w[row], weights)
         carry, weights = self.enter(plan, carry, weights)
-        block = self.blocks[plan.stack].bind(weights)
+        block = self.blocks[plan.stack].bind(weights, self.ctx.parallel)
         output = block(
             carry.x,
             call.inputs.tokens,

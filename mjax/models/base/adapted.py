@@ -1,0 +1,265 @@
+"""Which parameters of a model get adapters (`lora` of the config), and how weights meet them.
+
+The adapter of a parameter `q` is an entry `q_lora` beside it, {"a", "b"} and with DoRA "magnitude"
+(`models/base/adapter.py`). To the rest of mjax these are parameters like others: they are sharded,
+gathered, trained and saved by their declarations. Only here do they join the weight. All other
+parameters are frozen, and stored in the dtype of the computation: there are no masters of them.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from mjax.config.schema.run import LoraConfig
+from mjax.errors import UserError
+from mjax.models.base.adapter import Adapter, adapted_value, lengths
+from mjax.models.base.weight import Weight, WeightOrArray, is_weight, value_with_adapter
+from mjax.sharding.collectives import LOCAL, Parallel
+from mjax.sharding.rules import RULES
+from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec, is_named, is_spec, require_named
+
+ADAPTER = "_lora"  # ends the name of the entry that holds the adapter of a parameter
+
+Path = tuple[str, ...]
+
+
+def is_of_adapter(path: Path) -> bool:
+    """Whether a parameter is a part of an adapter."""
+    return len(path) > 1 and path[-2].endswith(ADAPTER)
+
+
+def base_of(path: Path) -> Path:
+    """The parameter that the adapter at `path` belongs to."""
+    return (*path[:-2], path[-2].removesuffix(ADAPTER))
+
+
+def adapted_specs(specs: dict, lora: LoraConfig, dtype: str) -> dict:
+    """Declarations with those of adapters; what is not trained is `held` in `dtype`.
+
+    Raises `UserError` where a pattern names nothing, or something that takes no adapter.
+    """
+    if not lora.rank:
+        return specs
+    flat, adapted = flatten_dict(specs), {}
+    _require_patterns(lora, specs)
+    for path, spec in flat.items():
+        is_trained = any(is_named(pattern, path, spec) for pattern in lora.trained)
+        if not is_trained:
+            held = "float32" if spec.precise or spec.counts else dtype
+            adapted[path] = replace(spec, frozen=True, held=held)
+            if _is_target(lora.targets, path, spec):
+                beside = *path[:-1], path[-1] + ADAPTER
+                for name, declared in _declared(path, spec, lora).items():
+                    adapted[*beside, name] = declared
+        else:
+            adapted[path] = spec
+    return unflatten_dict(adapted)
+
+
+def _is_target(patterns: Sequence[str], path: Path, spec: ParamSpec) -> bool:
+    return any(_names(pattern, path, spec) for pattern in patterns)
+
+
+def _names(pattern: str, path: Path, spec: ParamSpec) -> bool:
+    """Whether a pattern names a matrix that takes an adapter; of tables only a role does."""
+    if spec.matmul is None:
+        return pattern == spec.role and spec.role in ("embedding", "head")
+    return pattern == spec.matmul or is_named(pattern, path, spec)
+
+
+def _require_patterns(lora: LoraConfig, specs: dict) -> None:
+    """Raise `UserError` where a pattern of a key names no parameter that takes an adapter."""
+    require_named("lora.trained", lora.trained, specs)
+    flat = flatten_dict(specs)
+    is_tied = not any(spec.role == "head" for spec in flat.values())
+    if is_tied and {"embedding", "head"} & set(lora.targets):
+        raise UserError(
+            "lora.targets: embedding and head share a table (model.tie_word_embeddings), which "
+            "takes no adapter; leave both out, or name embedding in lora.trained"
+        )
+    for key in ("targets", "rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, key):
+            if not any(_names(pattern, path, spec) for path, spec in flat.items()):
+                matmuls = sorted({spec.matmul for spec in flat.values() if spec.matmul})
+                raise UserError(
+                    f"lora.{key}: {pattern!r} names no matrix here that takes an adapter; matmuls "
+                    f"are {', '.join(matmuls)} (--dry-run lists their names), tables are the roles "
+                    "embedding and head"
+                )
+    if lora.dora and any(spec.is_of_experts and spec.matmul for spec in flat.values()):
+        if any(_is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items()):
+            raise UserError(
+                "lora.dora=true trains lengths of weights, which experts have none of here; name "
+                "the other matmuls in lora.targets, or set lora.dora=false"
+            )
+
+
+def _first(patterns: dict, path: Path, spec: ParamSpec, default: float) -> float:
+    """The value of the first pattern that names a parameter."""
+    return next((v for pattern, v in patterns.items() if _names(pattern, path, spec)), default)
+
+
+def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamSpec]:
+    """The declarations of the adapter of one parameter."""
+    rank = int(_first(lora.rank_pattern, path, spec, lora.rank))
+    alpha = _first(lora.alpha_pattern, path, spec, lora.alpha)
+    scale = alpha / (rank**0.5 if lora.rslora else rank)
+    lead, inputs = _lead(spec), _lead(spec) + spec.inputs
+    halves = ((2,), ("pair",)) if "pair" in spec.axes[inputs:] else ((), ())
+    active = spec.active if spec.matmul else 0.0
+    plain = {"role": "matrix", "precise": spec.precise, "fp8": False, "active": active}
+    declared = {
+        "a": ParamSpec(
+            shape=(*spec.shape[:inputs], *halves[0], rank),
+            axes=(*spec.axes[:inputs], *halves[1], None),
+            inputs=spec.inputs,
+            **plain,
+        ),
+        "b": ParamSpec(
+            shape=(*spec.shape[:lead], rank, *spec.shape[inputs:]),
+            axes=(*spec.axes[:lead], None, *spec.axes[inputs:]),
+            scale=scale,
+            **plain,
+        ),
+    }
+    if lora.dora:
+        declared["magnitude"] = ParamSpec(
+            shape=(*spec.shape[:lead], 1, *spec.shape[inputs:]),
+            axes=(*spec.axes[:lead], None, *spec.axes[inputs:]),
+            **plain | {"role": "scalar"},
+        )
+    return declared
+
+
+def _lead(spec: ParamSpec) -> int:
+    """How many axes enumerate matrices before their inputs: layers, experts."""
+    return next(i for i, axis in enumerate(spec.axes) if axis not in ENUMERATING_AXES)
+
+
+# ---- the first values ----------------------------------------------------------------------------
+
+
+def only_adapters(tree: dict) -> dict:
+    """The entries of a tree like the parameters that are parts of adapters."""
+    flat = flatten_dict(tree)
+    return unflatten_dict({path: entry for path, entry in flat.items() if is_of_adapter(path)})
+
+
+def without_adapters(tree: dict) -> dict:
+    """The other entries."""
+    flat = flatten_dict(tree)
+    return unflatten_dict({path: entry for path, entry in flat.items() if not is_of_adapter(path)})
+
+
+def joined_trees(*trees: dict) -> dict:
+    """One tree of the entries of several; a later one goes before an earlier one."""
+    entries: dict = {}
+    for tree in trees:
+        entries |= flatten_dict(tree)
+    return unflatten_dict(entries)
+
+
+def start_adapters(base: dict, specs: dict, key: jax.Array) -> dict:
+    """Adapters before the first step, fp32, beside canonical parameters `base`; to be traced.
+
+    `specs` declare both. They start as PEFT's. a is uniform within 1/sqrt(inputs) and b is zero.
+    Of tables [V, D] a is zero; b is normal for an embedding, uniform within 1/sqrt(D) for a head.
+    A length is that of the base.
+    """
+    params, declared, started = flatten_dict(base), flatten_dict(specs), {}
+    adapters = sorted(path for path in declared if is_of_adapter(path))
+    for number, path in enumerate(adapters):
+        spec, of_base = declared[path], declared[base_of(path)]
+        drawn = "a" if of_base.matmul else "b"
+        if path[-1] == "magnitude":
+            of_each = functools.partial(lengths, inputs=of_base.inputs)
+            for _ in range(_lead(of_base)):
+                of_each = jax.vmap(of_each)
+            started[path] = of_each(params[base_of(path)])
+        elif path[-1] == drawn:
+            started[path] = _draw(jax.random.fold_in(key, number), spec, of_base)
+        else:
+            started[path] = jnp.zeros(spec.shape, jnp.float32)
+    return unflatten_dict(started)
+
+
+def _draw(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
+    """The matrix of an adapter that does not start at zero."""
+    if of_base.role == "embedding":
+        return jax.random.normal(key, spec.shape)
+    _, inputs, outputs = spec.matrix_view()
+    summed = inputs if of_base.matmul else outputs
+    limit = math.prod(spec.shape[i] for i in summed) ** -0.5
+    return jax.random.uniform(key, spec.shape, minval=-limit, maxval=limit)
+
+
+def adapted_values(params: dict, specs: dict) -> dict:
+    """Canonical parameters with adapters -> those of the model without, each adapter added."""
+    weights, declared = join_adapters(params, specs)
+
+    def value(spec: ParamSpec, entry: WeightOrArray) -> jax.Array:
+        if not is_weight(entry):
+            return entry
+        of_each = value_with_adapter
+        for _ in range(_lead(spec)):
+            of_each = jax.vmap(of_each)
+        return of_each(entry)
+
+    return jax.tree.map(value, declared, weights, is_leaf=is_spec)
+
+
+# ---- weights and their adapters in a step --------------------------------------------------------
+
+
+def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tuple[dict, dict]:
+    """(weights that hold their adapters, their declarations), without entries of adapters.
+
+    `weights` are those of a module, `specs` declare them, perhaps as a stack of layers.
+    """
+    joined, declared = {}, {}
+    for name, entry in weights.items():
+        spec = specs[name]
+        if name.endswith(ADAPTER):
+            continue
+        if not is_spec(spec):
+            joined[name], declared[name] = join_adapters(entry, spec, parallel)
+            continue
+        declared[name], beside = spec, weights.get(name + ADAPTER)
+        if beside is None:
+            joined[name] = entry
+        else:
+            joined[name] = _joined(entry, beside, spec, specs[name + ADAPTER], parallel)
+    return joined, declared
+
+
+def _joined(
+    base: WeightOrArray | list, beside: dict, spec: ParamSpec, of_adapter: dict, parallel: Parallel
+) -> WeightOrArray | list:
+    """A weight with its adapter, or a list of those of layers; of a table the sum."""
+    if isinstance(base, list):
+        layers = []
+        for i, layer in enumerate(base):
+            own = {name: rows[i] for name, rows in beside.items()}
+            layers.append(_joined(layer, own, spec, of_adapter, parallel))
+        return layers
+    first = _lead(spec)
+    inputs, outputs = spec.axes[first : first + spec.inputs], spec.axes[first + spec.inputs :]
+    is_split = not spec.whole and any("tp" in RULES[axis] for axis in inputs if axis)
+    adapter = Adapter(
+        beside["a"],
+        beside["b"],
+        beside.get("magnitude"),
+        scale=of_adapter["b"].scale,
+        halves=1 + outputs.index("pair") if "pair" in outputs else None,
+        split=parallel if is_split else LOCAL,
+    )
+    if spec.matmul is None:
+        return adapted_value(base, adapter)
+    if not is_weight(base):
+        base = Weight(base, name=spec.matmul, inputs=spec.inputs)
+    return replace(base, adapter=adapter)

@@ -1,0 +1,193 @@
+"""Laws of adapters: their gradients are those of whole weights by the chain rule, their numbers do
+not depend on the mesh, the base stays bit for bit, and checkpoints hold adapters alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from mjax.errors import UserError
+from mjax.models.base.adapted import adapted_values, is_of_adapter
+from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
+from mjax.prove import Cell, deviation, make_batch, make_trainer
+from mjax.train import Trainer
+from tests.laws.training.test_freeze import exchanged_and_computed
+from tests.marks import quick
+
+ROWS = 24
+RANK = "lora.rank=3"
+PLAIN = "optimizer.clip_grad_norm=0.0", "schedule.warmup_steps=0"
+ALL = "lora.targets=['*',embedding,head]"
+UNROLLED = "train.unroll=0"
+
+
+def start(trainer: Trainer) -> dict:
+    """Start from the weights that run.seed draws, and adapters with nothing at zero; canonical."""
+    flat = flatten_dict(jax.device_get(trainer.params()))
+    for number, (path, array) in enumerate(sorted(flat.items())):
+        if is_of_adapter(path) and path[-1] in "ab":
+            rng = np.random.default_rng(number)
+            flat[path] = 0.1 * rng.standard_normal(array.shape, np.float32)
+    begun = unflatten_dict(flat)
+    stored = trainer.abstract_state()["params"]
+    wanted = canonical_abstract(trainer.storage, stored)
+    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), begun, wanted)
+    trainer._start(from_canonical(trainer.storage, placed, stored))
+    return begun
+
+
+def moments(trainer: Trainer) -> dict:
+    """A tenth of the gradients, by path, after a step."""
+    trainer.loss = float(trainer.step(make_batch(ROWS))["loss"])
+    return flatten_dict(jax.device_get(canonical(trainer.storage, trainer.state["opt"]["mu"])))
+
+
+@functools.cache
+def on_one_device(feature: str, *keys: str) -> tuple[float, dict]:
+    trainer = make_trainer(feature, Cell(), *PLAIN, RANK, *keys)
+    start(trainer)
+    found = moments(trainer)
+    return trainer.loss, found
+
+
+@pytest.mark.parametrize(
+    "feature, keys",
+    quick(
+        [
+            ("dense", (ALL,)),
+            ("experts", ("train.experts=loop",)),
+            ("experts", ("train.experts=grouped",)),
+            ("latent attention", ()),
+            ("hybrid", ("lora.rslora=true",)),
+            ("gated deltanet", ()),
+            ("biases", ()),
+        ],
+        0,
+        2,
+    ),
+)
+def test_gradients_follow_from_those_of_whole_weights(feature, keys):
+    """Those of W + scale a b give them by the chain rule: scale dW b', scale a' dW."""
+    trainer = make_trainer(feature, Cell(), *PLAIN, RANK, *keys)
+    begun = start(trainer)
+    found = moments(trainer)
+    plain = [key for key in keys if not key.startswith("lora.")]
+    whole = make_trainer(feature, Cell(), *PLAIN, *plain)
+    merge = functools.partial(adapted_values, specs=trainer.specs)
+    merged = jax.tree.map(jnp.asarray, merge(begun))
+    whole._start(merged)
+    of_weights = moments(whole)
+    assert trainer.loss == pytest.approx(whole.loss, rel=1e-5)
+    base = {path: a for path, a in flatten_dict(begun).items() if not is_of_adapter(path)}
+    adapters = {path: a for path, a in flatten_dict(begun).items() if is_of_adapter(path)}
+
+    def of_adapters(adapters: dict) -> jax.Array:
+        values = flatten_dict(merge(unflatten_dict(base | adapters)))
+        return sum(jnp.vdot(of_weights[path], values[path]) for path in values)
+
+    expected = jax.grad(of_adapters)(adapters)
+    assert deviation(found, expected) <= 2e-5
+
+
+@pytest.mark.parametrize(
+    "feature, cell, keys",
+    quick(
+        [
+            ("dense", Cell({"dp": 2, "tp": 2}, 1, 2), (UNROLLED, "train.remat=none")),
+            ("dense", Cell({"pp": 2, "tp": 4}, 0, 3), (ALL,)),
+            ("dense", Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 2), ("lora.dora=true", ALL)),
+            ("dense", Cell({"dp": 4}, 2, 3), (UNROLLED,)),
+            ("dense", Cell({"pp": 2}, 0, 2), ("mesh.pipeline_layout='Et|tttL'",)),
+            ("experts", Cell({"dp": 2, "ep": 2, "tp": 2}, 3, 3), ()),
+            ("experts", Cell({"pp": 2, "ep": 4}, 1, 1), ()),
+            ("latent attention", Cell({"cp": 2, "tp": 4}, 1, 1), ()),
+            ("hybrid", Cell({"dp": 2, "tp": 4}, 3, 2), ()),
+        ],
+        0,
+        2,
+    ),
+)
+def test_numbers_do_not_depend_on_the_mesh(feature, cell, keys):
+    own = [key for key in keys if not key.startswith(("train.", "mesh."))]
+    loss, expected = on_one_device(feature, *own)
+    trainer = make_trainer(feature, cell, *PLAIN, RANK, *keys)
+    start(trainer)
+    found = moments(trainer)
+    assert trainer.loss == pytest.approx(loss, rel=2e-6)
+    assert deviation(found, expected) <= 1e-5
+
+
+def test_an_adapter_at_zero_is_its_base_and_the_base_stays(tmp_path):
+    trainer = make_trainer("dense", Cell({"dp": 2}, 1, 2), RANK, "lora.trained=[norm]")
+    base = make_trainer("dense", Cell({"dp": 2}, 1, 2))
+    before = flatten_dict(jax.device_get(trainer.params()))
+    first = float(trainer.step(make_batch(ROWS))["loss"])
+    assert first == float(base.step(make_batch(ROWS))["loss"])
+    for seed in range(1, 20):
+        loss = float(trainer.step(make_batch(ROWS, seed % 2))["loss"])
+    assert loss < first
+    after = flatten_dict(jax.device_get(trainer.params()))
+    for path, array in before.items():
+        is_trained = is_of_adapter(path) or "norm" in ".".join(path)
+        assert (array != after[path]).any() == is_trained, path
+    trained = {path for path in before if is_of_adapter(path) or "norm" in ".".join(path)}
+    assert set(flatten_dict(trainer.state["opt"]["mu"])) == trained
+
+
+@pytest.mark.parametrize(
+    "cell",
+    quick([Cell({"dp": 2}, 1, 2), Cell({"pp": 2, "dp": 2}, 1, 2)], 0),
+)
+def test_the_program_holds_no_gradient_or_exchange_of_the_base(cell):
+    """The feed-forward is 40 wide, which no other size is."""
+    keys = RANK, UNROLLED, "model.intermediate_size=40"
+
+    def wide(shapes: set) -> set:
+        return {shape for shape in shapes if 32 in shape and {40, 80, 20} & set(shape)}
+
+    found = exchanged_and_computed(make_trainer("dense", cell, *keys))
+    assert not any(map(wide, found))
+
+
+def test_a_run_resumes_at_another_mesh_from_adapters_alone(tmp_path):
+    keys = RANK, f"run.dir={tmp_path}", "lora.trained=[norm]"
+    cells = Cell({"dp": 4}, 3, 2), Cell({"tp": 2}, 1, 3)
+    whole, resumed = (make_trainer("dense", cell, *keys) for cell in cells)
+    whole.step(make_batch(ROWS))
+    whole.save()
+    whole.store.wait()
+    names = {file.name for file in (tmp_path / "checkpoints").rglob("*") if "params." in file.name}
+    assert not any("dense.mlp.up" == name.removeprefix("params.") for name in names)
+    resumed.state = None
+    assert resumed.restore() == 1
+    same = jax.device_get((whole.params(), resumed.params()))
+    jax.tree.map(np.testing.assert_array_equal, *same)
+    for trainer in (whole, resumed):
+        trainer.step(make_batch(ROWS, 1))
+    same = jax.device_get((resumed.params(), whole.params()))
+    assert deviation(*same) <= 1e-5
+    other = make_trainer("dense", Cell(), *keys, "run.seed=7")
+    with pytest.raises(UserError, match="not the weights that the adapters in .* were trained on"):
+        other.restore()
+    with pytest.raises(UserError, match="has lora.rank=3 but this run has lora.rank=4"):
+        make_trainer("dense", Cell(), *keys, "lora.rank=4").restore()
+
+
+@pytest.mark.parametrize(
+    "keys, match",
+    [
+        (("lora.targets=[nothing]",), "lora.targets: 'nothing' names no matrix here"),
+        (("lora.rank_pattern={norm: 4}",), "lora.rank_pattern: 'norm' names no matrix"),
+        (("lora.trained=[nothing]",), "lora.trained: 'nothing' is no role"),
+        (("lora.rank=0", "lora.dora=true"), "`lora.dora` has no effect"),
+        (("lora.targets=[head]", "model.tie_word_embeddings=true"), "lora.targets.*share a table"),
+        (("lora.dora=true", "model.layer_pattern=E", "model.moe.num_experts=8"), "lora.dora=true"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(keys, match):
+    with pytest.raises(UserError, match=match) as raised:
+        make_trainer("dense", Cell(), RANK, *keys)
+    assert "\n" not in str(raised.value)
