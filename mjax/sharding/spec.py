@@ -112,6 +112,16 @@ class ParamSpec:
         """Whether it is a parameter of all layers of a stack."""
         return self.axes[:1] == ("layers",)
 
+    @property
+    def lead(self) -> int:
+        """How many axes enumerate matrices before their inputs: layers, experts."""
+        return next(i for i, axis in enumerate(self.axes) if axis not in ENUMERATING_AXES)
+
+    @property
+    def output_axes(self) -> tuple[str | None, ...]:
+        """The axes after the inputs, that of a pair among them."""
+        return self.axes[self.lead + self.inputs :]
+
     def stacked(self, layers: int) -> "ParamSpec":
         """The same parameter of that many layers, stacked on a leading `layers` axis."""
         return replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))

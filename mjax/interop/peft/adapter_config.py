@@ -35,7 +35,7 @@ _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What a file says of its adapters.
+    """The settings of a file with adapters.
 
     ranks, alphas: those of modules whose names end with a match of a regular expression.
     parameters: ends of the names of parameters that have an adapter of their own.
@@ -124,7 +124,10 @@ def _positive(kind: type, key: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a file says of the adapter of one module. is_parameter: of a parameter on its own."""
+    """The settings of the adapter of one module.
+
+    is_parameter: PEFT finds it as a parameter. transposed: it is stored as [inputs, outputs].
+    """
 
     rank: int
     scale: float

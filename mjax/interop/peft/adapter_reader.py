@@ -14,7 +14,7 @@ import numpy as np
 from mjax.checkpoint.base.safetensors import Tensor, read_header
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import flat
-from mjax.checkpoint.merged import Adapters, part_path, part_shapes
+from mjax.checkpoint.merged import PARTS, Adapters, part_path, part_shapes
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import slots
@@ -26,6 +26,7 @@ from mjax.interop.peft.pair import (
     WEIGHTS,
     Pair,
     axis_of_half,
+    common_dtype,
     names_in_memory,
     place_of_batch,
     scaled,
@@ -172,12 +173,15 @@ def _read_pair(module: Module, group: Mapping[str, Tensor], config: AdapterConfi
 def _apart(module: Module, pair: Pair) -> Iterator[tuple[ModulePart, Pair]]:
     """The adapters of the parts of a module: of blocks of B, or with the one A that they share."""
     filled = [part for part in module.parts if np.any(pair.b[:, part.rows])]
-    choices = [_cuts(pair, parts) for parts in (module.parts, filled) if filled]
-    shared = [(part, slice(None)) for part in module.parts]
-    for part, cut in next(filter(None, choices), shared):
-        length = None if pair.magnitude is None else pair.magnitude[part.rows]
-        b = pair.b[:, part.rows, cut]
-        yield part, replace(pair, a=pair.a[:, cut], b=b, magnitude=length)
+    apart = None
+    if filled:
+        apart = _cuts(pair, module.parts) or _cuts(pair, filled)
+    for part, ranks in apart or [(part, slice(None)) for part in module.parts]:
+        rows = part.rows
+        own = replace(pair, a=pair.a[:, ranks], b=pair.b[:, rows, ranks])
+        if pair.magnitude is not None:
+            own = replace(own, magnitude=pair.magnitude[rows])
+        yield part, own
 
 
 def _cuts(pair: Pair, parts: Sequence[ModulePart]) -> list[tuple[ModulePart, slice]] | None:
@@ -197,28 +201,31 @@ def _arrays_of_weight(
 ) -> tuple[dict[Leaf, np.ndarray], float]:
     """(arrays of the adapter of a weight by path, its scale) of those of its matrices."""
     pairs = list(batches.values())
-    rank, scale = max(pair.rank for pair in pairs), pairs[0].scale
-    dtype = np.result_type(*(array.dtype for pair in pairs for array in (pair.a, pair.b)))
-    if any(pair.scale != scale for pair in pairs):
-        dtype = np.dtype(np.float32)
-    names = ("a", "b", *(("magnitude",) if dora else ()))
-    shapes = part_shapes(spec, rank)
+    scale, dtype = pairs[0].scale, common_dtype(pairs)
+    shapes = part_shapes(spec, max(pair.rank for pair in pairs))
+    names = PARTS if dora else PARTS[:2]
     arrays = {name: np.zeros(shapes[name], dtype) for name in names}
+    inputs, outputs = (tuple(real.shape[axis] for axis in axes) for axes in real.matrix_view()[1:])
     for batch, pair in batches.items():
         lead, half = place_of_batch(spec, batch)
-        a, b = pair.a[0], scaled(pair.b[0], pair.scale / scale)
+        own = {name: array[lead] for name, array in arrays.items()}
+        if half is not None:
+            own = {name: _half(array, name, half, spec) for name, array in own.items()}
+        a, b = pair.a[0].T, scaled(pair.b[0], pair.scale / scale).T
         if spec.role == "head":
             a, b = b.T, a.T
-        inputs = tuple(real.shape[axis] for axis in real.matrix_view()[1])
-        outputs = tuple(real.shape[axis] for axis in real.matrix_view()[2])
-        at = (slice(None),) if half is None else (slice(None),) * axis_of_half(spec) + (half,)
-        into = arrays["a"][lead] if half is None else arrays["a"][lead][..., half, :]
-        into[tuple(map(slice, inputs)) + (slice(pair.rank),)] = a.T.reshape(*inputs, pair.rank)
-        into = arrays["b"][lead][: pair.rank]
-        into[at] = b.T.reshape(pair.rank, *outputs)
+        into = own["a"][tuple(map(slice, inputs))]
+        into[..., : pair.rank] = a.reshape(*inputs, pair.rank)
+        own["b"][: pair.rank] = b.reshape(pair.rank, *outputs)
         if dora:
-            arrays["magnitude"][lead][at] = pair.magnitude.reshape(1, *outputs)
+            own["magnitude"][...] = pair.magnitude.reshape(1, *outputs)
     return {part_path(path, name): array for name, array in arrays.items()}, scale
+
+
+def _half(array: np.ndarray, name: str, half: int, spec: ParamSpec) -> np.ndarray:
+    """A view of one half of a part of an adapter."""
+    axis = -2 if name == "a" else axis_of_half(spec)
+    return np.moveaxis(array, axis, 0)[half]
 
 
 def _read_whole(

@@ -15,7 +15,7 @@ from mjax.checkpoint.base.companion_files import write_files
 from mjax.checkpoint.base.safetensors import write_file
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import run_all
-from mjax.checkpoint.merged import Adapters
+from mjax.checkpoint.merged import PARTS, Adapters
 from mjax.checkpoint.store import new_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
@@ -28,6 +28,7 @@ from mjax.interop.peft.pair import (
     WEIGHTS,
     Pair,
     axis_of_half,
+    common_dtype,
     names_in_memory,
     place_of_batch,
     scaled,
@@ -102,41 +103,60 @@ def _pair_of_module(
 
 def _pair_of_part(part: ModulePart, adapters: Adapters, spec: ParamSpec, role: str) -> Pair:
     """The adapter of one matrix of mjax, or of one of each expert, as PEFT has it."""
-    a, b, length = (adapters.part(part.path, name) for name in ("a", "b", "magnitude"))
-    rank, matrices, lengths = a.shape[-1], [], []
-    for batch in part.batches:
-        lead, half = place_of_batch(spec, batch)
-        own = a[lead][..., half, :] if half is not None else a[lead]
-        own_b, own_length = b[lead], None if length is None else length[lead]
-        if half is not None:
-            own_b = own_b.take(half, axis_of_half(spec))
-            own_length = None if length is None else own_length.take(half, axis_of_half(spec))
-        matrices.append((own.reshape(-1, rank).T, own_b.reshape(rank, -1).T))
-        lengths.append(None if own_length is None else own_length.reshape(-1))
-    in_rows, out_rows = (np.stack([pair[i] for pair in matrices]) for i in (0, 1))
-    scale = adapters.scales[part.path]
+    matrices = [_matrices_of_batch(part.path, batch, adapters, spec) for batch in part.batches]
+    a = np.stack([matrix["a"] for matrix in matrices])
+    b = np.stack([matrix["b"] for matrix in matrices])
     if role in ("embedding", "head"):  # without the rows that pad the vocabulary
-        in_rows = in_rows[:, :, : spec.shape[0]]
+        a = a[:, :, : spec.shape[0]]
     if role == "head":
-        in_rows, out_rows = out_rows.swapaxes(1, 2), in_rows.swapaxes(1, 2)
-    return Pair(in_rows, out_rows, scale, lengths[0])
+        a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+    pair = Pair(a, b, adapters.scales[part.path])
+    if adapters.dora:
+        length = matrices[0]["magnitude"][:, 0]
+        pair = replace(pair, magnitude=length)
+    return pair
+
+
+def _matrices_of_batch(
+    path: Leaf, batch: tuple[int, ...], adapters: Adapters, spec: ParamSpec
+) -> dict[str, np.ndarray]:
+    """The adapter of one matrix of a weight.
+
+    a: [r, inputs]. b: [outputs, r]. magnitude, with DoRA: [outputs, 1].
+    """
+    lead, half = place_of_batch(spec, batch)
+    found = {}
+    for name in PARTS:
+        array = adapters.part(path, name)
+        if array is None:
+            continue
+        array = array[lead]
+        if half is not None:
+            array = array.take(half, -2 if name == "a" else axis_of_half(spec))
+        rows = array.reshape(-1, array.shape[-1]) if name == "a" else array.reshape(len(array), -1)
+        found[name] = rows.T
+    return found
 
 
 def _side_by_side(module: Module, found: list[tuple[ModulePart, Pair]]) -> Pair:
     """One adapter of a module of those of its parts."""
     pairs = [pair for _, pair in found]
-    first, scale = pairs[0], pairs[0].scale
-    shares_a = all(pair.scale == scale and np.array_equal(pair.a, first.a) for pair in pairs[1:])
-    dtype = np.result_type(*(array.dtype for pair in pairs for array in (pair.a, pair.b)))
-    each = max(pair.rank for pair in pairs)
+    first, each = pairs[0], max(pair.rank for pair in pairs)
+    shares_a = all(_has_same_a(pair, first) for pair in pairs)
     rank = each if shares_a else each * len(pairs)
+    dtype = common_dtype(pairs)
     a = np.zeros((module.experts, rank, module.inputs), dtype)
     b = np.zeros((module.experts, module.outputs, rank), dtype)
     for i, (part, pair) in enumerate(found):
         at = 0 if shares_a else i * each
-        a[:, at : at + pair.rank] = pair.a
-        b[:, part.rows, at : at + pair.rank] = scaled(pair.b, pair.scale / scale)
-    return Pair(a, b, scale)
+        ranks = slice(at, at + pair.rank)
+        a[:, ranks] = pair.a
+        b[:, part.rows, ranks] = scaled(pair.b, pair.scale / first.scale)
+    return Pair(a, b, first.scale)
+
+
+def _has_same_a(pair: Pair, other: Pair) -> bool:
+    return pair.scale == other.scale and np.array_equal(pair.a, other.a)
 
 
 def _tensors_of(key: str, module: Module, pair: Pair) -> Iterator[tuple[str, np.ndarray]]:

@@ -112,8 +112,10 @@ def modules_of(cfg: ModelConfig, specs: dict, in_files: bool = False) -> dict[st
     modules: dict[str, Module] = {}
     of = real_specs(cfg, specs)
     for path, places in slots(cfg, specs).items():
-        for slot in {slot.batch: slot for slot in places}.values():
-            if (found := _module_of(cfg, path, of[path], slot, in_files)) is not None:
+        last = {slot.batch: slot for slot in places}
+        for slot in last.values():
+            found = _module_of(cfg, path, of[path], slot, in_files)
+            if found is not None:
                 before = modules.get(found.name)
                 modules[found.name] = found if before is None else _joined(before, found)
     return {name: modules[name] for name in sorted(modules, key=natural)}

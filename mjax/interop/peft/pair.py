@@ -1,5 +1,6 @@
 """The adapter of one module of PEFT, or of one part of it, between both layouts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +38,14 @@ class Pair:
         return replace(self, a=self.a[:, :rank], b=self.b[:, :, :rank])
 
 
+def common_dtype(pairs: Iterable[Pair]) -> np.dtype:
+    """The dtype that holds the numbers of all, fp32 where their scales differ."""
+    pairs = list(pairs)
+    if len({pair.scale for pair in pairs}) > 1:
+        return np.dtype(np.float32)
+    return np.result_type(*(array.dtype for pair in pairs for array in (pair.a, pair.b)))
+
+
 def place_of_batch(spec: ParamSpec, batch: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
     """(index along layers and experts, which half or None) of one matrix of a weight."""
     enumerating = [spec.axes[axis] for axis in spec.matrix_view()[0]]
@@ -47,8 +56,7 @@ def place_of_batch(spec: ParamSpec, batch: tuple[int, ...]) -> tuple[tuple[int, 
 
 def axis_of_half(spec: ParamSpec) -> int:
     """The axis that enumerates the halves, of b [r, *outputs] of one layer."""
-    outputs = [axis for axis in spec.axes if axis not in ("layers", "experts")][spec.inputs :]
-    return 1 + outputs.index("pair")
+    return 1 + spec.output_axes.index("pair")
 
 
 def scaled(b: np.ndarray, factor: float) -> np.ndarray:
