@@ -150,7 +150,8 @@ def _of_outputs(index: Index, spec: ParamSpec) -> Index:
 
 def _change(adapters: Adapters, path: Leaf, spec: ParamSpec, index: Index) -> np.ndarray:
     """The part `index` of a b, fp32, without the scale."""
-    of_a, of_b = index[: spec.lead + spec.inputs], _of_outputs(index, spec)
+    of_a = index[: spec.lead + spec.inputs]
+    of_b = _of_outputs(index, spec)
     a = adapters.part(path, "a")[of_a].astype(np.float32)
     b = adapters.part(path, "b")[of_b].astype(np.float32)
     out = np.empty([s.stop - s.start for s in index], np.float32)

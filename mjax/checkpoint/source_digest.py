@@ -1,4 +1,4 @@
-"""The digest of weights as a `Source` gives them, block by block (`checkpoint/base/base_digest.py`).
+"""The digest of weights as a `Source` gives them, block by block (`base/base_digest.py`).
 
 It is that which a run with adapters records of its base, whatever the base's format.
 """

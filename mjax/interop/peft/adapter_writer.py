@@ -36,8 +36,14 @@ from mjax.interop.peft.pair import (
 from mjax.sharding.spec import ParamSpec
 
 
-def write_adapter(folder: str | Path, cfg: ModelConfig, specs: dict, adapters: Adapters) -> None:
-    """Write adapters as a folder that PEFT loads.
+def write_adapter(
+    folder: str | Path,
+    cfg: ModelConfig,
+    specs: dict,
+    adapters: Adapters,
+    extras: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write adapters as a folder that PEFT loads, with further files `extras` by name.
 
     Raises `UserError` where PEFT has no place for something, or the folder holds something.
     """
@@ -73,7 +79,7 @@ def write_adapter(folder: str | Path, cfg: ModelConfig, specs: dict, adapters: A
     with new_folder(folder) as temporary:
         entries = {name: (array.shape, array.dtype) for name, array in ordered.items()}
         write_file(temporary / WEIGHTS, entries, lambda name: [ordered[name]])
-        write_files(temporary, {ADAPTER_CONFIG: config})
+        write_files(temporary, {**(extras or {}), ADAPTER_CONFIG: config})
 
 
 def _pair_of_module(
