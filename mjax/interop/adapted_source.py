@@ -56,7 +56,7 @@ class AdapterRun:
         source.check()
         arrays = {}
         for path, spec in self.trained.items():
-            arrays[path] = source.read(path, tuple(map(slice, spec.shape)))
+            arrays[path] = source.read(path, tuple(slice(0, n) for n in spec.shape))
         scales = {
             base_of(path): spec.scale
             for path, spec in self.trained.items()

@@ -29,7 +29,7 @@ from mjax.train import Trainer
 ROWS = 4
 MODEL = [
     "model.model_type=qwen3",
-    "model.vocab_size=97",
+    "model.vocab_size=257",
     "model.hidden_size=16",
     "model.attention.num_attention_heads=4",
     "model.attention.num_key_value_heads=2",
@@ -64,7 +64,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def trainer_at(home: Path, *keys: str) -> Trainer:
-    trainer = Trainer(load(None, [*MODEL, *keys]))
+    trainer = Trainer(load(None, [*MODEL, *keys]), devices=jax.devices()[:1])
     resume(trainer)
     return trainer
 
@@ -73,7 +73,7 @@ def weights_in(source: Source) -> dict:
     """The parameters of a checked source."""
     source.check()
     specs = flat(definition_of(source.cfg).specs)
-    return {p: source.read(p, tuple(map(slice, spec.shape))) for p, spec in specs.items()}
+    return {p: source.read(p, tuple(slice(0, n) for n in s.shape)) for p, s in specs.items()}
 
 
 def run_convert(monkeypatch, *argv: object) -> None:
@@ -89,8 +89,9 @@ def test_a_run_with_adapters_is_weights_like_any_others(home):
     for path, array in expected.items():
         np.testing.assert_allclose(found[path], array, rtol=2e-6, atol=2e-6, err_msg=str(path))
     whole = trainer_at(home, f"run.dir={home}/next", f"checkpoint.init_from={home}/run")
-    losses = [float(each.step(make_batch(ROWS, 7))["loss"]) for each in (trainer, whole)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    started = flatten_dict(jax.device_get(whole.params()))
+    for path, array in found.items():
+        np.testing.assert_array_equal(started[path], array)
 
 
 def test_merged_weights_are_those_of_the_run_and_come_apart(home, tmp_path, monkeypatch, capsys):
@@ -134,7 +135,7 @@ def test_an_extracted_adapter_is_that_of_the_run(home, tmp_path, monkeypatch):
     for path in wanted:
         np.testing.assert_array_equal(found[path].astype(np.float32), wanted[path].astype("f4"))
     for key, message in (("lora.rank=4", "lora.rank"), ("lora.alpha=6", "alpha=5, rslora=False")):
-        trainer = Trainer(load(None, [*MODEL, *LORA, key]))
+        trainer = Trainer(load(None, [*MODEL, *LORA, key]), devices=jax.devices()[:1])
         with pytest.raises(UserError, match=message):
             starting_arrays(back, flat(trainer.specs))
 
@@ -143,14 +144,14 @@ def test_another_base_and_changed_weights_are_one_line(home, tmp_path, monkeypat
     base, out = tmp_path / "base", tmp_path / "merged"
     shutil.copytree(home / "base", base)
     run_convert(monkeypatch, "merge", base, home / "run", out)
-    change_last_byte(base / "model.safetensors")
+    change_a_byte(base / "model.safetensors")
     assert "the base has changed since it was merged" in refused(
         monkeypatch, "unmerge", out, tmp_path / "again"
     )
     assert "its adapters were trained on other weights" in refused(
         monkeypatch, "merge", base, home / "run", tmp_path / "again"
     )
-    change_last_byte(out / "model.safetensors")
+    change_a_byte(out / "model.safetensors")
     assert "weights have changed since they were merged" in refused(
         monkeypatch, "unmerge", out, tmp_path / "again"
     )
@@ -166,9 +167,10 @@ def test_another_base_and_changed_weights_are_one_line(home, tmp_path, monkeypat
     assert not (tmp_path / "again").exists()
 
 
-def change_last_byte(file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+def change_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def refused(monkeypatch, *argv: object) -> str:
