@@ -18,8 +18,10 @@ from mjax.errors import UserError
 from mjax.models.base.adapted import ADAPTER, is_of_adapter
 from mjax.sharding.spec import ParamSpec
 
-PARTS = ("a", "b", "magnitude")
-_AT_ONCE = 2**16  # numbers of a product that are summed up at a time; they stay in a core's cache
+ADAPTER_PARTS = ("a", "b", "magnitude")
+_PRODUCT_BLOCK = (
+    2**16
+)  # numbers of a product that are summed up at a time; they stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,12 @@ def part_shapes(spec: ParamSpec, rank: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def scale_of(alpha: float, rank: int, rslora: bool) -> float:
+def adapter_scale(alpha: float, rank: int, rslora: bool) -> float:
     """The factor of an adapter's product."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
-def alpha_of(scale: float, rank: int, rslora: bool) -> float:
+def adapter_alpha(scale: float, rank: int, rslora: bool) -> float:
     """The alpha that gives this scale, a whole number where it is nearly one."""
     alpha = scale * (math.sqrt(rank) if rslora else rank)
     near = round(alpha)
@@ -113,7 +115,7 @@ def merged(base: Source, adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) ->
         if wanted is None:
             return value
         at = _of_outputs(index, specs[path])
-        return value * _stretch(wanted[at], length(path)[at], specs[path])
+        return value * _length_factor(wanted[at], length(path)[at], specs[path])
 
     return replace(base, read=read)
 
@@ -137,7 +139,7 @@ def _wanted_shapes(
     for path in adapters.scales:
         a = adapters.part(path, "a")
         shapes = part_shapes(specs[path], a.shape[-1]) if path in specs else {}
-        for name in PARTS:
+        for name in ADAPTER_PARTS:
             array = adapters.part(path, name)
             if array is not None:
                 yield part_path(path, name), array, shapes.get(name)
@@ -157,18 +159,18 @@ def _change(adapters: Adapters, path: Leaf, spec: ParamSpec, index: Index) -> np
     out = np.empty([s.stop - s.start for s in index], np.float32)
     for at in np.ndindex(out.shape[: spec.lead]):
         if "pair" not in spec.axes:
-            out[at] = _product(a[at], b[at])
+            out[at] = _summed_product(a[at], b[at])
             continue
         axis = spec.output_axes.index("pair")
         halves = index[spec.axes.index("pair")]
         into = np.moveaxis(out[at], spec.inputs + axis, 0)
         own = np.moveaxis(b[at], 1 + axis, 0)
         for i, half in enumerate(range(halves.start, halves.stop)):
-            into[i] = _product(a[at][..., half, :], own[i])
+            into[i] = _summed_product(a[at][..., half, :], own[i])
     return out
 
 
-def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _summed_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a [*inputs, r] times b [r, *outputs], fp32: one product of numbers after the other is added.
 
     Libraries of linear algebra sum in an order that depends on the shapes.
@@ -178,7 +180,7 @@ def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     columns = b.reshape(rank, -1)
     width = columns.shape[1]
     out = np.zeros((len(factors), width), np.float32)
-    step = max(1, _AT_ONCE // max(width, 1))
+    step = max(1, _PRODUCT_BLOCK // max(width, 1))
     for first in range(0, len(out), step):
         rows = slice(first, first + step)
         for i in range(rank):
@@ -199,7 +201,7 @@ def _lengths(read: Callable[[Index], np.ndarray], spec: ParamSpec) -> np.ndarray
     return np.sqrt(squares)
 
 
-def _stretch(wanted: np.ndarray, length: np.ndarray, spec: ParamSpec) -> np.ndarray:
+def _length_factor(wanted: np.ndarray, length: np.ndarray, spec: ParamSpec) -> np.ndarray:
     """The factor of each output that gives it the length `wanted`, shaped as for the weight."""
     wanted, length = wanted.astype(np.float32), length.astype(np.float32)
     factor = np.divide(wanted, length, out=np.ones_like(wanted), where=wanted != 0)

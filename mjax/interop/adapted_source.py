@@ -13,7 +13,7 @@ import numpy as np
 from mjax.checkpoint.base.source import Index, Source, flat
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.stored import read_record
-from mjax.checkpoint.merged import Adapters, alpha_of, merged
+from mjax.checkpoint.merged import Adapters, adapter_alpha, merged
 from mjax.checkpoint.source_digest import digest_of_source
 from mjax.checkpoint.weights import read_config, stored_source
 from mjax.config.schema.model import ModelConfig
@@ -124,7 +124,7 @@ def named_base(folder: Path, base: str | None) -> Path:
     return Path(base).expanduser()
 
 
-def read_run(step: Path) -> AdapterRun:
+def read_adapter_run(step: Path) -> AdapterRun:
     """The step of a run with adapters. Raises `UserError` for what cannot be merged."""
     record, cfg = read_record(step), read_config(step)
     said = _lora_of(record)
@@ -147,7 +147,7 @@ def adapted_source(folder: Path, base: Source) -> Source:
     if (folder / ADAPTER_CONFIG).is_file():
         specs = definition_of(base.cfg).specs
         return merged(base, read_adapter(folder, base.cfg, specs), flat(specs))
-    run = read_run(folder)
+    run = read_adapter_run(folder)
     return merged(run.base(base), run.adapters(), flat(definition_of(run.cfg).specs))
 
 
@@ -174,7 +174,7 @@ def starting_arrays(adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) -> dict
         scale = adapters.scales.get(base_of(path)) if path[-1] == "b" else None
         if scale is not None and not np.isclose(scale, trained[path].scale, rtol=1e-6):
             rank = array.shape[trained[path].axes.index(None)]
-            alpha = alpha_of(scale, rank, adapters.rslora)
+            alpha = adapter_alpha(scale, rank, adapters.rslora)
             raise UserError(
                 f"lora.alpha, lora.alpha_pattern, lora.rslora: {'.'.join(base_of(path))} of the "
                 f"adapters to start from has alpha={alpha:g}, rslora={adapters.rslora}; set them so"

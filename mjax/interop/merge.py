@@ -18,7 +18,7 @@ from mjax.checkpoint.source_digest import digest_of_source
 from mjax.checkpoint.store import new_folder
 from mjax.checkpoint.weights import write_weights
 from mjax.errors import UserError, or_user_error
-from mjax.interop.adapted_source import adapted_source, has_adapters, read_run
+from mjax.interop.adapted_source import adapted_source, has_adapters, read_adapter_run
 from mjax.interop.huggingface.families.engine import slots
 from mjax.interop.huggingface.files import export
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
@@ -81,14 +81,14 @@ def write_merged(
         "base": str(_files_of(base).absolute()),
         "base_digest": digest_of_source(original, flat(definition_of(original.cfg).specs)),
         "adapter": str(adapter.absolute()),
-        "digest": _digest_of(out),
+        "digest": _stored_digest(out),
     }
     text = json.dumps(record, indent=2) + "\n"
     with or_user_error(f"cannot write {out / RECORD}: {{reason}}"):
         (out / RECORD).write_text(text, encoding="utf-8")
 
 
-def _digest_of(folder: Path) -> str:
+def _stored_digest(folder: Path) -> str:
     """The digest of the weights in a folder, as they are stored."""
     source = source_of(folder)
     return digest_of_source(source, flat(definition_of(source.cfg).specs))
@@ -109,7 +109,7 @@ def unmerge(folder: Path, out: Path) -> Path:
     record = read_json(folder / RECORD, missing={})
     if not {"base", "base_digest", "digest"} <= record.keys():
         raise UserError(f"{folder}: has no {RECORD}; only what mjax convert merge wrote has one")
-    if _digest_of(folder) != record["digest"]:
+    if _stored_digest(folder) != record["digest"]:
         raise UserError(f"{folder}: its weights have changed since they were merged")
     base = Path(record["base"])
     if not base.is_dir():
@@ -117,7 +117,7 @@ def unmerge(folder: Path, out: Path) -> Path:
             f"{base}: the base is not here any more, and subtracting adapters would not give its "
             f"bits; bring it back, or name its place in {folder / RECORD}"
         )
-    if _digest_of(base) != record["base_digest"]:
+    if _stored_digest(base) != record["base_digest"]:
         raise UserError(
             f"{base}: the base has changed since it was merged; bring it back as it was"
         )
@@ -131,6 +131,6 @@ def unmerge(folder: Path, out: Path) -> Path:
 def extract(run: Path, out: Path) -> None:
     """Write the adapters of a run as a folder of PEFT, with the tokenizer of the run."""
     step = _adapter_step(run)
-    found = read_run(step)
+    found = read_adapter_run(step)
     files = {n: text for n, text in read_side_files(step).items() if is_of_tokenizer(n)}
     write_adapter(out, found.cfg, definition_of(found.cfg).specs, found.adapters(), files)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mjax.checkpoint.merged import alpha_of, scale_of
+from mjax.checkpoint.merged import adapter_alpha, adapter_scale
 from mjax.errors import UserError, or_user_error
 from mjax.interop.peft.modules import shortest_names
 from mjax.json_file import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 # Keys that say how adapters were chosen or began, or which keys of others they go by.
-_SAYS_NOTHING = frozenset(
+_WITHOUT_EFFECT = frozenset(
     """task_type auto_mapping peft_version revision inference_mode exclude_modules target_modules
     layers_to_transform layers_pattern init_lora_weights modules_to_save fan_in_fan_out
     ephemeral_gpu_offload runtime_config megatron_core loftq_config eva_config corda_config
@@ -57,7 +57,7 @@ class AdapterConfig:
 
     def scale_of(self, module: str, rank: int) -> float:
         """The factor of the product of a module's adapter, which has this rank."""
-        return scale_of(_first_match(self.alphas, module, self.alpha), rank, self.rslora)
+        return adapter_scale(_first_match(self.alphas, module, self.alpha), rank, self.rslora)
 
     def is_parameter(self, name: str) -> bool:
         """Whether a parameter of this name has an adapter."""
@@ -87,7 +87,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             "the adapter with path_initial_model_for_weight_conversion"
         )
     for key, value in config.items():
-        if value and key not in _READ | _SAYS_NOTHING or (key, value) == ("bias", "all"):
+        if value and key not in _READ | _WITHOUT_EFFECT or (key, value) == ("bias", "all"):
             raise UserError(f"{file}: {key}={value!r} is not supported; leave it out")
     if config.get("bias", "none") != "none":
         raise UserError(f"{file}: bias={config['bias']!r} is not supported (only 'none')")
@@ -145,7 +145,9 @@ def write_adapter_config(
     """
     rslora = said["use_rslora"]
     ranks = {name: setting.rank for name, setting in settings.items()}
-    alphas = {n: alpha_of(setting.scale, setting.rank, rslora) for n, setting in settings.items()}
+    alphas = {
+        n: adapter_alpha(setting.scale, setting.rank, rslora) for n, setting in settings.items()
+    }
     rank, alpha = (_most_common(values.values(), 8) for values in (ranks, alphas))
     modules = {name for name, setting in settings.items() if not setting.is_parameter}
     parameters = set(settings) - modules

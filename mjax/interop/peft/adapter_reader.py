@@ -14,7 +14,7 @@ import numpy as np
 from mjax.checkpoint.base.safetensors import Tensor, read_header
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import flat
-from mjax.checkpoint.merged import PARTS, Adapters, part_path, part_shapes
+from mjax.checkpoint.merged import ADAPTER_PARTS, Adapters, part_path, part_shapes
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.interop.huggingface.families.engine import slots
@@ -22,14 +22,14 @@ from mjax.interop.huggingface.files import read_slot, real_specs, tensor_shapes
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG, AdapterConfig, read_adapter_config
 from mjax.interop.peft.modules import Module, ModulePart, modules_of, with_family, wrapped_in_order
 from mjax.interop.peft.pair import (
-    PREFIX,
-    WEIGHTS,
-    Pair,
+    ADAPTER_WEIGHTS,
+    KEY_PREFIX,
+    LowRank,
     axis_of_half,
     common_dtype,
     names_in_memory,
     place_of_batch,
-    scaled,
+    scaled_b,
 )
 from mjax.sharding.spec import ParamSpec
 
@@ -46,11 +46,11 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, specs: dict) -> Adapters:
     have one. Raises `UserError` naming what is damaged, unsupported or of another model.
     """
     folder, cfg = Path(folder), with_family(cfg)
-    config, tensors = read_adapter_config(folder), _open(folder)
+    config, tensors = read_adapter_config(folder), _open_adapter(folder)
     found, whole = _sorted_keys(tensors)
     of = real_specs(cfg, specs)
     named = modules_of(cfg, specs), modules_of(cfg, specs, in_files=True)
-    parts: dict[Leaf, dict[tuple[int, ...], Pair]] = {}
+    parts: dict[Leaf, dict[tuple[int, ...], LowRank]] = {}
     for key, group in found.items():
         module = _module_of_key(folder, key, named, config, found)
         pair = _read_pair(module, group, config)
@@ -74,14 +74,14 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, specs: dict) -> Adapters:
     return Adapters(arrays, scales, config.rslora, config.dropout, config.base)
 
 
-def _open(folder: Path) -> dict[str, Tensor]:
+def _open_adapter(folder: Path) -> dict[str, Tensor]:
     """The tensors of an adapter, by name."""
-    if not (folder / WEIGHTS).is_file() and (folder / "adapter_model.bin").is_file():
+    if not (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_model.bin").is_file():
         raise UserError(
             f"{folder}: adapter_model.bin is a pickle, which can run code; save it "
-            f"as {WEIGHTS} (safe_serialization=True)"
+            f"as {ADAPTER_WEIGHTS} (safe_serialization=True)"
         )
-    return read_header(folder / WEIGHTS)
+    return read_header(folder / ADAPTER_WEIGHTS)
 
 
 def _sorted_keys(
@@ -91,9 +91,9 @@ def _sorted_keys(
     found: dict[str, dict[str, Tensor]] = {}
     whole = {}
     for name, tensor in tensors.items():
-        if not name.startswith(PREFIX):
+        if not name.startswith(KEY_PREFIX):
             raise UserError(f"{tensor.file}: tensor {name} is not of PEFT's LoRA; is it a model?")
-        rest = name.removeprefix(PREFIX)
+        rest = name.removeprefix(KEY_PREFIX)
         match = _KEY.fullmatch(rest)
         if match is None:
             rest = rest.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
@@ -130,8 +130,8 @@ def _module_of_key(
     module = in_model.get(key) or in_files.get(key)
     if module is None:
         raise UserError(
-            f"{folder / WEIGHTS}: {key} has an adapter, but the model has no such matrix; is it an "
-            "adapter of another model?"
+            f"{folder / ADAPTER_WEIGHTS}: {key} has an adapter, but the model has no such matrix; "
+            "is it an adapter of another model?"
         )
     return module
 
@@ -140,7 +140,7 @@ def _is_at(key: str, owner: str) -> bool:
     return key.replace(".base_layer", "") == owner
 
 
-def _read_pair(module: Module, group: Mapping[str, Tensor], config: AdapterConfig) -> Pair:
+def _read_pair(module: Module, group: Mapping[str, Tensor], config: AdapterConfig) -> LowRank:
     """The adapter of a module, its shapes checked."""
     count, rank = module.experts, config.rank_of(module.name)
     wanted = {
@@ -167,10 +167,10 @@ def _read_pair(module: Module, group: Mapping[str, Tensor], config: AdapterConfi
         )
     a = values["a"].reshape(count, rank, module.inputs)
     b = values["b"].reshape(module.outputs, rank, count).transpose(2, 0, 1)
-    return Pair(a, b, config.scale_of(module.name, rank), values.get("magnitude"))
+    return LowRank(a, b, config.scale_of(module.name, rank), values.get("magnitude"))
 
 
-def _apart(module: Module, pair: Pair) -> Iterator[tuple[ModulePart, Pair]]:
+def _apart(module: Module, pair: LowRank) -> Iterator[tuple[ModulePart, LowRank]]:
     """The adapters of the parts of a module: of blocks of B, or with the one A that they share."""
     filled = [part for part in module.parts if np.any(pair.b[:, part.rows])]
     apart = None
@@ -184,7 +184,7 @@ def _apart(module: Module, pair: Pair) -> Iterator[tuple[ModulePart, Pair]]:
         yield part, own
 
 
-def _cuts(pair: Pair, parts: Sequence[ModulePart]) -> list[tuple[ModulePart, slice]] | None:
+def _cuts(pair: LowRank, parts: Sequence[ModulePart]) -> list[tuple[ModulePart, slice]] | None:
     """Parts and their equal shares of the rank, or None if B is not zero outside of those."""
     each, rest = divmod(pair.rank, len(parts))
     cuts = [(part, slice(i * each, (i + 1) * each)) for i, part in enumerate(parts)]
@@ -196,22 +196,22 @@ def _arrays_of_weight(
     path: Leaf,
     spec: ParamSpec,
     real: ParamSpec,
-    batches: Mapping[tuple[int, ...], Pair],
+    batches: Mapping[tuple[int, ...], LowRank],
     dora: bool,
 ) -> tuple[dict[Leaf, np.ndarray], float]:
     """(arrays of the adapter of a weight by path, its scale) of those of its matrices."""
     pairs = list(batches.values())
     scale, dtype = pairs[0].scale, common_dtype(pairs)
     shapes = part_shapes(spec, max(pair.rank for pair in pairs))
-    names = PARTS if dora else PARTS[:2]
+    names = ADAPTER_PARTS if dora else ADAPTER_PARTS[:2]
     arrays = {name: np.zeros(shapes[name], dtype) for name in names}
     inputs, outputs = (tuple(real.shape[axis] for axis in axes) for axes in real.matrix_view()[1:])
     for batch, pair in batches.items():
         lead, half = place_of_batch(spec, batch)
         own = {name: array[lead] for name, array in arrays.items()}
         if half is not None:
-            own = {name: _half(array, name, half, spec) for name, array in own.items()}
-        a, b = pair.a[0].T, scaled(pair.b[0], pair.scale / scale).T
+            own = {name: _view_of_half(array, name, half, spec) for name, array in own.items()}
+        a, b = pair.a[0].T, scaled_b(pair.b[0], pair.scale / scale).T
         if spec.role == "head":
             a, b = b.T, a.T
         into = own["a"][tuple(map(slice, inputs))]
@@ -222,7 +222,7 @@ def _arrays_of_weight(
     return {part_path(path, name): array for name, array in arrays.items()}, scale
 
 
-def _half(array: np.ndarray, name: str, half: int, spec: ParamSpec) -> np.ndarray:
+def _view_of_half(array: np.ndarray, name: str, half: int, spec: ParamSpec) -> np.ndarray:
     """A view of one half of a part of an adapter."""
     axis = -2 if name == "a" else axis_of_half(spec)
     return np.moveaxis(array, axis, 0)[half]

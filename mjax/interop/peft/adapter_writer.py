@@ -15,7 +15,7 @@ from mjax.checkpoint.base.companion_files import write_files
 from mjax.checkpoint.base.safetensors import write_file
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import run_all
-from mjax.checkpoint.merged import PARTS, Adapters
+from mjax.checkpoint.merged import ADAPTER_PARTS, Adapters
 from mjax.checkpoint.store import new_folder
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
@@ -24,14 +24,14 @@ from mjax.interop.huggingface.files import real_specs, tensor_shapes, write_slot
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG, Setting, write_adapter_config
 from mjax.interop.peft.modules import Module, ModulePart, keys_of, modules_of, with_family
 from mjax.interop.peft.pair import (
-    PREFIX,
-    WEIGHTS,
-    Pair,
+    ADAPTER_WEIGHTS,
+    KEY_PREFIX,
+    LowRank,
     axis_of_half,
     common_dtype,
     names_in_memory,
     place_of_batch,
-    scaled,
+    scaled_b,
 )
 from mjax.sharding.spec import ParamSpec
 
@@ -78,13 +78,13 @@ def write_adapter(
     ordered = dict(sorted(tensors.items()))
     with new_folder(folder) as temporary:
         entries = {name: (array.shape, array.dtype) for name, array in ordered.items()}
-        write_file(temporary / WEIGHTS, entries, lambda name: [ordered[name]])
+        write_file(temporary / ADAPTER_WEIGHTS, entries, lambda name: [ordered[name]])
         write_files(temporary, {**(extras or {}), ADAPTER_CONFIG: config})
 
 
 def _pair_of_module(
     module: Module, adapters: Adapters, of: Mapping[Leaf, ParamSpec]
-) -> Pair | None:
+) -> LowRank | None:
     """The adapter of a module, or None if no part of it has one."""
     found = []
     for part in module.parts:
@@ -107,7 +107,7 @@ def _pair_of_module(
     return replace(_side_by_side(module, found), magnitude=length)
 
 
-def _pair_of_part(part: ModulePart, adapters: Adapters, spec: ParamSpec, role: str) -> Pair:
+def _pair_of_part(part: ModulePart, adapters: Adapters, spec: ParamSpec, role: str) -> LowRank:
     """The adapter of one matrix of mjax, or of one of each expert, as PEFT has it."""
     matrices = [_matrices_of_batch(part.path, batch, adapters, spec) for batch in part.batches]
     a = np.stack([matrix["a"] for matrix in matrices])
@@ -116,7 +116,7 @@ def _pair_of_part(part: ModulePart, adapters: Adapters, spec: ParamSpec, role: s
         a = a[:, :, : spec.shape[0]]
     if role == "head":
         a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
-    pair = Pair(a, b, adapters.scales[part.path])
+    pair = LowRank(a, b, adapters.scales[part.path])
     if adapters.dora:
         length = matrices[0]["magnitude"][:, 0]
         pair = replace(pair, magnitude=length)
@@ -132,7 +132,7 @@ def _matrices_of_batch(
     """
     lead, half = place_of_batch(spec, batch)
     found = {}
-    for name in PARTS:
+    for name in ADAPTER_PARTS:
         array = adapters.part(path, name)
         if array is None:
             continue
@@ -144,7 +144,7 @@ def _matrices_of_batch(
     return found
 
 
-def _side_by_side(module: Module, found: list[tuple[ModulePart, Pair]]) -> Pair:
+def _side_by_side(module: Module, found: list[tuple[ModulePart, LowRank]]) -> LowRank:
     """One adapter of a module of those of its parts."""
     pairs = [pair for _, pair in found]
     first, each = pairs[0], max(pair.rank for pair in pairs)
@@ -157,15 +157,15 @@ def _side_by_side(module: Module, found: list[tuple[ModulePart, Pair]]) -> Pair:
         at = 0 if shares_a else i * each
         ranks = slice(at, at + pair.rank)
         a[:, ranks] = pair.a
-        b[:, part.rows, ranks] = scaled(pair.b, pair.scale / first.scale)
-    return Pair(a, b, first.scale)
+        b[:, part.rows, ranks] = scaled_b(pair.b, pair.scale / first.scale)
+    return LowRank(a, b, first.scale)
 
 
-def _has_same_a(pair: Pair, other: Pair) -> bool:
+def _has_same_a(pair: LowRank, other: LowRank) -> bool:
     return pair.scale == other.scale and np.array_equal(pair.a, other.a)
 
 
-def _tensors_of(key: str, module: Module, pair: Pair) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors_of(key: str, module: Module, pair: LowRank) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a file that hold an adapter, by name."""
     a = pair.a.reshape(-1, module.inputs)
     b = pair.b.transpose(1, 2, 0).reshape(module.outputs, -1)  # experts change fastest
@@ -226,5 +226,5 @@ def _whole_tensors(
             run_all(write_slot(out, slot, of[path], lambda index, path=path: whole[path][index]))
         module = _module_of_tensor(here)
         base = ".base_layer" if module in adapted else ""
-        tensors[f"{PREFIX}{module}{base}{here.removeprefix(module)}"] = out
+        tensors[f"{KEY_PREFIX}{module}{base}{here.removeprefix(module)}"] = out
     return tensors, modules - adapted

@@ -17,7 +17,7 @@ from mjax.interop.huggingface.files import natural, real_specs
 from mjax.sharding.spec import ParamSpec
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
-_OLDER = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_OLDER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _OF_LLAVA = (
     ("language_model.lm_head.", "lm_head."),
     ("language_model.model.", "model.language_model."),
@@ -117,7 +117,7 @@ def modules_of(cfg: ModelConfig, specs: dict, in_files: bool = False) -> dict[st
             found = _module_of(cfg, path, of[path], slot, in_files)
             if found is not None:
                 before = modules.get(found.name)
-                modules[found.name] = found if before is None else _joined(before, found)
+                modules[found.name] = found if before is None else _with_part(before, found)
     return {name: modules[name] for name in sorted(modules, key=natural)}
 
 
@@ -132,7 +132,7 @@ def _module_of(
     expert = None if in_files else _EXPERT.fullmatch(slot.tensor)
     name, is_parameter = slot.tensor.removesuffix(".weight"), False
     if expert is not None:
-        kind = _OLDER.get(expert[2], expert[2])
+        kind = _OLDER_NAMES.get(expert[2], expert[2])
         if "pair" in spec.axes:
             start, kind = outputs * (kind == "up_proj"), "gate_up_proj"
         name, is_parameter = in_memory(cfg, f"{expert[1]}.{kind}"), True
@@ -168,7 +168,7 @@ def _sizes_of_matrix(spec: ParamSpec, slot: Slot) -> tuple[int, int] | None:
     return size(inputs), size(outputs)
 
 
-def _joined(module: Module, other: Module) -> Module:
+def _with_part(module: Module, other: Module) -> Module:
     """Two parts of one module as one: rows side by side, or further experts."""
     parts = list(module.parts)
     new = other.parts[0]

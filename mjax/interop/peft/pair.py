@@ -11,12 +11,12 @@ from mjax.interop.huggingface.files import tensor_shapes
 from mjax.interop.peft.modules import in_memory
 from mjax.sharding.spec import ParamSpec
 
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+KEY_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class Pair:
+class LowRank:
     """The adapter of a module, or of one part of it: of each expert, or once.
 
     a: [experts, r, inputs]. b: [experts, outputs, r]. magnitude: [outputs] or None.
@@ -31,14 +31,14 @@ class Pair:
     def rank(self) -> int:
         return self.a.shape[1]
 
-    def trimmed(self) -> "Pair":
+    def trimmed(self) -> "LowRank":
         """The adapter without the last ranks that are zero at both ends."""
         used = np.any(self.a, (0, 2)) | np.any(self.b, (0, 1))
         rank = int(np.max(np.nonzero(used)[0], initial=-1)) + 1
         return replace(self, a=self.a[:, :rank], b=self.b[:, :, :rank])
 
 
-def common_dtype(pairs: Iterable[Pair]) -> np.dtype:
+def common_dtype(pairs: Iterable[LowRank]) -> np.dtype:
     """The dtype that holds the numbers of all, fp32 where their scales differ."""
     pairs = list(pairs)
     if len({pair.scale for pair in pairs}) > 1:
@@ -59,7 +59,7 @@ def axis_of_half(spec: ParamSpec) -> int:
     return 1 + spec.output_axes.index("pair")
 
 
-def scaled(b: np.ndarray, factor: float) -> np.ndarray:
+def scaled_b(b: np.ndarray, factor: float) -> np.ndarray:
     """b times a factor, in fp32 unless that is one."""
     return b if factor == 1 else b.astype(np.float32) * np.float32(factor)
 

@@ -14,7 +14,7 @@ from mjax.checkpoint.base.source import Source, array_source, flat
 from mjax.config import load
 from mjax.convert import main as convert
 from mjax.errors import UserError
-from mjax.interop.adapted_source import read_run, starting_arrays
+from mjax.interop.adapted_source import read_adapter_run, starting_arrays
 from mjax.interop.huggingface.families.engine import config_to_hf, slots
 from mjax.interop.huggingface.files import export
 from mjax.interop.merge import RECORD
@@ -126,7 +126,7 @@ def test_a_merged_checkpoint_of_mjax_comes_apart(home, tmp_path, monkeypatch):
 
 def test_an_extracted_adapter_is_that_of_the_run(home, tmp_path, monkeypatch):
     run_convert(monkeypatch, "extract", home / "run", tmp_path / "adapter")
-    run = read_run(home / "run" / "checkpoints" / "2")
+    run = read_adapter_run(home / "run" / "checkpoints" / "2")
     back = read_adapter(tmp_path / "adapter", run.cfg, definition_of(run.cfg).specs)
     assert back.base == str(home / "base") and back.scales.keys() == run.adapters().scales.keys()
     for path, array in starting_arrays(back, run.specs).items():
@@ -182,7 +182,7 @@ def refused(monkeypatch, *argv: object) -> str:
 
 
 def test_a_step_holds_adapters_alone(home):
-    run = read_run(home / "run" / "checkpoints" / "2")
+    run = read_adapter_run(home / "run" / "checkpoints" / "2")
     norm = ("final_norm", "gain")
     assert all(is_of_adapter(path) or path == norm for path in run.trained)
     assert len(run.trained) == 1 + 2 * 5

@@ -14,7 +14,7 @@ from mjax.errors import UserError
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
 from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.peft.adapter_writer import write_adapter
-from mjax.interop.peft.pair import WEIGHTS
+from mjax.interop.peft.pair import ADAPTER_WEIGHTS
 from mjax.models import definition_of
 from tests.adapters import drawn_adapters
 from tests.marks import quick
@@ -68,7 +68,7 @@ def test_reading_what_was_written_gives_the_same_bytes(name, tmp_path):
     for path, array in adapters.arrays.items():
         np.testing.assert_array_equal(back.arrays[path], array)
     write_adapter(tmp_path / "two", cfg, specs, back)
-    for file in (WEIGHTS, ADAPTER_CONFIG):
+    for file in (ADAPTER_WEIGHTS, ADAPTER_CONFIG):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
 
@@ -82,7 +82,7 @@ def test_a_module_of_several_matrices_has_their_adapters_side_by_side(tmp_path):
         "gate_up_proj": 6,
         "qkv_proj": 9,
     }
-    tensors = read_header(tmp_path / "adapter" / WEIGHTS)
+    tensors = read_header(tmp_path / "adapter" / ADAPTER_WEIGHTS)
     key = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_{}.weight".format
     a, b = (tensors[key(letter)].whole() for letter in "AB")
     at = ("dense", "attention")
@@ -223,7 +223,7 @@ def test_damaged_and_foreign_files_are_one_line(name, tmp_path):
     cfg, specs = model()
     folder = tmp_path / "adapter"
     write_adapter(folder, cfg, specs, drawn_adapters(specs))
-    rewrite(folder / WEIGHTS, change)
+    rewrite(folder / ADAPTER_WEIGHTS, change)
     with pytest.raises(UserError) as error:
         read_adapter(folder, cfg, specs)
     assert message in str(error.value) and "\n" not in str(error.value)
