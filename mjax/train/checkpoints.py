@@ -29,11 +29,12 @@ from mjax.errors import NonFiniteLoss, UserError
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
 from mjax.interop.sources import source_of
-from mjax.models.base.adapted import joined_trees, only_adapters, without_adapters
+from mjax.models.base.adapted import joined_trees, without_adapters
 from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.sharding.spec import frozen_only, trained_only
 from mjax.train.base_digest import digest_of_arrays
 from mjax.train.finite import first_nonfinite, nonfinite_counts
+from mjax.train.start_weights import outside_nf4, read_nf4, with_adapters
 from mjax.train.state import StateLayout
 from mjax.train.step import State
 
@@ -210,8 +211,9 @@ class Checkpoints:
         storage, cfg = self.layout.storage, self.cfg
         stored = self.layout.abstract()["params"]
         wanted = canonical_abstract(storage, stored)
-        of_model = without_adapters(wanted)
+        of_model = outside_nf4(without_adapters(wanted), self.layout.specs)
         params, lines = None, []
+        in_nf4: dict = {}
         for source in sources:
             found = fit(source, cfg.model, cfg.checkpoint.init_changes, cfg.run.seed)
             source.check()
@@ -219,14 +221,14 @@ class Checkpoints:
                 self.store.unread = source.unread
             loaded = arrays(found.source, of_model)
             if found.shared != found.wanted:
-                others = params or without_adapters(canonical(storage, self.layout.draw()))
+                drawn = params or without_adapters(canonical(storage, self.layout.draw()))
+                others = outside_nf4(drawn, self.layout.specs)
                 loaded = found.complete(loaded, others)
             params = loaded
+            in_nf4 = read_nf4(found, in_nf4, wanted, self.layout)
             lines.append(found.summary())
         if self.cfg.lora.rank:
-            shardings = jax.tree.map(lambda a: a.sharding, only_adapters(wanted))
-            start = jax.jit(self.layout.start_adapters, out_shardings=shardings)
-            params = joined_trees(params, start(params))
+            params = with_adapters(params, in_nf4, wanted, self.layout)
             self._note_base(params)
         return from_canonical(storage, params, stored), "\n".join(lines)
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.config.schema.run import Config
 from mjax.models import build, split
 from mjax.models.base.adapted import joined_trees, start_adapters
+from mjax.models.base.nf4_base import round_base
 from mjax.models.runtime.buffers import Buffer, buffers_of
 from mjax.optim.build import Optimizer, moment_trees
 from mjax.optim.shards import muon_resharders
@@ -56,6 +57,7 @@ class StateLayout:
         model = build(self.cfg.model, nnx.Rngs(self.cfg.run.seed))
         _, params = split(model)
         if self.cfg.lora.rank:
+            params = round_base(params, self.specs, self.cfg.precision.compute)
             params = joined_trees(params, self.start_adapters(params))
         stored = to_storage(self.storage, params)
 
@@ -67,7 +69,8 @@ class StateLayout:
 
     def start_adapters(self, base: dict) -> dict:
         """Adapters drawn from run.seed beside canonical parameters; to be traced."""
-        return start_adapters(base, self.specs, jax.random.key(self.cfg.run.seed))
+        key = jax.random.key(self.cfg.run.seed)
+        return start_adapters(base, self.specs, key, self.cfg.lora.init)
 
     def initial_state(self) -> dict:
         """The state at step 0; to be traced only."""

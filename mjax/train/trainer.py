@@ -18,6 +18,7 @@ from mjax.kernels.fp8.recipe import recipe_of
 from mjax.kernels.loss.token_functions import TokenScores
 from mjax.models import definition_of
 from mjax.models.base.adapted import adapted_specs
+from mjax.models.base.nf4_base import nf4_specs, require_whole_blocks
 from mjax.models.base.params import with_specs
 from mjax.models.towers.tower_mesh import with_whole_towers
 from mjax.objectives.fields import Batch, HostBatch, further_lengths
@@ -57,6 +58,8 @@ class Trainer:
         self.definition = definition_of(cfg.model)
         if cfg.lora.rank:
             adapted = adapted_specs(self.definition.specs, cfg.lora, cfg.precision.compute)
+            if cfg.lora.base == "nf4":
+                adapted = nf4_specs(adapted)
             self.definition = with_specs(self.definition, adapted)
         specs = rounded_specs(self.definition.specs, cfg.precision.fp8_experts)
         specs = with_whole_towers(specs, cfg)
@@ -75,6 +78,7 @@ class Trainer:
         self.cfg = cfg
         self.mesh = make_mesh(cfg.mesh, devices) if mesh is None else mesh
         self.parallel = parallel_of(self.mesh)
+        require_whole_blocks(self.specs, self.parallel)
         self.layout = layout_of(cfg) if self.parallel.pp > 1 else None
         self.state_layout = state_layout(cfg, self.specs, self.mesh, self.parallel, self.layout)
         self.storage = self.state_layout.storage

@@ -48,6 +48,20 @@ def _decay_steps(c: Config) -> int:
     return c.schedule.decay_steps or c.train.steps
 
 
+@rule("choose one of them")
+def adapters_start_once(c: Config) -> Iterator[str]:
+    if c.lora.init == "pissa" and c.lora.dora:
+        yield "`lora.init` and `lora.dora` both change how the base starts"
+    if c.lora.base == "nf4" and c.precision.fp8 != "none":
+        yield "`lora.base` is read in precision.compute, not in 8 bits: `precision.fp8`"
+
+
+@rule("set checkpoint.init_from")
+def principal_parts_exist(c: Config) -> Iterator[str]:
+    if c.lora.init == "pissa" and c.checkpoint.init_from is None:
+        yield "`lora.init` takes the principal parts of given weights"
+
+
 @rule("lower min_lr")
 def min_lr_below_lr(c: Config) -> Iterator[str]:
     if c.schedule.min_lr > c.schedule.lr:

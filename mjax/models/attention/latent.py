@@ -204,7 +204,7 @@ class MLA(BranchModule):
     ) -> jax.Array:
         """[B, 1, N, U] of one new token a row, whose queries read the cache as it is."""
         sizes = self.cfg.mla
-        weight = value_with_adapter(weight_of(self.kv_b))
+        weight = value_with_adapter(weight_of(self.kv_b), q.dtype)
         to_key, to_value = _cut_channels(weight, sizes.qk_nope_head_dim)
         fixed, turned = _cut_channels(q, sizes.qk_nope_head_dim)
         absorbed = jnp.einsum("bsnc,rnc->bsnr", fixed, to_key)

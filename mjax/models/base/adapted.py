@@ -18,10 +18,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from mjax.config.schema.run import LoraConfig
 from mjax.errors import UserError
 from mjax.models.base.adapter import Adapter, adapted_value, lengths
+from mjax.models.base.nf4_base import NF4, joined_nf4, value_of_base
 from mjax.models.base.weight import Weight, WeightOrArray, is_weight, value_with_adapter
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
-from mjax.sharding.spec import ENUMERATING_AXES, ParamSpec, is_named, is_spec, require_named
+from mjax.sharding.spec import ParamSpec, is_named, is_spec, require_named
 
 ADAPTER = "_lora"  # ends the name of the entry that holds the adapter of a parameter
 
@@ -109,7 +110,7 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     rank = int(_first(lora.rank_pattern, path, spec, lora.rank))
     alpha = _first(lora.alpha_pattern, path, spec, lora.alpha)
     scale = alpha / (rank**0.5 if lora.rslora else rank)
-    lead, inputs = _lead(spec), _lead(spec) + spec.inputs
+    lead, inputs = spec.lead, spec.lead + spec.inputs
     halves = ((2,), ("pair",)) if "pair" in spec.axes[inputs:] else ((), ())
     active = spec.active if spec.matmul else 0.0
     plain = {"role": "matrix", "precise": spec.precise, "fp8": False, "active": active}
@@ -136,11 +137,6 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
     return declared
 
 
-def _lead(spec: ParamSpec) -> int:
-    """How many axes enumerate matrices before their inputs: layers, experts."""
-    return next(i for i, axis in enumerate(spec.axes) if axis not in ENUMERATING_AXES)
-
-
 # ---- the first values ----------------------------------------------------------------------------
 
 
@@ -164,10 +160,11 @@ def joined_trees(*trees: dict) -> dict:
     return unflatten_dict(entries)
 
 
-def start_adapters(base: dict, specs: dict, key: jax.Array) -> dict:
+def start_adapters(base: dict, specs: dict, key: jax.Array, init: str = "zero") -> dict:
     """Adapters before the first step, fp32, beside canonical parameters `base`; to be traced.
 
     `specs` declare both. They start as PEFT's. a is uniform within 1/sqrt(inputs) and b is zero.
+    With the `init` "gaussian" a is normal with deviation 1/r.
     Of tables [V, D] a is zero; b is normal for an embedding, uniform within 1/sqrt(D) for a head.
     A length is that of the base.
     """
@@ -178,11 +175,16 @@ def start_adapters(base: dict, specs: dict, key: jax.Array) -> dict:
         drawn = "a" if of_base.matmul else "b"
         if path[-1] == "magnitude":
             of_each = functools.partial(lengths, inputs=of_base.inputs)
-            for _ in range(_lead(of_base)):
+            for _ in range(of_base.lead):
                 of_each = jax.vmap(of_each)
-            started[path] = of_each(params[base_of(path)])
+            value = value_of_base(params, base_of(path), of_base)
+            started[path] = of_each(value)
         elif path[-1] == drawn:
-            started[path] = _draw(jax.random.fold_in(key, number), spec, of_base)
+            own = jax.random.fold_in(key, number)
+            if init == "gaussian" and of_base.matmul:
+                started[path] = jax.random.normal(own, spec.shape) / spec.shape[-1]
+            else:
+                started[path] = _draw(own, spec, of_base)
         else:
             started[path] = jnp.zeros(spec.shape, jnp.float32)
     return unflatten_dict(started)
@@ -199,14 +201,17 @@ def _draw(key: jax.Array, spec: ParamSpec, of_base: ParamSpec) -> jax.Array:
 
 
 def adapted_values(params: dict, specs: dict) -> dict:
-    """Canonical parameters with adapters -> those of the model without, each adapter added."""
+    """Canonical parameters with adapters -> those of the model without, each adapter added.
+
+    Weights in NF4 become fp32.
+    """
     weights, declared = join_adapters(params, specs)
 
     def value(spec: ParamSpec, entry: WeightOrArray) -> jax.Array:
         if not is_weight(entry):
             return entry
-        of_each = value_with_adapter
-        for _ in range(_lead(spec)):
+        of_each = functools.partial(value_with_adapter, dtype=jnp.dtype(jnp.float32))
+        for _ in range(spec.lead):
             of_each = jax.vmap(of_each)
         return of_each(entry)
 
@@ -224,11 +229,13 @@ def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tup
     joined, declared = {}, {}
     for name, entry in weights.items():
         spec = specs[name]
-        if name.endswith(ADAPTER):
+        if name.endswith((ADAPTER, NF4)):
             continue
         if not is_spec(spec):
             joined[name], declared[name] = join_adapters(entry, spec, parallel)
             continue
+        if name + NF4 in weights:
+            entry = joined_nf4(entry, weights[name + NF4], spec, parallel)
         declared[name], beside = spec, weights.get(name + ADAPTER)
         if beside is None:
             joined[name] = entry
@@ -247,7 +254,7 @@ def _joined(
             own = {name: rows[i] for name, rows in beside.items()}
             layers.append(_joined(layer, own, spec, of_adapter, parallel))
         return layers
-    first = _lead(spec)
+    first = spec.lead
     inputs, outputs = spec.axes[first : first + spec.inputs], spec.axes[first + spec.inputs :]
     is_split = not spec.whole and any("tp" in RULES[axis] for axis in inputs if axis)
     adapter = Adapter(

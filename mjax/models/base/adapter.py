@@ -41,8 +41,11 @@ class Adapter:
     split: Parallel = _static(LOCAL)
 
 
-def add_product(y: jax.Array, x: jax.Array, value: jax.Array, adapter: Adapter) -> jax.Array:
-    """y [M, *outputs] = x W with the product of the adapter; x is [M, K], `value` W [K, N]."""
+def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Adapter) -> jax.Array:
+    """y [M, *outputs] = x W with the product of the adapter; x is [M, K].
+
+    `value` is W [K, N], which only DoRA reads.
+    """
     a, b = adapter_matrices(adapter, x.dtype)
     low = (x @ a) * adapter.scale
     y = y + jnp.tensordot(low, b, 1)

@@ -24,7 +24,7 @@ def column(
 
     A caller that names what it makes of the outputs has them not `named`.
     """
-    if ctx.overlaps(x.shape[1]):
+    if _in_pieces(x.shape[1], weights, ctx):
         outputs = gather_matmul(_products_of_pieces, x, weights, ctx.parallel)
     else:
         outputs = _products(ctx.parallel.gather_seq(x), weights, ctx.parallel)
@@ -43,11 +43,19 @@ def local_product(x: jax.Array, weight: Weight, ctx: Context) -> jax.Array:
 
 def row(h: jax.Array, weight: Weight, ctx: Context) -> jax.Array:
     """h [B, S, ...] and a weight [..., D] -> [B, S/tp, D], summed over tp."""
-    if ctx.overlaps(h.shape[1] // ctx.parallel.tp):
+    if _in_pieces(h.shape[1] // ctx.parallel.tp, (weight,), ctx):
         (y,) = matmul_scatter(_products_of_pieces, h, (weight,), ctx.parallel)
     else:
         y = ctx.parallel.scatter_seq(matmul(h, weight, ctx.parallel))
     return checkpoint_name(y, weight.name)
+
+
+def _in_pieces(rows: int, weights: tuple[Weight, ...], ctx: Context) -> bool:
+    """Whether shards of `rows` tokens are exchanged piece by piece.
+
+    Each piece would read a weight in NF4 again.
+    """
+    return ctx.overlaps(rows) and not any(w.in_nf4 for w in weights)
 
 
 def _products(

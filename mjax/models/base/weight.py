@@ -20,6 +20,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from mjax.kernels.fp8.recipe import Recipe
+from mjax.kernels.matmul.nf4 import Nf4, dequantize, nf4_matmul
 from mjax.models.base.adapter import Adapter, adapted_value, add_product
 from mjax.sharding.collectives import LOCAL, Parallel
 
@@ -33,7 +34,7 @@ def _static(default):
 class Weight:
     """A matrix as matmuls read it. A field that is None is not there.
 
-    value: [*inputs, *outputs], in the dtype of the computation.
+    value: [*inputs, *outputs], in the dtype of the computation; of a frozen weight perhaps `Nf4`.
     bits: uint8, shaped like value: what e4m3 rounds it to. Matmuls then read the bits, and the
         value only takes the gradient.
     transposed: uint8 [N, K], the bits as a matrix, transposed; [E, N, K] of experts.
@@ -48,7 +49,7 @@ class Weight:
     Stacked weights of L layers have a leading axis L on every array.
     """
 
-    value: jax.Array | None = None
+    value: jax.Array | Nf4 | None = None
     bits: jax.Array | None = None
     transposed: jax.Array | None = None
     scales: jax.Array | None = None
@@ -57,6 +58,10 @@ class Weight:
     name: str = _static("")
     inputs: int = _static(1)
     recipe: Recipe | None = _static(None)
+
+    @property
+    def in_nf4(self) -> bool:
+        return isinstance(self.value, Nf4)
 
     def of_outputs(self, take: Callable[[jax.Array], jax.Array]) -> "Weight":
         """The weight of some of its outputs: `take` picks them from arrays [.., *outputs]."""
@@ -91,6 +96,8 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     exchange (GPT 1.3B on two H200s: 1.5 % of a step). Outputs of a plain product stay as they are:
     where XLA shards by itself (`infer/`), it gathers a weight whose gate and up became one axis.
     """
+    if w.in_nf4:
+        return _matmul_nf4(x, w)
     matrix = as_matrix(w)
     rows = x.reshape(-1, len(matrix.value))
     outputs = w.value.shape[w.inputs :]
@@ -103,6 +110,20 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
     if w.adapter is not None:
         y = y.reshape(-1, *outputs)
         y = add_product(y, rows, matrix.value, w.adapter)
+    lead = x.shape[: x.ndim - w.inputs]
+    return y.reshape(*lead, *outputs)
+
+
+def _matmul_nf4(x: jax.Array, w: Weight) -> jax.Array:
+    """`matmul` by a weight in NF4, which takes no gradient."""
+    inputs, outputs = w.value.shape[: w.inputs], w.value.shape[w.inputs :]
+    rows = x.reshape(-1, math.prod(inputs))
+    y = nf4_matmul(rows, w.value).reshape(-1, *outputs)
+    if w.adapter is not None:
+        value = None
+        if w.adapter.magnitude is not None:
+            value = plain_value(w, x.dtype).reshape(rows.shape[1], -1)
+        y = add_product(y, rows, value, w.adapter)
     lead = x.shape[: x.ndim - w.inputs]
     return y.reshape(*lead, *outputs)
 
@@ -171,9 +192,15 @@ def _matmul_adding_forward(x: jax.Array, w: Weight) -> tuple[jax.Array, tuple]:
 _matmul_adding.defvjp(_matmul_adding_forward, _matmul_adding_backward)
 
 
-def value_with_adapter(w: Weight) -> jax.Array:
-    """The value for what is no matmul of it, its adapter added."""
-    return w.value if w.adapter is None else adapted_value(w.value, w.adapter)
+def plain_value(w: Weight, dtype: jnp.dtype) -> jax.Array:
+    """The value as an array; of a weight in NF4 in `dtype`."""
+    return dequantize(w.value, dtype) if w.in_nf4 else w.value
+
+
+def value_with_adapter(w: Weight, dtype: jnp.dtype) -> jax.Array:
+    """`plain_value` for what is no matmul of it, its adapter added."""
+    value = plain_value(w, dtype)
+    return value if w.adapter is None else adapted_value(value, w.adapter)
 
 
 @jax.custom_vjp

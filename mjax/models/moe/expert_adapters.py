@@ -36,11 +36,11 @@ def adapter_down(
     return _sums(_grouped(expert.kernel, low, b, dispatch.sizes), dispatch)
 
 
-def values_of_experts(w: Weight) -> jax.Array:
-    """The values [E, ..] of experts' weights with their adapters added."""
+def values_of_experts(w: Weight, dtype: jnp.dtype) -> jax.Array:
+    """The values [E, ..] of experts' weights with their adapters added; from NF4 in `dtype`."""
     if w.adapter is None:
-        return value_with_adapter(w)
-    return jax.vmap(value_with_adapter)(w)
+        return value_with_adapter(w, dtype)
+    return jax.vmap(lambda one: value_with_adapter(one, dtype))(w)
 
 
 def _of_experts(adapter: Adapter, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:

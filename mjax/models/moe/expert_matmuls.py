@@ -26,7 +26,7 @@ from mjax.models.moe.grouped_linear import matrices_of, weight_cotangent
 def multiply_up(expert: Expert, x: jax.Array, up: Weight, dispatch: Dispatch) -> jax.Array:
     """[M, (2,) F]: the rows of tokens x [T, D], each times its expert's `up` [E, D, (2,) F]."""
     rows = rows_of_tokens(x, dispatch)
-    h = grouped_matmul(rows, matrices_of(up), dispatch.sizes, expert.kernel)
+    h = grouped_matmul(rows, matrices_of(up, x.dtype), dispatch.sizes, expert.kernel)
     return h.reshape(-1, *up.value.shape[2:])
 
 
@@ -44,7 +44,7 @@ def backward_of_up(
     rows = rows_of_tokens(x, dispatch)
     sizes = dispatch.sizes
     d_up = weight_cotangent(up, rows, dh, sizes, expert.kernel)
-    d_rows = grouped_matmul(dh, matrices_of(up), sizes, expert.kernel, transposed=True)
+    d_rows = grouped_matmul(dh, matrices_of(up, dh.dtype), sizes, expert.kernel, transposed=True)
     dx = sums_of_rows(d_rows, dispatch)
     return dx, d_up
 
@@ -70,7 +70,7 @@ def multiply_down(
     """
     of_rows = gates_of_rows(gates, dispatch)
     rows = expert.weighted(h, of_rows)
-    y = grouped_matmul(rows, matrices_of(down), dispatch.sizes, expert.kernel)
+    y = grouped_matmul(rows, matrices_of(down, h.dtype), dispatch.sizes, expert.kernel)
     return sums_of_rows(y, dispatch)
 
 
@@ -91,7 +91,7 @@ def backward_of_down(
     rows, vjp = jax.vjp(expert.weighted, h, of_rows)
     sizes = dispatch.sizes
     d_down = weight_cotangent(down, rows, dy, sizes, expert.kernel)
-    d_rows = grouped_matmul(dy, matrices_of(down), sizes, expert.kernel, transposed=True)
+    d_rows = grouped_matmul(dy, matrices_of(down, dy.dtype), sizes, expert.kernel, transposed=True)
     dh, d_gates = vjp(d_rows)
     return dh, gates_of_pairs(d_gates, dispatch), d_down
 

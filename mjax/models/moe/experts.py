@@ -47,6 +47,11 @@ class ExpertWeights(NamedTuple):
     def have_adapters(self) -> bool:
         return self.up.adapter is not None or self.down.adapter is not None
 
+    @property
+    def are_frozen(self) -> bool:
+        """Whether they have adapters, or would if they were targets."""
+        return self.have_adapters or self.up.in_nf4 or self.down.in_nf4
+
 
 class RoutedTokens(NamedTuple):
     """The tokens of an ep group: x [T, D], their experts int32 [T, k] and gates fp32 [T, k].
@@ -102,7 +107,7 @@ def _run_experts(
         "eight_bits": up.recipe is not None,
     }
     routed = routed_tokens(x, routing, cfg, ctx)
-    held = len(up.value)
+    held = up.value.shape[0]
     shape = most_rows(routed.experts, held), held, x.shape[-1], up.value.shape[-1]
     kernel = choose("experts", x.dtype, shape, **facts).name
     expert = Expert(cfg.hidden_act, cfg.mlp_gated, cfg.swiglu_limit, kernel)
@@ -144,7 +149,7 @@ def _sums_of_experts(
     """[T, D]: the sums over this device's experts and ffn columns, without the bias of `down`."""
     up, down, bias, _ = weights
     rows = _rows_of_pass(expert, routed, dispatch, parallel)
-    if rows < len(dispatch.pairs) and up.recipe is None and not weights.have_adapters:
+    if rows < len(dispatch.pairs) and up.recipe is None and not weights.are_frozen:
         operands = Operands(routed.x, routed.gates, up, down, bias)
         return experts_in_passes(expert, rows, operands, dispatch)
     by_up, by_down = multiply_up, multiply_down
@@ -244,7 +249,7 @@ def every_expert(
     A token's gate is zero where the expert was not chosen. So this does E/k times the work needed.
     The bias of `down` is left out.
     """
-    x, held = routed.x, len(weights.up.value)
+    x, held = routed.x, weights.up.value.shape[0]
     gates = gates_of_held(routed, first, held)
 
     @jax.checkpoint  # or every expert's activations of all tokens would be kept
@@ -257,8 +262,9 @@ def every_expert(
         return total + y, None
 
     zero = jnp.zeros(x.shape, jnp.float32)
-    if weights.have_adapters:
-        matrices = values_of_experts(weights.up), values_of_experts(weights.down)
+    if weights.are_frozen:
+        both = weights.up, weights.down
+        matrices = tuple(values_of_experts(w, x.dtype) for w in both)
     else:
         matrices = read_value(weights.up), read_value(weights.down)
     one_each = *matrices, gates.T, weights.up_bias

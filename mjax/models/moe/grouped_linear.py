@@ -6,26 +6,33 @@ import jax
 import jax.numpy as jnp
 
 from mjax.kernels.matmul.grouped import grouped_weight_gradient, grouped_weight_gradient8
-from mjax.models.base.weight import Weight
+from mjax.models.base.weight import Weight, plain_value
 
 
-def matrices_of(w: Weight) -> jax.Array:
-    """The value [E, inputs, *outputs] of experts' weights as matrices [E, inputs, outputs]."""
-    return w.value.reshape(*w.value.shape[:2], -1)
+def matrices_of(w: Weight, dtype: jnp.dtype) -> jax.Array:
+    """The value [E, inputs, *outputs] of experts' weights as matrices [E, inputs, outputs].
+
+    One in NF4 is read in `dtype`.
+    """
+    return plain_value(w, dtype).reshape(*w.value.shape[:2], -1)
 
 
 def weight_cotangent(
     w: Weight, x: jax.Array, g: jax.Array, sizes: jax.Array, kernel: str
-) -> Weight:
+) -> Weight | None:
     """The cotangent of experts' weights: their gradient, or their running sum with it added.
+
+    Weights in NF4 have none.
 
     x [M, inputs] and g [M, outputs] are the rows of the experts and their gradients.
     """
     total = w.grad_sum
+    if w.in_nf4:
+        return None
     if total is None:
         product = grouped_weight_gradient(x, g, sizes, None, kernel)
         return replace(w, value=product.reshape(w.value.shape))
-    matrices = total.reshape(matrices_of(w).shape)
+    matrices = total.reshape(matrices_of(w, x.dtype).shape)
     product = grouped_weight_gradient(x, g, sizes, matrices, kernel)
     return replace(w, value=None, grad_sum=product.reshape(total.shape))
 

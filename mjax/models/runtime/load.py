@@ -89,11 +89,11 @@ def _load_weight(
     made of a weight of which only a part is read: the part is rounded.
     """
     in_layer = execution.exchanged_in_layer(where)
-    value = master.astype(execution.compute)
+    value = master.astype(where.spec.dtype(execution.compute))
     bits = None
     if scales is not None and execution.quantize_stored and is_matmul_weight(where):
         bits = execution.recipe.store_weights(value, scales)
-    if in_layer and execution.overlap:
+    if in_layer and execution.overlap and where.spec.is_trained:
         value = master.astype(execution.accumulate)
 
     def weight(where: ParamPlacement, value, bits, scales) -> Weight:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 from mjax.config.languages.pipeline_layout import EMPTY
 from mjax.models.base.barriers import gradients_before_previous_layer, reduce_under_previous_layer
@@ -77,7 +76,7 @@ class TrainingLayers(Layers):
             if not is_weight(w):
                 return where.gather(w)
             if execution.overlap:
-                value = where.gather_low(w.value, jnp.dtype(execution.compute))
+                value = where.gather_low(w.value, where.spec.dtype(execution.compute))
             else:
                 value = where.gather(w.value)
             return replace(w, value=value, bits=None if w.bits is None else where.gather(w.bits))
