@@ -3,27 +3,27 @@
 Invariant: adapters of a run are merged only with weights of the digest that the run recorded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
-from mjax.checkpoint.base.source import Index, Source, flat
 from mjax.checkpoint.base.source import Path as Leaf
+from mjax.checkpoint.base.source import Source, flat
 from mjax.checkpoint.base.stored import read_record
-from mjax.checkpoint.merged import Adapters, adapter_alpha, merged
-from mjax.checkpoint.source_digest import digest_of_source
+from mjax.checkpoint.merged import Adapters, adapter_alpha, merged, part_path
 from mjax.checkpoint.weights import read_config, stored_source
 from mjax.config.schema.model import ModelConfig
 from mjax.config.schema.run import LoraConfig
 from mjax.errors import UserError, or_user_error
+from mjax.interop.held_base import HeldBase
 from mjax.interop.partial_load import fit
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
 from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.models import definition_of
 from mjax.models.base.adapted import adapted_specs, base_of, is_of_adapter
+from mjax.models.base.nf4_base import nf4_specs
 from mjax.sharding.spec import ParamSpec
 
 
@@ -41,34 +41,20 @@ class AdapterRun:
     digest: str | None
     config: dict
 
-    @property
-    def trained(self) -> dict[Leaf, ParamSpec]:
-        return {path: spec for path, spec in self.specs.items() if spec.is_trained}
-
-    @property
-    def source(self) -> Source:
-        """The arrays that the step holds."""
-        return stored_source(self.step, self.cfg, self.trained)
-
     def adapters(self) -> Adapters:
         """The adapters of the step; reads them whole. Raises `UserError` for damaged files."""
-        source = self.source
+        trained = {path: spec for path, spec in self.specs.items() if spec.is_trained}
+        source = stored_source(self.step, self.cfg, trained)
         source.check()
-        arrays = {}
-        for path, spec in self.trained.items():
+        arrays, scales = {}, {}
+        for path, spec in trained.items():
             arrays[path] = source.read(path, tuple(slice(0, n) for n in spec.shape))
-        scales = {
-            base_of(path): spec.scale
-            for path, spec in self.trained.items()
-            if is_of_adapter(path) and path[-1] == "b"
-        }
+            if is_of_adapter(path) and path[-1] == "b":
+                scales[base_of(path)] = spec.scale
         return Adapters(arrays, scales, rslora=self.lora.rslora, base=base_of_run(self.step))
 
-    def base(self, source: Source) -> Source:
-        """The weights of the base as the run had them, from those that it began with.
-
-        Checking them compares their digest, which reads them all.
-        """
+    def base(self, source: Source) -> HeldBase:
+        """The base as the run stores it, of the weights that the run began with."""
         checkpoint = self.config["checkpoint"]
         found = fit(source, self.cfg, checkpoint["init_changes"], self.config["run"]["seed"])
         if found.shared != found.wanted or checkpoint.get("init_audio"):
@@ -76,24 +62,29 @@ class AdapterRun:
                 f"{self.step}: the run drew some weights of its base, or had them from "
                 "checkpoint.init_audio; its adapters cannot be merged without them"
             )
-        frozen = {path: spec for path, spec in self.specs.items() if not spec.is_trained}
+        compute = self.config["precision"]["compute"]
+        return HeldBase(found.source, self.specs, compute, self.lora.init == "pissa")
 
-        def read(path: Leaf, index: Index) -> np.ndarray:
-            part = found.source.read(path, index)
-            held = self.specs[path].held
-            return part if held is None else part.astype(jnp.dtype(held), copy=False)
+    def require_same_base(self, base: HeldBase) -> None:
+        """Raise `UserError` unless the base has the digest that the run recorded; reads it all."""
+        digest = base.digest()
+        if digest != self.digest is not None:
+            raise UserError(
+                f"{self.step}: its adapters were trained on other weights than these (digest "
+                f"{self.digest}, these have {digest}); give the folder that checkpoint.init_from "
+                "named, as it was"
+            )
+
+    def merged(self, source: Source) -> Source:
+        """The weights of the run, of the weights that it began with."""
+        base = self.base(source)
 
         def check() -> None:
             source.check()
-            digest = digest_of_source(found.source, frozen)
-            if self.digest is not None and digest != self.digest:
-                raise UserError(
-                    f"{self.step}: its adapters were trained on other weights than these (digest "
-                    f"{self.digest}, these have {digest}); give the folder that "
-                    "checkpoint.init_from named, as it was"
-                )
+            self.require_same_base(base)
 
-        return replace(found.source, cfg=self.cfg, read=read, check=check)
+        of_model = replace(base.source, cfg=self.cfg, read=base.read, check=check)
+        return merged(of_model, self.adapters(), flat(definition_of(self.cfg).specs))
 
 
 def has_adapters(step: Path) -> bool:
@@ -125,21 +116,37 @@ def named_base(folder: Path, base: str | None) -> Path:
 
 
 def read_adapter_run(step: Path) -> AdapterRun:
-    """The step of a run with adapters. Raises `UserError` for what cannot be merged."""
+    """The step of a run with adapters."""
     record, cfg = read_record(step), read_config(step)
-    said = _lora_of(record)
-    if said.get("init") == "pissa" or said.get("base", "compute") != "compute":
-        raise UserError(
-            f"{step}: the run changed its base (lora.init=pissa or lora.base=nf4), and its adapters"
-            " fit no other weights; they cannot be merged or extracted"
-        )
     wrong = f"{step}: its config has lora: {{reason}}; read it with the mjax that wrote it"
     with or_user_error(wrong, (ValueError, TypeError)):
-        lora = LoraConfig(**said)
+        lora = LoraConfig(**_lora_of(record))
     compute = record["config"]["precision"]["compute"]
-    specs = flat(adapted_specs(definition_of(cfg).specs, lora, compute))
+    specs = adapted_specs(definition_of(cfg).specs, lora, compute)
+    if lora.base == "nf4":
+        specs = nf4_specs(specs)
     digest = record.get("base", {}).get("digest")
-    return AdapterRun(step, cfg, lora, specs, digest, record["config"])
+    return AdapterRun(step, cfg, lora, flat(specs), digest, record["config"])
+
+
+def adapters_for_others(run: AdapterRun, source: Callable[[], Source]) -> Adapters:
+    """The adapters of a run for the weights that it began with, which `source()` gives.
+
+    A run that took principal parts out of its base has other adapters on that: theirs beside the
+    first ones, of twice the rank.
+    """
+    adapters = run.adapters()
+    if run.lora.init != "pissa":
+        return adapters
+    base = run.base(source())
+    run.require_same_base(base)
+    arrays = dict(adapters.arrays)
+    for path in base.principal:
+        first = base.first_adapter(path)
+        a, b = (part_path(path, name) for name in "ab")
+        arrays[a] = np.concatenate([arrays[a], first["a"]], axis=-1)
+        arrays[b] = np.concatenate([arrays[b], -first["b"]], axis=run.specs[path].lead)
+    return replace(adapters, arrays=arrays)
 
 
 def adapted_source(folder: Path, base: Source) -> Source:
@@ -147,8 +154,7 @@ def adapted_source(folder: Path, base: Source) -> Source:
     if (folder / ADAPTER_CONFIG).is_file():
         specs = definition_of(base.cfg).specs
         return merged(base, read_adapter(folder, base.cfg, specs), flat(specs))
-    run = read_adapter_run(folder)
-    return merged(run.base(base), run.adapters(), flat(definition_of(run.cfg).specs))
+    return read_adapter_run(folder).merged(base)
 
 
 def starting_arrays(adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) -> dict[Leaf, np.ndarray]:

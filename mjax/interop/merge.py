@@ -18,7 +18,14 @@ from mjax.checkpoint.source_digest import digest_of_source
 from mjax.checkpoint.store import new_folder
 from mjax.checkpoint.weights import write_weights
 from mjax.errors import UserError, or_user_error
-from mjax.interop.adapted_source import adapted_source, has_adapters, read_adapter_run
+from mjax.interop.adapted_source import (
+    adapted_source,
+    adapters_for_others,
+    base_of_run,
+    has_adapters,
+    named_base,
+    read_adapter_run,
+)
 from mjax.interop.huggingface.families.engine import slots
 from mjax.interop.huggingface.files import export
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
@@ -132,5 +139,6 @@ def extract(run: Path, out: Path) -> None:
     """Write the adapters of a run as a folder of PEFT, with the tokenizer of the run."""
     step = _adapter_step(run)
     found = read_adapter_run(step)
+    adapters = adapters_for_others(found, lambda: source_of(named_base(step, base_of_run(step))))
     files = {n: text for n, text in read_side_files(step).items() if is_of_tokenizer(n)}
-    write_adapter(out, found.cfg, definition_of(found.cfg).specs, found.adapters(), files)
+    write_adapter(out, found.cfg, definition_of(found.cfg).specs, adapters, files)

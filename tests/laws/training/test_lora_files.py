@@ -3,12 +3,13 @@ again, bit for bit."""
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.checkpoint.base.source import Source, array_source, flat
 from mjax.config import load
@@ -17,7 +18,7 @@ from mjax.errors import UserError
 from mjax.interop.adapted_source import read_adapter_run, starting_arrays
 from mjax.interop.huggingface.families.engine import config_to_hf, slots
 from mjax.interop.huggingface.files import export
-from mjax.interop.merge import RECORD
+from mjax.interop.merge import RECORD, extract
 from mjax.interop.peft.adapter_reader import read_adapter
 from mjax.interop.sources import source_of
 from mjax.models import definition_of
@@ -25,6 +26,7 @@ from mjax.models.base.adapted import adapted_values, is_of_adapter
 from mjax.prove import make_batch
 from mjax.run.resume import resume
 from mjax.train import Trainer
+from tests.marks import quick
 
 ROWS = 4
 MODEL = [
@@ -49,18 +51,24 @@ LORA = ["lora.rank=3", "lora.alpha=5", "lora.trained=[final_norm.gain]", "schedu
 def home(tmp_path_factory) -> Path:
     """A folder with base/, a Hugging Face folder, and run/, two steps of adapters on it."""
     home = tmp_path_factory.mktemp("lora")
-    cfg = load(None, MODEL).model
-    specs, rng = definition_of(cfg).specs, np.random.default_rng(0)
-    params = jax.tree.map(lambda s: rng.normal(0, 0.2, s.shape).astype(np.float32), specs)
-    extras = {"config.json": json.dumps(config_to_hf(cfg)).encode()}
-    read = array_source(cfg, params).read
-    export(read, cfg, specs, slots(cfg, specs), home / "base", "bfloat16", extras=extras)
+    write_base(home / "base")
     trainer = trainer_at(home, f"run.dir={home}/run", f"checkpoint.init_from={home}/base", *LORA)
     for seed in range(2):
         trainer.step(make_batch(ROWS, seed))
     trainer.save()
     trainer.store.wait()
     return home
+
+
+def write_base(folder: Path, sizes: Sequence[str] = ()):
+    """Write random weights as a Hugging Face folder; returns their model."""
+    cfg = load(None, [*MODEL, *sizes]).model
+    specs, rng = definition_of(cfg).specs, np.random.default_rng(0)
+    params = jax.tree.map(lambda s: rng.normal(0, 0.2, s.shape).astype(np.float32), specs)
+    extras = {"config.json": json.dumps(config_to_hf(cfg)).encode()}
+    read = array_source(cfg, params).read
+    export(read, cfg, specs, slots(cfg, specs), folder, "bfloat16", extras=extras)
+    return cfg
 
 
 def trainer_at(home: Path, *keys: str) -> Trainer:
@@ -83,15 +91,58 @@ def run_convert(monkeypatch, *argv: object) -> None:
 
 def test_a_run_with_adapters_is_weights_like_any_others(home):
     trainer = trainer_at(home, f"run.dir={home}/run", f"checkpoint.init_from={home}/base", *LORA)
-    params = jax.device_get(trainer.params())
-    expected = flatten_dict(adapted_values(params, trainer.specs))
-    found = weights_in(source_of(home / "run"))
-    for path, array in expected.items():
-        np.testing.assert_allclose(found[path], array, rtol=2e-6, atol=2e-6, err_msg=str(path))
+    found = require_weights_of(trainer, home / "run")
     whole = trainer_at(home, f"run.dir={home}/next", f"checkpoint.init_from={home}/run")
     started = flatten_dict(jax.device_get(whole.params()))
     for path, array in found.items():
         np.testing.assert_array_equal(started[path], array)
+
+
+def require_weights_of(trainer: Trainer, run: Path) -> dict:
+    """The weights in the folder of a run, which must be those that its trainer computes with."""
+    params = jax.device_get(trainer.params())
+    expected = flatten_dict(adapted_values(params, trainer.specs))
+    found = weights_in(source_of(run))
+    for path, array in expected.items():
+        if path in found:  # not of NF4
+            wanted = np.asarray(array, np.float32)
+            np.testing.assert_allclose(found[path], wanted, rtol=2e-6, atol=2e-6, err_msg=str(path))
+    return found
+
+
+NF4 = ["lora.base=nf4", "model.hidden_size=64", "model.intermediate_size=128"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    quick([["lora.init=pissa"], [*NF4, "lora.init=pissa"], [*NF4, "lora.dora=true"]], 0),
+)
+def test_a_run_that_changed_its_base_is_weights_too(keys, tmp_path):
+    """Its adapters, written for others, are for the weights that it began with."""
+    sizes = [key for key in keys if key.startswith("model.")]
+    cfg = write_base(tmp_path / "base", sizes)
+    run = f"run.dir={tmp_path}/run", f"checkpoint.init_from={tmp_path}/base"
+    trainer = trainer_at(tmp_path, *run, *LORA, *keys)
+    for path, array in flatten_dict(trainer.state["params"]).items():
+        if is_of_adapter(path):  # a step of other sizes, without its compilation
+            trainer.state["params"] = with_entry(trainer.state["params"], path, array + 0.05)
+    trainer.save()
+    trainer.store.wait()
+    found = require_weights_of(trainer, tmp_path / "run")
+    if "lora.base=nf4" not in keys:
+        extract(tmp_path / "run", tmp_path / "adapter")
+        others = weights_in(source_of(tmp_path / "adapter"))
+        for path in found:
+            np.testing.assert_allclose(others[path], found[path], rtol=1e-4, atol=1e-4)
+    base = tmp_path / "base" / "model.safetensors"
+    change_a_number(base)
+    with pytest.raises(UserError, match="its adapters were trained on other weights"):
+        source_of(tmp_path / "run").check()
+    assert cfg.hidden_size in found["dense", "attention", "q"].shape
+
+
+def with_entry(tree: dict, path: tuple[str, ...], entry: jax.Array) -> dict:
+    return unflatten_dict(flatten_dict(tree) | {path: entry})
 
 
 def test_merged_weights_are_those_of_the_run_and_come_apart(home, tmp_path, monkeypatch, capsys):
@@ -144,14 +195,14 @@ def test_another_base_and_changed_weights_are_one_line(home, tmp_path, monkeypat
     base, out = tmp_path / "base", tmp_path / "merged"
     shutil.copytree(home / "base", base)
     run_convert(monkeypatch, "merge", base, home / "run", out)
-    change_a_byte(base / "model.safetensors")
+    change_a_number(base / "model.safetensors")
     assert "the base has changed since it was merged" in refused(
         monkeypatch, "unmerge", out, tmp_path / "again"
     )
     assert "its adapters were trained on other weights" in refused(
         monkeypatch, "merge", base, home / "run", tmp_path / "again"
     )
-    change_a_byte(out / "model.safetensors")
+    change_a_number(out / "model.safetensors")
     assert "weights have changed since they were merged" in refused(
         monkeypatch, "unmerge", out, tmp_path / "again"
     )
@@ -167,9 +218,10 @@ def test_another_base_and_changed_weights_are_one_line(home, tmp_path, monkeypat
     assert not (tmp_path / "again").exists()
 
 
-def change_a_byte(file: Path) -> None:
+def change_a_number(file: Path) -> None:
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    for at in (0, 1):
+        content[len(content) // 2 + at] ^= 0x40
     file.write_bytes(content)
 
 
@@ -184,5 +236,6 @@ def refused(monkeypatch, *argv: object) -> str:
 def test_a_step_holds_adapters_alone(home):
     run = read_adapter_run(home / "run" / "checkpoints" / "2")
     norm = ("final_norm", "gain")
-    assert all(is_of_adapter(path) or path == norm for path in run.trained)
-    assert len(run.trained) == 1 + 2 * 5
+    held = set(run.adapters().arrays)
+    assert held == {path for path, spec in run.specs.items() if spec.is_trained}
+    assert all(is_of_adapter(path) or path == norm for path in held) and len(held) == 1 + 2 * 5
