@@ -108,7 +108,7 @@ def _is_weights(name: str) -> bool:
     return is_index or (Path(name).suffix.lower() in WEIGHT_FILES and name != UNREAD)
 
 
-def _is_of_tokenizer(name: str) -> bool:
+def is_of_tokenizer(name: str) -> bool:
     return any(PurePath(name).match(pattern) for pattern in (*SIDE_NAMES, *SIDE_PATTERNS))
 
 
@@ -155,7 +155,7 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
     of_data = _tokenizer_of_data(cfg)
     shared = of_data.keys() & of_weights.keys() & set(TOKENIZERS)
     if any(of_data[name] != of_weights[name] for name in shared):
-        of_weights = {n: content for n, content in of_weights.items() if not _is_of_tokenizer(n)}
+        of_weights = {n: content for n, content in of_weights.items() if not is_of_tokenizer(n)}
         config = json.loads(of_weights.pop("config.json", b"{}"))
         config = {key: value for key, value in config.items() if not key.endswith("token_id")}
         if config:
@@ -172,7 +172,7 @@ def _tokenizer_of_data(cfg: Config) -> dict[str, bytes]:
     if name.startswith("train:"):
         file = Path(cfg.run.dir) / "data" / "tokenizer.json"
     folder = file if file.is_dir() else file.parent
-    files = {n: content for n, content in read_folder(folder).items() if _is_of_tokenizer(n)}
+    files = {n: content for n, content in read_folder(folder).items() if is_of_tokenizer(n)}
     with contextlib.suppress(UserError):
         files |= {name: path.read_bytes() for name, path in tokenizer_files(file).items()}
     return files
