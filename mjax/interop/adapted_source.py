@@ -21,9 +21,9 @@ from mjax.interop.held_base import HeldBase
 from mjax.interop.partial_load import fit
 from mjax.interop.peft.adapter_config import ADAPTER_CONFIG
 from mjax.interop.peft.adapter_reader import read_adapter
+from mjax.kernels.nf4.parameters import nf4_specs
 from mjax.models import definition_of
 from mjax.models.base.adapted import adapted_specs, base_of, is_of_adapter
-from mjax.models.base.nf4_base import nf4_specs
 from mjax.sharding.spec import ParamSpec
 
 

@@ -21,8 +21,8 @@ from mjax.checkpoint.base.source import THREADS, Index, Source
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.merged import part_path
 from mjax.checkpoint.source_digest import sum_of_part, sums_of_source
+from mjax.kernels.nf4.parameters import codes_of, in_nf4, is_of_nf4, value_of_base, wide_spec
 from mjax.models.base.adapted import base_of, is_of_adapter
-from mjax.models.base.nf4_base import codes_of, in_nf4, is_of_nf4, value_of_base, wide_spec
 from mjax.models.base.principal import take_principal
 from mjax.sharding.spec import ParamSpec
 

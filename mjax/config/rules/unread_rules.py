@@ -164,7 +164,8 @@ NEEDS = (
     _value("model.moe.shared_expert_gate", "model.moe.shared_expert_intermediate_size"),
     _value("model.moe.drop_policy", "model.moe.capacity_factor"),
     _value(
-        "lora: alpha targets rank_pattern alpha_pattern rslora dora init base trained", "lora.rank"
+        "lora: alpha targets rank_pattern alpha_pattern rslora dora init base dropout trained",
+        "lora.rank",
     ),
     _value("train.mtp_loss_scaling_factor", "model.num_nextn_predict_layers"),
     Need(

@@ -377,6 +377,8 @@ class LoraConfig(Group):
     """How weights that are not trained are stored: in precision.compute; nf4: matmul weights of
     layers in 4 bits, as by bitsandbytes with double quantization (QLoRA, arXiv 2305.14314).
     """
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of what adapters read, in training."""
     trained: list[str] = []
     """Parameters that are trained whole beside the adapters: patterns as in train.freeze."""
 
