@@ -128,9 +128,17 @@ class HeldBase:
             value, a, b = take_principal(value, wide, self.specs[part_path(path, "b")])
         stored = {path: value}
         if path in self.codes:
-            stored = in_nf4(value, path, spec)
-            value = value_of_base(stored, path, spec)
+            stored, value = _rounded_to_nf4(value, path, spec)
         return HeldMatrix(*jax.device_get((value, stored, a, b)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _rounded_to_nf4(
+    value: jax.Array, path: Leaf, spec: ParamSpec
+) -> tuple[dict[Leaf, jax.Array], jax.Array]:
+    """(codes and magnitudes by path, the fp32 value that they stand for) of a part of a weight."""
+    stored = in_nf4(value, path, spec)
+    return stored, value_of_base(stored, path, spec)
 
 
 def _on_one_device(array: np.ndarray) -> jax.Array:
