@@ -11,6 +11,7 @@ import numpy as np
 
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.base.source import Source, flat
+from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
 from mjax.checkpoint.merged import Adapters, adapter_alpha, merged, part_path
 from mjax.checkpoint.weights import read_config, stored_source
@@ -157,6 +158,36 @@ def adapted_source(folder: Path, base: Source) -> Source:
     return read_adapter_run(folder).merged(base)
 
 
+def adapter_step(run: Path) -> Path:
+    """The newest step of a run with adapters; a step is its own."""
+    step = newest_step(run) if run.is_dir() else None
+    if step is None or not has_adapters(step):
+        raise UserError(
+            f"{run}: holds no adapters; give the folder of a run with lora.rank above 0, a step of "
+            f"one, or a folder of PEFT with {ADAPTER_CONFIG}"
+        )
+    return step
+
+
+def read_starting_arrays(
+    folder: Path, cfg: ModelConfig, specs: Mapping[Leaf, ParamSpec]
+) -> dict[Leaf, np.ndarray]:
+    """The arrays that a run on the model `cfg` begins with, from a folder of PEFT or a run.
+
+    specs: the run's declarations by path. Raises `UserError` where they differ.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        adapters = read_adapter(folder, cfg, definition_of(cfg).specs)
+        return starting_arrays(adapters, specs)
+    found = read_adapter_run(adapter_step(folder))
+    if found.lora.init == "pissa":
+        raise UserError(
+            f"lora.init={folder}: that run took principal parts out of its base; extract its "
+            "adapters (mjax convert extract), and start from those"
+        )
+    return starting_arrays(found.adapters(), specs)
+
+
 def starting_arrays(adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) -> dict[Leaf, np.ndarray]:
     """The arrays that a run with adapters begins with, of given adapters.
 
@@ -171,6 +202,11 @@ def starting_arrays(adapters: Adapters, specs: Mapping[Leaf, ParamSpec]) -> dict
             "agree"
         )
     for path, array in adapters.arrays.items():
+        if path[-1] == "magnitude" and not array.all():
+            raise UserError(
+                f"lora.init: the adapters to start from are not on all layers of "
+                f"{'.'.join(base_of(path))}, and lora.dora=true needs their lengths"
+            )
         if array.shape != trained[path].shape:
             raise UserError(
                 f"lora.rank, lora.rank_pattern: {'.'.join(path)} of the adapters to start from has "

@@ -20,9 +20,9 @@ from mjax.checkpoint.weights import write_weights
 from mjax.errors import UserError, or_user_error
 from mjax.interop.adapted_source import (
     adapted_source,
+    adapter_step,
     adapters_for_others,
     base_of_run,
-    has_adapters,
     named_base,
     read_adapter_run,
 )
@@ -40,19 +40,8 @@ RECORD = "merge.json"
 def merged_source(base: Path, adapter: Path) -> Source:
     """The weights in `base` with the adapters of a run, of its step, or of a folder of PEFT."""
     if not (adapter / ADAPTER_CONFIG).is_file():
-        adapter = _adapter_step(adapter)
+        adapter = adapter_step(adapter)
     return adapted_source(adapter, source_of(base))
-
-
-def _adapter_step(run: Path) -> Path:
-    """The newest step of a run with adapters."""
-    step = newest_step(run) if run.is_dir() else None
-    if step is None or not has_adapters(step):
-        raise UserError(
-            f"{run}: holds no adapters; give the folder of a run with lora.rank above 0, a step of "
-            f"one, or a folder of PEFT with {ADAPTER_CONFIG}"
-        )
-    return step
 
 
 def stored_dtype(source: Source) -> str:
@@ -137,7 +126,7 @@ def unmerge(folder: Path, out: Path) -> Path:
 
 def extract(run: Path, out: Path) -> None:
     """Write the adapters of a run as a folder of PEFT, with the tokenizer of the run."""
-    step = _adapter_step(run)
+    step = adapter_step(run)
     found = read_adapter_run(step)
     adapters = adapters_for_others(found, lambda: source_of(named_base(step, base_of_run(step))))
     files = {n: text for n, text in read_side_files(step).items() if is_of_tokenizer(n)}

@@ -58,9 +58,9 @@ def adapters_start_once(c: Config) -> Iterator[str]:
 
 
 @rule("set checkpoint.init_from")
-def principal_parts_exist(c: Config) -> Iterator[str]:
-    if c.lora.init == "pissa" and c.checkpoint.init_from is None:
-        yield "`lora.init` takes the principal parts of given weights"
+def adapters_start_on_given_weights(c: Config) -> Iterator[str]:
+    if c.checkpoint.init_from is None and c.lora.init not in ("zero", "gaussian"):
+        yield "`lora.init` starts from given weights, or from adapters that go with them"
 
 
 @rule("set lora.dropout=0")

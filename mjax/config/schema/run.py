@@ -368,10 +368,10 @@ class LoraConfig(Group):
     """Multiply by alpha / sqrt(rank) (arXiv 2312.03732)."""
     dora: bool = False
     """Train the length of each output's weights apart from their direction (arXiv 2402.09353)."""
-    init: Literal["zero", "gaussian", "pissa"] = "zero"
+    init: Literal["zero", "gaussian", "pissa"] | PathText = "zero"
     """First values: zero: b is 0, a uniform as PEFT's; gaussian: b is 0, a normal, 1 / rank its
     deviation; pissa: the largest singular values of the weight, which the base loses (arXiv
-    2404.02948).
+    2404.02948); else a folder of PEFT or a run, whose adapters are trained on.
     """
     base: Literal["compute", "nf4"] = "compute"
     """How weights that are not trained are stored: in precision.compute; nf4: matmul weights of

@@ -5,6 +5,7 @@ A is stacked along the rank and B is block-diagonal; adapters that share an A ke
 are zero at both ends are padding and are not written.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,11 @@ from mjax.interop.peft.pair import (
 )
 from mjax.sharding.spec import ParamSpec
 
+log = logging.getLogger(__name__)
+
+# PEFT refuses to adapt out_proj in these models; other readers of its files do not.
+_WITHOUT_OUT_PROJ = ("mamba2", "nemotron_h", "falcon_h1")
+
 
 def write_adapter(
     folder: str | Path,
@@ -57,6 +63,8 @@ def write_adapter(
         tensors |= dict(_tensors_of(key, modules[name], pairs[name]))
     whole, saved = _whole_tensors(cfg, specs, adapters, set(pairs))
     tensors |= whole
+    if cfg.model_type in _WITHOUT_OUT_PROJ and any(n.endswith(".out_proj") for n in pairs):
+        log.warning("PEFT refuses adapters of out_proj in %s; merge them", cfg.model_type)
     settings = {}
     for name, pair in pairs.items():
         target, is_parameter = modules[name].target(cfg)

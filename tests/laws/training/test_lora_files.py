@@ -185,6 +185,11 @@ def test_an_extracted_adapter_is_that_of_the_run(home, tmp_path, monkeypatch):
     wanted, found = (weights_in(source_of(f)) for f in (home / "run", tmp_path / "adapter"))
     for path in wanted:
         np.testing.assert_array_equal(found[path].astype(np.float32), wanted[path].astype("f4"))
+    keys = f"run.dir={tmp_path}/next", f"checkpoint.init_from={home}/base"
+    trainer = trainer_at(home, *keys, *LORA, f"lora.init={tmp_path}/adapter")
+    for path, array in flatten_dict(jax.device_get(trainer.params())).items():
+        if is_of_adapter(path) or path == ("final_norm", "gain"):
+            np.testing.assert_array_equal(array, run.adapters().arrays[path])
     for key, message in (("lora.rank=4", "lora.rank"), ("lora.alpha=6", "alpha=5, rslora=False")):
         trainer = Trainer(load(None, [*MODEL, *LORA, key]), devices=jax.devices()[:1])
         with pytest.raises(UserError, match=message):
