@@ -27,11 +27,8 @@ from mjax.checkpoint.local.node_store import NodeStore
 from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
-<<<<<<< HEAD
-from mjax.interop.base_of_adapters import outside_nf4, read_nf4, with_adapters
-=======
 from mjax.interop.adapted_source import read_starting_arrays
->>>>>>> h43-peft
+from mjax.interop.base_of_adapters import outside_nf4, read_nf4, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
 from mjax.interop.sources import source_of
