@@ -21,6 +21,7 @@ from mjax.checkpoint.base.source import THREADS, Index, Source
 from mjax.checkpoint.base.source import Path as Leaf
 from mjax.checkpoint.merged import part_path
 from mjax.checkpoint.source_digest import sum_of_part, sums_of_source
+from mjax.interop.principal import take_principal
 from mjax.kernels.nf4.parameters import (
     codes_of,
     is_magnitude,
@@ -29,7 +30,6 @@ from mjax.kernels.nf4.parameters import (
     wide_spec,
 )
 from mjax.models.base.adapted import base_of, is_of_adapter
-from mjax.models.base.principal import take_principal
 from mjax.sharding.spec import ParamSpec
 
 
