@@ -39,6 +39,7 @@ SIDE_NAMES = (
     *"""generation_config.json tokenizer_config.json special_tokens_map.json
     added_tokens.json chat_template.jinja chat_template.json""".split(),
 )
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 SIDE_PATTERNS = ("additional_chat_templates/*.jinja", "*.tiktoken")
 WEIGHT_FILES = frozenset(
     """.safetensors .bin .pt .pth .ckpt .h5 .hdf5 .msgpack .ot .onnx .onnx_data .gguf .ggml .npz
@@ -112,6 +113,15 @@ def _is_of_tokenizer(name: str) -> bool:
     return any(PurePath(name).match(pattern) for pattern in (*SIDE_NAMES, *SIDE_PATTERNS))
 
 
+def _is_template(name: str) -> bool:
+    return any(PurePath(name).match(pattern) for pattern in TEMPLATES)
+
+
+def _is_of_chat(name: str) -> bool:
+    """Whether a file may hold a chat template."""
+    return _is_template(name) or name == "tokenizer_config.json"
+
+
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write side files, by the names that `read_folder` gives them."""
     for name, content in files.items():
@@ -147,7 +157,8 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
     """The side files for a run's checkpoints, from the origins of its weights and of its data.
 
     The weights come from its newest checkpoint, else from `checkpoint.init_from`. If `data` has
-    another tokenizer than they, its files replace all files of a tokenizer.
+    another tokenizer than they, its files replace all files of a tokenizer. A chat template that
+    conversations were written with replaces that of the weights.
     """
     step = newest_step(checkpoints)
     of_weights = read_folder(step / SIDE_FILES) if step else {}
@@ -160,6 +171,10 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
         config = {key: value for key, value in config.items() if not key.endswith("token_id")}
         if config:
             of_weights["config.json"] = json.dumps(config).encode()
+    if cfg.data.conversations.path is not None and of_data:
+        chat = {name for name in of_data if _is_of_chat(name)}
+        of_weights = {n: content for n, content in of_weights.items() if not _is_template(n)}
+        return of_data | of_weights | {name: of_data[name] for name in chat}
     return of_data | of_weights
 
 

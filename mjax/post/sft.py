@@ -1,0 +1,113 @@
+"""`mjax sft --config X [a.b=c ...]`: supervised fine-tuning, on conversations.
+
+It is `mjax train` with other defaults. Invariant: a key that the config or the command line sets
+stays as it is. The batches, the loss on answers and the loop are those of training.
+"""
+
+import argparse
+from typing import Any
+
+from mjax.checkpoint.base.companion_files import tokenizer_of
+from mjax.config.schema.run import Config
+from mjax.errors import UserError, program, run_cli
+from mjax.run.command import train_command
+
+LEARNING_RATE = 2e-5
+WARMUP = 0.03  # of the steps
+EVALUATIONS = 10  # of a run
+ABOUT = f"""
+Keys that are not set have other defaults than in mjax train:
+  model                     that of the weights in checkpoint.init_from
+  data.tokenizer            the tokenizer and chat template beside those weights
+  schedule.lr               {LEARNING_RATE:g}
+  schedule.warmup_steps     {WARMUP:.0%} of train.steps
+  optimizer.weight_decay    0
+  train.eval_interval       a tenth of train.steps, if data is held out
+  checkpoint.interval       as train.eval_interval
+  checkpoint.keep_best      1: RUN@best is the checkpoint of lowest held-out loss
+docs/train/fine-tuning.md goes from data to a model that is used.
+"""
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=program("post.sft"),
+        description="Fine-tune a model on conversations; the loss is on the answers.",
+        epilog=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return train_command(parser, defaults=sft_defaults, check=require_conversations)
+
+
+def sft_defaults(tree: dict) -> dict:
+    """Values for the keys that `tree`, as yet unchecked, does not set."""
+    steps = _whole_number(tree, "train", "steps") or Config().train.steps
+    interval = max(steps // EVALUATIONS, 1)
+    if _holds_out(tree):
+        found = {"train": {"eval_interval": interval}}
+        interval = _whole_number(tree, "train", "eval_interval") or interval
+    else:
+        found = {"train": {}}
+    decay_steps = _whole_number(tree, "schedule", "decay_steps") or steps
+    warmup_steps = int(WARMUP * min(steps, decay_steps))
+    found["schedule"] = {"lr": LEARNING_RATE, "warmup_steps": warmup_steps}
+    found["optimizer"] = {"weight_decay": 0.0}
+    found["checkpoint"] = {"keep_best": 1}
+    if _given(tree, "checkpoint", "keep_every") is None:
+        found["checkpoint"]["interval"] = interval
+    start = _given(tree, "checkpoint", "init_from")
+    if isinstance(start, str) and start:
+        found |= _of_weights(tree, start)
+    return found
+
+
+def _of_weights(tree: dict, start: str) -> dict:
+    """The model and the tokenizer of the weights that a run starts from."""
+    found = {}
+    if _given(tree, "data", "tokenizer") is None:
+        tokenizer = tokenizer_of(start)
+        found["data"] = {"tokenizer": None if tokenizer is None else str(tokenizer)}
+    if "model" not in tree:
+        from mjax.interop.sources import source_of  # imports jax
+
+        model = source_of(start).cfg
+        found["model"] = model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    return found
+
+
+def require_conversations(cfg: Config) -> None:
+    """Raise `UserError` for a run that is not on conversations."""
+    has_images = cfg.data.images.path is not None and bool(cfg.model.modalities)
+    if cfg.data.conversations.path is None and not has_images:
+        raise UserError(
+            "mjax sft trains on conversations: set data.conversations.path to a file or folder of "
+            "them, or data.images.path for a model that reads images or sounds; mjax train takes "
+            "other data"
+        )
+
+
+def _given(tree: dict, group: str, name: str) -> Any:
+    """The value of a key as it was given, or None."""
+    keys = tree.get(group)
+    return keys.get(name) if isinstance(keys, dict) else None
+
+
+def _whole_number(tree: dict, group: str, name: str) -> int | None:
+    """The value of a key that was given, if it is a number of steps."""
+    value = _given(tree, group, name)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _holds_out(tree: dict) -> bool:
+    """Whether the data that was given has a held-out part, or is split by default."""
+    images = _given(tree, "data", "images")
+    others = isinstance(images, dict) and images.get("valid_path")
+    if _given(tree, "data", "valid_paths") or others:
+        return True
+    split = _given(tree, "data", "split")
+    return not isinstance(split, list) or len(split) < 2 or split[1] != 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
