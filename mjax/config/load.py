@@ -26,7 +26,6 @@ from mjax.config.schema.sizes import require_sane_patterns, shortened
 from mjax.config.validate import validate
 from mjax.errors import UserError, or_user_error
 
-
 # Returns values for keys that a tree of given keys, as yet unchecked, does not set.
 Defaults = Callable[[dict], dict]
 
@@ -89,8 +88,8 @@ def config_from_args(
 ) -> tuple[argparse.Namespace, Config]:
     """(the arguments, the config) of a command line with the options of `add_config_arguments`.
 
-    Overrides may stand anywhere in it. `defaults` as in `load`. `--print-config` and `--print-schema` print and exit with
-    code 0. Raises `UserError`.
+    Overrides may stand anywhere in it. `defaults` as in `load`. `--print-config` and
+    `--print-schema` print and exit with code 0. Raises `UserError`.
     """
     args = parser.parse_intermixed_args(argv)
     if args.print_schema:

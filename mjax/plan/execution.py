@@ -143,6 +143,7 @@ def training_context(
     training = Training(
         dropout=True,
         capacity=True,
+        neftune_alpha=cfg.train.neftune_alpha,
         label_smoothing=cfg.train.label_smoothing,
         z_loss=cfg.train.z_loss,
         loss_chunk=cfg.train.loss_chunk,

@@ -5,12 +5,15 @@ stays as it is. The batches, the loss on answers and the loop are those of train
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
+from mjax.checkpoint.base.steps import newest_step
 from mjax.config.schema.run import Config
 from mjax.errors import UserError, program, run_cli
 from mjax.run.command import train_command
+from mjax.run.monitor.log_writer import warn
 
 LEARNING_RATE = 2e-5
 WARMUP = 0.03  # of the steps
@@ -24,7 +27,7 @@ Keys that are not set have other defaults than in mjax train:
   optimizer.weight_decay    0
   train.eval_interval       a tenth of train.steps, if data is held out
   checkpoint.interval       as train.eval_interval
-  checkpoint.keep_best      1: RUN@best is the checkpoint of lowest held-out loss
+  checkpoint.keep_best      1, if each save has a held-out loss: RUN@best is the lowest
 docs/train/fine-tuning.md goes from data to a model that is used.
 """
 
@@ -43,19 +46,27 @@ def main() -> int:
 def sft_defaults(tree: dict) -> dict:
     """Values for the keys that `tree`, as yet unchecked, does not set."""
     steps = _whole_number(tree, "train", "steps") or Config().train.steps
-    interval = max(steps // EVALUATIONS, 1)
-    if _holds_out(tree):
-        found = {"train": {"eval_interval": interval}}
-        interval = _whole_number(tree, "train", "eval_interval") or interval
-    else:
-        found = {"train": {}}
     decay_steps = _whole_number(tree, "schedule", "decay_steps") or steps
     warmup_steps = int(WARMUP * min(steps, decay_steps))
-    found["schedule"] = {"lr": LEARNING_RATE, "warmup_steps": warmup_steps}
-    found["optimizer"] = {"weight_decay": 0.0}
-    found["checkpoint"] = {"keep_best": 1}
-    if _given(tree, "checkpoint", "keep_every") is None:
-        found["checkpoint"]["interval"] = interval
+    found = {
+        "schedule": {"lr": LEARNING_RATE, "warmup_steps": warmup_steps},
+        "optimizer": {"weight_decay": 0.0},
+        "train": {},
+        "checkpoint": {},
+    }
+    tenth = max(steps // EVALUATIONS, 1)
+    evaluated = tenth if _holds_out(tree) else None
+    if _is_set(tree, "train", "eval_interval"):
+        evaluated = _whole_number(tree, "train", "eval_interval")
+    saved = evaluated or tenth
+    if _is_set(tree, "checkpoint", "interval"):
+        saved = _whole_number(tree, "checkpoint", "interval")
+    elif _is_set(tree, "checkpoint", "keep_every"):
+        saved = None  # it must divide that
+    found["train"]["eval_interval"] = evaluated
+    found["checkpoint"]["interval"] = saved
+    if evaluated and saved and saved % evaluated == 0:
+        found["checkpoint"]["keep_best"] = 1
     start = _given(tree, "checkpoint", "init_from")
     if isinstance(start, str) and start:
         found |= _of_weights(tree, start)
@@ -77,7 +88,7 @@ def _of_weights(tree: dict, start: str) -> dict:
 
 
 def require_conversations(cfg: Config) -> None:
-    """Raise `UserError` for a run that is not on conversations."""
+    """Raise `UserError` for a run that is not on conversations; warn of one that starts anew."""
     has_images = cfg.data.images.path is not None and bool(cfg.model.modalities)
     if cfg.data.conversations.path is None and not has_images:
         raise UserError(
@@ -85,12 +96,19 @@ def require_conversations(cfg: Config) -> None:
             "them, or data.images.path for a model that reads images or sounds; mjax train takes "
             "other data"
         )
+    if cfg.checkpoint.init_from is None and newest_step(Path(cfg.run.dir)) is None:
+        warn("the weights are drawn at random; checkpoint.init_from=FOLDER starts from a model's")
 
 
 def _given(tree: dict, group: str, name: str) -> Any:
     """The value of a key as it was given, or None."""
     keys = tree.get(group)
     return keys.get(name) if isinstance(keys, dict) else None
+
+
+def _is_set(tree: dict, group: str, name: str) -> bool:
+    keys = tree.get(group)
+    return isinstance(keys, dict) and name in keys
 
 
 def _whole_number(tree: dict, group: str, name: str) -> int | None:

@@ -37,8 +37,6 @@ def begin(trainer: Trainer) -> str:
         sources[names.init_from] = source_of(names.init_from)
     if names.init_audio is not None:
         sources[names.init_audio] = whisper_source(Path(names.init_audio), cfg)
-    if not sources and trainer.cfg.data.conversations.path is not None:
-        return "starting at step 0 from random weights; checkpoint.init_from=FOLDER takes a model's"
     if not sources:
         return "starting at step 0"
     loaded = trainer.load_params(*sources.values())

@@ -117,6 +117,11 @@ def _is_template(name: str) -> bool:
     return any(PurePath(name).match(pattern) for pattern in TEMPLATES)
 
 
+def _has_template(files: Mapping[str, bytes]) -> bool:
+    said = files.get("tokenizer_config.json", b"")
+    return any(map(_is_template, files)) or b'"chat_template"' in said
+
+
 def _is_of_chat(name: str) -> bool:
     """Whether a file may hold a chat template."""
     return _is_template(name) or name == "tokenizer_config.json"
@@ -171,10 +176,10 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
         config = {key: value for key, value in config.items() if not key.endswith("token_id")}
         if config:
             of_weights["config.json"] = json.dumps(config).encode()
-    if cfg.data.conversations.path is not None and of_data:
-        chat = {name for name in of_data if _is_of_chat(name)}
+    if cfg.data.conversations.path is not None and _has_template(of_data):
         of_weights = {n: content for n, content in of_weights.items() if not _is_template(n)}
-        return of_data | of_weights | {name: of_data[name] for name in chat}
+        chat = {n: content for n, content in of_data.items() if _is_of_chat(n)}
+        return of_data | of_weights | chat
     return of_data | of_weights
 
 
