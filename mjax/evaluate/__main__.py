@@ -1,6 +1,7 @@
-"""`python -m mjax.evaluate perplexity|harness --ckpt X [options]`: how well a model predicts.
+"""`python -m mjax.evaluate perplexity|answers|harness --ckpt X [options]`: how well a model does.
 
     python -m mjax.evaluate perplexity --ckpt X --file F
+    python -m mjax.evaluate answers --ckpt X --file CONVERSATIONS      # exact matches
     python -m mjax.evaluate harness --ckpt X --tasks hellaswag,gsm8k    # needs mjax[lm-eval]
 
 Perplexity by sliding windows: a window of --seq-length tokens moves on by --stride, and scores
@@ -26,13 +27,21 @@ from mjax.infer.text import windows
 
 def main(argv: list[str] | None = None) -> None:
     args = _evaluate_arguments(argv)
-    {"perplexity": _perplexity, "harness": _harness}[args.command](args)
+    commands = {"perplexity": _perplexity, "answers": _answers, "harness": _harness}
+    commands[args.command](args)
 
 
 def _evaluate_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("evaluate"), description="Score a model.")
     commands = parser.add_subparsers(required=True, dest="command")
     file = commands.add_parser("perplexity", help="of a text file; prints a JSON line")
+    answers = commands.add_parser("answers", help="of conversations, to the letter; prints JSON")
+    add_model_arguments(answers)
+    answers.add_argument("--file", type=path_text, required=True, help="as data.conversations.path")
+    answers.add_argument("--limit", type=int, help="conversations read")
+    answers.add_argument("--max-new-tokens", type=int, default=64, help="of an answer")
+    answers.add_argument("--batch-size", type=int, default=32, help="rows at once")
+    answers.add_argument("--show", type=int, default=3, help="answers to print")
     tasks = commands.add_parser("harness", help="lm-evaluation-harness; prints JSON")
     for command in (file, tasks):
         add_model_arguments(command)
@@ -73,6 +82,24 @@ def _harness(args: argparse.Namespace) -> None:
         log_samples=False,
     )
     print(json.dumps(found["results"], indent=1, default=str))
+
+
+def _answers(args: argparse.Namespace) -> None:
+    from mjax.infer.generate import Generator
+    from mjax.post.answers import answered, chat_template_of, read_questions
+
+    model, dtype, tokenizer = load_model(args)
+    template = chat_template_of(args.tokenizer or model.tokenizer_dir)
+    questions = read_questions(args.file, args.limit, tokenizer, template)
+    generator = Generator(
+        model.definition, model.params, model.cfg, dtype=dtype, tokenizer=tokenizer
+    )
+    found = answered(generator, questions, template, args.max_new_tokens, args.batch_size)
+    pairs = [(question.answer, text) for question, text in zip(questions, found, strict=True)]
+    for wanted, text in pairs[: args.show]:
+        print(f"wanted {wanted!r}, answered {text!r}")
+    exact = sum(wanted == text for wanted, text in pairs)
+    print(json.dumps({"answers": len(pairs), "exact": exact, "exact_match": exact / len(pairs)}))
 
 
 def _perplexity(args: argparse.Namespace) -> None:

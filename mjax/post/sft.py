@@ -11,6 +11,7 @@ from typing import Any
 from mjax.checkpoint.base.companion_files import tokenizer_of
 from mjax.checkpoint.base.steps import newest_step
 from mjax.config.schema.run import Config
+from mjax.data.preview import print_rows
 from mjax.errors import UserError, program, run_cli
 from mjax.run.command import train_command
 from mjax.run.monitor.log_writer import warn
@@ -40,7 +41,18 @@ def main() -> int:
         epilog=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return train_command(parser, defaults=sft_defaults, check=require_conversations)
+    about = "print so many rows as the run reads them, with the loss made visible, and exit"
+    parser.add_argument("--preview", type=int, metavar="ROWS", help=about)
+    return train_command(parser, defaults=sft_defaults, first=_before_training)
+
+
+def _before_training(cfg: Config, args: argparse.Namespace) -> int | None:
+    """Refuse what is no fine-tuning, and preview; None goes on."""
+    require_conversations(cfg)
+    if args.preview is None:
+        return None
+    print_rows(cfg, args.preview)
+    return 0
 
 
 def sft_defaults(tree: dict) -> dict:

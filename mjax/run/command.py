@@ -15,12 +15,12 @@ from mjax.run.faults.supervisor import RESTART_NOTE, add_restart_arguments, supe
 def train_command(
     parser: argparse.ArgumentParser,
     defaults: Defaults | None = None,
-    check: Callable[[Config], None] = lambda cfg: None,
+    first: Callable[[Config, argparse.Namespace], int | None] = lambda cfg, args: None,
 ) -> int:
     """Parse `sys.argv`, then train, plan or supervise; returns the exit code.
 
     defaults: returns values for keys that are not given, as a tree.
-    check: raises `UserError` for a config that the command does not take.
+    first: what the command does before; an exit code ends it there.
     """
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan, run no step")
@@ -32,7 +32,9 @@ def train_command(
     group.add_argument("--process-id", type=int, metavar="I", help="0 to N-1")
     add_restart_arguments(parser)
     args, cfg = config_from_args(parser, defaults=defaults)
-    check(cfg)
+    code = first(cfg, args)
+    if code is not None:
+        return code
     plans = args.dry_run or args.on is not None or args.no_compile
     if args.restarts is not None and not plans and RESTART_NOTE not in os.environ:
         return supervise(cfg, args)

@@ -23,8 +23,10 @@ class EarlyStop:
         """Count an evaluation; one over no token (None) says nothing."""
         if loss is None:
             return
-        self.since = 0 if loss < self.best else self.since + 1
-        self.best = min(loss, self.best)
+        if loss < self.best:  # NaN is not
+            self.best, self.since = loss, 0
+        else:
+            self.since += 1
 
     @property
     def is_due(self) -> bool:
