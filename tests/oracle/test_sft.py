@@ -5,6 +5,7 @@ a template that TRL ships. TRL has no loss by sequence, so that one is compared 
 """
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -16,13 +17,18 @@ from tokenizers import trainers as tokenizer_trainers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from mjax.config import load
+from mjax.data.base.chat import load_chat_template
+from mjax.data.base.tokenizer import load_tokenizer
+from mjax.data.conversations.answers import AnswerTokenizer
 from mjax.data.loader import build_datasets
+from mjax.errors import UserError
 from mjax.interop.pretrained import from_pretrained, source_of
 from mjax.post.sft import sft_defaults
 from mjax.sharding.mesh import make_mesh
 from mjax.train import Trainer
 from tests.chats import write_lines
 from tests.oracle.families import assert_gradients_near, make, save_gradients
+from tests.oracle.test_conversations import tokenized
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -37,31 +43,34 @@ ROWS = 8
 
 
 def records() -> list[dict]:
-    """Conversations of one to three answers of many lengths."""
+    """Conversations of one or two answers of many lengths."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(ROWS):
-        turns = int(rng.integers(1, 4))
-        texts = [" ".join(rng.choice(WORDS, rng.integers(2, 9))).strip() for _ in range(2 * turns)]
+        turns = int(rng.integers(1, 3))
+        texts = [" ".join(rng.choice(WORDS, rng.integers(2, 7))).strip() for _ in range(2 * turns)]
         roles = ["user", "assistant"] * turns
         pairs = zip(roles, texts, strict=True)
         found.append({"messages": [{"role": role, "content": text} for role, text in pairs]})
     return found
 
 
-def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the special tokens of a template of TRL, and that template."""
+def byte_level(special: list[str], template: str, size: int) -> Tokenizer:
+    """A tokenizer with these special tokens, trained on a template and some words."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    special = ["<pad>", *filter(None, TOKENS[name])]  # the model has no gradient of id 0
-    trainer = tokenizer_trainers.BpeTrainer(
-        vocab_size=251,
-        special_tokens=special,
-        show_progress=False,
-    )
-    template = (TEMPLATES / f"{name}_training.jinja").read_text()
+    options = {"special_tokens": special, "show_progress": False}
+    trainer = tokenizer_trainers.BpeTrainer(vocab_size=size, **options)
     inner.train_from_iterator([" ".join(WORDS), "system user assistant", template], trainer)
+    return inner
+
+
+def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with the special tokens of a template of TRL, and that template."""
+    special = ["<pad>", *filter(None, TOKENS[name])]  # the model has no gradient of id 0
+    template = (TEMPLATES / f"{name}_training.jinja").read_text()
+    inner = byte_level(special, template, 251)
     bos, eos, *_ = TOKENS[name]
     named = {"bos_token": bos} if bos else {}
     tokenizer = PreTrainedTokenizerFast(
@@ -114,7 +123,12 @@ def ours(folder: Path, *keys: str) -> tuple[float, dict, dict]:
     """(the loss, the gradients and the batch of all conversations in packed rows)."""
     path = write_lines(folder / "chats.jsonl", records())
     given = [f"checkpoint.init_from={folder / 'hf'}", f"data.conversations.path={path}"]
-    given += ["data.seq_length=128", "data.split=[1,0,0]", f"run.dir={folder / 'run'}"]
+    given += [
+        "data.seq_length=128",
+        "data.conversations.too_long=refuse",
+        "data.split=[1,0,0]",
+        f"run.dir={folder / 'run'}",
+    ]
     given += ["precision.compute=float32", "train.micro_batch_size=1", *keys]
 
     def config(rows: int):
@@ -146,7 +160,7 @@ def test_by_token_it_is_trls(name, tmp_path):
     wanted, gradients = theirs_after_a_step(tmp_path / "trl", theirs, tokenizer)
     loss, found, batch = ours(tmp_path)
     assert loss == pytest.approx(wanted, abs=1e-4)  # TRL rounds what it logs
-    assert batch["loss_mask"].sum() > 60
+    assert batch["loss_mask"].sum() > 50
     compare(found, theirs, gradients, tmp_path)
 
 
@@ -169,3 +183,41 @@ def test_by_sequence_it_is_the_mean_of_means(tmp_path):
     assert loss == pytest.approx(wanted.item(), rel=1e-5)
     compare(found, theirs, [p.grad for p in theirs.parameters()], tmp_path)
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "llama"
+
+
+SPECIAL = re.compile(r"<[|｜][\w▁ ]+[|｜]>|<\w+_of_\w+>|</?think>|</?s>")
+ENDS = "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"
+REFUSED = {"gptoss": "rewrites earlier turns"}  # reasoning of earlier turns is taken out
+IMAGES = {"llava_next"}  # a content is a list of parts
+
+
+def test_masks_of_every_template_that_trl_ships(tmp_path):
+    names = {path.name.removesuffix("_training.jinja") for path in TEMPLATES.glob("*_training.*")}
+    assert len(names) > 25
+    for name in sorted(names - IMAGES):
+        template = (TEMPLATES / f"{name}_training.jinja").read_text()
+        special = sorted({*SPECIAL.findall(template)})
+        end = next((token for token in ENDS if token in special), "<eos>")
+        tokens = {"bos_token": "<bos>", "eos_token": end, "pad_token": "<pad>"}
+        inner = byte_level([*dict.fromkeys([*tokens.values(), *special])], template, 600)
+        theirs = PreTrainedTokenizerFast(tokenizer_object=inner, **tokens)
+        (folder := tmp_path / name).mkdir()
+        inner.save(str(folder / "tokenizer.json"))
+        said = json.dumps(tokens | {"chat_template": template})
+        (folder / "tokenizer_config.json").write_text(said)
+        ours = AnswerTokenizer(load_tokenizer(folder), load_chat_template(folder))
+        if name in REFUSED:
+            with pytest.raises(UserError, match=REFUSED[name]):
+                tokenized(ours, records())
+            continue
+        for found, record in zip(tokenized(ours, records()), records(), strict=True):
+            wanted = theirs.apply_chat_template(
+                record["messages"],
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                return_dict=True,
+            )
+            count, mask = len(found.ids), wanted["assistant_masks"]
+            assert found.ids.tolist() == wanted["input_ids"][:count], name
+            np.testing.assert_array_equal(found.is_answer, np.bool_(mask[:count]), name)
+            assert not any(mask[count:]) and found.is_answer.any(), name

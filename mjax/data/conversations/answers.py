@@ -80,6 +80,8 @@ class AnswerTokenizer:
             part = self.template.render(
                 messages[: number + 1], add_generation_prompt=False, **given
             )
+            if not text.startswith(part):  # Phi-3's puts an end behind the last message alone
+                part = part.removesuffix(self.template.tokens.get("eos_token", ""))
             require_beginning(where, self.template, part, text)
         return AnsweredText(text, spans)
 
