@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.base.companion_files import tokenizer_of
-from mjax.checkpoint.base.steps import newest_step
+from mjax.checkpoint.base.steps import BEST, newest_step
 from mjax.config.schema.run import Config
 from mjax.data.preview import print_rows
 from mjax.errors import UserError, program, run_cli
@@ -88,6 +88,13 @@ def sft_defaults(tree: dict) -> dict:
 def _of_weights(tree: dict, start: str) -> dict:
     """The model and the tokenizer of the weights that a run starts from."""
     found = {}
+    if _is_set(tree, "data", "tokenizer") and "model" in tree:
+        return found
+    if not Path(start.removesuffix(BEST)).expanduser().exists():
+        raise UserError(
+            f"checkpoint.init_from={start}: there is no such folder; give that of a model from a "
+            "hub, or of a run (configs/quickstart.yaml makes runs/quickstart)"
+        )
     if _given(tree, "data", "tokenizer") is None:
         tokenizer = tokenizer_of(start)
         found["data"] = {"tokenizer": None if tokenizer is None else str(tokenizer)}

@@ -1,22 +1,32 @@
 """`mjax sft`: its defaults, what it takes from the weights, and what leaves a run."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from mjax import cli
 from mjax.config import load
+from mjax.config.validate import validate
 from mjax.convert import main as convert
+from mjax.data.loader import build_datasets
 from mjax.errors import UserError
+from mjax.evaluate.__main__ import main as evaluate
 from mjax.post.sft import main as sft
 from mjax.post.sft import require_conversations, sft_defaults
 from mjax.run.loop import train
 from mjax.sharding.mesh import make_mesh
 from tests.chats import CHATML, MARKED, chat_config, turns, write_lines, write_tokenizer
+from tests.marks import quick, slow
+from tools.chat_lines import main as chat_lines
 
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("sft_*.yaml"))
 RECORDS = [turns(f"say {n}", f"{n}") for n in range(12)]
 ONE_DEVICE = "mesh.dp=1"
 
@@ -65,7 +75,8 @@ def test_defaults_stand_only_where_a_key_is_not_set(tmp_path):
         (["train=3", "data.mock=true"], "train=3"),
         (["train.steps=many", "data.mock=true"], "train.steps='many'"),
         (["data.conversations.path=a.jsonl"], "has no tokenizer"),
-        (["data.conversations.path=a.jsonl", "checkpoint.init_from=gone"], "gone"),
+        (["data.conversations.path=a.jsonl", "checkpoint.init_from=gone"], "no such folder; give"),
+        (["data.conversations.path=a.jsonl", "checkpoint.init_from=a@best"], "init_from=a@best"),
     ],
 )
 def test_what_it_cannot_train_is_one_line(keys, said):
@@ -94,7 +105,7 @@ def exported(monkeypatch, run, out) -> dict:
     return load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("template", quick([CHATML, MARKED], 1))
 def test_a_fine_tuned_model_leaves_with_the_template_it_was_trained_with(
     template, base, tmp_path, monkeypatch, capsys
 ):
@@ -129,3 +140,63 @@ def test_a_fine_tuned_model_leaves_with_the_template_it_was_trained_with(
 def test_the_best_of_steps_without_a_loss_is_one_line(base, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="@best: no step in .* has a held-out loss"):
         exported(monkeypatch, f"{base[0]}@best", tmp_path / "out")
+
+
+@pytest.mark.parametrize("rows", quick(["padded", "longest"], 0))
+def test_rows_of_every_kind_train_alike(rows, base, tmp_path, monkeypatch):
+    start, path = base
+    keys = [f"checkpoint.init_from={start}", f"data.conversations.path={path}", ONE_DEVICE]
+    keys += ["data.seq_length=64", "data.split=[1,0,0]", "precision.compute=float32"]
+    keys += ["train.steps=2", "schedule.lr=0.02", "schedule.warmup_steps=0", "log.interval=1"]
+    keys += ["train.micro_batch_size=1", "checkpoint.interval=null", "schedule.decay=constant"]
+
+    def steps_of(kind: str) -> list[tuple[float, float]]:
+        own = [*keys, f"data.conversations.rows={kind}", f"run.dir={tmp_path / kind}"]
+        size = len(build_datasets(load(None, own, sft_defaults), 1, 0)[0].rows.ranks)
+        assert size == 12 if kind != "packed" else 1 < size < 12
+        cfg = load(None, [*own, f"train.global_batch_size={size}"], sft_defaults)
+        train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+        lines = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
+        return [(r["loss"], r["grad_norm"]) for r in map(json.loads, lines) if "loss" in r]
+
+    packed = steps_of("packed")
+    assert packed[1][0] < packed[0][0]
+    np.testing.assert_allclose(steps_of(rows), packed, rtol=2e-5)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_of_whole_models_and_train_on_conversations(path):
+    cfg = load(path, [], sft_defaults)
+    require_conversations(cfg)
+    assert cfg.checkpoint.keep_best == 1 and cfg.schedule.lr == 2e-5
+    assert cfg.data.tokenizer == cfg.checkpoint.init_from and cfg.run.dir.endswith(path.stem)
+    assert cfg.model.num_hidden_layers >= 32
+    validate(cfg, device_count=16)
+
+
+@slow
+def test_the_quickstart_of_fine_tuning_goes_from_text_to_answers(tmp_path, monkeypatch, capsys):
+    (text := tmp_path / "text").mkdir()
+    for file in (ROOT / "mjax" / "data").glob("*.py"):
+        shutil.copy(file, text)
+    monkeypatch.chdir(tmp_path)
+    tiny = ["train.steps=2", "train.eval_steps=1", "train.sample_tokens=2"]
+    tiny += ["train.global_batch_size=8", "schedule.warmup_steps=0"]
+    keys = f"data.text={text}", "data.split=[1,1,0]", ONE_DEVICE
+    cfg = load(ROOT / "configs/quickstart.yaml", [*tiny, *keys])
+    train(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    assert chat_lines(["runs/quickstart", "--out", "runs/chat_lines"]) == 0
+    rows = [json.loads(line) for line in open("runs/chat_lines/train.jsonl")]
+    names = [
+        {json.loads(line)["messages"][1]["content"].split()[1] for line in open(file)}
+        for file in ("runs/chat_lines/train.jsonl", "runs/chat_lines/held_out.jsonl")
+    ]
+    assert len(rows) > 100 and names[1] and not names[0] & names[1]
+    tiny += ["train.eval_interval=1", "checkpoint.interval=1"]
+    assert run_sft(monkeypatch, "--config", ROOT / "configs/sft_quickstart.yaml", *tiny) == 0
+    said = capsys.readouterr().out
+    assert "starting at step 0 from the weights in runs/quickstart" in said
+    argv = ["answers", "--ckpt", "runs/sft_quickstart@best", "--limit", "5", "--batch-size", "4"]
+    evaluate([*argv, "--file", "runs/chat_lines/held_out.jsonl", "--max-new-tokens", "3"])
+    *shown, found = capsys.readouterr().out.splitlines()
+    assert json.loads(found) == {"answers": 5, "exact": 0, "exact_match": 0.0} and len(shown) == 3
