@@ -85,21 +85,9 @@ def _harness(args: argparse.Namespace) -> None:
 
 
 def _answers(args: argparse.Namespace) -> None:
-    from mjax.infer.generate import Generator
-    from mjax.post.answers import answered, chat_template_of, read_questions
+    from mjax.post.answers import print_exact_matches
 
-    model, dtype, tokenizer = load_model(args)
-    template = chat_template_of(args.tokenizer or model.tokenizer_dir)
-    questions = read_questions(args.file, args.limit, tokenizer, template)
-    generator = Generator(
-        model.definition, model.params, model.cfg, dtype=dtype, tokenizer=tokenizer
-    )
-    found = answered(generator, questions, template, args.max_new_tokens, args.batch_size)
-    pairs = [(question.answer, text) for question, text in zip(questions, found, strict=True)]
-    for wanted, text in pairs[: args.show]:
-        print(f"wanted {wanted!r}, answered {text!r}")
-    exact = sum(wanted == text for wanted, text in pairs)
-    print(json.dumps({"answers": len(pairs), "exact": exact, "exact_match": exact / len(pairs)}))
+    print_exact_matches(*load_model(args), args)
 
 
 def _perplexity(args: argparse.Namespace) -> None:

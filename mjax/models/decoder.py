@@ -19,7 +19,8 @@ from mjax.config.schema.model import ModelConfig
 from mjax.models.attention.positions import look_up, rope_of_layers
 from mjax.models.base.branch import Rope, begin_layers, branch_class, finish_layers
 from mjax.models.base.context import Context, Tokens, scaled, tokens_of
-from mjax.models.base.dropout import dropout, noisy
+from mjax.models.base.dropout import dropout
+from mjax.models.base.embedding_noise import noisy
 from mjax.models.base.inputs import Prompt, require_inputs
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import StatisticCount, declare, normal, split, stack, table
@@ -194,7 +195,8 @@ class Decoder(VocabularyHead, nnx.Module):
         # The rows of other devices are spread: GPUs add the gradients of one row one by one.
         x = look_up(embedding, row % rows)
         x = jnp.where(is_local[..., None], x, 0)
-        x = noisy(parallel.scatter_seq(x), info, ctx)
+        x = parallel.scatter_seq(x)
+        x = noisy(x, info, ctx)
         return scaled(x, self.cfg.embedding_multiplier)
 
     def rope(self, info: Tokens, ctx: Context) -> Rope:

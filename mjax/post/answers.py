@@ -5,6 +5,8 @@ chat template, and takes the likeliest token each time until an end token. Space
 does not count.
 """
 
+import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +19,7 @@ from mjax.errors import UserError
 from mjax.infer.chat import answer_ends, reply_ids
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
+from mjax.interop.pretrained import Pretrained
 
 
 class Question(NamedTuple):
@@ -78,7 +81,7 @@ def answered(
     most: int,
     rows: int,
 ) -> list[str]:
-    """What the model answers to each question, in at most `most` tokens, `rows` at once.
+    """The model's answer to each question, of at most `most` tokens, `rows` at once.
 
     An answer that does not end by then is what was made of it.
     """
@@ -94,3 +97,19 @@ def answered(
         for number, completion in zip(numbers, made, strict=False):
             found[number] = completion.text.strip()
     return found
+
+
+def print_exact_matches(
+    model: Pretrained, dtype: str, tokenizer: Tokenizer, args: argparse.Namespace
+) -> None:
+    """`mjax evaluate answers`: print some answers, then a line of JSON with the exact matches."""
+    template = chat_template_of(args.tokenizer or model.tokenizer_dir)
+    questions = read_questions(args.file, args.limit, tokenizer, template)
+    options = {"dtype": dtype, "tokenizer": tokenizer}
+    generator = Generator(model.definition, model.params, model.cfg, **options)
+    found = answered(generator, questions, template, args.max_new_tokens, args.batch_size)
+    pairs = [(question.answer, text) for question, text in zip(questions, found, strict=True)]
+    for wanted, text in pairs[: args.show]:
+        print(f"wanted {wanted!r}, answered {text!r}")
+    exact = sum(wanted == text for wanted, text in pairs)
+    print(json.dumps({"answers": len(pairs), "exact": exact, "exact_match": exact / len(pairs)}))

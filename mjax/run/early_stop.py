@@ -34,7 +34,7 @@ class EarlyStop:
         return self.most is not None and self.since >= self.most
 
     def record(self) -> dict:
-        """What a checkpoint keeps of it, as JSON."""
+        """The count as a checkpoint keeps it, JSON."""
         if self.most is None or self.best == math.inf:
             return {}
         return {RECORD: {"best": self.best, "since": self.since}}

@@ -272,15 +272,23 @@ def _one_turn(sample: Sample) -> list[tuple[str, str]]:
 def _messages(sample: Sample) -> list[tuple[dict[str, str], bool]]:
     """({"role": .., "content": ..}, whether its weight is 1) of a conversation, or nothing."""
     wrong = f'{sample.name}: not [{{"role": "user", "content": ".."}}, ..] ({{reason}})'
-    with or_user_error(wrong, (TypeError, LookupError)):
-        said = sample.facts.get("conversations") or ()
-        found = [({"role": SPEAKERS[one["from"]], "content": one["value"]}, one) for one in said]
-        given = sample.facts.get("messages") or ()
-        found += [({"role": one["role"], "content": one["content"]}, one) for one in given]
-        weights = [1 if one.get("weight") is None else one["weight"] for _, one in found]
-    if unknown := [weight for weight in weights if weight not in (0, 1)]:
-        raise UserError(f"{sample.name}: weight {unknown[0]!r} of a message; give 0 or 1")
-    return [(message, weight == 1) for (message, _), weight in zip(found, weights, strict=True)]
+    found = []
+    with or_user_error(wrong, (AttributeError, TypeError, LookupError)):
+        for one in sample.facts.get("conversations") or ():
+            message = {"role": SPEAKERS[one["from"]], "content": one["value"]}
+            found.append((message, _weight(one)))
+        for one in sample.facts.get("messages") or ():
+            message = {"role": one["role"], "content": one["content"]}
+            found.append((message, _weight(one)))
+    return found
+
+
+def _weight(message: dict) -> bool:
+    """Whether a message counts in the loss, if it is an answer."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise LookupError(f"weight {weight!r}, not 0 or 1")
+    return weight != 0
 
 
 def _turns(

@@ -258,7 +258,7 @@ def test_a_model_with_images_is_fine_tuned_on_conversations(tmp_path, monkeypatc
         (
             TEMPLATE,
             {"messages": [{"role": "assistant", "content": "a", "weight": 2}]},
-            "weight 2 of a message",
+            "weight 2, not 0 or 1",
         ),
         ("{{ messages | length }}", {"conversations": [{"from": "gpt", "value": "b"}]}, "rewrites"),
     ],
