@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mjax.data.base.chat import ChatTemplate, load_chat_template
+from mjax.data.base.chat_ids import answer_ends, reply_ids
 from mjax.data.base.tokenizer import Tokenizer
 from mjax.data.conversations.formats import Conversation, parse_record
 from mjax.data.conversations.records import attempt, read_records, source_files
 from mjax.errors import UserError
-from mjax.infer.chat import answer_ends, reply_ids
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
 from mjax.interop.pretrained import Pretrained

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mjax.config.schema.run import Config
 from mjax.data.base.chat import ChatTemplate, load_chat_template
+from mjax.data.base.chat_ids import answer_ends, reply_ids
 from mjax.data.base.tokenizer import Tokenizer, load_tokenizer
 from mjax.data.corpus.text import prepare_text
 from mjax.errors import UserError
-from mjax.infer.chat import answer_ends, reply_ids
 from mjax.infer.generate import Generator
 from mjax.infer.sample import Sampling
 from mjax.train.trainer import Trainer

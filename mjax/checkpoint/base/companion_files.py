@@ -17,6 +17,8 @@ from mjax.checkpoint.base.digest import UNLISTED, digest_files
 from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
 from mjax.config.schema.run import Config
+from mjax.data.base.chat import load_chat_template
+from mjax.data.base.chat_ids import answer_ends
 from mjax.data.base.tokenizer import load_tokenizer, tokenizer_files, vocabulary_in
 from mjax.data.corpus.text import digests_of_corpus
 from mjax.errors import UserError, or_user_error
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SIDE_FILES = "hf"  # item of a step: the folder of these files
 UNREAD = "unread.safetensors"  # tensors of the imported files that the model does not read
+_GENERATION = "generation_config.json"
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -163,7 +166,8 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
 
     The weights come from its newest checkpoint, else from `checkpoint.init_from`. If `data` has
     another tokenizer than they, its files replace all files of a tokenizer. A chat template that
-    conversations were written with replaces that of the weights.
+    conversations were written with replaces that of the weights, and its end of an answer ends a
+    generation.
     """
     step = newest_step(checkpoints)
     of_weights = read_folder(step / SIDE_FILES) if step else {}
@@ -179,8 +183,27 @@ def side_files_of_run(cfg: Config, checkpoints: Path) -> dict[str, bytes]:
     if cfg.data.conversations.path is not None and _has_template(of_data):
         of_weights = {n: content for n, content in of_weights.items() if not _is_template(n)}
         chat = {n: content for n, content in of_data.items() if _is_of_chat(n)}
-        return of_data | of_weights | chat
+        return _with_answer_ends(of_data | of_weights | chat, cfg.data.tokenizer)
     return of_data | of_weights
+
+
+def _with_answer_ends(files: dict[str, bytes], spec: str) -> dict[str, bytes]:
+    """Side files in whose generation_config.json the ends of answers end a generation."""
+    folder = Path(spec)
+    try:
+        tokenizer = load_tokenizer(spec)
+        template = load_chat_template(folder if folder.is_dir() else folder.parent)
+    except UserError:  # then it makes no data of this run
+        return files
+    said = json.loads(files.get(_GENERATION, b"{}"))
+    ids = said.get("eos_token_id", json.loads(files.get("config.json", b"{}")).get("eos_token_id"))
+    known = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    ends = [id for id in answer_ends(tokenizer, template) if id not in known]
+    if not ends:
+        return files
+    said = said or {"_from_model_config": True}
+    content = json.dumps(said | {"eos_token_id": [*known, *ends]}, indent=2)
+    return files | {_GENERATION: content.encode()}
 
 
 def _tokenizer_of_data(cfg: Config) -> dict[str, bytes]:

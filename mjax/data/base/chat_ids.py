@@ -1,4 +1,4 @@
-"""Chats for generation: the ids of an opened reply, and the ids that end an answer."""
+"""Chats as ids: those of an opened reply, and those that end an answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
