@@ -20,12 +20,12 @@ from mjax.models.attention.positions import look_up, rope_of_layers
 from mjax.models.base.branch import Rope, begin_layers, branch_class, finish_layers
 from mjax.models.base.context import Context, Tokens, scaled, tokens_of
 from mjax.models.base.dropout import dropout
-from mjax.models.base.embedding_noise import noisy
 from mjax.models.base.inputs import Prompt, require_inputs
 from mjax.models.base.norm import Norm
 from mjax.models.base.params import StatisticCount, declare, normal, split, stack, table
 from mjax.models.base.streams import EMBEDDING_SALT, Activation, decoder_of
 from mjax.models.block import Block
+from mjax.models.embedding_noise import noisy
 from mjax.models.heads.vocabulary import VocabularyHead
 from mjax.models.runtime.execution import Execution, plain_layers
 from mjax.models.runtime.run import Caches, LayerInputs, Layers, LayersOutput

@@ -148,8 +148,7 @@ def training_context(
         z_loss=cfg.train.z_loss,
         loss_chunk=cfg.train.loss_chunk,
     )
-    towers = tower_handles(cfg, parallel)
-    return Context(parallel, towers, kernels, documents, training)
+    return Context(parallel, tower_handles(cfg, parallel), kernels, documents, training)
 
 
 def count_micro_batches(cfg: Config, sizes: dict[str, int], rows: int | None = None) -> int:

@@ -59,9 +59,10 @@ def samples_of(trainer: Trainer) -> Samples | None:
     Raises `UserError` if a prompt cannot be continued.
     """
     cfg = trainer.cfg
-    texts, count = cfg.train.sample_prompts, cfg.train.sample_tokens
+    texts, count = cfg.train.sample_prompt or [], cfg.train.sample_tokens
     if not texts:
         return None
+    texts = [texts] if isinstance(texts, str) else texts
     name = cfg.data.tokenizer
     if cfg.data.text:
         name = prepare_text(cfg.data, cfg.run.dir).tokenizer_path

@@ -354,12 +354,6 @@ class TrainConfig(Group):
     """Steps between samples; None: only at the end."""
     sample_tokens: UpTo24 = Field(64, ge=1)
 
-    @property
-    def sample_prompts(self) -> list[str]:
-        """The prompts, whether there is one, several or none."""
-        one_or_more = self.sample_prompt or []
-        return [one_or_more] if isinstance(one_or_more, str) else one_or_more
-
 
 InitChange = Literal["vocab_size", "num_hidden_layers", "context", "experts", "heads", "towers"]
 

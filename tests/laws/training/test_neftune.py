@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mjax.models.base.context import Context, Training, tokens_of
-from mjax.models.base.embedding_noise import noisy
+from mjax.models.embedding_noise import noisy
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train.step import GRADIENTS
 from tests.marks import quick
