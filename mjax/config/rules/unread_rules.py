@@ -249,6 +249,9 @@ NEEDS = (
         "train: label_smoothing z_loss loss_chunk", "next_token", "masked_lm", "span_corruption"
     ),
     _objective("train.loss_divisor", "next_token", "masked_lm"),
+    _objective("train.neftune_alpha", "next_token"),
+    _value("train.early_stop", "train.eval_interval"),
+    _value("train.sample_interval", "train.sample_prompt"),
     Need(
         "mesh: pipeline_layout pipeline_account_for virtual_stages",
         "mesh.pp",

@@ -310,6 +310,8 @@ class TrainConfig(Group):
     eval_interval: int | None = Field(None, ge=1)
     """Steps between evaluations."""
     eval_steps: UpTo28 = Field(10, ge=1)
+    early_stop: int | None = Field(None, ge=1)
+    """Stop after so many evaluations in a row without a lower held-out loss."""
     remat: str = "auto"
     """Values a layer keeps for its backward: none (all), dots (matmul outputs and attention),
     attention, full (nothing); counts go in layer order: 'full*8,dots'. auto: the fastest that fits
@@ -342,8 +344,14 @@ class TrainConfig(Group):
     """Tokens per chunk of the loss."""
     freeze: list[str] = []
     """Parameters that stay as they are: roles, or names with * such as dense.mlp.*."""
-    sample_prompt: str | None = None
-    """Text continued at the end of the run."""
+    neftune_alpha: float = Field(0.0, ge=0)
+    """Noise on the embeddings of training, uniform within alpha / sqrt(tokens * width); tokens are
+    those of a token's document (NEFTune).
+    """
+    sample_prompt: str | list[str] | None = None
+    """Texts continued at the end of the run; with data.conversations, messages to answer."""
+    sample_interval: int | None = Field(None, ge=1)
+    """Steps between samples; None: only at the end."""
     sample_tokens: UpTo24 = Field(64, ge=1)
 
 
