@@ -15,8 +15,8 @@ from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.base.stored import read_record
 from mjax.checkpoint.merged import Adapters, adapter_alpha, merged, part_path
 from mjax.checkpoint.weights import read_config, stored_source
+from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import LoraConfig
 from mjax.errors import UserError, or_user_error
 from mjax.interop.held_base import HeldBase
 from mjax.interop.partial_load import fit

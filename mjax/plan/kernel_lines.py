@@ -130,8 +130,6 @@ def kernel_choices(cfg: Config, sizes: dict[str, int]) -> dict[str, Choice]:
     choices["loss rows"] = choose("loss_rows", "float32", logits, tp=tp, chunk=cfg.train.loss_chunk)
     if execution.gradients_apart:
         choices["adam row"] = choose("adam_row", cfg.precision.grad_accum, ())
-    if cfg.lora.base == "nf4":
-        choices["nf4"] = choose("nf4", dtype, ())
     recipe = execution.recipe
     if recipe is not None:
         choices["quantize"] = recipe.gradient_kernel(dtype, (tokens, up[-1]))

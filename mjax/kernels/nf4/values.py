@@ -28,7 +28,7 @@ from mjax.sharding.collectives import LOCAL, Parallel
 BLOCK = 64  # weights that share a magnitude
 GROUP = 256  # magnitudes that share a scale
 
-TILE, WARPS = 256, 4  # outputs of a program of the kernel, and its warps
+TILE, WARPS = 128, 4  # outputs of a program of the kernel, and its warps
 
 LEVELS = np.float32(
     [

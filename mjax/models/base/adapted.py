@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from mjax.config.schema.run import LoraConfig
+from mjax.config.schema.lora import LoraConfig
 from mjax.errors import UserError
 from mjax.kernels.nf4.parameters import MAGNITUDES_OF, value_of_base, weight_in_nf4
 from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces, adapted_value, lengths

@@ -23,8 +23,8 @@ def _without_leaves(default):
 
 
 class TokenPlaces(NamedTuple):
-    """What draws of dropout are keyed by: a key of the layer, and rows [B] and columns [S] of the
-    tokens in the global batch."""
+    """The keys of draws of dropout: one of the layer, and rows [B] and columns [S] of the tokens in
+    the global batch."""
 
     key: jax.Array
     rows: jax.Array

@@ -120,14 +120,18 @@ def matmul(x: jax.Array, w: Weight, parallel: Parallel = LOCAL) -> jax.Array:
 
 def _matmul_nf4(x: jax.Array, w: Weight) -> jax.Array:
     """`matmul` by a weight in NF4, which takes no gradient."""
-    inputs, outputs = w.value.shape[: w.inputs], w.value.shape[w.inputs :]
-    rows = x.reshape(-1, math.prod(inputs))
-    y = nf4_matmul(rows, w.value).reshape(-1, *outputs)
-    if w.adapter is not None:
+    coded, adapter = w.value, w.adapter
+    outputs = coded.shape[w.inputs :]
+    width = math.prod(coded.shape[: w.inputs])
+    rows = x.reshape(-1, width)
+    y = nf4_matmul(rows, coded)
+    y = y.reshape(-1, *outputs)
+    if adapter is not None:
         value = None
-        if w.adapter.magnitude is not None:
-            value = plain_value(w, x.dtype).reshape(rows.shape[1], -1)
-        y = add_product(y, rows, value, w.adapter)
+        if adapter.magnitude is not None:
+            value = plain_value(w, x.dtype)
+            value = value.reshape(width, -1)
+        y = add_product(y, rows, value, adapter)
     lead = x.shape[: x.ndim - w.inputs]
     return y.reshape(*lead, *outputs)
 

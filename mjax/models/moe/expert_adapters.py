@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mjax.kernels.matmul.grouped import grouped_matmul, grouped_weight_gradient
 from mjax.models.base.adapter import Adapter
-from mjax.models.base.weight import Weight, value_with_adapter
+from mjax.models.base.weight import Weight, plain_value, value_with_adapter
 from mjax.models.moe.dispatch import Dispatch, gates_of_rows, rows_of_tokens, sums_of_rows
 from mjax.models.moe.expert import Expert
 from mjax.models.moe.expert_matmuls import multiply_up
@@ -45,8 +45,12 @@ def adapter_down(
 def values_of_experts(w: Weight, dtype: jnp.dtype) -> jax.Array:
     """The values [E, ..] of experts' weights with their adapters added; from NF4 in `dtype`."""
     if w.adapter is None:
-        return value_with_adapter(w, dtype)
-    return jax.vmap(lambda one: value_with_adapter(one, dtype))(w)
+        return plain_value(w, dtype)
+
+    def of_one(one: Weight) -> jax.Array:
+        return value_with_adapter(one, dtype)
+
+    return jax.vmap(of_one)(w)
 
 
 def _matrices_of_experts(adapter: Adapter, like: jax.Array) -> tuple[jax.Array, jax.Array]:
