@@ -24,8 +24,8 @@ import numpy as np
 from mjax.bench.decode import config_of_transformers, require_transformers
 from mjax.bench.report import parse_with_config, report
 from mjax.config import Config, load
+from mjax.config.schema.lora import LoraConfig
 from mjax.config.schema.model import ModelConfig
-from mjax.config.schema.run import LoraConfig
 from mjax.errors import UserError, run_cli
 from mjax.models import definition_of
 from mjax.models.flops import flops_of_run

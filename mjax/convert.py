@@ -1,9 +1,12 @@
-"""`python -m mjax.convert import|export|config`: weights and configs in and out of mjax.
+"""`python -m mjax.convert COMMAND`: weights, configs and adapters in and out of mjax.
 
     python -m mjax.convert import --hf DIR --out CKPT          # or --megatron DIR
     python -m mjax.convert export --ckpt CKPT --hf DIR         # --dtype float8: for vLLM
     python -m mjax.convert config --hf DIR_OR_CONFIG_JSON      # prints the `model:` part of a YAML;
                                                                # or --megatron DIR, --ckpt RUN
+    python -m mjax.convert merge BASE ADAPTER OUT              # of a run, or a folder of PEFT
+    python -m mjax.convert unmerge MERGED OUT                  # the base again, bit for bit
+    python -m mjax.convert extract RUN OUT                     # a run's adapters as PEFT's folder
 
 CKPT is a folder that `checkpoint.init_from`, `mjax.generate.__main__` and `mjax.from_pretrained`
 read; an export takes any mjax checkpoint or run folder. Everything is written under a temporary
@@ -27,7 +30,9 @@ BOUND = 2e-4  # of --verify: largest difference of logits over the largest logit
 
 def main() -> int:
     args = _parser().parse_args()
-    return {"import": _import, "export": _export, "config": _config}[args.command](args)
+    commands = {"import": _import, "export": _export, "config": _config}
+    commands |= {"merge": _merge, "unmerge": _unmerge, "extract": _extract}
+    return commands[args.command](args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
     into.add_argument("--out", type=as_path, required=True, metavar="CKPT", help="folder to make")
     out = commands.add_parser("export", help="to a Hugging Face folder")
-    out.add_argument("--ckpt", type=as_path, required=True, metavar="CKPT")
+    about = "a run or a checkpoint; RUN@best: the step of lowest held-out loss"
+    out.add_argument("--ckpt", type=as_path, required=True, metavar="CKPT", help=about)
     out.add_argument("--hf", type=as_path, required=True, metavar="DIR", help="folder to make")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     for one, default in ((into, "float32"), (out, "bfloat16")):
@@ -51,7 +57,25 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--hf", type=as_path, metavar="DIR_OR_JSON")
     source.add_argument("--megatron", type=as_path, metavar="DIR", help="torch_dist checkpoint")
     source.add_argument("--ckpt", type=as_path, metavar="RUN", help="an mjax run or checkpoint")
+    _add_adapter_commands(commands)
     return parser
+
+
+def _add_adapter_commands(commands: argparse._SubParsersAction) -> None:
+    merge = commands.add_parser("merge", help="adapters into their base, in the base's format")
+    merge.add_argument("base", type=as_path, metavar="BASE", help="the weights they belong to")
+    merge.add_argument(
+        "adapter", type=as_path, metavar="ADAPTER", help="a run with adapters, or PEFT's folder"
+    )
+    merge.add_argument("out", type=as_path, metavar="OUT", help="folder to make")
+    kinds = ["float32", "bfloat16", "float16"]
+    merge.add_argument("--dtype", choices=kinds, help="default: the dtype of the base")
+    unmerge = commands.add_parser("unmerge", help="the base of merged weights, bit for bit")
+    unmerge.add_argument("merged", type=as_path, metavar="MERGED", help="what merge wrote")
+    unmerge.add_argument("out", type=as_path, metavar="OUT", help="folder to make")
+    extract = commands.add_parser("extract", help="the adapters of a run as PEFT's folder")
+    extract.add_argument("run", type=as_path, metavar="RUN", help="a run with adapters, or a step")
+    extract.add_argument("out", type=as_path, metavar="OUT", help="folder to make")
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -113,6 +137,43 @@ def _config(args: argparse.Namespace) -> int:
     cfg = source_of(folder).cfg if has_weights else config_from_hf(read_json(path))
     said = cfg.model_dump(exclude_none=True, exclude_defaults=True)
     print(yaml.safe_dump({"model": said}, sort_keys=False), end="")
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from mjax.checkpoint.base.companion_files import read_side_files
+    from mjax.interop.merge import RECORD, merged_source, stored_dtype, write_merged
+    from mjax.interop.sources import source_of
+
+    require_files(args.base)
+    require_files(args.adapter)
+    source = merged_source(args.base, args.adapter)
+    source.check()
+    dtype = args.dtype or stored_dtype(source_of(args.base))
+    extras = read_side_files(args.base)
+    if (args.base / "config.json").is_file():
+        extras = side_files(source.cfg, args.base, dtype, source.unread())
+    extras.pop(RECORD, None)
+    write_merged(args.base, args.adapter, args.out, source, dtype, extras)
+    print(f"{args.out}: {args.base} with the adapters in {args.adapter}, as {dtype}")
+    return 0
+
+
+def _unmerge(args: argparse.Namespace) -> int:
+    from mjax.interop.merge import unmerge
+
+    require_files(args.merged)
+    base = unmerge(args.merged, args.out)
+    print(f"{args.out}: the bits of {base}")
+    return 0
+
+
+def _extract(args: argparse.Namespace) -> int:
+    from mjax.interop.merge import extract
+
+    require_files(args.run)
+    extract(args.run, args.out)
+    print(f"{args.out}: the adapters of {args.run} for PEFT")
     return 0
 
 

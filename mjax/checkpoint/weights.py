@@ -31,6 +31,7 @@ from mjax.config.schema.keys import model_of
 from mjax.config.schema.model import ModelConfig
 from mjax.errors import UserError
 from mjax.models import definition_of
+from mjax.sharding.spec import ParamSpec
 
 
 def write_weights(
@@ -83,9 +84,14 @@ def read_weights(folder: Path) -> Source:
     digests = digest.read_digests(where)
     if digests is not None:
         digests.verify("meta/", f"{SIDE_FILES}/", "state/_METADATA")
-    cfg, stored = read_config(where), StoredArrays(where)
-    specs = flat(definition_of(cfg).specs)
-    state = stored.state
+    cfg = read_config(where)
+    return stored_source(where, cfg, flat(definition_of(cfg).specs))
+
+
+def stored_source(where: Path, cfg: ModelConfig, specs: Mapping[Leaf, ParamSpec]) -> Source:
+    """The parameters, declared by path, that the step in `where` holds."""
+    stored = StoredArrays(where)
+    state, digests = stored.state, digest.read_digests(where)
 
     @cache
     def store(path: Leaf) -> ts.TensorStore:

@@ -1,4 +1,8 @@
-"""Finds the weights in a folder, whatever their format: Hugging Face's, mjax's own, Megatron's."""
+"""Finds the weights in a folder, whatever their format: Hugging Face's, mjax's own, Megatron's.
+
+A run with adapters and a folder of PEFT hold adapters alone. Their weights are those of their base,
+which they name, with the adapters merged.
+"""
 
 from pathlib import Path
 
@@ -8,10 +12,12 @@ from mjax.checkpoint.base.steps import newest_step
 from mjax.checkpoint.weights import read_weights
 from mjax.config.languages.paths import require_files
 from mjax.errors import UserError
+from mjax.interop.adapted_source import adapted_source, base_of_run, has_adapters, named_base
 from mjax.interop.huggingface.families.engine import config_of_folder, slots
 from mjax.interop.huggingface.families.table import FAMILIES
 from mjax.interop.huggingface.files import hf_source
 from mjax.interop.huggingface.names import heads_apart, names_in
+from mjax.interop.peft.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from mjax.json_file import read_json
 from mjax.models import definition_of
 
@@ -23,6 +29,9 @@ def source_of(path: str | Path) -> Source:
     """
     require_files(path)
     path = Path(path)
+    if (path / ADAPTER_CONFIG).is_file():
+        base = source_of(named_base(path, read_adapter_config(path).base))
+        return adapted_source(path, base)
     if (path / "config.json").is_file():
         cfg = config_of_folder(read_json(path / "config.json"))
         tensors = open_folder(path)
@@ -46,4 +55,6 @@ def source_of(path: str | Path) -> Source:
             f"{path}: no weights here: neither config.json (Hugging Face), nor a checkpoint of "
             "mjax, nor metadata.json (Megatron torch_dist); give the folder that holds one"
         )
+    if has_adapters(step):
+        return adapted_source(step, source_of(named_base(step, base_of_run(step))))
     return read_weights(step)

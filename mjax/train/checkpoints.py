@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.checkpoint.base.digest import DamagedCheckpoint
 from mjax.checkpoint.base.source import Source, arrays
@@ -26,6 +27,7 @@ from mjax.checkpoint.local.node_store import NodeStore
 from mjax.checkpoint.store import SaveFailed, Store
 from mjax.config.schema.run import Config
 from mjax.errors import NonFiniteLoss, UserError
+from mjax.interop.adapted_source import read_starting_arrays
 from mjax.interop.base_of_adapters import outside_nf4, read_nf4, with_adapters
 from mjax.interop.huggingface.whisper import whisper_source
 from mjax.interop.partial_load import fit
@@ -231,6 +233,24 @@ class Checkpoints:
             params = with_adapters(params, in_nf4, wanted, self.layout.specs, cfg)
             self._note_base(params)
         return from_canonical(storage, params, stored), "\n".join(lines)
+
+    def with_given_adapters(self, params: dict) -> dict:
+        """Stored parameters with the adapters in the folder that `lora.init` names, if it does.
+
+        Raises `UserError` where they do not fit those of the run.
+        """
+        lora, storage = self.cfg.lora, self.layout.storage
+        if not lora.rank or lora.init in ("zero", "gaussian", "pissa"):
+            return params
+        whole = flatten_dict(canonical(storage, params))
+        declared = flatten_dict(self.layout.specs)
+        given = read_starting_arrays(Path(lora.init), self.cfg.model, declared)
+        for path, array in given.items():
+            like = whole[path]
+            array = array.astype(like.dtype)
+            made = jax.make_array_from_callback(like.shape, like.sharding, array.__getitem__)
+            whole[path] = made
+        return from_canonical(storage, unflatten_dict(whole), self.layout.abstract()["params"])
 
     @cached_property
     def _count_nonfinite(self) -> jax.stages.Wrapped:

@@ -106,7 +106,7 @@ class Trainer:
         Raises `UserError` for a model that differs in more than `checkpoint.init_changes`.
         """
         params, summary = self.checkpoints.load_weights(*sources)
-        self._start(params)
+        self._start(self.checkpoints.with_given_adapters(params))
         return summary
 
     def _start(self, params: dict) -> None:

@@ -88,7 +88,7 @@ def hf_source(
             for axis, i in zip(batch, at, strict=True):
                 cut[axis] = i - real[axis][0]
             slot = places[at]
-            _read_slot(tensors[slot.tensor], slot, spec, real, out[tuple(cut)])
+            read_slot(tensors[slot.tensor], slot, spec, real, out[tuple(cut)])
         return out
 
     def check() -> None:
@@ -151,7 +151,7 @@ def tensor_shapes(cfg: ModelConfig, specs: dict, slots: SlotsByPath) -> dict[str
             shapes[name] = tuple(map(max, ends, before))
     for name, shape in shapes.items():
         assert filled[name] == math.prod(shape), f"the slots of {name} do not fill {shape}"
-    return {name: shapes[name] for name in sorted(shapes, key=_natural)}
+    return {name: shapes[name] for name in sorted(shapes, key=natural)}
 
 
 def _sizes_of_piece(slot: Slot, spec: ParamSpec) -> list[int]:
@@ -168,7 +168,7 @@ def _ends_of_piece(slot: Slot, sizes: list[int]) -> tuple[int, ...]:
     return (*lead, *ends)
 
 
-def _natural(name: str) -> list:
+def natural(name: str) -> list:
     """Sorts layer 2 before layer 10."""
     return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
 
@@ -220,7 +220,7 @@ def real_specs(cfg: ModelConfig, specs: dict) -> dict[Leaf, ParamSpec]:
     return {path: real(spec) for path, spec in flat(specs).items()}
 
 
-def _read_slot(
+def read_slot(
     tensor: Tensor, slot: Slot, spec: ParamSpec, ranges: list[tuple[int, int]], out: np.ndarray
 ) -> None:
     """Fill `out`, the part `ranges` of the slot's matrix, with axes in the parameter's order."""
@@ -337,7 +337,7 @@ def export(
         run_all(
             task
             for path, slot in pieces[name]
-            for task in _write_slot(out, slot, of[path], partial(read, path))
+            for task in write_slot(out, slot, of[path], partial(read, path))
         )
         require_fp16_range(out, name)
         return out
@@ -391,7 +391,7 @@ def _shards(tensors: dict[str, Entry], most: int) -> dict[str, dict[str, Entry]]
     return {f"model-{i:05}-of-{count:05}.safetensors": p for i, p in enumerate(parts, start=1)}
 
 
-def _write_slot(
+def write_slot(
     out: np.ndarray, slot: Slot, spec: ParamSpec, read: Callable[[Index], np.ndarray]
 ) -> Iterator[Callable[[], None]]:
     """Tasks that fill the slot's part of the tensor `out`, each with a block of the parameter."""

@@ -8,6 +8,7 @@ parameters are frozen, and stored in the dtype of the computation: there are no 
 
 import functools
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from mjax.config.schema.run import LoraConfig
+from mjax.config.schema.lora import LoraConfig
 from mjax.errors import UserError
 from mjax.kernels.nf4.parameters import MAGNITUDES_OF, value_of_base, weight_in_nf4
-from mjax.models.base.adapter import Adapter, adapted_value, lengths
+from mjax.models.base.adapter import Adapter, InputDropout, TokenPlaces, adapted_value, lengths
 from mjax.models.base.weight import Weight, WeightOrArray, is_weight, value_with_adapter
 from mjax.sharding.collectives import LOCAL, Parallel
 from mjax.sharding.rules import RULES
@@ -92,6 +93,13 @@ def _require_patterns(lora: LoraConfig, specs: dict) -> None:
                     f"are {', '.join(matmuls)} (--dry-run lists their names), tables are the roles "
                     "embedding and head"
                 )
+    if lora.dropout and any(
+        _is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items()
+    ):
+        raise UserError(
+            "lora.dropout is not built for adapters of experts (PEFT has none there either); name "
+            "the other matmuls in lora.targets, or set lora.dropout=0"
+        )
     if lora.dora and any(spec.is_of_experts and spec.matmul for spec in flat.values()):
         if any(_is_target(lora.targets, p, s) and s.is_of_experts for p, s in flat.items()):
             raise UserError(
@@ -127,6 +135,7 @@ def _declared(path: Path, spec: ParamSpec, lora: LoraConfig) -> dict[str, ParamS
             shape=(*spec.shape[:lead], rank, *spec.shape[inputs:]),
             axes=(*spec.axes[:lead], None, *spec.axes[inputs:]),
             scale=scale,
+            dropout=lora.dropout,
             **plain,
         ),
     }
@@ -223,10 +232,16 @@ def adapted_values(params: dict, specs: dict) -> dict:
 # ---- weights and their adapters in a step --------------------------------------------------------
 
 
-def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tuple[dict, dict]:
+def join_adapters(
+    weights: dict,
+    specs: dict,
+    parallel: Parallel = LOCAL,
+    places: TokenPlaces | None = None,
+) -> tuple[dict, dict]:
     """(weights that hold their adapters, their declarations), without entries of adapters.
 
-    `weights` are those of a module, `specs` declare them, perhaps as a stack of layers.
+    `weights` are those of a module, `specs` declare them, perhaps as a stack of layers. `places`
+    are those of its tokens, in training with dropout.
     """
     joined, declared = {}, {}
     for name, entry in weights.items():
@@ -234,7 +249,7 @@ def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tup
         if name.endswith((ADAPTER, MAGNITUDES_OF)):
             continue
         if not is_spec(spec):
-            joined[name], declared[name] = join_adapters(entry, spec, parallel)
+            joined[name], declared[name] = join_adapters(entry, spec, parallel, places)
             continue
         if name + MAGNITUDES_OF in weights:
             entry = _in_nf4(entry, weights[name + MAGNITUDES_OF], spec, parallel)
@@ -242,7 +257,8 @@ def join_adapters(weights: dict, specs: dict, parallel: Parallel = LOCAL) -> tup
         if beside is None:
             joined[name] = entry
         else:
-            joined[name] = _with_adapter(entry, beside, spec, specs[name + ADAPTER], parallel)
+            own = specs[name + ADAPTER]
+            joined[name] = _with_adapter(entry, beside, spec, own, parallel, places)
     return joined, declared
 
 
@@ -263,22 +279,33 @@ def _in_nf4(
 
 
 def _with_adapter(
-    base: WeightOrArray | list, beside: dict, spec: ParamSpec, of_adapter: dict, parallel: Parallel
+    base: WeightOrArray | list,
+    beside: dict,
+    spec: ParamSpec,
+    of_adapter: dict,
+    parallel: Parallel,
+    places: TokenPlaces | None,
 ) -> WeightOrArray | list:
     """A weight with its adapter, or a list of those of layers; of a table the sum."""
     if isinstance(base, list):
         layers = []
         for i, layer in enumerate(base):
             own = {name: rows[i] for name, rows in beside.items()}
-            layers.append(_with_adapter(layer, own, spec, of_adapter, parallel))
+            layers.append(_with_adapter(layer, own, spec, of_adapter, parallel, places))
         return layers
     first = spec.lead
     inputs, outputs = spec.axes[first : first + spec.inputs], spec.axes[first + spec.inputs :]
     is_split = not spec.whole and any("tp" in RULES[axis] for axis in inputs if axis)
+    dropout, rate = None, of_adapter["b"].dropout
+    if places is not None and rate and spec.matmul:
+        number = zlib.crc32("/".join(spec.hf).encode())  # the same on every mesh
+        places = places._replace(key=jax.random.fold_in(places.key, number))
+        dropout = InputDropout(places, rate, parallel, cuts_inputs=is_split)
     adapter = Adapter(
         beside["a"],
         beside["b"],
         beside.get("magnitude"),
+        dropout,
         scale=of_adapter["b"].scale,
         halves=1 + outputs.index("pair") if "pair" in outputs else None,
         split=parallel if is_split else LOCAL,

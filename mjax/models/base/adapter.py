@@ -7,6 +7,7 @@ exchange. Invariant: with b = 0 the product is that of W, bit for bit.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,53 @@ def _without_leaves(default):
     return field(default=default, metadata={"static": True})
 
 
+class TokenPlaces(NamedTuple):
+    """The keys of draws of dropout: one of the layer, and rows [B] and columns [S] of the tokens in
+    the global batch."""
+
+    key: jax.Array
+    rows: jax.Array
+    columns: jax.Array
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class InputDropout:
+    """Inverted dropout of what one adapter reads; a draw depends on the token's place alone.
+
+    places: of the tokens, with a key of the adapter.
+    rate: of what is dropped.
+    parallel: the mesh, whose tp devices may hold parts of the tokens.
+    cuts_inputs: whether they hold parts of the inputs.
+    """
+
+    places: TokenPlaces
+    rate: float = _without_leaves(0.0)
+    parallel: Parallel = _without_leaves(LOCAL)
+    cuts_inputs: bool = _without_leaves(False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [M, K] of all tokens, or of those of this tp device."""
+        key, rows, columns = self.places
+        tokens, inputs = x.shape
+        if tokens < len(rows) * len(columns):
+            columns = self.parallel.shard(columns, "tp", 0)
+        assert tokens == len(rows) * len(columns), "dropout of adapters: tokens of another stream"
+        whole = inputs * self.parallel.tp if self.cuts_inputs else inputs
+
+        def of_token(row: jax.Array, column: jax.Array) -> jax.Array:
+            own = jax.random.fold_in(key, row)
+            own = jax.random.fold_in(own, column)
+            return jax.random.bernoulli(own, 1 - self.rate, (whole,))
+
+        of_row = jax.vmap(of_token, (None, 0))
+        stays = jax.vmap(of_row, (0, None))(rows, columns)
+        stays = stays.reshape(tokens, whole)
+        if self.cuts_inputs:
+            stays = self.parallel.shard(stays, "tp", 1)
+        return jnp.where(stays, x / (1 - self.rate), 0).astype(x.dtype)
+
+
 @register_dataclass
 @dataclass(frozen=True)
 class Adapter:
@@ -29,6 +77,7 @@ class Adapter:
     a: [*inputs, r]; [*inputs, 2, r] of a weight with two halves, each of which has its own.
     b: [r, *outputs].
     magnitude: [1, *outputs], the trained lengths of DoRA, or None.
+    dropout: of x, or None.
     scale: of the product.
     halves: the axis of b that enumerates the halves, or None.
     split: the mesh whose tp devices hold parts of the inputs, or `LOCAL`.
@@ -37,6 +86,7 @@ class Adapter:
     a: jax.Array
     b: jax.Array
     magnitude: jax.Array | None = None
+    dropout: InputDropout | None = None
     scale: float = _without_leaves(1.0)
     halves: int | None = _without_leaves(None)
     split: Parallel = _without_leaves(LOCAL)
@@ -74,6 +124,8 @@ def add_product(y: jax.Array, x: jax.Array, value: jax.Array | None, adapter: Ad
     """
     outputs = y.shape[1:]
     a, b = adapter.matrices(x.dtype)
+    if adapter.dropout is not None:
+        x = adapter.dropout(x)
     low = x @ a
     low = low * adapter.scale
     y = y + jnp.tensordot(low, b, 1)

@@ -99,6 +99,8 @@ def test_gradients_follow_from_those_of_whole_weights(feature, keys):
             ("dense", Cell({"pp": 2, "tp": 4}, 0, 3), (ALL,)),
             ("dense", Cell({"dp": 2, "cp": 2, "tp": 2}, 3, 2), ("lora.dora=true", ALL)),
             ("dense", Cell({"dp": 4}, 2, 3), (UNROLLED,)),
+            ("dense", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 2), ("lora.dropout=0.3",)),
+            ("latent attention", Cell({"tp": 4}, 1, 1), ("lora.dropout=0.3",)),
             ("dense", Cell({"pp": 2}, 0, 2), ("mesh.pipeline_layout='Et|tttL'",)),
             ("experts", Cell({"dp": 2, "ep": 2, "tp": 2}, 3, 3), ()),
             ("experts", Cell({"pp": 2, "ep": 4}, 1, 1), ()),

@@ -89,6 +89,7 @@ ROOMS = {
     "data": 5_000,
     "checkpoint interop convert": 8_500,
     "train run": 4_000,
+    "post": 3_500,
     "infer generate": 3_300,
     "evaluate export bench report prove cli errors files json_file __init__": 3_600,
 }
