@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.config import load
 from mjax.config.languages.layer_pattern import shortest
@@ -24,11 +25,12 @@ from mjax.config.schema.run import Config
 from mjax.config.schema.towers import TowerConfig
 from mjax.config.schema.vision import VisionConfig
 from mjax.data.multimodal.tiles import features_of_images
+from mjax.models.base.adapted import is_of_adapter
 from mjax.models.towers.modalities import MODALITIES, Items, features_of, features_of_tiles
 from mjax.models.towers.tiles import padded_features
 from mjax.models.towers.vision import image_fields
 from mjax.objectives.text_with_items import items_of
-from mjax.pipeline.storage import canonical
+from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
 from mjax.prove.features import (
     DEEP,
     FEATURES,
@@ -246,7 +248,23 @@ def make_trainer(feature: str, cell: Cell, *overrides: str) -> Trainer:
     cfg = load(None, [*SMALL, *FEATURES[feature], *given, *overrides])
     trainer = Trainer(cfg, make_mesh(cfg.mesh, jax.devices()[: math.prod(mesh.values())]))
     trainer.init()
+    if cfg.lora.rank:
+        fill_adapters(trainer)
     return trainer
+
+
+def fill_adapters(trainer: Trainer) -> None:
+    """Start with adapters of which no part is zero, so that all have gradients on every mesh."""
+    flat = flatten_dict(jax.device_get(trainer.params()))
+    for number, (path, array) in enumerate(sorted(flat.items())):
+        if is_of_adapter(path) and path[-1] in "ab":
+            rng = np.random.default_rng(number)
+            flat[path] = 0.1 * rng.standard_normal(array.shape, np.float32)
+    begun = unflatten_dict(flat)
+    stored = trainer.abstract_state()["params"]
+    wanted = canonical_abstract(trainer.storage, stored)
+    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), begun, wanted)
+    trainer.start(from_canonical(trainer.storage, placed, stored))
 
 
 class Numbers(NamedTuple):

@@ -298,7 +298,17 @@ FEATURES = {
     ],
     # weights of both towers are whole over tp; whole images, not parts of all, go over cp
     "mimo, own mesh": [*MIMO, "mesh.towers={vision: {tp: 1, cp: 1}, audio: {tp: 1}}"],
+    "sft": ["train.loss_divisor=sequences", "train.neftune_alpha=5.0"],
 }
+ADAPTERS = {
+    "lora": ("dense", ["lora.targets=['*',embedding,head]", "lora.dropout=0.1"]),
+    "lora, experts": ("experts", ["lora.trained=[router]"]),
+    "lora, latent attention": ("latent attention", ["lora.rslora=true"]),
+    "lora, hybrid": ("hybrid", []),
+    "dora": ("windows", ["lora.dora=true"]),
+}
+for _name, (_feature, _keys) in ADAPTERS.items():
+    FEATURES[_name] = [*FEATURES[_feature], "lora.rank=3", *_keys]
 # Features in words, for the page.
 NAMES = {
     "dense": "a Llama-like model with grouped heads",
@@ -336,6 +346,12 @@ NAMES = {
     "modernbert": "ModernBERT: windows to both sides",
     "llava-onevision": "LLaVA-OneVision: images in tiles",
     "mimo, own mesh": "images and sounds, each tower with a mesh of its own",
+    "sft": "fine-tuning: each document counts as one, noise on embeddings",
+    "lora": "LoRA on all matrices and tables, with dropout",
+    "lora, experts": "LoRA on experts, routers trained whole",
+    "lora, latent attention": "rsLoRA on latent attention",
+    "lora, hybrid": "LoRA on Mamba-2, attention and experts",
+    "dora": "DoRA on a model with windows",
 }
 # What a row has besides where there are twice as many layers.
 DEEP = {
@@ -354,6 +370,7 @@ NO_RING = (
     "dropout",
     "gpt-oss",
     "latent attention",
+    "lora, latent attention",
     "multi-token prediction",
     "bert",
     "t5",

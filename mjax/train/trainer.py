@@ -98,7 +98,7 @@ class Trainer:
 
     def init(self) -> None:
         """Draw parameters from run.seed and start at step 0. Equal on every mesh."""
-        self._start(self.checkpoints.draw())
+        self.start(self.checkpoints.draw())
 
     def load_params(self, *sources: Source) -> str:
         """Start at step 0 from the weights of `sources`; returns what was and was not loaded.
@@ -106,10 +106,11 @@ class Trainer:
         Raises `UserError` for a model that differs in more than `checkpoint.init_changes`.
         """
         params, summary = self.checkpoints.load_weights(*sources)
-        self._start(self.checkpoints.with_given_adapters(params))
+        self.start(self.checkpoints.with_given_adapters(params))
         return summary
 
-    def _start(self, params: dict) -> None:
+    def start(self, params: dict) -> None:
+        """Start at step 0 from parameters as stored (`state_layout`)."""
         self._continue(self.state_layout.start(params), 0)
 
     def _continue(self, state: steps.State, step: int) -> None:

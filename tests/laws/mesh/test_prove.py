@@ -51,6 +51,12 @@ SAMPLE = [
     ("hybrid", Cell({"pp": 2, "ep": 2, "tp": 2}, 1, 3)),
     ("gated deltanet", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 3, cp_type="all_gather")),
     ("llava-onevision", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="a2a")),
+    ("sft", Cell({"pp": 2, "dp": 2, "tp": 2}, 1, 4)),
+    ("lora", Cell({"pp": 2, "cp": 2, "tp": 2}, 1, 4, cp_type="ring")),
+    ("lora, experts", Cell({"ep": 2, "cp": 2, "tp": 2}, 3, 3, cp_type="a2a")),
+    ("lora, latent attention", Cell({"pp": 2, "dp": 2, "tp": 2}, 0, 3)),
+    ("lora, hybrid", Cell({"dp": 2, "ep": 2, "tp": 2}, 3, 2)),
+    ("dora", Cell({"dp": 2, "cp": 2, "tp": 2}, 2, 3, cp_type="all_gather")),
 ]
 
 

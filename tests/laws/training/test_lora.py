@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from mjax.errors import UserError
 from mjax.models.base.adapted import adapted_values, is_of_adapter
-from mjax.pipeline.storage import canonical, canonical_abstract, from_canonical
+from mjax.pipeline.storage import canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
 from tests.laws.training.test_freeze import exchanged_and_computed
@@ -24,21 +24,6 @@ ALL = "lora.targets=['*',embedding,head]"
 UNROLLED = "train.unroll=0"
 
 
-def start(trainer: Trainer) -> dict:
-    """Start from the weights that run.seed draws, and adapters with nothing at zero; canonical."""
-    flat = flatten_dict(jax.device_get(trainer.params()))
-    for number, (path, array) in enumerate(sorted(flat.items())):
-        if is_of_adapter(path) and path[-1] in "ab":
-            rng = np.random.default_rng(number)
-            flat[path] = 0.1 * rng.standard_normal(array.shape, np.float32)
-    begun = unflatten_dict(flat)
-    stored = trainer.abstract_state()["params"]
-    wanted = canonical_abstract(trainer.storage, stored)
-    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), begun, wanted)
-    trainer._start(from_canonical(trainer.storage, placed, stored))
-    return begun
-
-
 def moments(trainer: Trainer) -> dict:
     """A tenth of the gradients, by path, after a step."""
     trainer.loss = float(trainer.step(make_batch(ROWS))["loss"])
@@ -48,7 +33,6 @@ def moments(trainer: Trainer) -> dict:
 @functools.cache
 def on_one_device(feature: str, *keys: str) -> tuple[float, dict]:
     trainer = make_trainer(feature, Cell(), *PLAIN, RANK, *keys)
-    start(trainer)
     found = moments(trainer)
     return trainer.loss, found
 
@@ -71,13 +55,13 @@ def on_one_device(feature: str, *keys: str) -> tuple[float, dict]:
 def test_gradients_follow_from_those_of_whole_weights(feature, keys):
     """Those of W + scale a b give them by the chain rule: scale dW b', scale a' dW."""
     trainer = make_trainer(feature, Cell(), *PLAIN, RANK, *keys)
-    begun = start(trainer)
+    begun = jax.device_get(trainer.params())
     found = moments(trainer)
     plain = [key for key in keys if not key.startswith("lora.")]
     whole = make_trainer(feature, Cell(), *PLAIN, *plain)
     merge = functools.partial(adapted_values, specs=trainer.specs)
     merged = jax.tree.map(jnp.asarray, merge(begun))
-    whole._start(merged)
+    whole.start(merged)
     of_weights = moments(whole)
     assert trainer.loss == pytest.approx(whole.loss, rel=1e-5)
     base = {path: a for path, a in flatten_dict(begun).items() if not is_of_adapter(path)}
@@ -114,7 +98,6 @@ def test_numbers_do_not_depend_on_the_mesh(feature, cell, keys):
     own = [key for key in keys if not key.startswith(("train.", "mesh."))]
     loss, expected = on_one_device(feature, *own)
     trainer = make_trainer(feature, cell, *PLAIN, RANK, *keys)
-    start(trainer)
     found = moments(trainer)
     assert trainer.loss == pytest.approx(loss, rel=2e-6)
     # Scans of Mamba sum in another order where cp cuts them.
@@ -123,6 +106,7 @@ def test_numbers_do_not_depend_on_the_mesh(feature, cell, keys):
 
 def test_an_adapter_at_zero_is_its_base_and_the_base_stays(tmp_path):
     trainer = make_trainer("dense", Cell({"dp": 2}, 1, 2), RANK, "lora.trained=[norm]")
+    trainer.init()  # where b is zero
     base = make_trainer("dense", Cell({"dp": 2}, 1, 2))
     before = flatten_dict(jax.device_get(trainer.params()))
     first = float(trainer.step(make_batch(ROWS))["loss"])

@@ -33,7 +33,7 @@ def begin_at(trainer: Trainer, params: dict) -> None:
     stored = trainer.abstract_state()["params"]
     wanted = canonical_abstract(trainer.storage, stored)
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, wanted)
-    trainer._start(from_canonical(trainer.storage, placed, stored))
+    trainer.start(from_canonical(trainer.storage, placed, stored))
 
 
 def dequantized(params: dict, specs: dict) -> dict:
@@ -131,7 +131,7 @@ def test_a_run_starts_and_resumes_at_other_meshes_with_one_base(tmp_path, keys):
     cells = Cell(), Cell({"dp": 2, "tp": 2}, 3, 2)
     resumed, cut = (make_trainer("dense", cell, *keys) for cell in cells)
     for trainer in (resumed, cut):
-        trainer._start(trainer.checkpoints.start_params()[0])
+        trainer.start(trainer.checkpoints.start_params()[0])
     begun = jax.device_get(resumed.params())
     jax.tree.map(np.testing.assert_array_equal, begun, jax.device_get(cut.params()))
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_principal_parts_add_up_to_the_weights(tmp_path):
         for init in ("zero", "pissa")
     )
     for trainer in (plain, pissa):
-        trainer._start(trainer.checkpoints.start_params()[0])
+        trainer.start(trainer.checkpoints.start_params()[0])
     base, begun = (base_of_run(t.params()) for t in (plain, pissa))
     name = ("dense", "mlp", "up")
     for layer in range(len(base[name])):
