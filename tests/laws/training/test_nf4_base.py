@@ -14,7 +14,7 @@ from mjax.models.base.adapted import is_of_adapter
 from mjax.pipeline.storage import canonical_abstract, from_canonical
 from mjax.prove import Cell, deviation, make_batch, make_trainer
 from mjax.train import Trainer
-from tests.laws.training.test_lora import PLAIN, RANK, ROWS, UNROLLED, moments, start
+from tests.laws.training.test_lora import PLAIN, RANK, ROWS, UNROLLED, moments
 from tests.marks import quick, slow
 
 NF4 = "lora.base=nf4"
@@ -49,7 +49,7 @@ def dequantized(params: dict, specs: dict) -> dict:
 def on_one_device(feature: str, *keys: str) -> tuple[float, dict, dict]:
     """(loss, moments, codes) of a step."""
     trainer = make_trainer(feature, Cell(), *PLAIN, *keys_of(feature), RANK, NF4, *keys)
-    begun = start(trainer)
+    begun = jax.device_get(trainer.params())
     found = moments(trainer)
     return trainer.loss, found, base_of_run(begun)
 
@@ -71,7 +71,7 @@ def base_of_run(params: dict) -> dict:
 )
 def test_a_step_is_that_on_the_dequantized_weights(feature, keys):
     trainer = make_trainer(feature, Cell(), *PLAIN, *keys_of(feature), RANK, NF4, *keys)
-    begun = start(trainer)
+    begun = jax.device_get(trainer.params())
     found = moments(trainer)
     whole = make_trainer(feature, Cell(), *PLAIN, *keys_of(feature), RANK, *keys)
     begin_at(whole, dequantized(begun, trainer.specs))
@@ -101,7 +101,7 @@ def test_numbers_do_not_depend_on_the_mesh(feature, cell, keys):
     own = [key for key in keys if not key.startswith(("train.", "mesh."))]
     loss, expected, base = on_one_device(feature, *own)
     trainer = make_trainer(feature, cell, *PLAIN, *keys_of(feature), RANK, NF4, *keys)
-    jax.tree.map(np.testing.assert_array_equal, base_of_run(start(trainer)), base)
+    jax.tree.map(np.testing.assert_array_equal, base_of_run(jax.device_get(trainer.params())), base)
     found = moments(trainer)
     assert trainer.loss == pytest.approx(loss, rel=2e-6)
     assert deviation(found, expected) <= 1e-5
